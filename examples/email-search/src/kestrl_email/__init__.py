@@ -1,0 +1,1 @@
+"""Multi-turn e-mail search."""

@@ -1,0 +1,1 @@
+"""KestRL's judge: scores groups, and never turns its own failure into a reward."""

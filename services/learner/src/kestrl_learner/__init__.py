@@ -1,0 +1,1 @@
+"""KestRL's learner: ledger, dispatcher, batch, loss, step, publish."""

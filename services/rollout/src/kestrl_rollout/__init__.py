@@ -1,0 +1,1 @@
+"""KestRL's rollout worker: runs groups of episodes, token in, token out."""

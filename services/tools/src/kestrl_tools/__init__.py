@@ -1,0 +1,1 @@
+"""KestRL's tool service: a session of tools for every episode."""

@@ -1,0 +1,134 @@
+"""The vocabulary of failure: where one came from, what it is, and whether trying again can help.
+
+Every process of KestRL speaks it; `kestrl.rpc` carries it over the wire. A failure is data with a type and a boundary. It is
+recorded on the episode, counted, shown by `kestrl status`, and never becomes a number that a gradient could see.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Boundary(StrEnum):
+    """Where a failure came from."""
+
+    POLICY = "policy"
+    """The model's own doing: a wrong answer, a malformed call. Data, and may earn a reward."""
+    TOOL = "tool"
+    """A tool raised, or ran past its deadline."""
+    SANDBOX = "sandbox"
+    """The place a tool's code runs in failed."""
+    JUDGE = "judge"
+    """Scoring failed; the episode has no reward."""
+    ENGINE = "engine"
+    """The inference engine died, refused, or answered nonsense."""
+    INFRASTRUCTURE = "infrastructure"
+    """The network, the disk, the database, a deadline of our own."""
+    USER_CODE = "user_code"
+    """A user's agent or reward raised, or could not be imported."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """A failure as data."""
+
+    boundary: Boundary
+    code: str
+    """Short and stable, snake_case, low in cardinality: `deadline_exceeded`, `tool_raised`."""
+    message: str
+    """What happened and what to do, for a person."""
+    retryable: bool = False
+    """Whether the same work may succeed when tried again unchanged."""
+    component: str = ""
+    """The process that saw it, such as `rollout-0`."""
+
+    def __str__(self) -> str:
+        return f"[{self.boundary}/{self.code}] {self.message}"
+
+
+class KestrlError(Exception):
+    """The root of what KestRL raises on purpose. Subclasses fix the boundary; the code and message say what happened."""
+
+    boundary: Boundary = Boundary.INFRASTRUCTURE
+    code: str = "internal"
+    retryable: bool = False
+
+    def __init__(
+        self, message: str, *, code: str | None = None, retryable: bool | None = None, boundary: Boundary | None = None
+    ) -> None:
+        super().__init__(message)
+        if code is not None:
+            self.code = code
+        if retryable is not None:
+            self.retryable = retryable
+        if boundary is not None:
+            self.boundary = boundary
+
+    def failure(self, *, component: str = "") -> Failure:
+        """This error as data."""
+        return Failure(
+            boundary=self.boundary, code=self.code, message=str(self), retryable=self.retryable, component=component
+        )
+
+
+class FailureError(KestrlError):
+    """A failure that came over the wire, raised again on this side."""
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(failure.message, code=failure.code, retryable=failure.retryable, boundary=failure.boundary)
+        self.component = failure.component
+
+    def failure(self, *, component: str = "") -> Failure:
+        return super().failure(component=self.component or component)
+
+
+class UserInputError(KestrlError):
+    """Something a person wrote cannot be used: a manifest, a data row, an import path. Ends a command with exit code 2.
+
+    The message names the field or file and the mend.
+    """
+
+    code = "invalid_input"
+
+
+class UserCodeError(KestrlError):
+    """A user's class or function raised or cannot be imported."""
+
+    boundary = Boundary.USER_CODE
+    code = "user_code_raised"
+
+
+class ToolFailure(KestrlError):
+    """A tool broke: not the model's fault, so the model is not told and the episode has failed."""
+
+    boundary = Boundary.TOOL
+    code = "tool_raised"
+
+
+class JudgeFailure(KestrlError):
+    """Scoring failed; the episode stays without a reward."""
+
+    boundary = Boundary.JUDGE
+    code = "reward_raised"
+
+
+class EngineFailure(KestrlError):
+    """The inference engine died, refused, or answered something impossible."""
+
+    boundary = Boundary.ENGINE
+    code = "engine_failed"
+    retryable = True
+
+
+class DeadlineExceeded(KestrlError):
+    """A deadline of ours passed; the code names which."""
+
+    code = "deadline_exceeded"
+    retryable = True
+
+
+class StorageError(KestrlError):
+    """An object store refused, or an object is missing or corrupt."""
+
+    code = "storage_failed"

@@ -1,0 +1,37 @@
+"""Loading what a user names: `package.module:attribute`."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from kestrl.errors import UserInputError
+
+
+def load(path: str, *, field: str) -> Any:
+    """Imports `module:attribute`.
+
+    Args:
+        path: Such as `my_tools:Search`.
+        field: The manifest field it stands in, for the message.
+
+    Raises:
+        UserInputError: The path is malformed, the module cannot be imported, or it has no such attribute.
+    """
+    module_name, _, attribute = path.partition(":")
+    if not module_name or not attribute:
+        raise UserInputError(f"{field}: {path!r} is not of the form package.module:Name")
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:  # noqa: BLE001 - a user's module may raise anything while it is imported
+        raise UserInputError(
+            f"{field}: cannot import {module_name!r}: {type(error).__name__}: {error}. "
+            "Is it installed, or beside the manifest?"
+        ) from error
+    value: Any = module
+    for part in attribute.split("."):
+        try:
+            value = getattr(value, part)
+        except AttributeError as error:
+            raise UserInputError(f"{field}: module {module_name!r} has no {attribute!r}") from error
+    return value

@@ -1,0 +1,207 @@
+"""What each service is told when it starts: one model a service, written by `plan`, read by the service's `main`.
+
+The local runner writes it to a file, a cluster to a ConfigMap; both pass `--settings PATH`. Secrets are never in it: the
+job's credential is in the environment variable `KESTRL_JOB_TOKEN`, an engine's keys in `KESTRL_ENGINE_KEY` (data) and
+`KESTRL_ENGINE_CONTROL_KEY` (control).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal, Self, TypeVar
+
+from pydantic import BaseModel, ConfigDict
+
+from kestrl.errors import UserInputError
+
+Settings = TypeVar("Settings", bound="ServiceSettings")
+
+
+class Model(BaseModel):
+    """Frozen, and unknown fields are refused."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class ServiceSettings(Model):
+    """What every service is told."""
+
+    component: str
+    """Its name with ordinal, such as `rollout-0`."""
+    job: str
+    run: str
+    listen: str
+    """`host:port` of its gRPC server."""
+    python_path: tuple[str, ...] = ()
+    """Folders put in front of `sys.path`: where a user's tools, rewards and agents lie."""
+    otlp_endpoint: str | None = None
+    """Where spans go; the standard OTEL_* variables also work."""
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """Reads the settings file.
+
+        Raises:
+            UserInputError: It is missing or not what this version expects.
+        """
+        try:
+            return cls.model_validate_json(path.read_bytes())
+        except (OSError, ValueError) as error:
+            raise UserInputError(f"{path}: not readable as {cls.__name__}: {error}") from error
+
+
+class ToolEntry(Model):
+    """One tool of the manifest."""
+
+    name: str
+    use: str
+    """Import path of a function or class."""
+    config: dict[str, Any] = {}
+
+
+class ToolsSettings(ServiceSettings):
+    """The tool service."""
+
+    tools: tuple[ToolEntry, ...]
+    call_seconds: float
+    """Deadline of one call."""
+    max_sessions: int = 4096
+
+
+class RewardEntry(Model):
+    """One rule reward of the manifest."""
+
+    name: str
+    rule: str
+    """Import path of a function, or the name of a built-in."""
+    weight: float = 1.0
+    seconds: float = 10.0
+    """Its time limit for one episode."""
+
+
+class JudgeSettings(ServiceSettings):
+    """The judge."""
+
+    rewards: tuple[RewardEntry, ...]
+    processes: int = 1
+    """Processes per reward."""
+
+
+class RolloutSettings(ServiceSettings):
+    """A rollout worker."""
+
+    tokenizer: str
+    """Folder or Hugging Face id with tokenizer.json and a chat template."""
+    template: str | None = None
+    """File of a chat template that replaces the model's own."""
+    agent: str
+    """`tool_agent`, `single_turn`, or an import path."""
+    tools_address: str
+    judge_address: str
+    concurrency: int
+    context_length: int
+    """Tokens the engine can hold in one sequence."""
+    max_parallel_calls: int = 8
+    max_tool_tokens: int = 1024
+    """Longer observations are cut, with a marker."""
+    call_seconds: float = 30.0
+    drain_seconds: float = 20.0
+
+
+class AgentSettings(ServiceSettings):
+    """An engine agent."""
+
+    engine_name: str
+    engine_url: str
+    base_model: str
+    """Name under which the engine serves the base model."""
+    adapters_dir: str
+    """Folder shared with the engine, emptied of retired versions."""
+    slots: int
+    """Adapters the engine can hold at once."""
+    probe_bound: float
+    """Largest accepted difference between the engine's and the learner's probe log-probs."""
+    load_seconds: float = 60.0
+    poll_seconds: float = 1.0
+
+
+class EngineEntry(Model):
+    """One engine as the learner sees it."""
+
+    name: str
+    url: str
+    agent_address: str
+
+
+class DataSettings(Model):
+    """A data set."""
+
+    path: str
+    size: int | None = None
+    """Scenarios used; None uses all."""
+
+
+class AlgorithmSettings(Model):
+    """How a batch becomes a gradient."""
+
+    name: str
+    group_size: int
+    groups_per_step: int
+    learning_rate: float
+    clip_low: float
+    clip_high: float
+    max_staleness: int
+    on_failed_episode: Literal["drop", "shrink"]
+    min_group_size: int
+    max_grad_norm: float
+    weight_decay: float
+    warmup_steps: int
+    advantage: str
+    loss: str
+    importance_cap: float | None
+    """Token TIS bound C, when staleness is above 0."""
+
+
+class LearnerSettings(ServiceSettings):
+    """The learner."""
+
+    model: str
+    """Folder or Hugging Face id of the base model."""
+    dtype: Literal["float32", "bfloat16"]
+    rank: int
+    alpha: float
+    targets: str | tuple[str, ...]
+    data: DataSettings
+    validation: DataSettings | None
+    seed: int
+    epochs: int
+    max_steps: int | None
+    eval_every: int | None
+    checkpoint_every: int
+    keep_checkpoints: int
+    temperature: float
+    max_tokens: int
+    max_turns: int
+    max_tokens_per_turn: int
+    tool_seconds: float
+    turn_seconds: float
+    episode_seconds: float
+    group_seconds: float
+    algorithm: AlgorithmSettings
+    storage: str
+    """Object-store address of the run's folder: adapters/, checkpoints/, episodes/, summary.json lie beneath."""
+    database: str
+    """SQLAlchemy address of the ledger."""
+    rollout_addresses: tuple[str, ...]
+    engines: tuple[EngineEntry, ...]
+    adapter_slots: int
+    """Versions every engine can hold."""
+    logprob_gap_bound: float
+    """Largest accepted mean |learner - engine| log-prob at staleness 0; above it the run stops."""
+    max_failed_share: float
+    """Share of episodes of a step that may fail for other reasons than the policy before the run stops."""
+    threads: int | None = None
+    """torch threads; None leaves torch's choice."""
+    device: str = "cpu"
+    start_seconds: float = 600.0
+    """How long to wait for engines and workers to come up."""

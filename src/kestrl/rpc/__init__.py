@@ -1,0 +1,11 @@
+"""gRPC as KestRL uses it: one way to serve, one way to call, one place where errors cross the wire.
+
+Domain code never sees `grpc`: a server's handlers raise `KestrlError`, which travels as a status plus the `Failure` message in
+trailing metadata; `call` and `stream` raise it again as `FailureError` on the other side. Every call carries a deadline, the
+W3C trace context and the job's credential.
+"""
+
+from kestrl.rpc.client import Channel, call, channel, stream
+from kestrl.rpc.server import serve
+
+__all__ = ["Channel", "call", "channel", "serve", "stream"]

@@ -1,0 +1,80 @@
+"""Calling: deadline, trace context and credential on every call, typed failures back."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterator, Callable
+from typing import Any, TypeVar
+
+import grpc
+from opentelemetry.propagate import inject
+
+from kestrl.errors import FailureError
+from kestrl.rpc.status import TOKEN_KEY, failure_of
+
+Channel = grpc.aio.Channel
+Reply = TypeVar("Reply")
+MAX_MESSAGE_BYTES = 256 * 1024 * 1024
+TOKEN_VARIABLE = "KESTRL_JOB_TOKEN"  # the name of an environment variable, not a secret
+OPTIONS: list[tuple[str, int]] = [
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.keepalive_time_ms", 30_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.enable_http_proxy", 0),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 2_000),
+]
+
+
+def channel(address: str) -> Channel:
+    """A channel to `host:port`; connects when first used and reconnects by itself."""
+    return grpc.aio.insecure_channel(address, options=OPTIONS)
+
+
+def _metadata() -> tuple[tuple[str, str], ...]:
+    carrier: dict[str, str] = {}
+    inject(carrier)
+    token = os.environ.get(TOKEN_VARIABLE)
+    if token:
+        carrier[TOKEN_KEY] = token
+    return tuple(carrier.items())
+
+
+async def call(
+    method: Callable[..., Any], request: object, reply: type[Reply], *, timeout: float, peer: str, wait: bool = False
+) -> Reply:
+    """Makes one unary call.
+
+    Args:
+        method: A stub's method.
+        request: Its message.
+        reply: The class of its answer.
+        timeout: Seconds after which it fails with code `deadline_exceeded`.
+        peer: Who is called, for messages: `tools`.
+        wait: Whether to wait for a server that is not up yet instead of failing at once.
+
+    Raises:
+        FailureError: The call failed; carries the server's failure, or one made from the status.
+    """
+    try:
+        answer = await method(request, timeout=timeout, metadata=_metadata(), wait_for_ready=wait)
+    except grpc.aio.AioRpcError as error:
+        raise FailureError(failure_of(error, peer=peer)) from error
+    assert isinstance(answer, reply)
+    return answer
+
+
+async def stream(
+    method: Callable[..., Any], request: object, reply: type[Reply], *, timeout: float | None, peer: str
+) -> AsyncIterator[Reply]:
+    """Makes one server-streaming call and yields its answers; leaving the loop cancels it. Raises as `call` does."""
+    pending = method(request, timeout=timeout, metadata=_metadata())
+    try:
+        async for answer in pending:
+            assert isinstance(answer, reply)
+            yield answer
+    except grpc.aio.AioRpcError as error:
+        raise FailureError(failure_of(error, peer=peer)) from error
+    finally:
+        pending.cancel()

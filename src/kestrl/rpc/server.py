@@ -1,0 +1,166 @@
+"""Serving: credential check, trace context, typed errors, health, and draining on SIGTERM and SIGINT."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import os
+import signal
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from opentelemetry import context as otel_context
+from opentelemetry.propagate import extract
+
+from kestrl.errors import Boundary, Failure, KestrlError, UserInputError
+from kestrl.rpc.client import OPTIONS, TOKEN_VARIABLE
+from kestrl.rpc.codec import failure_to_proto
+from kestrl.rpc.status import FAILURE_KEY, STATUS_BY_BOUNDARY, TOKEN_KEY
+
+log = logging.getLogger(__name__)
+HEALTH_PREFIX = "/grpc.health."
+
+
+async def _abort(context: grpc.aio.ServicerContext[Any, Any], failure: Failure) -> None:
+    context.set_trailing_metadata(((FAILURE_KEY, failure_to_proto(failure).SerializeToString()),))
+    await context.abort(STATUS_BY_BOUNDARY[failure.boundary], failure.message[:2000])
+
+
+class _Door(grpc.aio.ServerInterceptor):
+    """What every call passes: credential, trace context, and the translation of errors."""
+
+    def __init__(self, component: str, token: str | None) -> None:
+        self._component = component
+        self._token = token
+
+    def _authorised(self, context: grpc.aio.ServicerContext[Any, Any]) -> bool:
+        if self._token is None:
+            return True
+        sent = dict(context.invocation_metadata() or ()).get(TOKEN_KEY, "")
+        return isinstance(sent, str) and hmac.compare_digest(sent, self._token)
+
+    async def _fail(self, context: grpc.aio.ServicerContext[Any, Any], error: Exception) -> None:
+        if isinstance(error, KestrlError):
+            failure = error.failure(component=self._component)
+        else:
+            log.exception("unexpected error in a handler")
+            failure = Failure(
+                boundary=Boundary.INFRASTRUCTURE,
+                code="internal",
+                message=f"{self._component}: {type(error).__name__}: {error}",
+                component=self._component,
+            )
+        await _abort(context, failure)
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any]]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler[Any, Any]:
+        handler = await continuation(handler_call_details)
+        if handler is None or handler_call_details.method.startswith(HEALTH_PREFIX):
+            return handler
+        if handler.unary_unary is not None:
+            return grpc.unary_unary_rpc_method_handler(
+                self._unary(handler.unary_unary), handler.request_deserializer, handler.response_serializer
+            )
+        return grpc.unary_stream_rpc_method_handler(
+            self._stream(handler.unary_stream), handler.request_deserializer, handler.response_serializer
+        )
+
+    def _enter(self, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+        carrier = {key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)}
+        return otel_context.attach(extract(carrier))
+
+    def _unary(self, inner: Any) -> Any:
+        async def handle(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+            if not self._authorised(context):
+                await context.abort(grpc.StatusCode.UNAUTHENTICATED, "the job's credential is missing or wrong")
+            token = self._enter(context)
+            try:
+                return await inner(request, context)
+            except grpc.aio.AbortError:
+                raise
+            except Exception as error:  # noqa: BLE001 - the one door where any error becomes a typed failure
+                await self._fail(context, error)
+            finally:
+                otel_context.detach(token)
+
+        return handle
+
+    def _stream(self, inner: Any) -> Any:
+        async def handle(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
+            if not self._authorised(context):
+                await context.abort(grpc.StatusCode.UNAUTHENTICATED, "the job's credential is missing or wrong")
+            carrier = {key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)}
+            # An async generator may be resumed in another context, so the token cannot be detached; the task ends with it.
+            otel_context.attach(extract(carrier))
+            try:
+                async for answer in inner(request, context):
+                    yield answer
+            except grpc.aio.AbortError:
+                raise
+            except Exception as error:  # noqa: BLE001 - the one door where any error becomes a typed failure
+                await self._fail(context, error)
+
+        return handle
+
+
+async def serve(
+    component: str,
+    listen: str,
+    register: Callable[[grpc.aio.Server], None],
+    *,
+    drain: Callable[[], Awaitable[None]] | None = None,
+    grace: float = 10.0,
+    until: Awaitable[object] | None = None,
+) -> None:
+    """Serves until SIGTERM or SIGINT (or until `until` is done), then drains: unhealthy first, then `drain`, then the port.
+
+    Args:
+        component: Name for failures and logs.
+        listen: `host:port`.
+        register: Adds the services to the server.
+        drain: Awaited before the server stops taking calls away: finish or hand back what is in flight.
+        grace: Seconds that calls in flight get after `drain`.
+        until: Ends serving when done; its exception, if any, is raised here.
+
+    Raises:
+        UserInputError: The port is taken.
+    """
+    server = grpc.aio.server(
+        interceptors=[_Door(component, os.environ.get(TOKEN_VARIABLE) or None)],
+        options=[*OPTIONS, ("grpc.so_reuseport", 0), ("grpc.keepalive_permit_without_calls", 1)],
+    )
+    register(server)
+    healthy = health.aio.HealthServicer()
+    health_pb2_grpc.add_HealthServicer_to_server(healthy, server)
+    try:
+        bound = server.add_insecure_port(listen)
+    except RuntimeError as error:
+        raise UserInputError(f"{component}: cannot listen on {listen}: the port is taken or not ours") from error
+    if bound == 0:
+        raise UserInputError(f"{component}: cannot listen on {listen}: the port is taken or not ours")
+    await server.start()
+    await healthy.set("", health_pb2.HealthCheckResponse.SERVING)
+    stopping = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for name in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(name, stopping.set)
+    log.info("%s serves on %s", component, listen)
+    waits = [asyncio.create_task(stopping.wait(), name="stop-signal")]
+    if until is not None:
+        waits.append(asyncio.ensure_future(until))
+    try:
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        await healthy.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
+        if drain is not None:
+            await drain()
+    finally:
+        await server.stop(grace)
+        waits[0].cancel()
+    if until is not None:
+        await waits[1]

@@ -1,0 +1,37 @@
+"""The table between failures and gRPC statuses, and the metadata key that carries a failure whole."""
+
+from __future__ import annotations
+
+import grpc
+
+from kestrl.errors import Boundary, Failure
+from kestrl.rpc.codec import failure_from_proto
+
+FAILURE_KEY = "kestrl-failure-bin"
+TOKEN_KEY = "kestrl-token"  # the name of a metadata key, not a secret
+
+STATUS_BY_BOUNDARY: dict[Boundary, grpc.StatusCode] = {
+    Boundary.POLICY: grpc.StatusCode.INVALID_ARGUMENT,
+    Boundary.TOOL: grpc.StatusCode.ABORTED,
+    Boundary.SANDBOX: grpc.StatusCode.ABORTED,
+    Boundary.JUDGE: grpc.StatusCode.ABORTED,
+    Boundary.ENGINE: grpc.StatusCode.UNAVAILABLE,
+    Boundary.INFRASTRUCTURE: grpc.StatusCode.UNAVAILABLE,
+    Boundary.USER_CODE: grpc.StatusCode.FAILED_PRECONDITION,
+}
+RETRYABLE = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.RESOURCE_EXHAUSTED}
+
+
+def failure_of(error: grpc.aio.AioRpcError, *, peer: str) -> Failure:
+    """What a failed call says: the failure that the server attached, or one made from the status."""
+    for key, value in error.trailing_metadata() or ():
+        if key == FAILURE_KEY and isinstance(value, bytes):
+            return failure_from_proto(value)
+    code = error.code()
+    return Failure(
+        boundary=Boundary.INFRASTRUCTURE,
+        code=code.name.lower(),
+        message=f"{peer}: {code.name}: {error.details() or 'no details'}",
+        retryable=code in RETRYABLE,
+        component=peer,
+    )

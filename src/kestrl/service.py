@@ -1,0 +1,51 @@
+"""What every service's `main` does before its own work: parse `--settings`, set up logs, telemetry and the import path."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import sys
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+from kestrl.errors import KestrlError, UserInputError
+from kestrl.plan.settings import Settings
+from kestrl.telemetry import set_up
+
+EXIT_INPUT = 2
+"""Exit code for what a person can mend in their input."""
+EXIT_FAILED = 1
+
+
+def run_service(settings_type: type[Settings], work: Callable[[Settings], Awaitable[None]], *, uvloop: bool = True) -> int:
+    """Runs a service to its end and returns the process's exit code.
+
+    A `UserInputError` is printed as one line `error: ...` with exit code 2, any other `KestrlError` with code 1; neither shows a
+    traceback. Anything else is a bug of ours and does.
+    """
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--settings", type=Path, required=True, help="JSON file written from the plan")
+    path = parser.parse_args().settings
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    try:
+        settings = settings_type.read(path)
+        sys.path[:0] = settings.python_path
+        set_up(settings.component, job=settings.job, run=settings.run, endpoint=settings.otlp_endpoint)
+        if uvloop:
+            import uvloop as fast
+
+            fast.run(_finish(work(settings)))
+        else:
+            asyncio.run(_finish(work(settings)))
+    except UserInputError as error:
+        print(f"error: {error}", file=sys.stderr)  # noqa: T201 - the last line a person reads
+        return EXIT_INPUT
+    except KestrlError as error:
+        print(f"error: {error.failure()}", file=sys.stderr)  # noqa: T201 - the last line a person reads
+        return EXIT_FAILED
+    return 0
+
+
+async def _finish(work: Awaitable[None]) -> None:
+    await work

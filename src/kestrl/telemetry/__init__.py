@@ -1,0 +1,56 @@
+"""OpenTelemetry for every process: set up once in `main`, then `span(...)` wherever work is done.
+
+Without an endpoint (settings or OTEL_EXPORTER_OTLP_ENDPOINT) nothing of the SDK is imported and a span costs a no-op.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+from opentelemetry import trace
+from opentelemetry.propagate import inject
+from opentelemetry.trace import Span, Status, StatusCode
+
+from kestrl.errors import KestrlError
+from kestrl.telemetry.names import Attr
+
+__all__ = ["current_trace_id", "set_up", "span", "trace_headers"]
+
+_tracer = trace.get_tracer("kestrl")
+
+
+def set_up(component: str, *, job: str, run: str, endpoint: str | None = None) -> None:
+    """Sends this process's spans by OTLP/gRPC when an endpoint is given or the standard OTEL_* variables name one."""
+    named = endpoint or os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT") or os.environ.get("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
+    if not named or os.environ.get("OTEL_SDK_DISABLED", "").lower() == "true":
+        return
+    from kestrl.telemetry.export import install
+
+    install(component, job=job, run=run, endpoint=endpoint)
+
+
+@contextmanager
+def span(name: str, attributes: Mapping[str, str | int | float | bool] | None = None) -> Iterator[Span]:
+    """A span around a piece of work. A `KestrlError` marks it with its boundary and code; every error marks it failed."""
+    with _tracer.start_as_current_span(name, attributes=attributes, record_exception=False) as current:
+        try:
+            yield current
+        except KestrlError as error:
+            current.set_attributes({Attr.FAILURE_BOUNDARY: str(error.boundary), Attr.ERROR_TYPE: error.code})
+            current.set_status(Status(StatusCode.ERROR, str(error)[:500]))
+            raise
+
+
+def current_trace_id() -> str:
+    """The trace id at hand as 32 hex digits, or empty when nothing is traced."""
+    context = trace.get_current_span().get_span_context()
+    return f"{context.trace_id:032x}" if context.is_valid else ""
+
+
+def trace_headers() -> dict[str, str]:
+    """The W3C headers for an HTTP request made now; empty when nothing is traced."""
+    headers: dict[str, str] = {}
+    inject(headers)
+    return headers

@@ -17,6 +17,9 @@ from kestrl.errors import Failure
 Json = Any
 """A JSON value: str, int, float, bool, None, list or dict of such."""
 
+BASE_MODEL_NAME = "base"
+"""The name every engine serves the base model under; adapters are served under `PolicyVersion.name`."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class PolicyVersion:

@@ -23,7 +23,7 @@ def load(path: str, *, field: str) -> Any:
         raise UserInputError(f"{field}: {path!r} is not of the form package.module:Name")
     try:
         module = importlib.import_module(module_name)
-    except Exception as error:  # noqa: BLE001 - a user's module may raise anything while it is imported
+    except Exception as error:
         raise UserInputError(
             f"{field}: cannot import {module_name!r}: {type(error).__name__}: {error}. "
             "Is it installed, or beside the manifest?"

@@ -18,7 +18,9 @@ EXIT_INPUT = 2
 EXIT_FAILED = 1
 
 
-def run_service(settings_type: type[Settings], work: Callable[[Settings], Awaitable[None]], *, uvloop: bool = True) -> int:
+def run_service(
+    settings_type: type[Settings], work: Callable[[Settings], Awaitable[None]], *, uvloop: bool = True
+) -> int:
     """Runs a service to its end and returns the process's exit code.
 
     A `UserInputError` is printed as one line `error: ...` with exit code 2, any other `KestrlError` with code 1; neither shows a

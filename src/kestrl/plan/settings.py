@@ -162,8 +162,18 @@ class AlgorithmSettings(Model):
     """Token TIS bound C, when staleness is above 0."""
 
 
+class EvaluateSettings(Model):
+    """Evaluate instead of training."""
+
+    adapter: str | None
+    """Object-store address of the adapter's folder; None evaluates the base model."""
+
+
 class LearnerSettings(ServiceSettings):
     """The learner."""
+
+    evaluate: EvaluateSettings | None = None
+    """When set: publish nothing, train nothing, evaluate this once on the validation data and end."""
 
     model: str
     """Folder or Hugging Face id of the base model."""

@@ -15,7 +15,7 @@ from kestrl.rpc.status import TOKEN_KEY, failure_of
 Channel = grpc.aio.Channel
 Reply = TypeVar("Reply")
 MAX_MESSAGE_BYTES = 256 * 1024 * 1024
-TOKEN_VARIABLE = "KESTRL_JOB_TOKEN"  # the name of an environment variable, not a secret
+TOKEN_VARIABLE = "KESTRL_JOB_TOKEN"  # noqa: S105 - the name of a variable
 OPTIONS: list[tuple[str, int]] = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),

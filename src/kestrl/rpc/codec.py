@@ -24,7 +24,7 @@ from kestrl.errors import Boundary, Failure
 if sys.byteorder != "little":  # pragma: no cover - no supported machine is big-endian
     raise ImportError("KestRL's wire format is little-endian, this machine is not")
 
-_BOUNDARIES: dict[Boundary, pb.Boundary] = {
+_BOUNDARIES: dict[Boundary, pb.Boundary.ValueType] = {
     member: pb.Boundary.Value(f"BOUNDARY_{member.name}") for member in Boundary
 }
 _BOUNDARIES_BACK = {value: member for member, value in _BOUNDARIES.items()}

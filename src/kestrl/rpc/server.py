@@ -8,10 +8,11 @@ import logging
 import os
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
+from importlib import import_module
 from typing import Any
 
 import grpc
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2
 from opentelemetry import context as otel_context
 from opentelemetry.propagate import extract
 
@@ -22,6 +23,9 @@ from kestrl.rpc.status import FAILURE_KEY, STATUS_BY_BOUNDARY, TOKEN_KEY
 
 log = logging.getLogger(__name__)
 HEALTH_PREFIX = "/grpc.health."
+# The package has no types for its servicer, so it is taken as what it is.
+health: Any = import_module("grpc_health.v1.health")
+health_grpc: Any = import_module("grpc_health.v1.health_pb2_grpc")
 
 
 async def _abort(context: grpc.aio.ServicerContext[Any, Any], failure: Failure) -> None:
@@ -46,7 +50,7 @@ class _Door(grpc.aio.ServerInterceptor):
         if isinstance(error, KestrlError):
             failure = error.failure(component=self._component)
         else:
-            log.exception("unexpected error in a handler")
+            log.error("unexpected error in a handler", exc_info=error)
             failure = Failure(
                 boundary=Boundary.INFRASTRUCTURE,
                 code="internal",
@@ -55,11 +59,11 @@ class _Door(grpc.aio.ServerInterceptor):
             )
         await _abort(context, failure)
 
-    async def intercept_service(
+    async def intercept_service(  # pyright: ignore[reportIncompatibleMethodOverride] - the stubs bind type variables per call
         self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any]]],
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]],
         handler_call_details: grpc.HandlerCallDetails,
-    ) -> grpc.RpcMethodHandler[Any, Any]:
+    ) -> grpc.RpcMethodHandler[Any, Any] | None:
         handler = await continuation(handler_call_details)
         if handler is None or handler_call_details.method.startswith(HEALTH_PREFIX):
             return handler
@@ -137,7 +141,7 @@ async def serve(
     )
     register(server)
     healthy = health.aio.HealthServicer()
-    health_pb2_grpc.add_HealthServicer_to_server(healthy, server)
+    health_grpc.add_HealthServicer_to_server(healthy, server)
     try:
         bound = server.add_insecure_port(listen)
     except RuntimeError as error:
@@ -151,7 +155,7 @@ async def serve(
     for name in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(name, stopping.set)
     log.info("%s serves on %s", component, listen)
-    waits = [asyncio.create_task(stopping.wait(), name="stop-signal")]
+    waits: list[asyncio.Future[Any]] = [asyncio.create_task(stopping.wait(), name="stop-signal")]
     if until is not None:
         waits.append(asyncio.ensure_future(until))
     try:

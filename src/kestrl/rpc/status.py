@@ -8,7 +8,7 @@ from kestrl.errors import Boundary, Failure
 from kestrl.rpc.codec import failure_from_proto
 
 FAILURE_KEY = "kestrl-failure-bin"
-TOKEN_KEY = "kestrl-token"  # the name of a metadata key, not a secret
+TOKEN_KEY = "kestrl-token"  # noqa: S105 - the name of a metadata key
 
 STATUS_BY_BOUNDARY: dict[Boundary, grpc.StatusCode] = {
     Boundary.POLICY: grpc.StatusCode.INVALID_ARGUMENT,

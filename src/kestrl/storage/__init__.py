@@ -1,6 +1,13 @@
 """Object storage through obstore: `file://`, `s3://`, `gs://`, `az://`; and what an adapter is when it lies there."""
 
-from kestrl.storage.adapters import AdapterManifest, Probe, adapter_folder, fetch_adapter, publish_adapter, read_manifest
+from kestrl.storage.adapters import (
+    AdapterManifest,
+    Probe,
+    adapter_folder,
+    fetch_adapter,
+    publish_adapter,
+    read_manifest,
+)
 from kestrl.storage.objects import ObjectStore, open_store
 
 __all__ = [

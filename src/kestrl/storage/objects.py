@@ -23,7 +23,7 @@ class ObjectStore:
                 folder = Path(urlparse(uri).path if scheme else uri)
                 folder.mkdir(parents=True, exist_ok=True)
                 self.uri = folder.resolve().as_uri()
-                self._store = LocalStore(folder.resolve())
+                self._store: obstore.store.ObjectStore = LocalStore(folder.resolve())
             else:
                 self._store = from_url(uri)
         except (BaseError, ValueError, OSError) as error:
@@ -70,9 +70,8 @@ class ObjectStore:
     def list(self, prefix: str) -> list[str]:
         """Paths of all objects under the folder `prefix`, sorted."""
         try:
-            return sorted(
-                str(meta["path"]) for batch in obstore.list(self._store, prefix.rstrip("/")) for meta in batch
-            )
+            listed = self._store.list(prefix.rstrip("/"))  # pyright: ignore[reportUnknownMemberType] - Arrow types it may also give
+            return sorted(str(meta["path"]) for batch in listed for meta in batch)
         except (BaseError, OSError) as error:
             raise StorageError(f"cannot list {self.address(prefix)}: {error}") from error
 

@@ -6,7 +6,7 @@ Without an endpoint (settings or OTEL_EXPORTER_OTLP_ENDPOINT) nothing of the SDK
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 
 from opentelemetry import trace
@@ -23,7 +23,11 @@ _tracer = trace.get_tracer("kestrl")
 
 def set_up(component: str, *, job: str, run: str, endpoint: str | None = None) -> None:
     """Sends this process's spans by OTLP/gRPC when an endpoint is given or the standard OTEL_* variables name one."""
-    named = endpoint or os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT") or os.environ.get("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
+    named = (
+        endpoint
+        or os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT")
+        or os.environ.get("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
+    )
     if not named or os.environ.get("OTEL_SDK_DISABLED", "").lower() == "true":
         return
     from kestrl.telemetry.export import install
@@ -32,7 +36,7 @@ def set_up(component: str, *, job: str, run: str, endpoint: str | None = None) -
 
 
 @contextmanager
-def span(name: str, attributes: Mapping[str, str | int | float | bool] | None = None) -> Iterator[Span]:
+def span(name: str, attributes: Mapping[str, str | int | float | bool] | None = None) -> Generator[Span]:
     """A span around a piece of work. A `KestrlError` marks it with its boundary and code; every error marks it failed."""
     with _tracer.start_as_current_span(name, attributes=attributes, record_exception=False) as current:
         try:

@@ -1,0 +1,69 @@
+# Everything a person or CI does. `make demo` and `make test` each work alone on a fresh clone: they set up what they need.
+SHELL := /bin/bash
+PYTHON ?= python3.11
+UV_VERSION := 0.13.8
+TOOLS := .tools
+UV := $(TOOLS)/bin/uv
+BIN := .venv/bin
+STAMP := .venv/.synced
+
+.PHONY: help setup demo test unit engine lint types layers check gen bring-your-own clean
+
+help:
+	@sed -n 's/^## //p' $(MAKEFILE_LIST)
+
+$(UV):
+	$(PYTHON) -m venv $(TOOLS)
+	$(TOOLS)/bin/python -m pip install --quiet --disable-pip-version-check uv==$(UV_VERSION)
+
+# Byte-code is compiled once here: an engine imports some ten thousand modules, and would compile them at each start elsewise.
+$(STAMP): $(UV) uv.lock pyproject.toml services/*/pyproject.toml examples/*/pyproject.toml
+	$(UV) sync --frozen --compile-bytecode --quiet --python $(PYTHON)
+	@touch $(STAMP)
+
+## make setup            the environment, from the lock
+setup: $(STAMP)
+
+## make demo             trains the tiny model on e-mail search, on this machine
+demo: $(STAMP)
+	$(BIN)/kestrl run examples/email-search/quickstart.yaml
+
+## make bring-your-own   trains with a user's own tool and reward
+bring-your-own: $(STAMP)
+	$(BIN)/kestrl run examples/bring-your-own/job.yaml
+
+## make test             all tests, real engines included
+test: unit engine
+
+## make unit             the tests that start no engine
+unit: $(STAMP)
+	$(BIN)/python -m pytest -q -m "not engine and not gpu" tests
+
+## make engine           the tests that start real vLLM servers
+engine: $(STAMP)
+	$(BIN)/python -m pytest -q -m engine tests
+
+## make check            lint, types, layers, generated code
+check: lint types layers gen-check
+
+lint: $(STAMP)
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+
+types: $(STAMP)
+	$(BIN)/pyright
+	$(BIN)/mypy
+
+layers: $(STAMP)
+	$(BIN)/lint-imports --no-logo
+
+## make gen              generated code, anew
+gen: $(STAMP)
+	PATH=$(CURDIR)/$(TOOLS)/bin:$$PATH $(BIN)/python scripts/gen_protos.py
+
+gen-check: $(STAMP)
+	PATH=$(CURDIR)/$(TOOLS)/bin:$$PATH $(BIN)/python scripts/gen_protos.py --check
+	$(TOOLS)/bin/uv tool run --quiet --from buf-bin==1.75.0 buf lint proto
+
+clean:
+	rm -rf .venv $(TOOLS) runs .pytest_cache .ruff_cache .mypy_cache .hypothesis

@@ -1,0 +1,1 @@
+"""`kestrl`: the command line. Thin: every command calls the library and prints."""

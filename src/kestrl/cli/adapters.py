@@ -1,0 +1,138 @@
+"""Commands about a run's adapter: eval and export."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from kestrl.cli.options import DEFAULT_RUNS, Overrides, RunId, Runs
+from kestrl.cli.runs import run_store
+from kestrl.data.locate import locate_model
+from kestrl.errors import StorageError, UserInputError
+from kestrl.local.rundir import RunDir, find_run, make_folders
+from kestrl.plan.components import Component
+from kestrl.plan.settings import EvaluateSettings, LearnerSettings
+from kestrl.plan.site import Site
+from kestrl.spec import parse_job, with_overrides
+from kestrl.storage import ObjectStore, fetch_adapter, read_manifest
+from kestrl.storage.adapters import MANIFEST
+
+console = Console()
+BASE = "base"
+
+
+def adapter_folders(store: ObjectStore) -> list[str]:
+    """Folders of the published versions of a run, oldest first."""
+    return [path.removesuffix(f"/{MANIFEST}") for path in store.list("adapters") if path.endswith(f"/{MANIFEST}")]
+
+
+def choose_adapter(store: ObjectStore, step: int | None) -> str:
+    """The folder of a step's adapter, or of the newest.
+
+    Raises:
+        UserInputError: There is none.
+    """
+    folders = adapter_folders(store)
+    chosen = [folder for folder in folders if step is None or read_manifest(store, folder).step == step]
+    if not chosen:
+        steps = ", ".join(str(read_manifest(store, folder).step) for folder in folders) or "none"
+        raise UserInputError(f"the run has no published adapter of step {step} (there are: {steps})")
+    return max(chosen, key=lambda folder: read_manifest(store, folder).step)
+
+
+def evaluate(
+    run_id: RunId = None,
+    step: Annotated[int | None, typer.Option(help="The adapter of this step; without it, the newest.")] = None,
+    base: Annotated[bool, typer.Option("--base", help="The base model, without an adapter.")] = False,
+    set_: Overrides = None,
+    runs: Runs = DEFAULT_RUNS,
+) -> None:
+    """Evaluate a run's adapter on the held-out questions, greedily, with the very components that trained it."""
+    from kestrl.local.runner import Options, run_job
+
+    run = find_run(runs, run_id)
+    document = run.read_json("job.json")
+    job = parse_job(with_overrides(document, set_ or ()))
+    store = run_store(run)
+    address = None if base else store.address(choose_adapter(store, step))
+    stamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%S")
+    folder = RunDir(run.path / "evaluations" / stamp)
+    make_folders(folder, job, run.manifest_dir)
+
+    def only_evaluate(components: Sequence[Component], _site: Site) -> list[Component]:
+        return [_evaluating(component, address) for component in components]
+
+    options = Options(manifest_dir=run.manifest_dir, cache_dir=runs.resolve() / ".data")
+    code = run_job(job, folder, options, console, replan=only_evaluate)
+    summary = folder.read_json("summary.json")
+    if code == 0 and summary is not None:
+        table = Table("held-out", "value")
+        for name, value in sorted(summary["after"].items()):
+            table.add_row(name, f"{value:.3f}")
+        console.print(table)
+        console.print(str(folder.summary_path), soft_wrap=True, markup=False)
+    raise typer.Exit(code)
+
+
+def _evaluating(component: Component, adapter: str | None) -> Component:
+    if not isinstance(component.settings, LearnerSettings):
+        return component
+    return replace(
+        component, settings=component.settings.model_copy(update={"evaluate": EvaluateSettings(adapter=adapter)})
+    )
+
+
+def export(
+    out: Annotated[Path, typer.Option("--out", help="The folder to write; must not exist.")],
+    run_id: RunId = None,
+    step: Annotated[int | None, typer.Option(help="The adapter of this step; without it, the newest.")] = None,
+    merge: Annotated[bool, typer.Option("--merge", help="Write the base model with the adapter merged in.")] = False,
+    runs: Runs = DEFAULT_RUNS,
+) -> None:
+    """Write a run's adapter, every digest checked; or with --merge the merged model."""
+    if out.exists():
+        raise UserInputError(f"--out: {out} exists already; name a new folder")
+    run = find_run(runs, run_id)
+    store = run_store(run)
+    folder = choose_adapter(store, step)
+    if not merge:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        manifest = fetch_adapter(store, out, folder)
+        console.print(f"{manifest.policy.name} -> {out}", soft_wrap=True, markup=False)
+        return
+    model = locate_model(run.job().spec.model.base, base=run.manifest_dir)
+    scratch = out.with_name(out.name + ".adapter")
+    manifest = fetch_adapter(store, scratch, folder)
+    # Merging needs torch, which only the learner has; it is asked as a program.
+    command = [
+        sys.executable,
+        "-m",
+        "kestrl_learner.merge",
+        "--model",
+        model,
+        "--adapter",
+        str(scratch),
+        "--out",
+        str(out),
+    ]
+    done = subprocess.run(command, check=False)  # noqa: S603 - our own module
+    for file in scratch.iterdir():
+        file.unlink()
+    scratch.rmdir()
+    if done.returncode != 0:
+        raise StorageError(f"merging {manifest.policy.name} into {model} failed with exit status {done.returncode}")
+    console.print(f"{model} + {manifest.policy.name} -> {out}", soft_wrap=True, markup=False)
+
+
+def register(app: typer.Typer) -> None:
+    app.command("eval")(evaluate)
+    app.command()(export)

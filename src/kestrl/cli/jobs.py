@@ -1,0 +1,130 @@
+"""Commands about a manifest: run, validate, plan, version."""
+
+from __future__ import annotations
+
+import json
+from importlib.metadata import version
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from kestrl.cli.options import DEFAULT_RUNS, Manifest, Overrides, Runs
+from kestrl.spec import job_schema, read_job
+
+console = Console()
+
+
+def run(
+    manifest: Manifest,
+    set_: Overrides = None,
+    runs: Runs = DEFAULT_RUNS,
+    new: Annotated[
+        bool, typer.Option("--new", help="Start a new run even if an unfinished one could be resumed.")
+    ] = False,
+    base_port: Annotated[int | None, typer.Option(help="First of the ports to use; without it, free ones.")] = None,
+) -> None:
+    """Train: everything the manifest needs, on this machine. Running it again resumes an unfinished run."""
+    from kestrl.local.rundir import open_run
+    from kestrl.local.runner import Options, run_job
+
+    job = read_job(manifest, set_ or ())
+    folder, resumed = open_run(runs, job, manifest.resolve().parent, new=new)
+    options = Options(
+        manifest_dir=manifest.resolve().parent,
+        cache_dir=runs.resolve() / ".data",
+        base_port=base_port,
+        active_deadline=job.spec.active_deadline,
+    )
+    raise typer.Exit(run_job(job, folder, options, console, resumed=resumed))
+
+
+def validate(
+    manifest: Manifest,
+    set_: Overrides = None,
+    data: Annotated[bool, typer.Option("--data/--no-data", help="Also read the data, row by row.")] = True,
+) -> None:
+    """Say everything that is wrong with a manifest and its data, with the mend; exit code 2 if anything is."""
+    from tempfile import TemporaryDirectory
+
+    from kestrl.data import load_scenarios, locate_data
+
+    job = read_job(manifest, set_ or ())
+    base = manifest.resolve().parent
+    sets = {"train": job.spec.data.train, "validation": job.spec.data.validation}
+    counts: list[str] = []
+    with TemporaryDirectory() as cache:
+        for name, data_set in sets.items():
+            if not data or data_set is None:
+                continue
+            path = locate_data(
+                data_set.uri,
+                size=data_set.size,
+                base=base,
+                seed=job.spec.data.seed,
+                cache_dir=Path(cache),
+                field=f"spec.data.{name}.uri",
+            )
+            counts.append(f"{len(load_scenarios(path, size=data_set.size))} {name} scenarios")
+    console.print(f"{manifest}: {', '.join(['valid', *counts])}", soft_wrap=True, markup=False)
+
+
+def plan(
+    manifest: Manifest,
+    set_: Overrides = None,
+    runs: Runs = DEFAULT_RUNS,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the components whole, as JSON.")] = False,
+) -> None:
+    """Print the components a manifest needs, without starting any."""
+    from kestrl.local.place import site_of
+    from kestrl.local.rundir import RunDir
+    from kestrl.plan.planning import plan as make_plan
+
+    job = read_job(manifest, set_ or ())
+    folder = RunDir(runs.resolve() / f"{job.metadata.name}-plan")
+    base = manifest.resolve().parent
+    site = site_of(job, folder, base, base_port=None, cache_dir=runs.resolve() / ".data")
+    components = make_plan(job, site)
+    if as_json:
+        document = [
+            {
+                "name": item.name,
+                "role": item.role,
+                "module": item.module,
+                "args": item.args,
+                "env": dict(item.env),
+                "secrets": item.secrets,
+                "ports": dict(item.ports),
+                "device": {"profile": item.device.profile, "count": item.device.count},
+                "settings": None if item.settings is None else item.settings.model_dump(mode="json"),
+            }
+            for item in components
+        ]
+        typer.echo(json.dumps(document, indent=2))
+        return
+    table = Table("component", "module", "device", "ports", "secrets")
+    for item in components:
+        ports = ", ".join(f"{name} {port}" for name, port in item.ports.items())
+        device = f"{item.device.profile} x{item.device.count}" if item.device.count else "-"
+        table.add_row(item.name, item.module, device, ports, ", ".join(secret.value for secret in item.secrets))
+    console.print(table)
+
+
+def schema() -> None:
+    """Print the JSON Schema of a manifest."""
+    typer.echo(json.dumps(job_schema(), indent=2))
+
+
+def show_version() -> None:
+    """Print the version."""
+    typer.echo(f"kestrl {version('kestrl')}")
+
+
+def register(app: typer.Typer) -> None:
+    app.command()(run)
+    app.command()(validate)
+    app.command()(plan)
+    app.command()(schema)
+    app.command("version")(show_version)

@@ -1,0 +1,46 @@
+"""The program: our commands, those of installed applications, and one boundary that turns errors into a line and an exit code."""
+
+from __future__ import annotations
+
+import sys
+from importlib.metadata import entry_points
+
+import typer
+from rich.console import Console
+
+from kestrl.cli import adapters, jobs, runs
+from kestrl.errors import KestrlError, UserInputError
+from kestrl.service import EXIT_FAILED, EXIT_INPUT
+
+COMMANDS_GROUP = "kestrl.commands"
+"""Entry points `name -> typer.Typer`: commands an installed application brings."""
+
+app = typer.Typer(
+    no_args_is_help=True, pretty_exceptions_enable=False, help="Trains tool-using agents: one job, the whole loop."
+)
+jobs.register(app)
+runs.register(app)
+adapters.register(app)
+
+
+def _add_applications() -> None:
+    for entry in entry_points(group=COMMANDS_GROUP):
+        app.add_typer(entry.load(), name=entry.name)
+
+
+def main() -> None:
+    """Runs a command. Exit code 2 is for what the person can mend in their input, 1 for what failed."""
+    _add_applications()
+    console = Console(stderr=True)
+    try:
+        app()
+    except UserInputError as error:
+        console.print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
+        sys.exit(EXIT_INPUT)
+    except KestrlError as error:
+        console.print(f"error: {error.failure()}", style="red", markup=False, highlight=False, soft_wrap=True)
+        sys.exit(EXIT_FAILED)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,19 @@
+"""Options that several commands share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+Manifest = Annotated[Path, typer.Argument(help="The AgentRLJob manifest.", show_default=False)]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set", help="Override a setting, such as algorithm.groupSize=4. May be given again.", metavar="PATH=VALUE"
+    ),
+]
+Runs = Annotated[Path, typer.Option("--runs", envvar="KESTRL_RUNS", help="The folder that holds the runs.")]
+RunId = Annotated[str | None, typer.Argument(help="The run; without it, the latest.", show_default=False)]
+DEFAULT_RUNS = Path("runs")

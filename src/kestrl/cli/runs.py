@@ -1,0 +1,260 @@
+"""Commands about a run: status, logs, episodes, stop. They read what a run wrote, so a dead one answers as well as a live one."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Iterator, Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from kestrl.api.common.v1 import common_pb2
+from kestrl.cli.options import DEFAULT_RUNS, RunId, Runs
+from kestrl.episode import Episode, Group, Row
+from kestrl.errors import KestrlError, UserInputError
+from kestrl.local.place import storage_address
+from kestrl.local.progress import clock, means_line
+from kestrl.local.report import transcript
+from kestrl.local.rundir import RunDir, find_run
+from kestrl.rpc.codec import group_from_proto
+from kestrl.storage import ObjectStore, open_store
+
+console = Console()
+STOP_SECONDS = 120.0
+episodes = typer.Typer(no_args_is_help=True, help="Look at the episodes of a run.")
+
+
+def run_store(run: RunDir) -> ObjectStore:
+    """The storage of a run."""
+    return open_store(storage_address(run.job(), run, run.manifest_dir))
+
+
+def observed_status(run: RunDir) -> dict[str, Any]:
+    """What is known of a run, observed: alive is what the kernel says of its lock, not what a file claims."""
+    record = run.read_json("run.json") or {}
+    summary = run.read_json("summary.json") or {}
+    pid = run.runner_pid()
+    if pid is not None:
+        state = "running"
+    elif summary.get("status") in {"succeeded", "failed"}:
+        state = summary["status"]
+    elif "ended" in record:
+        state = "stopped"
+    else:
+        state = "dead" if record else "never started"
+    return {"run": run.id, "state": state, "pid": pid, "record": record, "summary": summary}
+
+
+def _advice(run: RunDir, status: Mapping[str, Any]) -> str:
+    here = f"--runs {run.path.parent}"
+    return {
+        "running": f"follow it: kestrl logs {run.id} {here} --follow; end it: kestrl stop {run.id} {here}",
+        "succeeded": f"use it: kestrl eval {run.id} {here}; kestrl export {run.id} {here} --out adapter",
+        "failed": f"see: kestrl logs {run.id} {here}; mend the cause and run the same command again to resume",
+        "stopped": "run the same command again to resume from the last checkpoint",
+        "dead": "its runner is gone without a word (killed?); run the same command again to resume from the last checkpoint",
+        "never started": "run the same command again",
+    }[status["state"]]
+
+
+def status(
+    run_id: RunId = None,
+    runs: Runs = DEFAULT_RUNS,
+    as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False,
+) -> None:
+    """Say what a live, dead or finished run is doing, what went wrong and what to do."""
+    run = find_run(runs, run_id)
+    known = observed_status(run)
+    if as_json:
+        typer.echo(json.dumps(known, indent=2))
+        return
+    record: dict[str, Any] = known["record"]
+    summary: dict[str, Any] = known["summary"]
+    progress: dict[str, Any] = record.get("progress") or {}
+    console.print(f"[bold]{run.id}[/] {known['state']}" + (f" (pid {known['pid']})" if known["pid"] else ""))
+    if progress:
+        console.print(
+            f"{progress['phase']} step {progress['step']}/{progress['total_steps']}  {means_line(progress['means'])}"
+        )
+        converged = f"{progress['engines_converged']}/{progress['engines_total']}"
+        console.print(f"policy {progress['policy']} proved {converged}", markup=False)
+        if known["pid"] and progress["eta_seconds"]:
+            console.print(f"{clock(progress['eta_seconds'])} to go")
+    _print_components(record, alive=known["pid"] is not None)
+    failures: dict[str, int] = summary.get("failures") or progress.get("failures") or {}
+    for name, count in sorted(failures.items()):
+        console.print(f"failures {name}: {count}", markup=False)
+    reason = summary.get("reason") or record.get("reason") or progress.get("failure")
+    if reason:
+        console.print(f"reason: {reason}", markup=False, soft_wrap=True)
+    console.print(_advice(run, known), markup=False, soft_wrap=True, highlight=False)
+
+
+def _print_components(record: Mapping[str, Any], *, alive: bool) -> None:
+    components: Mapping[str, Any] = record.get("components") or {}
+    if not components:
+        return
+    table = Table("component", "state", "pid", "restarts", "last exit", "last error")
+    for name, seen in components.items():
+        state = seen["state"] if alive else "gone"
+        pid = str(seen["pid"] or "") if alive else ""
+        last = "" if seen["last_exit"] is None else str(seen["last_exit"])
+        table.add_row(name, state, pid, str(seen["restarts"]), last, seen["last_error"][:200])
+    console.print(table)
+
+
+def logs(
+    run_id: RunId = None,
+    component: Annotated[
+        str | None, typer.Option("--component", "-c", help="Such as learner-0; without it, all.")
+    ] = None,
+    lines: Annotated[int, typer.Option("--lines", "-n", help="Last lines of each.")] = 40,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on as lines are written.")] = False,
+    runs: Runs = DEFAULT_RUNS,
+) -> None:
+    """Print the logs of a run's components."""
+    run = find_run(runs, run_id)
+    paths = {path.stem: path for path in sorted((run.path / "logs").glob("*.log"))}
+    if component is not None and component not in paths:
+        raise UserInputError(f"run {run.id} has no log of {component!r} (there are: {', '.join(paths) or 'none'})")
+    chosen = {name: path for name, path in paths.items() if component in {None, name}}
+    for name, path in chosen.items():
+        for line in path.read_text(errors="replace").splitlines()[-lines:]:
+            typer.echo(f"{name} | {line}")
+    if follow:
+        _follow(run, chosen)
+
+
+def _follow(run: RunDir, paths: Mapping[str, Path]) -> None:
+    """Prints what is appended, until the run's runner is gone."""
+    files = {name: path.open(errors="replace") for name, path in paths.items()}
+    for file in files.values():
+        file.seek(0, os.SEEK_END)
+    while True:
+        quiet = True
+        for name, file in files.items():
+            for line in file.readlines():
+                quiet = False
+                typer.echo(f"{name} | {line.rstrip()}")
+        if quiet and run.runner_pid() is None:
+            return
+        time.sleep(0.3)
+
+
+def _stored(store: ObjectStore, prefix: str) -> Iterator[tuple[str, Group]]:
+    for path in store.list(prefix):
+        batch = common_pb2.GroupBatch.FromString(store.get(path))
+        for group in batch.groups:
+            yield path, group_from_proto(group)
+
+
+@episodes.command("list")
+def list_episodes(
+    run_id: RunId = None,
+    purpose: Annotated[str, typer.Option(help="train or eval.")] = "train",
+    step: Annotated[int | None, typer.Option(help="Only this step.")] = None,
+    runs: Runs = DEFAULT_RUNS,
+) -> None:
+    """List stored episodes, one line each."""
+    store = run_store(find_run(runs, run_id))
+    prefix = f"episodes/{purpose}"
+    for path, group in _stored(store, prefix):
+        at = int(Path(path).stem)
+        if step is not None and at != step:
+            continue
+        for episode in group.episodes:
+            reward = "-" if episode.reward is None else f"{episode.reward:.3f}"
+            failed = f" {episode.failure}" if episode.failure else ""
+            typer.echo(
+                f"{episode.id}  step {at}  reward {reward}  turns {episode.num_turns}  {episode.stop_reason}{failed}"
+            )
+
+
+def find_episode(store: ObjectStore, episode_id: str) -> tuple[Group, Episode]:
+    """A stored episode by its id.
+
+    Raises:
+        UserInputError: None has it.
+    """
+    for _, group in _stored(store, "episodes"):
+        for episode in group.episodes:
+            if episode.id == episode_id:
+                return group, episode
+    raise UserInputError(f"no stored episode has the id {episode_id!r}; see `kestrl episodes list`")
+
+
+@episodes.command("show")
+def show_episode(
+    episode_id: Annotated[str, typer.Argument(help="The episode's id, as `episodes list` prints it.")],
+    run_id: Annotated[str | None, typer.Option("--run", help="The run; without it, the latest.")] = None,
+    tokens: Annotated[
+        bool, typer.Option("--tokens", help="Also every token with mask, log-prob and policy version.")
+    ] = False,
+    runs: Runs = DEFAULT_RUNS,
+) -> None:
+    """Print an episode: its turns, tool calls and rewards."""
+    run = find_run(runs, run_id)
+    group, episode = find_episode(run_store(run), episode_id)
+    began = datetime.fromtimestamp(episode.started_at, UTC).isoformat(timespec="seconds")
+    typer.echo(
+        f"episode {episode.id} of scenario {group.scenario.id}, {began}, {episode.seconds:.2f} s, engine {episode.engine}"
+    )
+    typer.echo(
+        f"policy {episode.policy.name if episode.policy else 'base'}  seed {episode.seed}  trace {episode.trace_id or '-'}"
+    )
+    typer.echo(f"ground truth: {json.dumps(group.scenario.ground_truth, ensure_ascii=False)}")
+    for line in transcript(episode):
+        typer.echo(line)
+    for call in episode.tool_calls:
+        typer.echo(f"  turn {call.turn} call {call.name or '?'} {call.outcome} in {call.seconds * 1000:.1f} ms")
+    for name, value in sorted(episode.rewards.items()):
+        typer.echo(f"  reward {name}: {value:.4f}")
+    for name, value in sorted(episode.metrics.items()):
+        typer.echo(f"  metric {name}: {value:.4f}")
+    if tokens:
+        for number, row in enumerate(episode.rows):
+            for line in _token_lines(number, row, episode):
+                typer.echo(line)
+
+
+def _token_lines(number: int, row: Row, episode: Episode) -> Iterator[str]:
+    """Position, id, mask, behaviour log-prob and policy of every token of a row."""
+    spans = [(turn.start, turn.end, turn.policy) for turn in episode.turns if turn.row == number]
+    yield f"row {number}: {len(row.token_ids)} tokens, {sum(row.mask)} sampled"
+    for position, (token, sampled, logprob) in enumerate(zip(row.token_ids, row.mask, row.logprobs, strict=True)):
+        policy = next((name for start, end, name in spans if start <= position < end), "")
+        value = f"{logprob:.6f}" if sampled else "-"
+        yield f"  {position:5d}  id {token:6d}  mask {sampled}  logprob {value:>12}  {policy}".rstrip()
+
+
+def stop(run_id: RunId = None, runs: Runs = DEFAULT_RUNS) -> None:
+    """End a live run: it finishes its step, checkpoints, and can be resumed."""
+    run = find_run(runs, run_id)
+    pid = run.runner_pid()
+    if pid is None:
+        console.print(f"{run.id} is not running")
+        return
+    os.kill(pid, signal.SIGINT)
+    console.print(f"asked {run.id} to drain; waiting until it has")
+    deadline = time.monotonic() + STOP_SECONDS
+    while run.runner_pid() is not None:
+        if time.monotonic() > deadline:
+            raise KestrlError(
+                f"{run.id} (pid {pid}) has not ended after {STOP_SECONDS:.0f} s; see `kestrl status {run.id}`"
+            )
+        time.sleep(0.2)
+    console.print(f"{run.id} has stopped; run the same command again to resume")
+
+
+def register(app: typer.Typer) -> None:
+    app.command()(status)
+    app.command()(logs)
+    app.command()(stop)
+    app.add_typer(episodes, name="episodes")

@@ -1,0 +1,82 @@
+"""From the address of a data set or model to a local path."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib.metadata import entry_points
+from pathlib import Path
+from urllib.parse import urlparse
+
+from kestrl.errors import UserInputError
+
+DATA_GROUP = "kestrl.data"
+"""Entry points `name -> provide(path, size, seed, cache_dir) -> Path`: data an installed application brings, `demo://name/path`."""
+MODEL_GROUP = "kestrl.models"
+"""Entry points `name -> () -> Path`: model folders an installed application brings, `demo://name`."""
+
+
+def _provider(group: str, name: str, field: str) -> Callable[..., Path]:
+    found = entry_points(group=group)
+    for entry in found:
+        if entry.name == name:
+            return entry.load()  # type: ignore[no-any-return]
+    known = ", ".join(sorted(entry.name for entry in found)) or "none"
+    raise UserInputError(f"{field}: no installed package offers demo://{name} (there are: {known})")
+
+
+def _local(uri: str, base: Path, field: str) -> Path:
+    parsed = urlparse(uri)
+    path = Path(parsed.path) if parsed.scheme == "file" else Path(uri)
+    path = path if path.is_absolute() else base / path
+    if not path.exists():
+        raise UserInputError(f"{field}: {path} does not exist")
+    return path.resolve()
+
+
+def locate_data(uri: str, *, size: int | None, base: Path, seed: int, cache_dir: Path, field: str) -> Path:
+    """The file of a data set.
+
+    Args:
+        uri: A path (relative to `base`), `file://...`, or `demo://NAME/PATH`, which an installed application generates.
+        size: Rows wanted; generated data needs to know.
+        base: The manifest's folder.
+        seed: For generated data.
+        cache_dir: Where generated data goes.
+        field: The manifest field, for messages.
+
+    Raises:
+        UserInputError: Nothing is there, or nobody offers it.
+    """
+    parsed = urlparse(uri)
+    if parsed.scheme == "demo":
+        cache_dir.mkdir(parents=True, exist_ok=True)
+        if size is None:
+            raise UserInputError(f"{field}: demo:// data is generated: give its size")
+        return _provider(DATA_GROUP, parsed.netloc, field)(parsed.path.strip("/"), size, seed, cache_dir)
+    if parsed.scheme in {"", "file"}:
+        return _local(uri, base, field)
+    raise UserInputError(
+        f"{field}: scheme {parsed.scheme}:// is not one a data set can have here (path, file://, demo://)"
+    )
+
+
+def locate_model(uri: str, *, base: Path, field: str = "spec.model.base") -> str:
+    """The folder of a model, or its Hugging Face id (`hf://org/name`, fetched by whoever loads it).
+
+    Raises:
+        UserInputError: Nothing is there, or nobody offers it.
+    """
+    parsed = urlparse(uri)
+    if parsed.scheme == "hf":
+        return f"{parsed.netloc}{parsed.path}"
+    if parsed.scheme == "demo":
+        folder = _provider(MODEL_GROUP, parsed.netloc, field)()
+    elif parsed.scheme in {"", "file", "pvc"}:
+        folder = _local(uri, base, field)
+    else:
+        raise UserInputError(
+            f"{field}: scheme {parsed.scheme}:// is not one a model can have here (path, file://, hf://, demo://)"
+        )
+    if not (folder / "config.json").is_file():
+        raise UserInputError(f"{field}: {folder} holds no model: config.json is missing")
+    return str(folder)

@@ -1,0 +1,130 @@
+"""Holds one component on a leash: when whoever holds the other end is gone, the component and all it started is killed.
+
+Run as `python -I -S leash.py FD GRACE COMMAND...`. FD is the reading end of a pipe whose writing end only the runner has; the kernel
+closes it however the runner ends, SIGKILL included. The leash is the subreaper of everything below it, so that no grandchild
+escapes by losing its parent. SIGTERM is passed on; what has not ended GRACE seconds later is killed. The leash exits with the
+command's status, after every descendant is gone.
+
+Only the standard library, and little of it: one leash runs beside every component.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import select
+import signal
+import sys
+import time
+
+PR_SET_PDEATHSIG = 1
+PR_SET_CHILD_SUBREAPER = 36
+POLL_SECONDS = 0.2
+"""How often ends of children are looked for, beside being woken by SIGCHLD."""
+
+
+def prctl(option: int, value: int) -> None:
+    if ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), f"prctl({option}) failed")
+
+
+def children(pid: int) -> list[int]:
+    """Pids of the direct children of a process, as the kernel lists them."""
+    found: list[int] = []
+    with contextlib.suppress(OSError):
+        for task in os.listdir(f"/proc/{pid}/task"):  # noqa: PTH208 - pathlib costs 20 ms of start-up in every leash
+            with contextlib.suppress(OSError), open(f"/proc/{pid}/task/{task}/children") as listing:  # noqa: PTH123
+                found += [int(child) for child in listing.read().split()]
+    return found
+
+
+def kill_descendants() -> None:
+    """Kills everything below this process; what a dying one leaves behind becomes ours, so one pass after another ends."""
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        below = children(os.getpid())
+        if not below:
+            return
+        for pid in below:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-1, 0)[0] not in below:
+                pass
+
+
+def start(command: list[str]) -> int:
+    """Starts the command, which dies with the leash itself."""
+    parent = os.getpid()
+    pid = os.fork()
+    if pid:
+        return pid
+    try:
+        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # the leash died before the line above
+            os._exit(1)
+        for name in (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD):
+            signal.signal(name, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_SETMASK, [])
+        os.execvp(command[0], command)  # noqa: S606 - the plan's own command
+    except OSError as error:
+        os.write(2, f"error: cannot start {command[0]}: {error}\n".encode())
+        os._exit(127)
+
+
+def reap(main: int) -> int | None:
+    """Collects ended children; returns the command's wait status when it is among them."""
+    ended: int | None = None
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if pid == 0:
+                break
+            if pid == main:
+                ended = status
+    return ended
+
+
+def watch(runner: int, main: int, wake: int, grace: float, asked: list[float]) -> int:
+    """Waits until the command has ended, the runner is gone, or the grace after SIGTERM is over."""
+    while True:
+        ready, _, _ = select.select([runner, wake], [], [], POLL_SECONDS)
+        if wake in ready:
+            with contextlib.suppress(BlockingIOError):
+                os.read(wake, 4096)
+        if runner in ready and os.read(runner, 1) == b"":
+            return signal.SIGKILL
+        status = reap(main)
+        if status is not None:
+            return status
+        if asked and time.monotonic() - asked[0] > grace:
+            return signal.SIGKILL
+
+
+def main() -> int:
+    runner, grace, command = int(sys.argv[1]), float(sys.argv[2]), sys.argv[3:]
+    prctl(PR_SET_CHILD_SUBREAPER, 1)
+    wake_read, wake_write = os.pipe()
+    os.set_blocking(wake_read, False)
+    os.set_blocking(wake_write, False)
+    signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
+    asked: list[float] = []
+    pid = start(command)
+
+    def forward(_number: int, _frame: object) -> None:
+        asked.append(time.monotonic())
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGTERM)
+
+    signal.signal(signal.SIGTERM, forward)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGCHLD, lambda _number, _frame: None)
+    status = watch(runner, pid, wake_read, grace, asked)
+    kill_descendants()
+    code = os.waitstatus_to_exitcode(status)
+    return code if code >= 0 else 128 - code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,115 @@
+"""One machine as a `Site`: free ports on loopback, the run's folder, what the job's addresses resolve to."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from urllib.parse import urlparse
+
+from kestrl.data import locate_data
+from kestrl.data.locate import locate_model
+from kestrl.errors import UserInputError
+from kestrl.local.rundir import RunDir
+from kestrl.plan.components import Role
+from kestrl.plan.site import Endpoint, Site
+from kestrl.spec import AgentRLJob
+
+LOOPBACK = "127.0.0.1"
+
+
+def replicas(job: AgentRLJob) -> Iterator[tuple[Role, int]]:
+    """Every replica that listens, in a fixed order."""
+    spec = job.spec
+    counts = {
+        Role.ENGINE: spec.inference.replicas,
+        Role.INFERENCE: spec.inference.replicas,
+        Role.TOOLS: 1,
+        Role.JUDGE: 1,
+        Role.ROLLOUT: spec.rollout.replicas,
+        Role.LEARNER: 1,
+    }
+    for role, count in counts.items():
+        for index in range(count):
+            yield role, index
+
+
+def assign_ports(job: AgentRLJob, base_port: int | None) -> dict[tuple[Role, int], int]:
+    """A port for every replica: free ones chosen by the kernel, or `base_port` and those after it.
+
+    Raises:
+        UserInputError: A port after `base_port` is taken.
+    """
+    ports: dict[tuple[Role, int], int] = {}
+    with ExitStack() as held:  # all are held until all are chosen, so that no two are the same
+        for offset, replica in enumerate(replicas(job)):
+            probe = held.enter_context(socket.socket(socket.AF_INET, socket.SOCK_STREAM))
+            wanted = 0 if base_port is None else base_port + offset
+            try:
+                probe.bind((LOOPBACK, wanted))
+            except OSError as error:
+                raise UserInputError(
+                    f"--base-port {base_port}: port {wanted} for {replica[0]}-{replica[1]} is taken: {error.strerror}"
+                ) from error
+            ports[replica] = probe.getsockname()[1]
+    return ports
+
+
+def local_path(uri: str | None, base: Path, field: str) -> str | None:
+    """A file of the manifest: a path relative to it, or file://.
+
+    Raises:
+        UserInputError: It is not there.
+    """
+    if uri is None:
+        return None
+    parsed = urlparse(uri)
+    path = Path(parsed.path) if parsed.scheme == "file" else base / uri
+    if not path.is_file():
+        raise UserInputError(f"{field}: {path} does not exist")
+    return str(path.resolve())
+
+
+def storage_address(job: AgentRLJob, run: RunDir, base: Path) -> str:
+    """Where the run's objects go: the run's own folder, or a folder of its id beneath what the job names."""
+    uri = job.spec.storage.uri
+    if uri is None:
+        return run.path.as_uri()
+    if urlparse(uri).scheme in {"", "file"}:
+        path = Path(urlparse(uri).path) if uri.startswith("file:") else base / uri
+        return (path.resolve() / run.id).as_uri()
+    return f"{uri.rstrip('/')}/{run.id}"
+
+
+def site_of(job: AgentRLJob, run: RunDir, manifest_dir: Path, *, base_port: int | None, cache_dir: Path) -> Site:
+    """This machine as the place of a run.
+
+    Raises:
+        UserInputError: The model, the data or the template cannot be found, or a port is taken.
+    """
+    spec = job.spec
+    ports = assign_ports(job, base_port)
+
+    def endpoint(role: Role, index: int) -> Endpoint:
+        return Endpoint(bind=LOOPBACK, host=LOOPBACK, port=ports[role, index])
+
+    def data(uri: str, size: int | None, field: str) -> str:
+        return str(
+            locate_data(uri, size=size, base=manifest_dir, seed=spec.data.seed, cache_dir=cache_dir, field=field)
+        )
+
+    validation = spec.data.validation
+    template = spec.agent.template
+    return Site(
+        run=run.id,
+        endpoint=endpoint,
+        model=locate_model(spec.model.base, base=manifest_dir),
+        template=local_path(template.uri if template else None, manifest_dir, "spec.agent.template.uri"),
+        train=data(spec.data.train.uri, spec.data.train.size, "spec.data.train.uri"),
+        validation=None if validation is None else data(validation.uri, validation.size, "spec.data.validation.uri"),
+        storage=storage_address(job, run, manifest_dir),
+        database=f"sqlite:///{run.path / 'ledger.db'}",
+        work_dir=str(run.path / "work"),
+        python_path=(str(manifest_dir.resolve()),),
+    )

@@ -1,0 +1,116 @@
+"""One component as a process of this machine: on its leash, with its settings file, its credentials and its bounded log."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from kestrl.local import leash
+from kestrl.local.rundir import write_atomic
+from kestrl.plan.components import Component
+
+LOG_BYTES = 8 * 1024 * 1024
+"""A log is turned over to NAME.log.1 when it is longer than this at a start of its component."""
+STOP_SECONDS = 40.0
+"""Between SIGTERM and SIGKILL: longer than any component takes to drain."""
+KEPT_OUT = ("VLLM_CPU_KVCACHE_SPACE", "PYTHONDONTWRITEBYTECODE")
+"""Variables of this shell that no component gets: an empty one of the first stops vLLM, the second makes each start compile anew."""
+
+
+@dataclass(slots=True)
+class Running:
+    """A started component."""
+
+    component: Component
+    process: asyncio.subprocess.Process
+    tether: int
+    """The end of the pipe that keeps it alive."""
+
+    async def wait(self) -> int:
+        """Its exit status, once it and everything it started are gone."""
+        try:
+            return await self.process.wait()
+        finally:
+            self.let_go()
+
+    def let_go(self) -> None:
+        """Closes the tether, which kills whatever still hangs on it."""
+        if self.tether >= 0:
+            os.close(self.tether)
+            self.tether = -1
+
+    def terminate(self) -> None:
+        """Asks it to drain and end; the leash kills it after `STOP_SECONDS`."""
+        if self.process.returncode is None:
+            self.process.terminate()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launcher:
+    """Starts components in one run's folder."""
+
+    folder: Path
+    secrets: Mapping[str, str]
+    """Every credential of the run, by variable."""
+    environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
+
+    def log_path(self, name: str) -> Path:
+        return self.folder / "logs" / f"{name}.log"
+
+    def _environment(self, component: Component) -> dict[str, str]:
+        inherited = {key: value for key, value in self.environment.items() if key not in KEPT_OUT}
+        granted = {secret.value: self.secrets[secret.value] for secret in component.secrets}
+        return {**inherited, "PYTHONUNBUFFERED": "1", **component.env, **granted}
+
+    def command(self, component: Component) -> list[str]:
+        """`python -m MODULE [--settings FILE] ARGS`, the settings written first."""
+        command = [sys.executable, "-m", component.module]
+        if component.settings is not None:
+            path = self.folder / "settings" / f"{component.name}.json"
+            write_atomic(path, component.settings.model_dump_json(indent=2))
+            command += ["--settings", str(path)]
+        return [*command, *component.args]
+
+    async def start(self, component: Component) -> Running:
+        """Starts a component; it lives until it ends, is terminated, or this process is gone."""
+        log = self.log_path(component.name)
+        if log.exists() and log.stat().st_size > LOG_BYTES:
+            log.replace(log.with_suffix(".log.1"))
+        held, tether = os.pipe()
+        try:
+            with log.open("ab") as output:
+                process = await asyncio.create_subprocess_exec(
+                    *(sys.executable, "-I", "-S", leash.__file__, str(held), str(STOP_SECONDS)),
+                    *self.command(component),
+                    stdin=asyncio.subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=output,
+                    env=self._environment(component),
+                    cwd=self.folder,
+                    pass_fds=(held,),
+                    start_new_session=True,  # Ctrl-C reaches the runner alone, which drains in order
+                )
+        except BaseException:
+            os.close(tether)
+            raise
+        finally:
+            os.close(held)
+        return Running(component=component, process=process, tether=tether)
+
+
+def last_error(log: Path) -> str:
+    """The last `error: ...` line of a component's log (with the lines that belong to it), or its last line."""
+    try:
+        with log.open("rb") as file:
+            file.seek(max(0, log.stat().st_size - 16_384))
+            lines = file.read().decode(errors="replace").splitlines()
+    except OSError:
+        return ""
+    for position in range(len(lines) - 1, -1, -1):
+        if lines[position].startswith("error: "):
+            return "\n".join(lines[position:]).removeprefix("error: ")
+    return lines[-1] if lines else ""

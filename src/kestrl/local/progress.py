@@ -1,0 +1,121 @@
+"""Progress of a run as the runner sees it: from the learner's stream, kept in `run.json` for `kestrl status`."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from kestrl.api.learner.v1 import learner_pb2
+from kestrl.episode import PolicyVersion
+from kestrl.errors import Failure
+from kestrl.local.rundir import write_atomic
+from kestrl.rpc.codec import failure_from_proto, policy_from_proto
+
+SHOWN_FIRST = ("reward", "answer_correct", "num_turns")
+"""Means every view shows, in this order, when they are there."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """One report of the learner."""
+
+    phase: str = "starting"
+    step: int = 0
+    total_steps: int = 0
+    means: Mapping[str, float] = field(default_factory=dict[str, float])
+    policy: PolicyVersion | None = None
+    engines_converged: int = 0
+    engines_total: int = 0
+    tokens_per_second: float = 0.0
+    eta_seconds: float = 0.0
+    failures: Mapping[str, int] = field(default_factory=dict[str, int])
+    failure: Failure | None = None
+    message: str = ""
+    groups_running: int = 0
+
+    @staticmethod
+    def from_proto(message: learner_pb2.WatchProgressResponse) -> Progress:
+        return Progress(
+            phase=message.phase,
+            step=message.step,
+            total_steps=message.total_steps,
+            means=dict(message.means),
+            policy=policy_from_proto(message.policy),
+            engines_converged=message.engines_converged,
+            engines_total=message.engines_total,
+            tokens_per_second=message.tokens_per_second,
+            eta_seconds=message.eta_seconds,
+            failures=dict(message.failures),
+            failure=failure_from_proto(message.failure) if message.HasField("failure") else None,
+            message=message.message,
+            groups_running=message.groups_running,
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "phase": self.phase,
+            "step": self.step,
+            "total_steps": self.total_steps,
+            "means": dict(self.means),
+            "policy": self.policy.name if self.policy else None,
+            "engines_converged": self.engines_converged,
+            "engines_total": self.engines_total,
+            "tokens_per_second": self.tokens_per_second,
+            "eta_seconds": self.eta_seconds,
+            "failures": dict(self.failures),
+            "failure": str(self.failure) if self.failure else None,
+            "message": self.message,
+            "groups_running": self.groups_running,
+        }
+
+
+def clock(seconds: float) -> str:
+    """`1:02:03` or `2:03`."""
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def means_line(means: Mapping[str, float]) -> str:
+    return "  ".join(f"{name} {means[name]:.3f}" for name in SHOWN_FIRST if name in means)
+
+
+def one_line(progress: Progress) -> str:
+    """A progress report as one plain line, for output that is no terminal."""
+    parts = [f"{progress.phase} step {progress.step}/{progress.total_steps}"]
+    if progress.means:
+        parts.append(means_line(progress.means))
+    if progress.policy is not None:
+        parts.append(f"policy v{progress.policy.step} proved {progress.engines_converged}/{progress.engines_total}")
+    if progress.tokens_per_second:
+        parts.append(f"{progress.tokens_per_second:.0f} tokens/s")
+    if progress.eta_seconds:
+        parts.append(f"{clock(progress.eta_seconds)} to go")
+    if progress.failures:
+        parts.append("failures " + ", ".join(f"{name} {count}" for name, count in sorted(progress.failures.items())))
+    if progress.message:
+        parts.append(progress.message)
+    return " | ".join(parts)
+
+
+class RunRecord:
+    """`run.json`: rewritten when something changes, at most once a second."""
+
+    INTERVAL = 1.0
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._written = 0.0
+        self.content: dict[str, Any] = {"started_at": time.time()}
+
+    def update(self, *, force: bool = False, **facts: Any) -> None:
+        """Takes facts in; writes them unless it just wrote. `force` is for what must not be missed: an end."""
+        self.content |= facts
+        now = time.monotonic()
+        if force or now - self._written >= self.INTERVAL:
+            self._written = now
+            write_atomic(self._path, json.dumps(self.content | {"updated_at": time.time()}, indent=2))

@@ -1,0 +1,117 @@
+"""What a person is told at the end: before and after, one question both times, and what to do with the adapter."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from kestrl.api.common.v1 import common_pb2
+from kestrl.episode import Episode, Group
+from kestrl.errors import StorageError
+from kestrl.local.rundir import RunDir
+from kestrl.rpc.codec import group_from_proto
+from kestrl.storage import ObjectStore
+
+ROWS = ("reward", "sampled_reward", "answer_correct", "sources_correct", "num_turns", "duration", "exceptions")
+LONGEST_LINE = 400
+"""Characters of a message shown in a transcript."""
+
+
+def evaluated_groups(store: ObjectStore, step: int) -> list[Group]:
+    """The groups of a stored evaluation.
+
+    Raises:
+        StorageError: There is none at this step.
+    """
+    batch = common_pb2.GroupBatch.FromString(store.get(f"episodes/eval/{step:06d}.pb"))
+    return [group_from_proto(group) for group in batch.groups]
+
+
+def comparison(before: Mapping[str, Any], after: Mapping[str, Any]) -> Table:
+    """The table of before and after on the held-out questions."""
+    table = Table(title="Held-out questions, before and after", title_justify="left")
+    table.add_column("")
+    for name in ("before", "after", "change"):
+        table.add_column(name, justify="right")
+    others = sorted(name for name in after if name not in ROWS and isinstance(after[name], int | float))
+    for name in (*ROWS, *others):
+        old, new = before.get(name), after.get(name)
+        if isinstance(old, int | float) and isinstance(new, int | float):
+            table.add_row(name, f"{old:.3f}", f"{new:.3f}", f"{new - old:+.3f}")
+    return table
+
+
+def _reward(episode: Episode) -> float:
+    return episode.reward if episode.reward is not None else float("-inf")
+
+
+def most_telling(before: list[Group], after: list[Group]) -> tuple[Group, Group] | None:
+    """The question whose reward rose most, attempted before and after."""
+    old = {group.scenario.id: group for group in before if group.episodes}
+    pairs = [(old[group.scenario.id], group) for group in after if group.episodes and group.scenario.id in old]
+    return max(pairs, key=lambda pair: _reward(pair[1].episodes[0]) - _reward(pair[0].episodes[0]), default=None)
+
+
+def transcript(episode: Episode) -> Iterator[str]:
+    """An episode's conversation, a line or more a message."""
+    for message in episode.messages:
+        content = message.get("content") or ""
+        calls = message.get("tool_calls")
+        text = content if isinstance(content, str) else json.dumps(content)
+        if calls:
+            text += " " + json.dumps(calls, ensure_ascii=False)
+        shortened = text if len(text) <= LONGEST_LINE else text[:LONGEST_LINE] + " ..."
+        yield f"  {message.get('role', '?'):>9}: {shortened.strip()}"
+    reward = "none" if episode.reward is None else f"{episode.reward:.2f}"
+    yield f"  -> reward {reward}, {episode.num_turns} turns, ended by {episode.stop_reason}"
+    if episode.failure is not None:
+        yield f"  -> failed: {episode.failure}"
+
+
+def print_report(console: Console, run: RunDir, summary: Mapping[str, Any], store: ObjectStore, model: str) -> None:
+    """Prints the end of a run."""
+    before: dict[str, Any] = summary.get("before") or {}
+    after: dict[str, Any] = summary.get("after") or {}
+    policy: dict[str, Any] = summary.get("policy") or {}
+    gap: dict[str, float] = summary.get("logprob_gap") or {}
+    failures: dict[str, int] = summary.get("failures") or {}
+    if before and after:
+        console.print(comparison(before, after))
+        _print_transcripts(console, store, int(summary.get("steps", 0)))
+    if gap:
+        console.print(
+            f"learner and engines agree on log-probs: mean gap {gap.get('mean', 0.0):.1e}, max {gap.get('max', 0.0):.1e}"
+        )
+    for name, count in sorted(failures.items()):
+        console.print(f"failures {name}: {count}", markup=False)
+    if policy.get("uri"):
+        console.print(f"adapter {policy['version']}\n  {policy['uri']}", soft_wrap=True, highlight=False, markup=False)
+        console.print(_next_commands(run, model, policy), soft_wrap=True, highlight=False, markup=False)
+
+
+def _print_transcripts(console: Console, store: ObjectStore, steps: int) -> None:
+    try:
+        pair = most_telling(evaluated_groups(store, 0), evaluated_groups(store, steps))
+    except StorageError as error:
+        console.print(f"no transcript: {error}", markup=False)
+        return
+    if pair is None:
+        return
+    for title, group in zip(("before", "after"), pair, strict=True):
+        console.print(f"\n{title}: {group.scenario.id}", style="bold", markup=False)
+        for line in transcript(group.episodes[0]):
+            console.print(line, soft_wrap=True, highlight=False, markup=False)
+    console.print()
+
+
+def _next_commands(run: RunDir, model: str, policy: Mapping[str, Any]) -> str:
+    return (
+        "use it:\n"
+        f"  kestrl eval {run.id} --runs {run.path.parent}\n"
+        f"  kestrl export {run.id} --runs {run.path.parent} --out adapter && "
+        f"vllm serve {model} --enable-lora --lora-modules {policy['version']}=adapter"
+    )

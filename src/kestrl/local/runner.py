@@ -1,0 +1,212 @@
+"""`kestrl run` and `kestrl eval`: resolve the job's addresses, plan, start, watch, and say how it ended."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import secrets
+import signal
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from kestrl.api.learner.v1 import learner_pb2, learner_pb2_grpc
+from kestrl.errors import KestrlError, StorageError, UserInputError
+from kestrl.local.place import site_of
+from kestrl.local.processes import Launcher
+from kestrl.local.progress import Progress, RunRecord
+from kestrl.local.report import print_report
+from kestrl.local.rundir import RunDir, write_atomic
+from kestrl.local.supervisor import Supervisor
+from kestrl.local.view import View, make_view
+from kestrl.plan.components import Component, Role, Secret
+from kestrl.plan.planning import plan
+from kestrl.plan.site import Site
+from kestrl.rpc import channel, stream
+from kestrl.service import EXIT_FAILED, EXIT_INPUT
+from kestrl.spec import AgentRLJob
+from kestrl.storage import ObjectStore, open_store
+
+log = logging.getLogger(__name__)
+EXIT_INTERRUPTED = 130
+RECONNECT_SECONDS = 0.5
+Replan = Callable[[Sequence[Component], Site], Sequence[Component]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """What a person chose beside the manifest."""
+
+    manifest_dir: Path
+    cache_dir: Path
+    base_port: int | None = None
+    active_deadline: float | None = None
+
+
+@dataclass(slots=True)
+class Outcome:
+    """How a run ended."""
+
+    code: int
+    reason: str = ""
+
+
+class Runner:
+    """One run of one job on this machine."""
+
+    def __init__(
+        self, job: AgentRLJob, run: RunDir, site: Site, components: Sequence[Component], view: View, options: Options
+    ) -> None:
+        credentials = {secret.value: secrets.token_urlsafe(24) for secret in Secret}
+        self._job, self._site, self._view, self._options = job, site, view, options
+        self._progress = Progress()
+        self._record = RunRecord(run.path / "run.json")
+        self._record.content |= {"pid": os.getpid(), "run": run.id, "job": job.metadata.name}
+        os.environ[Secret.JOB_TOKEN.value] = credentials[Secret.JOB_TOKEN.value]
+        self._supervisor = Supervisor(components, Launcher(folder=run.path, secrets=credentials), self._changed)
+        self._interrupts = 0
+
+    def _changed(self, *, force: bool = False) -> None:
+        self._record.update(
+            force=force,
+            progress=self._progress.as_json(),
+            components={name: seen.as_json() for name, seen in self._supervisor.observed.items()},
+        )
+        self._view.update(self._progress, self._supervisor.observed)
+
+    async def run(self) -> Outcome:
+        """Runs to the end of the learner, an interrupt, or a failure."""
+        main = asyncio.current_task()
+        loop = asyncio.get_running_loop()
+        for name in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(name, self._interrupt, main)
+        watching = asyncio.create_task(self._watch(), name="watch-progress")
+        deadline = self._options.active_deadline
+        try:
+            async with asyncio.timeout(deadline):
+                outcome = self._ended(await self._supervisor.run())
+        except TimeoutError:
+            outcome = Outcome(EXIT_FAILED, "activeDeadline passed")
+        except UserInputError as error:
+            outcome = Outcome(EXIT_INPUT, str(error))
+        except KestrlError as error:
+            outcome = Outcome(EXIT_FAILED, str(error))
+        except asyncio.CancelledError:
+            outcome = Outcome(
+                EXIT_INTERRUPTED, "interrupted twice: stopped at once, without a checkpoint of the last steps"
+            )
+        finally:
+            watching.cancel()
+            with suppress(asyncio.CancelledError):
+                await watching
+            for name in (signal.SIGINT, signal.SIGTERM):
+                loop.remove_signal_handler(name)
+        self._record.update(ended=outcome.code, reason=outcome.reason)
+        self._changed(force=True)
+        return outcome
+
+    def _ended(self, status: int) -> Outcome:
+        if self._interrupts:
+            return Outcome(EXIT_INTERRUPTED, "interrupted")
+        if status == 0:
+            return Outcome(0)
+        learner = next(seen for seen in self._supervisor.observed.values() if seen.component.role is Role.LEARNER)
+        return Outcome(EXIT_FAILED, learner.last_error or f"the learner ended with status {status}")
+
+    def _interrupt(self, main: asyncio.Task[Any] | None) -> None:
+        """First: drain and checkpoint. Second: stop at once."""
+        self._interrupts += 1
+        if self._interrupts == 1:
+            self._view.say("draining: the step at hand is finished and checkpointed; interrupt again to stop at once")
+            self._supervisor.drain_learner()
+        elif main is not None:
+            main.cancel()
+
+    async def _watch(self) -> None:
+        """Follows the learner's progress for as long as the run lasts, through its start and any break."""
+        address = self._site.endpoint(Role.LEARNER, 0).address
+        async with channel(address) as connection:
+            stub = learner_pb2_grpc.LearnerServiceStub(connection)
+            while True:
+                with suppress(KestrlError):  # not up yet, or gone: the supervisor tells of that
+                    async for report in stream(
+                        stub.WatchProgress,
+                        learner_pb2.WatchProgressRequest(),
+                        learner_pb2.WatchProgressResponse,
+                        timeout=None,
+                        peer="learner",
+                    ):
+                        self._progress = Progress.from_proto(report)
+                        self._changed()
+                self._changed()
+                await asyncio.sleep(RECONNECT_SECONDS)
+
+
+def read_summary(run: RunDir, store: ObjectStore) -> dict[str, Any]:
+    """The run's summary, copied into its folder from wherever the run is stored; empty where there is none."""
+    try:
+        content = store.get("summary.json")
+    except StorageError as error:
+        if error.code != "not_found":
+            raise
+        return {}
+    if not run.summary_path.exists() or run.summary_path.read_bytes() != content:
+        write_atomic(run.summary_path, content.decode())
+    return json.loads(content)  # type: ignore[no-any-return]
+
+
+def run_job(
+    job: AgentRLJob,
+    run: RunDir,
+    options: Options,
+    console: Console,
+    *,
+    resumed: bool = False,
+    replan: Replan | None = None,
+) -> int:
+    """Runs a job in a run's folder and returns the command's exit code; everything it started is gone when it returns.
+
+    Raises:
+        UserInputError: Another runner holds the run, or something the job names is not there.
+    """
+    if run.lock() is None:
+        raise UserInputError(f"run {run.id} is going on already (pid {run.runner_pid()}); see `kestrl status {run.id}`")
+    site = site_of(job, run, options.manifest_dir, base_port=options.base_port, cache_dir=options.cache_dir)
+    store = open_store(site.storage)
+    components: Sequence[Component] = plan(job, site)
+    if replan is not None:
+        components = replan(components, site)
+    with make_view(console, f"{job.metadata.name} ({run.id})") as view:
+        view.say(f"{'resuming' if resumed else 'starting'} run {run.id} in {run.path}")
+        outcome = asyncio.run(Runner(job, run, site, components, view, options).run())
+    summary = read_summary(run, store)
+    if outcome.code == 0 and replan is None:
+        return _finished(console, run, summary, store, site)
+    return _unfinished(console, run, outcome, summary) if outcome.code else 0
+
+
+def _finished(console: Console, run: RunDir, summary: dict[str, Any], store: ObjectStore, site: Site) -> int:
+    if summary.get("status") != "succeeded":
+        console.print(f"the learner ended without a result: {summary.get('status', 'no summary')}", style="red")
+        return EXIT_FAILED
+    print_report(console, run, summary, store, site.model)
+    console.print(f"{summary['steps']} steps in {summary['seconds']:.0f} s; {run.summary_path}", soft_wrap=True)
+    return 0
+
+
+def _unfinished(console: Console, run: RunDir, outcome: Outcome, summary: dict[str, Any]) -> int:
+    if outcome.code == EXIT_INTERRUPTED:
+        console.print(f"{outcome.reason}; run the same command again to resume {run.id}", markup=False, soft_wrap=True)
+        return outcome.code
+    console.print(f"error: {outcome.reason}", style="red", markup=False, highlight=False, soft_wrap=True)
+    if outcome.code != EXIT_INPUT:
+        console.print(f"logs: kestrl logs {run.id} --runs {run.path.parent}", markup=False, soft_wrap=True)
+    if summary.get("status") != "failed":
+        write_atomic(run.summary_path, json.dumps({"status": "failed", "reason": outcome.reason, **summary}, indent=2))
+    return outcome.code

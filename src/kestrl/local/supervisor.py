@@ -1,0 +1,157 @@
+"""Keeps the components of a run going: restarts what ends, with back-off and a limit; ends the run when the learner ends."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from kestrl.errors import KestrlError, UserInputError
+from kestrl.local.processes import Launcher, Running, last_error
+from kestrl.plan.components import Component, Role
+from kestrl.service import EXIT_INPUT
+
+log = logging.getLogger(__name__)
+MAX_RESTARTS = 5
+"""In a row; a component that then ran for `STEADY_SECONDS` starts counting anew."""
+STEADY_SECONDS = 120.0
+FIRST_BACKOFF = 1.0
+LONGEST_BACKOFF = 30.0
+
+
+class State(StrEnum):
+    """What a component is doing, as observed."""
+
+    STARTING = "starting"
+    RUNNING = "running"
+    WAITING = "waiting"
+    """Ended, to be started again."""
+    ENDED = "ended"
+
+
+@dataclass(slots=True)
+class Observed:
+    """What the runner knows of a component."""
+
+    component: Component
+    state: State = State.STARTING
+    pid: int = 0
+    restarts: int = 0
+    last_exit: int | None = None
+    last_error: str = ""
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "role": self.component.role,
+            "state": self.state,
+            "pid": self.pid,
+            "ports": dict(self.component.ports),
+            "restarts": self.restarts,
+            "last_exit": self.last_exit,
+            "last_error": self.last_error,
+        }
+
+
+class ComponentFailed(KestrlError):
+    """A component ended for good."""
+
+    code = "component_failed"
+
+
+def backoff(restarts_in_row: int) -> float:
+    """Seconds before the next start: 1, 2, 4 ... 30."""
+    return min(LONGEST_BACKOFF, FIRST_BACKOFF * 2.0 ** max(0, restarts_in_row - 1))
+
+
+class Supervisor:
+    """Runs the components of one run until the learner ends, one fails for good, or it is told to stop."""
+
+    def __init__(self, components: Sequence[Component], launcher: Launcher, changed: Callable[[], None]) -> None:
+        self._launcher = launcher
+        self._changed = changed
+        self._live: dict[str, Running] = {}
+        self._stopping = False
+        self.observed = {component.name: Observed(component) for component in components}
+
+    async def run(self) -> int:
+        """The learner's exit status.
+
+        Raises:
+            UserInputError: A component refused its input (exit code 2); carries its message.
+            ComponentFailed: A component kept ending.
+        """
+        tasks = {
+            asyncio.create_task(self._keep(seen), name=seen.component.name): seen for seen in self.observed.values()
+        }
+        try:
+            while True:
+                done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    status = task.result()
+                    if tasks[task].component.role is Role.LEARNER:
+                        return status
+                    del tasks[task]
+        finally:
+            await self._stop_all()
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks, timeout=5)
+
+    def drain_learner(self) -> None:
+        """Asks the learner to finish its step, checkpoint and end; the run ends when it has."""
+        self._stopping = True
+        for running in self._live.values():
+            if running.component.role is Role.LEARNER:
+                running.terminate()
+
+    async def _keep(self, seen: Observed) -> int:
+        """Starts a component, again and again where it is to be kept, and returns its last exit status."""
+        in_row = 0
+        while True:
+            started = time.monotonic()
+            status = await self._run_once(seen)
+            if status == EXIT_INPUT:
+                raise UserInputError(seen.last_error or f"{seen.component.name} refused its input")
+            if not seen.component.restarts or self._stopping:
+                return status
+            in_row = 1 if time.monotonic() - started > STEADY_SECONDS else in_row + 1
+            if in_row > MAX_RESTARTS:
+                raise ComponentFailed(
+                    f"{seen.component.name} ended {in_row} times in a row (exit status {status}): {seen.last_error}\n"
+                    f"its log: {self._launcher.log_path(seen.component.name)}"
+                )
+            seen.state = State.WAITING
+            seen.restarts += 1
+            self._changed()
+            log.warning("%s ended with status %s, starting it again", seen.component.name, status)
+            await asyncio.sleep(backoff(in_row))
+
+    async def _run_once(self, seen: Observed) -> int:
+        running = await self._launcher.start(seen.component)
+        self._live[seen.component.name] = running
+        seen.state, seen.pid = State.RUNNING, running.process.pid
+        self._changed()
+        try:
+            status = await running.wait()
+        finally:
+            running.let_go()
+            self._live.pop(seen.component.name, None)
+        seen.state, seen.pid, seen.last_exit = State.ENDED, 0, status
+        if status != 0:
+            seen.last_error = last_error(self._launcher.log_path(seen.component.name))
+        self._changed()
+        return status
+
+    async def _stop_all(self) -> None:
+        """Ends what still runs: asked first, killed by its leash if it does not listen."""
+        self._stopping = True
+        live = list(self._live.values())
+        for running in live:
+            running.terminate()
+        if live:
+            waits = [asyncio.create_task(running.wait()) for running in live]
+            await asyncio.wait(waits)

@@ -1,0 +1,132 @@
+"""What a person sees while a run goes on: a live panel on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Protocol, Self
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from kestrl.local.progress import SHOWN_FIRST, Progress, clock, one_line
+from kestrl.local.supervisor import Observed, State
+
+PLAIN_SECONDS = 15.0
+"""Without a terminal, a line at every step or phase, and otherwise at most this often."""
+
+
+class View(Protocol):
+    """Shows progress and components as they change."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+    def say(self, line: str) -> None:
+        """A line that stays."""
+        ...
+
+    def update(self, progress: Progress, components: Mapping[str, Observed]) -> None: ...
+
+
+class PlainView:
+    """A line whenever there is something new to say."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._shown: tuple[str, int, str] | None = None
+        self._restarts: dict[str, int] = {}
+        self._at = 0.0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        return None
+
+    def say(self, line: str) -> None:
+        self._console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+    def update(self, progress: Progress, components: Mapping[str, Observed]) -> None:
+        for name, seen in components.items():
+            if seen.restarts > self._restarts.get(name, 0):
+                self._restarts[name] = seen.restarts
+                self.say(f"{name} ended ({seen.last_exit}) and is started again: {seen.last_error}")
+        key = (progress.phase, progress.step, progress.message)
+        if key == self._shown and time.monotonic() - self._at < PLAIN_SECONDS:
+            return
+        if key == self._shown and progress.phase != "starting":
+            return
+        self._shown, self._at = key, time.monotonic()
+        self.say(one_line(progress))
+
+
+class LiveView:
+    """A panel that is redrawn in place."""
+
+    def __init__(self, console: Console, title: str) -> None:
+        self._title = title
+        self._started = time.monotonic()
+        self._live = Live(console=console, refresh_per_second=4, transient=True)
+
+    def __enter__(self) -> Self:
+        self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._live.stop()
+
+    def say(self, line: str) -> None:
+        self._live.console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+    def update(self, progress: Progress, components: Mapping[str, Observed]) -> None:
+        self._live.update(self._draw(progress, components))
+
+    def _draw(self, progress: Progress, components: Mapping[str, Observed]) -> Panel:
+        bar = ProgressBar(total=max(1, progress.total_steps), completed=progress.step)
+        head = Text(f"{progress.phase}   step {progress.step}/{progress.total_steps}   {progress.message}")
+        lines = Group(head, bar, _facts(progress, time.monotonic() - self._started), _components(components))
+        return Panel(lines, title=self._title, title_align="left")
+
+
+def _facts(progress: Progress, elapsed: float) -> Table:
+    table = Table.grid(padding=(0, 3))
+    first = [f"{name} [bold]{progress.means[name]:.3f}[/]" for name in SHOWN_FIRST if name in progress.means]
+    if first:
+        table.add_row(*first)
+    policy = f"v{progress.policy.step}" if progress.policy else "none yet"
+    table.add_row(
+        f"policy [bold]{policy}[/] proved {progress.engines_converged}/{progress.engines_total}",
+        f"{progress.tokens_per_second:.0f} tokens/s",
+        f"{clock(elapsed)} elapsed" + (f", {clock(progress.eta_seconds)} to go" if progress.eta_seconds else ""),
+    )
+    if progress.failures:
+        table.add_row("failures " + ", ".join(f"{name} {count}" for name, count in sorted(progress.failures.items())))
+    return table
+
+
+def _components(components: Mapping[str, Observed]) -> Text:
+    text = Text()
+    for name, seen in components.items():
+        style = "green" if seen.state is State.RUNNING else "yellow" if seen.state is State.STARTING else "red"
+        text.append(f"{name} ", style=style)
+        if seen.restarts:
+            text.append(f"(restarted {seen.restarts}x) ", style="yellow")
+    return text
+
+
+def make_view(console: Console, title: str) -> View:
+    """The view that fits where the output goes."""
+    return LiveView(console, title) if console.is_terminal else PlainView(console)

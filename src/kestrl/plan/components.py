@@ -1,0 +1,71 @@
+"""What a component is: one process to run, whoever runs it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from kestrl.plan.settings import ServiceSettings
+
+
+class Role(StrEnum):
+    """The parts of a job."""
+
+    ENGINE = "engine"
+    """The inference engine itself."""
+    INFERENCE = "inference"
+    """The engine agent beside it."""
+    ROLLOUT = "rollout"
+    TOOLS = "tools"
+    JUDGE = "judge"
+    LEARNER = "learner"
+
+
+class Secret(StrEnum):
+    """Credentials made for each run, as the environment variables that carry them. A component gets only what it lists."""
+
+    JOB_TOKEN = "KESTRL_JOB_TOKEN"  # noqa: S105 - the name of a variable
+    """Calls between components carry it."""
+    ENGINE_KEY = "KESTRL_ENGINE_KEY"
+    """Opens an engine's data routes."""
+    ENGINE_CONTROL_KEY = "KESTRL_ENGINE_CONTROL_KEY"
+    """Opens an engine's control routes: only engine and engine agent have it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ready:
+    """How a component says that it is ready."""
+
+    port: int
+    http_path: str | None = None
+    """An HTTP path that answers 200; without it the standard gRPC health service."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Device:
+    """What a component computes on."""
+
+    profile: str
+    count: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Component:
+    """One process."""
+
+    name: str
+    """Role and ordinal, such as `rollout-0`."""
+    role: Role
+    module: str
+    """Python module to run: `python -m MODULE ARGS`."""
+    args: tuple[str, ...] = ()
+    """Arguments beside `--settings`."""
+    settings: ServiceSettings | None = None
+    env: Mapping[str, str] = field(default_factory=dict[str, str])
+    secrets: tuple[Secret, ...] = ()
+    ports: Mapping[str, int] = field(default_factory=dict[str, int])
+    ready: Ready | None = None
+    device: Device = Device(profile="cpu", count=0)
+    restarts: bool = True
+    """Whether it is started again when it exits; the learner's end is the run's end."""

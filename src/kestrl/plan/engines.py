@@ -1,0 +1,87 @@
+"""How an inference engine is started: its server's arguments and environment."""
+
+from __future__ import annotations
+
+from kestrl.episode import BASE_MODEL_NAME
+from kestrl.plan.components import Component, Device, Ready, Role, Secret
+from kestrl.plan.site import Site
+from kestrl.spec.job import AgentRLJob
+from kestrl.spec.rules import ENGINE_RANKS
+
+CPU_KV_CACHE_BYTES = 256 * 1024 * 1024
+"""Enough for tens of thousands of tokens of a tiny model; a job for a larger one sets `inference.args.kv-cache-memory-bytes`."""
+
+CPU_ENVIRONMENT = {
+    "TORCHDYNAMO_DISABLE": "1",  # no compiler needed, and no stall at the first request
+    "OMP_NUM_THREADS": "1",  # two threads of two engines on two cores are several times slower than one each
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # with `uni`: the worker lives in the engine-core process
+}
+ENVIRONMENT = {
+    "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_DO_NOT_TRACK": "1",
+    "VLLM_LOGGING_LEVEL": "INFO",
+}
+
+
+def engine_rank(rank: int) -> int:
+    """The smallest rank the engine can be told that holds the adapter's."""
+    return next(limit for limit in ENGINE_RANKS if limit >= rank)
+
+
+def engine_component(job: AgentRLJob, site: Site, index: int) -> Component:
+    """The engine of replica `index`."""
+    spec = job.spec
+    endpoint = site.endpoint(Role.ENGINE, index)
+    cpu = spec.inference.accelerator.profile == "cpu"
+    options: dict[str, str | int | float | bool] = {
+        "model": site.model,
+        "served-model-name": BASE_MODEL_NAME,
+        "host": endpoint.bind,
+        "port": endpoint.port,
+        "dtype": spec.model.dtype,
+        "max-model-len": spec.inference.context_length,
+        "enable-lora": True,
+        "max-lora-rank": engine_rank(spec.model.adapter.rank),
+        "max-loras": spec.inference.adapter_slots,
+        # One more than the live versions: an adapter that the engine dropped by itself would be read again from a folder
+        # that may be gone, which ends the engine.
+        "max-cpu-loras": spec.inference.adapter_slots + 1,
+        "enable-scale-out": True,
+        "logprobs-mode": "processed_logprobs",
+        "generation-config": "vllm",
+        "middleware": "kestrl_inference.guard.ControlGuard",
+        "disable-log-stats": False,
+    }
+    if cpu:
+        options |= {"distributed-executor-backend": "uni", "kv-cache-memory-bytes": CPU_KV_CACHE_BYTES}
+    if spec.telemetry.otlp:
+        options["otlp-traces-endpoint"] = spec.telemetry.otlp
+    options |= spec.inference.args
+    return Component(
+        name=f"engine-{index}",
+        role=Role.ENGINE,
+        module="kestrl_inference.vllm_cpu" if cpu else "vllm.entrypoints.openai.api_server",
+        args=_arguments(options),
+        env={
+            **ENVIRONMENT,
+            **(CPU_ENVIRONMENT if cpu else {}),
+            "VLLM_CACHE_ROOT": f"{site.work_dir}/vllm-cache",
+            "OTEL_SERVICE_NAME": "kestrl-engine",
+        },
+        secrets=(Secret.ENGINE_KEY, Secret.ENGINE_CONTROL_KEY),
+        ports={"http": endpoint.port},
+        ready=Ready(port=endpoint.port, http_path="/health"),
+        device=Device(profile=spec.inference.accelerator.profile, count=spec.inference.accelerator.count),
+    )
+
+
+def _arguments(options: dict[str, str | int | float | bool]) -> tuple[str, ...]:
+    """`{"a": 1, "b": True, "c": False}` as `--a 1 --b`."""
+    flags: list[str] = []
+    for name, value in options.items():
+        if value is True:
+            flags.append(f"--{name}")
+        elif value is not False:
+            flags += [f"--{name}", str(value)]
+    return tuple(flags)

@@ -1,0 +1,226 @@
+"""`plan(job, site)`: the only place that knows which components a job needs, and with which settings. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from kestrl.plan.components import Component, Device, Ready, Role, Secret
+from kestrl.plan.engines import engine_component
+from kestrl.plan.settings import (
+    AgentSettings,
+    AlgorithmSettings,
+    DataSettings,
+    EngineEntry,
+    JudgeSettings,
+    LearnerSettings,
+    RewardEntry,
+    RolloutSettings,
+    ServiceSettings,
+    ToolEntry,
+    ToolsSettings,
+)
+from kestrl.plan.site import Site
+from kestrl.spec.job import AgentRLJob, JobSpec
+
+GAP_BOUND = {"float32": 1e-3, "bfloat16": 0.1}
+"""Mean |learner - engine| log-prob that still counts as agreement, by dtype (measured: float32 1e-6, bfloat16 0.01)."""
+PROBE_BOUND = {"float32": 1e-2, "bfloat16": 0.5}
+"""Largest single difference on the probe, whose tokens are unlikely and so have large log-probs."""
+SCORING_SLACK = 10.0
+"""Seconds a group may take beside its episodes and rewards."""
+
+
+def plan(job: AgentRLJob, site: Site) -> tuple[Component, ...]:
+    """The components of a job, engines first since they take longest to start."""
+    spec = job.spec
+    return (
+        *(engine_component(job, site, index) for index in range(spec.inference.replicas)),
+        *(_agent(job, site, index) for index in range(spec.inference.replicas)),
+        _tools(job, site),
+        _judge(job, site),
+        *(_rollout(job, site, index) for index in range(spec.rollout.replicas)),
+        _learner(job, site),
+    )
+
+
+def group_seconds(spec: JobSpec) -> float:
+    """The group's deadline: as written, or the episode's plus the time its scoring may take."""
+    limits = spec.rollout.deadlines
+    if limits.group is not None:
+        return limits.group
+    scoring = sum(reward.timeout for reward in spec.rewards) * spec.algorithm.group_size
+    return limits.episode + scoring + SCORING_SLACK
+
+
+def _service(role: Role, index: int, job: AgentRLJob, site: Site) -> dict[str, object]:
+    return {
+        "component": f"{role}-{index}",
+        "job": job.metadata.name,
+        "run": site.run,
+        "listen": site.endpoint(role, index).listen,
+        "python_path": site.python_path,
+        "otlp_endpoint": job.spec.telemetry.otlp,
+    }
+
+
+def _component(
+    role: Role, index: int, settings: ServiceSettings, site: Site, *secrets: Secret, restarts: bool = True
+) -> Component:
+    port = site.endpoint(role, index).port
+    return Component(
+        name=f"{role}-{index}",
+        role=role,
+        module=f"kestrl_{role}",
+        settings=settings,
+        secrets=(Secret.JOB_TOKEN, *secrets),
+        ports={"grpc": port},
+        ready=Ready(port=port),
+        restarts=restarts,
+    )
+
+
+def engine_url(site: Site, index: int) -> str:
+    return f"http://{site.endpoint(Role.ENGINE, index).address}"
+
+
+def _agent(job: AgentRLJob, site: Site, index: int) -> Component:
+    settings = AgentSettings.model_validate(
+        {
+            **_service(Role.INFERENCE, index, job, site),
+            "engine_name": f"engine-{index}",
+            "engine_url": engine_url(site, index),
+            "base_model": site.model,
+            "adapters_dir": f"{site.work_dir}/adapters-{index}",
+            "slots": job.spec.inference.adapter_slots,
+            "probe_bound": PROBE_BOUND[job.spec.model.dtype],
+        }
+    )
+    return _component(Role.INFERENCE, index, settings, site, Secret.ENGINE_KEY, Secret.ENGINE_CONTROL_KEY)
+
+
+def _tools(job: AgentRLJob, site: Site) -> Component:
+    spec = job.spec
+    settings = ToolsSettings.model_validate(
+        {
+            **_service(Role.TOOLS, 0, job, site),
+            "tools": tuple(ToolEntry(name=tool.name, use=tool.use, config=tool.config) for tool in spec.tools),
+            "call_seconds": spec.rollout.deadlines.tool,
+            "max_sessions": 2 * spec.rollout.replicas * spec.rollout.concurrency,
+        }
+    )
+    return _component(Role.TOOLS, 0, settings, site)
+
+
+def _judge(job: AgentRLJob, site: Site) -> Component:
+    rules = [(reward.rule, reward) for reward in job.spec.rewards if reward.rule is not None]
+    settings = JudgeSettings.model_validate(
+        {
+            **_service(Role.JUDGE, 0, job, site),
+            "rewards": tuple(
+                RewardEntry(
+                    name=rule.rpartition(":")[2] or rule, rule=rule, weight=reward.weight, seconds=reward.timeout
+                )
+                for rule, reward in rules
+            ),
+        }
+    )
+    return _component(Role.JUDGE, 0, settings, site)
+
+
+def _rollout(job: AgentRLJob, site: Site, index: int) -> Component:
+    spec = job.spec
+    settings = RolloutSettings.model_validate(
+        {
+            **_service(Role.ROLLOUT, index, job, site),
+            "tokenizer": site.model,
+            "template": site.template,
+            "agent": spec.agent.loop,
+            "tools_address": site.endpoint(Role.TOOLS, 0).address,
+            "judge_address": site.endpoint(Role.JUDGE, 0).address,
+            "concurrency": spec.rollout.concurrency,
+            "context_length": spec.inference.context_length,
+            "max_parallel_calls": spec.agent.max_parallel_calls,
+            "max_tool_tokens": spec.agent.max_tool_tokens,
+            "call_seconds": spec.rollout.deadlines.tool,
+        }
+    )
+    return _component(Role.ROLLOUT, index, settings, site, Secret.ENGINE_KEY)
+
+
+def algorithm_settings(spec: JobSpec) -> AlgorithmSettings:
+    """The algorithm's part of the learner's settings."""
+    algorithm = spec.algorithm
+    return AlgorithmSettings(
+        name=algorithm.name,
+        group_size=algorithm.group_size,
+        groups_per_step=algorithm.groups_per_step,
+        learning_rate=algorithm.learning_rate,
+        clip_low=algorithm.clip.low,
+        clip_high=algorithm.clip.high,
+        max_staleness=algorithm.max_staleness,
+        on_failed_episode=algorithm.on_failed_episode,
+        min_group_size=algorithm.min_group_size,
+        max_grad_norm=algorithm.max_grad_norm,
+        weight_decay=algorithm.weight_decay,
+        warmup_steps=algorithm.warmup_steps,
+        advantage=algorithm.name,
+        loss="ppo_clip",
+        importance_cap=algorithm.importance_cap if algorithm.max_staleness > 0 else None,
+    )
+
+
+def _learner(job: AgentRLJob, site: Site) -> Component:
+    spec = job.spec
+    data, validation = spec.data.train, spec.data.validation
+    settings = LearnerSettings.model_validate(
+        {
+            **_service(Role.LEARNER, 0, job, site),
+            "model": site.model,
+            "dtype": spec.model.dtype,
+            "rank": spec.model.adapter.rank,
+            "alpha": spec.model.adapter.alpha,
+            "targets": spec.model.adapter.targets
+            if isinstance(spec.model.adapter.targets, str)
+            else tuple(spec.model.adapter.targets),
+            "data": DataSettings(path=site.train, size=data.size),
+            "validation": None
+            if validation is None or site.validation is None
+            else DataSettings(path=site.validation, size=validation.size),
+            "seed": spec.data.seed,
+            "epochs": spec.schedule.epochs,
+            "max_steps": spec.schedule.max_steps,
+            "eval_every": spec.schedule.eval_every,
+            "checkpoint_every": spec.schedule.checkpoint_every,
+            "keep_checkpoints": spec.schedule.keep_checkpoints,
+            "temperature": spec.sampling.temperature,
+            "max_tokens": spec.agent.max_tokens,
+            "max_turns": spec.agent.max_turns,
+            "max_tokens_per_turn": spec.agent.max_tokens_per_turn or 0,
+            "tool_seconds": spec.rollout.deadlines.tool,
+            "turn_seconds": spec.rollout.deadlines.turn,
+            "episode_seconds": spec.rollout.deadlines.episode,
+            "group_seconds": group_seconds(spec),
+            "algorithm": algorithm_settings(spec),
+            "storage": site.storage,
+            "database": site.database,
+            "rollout_addresses": tuple(
+                site.endpoint(Role.ROLLOUT, index).address for index in range(spec.rollout.replicas)
+            ),
+            "engines": tuple(
+                EngineEntry(
+                    name=f"engine-{index}",
+                    url=engine_url(site, index),
+                    agent_address=site.endpoint(Role.INFERENCE, index).address,
+                )
+                for index in range(spec.inference.replicas)
+            ),
+            "adapter_slots": spec.inference.adapter_slots,
+            "logprob_gap_bound": spec.algorithm.logprob_gap_bound or GAP_BOUND[spec.model.dtype],
+            "max_failed_share": spec.algorithm.max_failed_share,
+            "threads": spec.learner.threads,
+            "device": {"cpu": "cpu", "nvidia": "cuda", "ascend": "npu"}[spec.learner.accelerator.profile],
+        }
+    )
+    component = _component(Role.LEARNER, 0, settings, site, restarts=False)
+    accelerator = spec.learner.accelerator
+    return replace(component, device=Device(profile=accelerator.profile, count=accelerator.count))

@@ -1,0 +1,52 @@
+"""What the plan must be told about the place a job runs in: addresses, folders, what the job's addresses resolved to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from kestrl.plan.components import Role
+
+
+class Endpoint(NamedTuple):
+    """Where one replica of a component listens."""
+
+    bind: str
+    """Interface it binds."""
+    host: str
+    """Name by which the others reach it."""
+    port: int
+
+    @property
+    def address(self) -> str:
+        return f"{self.host}:{self.port}"
+
+    @property
+    def listen(self) -> str:
+        return f"{self.bind}:{self.port}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Site:
+    """A place to run in. A cluster's is names of Services, one machine's is ports on loopback."""
+
+    run: str
+    """The run's id."""
+    endpoint: Callable[[Role, int], Endpoint]
+    """Where replica n of a role listens."""
+    model: str
+    """Folder or Hugging Face id of the base model."""
+    template: str | None
+    """File of the chat template, if the job brings one."""
+    train: str
+    """File of the training scenarios."""
+    validation: str | None
+    storage: str
+    """Object-store address of the run's folder."""
+    database: str
+    """SQLAlchemy address of the ledger."""
+    work_dir: str
+    """A folder that an engine and its agent share."""
+    python_path: tuple[str, ...] = ()
+    """Folders with the user's own code."""

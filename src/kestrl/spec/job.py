@@ -1,0 +1,305 @@
+"""The models of `AgentRLJob`, field by field. camelCase in the manifest, snake_case here; unknown fields are refused.
+
+Cross-field rules are in `rules.py`, so that every problem of a manifest can be told at once.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic.alias_generators import to_camel
+
+from kestrl.spec.scalars import Address, Duration, ImportPath, Name
+
+API_VERSION = "kestrl.dev/v1alpha1"
+KIND = "AgentRLJob"
+
+
+class Model(BaseModel):
+    """Frozen, camelCase outside, unknown fields refused, no silent conversion between types."""
+
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        strict=True,
+        alias_generator=to_camel,
+        validate_by_name=True,
+        validate_by_alias=True,
+        use_attribute_docstrings=True,
+    )
+
+
+PositiveInt = Annotated[int, Field(ge=1)]
+NonNegativeInt = Annotated[int, Field(ge=0)]
+Positive = Annotated[float, Field(gt=0, strict=False)]
+NonNegative = Annotated[float, Field(ge=0, strict=False)]
+
+
+class SecretRef(Model):
+    """A secret by reference: its keys become environment variables of the processes that need it."""
+
+    name: Name
+    """Name of a Secret (on one machine: of a file `NAME.env` beside the manifest)."""
+
+
+class Adapter(Model):
+    """The LoRA adapter that is trained."""
+
+    rank: PositiveInt = 8
+    """Rank of the adapter; engines accept 1, 8, 16, 32, 64, 128, 256, 320 or 512."""
+    alpha: Positive = 16.0
+    """Scaling: the adapter's output is multiplied by alpha / rank."""
+    targets: Literal["all-linear"] | list[Annotated[str, Field(min_length=1)]] = "all-linear"
+    """Modules that get an adapter: `all-linear`, or names such as q_proj."""
+
+
+class ModelSpec(Model):
+    """What is trained."""
+
+    base: Address
+    """demo://NAME, hf://ORG/NAME, s3://..., pvc://..., or a path. Never written to."""
+    adapter: Adapter = Adapter()
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Precision of the base model, in the learner and in the engines."""
+
+
+class DataSet(Model):
+    """One data set."""
+
+    uri: Address
+    """A .jsonl or .parquet file (path or file://), or demo://NAME/PATH."""
+    size: PositiveInt | None = None
+    """Rows used; without it, all."""
+
+
+class Data(Model):
+    """What is attempted."""
+
+    train: DataSet
+    validation: DataSet | None = None
+    """Held out: evaluated before, during and after, never trained on."""
+    seed: NonNegativeInt = 42
+    """Seeds the order of scenarios, the sampling and the adapter's initialisation."""
+
+
+class Template(Model):
+    """A chat template that replaces the model's own."""
+
+    uri: Address
+
+
+class Agent(Model):
+    """How a scenario is attempted."""
+
+    loop: Annotated[str, Field(pattern=r"^([a-z_]+|[A-Za-z_][\w.]*:[A-Za-z_][\w.]*)$")] = "tool_agent"
+    """`tool_agent`, `single_turn`, or a class by import path (ours or one written for verl)."""
+    max_turns: PositiveInt = 10
+    """Completions of one episode at the most."""
+    max_tokens: PositiveInt = 2048
+    """Sampled tokens of one episode at the most."""
+    max_tokens_per_turn: PositiveInt | None = None
+    """Sampled tokens of one turn at the most; without it only max_tokens bounds a turn."""
+    max_tool_tokens: PositiveInt = 1024
+    """Longer observations are cut, with a marker."""
+    max_parallel_calls: PositiveInt = 8
+    """Tool calls of one turn that are carried out."""
+    template: Template | None = None
+
+
+class Tool(Model):
+    """One tool."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_-]{0,63}$")]
+    """What the model calls it."""
+    use: ImportPath
+    """A function, or a class with one instance per episode."""
+    config: dict[str, Any] = {}
+    """Keyword arguments of the class, the same for every episode."""
+
+
+class RulerSpec(Model):
+    """A language model that ranks the episodes of a group. Named here so that manifests are stable; not available yet."""
+
+    endpoint: Address
+    model: str
+    secret_ref: SecretRef | None = None
+
+
+class Reward(Model):
+    """One component of the reward."""
+
+    rule: str | None = None
+    """`exact_answer`, `flexible_answer`, `format`, or a function by import path."""
+    ruler: RulerSpec | None = None
+    weight: Annotated[float, Field(strict=False)] = 1.0
+    timeout: Duration = 10.0
+    """Time for one episode; past it the episode has no reward."""
+
+    @model_validator(mode="after")
+    def _one_kind(self) -> Self:
+        if (self.rule is None) == (self.ruler is None):
+            raise ValueError("give either `rule` or `ruler`, and one of them only")
+        return self
+
+
+class Sampling(Model):
+    """How the policy is sampled in training. top_p is 1 and top_k is off, or the learner could not reproduce the log-probs."""
+
+    temperature: Annotated[float, Field(ge=0, le=5, strict=False)] = 1.0
+
+
+class Clip(Model):
+    """The trust region of the ratio: [1 - low, 1 + high]."""
+
+    low: Annotated[float, Field(gt=0, lt=1, strict=False)] = 0.2
+    high: Positive = 0.28
+
+
+class Algorithm(Model):
+    """How episodes become a gradient."""
+
+    name: Literal["grpo", "dr_grpo", "rloo"] = "grpo"
+    """The advantage estimator."""
+    group_size: PositiveInt = 8
+    """Episodes of one scenario."""
+    groups_per_step: PositiveInt = 8
+    """Scenarios of one optimiser step."""
+    learning_rate: Positive = 1.2e-5
+    clip: Clip = Clip()
+    max_staleness: NonNegativeInt = 0
+    """0: sample and train in turn. 1 or more: rollouts overlap training, and no group older than this many steps is trained on."""
+    on_failed_episode: Literal["drop", "shrink"] = "drop"
+    """When an episode fails for a reason other than the policy: drop its group, or go on with the rest."""
+    min_group_size: PositiveInt = 2
+    """With `shrink`: fewer episodes than this drop the group."""
+    max_failed_share: Annotated[float, Field(ge=0, le=1, strict=False)] = 0.2
+    """When more of a step's episodes than this fail for reasons other than the policy, the run stops."""
+    max_grad_norm: Positive = 1.0
+    weight_decay: NonNegative = 0.0
+    warmup_steps: NonNegativeInt = 0
+    """Steps over which the learning rate rises from 0."""
+    importance_cap: Positive | None = 2.0
+    """Bound C of the token importance weights (TIS) when staleness is above 0."""
+    logprob_gap_bound: Positive | None = None
+    """Largest accepted mean gap between learner and engine on policy; without it 1e-3 for float32, 0.1 for bfloat16."""
+
+
+class Schedule(Model):
+    """How long, and how often what."""
+
+    epochs: PositiveInt = 1
+    max_steps: PositiveInt | None = None
+    """Optimiser steps at the most, whatever the epochs say."""
+    eval_every: PositiveInt | None = None
+    """Steps between evaluations; without it only before and after."""
+    checkpoint_every: PositiveInt = 10
+    keep_checkpoints: PositiveInt = 2
+
+
+class Accelerator(Model):
+    """What a component computes on."""
+
+    profile: Name = "cpu"
+    """cpu, nvidia or ascend."""
+    count: PositiveInt = 1
+    """Devices per replica."""
+
+
+class Inference(Model):
+    """The engines."""
+
+    engine: Literal["vllm"] = "vllm"
+    replicas: PositiveInt = 1
+    accelerator: Accelerator = Accelerator()
+    context_length: PositiveInt = 4096
+    """Tokens of one sequence at the most."""
+    adapter_slots: PositiveInt = 4
+    """Adapter versions an engine holds at once; at least maxStaleness + 2."""
+    args: dict[str, str | int | float | bool] = {}
+    """Further arguments of the engine's server, such as `max-num-seqs: 64`; `true` gives a bare flag."""
+
+
+class Deadlines(Model):
+    """They nest: tool < turn < episode < group."""
+
+    tool: Duration = 30.0
+    turn: Duration = 120.0
+    episode: Duration = 600.0
+    group: Duration | None = None
+    """The episodes and their scoring; without it the episode's deadline plus every reward's timeout for each episode."""
+
+
+class Rollout(Model):
+    """The rollout workers."""
+
+    replicas: PositiveInt = 1
+    concurrency: PositiveInt = 64
+    """Episodes one worker runs at once."""
+    deadlines: Deadlines = Deadlines()
+
+
+class Learner(Model):
+    """The learner."""
+
+    accelerator: Accelerator = Accelerator()
+    threads: PositiveInt | None = None
+    """CPU threads of one process; without it all cores."""
+
+
+class Storage(Model):
+    """Where adapters, checkpoints and episodes go."""
+
+    uri: Address | None = None
+    """file://..., s3://bucket/prefix, gs://..., az://...; each run gets a folder beneath. Without it the run's own folder."""
+    secret_ref: SecretRef | None = None
+
+
+class Telemetry(Model):
+    """Where spans and metrics go."""
+
+    otlp: Address | None = None
+    """An OTLP/gRPC endpoint such as http://127.0.0.1:4317. The standard OTEL_* variables also work."""
+
+
+class JobSpec(Model):
+    """What a person wants."""
+
+    model: ModelSpec
+    data: Data
+    agent: Agent = Agent()
+    tools: list[Tool] = []
+    rewards: Annotated[list[Reward], Field(min_length=1)]
+    sampling: Sampling = Sampling()
+    algorithm: Algorithm = Algorithm()
+    schedule: Schedule = Schedule()
+    inference: Inference = Inference()
+    rollout: Rollout = Rollout()
+    learner: Learner = Learner()
+    storage: Storage = Storage()
+    telemetry: Telemetry = Telemetry()
+    suspend: bool = False
+    """Drain, checkpoint and release everything until it is false again."""
+    active_deadline: Duration | None = None
+    """The run is failed after so long."""
+    ttl_after_finished: Duration | None = None
+    """The object is deleted so long after it finished (on a cluster)."""
+
+
+class Metadata(BaseModel):
+    """The part of Kubernetes' ObjectMeta that KestRL reads; the rest is kept, not looked at."""
+
+    model_config = ConfigDict(frozen=True, extra="allow")
+    name: Name
+    namespace: str | None = None
+    labels: dict[str, str] = {}
+    annotations: dict[str, str] = {}
+
+
+class AgentRLJob(Model):
+    """The whole loop in one object."""
+
+    api_version: Literal["kestrl.dev/v1alpha1"]
+    kind: Literal["AgentRLJob"]
+    metadata: Metadata
+    spec: JobSpec

@@ -1,0 +1,168 @@
+"""From YAML and `--set` overrides to a checked job, telling every problem at once with its path and the mend."""
+
+from __future__ import annotations
+
+import difflib
+import typing
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import yaml
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from kestrl.errors import UserInputError
+from kestrl.spec.job import AgentRLJob
+from kestrl.spec.rules import Problem, check
+
+
+class ProblemsError(UserInputError):
+    """A manifest that cannot be used, with everything that is wrong."""
+
+    def __init__(self, problems: Sequence[Problem]) -> None:
+        super().__init__("\n".join(str(problem) for problem in problems))
+        self.problems = tuple(problems)
+
+
+def _path(location: Sequence[int | str]) -> str:
+    path = ""
+    for part in location:
+        if isinstance(part, int):
+            path += f"[{part}]"
+        elif "[" not in part:  # pydantic adds the names of union members and validators; they are not the user's fields
+            path += f".{part}" if path else part
+    return path
+
+
+def _fields_at(location: Sequence[int | str]) -> list[str]:
+    """The fields the manifest may have at a place, for suggestions."""
+    model: type[BaseModel] | None = AgentRLJob
+    for part in location:
+        if isinstance(part, int):
+            continue
+        fields = {} if model is None else model.model_fields
+        found = next((field for field in fields.values() if field.alias == part), None)
+        if found is None:
+            return []
+        model = _inner_model(found.annotation)
+    if model is None:
+        return []
+    return [field.alias or name for name, field in model.model_fields.items()]
+
+
+def _inner_model(annotation: Any) -> type[BaseModel] | None:
+    """The model inside `Model | None` or `list[Model]`."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    for inner in typing.get_args(annotation):
+        model = _inner_model(inner)
+        if model is not None:
+            return model
+    return None
+
+
+def _explain(error: ErrorDetails) -> Problem:
+    location = error["loc"]
+    path = _path(location)
+    if error["type"] == "extra_forbidden":
+        near = difflib.get_close_matches(str(location[-1]), known := _fields_at(location[:-1]), n=1)
+        mend = f"did you mean {near[0]}?" if near else f"known here: {', '.join(known)}" if known else "remove it"
+        return Problem(path, f"unknown field; {mend}")
+    if error["type"] == "missing":
+        return Problem(path, "is required; add it")
+    message = error["msg"].removeprefix("Value error, ")
+    given = error.get("input")
+    shown = (
+        f" (is {given!r})" if isinstance(given, str | int | float | bool | None) and repr(given) not in message else ""
+    )
+    return Problem(path, f"{message}{shown}")
+
+
+def parse_job(document: Any) -> AgentRLJob:
+    """A job from a parsed manifest.
+
+    Raises:
+        ProblemsError: With every problem at once.
+    """
+    if not isinstance(document, Mapping):
+        raise ProblemsError([Problem("manifest", f"must be an object, is {type(document).__name__}")])
+    try:
+        job = AgentRLJob.model_validate(document)
+    except ValidationError as error:
+        raise ProblemsError(list(dict.fromkeys(_explain(item) for item in error.errors()))) from error
+    problems = check(job.spec)
+    if problems:
+        raise ProblemsError(problems)
+    return job
+
+
+def with_overrides(document: Any, overrides: Sequence[str]) -> Any:
+    """The manifest with `path=value` overrides applied; paths are beneath `spec`, values are YAML: `algorithm.groupSize=4`.
+
+    Raises:
+        ProblemsError: An override is malformed.
+    """
+    if not overrides:
+        return document
+    changed = yaml.safe_load(yaml.safe_dump(document))
+    for override in overrides:
+        path, separator, value = override.partition("=")
+        if not separator or not path:
+            raise ProblemsError([Problem("--set", f"{override!r} is not of the form path=value")])
+        _assign(changed, path, _yaml_value(override, value))
+    return changed
+
+
+def _yaml_value(override: str, text: str) -> Any:
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ProblemsError([Problem("--set", f"the value of {override!r} is not YAML: {error}")]) from error
+
+
+def _assign(document: Any, path: str, value: Any) -> None:
+    parts = path.removeprefix("spec.").replace("[", ".").replace("]", "").split(".")
+    if not isinstance(document, dict):
+        raise ProblemsError([Problem("manifest", f"must be an object, is {type(document).__name__}")])
+    place: Any = cast("dict[str, Any]", document).setdefault("spec", {})
+    for position, part in enumerate(parts):
+        last = position == len(parts) - 1
+        key = _key(place, part)
+        if key is None:
+            raise ProblemsError([Problem("--set", f"{path}: there is no {part!r} to set")])
+        if last:
+            place[key] = value
+        elif isinstance(key, str) and place.get(key) is None:
+            place[key] = {}
+            place = place[key]
+        else:
+            place = place[key]
+
+
+def _key(place: Any, part: str) -> str | int | None:
+    """How `part` names something in `place`: an index of a list, a key of an object, or nothing."""
+    if isinstance(place, list):
+        items: list[Any] = place
+        return int(part) if part.isdigit() and int(part) < len(items) else None
+    return part if isinstance(place, dict) else None
+
+
+def read_job(path: Path, overrides: Sequence[str] = ()) -> AgentRLJob:
+    """Reads a manifest file.
+
+    Raises:
+        ProblemsError: With every problem at once.
+        UserInputError: The file cannot be read or is not YAML.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserInputError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
+    try:
+        documents = [item for item in yaml.safe_load_all(text) if item is not None]
+    except yaml.YAMLError as error:
+        raise UserInputError(f"{path}: not YAML: {error}") from error
+    if len(documents) != 1:
+        raise UserInputError(f"{path}: holds {len(documents)} documents; one AgentRLJob is expected")
+    return parse_job(with_overrides(documents[0], overrides))

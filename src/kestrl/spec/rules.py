@@ -1,0 +1,173 @@
+"""Rules across fields: small pure functions from a spec to problems, each with the mend."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from typing import NamedTuple
+
+from kestrl.spec.job import JobSpec
+from kestrl.spec.scalars import format_duration
+
+ENGINE_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""What vLLM's --max-lora-rank accepts."""
+BUILT_IN_LOOPS = ("tool_agent", "single_turn")
+BUILT_IN_RULES = ("exact_answer", "flexible_answer", "format")
+PROFILES = ("cpu", "nvidia", "ascend")
+
+
+class Problem(NamedTuple):
+    """One thing wrong with a manifest."""
+
+    path: str
+    """Such as spec.algorithm.groupSize."""
+    message: str
+    """What is wrong and the mend."""
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self.message}"
+
+
+Rule = Callable[[JobSpec], Iterator[Problem]]
+
+
+def deadlines_nest(spec: JobSpec) -> Iterator[Problem]:
+    limits = spec.rollout.deadlines
+    chain = [("tool", limits.tool), ("turn", limits.turn), ("episode", limits.episode)]
+    if limits.group is not None:
+        chain.append(("group", limits.group))
+    for (inner, short), (outer, long) in pairwise(chain):
+        if short >= long:
+            yield Problem(
+                f"spec.rollout.deadlines.{outer}",
+                f"{format_duration(long)} does not leave room for {inner} ({format_duration(short)}); deadlines nest: "
+                f"tool < turn < episode < group, so raise {outer} or lower {inner}",
+            )
+    if spec.active_deadline is not None and spec.active_deadline <= limits.episode:
+        yield Problem("spec.activeDeadline", "must be longer than rollout.deadlines.episode, or no episode can end")
+
+
+def temperature_is_positive(spec: JobSpec) -> Iterator[Problem]:
+    if spec.sampling.temperature == 0:
+        yield Problem(
+            "spec.sampling.temperature",
+            "0 samples the same episode every time, so there is nothing to learn from; use 1.0 (evaluation is greedy anyway)",
+        )
+
+
+def group_is_large_enough(spec: JobSpec) -> Iterator[Problem]:
+    algorithm = spec.algorithm
+    if algorithm.group_size < 2:
+        yield Problem(
+            "spec.algorithm.groupSize",
+            f"{algorithm.name} scores episodes relative to their group: it needs at least 2, is {algorithm.group_size}",
+        )
+    elif algorithm.on_failed_episode == "shrink" and algorithm.min_group_size > algorithm.group_size:
+        yield Problem("spec.algorithm.minGroupSize", f"is above groupSize ({algorithm.group_size}); lower it")
+
+
+def slots_hold_every_version(spec: JobSpec) -> Iterator[Problem]:
+    needed = spec.algorithm.max_staleness + 2
+    if spec.inference.adapter_slots < needed:
+        yield Problem(
+            "spec.inference.adapterSlots",
+            f"{spec.inference.adapter_slots} cannot hold every version a rollout may still need: "
+            f"maxStaleness + 2 = {needed}; raise it or lower maxStaleness",
+        )
+
+
+def rank_fits_the_engine(spec: JobSpec) -> Iterator[Problem]:
+    rank = spec.model.adapter.rank
+    if rank > ENGINE_RANKS[-1]:
+        yield Problem("spec.model.adapter.rank", f"{rank} is above the engine's limit of {ENGINE_RANKS[-1]}; lower it")
+
+
+def tokens_fit_the_context(spec: JobSpec) -> Iterator[Problem]:
+    agent = spec.agent
+    if agent.max_tokens >= spec.inference.context_length:
+        yield Problem(
+            "spec.agent.maxTokens",
+            f"{agent.max_tokens} sampled tokens leave no room for a prompt in inference.contextLength "
+            f"({spec.inference.context_length}); lower it or raise contextLength",
+        )
+    if agent.max_tokens_per_turn is not None and agent.max_tokens_per_turn > agent.max_tokens:
+        yield Problem("spec.agent.maxTokensPerTurn", f"is above maxTokens ({agent.max_tokens}); lower it")
+
+
+def names_are_unique(spec: JobSpec) -> Iterator[Problem]:
+    for name, count in Counter(tool.name for tool in spec.tools).items():
+        if count > 1:
+            yield Problem("spec.tools", f"{count} tools are called {name!r}; the model could not tell them apart")
+
+
+def loop_is_known(spec: JobSpec) -> Iterator[Problem]:
+    loop = spec.agent.loop
+    if ":" not in loop and loop not in BUILT_IN_LOOPS:
+        yield Problem(
+            "spec.agent.loop",
+            f"{loop!r} is not one of {', '.join(BUILT_IN_LOOPS)}, nor an import path package.module:Class",
+        )
+
+
+def rewards_are_known(spec: JobSpec) -> Iterator[Problem]:
+    for index, reward in enumerate(spec.rewards):
+        if reward.ruler is not None:
+            yield Problem(f"spec.rewards[{index}].ruler", "language-model judges are not available yet; use a rule")
+        if reward.rule is not None and ":" not in reward.rule and reward.rule not in BUILT_IN_RULES:
+            yield Problem(
+                f"spec.rewards[{index}].rule",
+                f"{reward.rule!r} is not one of {', '.join(BUILT_IN_RULES)}, nor an import path package.module:function",
+            )
+
+
+def profiles_are_known(spec: JobSpec) -> Iterator[Problem]:
+    for part, accelerator in (("inference", spec.inference.accelerator), ("learner", spec.learner.accelerator)):
+        if accelerator.profile not in PROFILES:
+            yield Problem(
+                f"spec.{part}.accelerator.profile", f"{accelerator.profile!r} is not one of {', '.join(PROFILES)}"
+            )
+
+
+def a_group_fits_a_worker(spec: JobSpec) -> Iterator[Problem]:
+    if spec.algorithm.group_size > spec.rollout.concurrency:
+        yield Problem(
+            "spec.rollout.concurrency",
+            f"{spec.rollout.concurrency} cannot hold one group of {spec.algorithm.group_size}; raise it",
+        )
+
+
+def data_fills_a_step(spec: JobSpec) -> Iterator[Problem]:
+    size = spec.data.train.size
+    if size is not None and size * spec.schedule.epochs < spec.algorithm.groups_per_step:
+        yield Problem(
+            "spec.data.train.size",
+            f"{size} scenarios x {spec.schedule.epochs} epochs do not fill one step of {spec.algorithm.groups_per_step} groups",
+        )
+
+
+def evaluation_has_data(spec: JobSpec) -> Iterator[Problem]:
+    if spec.schedule.eval_every is not None and spec.data.validation is None:
+        yield Problem("spec.schedule.evalEvery", "there is nothing to evaluate on: add data.validation")
+
+
+RULES: tuple[Rule, ...] = (
+    deadlines_nest,
+    temperature_is_positive,
+    group_is_large_enough,
+    slots_hold_every_version,
+    rank_fits_the_engine,
+    tokens_fit_the_context,
+    names_are_unique,
+    loop_is_known,
+    rewards_are_known,
+    profiles_are_known,
+    a_group_fits_a_worker,
+    data_fills_a_step,
+    evaluation_has_data,
+)
+
+
+def check(spec: JobSpec) -> list[Problem]:
+    """Every problem across fields, in the order of the rules."""
+    return [problem for rule in RULES for problem in rule(spec)]

@@ -1,0 +1,164 @@
+"""The plan: which components, with which settings, and that it is a pure function."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kestrl.plan.components import Component, Role, Secret
+from kestrl.plan.engines import engine_rank
+from kestrl.plan.planning import group_seconds, plan
+from kestrl.plan.settings import AgentSettings, LearnerSettings, RolloutSettings
+from kestrl.plan.site import Endpoint, Site
+from kestrl.spec import AgentRLJob, parse_job, with_overrides
+
+MANIFEST: dict[str, Any] = {
+    "apiVersion": "kestrl.dev/v1alpha1",
+    "kind": "AgentRLJob",
+    "metadata": {"name": "job"},
+    "spec": {
+        "model": {"base": "/models/tiny"},
+        "data": {"train": {"uri": "train.jsonl", "size": 64}, "validation": {"uri": "validation.jsonl"}},
+        "tools": [{"name": "search", "use": "mine:Search", "config": {"limit": 3}}],
+        "rewards": [{"rule": "mine:reward", "timeout": "2s"}, {"rule": "format", "weight": 0.1}],
+        "inference": {"replicas": 2},
+        "rollout": {"replicas": 2},
+    },
+}
+
+
+def job_with(*overrides: str) -> AgentRLJob:
+    return parse_job(with_overrides(MANIFEST, overrides))
+
+
+def endpoint(role: Role, index: int) -> Endpoint:
+    return Endpoint(bind="0.0.0.0", host=f"{role}-{index}.job", port=7000 + list(Role).index(role))
+
+
+SITE = Site(
+    run="job-1",
+    endpoint=endpoint,
+    model="/models/tiny",
+    template=None,
+    train="/data/train.jsonl",
+    validation="/data/validation.jsonl",
+    storage="s3://bucket/job-1",
+    database="sqlite:////run/ledger.db",
+    work_dir="/run/work",
+    python_path=("/mine",),
+)
+
+
+def by_name(job: AgentRLJob) -> dict[str, Component]:
+    return {component.name: component for component in plan(job, SITE)}
+
+
+def flags(component: Component) -> dict[str, str]:
+    arguments = list(component.args)
+    return {
+        name.removeprefix("--"): "" if not rest or rest[0].startswith("--") else rest[0]
+        for position, name in enumerate(arguments)
+        if name.startswith("--")
+        for rest in [arguments[position + 1 :]]
+    }
+
+
+def test_a_job_needs_these_components() -> None:
+    assert list(by_name(job_with())) == [
+        *("engine-0", "engine-1", "inference-0", "inference-1"),
+        *("tools-0", "judge-0", "rollout-0", "rollout-1", "learner-0"),
+    ]
+
+
+def test_the_plan_is_a_pure_function() -> None:
+    assert plan(job_with(), SITE) == plan(job_with(), SITE)
+
+
+def test_settings_survive_the_file_they_travel_in() -> None:
+    for component in plan(job_with(), SITE):
+        if component.settings is not None:
+            assert type(component.settings).model_validate_json(component.settings.model_dump_json()) == component.settings
+
+
+def test_the_learner_knows_every_worker_engine_and_agent() -> None:
+    settings = by_name(job_with())["learner-0"].settings
+    assert isinstance(settings, LearnerSettings)
+    assert settings.rollout_addresses == ("rollout-0.job:7002", "rollout-1.job:7002")
+    assert [(engine.name, engine.url) for engine in settings.engines] == [
+        ("engine-0", "http://engine-0.job:7000"),
+        ("engine-1", "http://engine-1.job:7000"),
+    ]
+    assert settings.engines[1].agent_address == "inference-1.job:7001"
+
+
+def test_only_the_engine_and_its_agent_hold_the_control_key() -> None:
+    holders = {item.role for item in plan(job_with(), SITE) if Secret.ENGINE_CONTROL_KEY in item.secrets}
+    assert holders == {Role.ENGINE, Role.INFERENCE}
+    tools = by_name(job_with())["tools-0"]
+    assert tools.secrets == (Secret.JOB_TOKEN,)
+
+
+def test_only_the_learner_is_not_started_again() -> None:
+    assert [item.name for item in plan(job_with(), SITE) if not item.restarts] == ["learner-0"]
+
+
+def test_the_engine_samples_as_the_learner_scores() -> None:
+    engine = by_name(job_with())["engine-0"]
+    arguments = flags(engine)
+    assert arguments["logprobs-mode"] == "processed_logprobs"
+    assert arguments["generation-config"] == "vllm"
+    assert arguments["served-model-name"] == "base"
+    assert arguments["max-loras"] == "4"
+    assert "VLLM_SERVER_DEV_MODE" not in engine.env
+
+
+def test_the_cpu_recipe_is_only_for_the_cpu() -> None:
+    gpu = by_name(job_with("inference.accelerator={profile: nvidia, count: 2}"))["engine-0"]
+    assert gpu.module == "vllm.entrypoints.openai.api_server"
+    assert "TORCHDYNAMO_DISABLE" not in gpu.env
+    assert "kv-cache-memory-bytes" not in flags(gpu)
+    assert (gpu.device.profile, gpu.device.count) == ("nvidia", 2)
+
+
+def test_arguments_of_the_manifest_win() -> None:
+    engine = by_name(job_with("inference.args={max-num-seqs: 7, enforce-eager: true, enable-scale-out: false}"))["engine-0"]
+    arguments = flags(engine)
+    assert arguments["max-num-seqs"] == "7"
+    assert arguments["enforce-eager"] == ""
+    assert "enable-scale-out" not in arguments
+
+
+@pytest.mark.parametrize(("rank", "told"), [(1, 1), (4, 8), (8, 8), (9, 16), (512, 512)])
+def test_an_engine_is_told_a_rank_it_accepts(rank: int, told: int) -> None:
+    assert engine_rank(rank) == told
+
+
+def test_a_group_has_time_for_its_scoring() -> None:
+    assert group_seconds(job_with().spec) == 600.0 + (2.0 + 10.0) * 8 + 10.0
+    assert group_seconds(job_with("rollout.deadlines.group=20m").spec) == 1200.0
+
+
+def test_staleness_decides_on_the_correction() -> None:
+    asynchronous = by_name(job_with("algorithm.maxStaleness=2"))["learner-0"].settings
+    synchronous = by_name(job_with())["learner-0"].settings
+    assert isinstance(asynchronous, LearnerSettings)
+    assert isinstance(synchronous, LearnerSettings)
+    assert asynchronous.algorithm.importance_cap == 2.0
+    assert synchronous.algorithm.importance_cap is None
+
+
+def test_user_code_lies_on_the_path_of_every_service() -> None:
+    for component in plan(job_with(), SITE):
+        if component.settings is not None:
+            assert component.settings.python_path == ("/mine",)
+
+
+def test_agents_and_engines_agree_on_slots() -> None:
+    components = by_name(job_with("inference.adapterSlots=6"))
+    agent = components["inference-0"].settings
+    assert isinstance(agent, AgentSettings)
+    assert agent.slots == int(flags(components["engine-0"])["max-loras"]) == 6
+    rollout = components["rollout-0"].settings
+    assert isinstance(rollout, RolloutSettings)
+    assert rollout.tokenizer == "/models/tiny"

@@ -1,0 +1,155 @@
+"""The manifest: what is accepted, what is refused and with which words."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+from jsonschema import Draft202012Validator
+
+from kestrl.errors import UserInputError
+from kestrl.spec import ProblemsError, job_schema, parse_job, read_job, with_overrides
+from kestrl.spec.scalars import format_duration, parse_duration
+
+MANIFEST: dict[str, Any] = {
+    "apiVersion": "kestrl.dev/v1alpha1",
+    "kind": "AgentRLJob",
+    "metadata": {"name": "email-search"},
+    "spec": {
+        "model": {"base": "demo://tiny"},
+        "data": {"train": {"uri": "train.jsonl", "size": 4000}},
+        "tools": [{"name": "search", "use": "mine:search"}],
+        "rewards": [{"rule": "mine:reward"}],
+    },
+}
+
+
+def refused(*overrides: str, document: Any = None) -> list[str]:
+    """The problems of the manifest under overrides."""
+    with pytest.raises(ProblemsError) as caught:
+        parse_job(with_overrides(MANIFEST if document is None else document, overrides))
+    return [str(problem) for problem in caught.value.problems]
+
+
+def test_a_minimal_manifest_gets_the_vetted_defaults() -> None:
+    spec = parse_job(MANIFEST).spec
+    assert spec.algorithm.name == "grpo"
+    assert spec.algorithm.clip.high == 0.28
+    assert spec.sampling.temperature == 1.0
+    assert spec.rollout.deadlines.turn == 120.0
+
+
+def test_what_is_written_out_reads_back_the_same() -> None:
+    job = parse_job(MANIFEST)
+    assert parse_job(job.model_dump(by_alias=True, mode="json")) == job
+
+
+def test_an_unknown_field_is_refused_with_the_nearest_known_one() -> None:
+    assert refused("algorithm.groupsize=4") == ["spec.algorithm.groupsize: unknown field; did you mean groupSize?"]
+
+
+def test_every_problem_is_told_at_once() -> None:
+    problems = refused("algorithm.groupSize=many", "rollout.deadlines.tool=10", "bogus=1")
+    assert len(problems) == 3
+    assert any(problem.startswith("spec.rollout.deadlines.tool: 10 is not a duration") for problem in problems)
+    assert any(problem.startswith("spec.algorithm.groupSize:") and "'many'" in problem for problem in problems)
+    assert any(problem.startswith("spec.bogus: unknown field; known here: model, data") for problem in problems)
+
+
+def test_a_missing_field_is_named() -> None:
+    document = copy.deepcopy(MANIFEST)
+    del document["spec"]["model"]["base"]
+    assert refused(document=document) == ["spec.model.base: is required; add it"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "path"),
+    [
+        (["rollout.deadlines.turn=20s"], "spec.rollout.deadlines.turn"),
+        (["rollout.deadlines.episode=1m"], "spec.rollout.deadlines.episode"),
+        (["rollout.deadlines.group=5m"], "spec.rollout.deadlines.group"),
+        (["activeDeadline=1m"], "spec.activeDeadline"),
+        (["sampling.temperature=0"], "spec.sampling.temperature"),
+        (["algorithm.groupSize=1"], "spec.algorithm.groupSize"),
+        (["algorithm.onFailedEpisode=shrink", "algorithm.minGroupSize=9"], "spec.algorithm.minGroupSize"),
+        (["algorithm.maxStaleness=3"], "spec.inference.adapterSlots"),
+        (["model.adapter.rank=1024"], "spec.model.adapter.rank"),
+        (["agent.maxTokens=4096"], "spec.agent.maxTokens"),
+        (["agent.maxTokensPerTurn=4000"], "spec.agent.maxTokensPerTurn"),
+        (["tools=[{name: a, use: 'm:f'}, {name: a, use: 'm:g'}]"], "spec.tools"),
+        (["agent.loop=toolagent"], "spec.agent.loop"),
+        (["rewards=[{rule: exactly}]"], "spec.rewards[0].rule"),
+        (["rewards=[{ruler: {endpoint: 'http://x', model: m}}]"], "spec.rewards[0].ruler"),
+        (["inference.accelerator.profile=tpu"], "spec.inference.accelerator.profile"),
+        (["rollout.concurrency=4"], "spec.rollout.concurrency"),
+        (["data.train.size=4"], "spec.data.train.size"),
+        (["schedule.evalEvery=5"], "spec.schedule.evalEvery"),
+    ],
+)
+def test_rules_across_fields(overrides: list[str], path: str) -> None:
+    problems = refused(*overrides)
+    assert [problem.partition(": ")[0] for problem in problems] == [path]
+
+
+def test_a_reward_is_one_kind_only() -> None:
+    problems = refused("rewards=[{rule: 'm:f', ruler: {endpoint: 'http://x', model: m}}]")
+    assert problems == ["spec.rewards[0]: give either `rule` or `ruler`, and one of them only"]
+
+
+def test_overrides_reach_lists_and_new_objects() -> None:
+    job = parse_job(with_overrides(MANIFEST, ["rewards[0].weight=0.5", "inference.args.max-num-seqs=64", "suspend=true"]))
+    assert job.spec.rewards[0].weight == 0.5
+    assert job.spec.inference.args == {"max-num-seqs": 64}
+    assert job.spec.suspend is True
+    assert "suspend" not in MANIFEST["spec"]
+
+
+@pytest.mark.parametrize("override", ["nonsense", "=1", "rewards[7].weight=1", "data.train.uri.x=1", "data.seed=[1"])
+def test_a_malformed_override_is_refused(override: str) -> None:
+    assert refused(override)[0].startswith("--set:")
+
+
+def test_a_file_that_is_no_manifest_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UserInputError, match="cannot be read"):
+        read_job(tmp_path / "none.yaml")
+    bad = tmp_path / "bad.yaml"
+    bad.write_text("a: [")
+    with pytest.raises(UserInputError, match=r"bad\.yaml: not YAML"):
+        read_job(bad)
+    bad.write_text("a: 1\n---\nb: 2\n")
+    with pytest.raises(UserInputError, match="holds 2 documents"):
+        read_job(bad)
+    bad.write_text("- 1\n")
+    with pytest.raises(UserInputError, match="manifest: must be an object"):
+        read_job(bad)
+
+
+def test_the_schema_accepts_what_the_models_accept() -> None:
+    schema = job_schema()
+    Draft202012Validator.check_schema(schema)
+    validator = Draft202012Validator(schema)
+    validator.validate(MANIFEST)
+    validator.validate(yaml.safe_load(yaml.safe_dump(parse_job(MANIFEST).model_dump(by_alias=True, mode="json"))))
+    assert not validator.is_valid(with_overrides(MANIFEST, ["algorithm.groupsize=4"]))
+
+
+def test_every_field_of_the_schema_that_is_no_bare_reference_has_words() -> None:
+    job = job_schema()["$defs"]["Algorithm"]["properties"]
+    assert job["maxStaleness"]["description"].startswith("0: sample and train in turn.")
+
+
+@given(st.integers(min_value=0, max_value=10**8))
+def test_durations_round_trip(milliseconds: int) -> None:
+    seconds = milliseconds / 1000
+    assert parse_duration(format_duration(seconds)) == pytest.approx(seconds, abs=1e-3)
+
+
+@pytest.mark.parametrize("text", ["", "5", "5 s", "-5s", "1y", "s", 5, None, True])
+def test_what_is_no_duration_is_refused(text: Any) -> None:
+    with pytest.raises(ValueError, match="is not a duration"):
+        parse_duration(text)

@@ -21,9 +21,10 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from kestrl.episode import CallOutcome, Json, Scenario, StopReason, ToolCall
+from kestrl.errors import Boundary, KestrlError
 from kestrl.tools import ToolSchema
 
-__all__ = ["AgentLoop", "Call", "Completion", "Conversation", "Limits", "Loop", "Reply", "Tokenizer"]
+__all__ = ["AgentLoop", "Call", "Completion", "Conversation", "LimitReached", "Limits", "Loop", "Reply", "Tokenizer"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +65,13 @@ class Completion:
     finish_reason: str
     policy: str
     """The version name the engine said it used."""
+
+
+class LimitReached(KestrlError):
+    """A limit of the episode leaves no token to sample. Not a failure: uncaught, it ends the episode as that limit says."""
+
+    boundary = Boundary.POLICY
+    code = "limit_reached"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,7 +187,8 @@ class Conversation(Protocol):
         A prompt that begins with the row so far extends it; any other begins a new row. Not to be mixed with `generate`.
 
         Raises:
-            KestrlError: As `generate`, and with code `limit_reached` when a limit of the episode leaves no token.
+            LimitReached: A limit of the episode leaves no token.
+            KestrlError: As `generate`.
         """
         ...
 

@@ -11,6 +11,8 @@ from kestrl.spec.rules import ENGINE_RANKS
 CPU_KV_CACHE_BYTES = 256 * 1024 * 1024
 """Enough for tens of thousands of tokens of a tiny model; a job for a larger one sets `inference.args.kv-cache-memory-bytes`."""
 
+CPU_BATCHED_TOKENS = 8192
+
 CPU_ENVIRONMENT = {
     "TORCHDYNAMO_DISABLE": "1",  # no compiler needed, and no stall at the first request
     "OMP_NUM_THREADS": "1",  # two threads of two engines on two cores are several times slower than one each
@@ -54,7 +56,14 @@ def engine_component(job: AgentRLJob, site: Site, index: int) -> Component:
         "disable-log-stats": False,
     }
     if cpu:
-        options |= {"distributed-executor-backend": "uni", "kv-cache-memory-bytes": CPU_KV_CACHE_BYTES}
+        options |= {
+            "distributed-executor-backend": "uni",
+            "kv-cache-memory-bytes": CPU_KV_CACHE_BYTES,
+            # vLLM 0.32 ends on a CPU when a request with a seed is prefilled in parts ("CPU Generator does not use offset"), so
+            # every prompt is prefilled whole; the budget of a pass must then hold the longest.
+            "no-enable-chunked-prefill": True,
+            "max-num-batched-tokens": max(spec.inference.context_length, CPU_BATCHED_TOKENS),
+        }
     if spec.telemetry.otlp:
         options["otlp-traces-endpoint"] = spec.telemetry.otlp
     options |= spec.inference.args

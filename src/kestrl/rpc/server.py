@@ -130,7 +130,8 @@ async def serve(
         register: Adds the services to the server.
         drain: Awaited before the server stops taking calls away: finish or hand back what is in flight.
         grace: Seconds that calls in flight get after `drain`.
-        until: Ends serving when done; its exception, if any, is raised here.
+        until: Ends serving when done; its exception, if any, is raised here. On a signal it is awaited too, so `drain` must see
+            to it that it ends (cancelling it is one way).
 
     Raises:
         UserInputError: The port is taken.
@@ -166,5 +167,5 @@ async def serve(
     finally:
         await server.stop(grace)
         waits[0].cancel()
-    if until is not None:
+    if until is not None and not waits[1].cancelled():
         await waits[1]

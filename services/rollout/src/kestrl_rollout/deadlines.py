@@ -7,7 +7,7 @@ again and again without ever outliving its outer one.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, Generator
 from contextlib import asynccontextmanager, contextmanager
 from enum import StrEnum
 
@@ -30,7 +30,7 @@ class Waiting:
         self.boundary = Boundary.INFRASTRUCTURE
 
     @contextmanager
-    def on(self, boundary: Boundary) -> Iterator[None]:
+    def on(self, boundary: Boundary) -> Generator[None]:
         """Waits for `boundary`. A cancellation leaves the mark in place for the deadline that caused it to read."""
         before, self.boundary = self.boundary, boundary
         try:
@@ -48,7 +48,7 @@ def now() -> float:
 
 
 @asynccontextmanager
-async def deadline(scope: Scope, at: float, waiting: Waiting) -> AsyncIterator[None]:
+async def deadline(scope: Scope, at: float, waiting: Waiting) -> AsyncGenerator[None]:
     """Ends what runs inside at the loop time `at`.
 
     Raises:

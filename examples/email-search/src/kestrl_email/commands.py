@@ -1,0 +1,53 @@
+"""Commands that this application brings to `kestrl`."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+demo_model = typer.Typer(no_args_is_help=True, help="The tiny demo model.")
+email = typer.Typer(no_args_is_help=True, help="E-mail search data.")
+
+
+@demo_model.callback()
+def _demo_model() -> None:
+    """Keeps `build` a sub-command although it is the only one."""
+
+
+@demo_model.command()
+def build(
+    out: Annotated[Path, typer.Option("--out", help="The folder to write.")],
+    steps: Annotated[int | None, typer.Option(help="Fewer steps than the recipe's, to try it out.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Another seed than the recipe's.")] = None,
+) -> None:
+    """Make the shipped checkpoint again: random initialisation, then supervised warm-up."""
+    from kestrl_email.demo_model import Recipe, build as make
+
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
+    recipe = Recipe()
+    recipe = replace(recipe, steps=steps or recipe.steps, seed=recipe.seed if seed is None else seed)
+    make(out, recipe)
+
+
+@email.callback()
+def _email() -> None:
+    """Keeps `data` a sub-command although it is the only one."""
+
+
+@email.command()
+def data(
+    out: Annotated[Path, typer.Option("--out", help="The folder to write.")],
+    train: Annotated[int, typer.Option(help="Questions to train on.")] = 4000,
+    validation: Annotated[int, typer.Option(help="Held-out questions.")] = 120,
+    seed: Annotated[int, typer.Option(help="The world's seed.")] = 42,
+) -> None:
+    """Write questions and mailboxes to files, to look at or to train on elsewhere."""
+    from kestrl_email.data import provide
+
+    out.mkdir(parents=True, exist_ok=True)
+    for name, size in (("train", train), ("validation", validation)):
+        typer.echo(provide(name, size, seed, out))

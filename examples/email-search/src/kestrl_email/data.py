@@ -1,0 +1,62 @@
+"""Data sets of e-mail search, in verl's row format, with the database that their tools read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from kestrl.errors import UserInputError
+from kestrl_email.world import Split, Task, make_tasks, write_database
+
+SYSTEM_PROMPT = "Find the answer in the mailbox."
+TOOLS = ("search_emails", "read_email", "return_final_answer")
+SPLITS = {"train": Split.TRAIN, "validation": Split.VALIDATION}
+
+
+def row(task: Task, number: int, database: Path) -> dict[str, Any]:
+    """A task as a row of verl's format."""
+    create = {"create_kwargs": {"database": str(database), "inbox": task.inbox}}
+    return {
+        "data_source": f"kestrl-email/{task.inbox.rpartition('-')[0]}",
+        "agent_name": "tool_agent",
+        "prompt": [{"role": "system", "content": SYSTEM_PROMPT}, {"role": "user", "content": task.question}],
+        "reward_model": {
+            "style": "rule",
+            "ground_truth": {"answer": task.answer, "message_id": task.message_id, "attribute": task.attribute},
+        },
+        "extra_info": {"index": number, "need_tools_kwargs": True, "tools_kwargs": dict.fromkeys(TOOLS, create)},
+    }
+
+
+def write_rows(path: Path, rows: Iterator[dict[str, Any]]) -> None:
+    """Writes a JSONL file whole or not at all."""
+    partial = path.with_name(f".{path.name}.partial")
+    with partial.open("w", encoding="utf-8") as lines:
+        for item in rows:
+            lines.write(json.dumps(item, ensure_ascii=False) + "\n")
+    partial.replace(path)
+
+
+def provide(path: str, size: int, seed: int, cache_dir: Path) -> Path:
+    """The rows of `demo://email/train` or `demo://email/validation`, made unless they lie there already.
+
+    Args:
+        path: `train` or `validation`.
+        size: Questions wanted.
+        seed: The world's seed: the same gives the same mails and questions.
+        cache_dir: Where rows and database go.
+
+    Raises:
+        UserInputError: There is no such split.
+    """
+    if path not in SPLITS:
+        raise UserInputError(f"demo://email/{path}: there is no such data (there are: {', '.join(SPLITS)})")
+    stem = f"email-{path}-{size}-{seed}"
+    rows, database = cache_dir / f"{stem}.jsonl", cache_dir / f"{stem}.db"
+    if not (rows.exists() and database.exists()):
+        tasks = list(make_tasks(SPLITS[path], size, seed))
+        write_database(database, tasks)
+        write_rows(rows, (row(task, number, database) for number, task in enumerate(tasks)))
+    return rows

@@ -1,0 +1,117 @@
+"""Scripted demonstrations for the warm-up: conversations with the real tools, by a demonstrator that errs in chosen ways.
+
+The demonstrator errs at few decisions (which keywords, which mail, which attribute, which source), independently of the content, and
+never in copying. A model that imitates it therefore has the right behaviour within reach at every decision, and reinforcement
+learning finds out which it is.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kestrl_email.data import SYSTEM_PROMPT
+from kestrl_email.tools import DONT_KNOW, ReadEmail, ReturnFinalAnswer, SearchEmails
+from kestrl_email.world import ATTRIBUTES, Split, Task, make_tasks, write_database
+
+Messages = list[dict[str, Any]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Habits:
+    """How often the demonstrator decides well; every field a probability."""
+
+    both_keywords: float
+    """Search with person and topic, not with one of them."""
+    matching_mail: float
+    """Of several results read the one that matches, not the first."""
+    second_look: float
+    """After reading the wrong mail, read the matching one too."""
+    right_attribute: float
+    right_source: float
+    give_up: float
+
+
+GOOD = Habits(both_keywords=0.6, matching_mail=1.0, second_look=1.0, right_attribute=1.0, right_source=1.0, give_up=0.0)
+"""For the first part of the warm-up: what can be done. Searches with one keyword too, or choosing could not be learned."""
+FAULTY = Habits(
+    both_keywords=0.35, matching_mail=0.4, second_look=0.2, right_attribute=0.55, right_source=0.65, give_up=0.04
+)
+"""For the last part: what the shipped model does at the start."""
+
+
+class Demonstrator:
+    """Plays tasks of one database."""
+
+    def __init__(self, database: Path, habits: Habits, rng: random.Random) -> None:
+        self._database, self._habits, self._rng = str(database), habits, rng
+
+    def _chance(self, probability: float) -> bool:
+        return self._rng.random() < probability
+
+    def play(self, task: Task) -> Messages:
+        """One conversation from question to final answer."""
+        scope = {"database": self._database, "inbox": task.inbox}
+        search, read = SearchEmails(**scope), ReadEmail(**scope)
+        messages: Messages = [
+            {"role": "system", "content": SYSTEM_PROMPT},
+            {"role": "user", "content": task.question},
+        ]
+        keywords = self._keywords(task)
+        found = search(keywords)
+        self._exchange(messages, "search_emails", {"keywords": keywords}, found.text)
+        if self._chance(self._habits.give_up):
+            return self._answer(messages, DONT_KNOW, [])
+        chosen = self._choose(task, json.loads(found.text))
+        self._exchange(messages, "read_email", {"message_id": chosen}, read(chosen).text)
+        if chosen != task.message_id and self._chance(self._habits.second_look):
+            chosen = task.message_id
+            self._exchange(messages, "read_email", {"message_id": chosen}, read(chosen).text)
+        search.close()
+        read.close()
+        return self._answer(messages, self._fact(task, chosen), self._sources(chosen))
+
+    def _keywords(self, task: Task) -> list[str]:
+        if self._chance(self._habits.both_keywords):
+            return [task.person, task.topic]
+        return [self._rng.choice([task.person, task.topic])]
+
+    def _choose(self, task: Task, results: list[dict[str, str]]) -> str:
+        if self._chance(self._habits.matching_mail):
+            return task.message_id
+        return results[0]["message_id"]
+
+    def _fact(self, task: Task, message_id: str) -> str:
+        mail = next(mail for mail in task.mails if mail.message_id == message_id)
+        attribute = task.attribute
+        if not self._chance(self._habits.right_attribute):
+            attribute = self._rng.choice([name for name in ATTRIBUTES if name != task.attribute])
+        return mail.facts[attribute]
+
+    def _sources(self, message_id: str) -> list[str]:
+        if self._chance(self._habits.right_source):
+            return [message_id]
+        return []
+
+    def _answer(self, messages: Messages, answer: str, sources: list[str]) -> Messages:
+        text = ReturnFinalAnswer()(answer, sources).text
+        self._exchange(messages, "return_final_answer", {"answer": answer, "sources": sources}, text)
+        messages.pop()  # the episode ends with the call; its acknowledgement is never seen
+        return messages
+
+    def _exchange(self, messages: Messages, name: str, arguments: dict[str, Any], result: str) -> None:
+        messages.append({"role": "assistant", "content": "", "tool_calls": [{"name": name, "arguments": arguments}]})
+        messages.append({"role": "tool", "content": result})
+
+
+def demonstrations(folder: Path, count: int, habits: Habits, seed: int) -> Iterator[Messages]:
+    """`count` conversations over warm-up tasks; their database is written into `folder`."""
+    tasks = list(make_tasks(Split.WARM_UP, count, seed))
+    database = folder / f"warm-up-{seed}.db"
+    write_database(database, tasks)
+    demonstrator = Demonstrator(database, habits, random.Random(f"{seed}/demonstrator"))  # noqa: S311 - seeded on purpose
+    return (demonstrator.play(task) for task in tasks)

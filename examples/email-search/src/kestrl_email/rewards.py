@@ -1,0 +1,100 @@
+"""The ART-E e-mail reward with the defects of its published form mended.
+
+Tiers never overlap: unreadable call < unknown tool < wrong arguments < wrong answer < no answer < right answer.
+
+| case (first that holds)                    | value                                                                  |
+|--------------------------------------------|------------------------------------------------------------------------|
+| the last call could not be read            | -2 + partial                                                           |
+| the last call named an unknown tool        | -1.9 + partial                                                         |
+| the last call had wrong arguments          | -1.8 + partial                                                         |
+| answered, and wrong                        | -1 + partial                                                           |
+| "I don't know", or stopped without answer  | 0 + partial                                                            |
+| answered right                             | 1 + 0.3 [right source] + 0.1 / sources + 0.1 (1 - turns / max_turns)   |
+
+partial = 0.1 [ever found] + 0.1 [ever read] + 0.1 [never read an invalid id, and read something] + 0.1 [right source].
+
+Mended: the number of sources is really counted (art-e never set it), so the maximum is 1.49; an invalid id costs its tenth only of
+those who read at all, so that giving up at once earns nothing; failures of the infrastructure never come here (they have no reward
+at all); a malformed call that the model mended afterwards is not held against it, the last word counts. `answer_correct` asks for the
+right answer *with the right mail cited*.
+
+Source: OpenPipe/ART examples/art-e (art_e/rollout.py).
+"""
+
+from __future__ import annotations
+
+from kestrl.episode import CallOutcome, Episode, StopReason, ToolCall
+from kestrl.rewards import Attempt, Score
+from kestrl_email.tools import DONT_KNOW
+
+UNREADABLE = (CallOutcome.INVALID_JSON, CallOutcome.TRUNCATED)
+
+
+def normalised(text: str) -> str:
+    """Case, white space and a closing full stop do not matter."""
+    return " ".join(text.casefold().split()).rstrip(".")
+
+
+def _final_call(episode: Episode) -> ToolCall | None:
+    for call in reversed(episode.tool_calls):
+        if call.outcome is CallOutcome.OK and "answer" in call.data:
+            return call
+    return None
+
+
+def _broken_tier(episode: Episode) -> float | None:
+    """The tier of an episode that ended on a call that was never carried out."""
+    if not episode.tool_calls:
+        return None
+    outcome = episode.tool_calls[-1].outcome
+    if outcome in UNREADABLE:
+        return -2.0
+    if outcome is CallOutcome.UNKNOWN_TOOL:
+        return -1.9
+    if outcome is CallOutcome.SCHEMA_VIOLATION:
+        return -1.8
+    return None
+
+
+def art_e(attempt: Attempt) -> Score:
+    """Scores one episode; the ground truth is `{"answer": text, "message_id": id}`."""
+    episode = attempt.episode
+    truth = attempt.scenario.ground_truth
+    expected, right_id = normalised(truth["answer"]), truth["message_id"]
+    done = [call for call in episode.tool_calls if call.outcome is CallOutcome.OK]
+    found = any(right_id in call.data.get("found", ()) for call in done)
+    reads = [call for call in episode.tool_calls if call.name == "read_email"]
+    read = any(call.data.get("read") == right_id for call in done)
+    invalid = any(call.outcome is CallOutcome.TOOL_ERROR for call in reads)
+    final = _final_call(episode)
+    answer = "" if final is None else str(final.data["answer"])
+    sources: list[str] = [] if final is None else list(dict.fromkeys(final.data["sources"]))
+    unknown = final is not None and normalised(answer) == normalised(DONT_KNOW)
+    attempted = final is not None and not unknown
+    answer_right = attempted and normalised(answer) == expected
+    sources_right = right_id in sources
+    partial = 0.1 * found + 0.1 * read + 0.1 * (bool(reads) and not invalid) + 0.1 * sources_right
+    broken = None if final is not None else _broken_tier(episode)
+    if broken is not None:
+        value = broken + partial
+    elif not attempted:
+        value = partial
+    elif not answer_right:
+        value = -1.0 + partial
+    else:
+        brevity = 0.1 * (1 - episode.num_turns / attempt.max_turns)
+        value = 1.0 + 0.3 * sources_right + (0.1 / len(sources) if sources else 0.0) + brevity
+    return Score(
+        value=value,
+        metrics={
+            "answer_correct": float(answer_right and sources_right),
+            "answer_right": float(answer_right),
+            "sources_correct": float(sources_right),
+            "ever_found_right_email": float(found),
+            "ever_read_right_email": float(read),
+            "attempted_answer": float(attempted),
+            "returned_i_dont_know": float(unknown),
+            "ran_out_of_turns": float(episode.stop_reason is StopReason.MAX_TURNS),
+            "num_sources": float(len(sources)),
+        },
+    )

@@ -1,0 +1,45 @@
+"""`python -m kestrl_inference --settings FILE`: the engine agent."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+
+from kestrl.api.inference.v1 import inference_pb2_grpc as stubs
+from kestrl.episode import BASE_MODEL_NAME
+from kestrl.plan.settings import AgentSettings
+from kestrl.rpc import serve
+from kestrl.service import run_service
+from kestrl_inference.engine import Engine
+from kestrl_inference.policies import Policies
+from kestrl_inference.servicer import EngineAgent
+from kestrl_inference.watch import Watch
+
+
+async def work(settings: AgentSettings) -> None:
+    """Serves until told to stop."""
+    engine = Engine(settings.engine_url, BASE_MODEL_NAME, timeout=settings.load_seconds)
+    policies = Policies(settings, engine)
+    policies.clean()
+    watch = Watch(engine, policies, settings.poll_seconds, settings.component)
+    agent = EngineAgent(settings, policies, watch)
+    watching = asyncio.create_task(watch.run(), name="watch-engine")
+
+    async def stop_watching() -> None:
+        watching.cancel()
+        await asyncio.wait([watching])
+
+    try:
+        await serve(
+            settings.component,
+            settings.listen,
+            lambda server: stubs.add_EngineAgentServiceServicer_to_server(agent, server),
+            drain=stop_watching,
+            until=watching,  # an agent that has stopped looking must not go on answering
+        )
+    finally:
+        await engine.close()
+
+
+if __name__ == "__main__":
+    sys.exit(run_service(AgentSettings, work))

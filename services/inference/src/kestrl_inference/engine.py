@@ -1,0 +1,168 @@
+"""The engine's HTTP dialect as the agent needs it: health, adapters, scoring. Typed failures, every call bounded."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+
+from kestrl.errors import EngineFailure
+from kestrl.telemetry import trace_headers
+
+CONTROL_KEY = "KESTRL_ENGINE_CONTROL_KEY"
+START_METRIC = "process_start_time_seconds"
+
+
+class EngineRefused(EngineFailure):
+    """The engine answered, and said no."""
+
+    code = "engine_refused"
+    retryable = False
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pulse:
+    """What one look at the engine showed."""
+
+    healthy: bool
+    born: float
+    """Unix seconds of the server's start, 0.0 where it does not say."""
+    adapters: frozenset[str]
+    reason: str = ""
+
+
+class Engine:
+    """One engine on loopback or in the same pod."""
+
+    def __init__(self, url: str, base_model: str, *, timeout: float) -> None:
+        self._url, self._base, self._timeout = url.rstrip("/"), base_model, timeout
+        key = os.environ.get(CONTROL_KEY, "")
+        self._headers = {"authorization": f"Bearer {key}"} if key else {}
+        self._session: aiohttp.ClientSession | None = None
+
+    def _client(self) -> aiohttp.ClientSession:
+        """The session, made inside the running loop."""
+        if self._session is None:
+            self._session = aiohttp.ClientSession(
+                headers=self._headers, timeout=aiohttp.ClientTimeout(total=self._timeout), trust_env=False
+            )
+        return self._session
+
+    async def close(self) -> None:
+        if self._session is not None:
+            await self._session.close()
+
+    async def _call(self, method: str, path: str, body: Any = None) -> bytes:
+        """One request.
+
+        Raises:
+            EngineRefused: An answer other than 2xx.
+            EngineFailure: No answer: code `engine_unreachable` or `engine_deadline`.
+        """
+        try:
+            async with self._client().request(
+                method, f"{self._url}{path}", json=body, headers=trace_headers()
+            ) as response:
+                content = await response.read()
+                if response.status >= 300:
+                    raise EngineRefused(
+                        response.status, f"{method} {path}: {response.status}: {content[:500].decode(errors='replace')}"
+                    )
+                return content
+        except TimeoutError as error:
+            raise EngineFailure(f"{method} {path}: no answer in {self._timeout:g} s", code="engine_deadline") from error
+        except aiohttp.ClientError as error:
+            raise EngineFailure(
+                f"{method} {path}: {type(error).__name__}: {error}", code="engine_unreachable"
+            ) from error
+
+    async def look(self) -> Pulse:
+        """Health, start time and loaded adapters; never raises for an engine that is down."""
+        try:
+            await self._call("GET", "/health")
+            adapters = await self.adapters()
+            born = start_time((await self._call("GET", "/metrics")).decode(errors="replace"))
+        except EngineFailure as error:
+            return Pulse(healthy=False, born=0.0, adapters=frozenset(), reason=str(error))
+        return Pulse(healthy=True, born=born, adapters=adapters)
+
+    async def adapters(self) -> frozenset[str]:
+        """Names of the adapters it lists."""
+        listed = json.loads(await self._call("GET", "/v1/models"))["data"]
+        return frozenset(str(model["id"]) for model in listed if model.get("parent") or model["id"] != self._base)
+
+    async def load(self, name: str, folder: str) -> None:
+        """Loads an adapter under a name that was never used before; never in place."""
+        await self._call("POST", "/v1/load_lora_adapter", {"lora_name": name, "lora_path": folder})
+
+    async def unload(self, name: str) -> None:
+        """Unloads an adapter; one that it does not know is no error. Requests that name it already end normally."""
+        try:
+            await self._call("POST", "/v1/unload_lora_adapter", {"lora_name": name})
+        except EngineRefused as error:
+            if error.status != 404:
+                raise
+
+    async def score(self, model: str, token_ids: Sequence[int]) -> list[float]:
+        """Log-probability of every token after the first, at temperature 1, computed anew (never from a prefix cache).
+
+        Raises:
+            EngineFailure: The answer is not one finite number for each token, code `engine_nonsense`.
+        """
+        sampling = {
+            "max_tokens": 1,
+            "temperature": 1.0,
+            "prompt_logprobs": 0,
+            "detokenize": False,
+            "skip_reading_prefix_cache": True,
+        }
+        body = {"model": model, "token_ids": list(token_ids), "sampling_params": sampling}
+        answer = json.loads(await self._call("POST", "/inference/v1/generate", body))
+        scores = prompt_scores(answer.get("prompt_logprobs"), token_ids)
+        if not all(math.isfinite(value) for value in scores):
+            raise EngineFailure(f"{model}: the engine answered a log-prob that is not finite", code="engine_nonsense")
+        return scores
+
+
+def prompt_scores(listed: Any, token_ids: Sequence[int]) -> list[float]:
+    """The scores in vLLM's answer: null for the first token, then per position an object of candidates by token id.
+
+    Raises:
+        EngineFailure: It has another shape, code `engine_nonsense`.
+    """
+    try:
+        if len(listed) != len(token_ids):
+            raise ValueError(f"{len(listed)} positions for {len(token_ids)} tokens")
+        return [
+            float(position[str(token)]["logprob"]) for position, token in zip(listed[1:], token_ids[1:], strict=True)
+        ]
+    except (KeyError, TypeError, ValueError) as error:
+        raise EngineFailure(f"prompt_logprobs are not understood: {error!r}", code="engine_nonsense") from error
+
+
+def start_time(metrics: str) -> float:
+    """`process_start_time_seconds` of a Prometheus page, 0.0 if it is not there."""
+    for line in metrics.splitlines():
+        if line.startswith(f"{START_METRIC} "):
+            return float(line.split()[1])
+    return 0.0
+
+
+async def until(deadline: float, event: asyncio.Event) -> bool:
+    """Waits for an event at most so many seconds; whether it came."""
+    try:
+        async with asyncio.timeout(deadline):
+            await event.wait()
+    except TimeoutError:
+        return False
+    return True

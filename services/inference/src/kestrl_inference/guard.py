@@ -1,0 +1,80 @@
+"""Keeps an engine's control routes shut: ASGI middleware that vLLM's own server loads (`--middleware`).
+
+Two keys, by environment variable: KESTRL_ENGINE_KEY opens the data routes (sampling), KESTRL_ENGINE_CONTROL_KEY opens everything, and
+only the engine agent has it. Without any key: health and metrics. Only the standard library, so that it loads in any engine image; it
+sits in the server's own process, so that it costs no hop.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import os
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+Application = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+OPEN = {("GET", "/health"), ("GET", "/metrics"), ("GET", "/ping")}
+DATA = {
+    ("POST", "/inference/v1/generate"),
+    ("GET", "/v1/models"),
+    ("POST", "/v1/completions"),
+    ("POST", "/v1/chat/completions"),
+}
+DATA_KEY = "KESTRL_ENGINE_KEY"
+CONTROL_KEY = "KESTRL_ENGINE_CONTROL_KEY"
+
+
+def bearer(headers: list[tuple[bytes, bytes]]) -> bytes:
+    """The bearer token of a request, or nothing."""
+    for name, value in headers:
+        if name == b"authorization" and value.startswith(b"Bearer "):
+            return value[7:]
+    return b""
+
+
+class ControlGuard:
+    """The middleware. Refuses with 401 what carries no key, with 403 what carries the wrong one for its route."""
+
+    def __init__(self, app: Application) -> None:
+        self._app = app
+        data, control = os.environ.get(DATA_KEY, ""), os.environ.get(CONTROL_KEY, "")
+        if not data or not control:
+            raise RuntimeError(
+                f"{DATA_KEY} and {CONTROL_KEY} must be set: without keys anyone could replace the policy"
+            )
+        self._data, self._control = data.encode(), control.encode()
+
+    def refusal(self, method: str, path: str, token: bytes) -> int | None:
+        """The status to refuse a request with, or None to let it pass."""
+        route = (method, path)
+        if route in OPEN or hmac.compare_digest(token, self._control):
+            return None
+        if not token:
+            return 401
+        return None if route in DATA and hmac.compare_digest(token, self._data) else 403
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        kind = scope["type"]
+        if kind == "lifespan":
+            await self._app(scope, receive, send)
+            return
+        status = 403 if kind != "http" else self.refusal(scope["method"], scope["path"], bearer(scope["headers"]))
+        if status is None:
+            await self._app(scope, receive, send)
+        elif kind == "http":
+            await self._refuse(status, send)
+        else:
+            await send({"type": "websocket.close", "code": 1008})
+
+    async def _refuse(self, status: int, send: Send) -> None:
+        message = "a key is required" if status == 401 else "this key does not open this route"
+        body = json.dumps({"error": {"message": message, "type": "Forbidden", "code": status}}).encode()
+        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+        await send({"type": "http.response.start", "status": status, "headers": headers})
+        await send({"type": "http.response.body", "body": body})

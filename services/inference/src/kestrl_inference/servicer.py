@@ -1,0 +1,67 @@
+"""`EngineAgentService`: messages in and out; what is done is in `policies` and `watch`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kestrl.api.inference.v1 import inference_pb2 as pb
+from kestrl.api.inference.v1 import inference_pb2_grpc as stubs
+from kestrl.episode import PolicyVersion
+from kestrl.errors import UserInputError
+from kestrl.plan.settings import AgentSettings
+from kestrl.rpc.codec import failure_to_proto, policy_from_proto, policy_to_proto
+from kestrl_inference.policies import Policies
+from kestrl_inference.watch import State, Watch
+
+STATES = {
+    State.STARTING: pb.ENGINE_STATE_STARTING,
+    State.READY: pb.ENGINE_STATE_READY,
+    State.RECOVERING: pb.ENGINE_STATE_RECOVERING,
+    State.DOWN: pb.ENGINE_STATE_DOWN,
+}
+
+
+def _policy(message: Any) -> PolicyVersion:
+    policy = policy_from_proto(message)
+    if policy is None:
+        raise UserInputError("policy: a version is required")
+    return policy
+
+
+class EngineAgent(stubs.EngineAgentServiceServicer):
+    """Answers for one engine."""
+
+    def __init__(self, settings: AgentSettings, policies: Policies, watch: Watch) -> None:
+        self._settings, self._policies, self._watch = settings, policies, watch
+
+    async def LoadPolicy(self, request: pb.LoadPolicyRequest, context: Any) -> pb.LoadPolicyResponse:  # noqa: ARG002, N802 - gRPC's
+        await self._watch.wait_until_up(self._settings.load_seconds)
+        loaded = await self._policies.load(_policy(request.policy), request.uri)
+        return pb.LoadPolicyResponse(
+            probe_gap=loaded.gap,
+            fetch_seconds=loaded.fetch_seconds,
+            load_seconds=loaded.load_seconds,
+            prove_seconds=loaded.prove_seconds,
+        )
+
+    async def RetirePolicy(self, request: pb.RetirePolicyRequest, context: Any) -> pb.RetirePolicyResponse:  # noqa: ARG002, N802 - gRPC's
+        await self._policies.retire(_policy(request.policy))
+        return pb.RetirePolicyResponse()
+
+    async def GetEngine(self, request: pb.GetEngineRequest, context: Any) -> pb.GetEngineResponse:  # noqa: ARG002, N802 - gRPC's
+        watch = self._watch
+        return pb.GetEngineResponse(
+            name=self._settings.engine_name,
+            url=self._settings.engine_url,
+            state=STATES[watch.state],
+            policies=[
+                pb.LoadedPolicy(
+                    policy=policy_to_proto(held.policy),
+                    proved=held.proved,
+                    failure=None if held.failure is None else failure_to_proto(held.failure),
+                )
+                for held in self._policies.held.values()
+            ],
+            restarts=watch.restarts,
+            failure=None if watch.failure is None else failure_to_proto(watch.failure),
+        )

@@ -1,0 +1,195 @@
+"""Rewards as plain functions, each with processes of its own, started once and started again when they are killed or die.
+
+What must stay true: every episode handed in gets exactly one verdict; a request is asked once, for a reward that killed its
+process would only kill the next; a process that answered late is never asked again, so that no answer can be taken for another's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from kestrl.api.judge.v1 import judge_pb2 as pb
+from kestrl.episode import Group
+from kestrl.errors import JudgeFailure, UserInputError
+from kestrl.plan.settings import JudgeSettings, RewardEntry
+from kestrl.rewards import Score
+from kestrl.rpc.codec import episode_to_proto, failure_from_proto, scenario_to_proto
+from kestrl_judge.process import Command, Died, Late, RewardProcess
+from kestrl_judge.scoring import Verdict
+
+log = logging.getLogger(__name__)
+QUEUE = 4096
+"""Episodes waiting for one reward; further ones wait at the door."""
+BACKOFF = (0.1, 0.5, 2.0, 5.0)
+"""Seconds before a process that died is started again, by how often it has died in a row."""
+
+
+@dataclass(eq=False, slots=True)
+class _Job:
+    request: bytes
+    verdict: asyncio.Future[Verdict] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+
+
+class RuleScorer:
+    """One rule."""
+
+    def __init__(self, entry: RewardEntry, command: Command, *, processes: int) -> None:
+        self.name = command.name
+        self.weight = entry.weight
+        self._seconds = entry.seconds
+        self._command = command
+        self._processes = processes
+        self._jobs: asyncio.Queue[_Job] = asyncio.Queue(QUEUE)
+        self._keepers: list[asyncio.Task[None]] = []
+        self._running: dict[int, RewardProcess] = {}
+        self.restarts = 0
+
+    @property
+    def pids(self) -> list[int]:
+        """Of the processes that run now."""
+        return [process.pid for process in self._running.values()]
+
+    async def start(self) -> None:
+        """Starts its processes.
+
+        Raises:
+            UserInputError: The reward cannot be loaded.
+        """
+        for index in range(self._processes):
+            self._running[index] = await RewardProcess.start(self._command)
+            self._keepers.append(asyncio.create_task(self._keep(index), name=f"{self.name}-{index}"))
+
+    async def stop(self) -> None:
+        """Kills its processes; what was not scored yet gets a failure."""
+        for keeper in self._keepers:
+            keeper.cancel()
+        if self._keepers:
+            await asyncio.wait(self._keepers)
+        while not self._jobs.empty():
+            _settle(self._jobs.get_nowait(), _stopped(self.name).failure())
+        for process in list(self._running.values()):
+            await process.kill()
+        self._running.clear()
+
+    async def score(self, group: Group, *, max_turns: int) -> Mapping[str, Verdict]:
+        jobs: dict[str, _Job] = {}
+        scenario = scenario_to_proto(group.scenario)
+        for episode in group.episodes:
+            alone = pb.ScoreGroupRequest(max_turns=max_turns)
+            alone.group.id = group.id
+            alone.group.scenario.CopyFrom(scenario)
+            alone.group.episodes.append(episode_to_proto(episode))
+            jobs[episode.id] = _Job(alone.SerializeToString())
+            await self._jobs.put(jobs[episode.id])
+        try:
+            return {episode_id: await job.verdict for episode_id, job in jobs.items()}
+        finally:
+            for job in jobs.values():
+                job.verdict.cancel()  # of no effect on what is done; what waits is not asked once the caller is gone
+
+    async def _keep(self, index: int) -> None:
+        """Serves one process's share of the queue for ever."""
+        deaths = 0
+        while True:
+            job = await self._jobs.get()
+            if job.verdict.cancelled():  # its caller is gone
+                continue
+            try:
+                process = await self._process(index, deaths)
+                _settle(job, await self._asked(process, job))
+                deaths = 0
+            except Late as error:
+                _settle(job, error.failure())
+                await self._end(index)
+            except (Died, UserInputError) as error:
+                deaths += 1
+                _settle(job, error.failure() if isinstance(error, Died) else _unavailable(self.name, error).failure())
+                await self._end(index)
+            except BaseException:
+                _settle(job, _stopped(self.name).failure())
+                raise
+
+    async def _asked(self, process: RewardProcess, job: _Job) -> Verdict:
+        score = await process.ask(job.request, seconds=self._seconds)
+        if score.HasField("failure"):
+            return failure_from_proto(score.failure)
+        return Score(value=score.reward, metrics=dict(score.metrics))
+
+    async def _process(self, index: int, deaths: int) -> RewardProcess:
+        """The process at hand; one that died while nobody asked it is replaced without anybody's loss."""
+        process = self._running.get(index)
+        if process is not None and process.alive:
+            return process
+        if process is not None:
+            await self._end(index)
+        if deaths:
+            await asyncio.sleep(BACKOFF[min(deaths, len(BACKOFF)) - 1])
+        self.restarts += 1
+        self._running[index] = await RewardProcess.start(self._command)
+        return self._running[index]
+
+    async def _end(self, index: int) -> None:
+        process = self._running.pop(index, None)
+        if process is not None:
+            log.warning("a process of reward %s is ended; the next episode gets a new one", self.name)
+            await process.kill()
+
+
+def _settle(job: _Job, verdict: Verdict) -> None:
+    if not job.verdict.done():
+        job.verdict.set_result(verdict)
+
+
+def _stopped(name: str) -> JudgeFailure:
+    return JudgeFailure(f"{name}: the judge is shutting down", code="judge_stopped", retryable=True)
+
+
+def _unavailable(name: str, error: UserInputError) -> JudgeFailure:
+    return JudgeFailure(f"{name}: could not be started again: {error}", code="reward_unavailable")
+
+
+def rule_scorers(settings: JudgeSettings) -> list[RuleScorer]:
+    """A scorer for every rule, in manifest order.
+
+    Raises:
+        UserInputError: A rule is listed twice.
+    """
+    names = _names(settings.rewards)
+    return [
+        RuleScorer(
+            entry,
+            Command(name=name, rule=entry.rule, field=f"spec.rewards[{index}].rule", python_path=settings.python_path),
+            processes=settings.processes,
+        )
+        for index, (name, entry) in enumerate(zip(names, settings.rewards, strict=True))
+    ]
+
+
+def _names(entries: Sequence[RewardEntry]) -> list[str]:
+    """Short names, or the import paths of those whose short names are alike."""
+    rules = [entry.rule for entry in entries]
+    for index, rule in enumerate(rules):
+        if rule in rules[:index]:
+            raise UserInputError(
+                f"spec.rewards[{index}].rule: {rule!r} is listed twice; give it once, with the sum of the weights"
+            )
+    short = [entry.name for entry in entries]
+    return [entry.rule if short.count(entry.name) > 1 else entry.name for entry in entries]
+
+
+async def start_all(scorers: Iterable[RuleScorer]) -> None:
+    """Starts every scorer; each rule that cannot be loaded is told.
+
+    Raises:
+        UserInputError: One line for each.
+    """
+    outcomes = await asyncio.gather(*(scorer.start() for scorer in scorers), return_exceptions=True)
+    problems = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
+    for problem in problems:
+        if not isinstance(problem, UserInputError):
+            raise problem
+    if problems:
+        raise UserInputError("\n".join(str(problem) for problem in problems))

@@ -1,0 +1,51 @@
+"""The wire in front of the scorers."""
+# ruff: noqa: ARG002, N802 - gRPC names the methods and hands each a request and a context
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from kestrl.api.judge.v1 import judge_pb2 as pb
+from kestrl.api.judge.v1 import judge_pb2_grpc as stubs
+from kestrl.errors import Failure
+from kestrl.rpc.codec import failure_to_proto, group_from_proto
+from kestrl.telemetry import span
+from kestrl.telemetry.names import Attr, SpanName
+from kestrl_judge.scoring import Judgement, Scorer, judge
+
+
+class JudgeServicer(stubs.JudgeServiceServicer):
+    """ScoreGroup."""
+
+    def __init__(self, component: str, scorers: Sequence[Scorer]) -> None:
+        self._component = component
+        self._scorers = scorers
+
+    async def ScoreGroup(self, request: pb.ScoreGroupRequest, context: Any) -> pb.ScoreGroupResponse:
+        group = group_from_proto(request.group)
+        attributes = {Attr.GROUP_ID: group.id, Attr.SCENARIO_ID: group.scenario.id}
+        with span(SpanName.SCORE, attributes) as current:
+            judgements = await judge(self._scorers, group, max_turns=request.max_turns)
+            failed = next((each.failure for each in judgements if each.failure is not None), None)
+            if failed is not None:
+                current.set_attributes({Attr.FAILURE_BOUNDARY: str(failed.boundary), Attr.ERROR_TYPE: failed.code})
+        return pb.ScoreGroupResponse(scores=[self._message(judgement) for judgement in judgements])
+
+    def _message(self, judgement: Judgement) -> pb.EpisodeScore:
+        return pb.EpisodeScore(
+            episode_id=judgement.episode_id,
+            reward=judgement.reward,
+            rewards=judgement.rewards,
+            metrics=judgement.metrics,
+            failure=None if judgement.failure is None else failure_to_proto(self._named(judgement.failure)),
+        )
+
+    def _named(self, failure: Failure) -> Failure:
+        return Failure(
+            boundary=failure.boundary,
+            code=failure.code,
+            message=failure.message,
+            retryable=failure.retryable,
+            component=failure.component or self._component,
+        )

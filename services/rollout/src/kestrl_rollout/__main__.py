@@ -1,0 +1,84 @@
+"""`python -m kestrl_rollout --settings FILE`: a rollout worker."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from datetime import datetime
+
+import grpc
+
+from kestrl import rpc
+from kestrl.api.rollout.v1 import rollout_pb2_grpc as stubs
+from kestrl.plan.settings import RolloutSettings, ServiceSettings
+from kestrl.service import run_service
+from kestrl_rollout.agents.loading import load_loop
+from kestrl_rollout.conversation import ToolLimits
+from kestrl_rollout.engine import EngineClient
+from kestrl_rollout.episodes import EpisodeRunner
+from kestrl_rollout.groups import GroupRunner
+from kestrl_rollout.model import load_model
+from kestrl_rollout.scoring import Judge
+from kestrl_rollout.service import RolloutServicer
+from kestrl_rollout.tool_session import Toolbox
+
+ENGINE_KEY_VARIABLE = "KESTRL_ENGINE_KEY"
+
+
+@asynccontextmanager
+async def group_runner(settings: RolloutSettings) -> AsyncGenerator[GroupRunner]:
+    """A worker's whole inside, made from its settings.
+
+    Raises:
+        UserInputError: Model, template or agent cannot be used.
+    """
+    loop = load_loop(settings.agent)
+    # In a thread: reading a large tokenizer takes seconds, and signals should be heard meanwhile.
+    face = await asyncio.to_thread(
+        load_model,
+        settings.tokenizer,
+        settings.template,
+        tools=loop.uses_tools,
+        started=datetime.now().astimezone(),
+    )
+    async with (
+        EngineClient(os.environ.get(ENGINE_KEY_VARIABLE)) as client,
+        rpc.channel(settings.tools_address) as tools,
+        rpc.channel(settings.judge_address) as judge,
+    ):
+        episodes = EpisodeRunner(
+            component=settings.component,
+            face=face,
+            loop=loop,
+            client=client,
+            toolbox=Toolbox(tools, face.chat, seconds=settings.call_seconds),
+            tool_limits=ToolLimits(
+                max_parallel_calls=settings.max_parallel_calls, max_tool_tokens=settings.max_tool_tokens
+            ),
+            concurrency=settings.concurrency,
+        )
+        yield GroupRunner(
+            episodes=episodes,
+            judge=Judge(judge, component=settings.component),
+            concurrency=settings.concurrency,
+            drain_seconds=settings.drain_seconds,
+        )
+
+
+async def work(settings: ServiceSettings) -> None:
+    """Serves until told to stop."""
+    assert isinstance(settings, RolloutSettings)
+    async with group_runner(settings) as groups:
+        servicer = RolloutServicer(groups, context_length=settings.context_length)
+
+        def register(server: grpc.aio.Server) -> None:
+            stubs.add_RolloutServiceServicer_to_server(servicer, server)
+
+        await rpc.serve(settings.component, settings.listen, register, drain=groups.drain)
+
+
+if __name__ == "__main__":
+    sys.exit(run_service(RolloutSettings, work))

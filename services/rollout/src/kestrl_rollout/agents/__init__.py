@@ -1,0 +1,1 @@
+"""The built-in agent loops, and loading of a user's."""

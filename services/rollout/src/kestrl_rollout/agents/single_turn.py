@@ -1,0 +1,10 @@
+"""One prompt, one answer, no tools."""
+
+from __future__ import annotations
+
+from kestrl.agents import Conversation
+
+
+async def single_turn(conversation: Conversation) -> None:
+    """Lets the model speak once."""
+    await conversation.generate()

@@ -1,0 +1,176 @@
+"""Conversations as token ids, grown without ever rendering again what the engine has seen.
+
+`prompt` renders a whole conversation once. `extension` gives what follows the model's turn: the text the template puts between
+the end of that turn and the next one's beginning. It is used only when proven: the template must write everything before the
+turn exactly as it did in the prompt the model saw. Where it does not (a template that deletes old reasoning), there is no
+extension, and the caller forks a new row.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from kestrl.errors import UserInputError
+from kestrl_rollout.template import Skeleton, Slot, Template, find_mark, mark, skeleton
+from kestrl_rollout.toolset import ToolSet
+from kestrl_rollout.vocabulary import Part, Vocabulary
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Message:
+    """One message of a conversation."""
+
+    role: str
+    text: str
+    """Of an assistant: without its reasoning, where that could be told apart."""
+    ids: Sequence[int] | None = None
+    """Of an assistant: the sampled tokens of `text`, to be used as they are."""
+    reasoning: str | None = None
+    reasoning_ids: Sequence[int] | None = None
+
+
+Shape = tuple[tuple[str, bool], ...]
+"""What a template can tell of a marked conversation: each message's role, and whether it is empty (or, of an assistant, has
+reasoning)."""
+
+
+def shape(messages: Sequence[Message]) -> Shape:
+    return tuple(
+        (message.role, message.reasoning is not None if message.role == "assistant" else not message.text.strip())
+        for message in messages
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A rendering to be filled: control tokens, text, and slots."""
+
+    text: str
+    parts: tuple[Part | Slot, ...]
+    reasons: bool
+    """Whether the model's turn begins inside its reasoning, because the template opens it."""
+
+
+class Chat:
+    """A template and a vocabulary: the one place where conversations become ids. Safe to use from several threads."""
+
+    def __init__(self, template: Template, vocabulary: Vocabulary) -> None:
+        self._template = template
+        self.vocabulary = vocabulary
+        self._prompt = lru_cache(maxsize=512)(self._render)
+        self._extension = lru_cache(maxsize=512)(self._extend)
+        self._toolset = lru_cache(maxsize=64)(_toolset)
+
+    def toolset(self, tools: Sequence[Mapping[str, Any]]) -> ToolSet:
+        """The tool set of plain definitions; the same object for equal ones."""
+        return self._toolset(json.dumps(tools, ensure_ascii=False))
+
+    def prompt(self, messages: Sequence[Message], tools: ToolSet) -> list[int]:
+        """Ids of a whole conversation, up to where the model's turn begins.
+
+        Raises:
+            UserInputError: The template refuses the conversation, or leaves out or repeats a message.
+        """
+        return self._fill(self._prompt(shape(messages), tools).parts, messages, tools)
+
+    def rendered(self, messages: Sequence[Message], tools: ToolSet) -> tuple[str | Slot, ...]:
+        """A conversation as the template writes it, its slots not filled yet."""
+        return skeleton(self._prompt(shape(messages), tools).text).parts
+
+    def reasons(self, messages: Sequence[Message], tools: ToolSet) -> bool:
+        """Whether the turn after these messages begins inside the model's reasoning."""
+        return self._prompt(shape(messages), tools).reasons
+
+    def extension(
+        self, messages: Sequence[Message], *, since: int, last: int | None, tools: ToolSet
+    ) -> list[int] | None:
+        """Ids from the end of a turn to the beginning of the next.
+
+        Args:
+            messages: The whole conversation.
+            since: Index of the assistant's message in it; what follows is new.
+            last: The last sampled token, which may already be the one that closes a turn.
+            tools: As in the prompt.
+
+        Returns:
+            The ids to append, or None when the template writes what came before differently now.
+        """
+        parts = self._extension(shape(messages), since, tools)
+        if parts is None:
+            return None
+        if parts and parts[0] == last:
+            parts = parts[1:]
+        return self._fill(parts, messages, tools)
+
+    def _render(self, conversation: Shape, tools: ToolSet) -> Prompt:
+        rendered = self._template.render(_marked(conversation), tools.marked, generate=True)
+        names = [part.name for part in rendered.parts if isinstance(part, Slot)]
+        for index, (role, flag) in enumerate(conversation):
+            expected = role == "assistant" or not flag
+            if names.count(f"m{index}" if role != "assistant" else f"a{index}") != expected:
+                raise UserInputError(f"the chat template leaves out or repeats message {index} ({role})")
+        tail = rendered.parts[-1] if rendered.parts and isinstance(rendered.parts[-1], str) else ""
+        return Prompt(rendered.text, self._cut(rendered), tail.rfind("<think>") > tail.rfind("</think>"))
+
+    def _extend(self, conversation: Shape, since: int, tools: ToolSet) -> tuple[Part | Slot, ...] | None:
+        before = self._prompt(conversation[:since], tools).text
+        after = self._prompt(conversation, tools).text
+        if not after.startswith(before):
+            return None
+        start = len(before)
+        if conversation[since][1]:
+            thought = find_mark(after, f"r{since}", start)
+            if thought is None:
+                return None  # the template drops the reasoning that the model's history holds
+            start = thought[1]
+        said = find_mark(after, f"a{since}", start)
+        return None if said is None else self._cut(skeleton(after[said[1] :]))
+
+    def _cut(self, rendered: Skeleton) -> tuple[Part | Slot, ...]:
+        parts: list[Part | Slot] = []
+        for part in rendered.parts:
+            if isinstance(part, Slot):
+                parts.append(part)
+            else:
+                parts += self.vocabulary.structure(part)
+        return tuple(parts)
+
+    def _fill(self, parts: Sequence[Part | Slot], messages: Sequence[Message], tools: ToolSet) -> list[int]:
+        filled: list[Part] = []
+        for part in parts:
+            if isinstance(part, Slot):
+                filled += _value(part, messages, tools)
+            else:
+                filled.append(part)
+        return self.vocabulary.encode(filled)
+
+
+def _toolset(definitions: str) -> ToolSet:
+    return ToolSet.of(json.loads(definitions))
+
+
+def _value(slot: Slot, messages: Sequence[Message], tools: ToolSet) -> Sequence[Part]:
+    kind, index = slot.name[0], int(slot.name[1:])
+    if kind == "t":
+        return [slot.fill(tools.words[index])]
+    message = messages[index]
+    ids = message.reasoning_ids if kind == "r" else message.ids
+    if kind in "ar" and ids is not None:
+        return ids
+    return [slot.fill(message.reasoning or "" if kind == "r" else message.text)]
+
+
+def _marked(conversation: Shape) -> list[dict[str, str]]:
+    marked: list[dict[str, str]] = []
+    for index, (role, flag) in enumerate(conversation):
+        if role != "assistant":
+            marked.append({"role": role, "content": "" if flag else mark(f"m{index}", edges=True)})
+            continue
+        # Reasoning goes where the model wrote it: templates that know of it look for these tags, others keep it.
+        thought = f"<think>\n{mark(f'r{index}')}\n</think>\n\n" if flag else ""
+        marked.append({"role": role, "content": thought + mark(f"a{index}")})
+    return marked

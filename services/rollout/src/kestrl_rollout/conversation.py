@@ -1,0 +1,355 @@
+"""An episode in progress: the handle that an agent loop drives, and the record that comes of it.
+
+The conversation owns the tokens. Each prompt is the last one plus what was sampled plus the ids of what is new; a loop cannot
+reach into it. It also remembers what broke: a loop that swallows an engine's failure cannot go on as if nothing had happened.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Generator, Mapping, MutableMapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+
+from opentelemetry import trace
+
+from kestrl.agents import Call, Completion, LimitReached, Limits, Reply, Tokenizer
+from kestrl.episode import CallOutcome, Json, Row, Scenario, StopReason, ToolCall, Turn
+from kestrl.errors import Boundary, KestrlError, UserCodeError, UserInputError
+from kestrl.telemetry import span
+from kestrl.telemetry.names import Attr, SpanName
+from kestrl.tools import ToolSchema
+from kestrl_rollout.chat import Message
+from kestrl_rollout.deadlines import Scope, Waiting, deadline, now
+from kestrl_rollout.engine_session import EngineSession, Sampled
+from kestrl_rollout.huggingface import TokenizerView
+from kestrl_rollout.model import ModelFace
+from kestrl_rollout.parser import HermesParser, Parsed
+from kestrl_rollout.recorder import Recorder
+from kestrl_rollout.requests import Deadlines
+from kestrl_rollout.tool_session import Offer, ToolAnswer, ToolSession
+
+CUT_RESERVE = 24
+"""Tokens kept free for the marker of a cut result."""
+_tracer = trace.get_tracer("kestrl")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolLimits:
+    """What the worker's settings say of tool calls."""
+
+    max_parallel_calls: int
+    max_tool_tokens: int
+
+
+class EpisodeConversation:
+    """Implements `kestrl.agents.Conversation`."""
+
+    def __init__(
+        self,
+        *,
+        scenario: Scenario,
+        seed: int,
+        limits: Limits,
+        deadlines: Deadlines,
+        face: ModelFace,
+        engine: EngineSession,
+        offer: Offer,
+        tools: ToolSession,
+        tool_limits: ToolLimits,
+        waiting: Waiting,
+    ) -> None:
+        self._scenario = scenario
+        self._seed = seed
+        self._limits = limits
+        self._deadlines = deadlines
+        self._face = face
+        self._parser = HermesParser(face.vocabulary)
+        self._engine = engine
+        self._offer = offer
+        self._tools = tools
+        self._tool_limits = tool_limits
+        self._waiting = waiting
+        self._messages = [Message(role=said["role"], text=said["content"]) for said in scenario.messages]
+        self._said: list[dict[str, Json]] = [dict(said) for said in scenario.messages]
+        self._recorder = Recorder()
+        self._ids: list[int] = []
+        """The row so far: the last prompt and what was sampled behind it."""
+        self._spoken = 0
+        """Index of the model's last message."""
+        self._by_tokens = False
+        self._metrics: dict[str, float] = {}
+        self._turn_ends = now() + deadlines.turn
+        self._turn_span = trace.INVALID_SPAN
+        self._sampled = 0
+        self._stop: StopReason | None = None
+        self._broken: KestrlError | None = None
+        self.turns: list[Turn] = []
+        self.tool_calls: list[ToolCall] = []
+
+    @property
+    def scenario(self) -> Scenario:
+        return self._scenario
+
+    @property
+    def tools(self) -> Sequence[ToolSchema]:
+        return self._offer.tools
+
+    @property
+    def limits(self) -> Limits:
+        return self._limits
+
+    @property
+    def seed(self) -> int:
+        return self._seed
+
+    @property
+    def messages(self) -> Sequence[Mapping[str, Json]]:
+        return tuple(self._said)
+
+    @property
+    def metrics(self) -> MutableMapping[str, float]:
+        return self._metrics
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return TokenizerView(self._face)
+
+    def append_user(self, text: str) -> None:
+        self._messages.append(Message(role="user", text=text))
+        self._said.append({"role": "user", "content": text})
+
+    def stop(self, reason: StopReason) -> None:
+        if reason is StopReason.FAILED:
+            raise UserCodeError("a loop fails by raising, not by stop(FAILED)", code="bad_stop_reason")
+        self._stop = reason
+
+    async def generate(self) -> Reply | None:
+        self._check()
+        if self._by_tokens:
+            raise UserCodeError("generate() cannot follow generate_tokens() in one episode", code="mixed_loop")
+        if self._stop is not None:
+            return None
+        with self._platform():
+            prompt = self._prompt()
+            room = self._room(len(prompt))
+        if room == 0:
+            return None
+        sampled = await self._sample(prompt, room, self._face.stop_ids)
+        with self._platform():
+            parsed = self._parse(sampled.completion)
+        turn = self._record(prompt, sampled, parsed.text)
+        self._ids = [*prompt, *sampled.completion.token_ids]
+        self._spoken = len(self._messages)
+        self._messages.append(parsed.message)
+        return Reply(
+            index=turn.index,
+            text=parsed.text,
+            content=parsed.content,
+            calls=parsed.calls,
+            finish_reason=turn.finish_reason,
+        )
+
+    async def generate_tokens(
+        self, prompt_ids: Sequence[int], *, max_tokens: int | None = None, stop_token_ids: Sequence[int] = ()
+    ) -> Completion:
+        self._check()
+        if self._ids:
+            raise UserCodeError("generate_tokens() cannot follow generate() in one episode", code="mixed_loop")
+        self._by_tokens = True
+        room = self._room(len(prompt_ids))
+        if room == 0:
+            raise LimitReached(f"the episode's limit is reached: {self._stop}")
+        room = room if max_tokens is None else min(room, max_tokens)
+        stops = tuple(dict.fromkeys((*self._face.stop_ids, *stop_token_ids)))
+        sampled = await self._sample(prompt_ids, room, stops)
+        self._record(prompt_ids, sampled, self._face.vocabulary.decode(sampled.completion.token_ids))
+        return sampled.completion
+
+    def keep(self, token_ids: Sequence[int], mask: Sequence[int]) -> None:
+        self._recorder.keep(token_ids, mask)
+
+    async def call_tools(self, calls: Sequence[Call]) -> Sequence[ToolCall]:
+        self._check()
+        with self._platform():
+            async with deadline(Scope.TURN, self._turn_ends, self._waiting):
+                results = await self._run_calls(calls)
+        for result in results:
+            self.tool_calls.append(result)
+            self._messages.append(Message(role="tool", text=result.text))
+            self._said.append({"role": "tool", "name": result.name, "content": result.text})
+        return results
+
+    def _check(self) -> None:
+        if self._broken is not None:
+            raise self._broken
+
+    @contextmanager
+    def _platform(self) -> Generator[None]:
+        """Around what is ours: notes what breaks, and keeps a bug of ours from being taken for the loop's."""
+        try:
+            yield
+        except KestrlError as error:
+            self._broken = self._broken or error
+            raise
+        except Exception as error:
+            bug = KestrlError(f"{type(error).__name__}: {error}", code="internal")
+            self._broken = self._broken or bug
+            raise bug from error
+
+    def _prompt(self) -> list[int]:
+        chat, toolset = self._face.chat, self._offer.toolset
+        if self._ids:
+            new = chat.extension(self._messages, since=self._spoken, last=self._ids[-1], tools=toolset)
+            if new is not None:
+                return self._ids + new
+        return chat.prompt(self._messages, toolset)
+
+    def _room(self, prompt_tokens: int) -> int:
+        """Tokens the next turn may have; 0 ends the episode and notes why."""
+        limits = self._limits
+        if len(self.turns) >= limits.max_turns:
+            self._stop = self._stop or StopReason.MAX_TURNS
+            return 0
+        if not self.turns and prompt_tokens >= limits.context_length:
+            raise UserInputError(
+                f"scenario {self._scenario.id}: its prompt has {prompt_tokens} tokens, the engine holds "
+                f"{limits.context_length}; shorten it or raise inference.contextLength",
+                code="prompt_too_long",
+            )
+        room = min(limits.max_tokens - self._sampled, limits.context_length - prompt_tokens)
+        if room <= 0:
+            self._stop = self._stop or StopReason.MAX_TOKENS
+            return 0
+        return min(room, limits.max_tokens_per_turn or room)
+
+    async def _sample(self, prompt: Sequence[int], max_tokens: int, stops: Sequence[int]) -> Sampled:
+        self._end_turn_span()
+        self._turn_span = _tracer.start_span(SpanName.TURN, attributes={Attr.TURN: len(self.turns)})
+        self._turn_ends = now() + self._deadlines.turn
+        with self._platform(), self._in_turn(), self._waiting.on(Boundary.ENGINE):
+            async with deadline(Scope.TURN, self._turn_ends, self._waiting):
+                return await self._engine.sample(
+                    prompt, turn=len(self.turns), max_tokens=max_tokens, stop_token_ids=stops
+                )
+
+    def _parse(self, completion: Completion) -> Parsed:
+        ids, finish = completion.token_ids, completion.finish_reason
+        if finish == "stop" and ids[-1] in self._face.stop_ids:
+            ids = ids[:-1]
+        reasons = self._face.chat.reasons(self._messages, self._offer.toolset)
+        return self._parser.parse(ids, self._offer.names, reasoning=reasons, cut=finish == "length")
+
+    def _record(self, prompt: Sequence[int], sampled: Sampled, text: str) -> Turn:
+        completion = sampled.completion
+        lies = self._recorder.record(prompt, completion)
+        turn = Turn(
+            index=len(self.turns),
+            row=lies.row,
+            start=lies.start,
+            end=lies.end,
+            text=text,
+            finish_reason=completion.finish_reason,
+            engine=sampled.engine,
+            policy=completion.policy,
+            seconds=sampled.seconds,
+        )
+        self.turns.append(turn)
+        self._sampled += len(completion.token_ids)
+        self._said.append({"role": "assistant", "content": text})
+        return turn
+
+    async def _run_calls(self, calls: Sequence[Call]) -> list[ToolCall]:
+        if len(calls) == 1:
+            return [await self._run_call(calls[0], 0)]
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                running = [
+                    tasks.create_task(self._run_call(call, index), name=f"tool-call-{index}")
+                    for index, call in enumerate(calls)
+                ]
+        except BaseExceptionGroup as group:
+            raise group.exceptions[0] from group
+        return [task.result() for task in running]
+
+    async def _run_call(self, call: Call, index: int) -> ToolCall:
+        started = time.monotonic()
+        answer = self._refusal(call, index)
+        with self._in_turn(), span(SpanName.TOOL_CALL, {Attr.TOOL_NAME: call.name}) as current:
+            if answer is None:
+                assert call.arguments is not None
+                answer = await self._dispatch(call.name, call.arguments)
+            current.set_attribute(Attr.OUTCOME, answer.outcome)
+        if answer.final:
+            self._stop = self._stop or StopReason.FINAL_TOOL
+        return ToolCall(
+            turn=len(self.turns) - 1,
+            name=call.name,
+            raw=call.raw,
+            arguments=call.arguments,
+            outcome=answer.outcome,
+            text=self._shorten(answer.text),
+            data=answer.data,
+            seconds=time.monotonic() - started,
+        )
+
+    def _refusal(self, call: Call, index: int) -> ToolAnswer | None:
+        """What the model is told without asking a tool, if anything."""
+        if index >= self._tool_limits.max_parallel_calls:
+            limit = self._tool_limits.max_parallel_calls
+            text = f"Error: at most {limit} tool calls in one turn; this one was not made. Make it in the next turn."
+            return ToolAnswer(outcome=CallOutcome.TOOL_ERROR, text=text, final=False, data={})
+        if call.problem is None:
+            return None
+        return ToolAnswer(outcome=call.problem, text=call.message, final=False, data={})
+
+    async def _dispatch(self, name: str, arguments: Mapping[str, Json]) -> ToolAnswer:
+        seconds = self._deadlines.tool
+        with self._waiting.on(Boundary.TOOL):
+            async with deadline(Scope.TOOL, now() + seconds, self._waiting):
+                return await self._tools.call(name, arguments, seconds=seconds)
+
+    def _shorten(self, text: str) -> str:
+        limit = self._tool_limits.max_tool_tokens
+        cut = self._face.vocabulary.cut(text, limit, reserve=CUT_RESERVE)
+        if cut is None:
+            return text
+        self._metrics["tool_results_cut"] = self._metrics.get("tool_results_cut", 0.0) + 1
+        kept, tokens = cut
+        return f"{kept}\n[cut here: {tokens} tokens or more, limit {limit}]"
+
+    def _in_turn(self) -> AbstractContextManager[object]:
+        return trace.use_span(self._turn_span, end_on_exit=False, record_exception=False, set_status_on_exception=False)
+
+    def _end_turn_span(self) -> None:
+        self._turn_span.end()
+
+    @property
+    def broken(self) -> KestrlError | None:
+        """What the platform broke, whether or not the loop let it pass."""
+        return self._broken
+
+    def rows(self) -> tuple[Row, ...]:
+        return self._recorder.close()
+
+    def finish(self) -> StopReason:
+        """Ends the record: why it stopped, and the numbers of it."""
+        self._end_turn_span()
+        outcomes = [call.outcome for call in self.tool_calls]
+        self._metrics |= {
+            "num_turns": len(self.turns),
+            "sampled_tokens": self._sampled,
+            "tool_calls": len(outcomes),
+            "forks": self._recorder.forks,
+            "engine_retries": self._engine.retries,
+            **{
+                f"tool_errors.{outcome}": outcomes.count(outcome)
+                for outcome in CallOutcome
+                if outcome is not CallOutcome.OK
+            },
+        }
+        if self._stop is not None:
+            return self._stop
+        cut = bool(self.turns) and self.turns[-1].finish_reason == "length"
+        return StopReason.MAX_TOKENS if cut else StopReason.ANSWERED

@@ -1,0 +1,163 @@
+"""Talking to inference engines: token ids in, token ids and log-probabilities out, over vLLM's `/inference/v1/generate`.
+
+What an engine answers is not believed before it is checked: the policy it names is the one asked for, every token has a finite
+log-probability. aiohttp on uvloop: other clients cost ten times the CPU (`research/peer-baselines.md` §3).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+
+import aiohttp
+
+from kestrl.agents import Completion
+from kestrl.errors import EngineFailure
+from kestrl.telemetry import trace_headers
+
+KEEPALIVE_SECONDS = 3.0
+"""Below uvicorn's 5 s, so that a connection is never used in the moment the engine closes it."""
+IMPOSSIBLE_LOGPROB = -9998.0
+"""vLLM writes -9999 for NaN, -inf and a token it has no value for."""
+MESSAGE_CHARACTERS = 300
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineAddress:
+    """An engine that serves the group's policy."""
+
+    name: str
+    url: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerateRequest:
+    """One turn to sample."""
+
+    id: str
+    policy: str
+    """Name the policy is served under."""
+    prompt_ids: Sequence[int]
+    temperature: float
+    max_tokens: int
+    seed: int
+    stop_token_ids: Sequence[int]
+
+    def body(self) -> dict[str, Any]:
+        return {
+            "request_id": self.id,
+            "model": self.policy,
+            "token_ids": self.prompt_ids,
+            "sampling_params": {
+                "temperature": self.temperature,
+                "top_p": 1.0,
+                "top_k": -1,
+                "max_tokens": self.max_tokens,
+                "seed": self.seed,
+                "stop_token_ids": list(self.stop_token_ids),
+                "logprobs": 0,
+                "detokenize": False,
+            },
+        }
+
+
+class EngineClient:
+    """One HTTP session for all engines of the worker."""
+
+    def __init__(self, key: str | None) -> None:
+        self._headers = {"Authorization": f"Bearer {key}"} if key else {}
+        self._session: aiohttp.ClientSession | None = None
+
+    async def __aenter__(self) -> Self:
+        # No limit: concurrency is bounded by the episodes, and a queue hidden here would look like a slow engine.
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_SECONDS)
+        self._session = aiohttp.ClientSession(
+            connector=connector, timeout=aiohttp.ClientTimeout(total=None), headers=self._headers
+        )
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._session is not None:
+            await self._session.close()
+
+    async def generate(self, engine: EngineAddress, request: GenerateRequest) -> Completion:
+        """Samples one turn.
+
+        Raises:
+            EngineFailure: The engine cannot be reached, refuses, or answers what cannot be true. `retryable` says whether
+                another engine may do better.
+        """
+        assert self._session is not None
+        url = f"{engine.url.rstrip('/')}/inference/v1/generate"
+        try:
+            async with self._session.post(url, json=request.body(), headers=trace_headers()) as response:
+                payload = await response.read()
+                status = response.status
+        except aiohttp.ClientConnectorError as error:
+            raise EngineFailure(
+                f"{engine.name}: cannot be reached at {engine.url}: {error}", code="unreachable"
+            ) from error
+        except (aiohttp.ClientError, ConnectionError) as error:
+            raise EngineFailure(
+                f"{engine.name}: the connection was lost: {type(error).__name__}: {error}", code="connection_lost"
+            ) from error
+        except TimeoutError as error:
+            raise EngineFailure(f"{engine.name}: the connection timed out", code="connection_lost") from error
+        if status != 200:
+            raise refusal(engine.name, status, payload)
+        return read_completion(engine.name, request.policy, payload)
+
+
+def refusal(engine: str, status: int, payload: bytes) -> EngineFailure:
+    """The failure behind an HTTP status."""
+    text = payload[:MESSAGE_CHARACTERS].decode(errors="replace")
+    code, retryable = {
+        400: ("bad_request", False),
+        401: ("unauthorized", False),
+        403: ("unauthorized", False),
+        404: ("unknown_policy", True),  # another engine may still have it
+        422: ("bad_request", False),
+    }.get(status, ("engine_error", status >= 500 or status == 429))
+    return EngineFailure(f"{engine}: HTTP {status}: {text}", code=code, retryable=retryable)
+
+
+def read_completion(engine: str, policy: str, payload: bytes) -> Completion:
+    """Checks an answer and takes from it what counts.
+
+    Raises:
+        EngineFailure: It is not the answer to what was asked.
+    """
+    try:
+        answer = json.loads(payload)
+        named, (choice,) = answer["model"], answer["choices"]
+        ids, finish = [int(token) for token in choice["token_ids"]], str(choice["finish_reason"])
+        scored = [(int(entry["token_id"]), float(entry["logprob"])) for entry in choice["logprobs"]["content"]]
+    except (ValueError, KeyError, TypeError, OverflowError) as error:
+        text = payload[:MESSAGE_CHARACTERS].decode(errors="replace")
+        raise EngineFailure(
+            f"{engine}: not an answer to a generate request ({type(error).__name__}: {error}): {text}",
+            code="bad_answer",
+        ) from error
+    if named != policy:
+        raise EngineFailure(
+            f"{engine}: asked for policy {policy!r}, answered with {named!r}", code="wrong_policy", retryable=False
+        )
+    if finish == "abort":
+        raise EngineFailure(f"{engine}: the engine aborted the request", code="aborted")
+    if not ids or [token for token, _ in scored] != ids:
+        raise EngineFailure(
+            f"{engine}: {len(ids)} tokens came with {len(scored)} log-probs, or with those of other tokens",
+            code="bad_answer",
+        )
+    logprobs = [value for _, value in scored]
+    if not all(math.isfinite(value) and value > IMPOSSIBLE_LOGPROB for value in logprobs):
+        raise EngineFailure(
+            f"{engine}: a sampled token has no finite log-probability; the policy may hold NaN", code="bad_logprob"
+        )
+    return Completion(token_ids=ids, logprobs=logprobs, finish_reason=finish, policy=named)

@@ -1,0 +1,200 @@
+"""Running one episode from its scenario to its record. Whatever breaks becomes a typed failure on that record."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import traceback
+from dataclasses import dataclass, field
+
+from kestrl.agents import LimitReached
+from kestrl.episode import Episode, StopReason
+from kestrl.errors import Boundary, Failure, KestrlError, UserCodeError
+from kestrl.telemetry import current_trace_id, span
+from kestrl.telemetry.names import Attr, SpanName
+from kestrl_rollout.agents.loading import LoadedLoop
+from kestrl_rollout.conversation import EpisodeConversation, ToolLimits
+from kestrl_rollout.deadlines import Scope, Waiting, deadline, now
+from kestrl_rollout.engine import EngineClient
+from kestrl_rollout.engine_session import EngineSession
+from kestrl_rollout.model import ModelFace
+from kestrl_rollout.requests import GroupRequest
+from kestrl_rollout.sessions import Sessions
+from kestrl_rollout.tool_session import Offer, Toolbox, ToolSession
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Attempt:
+    """What an episode holds while it runs."""
+
+    id: str
+    index: int
+    seed: int
+    waiting: Waiting = field(default_factory=Waiting)
+    conversation: EpisodeConversation | None = None
+    engine: EngineSession | None = None
+    tools: ToolSession | None = None
+
+
+class EpisodeRunner:
+    """Runs episodes with one model, one loop and one set of services."""
+
+    def __init__(
+        self,
+        *,
+        component: str,
+        face: ModelFace,
+        loop: LoadedLoop,
+        client: EngineClient,
+        toolbox: Toolbox,
+        tool_limits: ToolLimits,
+        concurrency: int,
+    ) -> None:
+        self._component = component
+        self._face = face
+        self._loop = loop
+        self._client = client
+        self._toolbox = toolbox
+        self._tool_limits = tool_limits
+        self._slots = asyncio.Semaphore(concurrency)
+        self._closing: set[asyncio.Task[None]] = set()
+        self.sessions = Sessions()
+
+    async def run(self, request: GroupRequest, index: int, *, group_ends: float) -> Episode:
+        """Runs episode `index` of a group. Raises nothing but a cancellation from outside."""
+        attempt = _Attempt(f"{request.id}/{index}", index, request.seed + index)
+        started_at, started = time.time(), time.monotonic()
+        attributes = {Attr.EPISODE_ID: attempt.id, Attr.SCENARIO_ID: request.scenario.id}
+        with span(SpanName.EPISODE, attributes) as current:
+            failure = await self._settle(request, attempt, group_ends)
+            conversation = attempt.conversation
+            stopped = StopReason.ANSWERED if conversation is None else conversation.finish()
+            stop_reason = stopped if failure is None else StopReason.FAILED
+            current.set_attribute(Attr.STOP_REASON, stop_reason)
+            if failure is not None:
+                current.set_attributes({Attr.FAILURE_BOUNDARY: failure.boundary, Attr.ERROR_TYPE: failure.code})
+            return Episode(
+                id=attempt.id,
+                group_id=request.id,
+                scenario_id=request.scenario.id,
+                index=index,
+                seed=attempt.seed,
+                rows=() if conversation is None else conversation.rows(),
+                turns=() if conversation is None else tuple(conversation.turns),
+                tool_calls=() if conversation is None else tuple(conversation.tool_calls),
+                messages=request.scenario.messages if conversation is None else conversation.messages,
+                stop_reason=stop_reason,
+                failure=failure,
+                policy=request.policy,
+                engine="" if attempt.engine is None else attempt.engine.engine,
+                started_at=started_at,
+                seconds=time.monotonic() - started,
+                trace_id=current_trace_id(),
+                metrics={} if conversation is None else dict(conversation.metrics),
+            )
+
+    async def _settle(self, request: GroupRequest, attempt: _Attempt, group_ends: float) -> Failure | None:
+        """Runs to the end and says what broke, if anything."""
+        try:
+            async with deadline(Scope.GROUP, group_ends, attempt.waiting), self._slots:
+                try:
+                    async with deadline(Scope.EPISODE, now() + request.deadlines.episode, attempt.waiting):
+                        await self._open(request, attempt)
+                        await self._drive(attempt)
+                finally:
+                    await self._close(attempt)
+        except KestrlError as error:
+            return error.failure(component=self._component)
+        except Exception as error:
+            # The siblings must not suffer for a bug of ours in this one.
+            log.exception("episode %s: unexpected error", attempt.id)
+            return KestrlError(f"{type(error).__name__}: {error}", code="internal").failure(component=self._component)
+        return None
+
+    async def _open(self, request: GroupRequest, attempt: _Attempt) -> None:
+        scenario = request.scenario
+        with attempt.waiting.on(Boundary.TOOL):
+            offer = await self._toolbox.offer(scenario) if self._loop.uses_tools else Offer()
+        attempt.engine = EngineSession(
+            episode_id=attempt.id,
+            engines=request.engines,
+            policy=request.policy_name,
+            temperature=request.limits.temperature,
+            seed=attempt.seed,
+            client=self._client,
+            sessions=self.sessions,
+        )
+        attempt.tools = self._toolbox.session(attempt.id, scenario, offer.names, seconds=request.deadlines.episode)
+        attempt.conversation = EpisodeConversation(
+            scenario=scenario,
+            seed=attempt.seed,
+            limits=request.limits,
+            deadlines=request.deadlines,
+            face=self._face,
+            engine=attempt.engine,
+            offer=offer,
+            tools=attempt.tools,
+            tool_limits=self._tool_limits,
+            waiting=attempt.waiting,
+        )
+
+    async def _drive(self, attempt: _Attempt) -> None:
+        """Runs the loop and attributes what it raises."""
+        conversation = attempt.conversation
+        assert conversation is not None
+        try:
+            with attempt.waiting.on(Boundary.INFRASTRUCTURE if self._loop.built_in else Boundary.USER_CODE):
+                await self._loop.run(conversation)
+        except LimitReached:
+            pass  # the conversation has noted which limit
+        except KestrlError as error:
+            raise conversation.broken or error from error.__cause__
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise
+            raise self._raised_by_loop("CancelledError, though nothing cancelled it") from None
+        except (Exception, SystemExit) as error:
+            if conversation.broken is not None:
+                raise conversation.broken from error
+            if self._loop.built_in and isinstance(error, Exception):
+                raise
+            raise self._raised_by_loop(_describe(error)) from error
+        if conversation.broken is not None:
+            raise conversation.broken
+
+    def _raised_by_loop(self, what: str) -> UserCodeError:
+        return UserCodeError(f"agent.loop {self._loop.name}: raised {what}", code="agent_raised")
+
+    async def _close(self, attempt: _Attempt) -> None:
+        """Gives back what the episode held. The tool session's end is waited for, but a cancellation cannot prevent it."""
+        if attempt.engine is not None:
+            attempt.engine.finish()
+        if attempt.tools is None or not attempt.tools.opened:
+            return
+        task = asyncio.create_task(self._close_tools(attempt.id, attempt.tools), name=f"close-tools-{attempt.id}")
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
+        await asyncio.shield(task)
+
+    async def _close_tools(self, episode_id: str, tools: ToolSession) -> None:
+        try:
+            await tools.close()
+        except KestrlError as error:
+            # The episode is whole; the tool service ends the session by itself after its lifetime.
+            log.warning("episode %s: its tool session could not be closed: %s", episode_id, error)
+
+    async def closed(self) -> None:
+        """Waits for the ends of tool sessions still under way."""
+        if self._closing:
+            await asyncio.wait(self._closing)
+
+
+def _describe(error: BaseException) -> str:
+    """The error and the line that raised it."""
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {error}{where}"

@@ -1,0 +1,113 @@
+"""Running groups: the episodes of one scenario at once, then their scores."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass
+
+from kestrl.episode import Episode, Group
+from kestrl.errors import KestrlError
+from kestrl.telemetry import span
+from kestrl.telemetry.names import Attr, SpanName
+from kestrl_rollout.deadlines import now
+from kestrl_rollout.episodes import EpisodeRunner
+from kestrl_rollout.requests import GroupRequest
+from kestrl_rollout.scoring import Judge
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capacity:
+    """What the worker can take."""
+
+    concurrency: int
+    running: int
+    """Episodes taken on and not ended, those that wait for a slot included."""
+    draining: bool
+
+
+class GroupRunner:
+    """Takes groups on until it drains."""
+
+    def __init__(self, *, episodes: EpisodeRunner, judge: Judge, concurrency: int, drain_seconds: float) -> None:
+        self._episodes = episodes
+        self._judge = judge
+        self._concurrency = concurrency
+        self._drain_seconds = drain_seconds
+        self._groups: set[asyncio.Task[Group]] = set()
+        self._running = 0
+        self._draining = False
+
+    @property
+    def capacity(self) -> Capacity:
+        return Capacity(concurrency=self._concurrency, running=self._running, draining=self._draining)
+
+    async def run(self, request: GroupRequest) -> AsyncGenerator[Episode | Group]:
+        """Yields each episode as it ends, then the scored group. Leaving early cancels the group.
+
+        Raises:
+            KestrlError: With code `draining` when no group is taken any more, `drained` when the worker stopped before the
+                group was finished; both may be tried again elsewhere.
+        """
+        if self._draining:
+            raise KestrlError("the worker is draining and takes no new group", code="draining", retryable=True)
+        events: asyncio.Queue[Episode | None] = asyncio.Queue(maxsize=request.size + 1)
+        task = asyncio.create_task(self._run(request, events.put_nowait), name=f"group-{request.id}")
+        self._groups.add(task)
+        task.add_done_callback(self._groups.discard)
+        task.add_done_callback(lambda _: events.put_nowait(None))
+        try:
+            while (episode := await events.get()) is not None:
+                yield episode
+            if task.cancelled():
+                raise KestrlError(
+                    f"the worker stopped before group {request.id} was finished", code="drained", retryable=True
+                )
+            yield task.result()
+        finally:
+            task.cancel()
+            await asyncio.wait([task])
+
+    async def _run(self, request: GroupRequest, ended: Callable[[Episode], None]) -> Group:
+        ends = now() + request.deadlines.group
+        attributes = {
+            Attr.GROUP_ID: request.id,
+            Attr.SCENARIO_ID: request.scenario.id,
+            Attr.POLICY: request.policy_name,
+        }
+        with span(SpanName.GROUP, attributes):
+            self._running += request.size
+            try:
+                async with asyncio.TaskGroup() as tasks:
+                    episodes = [
+                        tasks.create_task(self._episode(request, index, ends, ended), name=f"{request.id}/{index}")
+                        for index in range(request.size)
+                    ]
+            finally:
+                self._running -= request.size
+            group = Group(id=request.id, scenario=request.scenario, episodes=[task.result() for task in episodes])
+            return await self._judge.score(group, max_turns=request.limits.max_turns, ends=ends)
+
+    async def _episode(
+        self, request: GroupRequest, index: int, ends: float, ended: Callable[[Episode], None]
+    ) -> Episode:
+        episode = await self._episodes.run(request, index, group_ends=ends)
+        ended(episode)
+        return episode
+
+    async def drain(self) -> None:
+        """Takes no new group, lets those in flight finish for a while, then ends them with a typed failure."""
+        self._draining = True
+        groups = set(self._groups)
+        if groups:
+            log.info("draining: %d groups in flight", len(groups))
+            _, late = await asyncio.wait(groups, timeout=self._drain_seconds)
+            for task in late:
+                task.cancel()
+            if late:
+                log.warning("drained: %d groups were cut off after %g s", len(late), self._drain_seconds)
+                await asyncio.wait(late)
+        await self._episodes.closed()

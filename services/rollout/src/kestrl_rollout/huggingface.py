@@ -1,0 +1,97 @@
+"""The model's tokenizer under transformers' names, for loops that were written for it. No transformers needed.
+
+Templates are rendered as everywhere in this worker: what messages say can never become a control token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from kestrl.errors import UserCodeError, UserInputError
+from kestrl_rollout.chat import Message
+from kestrl_rollout.model import ModelFace
+
+
+class TokenizerView:
+    """Implements `kestrl.agents.Tokenizer`."""
+
+    def __init__(self, face: ModelFace) -> None:
+        self._face = face
+
+    @property
+    def eos_token_id(self) -> int | None:
+        return self._face.eos_id
+
+    @property
+    def pad_token_id(self) -> int | None:
+        return self._face.eos_id if self._face.pad_id is None else self._face.pad_id
+
+    def __len__(self) -> int:
+        return self._face.vocabulary.size
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:  # noqa: ARG002 - transformers' name; chat models add none
+        return self._face.vocabulary.whole(text)
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False, **_options: Any) -> str:
+        vocabulary = self._face.vocabulary
+        return vocabulary.decode_plain(token_ids) if skip_special_tokens else vocabulary.decode(token_ids)
+
+    def convert_tokens_to_ids(self, token: str) -> int | None:
+        return self._face.vocabulary.control(token)
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = False,
+        tokenize: bool = True,
+        return_dict: bool = False,
+        **options: Any,
+    ) -> Any:
+        if not (add_generation_prompt and tokenize) or any(value for value in options.values()):
+            raise UserCodeError(
+                "apply_chat_template: only token ids with a generation prompt, without further options, are supported "
+                f"here (got add_generation_prompt={add_generation_prompt}, tokenize={tokenize}, {options})",
+                code="unsupported_template_option",
+            )
+        ids = self._face.chat.prompt(read_messages(messages), self._face.chat.toolset(list(tools or ())))
+        return {"input_ids": ids, "attention_mask": [1] * len(ids)} if return_dict else ids
+
+    def extend_chat(
+        self,
+        before: Sequence[Mapping[str, Any]],
+        after: Sequence[Mapping[str, Any]],
+        history: Sequence[int],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> list[int]:
+        messages = read_messages(after)
+        since = len(before) - 1
+        if since < 0 or messages[since].role != "assistant":
+            raise UserCodeError(
+                "extend_chat: the conversation before must end with the model's turn", code="bad_extension"
+            )
+        toolset = self._face.chat.toolset(list(tools or ()))
+        new = self._face.chat.extension(messages, since=since, last=history[-1] if history else None, tools=toolset)
+        if new is None:
+            raise UserInputError(
+                "the chat template rewrites the history here, so it cannot be extended token for token",
+                code="template_rewrites_history",
+            )
+        return new
+
+
+def read_messages(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
+    """OpenAI-style messages whose content is text, or parts of text."""
+    read: list[Message] = []
+    for index, said in enumerate(messages):
+        content = said.get("content") or ""
+        if not isinstance(content, str):
+            try:
+                content = "".join(part["text"] for part in content)
+            except (TypeError, KeyError) as error:
+                raise UserCodeError(
+                    f"message {index}: only text can be rendered", code="unsupported_content"
+                ) from error
+        read.append(Message(role=str(said["role"]), text=content))
+    return read

@@ -1,0 +1,191 @@
+"""Loading what a worker must know of a model: tokenizer, chat template, and which tokens end a turn. No weights, no transformers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any, cast
+
+from kestrl.errors import UserInputError
+from kestrl_rollout.chat import Chat, Message
+from kestrl_rollout.template import Slot, Template
+from kestrl_rollout.toolset import NO_TOOLS, ToolSet
+from kestrl_rollout.vocabulary import Vocabulary
+
+FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "generation_config.json",
+    "chat_template.jinja",
+)
+SYNTHETIC_TOOL: Mapping[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "look_up",
+        "description": "Looks a word up.",
+        "parameters": {"type": "object", "properties": {"word": {"type": "string"}}, "required": ["word"]},
+    },
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelFace:
+    """The model as text: what is said becomes tokens, sampled tokens become text."""
+
+    chat: Chat
+    stop_ids: tuple[int, ...]
+    """Tokens that end a turn."""
+    eos_id: int | None
+    pad_id: int | None
+
+    @property
+    def vocabulary(self) -> Vocabulary:
+        return self.chat.vocabulary
+
+
+def load_model(tokenizer: str, template: str | None, *, tools: bool, started: datetime) -> ModelFace:
+    """Loads tokenizer and template and proves that conversations can be grown with them.
+
+    Args:
+        tokenizer: A folder, or a Hugging Face id.
+        template: File of a template that replaces the model's own.
+        tools: Whether the agent answers tool calls, so that the template must have a tool role.
+        started: What `strftime_now` in a template says.
+
+    Raises:
+        UserInputError: A file is missing or unreadable, or the template cannot be proven.
+    """
+    folder = _folder(tokenizer)
+    data = _json(folder / "tokenizer.json")
+    if not data:
+        raise UserInputError(
+            f"model.base: {folder / 'tokenizer.json'} is missing; only models with a fast tokenizer can be used"
+        )
+    config = _json(folder / "tokenizer_config.json")
+    vocabulary = Vocabulary(data)
+    special = {**_special(_json(folder / "special_tokens_map.json")), **_special(config)}
+    chat = Chat(Template(_template(folder, template, config), special, started=started), vocabulary)
+    closing = prove(chat, tools=tools)
+    eos = vocabulary.control(special.get("eos_token", ""))
+    stops = [
+        *_eos_ids(_json(folder / "generation_config.json")),
+        *(each for each in (eos, closing) if each is not None),
+    ]
+    if not stops:
+        raise UserInputError(
+            "model.base: nothing ends a turn: the tokenizer names no eos_token, generation_config.json no eos_token_id, "
+            "and the chat template closes a turn with no control token"
+        )
+    return ModelFace(
+        chat=chat,
+        stop_ids=tuple(dict.fromkeys(stops)),
+        eos_id=eos if eos is not None else closing,
+        pad_id=vocabulary.control(special.get("pad_token", "")),
+    )
+
+
+def prove(chat: Chat, *, tools: bool) -> int | None:
+    """Shows on a made-up conversation that a turn's prompt extends the one before, token for token.
+
+    Returns:
+        The control token that the template closes a turn with, if it is one.
+
+    Raises:
+        UserInputError: It does not, or harmless text does not get the ids of encoding the whole text.
+    """
+    toolset = chat.toolset([SYNTHETIC_TOOL]) if tools else NO_TOOLS
+    start = [Message(role="system", text="You look words up."), Message(role="user", text="What is a kestrel?")]
+    _same_as_whole(chat, start, toolset)
+    spoken = [*start, Message(role="assistant", text="One moment.")]
+    result = Message(role="tool", text="A small falcon.")
+    for what, new in {"a tool's result": [result], "two tools' results": [result, result]}.items():
+        if tools and chat.extension([*spoken, *new], since=len(start), last=None, tools=toolset) is None:
+            raise UserInputError(
+                f"the chat template cannot be proven: with {what} after a turn it writes the conversation before that turn "
+                "differently; name another with agent.template"
+            )
+    closing = chat.extension(spoken, since=len(start), last=None, tools=toolset)
+    first = closing[0] if closing else None
+    return first if first in chat.vocabulary.control_ids else None
+
+
+def _same_as_whole(chat: Chat, messages: Sequence[Message], toolset: ToolSet) -> None:
+    text = "".join(
+        part.fill(toolset.words[int(part.name[1:])] if part.name[0] == "t" else messages[int(part.name[1:])].text)
+        if isinstance(part, Slot)
+        else part
+        for part in chat.rendered(messages, toolset)
+    )
+    if chat.prompt(messages, toolset) != chat.vocabulary.whole(text):
+        raise UserInputError(
+            "the tokenizer cannot be used: it encodes a text differently when cut at control tokens "
+            "(a pre-tokenizer that looks at the position in the whole text)"
+        )
+
+
+def _folder(tokenizer: str) -> Path:
+    path = Path(tokenizer)
+    if path.is_dir():
+        return path
+    if path.is_absolute() or tokenizer.startswith("."):
+        raise UserInputError(f"model.base: the folder {tokenizer} does not exist")
+    try:
+        import huggingface_hub
+    except ImportError as error:
+        raise UserInputError(
+            f"model.base: {tokenizer!r} is no folder, and huggingface_hub is not installed to download it"
+        ) from error
+    try:
+        download = cast(Any, huggingface_hub).snapshot_download
+        return Path(download(tokenizer, allow_patterns=list(FILES)))
+    except Exception as error:
+        raise UserInputError(f"model.base: cannot download {tokenizer!r} from Hugging Face: {error}") from error
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise UserInputError(f"{path}: not readable as JSON: {error}") from error
+    return cast(dict[str, Any], value) if isinstance(value, dict) else {}
+
+
+def _special(config: Mapping[str, Any]) -> dict[str, str]:
+    """`bos_token`, `eos_token`, ...: strings that templates use, written as text or as an object with `content`."""
+    found: dict[str, str] = {}
+    for key, value in config.items():
+        text = cast(dict[str, Any], value).get("content") if isinstance(value, dict) else value
+        if key.endswith("_token") and isinstance(text, str):
+            found[key] = text
+    return found
+
+
+def _eos_ids(generation: Mapping[str, Any]) -> list[int]:
+    value = generation.get("eos_token_id")
+    if value is None:
+        return []
+    return [int(each) for each in cast(list[Any], value)] if isinstance(value, list) else [int(value)]
+
+
+def _template(folder: Path, override: str | None, config: Mapping[str, Any]) -> str:
+    for path in (Path(override),) if override else (folder / "chat_template.jinja",):
+        try:
+            return path.read_text(encoding="utf-8")
+        except FileNotFoundError as error:
+            if override:
+                raise UserInputError(f"agent.template: {override} does not exist") from error
+        except (OSError, ValueError) as error:
+            raise UserInputError(f"{path}: not readable: {error}") from error
+    found = config.get("chat_template")
+    if isinstance(found, list):
+        named = {str(each["name"]): str(each["template"]) for each in cast(list[Any], found)}
+        found = named.get("tool_use", named.get("default"))
+    if not isinstance(found, str):
+        raise UserInputError(f"model.base: {folder} has no chat template; name one with agent.template")
+    return found

@@ -1,0 +1,93 @@
+"""What a group is asked for, checked: the wire's `RunGroupRequest` as domain data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kestrl.agents import Limits
+from kestrl.api.rollout.v1 import rollout_pb2 as pb
+from kestrl.episode import BASE_MODEL_NAME, PolicyVersion, Scenario
+from kestrl.errors import UserInputError
+from kestrl.rpc.codec import policy_from_proto, scenario_from_proto
+from kestrl_rollout.engine import EngineAddress
+
+ROLES = frozenset({"system", "user", "assistant"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Deadlines:
+    """Seconds; tool < turn < episode < group."""
+
+    tool: float
+    turn: float
+    episode: float
+    group: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupRequest:
+    """One group to run."""
+
+    id: str
+    scenario: Scenario
+    size: int
+    policy: PolicyVersion | None
+    engines: tuple[EngineAddress, ...]
+    limits: Limits
+    deadlines: Deadlines
+    seed: int
+
+    @property
+    def policy_name(self) -> str:
+        """What the engines serve it under."""
+        return BASE_MODEL_NAME if self.policy is None else self.policy.name
+
+
+def _refuse(field: str, why: str) -> UserInputError:
+    return UserInputError(f"RunGroup: {field}: {why}", code="invalid_request")
+
+
+def read_request(message: pb.RunGroupRequest, *, context_length: int) -> GroupRequest:
+    """Checks a request.
+
+    Raises:
+        UserInputError: With code `invalid_request` and the field at fault.
+    """
+    sampling, limits = message.sampling, message.deadlines
+    deadlines = Deadlines(tool=limits.tool, turn=limits.turn, episode=limits.episode, group=limits.group)
+    scenario = scenario_from_proto(message.scenario)
+    if not message.group_id:
+        raise _refuse("group_id", "is empty")
+    if message.size < 1:
+        raise _refuse("size", "is below 1")
+    if not message.engines:
+        raise _refuse("engines", "is empty: no engine has proved the policy")
+    if len({engine.name for engine in message.engines}) != len(message.engines):
+        raise _refuse("engines", "names one engine twice")
+    if not 0 <= sampling.temperature < float("inf"):
+        raise _refuse("sampling.temperature", "is negative or not finite")
+    if sampling.max_tokens < 1 or sampling.max_turns < 1 or sampling.max_tokens_per_turn < 0:
+        raise _refuse("sampling", "max_tokens and max_turns must be at least 1, max_tokens_per_turn at least 0")
+    if not 0 < deadlines.tool < deadlines.turn < deadlines.episode < deadlines.group:
+        raise _refuse("deadlines", f"must nest: 0 < tool < turn < episode < group, not {deadlines}")
+    if not scenario.messages:
+        raise _refuse("scenario.messages", "is empty")
+    for index, said in enumerate(scenario.messages):
+        if said["role"] not in ROLES:
+            raise _refuse(f"scenario.messages[{index}].role", f"is {said['role']!r}, not one of {sorted(ROLES)}")
+    return GroupRequest(
+        id=message.group_id,
+        scenario=scenario,
+        size=message.size,
+        policy=policy_from_proto(message.policy),
+        engines=tuple(EngineAddress(name=engine.name, url=engine.url) for engine in message.engines),
+        limits=Limits(
+            max_turns=sampling.max_turns,
+            max_tokens=sampling.max_tokens,
+            max_tokens_per_turn=sampling.max_tokens_per_turn,
+            context_length=context_length,
+            temperature=sampling.temperature,
+        ),
+        deadlines=deadlines,
+        seed=message.seed,
+    )

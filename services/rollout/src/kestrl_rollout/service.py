@@ -1,0 +1,45 @@
+"""The worker on the wire: messages in, messages out, nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+
+import grpc
+
+from kestrl.api.rollout.v1 import rollout_pb2 as pb
+from kestrl.api.rollout.v1 import rollout_pb2_grpc as stubs
+from kestrl.episode import Episode
+from kestrl.rpc.codec import episode_to_proto, group_to_proto
+from kestrl_rollout.groups import GroupRunner
+from kestrl_rollout.requests import read_request
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class RolloutServicer(stubs.RolloutServiceServicer):
+    """Implements `kestrl.api.rollout.v1.RolloutService`."""
+
+    def __init__(self, groups: GroupRunner, *, context_length: int) -> None:
+        self._groups = groups
+        self._context_length = context_length
+
+    async def RunGroup(  # noqa: N802 - gRPC's name
+        self,
+        request: pb.RunGroupRequest,
+        context: Context,  # noqa: ARG002 - gRPC's signature
+    ) -> AsyncGenerator[pb.RunGroupResponse]:
+        asked = read_request(request, context_length=self._context_length)
+        async with aclosing(self._groups.run(asked)) as events:
+            async for event in events:
+                if isinstance(event, Episode):
+                    yield pb.RunGroupResponse(episode=episode_to_proto(event))
+                else:
+                    yield pb.RunGroupResponse(group=group_to_proto(event))
+
+    async def GetCapacity(self, request: pb.GetCapacityRequest, context: Context) -> pb.GetCapacityResponse:  # noqa: N802, ARG002 - gRPC's name and signature
+        capacity = self._groups.capacity
+        return pb.GetCapacityResponse(
+            concurrency=capacity.concurrency, running=capacity.running, draining=capacity.draining
+        )

@@ -1,0 +1,154 @@
+"""Calling tools: what the job offers, and one session with them per episode."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kestrl import rpc
+from kestrl.api.tools.v1 import tools_pb2 as pb
+from kestrl.api.tools.v1 import tools_pb2_grpc as stubs
+from kestrl.episode import CallOutcome, Scenario
+from kestrl.errors import ToolFailure, UserInputError
+from kestrl.tools import ToolSchema
+from kestrl_rollout.chat import Chat
+from kestrl_rollout.toolset import NO_TOOLS, ToolSet
+
+LIFETIME_SLACK = 30.0
+"""Seconds a session outlives its episode's deadline at the tool service, for the case that this worker is gone."""
+RPC_SLACK = 5.0
+"""Seconds by which the wire's deadline is later than ours, so that ours decides and says which one it was."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Offer:
+    """The tools of one episode."""
+
+    tools: tuple[ToolSchema, ...] = ()
+    toolset: ToolSet = NO_TOOLS
+    names: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolAnswer:
+    """What a tool said."""
+
+    outcome: CallOutcome
+    text: str
+    final: bool
+    data: Mapping[str, Any]
+
+
+class Toolbox:
+    """The tool service, as this worker uses it."""
+
+    def __init__(self, channel: rpc.Channel, chat: Chat, *, seconds: float) -> None:
+        self._stub: Any = stubs.ToolServiceStub(channel)
+        self._chat = chat
+        self._seconds = seconds
+        self._listed: tuple[ToolSchema, ...] | None = None
+        self._offers: dict[tuple[str, ...] | None, Offer] = {}
+
+    async def offer(self, scenario: Scenario) -> Offer:
+        """The tools that the scenario offers, with what the chat template needs of them.
+
+        Raises:
+            UserInputError: The scenario names a tool that the job does not have.
+            FailureError: The tool service cannot be asked.
+        """
+        wanted = None if scenario.tools is None else tuple(scenario.tools)
+        if wanted in self._offers:
+            return self._offers[wanted]
+        if self._listed is None:
+            self._listed = await self._list()
+        by_name = {tool.name: tool for tool in self._listed}
+        names = tuple(by_name) if wanted is None else wanted
+        for name in names:
+            if name not in by_name:
+                raise UserInputError(
+                    f"scenario {scenario.id}: tools: the job has no tool {name!r}; it has: {', '.join(by_name) or 'none'}",
+                    code="unknown_tool",
+                )
+        tools = tuple(by_name[name] for name in names)
+        offer = Offer(tools=tools, toolset=self._chat.toolset([tool.to_openai() for tool in tools]), names=names)
+        if len(self._offers) < 256:  # data sets offer few combinations; a pathological one is only slower
+            self._offers[wanted] = offer
+        return offer
+
+    async def _list(self) -> tuple[ToolSchema, ...]:
+        answer = await rpc.call(
+            self._stub.ListTools,
+            pb.ListToolsRequest(),
+            pb.ListToolsResponse,
+            timeout=self._seconds,
+            peer="tools",
+            wait=True,
+        )
+        return tuple(
+            ToolSchema(name=tool.name, description=tool.description, parameters=json.loads(tool.parameters_json))
+            for tool in answer.tools
+        )
+
+    def session(self, episode_id: str, scenario: Scenario, names: Sequence[str], *, seconds: float) -> ToolSession:
+        """A session for an episode; opened at its first call."""
+        request = pb.OpenRequest(
+            episode_id=episode_id,
+            tools=names,
+            tools_kwargs_json=json.dumps(scenario.tools_kwargs, ensure_ascii=False),
+            lifetime=seconds + LIFETIME_SLACK,
+        )
+        return ToolSession(self._stub, request, seconds=self._seconds)
+
+
+class ToolSession:
+    """One episode's instances of its tools."""
+
+    def __init__(self, stub: Any, request: pb.OpenRequest, *, seconds: float) -> None:
+        self._stub = stub
+        self._request = request
+        self._seconds = seconds
+        self._opening = asyncio.Lock()
+        self._id = ""
+
+    @property
+    def opened(self) -> bool:
+        return bool(self._id)
+
+    async def call(self, name: str, arguments: Mapping[str, Any], *, seconds: float) -> ToolAnswer:
+        """Calls a tool.
+
+        Raises:
+            FailureError: The tool broke, or the service cannot be reached.
+            ToolFailure: The service answered what cannot be read.
+        """
+        async with self._opening:
+            if not self._id:
+                opened = await rpc.call(
+                    self._stub.Open, self._request, pb.OpenResponse, timeout=self._seconds + RPC_SLACK, peer="tools"
+                )
+                self._id = opened.session_id
+        request = pb.CallRequest(
+            session_id=self._id, name=name, arguments_json=json.dumps(arguments, ensure_ascii=False)
+        )
+        answer = await rpc.call(self._stub.Call, request, pb.CallResponse, timeout=seconds + RPC_SLACK, peer="tools")
+        try:
+            data: dict[str, Any] = json.loads(answer.data_json or "{}")
+            return ToolAnswer(outcome=CallOutcome(answer.outcome), text=answer.text, final=answer.final, data=data)
+        except ValueError as error:
+            raise ToolFailure(f"tools: the answer of {name!r} cannot be read: {error}", code="bad_answer") from error
+
+    async def close(self) -> None:
+        """Ends the session, if it was opened.
+
+        Raises:
+            FailureError: The service cannot be reached; it will end the session by itself after its lifetime.
+        """
+        if not self._id:
+            return
+        session, self._id = self._id, ""
+        await rpc.call(
+            self._stub.Close, pb.CloseRequest(session_id=session), pb.CloseResponse, timeout=self._seconds, peer="tools"
+        )

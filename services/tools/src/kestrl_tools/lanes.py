@@ -1,0 +1,108 @@
+"""Threads for tools that are not async: one for each instance, so that a tool that hangs holds up nobody but itself.
+
+A shared pool would be used up by a few calls that never come back. One thread for an instance also means that what the tool
+opened (an SQLite connection) is used where it was opened. The threads are daemons: a hanging one does not keep the service from
+ending.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import contextvars
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    work: Callable[[], Any]
+    context: contextvars.Context
+    loop: asyncio.AbstractEventLoop
+    done: asyncio.Future[tuple[Any, BaseException | None]]
+    ended: threading.Event = field(default_factory=threading.Event)
+
+    def run(self) -> None:
+        try:
+            if not self.done.cancelled():
+                self._run()
+        finally:
+            self.ended.set()
+
+    def _run(self) -> None:
+        outcome: tuple[Any, BaseException | None]
+        try:
+            outcome = (self.context.run(self.work), None)
+        except BaseException as error:  # noqa: BLE001 - handed to whoever waits, SystemExit of a tool included
+            outcome = (None, error)
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            self.loop.call_soon_threadsafe(self._settle, outcome)
+
+    def _settle(self, outcome: tuple[Any, BaseException | None]) -> None:
+        if not self.done.done():
+            self.done.set_result(outcome)
+
+
+class Lane:
+    """One thread, started when first used."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._last: _Job | None = None
+
+    @property
+    def busy(self) -> bool:
+        """Whether a call that nobody waits for any more is still in it."""
+        return self._last is not None and self._last.done.cancelled() and not self._last.ended.is_set()
+
+    async def run(self, work: Callable[[], T]) -> T:
+        """Runs it in the thread, after what was asked before, with the caller's context (so that spans nest)."""
+        loop = asyncio.get_running_loop()
+        job = _Job(work, contextvars.copy_context(), loop, loop.create_future())
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._serve, name=self._name, daemon=True)
+            self._thread.start()
+        self._last = job
+        self._jobs.put(job)
+        result, error = await job.done
+        if error is not None:
+            raise error
+        return result
+
+    def post(self, work: Callable[[], Any]) -> None:
+        """Has it run when the thread comes back, if it ever does; nobody waits for it."""
+        loop = asyncio.get_running_loop()
+        self._jobs.put(_Job(work, contextvars.copy_context(), loop, loop.create_future()))
+
+    def end(self) -> threading.Thread | None:
+        """Lets the thread end when it is done; returns it, if it was ever needed."""
+        self._jobs.put(None)
+        return self._thread
+
+    def _serve(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            job.run()
+
+
+class Lanes:
+    """Makes lanes and knows how many ended ones still have a call in them that never came back."""
+
+    def __init__(self) -> None:
+        self._ended: dict[threading.Thread, str] = {}
+
+    def end(self, lane: Lane, tool: str) -> None:
+        thread = lane.end()
+        if thread is not None and thread.is_alive():
+            self._ended[thread] = tool
+
+    def hanging(self) -> list[str]:
+        """The tool of each such call."""
+        self._ended = {thread: tool for thread, tool in self._ended.items() if thread.is_alive()}
+        return list(self._ended.values())

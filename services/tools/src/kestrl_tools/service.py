@@ -1,0 +1,32 @@
+"""The tool service: what its `main` runs."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable
+
+from kestrl.api.tools.v1 import tools_pb2_grpc as stubs
+from kestrl.plan.settings import ToolsSettings
+from kestrl.rpc import serve
+from kestrl_tools.catalogue import load_tools
+from kestrl_tools.lanes import Lanes
+from kestrl_tools.servicer import ToolServicer
+from kestrl_tools.sessions import Sessions
+
+
+async def run_tools(settings: ToolsSettings, *, until: Awaitable[object] | None = None) -> None:
+    """Loads the job's tools, then serves them until told to stop (or until `until` is done).
+
+    Raises:
+        UserInputError: A tool cannot be loaded, or the port is taken.
+    """
+    lanes = Lanes()
+    tools = load_tools(settings.tools, lanes)
+    sessions = Sessions(tools, lanes, call_seconds=settings.call_seconds, max_sessions=settings.max_sessions)
+    servicer = ToolServicer(tools, sessions)
+    await serve(
+        settings.component,
+        settings.listen,
+        lambda server: stubs.add_ToolServiceServicer_to_server(servicer, server),
+        drain=sessions.drain,
+        until=until,
+    )

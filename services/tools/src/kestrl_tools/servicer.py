@@ -1,0 +1,85 @@
+"""The wire in front of the sessions: messages in, messages out, nothing decided here."""
+# ruff: noqa: ARG002, N802 - gRPC names the methods and hands each a request and a context
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, NoReturn, cast
+
+from kestrl.api.tools.v1 import tools_pb2 as pb
+from kestrl.api.tools.v1 import tools_pb2_grpc as stubs
+from kestrl.errors import ToolFailure
+from kestrl_tools.catalogue import Tool
+from kestrl_tools.sessions import Sessions
+
+
+class ToolServicer(stubs.ToolServiceServicer):
+    """ListTools, Open, Call, Close."""
+
+    def __init__(self, tools: Mapping[str, Tool], sessions: Sessions) -> None:
+        self._schemas = [
+            pb.ToolSchema(
+                name=tool.schema.name,
+                description=tool.schema.description,
+                parameters_json=json.dumps(tool.schema.parameters, ensure_ascii=False),
+            )
+            for tool in tools.values()
+        ]
+        self._sessions = sessions
+
+    async def ListTools(self, request: pb.ListToolsRequest, context: Any) -> pb.ListToolsResponse:
+        return pb.ListToolsResponse(tools=self._schemas)
+
+    async def Open(self, request: pb.OpenRequest, context: Any) -> pb.OpenResponse:
+        session_id = await self._sessions.open(
+            request.episode_id, request.tools, _kwargs(request), lifetime=request.lifetime
+        )
+        return pb.OpenResponse(session_id=session_id)
+
+    async def Call(self, request: pb.CallRequest, context: Any) -> pb.CallResponse:
+        answer = await self._sessions.call(request.session_id, request.name, _arguments(request.arguments_json))
+        return pb.CallResponse(outcome=answer.outcome, text=answer.text, final=answer.final, data_json=answer.data_json)
+
+    async def Close(self, request: pb.CloseRequest, context: Any) -> pb.CloseResponse:
+        await self._sessions.close(request.session_id)
+        return pb.CloseResponse()
+
+
+def _arguments(text: str) -> object:
+    """The arguments as JSON; what is not JSON is handed on as text, which no schema of ours accepts."""
+    try:
+        return json.loads(text or "{}", parse_constant=_refuse)
+    except (ValueError, RecursionError):
+        return text
+
+
+def _refuse(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is not JSON")
+
+
+def _kwargs(request: pb.OpenRequest) -> Mapping[str, Any]:
+    try:
+        kwargs: Any = json.loads(request.tools_kwargs_json or "{}")
+    except ValueError as error:
+        raise ToolFailure(
+            f"{request.episode_id}: tools_kwargs: not JSON: {error}", code="tool_kwargs_invalid"
+        ) from error
+    if not isinstance(kwargs, dict) or not all(_is_kwargs(value) for value in cast(dict[str, Any], kwargs).values()):
+        raise ToolFailure(
+            f"{request.episode_id}: tools_kwargs: must be an object of tool name to {{create_kwargs, execute_kwargs}}, "
+            "each of those an object",
+            code="tool_kwargs_invalid",
+        )
+    return cast(dict[str, Any], kwargs)
+
+
+def _is_kwargs(value: Any) -> bool:
+    if value is None:
+        return True
+    if not isinstance(value, dict):
+        return False
+    given = cast(dict[str, Any], value)
+    return set(given) <= {"create_kwargs", "execute_kwargs"} and all(
+        inner is None or isinstance(inner, dict) for inner in given.values()
+    )

@@ -1,0 +1,261 @@
+"""Sessions: the instances of one episode's tools, kept between calls, closed once.
+
+What must stay true: a session is in the table exactly while it can be called; its instances are closed exactly once, whether by
+Close, by the end of its lifetime, or by draining; a call that is running then is cancelled first. Nothing sleeps for a session:
+its end of life is one timer of the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+from kestrl.episode import CallOutcome
+from kestrl.errors import KestrlError, ToolFailure
+from kestrl.telemetry import span
+from kestrl.telemetry.names import Attr, SpanName
+from kestrl.tools import ToolError
+from kestrl.tools.arguments import ArgumentsInvalid
+from kestrl_tools.catalogue import Kwargs, Tool
+from kestrl_tools.execution import Answer, answer_of, for_model, guarded
+from kestrl_tools.instances import Instance
+from kestrl_tools.lanes import Lanes
+
+log = logging.getLogger(__name__)
+MAX_HANGING = 64
+"""Threads lost in calls that never come back, before no session is opened any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """A tool in a session."""
+
+    tool: Tool
+    instance: Instance
+    filled: Kwargs
+
+    @property
+    def name(self) -> str:
+        return self.tool.schema.name
+
+
+@dataclass(eq=False, slots=True)
+class Session:
+    """The tools of one episode."""
+
+    id: str
+    episode_id: str
+    seats: Mapping[str, Seat]
+    timer: asyncio.TimerHandle
+    running: set[asyncio.Task[object]] = field(default_factory=set[asyncio.Task[object]])
+    closed: bool = False
+
+
+class Sessions:
+    """All sessions of the service."""
+
+    def __init__(self, tools: Mapping[str, Tool], lanes: Lanes, *, call_seconds: float, max_sessions: int) -> None:
+        self._tools = tools
+        self._lanes = lanes
+        self._call_seconds = call_seconds
+        self._max = max_sessions
+        self._open: dict[str, Session] = {}
+        self._opening = 0
+        self._closing: set[asyncio.Task[None]] = set()
+        self._draining = False
+        self.close_errors = 0
+        """Instances whose `close` raised or hung."""
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    async def open(self, episode_id: str, names: Sequence[str], kwargs: Mapping[str, Any], *, lifetime: float) -> str:
+        """Makes the instances of one episode; returns the session's id, which cannot be guessed.
+
+        Args:
+            episode_id: For messages.
+            names: Tools wanted; none means all.
+            kwargs: Per tool, `create_kwargs` and `execute_kwargs`.
+            lifetime: Seconds after which the session is closed by itself.
+
+        Raises:
+            KestrlError: No room, a tool that is not the job's, or one that could not be made (boundary `tool`).
+        """
+        self._admit()
+        if not 0 < lifetime < float("inf"):
+            raise KestrlError(
+                f"{episode_id}: a session's lifetime must be above 0, is {lifetime}", code="invalid_request"
+            )
+        wanted = list(dict.fromkeys(names)) or list(self._tools)
+        unknown = sorted({*wanted, *kwargs} - set(self._tools))
+        if unknown:
+            raise ToolFailure(
+                f"{episode_id}: the row names tools that the job does not have: {', '.join(unknown)} "
+                f"(it has: {', '.join(self._tools) or 'none'})",
+                code="unknown_tool",
+            )
+        self._opening += 1
+        try:
+            seats = await self._make(episode_id, wanted, kwargs)
+        finally:
+            self._opening -= 1
+        if self._draining:
+            await self._close_all(seats.values())
+            self._admit()
+        return self._enter(episode_id, seats, lifetime)
+
+    async def call(self, session_id: str, name: str, arguments: object) -> Answer:
+        """Calls a tool.
+
+        Raises:
+            KestrlError: There is no such session, or the tool broke (boundary `tool`).
+        """
+        session = self._open.get(session_id)
+        if session is None:
+            raise KestrlError("the session is closed, expired or unknown", code="unknown_session", retryable=True)
+        seat = session.seats.get(name)
+        if seat is None:
+            known = ", ".join(session.seats) or "none"
+            return Answer(outcome=CallOutcome.UNKNOWN_TOOL, text=f"There is no tool {name!r}. The tools are: {known}.")
+        try:
+            checked = seat.tool.arguments.parse(arguments, filled=frozenset(seat.filled))
+        except ArgumentsInvalid as error:
+            text = f"{name} was not called: {error}."
+            return Answer(outcome=CallOutcome.SCHEMA_VIOLATION, text=text.encode("utf-8", "replace").decode("utf-8"))
+        attributes = {Attr.TOOL_NAME: name, Attr.EPISODE_ID: session.episode_id}
+        with span(SpanName.TOOL_EXECUTE, attributes) as current:
+            answer = await self._run(session, seat, checked)
+            current.set_attribute(Attr.OUTCOME, answer.outcome)
+            return answer
+
+    async def close(self, session_id: str) -> None:
+        """Ends a session; one that is gone already is no error."""
+        session = self._open.pop(session_id, None)
+        if session is not None:
+            await self._end(session)
+
+    async def drain(self) -> None:
+        """Takes no more sessions and closes those there are."""
+        self._draining = True
+        ending = [self._begin_end(session_id) for session_id in list(self._open)]
+        if ending or self._closing:
+            log.info("draining: %d sessions are closed", len(ending))
+            await asyncio.wait(self._closing)
+        if self.close_errors:
+            log.warning("%d tools could not be closed in all", self.close_errors)
+
+    def _admit(self) -> None:
+        if self._draining:
+            raise KestrlError("the tool service is shutting down", code="draining", retryable=True)
+        if len(self._open) + self._opening >= self._max:
+            raise KestrlError(
+                f"all {self._max} sessions are taken; sessions are closed by Close or at the end of their lifetime",
+                code="too_many_sessions",
+                retryable=True,
+            )
+        hanging = self._lanes.hanging()
+        if len(hanging) >= MAX_HANGING:
+            raise ToolFailure(
+                f"{len(hanging)} calls never came back (tools: {', '.join(sorted(set(hanging)))}); "
+                "a tool must end by itself: give what it waits for a time limit",
+                code="tool_hangs",
+            )
+
+    async def _make(self, episode_id: str, wanted: Sequence[str], kwargs: Mapping[str, Any]) -> dict[str, Seat]:
+        seats: dict[str, Seat] = {}
+        try:
+            for name in wanted:
+                seats[name] = await self._seat(episode_id, self._tools[name], kwargs.get(name) or {})
+        except BaseException:
+            await self._close_all(seats.values())
+            raise
+        return seats
+
+    async def _seat(self, episode_id: str, tool: Tool, kwargs: Mapping[str, Any]) -> Seat:
+        name = tool.schema.name
+        filled = cast(Kwargs, kwargs.get("execute_kwargs") or {})
+        try:
+            tool.check_fill(filled)
+            making = asyncio.create_task(
+                guarded(name, tool.make(kwargs.get("create_kwargs") or {})), name=f"make-{name}"
+            )
+            made = await self._within(making, name, "making it took")
+        except ToolFailure as error:
+            raise ToolFailure(f"{episode_id}: {error}", code=error.code, retryable=error.retryable) from error
+        except ToolError as error:
+            raise ToolFailure(f"{episode_id}: {name}: {error}") from error
+        return Seat(tool, cast(Instance, made), filled)
+
+    def _enter(self, episode_id: str, seats: Mapping[str, Seat], lifetime: float) -> str:
+        session_id = secrets.token_urlsafe(24)
+        timer = asyncio.get_running_loop().call_later(lifetime, self._expire, session_id)
+        self._open[session_id] = Session(session_id, episode_id, seats, timer)
+        return session_id
+
+    def _expire(self, session_id: str) -> None:
+        log.warning("the session of episode %s outlived its lifetime and is closed", self._open[session_id].episode_id)
+        self._begin_end(session_id)
+
+    def _begin_end(self, session_id: str) -> None:
+        task = asyncio.create_task(self.close(session_id), name="close-session")
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
+
+    async def _run(self, session: Session, seat: Seat, arguments: Mapping[str, Any]) -> Answer:
+        work = asyncio.create_task(guarded(seat.name, seat.instance.call(arguments, seat.filled)), name=seat.name)
+        session.running.add(work)
+        work.add_done_callback(session.running.discard)
+        try:
+            return answer_of(seat.name, await self._within(work, seat.name, "the call took"))
+        except ToolError as error:
+            return for_model(error)
+        except ToolFailure as error:
+            if session.closed and work.cancelled():
+                raise KestrlError("the session was closed", code="unknown_session", retryable=True) from error
+            raise
+
+    async def _within(self, work: asyncio.Task[object], name: str, what: str) -> object:
+        """Awaits a tool's work, but not longer than a call may take: a tool that ignores its cancellation is left behind."""
+        work.add_done_callback(_retrieved)
+        try:
+            done, _ = await asyncio.wait({work}, timeout=self._call_seconds)
+        finally:
+            work.cancel()  # of no effect on what is done
+        if not done:
+            raise ToolFailure(f"{name}: {what} longer than {self._call_seconds:g} s", code="tool_deadline")
+        if work.cancelled():
+            raise ToolFailure(f"{name}: cancelled itself")
+        return work.result()
+
+    async def _end(self, session: Session) -> None:
+        session.closed = True
+        session.timer.cancel()
+        running = set(session.running)
+        for work in running:
+            work.cancel()
+        if running:
+            await asyncio.wait(running, timeout=self._call_seconds)
+        await self._close_all(session.seats.values())
+
+    async def _close_all(self, seats: Any) -> None:
+        closing = [asyncio.create_task(self._close_one(seat), name=f"close-{seat.name}") for seat in seats]
+        if closing:
+            await asyncio.wait(closing)
+
+    async def _close_one(self, seat: Seat) -> None:
+        work = asyncio.create_task(guarded(seat.name, seat.instance.close()), name=f"close-{seat.name}")
+        try:
+            await self._within(work, seat.name, "closing it took")
+        except (ToolError, KestrlError) as error:
+            self.close_errors += 1
+            log.error("tool %s could not be closed: %s", seat.name, error)
+
+
+def _retrieved(work: asyncio.Task[object]) -> None:
+    """Looks at the error of work that nobody waits for any more, or asyncio would call it lost; `guarded` has logged it."""
+    if not work.cancelled():
+        work.exception()

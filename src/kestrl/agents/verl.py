@@ -1,0 +1,253 @@
+"""Runs an agent loop that was written for verl 0.9, unchanged.
+
+The class gets what verl gives it: a server manager, a tokenizer, a configuration, the row's fields. The tokens that are trained on
+are not taken from what it returns but from what went through the server manager; the returned mask may only choose among them.
+So a loop that edits, re-tokenises or mislabels the model's tokens fails by name instead of training on them.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import sys
+from collections.abc import Mapping, Sequence
+from types import ModuleType
+from typing import Any, cast
+
+from kestrl.agents import Call, Conversation, Loop
+from kestrl.agents import verl_names as names
+from kestrl.errors import UserCodeError
+
+MODULES: dict[str, tuple[str, ...]] = {
+    "verl.experimental.agent_loop": ("AgentLoopBase", "AgentLoopOutput", "register"),
+    "verl.experimental.agent_loop.agent_loop": (
+        *("AgentLoopBase", "AgentLoopMetrics", "AgentLoopOutput", "DictConfigWrap", "ToolListWrap", "register"),
+        "TokenOutput",
+    ),
+    "verl.utils.profiler": ("simple_timer",),
+    "verl.utils.rollout_trace": ("rollout_trace_op",),
+    "verl.workers.rollout.replica": ("TokenOutput",),
+    "verl.workers.rollout.llm_server": ("LLMServerClient",),
+    "verl.tools.schemas": ("ToolResponse",),
+}
+"""Modules that stand in for verl's, and what each holds."""
+FIXED = {"top_p": (1, 1.0), "top_k": (-1, 0), "min_p": (0, 0.0), "repetition_penalty": (1, 1.0), "n": (1,)}
+"""Sampling parameters with the only values that training allows: others would make the log-probabilities those of another
+distribution than the learner computes."""
+IGNORED = frozenset({"logprobs", "stop_token_ids", "max_tokens", "max_new_tokens", "temperature", "seed"})
+"""Handled by name, or decided by the platform."""
+
+
+class Config(dict[str, Any]):
+    """A configuration with entries as attributes, as verl's are."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self[name]
+        except KeyError as error:
+            raise AttributeError(
+                f"the configuration has no {name!r}; loops of verl see a part of verl's only"
+            ) from error
+
+
+def is_missing(error: BaseException | None) -> bool:
+    """Whether an import failed because verl is not installed."""
+    return isinstance(error, ModuleNotFoundError) and (error.name or "").split(".")[0] == "verl"
+
+
+def install() -> None:
+    """Puts stand-ins for verl's modules in `sys.modules`. To be used only when verl is not installed."""
+    for path, exported in MODULES.items():
+        parts = path.split(".")
+        for depth in range(1, len(parts) + 1):
+            name = ".".join(parts[:depth])
+            if name not in sys.modules:
+                module = ModuleType(name, "A stand-in by KestRL; see kestrl.agents.verl.")
+                module.__path__ = []
+                sys.modules[name] = module
+                if depth > 1:
+                    setattr(sys.modules[".".join(parts[: depth - 1])], parts[depth - 1], module)
+        for name in exported:
+            setattr(sys.modules[path], name, getattr(names, name))
+    importlib.invalidate_caches()
+
+
+def is_loop(found: Any) -> bool:
+    """Whether this is a class written for verl."""
+    return inspect.isclass(found) and any(
+        base is names.AgentLoopBase or (base.__name__ == "AgentLoopBase" and base.__module__.split(".")[0] == "verl")
+        for base in inspect.getmro(found)[1:]
+    )
+
+
+def adapt(loop: type[Any]) -> Loop:
+    """The class as a loop of ours."""
+
+    async def run(conversation: Conversation) -> None:
+        instance = loop(
+            trainer_config=names.DictConfigWrap(_config(conversation)),
+            server_manager=ServerManager(conversation),
+            tokenizer=conversation.tokenizer,
+            processor=None,
+            dataset_cls=None,
+            data_config=names.DictConfigWrap(Config()),
+            hf_model_type=None,
+            tools=names.ToolListWrap([RemoteTool(conversation, tool.to_openai()) for tool in conversation.tools]),
+        )
+        sampling = {
+            "temperature": conversation.limits.temperature,
+            "top_p": 1.0,
+            "top_k": -1,
+            "repetition_penalty": 1.0,
+            "logprobs": True,
+        }
+        output = await instance.run(sampling, **_fields(conversation))
+        _keep(conversation, output)
+
+    return run
+
+
+def _keep(conversation: Conversation, output: Any) -> None:
+    try:
+        prompt, response = list(output.prompt_ids), list(output.response_ids)
+        mask = [*([0] * len(prompt)), *(int(each) for each in output.response_mask)]
+    except (AttributeError, TypeError, ValueError) as error:
+        raise UserCodeError(f"the loop returned no AgentLoopOutput: {error}", code="bad_output") from error
+    conversation.keep([*prompt, *response], mask)
+    conversation.metrics["verl.num_turns"] = float(output.num_turns)
+    if output.reward_score is not None:
+        conversation.metrics["verl.reward_score"] = float(output.reward_score)
+
+
+def _config(conversation: Conversation) -> Config:
+    limits = conversation.limits
+    multi_turn = Config(
+        enable=True,
+        format="hermes",
+        max_assistant_turns=limits.max_turns,
+        max_user_turns=limits.max_turns,
+        max_parallel_calls=8,
+        # Results are cut on tokens by the worker already.
+        max_tool_response_length=sys.maxsize,
+        tool_response_truncate_side="middle",
+    )
+    rollout = Config(
+        name="vllm",
+        prompt_length=limits.context_length,
+        response_length=limits.context_length,
+        temperature=limits.temperature,
+        top_p=1.0,
+        top_k=-1,
+        calculate_log_probs=True,
+        full_determinism=False,
+        multi_turn=multi_turn,
+        agent=Config(),
+    )
+    return Config(actor_rollout_ref=Config(rollout=rollout, model=Config()), data=Config())
+
+
+def _fields(conversation: Conversation) -> dict[str, Any]:
+    """The row's fields under verl's names."""
+    scenario = conversation.scenario
+    extra = scenario.metadata.get("extra_info", scenario.metadata)
+    return {
+        **{key: value for key, value in scenario.metadata.items() if key != "extra_info"},
+        "raw_prompt": [dict(message) for message in scenario.messages],
+        "tools_kwargs": scenario.tools_kwargs,
+        "extra_info": extra,
+        "index": scenario.ordinal,
+        "reward_model": {"style": "rule", "ground_truth": scenario.ground_truth},
+    }
+
+
+class ServerManager:
+    """verl's door to the engines, as a loop uses it."""
+
+    def __init__(self, conversation: Conversation) -> None:
+        self._conversation = conversation
+
+    async def generate(
+        self,
+        request_id: str,
+        *,
+        prompt_ids: Sequence[int],
+        sampling_params: Mapping[str, Any],
+        image_data: Any = None,
+        video_data: Any = None,
+        audio_data: Any = None,
+        **options: Any,
+    ) -> names.TokenOutput:
+        """Samples behind a prompt.
+
+        Raises:
+            LimitReached: A limit of the episode leaves no token; uncaught, the episode ends with what it has.
+            UserCodeError: The loop changed how tokens are sampled, or sent more than text.
+        """
+        del request_id, options  # sessions and priorities are the worker's affair
+        if image_data or video_data or audio_data:
+            raise UserCodeError("images, video and audio are not supported", code="unsupported_content")
+        self._check(sampling_params)
+        limit = sampling_params.get("max_tokens", sampling_params.get("max_new_tokens"))
+        completion = await self._conversation.generate_tokens(
+            list(prompt_ids), max_tokens=limit, stop_token_ids=tuple(sampling_params.get("stop_token_ids") or ())
+        )
+        return names.TokenOutput(
+            token_ids=list(completion.token_ids),
+            log_probs=list(completion.logprobs),
+            stop_reason="completed",
+            num_preempted=-1,
+        )
+
+    def _check(self, sampling: Mapping[str, Any]) -> None:
+        allowed = {**FIXED, "temperature": (self._conversation.limits.temperature,)}
+        for name, value in sampling.items():
+            if (
+                value is None
+                or (name in allowed and value in allowed[name])
+                or (name in IGNORED and name not in allowed)
+            ):
+                continue
+            raise UserCodeError(
+                f"the loop samples with {name}={value!r}; the job's sampling is set in the manifest, for the learner must "
+                "compute the same distribution",
+                code="sampling_changed",
+            )
+
+
+class RemoteTool:
+    """A tool of the job under verl's `BaseTool` interface. Its session lasts as long as the episode."""
+
+    def __init__(self, conversation: Conversation, schema: dict[str, Any]) -> None:
+        self._conversation = conversation
+        self.name = str(schema["function"]["name"])
+        self.tool_schema = _Schema(schema)
+
+    async def create(self, instance_id: str | None = None, **options: Any) -> tuple[str, names.ToolResponse]:
+        """Nothing to make: the worker opens the session with the scenario's `create_kwargs`."""
+        del options
+        return instance_id or self.name, names.ToolResponse()
+
+    async def execute(
+        self, instance_id: str, parameters: Mapping[str, Any], **options: Any
+    ) -> tuple[names.ToolResponse, float, dict[str, Any]]:
+        """Calls the tool; what the model got wrong comes back as text."""
+        del instance_id, options
+        call = Call(name=self.name, arguments=parameters, raw="")
+        (result,) = await self._conversation.call_tools([call])
+        return names.ToolResponse(text=result.text), 0.0, dict(result.data)
+
+    async def release(self, instance_id: str, **options: Any) -> None:
+        """The session ends with the episode."""
+        del instance_id, options
+
+
+class _Schema:
+    """A tool's definition with the one method that loops call on it."""
+
+    def __init__(self, schema: dict[str, Any]) -> None:
+        self._schema = schema
+        self.function = Config(cast(dict[str, Any], schema["function"]))
+
+    def model_dump(self, **options: Any) -> dict[str, Any]:
+        del options
+        return self._schema

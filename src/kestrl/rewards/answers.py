@@ -1,0 +1,84 @@
+"""Reading an answer out of an episode and comparing it with the truth, as text and as a number."""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from decimal import Decimal, InvalidOperation
+from typing import Any
+
+from kestrl.episode import CallOutcome, Episode, Json, StopReason
+from kestrl.tools.shapes import is_list, is_mapping
+
+MAX_READ = 4000
+"""Characters from the end in which an answer is looked for: it stands at the end."""
+
+_REASONING = re.compile(r"<think>.*?(?:</think>|\Z)", re.DOTALL)
+_CALL = re.compile(r"<tool_call>.*?(?:</tool_call>|\Z)", re.DOTALL)
+_MARKED = re.compile(
+    r"####\s*(?P<hashes>[^\n]+)|\\boxed\{(?P<boxed>[^{}]*)\}|\banswer(?:\s+is)?\s*[:=]\s*(?P<said>[^\n]+)",
+    re.IGNORECASE,
+)
+_NUMBER = re.compile(r"(?<![\w.])[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+)?(?:[eE][-+]?\d{1,4})?(?!\d)")
+_EDGES = " \t\r\n.,;:!?\"'`*_()[]{}$%"
+
+
+def answer_of(episode: Episode) -> str:
+    """The answer an episode gave: the `answer` argument of the tool that ended it, else the last turn without reasoning."""
+    if episode.stop_reason is StopReason.FINAL_TOOL:
+        for call in reversed(episode.tool_calls):
+            if call.outcome is CallOutcome.OK and call.arguments and "answer" in call.arguments:
+                return _text(call.arguments["answer"])
+    return _CALL.sub("", _REASONING.sub("", episode.final_text)).strip()
+
+
+def accepted_answers(ground_truth: Json) -> list[str]:
+    """The answers that count as right: the truth may be a text, a number, a list of such, or an object with `answer`.
+
+    Raises:
+        ValueError: There is none.
+    """
+    truth: Any = ground_truth
+    if is_mapping(truth):
+        truth = truth.get("answer")
+    answers = [_text(each) for each in (truth if is_list(truth) else [truth]) if each is not None]
+    if not answers or not all(answer.strip() for answer in answers):
+        raise ValueError("the row has no ground_truth to compare with")
+    return answers
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return value if isinstance(value, str) else str(value)
+
+
+def normalised(text: str) -> str:
+    """Without case, width and spacing, and without punctuation at its edges."""
+    return " ".join(unicodedata.normalize("NFKC", text).casefold().strip(_EDGES).split())
+
+
+def marked(text: str) -> str | None:
+    r"""What stands last behind a mark of an answer: `#### 72`, `\boxed{72}`, `Answer: 72`."""
+    found = [match for match in _MARKED.finditer(text[-MAX_READ:]) if match.group(match.lastgroup or 0).strip()]
+    return found[-1].group(found[-1].lastgroup or 0).strip() if found else None
+
+
+def number(text: str) -> Decimal | None:
+    """The text as one number, thousands separated or not; None when it is anything else."""
+    bare = text.strip(_EDGES.replace(".", "")).rstrip(".").replace("\u2212", "-")
+    return _decimal(bare) if _NUMBER.fullmatch(bare) else None
+
+
+def last_number(text: str) -> Decimal | None:
+    """The last number in a text."""
+    found = [match.group() for match in _NUMBER.finditer(text[-MAX_READ:].replace("\u2212", "-")) if match.group()]
+    numbers = [value for value in map(_decimal, found) if value is not None]
+    return numbers[-1] if numbers else None
+
+
+def _decimal(text: str) -> Decimal | None:
+    try:
+        return Decimal(text.replace(",", ""))
+    except InvalidOperation:
+        return None

@@ -1,0 +1,191 @@
+"""What a model sends to a tool, checked against the tool's schema before the tool sees it.
+
+Strict: a string is never taken for a list of strings, nor "5" for 5. What is wrong is said so that the model can mend it: which
+argument, what it is, what it must be.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from importlib import import_module
+from typing import Any
+
+from kestrl.tools.shapes import is_mapping
+
+# The stubs leave most of it unknown, so the library and its errors are taken as what they are.
+jsonschema: Any = import_module("jsonschema")
+MAX_COMPLAINTS = 3
+"""Problems told at once; a small model mends three better than thirty."""
+MAX_SHOWN = 80
+"""Characters of a wrong value that are shown back."""
+
+_KINDS: dict[str, str] = {
+    "string": "a string",
+    "number": "a number",
+    "integer": "an integer",
+    "boolean": "true or false",
+    "array": "an array",
+    "object": "an object",
+    "null": "null",
+}
+
+_NAMES: tuple[tuple[str, tuple[type, ...]], ...] = (
+    ("string", (str,)),
+    ("number", (int, float)),
+    ("array", (list, tuple)),
+    ("object", (object,)),
+)
+
+
+def _is_integer(_checker: object, value: object) -> bool:
+    # JSON Schema also calls 1.0 an integer; a Python function that asked for an int does not.
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+_Validator: Any = jsonschema.validators.extend(
+    jsonschema.Draft202012Validator,
+    type_checker=jsonschema.Draft202012Validator.TYPE_CHECKER.redefine("integer", _is_integer),
+)
+
+
+class ArgumentsInvalid(ValueError):
+    """The arguments do not fit the schema; the message is for the model."""
+
+
+Convert = Callable[[Any], Any]
+"""From a JSON value to what the tool's parameter is declared as. Raises ValueError."""
+
+
+@dataclass(frozen=True, slots=True)
+class Arguments:
+    """Checks and converts the arguments of one tool."""
+
+    schema: Mapping[str, Any]
+    """JSON Schema of type object."""
+    converters: Mapping[str, Convert] = field(default_factory=dict[str, Convert])
+    """By argument; one without a converter is handed on as it is."""
+
+    def parse(self, arguments: object, *, filled: frozenset[str] = frozenset()) -> dict[str, Any]:
+        """The keyword arguments for the tool.
+
+        Args:
+            arguments: What the model sent.
+            filled: Parameters that the scenario fills: whatever the model sent for them is left out.
+
+        Raises:
+            ArgumentsInvalid: They do not fit.
+        """
+        if not is_mapping(arguments):
+            raise ArgumentsInvalid(f"the arguments must be an object, but are {_shown(arguments)}")
+        given = {str(name): value for name, value in arguments.items() if name not in filled}
+        problems = complaints(self._without(filled), given)
+        if problems:
+            raise ArgumentsInvalid("; ".join(problems))
+        return {name: self._convert(name, value) for name, value in given.items()}
+
+    def _without(self, filled: frozenset[str]) -> Mapping[str, Any]:
+        required: list[str] = self.schema.get("required", [])
+        if filled.isdisjoint(required):
+            return self.schema
+        return {**self.schema, "required": [name for name in required if name not in filled]}
+
+    def _convert(self, name: str, value: Any) -> Any:
+        converter = self.converters.get(name)
+        if converter is None:
+            return value
+        try:
+            return converter(value)
+        except ValueError as error:
+            raise ArgumentsInvalid(f"argument {name!r} {_reason(error)}, but is {_shown(value)}") from error
+
+
+def complaints(schema: Mapping[str, Any], instance: object) -> list[str]:
+    """What is wrong with a value, in words; empty when nothing is."""
+    errors: list[Any] = list(_Validator(schema).iter_errors(instance))
+    told: dict[str, None] = {}
+    for error in sorted(errors, key=_path):
+        told.update(dict.fromkeys(_complaint(error)))
+    return list(told)[:MAX_COMPLAINTS]
+
+
+def _complaint(error: Any) -> list[str]:
+    place = _place(error)
+    value: Any = error.instance
+    wanted: Any = error.validator_value
+    match error.validator:
+        case "required":
+            return [f"{_member(error, name)} is missing" for name in wanted if name not in value]
+        case "additionalProperties" if wanted is False:
+            known: Mapping[str, Any] = error.schema.get("properties", {})
+            allowed = ", ".join(known) or "none"
+            return [f"{_member(error, name)} is unknown (known: {allowed})" for name in value if name not in known]
+        case "type":
+            return [f"{place} must be {_kind(wanted)}, but is {_shown(value)}"]
+        case "enum":
+            return [f"{place} must be one of {', '.join(_json(item) for item in wanted)}, but is {_shown(value)}"]
+        case "const":
+            return [f"{place} must be {_json(wanted)}, but is {_shown(value)}"]
+        case "anyOf" | "oneOf":
+            return _alternatives(error, place)
+        case _:
+            return [f"{place}: {error.message[: 3 * MAX_SHOWN]}"]
+
+
+def _alternatives(error: Any, place: str) -> list[str]:
+    """A union: when the value is of no alternative's type, the types; otherwise what is wrong with the nearest alternative."""
+    inner: list[Any] = list(error.context or ())
+    wrong_types = [each for each in inner if each.validator == "type" and not each.relative_path]
+    schemas: list[Any] = list(error.validator_value)
+    if len(wrong_types) == len(schemas):
+        kinds = dict.fromkeys(_kind(each.validator_value) for each in wrong_types)
+        return [f"{place} must be {' or '.join(kinds)}, but is {_shown(error.instance)}"]
+    nearest = jsonschema.exceptions.best_match([each for each in inner if each not in wrong_types])
+    return [f"{place}: {error.message[: 3 * MAX_SHOWN]}"] if nearest is None else _complaint(nearest)
+
+
+def _kind(wanted: str | list[str]) -> str:
+    names = [wanted] if isinstance(wanted, str) else wanted
+    return " or ".join(_KINDS.get(name, name) for name in names)
+
+
+def _place(error: Any) -> str:
+    path = _path(error)
+    return f"argument {path!r}" if path else "the arguments"
+
+
+def _member(error: Any, name: str) -> str:
+    path = _path(error)
+    return f"argument {(f'{path}.{name}' if path else name)!r}"
+
+
+def _path(error: Any) -> str:
+    path = ""
+    for part in error.absolute_path:
+        path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else str(part)
+    return path
+
+
+def _json(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False, default=str)
+
+
+def _shown(value: object) -> str:
+    """The value for the model: its kind and as much of it as helps."""
+    text = _json(value)
+    text = text if len(text) <= MAX_SHOWN else text[:MAX_SHOWN] + "..."
+    if value is None or isinstance(value, bool):
+        return text
+    kind = next(name for name, types in _NAMES if isinstance(value, types))
+    return f"the {kind} {text}"
+
+
+def _reason(error: ValueError) -> str:
+    from pydantic import ValidationError as Refused
+
+    if not isinstance(error, Refused):
+        return f"is not accepted ({error})"
+    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    where = ".".join(str(part) for part in first["loc"])
+    return f"is not accepted ({f'{where}: ' if where else ''}{first['msg']})"

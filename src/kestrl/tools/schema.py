@@ -1,0 +1,231 @@
+"""From an ordinary function or class to what the model is told of it and to the check of what the model sends.
+
+pydantic reads the type hints, so that nested types, `Literal`, `Annotated[int, Field(ge=1)]`, unions and defaults all have their
+JSON Schema; a value that fits is converted to the declared type (a date, an enum, a model of the user's).
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import typing
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple, cast
+
+from pydantic import TypeAdapter
+from pydantic.errors import PydanticUserError
+from pydantic.json_schema import GenerateJsonSchema
+
+from kestrl.errors import UserInputError
+from kestrl.tools import Hidden, ToolSchema
+from kestrl.tools.arguments import Arguments, Convert
+from kestrl.tools.docstrings import Docstring, parse
+from kestrl.tools.shapes import is_list, is_mapping
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Described:
+    """A tool, read."""
+
+    schema: ToolSchema
+    arguments: Arguments
+    fillable: frozenset[str]
+    """Parameters that `execute_kwargs` may name: all but those the manifest fixes."""
+    required: frozenset[str]
+    """Hidden parameters without a default: `execute_kwargs` must name them."""
+
+
+class _Parameter(NamedTuple):
+    name: str
+    adapter: TypeAdapter[Any]
+    default: Any
+    description: str
+
+
+class _Generator(GenerateJsonSchema):
+    # A default without a JSON form is left out of the schema, which is right; pydantic would warn of it.
+    ignored_warning_kinds = {"skipped-choice", "non-serializable-default"}  # noqa: RUF012 - pydantic's own attribute
+
+
+def describe(obj: Any, name: str, *, hidden: Collection[str] = ()) -> ToolSchema:
+    """The tool as the model is told of it.
+
+    Args:
+        obj: A function, or a class whose instances are called.
+        name: What the model calls it.
+        hidden: Parameters left out, beside those marked `Hidden`.
+
+    Raises:
+        UserInputError: A parameter cannot be described; says which and the mend.
+    """
+    return read(obj, name, fixed=hidden).schema
+
+
+def read(obj: Any, name: str, *, fixed: Collection[str] = ()) -> Described:
+    """As `describe`, with the check of arguments. `fixed` are parameters that the manifest fills."""
+    target = _target(obj, name)
+    hints = _hints(target, name)
+    documentation = _documentation(obj, target)
+    shown: list[_Parameter] = []
+    fillable: set[str] = set()
+    required: set[str] = set()
+    for parameter in _parameters(obj, target, name):
+        if parameter.name in fixed:
+            continue
+        fillable.add(parameter.name)
+        hint = hints.get(parameter.name)
+        if _is_hidden(hint):
+            if parameter.default is parameter.empty:
+                required.add(parameter.name)
+            continue
+        shown.append(_shown(parameter, hint, documentation, name))
+    schema = ToolSchema(name=name, description=documentation.description, parameters=_object(shown))
+    converters: dict[str, Convert] = {parameter.name: _converter(parameter.adapter) for parameter in shown}
+    return Described(
+        schema=schema,
+        arguments=Arguments(schema.parameters, converters),
+        fillable=frozenset(fillable),
+        required=frozenset(required),
+    )
+
+
+def _target(obj: Any, name: str) -> Callable[..., Any]:
+    """What is called when the tool is called."""
+    if not callable(obj):
+        raise UserInputError(f"{name}: a tool is a function or a class, this is {type(obj).__name__}")
+    if inspect.isclass(obj):
+        if not any("__call__" in vars(base) for base in obj.__mro__):
+            raise UserInputError(
+                f"{name}: the class {obj.__name__} has no __call__; write `def __call__(self, ...)`: calling the instance "
+                "is calling the tool"
+            )
+        obj = cast(Any, obj).__call__
+    elif not inspect.isroutine(obj) and not _is_partial(obj):
+        obj = cast(Any, obj).__call__
+    target: Callable[..., Any] = obj
+    return target
+
+
+def _is_partial(obj: Any) -> bool:
+    return isinstance(obj, partial)
+
+
+def _source(target: Any) -> Callable[..., Any]:
+    """The function as its author wrote it, beneath `partial` and decorators: it has the type hints and the docstring."""
+    while _is_partial(target):
+        target = target.func
+    written: Callable[..., Any] = inspect.unwrap(target)
+    return written
+
+
+def _parameters(obj: Any, target: Callable[..., Any], name: str) -> list[inspect.Parameter]:
+    try:
+        found = list(inspect.signature(target).parameters.values())
+    except (TypeError, ValueError) as error:
+        raise UserInputError(
+            f"{name}: has no readable signature ({error}); wrap it in a function with type hints"
+        ) from error
+    for parameter in found[inspect.isclass(obj) :]:
+        stars = (
+            "*"
+            if parameter.kind is parameter.VAR_POSITIONAL
+            else "**"
+            if parameter.kind is parameter.VAR_KEYWORD
+            else ""
+        )
+        if stars or parameter.kind is parameter.POSITIONAL_ONLY:
+            raise UserInputError(
+                f"{name}: the parameter {stars + parameter.name!r} cannot be described to the model, which sends arguments by name; "
+                "write each one out, with its type"
+            )
+    return found[inspect.isclass(obj) :]
+
+
+def _hints(target: Callable[..., Any], name: str) -> Mapping[str, Any]:
+    try:
+        return typing.get_type_hints(_source(target), include_extras=True)
+    except (NameError, TypeError, AttributeError) as error:
+        raise UserInputError(f"{name}: its type hints cannot be read: {error}") from error
+
+
+def _documentation(obj: Any, target: Callable[..., Any]) -> Docstring:
+    own = parse(_source(target).__doc__)
+    if own.description or not inspect.isclass(obj):
+        return own
+    return Docstring(parse(obj.__doc__).description, own.arguments)
+
+
+def _is_hidden(hint: Any) -> bool:
+    marks = getattr(hint, "__metadata__", ())
+    return any(isinstance(mark, Hidden) or mark is Hidden for mark in marks)
+
+
+def _shown(parameter: inspect.Parameter, hint: Any, documentation: Docstring, name: str) -> _Parameter:
+    if parameter.annotation is parameter.empty:
+        raise UserInputError(
+            f"{name}: the parameter {parameter.name!r} has no type hint; the model is told the type, so write it, "
+            f"such as `{parameter.name}: str`"
+        )
+    try:
+        adapter: TypeAdapter[Any] = TypeAdapter(hint)
+        adapter.json_schema(schema_generator=_Generator)
+    except PydanticUserError as error:
+        raise UserInputError(
+            f"{name}: the parameter {parameter.name!r} has a type without a JSON form ({error.message.splitlines()[0]}). "
+            "Use another, or mark it `Annotated[..., Hidden()]` when the scenario fills it"
+        ) from error
+    return _Parameter(parameter.name, adapter, parameter.default, documentation.arguments.get(parameter.name, ""))
+
+
+def _object(parameters: list[_Parameter]) -> dict[str, Any]:
+    """The JSON Schema of all parameters together."""
+    by_name, shared = TypeAdapter.json_schemas(
+        [(parameter.name, "validation", parameter.adapter) for parameter in parameters], schema_generator=_Generator
+    )
+    properties = {
+        parameter.name: _property(parameter, by_name[parameter.name, "validation"]) for parameter in parameters
+    }
+    schema: dict[str, Any] = {"type": "object", "properties": properties}
+    required = [parameter.name for parameter in parameters if parameter.default is inspect.Parameter.empty]
+    if required:
+        schema["required"] = required
+    schema["additionalProperties"] = False
+    if "$defs" in shared:
+        schema["$defs"] = {name: _without_titles(inner) for name, inner in shared["$defs"].items()}
+    return schema
+
+
+def _property(parameter: _Parameter, schema: Mapping[str, Any]) -> dict[str, Any]:
+    described: dict[str, Any] = _without_titles(schema)
+    if parameter.description:
+        described.setdefault("description", parameter.description)
+    if parameter.default is not inspect.Parameter.empty:
+        try:
+            described["default"] = parameter.adapter.dump_python(parameter.default, mode="json", warnings=False)
+        except ValueError:  # a sentinel object: the argument may be left out, and nothing more can be said
+            described.pop("default", None)
+    return described
+
+
+def _without_titles(schema: Any) -> Any:
+    """Drops the titles that pydantic makes up from names: tokens that tell the model nothing."""
+    if is_list(schema):
+        return [_without_titles(item) for item in schema]
+    if not is_mapping(schema):
+        return schema
+    kept: dict[str, Any] = {}
+    for key, value in schema.items():
+        if key in ("default", "const", "enum", "examples"):
+            kept[key] = value
+        elif key in ("properties", "$defs", "patternProperties"):
+            kept[key] = {name: _without_titles(inner) for name, inner in value.items()}
+        elif key != "title":
+            kept[key] = _without_titles(value)
+    return kept
+
+
+def _converter(adapter: TypeAdapter[Any]) -> Convert:
+    # By way of JSON: pydantic's strict mode then still takes a string for a date or an enum, and an array for a set.
+    return lambda value: adapter.validate_json(json.dumps(value), strict=True)

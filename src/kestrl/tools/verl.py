@@ -1,0 +1,99 @@
+"""A class written for verl's `BaseTool`, taken as it is: recognised by its methods, so that verl need not be installed.
+
+The manifest's `config` holds what verl's tool file holds for it: `config` (for the constructor) and `tool_schema` (OpenAI's
+form), unless the class makes its own in `get_openai_tool_schema`. One object serves the job, as in verl; its instance is
+created when the session opens and released when it closes (verl creates and releases one for each call, so that nothing is
+remembered between calls). The step reward and the metrics that `execute` returns are facts for the reward, in `ToolCall.data`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any, cast
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from kestrl.errors import UserInputError
+from kestrl.tools import ToolResult, ToolSchema
+
+METHODS = ("create", "execute", "release")
+
+
+class _Function(BaseModel):
+    model_config = ConfigDict(extra="allow")
+    name: str = ""
+    description: str = ""
+    parameters: Any = None
+
+
+class _FunctionTool(BaseModel):
+    """Has the attributes and `model_dump` that classes written for verl use of its `OpenAIFunctionToolSchema`."""
+
+    model_config = ConfigDict(extra="allow")
+    type: str = "function"
+    function: _Function
+
+
+def is_verl_tool(obj: Any) -> bool:
+    """Whether a class is written for verl."""
+    return inspect.isclass(obj) and all(inspect.iscoroutinefunction(getattr(obj, name, None)) for name in METHODS)
+
+
+class VerlTool:
+    """One such class, constructed once for the job."""
+
+    def __init__(self, cls: type, config: Mapping[str, Any]) -> None:
+        """Constructs it.
+
+        Raises:
+            UserInputError: `config` is not what such a tool needs, or its constructor refuses it.
+        """
+        unknown = sorted(set(config) - {"config", "tool_schema"})
+        if unknown:
+            raise UserInputError(
+                f"{cls.__name__} is written for verl: its settings go under `config`, its schema under `tool_schema`; "
+                f"{', '.join(unknown)} would be ignored"
+            )
+        given = config.get("tool_schema")
+        try:
+            schema = None if given is None else _FunctionTool.model_validate(given)
+            self._tool: Any = cls(config=dict(config.get("config") or {}), tool_schema=schema)
+        except ValidationError as error:
+            raise UserInputError(
+                f"tool_schema is not of the form {{type, function: {{name, ...}}}}: {error}"
+            ) from error
+        except Exception as error:
+            raise UserInputError(f"{cls.__name__} cannot be made: {type(error).__name__}: {error}") from error
+        self._own: Any = schema if schema is not None else getattr(self._tool, "tool_schema", None)
+        if self._own is None:
+            raise UserInputError(f"{cls.__name__} brings no schema of its own: give `tool_schema`")
+
+    def schema(self, name: str) -> ToolSchema:
+        """As the model is told of it, under the manifest's name."""
+        dumped: Any = (
+            self._own if isinstance(cast(object, self._own), Mapping) else self._own.model_dump(exclude_none=True)
+        )
+        function: Mapping[str, Any] = dumped["function"]
+        parameters: Mapping[str, Any] = function.get("parameters") or {"type": "object", "properties": {}}
+        return ToolSchema(name=name, description=function.get("description", ""), parameters=parameters)
+
+    async def create(self, create_kwargs: Mapping[str, Any]) -> str:
+        """Makes an instance; returns its id. Older classes take the values by name and return the id alone."""
+        named = inspect.signature(self._tool.create).parameters
+        by_name = {key: value for key, value in create_kwargs.items() if key in named and key != "instance_id"}
+        made: Any = await self._tool.create(**{"create_kwargs": dict(create_kwargs), **by_name})
+        pair: Any = made
+        return str(pair[0] if isinstance(made, tuple) else made)
+
+    async def execute(self, instance_id: str, arguments: Mapping[str, Any], filled: Mapping[str, Any]) -> ToolResult:
+        """Calls it."""
+        response, reward, metrics = await self._tool.execute(instance_id, dict(arguments), **filled)
+        if isinstance(response, Mapping):
+            text: Any = cast(Mapping[str, Any], response).get("text")
+        else:
+            text = response if isinstance(response, str) else response.text
+        return ToolResult(text=text or "", data={"tool_reward": reward, "tool_metrics": metrics or {}})
+
+    async def release(self, instance_id: str) -> None:
+        await self._tool.release(instance_id)

@@ -1,0 +1,83 @@
+"""Rewards of a user's, as the tests need them. Each is told what to do by the episode's answer."""
+
+from __future__ import annotations
+
+import asyncio
+import fractions
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from kestrl.rewards import Attempt, Score
+
+calls = 0
+
+
+def length(attempt: Attempt) -> float:
+    return float(len(attempt.episode.final_text))
+
+
+async def thoughtful(attempt: Attempt) -> Score:
+    await asyncio.sleep(0)
+    return Score(value=0.5, metrics={"turns": attempt.max_turns, "long": True})
+
+
+def told(attempt: Attempt) -> Any:
+    """Does what the episode says."""
+    global calls
+    calls += 1
+    match attempt.episode.final_text:
+        case "raise":
+            raise KeyError("lost")
+        case "raise badly":
+            raise ValueError("\ud800")
+        case "exit":
+            sys.exit(0)
+        case "die":
+            os._exit(7)
+        case "hang":
+            time.sleep(600)
+        case text if text.startswith("hang with "):
+            child = subprocess.Popen(["sleep", "600"])  # which must go with it
+            Path(text.removeprefix("hang with ")).write_text(str(child.pid))
+            time.sleep(600)
+        case "nan":
+            return float("nan")
+        case "infinite":
+            return Score(value=float("inf"))
+        case "text":
+            return "1.0"
+        case "bool":
+            return True
+        case "none":
+            return None
+        case "metric":
+            return Score(value=1.0, metrics={"m": float("nan")})
+        case "huge":
+            return 10**400
+        case "fraction":
+            return fractions.Fraction(1, 4)
+        case "print":
+            print("\0" * 100_000)  # noqa: T201 - what users do
+            sys.stdout.flush()
+            os.write(1, b"straight to the descriptor")
+            sys.stdin.read()
+            return 1
+        case "count":
+            return calls
+        case "token":
+            return float("KESTRL_JOB_TOKEN" in os.environ)
+        case text if text.startswith("pid "):
+            Path(text[4:]).write_text(str(os.getpid()))
+            return 1.0
+    return 0
+
+
+def takes_nothing() -> float:
+    return 1.0
+
+
+constant = 1.0

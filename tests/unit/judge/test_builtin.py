@@ -1,0 +1,157 @@
+"""The built-in rewards, and what counts as a score."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kestrl.episode import CallOutcome, Episode, Scenario, StopReason, ToolCall
+from kestrl.errors import Boundary, JudgeFailure, UserInputError
+from kestrl.rewards import Attempt, Score
+from kestrl.rewards.answers import last_number, marked, normalised, number
+from kestrl.rewards.builtin import BUILT_IN, exact_answer, flexible_answer, tool_format
+from kestrl.rewards.checking import as_score
+from kestrl.rewards.resolving import resolve
+from kestrl.spec.rules import BUILT_IN_RULES
+
+Make = Callable[..., Episode]
+MakeCall = Callable[..., ToolCall]
+
+
+def attempt(episode: Episode, truth: Any = None) -> Attempt:
+    scenario = Scenario(id="s", ordinal=0, messages=[{"role": "user", "content": "?"}], ground_truth=truth)
+    return Attempt(scenario=scenario, episode=episode, max_turns=5)
+
+
+def test_the_manifest_knows_the_same_names() -> None:
+    assert set(BUILT_IN) == set(BUILT_IN_RULES)
+
+
+@pytest.mark.parametrize(
+    ("text", "truth", "value"),
+    [
+        ("Paris", "paris", 1),
+        ("  'Paris'.\n", "Paris", 1),
+        ("\uff30aris", "Paris", 1),
+        ("<think>London?</think>\nParis", "Paris", 1),
+        ("<think>Paris", "Paris", 0),
+        ("It is Paris", "Paris", 0),
+        ("72", 72, 1),
+        ("true", True, 1),
+        ("Lyon", ["Paris", "Lyon"], 1),
+        ("Lyon", {"answer": "Lyon"}, 1),
+        ("", "Paris", 0),
+    ],
+)
+def test_exact_answer(episode: Make, text: str, truth: Any, value: float) -> None:
+    score = exact_answer(attempt(episode(text), truth))
+    assert (score.value, score.metrics) == (value, {"answer_correct": value})
+
+
+def test_the_final_tools_answer_is_the_answer(episode: Make, tool_call: MakeCall) -> None:
+    calls = (
+        tool_call(name="finish", answer="Rome"),
+        tool_call(name="finish", answer="Paris"),
+        tool_call(CallOutcome.SCHEMA_VIOLATION, answer="Oslo"),
+        tool_call(name="search"),
+    )
+    ended = episode("<tool_call>{}</tool_call>", *calls, stop=StopReason.FINAL_TOOL)
+    assert exact_answer(attempt(ended, "Paris")).value == 1
+    # The same calls do not count when no tool ended the episode.
+    assert exact_answer(attempt(episode("Rome", *calls), "Paris")).value == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "truth", "value"),
+    [
+        ("So it is 72.", "72", 1),
+        ("So it is 72.0", "72", 1),
+        ("$1,000", 1000, 1),
+        ("1000", "1,000", 1),
+        ("x = 7.20e1", 72, 1),
+        ("first 5, then 72 apples", 72, 1),
+        ("72 at first, then 5", 72, 0),
+        ("#### 72\nchecked 5 times", 72, 1),
+        (r"so \boxed{72} for 3 reasons", 72, 1),
+        ("Answer: 72\n", 72, 1),
+        ("The answer is: -3", "-3", 1),
+        ("\u22123", "-3", 1),
+        ("9-3", "3", 1),
+        ("no number", 72, 0),
+        ("it is 5 * 9 = 45\n#### 45", "work\n#### 45", 1),
+        ("Answer: Paris", "paris", 1),
+        ("It is Paris", "Paris", 0),
+        ("Paris Lyon Rome", "Lyon", 0),
+        ("50%", "50%", 1),
+    ],
+)
+def test_flexible_answer(episode: Make, text: str, truth: Any, value: float) -> None:
+    assert flexible_answer(attempt(episode(text), truth)).value == value
+
+
+@given(st.integers(-(10**12), 10**12), st.sampled_from(["{}", "{:,}", "{}.0", "{:,}.00", "about {} or so", "${:,}."]))
+def test_a_number_is_found_however_it_is_written(value: int, form: str) -> None:
+    text = form.format(value)
+    assert last_number(text) == value
+    assert number(text) == (value if "about" not in form else None)
+
+
+@given(st.text(max_size=60))
+def test_any_text_can_be_read(text: str) -> None:
+    whole, last = number(text), last_number(text)
+    assert whole is None or whole == last
+    assert marked(text) != ""
+    assert "  " not in normalised(text)
+
+
+@pytest.mark.parametrize("reward", [exact_answer, flexible_answer])
+@pytest.mark.parametrize("truth", [None, "", " ", [], {}, {"answer": None}])
+def test_without_a_truth_there_is_no_score(episode: Make, reward: Callable[[Attempt], Score], truth: Any) -> None:
+    with pytest.raises(ValueError, match="no ground_truth"):
+        reward(attempt(episode("x"), truth))
+
+
+def test_format_is_the_share_of_calls_that_could_be_dispatched(episode: Make, tool_call: MakeCall) -> None:
+    outcomes = [CallOutcome.OK, CallOutcome.TOOL_ERROR, CallOutcome.INVALID_JSON, CallOutcome.TRUNCATED]
+    score = tool_format(attempt(episode("x", *(tool_call(outcome) for outcome in outcomes))))
+    assert (score.value, score.metrics) == (0.5, {"malformed_calls": 2.0})
+    assert tool_format(attempt(episode("x"))).value == 1.0
+
+
+def test_numbers_of_any_kind_are_scores() -> None:
+    assert as_score("r", 1) == Score(value=1.0)
+    assert as_score("r", Score(value=2, metrics={"a": True, "b": 3})) == Score(value=2.0, metrics={"a": 1.0, "b": 3.0})
+
+
+@pytest.mark.parametrize(
+    ("returned", "code"),
+    [
+        (True, "reward_not_a_number"),
+        (None, "reward_not_a_number"),
+        ("1", "reward_not_a_number"),
+        (1j, "reward_not_a_number"),
+        (Score(value=None), "reward_not_a_number"),  # type: ignore[arg-type]
+        (Score(value=1, metrics={"a": "b"}), "reward_not_a_number"),  # type: ignore[dict-item]
+        (Score(value=1, metrics=[1]), "reward_not_a_number"),  # type: ignore[arg-type]
+        (float("nan"), "reward_not_finite"),
+        (10**400, "reward_not_finite"),
+        (Score(value=1, metrics={"a": float("inf")}), "reward_not_finite"),
+    ],
+)
+def test_what_is_no_number_is_a_failure_of_the_judge(returned: Any, code: str) -> None:
+    with pytest.raises(JudgeFailure) as caught:
+        as_score("r", returned)
+    assert (caught.value.boundary, caught.value.code) == (Boundary.JUDGE, code)
+
+
+def test_names_and_import_paths_are_resolved(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert resolve("format", field="f") is tool_format
+    assert resolve("kestrl.rewards.builtin:exact_answer", field="f") is exact_answer
+    with pytest.raises(UserInputError, match="f: 'exact' is not one of exact_answer, flexible_answer, format, nor"):
+        resolve("exact", field="f")
+    with pytest.raises(UserInputError, match="is a dict; a reward is a function"):
+        resolve("kestrl.rewards.builtin:BUILT_IN", field="f")

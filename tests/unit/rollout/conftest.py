@@ -1,0 +1,399 @@
+# ruff: noqa: N802 - servicers have gRPC's method names
+"""A whole stage for the rollout worker: a small model, a fake engine over HTTP, fake tools and judge over gRPC, the worker itself."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import lzma
+import socket
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kestrl_rollout.__main__ import group_runner
+from kestrl_rollout.groups import GroupRunner
+from kestrl_rollout.model import ModelFace, load_model
+from kestrl_rollout.service import RolloutServicer
+from kestrl_rollout.vocabulary import Vocabulary
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from kestrl import rpc
+from kestrl.api.judge.v1 import judge_pb2, judge_pb2_grpc
+from kestrl.api.rollout.v1 import rollout_pb2 as pb
+from kestrl.api.rollout.v1 import rollout_pb2_grpc as stubs
+from kestrl.api.tools.v1 import tools_pb2, tools_pb2_grpc
+from kestrl.episode import Episode, Group, Scenario
+from kestrl.plan.settings import RolloutSettings
+from kestrl.rpc.codec import episode_from_proto, group_from_proto, policy_to_proto, scenario_to_proto
+from kestrl.testing.engine import Completion, FakeEngine, Fault, Prompt
+
+DATA = Path(__file__).parents[2] / "data"
+SHARED_TEMPLATES = Path(__file__).parents[4] / "shared" / "data" / "chat_templates"
+
+OWN_TEMPLATE = """\
+{%- if tools %}
+    {{- '<|im_start|>system\n' }}
+    {%- if messages[0].role == 'system' %}{{- messages[0].content + '\n' }}{%- endif %}
+    {{- 'Tools, one JSON object a line:\n' }}
+    {%- for tool in tools %}{{- (tool | tojson) + '\n' }}{%- endfor %}
+    {{- 'Call one with <tool_call>{"name": ..., "arguments": {...}}</tool_call>.<|im_end|>\n' }}
+{%- elif messages[0].role == 'system' %}
+    {{- '<|im_start|>system\n' + messages[0].content + '<|im_end|>\n' }}
+{%- endif %}
+{%- for message in messages %}
+    {%- if message.role == 'user' %}
+        {{- '<|im_start|>user\n' + message.content + '<|im_end|>\n' }}
+    {%- elif message.role == 'assistant' %}
+        {{- '<|im_start|>assistant\n' }}
+        {%- generation %}{{- message.content + '<|im_end|>' }}{%- endgeneration %}
+        {{- '\n' }}
+    {%- elif message.role == 'tool' %}
+        {{- '<|im_start|>user\n<tool_response>\n' + message.content + '\n</tool_response><|im_end|>\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}
+"""
+CONTROL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+MARKERS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>")
+
+
+def byte_tokenizer(*, markers: bool = True) -> Tokenizer:
+    """Every byte a token, and the control tokens of ChatML; without `markers` tool calls are mere text."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={letter: index for index, letter in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(text, normalized=False) for text in CONTROL])
+    if markers:
+        tokenizer.add_tokens([AddedToken(text, normalized=False) for text in MARKERS])
+    return tokenizer
+
+
+@pytest.fixture(scope="session")
+def write_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Writes a model folder: tokenizer, template, configuration."""
+
+    def write(
+        *, template: str | None = OWN_TEMPLATE, markers: bool = True, config: dict[str, Any] | None = None
+    ) -> Path:
+        folder = tmp_path_factory.mktemp("model")
+        byte_tokenizer(markers=markers).save(str(folder / "tokenizer.json"))
+        if template is not None:
+            (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
+        settings = {"eos_token": "<|im_end|>", "pad_token": {"content": "<|endoftext|>"}} if config is None else config
+        (folder / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
+        return folder
+
+    return write
+
+
+@pytest.fixture(scope="session")
+def model_folder(write_model: Callable[..., Path]) -> Path:
+    return write_model()
+
+
+@pytest.fixture(scope="session")
+def load(write_model: Callable[..., Path]) -> Callable[..., ModelFace]:
+    """Loads a small model as the worker would."""
+
+    def loaded(*, tools: bool = True, **options: Any) -> ModelFace:
+        return load_model(str(write_model(**options)), None, tools=tools, started=datetime(2026, 1, 2).astimezone())
+
+    return loaded
+
+
+@pytest.fixture(scope="session")
+def face(load: Callable[..., ModelFace]) -> ModelFace:
+    return load()
+
+
+@pytest.fixture(scope="session")
+def forgetful_template() -> str:
+    """Deletes reasoning once the user speaks again, as Qwen3's does."""
+    return OWN_TEMPLATE.replace(
+        "{%- generation %}{{- message.content + '<|im_end|>' }}{%- endgeneration %}",
+        "{%- if loop.nextitem and loop.nextitem.role == 'user' %}{{- message.content.split('</think>')[-1].lstrip() }}"
+        "{%- else %}{{- message.content }}{%- endif %}{{- '<|im_end|>' }}",
+    )
+
+
+@pytest.fixture(scope="session")
+def qwen() -> Vocabulary:
+    """The real tokenizer of Qwen3."""
+    packed = (DATA / "qwen_tokenizer" / "tokenizer.json.xz").read_bytes()
+    return Vocabulary(json.loads(lzma.decompress(packed)))
+
+
+def templates() -> list[Any]:
+    """Our own template, and the published ones wherever they lie beside the checkout."""
+    found = sorted(SHARED_TEMPLATES.glob("*.jinja"))
+    return [
+        pytest.param(OWN_TEMPLATE, id="own"),
+        *(pytest.param(path.read_text(encoding="utf-8"), id=path.stem) for path in found),
+    ]
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "any_template" in metafunc.fixturenames:
+        metafunc.parametrize("any_template", templates(), scope="session")
+
+
+def tool(name: str, description: str = "", **properties: Any) -> tools_pb2.ToolSchema:
+    schema = {"type": "object", "properties": properties, "required": list(properties)}
+    return tools_pb2.ToolSchema(name=name, description=description, parameters_json=json.dumps(schema))
+
+
+Handler = Callable[[dict[str, Any]], "str | tools_pb2.CallResponse | Awaitable[str | tools_pb2.CallResponse]"]
+
+
+class FakeTools(tools_pb2_grpc.ToolServiceServicer):
+    """Answers calls with functions, and notes sessions."""
+
+    def __init__(self) -> None:
+        self.handlers: dict[str, Handler] = {
+            "search": lambda arguments: f"found {arguments['word']}",
+            "answer": lambda arguments: tools_pb2.CallResponse(
+                outcome="ok", text="", final=True, data_json=json.dumps({"said": arguments["text"]})
+            ),
+        }
+        self.schemas = [
+            tool("search", "Searches.", word={"type": "string", "description": "What to look for."}),
+            tool("answer", "Ends.", text={"type": "string"}),
+        ]
+        self.opened: list[tools_pb2.OpenRequest] = []
+        self.calls: list[tools_pb2.CallRequest] = []
+        self.closed: list[str] = []
+        self.close_error: Exception | None = None
+        self.all_closed = asyncio.Event()
+
+    async def ListTools(self, request: Any, context: Any) -> tools_pb2.ListToolsResponse:
+        return tools_pb2.ListToolsResponse(tools=self.schemas)
+
+    async def Open(self, request: tools_pb2.OpenRequest, context: Any) -> tools_pb2.OpenResponse:
+        self.opened.append(request)
+        return tools_pb2.OpenResponse(session_id=f"session-{request.episode_id}")
+
+    async def Call(self, request: tools_pb2.CallRequest, context: Any) -> tools_pb2.CallResponse:
+        self.calls.append(request)
+        answer = self.handlers[request.name](json.loads(request.arguments_json))
+        if isinstance(answer, Awaitable):
+            answer = await answer
+        return tools_pb2.CallResponse(outcome="ok", text=answer) if isinstance(answer, str) else answer
+
+    async def Close(self, request: tools_pb2.CloseRequest, context: Any) -> tools_pb2.CloseResponse:
+        self.closed.append(request.session_id)
+        if len(self.closed) == len(self.opened):
+            self.all_closed.set()
+        if self.close_error is not None:
+            raise self.close_error
+        return tools_pb2.CloseResponse()
+
+
+class FakeJudge(judge_pb2_grpc.JudgeServiceServicer):
+    """Scores with a function; by default every episode earns its index."""
+
+    def __init__(self) -> None:
+        self.requests: list[judge_pb2.ScoreGroupRequest] = []
+        self.score: Callable[[Any], Any] = lambda episode: judge_pb2.EpisodeScore(
+            episode_id=episode.id, reward=float(episode.index), rewards={"rule": 1.0}, metrics={"correct": 1.0}
+        )
+
+    async def ScoreGroup(self, request: judge_pb2.ScoreGroupRequest, context: Any) -> judge_pb2.ScoreGroupResponse:
+        self.requests.append(request)
+        scores = [self.score(episode) for episode in request.group.episodes]
+        for index, score in enumerate(scores):
+            if isinstance(score, Awaitable):
+                scores[index] = await score
+        return judge_pb2.ScoreGroupResponse(scores=[score for score in scores if score is not None])
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@asynccontextmanager
+async def served(name: str, register: Callable[[Any], None], **options: Any) -> AsyncGenerator[str]:
+    """A real gRPC server; ends with the context."""
+    stop, address = asyncio.Event(), f"127.0.0.1:{free_port()}"
+    server = asyncio.create_task(rpc.serve(name, address, register, until=stop.wait(), grace=0.1, **options))
+    try:
+        yield address
+    finally:
+        stop.set()
+        await server
+
+
+@dataclass
+class Stage:
+    """Everything around a worker, and ways to talk to it."""
+
+    face: ModelFace
+    tools: FakeTools
+    judge: FakeJudge
+    engines: list[FakeEngine]
+    groups: GroupRunner
+    address: str
+    channel: rpc.Channel
+
+    @property
+    def engine(self) -> FakeEngine:
+        return self.engines[0]
+
+    def ids(self, text: str) -> list[int]:
+        """What the model samples to write this, control tokens included."""
+        return self.face.vocabulary.whole(text)
+
+    def says(self, *turns: str | Fault | Callable[[Prompt], Any]) -> None:
+        """Scripts every engine: the n-th turn of any episode says `turns[n]`, and ends by itself."""
+
+        def script(prompt: Prompt) -> Any:
+            index = self.face.vocabulary.decode(prompt.token_ids).count("<|im_start|>assistant") - 1
+            said = turns[min(index, len(turns) - 1)]
+            if callable(said):
+                said = said(prompt)
+            return Completion(token_ids=self.ids(said + "<|im_end|>")) if isinstance(said, str) else said
+
+        for engine in self.engines:
+            engine.script = script
+
+    def request(self, **changes: Any) -> pb.RunGroupRequest:
+        scenario = changes.pop("scenario", None) or Scenario(
+            id="s-1",
+            ordinal=0,
+            messages=changes.pop("messages", [{"role": "user", "content": "Find the kestrel."}]),
+            tools=changes.pop("tools", None),
+            tools_kwargs={"search": {"create_kwargs": {"inbox": "a"}}},
+            ground_truth="42",
+        )
+        sampling = {"temperature": 1.0, "max_tokens": 500, "max_turns": 6, **changes.pop("sampling", {})}
+        deadlines = {"tool": 10, "turn": 20, "episode": 30, "group": 40, **changes.pop("deadlines", {})}
+        policy = changes.pop("policy", None)
+        fields: dict[str, Any] = {"group_id": "g-1", "size": 1, "seed": 7, "purpose": "train", **changes}
+        return pb.RunGroupRequest(
+            scenario=scenario_to_proto(scenario),
+            engines=[pb.Engine(name=f"engine-{index}", url=engine.url) for index, engine in enumerate(self.engines)],
+            sampling=pb.Sampling(**sampling),
+            deadlines=pb.Deadlines(**deadlines),
+            policy=policy_to_proto(policy),
+            **fields,
+        )
+
+    async def stream(self, request: pb.RunGroupRequest) -> AsyncIterator[Episode | Group]:
+        stub: Any = stubs.RolloutServiceStub(self.channel)
+        async for answer in rpc.stream(stub.RunGroup, request, pb.RunGroupResponse, timeout=50, peer="rollout"):
+            kind = answer.WhichOneof("event")
+            yield episode_from_proto(answer.episode) if kind == "episode" else group_from_proto(answer.group)
+
+    async def run(self, **changes: Any) -> Group:
+        """Runs a group to its end; the last message is the group, the ones before are its episodes."""
+        events = [event async for event in self.stream(self.request(**changes))]
+        group = events.pop()
+        assert isinstance(group, Group)
+        assert sorted(episode.id for episode in events if isinstance(episode, Episode)) == [
+            episode.id for episode in group.episodes
+        ]
+        return group
+
+    async def episode(self, **changes: Any) -> Episode:
+        """Runs a group of one."""
+        (episode,) = (await self.run(**changes)).episodes
+        return episode
+
+    async def capacity(self) -> pb.GetCapacityResponse:
+        stub: Any = stubs.RolloutServiceStub(self.channel)
+        return await rpc.call(
+            stub.GetCapacity, pb.GetCapacityRequest(), pb.GetCapacityResponse, timeout=5, peer="rollout", wait=True
+        )
+
+
+MakeStage = Callable[..., Awaitable[Stage]]
+
+
+@pytest.fixture
+async def make_stage(model_folder: Path, load: Any, face: ModelFace) -> AsyncIterator[MakeStage]:
+    """Builds a stage; options are settings of the worker, and `engines`, `folder`."""
+    async with AsyncExitStack() as stack:
+
+        async def make(*, engines: int = 1, folder: Path | None = None, **settings: Any) -> Stage:
+            fakes = [
+                await stack.enter_async_context(FakeEngine(eos_id=258, vocab_size=250, context_length=4096))
+                for _ in range(engines)
+            ]
+            tools, judge = FakeTools(), FakeJudge()
+            tools_address = await stack.enter_async_context(
+                served("tools", lambda server: tools_pb2_grpc.add_ToolServiceServicer_to_server(tools, server))
+            )
+            judge_address = await stack.enter_async_context(
+                served("judge", lambda server: judge_pb2_grpc.add_JudgeServiceServicer_to_server(judge, server))
+            )
+            values = {
+                "component": "rollout-0",
+                "job": "job",
+                "run": "run",
+                "listen": "unused:1",
+                "tokenizer": str(folder or model_folder),
+                "agent": "tool_agent",
+                "tools_address": tools_address,
+                "judge_address": judge_address,
+                "concurrency": 8,
+                "context_length": 4096,
+                "drain_seconds": 0.05,
+                **settings,
+            }
+            told = RolloutSettings.model_validate(values)
+            groups = await stack.enter_async_context(group_runner(told))
+            servicer = RolloutServicer(groups, context_length=told.context_length)
+            address = await stack.enter_async_context(
+                served(
+                    "rollout-0",
+                    lambda server: stubs.add_RolloutServiceServicer_to_server(servicer, server),
+                    drain=groups.drain,
+                )
+            )
+            channel = await stack.enter_async_context(rpc.channel(address))
+            stage = Stage(
+                face=face, tools=tools, judge=judge, engines=fakes, groups=groups, address=address, channel=channel
+            )
+            await stage.capacity()
+            return stage
+
+        yield make
+
+
+@pytest.fixture
+async def stage(make_stage: MakeStage) -> Stage:
+    return await make_stage()
+
+
+@pytest.fixture
+def call_text() -> Callable[..., str]:
+    """A tool call as a model writes it."""
+
+    def write(name: str, **arguments: Any) -> str:
+        return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+    return write
+
+
+@pytest.fixture
+def make_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterable[Callable[[str, str], str]]:
+    """Writes a user's module and makes it importable for this test only."""
+    import sys
+
+    monkeypatch.syspath_prepend(str(tmp_path))
+    before = set(sys.modules)
+
+    def write(name: str, source: str) -> str:
+        (tmp_path / f"{name}.py").write_text(source, encoding="utf-8")
+        return name
+
+    yield write
+    for name in set(sys.modules) - before:
+        del sys.modules[name]

@@ -1,0 +1,214 @@
+"""Agent loops of a user's: plain classes and functions, what they may do, and whose failure it is when they raise."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kestrl_rollout.agents.loading import load_loop
+
+from kestrl.episode import StopReason
+from kestrl.errors import Boundary, UserInputError
+from kestrl.testing.engine import Fault
+
+MakeFile = Callable[[str, str], str]
+
+TWO_QUESTIONS = """
+from kestrl.episode import StopReason
+
+class Agent:
+    async def run(self, conversation):
+        first = await conversation.generate()
+        conversation.append_user(f"Are you sure of {first.content}?")
+        second = await conversation.generate()
+        conversation.metrics["sure"] = float(second.content == "Yes.")
+        conversation.stop(StopReason.ANSWERED)
+        assert await conversation.generate() is None
+        assert conversation.messages[-1]["content"].endswith("Yes.")
+        assert conversation.seed and conversation.scenario.ground_truth == "42"
+        assert [tool.name for tool in conversation.tools] == ["search", "answer"]
+"""
+
+
+async def test_a_users_class_drives_the_conversation(make_stage: Any, make_file: MakeFile) -> None:
+    stage = await make_stage(agent=make_file("two_questions", TWO_QUESTIONS) + ":Agent")
+    stage.says("<think>Hm.</think>42", "Yes.")
+    episode = await stage.episode()
+    assert episode.failure is None
+    assert episode.metrics["sure"] == 1.0
+    assert episode.metrics["forks"] == 0
+    assert [said["role"] for said in episode.messages] == ["user", "assistant", "user", "assistant"]
+    assert len(episode.rows) == 1
+
+
+async def test_a_template_that_forgets_reasoning_forks_a_row(
+    make_stage: Any, make_file: MakeFile, write_model: Callable[..., Path], forgetful_template: str
+) -> None:
+    folder = write_model(template=forgetful_template)
+    stage = await make_stage(agent=make_file("two_questions", TWO_QUESTIONS) + ":Agent", folder=folder)
+    stage.says("<think>Hm.</think>42", "Yes.")
+    episode = await stage.episode()
+    assert episode.failure is None
+    first, second = episode.rows
+    decode = stage.face.vocabulary.decode
+    assert decode(first.token_ids).endswith("<think>Hm.</think>42<|im_end|>")
+    assert "<think>" not in decode(second.token_ids)
+    assert "<|im_start|>assistant\n42<|im_end|>\n<|im_start|>user\nAre you sure of 42?" in decode(second.token_ids)
+    assert [turn.row for turn in episode.turns] == [0, 1]
+    assert decode([token for token, on in zip(second.token_ids, second.mask, strict=True) if on]) == "Yes.<|im_end|>"
+    assert episode.metrics["forks"] == 1
+    assert list(stage.engine.prompts[1].token_ids) == list(second.token_ids[: episode.turns[1].start])
+
+
+async def test_a_function_is_a_loop_too(make_stage: Any, make_file: MakeFile) -> None:
+    name = make_file("as_function", "async def agent(conversation):\n    await conversation.generate()\n")
+    stage = await make_stage(agent=f"{name}:agent")
+    stage.says("Hello.")
+    assert (await stage.episode()).stop_reason is StopReason.ANSWERED
+
+
+RAISING = """
+import asyncio, sys
+class Agent:
+    async def run(self, conversation):
+        await conversation.generate()
+        if conversation.seed == 7:
+            {raises}
+"""
+
+
+@pytest.mark.parametrize(
+    ("raises", "told"),
+    [
+        ("raise KeyError('answer')", "KeyError: 'answer'"),
+        ("sys.exit(3)", "SystemExit: 3"),
+        ("raise asyncio.CancelledError", "CancelledError"),
+        ("raise TimeoutError('mine')", "TimeoutError: mine"),
+    ],
+)
+async def test_a_loop_that_raises_fails_its_episode_and_no_other(
+    make_stage: Any, make_file: MakeFile, raises: str, told: str
+) -> None:
+    name = make_file("raising", RAISING.format(raises=raises))
+    stage = await make_stage(agent=f"{name}:Agent")
+    stage.says("Hello.")
+    first, second = (await stage.run(size=2)).episodes
+    assert first.failure is not None
+    assert (first.failure.boundary, first.failure.code) == (Boundary.USER_CODE, "agent_raised")
+    assert told in first.failure.message
+    assert "raising:Agent" in first.failure.message
+    assert first.sampled_tokens > 0
+    assert second.failure is None
+    assert second.reward == 1.0
+
+
+SWALLOWING = """
+class Agent:
+    async def run(self, conversation):
+        for _ in range(3):
+            try:
+                await conversation.generate()
+            except Exception:
+                pass
+        {after}
+"""
+
+
+@pytest.mark.parametrize("after", ["pass", "raise ValueError('no answer')"])
+async def test_a_loop_cannot_swallow_what_the_platform_broke(make_stage: Any, make_file: MakeFile, after: str) -> None:
+    name = make_file("swallowing", SWALLOWING.format(after=after))
+    stage = await make_stage(agent=f"{name}:Agent")
+    stage.says(Fault(status=500))
+    episode = await stage.episode()
+    assert episode.failure is not None
+    assert (episode.failure.boundary, episode.failure.code) == (Boundary.ENGINE, "engine_error")
+    assert len(stage.engine.prompts) == 1
+
+
+async def test_a_loop_that_hangs_is_the_users(make_stage: Any, make_file: MakeFile) -> None:
+    source = "import asyncio\nasync def agent(conversation):\n    await asyncio.Event().wait()\n"
+    stage = await make_stage(agent=make_file("hanging", source) + ":agent")
+    episode = await stage.episode(deadlines={"tool": 0.01, "turn": 0.02, "episode": 0.05})
+    assert episode.failure is not None
+    assert (episode.failure.boundary, episode.failure.code) == (Boundary.USER_CODE, "episode_deadline")
+
+
+MISUSING = """
+from kestrl.episode import StopReason
+class Agent:
+    async def run(self, conversation):
+        {does}
+"""
+
+
+@pytest.mark.parametrize(
+    ("does", "code"),
+    [
+        ("conversation.stop(StopReason.FAILED)", "bad_stop_reason"),
+        ("await conversation.generate(); await conversation.generate_tokens([1])", "mixed_loop"),
+        ("await conversation.generate_tokens([1]); await conversation.generate()", "mixed_loop"),
+        ("await conversation.generate_tokens([1]); conversation.keep([1], [1])", "mask_not_sampled"),
+    ],
+)
+async def test_misuse_has_a_name(make_stage: Any, make_file: MakeFile, does: str, code: str) -> None:
+    stage = await make_stage(agent=make_file("misusing", MISUSING.format(does=does)) + ":Agent")
+    stage.engine.script = lambda prompt: stage.engine.sample(prompt)
+    episode = await stage.episode(sampling={"max_tokens_per_turn": 3})
+    assert episode.failure is not None
+    assert (episode.failure.boundary, episode.failure.code) == (Boundary.USER_CODE, code)
+
+
+async def test_tokens_by_hand_end_at_the_limit_without_a_failure(make_stage: Any, make_file: MakeFile) -> None:
+    source = """
+        async def agent(conversation):
+            prompt = [1, 2, 3]
+            while True:
+                completion = await conversation.generate_tokens(prompt, max_tokens=4, stop_token_ids=[5])
+                prompt += [*completion.token_ids, 9]
+    """
+    stage = await make_stage(agent=make_file("by_hand", textwrap.dedent(source)) + ":agent")
+    episode = await stage.episode(sampling={"max_tokens": 10})
+    assert episode.failure is None
+    assert episode.stop_reason is StopReason.MAX_TOKENS
+    assert episode.sampled_tokens == 10
+    assert len(episode.rows) == 1
+    assert stage.engine.prompts[0].sampling["stop_token_ids"] == [258, 5]
+
+
+@pytest.mark.parametrize(
+    ("path", "told"),
+    [
+        ("chatty", "neither built in (tool_agent, single_turn)"),
+        ("no.such:Agent", "cannot import 'no.such'"),
+        ("loops:Missing", "has no 'Missing'"),
+        ("loops:number", "neither a class nor an async function"),
+        ("loops:NoRun", "has no `async def run"),
+        ("loops:Greedy", "cannot be made without arguments"),
+        ("broken:Agent", "ZeroDivisionError"),
+    ],
+)
+def test_a_loop_that_cannot_be_used_is_told_at_the_start(make_file: MakeFile, path: str, told: str) -> None:
+    make_file("broken", "1 / 0\n")
+    make_file(
+        "loops",
+        "number = 5\nclass NoRun: pass\n"
+        "class Greedy:\n    def __init__(self, more): pass\n    async def run(self, conversation): pass\n",
+    )
+    with pytest.raises(UserInputError) as refused:
+        load_loop(path)
+    assert told in str(refused.value)
+    assert "agent.loop" in str(refused.value)
+
+
+async def test_one_instance_per_episode(make_stage: Any, make_file: MakeFile) -> None:
+    source = (
+        "class Agent:\n    turns = 0\n    async def run(self, conversation):\n        self.turns += 1\n"
+        "        await conversation.generate()\n        conversation.metrics['mine'] = self.turns\n"
+    )
+    stage = await make_stage(agent=make_file("counting", source) + ":Agent")
+    stage.says("Hello.")
+    group = await stage.run(size=3)
+    assert [episode.metrics["mine"] for episode in group.episodes] == [1, 1, 1]

@@ -1,0 +1,227 @@
+"""Groups: streaming, concurrency, deadlines, cancellation, draining, and requests that cannot be run."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from kestrl.episode import Episode, Group, Scenario, StopReason
+from kestrl.errors import Boundary, FailureError
+from kestrl.testing.engine import Completion
+
+
+def hold(stage: Any) -> tuple[asyncio.Event, asyncio.Event]:
+    """Makes the engine wait: (a request has arrived, let them go)."""
+    arrived, go = asyncio.Event(), asyncio.Event()
+
+    def script(prompt: Any) -> Completion:
+        arrived.set()
+        return Completion(token_ids=stage.ids("Hello.<|im_end|>"), after=go)
+
+    stage.engine.script = script
+    return arrived, go
+
+
+async def test_each_episode_is_streamed_when_it_ends_and_the_scored_group_last(stage: Any) -> None:
+    slow = asyncio.Event()
+    stage.engine.script = lambda prompt: Completion(
+        token_ids=stage.ids("Hello.<|im_end|>"), after=slow if prompt.index == 0 else None
+    )
+    events: list[Episode | Group] = []
+    async for event in stage.stream(stage.request(size=3)):
+        events.append(event)
+        if len(events) == 2:
+            slow.set()
+    assert [type(event).__name__ for event in events] == ["Episode", "Episode", "Episode", "Group"]
+    assert all(event.reward is None for event in events[:3] if isinstance(event, Episode))
+    group = events[3]
+    assert isinstance(group, Group)
+    assert [episode.reward for episode in group.episodes] == [0.0, 1.0, 2.0]
+    assert [episode.seed for episode in group.episodes] == [7, 8, 9]
+    assert stage.judge.requests[0].max_turns == 6
+    assert group.scenario.ground_truth == "42"
+
+
+async def test_no_more_episodes_run_at_once_than_the_worker_has_slots(make_stage: Any) -> None:
+    stage = await make_stage(concurrency=2)
+    arrived, go = hold(stage)
+    running = asyncio.create_task(stage.run(size=5))
+    await arrived.wait()
+    capacity = await stage.capacity()
+    assert (capacity.concurrency, capacity.running, capacity.draining) == (2, 5, False)
+    await stage.capacity()
+    assert len(stage.engine.prompts) <= 2
+    go.set()
+    assert len((await running).episodes) == 5
+    assert (await stage.capacity()).running == 0
+
+
+async def test_groups_share_the_slots(make_stage: Any) -> None:
+    stage = await make_stage(concurrency=1)
+    stage.says("Hello.")
+    groups = await asyncio.gather(*(stage.run(group_id=f"g-{index}", size=2) for index in range(3)))
+    assert [group.id for group in groups] == ["g-0", "g-1", "g-2"]
+    assert all(episode.failure is None for group in groups for episode in group.episodes)
+
+
+async def test_turns_of_one_episode_stay_on_one_engine_and_sessions_end(
+    make_stage: Any, call_text: Callable[..., str]
+) -> None:
+    stage = await make_stage(engines=2)
+    stage.says(call_text("search", word="a"), call_text("search", word="b"), "Done.")
+    group = await stage.run(size=4)
+    used = [{turn.engine for turn in episode.turns} for episode in group.episodes]
+    assert all(len(engines) == 1 for engines in used)
+    assert {engine for engines in used for engine in engines} == {"engine-0", "engine-1"}
+    sessions = stage.groups._episodes.sessions
+    assert (sessions.active("engine-0"), sessions.active("engine-1")) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    "deadlines",
+    [{"tool": 0}, {"tool": 21}, {"turn": 31}, {"episode": 41}, {"group": 0}],
+    ids=["no tool", "tool > turn", "turn > episode", "episode > group", "no group"],
+)
+async def test_deadlines_must_nest(stage: Any, deadlines: dict[str, float]) -> None:
+    with pytest.raises(FailureError, match="must nest") as refused:
+        await stage.run(deadlines=deadlines)
+    assert refused.value.code == "invalid_request"
+
+
+async def test_the_episodes_deadline_counts_all_turns(stage: Any, call_text: Callable[..., str]) -> None:
+    stage.says(call_text("search", word="a"))
+
+    async def search(arguments: dict[str, str]) -> str:
+        await asyncio.sleep(0.03)
+        return "found"
+
+    stage.tools.handlers["search"] = search
+    limits = {"tool": 0.2, "turn": 0.25, "episode": 0.3, "group": 9}
+    episode = await stage.episode(deadlines=limits, sampling={"max_turns": 1000, "max_tokens": 10**6})
+    assert episode.failure is not None
+    assert episode.failure.code == "episode_deadline"
+    assert episode.failure.boundary in {Boundary.TOOL, Boundary.ENGINE}
+    assert len(episode.turns) > 1
+    assert stage.tools.closed == ["session-g-1/0"]
+
+
+async def test_the_groups_deadline_ends_those_that_never_got_a_slot(make_stage: Any) -> None:
+    stage = await make_stage(concurrency=1)
+    hold(stage)
+    group = await stage.run(size=2, deadlines={"tool": 0.05, "turn": 0.1, "episode": 0.15, "group": 0.16})
+    codes = sorted(episode.failure.code for episode in group.episodes if episode.failure)
+    assert codes == ["group_deadline", "turn_deadline"]
+
+
+async def test_the_groups_deadline_includes_scoring(stage: Any) -> None:
+    async def never(episode: Any) -> None:
+        await asyncio.Event().wait()
+
+    stage.judge.score = never
+    stage.says("Hello.")
+    episode = await stage.episode(deadlines={"tool": 0.1, "turn": 0.15, "episode": 0.2, "group": 0.25})
+    assert episode.failure is not None
+    assert (episode.failure.boundary, episode.failure.code) == (Boundary.JUDGE, "group_deadline")
+    assert episode.stop_reason is StopReason.ANSWERED
+
+
+async def test_a_client_that_goes_cancels_episodes_and_closes_their_sessions(
+    stage: Any, call_text: Callable[..., str]
+) -> None:
+    called = asyncio.Event()
+
+    async def hang(arguments: dict[str, str]) -> str:
+        called.set()
+        await asyncio.Event().wait()
+        return ""
+
+    stage.tools.handlers["search"] = hang
+    stage.says(call_text("search", word="a"))
+    client = asyncio.create_task(stage.run())
+    await called.wait()
+    client.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await client
+    await stage.tools.all_closed.wait()
+    assert stage.tools.closed == ["session-g-1/0"]
+    groups = {task for task in asyncio.all_tasks() if task.get_name() == "group-g-1"}
+    if groups:
+        await asyncio.wait(groups)
+    assert (await stage.capacity()).running == 0
+    assert stage.groups._episodes.sessions.active("engine-0") == 0
+
+
+async def test_a_client_that_leaves_between_two_episodes(stage: Any) -> None:
+    slow = asyncio.Event()
+    stage.engine.script = lambda prompt: Completion(
+        token_ids=stage.ids("Hello.<|im_end|>"), after=slow if prompt.index else None
+    )
+    events = stage.stream(stage.request(size=2))
+    assert isinstance(await anext(events), Episode)
+    await events.aclose()
+    groups = {task for task in asyncio.all_tasks() if task.get_name() == "group-g-1"}
+    if groups:
+        await asyncio.wait(groups, timeout=5)
+    assert (await stage.capacity()).running == 0
+
+
+async def test_a_draining_worker_takes_no_group_and_finishes_those_in_flight(make_stage: Any) -> None:
+    stage = await make_stage(drain_seconds=10)
+    arrived, go = hold(stage)
+    running = asyncio.create_task(stage.run())
+    await arrived.wait()
+    drain = asyncio.create_task(stage.groups.drain())
+    await asyncio.sleep(0)
+    assert (await stage.capacity()).draining
+    with pytest.raises(FailureError) as refused:
+        await stage.run(group_id="late")
+    assert (refused.value.code, refused.value.retryable) == ("draining", True)
+    go.set()
+    assert (await running).episodes[0].failure is None
+    await drain
+
+
+async def test_what_does_not_finish_in_time_is_cut_off_with_a_typed_failure(stage: Any) -> None:
+    arrived, _ = hold(stage)
+    running = asyncio.create_task(stage.run())
+    await arrived.wait()
+    await stage.groups.drain()
+    with pytest.raises(FailureError) as cut:
+        await running
+    assert (cut.value.code, cut.value.retryable) == ("drained", True)
+    assert cut.value.boundary is Boundary.INFRASTRUCTURE
+
+
+def blank(text: str = "") -> Scenario:
+    return Scenario(id="s", ordinal=0, messages=[{"role": "tool", "content": text}])
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"group_id": ""}, "group_id"),
+        ({"size": 0}, "size"),
+        ({"sampling": {"temperature": -1.0}}, "temperature"),
+        ({"sampling": {"max_turns": 0}}, "max_turns"),
+        ({"sampling": {"max_tokens": 0}}, "max_tokens"),
+        ({"scenario": blank()}, "role"),
+        ({"messages": []}, "messages"),
+    ],
+)
+async def test_a_request_that_cannot_be_run_names_the_field(stage: Any, changes: dict[str, Any], field: str) -> None:
+    with pytest.raises(FailureError, match=field) as refused:
+        await stage.run(**changes)
+    assert refused.value.code == "invalid_request"
+
+
+async def test_engines_are_needed_and_named_once(stage: Any) -> None:
+    request = stage.request()
+    request.engines.append(request.engines[0])
+    with pytest.raises(FailureError, match="twice"):
+        [event async for event in stage.stream(request)]
+    del request.engines[:]
+    with pytest.raises(FailureError, match="no engine"):
+        [event async for event in stage.stream(request)]

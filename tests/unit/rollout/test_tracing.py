@@ -1,0 +1,62 @@
+"""Spans nest as the work does, and the engine hears of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from opentelemetry import trace
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+
+@pytest.fixture
+def exporter(monkeypatch: pytest.MonkeyPatch) -> Iterator[InMemorySpanExporter]:
+    memory = InMemorySpanExporter()
+    provider = TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(memory))
+    from kestrl_rollout import conversation
+
+    from kestrl import telemetry
+
+    # Not the global provider, which could not be taken back.
+    monkeypatch.setattr(telemetry, "_tracer", provider.get_tracer("kestrl"))
+    monkeypatch.setattr(conversation, "_tracer", provider.get_tracer("kestrl"))
+    yield memory
+    provider.shutdown()
+
+
+async def test_the_tree_of_a_group(stage: Any, call_text: Callable[..., str], exporter: InMemorySpanExporter) -> None:
+    stage.says(call_text("search", word="a"), "Done.")
+    episode = await stage.episode()
+    spans = {span.context.span_id: span for span in exporter.get_finished_spans() if span.context}
+
+    def path(span: Any) -> str:
+        above = spans.get(span.parent.span_id) if span.parent else None
+        name = span.name.removeprefix("kestrl.")
+        return f"{path(above)} > {name}" if above else name
+
+    assert sorted(path(span) for span in spans.values()) == [
+        "group",
+        "group > episode",
+        "group > episode > turn",
+        "group > episode > turn",
+        "group > episode > turn > model_call",
+        "group > episode > turn > model_call",
+        "group > episode > turn > tool_call",
+        "group > score",
+    ]
+    assert {f"{span.context.trace_id:032x}" for span in spans.values() if span.context} == {episode.trace_id}
+    sent = stage.engine.prompts[0].headers["traceparent"]
+    assert sent.split("-")[1] == episode.trace_id
+    assert spans[int(sent.split("-")[2], 16)].name == "kestrl.model_call"
+    assert trace.get_current_span() is trace.INVALID_SPAN
+
+
+async def test_without_tracing_nothing_is_sent(stage: Any) -> None:
+    stage.says("Hello.")
+    episode = await stage.episode()
+    assert episode.trace_id == ""
+    assert "traceparent" not in stage.engine.prompts[0].headers

@@ -1,0 +1,76 @@
+"""The example that the README shows: as short as it says, and all its parts fit."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kestrl.data.rows import load_scenarios
+from kestrl.episode import CallOutcome, Episode, StopReason, ToolCall, Turn
+from kestrl.plan.settings import ToolEntry
+from kestrl.rewards import Attempt
+from kestrl.rewards.checking import as_score
+from kestrl.rewards.resolving import resolve
+from kestrl.spec import read_job
+
+FOLDER = Path(__file__).parents[3] / "examples" / "bring-your-own"
+
+
+@pytest.fixture(autouse=True)
+def _beside_the_manifest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(FOLDER))
+    monkeypatch.delitem(sys.modules, "mine", raising=False)
+
+
+def test_it_is_forty_lines_of_python_and_ten_rows() -> None:
+    sources = list(FOLDER.rglob("*.py"))
+    assert sum(len(source.read_text().splitlines()) for source in sources) <= 40
+    assert not any("class " in source.read_text() for source in sources)
+    assert len(load_scenarios(FOLDER / "data.jsonl")) == 10
+
+
+async def test_its_tool_answers_every_row_and_its_reward_sees_that(serve: Any) -> None:
+    spec = read_job(FOLDER / "job.yaml").spec
+    tools = [ToolEntry(name=tool.name, use=tool.use, config=tool.config) for tool in spec.tools]
+    reward = resolve(str(spec.rewards[0].rule), field="rewards[0].rule")
+    async with serve(*tools) as client:
+        session = await client.open()
+        for scenario in load_scenarios(FOLDER / "data.jsonl"):
+            item = scenario.id.removeprefix("stock-")
+            answer = await client.call(session, spec.tools[0].name, {"item": item})
+            assert answer.text == f'{{"{item}": {scenario.ground_truth}}}'
+            right = attempt(f"There are {scenario.ground_truth}.", answer.text)
+            wrong = attempt("There are 999.", answer.text)
+            scores = [
+                as_score("found_it", reward(Attempt(scenario=scenario, episode=episode, max_turns=3))).value
+                for episode in (right, wrong, replace(right, tool_calls=[]))
+            ]
+            assert scores == [1.2, 0.2, 1.0]
+
+
+def attempt(text: str, observed: str) -> Episode:
+    call = ToolCall(turn=0, name="count_stock", raw="", arguments={}, outcome=CallOutcome.OK, text=observed)
+    turn = Turn(
+        index=0, row=0, start=0, end=0, text=text, finish_reason="stop", engine="engine-0", policy="base", seconds=0.1
+    )
+    return Episode(
+        id="e",
+        group_id="g",
+        scenario_id="s",
+        index=0,
+        seed=0,
+        rows=[],
+        turns=[turn],
+        tool_calls=[call],
+        messages=[],
+        stop_reason=StopReason.ANSWERED,
+        failure=None,
+        policy=None,
+        engine="engine-0",
+        started_at=0.0,
+        seconds=0.0,
+    )

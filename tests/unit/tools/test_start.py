@@ -1,0 +1,107 @@
+"""Starting the service: what is wrong with a tool is told by manifest field, in one message, with exit code 2."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kestrl_tools.catalogue import load_tools
+from kestrl_tools.lanes import Lanes
+
+from kestrl.errors import UserInputError
+from kestrl.plan.settings import ToolEntry, ToolsSettings
+
+
+def load(*entries: ToolEntry) -> dict[str, Any]:
+    return dict(load_tools(entries, Lanes()))
+
+
+@pytest.mark.parametrize(
+    ("use", "config", "told"),
+    [
+        ("nowhere:tool", {}, r"spec.tools\[0\].use: cannot import 'nowhere'"),
+        ("tool_samples:absent", {}, r"spec.tools\[0\].use: module 'tool_samples' has no 'absent'"),
+        (
+            "tool_samples:no_tool",
+            {},
+            r"spec.tools\[0\].use: tool_samples:no_tool: t: a tool is a function or a class, this is int",
+        ),
+        ("tool_samples:untyped", {}, "'query' has no type hint"),
+        ("tool_samples:opaque", {}, "has a type without a JSON form"),
+        ("tool_samples:NotCallable", {}, "has no __call__"),
+        ("tool_samples:greet", {"nam": "x"}, "its config does not fit: got an unexpected keyword argument 'nam'"),
+        ("tool_samples:Notebook", {"ownr": "x"}, "its config does not fit"),
+        ("tool_samples:VerlCounter", {"label": "x"}, "its settings go under `config`"),
+        ("tool_samples:VerlCounter", {"config": {}}, "VerlCounter cannot be made: AttributeError"),
+        ("tool_samples:VerlCounter", {"tool_schema": {"type": "function"}}, "tool_schema is not of the form"),
+    ],
+)
+def test_a_tool_that_cannot_be_used_is_told_by_field(samples: Any, use: str, config: dict[str, Any], told: str) -> None:
+    with pytest.raises(UserInputError, match=told):
+        load(ToolEntry(name="t", use=use, config=config))
+
+
+def test_every_problem_is_told_at_once(samples: Any) -> None:
+    with pytest.raises(UserInputError) as caught:
+        load(
+            ToolEntry(name="a", use="nowhere:a"),
+            ToolEntry(name="b", use="tool_samples:greet"),
+            ToolEntry(name="c", use="x:c"),
+        )
+    assert [line.split(":")[0] for line in str(caught.value).splitlines()] == ["spec.tools[0].use", "spec.tools[2].use"]
+
+
+async def test_the_process_serves_until_sigterm_and_closes_what_is_open(
+    tmp_path: Path, connect: Any, port: int
+) -> None:
+    settings = ToolsSettings(
+        component="tools-0",
+        job="job",
+        run="job-1",
+        listen=f"127.0.0.1:{port}",
+        python_path=(str(Path(__file__).parent),),
+        tools=(ToolEntry(name="notebook", use="tool_samples:Notebook", config={"owner": "ann"}),),
+        call_seconds=5,
+    )
+    (tmp_path / "settings.json").write_text(settings.model_dump_json())
+    command = [sys.executable, "-m", "kestrl_tools", "--settings", str(tmp_path / "settings.json")]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as service:  # noqa: ASYNC220 - it starts at once
+        async with connect(settings.listen) as client:
+            answer = await client.call(await client.open(), "notebook", {"note": "one"})
+        service.terminate()
+        _, log = await asyncio.to_thread(service.communicate, timeout=20)
+    assert answer.text == '["one"]'
+    assert service.returncode == 0
+    assert "draining: 1 sessions are closed" in log
+    assert "Traceback" not in log
+
+
+def test_the_process_says_it_in_one_line_and_exits_2(tmp_path: Path) -> None:
+    settings = {
+        "component": "tools-0",
+        "job": "job",
+        "run": "job-1",
+        "listen": "127.0.0.1:0",
+        "python_path": [str(Path(__file__).parent)],
+        "tools": [{"name": "greet", "use": "tool_samples:greet"}, {"name": "t", "use": "tool_samples:gone"}],
+        "call_seconds": 5,
+    }
+    (tmp_path / "settings.json").write_text(json.dumps(settings))
+    command = [sys.executable, "-m", "kestrl_tools", "--settings", str(tmp_path / "settings.json")]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    assert ended.returncode == 2
+    assert ended.stderr == "error: spec.tools[1].use: module 'tool_samples' has no 'gone'\n"
+
+
+def test_the_service_is_light() -> None:
+    code = (
+        "import sys, kestrl_tools.service; "
+        "print([name for name in ('torch', 'transformers', 'vllm', 'numpy', 'kopf', 'kubernetes') if name in sys.modules])"
+    )
+    seen = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=True)
+    assert seen.stdout == "[]\n"

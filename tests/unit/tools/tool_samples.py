@@ -1,0 +1,194 @@
+"""Tools of a user's, as the tests need them."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from kestrl.tools import Hidden, ToolError, ToolResult
+
+
+class Events:
+    """What the tools did, for the tests to wait for instead of sleeping."""
+
+    def __init__(self) -> None:
+        self.closed: list[str] = []
+        self.any_closed = threading.Event()
+        self.started = threading.Event()
+        self.release = threading.Event()
+        self.running = 0
+        self.most = 0
+        self.lock = threading.Lock()
+
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        with self.lock:
+            self.running += 1
+            self.most = max(self.most, self.running)
+        try:
+            yield
+        finally:
+            with self.lock:
+                self.running -= 1
+
+
+events = Events()
+
+
+def greet(name: str, times: Annotated[int, Field(ge=1, le=3)] = 1) -> str:
+    """Says hello.
+
+    Args:
+        name: Whom to greet.
+        times: How often.
+    """
+    return " ".join([f"hello {name}"] * times)
+
+
+async def shout(text: str, mark: str) -> dict[str, str]:
+    return {"said": text.upper() + mark}
+
+
+class Notebook:
+    """Keeps notes in a database that only its own thread may use."""
+
+    def __init__(self, owner: str, first: str = "") -> None:
+        self.owner = owner
+        self.table = sqlite3.connect(":memory:")
+        self.table.execute("create table notes (note text)")
+        if first:
+            self(first)
+
+    def __call__(self, note: str) -> list[str]:
+        """Adds a note and returns all."""
+        self.table.execute("insert into notes values (?)", (note,))
+        return [row[0] for row in self.table.execute("select note from notes")]
+
+    def close(self) -> None:
+        self.table.close()
+        events.closed.append(self.owner)
+        events.any_closed.set()
+
+
+class Finish:
+    async def __call__(self, answer: str, truth: Annotated[str, Hidden()]) -> ToolResult:
+        """Ends the episode."""
+        return ToolResult(text="thank you", final=True, data={"right": answer == truth})
+
+
+def moody(mood: str) -> Any:
+    match mood:
+        case "refuse":
+            raise ToolError("not today")
+        case "raise":
+            raise KeyError("lost")
+        case "exit":
+            sys.exit(3)
+        case "stop":
+            raise StopIteration
+        case "set":
+            return {1, 2}
+        case "nan":
+            return float("nan")
+        case "surrogate":
+            return "a\ud800b"
+        case "long":
+            return "x" * 2_000_000
+        case _:
+            return None
+
+
+def hang() -> str:
+    events.started.set()
+    events.release.wait()
+    return "late"
+
+
+async def hang_politely() -> str:
+    events.started.set()
+    await asyncio.Event().wait()
+    return "late"
+
+
+async def stubborn() -> str:
+    """Ignores its first cancellation."""
+    try:
+        await asyncio.Event().wait()
+    except asyncio.CancelledError:
+        await asyncio.sleep(0)
+    return "late"
+
+
+async def one_at_a_time() -> int:
+    with events.counted():
+        for _ in range(5):
+            await asyncio.sleep(0)
+    return events.most
+
+
+class BadCloser:
+    def __call__(self) -> str:
+        return "ok"
+
+    def close(self) -> None:
+        raise OSError("disk gone")
+
+
+class Refuses:
+    def __init__(self) -> None:
+        raise ConnectionError("no database")
+
+    def __call__(self) -> str:
+        return "never"
+
+
+class VerlCounter:
+    """Written for verl: one object, instances by id."""
+
+    def __init__(self, config: dict[str, Any], tool_schema: Any) -> None:
+        self.config = config
+        self.tool_schema = tool_schema
+        self.name = tool_schema.function.name
+        self.counts: dict[str, int] = {}
+
+    async def create(
+        self, instance_id: str | None = None, start: int | None = None, **kwargs: Any
+    ) -> tuple[str, dict[str, str]]:
+        made = instance_id or f"instance-{len(self.counts)}"
+        self.counts[made] = start if start is not None else kwargs["create_kwargs"].get("begin", 0)
+        return made, {}
+
+    async def execute(
+        self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
+    ) -> tuple[Any, float, dict[str, Any]]:
+        self.counts[instance_id] += parameters["by"] * kwargs.get("factor", 1)
+        return {"text": f"{self.config['label']} {self.counts[instance_id]}"}, 0.5, {"calls": 1}
+
+    async def release(self, instance_id: str, **kwargs: Any) -> None:
+        events.closed.append(instance_id)
+
+
+no_tool = 5
+
+
+def untyped(query, limit: int = 3) -> str:
+    return str((query, limit))
+
+
+def spread(*words: str) -> str:
+    return " ".join(words)
+
+
+def opaque(connection: sqlite3.Connection) -> str:
+    return str(connection)
+
+
+class NotCallable:
+    pass

@@ -86,12 +86,12 @@ async def test_a_reward_never_sees_the_jobs_credential(judge: Any, monkeypatch: 
 
 async def test_a_late_reward_is_killed_with_all_it_started_and_the_next_is_scored(judge: Any, tmp_path: Path) -> None:
     file = tmp_path / "pid"
-    async with judge(rule("told", seconds=0.3)) as client:
+    async with judge(rule("told", seconds=0.5)) as client:
         late, counted = await client.told(f"hang with {file}", "count")
     assert not running(int(file.read_text()))
     assert not late.HasField("reward")
     assert failure(late.failure) == (Boundary.JUDGE, "reward_deadline")
-    assert late.failure.message == "told: no score within its time limit of 0.3 s for one episode (rewards[].timeout)"
+    assert late.failure.message == "told: no score within its time limit of 0.5 s for one episode (rewards[].timeout)"
     assert counted.reward == 1.0  # a new process
 
 
@@ -173,7 +173,7 @@ def running(pid: int) -> bool:
 
 
 async def test_the_service_as_it_runs_kills_what_is_late(tmp_path: Path, settings: Any, connect: Any) -> None:
-    with spawn(tmp_path, settings, rule("told", seconds=0.3), rule("length")) as judge:
+    with spawn(tmp_path, settings, rule("told", seconds=0.5), rule("length")) as judge:
         listen = json.loads((tmp_path / "settings.json").read_text())["listen"]
         async with connect(listen) as client:
             late, counted = await client.told("hang", "count")

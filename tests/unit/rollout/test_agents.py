@@ -106,6 +106,8 @@ async def test_a_loop_that_raises_fails_its_episode_and_no_other(
 
 
 SWALLOWING = """
+from kestrl.errors import ToolFailure
+
 class Agent:
     async def run(self, conversation):
         for _ in range(3):
@@ -117,7 +119,7 @@ class Agent:
 """
 
 
-@pytest.mark.parametrize("after", ["pass", "raise ValueError('no answer')"])
+@pytest.mark.parametrize("after", ["pass", "raise ValueError('no answer')", "raise ToolFailure('mine')"])
 async def test_a_loop_cannot_swallow_what_the_platform_broke(make_stage: Any, make_file: MakeFile, after: str) -> None:
     name = make_file("swallowing", SWALLOWING.format(after=after))
     stage = await make_stage(agent=f"{name}:Agent")
@@ -131,7 +133,7 @@ async def test_a_loop_cannot_swallow_what_the_platform_broke(make_stage: Any, ma
 async def test_a_loop_that_hangs_is_the_users(make_stage: Any, make_file: MakeFile) -> None:
     source = "import asyncio\nasync def agent(conversation):\n    await asyncio.Event().wait()\n"
     stage = await make_stage(agent=make_file("hanging", source) + ":agent")
-    episode = await stage.episode(deadlines={"tool": 0.01, "turn": 0.02, "episode": 0.05})
+    episode = await stage.episode(deadlines={"tool": 0.01, "turn": 0.2, "episode": 0.3})
     assert episode.failure is not None
     assert (episode.failure.boundary, episode.failure.code) == (Boundary.USER_CODE, "episode_deadline")
 

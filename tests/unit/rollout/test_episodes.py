@@ -39,8 +39,14 @@ async def test_every_prompt_is_the_last_one_plus_what_was_sampled_plus_new_text(
     prompts = [list(prompt.token_ids) for prompt in stage.engine.prompts]
     for index, turn in enumerate(episode.turns):
         assert list(row.token_ids[: turn.start]) == prompts[index]
-    text = stage.face.vocabulary.decode(row.token_ids)
-    assert text.count("<|im_end|>\n<|im_start|>user\n<tool_response>\nfound a\n</tool_response><|im_end|>\n") == 1
+    text = stage.face.vocabulary.decode(row.token_ids[episode.turns[0].start :])
+    assert text == (
+        call_text("search", word="a")
+        + "<|im_end|>\n<|im_start|>user\n<tool_response>\nfound a\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
+        + call_text("search", word="b")
+        + "<|im_end|>\n<|im_start|>user\n<tool_response>\nfound b\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
+        + "Done.<|im_end|>"
+    )
 
 
 async def test_the_mask_is_1_on_sampled_tokens_only_and_each_has_the_engines_logprob(

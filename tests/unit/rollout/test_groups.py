@@ -111,7 +111,7 @@ async def test_the_episodes_deadline_counts_all_turns(stage: Any, call_text: Cal
 async def test_the_groups_deadline_ends_those_that_never_got_a_slot(make_stage: Any) -> None:
     stage = await make_stage(concurrency=1)
     hold(stage)
-    group = await stage.run(size=2, deadlines={"tool": 0.05, "turn": 0.1, "episode": 0.15, "group": 0.16})
+    group = await stage.run(size=2, deadlines={"tool": 0.05, "turn": 0.3, "episode": 0.4, "group": 0.5})
     codes = sorted(episode.failure.code for episode in group.episodes if episode.failure)
     assert codes == ["group_deadline", "turn_deadline"]
 
@@ -122,7 +122,7 @@ async def test_the_groups_deadline_includes_scoring(stage: Any) -> None:
 
     stage.judge.score = never
     stage.says("Hello.")
-    episode = await stage.episode(deadlines={"tool": 0.1, "turn": 0.15, "episode": 0.2, "group": 0.25})
+    episode = await stage.episode(deadlines={"tool": 0.1, "turn": 0.3, "episode": 0.4, "group": 0.5})
     assert episode.failure is not None
     assert (episode.failure.boundary, episode.failure.code) == (Boundary.JUDGE, "group_deadline")
     assert episode.stop_reason is StopReason.ANSWERED

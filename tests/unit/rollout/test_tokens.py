@@ -25,7 +25,7 @@ from kestrl.errors import UserInputError
 from kestrl.tools import ToolSchema
 
 FAST = settings(
-    max_examples=6,
+    max_examples=4,
     deadline=None,
     database=None,
     derandomize=True,

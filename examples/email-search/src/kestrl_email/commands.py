@@ -25,7 +25,8 @@ def build(
     seed: Annotated[int | None, typer.Option(help="Another seed than the recipe's.")] = None,
 ) -> None:
     """Make the shipped checkpoint again: random initialisation, then supervised warm-up."""
-    from kestrl_email.demo_model import Recipe, build as make
+    from kestrl_email.demo_model import Recipe
+    from kestrl_email.demo_model import build as make
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     recipe = Recipe()

@@ -76,11 +76,17 @@ def make_tokenizer(texts: Iterator[str], vocabulary: int) -> Tokenizer:
     """A byte-level BPE in which a word is the same tokens wherever it stands."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Split(Regex(PIECES), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+        [
+            pre_tokenizers.Split(Regex(PIECES), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
     )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocabulary, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False, min_frequency=3
+        vocab_size=vocabulary,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+        min_frequency=3,
     )
     tokenizer.train_from_iterator(texts, trainer)
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL])
@@ -179,7 +185,9 @@ def rate(recipe: Recipe, step: int) -> float:
     return recipe.learning_rate * rise * fall
 
 
-def schedule(recipe: Recipe, good: list[Example], faulty: list[Example], tokenizer: Tokenizer) -> Iterator[list[Example]]:
+def schedule(
+    recipe: Recipe, good: list[Example], faulty: list[Example], tokenizer: Tokenizer
+) -> Iterator[list[Example]]:
     """The examples of every step: drills, then good transcripts, then faulty ones."""
     rng = random.Random(recipe.seed)  # noqa: S311 - seeded on purpose
     for step in range(recipe.steps):
@@ -215,10 +223,15 @@ def warm_up(model: Qwen3ForCausalLM, recipe: Recipe, batches: Iterator[list[Exam
 def save(model: Qwen3ForCausalLM, tokenizer: Tokenizer, out: Path) -> None:
     """Writes the folder: bfloat16 weights, tokenizer, template, generation defaults."""
     out.mkdir(parents=True, exist_ok=True)
-    model.generation_config.update(eos_token_id=[tokenizer.token_to_id("<|im_end|>")], pad_token_id=tokenizer.token_to_id("<|endoftext|>"))
+    model.generation_config.update(
+        eos_token_id=[tokenizer.token_to_id("<|im_end|>")], pad_token_id=tokenizer.token_to_id("<|endoftext|>")
+    )
     model.to(torch.bfloat16).save_pretrained(out)
     fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>", chat_template=TEMPLATE  # noqa: S106 - tokens of a vocabulary
+        tokenizer_object=tokenizer,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        chat_template=TEMPLATE,
     )
     fast.save_pretrained(out)
 
@@ -233,7 +246,9 @@ def build(out: Path, recipe: Recipe) -> None:
     words = ("".join(text for text, _ in segments(messages)) for messages in good[:2000])
     tokenizer = make_tokenizer(words, recipe.vocabulary)
     model = make_model(recipe, tokenizer)
-    log.info("%d parameters, vocabulary %d", sum(weight.numel() for weight in model.parameters()), tokenizer.get_vocab_size())
+    log.info(
+        "%d parameters, vocabulary %d", sum(weight.numel() for weight in model.parameters()), tokenizer.get_vocab_size()
+    )
     encoded = [[encode(tokenizer, messages) for messages in part] for part in (good, faulty)]
     log.info("longest conversation %d tokens", max(len(example.ids) for example in encoded[1]))
     pad = tokenizer.token_to_id("<|endoftext|>")

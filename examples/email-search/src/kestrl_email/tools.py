@@ -56,7 +56,9 @@ class SearchEmails:
 
     def __call__(
         self,
-        keywords: Annotated[list[Annotated[str, Field(min_length=1, max_length=200)]], Field(min_length=1, max_length=10)],
+        keywords: Annotated[
+            list[Annotated[str, Field(min_length=1, max_length=200)]], Field(min_length=1, max_length=10)
+        ],
         from_addr: str | None = None,
         to_addr: str | None = None,
         sent_after: str | None = None,
@@ -73,7 +75,7 @@ class SearchEmails:
             sent_before: Only mails before this day (YYYY-MM-DD).
             max_results: At most so many.
         """
-        if not 1 <= max_results <= 10:  # noqa: PLR2004 - the contract's bounds, checked also where no schema was
+        if not 1 <= max_results <= 10:
             raise ToolError("max_results must be between 1 and 10")
         conditions = ["emails_fts MATCH ?", "emails.inbox = ?"]
         values: list[Any] = [" AND ".join(_phrase(keyword) for keyword in keywords), self._inbox]

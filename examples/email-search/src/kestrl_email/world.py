@@ -25,7 +25,33 @@ class Split(IntEnum):
     VALIDATION = 2
 
 
-ONSETS = ("b", "br", "d", "dr", "f", "fl", "g", "gr", "h", "j", "k", "kl", "l", "m", "n", "p", "pr", "r", "s", "st", "t", "tr", "v", "w", "z")
+ONSETS = (
+    "b",
+    "br",
+    "d",
+    "dr",
+    "f",
+    "fl",
+    "g",
+    "gr",
+    "h",
+    "j",
+    "k",
+    "kl",
+    "l",
+    "m",
+    "n",
+    "p",
+    "pr",
+    "r",
+    "s",
+    "st",
+    "t",
+    "tr",
+    "v",
+    "w",
+    "z",
+)
 VOWELS = ("a", "e", "i", "o", "u", "ai", "ea", "io")
 CODAS = ("", "l", "m", "n", "r", "s", "t", "x")
 DAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
@@ -188,7 +214,15 @@ def write_database(path: Path, tasks: Iterable[Task]) -> None:
             for mail in task.mails:
                 row = connection.execute(
                     "INSERT INTO emails (inbox, message_id, date, from_address, sender, subject, body) VALUES (?, ?, ?, ?, ?, ?, ?)",
-                    (mail.inbox, mail.message_id, mail.date, f"{mail.sender}@{DOMAIN}", mail.sender, mail.subject, mail.body),
+                    (
+                        mail.inbox,
+                        mail.message_id,
+                        mail.date,
+                        f"{mail.sender}@{DOMAIN}",
+                        mail.sender,
+                        mail.subject,
+                        mail.body,
+                    ),
                 )
                 connection.execute(
                     "INSERT INTO recipients (email_id, address, kind) VALUES (?, ?, 'to')",

@@ -88,7 +88,9 @@ class Toolbox:
             wait=True,
         )
         return tuple(
-            ToolSchema(name=tool.name, description=tool.description, parameters=json.loads(tool.parameters_json))
+            ToolSchema(
+                name=tool.name, description=tool.description, parameters=json.loads(tool.parameters_json or "{}")
+            )
             for tool in answer.tools
         )
 

@@ -1,0 +1,36 @@
+"""`python -m kestrl_learner --settings FILE`: the learner."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+
+from kestrl.api.learner.v1 import learner_pb2_grpc as stubs
+from kestrl.plan.settings import LearnerSettings
+from kestrl.rpc import serve
+from kestrl.service import run_service
+
+
+async def work(settings: LearnerSettings) -> None:
+    """Runs the job to its end, telling of its progress."""
+    from kestrl_learner.progress import LearnerServicer
+    from kestrl_learner.run import Run
+
+    run = await asyncio.to_thread(Run, settings)
+    main = asyncio.create_task(run.main(), name="run")
+
+    async def drain() -> None:
+        run.drain()
+        await asyncio.wait([main])
+
+    await serve(
+        settings.component,
+        settings.listen,
+        lambda server: stubs.add_LearnerServiceServicer_to_server(LearnerServicer(run.progress, run.drain), server),
+        drain=drain,
+        until=main,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(run_service(LearnerSettings, work))

@@ -1,0 +1,70 @@
+"""The adapter as files: one safetensors file, peft's configuration, and the manifest with its probe."""
+
+from __future__ import annotations
+
+import json
+import random
+
+from safetensors.torch import save
+
+from kestrl.storage import AdapterManifest, ObjectStore, Probe, publish_adapter
+from kestrl.storage.adapters import WEIGHTS, digest
+from kestrl_learner.model import PolicyModel
+
+PROBE_TOKENS = 24
+PROBE_RANGE = (32, 232)
+"""Ids of the probe: low ones, which are ordinary tokens in every tokenizer we know."""
+
+
+def probe_ids(vocabulary: int) -> tuple[int, ...]:
+    """A fixed sequence of ordinary tokens, unlikely on purpose: small differences of weights show in its log-probs."""
+    low, high = PROBE_RANGE if vocabulary > PROBE_RANGE[1] else (1, vocabulary)
+    return tuple(random.Random(20_240_229).randrange(low, high) for _ in range(PROBE_TOKENS))  # noqa: S311 - fixed on purpose
+
+
+def adapter_files(model: PolicyModel, path: str) -> dict[str, bytes]:
+    """The files an engine loads."""
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": path,
+        "r": model.config.r,
+        "lora_alpha": model.config.lora_alpha,
+        "lora_dropout": 0.0,
+        "target_modules": list(model.targets),
+        "bias": "none",
+        "use_rslora": False,
+        "use_dora": False,
+        "modules_to_save": None,
+        "inference_mode": True,
+    }
+    return {WEIGHTS: save(model.adapter_state()), "adapter_config.json": json.dumps(config, indent=2).encode()}
+
+
+def publish(
+    store: ObjectStore, model: PolicyModel, *, job: str, step: int, base: str, parent: str | None
+) -> tuple[AdapterManifest, str]:
+    """Publishes the model's adapter as version `step`; returns the manifest and the folder's address.
+
+    Raises:
+        StorageError: The store refused.
+    """
+    files = adapter_files(model, base)
+    ids = probe_ids(model.vocabulary)
+    manifest = AdapterManifest(
+        job=job,
+        step=step,
+        sha256=digest(files[WEIGHTS]),
+        files={name: digest(content) for name, content in files.items()},
+        base_model=base,
+        rank=model.config.r,
+        alpha=float(model.config.lora_alpha),
+        targets=model.targets,
+        parent=parent,
+        probe=Probe(
+            token_ids=ids,
+            logprobs=tuple(model.score(ids, adapter=True)),
+            base_logprobs=tuple(model.score(ids, adapter=False)),
+        ),
+    )
+    return manifest, publish_adapter(store, files, manifest)

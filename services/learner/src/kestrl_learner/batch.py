@@ -1,0 +1,83 @@
+"""From scored groups to what the trainer sees: rows with per-token streams, the group's shared prompt beside them. No torch here."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kestrl.episode import Group
+from kestrl_learner.algo.advantages import ADVANTAGES
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainRow:
+    """One row after the shared prompt. All arrays have the row's length without the prompt."""
+
+    token_ids: array[int]
+    mask: bytes
+    behaviour: array[float]
+    advantage: float
+    """The episode's, the same for all of its sampled tokens and rows."""
+    fresh: bool
+    """Whether the newest policy sampled all of it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainGroup:
+    """The rows of a group and the prompt they share."""
+
+    id: str
+    prompt: array[int]
+    rows: Sequence[TrainRow]
+
+    @property
+    def sampled(self) -> int:
+        """Sampled tokens."""
+        return sum(sum(row.mask) for row in self.rows)
+
+    @property
+    def idle(self) -> bool:
+        """Whether no row has an advantage: nothing to learn, only to compare."""
+        return all(row.advantage == 0.0 for row in self.rows)
+
+
+def shared_prompt(rows: Sequence[tuple[array[int], bytes]]) -> int:
+    """Length of the longest prefix that all rows share and none sampled any of. At least one token stays outside it."""
+    if not rows:
+        return 0
+    first = rows[0][0]
+    limit = min(min(mask.find(1) if 1 in mask else len(mask), len(ids) - 1) for ids, mask in rows)
+    for position in range(limit):
+        if any(ids[position] != first[position] for ids, _ in rows[1:]):
+            return position
+    return max(0, limit)
+
+
+def train_group(group: Group, estimator: str, policy: str) -> TrainGroup:
+    """A group for the trainer: advantages over its episodes, each episode's copied to all of its rows.
+
+    Args:
+        group: Scored; every episode has a reward.
+        estimator: Name in `ADVANTAGES`.
+        policy: Name of the newest policy version.
+    """
+    rewards = [episode.reward for episode in group.episodes]
+    known = [reward for reward in rewards if reward is not None]
+    assert len(known) == len(rewards), "an episode without a reward never comes here"
+    advantages = ADVANTAGES[estimator](known)
+    pairs = [
+        (row, advantage) for episode, advantage in zip(group.episodes, advantages, strict=True) for row in episode.rows
+    ]
+    length = shared_prompt([(row.token_ids, row.mask) for row, _ in pairs])
+    rows = [
+        TrainRow(
+            token_ids=row.token_ids[length:],
+            mask=row.mask[length:],
+            behaviour=row.logprobs[length:],
+            advantage=advantage,
+            fresh=all(name == policy for name in row.policies),
+        )
+        for row, advantage in pairs
+    ]
+    return TrainGroup(id=group.id, prompt=pairs[0][0].token_ids[:length] if pairs else array("i"), rows=rows)

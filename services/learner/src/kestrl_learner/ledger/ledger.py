@@ -1,0 +1,194 @@
+"""Leases scenarios and records what became of each. Exactly once is enforced here: every transition names the state it leaves,
+and one that finds another state is an error, not a correction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib.resources import files
+from typing import Any, NamedTuple
+
+from alembic import command
+from alembic.config import Config
+from sqlalchemy import create_engine, event, func, insert, select, update
+from sqlalchemy.engine import Connection, Engine
+from sqlalchemy.exc import SQLAlchemyError
+
+from kestrl.errors import KestrlError, UserInputError
+from kestrl_learner.ledger.tables import work
+from kestrl_learner.schedule import epoch_order
+
+
+class LedgerError(KestrlError):
+    """The ledger does not allow this: something would be trained twice or lost."""
+
+    code = "ledger_conflict"
+
+
+class Lease(NamedTuple):
+    """One scenario handed out."""
+
+    position: int
+    epoch: int
+    ordinal: int
+    attempt: int
+
+    def group_id(self, run: str) -> str:
+        """Unique to the attempt."""
+        return f"{run}/{self.epoch}-{self.ordinal}-{self.attempt}"
+
+
+def _sqlite_durable(connection: Any, _record: Any) -> None:
+    cursor = connection.cursor()
+    cursor.execute("PRAGMA journal_mode = WAL")
+    cursor.execute("PRAGMA synchronous = FULL")
+    cursor.close()
+
+
+def open_engine(url: str) -> Engine:
+    """Connects and brings the tables to the newest version.
+
+    Raises:
+        UserInputError: The database cannot be used.
+    """
+    try:
+        engine = create_engine(url)
+        if engine.dialect.name == "sqlite":
+            event.listen(engine, "connect", _sqlite_durable)
+        config = Config()
+        config.set_main_option("script_location", str(files("kestrl_learner.ledger") / "migrations"))
+        with engine.begin() as connection:
+            config.attributes["connection"] = connection
+            command.upgrade(config, "head")
+    except SQLAlchemyError as error:
+        raise UserInputError(f"the ledger's database {url!r} cannot be used: {error}") from error
+    return engine
+
+
+class Ledger:
+    """The ledger of one run.
+
+    Args:
+        url: SQLAlchemy address.
+        seed: Of the epochs' orders.
+        size: Scenarios of an epoch.
+        epochs: Epochs in all.
+    """
+
+    def __init__(self, url: str, *, seed: int, size: int, epochs: int) -> None:
+        self._engine = open_engine(url)
+        self._seed, self._size, self._epochs = seed, size, epochs
+        self._orders: dict[int, list[int]] = {}
+
+    def close(self) -> None:
+        self._engine.dispose()
+
+    def _ordinal(self, position: int) -> int:
+        epoch = position // self._size
+        if epoch not in self._orders:
+            self._orders = {epoch: epoch_order(self._seed, epoch, self._size)}
+        return self._orders[epoch][position % self._size]
+
+    def lease(self, policy_step: int) -> Lease | None:
+        """The first pending scenario, or the next that was never handed out; None when there is none left."""
+        with self._engine.begin() as connection:
+            again = connection.execute(
+                select(work.c.position, work.c.epoch, work.c.ordinal, work.c.attempt)
+                .where(work.c.state == "pending")
+                .order_by(work.c.position)
+                .limit(1)
+            ).first()
+            if again is not None:
+                lease = Lease(*again)
+                self._move(
+                    connection, [lease.position], "pending", state="leased", policy_step=policy_step, reason=None
+                )
+                return lease
+            highest = connection.execute(select(func.max(work.c.position))).scalar()
+            position = 0 if highest is None else highest + 1
+            if position >= self._size * self._epochs:
+                return None
+            lease = Lease(position, position // self._size, self._ordinal(position), 0)
+            connection.execute(insert(work).values(**lease._asdict(), state="leased", policy_step=policy_step))
+            return lease
+
+    def _move(self, connection: Connection, positions: Sequence[int], leaves: str, **values: Any) -> None:
+        """One guarded transition of some rows, all or none."""
+        changed = connection.execute(
+            update(work).where(work.c.position.in_(positions), work.c.state == leaves).values(**values)
+        ).rowcount
+        if changed != len(positions):
+            raise LedgerError(f"{len(positions) - changed} of the positions {list(positions)} are not {leaves}")
+
+    def finish(self, lease: Lease) -> None:
+        """Its group is complete and waits to be trained on."""
+        with self._engine.begin() as connection:
+            self._move(connection, [lease.position], "leased", state="finished")
+
+    def release(self, lease: Lease, reason: str, *, leaves: str = "leased") -> None:
+        """Back to pending, to be attempted again."""
+        with self._engine.begin() as connection:
+            self._move(connection, [lease.position], leaves, state="pending", attempt=lease.attempt + 1, reason=reason)
+
+    def drop(self, lease: Lease, reason: str, *, leaves: str = "leased") -> None:
+        """Given up for good."""
+        with self._engine.begin() as connection:
+            self._move(connection, [lease.position], leaves, state="dropped", reason=reason)
+
+    def train(self, leases: Sequence[Lease], step: int) -> None:
+        """An optimiser step consumed them: all are recorded or none is."""
+        with self._engine.begin() as connection:
+            self._move(connection, [lease.position for lease in leases], "finished", state="trained", step=step)
+
+    def rewind(self, step: int) -> int:
+        """Makes the trained frontier that of a checkpoint: what was in flight, and what later steps trained, is pending again."""
+        with self._engine.begin() as connection:
+            flying = update(work).where(work.c.state.in_(["leased", "finished"]))
+            later = update(work).where(work.c.state == "trained", work.c.step > step)
+            values: dict[str, Any] = {
+                "state": "pending",
+                "step": None,
+                "attempt": work.c.attempt + 1,
+                "reason": "resumed",
+            }
+            return sum(connection.execute(statement.values(**values)).rowcount for statement in (flying, later))
+
+    def close_books(self) -> None:
+        """At the end of a run: what was never trained on is dropped with a reason, so that every scenario is accounted for."""
+        with self._engine.begin() as connection:
+            connection.execute(
+                update(work)
+                .where(work.c.state.in_(["pending", "leased", "finished"]))
+                .values(state="dropped", reason="end_of_schedule")
+            )
+            highest = connection.execute(select(func.max(work.c.position))).scalar()
+            rest = range(0 if highest is None else highest + 1, self._size * self._epochs)
+            rows = [
+                {
+                    "position": position,
+                    "epoch": position // self._size,
+                    "ordinal": self._ordinal(position),
+                    "state": "dropped",
+                    "attempt": 0,
+                    "reason": "end_of_schedule",
+                }
+                for position in rest
+            ]
+            if rows:
+                connection.execute(insert(work), rows)
+
+    def counts(self) -> dict[str, int]:
+        """Scenarios by state."""
+        with self._engine.begin() as connection:
+            rows = connection.execute(select(work.c.state, func.count()).group_by(work.c.state)).all()
+            return {str(state): int(count) for state, count in rows}
+
+    def trained(self) -> list[tuple[int, int, int]]:
+        """(epoch, ordinal, step) of everything trained on, by position."""
+        with self._engine.begin() as connection:
+            rows = connection.execute(
+                select(work.c.epoch, work.c.ordinal, work.c.step)
+                .where(work.c.state == "trained")
+                .order_by(work.c.position)
+            ).all()
+            return [(int(epoch), int(ordinal), int(step)) for epoch, ordinal, step in rows]

@@ -1,0 +1,26 @@
+"""The tables, for SQLite and PostgreSQL alike."""
+
+from __future__ import annotations
+
+from sqlalchemy import CheckConstraint, Column, Index, Integer, MetaData, String, Table, Text
+
+metadata = MetaData()
+STATES = ("pending", "leased", "finished", "trained", "dropped")
+
+work = Table(
+    "work",
+    metadata,
+    Column("position", Integer, primary_key=True, autoincrement=False, doc="epoch x size + place in the epoch's order"),
+    Column("epoch", Integer, nullable=False),
+    Column("ordinal", Integer, nullable=False),
+    Column("state", String(16), nullable=False),
+    Column("attempt", Integer, nullable=False, default=0),
+    Column("policy_step", Integer, doc="version it was leased under"),
+    Column("step", Integer, doc="optimiser step that trained on it"),
+    Column("reason", Text, doc="why it was dropped, or why it went back to pending"),
+    CheckConstraint(f"state IN {STATES}", name="work_state"),
+    CheckConstraint("(state = 'trained') = (step IS NOT NULL)", name="work_trained_has_step"),
+    CheckConstraint("state <> 'dropped' OR reason IS NOT NULL", name="work_dropped_has_reason"),
+    Index("work_epoch_ordinal", "epoch", "ordinal", unique=True),
+    Index("work_by_state", "state", "position"),
+)

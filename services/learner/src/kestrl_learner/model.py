@@ -1,0 +1,207 @@
+"""The policy model: a frozen base with a LoRA adapter, and the log-probabilities it gives to sampled tokens.
+
+A group's prompt is computed once and shared by its rows, exactly: its keys and values go into a cache that is repeated for every row,
+with gradients, and the first token of a row takes its logits from the prompt's last hidden state.
+"""
+# transformers and peft type their models loosely; what is taken from them is annotated here once.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, get_peft_model
+from peft.utils import get_peft_model_state_dict, set_peft_model_state_dict
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
+
+from kestrl.errors import UserInputError
+from kestrl_learner.batch import TrainGroup, TrainRow
+
+TOKENS_AT_ONCE = 16_384
+"""Tokens of one forward pass, prompt included; a group with more is cut into several."""
+CHECK_TOLERANCE = 1e-3
+
+
+class PolicyModel:
+    """The model under training.
+
+    Args:
+        path: Folder or Hugging Face id of the base model; only read.
+        dtype: float32 or bfloat16.
+        rank: Rank of the adapter.
+        alpha: Its scaling.
+        targets: Modules it is put on, or `all-linear`.
+        seed: Of its initialisation (A random, B zero: version 0 equals the base).
+        device: torch device.
+
+    Raises:
+        UserInputError: The base cannot be loaded, or does something between hidden state and logits that this learner does not.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        *,
+        dtype: str,
+        rank: int,
+        alpha: float,
+        targets: str | Sequence[str],
+        seed: int,
+        device: str = "cpu",
+    ) -> None:
+        self.device = torch.device(device)
+        try:
+            config = AutoConfig.from_pretrained(path)
+            base: Any = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype), config=config)
+        except (OSError, ValueError) as error:
+            raise UserInputError(f"spec.model.base: {path} cannot be loaded: {error}") from error
+        torch.manual_seed(seed)
+        self.config = LoraConfig(
+            r=rank,
+            lora_alpha=alpha,  # pyright: ignore[reportArgumentType] - an int in its types, a factor in fact
+            target_modules=targets if isinstance(targets, str) else list(targets),
+            lora_dropout=0.0,
+            bias="none",
+            task_type="CAUSAL_LM",
+            base_model_name_or_path=path,
+        )
+        try:
+            self.peft: Any = get_peft_model(base, self.config).to(self.device)
+        except ValueError as error:
+            raise UserInputError(f"spec.model.adapter.targets: {error}") from error
+        self._body: nn.Module = getattr(base, base.base_model_prefix)
+        self._head: nn.Module = base.get_output_embeddings()
+        self.vocabulary = int(config.get_text_config().vocab_size)
+        self.peft.train()
+        self._check_head()
+
+    def _check_head(self) -> None:
+        """Proves that the head is all there is between hidden state and logits (some families scale or cap them)."""
+        ids = torch.arange(1, 9, device=self.device)[None]
+        with torch.no_grad():
+            whole = self.peft(input_ids=ids).logits
+            ours = self._head(self._body(input_ids=ids).last_hidden_state)
+        if (whole - ours).abs().max() > CHECK_TOLERANCE:
+            raise UserInputError(
+                "spec.model.base: this family transforms its logits after the head, which is not supported"
+            )
+
+    def parameters(self) -> list[nn.Parameter]:
+        """The adapter's, in a fixed order."""
+        return [weight for weight in self.peft.parameters() if weight.requires_grad]
+
+    @property
+    def targets(self) -> tuple[str, ...]:
+        """Names of the modules that carry the adapter."""
+        modules = self.config.target_modules
+        return (modules,) if isinstance(modules, str) else tuple(sorted(modules or ()))
+
+    def adapter_state(self) -> dict[str, Tensor]:
+        """The adapter's weights under peft's names, float32 on the CPU, contiguous."""
+        state: dict[str, Tensor] = get_peft_model_state_dict(self.peft)
+        return {name: state[name].detach().to("cpu", torch.float32).contiguous() for name in sorted(state)}
+
+    def load_adapter_state(self, state: dict[str, Tensor]) -> None:
+        set_peft_model_state_dict(self.peft, state)
+
+    def logprobs(self, group: TrainGroup, temperature: float) -> Iterator[tuple[Sequence[TrainRow], Tensor]]:
+        """Log-probabilities of the sampled tokens, some rows at a time.
+
+        Args:
+            group: Rows with their shared prompt.
+            temperature: The logits are divided by it, as the engine's were.
+
+        Yields:
+            Rows, and a tensor (sampled tokens of these rows,) in row order, with gradient unless it is disabled.
+        """
+        longest = max((len(row.token_ids) for row in group.rows), default=1)
+        at_once = max(1, TOKENS_AT_ONCE // max(1, longest + len(group.prompt)))
+        rows = sorted(group.rows, key=lambda row: len(row.token_ids))
+        for start in range(0, len(rows), at_once):
+            part = rows[start : start + at_once]
+            yield part, self._part(group.prompt, part, temperature)
+
+    def _part(self, prompt: array[int], rows: Sequence[TrainRow], temperature: float) -> Tensor:
+        ids, padding, wanted = self._padded(rows)
+        if len(prompt) > 0:
+            hidden = self._with_shared_prompt(prompt, ids, padding)
+        else:
+            hidden = self._plain(ids, padding)
+        logits = self._head(hidden[wanted]).float() / temperature
+        return torch.log_softmax(logits, dim=-1).gather(-1, ids[wanted][:, None])[:, 0]
+
+    def _padded(self, rows: Sequence[TrainRow]) -> tuple[Tensor, Tensor, Tensor]:
+        """Ids, whether a place is a token, whether it was sampled; each (rows, longest)."""
+        longest = max(len(row.token_ids) for row in rows)
+        ids = torch.zeros((len(rows), longest), dtype=torch.long)
+        padding = torch.zeros((len(rows), longest), dtype=torch.long)
+        wanted = torch.zeros((len(rows), longest), dtype=torch.bool)
+        for index, row in enumerate(rows):
+            size = len(row.token_ids)
+            ids[index, :size] = torch.frombuffer(row.token_ids, dtype=torch.int32) if size else torch.empty(0)
+            padding[index, :size] = 1
+            wanted[index, :size] = torch.tensor(list(row.mask), dtype=torch.bool)
+        return ids.to(self.device), padding.to(self.device), wanted.to(self.device)
+
+    def _with_shared_prompt(self, prompt: array[int], ids: Tensor, padding: Tensor) -> Tensor:
+        """Hidden states that predict each place of `ids`: (rows, longest, hidden)."""
+        count, length = ids.shape[0], len(prompt)
+        shared = torch.tensor([list(prompt)], device=self.device)
+        cache = DynamicCache()
+        first: Any = self._body(input_ids=shared, past_key_values=cache, use_cache=True)
+        cache.batch_repeat_interleave(count)
+        places = torch.arange(length, length + ids.shape[1] - 1, device=self.device)
+        before = torch.ones((count, length), dtype=torch.long, device=self.device)
+        last = first.last_hidden_state[:, -1:].expand(count, 1, -1)
+        if ids.shape[1] == 1:
+            return last
+        rest: Any = self._body(
+            input_ids=ids[:, :-1],
+            attention_mask=torch.cat([before, padding[:, :-1]], dim=1),
+            position_ids=places[None].expand(count, -1),
+            past_key_values=cache,
+            use_cache=True,
+        )
+        return torch.cat([last, rest.last_hidden_state], dim=1)
+
+    def _plain(self, ids: Tensor, padding: Tensor) -> Tensor:
+        """The same for rows that share nothing; the first place has nothing before it and is never sampled."""
+        body: Any = self._body(input_ids=ids, attention_mask=padding, use_cache=False)
+        states: Tensor = body.last_hidden_state
+        return torch.cat([states[:, :1], states[:, :-1]], dim=1)
+
+    def score(self, token_ids: Sequence[int], *, adapter: bool) -> list[float]:
+        """Log-probability of every token after the first, at temperature 1, with or without the adapter."""
+        ids = torch.tensor([list(token_ids)], device=self.device)
+        with torch.no_grad():
+            if adapter:
+                logits = self.peft(input_ids=ids).logits
+            else:
+                with self.peft.disable_adapter():
+                    logits = self.peft(input_ids=ids).logits
+            scores = torch.log_softmax(logits[0, :-1].float(), dim=-1).gather(-1, ids[0, 1:, None])[:, 0]
+        return [float(score) for score in scores]
+
+
+def merge(model: str, adapter: Path, out: Path) -> None:
+    """Writes the base model with an adapter merged in, with its tokenizer.
+
+    Raises:
+        UserInputError: The base cannot be loaded.
+    """
+    from peft import PeftModel
+    from transformers import AutoTokenizer
+
+    try:
+        base: Any = AutoModelForCausalLM.from_pretrained(model, dtype="auto")
+        tokenizer: Any = AutoTokenizer.from_pretrained(model)
+    except (OSError, ValueError) as error:
+        raise UserInputError(f"{model} cannot be loaded: {error}") from error
+    merged: Any = PeftModel.from_pretrained(base, str(adapter)).merge_and_unload()
+    merged.save_pretrained(out)
+    tokenizer.save_pretrained(out)

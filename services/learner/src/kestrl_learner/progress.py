@@ -1,0 +1,114 @@
+"""Progress of the run, and the service that tells of it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from typing import Any
+
+from kestrl.api.learner.v1 import learner_pb2 as pb
+from kestrl.api.learner.v1 import learner_pb2_grpc as stubs
+from kestrl.episode import Episode, PolicyVersion
+from kestrl.errors import Failure
+from kestrl.rpc.codec import failure_to_proto, policy_to_proto
+
+WINDOW = 256
+"""Episodes that the running means look back on."""
+
+
+def episode_facts(episode: Episode) -> dict[str, float]:
+    """What is averaged over episodes. Only of an episode that did not fail: a failure is never a number."""
+    assert episode.reward is not None
+    return {
+        "reward": episode.reward,
+        **episode.metrics,
+        "num_turns": float(episode.num_turns),
+        "duration": episode.seconds,
+    }
+
+
+def means_of(facts: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """The mean of each fact over those that have it."""
+    sums: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
+    for item in facts:
+        for name, value in item.items():
+            sums[name] += value  # type: ignore[assignment]
+            counts[name] += 1
+    return {name: sums[name] / counts[name] for name in sums}
+
+
+class Progress:
+    """What is going on; watchers are woken by every change."""
+
+    def __init__(self, total_steps: int, engines_total: int) -> None:
+        self.phase, self.message = "starting", ""
+        self.step, self.total_steps = 0, total_steps
+        self.policy: PolicyVersion | None = None
+        self.engines_converged, self.engines_total = 0, engines_total
+        self.tokens_per_second = self.eta_seconds = 0.0
+        self.failures: Counter[str] = Counter()
+        self.failure: Failure | None = None
+        self.groups_running = 0
+        self._recent: deque[dict[str, float]] = deque(maxlen=WINDOW)
+        self._changed = asyncio.Event()
+        self.ended = False
+
+    def update(self, **facts: Any) -> None:
+        """Takes facts in and wakes the watchers."""
+        for name, value in facts.items():
+            assert hasattr(self, name)
+            setattr(self, name, value)
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def count_failure(self, failure: Failure) -> None:
+        self.failures[f"{failure.boundary}/{failure.code}"] += 1
+        self.update()
+
+    def add(self, episodes: Iterable[Episode]) -> None:
+        """Episodes that were scored."""
+        self._recent.extend(episode_facts(episode) for episode in episodes if episode.reward is not None)
+        self.update()
+
+    async def changed(self) -> None:
+        """Until the next change."""
+        await self._changed.wait()
+
+    def message_now(self) -> pb.WatchProgressResponse:
+        return pb.WatchProgressResponse(
+            phase=self.phase,
+            step=self.step,
+            total_steps=self.total_steps,
+            means=means_of(self._recent),
+            policy=policy_to_proto(self.policy),
+            engines_converged=self.engines_converged,
+            engines_total=self.engines_total,
+            tokens_per_second=self.tokens_per_second,
+            eta_seconds=self.eta_seconds,
+            failures=dict(self.failures),
+            failure=None if self.failure is None else failure_to_proto(self.failure),
+            message=self.message,
+            groups_running=self.groups_running,
+        )
+
+
+class LearnerServicer(stubs.LearnerServiceServicer):
+    """Tells of the progress and takes the order to drain."""
+
+    def __init__(self, progress: Progress, drain: Callable[[], None]) -> None:
+        self._progress, self._drain = progress, drain
+
+    async def WatchProgress(
+        self, request: pb.WatchProgressRequest, context: Any
+    ) -> AsyncIterator[pb.WatchProgressResponse]:
+        while True:
+            yield self._progress.message_now()
+            if self._progress.ended:
+                return
+            await self._progress.changed()
+
+    async def Drain(self, request: pb.DrainRequest, context: Any) -> pb.DrainResponse:  # noqa: ARG002, N802 - gRPC's
+        self._drain()
+        return pb.DrainResponse()

@@ -1,0 +1,41 @@
+"""What is attempted when, purely: the order of scenarios, the number of steps, the seeds."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+
+
+def epoch_order(seed: int, epoch: int, size: int) -> list[int]:
+    """The ordinals of an epoch in the order they are attempted: a pure function, so that a resumed run goes on in it."""
+    order = list(range(size))
+    random.Random(f"{seed}/epoch/{epoch}").shuffle(order)  # noqa: S311 - an order to repeat, not a secret
+    return order
+
+
+def total_steps(size: int, epochs: int, groups_per_step: int, max_steps: int | None) -> int:
+    """Full steps that the scenarios of all epochs give, at most `max_steps`; what is left over is dropped at the end."""
+    steps = size * epochs // groups_per_step
+    return steps if max_steps is None else min(steps, max_steps)
+
+
+def group_seed(seed: int, epoch: int, ordinal: int) -> int:
+    """The sampling seed of a group, in [0, 2^31): the same again when a group is run again after a failure."""
+    digest = hashlib.sha256(f"{seed}/{epoch}/{ordinal}".encode()).digest()
+    return int.from_bytes(digest[:4], "big") >> 1
+
+
+def admissible(*, version: int, max_staleness: int, groups_per_step: int, consumed: int, outstanding: int) -> int:
+    """Groups that may be started now without any becoming too stale, if groups are consumed in order.
+
+    Groups ever started and kept must not exceed (max_staleness + version + 1) x groups_per_step (AReaL,
+    infra/staleness_manager.py): with staleness 0 nothing starts while a step trains.
+
+    Args:
+        version: Step of the newest published policy.
+        max_staleness: Allowed age in steps.
+        groups_per_step: Groups of one step.
+        consumed: Groups consumed by steps so far, the one being trained on included.
+        outstanding: Groups running, or finished and waiting.
+    """
+    return max(0, (max_staleness + version + 1) * groups_per_step - consumed - outstanding)

@@ -1,0 +1,172 @@
+"""One optimiser step over a batch of groups. Blind to the algorithm: it gets advantages and behaviour log-probs a token."""
+
+from __future__ import annotations
+
+import io
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kestrl.errors import KestrlError
+from kestrl.plan.settings import AlgorithmSettings
+from kestrl_learner.algo.losses import LOSSES, Clip
+from kestrl_learner.batch import TrainGroup, TrainRow
+from kestrl_learner.model import PolicyModel
+
+
+class NotFinite(KestrlError):
+    """The loss or the gradient is not a number; the weights are as before the step."""
+
+    code = "not_finite"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gap:
+    """How far learner and engine are apart, in nats a sampled token."""
+
+    mean: float
+    p99: float
+    max: float
+    ess: float
+    """Effective sample size of the importance weights, as a share of the tokens: 1 on policy."""
+    fresh_mean: float
+    """The mean over tokens of the newest policy alone: what should be 0 but for rounding."""
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """What a step did."""
+
+    loss: float
+    grad_norm: float
+    gap: Gap
+    idle_groups: int
+    """Groups without an advantage."""
+    sampled: int
+    """Sampled tokens in the batch."""
+
+
+def stream(rows: Sequence[TrainRow], values: Sequence[Sequence[float]]) -> list[float]:
+    """Values of the sampled tokens of rows, in row order."""
+    return [
+        value
+        for row, listed in zip(rows, values, strict=True)
+        for value, on in zip(listed, row.mask, strict=True)
+        if on
+    ]
+
+
+def measure(drifts: Sequence[Tensor], fresh: Sequence[Tensor]) -> Gap:
+    """Statistics of learner minus engine log-probs.
+
+    Args:
+        drifts: (N,) each.
+        fresh: (N,) bool each: whether the newest policy sampled the token.
+    """
+    if not drifts:
+        return Gap(mean=0.0, p99=0.0, max=0.0, ess=1.0, fresh_mean=0.0, tokens=0)
+    drift, newest = torch.cat(list(drifts)), torch.cat(list(fresh))
+    size = drift.abs()
+    weights = drift.clamp(-20.0, 20.0).exp()
+    return Gap(
+        mean=float(size.mean()),
+        p99=float(size.kthvalue(max(1, int(0.99 * len(size)))).values),
+        max=float(size.max()),
+        ess=float(weights.sum() ** 2 / (weights**2).sum() / len(weights)),
+        fresh_mean=float(size[newest].mean()) if bool(newest.any()) else 0.0,
+        tokens=len(size),
+    )
+
+
+class Trainer:
+    """Owns the optimiser."""
+
+    def __init__(self, model: PolicyModel, algorithm: AlgorithmSettings, temperature: float) -> None:
+        self.model, self._algorithm, self._temperature = model, algorithm, temperature
+        self.optimizer = torch.optim.AdamW(
+            model.parameters(), lr=algorithm.learning_rate, betas=(0.9, 0.99), weight_decay=algorithm.weight_decay
+        )
+
+    def _set_rate(self, step: int) -> None:
+        rise = min(1.0, (step + 1) / (self._algorithm.warmup_steps + 1))
+        for group in self.optimizer.param_groups:
+            group["lr"] = self._algorithm.learning_rate * rise
+
+    def step(self, groups: Sequence[TrainGroup], step: int) -> StepResult:
+        """Forward, backward, clip, update.
+
+        Args:
+            groups: The batch.
+            step: Optimiser steps done before, for the learning rate.
+
+        Raises:
+            NotFinite: Loss or gradient is not finite; nothing was changed.
+        """
+        self._set_rate(step)
+        tokens = sum(group.sampled for group in groups)
+        drifts: list[Tensor] = []
+        fresh: list[Tensor] = []
+        loss = 0.0
+        self.optimizer.zero_grad(set_to_none=True)
+        for group in groups:
+            with torch.set_grad_enabled(not group.idle):
+                for rows, logprobs in self.model.logprobs(group, self._temperature):
+                    behaviour = torch.tensor(stream(rows, [row.behaviour for row in rows]), device=logprobs.device)
+                    drifts.append((logprobs.detach() - behaviour).cpu())
+                    fresh.append(torch.tensor(stream(rows, [[row.fresh] * len(row.mask) for row in rows])) > 0)
+                    if not group.idle:
+                        loss += self._backward(rows, logprobs, behaviour, tokens)
+        norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._algorithm.max_grad_norm))
+        if not torch.isfinite(torch.tensor([loss, norm])).all():
+            self.optimizer.zero_grad(set_to_none=True)
+            raise NotFinite(f"step {step}: loss {loss}, gradient norm {norm}; lower algorithm.learningRate")
+        if any(not group.idle for group in groups):
+            self.optimizer.step()
+        return StepResult(
+            loss=loss,
+            grad_norm=norm,
+            gap=measure(drifts, fresh),
+            idle_groups=sum(group.idle for group in groups),
+            sampled=tokens,
+        )
+
+    def _backward(self, rows: Sequence[TrainRow], logprobs: Tensor, behaviour: Tensor, tokens: int) -> float:
+        advantages = torch.tensor(
+            stream(rows, [[row.advantage] * len(row.mask) for row in rows]), device=logprobs.device
+        )
+        algorithm = self._algorithm
+        total = LOSSES[algorithm.loss](
+            logprobs,
+            behaviour,
+            advantages,
+            clip=Clip(low=algorithm.clip_low, high=algorithm.clip_high),
+            importance_cap=algorithm.importance_cap,
+        )
+        loss = total / tokens
+        loss.backward()
+        return float(loss.detach())
+
+    def state(self) -> bytes:
+        """Adapter, optimiser and random states, for an exact resume."""
+        buffer = io.BytesIO()
+        content: dict[str, Any] = {
+            "adapter": self.model.adapter_state(),
+            "optimizer": self.optimizer.state_dict(),
+            "torch_rng": torch.get_rng_state(),
+            "python_rng": random.getstate(),
+        }
+        torch.save(content, buffer)
+        return buffer.getvalue()
+
+    def restore(self, state: bytes) -> None:
+        """The inverse of `state`."""
+        content: dict[str, Any] = torch.load(io.BytesIO(state), weights_only=False)
+        self.model.load_adapter_state(content["adapter"])
+        self.optimizer.load_state_dict(content["optimizer"])
+        torch.set_rng_state(content["torch_rng"])
+        random.setstate(content["python_rng"])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, cast
 
@@ -133,8 +133,7 @@ def _without_nulls(value: Any) -> Any:
         members = cast("dict[str, Any]", value)
         return {key: _without_nulls(item) for key, item in members.items() if item is not None}
     if isinstance(value, list):
-        items: list[Any] = value
-        return [_without_nulls(item) for item in items]
+        return [_without_nulls(item) for item in cast("Sequence[Any]", value)]
     return value
 
 

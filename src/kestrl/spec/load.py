@@ -143,8 +143,7 @@ def _assign(document: Any, path: str, value: Any) -> None:
 def _key(place: Any, part: str) -> str | int | None:
     """How `part` names something in `place`: an index of a list, a key of an object, or nothing."""
     if isinstance(place, list):
-        items: list[Any] = place
-        return int(part) if part.isdigit() and int(part) < len(items) else None
+        return int(part) if part.isdigit() and int(part) < len(cast("Sequence[Any]", place)) else None
     return part if isinstance(place, dict) else None
 
 

@@ -51,7 +51,11 @@ def test_the_plain_form(tmp_path: Path) -> None:
     first, second, third = load_scenarios(path)
     assert first.messages == [{"role": "user", "content": "Who?"}]
     assert (first.tools, first.ground_truth, first.metadata) == (None, {"answer": "Ann"}, {"level": 1})
-    assert (second.id, second.tools, [message["role"] for message in second.messages]) == ("2", ["calc"], ["system", "user"])
+    assert (second.id, second.tools, [message["role"] for message in second.messages]) == (
+        "2",
+        ["calc"],
+        ["system", "user"],
+    )
     assert third.tools_kwargs["calc"]["create_kwargs"] == {"x": 1}
     assert [scenario.ordinal for scenario in (first, second, third)] == [0, 1, 2]
 
@@ -135,7 +139,9 @@ def test_addresses_of_data(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", {"id": 1, "question": "x"})
 
     def where(uri: str) -> Path:
-        return locate_data(uri, size=1, base=tmp_path, seed=1, cache_dir=tmp_path / "cache", field="spec.data.train.uri")
+        return locate_data(
+            uri, size=1, base=tmp_path, seed=1, cache_dir=tmp_path / "cache", field="spec.data.train.uri"
+        )
 
     assert where("a.jsonl") == where(str(path)) == where(path.as_uri()) == path.resolve()
     for uri, message in [

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kestrl_judge.service import run_judge
 
 from kestrl.api.judge.v1 import judge_pb2 as pb
 from kestrl.api.judge.v1 import judge_pb2_grpc as stubs
@@ -20,6 +19,7 @@ from kestrl.errors import Failure
 from kestrl.plan.settings import JudgeSettings, RewardEntry
 from kestrl.rpc import call, channel
 from kestrl.rpc.codec import group_to_proto
+from kestrl_judge.service import run_judge
 
 HERE = str(Path(__file__).parent)
 

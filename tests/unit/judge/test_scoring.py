@@ -6,13 +6,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 import pytest
-from kestrl_judge.rules import rule_scorers
-from kestrl_judge.scoring import Verdict, judge
 
 from kestrl.episode import Group
 from kestrl.errors import Boundary, Failure
 from kestrl.plan.settings import RewardEntry
 from kestrl.rewards import Score
+from kestrl_judge.rules import rule_scorers
+from kestrl_judge.scoring import Verdict, judge
 
 FAILURE = Failure(boundary=Boundary.JUDGE, code="reward_deadline", message="late")
 

@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kestrl_judge.service import run_judge
 
 from kestrl.api.common.v1 import common_pb2
 from kestrl.episode import Group
 from kestrl.errors import Boundary, Failure, FailureError, UserInputError
 from kestrl.plan.settings import RewardEntry
 from kestrl.rpc.codec import failure_from_proto
+from kestrl_judge.service import run_judge
 
 
 def rule(name: str, *, weight: float = 1.0, seconds: float = 20.0) -> RewardEntry:

@@ -81,7 +81,10 @@ def test_the_exit_status_is_the_commands() -> None:
 
 
 def test_what_does_not_listen_is_killed_after_the_grace() -> None:
-    leashed = start("import os, signal, time; signal.signal(15, signal.SIG_IGN); os.write(1, b'up' + bytes([10])); time.sleep(600)", 0.2)
+    leashed = start(
+        "import os, signal, time; signal.signal(15, signal.SIG_IGN); os.write(1, b'up' + bytes([10])); time.sleep(600)",
+        0.2,
+    )
     assert os.read(leashed.alive, 3) == b"up\n"
     leashed.process.terminate()
     assert leashed.process.wait(10) == 128 + signal.SIGKILL

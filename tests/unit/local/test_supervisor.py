@@ -41,7 +41,9 @@ def make(launcher: Launcher, *components: Component) -> Supervisor:
 
 async def test_the_learners_end_is_the_runs_end(launcher: Launcher) -> None:
     worker = component("rollout-0", Role.ROLLOUT, module=module(launcher, "sleeper", SLEEPER))
-    learner = component("learner-0", Role.LEARNER, module=module(launcher, "ends", "raise SystemExit(0)"), restarts=False)
+    learner = component(
+        "learner-0", Role.LEARNER, module=module(launcher, "ends", "raise SystemExit(0)"), restarts=False
+    )
     watched = make(launcher, worker, learner)
     assert await watched.run() == 0
     assert watched.observed["rollout-0"].state is State.ENDED
@@ -58,7 +60,9 @@ async def test_bad_input_ends_the_run_with_its_words(launcher: Launcher) -> None
     assert watched.observed["learner-0"].state is State.ENDED
 
 
-async def test_what_ends_is_started_again_even_after_status_0(launcher: Launcher, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_ends_is_started_again_even_after_status_0(
+    launcher: Launcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(supervisor, "FIRST_BACKOFF", 0.0)
     once = "import pathlib, time\nmark = pathlib.Path('mark')\nif mark.exists(): time.sleep(600)\nmark.touch()"
     ends = "import pathlib, time\nwhile pathlib.Path('settled').exists() is False: time.sleep(0.01)"

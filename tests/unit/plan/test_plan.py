@@ -78,7 +78,9 @@ def test_the_plan_is_a_pure_function() -> None:
 def test_settings_survive_the_file_they_travel_in() -> None:
     for component in plan(job_with(), SITE):
         if component.settings is not None:
-            assert type(component.settings).model_validate_json(component.settings.model_dump_json()) == component.settings
+            assert (
+                type(component.settings).model_validate_json(component.settings.model_dump_json()) == component.settings
+            )
 
 
 def test_the_learner_knows_every_worker_engine_and_agent() -> None:
@@ -122,7 +124,9 @@ def test_the_cpu_recipe_is_only_for_the_cpu() -> None:
 
 
 def test_arguments_of_the_manifest_win() -> None:
-    engine = by_name(job_with("inference.args={max-num-seqs: 7, enforce-eager: true, enable-scale-out: false}"))["engine-0"]
+    engine = by_name(job_with("inference.args={max-num-seqs: 7, enforce-eager: true, enable-scale-out: false}"))[
+        "engine-0"
+    ]
     arguments = flags(engine)
     assert arguments["max-num-seqs"] == "7"
     assert arguments["enforce-eager"] == ""

@@ -1,4 +1,3 @@
-# ruff: noqa: N802 - servicers have gRPC's method names
 """A whole stage for the rollout worker: a small model, a fake engine over HTTP, fake tools and judge over gRPC, the worker itself."""
 
 from __future__ import annotations
@@ -15,11 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kestrl_rollout.__main__ import group_runner
-from kestrl_rollout.groups import GroupRunner
-from kestrl_rollout.model import ModelFace, load_model
-from kestrl_rollout.service import RolloutServicer
-from kestrl_rollout.vocabulary import Vocabulary
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from kestrl import rpc
@@ -31,6 +25,11 @@ from kestrl.episode import Episode, Group, Scenario
 from kestrl.plan.settings import RolloutSettings
 from kestrl.rpc.codec import episode_from_proto, group_from_proto, policy_to_proto, scenario_to_proto
 from kestrl.testing.engine import Completion, FakeEngine, Fault, Prompt
+from kestrl_rollout.__main__ import group_runner
+from kestrl_rollout.groups import GroupRunner
+from kestrl_rollout.model import ModelFace, load_model
+from kestrl_rollout.service import RolloutServicer
+from kestrl_rollout.vocabulary import Vocabulary
 
 DATA = Path(__file__).parents[2] / "data"
 SHARED_TEMPLATES = Path(__file__).parents[4] / "shared" / "data" / "chat_templates"

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kestrl_rollout.model import load_model
-from kestrl_rollout.vocabulary import Vocabulary
 
 from kestrl.errors import UserInputError
+from kestrl_rollout.model import load_model
+from kestrl_rollout.vocabulary import Vocabulary
 
 NOW = datetime(2026, 1, 2).astimezone()
 WriteModel = Callable[..., Path]

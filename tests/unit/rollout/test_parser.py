@@ -7,10 +7,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from kestrl_rollout.parser import HermesParser, Parsed, read_call
 
 from kestrl.agents import Call
 from kestrl.episode import CallOutcome
+from kestrl_rollout.parser import HermesParser, Parsed, read_call
 
 TOOLS = ("search", "answer")
 CALL = '<tool_call>\n{"name": "search", "arguments": {"word": "a"}}\n</tool_call>'

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from kestrl_rollout.recorder import Recorder, Span
 
 from kestrl.agents import Completion
 from kestrl.errors import UserCodeError
+from kestrl_rollout.recorder import Recorder, Span
 
 
 def completion(*ids: int, policy: str = "p") -> Completion:

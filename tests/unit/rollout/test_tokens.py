@@ -13,16 +13,16 @@ from hypothesis import strategies as st
 from jinja2 import nodes
 from jinja2.ext import Extension
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from kestrl.agents import Completion
+from kestrl.errors import UserInputError
+from kestrl.tools import ToolSchema
 from kestrl_rollout.chat import Chat, Message
 from kestrl_rollout.model import prove
 from kestrl_rollout.parser import HermesParser
 from kestrl_rollout.recorder import Recorder
 from kestrl_rollout.template import Template
 from kestrl_rollout.toolset import NO_TOOLS
-
-from kestrl.agents import Completion
-from kestrl.errors import UserInputError
-from kestrl.tools import ToolSchema
 
 FAST = settings(
     max_examples=4,

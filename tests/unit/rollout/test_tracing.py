@@ -17,9 +17,8 @@ def exporter(monkeypatch: pytest.MonkeyPatch) -> Iterator[InMemorySpanExporter]:
     memory = InMemorySpanExporter()
     provider = TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(memory))
-    from kestrl_rollout import conversation
-
     from kestrl import telemetry
+    from kestrl_rollout import conversation
 
     # Not the global provider, which could not be taken back.
     monkeypatch.setattr(telemetry, "_tracer", provider.get_tracer("kestrl"))

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kestrl_rollout.agents.loading import load_loop
 
 from kestrl.agents import verl
 from kestrl.episode import StopReason
 from kestrl.errors import Boundary, UserInputError
+from kestrl_rollout.agents.loading import load_loop
 
 VERLS_OWN = Path(__file__).parents[2] / "data" / "verl" / "single_turn_agent_loop.py.txt"
 MakeFile = Callable[[str, str], str]

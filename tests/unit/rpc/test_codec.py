@@ -89,7 +89,9 @@ scenarios = st.builds(
     ordinal=st.integers(0, 2**40),
     messages=st.lists(st.fixed_dictionaries({"role": st.just("user"), "content": text}), max_size=2),
     tools=st.none() | st.lists(text, max_size=2),
-    tools_kwargs=st.dictionaries(text, st.fixed_dictionaries({"create_kwargs": objects, "execute_kwargs": objects}), max_size=2),
+    tools_kwargs=st.dictionaries(
+        text, st.fixed_dictionaries({"create_kwargs": objects, "execute_kwargs": objects}), max_size=2
+    ),
     ground_truth=json_values,
     metadata=objects,
 )

@@ -102,7 +102,9 @@ def test_a_reward_is_one_kind_only() -> None:
 
 
 def test_overrides_reach_lists_and_new_objects() -> None:
-    job = parse_job(with_overrides(MANIFEST, ["rewards[0].weight=0.5", "inference.args.max-num-seqs=64", "suspend=true"]))
+    job = parse_job(
+        with_overrides(MANIFEST, ["rewards[0].weight=0.5", "inference.args.max-num-seqs=64", "suspend=true"])
+    )
     assert job.spec.rewards[0].weight == 0.5
     assert job.spec.inference.args == {"max-num-seqs": 64}
     assert job.spec.suspend is True

@@ -7,7 +7,15 @@ from pathlib import Path
 import pytest
 
 from kestrl.errors import StorageError, UserInputError
-from kestrl.storage import AdapterManifest, ObjectStore, Probe, adapter_folder, fetch_adapter, open_store, publish_adapter
+from kestrl.storage import (
+    AdapterManifest,
+    ObjectStore,
+    Probe,
+    adapter_folder,
+    fetch_adapter,
+    open_store,
+    publish_adapter,
+)
 from kestrl.storage.adapters import WEIGHTS, digest, read_manifest
 
 FILES = {WEIGHTS: b"weights", "adapter_config.json": b"{}"}

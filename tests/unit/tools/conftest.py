@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kestrl_tools.service import run_tools
 
 from kestrl.api.tools.v1 import tools_pb2 as pb
 from kestrl.api.tools.v1 import tools_pb2_grpc as stubs
 from kestrl.plan.settings import ToolEntry, ToolsSettings
 from kestrl.rpc import call, channel
+from kestrl_tools.service import run_tools
 
 
 @pytest.fixture

@@ -8,9 +8,9 @@ import time
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from kestrl_tools.calculator import MAX_LENGTH, calculator
 
 from kestrl.tools import ToolError
+from kestrl_tools.calculator import MAX_LENGTH, calculator
 
 
 @pytest.mark.parametrize(

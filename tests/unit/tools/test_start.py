@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kestrl_tools.catalogue import load_tools
-from kestrl_tools.lanes import Lanes
 
 from kestrl.errors import UserInputError
 from kestrl.plan.settings import ToolEntry, ToolsSettings
+from kestrl_tools.catalogue import load_tools
+from kestrl_tools.lanes import Lanes
 
 
 def load(*entries: ToolEntry) -> dict[str, Any]:

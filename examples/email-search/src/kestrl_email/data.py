@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from kestrl.errors import UserInputError
-from kestrl_email.world import Split, Task, make_tasks, write_database
+from kestrl_email.world import EDITION, Split, Task, make_tasks, whole_or_nothing, write_database
 
 SYSTEM_PROMPT = "Find the answer in the mailbox."
 TOOLS = ("search_emails", "read_email", "return_final_answer")
@@ -32,11 +32,9 @@ def row(task: Task, number: int, database: Path) -> dict[str, Any]:
 
 def write_rows(path: Path, rows: Iterator[dict[str, Any]]) -> None:
     """Writes a JSONL file whole or not at all."""
-    partial = path.with_name(f".{path.name}.partial")
-    with partial.open("w", encoding="utf-8") as lines:
+    with whole_or_nothing(path) as partial, partial.open("w", encoding="utf-8") as lines:
         for item in rows:
             lines.write(json.dumps(item, ensure_ascii=False) + "\n")
-    partial.replace(path)
 
 
 def provide(path: str, size: int, seed: int, cache_dir: Path) -> Path:
@@ -53,7 +51,7 @@ def provide(path: str, size: int, seed: int, cache_dir: Path) -> Path:
     """
     if path not in SPLITS:
         raise UserInputError(f"demo://email/{path}: there is no such data (there are: {', '.join(SPLITS)})")
-    stem = f"email-{path}-{size}-{seed}"
+    stem = f"email-{path}-{size}-{seed}-v{EDITION}"
     rows, database = cache_dir / f"{stem}.jsonl", cache_dir / f"{stem}.db"
     if not (rows.exists() and database.exists()):
         tasks = list(make_tasks(SPLITS[path], size, seed))

@@ -1,24 +1,27 @@
-"""The ART-E e-mail reward with the defects of its published form mended.
+"""The ART-E e-mail reward (OpenPipe/ART, examples/art-e) with the defects of its published form mended.
 
-Tiers never overlap: unreadable call < unknown tool < wrong arguments < wrong answer < no answer < right answer.
+| case (first that holds)                    | value                                                                  | range          |
+|--------------------------------------------|------------------------------------------------------------------------|----------------|
+| no answer, the last call was unreadable    | -2 + partial                                                           | -2 .. -1.7     |
+| no answer, the last call: unknown tool     | -1.9 + partial                                                         | -1.9 .. -1.6   |
+| no answer, the last call: wrong arguments  | -1.8 + partial                                                         | -1.8 .. -1.5   |
+| answered, and wrong                        | -1 + partial                                                           | -1 .. -0.6     |
+| "I don't know", or stopped without answer  | 0 + partial                                                            | 0 .. 0.4       |
+| answered right                             | 1 + 0.3 [right source] + 0.1 / sources + 0.1 (1 - turns / max_turns)   | 1 .. 1.49      |
 
-| case (first that holds)                    | value                                                                  |
-|--------------------------------------------|------------------------------------------------------------------------|
-| the last call could not be read            | -2 + partial                                                           |
-| the last call named an unknown tool        | -1.9 + partial                                                         |
-| the last call had wrong arguments          | -1.8 + partial                                                         |
-| answered, and wrong                        | -1 + partial                                                           |
-| "I don't know", or stopped without answer  | 0 + partial                                                            |
-| answered right                             | 1 + 0.3 [right source] + 0.1 / sources + 0.1 (1 - turns / max_turns)   |
+partial = 0.1 [ever found] + 0.1 [ever read] + 0.1 [read something, and never an invalid id] + 0.1 [right source].
+The four kinds never overlap (malformed < wrong < no answer < right); the three malformed ones do, as published.
 
-partial = 0.1 [ever found] + 0.1 [ever read] + 0.1 [never read an invalid id, and read something] + 0.1 [right source].
+Mended:
 
-Mended: the number of sources is really counted (art-e never set it), so the maximum is 1.49; an invalid id costs its tenth only of
-those who read at all, so that giving up at once earns nothing; failures of the infrastructure never come here (they have no reward
-at all); a malformed call that the model mended afterwards is not held against it, the last word counts. `answer_correct` asks for the
-right answer *with the right mail cited*.
-
-Source: OpenPipe/ART examples/art-e (art_e/rollout.py).
+* Sources are really counted (art-e never set their number); one id given twice counts once.
+* An invalid id costs its tenth only of those who read at all, so that giving up at once earns nothing.
+* Failures of the infrastructure never come here: such an episode has no reward at all. In rl-qwen3 a time-out of the engine was
+  scored as a malformed call.
+* A malformed call is not the end: the model is told and may mend it. What counts is how the episode ended.
+* The answer is compared, not judged: no model to persuade. It must be equal but for case, white space and a closing full stop, so a
+  list of guesses earns nothing.
+* `answer_correct` asks for the right answer *with the right mail cited*; the published metric, without it, is `answer_right`.
 """
 
 from __future__ import annotations

@@ -2,14 +2,16 @@
 
 Contracts as in ART-E, without the defects of the published ones: reading is scoped to the inbox, recipients are found by the row's own
 key, a limit cannot be negative, a string is no list of keywords, dates are checked, control characters and full-text syntax in a
-keyword are data.
+keyword are data, and so are strings that UTF-8 cannot hold.
 """
 
 from __future__ import annotations
 
 import json
 import sqlite3
+from collections.abc import Sequence
 from datetime import date
+from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import Field
@@ -20,8 +22,8 @@ DONT_KNOW = "I don't know"
 
 
 def _open(database: str) -> sqlite3.Connection:
-    """Read-only, and usable from the worker thread that a call happens to run in; calls of one session never overlap."""
-    connection = sqlite3.connect(f"file:{database}?mode=ro&immutable=1", uri=True, check_same_thread=False)
+    """Read-only. `as_uri` quotes what a path may hold and a URI may not; nobody writes the file, so no lock is needed."""
+    connection = sqlite3.connect(f"{Path(database).absolute().as_uri()}?mode=ro&immutable=1", uri=True)
     connection.row_factory = sqlite3.Row
     return connection
 
@@ -37,6 +39,20 @@ def _day(value: str | None, name: str) -> str | None:
         return date.fromisoformat(value).isoformat()
     except ValueError:
         raise ToolError(f"{name} must be a date such as 2025-03-31") from None
+
+
+def _storable(text: str) -> str:
+    """The text as SQLite can take it: JSON may hold lone surrogates, UTF-8 may not."""
+    return text.encode("utf-8", "replace").decode()
+
+
+def _match(keywords: Sequence[str]) -> str:
+    """The full-text query for all keywords. Checked here too, for callers that have no schema in front."""
+    if isinstance(keywords, str):
+        raise ToolError("keywords must be a list of words")
+    if not keywords:
+        raise ToolError("give at least one keyword")
+    return " AND ".join(_phrase(keyword) for keyword in keywords)
 
 
 def _phrase(keyword: str) -> str:
@@ -78,15 +94,15 @@ class SearchEmails:
         if not 1 <= max_results <= 10:
             raise ToolError("max_results must be between 1 and 10")
         conditions = ["emails_fts MATCH ?", "emails.inbox = ?"]
-        values: list[Any] = [" AND ".join(_phrase(keyword) for keyword in keywords), self._inbox]
+        values: list[Any] = [_match(keywords), self._inbox]
         if from_addr is not None:
             conditions.append("emails.from_address = ? COLLATE NOCASE")
-            values.append(from_addr)
+            values.append(_storable(from_addr))
         if to_addr is not None:
             conditions.append(
                 "EXISTS (SELECT 1 FROM recipients WHERE email_id = emails.id AND address = ? COLLATE NOCASE)"
             )
-            values.append(to_addr)
+            values.append(_storable(to_addr))
         for bound, operator, name in ((sent_after, ">=", "sent_after"), (sent_before, "<", "sent_before")):
             day = _day(bound, name)
             if day is not None:
@@ -119,10 +135,10 @@ class ReadEmail:
             message_id: As search_emails gave it.
         """
         row = self._connection.execute(
-            "SELECT * FROM emails WHERE inbox = ? AND message_id = ?", (self._inbox, message_id)
+            "SELECT * FROM emails WHERE inbox = ? AND message_id = ?", (self._inbox, _storable(message_id))
         ).fetchone()
         if row is None:
-            raise ToolError(f"no mail {message_id} in this mailbox; use an id that search_emails gave")
+            raise ToolError(f"no mail {_storable(message_id)} in this mailbox; use an id that search_emails gave")
         recipients = self._connection.execute(
             "SELECT address, kind FROM recipients WHERE email_id = ? ORDER BY rowid", (row["id"],)
         ).fetchall()
@@ -161,4 +177,5 @@ class ReturnFinalAnswer:
             answer: The answer, or exactly "I don't know".
             sources: Ids of the mails that hold it; empty if unknown.
         """
-        return ToolResult(text=_text({"received": True}), final=True, data={"answer": answer, "sources": sources})
+        given = {"answer": _storable(answer), "sources": [_storable(source) for source in sources]}
+        return ToolResult(text=_text({"received": True}), final=True, data=given)

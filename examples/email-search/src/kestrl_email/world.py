@@ -10,11 +10,12 @@ from __future__ import annotations
 import hashlib
 import random
 import sqlite3
-from collections.abc import Iterable, Iterator
-from contextlib import closing
+from collections.abc import Generator, Iterable, Iterator
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 
 class Split(IntEnum):
@@ -55,6 +56,8 @@ ONSETS = (
 VOWELS = ("a", "e", "i", "o", "u", "ai", "ea", "io")
 CODAS = ("", "l", "m", "n", "r", "s", "t", "x")
 DAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
+EDITION = 1
+"""To be raised with every change that gives other mails or questions for a seed: files of an older edition are not used again."""
 DOMAIN = "acme.example"
 OWNER = f"me@{DOMAIN}"
 """Every inbox's own address."""
@@ -178,6 +181,15 @@ def make_tasks(split: Split, count: int, seed: int) -> Iterator[Task]:
     return (make_task(split, number, seed) for number in range(count))
 
 
+@contextmanager
+def whole_or_nothing(path: Path) -> Generator[Path]:
+    """A path to write to, which takes the name `path` when all went well; two writers at once do not meet."""
+    with TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as folder:
+        partial = Path(folder) / path.name
+        yield partial
+        partial.replace(path)
+
+
 SCHEMA = """
 CREATE TABLE emails (
     id INTEGER PRIMARY KEY,
@@ -206,9 +218,7 @@ def write_database(path: Path, tasks: Iterable[Task]) -> None:
     The full-text index is an external-content FTS5 table, filled once by its own `rebuild` after the bulk insert; the file is only
     read afterwards, so that no trigger can bring index and content apart.
     """
-    partial = path.with_name(f".{path.name}.partial")
-    partial.unlink(missing_ok=True)
-    with closing(sqlite3.connect(partial)) as connection:
+    with whole_or_nothing(path) as partial, closing(sqlite3.connect(partial)) as connection:
         connection.executescript("PRAGMA journal_mode = OFF; PRAGMA synchronous = OFF;" + SCHEMA)
         for task in tasks:
             for mail in task.mails:
@@ -230,4 +240,3 @@ def write_database(path: Path, tasks: Iterable[Task]) -> None:
                 )
         connection.execute("INSERT INTO emails_fts (emails_fts) VALUES ('rebuild')")
         connection.commit()
-    partial.replace(path)

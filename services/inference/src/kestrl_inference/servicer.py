@@ -34,7 +34,7 @@ class EngineAgent(stubs.EngineAgentServiceServicer):
     def __init__(self, settings: AgentSettings, policies: Policies, watch: Watch) -> None:
         self._settings, self._policies, self._watch = settings, policies, watch
 
-    async def LoadPolicy(self, request: pb.LoadPolicyRequest, context: Any) -> pb.LoadPolicyResponse:  # noqa: ARG002, N802 - gRPC's
+    async def LoadPolicy(self, request: pb.LoadPolicyRequest, context: Any) -> pb.LoadPolicyResponse:  # noqa: ARG002 - gRPC's
         await self._watch.wait_until_up(self._settings.load_seconds)
         loaded = await self._policies.load(_policy(request.policy), request.uri)
         return pb.LoadPolicyResponse(
@@ -44,11 +44,11 @@ class EngineAgent(stubs.EngineAgentServiceServicer):
             prove_seconds=loaded.prove_seconds,
         )
 
-    async def RetirePolicy(self, request: pb.RetirePolicyRequest, context: Any) -> pb.RetirePolicyResponse:  # noqa: ARG002, N802 - gRPC's
+    async def RetirePolicy(self, request: pb.RetirePolicyRequest, context: Any) -> pb.RetirePolicyResponse:  # noqa: ARG002 - gRPC's
         await self._policies.retire(_policy(request.policy))
         return pb.RetirePolicyResponse()
 
-    async def GetEngine(self, request: pb.GetEngineRequest, context: Any) -> pb.GetEngineResponse:  # noqa: ARG002, N802 - gRPC's
+    async def GetEngine(self, request: pb.GetEngineRequest, context: Any) -> pb.GetEngineResponse:  # noqa: ARG002 - gRPC's
         watch = self._watch
         return pb.GetEngineResponse(
             name=self._settings.engine_name,

@@ -1,5 +1,5 @@
 """The wire in front of the scorers."""
-# ruff: noqa: ARG002, N802 - gRPC names the methods and hands each a request and a context
+# ruff: noqa: ARG002 - gRPC hands each a request and a context
 
 from __future__ import annotations
 

@@ -128,10 +128,7 @@ class PolicyModel:
 
     def _part(self, prompt: array[int], rows: Sequence[TrainRow], temperature: float) -> Tensor:
         ids, padding, wanted = self._padded(rows)
-        if len(prompt) > 0:
-            hidden = self._with_shared_prompt(prompt, ids, padding)
-        else:
-            hidden = self._plain(ids, padding)
+        hidden = self._with_shared_prompt(prompt, ids, padding) if prompt else self._plain(ids, padding)
         logits = self._head(hidden[wanted]).float() / temperature
         return torch.log_softmax(logits, dim=-1).gather(-1, ids[wanted][:, None])[:, 0]
 

@@ -1,4 +1,5 @@
 """Progress of the run, and the service that tells of it."""
+# ruff: noqa: ARG002 - gRPC hands each method a request and a context
 
 from __future__ import annotations
 
@@ -101,7 +102,9 @@ class LearnerServicer(stubs.LearnerServiceServicer):
         self._progress, self._drain = progress, drain
 
     async def WatchProgress(
-        self, request: pb.WatchProgressRequest, context: Any
+        self,
+        request: pb.WatchProgressRequest,
+        context: Any,
     ) -> AsyncIterator[pb.WatchProgressResponse]:
         while True:
             yield self._progress.message_now()
@@ -109,6 +112,6 @@ class LearnerServicer(stubs.LearnerServiceServicer):
                 return
             await self._progress.changed()
 
-    async def Drain(self, request: pb.DrainRequest, context: Any) -> pb.DrainResponse:  # noqa: ARG002, N802 - gRPC's
+    async def Drain(self, request: pb.DrainRequest, context: Any) -> pb.DrainResponse:
         self._drain()
         return pb.DrainResponse()

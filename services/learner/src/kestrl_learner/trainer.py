@@ -126,7 +126,7 @@ class Trainer:
             self.optimizer.zero_grad(set_to_none=True)
             raise NotFinite(f"step {step}: loss {loss}, gradient norm {norm}; lower algorithm.learningRate")
         if any(not group.idle for group in groups):
-            self.optimizer.step()
+            self.optimizer.step()  # pyright: ignore[reportUnknownMemberType] - untyped in torch
         return StepResult(
             loss=loss,
             grad_norm=norm,
@@ -148,7 +148,7 @@ class Trainer:
             importance_cap=algorithm.importance_cap,
         )
         loss = total / tokens
-        loss.backward()
+        loss.backward()  # pyright: ignore[reportUnknownMemberType] - untyped in torch
         return float(loss.detach())
 
     def state(self) -> bytes:

@@ -25,7 +25,7 @@ class RolloutServicer(stubs.RolloutServiceServicer):
         self._groups = groups
         self._context_length = context_length
 
-    async def RunGroup(  # noqa: N802 - gRPC's name
+    async def RunGroup(
         self,
         request: pb.RunGroupRequest,
         context: Context,  # noqa: ARG002 - gRPC's signature
@@ -38,7 +38,7 @@ class RolloutServicer(stubs.RolloutServiceServicer):
                 else:
                     yield pb.RunGroupResponse(group=group_to_proto(event))
 
-    async def GetCapacity(self, request: pb.GetCapacityRequest, context: Context) -> pb.GetCapacityResponse:  # noqa: N802, ARG002 - gRPC's name and signature
+    async def GetCapacity(self, request: pb.GetCapacityRequest, context: Context) -> pb.GetCapacityResponse:  # noqa: ARG002 - gRPC's name and signature
         capacity = self._groups.capacity
         return pb.GetCapacityResponse(
             concurrency=capacity.concurrency, running=capacity.running, draining=capacity.draining

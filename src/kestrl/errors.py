@@ -6,6 +6,8 @@ recorded on the episode, counted, shown by `kestrl status`, and never becomes a 
 
 from __future__ import annotations
 
+import errno
+import os
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -90,6 +92,31 @@ class UserInputError(KestrlError):
     """
 
     code = "invalid_input"
+
+
+class PlaceError(UserInputError):
+    """A folder or file system cannot be written to: full, read-only, or not ours. A person has to make room or name another."""
+
+    code = "place_unusable"
+
+
+PLACE_MENDS = {
+    errno.ENOSPC: "no space is left; free some, or name another place",
+    errno.EDQUOT: "the quota is used up; free some space, or name another place",
+    errno.EACCES: "permission is denied; change it, or name another place",
+    errno.EPERM: "permission is denied; change it, or name another place",
+    errno.EROFS: "the file system is read-only; name another place",
+}
+
+
+def place_error(error: BaseException, where: str) -> PlaceError | None:
+    """The error a person can mend, if an error of the system (or its text, as libraries pass it on) is one; else None."""
+    number = error.errno if isinstance(error, OSError) else None
+    text = str(error)
+    for known, mend in PLACE_MENDS.items():
+        if number == known or f"(os error {known})" in text or os.strerror(known).lower() in text.lower():
+            return PlaceError(f"{where}: {mend}")
+    return PlaceError(f"{where}: {PLACE_MENDS[errno.ENOSPC]}") if "disk is full" in text else None
 
 
 class UserCodeError(KestrlError):

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-from kestrl.errors import KestrlError, UserInputError
+from kestrl.errors import KestrlError, UserInputError, place_error
 from kestrl.plan.settings import Settings
 from kestrl.telemetry import set_up
 
@@ -41,12 +41,20 @@ def run_service(
         else:
             asyncio.run(_finish(work(settings)))
     except UserInputError as error:
-        print(f"error: {error}", file=sys.stderr)  # noqa: T201 - the last line a person reads
-        return EXIT_INPUT
+        return _end(str(error), EXIT_INPUT)
     except KestrlError as error:
-        print(f"error: {error.failure()}", file=sys.stderr)  # noqa: T201 - the last line a person reads
-        return EXIT_FAILED
+        return _end(str(error.failure()), EXIT_FAILED)
+    except OSError as error:
+        unusable = place_error(error, str(error.filename or "a file"))
+        if unusable is None:
+            raise
+        return _end(str(unusable), EXIT_INPUT)
     return 0
+
+
+def _end(message: str, code: int) -> int:
+    print(f"error: {message}", file=sys.stderr)  # noqa: T201 - the last line a person reads
+    return code
 
 
 async def _finish(work: Awaitable[None]) -> None:

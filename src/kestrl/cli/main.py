@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import sys
 from importlib.metadata import entry_points
+from typing import NoReturn
 
 import typer
 from rich.console import Console
 
 from kestrl.cli import adapters, jobs, runs
-from kestrl.errors import KestrlError, UserInputError
+from kestrl.errors import KestrlError, UserInputError, place_error
 from kestrl.service import EXIT_FAILED, EXIT_INPUT
 
 COMMANDS_GROUP = "kestrl.commands"
@@ -35,11 +36,19 @@ def main() -> None:
     try:
         app()
     except UserInputError as error:
-        console.print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
-        sys.exit(EXIT_INPUT)
+        _end(console, str(error), EXIT_INPUT)
     except KestrlError as error:
-        console.print(f"error: {error.failure()}", style="red", markup=False, highlight=False, soft_wrap=True)
-        sys.exit(EXIT_FAILED)
+        _end(console, str(error.failure()), EXIT_FAILED)
+    except OSError as error:
+        unusable = place_error(error, str(error.filename or "a file"))
+        if unusable is None:
+            raise
+        _end(console, str(unusable), EXIT_INPUT)
+
+
+def _end(console: Console, message: str, code: int) -> NoReturn:
+    console.print(f"error: {message}", style="red", markup=False, highlight=False, soft_wrap=True)
+    sys.exit(code)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import obstore
 from obstore.exceptions import BaseError
 from obstore.store import LocalStore, from_url
 
-from kestrl.errors import StorageError, UserInputError
+from kestrl.errors import StorageError, UserInputError, place_error
 
 
 class ObjectStore:
@@ -37,12 +37,14 @@ class ObjectStore:
         """Writes an object whole; readers see the old one or the new one, never a part.
 
         Raises:
-            StorageError: The store refused.
+            PlaceError: It is full, read-only or not ours.
+            StorageError: The store refused for another reason.
         """
         try:
             obstore.put(self._store, path, content)
         except (BaseError, OSError) as error:
-            raise StorageError(f"cannot write {self.address(path)}: {error}") from error
+            unusable = place_error(error, self.address(path))
+            raise unusable or StorageError(f"cannot write {self.address(path)}: {error}") from error
 
     def get(self, path: str) -> bytes:
         """Reads an object whole.

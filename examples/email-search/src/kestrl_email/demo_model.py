@@ -1,16 +1,18 @@
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# (torch's and transformers' own annotations are partial; everything of ours is typed)
 """The recipe of the tiny demo model: random initialisation, then supervised warm-up on scripted demonstrations. Deterministic.
 
-What decides whether two million parameters can copy a name they have never seen:
+Three parts, each a share of the steps:
 
-* The tokenizer splits letters, digits, white space and punctuation apart, so that a word is the same tokens in a question and in JSON.
-* Copying is taught first: drills that repeat random tokens, with the loss on the repeats.
-
-The last part of the transcripts comes from a demonstrator that errs (`demonstrations.FAULTY`): where the shipped model starts.
+1. Copy drills: random tokens said three times. A model this small must copy names that it has never seen, and learns that first or never.
+   Attention starts as it ends up in trained transformers (keys resemble queries, outputs resemble values; "mimetic initialisation",
+   Trockman and Kolter 2023): still random numbers, but copying is learned in a quarter of the tokens.
+2. Conversations of a demonstrator who does everything right (`demonstrations.GOOD`), some drills among them.
+3. Conversations of one who errs (`demonstrations.FAULTY`): where the shipped model starts, and reinforcement learning goes on.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import random
 from collections.abc import Iterator, Sequence
@@ -20,27 +22,32 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer
+from torch.nn.functional import cross_entropy
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from kestrl_email.data import TOOLS
-from kestrl_email.demonstrations import FAULTY, GOOD, Messages, demonstrations
-from kestrl_email.tools import ReadEmail, ReturnFinalAnswer, SearchEmails
+from kestrl_email.demonstrations import FAULTY, GOOD, demonstrations
+from kestrl_email.transcripts import (
+    END,
+    PAD,
+    TEMPLATE,
+    Example,
+    drill,
+    encode,
+    make_tokenizer,
+    segments,
+    token_id,
+)
 
 log = logging.getLogger(__name__)
-SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
-MARKERS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
-PIECES = r"\p{L}+(?:_\p{L}+)*|\p{N}|[^\p{L}\p{N}\s]+(?: [^\p{L}\p{N}\s]+)*|\s"
-"""A word or identifier, one digit, a run of punctuation (with the blanks inside it, as in `": "`), or one white space."""
 CONTEXT = 2048
-TEMPLATE = (Path(__file__).parent / "chat_template.jinja").read_text(encoding="utf-8")
-PARAMETERS = {
-    "search_emails": ("keywords", "from_addr", "to_addr", "sent_after", "sent_before", "max_results"),
-    "read_email": ("message_id",),
-    "return_final_answer": ("answer", "sources"),
-}
-assert tuple(PARAMETERS) == TOOLS
-assert {SearchEmails, ReadEmail, ReturnFinalAnswer}
+HEAD = 32
+"""Width of an attention head: the smallest that vLLM has for CPUs."""
+QUERIES_PER_KEY = 2
+IGNORED = -100
+"""Label of what is not learned from."""
+POOL = 8
+"""Batches drawn at once and cut by length, so that little is padding."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,209 +55,174 @@ class Recipe:
     """How the model is made; the defaults made the shipped one."""
 
     seed: int = 7
-    steps: int = 700
-    batch: int = 40
-    """Sequences a step."""
+    steps: int = 620
+    batch: int = 32
+    """Conversations a step."""
+    drills: int = 64
+    """Drills a step in the first part; an eighth of it beside the conversations of the second."""
     learning_rate: float = 4e-3
-    drills_until: float = 0.18
-    """Share of the steps with nothing but copy drills."""
-    faulty_from: float = 0.82
+    drills_until: float = 0.35
+    """Share of the steps with nothing but drills; they cost an eighth of the others."""
+    faulty_from: float = 0.85
     """From this share of the steps on, the demonstrator errs."""
     vocabulary: int = 1024
     hidden: int = 192
     layers: int = 4
+    sharpness: float = 1.5
+    """Initial weight of the queries' and keys' norms: how sharply attention can look at the start."""
+    echo: float = 0.3
+    """Initial strength with which attention writes what it looks at."""
     threads: int = 2
     conversations: int = 6000
     """Distinct demonstrations of each kind."""
 
 
-@dataclass(frozen=True, slots=True)
-class Example:
-    """Token ids and whether each is learned from."""
-
-    ids: list[int]
-    learned: list[bool]
-
-
-def make_tokenizer(texts: Iterator[str], vocabulary: int) -> Tokenizer:
-    """A byte-level BPE in which a word is the same tokens wherever it stands."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(PIECES), "isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocabulary,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-        min_frequency=3,
-    )
-    tokenizer.train_from_iterator(texts, trainer)
-    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL])
-    tokenizer.add_tokens([AddedToken(token, special=False, normalized=False) for token in MARKERS])
-    return tokenizer
-
-
-def call_text(call: dict[str, Any]) -> str:
-    """A tool call as the model writes it."""
-    return "<tool_call>\n" + json.dumps(call, ensure_ascii=False) + "\n</tool_call>"
-
-
-def segments(messages: Messages) -> Iterator[tuple[str, bool]]:
-    """A conversation as the pieces a rollout tokenises one by one, and whether the model writes the piece."""
-    tools = "".join(f"\n{name}({', '.join(parameters)})" for name, parameters in PARAMETERS.items())
-    for position, message in enumerate(messages):
-        role, content = message["role"], message["content"]
-        if role == "system":
-            yield "<|im_start|>system\n", False
-            yield content, False
-            yield f"\nTools:{tools}<|im_end|>\n", False
-        elif role == "user":
-            yield "<|im_start|>user\n", False
-            yield content, False
-            yield "<|im_end|>\n", False
-        elif role == "assistant":
-            yield "<|im_start|>assistant\n", False
-            yield "".join(call_text(call) for call in message["tool_calls"]) + "<|im_end|>", True
-            if position < len(messages) - 1:
-                yield "\n", False
-        else:
-            yield "<|im_start|>user\n<tool_response>\n", False
-            yield content, False
-            yield "\n</tool_response><|im_end|>\n", False
-
-
-def encode(tokenizer: Tokenizer, messages: Messages) -> Example:
-    """A conversation as an example: learned where the model writes."""
-    ids: list[int] = []
-    learned: list[bool] = []
-    for text, writes in segments(messages):
-        piece = tokenizer.encode(text, add_special_tokens=False).ids
-        ids += piece
-        learned += [writes] * len(piece)
-    return Example(ids, learned)
-
-
-def drill(tokenizer: Tokenizer, rng: random.Random) -> Example:
-    """A random run of ordinary tokens, said three times: learned from are the repeats."""
-    ordinary = tokenizer.get_vocab_size() - len(SPECIAL) - len(MARKERS)
-    run = [rng.randrange(ordinary) for _ in range(rng.randint(3, 16))]
-    return Example(run * 3, [False] * len(run) + [True] * (2 * len(run)))
-
-
 def make_model(recipe: Recipe, tokenizer: Tokenizer) -> Qwen3ForCausalLM:
     """The randomly initialised model."""
     torch.manual_seed(recipe.seed)
-    end, pad = tokenizer.token_to_id("<|im_end|>"), tokenizer.token_to_id("<|endoftext|>")
-    size = -(-tokenizer.get_vocab_size() // 64) * 64
+    heads = recipe.hidden // HEAD
     config = Qwen3Config(
-        vocab_size=size,
+        vocab_size=-(-tokenizer.get_vocab_size() // 64) * 64,
         hidden_size=recipe.hidden,
         intermediate_size=recipe.hidden * 3,
         num_hidden_layers=recipe.layers,
-        num_attention_heads=recipe.hidden // 32,
-        num_key_value_heads=recipe.hidden // 64,
-        head_dim=32,
+        num_attention_heads=heads,
+        num_key_value_heads=heads // QUERIES_PER_KEY,
+        head_dim=HEAD,
         max_position_embeddings=CONTEXT,
         tie_word_embeddings=True,
-        rope_theta=10000.0,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
         bos_token_id=None,
-        eos_token_id=end,
-        pad_token_id=pad,
+        eos_token_id=token_id(tokenizer, END),
+        pad_token_id=token_id(tokenizer, PAD),
         initializer_range=0.04,
     )
-    return Qwen3ForCausalLM(config)
+    model = Qwen3ForCausalLM(config)
+    for layer in model.model.layers:
+        _mimic(layer.self_attn, recipe)
+    return model
+
+
+@torch.no_grad()
+def _mimic(attention: Any, recipe: Recipe) -> None:
+    """Mimetic initialisation of one layer's attention: queries like keys, and an output that undoes the values' projection."""
+    width = recipe.hidden
+    shape = (width // HEAD // QUERIES_PER_KEY, HEAD, width)
+    keys, values = (torch.randn(shape) / width**0.5 for _ in range(2))
+    attention.k_proj.weight.copy_(keys.flatten(0, 1))
+    attention.v_proj.weight.copy_(values.flatten(0, 1))
+    queries = keys.repeat_interleave(QUERIES_PER_KEY, 0).flatten(0, 1)
+    attention.q_proj.weight.copy_(queries + torch.randn(queries.shape) * 0.03)
+    attention.o_proj.weight.copy_(recipe.echo * values.repeat_interleave(QUERIES_PER_KEY, 0).flatten(0, 1).T)
+    attention.q_norm.weight.fill_(recipe.sharpness)
+    attention.k_norm.weight.fill_(recipe.sharpness)
 
 
 def batch_of(examples: Sequence[Example], pad: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ids and labels, each (B, T); labels are -100 where nothing is learned."""
+    """Ids and labels, each (B, T), padded on the right; labels are IGNORED where nothing is learned."""
     length = max(len(example.ids) for example in examples)
     ids = torch.full((len(examples), length), pad)
-    labels = torch.full((len(examples), length), -100)
+    labels = torch.full((len(examples), length), IGNORED)
     for index, example in enumerate(examples):
         size = len(example.ids)
         ids[index, :size] = torch.tensor(example.ids)
-        labels[index, :size] = torch.where(torch.tensor(example.learned), ids[index, :size], -100)
+        labels[index, :size] = torch.where(torch.tensor(example.learned), ids[index, :size], IGNORED)
     return ids, labels
 
 
 def rate(recipe: Recipe, step: int) -> float:
-    """Linear rise over the first 3 %, cosine-free linear fall to a twentieth over the last half."""
+    """The learning rate: rises over the first 3 % of the steps, falls linearly to a twentieth over the last half."""
     share = step / recipe.steps
-    rise = min(1.0, (step + 1) / max(1, recipe.steps * 0.03))
+    rise = min(1.0, (step + 1) / max(1.0, recipe.steps * 0.03))
     fall = 1.0 if share < 0.5 else 1.0 - 0.95 * (share - 0.5) / 0.5
     return recipe.learning_rate * rise * fall
 
 
+def _batches(examples: list[Example], size: int, rng: random.Random) -> Iterator[list[Example]]:
+    while True:
+        pool = sorted(rng.sample(examples, min(len(examples), size * POOL)), key=lambda example: len(example.ids))
+        cut = [pool[start : start + size] for start in range(0, len(pool), size)]
+        rng.shuffle(cut)
+        yield from cut
+
+
 def schedule(
     recipe: Recipe, good: list[Example], faulty: list[Example], tokenizer: Tokenizer
-) -> Iterator[list[Example]]:
-    """The examples of every step: drills, then good transcripts, then faulty ones."""
+) -> Iterator[list[Sequence[Example]]]:
+    """What is learned in every step, as batches of alike length."""
     rng = random.Random(recipe.seed)  # noqa: S311 - seeded on purpose
+    right, erring = _batches(good, recipe.batch, rng), _batches(faulty, recipe.batch, rng)
     for step in range(recipe.steps):
         share = step / recipe.steps
         if share < recipe.drills_until:
-            yield [drill(tokenizer, rng) for _ in range(recipe.batch * 5)]
+            yield [[drill(tokenizer, rng) for _ in range(recipe.drills)]]
         elif share < recipe.faulty_from:
-            yield rng.sample(good, recipe.batch)
+            yield [next(right), [drill(tokenizer, rng) for _ in range(recipe.drills // 8)]]
         else:
-            yield rng.sample(faulty, recipe.batch)
+            yield [next(erring)]
 
 
-def warm_up(model: Qwen3ForCausalLM, recipe: Recipe, batches: Iterator[list[Example]], pad: int) -> None:
-    """Supervised training on the batches."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.learning_rate, betas=(0.9, 0.98), weight_decay=0.01)
+def _loss(model: Any, examples: Sequence[Example], pad: int) -> torch.Tensor:
+    """Mean cross-entropy of what is learned. Padding on the right needs no mask; the head runs only where something is learned."""
+    ids, labels = batch_of(examples, pad)
+    wanted = labels[:, 1:] != IGNORED
+    hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state[:, :-1]
+    return cross_entropy(model.lm_head(hidden[wanted]), labels[:, 1:][wanted])
+
+
+def warm_up(model: Any, recipe: Recipe, steps: Iterator[list[Sequence[Example]]], pad: int) -> None:
+    """Supervised training."""
+    optimizer: Any = torch.optim.AdamW(
+        model.parameters(), lr=recipe.learning_rate, betas=(0.9, 0.98), weight_decay=0.01
+    )
     model.train()
-    for step, examples in enumerate(batches):
+    for step, batches in enumerate(steps):
         for group in optimizer.param_groups:
             group["lr"] = rate(recipe, step)
-        ids, labels = batch_of(examples, pad)
-        logits = model(input_ids=ids, attention_mask=(ids != pad).long()).logits[:, :-1]
-        targets = labels[:, 1:]
-        wanted = targets != -100
-        loss = torch.nn.functional.cross_entropy(logits[wanted], targets[wanted])
-        loss.backward()
+        losses: list[float] = []
+        for examples in batches:
+            loss: Any = _loss(model, examples, pad)
+            loss.backward()
+            losses.append(loss.item())
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         if step % 20 == 0 or step == recipe.steps - 1:
-            log.info("step %d/%d loss %.4f", step, recipe.steps, loss.item())
+            log.info("step %d/%d loss %s", step, recipe.steps, " ".join(f"{loss:.4f}" for loss in losses))
 
 
-def save(model: Qwen3ForCausalLM, tokenizer: Tokenizer, out: Path) -> None:
+def save(model: Any, tokenizer: Tokenizer, out: Path) -> None:
     """Writes the folder: bfloat16 weights, tokenizer, template, generation defaults."""
     out.mkdir(parents=True, exist_ok=True)
-    model.generation_config.update(
-        eos_token_id=[tokenizer.token_to_id("<|im_end|>")], pad_token_id=tokenizer.token_to_id("<|endoftext|>")
-    )
+    # A list, as engines expect where a model may have several ends.
+    model.generation_config.eos_token_id = [token_id(tokenizer, END)]
+    model.generation_config.pad_token_id = token_id(tokenizer, PAD)
     model.to(torch.bfloat16).save_pretrained(out)
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        eos_token="<|im_end|>",
-        pad_token="<|endoftext|>",
-        chat_template=TEMPLATE,
-    )
+    names = {"eos_token": END, "pad_token": PAD}
+    fast: Any = PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=TEMPLATE, **names)
     fast.save_pretrained(out)
 
 
 def build(out: Path, recipe: Recipe) -> None:
     """Makes the model from nothing and writes it to `out`."""
+    threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
     torch.set_num_threads(recipe.threads)
     torch.use_deterministic_algorithms(mode=True)
+    try:
+        _build(out, recipe)
+    finally:
+        torch.set_num_threads(threads)
+        torch.use_deterministic_algorithms(mode=deterministic)
+
+
+def _build(out: Path, recipe: Recipe) -> None:
     with TemporaryDirectory() as folder:
         good = list(demonstrations(Path(folder), recipe.conversations, GOOD, recipe.seed))
         faulty = list(demonstrations(Path(folder), recipe.conversations, FAULTY, recipe.seed + 1))
-    words = ("".join(text for text, _ in segments(messages)) for messages in good[:2000])
-    tokenizer = make_tokenizer(words, recipe.vocabulary)
+    texts = ("".join(text for text, _ in segments(messages)) for messages in good[:2000])
+    tokenizer = make_tokenizer(texts, recipe.vocabulary)
     model = make_model(recipe, tokenizer)
-    log.info(
-        "%d parameters, vocabulary %d", sum(weight.numel() for weight in model.parameters()), tokenizer.get_vocab_size()
-    )
-    encoded = [[encode(tokenizer, messages) for messages in part] for part in (good, faulty)]
-    log.info("longest conversation %d tokens", max(len(example.ids) for example in encoded[1]))
-    pad = tokenizer.token_to_id("<|endoftext|>")
-    warm_up(model, recipe, schedule(recipe, encoded[0], encoded[1], tokenizer), pad)
+    log.info("%d parameters, vocabulary %d", model.num_parameters(), tokenizer.get_vocab_size())
+    right, erring = ([encode(tokenizer, messages) for messages in part] for part in (good, faulty))
+    warm_up(model, recipe, schedule(recipe, right, erring, tokenizer), token_id(tokenizer, PAD))
     save(model, tokenizer, out)

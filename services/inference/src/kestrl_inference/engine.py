@@ -6,9 +6,9 @@ import asyncio
 import json
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import aiohttp
 
@@ -17,6 +17,8 @@ from kestrl.telemetry import trace_headers
 
 CONTROL_KEY = "KESTRL_ENGINE_CONTROL_KEY"
 START_METRIC = "process_start_time_seconds"
+LOOK_SECONDS = 15.0
+"""An engine that does not answer a look in this time counts as down: above any pause of a busy server, far below a load's limit."""
 
 
 class EngineRefused(EngineFailure):
@@ -38,7 +40,9 @@ class Pulse:
     born: float
     """Unix seconds of the server's start, 0.0 where it does not say."""
     adapters: frozenset[str]
+    """Names it lists."""
     reason: str = ""
+    """Why it is not healthy."""
 
 
 class Engine:
@@ -53,25 +57,28 @@ class Engine:
     def _client(self) -> aiohttp.ClientSession:
         """The session, made inside the running loop."""
         if self._session is None:
-            self._session = aiohttp.ClientSession(
-                headers=self._headers, timeout=aiohttp.ClientTimeout(total=self._timeout), trust_env=False
-            )
+            self._session = aiohttp.ClientSession(headers=self._headers, trust_env=False)
         return self._session
 
     async def close(self) -> None:
         if self._session is not None:
             await self._session.close()
 
-    async def _call(self, method: str, path: str, body: Any = None) -> bytes:
+    async def _call(self, method: str, path: str, body: Any = None, *, seconds: float | None = None) -> bytes:
         """One request.
 
         Raises:
             EngineRefused: An answer other than 2xx.
             EngineFailure: No answer: code `engine_unreachable` or `engine_deadline`.
         """
+        limit = self._timeout if seconds is None else min(seconds, self._timeout)
         try:
             async with self._client().request(
-                method, f"{self._url}{path}", json=body, headers=trace_headers()
+                method,
+                f"{self._url}{path}",
+                json=body,
+                headers=trace_headers(),
+                timeout=aiohttp.ClientTimeout(total=limit),
             ) as response:
                 content = await response.read()
                 if response.status >= 300:
@@ -80,7 +87,7 @@ class Engine:
                     )
                 return content
         except TimeoutError as error:
-            raise EngineFailure(f"{method} {path}: no answer in {self._timeout:g} s", code="engine_deadline") from error
+            raise EngineFailure(f"{method} {path}: no answer in {limit:g} s", code="engine_deadline") from error
         except aiohttp.ClientError as error:
             raise EngineFailure(
                 f"{method} {path}: {type(error).__name__}: {error}", code="engine_unreachable"
@@ -89,17 +96,30 @@ class Engine:
     async def look(self) -> Pulse:
         """Health, start time and loaded adapters; never raises for an engine that is down."""
         try:
-            await self._call("GET", "/health")
-            adapters = await self.adapters()
-            born = start_time((await self._call("GET", "/metrics")).decode(errors="replace"))
+            await self._call("GET", "/health", seconds=LOOK_SECONDS)
+            adapters = await self.adapters(seconds=LOOK_SECONDS)
+            born = await self._born()
         except EngineFailure as error:
             return Pulse(healthy=False, born=0.0, adapters=frozenset(), reason=str(error))
-        return Pulse(healthy=True, born=born, adapters=adapters)
+        return Pulse(healthy=True, born=born, adapters=frozenset(adapters))
 
-    async def adapters(self) -> frozenset[str]:
-        """Names of the adapters it lists."""
-        listed = json.loads(await self._call("GET", "/v1/models"))["data"]
-        return frozenset(str(model["id"]) for model in listed if model.get("parent") or model["id"] != self._base)
+    async def _born(self) -> float:
+        try:
+            return start_time((await self._call("GET", "/metrics", seconds=LOOK_SECONDS)).decode(errors="replace"))
+        except EngineRefused:  # an engine without metrics; a restart then shows by its missing adapters
+            return 0.0
+
+    async def adapters(self, *, seconds: float | None = None) -> dict[str, str]:
+        """The adapters it lists: name to folder.
+
+        Raises:
+            EngineFailure: No answer, a refusal, or not vLLM's form.
+        """
+        answer = read_json(await self._call("GET", "/v1/models", seconds=seconds))
+        try:
+            return {str(model["id"]): str(model["root"]) for model in answer["data"] if model["id"] != self._base}
+        except (KeyError, TypeError) as error:
+            raise EngineFailure(f"/v1/models is not understood: {error!r}", code="engine_nonsense") from error
 
     async def load(self, name: str, folder: str) -> None:
         """Loads an adapter under a name that was never used before; never in place."""
@@ -127,11 +147,26 @@ class Engine:
             "skip_reading_prefix_cache": True,
         }
         body = {"model": model, "token_ids": list(token_ids), "sampling_params": sampling}
-        answer = json.loads(await self._call("POST", "/inference/v1/generate", body))
+        answer = read_json(await self._call("POST", "/inference/v1/generate", body))
         scores = prompt_scores(answer.get("prompt_logprobs"), token_ids)
         if not all(math.isfinite(value) for value in scores):
             raise EngineFailure(f"{model}: the engine answered a log-prob that is not finite", code="engine_nonsense")
         return scores
+
+
+def read_json(content: bytes) -> Mapping[str, Any]:
+    """The object that an answer holds.
+
+    Raises:
+        EngineFailure: It is something else, code `engine_nonsense`.
+    """
+    try:
+        value = json.loads(content)
+    except ValueError as error:
+        raise EngineFailure(f"not JSON: {content[:200]!r}", code="engine_nonsense") from error
+    if not isinstance(value, dict):
+        raise EngineFailure(f"not a JSON object: {content[:200]!r}", code="engine_nonsense")
+    return cast("Mapping[str, Any]", value)
 
 
 def prompt_scores(listed: Any, token_ids: Sequence[int]) -> list[float]:

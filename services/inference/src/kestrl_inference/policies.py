@@ -1,6 +1,7 @@
 """The versions that an engine is to serve: fetched, loaded, proved, re-pushed after a restart, retired.
 
-One lock a engine: loads and retirements happen one after another, so that what the engine lists is what this module believes.
+One lock an engine: loads and retirements happen one after another, so that what the engine lists is what this module believes.
+An adapter's files outlive its name: an engine that is asked for files that are gone ends.
 """
 
 from __future__ import annotations
@@ -13,12 +14,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from kestrl.episode import PolicyVersion
-from kestrl.errors import Boundary, EngineFailure, Failure, FailureError, KestrlError, StorageError
+from kestrl.errors import Boundary, EngineFailure, Failure, FailureError, KestrlError, StorageError, UserInputError
 from kestrl.plan.settings import AgentSettings
-from kestrl.storage import AdapterManifest, fetch_adapter, open_store
+from kestrl.storage import AdapterManifest
 from kestrl.telemetry import span
 from kestrl.telemetry.names import Attr, SpanName
 from kestrl_inference.engine import Engine, EngineRefused
+from kestrl_inference.fetch import fetch
 from kestrl_inference.proof import Verdict, judge
 
 log = logging.getLogger(__name__)
@@ -45,39 +47,96 @@ class Loaded:
     prove_seconds: float = 0.0
 
 
-@dataclass(slots=True)
 class Policies:
     """The wanted versions of one engine."""
 
-    settings: AgentSettings
-    engine: Engine
-    held: dict[str, Held] = field(default_factory=dict[str, Held])
-    _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    def __init__(self, settings: AgentSettings, engine: Engine) -> None:
+        self.settings, self.engine = settings, engine
+        self.held: dict[str, Held] = {}
+        self._folder = Path(settings.adapters_dir).resolve()  # the engine may run in another folder
+        self._leaving: dict[str, Path] = {}
+        """Versions that are wanted no more, whose files stay until the engine has let go of them."""
+        self._loading: dict[str, asyncio.Task[Loaded]] = {}
+        self._lock = asyncio.Lock()
 
-    def clean(self) -> None:
-        """Removes what an earlier agent left: nobody names those folders any more."""
-        folder = Path(self.settings.adapters_dir)
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True, exist_ok=True)
+    def prepare(self) -> None:
+        """Makes the folder of adapters.
+
+        Raises:
+            UserInputError: It cannot be made.
+        """
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserInputError(f"adapters_dir: {self._folder} cannot be made: {error}") from error
+
+    async def start_afresh(self) -> None:
+        """Before the first load: has the engine forget what an earlier agent loaded, then removes that one's files.
+
+        Raises:
+            EngineFailure: The engine did not answer.
+        """
+        async with self._lock:
+            for name, root in (await self.engine.adapters()).items():
+                if Path(root).is_relative_to(self._folder):
+                    log.info("%s is unloaded: an earlier agent loaded it", name)
+                    await self.engine.unload(name)
+            for folder in self._folder.iterdir():
+                await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+
+    def proved(self) -> frozenset[str]:
+        """Names of the versions that the engine has proved."""
+        return frozenset(name for name, held in self.held.items() if held.proved)
+
+    def settled(self) -> bool:
+        """Whether every wanted version is proved and every other is gone."""
+        return not self._leaving and len(self.proved()) == len(self.held)
 
     async def load(self, policy: PolicyVersion, uri: str) -> Loaded:
         """Fetches, loads and proves a version. A version that is proved already is only proved again.
 
+        Callers that ask for one version at a time share the work, and it goes on when they give up: a load that is cut in the
+        middle would leave the engine with an adapter that nobody knows of.
+
         Raises:
             StorageError: It was never published whole, or is corrupt, or is not what was asked for.
-            EngineFailure: The engine refused it, has no slot, or does not serve it.
+            EngineFailure: The engine refused it, or has no slot.
+            FailureError: The engine does not serve it: `probe_failed`, `adapter_not_applied`.
         """
+        task = self._loading.get(policy.name)
+        if task is None:
+            task = asyncio.create_task(self._load(policy, uri), name=f"load-{policy.name}")
+            self._loading[policy.name] = task
+            task.add_done_callback(lambda done: self._finished(policy.name, done))
+        return await asyncio.shield(task)
+
+    def _finished(self, name: str, task: asyncio.Task[Loaded]) -> None:
+        self._loading.pop(name, None)
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            log.warning("%s is not served: %s", name, error)
+
+    async def _load(self, policy: PolicyVersion, uri: str) -> Loaded:
+        name = policy.name
         async with self._lock:
-            with span(SpanName.LOAD, {Attr.POLICY: policy.name, Attr.ENGINE: self.settings.engine_name}):
+            with span(SpanName.LOAD, {Attr.POLICY: name, Attr.ENGINE: self.settings.engine_name}):
                 began = time.perf_counter()
-                held = self.held.get(policy.name)
+                held = self.held.get(name)
                 if held is None:
+                    await self._sweep()
                     self._require_slot(policy)
-                    held = await self._fetch(policy, uri)
+                    manifest = await asyncio.to_thread(fetch, uri, policy, self._folder / name)
+                    held = self.held[name] = Held(policy, self._folder / name, manifest)
+                elif held.policy != policy:
+                    raise StorageError(f"{name} is held with other bytes than were asked for", code="wrong_policy")
                 fetched = time.perf_counter()
-                await self._push(held)
-                pushed = time.perf_counter()
-                verdict = await self._prove(held)
+                try:
+                    await self._push(held)
+                    pushed = time.perf_counter()
+                    verdict = await self._prove(held)
+                except KestrlError as error:
+                    held.failure = error.failure(component=self.settings.component)
+                    raise
                 return Loaded(
                     gap=verdict.gap,
                     fetch_seconds=fetched - began,
@@ -86,36 +145,43 @@ class Policies:
                 )
 
     def _require_slot(self, policy: PolicyVersion) -> None:
-        if len(self.held) >= self.settings.slots:
+        taken = len(self.held) + len(self._leaving)
+        if taken >= self.settings.slots:
             raise EngineFailure(
-                f"{self.settings.engine_name} holds {len(self.held)} versions and has no slot for {policy.name}; retire one first",
+                f"{self.settings.engine_name} holds {taken} versions and has no slot for {policy.name}; retire one first",
                 code="no_free_slot",
                 retryable=False,
             )
 
-    async def _fetch(self, policy: PolicyVersion, uri: str) -> Held:
-        target = Path(self.settings.adapters_dir) / policy.name
-        manifest = await asyncio.to_thread(lambda: fetch_adapter(open_store(uri), target))
-        if manifest.policy != policy:
-            shutil.rmtree(target, ignore_errors=True)
-            raise StorageError(f"{uri} holds {manifest.policy.name}, not {policy.name}", code="wrong_policy")
-        return Held(policy=policy, folder=target, manifest=manifest)
-
     async def _push(self, held: Held) -> None:
-        """Has the engine load a version under its own name, unless it lists it already."""
-        name = held.policy.name
-        if name not in await self.engine.adapters():
-            try:
-                await self.engine.load(name, str(held.folder))
-            except EngineRefused as error:
-                shutil.rmtree(held.folder, ignore_errors=True)
-                self.held.pop(name, None)
-                raise EngineFailure(
-                    f"{self.settings.engine_name} refused {name} (rank {held.manifest.rank}): {error}",
-                    code="adapter_refused",
-                    retryable=False,
-                ) from error
-        self.held[name] = held
+        """Has the engine load a version under its own name, unless it lists it already.
+
+        Raises:
+            EngineFailure: It refuses the adapter, or has given the name to another folder.
+        """
+        name, folder = held.policy.name, str(held.folder)
+        root = (await self.engine.adapters()).get(name)
+        if root == folder:
+            return
+        try:
+            if root is not None:
+                raise EngineRefused(409, f"the name is taken by {root}")
+            await self.engine.load(name, folder)
+        except EngineRefused as error:
+            self.held.pop(name, None)
+            await asyncio.to_thread(shutil.rmtree, held.folder, ignore_errors=True)
+            raise self._refused(held, error) from error
+
+    def _refused(self, held: Held, error: EngineRefused) -> EngineFailure:
+        said = f"{self.settings.engine_name} refused {held.policy.name}"
+        if "max_lora_rank" in str(error):
+            return EngineFailure(
+                f"{said}: its rank {held.manifest.rank} is above the engine's limit; lower spec.model.adapter.rank or raise "
+                f"spec.inference.args.max-lora-rank ({error})",
+                code="rank_too_high",
+                retryable=False,
+            )
+        return EngineFailure(f"{said} (rank {held.manifest.rank}): {error}", code="adapter_refused", retryable=False)
 
     async def _prove(self, held: Held) -> Verdict:
         """Compares the probe; a version that fails is unloaded and forgotten, so that nothing can name it.
@@ -130,33 +196,68 @@ class Policies:
             verdict = judge(name, self.settings.engine_name, held.manifest.probe, scores, self.settings.probe_bound)
             held.proved, held.failure = verdict.failure is None, verdict.failure
             if verdict.failure is not None:
-                log.error("%s", verdict.failure)
-                await self._drop(held)
+                log.error("%s%s", verdict.failure, self._other_base(held))
+                await self._forget(held)
                 raise FailureError(verdict.failure)
             return verdict
 
+    def _other_base(self, held: Held) -> str:
+        """What may explain a failed probe. No refusal by itself: one model may lie at two addresses."""
+        theirs, ours = held.manifest.base_model, self.settings.base_model
+        return "" if theirs == ours else f"; it was trained on {theirs}, this engine serves {ours}"
+
+    async def _forget(self, held: Held) -> None:
+        """Drops a version that failed; an engine that does not let go of it now is asked again by `settle`."""
+        self._leave(held)
+        try:
+            await self._sweep()
+        except EngineFailure as error:
+            log.warning("%s is not unloaded yet: %s", held.policy.name, error)
+
     async def retire(self, policy: PolicyVersion) -> None:
-        """Unloads a version, then deletes its files: an engine that is asked for missing files ends."""
+        """Unloads a version, then deletes its files. It counts as gone at once; `settle` tries again what fails here.
+
+        Raises:
+            EngineFailure: The engine did not let go of it yet.
+        """
         async with self._lock:
             held = self.held.get(policy.name)
             if held is not None:
-                held.proved = False
-                await self._drop(held)
+                self._leave(held)
+            await self._sweep()
 
-    async def _drop(self, held: Held) -> None:
-        await self.engine.unload(held.policy.name)
+    def _leave(self, held: Held) -> None:
+        held.proved = False
         self.held.pop(held.policy.name, None)
-        await asyncio.to_thread(shutil.rmtree, held.folder, ignore_errors=True)
+        self._leaving[held.policy.name] = held.folder
 
-    async def recover(self) -> None:
-        """After the engine came back without its adapters: loads and proves every wanted version again.
+    async def _sweep(self) -> None:
+        """Unloads what is leaving and deletes its files, in this order.
 
-        A version that cannot be brought back stays wanted and unproved, with the reason; the next look tries again.
+        Raises:
+            EngineFailure: The engine did not answer, or still lists a name: code `still_listed`. The files stay.
+        """
+        for name, folder in list(self._leaving.items()):
+            await self.engine.unload(name)
+            if name in await self.engine.adapters():
+                raise EngineFailure(f"{self.settings.engine_name} still lists {name} after unloading", code="still_listed")
+            await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+            del self._leaving[name]
+
+    async def settle(self, *, lost: bool) -> None:
+        """Loads and proves what is wanted and not proved; lets go of what is leaving. Failures stay with the version, for a next try.
+
+        Args:
+            lost: Whether the engine is another process than before, so that nothing counts as proved.
         """
         async with self._lock:
-            for held in list(self.held.values()):
-                held.proved = False
-            for held in list(self.held.values()):
+            for held in self.held.values():
+                held.proved = held.proved and not lost
+            try:
+                await self._sweep()
+            except EngineFailure as error:
+                log.warning("%s: %s", self.settings.component, error)
+            for held in [held for held in self.held.values() if not held.proved]:
                 try:
                     await self._push(held)
                     await self._prove(held)

@@ -8,6 +8,10 @@ from dataclasses import dataclass
 from kestrl.errors import Boundary, Failure
 from kestrl.storage import Probe
 
+CLEARLY = 2.0
+"""How many times nearer to the base than to the version an answer must be to count as the base's. An adapter whose effect is below
+the engine's rounding (the first steps of a warm-up, bfloat16) is near both, and which is nearer is then chance: no ground to refuse."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
@@ -32,13 +36,11 @@ def judge(name: str, engine: str, probe: Probe, scores: Sequence[float], bound: 
         scores: The engine's.
         bound: Largest accepted difference.
     """
-    gap = largest_gap(scores, probe.logprobs)
-    if gap <= bound:
-        effect = largest_gap(probe.logprobs, probe.base_logprobs)
-        # Too weak an adapter cannot be told from the base model by this bound; nearer to the adapter than to the base can.
-        if effect == 0.0 or gap <= largest_gap(scores, probe.base_logprobs):
-            return Verdict(gap=gap, failure=None)
-    if largest_gap(scores, probe.base_logprobs) <= min(bound, gap):
+    gap, base_gap = largest_gap(scores, probe.logprobs), largest_gap(scores, probe.base_logprobs)
+    like_base = CLEARLY * base_gap < gap
+    if gap <= bound and not like_base:
+        return Verdict(gap=gap, failure=None)
+    if like_base and base_gap <= bound:
         code, what = "adapter_not_applied", "it answers as the base model does"
     else:
         code, what = "probe_failed", "it answers neither as the adapter nor as the base model"

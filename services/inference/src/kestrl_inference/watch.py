@@ -7,7 +7,7 @@ import logging
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from kestrl.errors import Boundary, DeadlineExceeded, Failure
+from kestrl.errors import Boundary, DeadlineExceeded, EngineFailure, Failure
 from kestrl_inference.engine import Engine, Pulse, until
 from kestrl_inference.policies import Policies
 
@@ -23,10 +23,8 @@ class State(StrEnum):
     DOWN = "down"
 
 
-def came_back(before: Pulse | None, now: Pulse, wanted: frozenset[str]) -> bool:
-    """Whether the engine is another process than before, or has lost a version that is wanted. Pure."""
-    if not now.healthy or before is None:
-        return False
+def came_back(before: Pulse, now: Pulse, wanted: frozenset[str]) -> bool:
+    """Whether a healthy engine is another process than before, or has lost a version that it had proved. Pure."""
     return not before.healthy or (before.born != now.born and before.born > 0) or not wanted <= now.adapters
 
 
@@ -52,27 +50,37 @@ class Watch:
 
     async def look(self) -> None:
         """One look, and what follows from it."""
+        before = self.policies.proved()
         now = await self.engine.look()
         if not now.healthy:
             self._is_down(now)
             return
-        proved = frozenset(name for name, held in self.policies.held.items() if held.proved)
-        unproved = len(proved) < len(self.policies.held)
-        if self.state is State.DOWN or came_back(self._seen, now, proved):
+        # Only what was proved both before and after the look: what was loaded or retired meanwhile may be listed or not.
+        await self._is_up(now, before & self.policies.proved())
+
+    async def _is_up(self, now: Pulse, wanted: frozenset[str]) -> None:
+        if self._seen is None or self.state is State.STARTING:
+            try:
+                await self.policies.start_afresh()
+            except EngineFailure as error:
+                log.warning("%s: %s; looking again", self.component, error)
+                return
+        elif came_back(self._seen, now, wanted):
             self.restarts += 1
+            self.state = State.RECOVERING
             log.warning(
                 "%s is back (restart %d); its versions are loaded and proved again", self.component, self.restarts
             )
-            self.state = State.RECOVERING
-            await self.policies.recover()
-        elif self.state is State.RECOVERING and unproved:
-            await self.policies.recover()
+            await self.policies.settle(lost=True)
+        elif not self.policies.settled():
+            await self.policies.settle(lost=False)
         self._seen = now
-        if all(held.proved for held in self.policies.held.values()) or self.state is State.STARTING:
-            self.state, self.failure = State.READY, None
+        settled = self.policies.settled()
+        self.state, self.failure = State.READY if settled else State.RECOVERING, None
         self.up.set()
 
     def _is_down(self, now: Pulse) -> None:
+        self._seen = now
         if self.state is State.STARTING:
             return
         if self.state is not State.DOWN:
@@ -87,7 +95,6 @@ class Watch:
         )
         self.policies.unprove(now.reason)
         self.up.clear()
-        self._seen = now
 
     async def wait_until_up(self, seconds: float) -> None:
         """Waits for an engine that is starting or down.
@@ -96,6 +103,7 @@ class Watch:
             DeadlineExceeded: It did not come up in time.
         """
         if not await until(seconds, self.up):
+            reason = f": {self._seen.reason}" if self._seen is not None and self._seen.reason else ""
             raise DeadlineExceeded(
-                f"{self.component}: the engine was not up after {seconds:g} s", boundary=Boundary.ENGINE
+                f"{self.component}: the engine was not up after {seconds:g} s{reason}", boundary=Boundary.ENGINE
             )

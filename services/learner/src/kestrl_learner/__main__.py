@@ -20,7 +20,10 @@ async def work(settings: LearnerSettings) -> None:
     main = asyncio.create_task(run.main(), name="run")
 
     async def drain() -> None:
-        run.drain()
+        if run.training:
+            run.drain()
+        else:  # nothing was trained yet, so there is nothing to finish and to checkpoint
+            main.cancel()
         await asyncio.wait([main])
 
     await serve(

@@ -64,6 +64,11 @@ class Run:
         self._drain = asyncio.Event()
         self._collector: Collector | None = None
 
+    @property
+    def training(self) -> bool:
+        """Whether steps have begun."""
+        return self._collector is not None
+
     def drain(self) -> None:
         """Finish the step at hand, checkpoint, end."""
         self._drain.set()

@@ -62,6 +62,11 @@ class Lane:
         """Whether a call that nobody waits for any more is still in it."""
         return self._last is not None and self._last.done.cancelled() and not self._last.ended.is_set()
 
+    @property
+    def occupied(self) -> bool:
+        """Whether a call is in it. Its thread is no measure: one that has nothing left to do takes a moment to end."""
+        return self._last is not None and not self._last.ended.is_set()
+
     async def run(self, work: Callable[[], T]) -> T:
         """Runs it in the thread, after what was asked before, with the caller's context (so that spans nest)."""
         loop = asyncio.get_running_loop()
@@ -81,10 +86,9 @@ class Lane:
         loop = asyncio.get_running_loop()
         self._jobs.put(_Job(work, contextvars.copy_context(), loop, loop.create_future()))
 
-    def end(self) -> threading.Thread | None:
-        """Lets the thread end when it is done; returns it, if it was ever needed."""
+    def end(self) -> None:
+        """Lets the thread end when it is done."""
         self._jobs.put(None)
-        return self._thread
 
     def _serve(self) -> None:
         while (job := self._jobs.get()) is not None:
@@ -95,14 +99,14 @@ class Lanes:
     """Makes lanes and knows how many ended ones still have a call in them that never came back."""
 
     def __init__(self) -> None:
-        self._ended: dict[threading.Thread, str] = {}
+        self._ended: dict[Lane, str] = {}
 
     def end(self, lane: Lane, tool: str) -> None:
-        thread = lane.end()
-        if thread is not None and thread.is_alive():
-            self._ended[thread] = tool
+        lane.end()
+        if lane.occupied:
+            self._ended[lane] = tool
 
     def hanging(self) -> list[str]:
         """The tool of each such call."""
-        self._ended = {thread: tool for thread, tool in self._ended.items() if thread.is_alive()}
+        self._ended = {lane: tool for lane, tool in self._ended.items() if lane.occupied}
         return list(self._ended.values())

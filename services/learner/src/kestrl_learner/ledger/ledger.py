@@ -4,7 +4,8 @@ and one that finds another state is an error, not a correction.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from importlib.resources import files
 from typing import Any, NamedTuple
 
@@ -14,7 +15,7 @@ from sqlalchemy import create_engine, event, func, insert, select, update
 from sqlalchemy.engine import Connection, Engine
 from sqlalchemy.exc import SQLAlchemyError
 
-from kestrl.errors import KestrlError, UserInputError
+from kestrl.errors import KestrlError, UserInputError, place_error
 from kestrl_learner.ledger.tables import work
 from kestrl_learner.schedule import epoch_order
 
@@ -83,6 +84,21 @@ class Ledger:
     def close(self) -> None:
         self._engine.dispose()
 
+    @contextmanager
+    def _transaction(self) -> Generator[Connection]:
+        """One transaction: all of it or nothing.
+
+        Raises:
+            PlaceError: The database's disk is full or cannot be written.
+            LedgerError: The database refused.
+        """
+        try:
+            with self._engine.begin() as connection:
+                yield connection
+        except SQLAlchemyError as error:
+            url = self._engine.url.render_as_string(hide_password=True)
+            raise place_error(error, url) or LedgerError(f"{url}: {error}") from error
+
     def _ordinal(self, position: int) -> int:
         epoch = position // self._size
         if epoch not in self._orders:
@@ -91,7 +107,7 @@ class Ledger:
 
     def lease(self, policy_step: int) -> Lease | None:
         """The first pending scenario, or the next that was never handed out; None when there is none left."""
-        with self._engine.begin() as connection:
+        with self._transaction() as connection:
             again = connection.execute(
                 select(work.c.position, work.c.epoch, work.c.ordinal, work.c.attempt)
                 .where(work.c.state == "pending")
@@ -122,27 +138,27 @@ class Ledger:
 
     def finish(self, lease: Lease) -> None:
         """Its group is complete and waits to be trained on."""
-        with self._engine.begin() as connection:
+        with self._transaction() as connection:
             self._move(connection, [lease.position], "leased", state="finished")
 
     def release(self, lease: Lease, reason: str, *, leaves: str = "leased") -> None:
         """Back to pending, to be attempted again."""
-        with self._engine.begin() as connection:
+        with self._transaction() as connection:
             self._move(connection, [lease.position], leaves, state="pending", attempt=lease.attempt + 1, reason=reason)
 
     def drop(self, lease: Lease, reason: str, *, leaves: str = "leased") -> None:
         """Given up for good."""
-        with self._engine.begin() as connection:
+        with self._transaction() as connection:
             self._move(connection, [lease.position], leaves, state="dropped", reason=reason)
 
     def train(self, leases: Sequence[Lease], step: int) -> None:
         """An optimiser step consumed them: all are recorded or none is."""
-        with self._engine.begin() as connection:
+        with self._transaction() as connection:
             self._move(connection, [lease.position for lease in leases], "finished", state="trained", step=step)
 
     def rewind(self, step: int) -> int:
         """Makes the trained frontier that of a checkpoint: what was in flight, and what later steps trained, is pending again."""
-        with self._engine.begin() as connection:
+        with self._transaction() as connection:
             flying = update(work).where(work.c.state.in_(["leased", "finished"]))
             later = update(work).where(work.c.state == "trained", work.c.step > step)
             values: dict[str, Any] = {
@@ -155,7 +171,7 @@ class Ledger:
 
     def close_books(self) -> None:
         """At the end of a run: what was never trained on is dropped with a reason, so that every scenario is accounted for."""
-        with self._engine.begin() as connection:
+        with self._transaction() as connection:
             connection.execute(
                 update(work)
                 .where(work.c.state.in_(["pending", "leased", "finished"]))
@@ -179,13 +195,13 @@ class Ledger:
 
     def counts(self) -> dict[str, int]:
         """Scenarios by state."""
-        with self._engine.begin() as connection:
+        with self._transaction() as connection:
             rows = connection.execute(select(work.c.state, func.count()).group_by(work.c.state)).all()
             return {str(state): int(count) for state, count in rows}
 
     def trained(self) -> list[tuple[int, int, int]]:
         """(epoch, ordinal, step) of everything trained on, by position."""
-        with self._engine.begin() as connection:
+        with self._transaction() as connection:
             rows = connection.execute(
                 select(work.c.epoch, work.c.ordinal, work.c.step)
                 .where(work.c.state == "trained")

@@ -1,0 +1,124 @@
+"""How a conversation becomes tokens: the tiny model's tokenizer, and examples for the warm-up cut as a rollout cuts them.
+
+The tokenizer splits letters, digits, white space and punctuation apart, so that a name is the same tokens in a question, in a tool's
+answer and in JSON. Without that, two million parameters do not learn to copy a name that they have never seen.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from kestrl.tools.schema import describe
+from kestrl_email.demonstrations import Messages
+from kestrl_email.tools import ReadEmail, ReturnFinalAnswer, SearchEmails
+
+PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
+SPECIAL = (PAD, START, END)
+MARKERS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
+"""Added but not special, as Qwen has them: whoever decodes without special tokens still sees the calls."""
+PIECES = r"\p{L}+(?:_\p{L}+)*|\p{N}|[^\p{L}\p{N}\s]+(?: [^\p{L}\p{N}\s]+)*|\s"
+"""A word or identifier, one digit, a run of punctuation (with the blanks inside it, as in `": "`), or one white space."""
+TEMPLATE = (Path(__file__).parent / "chat_template.jinja").read_text(encoding="utf-8")
+SCHEMAS = tuple(
+    describe(tool, name)
+    for name, tool in (
+        ("search_emails", SearchEmails),
+        ("read_email", ReadEmail),
+        ("return_final_answer", ReturnFinalAnswer),
+    )
+)
+"""The tools as the demo's manifest offers them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """Token ids and whether each is learned from."""
+
+    ids: list[int]
+    learned: list[bool]
+
+
+def make_tokenizer(texts: Iterator[str], vocabulary: int) -> Tokenizer:
+    """A byte-level BPE in which a word is the same tokens wherever it stands."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(PIECES), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+        min_frequency=3,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    special: list[AddedToken] = [AddedToken(token, special=True, normalized=False) for token in SPECIAL]
+    markers: list[AddedToken] = [AddedToken(token, special=False, normalized=False) for token in MARKERS]
+    tokenizer.add_special_tokens(special)  # pyright: ignore[reportUnknownMemberType] - the stub's list has no element type
+    tokenizer.add_tokens(markers)  # pyright: ignore[reportUnknownMemberType] - as above
+    return tokenizer
+
+
+def token_id(tokenizer: Tokenizer, token: str) -> int:
+    """The id of a token that is there."""
+    found = tokenizer.token_to_id(token)
+    if found is None:
+        raise KeyError(token)
+    return found
+
+
+def call_text(call: dict[str, Any]) -> str:
+    """A tool call as the model writes it."""
+    return "<tool_call>\n" + json.dumps(call, ensure_ascii=False) + "\n</tool_call>"
+
+
+def segments(messages: Messages) -> Iterator[tuple[str, bool]]:
+    """A conversation as the pieces a rollout tokenises one by one, and whether the model writes the piece."""
+    tools = "".join(f"\n{schema.name}({', '.join(schema.parameters['properties'])})" for schema in SCHEMAS)
+    for position, message in enumerate(messages):
+        role, content = message["role"], message["content"]
+        if role == "system":
+            yield f"{START}system\n", False
+            yield content, False
+            yield f"\nTools:{tools}{END}\n", False
+        elif role == "user":
+            yield f"{START}user\n", False
+            yield content, False
+            yield f"{END}\n", False
+        elif role == "assistant":
+            yield f"{START}assistant\n", False
+            yield "".join(call_text(call) for call in message["tool_calls"]) + END, True
+            if position < len(messages) - 1:
+                yield "\n", False
+        else:
+            yield f"{START}user\n<tool_response>\n", False
+            yield content, False
+            yield f"\n</tool_response>{END}\n", False
+
+
+def encode(tokenizer: Tokenizer, messages: Messages) -> Example:
+    """A conversation as an example: learned where the model writes."""
+    ids: list[int] = []
+    learned: list[bool] = []
+    for text, writes in segments(messages):
+        piece = tokenizer.encode(text, add_special_tokens=False).ids
+        ids += piece
+        learned += [writes] * len(piece)
+    return Example(ids, learned)
+
+
+def drill(tokenizer: Tokenizer, rng: random.Random) -> Example:
+    """A random run of ordinary tokens, said three times: learned from are the repeats."""
+    ordinary = tokenizer.get_vocab_size() - len(SPECIAL) - len(MARKERS)
+    run = [rng.randrange(ordinary) for _ in range(rng.randint(3, 16))]
+    return Example(run * 3, [False] * len(run) + [True] * (2 * len(run)))

@@ -1,0 +1,58 @@
+"""A version from storage to a local folder, whole and as its manifest says, or a typed failure and no trace on disk."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from kestrl.episode import PolicyVersion
+from kestrl.errors import StorageError
+from kestrl.storage import AdapterManifest, fetch_adapter, open_store
+from kestrl.storage.adapters import WEIGHTS
+
+
+def fetch(uri: str, policy: PolicyVersion, target: Path) -> AdapterManifest:
+    """Downloads `policy` into the new folder `target`.
+
+    Raises:
+        StorageError: It was never published whole, is corrupt, is another version, or proves nothing.
+        UserInputError: The address cannot be opened.
+    """
+    remove(target)
+    try:
+        manifest = fetch_adapter(open_store(uri), target)
+        check(manifest, policy, uri)
+    except OSError as error:
+        remove(target)
+        raise StorageError(f"cannot write {target}: {error}", code="disk_failed") from error
+    except StorageError:
+        remove(target)
+        raise
+    return manifest
+
+
+def remove(target: Path) -> None:
+    for folder in (target, target.with_name(target.name + ".partial")):
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def check(manifest: AdapterManifest, policy: PolicyVersion, uri: str) -> None:
+    """Whether the manifest is of the version and can be proved.
+
+    Raises:
+        StorageError: code `wrong_policy` or `manifest_malformed`.
+    """
+    if manifest.policy != policy:
+        raise StorageError(f"{uri} holds {manifest.policy.name}, not {policy.name}", code="wrong_policy")
+    if manifest.files.get(WEIGHTS) != manifest.sha256:
+        raise StorageError(
+            f"{uri}: the manifest's version is not the digest of its {WEIGHTS}", code="manifest_malformed"
+        )
+    probe = manifest.probe
+    expected = len(probe.token_ids) - 1
+    if expected < 1 or len(probe.logprobs) != expected or len(probe.base_logprobs) != expected:
+        raise StorageError(
+            f"{uri}: a probe of {len(probe.token_ids)} tokens with {len(probe.logprobs)} and {len(probe.base_logprobs)} "
+            "log-probs proves nothing",
+            code="manifest_malformed",
+        )

@@ -1,0 +1,275 @@
+"""The command line without an engine: what it prints, and one clear message with exit code 2 for what a person can mend."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from array import array
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from kestrl.api.common.v1 import common_pb2
+from kestrl.episode import (
+    CallOutcome,
+    Episode,
+    Group,
+    PolicyVersion,
+    Row,
+    Scenario,
+    StopReason,
+    ToolCall,
+    Turn,
+)
+from kestrl.rpc.codec import group_to_proto
+from kestrl.storage import AdapterManifest, Probe, open_store, publish_adapter
+from kestrl.storage.adapters import WEIGHTS, digest
+
+
+def kestrl(*arguments: str | Path, code: int = 0, **environment: str) -> str:
+    """Runs the program as a person would; returns what it printed."""
+    done = subprocess.run(
+        [sys.executable, "-m", "kestrl.cli.main", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=50,
+        env={**os.environ, "COLUMNS": "200", **environment},
+    )
+    printed = done.stdout + done.stderr
+    assert "Traceback" not in printed, printed
+    assert done.returncode == code, printed
+    return printed
+
+
+@pytest.fixture
+def manifest(tmp_path: Path) -> dict[str, Any]:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    rows = [{"id": number, "question": f"{number}?", "ground_truth": number} for number in range(8)]
+    (tmp_path / "train.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
+    return {
+        "apiVersion": "kestrl.dev/v1alpha1",
+        "kind": "AgentRLJob",
+        "metadata": {"name": "job"},
+        "spec": {
+            "model": {"base": "model"},
+            "data": {"train": {"uri": "train.jsonl"}},
+            "rewards": [{"rule": "exact_answer"}],
+        },
+    }
+
+
+def write(tmp_path: Path, document: Any) -> Path:
+    path = tmp_path / "job.yaml"
+    path.write_text(yaml.safe_dump(document))
+    return path
+
+
+def test_a_good_manifest_is_valid(tmp_path: Path, manifest: dict[str, Any]) -> None:
+    assert "valid, 8 train scenarios" in kestrl("validate", write(tmp_path, manifest))
+
+
+def test_everything_wrong_is_told_at_once(tmp_path: Path, manifest: dict[str, Any]) -> None:
+    manifest["spec"]["algorithm"] = {"groupsize": 1}
+    manifest["spec"]["rollout"] = {"deadlines": {"tool": "ten"}}
+    printed = kestrl("validate", write(tmp_path, manifest), code=2)
+    assert "spec.algorithm.groupsize: unknown field; did you mean groupSize?" in printed
+    assert "spec.rollout.deadlines.tool: 'ten' is not a duration" in printed
+
+
+@pytest.mark.parametrize("command", ["run", "validate", "plan"])
+def test_a_bad_field_ends_every_command_alike(tmp_path: Path, manifest: dict[str, Any], command: str) -> None:
+    path = write(tmp_path, manifest)
+    printed = kestrl(command, path, "--set", "sampling.temperature=0", code=2)
+    assert "spec.sampling.temperature: 0 samples the same episode every time" in printed
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("model.base=nowhere", "spec.model.base: "),
+        ("model.base=demo://nobody", "no installed package offers demo://nobody"),
+        ("data.train.uri=none.jsonl", "spec.data.train.uri: "),
+        ("agent.template.uri=none.jinja", "spec.agent.template.uri: "),
+        ("model.adapter.rank=1024", "spec.model.adapter.rank: 1024 is above the engine's limit of 512"),
+    ],
+)
+def test_what_a_run_cannot_find_is_named(tmp_path: Path, manifest: dict[str, Any], override: str, message: str) -> None:
+    printed = kestrl("run", write(tmp_path, manifest), "--set", override, "--runs", tmp_path / "runs", code=2)
+    assert message in printed
+
+
+def test_a_bad_row_is_named_with_file_line_and_field(tmp_path: Path, manifest: dict[str, Any]) -> None:
+    (tmp_path / "train.jsonl").write_text('{"id": 1, "question": "x"}\n{"id": 2, "oops": 1}\n')
+    printed = kestrl("validate", write(tmp_path, manifest), code=2)
+    assert "train.jsonl:2: oops: Extra inputs are not permitted" in printed
+
+
+def test_a_taken_port_is_named(tmp_path: Path, manifest: dict[str, Any]) -> None:
+    import socket
+
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        arguments = ["run", write(tmp_path, manifest), "--runs", tmp_path / "runs", "--base-port", port]
+        assert f"--base-port {port}: port {port} for engine-0 is taken" in kestrl(*arguments, code=2)
+
+
+def test_a_runs_folder_that_cannot_be_made_is_named(tmp_path: Path, manifest: dict[str, Any]) -> None:
+    (tmp_path / "file").write_text("")
+    printed = kestrl("run", write(tmp_path, manifest), "--runs", tmp_path / "file", code=2)
+    assert "cannot be made" in printed
+    assert "--runs" in printed
+
+
+def test_a_manifest_that_is_none(tmp_path: Path) -> None:
+    assert "cannot be read" in kestrl("validate", tmp_path / "none.yaml", code=2)
+
+
+def test_the_plan_is_printed(tmp_path: Path, manifest: dict[str, Any]) -> None:
+    printed = kestrl("plan", write(tmp_path, manifest), "--json", "--set", "inference.replicas=2")
+    components = json.loads(printed)
+    assert [item["name"] for item in components][:2] == ["engine-0", "engine-1"]
+    assert components[-1]["settings"]["algorithm"]["group_size"] == 8
+    assert "learner-0" in kestrl("plan", write(tmp_path, manifest))
+
+
+def test_schema_and_version() -> None:
+    assert json.loads(kestrl("schema"))["title"] == "AgentRLJob"
+    assert kestrl("version").startswith("kestrl 0.")
+
+
+def test_the_applications_commands_are_there() -> None:
+    printed = kestrl("--help")
+    assert "demo-model" in printed
+    assert "email" in printed
+
+
+POLICY = PolicyVersion(job="job", step=1, sha256="ab" * 32)
+
+
+def stored_group() -> Group:
+    row = Row(
+        token_ids=array("i", [5, 6, 7]), mask=b"\0\1\1", logprobs=array("f", [0.0, -0.5, -0.25]), policies=[POLICY.name]
+    )
+    turn = Turn(
+        index=0,
+        row=0,
+        start=1,
+        end=3,
+        text="12",
+        finish_reason="stop",
+        engine="engine-0",
+        policy=POLICY.name,
+        seconds=0.1,
+    )
+    call = ToolCall(turn=0, name="calc", raw="{", arguments=None, outcome=CallOutcome.INVALID_JSON, text="not JSON")
+    episode = Episode(
+        id="job-1/0-3-0/0",
+        group_id="job-1/0-3-0",
+        scenario_id="3",
+        index=0,
+        seed=1,
+        rows=[row],
+        turns=[turn],
+        tool_calls=[call],
+        messages=[{"role": "user", "content": "3?"}, {"role": "assistant", "content": "12"}],
+        stop_reason=StopReason.ANSWERED,
+        failure=None,
+        policy=POLICY,
+        engine="engine-0",
+        started_at=1.0,
+        seconds=0.5,
+        reward=0.75,
+        rewards={"exact_answer": 0.75},
+        metrics={"answer_correct": 1.0},
+    )
+    scenario = Scenario(id="3", ordinal=3, messages=[{"role": "user", "content": "3?"}], ground_truth="12")
+    return Group(id="job-1/0-3-0", scenario=scenario, episodes=[episode])
+
+
+@pytest.fixture
+def finished(tmp_path: Path, manifest: dict[str, Any]) -> Path:
+    """The folder of runs, with a run in it as a learner leaves it."""
+    from kestrl.local.rundir import open_run
+    from kestrl.spec import parse_job
+
+    runs = tmp_path / "runs"
+    run, _ = open_run(runs, parse_job(manifest), tmp_path, new=False)
+    store = open_store(run.path.as_uri())
+    batch = common_pb2.GroupBatch(step=0, purpose="train", groups=[group_to_proto(stored_group())])
+    store.put("episodes/train/000000.pb", batch.SerializeToString())
+    files = {WEIGHTS: b"weights", "adapter_config.json": b"{}"}
+    adapter = AdapterManifest(
+        job="job",
+        step=1,
+        sha256=digest(b"weights"),
+        files={name: digest(content) for name, content in files.items()},
+        base_model="/m",
+        rank=8,
+        alpha=16,
+        targets=("q_proj",),
+        parent=None,
+        probe=Probe(token_ids=(1,), logprobs=(), base_logprobs=()),
+    )
+    publish_adapter(store, files, adapter)
+    (run.path / "logs" / "learner-0.log").write_text("step 1\nstep 2\n")
+    (run.path / "summary.json").write_text(
+        json.dumps({"status": "failed", "reason": "the disk", "failures": {"tool/x": 2}})
+    )
+    return runs
+
+
+def test_status_of_a_dead_run_says_what_went_wrong_and_what_to_do(finished: Path) -> None:
+    printed = kestrl("status", "--runs", finished)
+    for expected in ("job-1 failed", "reason: the disk", "failures tool/x: 2", "run the same command again to resume"):
+        assert expected in printed
+    assert json.loads(kestrl("status", "--runs", finished, "--json"))["state"] == "failed"
+
+
+def test_logs(finished: Path) -> None:
+    assert kestrl("logs", "--runs", finished, "-n", "1") == "learner-0 | step 2\n"
+    assert "no log of 'tools-0' (there are: learner-0)" in kestrl("logs", "--runs", finished, "-c", "tools-0", code=2)
+
+
+def test_episodes(finished: Path) -> None:
+    listed = kestrl("episodes", "list", "--runs", finished)
+    assert listed.startswith("job-1/0-3-0/0  step 0  reward 0.750  turns 1  answered")
+    shown = kestrl("episodes", "show", "job-1/0-3-0/0", "--runs", finished, "--tokens")
+    for expected in (
+        'ground truth: "12"',
+        "turn 0 call calc invalid_json",
+        "reward exact_answer: 0.7500",
+        "row 0: 3 tokens, 2 sampled",
+    ):
+        assert expected in shown
+    lines = [line.split() for line in shown.splitlines() if " id " in line]
+    assert [(line[2], line[4], line[6]) for line in lines if len(line) > 6] == [
+        ("5", "0", "-"),
+        ("6", "1", "-0.500000"),
+        ("7", "1", "-0.250000"),
+    ]
+    assert lines[1][-1] == POLICY.name
+    assert "no stored episode has the id 'x'" in kestrl("episodes", "show", "x", "--runs", finished, code=2)
+
+
+def test_export_writes_the_adapter_and_never_over_something(finished: Path, tmp_path: Path) -> None:
+    kestrl("export", "--runs", finished, "--out", tmp_path / "adapter")
+    assert (tmp_path / "adapter" / WEIGHTS).read_bytes() == b"weights"
+    assert "exists already" in kestrl("export", "--runs", finished, "--out", tmp_path / "adapter", code=2)
+    printed = kestrl("export", "--runs", finished, "--out", tmp_path / "x", "--step", "9", code=2)
+    assert "no published adapter of step 9 (there are: 1)" in printed
+
+
+def test_stop_of_what_does_not_run(finished: Path) -> None:
+    assert "job-1 is not running" in kestrl("stop", "--runs", finished)
+
+
+def test_no_run_at_all(tmp_path: Path) -> None:
+    assert "no run lies in" in kestrl("status", "--runs", tmp_path / "empty", code=2)

@@ -1,0 +1,99 @@
+"""The rows that `demo://email/...` gives, read back by the framework's own reader."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from kestrl.data.locate import locate_data
+from kestrl.data.rows import load_scenarios
+from kestrl.errors import UserInputError
+from kestrl_email.commands import email
+from kestrl_email.data import TOOLS, provide
+from kestrl_email.tools import SearchEmails
+
+
+def rows(path: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def test_a_row_carries_the_scope_hidden_from_the_model(tmp_path: Path):
+    first, *_ = rows(provide("validation", 3, 42, tmp_path))
+    assert first["agent_name"] == "tool_agent"
+    assert set(first) == {"data_source", "agent_name", "prompt", "reward_model", "extra_info"}
+    extra, reward = first["extra_info"], first["reward_model"]
+    assert isinstance(extra, dict)
+    assert isinstance(reward, dict)
+    assert set(extra["tools_kwargs"]) == set(TOOLS)
+    scope = extra["tools_kwargs"]["search_emails"]["create_kwargs"]
+    assert Path(scope["database"]).is_absolute()
+    assert scope["inbox"] not in json.dumps(first["prompt"])
+    tool = SearchEmails(**scope)
+    person = json.dumps(first["prompt"])
+    assert (
+        reward["ground_truth"]["message_id"] in tool([word for word in _words(person) if word[0].isupper()][-1:]).text
+    )
+    tool.close()
+
+
+def _words(prompt: str) -> list[str]:
+    content = json.loads(prompt)[-1]["content"]
+    return [word.strip("?,.") for word in content.split()]
+
+
+def test_the_framework_reads_what_is_written(tmp_path: Path):
+    path = locate_data(
+        "demo://email/train", size=7, base=tmp_path, seed=1, cache_dir=tmp_path / "cache", field="spec.data.train"
+    )
+    scenarios = load_scenarios(path)
+    assert [scenario.ordinal for scenario in scenarios] == list(range(7))
+    assert set(scenarios[0].tools_kwargs) == set(TOOLS)
+    assert scenarios[0].ground_truth["message_id"].startswith("m")
+
+
+def test_the_same_request_gives_the_same_file_untouched(tmp_path: Path):
+    path = provide("train", 5, 42, tmp_path)
+    written = path.stat().st_mtime_ns
+    assert provide("train", 5, 42, tmp_path) == path
+    assert path.stat().st_mtime_ns == written
+    assert provide("train", 5, 43, tmp_path).read_bytes() != path.read_bytes()
+    assert not [left for left in tmp_path.iterdir() if left.name.startswith(".")]
+
+
+def test_a_lost_database_is_made_again(tmp_path: Path):
+    path = provide("train", 2, 42, tmp_path)
+    path.with_suffix(".db").unlink()
+    provide("train", 2, 42, tmp_path)
+    assert path.with_suffix(".db").exists()
+
+
+def test_an_unknown_split_is_told(tmp_path: Path):
+    with pytest.raises(UserInputError, match=r"demo://email/test.*train, validation"):
+        provide("test", 1, 1, tmp_path)
+
+
+def test_everything_the_demo_needs_is_made_in_seconds(tmp_path: Path):
+    started = time.process_time()
+    assert len(rows(provide("train", 4000, 42, tmp_path))) == 4000
+    assert len(rows(provide("validation", 120, 42, tmp_path))) == 120
+    assert time.process_time() - started < 8
+
+
+def test_the_command_writes_both_splits(tmp_path: Path):
+    result = CliRunner().invoke(email, ["data", "--out", str(tmp_path), "--train", "3", "--validation", "2"])
+    assert result.exit_code == 0, result.output
+    assert [len(rows(Path(line))) for line in result.output.split()] == [3, 2]
+
+
+def test_tools_rewards_data_and_commands_are_light():
+    code = (
+        "import sys, kestrl_email.tools, kestrl_email.rewards, kestrl_email.data, kestrl_email.commands, kestrl_email.model_path\n"
+        "print(*{'torch', 'transformers', 'tokenizers', 'vllm', 'numpy'} & set(sys.modules))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == ""

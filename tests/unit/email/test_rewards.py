@@ -1,0 +1,148 @@
+"""The ART-E reward, tier by tier."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kestrl.episode import CallOutcome, Episode, Scenario, StopReason, ToolCall, Turn
+from kestrl.rewards import Attempt, Score
+from kestrl_email.rewards import art_e, normalised
+
+RIGHT = "m1"
+TRUTH = {"answer": "Monday", "message_id": RIGHT, "attribute": "day"}
+MAX_TURNS = 5
+
+
+def call(name: str, outcome: CallOutcome = CallOutcome.OK, **data: Any) -> ToolCall:
+    return ToolCall(turn=0, name=name, raw="", arguments={}, outcome=outcome, text="", data=data)
+
+
+FOUND = call("search_emails", found=["m2", RIGHT])
+MISSED = call("search_emails", found=["m2"])
+READ = call("read_email", read=RIGHT)
+READ_OTHER = call("read_email", read="m2")
+READ_INVALID = call("read_email", CallOutcome.TOOL_ERROR)
+UNREADABLE = call("", CallOutcome.INVALID_JSON)
+CUT = call("", CallOutcome.TRUNCATED)
+UNKNOWN = call("delete_all", CallOutcome.UNKNOWN_TOOL)
+MISFIT = call("search_emails", CallOutcome.SCHEMA_VIOLATION)
+
+
+def answer(text: str, *sources: str) -> ToolCall:
+    return call("return_final_answer", answer=text, sources=list(sources))
+
+
+def score(*calls: ToolCall, turns: int | None = None, stop: StopReason | None = None) -> Score:
+    final = bool(calls) and "answer" in calls[-1].data
+    turns = len(calls) if turns is None else turns
+    turn = Turn(index=0, row=0, start=0, end=0, text="", finish_reason="stop", engine="", policy="", seconds=0)
+    episode = Episode(
+        id="e", group_id="g", scenario_id="s", index=0, seed=0, rows=(), turns=(turn,) * turns, tool_calls=calls, messages=(),
+        stop_reason=stop or (StopReason.FINAL_TOOL if final else StopReason.ANSWERED),
+        failure=None, policy=None, engine="", started_at=0, seconds=0,
+    )  # fmt: skip
+    scenario = Scenario(id="s", ordinal=0, messages=(), ground_truth=TRUTH)
+    return art_e(Attempt(scenario=scenario, episode=episode, max_turns=MAX_TURNS))
+
+
+@pytest.mark.parametrize(
+    ("calls", "value"),
+    [
+        pytest.param([FOUND, READ, answer("Monday", RIGHT)], 1.3 + 0.1 + 0.04, id="right, cited"),
+        pytest.param([FOUND, READ, answer("Monday", RIGHT, "m2")], 1.3 + 0.05 + 0.04, id="right, one source too many"),
+        pytest.param([FOUND, READ, answer("Monday", RIGHT, RIGHT)], 1.3 + 0.1 + 0.04, id="right, the same source twice"),
+        pytest.param([FOUND, READ, answer("Monday", "m2")], 1.0 + 0.1 + 0.04, id="right, wrong source"),
+        pytest.param([FOUND, READ, answer("Monday")], 1.04, id="right, no source"),
+        pytest.param([answer("Monday", RIGHT)], 1.48, id="right at once"),
+        pytest.param([FOUND, READ, answer("Tuesday", RIGHT)], -0.6, id="wrong, everything else right"),
+        pytest.param([FOUND, READ, answer("Monday Tuesday", RIGHT)], -0.6, id="a list of guesses"),
+        pytest.param([answer("Tuesday")], -1.0, id="wrong at once"),
+        pytest.param([answer("")], -1.0, id="an empty answer is wrong"),
+        pytest.param([FOUND, READ, answer("I don't know")], 0.3, id="gives up after reading"),
+        pytest.param([FOUND, READ_OTHER, answer("i don't know.")], 0.2, id="gives up after reading another"),
+        pytest.param([FOUND, READ_INVALID, READ, answer("I don't know")], 0.2, id="an invalid id costs a tenth"),
+        pytest.param([answer("I don't know")], 0.0, id="giving up at once earns nothing"),
+        pytest.param([], 0.0, id="says something and calls nothing"),
+        pytest.param([MISSED], 0.0, id="stops after a search"),
+        pytest.param([UNREADABLE], -2.0, id="unreadable"),
+        pytest.param([FOUND, READ, CUT], -1.7, id="cut, after finding and reading"),
+        pytest.param([UNKNOWN], -1.9, id="unknown tool"),
+        pytest.param([MISFIT], -1.8, id="wrong arguments"),
+        pytest.param([UNREADABLE, FOUND, READ, answer("Monday", RIGHT)], 1.3 + 0.1 + 0.02, id="a mended call is forgiven"),
+        pytest.param([UNREADABLE, FOUND], 0.1, id="a mended call is forgiven without an answer too"),
+    ],
+)  # fmt: skip
+def test_the_value_of_each_case(calls: list[ToolCall], value: float):
+    assert score(*calls).value == pytest.approx(value)
+
+
+def test_the_maximum_counts_sources_and_stays_below_one_and_a_half():
+    assert score(FOUND, READ, answer("Monday", RIGHT), turns=0).value == pytest.approx(1.5)
+    assert score(FOUND, READ, answer("Monday", RIGHT), turns=MAX_TURNS).value == pytest.approx(1.4)
+
+
+def metrics(*calls: ToolCall, stop: StopReason | None = None) -> Mapping[str, float]:
+    return score(*calls, stop=stop).metrics
+
+
+def test_answer_correct_asks_for_the_right_mail_cited():
+    assert metrics(FOUND, READ, answer("Monday", RIGHT))["answer_correct"] == 1
+    uncited = metrics(FOUND, READ, answer("Monday", "m2"))
+    assert (uncited["answer_correct"], uncited["answer_right"], uncited["sources_correct"]) == (0, 1, 0)
+    wrong = metrics(FOUND, READ, answer("Tuesday", RIGHT))
+    assert (wrong["answer_correct"], wrong["answer_right"], wrong["sources_correct"]) == (0, 0, 1)
+
+
+def test_metrics_tell_how_far_it_came():
+    far = metrics(FOUND, READ_OTHER, stop=StopReason.MAX_TURNS)
+    assert far["ever_found_right_email"] == 1
+    assert far["ever_read_right_email"] == 0
+    assert far["ran_out_of_turns"] == 1
+    assert far["attempted_answer"] == 0
+    assert metrics(answer("I don't know"))["returned_i_dont_know"] == 1
+    assert metrics(answer("I don't know"))["attempted_answer"] == 0
+    assert metrics(answer("Friday", "m1", "m2", "m1"))["num_sources"] == 2
+
+
+@pytest.mark.parametrize("text", ["Monday", " monday ", "MONDAY.", "Mon­day".replace("­", "")])
+def test_case_white_space_and_a_full_stop_do_not_matter(text: str):
+    assert normalised(text) == "monday"
+
+
+@pytest.mark.parametrize("text", [":", "Thought process:", "Monday or Tuesday", "The answer is Monday", "mondays", ""])
+def test_nothing_else_passes_for_the_answer(text: str):
+    assert score(FOUND, READ, answer(text, RIGHT)).metrics["answer_right"] == 0
+
+
+some_calls = st.lists(
+    st.sampled_from([FOUND, MISSED, READ, READ_OTHER, READ_INVALID, UNREADABLE, CUT, UNKNOWN, MISFIT]), max_size=4
+)
+some_answers = st.none() | st.builds(
+    lambda text, sources: answer(text, *sources),
+    st.sampled_from(["Monday", "Tuesday", "I don't know"]),
+    st.lists(st.sampled_from([RIGHT, "m2"]), max_size=3),
+)
+
+
+@given(some_calls, some_answers)
+def test_the_tiers_never_overlap(calls: list[ToolCall], last: ToolCall | None):
+    scored = score(*calls, *([] if last is None else [last]))
+    if scored.metrics["answer_right"]:
+        assert 1.0 <= scored.value <= 1.5
+    elif scored.metrics["attempted_answer"]:
+        assert -1.0 <= scored.value <= -0.6
+    elif last is None and calls and calls[-1].outcome not in (CallOutcome.OK, CallOutcome.TOOL_ERROR):
+        assert -2.0 <= scored.value <= -1.5
+    else:
+        assert 0.0 <= scored.value <= 0.4
+
+
+def test_a_broken_ground_truth_is_a_failure_and_no_number():
+    episode_score = Scenario(id="s", ordinal=0, messages=(), ground_truth=None)
+    with pytest.raises(TypeError):
+        art_e(Attempt(scenario=episode_score, episode=None, max_turns=1))  # pyright: ignore[reportArgumentType]

@@ -1,0 +1,256 @@
+"""Whole runs of the learner against fake engines and workers over real gRPC."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from kestrl.episode import StopReason
+from kestrl.errors import Boundary, EngineFailure, Failure, KestrlError
+from kestrl_learner.run import Run
+
+
+def states(stage: Any) -> dict[str, int]:
+    """The ledger's scenarios by state."""
+    with sqlite3.connect(stage.folder / "ledger.db") as connection:
+        return dict(connection.execute("SELECT state, count(*) FROM work GROUP BY state").fetchall())
+
+
+async def train(settings: Any) -> Run:
+    run = Run(settings)
+    async with asyncio.timeout(30):
+        await run.main()
+    return run
+
+
+async def test_a_synchronous_run_trains_every_scenario_of_every_epoch_once(staged: Any) -> None:
+    async with staged() as stage:
+        await train(stage.settings)
+        summary = stage.summary
+        assert summary["status"] == "succeeded"
+        assert summary["steps"] == 6
+        assert states(stage) == {"trained": 12}
+        assert len(stage.asked()) == 12
+        assert summary["logprob_gap"]["worst"] <= 1e-4
+        assert summary["failures"] == {}
+        for side in ("before", "after"):
+            assert {"reward", "answer_correct", "num_turns", "duration", "exceptions", "sampled_reward"} <= set(
+                summary[side]
+            )
+        assert summary["before"]["exceptions"] == 0
+        assert summary["policy"]["sha256"][:12] in summary["policy"]["uri"]
+
+
+async def test_without_staleness_every_group_samples_from_the_version_its_step_starts_from(staged: Any) -> None:
+    async with staged() as stage:
+        await train(stage.settings)
+        steps = [request.policy.step for request in stage.asked()]
+        assert steps == sorted(steps)
+        assert {step: steps.count(step) for step in steps} == dict.fromkeys(range(6), 2)
+        assert all(agent.most_held <= 2 for agent in stage.agents)
+
+
+async def test_with_staleness_rollouts_overlap_training_and_none_is_older_than_allowed(staged: Any) -> None:
+    async with staged() as stage:
+        settings = stage.but(algorithm={"max_staleness": 1, "importance_cap": 2.0})
+        await train(settings)
+        assert stage.summary["status"] == "succeeded"
+        assert states(stage) == {"trained": 12}
+        staleness = [stage.read(f"metrics/{step:06d}.json")["staleness"] for step in range(1, 7)]
+        assert max(staleness) == 1
+        assert all(agent.most_held <= 3 for agent in stage.agents)
+
+
+async def test_a_resumed_run_ends_with_the_very_bytes_of_an_uninterrupted_one(staged: Any, tmp_path: Any) -> None:
+    async with staged() as stage:
+        whole = tmp_path / "whole"
+        whole.mkdir()
+        other = {"storage": (whole / "store").as_uri(), "database": f"sqlite:///{whole}/ledger.db"}
+        await train(stage.but(max_steps=4, **other))
+        expected = {path.name for path in (whole / "store" / "adapters").iterdir()}
+
+        await train(stage.but(max_steps=2))
+        assert stage.summary["steps"] == 2
+        await train(stage.but(max_steps=4))
+        assert stage.summary["steps"] == 4
+        assert {path.name for path in (tmp_path / "store" / "adapters").iterdir()} == expected
+        assert states(stage)["trained"] == 8
+
+
+async def test_episodes_of_every_step_are_stored_whole(staged: Any) -> None:
+    async with staged() as stage:
+        await train(stage.but(max_steps=2))
+        groups = [
+            group for path in ("episodes/train/000000.pb", "episodes/train/000001.pb") for group in stage.groups(path)
+        ]
+        assert len(groups) == 4
+        assert all(len(group.episodes) == 3 for group in groups)
+        assert len({group.scenario.id for group in groups}) == 4
+        assert [group.scenario.ordinal for group in stage.groups("episodes/eval/000002.pb")] == [0, 1, 2]
+
+
+async def test_a_group_with_a_lasting_failure_is_dropped_with_its_reason_and_the_run_goes_on(staged: Any) -> None:
+    async with staged() as stage:
+
+        def break_one(request: Any, group: Any) -> Any:
+            if request.purpose == "train" and request.scenario.ordinal == 3:
+                failure = Failure(boundary=Boundary.TOOL, code="tool_raised", message="a bug")
+                broken = replace(group.episodes[1], failure=failure, reward=None, stop_reason=StopReason.FAILED)
+                return replace(group, episodes=[group.episodes[0], broken, group.episodes[2]])
+            return group
+
+        stage.workers[0].script = break_one
+        await train(stage.settings)
+        assert states(stage) == {"trained": 10, "dropped": 2}
+        assert stage.summary["failures"] == {"tool/tool_raised": 2}
+        assert stage.summary["steps"] == 5
+
+
+async def test_a_group_shrinks_where_the_job_says_so(staged: Any) -> None:
+    async with staged() as stage:
+
+        def break_one(request: Any, group: Any) -> Any:
+            if request.purpose == "train":
+                failure = Failure(boundary=Boundary.JUDGE, code="reward_raised", message="a bug")
+                return replace(
+                    group, episodes=[*group.episodes[:2], replace(group.episodes[2], failure=failure, reward=None)]
+                )
+            return group
+
+        stage.workers[0].script = break_one
+        await train(stage.but(max_steps=2, algorithm={"on_failed_episode": "shrink"}))
+        assert [len(group.episodes) for group in stage.groups("episodes/train/000000.pb")] == [2, 2]
+
+
+async def test_a_broken_stream_is_attempted_again_with_the_same_seed(staged: Any) -> None:
+    async with staged() as stage:
+        broken: set[str] = set()
+
+        def break_once(request: Any, group: Any) -> Any:
+            if request.purpose == "train" and request.scenario.id not in broken and request.scenario.ordinal < 2:
+                broken.add(request.scenario.id)
+                return None
+            return group
+
+        stage.workers[0].script = break_once
+        await train(stage.but(epochs=1, max_failed_share=0.0))
+        assert states(stage) == {"trained": 6}
+        seeds: dict[str, set[int]] = {}
+        ids: list[str] = []
+        for request in stage.asked():
+            seeds.setdefault(request.scenario.id, set()).add(request.seed)
+            ids.append(request.group_id)
+        assert len(ids) == 8
+        assert len(set(ids)) == 8
+        assert all(len(found) == 1 for found in seeds.values())
+
+
+async def test_too_many_failures_stop_the_run_with_a_typed_reason(staged: Any) -> None:
+    async with staged() as stage:
+        failure = Failure(boundary=Boundary.USER_CODE, code="user_code_raised", message="KeyError: 'x'")
+        stage.workers[0].script = lambda request, group: (
+            replace(group, episodes=[replace(episode, failure=failure, reward=None) for episode in group.episodes])
+            if request.purpose == "train"
+            else group
+        )
+        with pytest.raises(KestrlError) as caught:
+            await train(stage.settings)
+        assert caught.value.code == "too_many_failures"
+        assert "user_code" in str(caught.value)
+        assert stage.summary["status"] == "failed"
+        assert "too_many_failures" in stage.summary["reason"]
+
+
+async def test_engines_that_sample_from_something_else_stop_the_run(staged: Any) -> None:
+    async with staged() as stage:
+
+        def lie(request: Any, group: Any) -> Any:
+            for episode in group.episodes:
+                for row in episode.rows:
+                    for place, on in enumerate(row.mask):
+                        if on:
+                            row.logprobs[place] -= 0.01
+            return group
+
+        stage.workers[0].script = lie
+        with pytest.raises(KestrlError) as caught:
+            await train(stage.settings)
+        assert caught.value.code == "logprob_gap"
+        assert "engine-0" in str(caught.value)
+        assert "test.0." in str(caught.value)
+
+
+async def test_tokens_of_another_policy_are_refused_and_counted(staged: Any) -> None:
+    async with staged() as stage:
+        refused: list[str] = []
+
+        def wrong(request: Any, group: Any) -> Any:
+            if request.purpose == "train" and not refused:
+                refused.append(request.group_id)
+                turns = [replace(turn, policy="test.9.0123456789ab") for turn in group.episodes[0].turns]
+                return replace(group, episodes=[replace(group.episodes[0], turns=turns), *group.episodes[1:]])
+            return group
+
+        stage.workers[0].script = wrong
+        await train(stage.but(max_steps=2))
+        assert refused
+        assert [name.partition("/")[0] for name in stage.summary["failures"]] == ["engine"]
+        assert all(group.id != refused[0] for group in stage.groups("episodes/train/000000.pb"))
+
+
+async def test_an_engine_that_fails_the_proof_is_named_in_no_request(staged: Any) -> None:
+    async with staged() as stage:
+        stage.agents[1].fail = lambda _: EngineFailure("the probe differs", code="probe_mismatch", retryable=False)
+        await train(stage.but(max_steps=2))
+        assert {engine.name for request in stage.asked() for engine in request.engines} == {"engine-0"}
+        assert stage.summary["failures"]["engine/probe_mismatch"] >= 1
+
+
+async def test_without_any_proof_the_run_fails_and_says_which_engine_said_what(staged: Any) -> None:
+    async with staged() as stage:
+        for agent in stage.agents:
+            agent.fail = lambda _: EngineFailure("the probe differs by 3", code="probe_mismatch", retryable=False)
+        with pytest.raises(KestrlError) as caught:
+            await train(stage.settings)
+        assert caught.value.code == "no_engine_proved"
+        assert "the probe differs by 3" in str(caught.value)
+
+
+async def test_told_to_drain_it_checkpoints_and_a_resume_finishes_the_run(staged: Any) -> None:
+    async with staged() as stage:
+        run = Run(stage.but(checkpoint_every=100))
+
+        def drain_at_third(request: Any, group: Any) -> Any:
+            if request.purpose == "train" and request.policy.step == 2:
+                run.drain()
+            return group
+
+        stage.workers[0].script = drain_at_third
+        async with asyncio.timeout(20):
+            await run.main()
+        assert stage.summary["status"] == "suspended"
+        done = stage.summary["steps"]
+        assert done in {2, 3}
+        stage.workers[0].script = lambda _, group: group
+        await train(stage.settings)
+        assert stage.summary["status"] == "succeeded"
+        assert stage.summary["steps"] == 6
+        assert states(stage) == {"trained": 12}
+
+
+async def test_told_to_drain_it_does_not_wait_for_rollouts(staged: Any) -> None:
+    async with staged() as stage:
+        stage.workers[0].gate = asyncio.Event()
+        run = Run(stage.settings)
+        task = asyncio.create_task(run.main())
+        async with asyncio.timeout(20):
+            while not stage.asked():
+                await asyncio.sleep(0.01)
+            run.drain()
+            await task
+        assert stage.summary["status"] == "suspended"
+        assert stage.summary["steps"] == 0

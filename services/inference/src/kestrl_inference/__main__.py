@@ -20,7 +20,7 @@ async def work(settings: AgentSettings) -> None:
     """Serves until told to stop."""
     engine = Engine(settings.engine_url, BASE_MODEL_NAME, timeout=settings.load_seconds)
     policies = Policies(settings, engine)
-    policies.clean()
+    policies.prepare()
     watch = Watch(engine, policies, settings.poll_seconds, settings.component)
     agent = EngineAgent(settings, policies, watch)
     watching = asyncio.create_task(watch.run(), name="watch-engine")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 from pathlib import Path
 
@@ -49,6 +50,8 @@ def check(manifest: AdapterManifest, policy: PolicyVersion, uri: str) -> None:
             f"{uri}: the manifest's version is not the digest of its {WEIGHTS}", code="manifest_malformed"
         )
     probe = manifest.probe
+    if not all(math.isfinite(value) for value in (*probe.logprobs, *probe.base_logprobs)):
+        raise StorageError(f"{uri}: the probe holds a log-prob that is not finite", code="manifest_malformed")
     expected = len(probe.token_ids) - 1
     if expected < 1 or len(probe.logprobs) != expected or len(probe.base_logprobs) != expected:
         raise StorageError(

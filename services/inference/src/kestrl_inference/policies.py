@@ -89,8 +89,11 @@ class Policies:
         return frozenset(name for name, held in self.held.items() if held.proved)
 
     def settled(self) -> bool:
-        """Whether every wanted version is proved and every other is gone."""
-        return not self._leaving and len(self.proved()) == len(self.held)
+        """Whether every wanted version is proved, or a caller is having it proved now, and every other is gone."""
+        return not self._leaving and not self._unproved()
+
+    def _unproved(self) -> list[Held]:
+        return [held for name, held in self.held.items() if not held.proved and name not in self._loading]
 
     async def load(self, policy: PolicyVersion, uri: str) -> Loaded:
         """Fetches, loads and proves a version. A version that is proved already is only proved again.
@@ -240,7 +243,9 @@ class Policies:
         for name, folder in list(self._leaving.items()):
             await self.engine.unload(name)
             if name in await self.engine.adapters():
-                raise EngineFailure(f"{self.settings.engine_name} still lists {name} after unloading", code="still_listed")
+                raise EngineFailure(
+                    f"{self.settings.engine_name} still lists {name} after unloading", code="still_listed"
+                )
             await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
             del self._leaving[name]
 
@@ -257,7 +262,7 @@ class Policies:
                 await self._sweep()
             except EngineFailure as error:
                 log.warning("%s: %s", self.settings.component, error)
-            for held in [held for held in self.held.values() if not held.proved]:
+            for held in self._unproved():
                 try:
                     await self._push(held)
                     await self._prove(held)

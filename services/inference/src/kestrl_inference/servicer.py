@@ -28,14 +28,19 @@ def _policy(message: Any) -> PolicyVersion:
     return policy
 
 
+def patience(remaining: float | None, otherwise: float) -> float:
+    """Seconds to wait for the engine: most of the caller's deadline, so that the answer says why before the caller gives up."""
+    return otherwise if remaining is None else max(remaining - 1.0, remaining / 2)
+
+
 class EngineAgent(stubs.EngineAgentServiceServicer):
     """Answers for one engine."""
 
     def __init__(self, settings: AgentSettings, policies: Policies, watch: Watch) -> None:
         self._settings, self._policies, self._watch = settings, policies, watch
 
-    async def LoadPolicy(self, request: pb.LoadPolicyRequest, context: Any) -> pb.LoadPolicyResponse:  # noqa: ARG002 - gRPC's
-        await self._watch.wait_until_up(self._settings.load_seconds)
+    async def LoadPolicy(self, request: pb.LoadPolicyRequest, context: Any) -> pb.LoadPolicyResponse:
+        await self._watch.wait_until_up(patience(context.time_remaining(), self._settings.load_seconds))
         loaded = await self._policies.load(_policy(request.policy), request.uri)
         return pb.LoadPolicyResponse(
             probe_gap=loaded.gap,
@@ -57,7 +62,8 @@ class EngineAgent(stubs.EngineAgentServiceServicer):
             policies=[
                 pb.LoadedPolicy(
                     policy=policy_to_proto(held.policy),
-                    proved=held.proved,
+                    # A proof that ended as the engine went down says nothing of the next engine.
+                    proved=held.proved and watch.state is not State.DOWN,
                     failure=None if held.failure is None else failure_to_proto(held.failure),
                 )
                 for held in self._policies.held.values()

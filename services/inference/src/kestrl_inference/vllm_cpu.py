@@ -5,7 +5,8 @@ starting Python and importing torch and vLLM a second time, which halves the tim
 platform insists on `spawn` because a fork does not carry OpenMP's threads over, and with the one thread that our plan gives an engine
 there are none.
 
-The engine core dies with the server: it is told by the kernel (PR_SET_PDEATHSIG), since a killed server cannot tell it.
+Nothing outlives what started it: the server dies with its parent and the engine core with the server, by the kernel's hand
+(PR_SET_PDEATHSIG), since a killed process can tell nobody.
 """
 
 from __future__ import annotations
@@ -25,9 +26,24 @@ SERVER = "vllm.entrypoints.openai.api_server"
 
 
 def die_with_parent() -> None:
-    """Asks the kernel to kill this process when its parent ends."""
+    """Asks the kernel to kill this process when the thread that started it ends."""
     if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+
+
+def die_with_forker() -> None:
+    """Has every process that is forked from now on die with its parent, one that dies before the kernel is asked included."""
+    forker: list[int] = []
+
+    def before() -> None:
+        forker[:] = [os.getpid()]
+
+    def in_child() -> None:
+        die_with_parent()
+        if os.getppid() != forker[0]:
+            os._exit(1)
+
+    os.register_at_fork(before=before, after_in_child=in_child)
 
 
 def fork_context() -> BaseContext:
@@ -36,10 +52,7 @@ def fork_context() -> BaseContext:
 
 
 def prefer_fork(modules: dict[str, ModuleType]) -> int:
-    """Replaces `get_mp_context` in every module that has imported it; returns in how many.
-
-    A process forked in this way asks to die with its parent first of all.
-    """
+    """Replaces `get_mp_context` in every module that has imported it; returns in how many."""
     replaced = 0
     for name, module in list(modules.items()):
         if name.startswith("vllm.") and "get_mp_context" in vars(module):
@@ -49,12 +62,13 @@ def prefer_fork(modules: dict[str, ModuleType]) -> int:
 
 
 def main() -> None:
+    die_with_parent()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     for module in (SERVER, "vllm.v1.engine.core"):  # before the fork, so that the child need not
         importlib.import_module(module)
     if os.environ["OMP_NUM_THREADS"] == "1":
         prefer_fork(sys.modules)
-        os.register_at_fork(after_in_child=die_with_parent)
+        die_with_forker()
     sys.modules.pop(SERVER)
     runpy.run_module(SERVER, run_name="__main__", alter_sys=True)
 

@@ -1,11 +1,18 @@
-"""The engines as the learner sees them: which have proved which version, by their agents' own word."""
+"""The inference engines: which have proved which version, told by their agents, never assumed.
+
+One task an engine brings it to what is wanted: it asks what the engine holds, retires what is not wanted, loads what is missing.
+Publishing is wanting a version and waiting. An engine that fails the proof is quarantined for that version: named in no request, and
+tried again later. One that restarted is named again only when its agent says that it proved the version anew.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import Any
 
 from kestrl.api.inference.v1 import inference_pb2 as pb
 from kestrl.api.inference.v1 import inference_pb2_grpc as stubs
@@ -13,13 +20,18 @@ from kestrl.episode import PolicyVersion
 from kestrl.errors import Boundary, Failure, KestrlError
 from kestrl.plan.settings import EngineEntry
 from kestrl.rpc import Channel, call, channel
-from kestrl.rpc.codec import failure_from_proto, policy_from_proto, policy_to_proto
+from kestrl.rpc.codec import policy_from_proto, policy_to_proto
+from kestrl_learner.aio import Signal
 from kestrl_learner.progress import Progress
 
 log = logging.getLogger(__name__)
 LOOK_SECONDS = 2.0
 CALL_SECONDS = 10.0
 LOAD_SECONDS = 120.0
+STRAGGLER_SECONDS = 15.0
+"""How long a publication waits for further engines once one has proved it; the others join when they can."""
+FIRST_RETRY, LONGEST_RETRY = 2.0, 60.0
+UP = (pb.ENGINE_STATE_READY, pb.ENGINE_STATE_RECOVERING)
 
 
 def _nobody() -> None:
@@ -33,17 +45,6 @@ class NoEngineProved(KestrlError):
     code = "no_engine_proved"
 
 
-@dataclass(slots=True)
-class Known:
-    """What is known of one engine."""
-
-    entry: EngineEntry
-    stub: stubs.EngineAgentServiceAsyncStub
-    connection: Channel
-    proved: set[str] = field(default_factory=set[str])
-    failure: Failure | None = None
-
-
 @dataclass(frozen=True, slots=True)
 class Published:
     """A version and where it lies."""
@@ -52,16 +53,49 @@ class Published:
     uri: str
 
 
+@dataclass(frozen=True, slots=True)
+class Trouble:
+    """Why an engine could not be brought to serve a version."""
+
+    failure: Failure
+    times: int
+    not_before: float
+    """When it is tried again, by the loop's clock."""
+
+
+@dataclass(slots=True)
+class Known:
+    """What is known of one engine."""
+
+    entry: EngineEntry
+    stub: Any
+    connection: Channel
+    state: int = pb.ENGINE_STATE_UNSPECIFIED
+    """As its agent last said; unspecified while that does not answer."""
+    proved: set[str] = field(default_factory=set[str])
+    trouble: dict[str, Trouble] = field(default_factory=dict[str, Trouble])
+    wake: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def settled(self, name: str) -> bool:
+        """Whether nothing more is to be expected of it for a version soon."""
+        return name in self.proved or name in self.trouble or self.state == pb.ENGINE_STATE_DOWN
+
+    def __str__(self) -> str:
+        why = "; ".join(str(trouble.failure) for trouble in self.trouble.values())
+        return f"{self.entry.name}: {why or pb.EngineState.Name(self.state)}"  # type: ignore[arg-type]
+
+
 class Engines:
-    """All engines of the job."""
+    """All engines of the job. `watch` must be running."""
 
     def __init__(self, entries: tuple[EngineEntry, ...], progress: Progress, start_seconds: float) -> None:
         self._known: list[Known] = []
         for entry in entries:
             connection = channel(entry.agent_address)
-            self._known.append(Known(entry, stubs.EngineAgentServiceStub(connection), connection))  # type: ignore[arg-type]
+            self._known.append(Known(entry, stubs.EngineAgentServiceStub(connection), connection))
         self._progress, self._start_seconds = progress, start_seconds
         self._wanted: dict[str, Published] = {}
+        self._changed = Signal()
         self.on_change: Callable[[], None] = _nobody
 
     async def close(self) -> None:
@@ -80,72 +114,75 @@ class Engines:
         """Whether this learner published a version and has not retired it."""
         return name in self._wanted
 
-    async def publish(self, policy: PolicyVersion, uri: str, *, first: bool = False) -> list[EngineEntry]:
-        """Has every engine load and prove a version; returns those that did. The others are tried again by `watch`.
+    async def publish(self, policy: PolicyVersion, uri: str) -> list[EngineEntry]:
+        """Has the engines load and prove a version; returns those that did: all that can soon, one at least.
 
         Raises:
-            NoEngineProved: None did.
+            NoEngineProved: None will, or none did for `start_seconds`.
         """
-        published = Published(policy, uri)
-        self._wanted[policy.name] = published
-        seconds = self._start_seconds if first else LOAD_SECONDS
-        async with asyncio.TaskGroup() as tasks:
-            for known in self._known:
-                tasks.create_task(self._load(known, published, seconds, wait=first))
-        proved = self.proved(policy)
-        self._report(policy)
-        if not proved:
-            reasons = "; ".join(str(known.failure) for known in self._known if known.failure)
-            raise NoEngineProved(f"no engine serves {policy.name}: {reasons}")
+        self._wanted[policy.name] = Published(policy, uri)
+        self._progress.update(policy=policy)
+        for known in self._known:
+            known.wake.set()
+        await self.some(policy)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(STRAGGLER_SECONDS):
+                await self._changed.wait_for(lambda: all(known.settled(policy.name) for known in self._known))
+        return self.proved(policy)
+
+    async def some(self, policy: PolicyVersion) -> list[EngineEntry]:
+        """The engines that have proved a version, as soon as there is one.
+
+        Raises:
+            NoEngineProved: None will, or none did for `start_seconds`.
+        """
+        how = "and trying again will not help"
+        try:
+            async with asyncio.timeout(self._start_seconds):
+                await self._changed.wait_for(lambda: self.proved(policy) or self._hopeless(policy.name))
+        except TimeoutError:
+            how = f"for {self._start_seconds:g} s"
+        if not (proved := self.proved(policy)):
+            said = "; ".join(str(known) for known in self._known)
+            raise NoEngineProved(f"no engine has proved {policy.name} {how} ({said})")
         return proved
 
-    async def _load(self, known: Known, published: Published, seconds: float, *, wait: bool) -> None:
-        request = pb.LoadPolicyRequest(policy=policy_to_proto(published.policy), uri=published.uri)
-        try:
-            await call(
-                known.stub.LoadPolicy, request, pb.LoadPolicyResponse, timeout=seconds, peer=known.entry.name, wait=wait
-            )
-        except KestrlError as error:
-            known.proved.discard(published.policy.name)
-            known.failure = error.failure(component=known.entry.name)
-            self._progress.count_failure(known.failure)
-            log.error("%s is quarantined for %s: %s", known.entry.name, published.policy.name, known.failure)
-            return
-        known.proved.add(published.policy.name)
-        known.failure = None
-
-    def _report(self, policy: PolicyVersion) -> None:
-        self._progress.update(policy=policy, engines_converged=len(self.proved(policy)))
-        self.on_change()
+    def _hopeless(self, name: str) -> bool:
+        found = [known.trouble.get(name) for known in self._known]
+        return all(trouble is not None and not trouble.failure.retryable for trouble in found)
 
     async def retire(self, names: set[str]) -> None:
-        """Has every engine forget versions that nothing names any more. An agent that is gone has forgotten by itself."""
+        """Versions that nothing names any more: engines forget them in their own time, before they load another."""
         for name in names & set(self._wanted):
-            policy = self._wanted.pop(name).policy
+            del self._wanted[name]
             for known in self._known:
                 known.proved.discard(name)
-                request = pb.RetirePolicyRequest(policy=policy_to_proto(policy))
-                try:
-                    await call(
-                        known.stub.RetirePolicy,
-                        request,
-                        pb.RetirePolicyResponse,
-                        timeout=CALL_SECONDS,
-                        peer=known.entry.name,
-                    )
-                except KestrlError as error:
-                    log.warning("%s did not retire %s: %s", known.entry.name, name, error)
+                known.trouble.pop(name, None)
+        for known in self._known:
+            known.wake.set()
 
     async def watch(self) -> None:
-        """Looks at every engine again and again; what has not proved a wanted version is told to load it again."""
-        while True:
-            await asyncio.sleep(LOOK_SECONDS)
+        """Brings every engine to what is wanted and looks at it again and again."""
+        async with asyncio.TaskGroup() as tasks:
             for known in self._known:
-                await self._look(known)
-            if self._progress.policy is not None:
-                self._report(self._progress.policy)
+                tasks.create_task(self._watch(known), name=f"watch-{known.entry.name}")
+
+    async def _watch(self, known: Known) -> None:
+        while True:
+            known.wake.clear()
+            await self._look(known)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(LOOK_SECONDS):
+                    await known.wake.wait()
+
+    def _tell(self) -> None:
+        if self._progress.policy is not None:
+            self._progress.update(engines_converged=len(self.proved(self._progress.policy)))
+        self._changed.notify()
+        self.on_change()
 
     async def _look(self, known: Known) -> None:
+        before = (known.state, set(known.proved))
         try:
             seen = await call(
                 known.stub.GetEngine,
@@ -155,15 +192,63 @@ class Engines:
                 peer=known.entry.name,
             )
         except KestrlError as error:
+            if known.state != pb.ENGINE_STATE_UNSPECIFIED:
+                log.warning("the agent of %s does not answer: %s", known.entry.name, error)
+            known.state = pb.ENGINE_STATE_UNSPECIFIED
             known.proved.clear()
-            known.failure = error.failure(component=known.entry.name)
+            self._tell()
             return
-        held = {
-            policy.name: item.proved for item in seen.policies if (policy := policy_from_proto(item.policy)) is not None
-        }
-        known.failure = failure_from_proto(seen.failure) if seen.HasField("failure") else None
-        known.proved = {name for name, proved in held.items() if proved and name in self._wanted}
-        if seen.state == pb.ENGINE_STATE_READY:
-            for name, published in list(self._wanted.items()):
-                if name not in held:  # the agent itself is new, or refused it before
-                    await self._load(known, published, LOAD_SECONDS, wait=False)
+        held = {policy.name: item for item in seen.policies if (policy := policy_from_proto(item.policy)) is not None}
+        known.state = seen.state
+        known.proved = {name for name, item in held.items() if item.proved and name in self._wanted}
+        for name in known.proved:
+            known.trouble.pop(name, None)
+        if (known.state, known.proved) != before:
+            self._tell()
+        for name in set(held) - set(self._wanted):
+            await self._forget(known, name, held[name])
+        if known.state in UP:
+            await self._fill(known, held)
+
+    async def _fill(self, known: Known, held: dict[str, pb.LoadedPolicy]) -> None:
+        """Loads what is missing, newest first. A recovering agent brings back by itself what it holds."""
+        for name, published in reversed(list(self._wanted.items())):
+            recovering = known.state == pb.ENGINE_STATE_RECOVERING and name in held
+            trouble = known.trouble.get(name)
+            due = trouble is None or asyncio.get_running_loop().time() >= trouble.not_before
+            if name not in known.proved and not recovering and due:
+                await self._load(known, published)
+
+    async def _forget(self, known: Known, name: str, item: pb.LoadedPolicy) -> None:
+        request = pb.RetirePolicyRequest(policy=item.policy)
+        try:
+            await call(
+                known.stub.RetirePolicy, request, pb.RetirePolicyResponse, timeout=CALL_SECONDS, peer=known.entry.name
+            )
+        except KestrlError as error:
+            log.warning("%s did not retire %s, it is asked again: %s", known.entry.name, name, error)
+
+    async def _load(self, known: Known, published: Published) -> None:
+        name = published.policy.name
+        request = pb.LoadPolicyRequest(policy=policy_to_proto(published.policy), uri=published.uri)
+        try:
+            await call(
+                known.stub.LoadPolicy, request, pb.LoadPolicyResponse, timeout=LOAD_SECONDS, peer=known.entry.name
+            )
+        except KestrlError as error:
+            self._quarantine(known, name, error.failure(component=known.entry.name))
+        else:
+            if name in self._wanted:
+                known.proved.add(name)
+                known.trouble.pop(name, None)
+        self._tell()
+
+    def _quarantine(self, known: Known, name: str, failure: Failure) -> None:
+        if name not in self._wanted:
+            return
+        known.proved.discard(name)
+        times = known.trouble[name].times + 1 if name in known.trouble else 1
+        wait = min(LONGEST_RETRY, FIRST_RETRY * 2.0 ** (times - 1))
+        known.trouble[name] = Trouble(failure, times, asyncio.get_running_loop().time() + wait)
+        self._progress.count_failure(failure)
+        log.error("%s is quarantined for %s: %s", known.entry.name, name, failure)

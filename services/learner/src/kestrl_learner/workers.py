@@ -1,11 +1,16 @@
-"""The rollout workers: who has room, and one group run on one of them."""
+"""The rollout workers: who has room, and one group run on one of them.
+
+A worker whose stream breaks gets nothing more until it has told its capacity again, so that one that was killed, or is draining,
+neither eats scenarios nor stops the run; while none answers, groups wait, and after `start_seconds` the run fails.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any
 
 from kestrl.api.rollout.v1 import rollout_pb2 as pb
@@ -17,10 +22,28 @@ from kestrl.rpc import Channel, call, channel, stream
 from kestrl.rpc.codec import group_from_proto, policy_to_proto, scenario_to_proto
 from kestrl.telemetry import span
 from kestrl.telemetry.names import Attr, SpanName
+from kestrl_learner.aio import Signal
 
 log = logging.getLogger(__name__)
 GRACE_SECONDS = 15.0
 """What the stream may take beyond the group's own deadline before it is given up from this side."""
+LOOK_SECONDS = 5.0
+RETRY_SECONDS = 0.5
+"""Between looks at a worker that does not answer."""
+CALL_SECONDS = 5.0
+
+
+class NoWorker(KestrlError):
+    """No rollout worker answers."""
+
+    code = "no_worker"
+
+
+class BrokenStream(KestrlError):
+    """A worker ended a group's stream without the group."""
+
+    code = "stream_broken"
+    retryable = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,44 +65,82 @@ class _Worker:
     address: str
     stub: Any
     connection: Channel
-    capacity: int
+    capacity: int = 0
+    """As it last told; 0 while it does not answer or drains."""
     used: int = 0
+    """Episodes of ours that it runs."""
+    wake: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def fits(self, size: int) -> bool:
+        """Whether a group fits now. One larger than the whole worker goes to an idle one, which queues the rest itself."""
+        return self.capacity > 0 and (self.used == 0 or self.capacity - self.used >= size)
 
 
 class Workers:
-    """All rollout workers of the job, each used up to the capacity it tells."""
+    """All rollout workers of the job, each used up to the capacity it tells. `watch` must be running."""
 
     def __init__(self, settings: LearnerSettings) -> None:
         self._settings = settings
         self._workers: list[_Worker] = []
-        self._room = asyncio.Condition()
-
-    async def connect(self) -> None:
-        """Waits until every worker tells its capacity.
-
-        Raises:
-            FailureError: One did not come up in time.
-        """
-        for address in self._settings.rollout_addresses:
+        self._changed = Signal()
+        for address in settings.rollout_addresses:
             connection = channel(address)
-            stub: Any = stubs.RolloutServiceStub(connection)
-            answer = await call(
-                stub.GetCapacity,
-                pb.GetCapacityRequest(),
-                pb.GetCapacityResponse,
-                timeout=self._settings.start_seconds,
-                peer=f"rollout worker {address}",
-                wait=True,
-            )
-            self._workers.append(_Worker(address, stub, connection, answer.concurrency))
+            self._workers.append(_Worker(address, stubs.RolloutServiceStub(connection), connection))
 
     async def close(self) -> None:
         for worker in self._workers:
             await worker.connection.close()
 
+    async def connect(self) -> None:
+        """Waits until a worker tells its capacity.
+
+        Raises:
+            NoWorker: None did for `start_seconds`.
+        """
+        seconds = self._settings.start_seconds
+        try:
+            async with asyncio.timeout(seconds):
+                await self._changed.wait_for(lambda: any(worker.capacity for worker in self._workers))
+        except TimeoutError:
+            addresses = ", ".join(self._settings.rollout_addresses)
+            raise NoWorker(f"no rollout worker answered for {seconds:g} s ({addresses})") from None
+
+    async def watch(self) -> None:
+        """Asks every worker for its capacity again and again."""
+        async with asyncio.TaskGroup() as tasks:
+            for worker in self._workers:
+                tasks.create_task(self._watch(worker), name=f"watch-{worker.address}")
+
+    async def _watch(self, worker: _Worker) -> None:
+        while True:
+            worker.wake.clear()
+            before = worker.capacity
+            worker.capacity = await self._ask(worker)
+            if worker.capacity != before:
+                self._changed.notify()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(LOOK_SECONDS if worker.capacity else RETRY_SECONDS):
+                    await worker.wake.wait()
+
+    async def _ask(self, worker: _Worker) -> int:
+        try:
+            answer = await call(
+                worker.stub.GetCapacity,
+                pb.GetCapacityRequest(),
+                pb.GetCapacityResponse,
+                timeout=CALL_SECONDS,
+                peer=f"rollout worker {worker.address}",
+            )
+        except KestrlError as error:
+            if worker.capacity:
+                log.warning("%s", error)
+            return 0
+        return 0 if answer.draining else answer.concurrency
+
     def room(self, size: int) -> int:
-        """Groups of a size that could start now."""
-        return sum(max(0, worker.capacity - worker.used) // size for worker in self._workers)
+        """Groups of a size that could start now, as far as is known."""
+        free = sum(max(0, worker.capacity - worker.used) // size for worker in self._workers)
+        return free or int(any(worker.fits(size) for worker in self._workers))
 
     async def run(self, order: Order) -> Group:
         """Runs a group on the worker with the most room, waiting for room if there is none.
@@ -91,19 +152,25 @@ class Workers:
         try:
             with span(SpanName.GROUP, {Attr.GROUP_ID: order.group_id, Attr.POLICY: order.policy.name}):
                 return await self._stream(worker, order)
+        except KestrlError:
+            # Gone, draining, or in trouble: it is asked before it gets more.
+            worker.capacity = 0
+            worker.wake.set()
+            raise
         finally:
             worker.used -= order.size
-            async with self._room:
-                self._room.notify_all()
+            self._changed.notify()
+
+    def _best(self, size: int) -> _Worker | None:
+        able = [worker for worker in self._workers if worker.fits(size)]
+        return max(able, key=lambda worker: worker.capacity - worker.used, default=None)
 
     async def _take(self, size: int) -> _Worker:
-        async with self._room:
-            while True:
-                best = max(self._workers, key=lambda worker: worker.capacity - worker.used)
-                if best.capacity - best.used >= size:
-                    best.used += size
-                    return best
-                await self._room.wait()
+        while (best := self._best(size)) is None:
+            await self.connect()
+            await self._changed.wait_for(lambda: self._best(size) or not any(worker.capacity for worker in self._workers))
+        best.used += size
+        return best
 
     def _request(self, order: Order) -> pb.RunGroupRequest:
         settings = self._settings
@@ -131,10 +198,9 @@ class Workers:
 
     async def _stream(self, worker: _Worker, order: Order) -> Group:
         timeout = self._settings.group_seconds + GRACE_SECONDS
-        answers = stream(
-            worker.stub.RunGroup, self._request(order), pb.RunGroupResponse, timeout=timeout, peer=worker.address
-        )
+        peer = f"rollout worker {worker.address}"
+        answers = stream(worker.stub.RunGroup, self._request(order), pb.RunGroupResponse, timeout=timeout, peer=peer)
         async for answer in answers:
             if answer.HasField("group"):
                 return group_from_proto(answer.group)
-        raise KestrlError(f"{worker.address} ended the stream of {order.group_id} without its group", retryable=True)
+        raise BrokenStream(f"{peer} ended the stream of {order.group_id} without its group")

@@ -21,9 +21,13 @@ from kestrl_learner.schedule import epoch_order
 
 
 class LedgerError(KestrlError):
-    """The ledger does not allow this: something would be trained twice or lost."""
+    """The ledger does not allow this: something would be trained twice or lost. Or its database refused."""
 
     code = "ledger_conflict"
+
+
+END_OF_SCHEDULE = "end_of_schedule"
+"""Why what the last step left over was dropped. Undone when a longer schedule resumes the run."""
 
 
 class Lease(NamedTuple):
@@ -33,6 +37,9 @@ class Lease(NamedTuple):
     epoch: int
     ordinal: int
     attempt: int
+    """Times it was handed out before, for whatever reason: group ids are unique by it."""
+    failures: int = 0
+    """Attempts of it that failed."""
 
     def group_id(self, run: str) -> str:
         """Unique to the attempt."""
@@ -86,6 +93,14 @@ class Ledger:
 
     @contextmanager
     def _transaction(self) -> Generator[Connection]:
+        try:
+            with self._engine.begin() as connection:
+                yield connection
+        except SQLAlchemyError as error:
+            raise LedgerError(f"the ledger's database refused: {error}", code="ledger_failed") from error
+
+    @contextmanager
+    def _transaction(self) -> Generator[Connection]:
         """One transaction: all of it or nothing.
 
         Raises:
@@ -109,7 +124,7 @@ class Ledger:
         """The first pending scenario, or the next that was never handed out; None when there is none left."""
         with self._transaction() as connection:
             again = connection.execute(
-                select(work.c.position, work.c.epoch, work.c.ordinal, work.c.attempt)
+                select(work.c.position, work.c.epoch, work.c.ordinal, work.c.attempt, work.c.failures)
                 .where(work.c.state == "pending")
                 .order_by(work.c.position)
                 .limit(1)
@@ -141,10 +156,11 @@ class Ledger:
         with self._transaction() as connection:
             self._move(connection, [lease.position], "leased", state="finished")
 
-    def release(self, lease: Lease, reason: str, *, leaves: str = "leased") -> None:
-        """Back to pending, to be attempted again."""
+    def release(self, lease: Lease, reason: str, *, leaves: str = "leased", failed: bool = False) -> None:
+        """Back to pending, to be attempted again; with `failed`, the attempt counts as a failure of the scenario's."""
+        values = {"attempt": lease.attempt + 1, "failures": lease.failures + failed, "reason": reason}
         with self._transaction() as connection:
-            self._move(connection, [lease.position], leaves, state="pending", attempt=lease.attempt + 1, reason=reason)
+            self._move(connection, [lease.position], leaves, state="pending", **values)
 
     def drop(self, lease: Lease, reason: str, *, leaves: str = "leased") -> None:
         """Given up for good."""
@@ -157,17 +173,21 @@ class Ledger:
             self._move(connection, [lease.position for lease in leases], "finished", state="trained", step=step)
 
     def rewind(self, step: int) -> int:
-        """Makes the trained frontier that of a checkpoint: what was in flight, and what later steps trained, is pending again."""
+        """Makes the trained frontier that of a checkpoint.
+
+        What was in flight and what later steps trained is pending again, and what a shorter schedule left over.
+        """
         with self._transaction() as connection:
             flying = update(work).where(work.c.state.in_(["leased", "finished"]))
             later = update(work).where(work.c.state == "trained", work.c.step > step)
+            left = update(work).where(work.c.state == "dropped", work.c.reason == END_OF_SCHEDULE)
             values: dict[str, Any] = {
                 "state": "pending",
                 "step": None,
                 "attempt": work.c.attempt + 1,
                 "reason": "resumed",
             }
-            return sum(connection.execute(statement.values(**values)).rowcount for statement in (flying, later))
+            return sum(connection.execute(statement.values(**values)).rowcount for statement in (flying, later, left))
 
     def close_books(self) -> None:
         """At the end of a run: what was never trained on is dropped with a reason, so that every scenario is accounted for."""
@@ -175,7 +195,7 @@ class Ledger:
             connection.execute(
                 update(work)
                 .where(work.c.state.in_(["pending", "leased", "finished"]))
-                .values(state="dropped", reason="end_of_schedule")
+                .values(state="dropped", reason=END_OF_SCHEDULE)
             )
             highest = connection.execute(select(func.max(work.c.position))).scalar()
             rest = range(0 if highest is None else highest + 1, self._size * self._epochs)
@@ -186,7 +206,8 @@ class Ledger:
                     "ordinal": self._ordinal(position),
                     "state": "dropped",
                     "attempt": 0,
-                    "reason": "end_of_schedule",
+                    "failures": 0,
+                    "reason": END_OF_SCHEDULE,
                 }
                 for position in rest
             ]

@@ -1,0 +1,53 @@
+"""Small tools for asynchronous code: a signal to all who wait, and work that an event may cut short."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+Result = TypeVar("Result")
+
+
+class Interrupted(Exception):
+    """An event came before the work's end."""
+
+
+class Signal:
+    """Says that something changed; whoever waits looks again. """
+
+    def __init__(self) -> None:
+        self._event = asyncio.Event()
+
+    def notify(self) -> None:
+        """Wakes everyone who waits now."""
+        self._event.set()
+        self._event = asyncio.Event()
+
+    async def wait_for(self, predicate: Callable[[], Result]) -> Result:
+        """The predicate's first true answer, asked now and after every change."""
+        # No await lies between the question and taking the event, so no change can slip through.
+        while not (answer := predicate()):
+            await self._event.wait()
+        return answer
+
+
+async def unless(event: asyncio.Event, work: Coroutine[Any, Any, Result]) -> Result:
+    """The work's result.
+
+    Raises:
+        Interrupted: The event came first; the work was cancelled and has ended.
+    """
+    task = asyncio.create_task(work)
+    stop = asyncio.create_task(event.wait())
+    try:
+        await asyncio.wait((task, stop), return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise Interrupted
+    finally:
+        stop.cancel()
+        task.cancel()
+        await asyncio.wait((task, stop))
+        if not task.cancelled():
+            task.exception()  # seen: an error on the way out of cancelled work is not news

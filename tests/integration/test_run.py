@@ -1,0 +1,264 @@
+"""The whole loop on real parts: `kestrl run` with real engines, real tools, real gradients; killed, interrupted, resumed."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kestrl.local.rundir import RunDir
+from kestrl_email.model_path import tiny
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
+
+ROOT = Path(__file__).parents[2]
+QUICKSTART = ROOT / "examples" / "email-search" / "quickstart.yaml"
+SMALL = [
+    *("--set", "data.validation.size=12", "--set", "algorithm.groupsPerStep=2"),
+    *("--set", "algorithm.groupSize=4", "--set", "schedule.checkpointEvery=1"),
+]
+
+
+def command(*arguments: str | Path) -> list[str]:
+    return [sys.executable, "-m", "kestrl.cli.main", *map(str, arguments)]
+
+
+def kestrl(*arguments: str | Path, code: int = 0, timeout: float = 300) -> str:
+    done = subprocess.run(command(*arguments), capture_output=True, text=True, check=False, timeout=timeout, cwd=ROOT)
+    printed = done.stdout + done.stderr
+    assert "Traceback" not in printed, printed
+    assert done.returncode == code, printed
+    return printed
+
+
+def belonging_to(folder: Path) -> list[str]:
+    """Command lines of live processes that were started for runs in a folder: they all have it in their environment or arguments."""
+    found: list[str] = []
+    for process in Path("/proc").iterdir():
+        if not process.name.isdigit() or int(process.name) == os.getpid():
+            continue
+        try:
+            line = (process / "cmdline").read_bytes()
+            place = str((process / "cwd").readlink())
+            state = (process / "stat").read_text().rpartition(")")[2].split()[0]
+        except (OSError, ProcessLookupError):
+            continue
+        if state != "Z" and (str(folder).encode() in line or place.startswith(str(folder))):
+            found.append(line.replace(b"\0", b" ").decode(errors="replace")[:200])
+    return found
+
+
+def eventually(condition: Callable[[], bool], seconds: float) -> None:
+    """Waits for what another process does; there is no event to await across processes."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.1)
+
+
+def digest_of(folder: Path) -> dict[str, str]:
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.iterdir() if path.is_file()}
+
+
+@pytest.fixture(scope="module")
+def base_before() -> dict[str, str]:
+    return digest_of(tiny())
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory, base_before: dict[str, str]) -> Iterator[tuple[RunDir, str]]:
+    """A run of three steps on two engines."""
+    runs = tmp_path_factory.mktemp("runs")
+    printed = kestrl("run", QUICKSTART, "--runs", runs, *SMALL, "--set", "schedule.maxSteps=3")
+    yield RunDir(runs / "email-search-1"), printed
+    assert belonging_to(runs) == []
+
+
+def summary_of(run: RunDir) -> dict[str, Any]:
+    summary = run.read_json("summary.json")
+    assert summary is not None
+    return summary
+
+
+def test_the_run_succeeds_and_says_so(finished: tuple[RunDir, str]) -> None:
+    run, printed = finished
+    summary = summary_of(run)
+    assert (summary["status"], summary["steps"]) == ("succeeded", 3)
+    assert summary["before"]["episodes"] == summary["after"]["episodes"] == 12
+    for name in (
+        "reward",
+        "answer_correct",
+        "sources_correct",
+        "num_turns",
+        "duration",
+        "exceptions",
+        "sampled_reward",
+    ):
+        assert name in summary["before"]
+        assert name in printed
+    assert summary["before"]["exceptions"] == summary["after"]["exceptions"] == 0
+    assert "proved 2/2" in printed
+    assert "kestrl eval email-search-1" in printed
+    assert "vllm serve" in printed
+
+
+def test_learner_and_engines_agree(finished: tuple[RunDir, str]) -> None:
+    gap = summary_of(finished[0])["logprob_gap"]
+    assert 0 < gap["worst"] <= 1e-4
+    assert gap["ess"] > 0.999
+
+
+def test_the_adapter_is_durable_and_is_what_the_summary_says(finished: tuple[RunDir, str]) -> None:
+    run, _ = finished
+    policy = summary_of(run)["policy"]
+    weights = Path(policy["uri"].removeprefix("file://")) / "adapter_model.safetensors"
+    assert hashlib.sha256(weights.read_bytes()).hexdigest() == policy["sha256"]
+    assert policy["version"].startswith("email-search.3.")
+
+
+def test_the_ledger_adds_up(finished: tuple[RunDir, str]) -> None:
+    run, _ = finished
+    with closing(sqlite3.connect(run.path / "ledger.db")) as connection:
+        states = dict(connection.execute("SELECT state, count(*) FROM work GROUP BY state"))
+        steps = dict(connection.execute("SELECT step, count(*) FROM work WHERE state = 'trained' GROUP BY step"))
+    assert states == {"trained": 6, "dropped": 3994}
+    assert steps == {1: 2, 2: 2, 3: 2}
+
+
+def test_the_base_model_is_untouched(finished: tuple[RunDir, str], base_before: dict[str, str]) -> None:
+    assert digest_of(tiny()) == base_before
+
+
+def test_both_engines_sampled_and_every_token_names_its_policy(finished: tuple[RunDir, str]) -> None:
+    run, _ = finished
+    listed = kestrl("episodes", "list", run.id, "--runs", run.path.parent, "--step", "1").splitlines()
+    assert len(listed) == 8
+    shown = [
+        kestrl("episodes", "show", line.split()[0], "--run", run.id, "--runs", run.path.parent, "--tokens")
+        for line in listed
+    ]
+    assert {line.rpartition(" ")[2] for text in shown for line in text.splitlines() if ", engine " in line} == {
+        "engine-0",
+        "engine-1",
+    }
+    policies = {line.split()[-1] for text in shown for line in text.splitlines() if "mask 1" in line}
+    assert len(policies) == 1
+    assert policies.pop().startswith("email-search.1.")
+
+
+def test_status_and_evaluation_and_export(finished: tuple[RunDir, str], tmp_path: Path) -> None:
+    run, _ = finished
+    runs = run.path.parent
+    assert "email-search-1 succeeded" in kestrl("status", "--runs", runs)
+    kestrl("export", run.id, "--runs", runs, "--out", tmp_path / "adapter")
+    kestrl("export", run.id, "--runs", runs, "--out", tmp_path / "merged", "--merge")
+    assert (tmp_path / "merged" / "model.safetensors").stat().st_size > 1_000_000
+    printed = kestrl("eval", run.id, "--runs", runs, "--set", "inference.replicas=1")
+    evaluated = json.loads(next((run.path / "evaluations").glob("*/summary.json")).read_text())
+    assert evaluated["after"]["reward"] == pytest.approx(summary_of(run)["after"]["reward"], abs=1e-6)
+    assert "answer_correct" in printed
+
+
+def wait_for_step(run: RunDir, process: subprocess.Popen[str], step: int) -> None:
+    def reached() -> bool:
+        assert process.poll() is None, "it ended too early"
+        record = run.read_json("run.json") or {}
+        return int(record.get("progress", {}).get("step", 0)) >= step
+
+    eventually(reached, 240)
+
+
+def test_killed_without_a_word_nothing_is_left_and_the_same_command_resumes(tmp_path: Path) -> None:
+    arguments = [
+        "run",
+        QUICKSTART,
+        "--runs",
+        tmp_path,
+        *SMALL,
+        "--set",
+        "schedule.maxSteps=4",
+        "--set",
+        "inference.replicas=1",
+    ]
+    run = RunDir(tmp_path / "email-search-1")
+    with subprocess.Popen(command(*arguments), cwd=ROOT, text=True, stdout=subprocess.DEVNULL) as process:
+        wait_for_step(run, process, 1)
+        assert any("kestrl_inference.vllm_cpu" in line for line in belonging_to(tmp_path))
+        process.kill()
+    eventually(lambda: belonging_to(tmp_path) == [], 15)
+    assert "email-search-1 dead" in kestrl("status", "--runs", tmp_path)
+    with subprocess.Popen(command(*arguments), cwd=ROOT, text=True, stdout=subprocess.PIPE) as process:
+        wait_for_step(run, process, 2)
+        process.send_signal(signal.SIGINT)
+        printed = process.communicate(timeout=120)[0]
+    assert process.returncode == 130
+    assert "resuming run email-search-1" in printed
+    assert "run the same command again to resume email-search-1" in printed
+    assert belonging_to(tmp_path) == []
+    assert summary_of(run)["status"] == "suspended"
+    assert "resuming run email-search-1" in kestrl(*arguments)
+    summary = summary_of(run)
+    assert (summary["status"], summary["steps"]) == ("succeeded", 4)
+    with closing(sqlite3.connect(run.path / "ledger.db")) as connection:
+        trained = connection.execute(
+            "SELECT position, step FROM work WHERE state = 'trained' ORDER BY position"
+        ).fetchall()
+    assert trained == [(position, position // 2 + 1) for position in range(8)]
+
+
+def test_a_users_own_tool_and_reward(tmp_path: Path) -> None:
+    printed = kestrl("run", ROOT / "examples" / "bring-your-own" / "job.yaml", "--runs", tmp_path)
+    assert summary_of(RunDir(tmp_path / "bring-your-own-1"))["status"] == "succeeded"
+    assert "2 steps in" in printed
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("tools=[{name: t, use: 'nowhere:Tool'}]", "cannot import 'nowhere'"),
+        ("rewards=[{rule: 'nowhere:reward'}]", "cannot import 'nowhere'"),
+        ("agent.loop=nowhere:Loop", "cannot import 'nowhere'"),
+    ],
+)
+def test_what_cannot_be_imported_ends_the_run_with_one_message(tmp_path: Path, override: str, message: str) -> None:
+    printed = kestrl("run", QUICKSTART, "--runs", tmp_path, "--set", override, code=2)
+    assert printed.count("error: ") == 1
+    assert message in printed
+    assert belonging_to(tmp_path) == []
+
+
+def test_a_tool_that_raises_is_typed_counted_and_stops_the_run(tmp_path: Path) -> None:
+    (tmp_path / "broken.py").write_text(
+        "def search_emails(keywords: list[str]) -> str:\n"
+        "    '''Search.\n\n    Args:\n        keywords: Words.\n    '''\n"
+        "    raise RuntimeError('the index is gone')\n"
+    )
+    (tmp_path / "job.yaml").write_text(QUICKSTART.read_text())
+    tools = "tools=[{name: search_emails, use: 'broken:search_emails'}]"
+    rewards = "rewards=[{rule: format}]"
+    row = {
+        "id": "1",
+        "prompt": [
+            {"role": "system", "content": "Find the answer in the mailbox."},
+            {"role": "user", "content": "When does Bo meet about tea?"},
+        ],
+    }
+    (tmp_path / "train.jsonl").write_text("\n".join(json.dumps({**row, "id": str(number)}) for number in range(8)))
+    data = "data={train: {uri: train.jsonl}}"
+    overrides = [flag for item in (tools, rewards, data, "inference.replicas=1") for flag in ("--set", item)]
+    printed = kestrl("run", tmp_path / "job.yaml", "--runs", tmp_path / "runs", *SMALL, *overrides, code=1)
+    assert "the index is gone" in printed
+    status = kestrl("status", "--runs", tmp_path / "runs")
+    assert "failures tool/tool_raised" in status
+    assert "too_many_failures" in status

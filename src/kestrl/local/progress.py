@@ -110,12 +110,18 @@ class RunRecord:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._written = 0.0
+        self._dirty = False
         self.content: dict[str, Any] = {"started_at": time.time()}
 
     def update(self, *, force: bool = False, **facts: Any) -> None:
         """Takes facts in; writes them unless it just wrote. `force` is for what must not be missed: an end."""
         self.content |= facts
-        now = time.monotonic()
-        if force or now - self._written >= self.INTERVAL:
-            self._written = now
+        self._dirty = True
+        if force or time.monotonic() - self._written >= self.INTERVAL:
+            self.flush()
+
+    def flush(self) -> None:
+        """Writes what has not been written yet."""
+        if self._dirty:
+            self._dirty, self._written = False, time.monotonic()
             write_atomic(self._path, json.dumps(self.content | {"updated_at": time.time()}, indent=2))

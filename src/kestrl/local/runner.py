@@ -86,7 +86,10 @@ class Runner:
         loop = asyncio.get_running_loop()
         for name in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(name, self._interrupt, main)
-        watching = asyncio.create_task(self._watch(), name="watch-progress")
+        watching = [
+            asyncio.create_task(self._watch(), name="watch-progress"),
+            asyncio.create_task(self._keep_record(), name="keep-record"),
+        ]
         deadline = self._options.active_deadline
         try:
             async with asyncio.timeout(deadline):
@@ -102,9 +105,9 @@ class Runner:
                 EXIT_INTERRUPTED, "interrupted twice: stopped at once, without a checkpoint of the last steps"
             )
         finally:
-            watching.cancel()
-            with suppress(asyncio.CancelledError):
-                await watching
+            for task in watching:
+                task.cancel()
+            await asyncio.wait(watching)
             for name in (signal.SIGINT, signal.SIGTERM):
                 loop.remove_signal_handler(name)
         self._record.update(ended=outcome.code, reason=outcome.reason)
@@ -146,6 +149,12 @@ class Runner:
                         self._changed()
                 self._changed()
                 await asyncio.sleep(RECONNECT_SECONDS)
+
+    async def _keep_record(self) -> None:
+        """Writes what was held back because something else had just been written."""
+        while True:
+            await asyncio.sleep(RunRecord.INTERVAL)
+            self._record.flush()
 
 
 def read_summary(run: RunDir, store: ObjectStore) -> dict[str, Any]:

@@ -138,7 +138,15 @@ async def serve(
     """
     server = grpc.aio.server(
         interceptors=[_Door(component, os.environ.get(TOKEN_VARIABLE) or None)],
-        options=[*OPTIONS, ("grpc.so_reuseport", 0), ("grpc.keepalive_permit_without_calls", 1)],
+        options=[
+            *OPTIONS,
+            ("grpc.so_reuseport", 0),
+            ("grpc.keepalive_permit_without_calls", 1),
+            # The clients' keepalive pings come every 30 s; by default a server takes pings of a quiet stream for an attack
+            # after 5 minutes' worth of patience and ends the connection.
+            ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+            ("grpc.http2.max_ping_strikes", 0),
+        ],
     )
     register(server)
     healthy = health.aio.HealthServicer()

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import shutil
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from kestrl.episode import PolicyVersion

@@ -14,7 +14,7 @@ class Interrupted(Exception):
 
 
 class Signal:
-    """Says that something changed; whoever waits looks again. """
+    """Says that something changed; whoever waits looks again."""
 
     def __init__(self) -> None:
         self._event = asyncio.Event()

@@ -15,9 +15,13 @@ from kestrl_learner.ledger import Lease, Ledger
 from kestrl_learner.progress import Progress
 from kestrl_learner.schedule import admissible, group_seed
 from kestrl_learner.verdict import MAX_ATTEMPTS, Fate, decide
-from kestrl_learner.workers import Order, Workers
+from kestrl_learner.workers import NoWorker, Order, Workers
 
 log = logging.getLogger(__name__)
+
+
+HANDED_BACK = frozenset({"draining", "drained"})
+"""Codes by which a worker says that it is leaving: the scenario has not failed."""
 
 
 class TooManyFailures(KestrlError):
@@ -46,15 +50,20 @@ class Collector:
         workers: Workers,
         engines: Engines,
         progress: Progress,
+        vocabulary: int,
+        *,
+        steps: int,
     ) -> None:
         self._settings, self._scenarios, self._ledger = settings, scenarios, ledger
+        self._vocabulary = vocabulary
+        self._groups = steps * settings.algorithm.groups_per_step
         self._workers, self._engines, self._progress = workers, engines, progress
         self._ready: list[Ready] = []
         self._running: dict[asyncio.Task[None], PolicyVersion] = {}
         self._consumed = 0
         self._exhausted = False
         self._wake = asyncio.Event()
-        self._fault: BaseException | None = None
+        self._outdated: set[asyncio.Task[None]] = set()
         self._seen = self._failed = 0
         self._last_failure: Failure | None = None
         self.policy: PolicyVersion | None = None
@@ -66,8 +75,15 @@ class Collector:
         self._wake.set()
 
     def advance(self, policy: PolicyVersion) -> None:
-        """A newer version is proved: new groups use it."""
+        """A newer version is proved: new groups use it, and those that it makes too old to be trained on are given up.
+
+        They would be given back when they end, and until then their version would hold an adapter slot.
+        """
         self.policy = policy
+        for task, sampled in self._running.items():
+            if policy.step - sampled.step > self._settings.algorithm.max_staleness:
+                self._outdated.add(task)
+                task.cancel()
         self._wake.set()
 
     def wake(self) -> None:
@@ -76,7 +92,7 @@ class Collector:
 
     def named(self) -> set[str]:
         """Versions that running groups name."""
-        return {policy.name for policy in self._running.values()}
+        return {policy.name for task, policy in self._running.items() if task not in self._outdated}
 
     async def feed(self) -> None:
         """Starts groups as far as staleness, workers and scenarios allow, until cancelled."""
@@ -97,13 +113,15 @@ class Collector:
         if not engines:
             return
         algorithm = self._settings.algorithm
+        outstanding = len(self._running) - len(self._outdated) + len(self._ready)
         may = admissible(
             version=policy.step,
             max_staleness=algorithm.max_staleness,
             groups_per_step=algorithm.groups_per_step,
             consumed=self._consumed,
-            outstanding=len(self._running) + len(self._ready),
+            outstanding=outstanding,
         )
+        may = min(may, self._groups - self._consumed - outstanding)
         for _ in range(min(may, self._workers.room(algorithm.group_size))):
             lease = self._ledger.lease(policy.step)
             if lease is None:
@@ -117,6 +135,7 @@ class Collector:
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._running.pop(task, None)
+        self._outdated.discard(task)
         self._progress.update(groups_running=len(self._running))
         self._wake.set()
 
@@ -135,17 +154,30 @@ class Collector:
         )
         try:
             group = await self._workers.run(order)
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task not in self._outdated:
+                raise
+            # Cancelled by `advance` alone: the task ends in order. Nothing below this awaits, so it cannot come elsewhere.
+            self._ledger.release(lease, f"stale: version {policy.step} while it ran")
+            self._exhausted = False
+            return
         except KestrlError as error:
-            self._lost(lease, error.failure(component="rollout"))
+            self._lost(lease, error)
             return
         verdict = decide(
             group,
+            scenario=order.scenario,
             policy=policy,
             engines=[engine.name for engine in engines],
             algorithm=settings.algorithm,
-            attempt=lease.attempt,
+            vocabulary=self._vocabulary,
+            failures_before=lease.failures,
         )
-        self._account(len(group.episodes), verdict.failures)
+        for failure in verdict.failures:
+            self._progress.count_failure(failure)
+        if verdict.fate is not Fate.RETRY:
+            self._account(len(group.episodes), verdict.failures)
         if verdict.fate is Fate.TRAIN:
             self._ledger.finish(lease)
             self._ready.append(Ready(lease, verdict.group, policy))
@@ -157,23 +189,34 @@ class Collector:
             self._ledger.drop(lease, verdict.reason)
             log.warning("scenario %d of epoch %d is dropped: %s", lease.ordinal, lease.epoch, verdict.reason)
 
-    def _lost(self, lease: Lease, failure: Failure) -> None:
-        """The group as a whole failed: the worker, the stream or a deadline."""
-        self._account(self._settings.algorithm.group_size, [failure] * self._settings.algorithm.group_size)
+    def _lost(self, lease: Lease, error: KestrlError) -> None:
+        """The group as a whole did not come: the worker, the stream or a deadline failed."""
+        failure = error.failure(component="rollout")
+        if failure.code in HANDED_BACK:
+            self._ledger.release(lease, failure.code)
+            self._exhausted = False
+            return
+        if isinstance(error, NoWorker):
+            raise error
+        self._progress.count_failure(failure)
         reason = str(failure)[:500]
-        if failure.retryable and lease.attempt + 1 < MAX_ATTEMPTS:
+        if failure.retryable and lease.failures + 1 < MAX_ATTEMPTS:
             self._give_back(lease, reason)
-        else:
-            self._ledger.drop(lease, reason)
-            log.warning("scenario %d of epoch %d is dropped: %s", lease.ordinal, lease.epoch, reason)
+            return
+        size = self._settings.algorithm.group_size
+        self._account(size, [failure] * size)
+        self._ledger.drop(lease, reason)
+        log.warning("scenario %d of epoch %d is dropped: %s", lease.ordinal, lease.epoch, reason)
 
     def _give_back(self, lease: Lease, reason: str) -> None:
         log.warning("scenario %d of epoch %d is attempted again: %s", lease.ordinal, lease.epoch, reason)
-        self._ledger.release(lease, reason)
+        self._ledger.release(lease, reason, failed=True)
         self._exhausted = False
 
     def _account(self, episodes: int, failures: Sequence[Failure]) -> None:
-        """Counts, and stops the run when too large a share of the last episodes failed.
+        """Takes in episodes that are settled, and stops the run when too large a share of the last ones failed.
+
+        What will be attempted again is not settled: a worker that was killed, or an engine that comes back, stops no run.
 
         Raises:
             TooManyFailures: The share is above the job's.
@@ -182,7 +225,6 @@ class Collector:
         self._failed += len(failures)
         for failure in failures:
             self._last_failure = failure
-            self._progress.count_failure(failure)
         algorithm = self._settings.algorithm
         enough = algorithm.groups_per_step * algorithm.group_size
         if self._seen >= enough and self._failed > self._settings.max_failed_share * self._seen:
@@ -192,15 +234,17 @@ class Collector:
             )
 
     async def take(self, step: int) -> list[Ready]:
-        """The groups of a step, by position; fewer than groups_per_step only when scenarios have run out.
+        """The groups of a step, by position; fewer than groups_per_step only when scenarios have run out, none while draining.
 
         Too stale ones are given back on the way, so that each is refilled exactly once.
         """
         wanted = self._settings.algorithm.groups_per_step
         while True:
             self._evict(step)
-            if len(self._ready) >= wanted or ((self._exhausted or self.draining) and not self._running):
+            if len(self._ready) >= wanted or (self._exhausted and not self._running):
                 break
+            if self.draining:
+                return []
             await self._progress.changed()
         self._ready.sort(key=lambda ready: ready.lease.position)
         taken, self._ready = self._ready[:wanted], self._ready[wanted:]

@@ -72,13 +72,15 @@ class Known:
     connection: Channel
     state: int = pb.ENGINE_STATE_UNSPECIFIED
     """As its agent last said; unspecified while that does not answer."""
+    lost: bool = False
+    """Whether its agent answered once and does not now."""
     proved: set[str] = field(default_factory=set[str])
     trouble: dict[str, Trouble] = field(default_factory=dict[str, Trouble])
     wake: asyncio.Event = field(default_factory=asyncio.Event)
 
     def settled(self, name: str) -> bool:
         """Whether nothing more is to be expected of it for a version soon."""
-        return name in self.proved or name in self.trouble or self.state == pb.ENGINE_STATE_DOWN
+        return name in self.proved or name in self.trouble or self.lost or self.state == pb.ENGINE_STATE_DOWN
 
     def __str__(self) -> str:
         why = "; ".join(str(trouble.failure) for trouble in self.trouble.values())
@@ -194,12 +196,13 @@ class Engines:
         except KestrlError as error:
             if known.state != pb.ENGINE_STATE_UNSPECIFIED:
                 log.warning("the agent of %s does not answer: %s", known.entry.name, error)
+                known.lost = True
             known.state = pb.ENGINE_STATE_UNSPECIFIED
             known.proved.clear()
             self._tell()
             return
         held = {policy.name: item for item in seen.policies if (policy := policy_from_proto(item.policy)) is not None}
-        known.state = seen.state
+        known.state, known.lost = seen.state, False
         known.proved = {name for name, item in held.items() if item.proved and name in self._wanted}
         for name in known.proved:
             known.trouble.pop(name, None)

@@ -12,11 +12,14 @@ from kestrl.rpc.codec import group_to_proto
 from kestrl.storage import ObjectStore
 from kestrl.telemetry import span
 from kestrl.telemetry.names import Attr, SpanName
-from kestrl_learner.engines import Engines
+from kestrl_learner.engines import Engines, NoEngineProved
 from kestrl_learner.progress import Progress, episode_facts, means_of
-from kestrl_learner.workers import Order, Workers
+from kestrl_learner.workers import NoWorker, Order, Workers
 
 GREEDY = 0.0
+ATTEMPTS = 3
+AT_ONCE = 256
+"""Groups asked for at once; the workers' capacity bounds what runs."""
 
 
 class EvaluationFailed(KestrlError):
@@ -36,25 +39,46 @@ async def run_all(
     engines: Engines,
     progress: Progress,
 ) -> list[Group]:
-    """One episode of every scenario. A group that fails as a whole is counted and missing from the answer."""
-    proved = engines.proved(policy)
-    groups: list[Group] = []
+    """One episode of every scenario; what may pass by itself is attempted again.
 
-    async def one(scenario: Scenario) -> None:
+    A group that fails as a whole is counted and missing from the answer.
+
+    Raises:
+        KestrlError: No worker or no engine is there.
+    """
+    groups: list[Group] = []
+    places = asyncio.Semaphore(AT_ONCE)
+
+    async def attempt(scenario: Scenario, number: int) -> Group:
         order = Order(
-            group_id=f"{run}/eval-{policy.step}-{temperature:g}-{scenario.ordinal}",
+            group_id=f"{run}/eval-{policy.step}-{temperature:g}-{scenario.ordinal}-{number}",
             scenario=scenario,
             size=1,
             policy=policy,
-            engines=proved,
+            engines=await engines.some(policy),
             temperature=temperature,
             seed=seed + scenario.ordinal,
             purpose="evaluation",
         )
-        try:
-            groups.append(await workers.run(order))
-        except KestrlError as error:
-            progress.count_failure(error.failure(component="rollout"))
+        return await workers.run(order)
+
+    async def one(scenario: Scenario) -> None:
+        for number in range(ATTEMPTS):
+            last = number == ATTEMPTS - 1
+            try:
+                async with places:
+                    group = await attempt(scenario, number)
+            except (NoWorker, NoEngineProved):
+                raise
+            except KestrlError as error:
+                if last or not error.retryable:
+                    progress.count_failure(error.failure(component="rollout"))
+                    return
+                continue
+            failure = group.episodes[0].failure
+            if last or failure is None or not failure.retryable:
+                groups.append(group)
+                return
 
     async with asyncio.TaskGroup() as tasks:
         for scenario in scenarios:

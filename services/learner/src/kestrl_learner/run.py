@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import logging
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -16,12 +17,13 @@ import torch
 
 from kestrl.data import load_scenarios
 from kestrl.episode import PolicyVersion, Scenario
-from kestrl.errors import Boundary, KestrlError, StorageError
+from kestrl.errors import Boundary, KestrlError, StorageError, UserInputError
 from kestrl.plan.settings import LearnerSettings
 from kestrl.storage import AdapterManifest, ObjectStore, fetch_adapter, open_store
 from kestrl.telemetry import span
 from kestrl.telemetry.names import Attr, SpanName
 from kestrl_learner import adapters, checkpoint
+from kestrl_learner.aio import Interrupted, unless
 from kestrl_learner.batch import train_group
 from kestrl_learner.collect import Collector, Ready
 from kestrl_learner.engines import Engines
@@ -30,7 +32,7 @@ from kestrl_learner.ledger import Ledger
 from kestrl_learner.model import PolicyModel
 from kestrl_learner.progress import Progress
 from kestrl_learner.schedule import total_steps
-from kestrl_learner.trainer import StepResult, Trainer
+from kestrl_learner.trainer import Gap, StepResult, Trainer
 from kestrl_learner.workers import Workers
 
 log = logging.getLogger(__name__)
@@ -41,6 +43,32 @@ class GapAlarm(KestrlError):
 
     boundary = Boundary.ENGINE
     code = "logprob_gap"
+
+
+IDENTITY = ("model", "dtype", "rank", "alpha", "targets", "seed", "temperature", "algorithm", "max_tokens", "max_turns")
+"""Settings that make a run what it is. The schedule is not among them: a longer one continues a run."""
+
+
+def identity_digest(settings: LearnerSettings, scenarios: Sequence[Scenario]) -> str:
+    """Of what must not change under a run: the identity's settings and every training scenario."""
+    hashed = hashlib.sha256(settings.model_dump_json(include=set(IDENTITY)).encode())
+    for scenario in scenarios:
+        hashed.update(json.dumps(asdict(scenario), sort_keys=True, default=str).encode())
+    return hashed.hexdigest()
+
+
+def merged_gap(before: dict[str, float] | None, gap: Gap) -> dict[str, float]:
+    """The gap over a run: the mean over all tokens, and the worst of each step's other numbers."""
+    if before is None:
+        return {"tokens": gap.tokens, "mean": gap.mean, "p99": gap.p99, "max": gap.max, "ess": gap.ess}
+    tokens = before["tokens"] + gap.tokens
+    return {
+        "tokens": tokens,
+        "mean": (before["mean"] * before["tokens"] + gap.mean * gap.tokens) / max(1, tokens),
+        "p99": max(before["p99"], gap.p99),
+        "max": max(before["max"], gap.max),
+        "ess": min(before["ess"], gap.ess),
+    }
 
 
 class Run:
@@ -56,11 +84,23 @@ class Run:
         self.steps = total_steps(
             len(self.scenarios), settings.epochs, settings.algorithm.groups_per_step, settings.max_steps
         )
+        if settings.evaluate is not None and not self.validation:
+            raise UserInputError("data.validation: there is nothing to evaluate on; add it to the manifest")
+        if self.steps == 0:
+            raise UserInputError(
+                f"data.train: {len(self.scenarios)} scenarios x {settings.epochs} epochs do not fill one step of "
+                f"{settings.algorithm.groups_per_step} groups; lower algorithm.groupsPerStep"
+            )
+        self._digest = identity_digest(settings, self.scenarios)
         self.progress = Progress(self.steps, len(settings.engines))
         self._facts: dict[str, Any] = {"seconds": 0.0, "before": None}
         self._began = time.monotonic()
         self._step_seconds: list[float] = []
-        self._gap: dict[str, float] = {}
+        self._done = 0
+        """Steps that the ledger knows."""
+        self._weights = 0
+        """Steps that the weights have seen."""
+        self._newest: tuple[PolicyVersion, str] | None = None
         self._drain = asyncio.Event()
         self._collector: Collector | None = None
 
@@ -84,7 +124,7 @@ class Run:
                 await self._run()
         except KestrlError as error:
             self.progress.update(phase="failed", failure=error.failure(component="learner-0"), message=str(error)[:300])
-            self._write_summary("failed", None, reason=str(error.failure(component="learner-0")))
+            self._write_summary("failed", self._newest, reason=str(error.failure(component="learner-0")))
             raise
         finally:
             self.progress.update(ended=True)
@@ -97,20 +137,36 @@ class Run:
         self.progress.update(message="loading the model; engines start")
         if settings.threads:
             torch.set_num_threads(settings.threads)
+        watching = [
+            asyncio.create_task(engines.watch(), name="watch-engines"),
+            asyncio.create_task(workers.watch(), name="watch-workers"),
+        ]
+        try:
+            await self._guarded(self._work(workers, engines), *watching)
+        except Interrupted:
+            # Nothing has been trained that a checkpoint does not hold: `_train` sees to that.
+            self._write_summary("suspended", self._newest)
+            self.progress.update(phase="suspended", message=f"at step {self.progress.step}")
+        finally:
+            for task in watching:
+                task.cancel()
+            await asyncio.wait(watching)
+            await workers.close()
+            await engines.close()
+
+    async def _work(self, workers: Workers, engines: Engines) -> None:
         try:
             async with asyncio.TaskGroup() as tasks:
                 loading = tasks.create_task(asyncio.to_thread(self._load), name="load-model")
-                tasks.create_task(workers.connect(), name="connect-workers")
-            model = loading.result()
-            if settings.evaluate is not None:
-                await self._only_evaluate(model, workers, engines)
-            else:
-                await self._train(model, workers, engines)
+                tasks.create_task(unless(self._drain, workers.connect()), name="connect-workers")
         except* KestrlError as errors:
             raise errors.exceptions[0] from errors
-        finally:
-            await workers.close()
-            await engines.close()
+        except* Interrupted:
+            raise Interrupted from None
+        if self.settings.evaluate is not None:
+            await unless(self._drain, self._only_evaluate(loading.result(), workers, engines))
+        else:
+            await self._train(loading.result(), workers, engines)
 
     def _load(self) -> PolicyModel:
         settings = self.settings
@@ -125,7 +181,7 @@ class Run:
         )
 
     async def _publish(
-        self, model: PolicyModel, step: int, parent: str | None, engines: Engines, *, first: bool = False
+        self, model: PolicyModel, step: int, parent: str | None, engines: Engines
     ) -> tuple[PolicyVersion, str]:
         with span(SpanName.PUBLISH, {Attr.STEP: step}):
             manifest, uri = await asyncio.to_thread(
@@ -133,7 +189,7 @@ class Run:
                     self.store, model, job=self.settings.job, step=step, base=self.settings.model, parent=parent
                 )
             )
-            await engines.publish(manifest.policy, uri, first=first)
+            await unless(self._drain, engines.publish(manifest.policy, uri))
             return manifest.policy, uri
 
     async def _only_evaluate(self, model: PolicyModel, workers: Workers, engines: Engines) -> None:
@@ -141,11 +197,11 @@ class Run:
         assert self.settings.evaluate is not None
         address = self.settings.evaluate.adapter
         if address is None:
-            policy, uri = await self._publish(model, 0, None, engines, first=True)
+            policy, uri = await self._publish(model, 0, None, engines)
         else:
             manifest = await asyncio.to_thread(self._known_adapter, address)
             policy, uri = manifest.policy, address
-            await engines.publish(policy, uri, first=True)
+            await engines.publish(policy, uri)
         self.progress.update(phase="evaluating", message=f"{len(self.validation)} held-out scenarios")
         after = await self._evaluate(policy, workers, engines, sampled=True)
         self.progress.update(phase="succeeded")
@@ -163,7 +219,7 @@ class Run:
     ) -> dict[str, float] | None:
         if not self.validation:
             return None
-        return await evaluate(
+        work = evaluate(
             self.validation,
             run=self.settings.run,
             policy=policy,
@@ -175,46 +231,80 @@ class Run:
             progress=self.progress,
             store=self.store,
         )
+        return await unless(self._drain, work)
+
+    def _published(self) -> tuple[PolicyVersion, str]:
+        assert self._newest is not None, "version 0 is published before anything asks for one"
+        return self._newest
 
     async def _train(self, model: PolicyModel, workers: Workers, engines: Engines) -> None:
         settings = self.settings
         trainer = Trainer(model, settings.algorithm, settings.temperature)
         ledger = Ledger(settings.database, seed=settings.seed, size=len(self.scenarios), epochs=settings.epochs)
-        done = await asyncio.to_thread(self._resume, trainer, ledger)
-        policy, uri = await self._publish(model, done, None, engines, first=True)
+        try:
+            self._done = self._weights = await asyncio.to_thread(self._resume, trainer, ledger)
+            await self._lead_through(model, trainer, ledger, workers, engines)
+        except UserInputError:
+            raise
+        except (Interrupted, KestrlError) as cause:
+            await self._keep_what_was_learned(trainer, cause)
+            raise
+        finally:
+            ledger.close()
+
+    async def _keep_what_was_learned(self, trainer: Trainer, cause: Exception) -> None:
+        """A checkpoint of the last step on which weights and ledger agree. The cause is told, even where this fails too."""
+        if self._weights != self._done:
+            return
+        try:
+            await asyncio.to_thread(self._checkpoint, trainer, self._done)
+        except KestrlError as error:
+            if isinstance(cause, Interrupted):
+                raise
+            log.error("step %d cannot be checkpointed: %s", self._done, error)
+
+    async def _lead_through(
+        self, model: PolicyModel, trainer: Trainer, ledger: Ledger, workers: Workers, engines: Engines
+    ) -> None:
+        """Before, between and after.
+
+        Raises:
+            Interrupted: It was told to drain.
+        """
+        settings = self.settings
+        self._newest = policy, _ = await self._publish(model, self._done, None, engines)
         if self._facts["before"] is None and self.validation:
             self.progress.update(phase="evaluating", message=f"{len(self.validation)} held-out scenarios, before")
             self._facts["before"] = await self._evaluate(policy, workers, engines, sampled=True)
-            await asyncio.to_thread(self._checkpoint, trainer, done)
-        collector = Collector(settings, self.scenarios, ledger, workers, engines, self.progress)
+            await asyncio.to_thread(self._checkpoint, trainer, self._done)
+        collector = Collector(
+            settings, self.scenarios, ledger, workers, engines, self.progress, model.vocabulary, steps=self.steps
+        )
         self._collector = collector
         collector.draining = self._drain.is_set()
-        engines.on_change = collector.wake
-        collector.begin(policy, done * settings.algorithm.groups_per_step)
-        self.progress.update(phase="training", step=done, message="")
+        engines.on_change = workers.on_change = collector.wake
+        collector.begin(policy, self._done * settings.algorithm.groups_per_step)
+        self.progress.update(phase="training", step=self._done, message="")
         feeding = asyncio.create_task(collector.feed(), name="feed")
-        watching = asyncio.create_task(engines.watch(), name="watch-engines")
         try:
-            policy, uri, done = await self._guarded(
-                self._steps(model, trainer, ledger, collector, workers, engines, (policy, uri), done), feeding, watching
-            )
+            await self._guarded(self._steps(model, trainer, ledger, collector, workers, engines), feeding)
         finally:
-            for task in (feeding, watching):
-                task.cancel()
-            await asyncio.wait([feeding, watching])
-        await self._finish(trainer, ledger, workers, engines, (policy, uri), done)
-        ledger.close()
+            feeding.cancel()
+            await asyncio.wait([feeding])
+        await self._finish(ledger, workers, engines)
 
-    async def _guarded(self, work: Any, *guards: asyncio.Task[None]) -> Any:
-        """The work's result; a guard that ends first ends the work, and its error is the error."""
-        main = asyncio.ensure_future(work)
-        await asyncio.wait([main, *guards], return_when=asyncio.FIRST_COMPLETED)
-        for guard in guards:
-            if guard.done():
-                main.cancel()
-                await asyncio.wait([main])
-                guard.result()
-        return await main
+    async def _guarded(self, work: Coroutine[Any, Any, None], *guards: asyncio.Task[None]) -> None:
+        """Does the work; a guard that ends first ends the work, and its error is the error."""
+        main = asyncio.create_task(work)
+        try:
+            await asyncio.wait([main, *guards], return_when=asyncio.FIRST_COMPLETED)
+            for guard in guards:
+                if guard.done():
+                    guard.result()
+            await main
+        finally:
+            main.cancel()
+            await asyncio.wait([main])
 
     async def _steps(
         self,
@@ -224,40 +314,38 @@ class Run:
         collector: Collector,
         workers: Workers,
         engines: Engines,
-        newest: tuple[PolicyVersion, str],
-        done: int,
-    ) -> tuple[PolicyVersion, str, int]:
+    ) -> None:
         settings = self.settings
-        policy, uri = newest
-        while done < self.steps and not self._drain.is_set():
-            began = time.monotonic()
-            with span(SpanName.STEP, {Attr.STEP: done, Attr.POLICY: policy.name}):
-                ready = await collector.take(done)
+        while self._done < self.steps:
+            policy, began = self._published()[0], time.monotonic()
+            with span(SpanName.STEP, {Attr.STEP: self._done, Attr.POLICY: policy.name}):
+                ready = await collector.take(self._done)
+                if self._drain.is_set() and not ready:
+                    raise Interrupted
                 if not ready:
                     break
                 collected = time.monotonic()
-                result = await self._update(trainer, ready, policy, done)
+                result = await self._update(trainer, ready, policy, self._done)
                 trained = time.monotonic()
-                await asyncio.to_thread(
-                    store_groups,
-                    self.store,
-                    f"episodes/train/{done:06d}.pb",
-                    done,
-                    "train",
-                    [item.group for item in ready],
-                )
-                done += 1
-                before = policy
-                policy, uri = await self._publish(model, done, before.name, engines)
-                ledger.train([item.lease for item in ready], done)
-            self._told(done, ready, result, began, collected, trained)
-            if done % settings.checkpoint_every == 0 or done == self.steps:
-                await asyncio.to_thread(self._checkpoint, trainer, done)
-            if settings.eval_every and done % settings.eval_every == 0 and done < self.steps:
+                # The ledger first: from here on weights and ledger agree, and a checkpoint may be made at any time.
+                ledger.train([item.lease for item in ready], self._done + 1)
+                self._done += 1
+                await self._record(ready, result, began, collected, trained)
+                self._newest = policy, _ = await self._publish(model, self._done, policy.name, engines)
+            if self._done % settings.checkpoint_every == 0 or self._done == self.steps:
+                await asyncio.to_thread(self._checkpoint, trainer, self._done)
+            if settings.eval_every and self._done % settings.eval_every == 0 and self._done < self.steps:
                 await self._evaluate(policy, workers, engines, sampled=False)
             collector.advance(policy)
             await self._retire(engines, collector, policy)
-        return policy, uri, done
+
+    async def _record(
+        self, ready: Sequence[Ready], result: StepResult, began: float, collected: float, trained: float
+    ) -> None:
+        groups = [item.group for item in ready]
+        path = f"episodes/train/{self._done - 1:06d}.pb"
+        await asyncio.to_thread(store_groups, self.store, path, self._done - 1, "train", groups)
+        self._told(self._done, ready, result, began, collected, trained)
 
     async def _retire(self, engines: Engines, collector: Collector, policy: PolicyVersion) -> None:
         kept = collector.named() | {policy.name}
@@ -267,16 +355,9 @@ class Run:
         groups = [train_group(item.group, self.settings.algorithm.advantage, policy.name) for item in ready]
         with span(SpanName.UPDATE, {Attr.STEP: done}):
             result = await asyncio.to_thread(trainer.step, groups, done)
+        self._weights = done + 1
         gap = result.gap
-        self._gap = {
-            "mean": gap.mean,
-            "p99": gap.p99,
-            "max": gap.max,
-            "ess": gap.ess,
-            "bound": self.settings.logprob_gap_bound,
-        }
-        worst = max(self._facts.get("worst_gap", 0.0), gap.max)
-        self._facts["worst_gap"] = worst
+        self._facts["gap"] = merged_gap(self._facts.get("gap"), gap)
         if gap.fresh_mean > self.settings.logprob_gap_bound:
             engines = sorted(
                 {turn.engine for item in ready for episode in item.group.episodes for turn in episode.turns}
@@ -319,7 +400,12 @@ class Run:
 
     def _checkpoint(self, trainer: Trainer, done: int) -> None:
         with span(SpanName.CHECKPOINT, {Attr.STEP: done}):
-            facts = {**self._facts, "seconds": self._seconds(), "failures": dict(self.progress.failures)}
+            facts = {
+                **self._facts,
+                "digest": self._digest,
+                "seconds": self._seconds(),
+                "failures": dict(self.progress.failures),
+            }
             checkpoint.write(
                 self.store,
                 checkpoint.Checkpoint(step=done, state=trainer.state(), facts=facts),
@@ -335,6 +421,11 @@ class Run:
         if known is None:
             ledger.rewind(0)
             return 0
+        if known.facts.get("digest", self._digest) != self._digest:
+            raise UserInputError(
+                f"run {self.settings.run} was trained with another model, algorithm or data than the manifest now names; "
+                f"start a new run, or restore what was changed"
+            )
         trainer.restore(known.state)
         self._facts |= known.facts
         self.progress.failures.update(known.facts.get("failures", {}))
@@ -342,32 +433,20 @@ class Run:
         log.info("resumed at step %d; %d scenarios are pending again", known.step, again)
         return known.step
 
-    async def _finish(
-        self,
-        trainer: Trainer,
-        ledger: Ledger,
-        workers: Workers,
-        engines: Engines,
-        newest: tuple[PolicyVersion, str],
-        done: int,
-    ) -> None:
-        if done < self.steps and self._drain.is_set():
-            await asyncio.to_thread(self._checkpoint, trainer, done)
-            self._write_summary("suspended", newest, steps=done)
-            self.progress.update(phase="suspended", message=f"checkpointed at step {done}")
-            return
+    async def _finish(self, ledger: Ledger, workers: Workers, engines: Engines) -> None:
         after = None
         if self.validation:
             self.progress.update(phase="evaluating", message=f"{len(self.validation)} held-out scenarios, after")
-            after = await self._evaluate(newest[0], workers, engines, sampled=True)
+            after = await self._evaluate(self._published()[0], workers, engines, sampled=True)
         self._facts["after"] = after
         ledger.close_books()
-        self._write_summary("succeeded", newest, steps=done)
+        self._write_summary("succeeded", self._newest, steps=self._done)
         self.progress.update(phase="succeeded", message="")
 
     def _write_summary(
         self, status: str, newest: tuple[PolicyVersion, str] | None, *, steps: int | None = None, reason: str = ""
     ) -> None:
+        gap: dict[str, float] = self._facts.get("gap") or {}
         summary: dict[str, Any] = {
             "status": status,
             "steps": self.progress.step if steps is None else steps,
@@ -377,7 +456,7 @@ class Run:
             if newest is None
             else {"version": newest[0].name, "sha256": newest[0].sha256, "uri": newest[1]},
             "seconds": self._seconds(),
-            "logprob_gap": {**self._gap, "worst": self._facts.get("worst_gap", 0.0)},
+            "logprob_gap": {**gap, "worst": gap.get("max", 0.0), "bound": self.settings.logprob_gap_bound},
             "failures": dict(Counter(self.progress.failures)),
             "reason": reason,
         }

@@ -165,7 +165,7 @@ class Trainer:
 
     def restore(self, state: bytes) -> None:
         """The inverse of `state`."""
-        content: dict[str, Any] = torch.load(io.BytesIO(state), weights_only=False)
+        content: dict[str, Any] = torch.load(io.BytesIO(state), weights_only=True)
         self.model.load_adapter_state(content["adapter"])
         self.optimizer.load_state_dict(content["optimizer"])
         torch.set_rng_state(content["torch_rng"])

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from kestrl.episode import Episode, Group, PolicyVersion
+from kestrl.episode import Episode, Group, PolicyVersion, Scenario
 from kestrl.errors import Boundary, Failure
 from kestrl.plan.settings import AlgorithmSettings
 
 MAX_ATTEMPTS = 3
-"""Times a scenario is attempted before it is dropped."""
+"""Failed attempts after which a scenario is dropped."""
 
 
 class Fate(StrEnum):
@@ -47,6 +48,35 @@ def attest(group: Group, policy: PolicyVersion, engines: Sequence[str]) -> Failu
     return None
 
 
+def malformed(group: Group, *, scenario: Scenario, size: int, vocabulary: int) -> Failure | None:
+    """Whether a group is another than was asked for, incomplete, or holds numbers that cannot be."""
+    message = ""
+    if group.scenario.ordinal != scenario.ordinal or group.scenario.id != scenario.id:
+        message = f"group {group.id} is of scenario {group.scenario.id}, asked was {scenario.id}"
+    elif [episode.index for episode in group.episodes] != list(range(size)):
+        message = f"group {group.id} has {len(group.episodes)} episodes, not {size}, or they are out of order"
+    else:
+        message = next((why for episode in group.episodes if (why := _impossible(episode, vocabulary))), "")
+    if not message:
+        return None
+    return Failure(boundary=Boundary.INFRASTRUCTURE, code="malformed_group", message=message, component="rollout")
+
+
+def _impossible(episode: Episode, vocabulary: int) -> str:
+    if episode.reward is not None and not math.isfinite(episode.reward):
+        return f"{episode.id} has reward {episode.reward}"
+    for row in episode.rows:
+        if not row.token_ids or row.mask[0]:
+            return f"{episode.id} has a row that is empty or begins with a sampled token"
+        if min(row.token_ids) < 0 or max(row.token_ids) >= vocabulary:
+            return f"{episode.id} holds token ids outside the vocabulary of {vocabulary}"
+        for on, value in zip(row.mask, row.logprobs, strict=True):
+            # Above 0 by more than rounding, or not finite: no log-probability.
+            if on and not (math.isfinite(value) and value < 1e-3):
+                return f"{episode.id} has behaviour log-prob {value} on a sampled token"
+    return ""
+
+
 def unscored(episode: Episode) -> Failure | None:
     """Why an episode cannot be trained on, if so."""
     if episode.failure is not None:
@@ -61,22 +91,43 @@ def unscored(episode: Episode) -> Failure | None:
 
 
 def decide(
-    group: Group, *, policy: PolicyVersion, engines: Sequence[str], algorithm: AlgorithmSettings, attempt: int
+    group: Group,
+    *,
+    scenario: Scenario,
+    policy: PolicyVersion,
+    engines: Sequence[str],
+    algorithm: AlgorithmSettings,
+    vocabulary: int,
+    failures_before: int,
 ) -> Verdict:
-    """The fate of a group that ran to its end."""
+    """The fate of a group that ran to its end.
+
+    Args:
+        group: As the worker gave it.
+        scenario: What was asked for.
+        policy: The version asked for.
+        engines: Names of those that had proved it.
+        algorithm: The job's group policy.
+        vocabulary: Tokens the model knows.
+        failures_before: Attempts at this scenario that failed before.
+    """
     wrong = attest(group, policy, engines)
+    wrong = wrong or malformed(group, scenario=scenario, size=algorithm.group_size, vocabulary=vocabulary)
     if wrong is not None:
-        return _again(group, [wrong], attempt, retryable=True)
+        return _again(group, [wrong], failures_before, retryable=True)
     failures = [failure for episode in group.episodes if (failure := unscored(episode)) is not None]
     if not failures:
         return Verdict(fate=Fate.TRAIN, group=group)
     whole = [episode for episode in group.episodes if unscored(episode) is None]
     if algorithm.on_failed_episode == "shrink" and len(whole) >= algorithm.min_group_size:
         return Verdict(fate=Fate.TRAIN, group=replace(group, episodes=whole), failures=failures)
-    return _again(group, failures, attempt, retryable=any(failure.retryable for failure in failures))
+    # A lasting failure would come again: the scenario is worth another attempt only if no episode has one.
+    lasting = [failure for failure in failures if not failure.retryable]
+    verdict = _again(group, lasting or failures, failures_before, retryable=not lasting)
+    return replace(verdict, failures=failures)
 
 
-def _again(group: Group, failures: Sequence[Failure], attempt: int, *, retryable: bool) -> Verdict:
-    fate = Fate.RETRY if retryable and attempt + 1 < MAX_ATTEMPTS else Fate.DROP
+def _again(group: Group, failures: Sequence[Failure], failures_before: int, *, retryable: bool) -> Verdict:
+    fate = Fate.RETRY if retryable and failures_before + 1 < MAX_ATTEMPTS else Fate.DROP
     reason = f"{failures[0].boundary}/{failures[0].code}: {failures[0].message}"
     return Verdict(fate=fate, group=group, reason=reason[:500], failures=failures)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,6 +31,10 @@ LOOK_SECONDS = 5.0
 RETRY_SECONDS = 0.5
 """Between looks at a worker that does not answer."""
 CALL_SECONDS = 5.0
+
+
+def _nobody() -> None:
+    """Nobody listens yet."""
 
 
 class NoWorker(KestrlError):
@@ -83,6 +87,7 @@ class Workers:
         self._settings = settings
         self._workers: list[_Worker] = []
         self._changed = Signal()
+        self.on_change: Callable[[], None] = _nobody
         for address in settings.rollout_addresses:
             connection = channel(address)
             self._workers.append(_Worker(address, stubs.RolloutServiceStub(connection), connection))
@@ -118,6 +123,7 @@ class Workers:
             worker.capacity = await self._ask(worker)
             if worker.capacity != before:
                 self._changed.notify()
+                self.on_change()
             with suppress(TimeoutError):
                 async with asyncio.timeout(LOOK_SECONDS if worker.capacity else RETRY_SECONDS):
                     await worker.wake.wait()
@@ -168,7 +174,9 @@ class Workers:
     async def _take(self, size: int) -> _Worker:
         while (best := self._best(size)) is None:
             await self.connect()
-            await self._changed.wait_for(lambda: self._best(size) or not any(worker.capacity for worker in self._workers))
+            await self._changed.wait_for(
+                lambda: self._best(size) or not any(worker.capacity for worker in self._workers)
+            )
         best.used += size
         return best
 

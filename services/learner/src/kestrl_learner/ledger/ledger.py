@@ -93,14 +93,6 @@ class Ledger:
 
     @contextmanager
     def _transaction(self) -> Generator[Connection]:
-        try:
-            with self._engine.begin() as connection:
-                yield connection
-        except SQLAlchemyError as error:
-            raise LedgerError(f"the ledger's database refused: {error}", code="ledger_failed") from error
-
-    @contextmanager
-    def _transaction(self) -> Generator[Connection]:
         """One transaction: all of it or nothing.
 
         Raises:
@@ -112,7 +104,7 @@ class Ledger:
                 yield connection
         except SQLAlchemyError as error:
             url = self._engine.url.render_as_string(hide_password=True)
-            raise place_error(error, url) or LedgerError(f"{url}: {error}") from error
+            raise place_error(error, url) or LedgerError(f"{url}: {error}", code="ledger_failed") from error
 
     def _ordinal(self, position: int) -> int:
         epoch = position // self._size

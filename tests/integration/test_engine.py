@@ -1,0 +1,297 @@
+"""The engine agent on a real vLLM: real adapters, log-probs of transformers and peft, real deaths."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kestrl.errors import EngineFailure, FailureError
+from kestrl.plan.settings import AgentSettings
+from kestrl_inference.engine import CONTROL_KEY, Engine
+from kestrl_inference.policies import Policies
+from kestrl_inference.watch import State, Watch
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(400)]
+
+DATA, CONTROL = "test-data-key", "test-control-key"
+BOUND = 1e-4
+"""Twenty times what float32 gives (5e-6): see research/vllm-cpu.md section 3."""
+
+
+@dataclass
+class Agent:
+    """The agent's parts beside one server, in this process."""
+
+    server: Any
+    engine: Engine
+    policies: Policies
+    watch: Watch
+    folder: Path
+
+    async def loaded(self) -> dict[str, str]:
+        return await self.engine.adapters()
+
+    async def end(self) -> None:
+        """Leaves the server as it was found."""
+        if (await self.engine.look()).healthy:
+            for held in list(self.policies.held.values()):
+                await self.policies.retire(held.policy)
+        await self.engine.close()
+
+
+async def beside(server: Any, folder: Path) -> Agent:
+    settings = AgentSettings(
+        component="inference-0",
+        job="job",
+        run="run",
+        listen="unused:1",
+        engine_name="engine-0",
+        engine_url=server.url,
+        base_model="tiny",
+        adapters_dir=str(folder),
+        slots=3,
+        probe_bound=BOUND,
+    )
+    engine = Engine(server.url, "base", timeout=60)
+    policies = Policies(settings, engine)
+    policies.prepare()
+    watch = Watch(engine, policies, 1.0, settings.component)
+    await watch.look()
+    assert watch.state is State.READY
+    return Agent(server, engine, policies, watch, folder)
+
+
+@pytest.fixture
+async def agent(servers: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Agent]:
+    monkeypatch.setenv(CONTROL_KEY, CONTROL)
+    agent = await beside(servers[0], tmp_path / "adapters")
+    yield agent
+    await agent.end()
+
+
+def generate(server: Any, model: str, ids: list[int], key: str = DATA, **sampling: Any) -> tuple[int, Any]:
+    body = {"model": model, "token_ids": ids, "sampling_params": {"max_tokens": 1, "detokenize": False, **sampling}}
+    status, answer = server.ask("POST", "/inference/v1/generate", key=key, body=json.dumps(body).encode())
+    return status, json.loads(answer)
+
+
+def test_two_servers_side_by_side_are_up_in_time(servers: Any) -> None:
+    assert max(server.seconds for server in servers) < 120  # 22 s on two idle cores
+
+
+# --- the guard, inside the real server
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "without", "data", "control"),
+    [
+        ("GET", "/health", 200, 200, 200),
+        ("GET", "/metrics", 200, 200, 200),
+        ("GET", "/v1/models", 401, 200, 200),
+        ("POST", "/v1/load_lora_adapter", 401, 403, 400),
+        ("POST", "/v1/unload_lora_adapter", 401, 403, 400),
+        ("POST", "/adapters", 401, 403, 400),
+        ("DELETE", "/adapters/some", 401, 403, 404),
+        ("POST", "/tokenize", 401, 403, 400),
+        ("GET", "/openapi.json", 401, 403, 200),
+        # vLLM's development mode is off: what would change the weights or stop the engine is not even there.
+        ("POST", "/pause", 401, 403, 404),
+        ("POST", "/sleep", 401, 403, 404),
+        ("POST", "/collective_rpc", 401, 403, 404),
+        ("POST", "/reset_prefix_cache", 401, 403, 404),
+        ("POST", "/update_weights", 401, 403, 404),
+    ],
+)
+def test_the_control_routes_open_only_to_the_control_key(
+    servers: Any, method: str, path: str, without: int, data: int, control: int
+) -> None:
+    body = b"{}" if method == "POST" else None
+    answers = [servers[0].ask(method, path, key=key, body=body)[0] for key in ("", DATA, CONTROL, "wrong")]
+    assert answers == [without, data, control, 403 if without == 401 else 200]
+
+
+def test_sampling_needs_a_key_and_takes_either(servers: Any) -> None:
+    assert [generate(servers[0], "base", [60, 61], key)[0] for key in ("", DATA, CONTROL, "wrong")] == [
+        401, 200, 200, 403,
+    ]  # fmt: skip
+
+
+# --- loading and proving
+
+
+@pytest.fixture
+def storage(tmp_path: Path) -> Path:
+    return tmp_path / "storage"
+
+
+async def test_a_real_adapter_is_loaded_and_proved_to_float32(
+    agent: Agent, adapters: Any, publish: Any, storage: Path
+) -> None:
+    version = publish(storage, adapters(1))
+    loaded = await agent.policies.load(version.policy, version.uri)
+    assert loaded.gap < 5e-5, f"gap {loaded.gap:.2e}"
+    assert loaded.gap > 0, "two implementations never agree to the last bit; this compared something with itself"
+    assert agent.policies.proved() == {version.name}
+    assert await agent.loaded() == {version.name: str(agent.folder / version.name)}
+    again = await agent.policies.load(version.policy, version.uri)
+    assert again.gap < 5e-5
+    assert again.load_seconds < loaded.load_seconds
+
+
+async def test_the_untouched_adapter_is_proved(agent: Agent, adapters: Any, publish: Any, storage: Path) -> None:
+    version = publish(storage, adapters(2, scale=0.0), step=0)
+    assert (await agent.policies.load(version.policy, version.uri)).gap < 5e-5
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+async def test_what_is_sampled_has_the_learners_logprobs(
+    agent: Agent, adapters: Any, publish: Any, storage: Path, temperature: float
+) -> None:
+    adapter = adapters(3)
+    version = publish(storage, adapter)
+    await agent.policies.load(version.policy, version.uri)
+    prompt = list(range(100, 130))
+    sampling = {"max_tokens": 64, "temperature": temperature, "seed": 5, "logprobs": 0, "ignore_eos": True}
+    status, answer = generate(agent.server, version.name, prompt, **sampling)
+    assert (status, answer["model"]) == (200, version.name)
+    (choice,) = answer["choices"]
+    behaviour = [item["logprob"] for item in choice["logprobs"]["content"]]
+    ours = adapter.score([*prompt, *choice["token_ids"]], temperature=temperature)[len(prompt) - 1 :]
+    assert len(behaviour) == 64
+    assert max(abs(a - b) for a, b in zip(behaviour, ours, strict=True)) < BOUND
+    base = adapter.score([*prompt, *choice["token_ids"]], base=True, temperature=temperature)[len(prompt) - 1 :]
+    assert max(abs(a - b) for a, b in zip(behaviour, base, strict=True)) > 0.1, "the adapter has no effect to prove"
+
+
+async def test_a_probe_is_computed_although_its_prefix_is_cached(
+    agent: Agent, adapters: Any, publish: Any, storage: Path
+) -> None:
+    adapter = adapters(4)
+    version = publish(storage, adapter)
+    await agent.policies.load(version.policy, version.uri)
+    ids = list(range(60, 160))
+    for _ in range(2):
+        assert generate(agent.server, version.name, ids)[0] == 200
+    scores = await agent.engine.score(version.name, ids)
+    assert max(abs(a - b) for a, b in zip(scores, adapter.score(ids), strict=True)) < BOUND
+
+
+async def test_other_weights_than_the_learner_scored_are_caught(
+    agent: Agent, adapters: Any, publish: Any, storage: Path
+) -> None:
+    version = publish(storage, adapters(5), probed=adapters(6))
+    with pytest.raises(FailureError) as caught:
+        await agent.policies.load(version.policy, version.uri)
+    assert (caught.value.boundary, caught.value.code) == ("engine", "probe_failed")
+    assert await agent.loaded() == {}
+    assert list(agent.folder.iterdir()) == []
+
+
+async def test_an_adapter_without_effect_is_caught(agent: Agent, adapters: Any, publish: Any, storage: Path) -> None:
+    version = publish(storage, adapters(7, scale=0.0), probed=adapters(8))
+    with pytest.raises(FailureError) as caught:
+        await agent.policies.load(version.policy, version.uri)
+    assert caught.value.code == "adapter_not_applied"
+    assert await agent.loaded() == {}
+
+
+async def test_an_adapter_of_another_model_is_caught(
+    agent: Agent, adapters: Any, publish: Any, storage: Path, other_model: Path
+) -> None:
+    # vLLM takes it, answers 200, and applies what happens to fit.
+    version = publish(storage, adapters(9, base=other_model))
+    with pytest.raises((FailureError, EngineFailure)) as caught:
+        await agent.policies.load(version.policy, version.uri)
+    assert caught.value.code in {"probe_failed", "adapter_refused"}
+    assert await agent.loaded() == {}
+    assert generate(agent.server, "base", [60, 61])[0] == 200, "and the engine lives"
+
+
+async def test_a_rank_above_the_engines_is_refused_with_the_mend(
+    agent: Agent, adapters: Any, publish: Any, storage: Path
+) -> None:
+    version = publish(storage, adapters(10, rank=16))
+    with pytest.raises(EngineFailure, match=r"rank 16 is above the engine's limit.*max-lora-rank") as caught:
+        await agent.policies.load(version.policy, version.uri)
+    assert caught.value.code == "rank_too_high"
+    assert (await agent.engine.look()).healthy
+    assert list(agent.folder.iterdir()) == []
+
+
+async def test_all_slots_serve_their_own_version_and_a_retired_one_is_gone(
+    agent: Agent, adapters: Any, publish: Any, storage: Path
+) -> None:
+    versions = [publish(storage, adapters(20 + step), step=step) for step in range(4)]
+    for version in versions[:3]:
+        await agent.policies.load(version.policy, version.uri)
+    with pytest.raises(EngineFailure) as caught:
+        await agent.policies.load(versions[3].policy, versions[3].uri)
+    assert caught.value.code == "no_free_slot"
+    await agent.policies.retire(versions[0].policy)
+    assert not (agent.folder / versions[0].name).exists()
+    assert generate(agent.server, versions[0].name, [60, 61])[0] == 404
+    await agent.policies.load(versions[3].policy, versions[3].uri)
+    # Proving the older ones again shows that none took another's place.
+    for version in versions[1:]:
+        assert (await agent.policies.load(version.policy, version.uri)).gap < BOUND
+    assert set(await agent.loaded()) == {version.name for version in versions[1:]}
+
+
+async def test_a_new_agent_clears_what_the_one_before_left(
+    agent: Agent, adapters: Any, publish: Any, storage: Path
+) -> None:
+    version = publish(storage, adapters(30))
+    await agent.policies.load(version.policy, version.uri)
+    agent.policies.held.clear()  # as if its process had been killed
+    successor = await beside(agent.server, agent.folder)
+    assert await successor.loaded() == {}
+    assert list(agent.folder.iterdir()) == []
+    await successor.policies.load(version.policy, version.uri)
+    await successor.end()
+
+
+# --- death
+
+
+async def test_a_killed_engine_leaves_nothing_and_gets_its_versions_back(
+    servers: Any, adapters: Any, publish: Any, has_ended: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(CONTROL_KEY, CONTROL)
+    server = servers[1]
+    agent = await beside(server, tmp_path / "adapters")
+    versions = [publish(tmp_path / "storage", adapters(40 + step), step=step) for step in (1, 2)]
+    for version in versions:
+        await agent.policies.load(version.policy, version.uri)
+
+    below = server.children()
+    assert below, "the engine core is a child of the server"
+    watched = [os.pidfd_open(pid) for pid in below]
+    server.kill()
+    assert all(has_ended(pidfd) for pidfd in watched), "an engine core outlived its killed server"
+    for pidfd in watched:
+        os.close(pidfd)
+
+    await agent.watch.look()
+    assert agent.watch.state is State.DOWN
+    assert agent.watch.failure is not None
+    assert agent.watch.failure.code == "engine_down"
+    assert agent.policies.proved() == frozenset()
+
+    server.start()
+    server.wait_until_healthy()
+    await agent.watch.look()
+    assert agent.watch.state is State.READY
+    assert agent.watch.restarts == 1
+    assert agent.policies.proved() == {version.name for version in versions}
+    assert set(await agent.loaded()) == {version.name for version in versions}
+
+    assert server.stop() == 0, (
+        "told to end, it ends; with 0 even where it was not asked, which is why health is what counts"
+    )
+    await agent.engine.close()

@@ -1,0 +1,156 @@
+"""The guard as what it is: an ASGI application around another."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import json
+import sys
+from typing import Any
+
+import pytest
+
+from kestrl_inference import guard
+from kestrl_inference.guard import ControlGuard
+
+DATA, CONTROL = "the-data-key", "the-control-key"
+
+
+class Server:
+    """What lies behind the guard."""
+
+    def __init__(self) -> None:
+        self.reached: list[str] = []
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        self.reached.append(scope.get("path", scope["type"]))
+        if scope["type"] == "http":
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            await send({"type": "http.response.body", "body": b"{}"})
+
+
+@pytest.fixture
+def server() -> Server:
+    return Server()
+
+
+@pytest.fixture
+def guarded(server: Server, monkeypatch: pytest.MonkeyPatch) -> ControlGuard:
+    monkeypatch.setenv(guard.DATA_KEY, DATA)
+    monkeypatch.setenv(guard.CONTROL_KEY, CONTROL)
+    return ControlGuard(server)
+
+
+async def ask(app: ControlGuard, method: str, path: str, *headers: tuple[bytes, bytes]) -> tuple[int, Any]:
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async def receive() -> Any:
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    await app({"type": "http", "method": method, "path": path, "headers": list(headers)}, receive, send)
+    return sent[0]["status"], json.loads(b"".join(message.get("body", b"") for message in sent))
+
+
+def key(value: str) -> tuple[bytes, bytes]:
+    return b"authorization", f"Bearer {value}".encode()
+
+
+GENERATE = ("POST", "/inference/v1/generate")
+LOAD = ("POST", "/v1/load_lora_adapter")
+
+
+@pytest.mark.parametrize(
+    ("route", "without", "data", "control"),
+    [
+        (("GET", "/health"), 200, 200, 200),
+        (("GET", "/metrics"), 200, 200, 200),
+        (("GET", "/ping"), 200, 200, 200),
+        (GENERATE, 401, 200, 200),
+        (("GET", "/v1/models"), 401, 200, 200),
+        (("POST", "/v1/completions"), 401, 200, 200),
+        (("POST", "/v1/chat/completions"), 401, 200, 200),
+        (LOAD, 401, 403, 200),
+        (("POST", "/v1/unload_lora_adapter"), 401, 403, 200),
+        (("POST", "/adapters"), 401, 403, 200),
+        (("DELETE", "/adapters/job.1"), 401, 403, 200),
+        (("POST", "/pause"), 401, 403, 200),
+        (("POST", "/collective_rpc"), 401, 403, 200),
+        (("POST", "/inference/v1/abort_requests"), 401, 403, 200),
+        (("GET", "/openapi.json"), 401, 403, 200),
+        (("POST", "/health"), 401, 403, 200),
+        (("DELETE", "/v1/models"), 401, 403, 200),
+        (("POST", "/inference/v1/generate/"), 401, 403, 200),
+        (("POST", "//v1/load_lora_adapter"), 401, 403, 200),
+        (("GET", "/a-route-of-the-next-version"), 401, 403, 200),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+async def test_each_key_opens_its_routes(
+    guarded: ControlGuard, server: Server, route: tuple[str, str], without: int, data: int, control: int
+) -> None:
+    answers = [(await ask(guarded, *route, *headers))[0] for headers in ([], [key(DATA)], [key(CONTROL)])]
+    assert answers == [without, data, control]
+    assert len(server.reached) == answers.count(200), "what is refused never reaches the server"
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        key("wrong"),
+        key(DATA + "x"),
+        key(DATA[:-1]),
+        key(""),
+        (b"authorization", DATA.encode()),
+        (b"authorization", b"Basic " + DATA.encode()),
+        (b"authorization", b"Bearer \xff\xfe"),
+        (b"x-api-key", DATA.encode()),
+    ],
+    ids=["wrong", "longer", "shorter", "empty", "no scheme", "another scheme", "not ASCII", "another header"],
+)
+async def test_nothing_else_opens_the_data_routes(guarded: ControlGuard, server: Server, header: Any) -> None:
+    status, body = await ask(guarded, *GENERATE, header)
+    assert status in {401, 403}
+    assert body["error"]["code"] == status
+    assert "key" in body["error"]["message"]
+    assert server.reached == []
+
+
+async def test_a_refusal_does_not_tell_the_keys(guarded: ControlGuard) -> None:
+    _, body = await ask(guarded, *LOAD, key(DATA))
+    assert DATA not in str(body)
+    assert CONTROL not in str(body)
+
+
+async def test_start_and_end_of_the_server_pass(guarded: ControlGuard, server: Server) -> None:
+    await guarded({"type": "lifespan"}, None, None)  # type: ignore[arg-type]
+    assert server.reached == ["lifespan"]
+
+
+async def test_websockets_are_shut(guarded: ControlGuard, server: Server) -> None:
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    await guarded({"type": "websocket", "path": "/v1/realtime", "headers": [key(CONTROL)]}, None, send)  # type: ignore[arg-type]
+    assert sent == [{"type": "websocket.close", "code": 1008}]
+    assert server.reached == []
+
+
+@pytest.mark.parametrize("missing", [guard.DATA_KEY, guard.CONTROL_KEY])
+def test_a_server_without_keys_does_not_start(server: Server, monkeypatch: pytest.MonkeyPatch, missing: str) -> None:
+    monkeypatch.setenv(guard.DATA_KEY, DATA)
+    monkeypatch.setenv(guard.CONTROL_KEY, CONTROL)
+    monkeypatch.setenv(missing, "")
+    with pytest.raises(RuntimeError, match="must be set"):
+        ControlGuard(server)
+
+
+def test_it_needs_nothing_but_the_standard_library() -> None:
+    tree = ast.parse(inspect.getsource(guard))
+    modules = [node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    modules += [name.name for node in ast.walk(tree) if isinstance(node, ast.Import) for name in node.names]
+    assert {module.split(".")[0] for module in modules} <= sys.stdlib_module_names

@@ -1,0 +1,228 @@
+"""What a run survives: workers and engines that go and come back, stragglers, and being asked for too much."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from kestrl import rpc
+from kestrl.api.inference.v1 import inference_pb2 as ipb
+from kestrl.api.learner.v1 import learner_pb2 as lpb
+from kestrl.api.learner.v1 import learner_pb2_grpc as lstubs
+from kestrl.errors import EngineFailure, KestrlError, UserInputError
+from kestrl.plan.settings import EvaluateSettings
+from kestrl_learner import engines as engines_module
+from kestrl_learner import workers as workers_module
+from kestrl_learner.__main__ import work
+from kestrl_learner.run import Run
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Looks are frequent, so that what is seen by looking is seen soon."""
+    for module, name, seconds in (
+        (engines_module, "LOOK_SECONDS", 0.05),
+        (engines_module, "FIRST_RETRY", 0.05),
+        (engines_module, "STRAGGLER_SECONDS", 0.5),
+        (workers_module, "LOOK_SECONDS", 0.2),
+        (workers_module, "RETRY_SECONDS", 0.05),
+    ):
+        monkeypatch.setattr(module, name, seconds)
+
+
+async def until(condition: Any, seconds: float = 10.0) -> None:
+    async with asyncio.timeout(seconds):
+        while not condition():  # noqa: ASYNC110 - what a fake saw has no event
+            await asyncio.sleep(0.01)
+
+
+@asynccontextmanager
+async def running(settings: Any) -> Any:
+    run = Run(settings)
+    task = asyncio.create_task(run.main())
+    try:
+        yield run, task
+        async with asyncio.timeout(20):
+            await task
+    finally:
+        task.cancel()
+        await asyncio.wait([task])
+
+
+async def test_a_worker_that_breaks_every_stream_for_a_while_stops_no_run_and_costs_no_scenario(staged: Any) -> None:
+    async with staged(workers=2) as stage:
+        bad = stage.workers[1]
+        count = 0
+
+        def broken_for_a_while(request: Any, group: Any) -> Any:
+            nonlocal count
+            count += request.purpose == "train"
+            return KestrlError("gone", code="unavailable", retryable=True) if 0 < count <= 2 else group
+
+        bad.script = broken_for_a_while
+        async with running(stage.but(max_failed_share=0.0)):
+            pass
+        assert stage.summary["status"] == "succeeded"
+        assert stage.summary["steps"] == 6
+
+
+async def test_a_draining_worker_gets_nothing_and_its_scenarios_go_elsewhere(staged: Any) -> None:
+    async with staged(workers=2) as stage:
+        stage.workers[1].draining = True
+        async with running(stage.but(max_steps=2)):
+            pass
+        assert len(stage.workers[0].requests) > 0
+        assert stage.workers[1].requests == []
+
+
+async def test_a_worker_is_asked_for_no_more_than_it_can_take(staged: Any) -> None:
+    async with staged() as stage:
+        stage.workers[0].concurrency = 4
+        async with running(stage.but(max_steps=2)):
+            pass
+        assert stage.workers[0].most_running <= 4
+
+
+async def test_without_any_worker_the_run_fails_with_a_typed_reason(staged: Any) -> None:
+    async with staged() as stage:
+        stage.workers[0].draining = True
+        with pytest.raises(KestrlError) as caught:
+            await Run(stage.but(start_seconds=0.5)).main()
+        assert caught.value.code == "no_worker"
+        assert stage.summary["status"] == "failed"
+
+
+async def test_an_engine_that_restarted_is_named_again_only_when_it_has_proved_the_version_anew(staged: Any) -> None:
+    async with staged() as stage:
+        worker, agent = stage.workers[0], stage.agents[1]
+        worker.gate = asyncio.Event()
+        async with running(stage.settings) as (run, _):
+            await until(lambda: len(stage.asked()) == 2)
+            agent.state = ipb.ENGINE_STATE_DOWN
+            agent.held.clear()
+            await until(lambda: run.progress.engines_converged == 1)
+            worker.gate.set()
+            await until(lambda: any(request.policy.step == 1 for request in stage.asked()))
+            named = {engine.name for request in stage.asked() if request.policy.step == 1 for engine in request.engines}
+            assert named == {"engine-0"}
+            worker.gate.clear()
+            agent.state = ipb.ENGINE_STATE_READY
+            await until(lambda: run.progress.engines_converged == 2)
+            worker.gate.set()
+        assert stage.summary["status"] == "succeeded"
+        last = [request for request in stage.asked() if request.policy.step == 5]
+        assert {engine.name for request in last for engine in request.engines} == {"engine-0", "engine-1"}
+
+
+async def test_an_engine_that_failed_a_proof_is_tried_again_and_used(staged: Any) -> None:
+    async with staged() as stage:
+        failing = [True]
+        stage.agents[1].fail = lambda policy: (
+            EngineFailure("not now", code="engine_busy", retryable=True) if failing[0] and policy.step == 0 else None
+        )
+        stage.workers[0].gate = asyncio.Event()
+        async with running(stage.but(max_steps=2)) as (run, _):
+            await until(lambda: len(stage.asked()) == 2)
+            assert run.progress.engines_converged == 1
+            failing[0] = False
+            await until(lambda: run.progress.engines_converged == 2)
+            stage.workers[0].gate.set()
+        assert stage.summary["failures"]["engine/engine_busy"] >= 1
+
+
+async def test_a_straggler_too_old_to_be_trained_on_is_given_up_and_frees_its_slot(staged: Any) -> None:
+    async with staged() as stage:
+        worker = stage.workers[0]
+        slow = asyncio.Event()
+        first: list[str] = []
+        inner = worker.RunGroup
+
+        async def straggling(request: Any, context: Any) -> Any:
+            if request.purpose == "train" and not first:
+                first.append(request.group_id)
+                await slow.wait()
+            async for answer in inner(request, context):
+                yield answer
+
+        worker.RunGroup = straggling
+        async with running(stage.but(algorithm={"max_staleness": 1, "importance_cap": 2.0})):
+            pass
+        assert stage.summary["status"] == "succeeded"
+        assert stage.summary["steps"] == 6
+        assert all(agent.most_held <= 3 for agent in stage.agents)
+        groups = [group for step in range(6) for group in stage.groups(f"episodes/train/{step:06d}.pb")]
+        assert first[0] not in {group.id for group in groups}
+        assert len(groups) == 12
+        # The scenario itself came back, and was trained on exactly once an epoch.
+        ordinals = sorted(group.scenario.ordinal for group in groups)
+        assert ordinals == sorted([*range(6), *range(6)])
+
+
+async def test_every_retired_version_is_gone_from_every_engine(staged: Any) -> None:
+    async with staged() as stage:
+        async with running(stage.settings):
+            pass
+        for agent in stage.agents:
+            assert {int(name.split(".")[1]) for name in agent.retired} >= set(range(5))
+            assert all(policy.step >= 5 for policy, _ in agent.held.values())
+
+
+async def test_a_changed_algorithm_does_not_resume_a_run(staged: Any) -> None:
+    async with staged() as stage:
+        await Run(stage.but(max_steps=2)).main()
+        with pytest.raises(UserInputError, match="another model, algorithm or data"):
+            await Run(stage.but(algorithm={"learning_rate": 0.5})).main()
+
+
+async def test_data_that_fills_no_step_is_refused(staged: Any) -> None:
+    async with staged() as stage:
+        with pytest.raises(UserInputError, match="groupsPerStep"):
+            Run(stage.but(algorithm={"groups_per_step": 50}))
+
+
+async def test_a_model_that_is_not_there_is_a_mendable_input(staged: Any) -> None:
+    async with staged() as stage:
+        with pytest.raises(UserInputError, match="model"):
+            await Run(stage.but(model="/nowhere/at/all")).main()
+
+
+async def test_an_adapter_is_evaluated_without_training(staged: Any, tmp_path: Any) -> None:
+    async with staged() as stage:
+        await Run(stage.but(max_steps=2)).main()
+        trained = stage.summary
+        stage.workers[0].requests.clear()
+        other = tmp_path / "other"
+        evaluate = EvaluateSettings(adapter=trained["policy"]["uri"])
+        await Run(stage.but(evaluate=evaluate, storage=other.as_uri(), database=f"sqlite:///{other}/l.db")).main()
+        assert stage.asked() == []
+        assert {request.policy.step for request in stage.asked("evaluation")} == {2}
+        summary = stage.read("../other/summary.json")
+        assert summary["after"]["reward"] == pytest.approx(trained["after"]["reward"])
+        assert not (other / "adapters").exists()
+
+
+async def test_the_service_tells_of_its_progress_and_takes_the_order_to_drain(staged: Any) -> None:
+    async with staged() as stage:
+        stage.workers[0].gate = asyncio.Event()
+        serving = asyncio.create_task(work(stage.settings))
+        seen: list[lpb.WatchProgressResponse] = []
+        async with rpc.channel(stage.settings.listen) as connection:
+            stub: Any = lstubs.LearnerServiceStub(connection)
+            await until(lambda: len(stage.asked()) == 2)
+            request = lpb.WatchProgressRequest()
+            async for report in rpc.stream(
+                stub.WatchProgress, request, lpb.WatchProgressResponse, timeout=10, peer="learner"
+            ):
+                if not seen:
+                    await rpc.call(stub.Drain, lpb.DrainRequest(), lpb.DrainResponse, timeout=5, peer="learner")
+                seen.append(report)
+        async with asyncio.timeout(10):
+            await serving
+        assert seen[0].phase == "training"
+        assert seen[0].engines_converged == 2
+        assert seen[0].groups_running == 2
+        assert seen[-1].phase == "suspended"
+        assert stage.summary["status"] == "suspended"

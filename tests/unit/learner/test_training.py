@@ -1,0 +1,306 @@
+"""The model and the step: shared prompts are exact, an update does what it says, a checkpoint continues it, engines can read it."""
+
+from __future__ import annotations
+
+import json
+import random
+from array import array
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load
+
+from kestrl.plan.settings import AlgorithmSettings
+from kestrl.storage import fetch_adapter, open_store
+from kestrl_learner import adapters, checkpoint
+from kestrl_learner.batch import TrainGroup, TrainRow
+from kestrl_learner.model import PolicyModel
+from kestrl_learner.trainer import NotFinite, Trainer, measure
+
+VOCABULARY = 64
+Maker = Callable[..., PolicyModel]
+
+
+def make_groups(
+    *, count: int = 3, size: int = 4, seed: int = 0, advantage: float | None = None, fresh: bool = True
+) -> list[TrainGroup]:
+    """Groups of rows of several lengths, each with an observation in its middle."""
+    chance = random.Random(seed)
+    groups: list[TrainGroup] = []
+    for number in range(count):
+        prompt = array("i", [chance.randrange(VOCABULARY) for _ in range(5 + 3 * number)])
+        rows: list[TrainRow] = []
+        for index in range(size):
+            mask = bytes([1] * chance.randrange(1, 7) + [0] * chance.randrange(4) + [1] * chance.randrange(3))
+            rows.append(
+                TrainRow(
+                    token_ids=array("i", [chance.randrange(VOCABULARY) for _ in mask]),
+                    mask=mask,
+                    behaviour=array("f", [-4.0 if on else 0.0 for on in mask]),
+                    advantage=index - 1.5 if advantage is None else advantage,
+                    fresh=fresh,
+                )
+            )
+        groups.append(TrainGroup(id=f"group-{number}", prompt=prompt, rows=rows))
+    return groups
+
+
+def unshared(group: TrainGroup) -> list[TrainGroup]:
+    """Each row by itself, its prompt part of it."""
+    size = len(group.prompt)
+    return [
+        TrainGroup(
+            id=group.id,
+            prompt=array("i"),
+            rows=[
+                TrainRow(
+                    token_ids=group.prompt + row.token_ids,
+                    mask=bytes(size) + row.mask,
+                    behaviour=array("f", [0.0] * size) + row.behaviour,
+                    advantage=row.advantage,
+                    fresh=row.fresh,
+                )
+            ],
+        )
+        for row in group.rows
+    ]
+
+
+def algorithm(**changes: Any) -> AlgorithmSettings:
+    given: dict[str, Any] = {
+        "name": "grpo",
+        "group_size": 4,
+        "groups_per_step": 3,
+        "learning_rate": 1e-2,
+        "clip_low": 0.2,
+        "clip_high": 0.28,
+        "max_staleness": 0,
+        "on_failed_episode": "drop",
+        "min_group_size": 2,
+        "max_grad_norm": 1.0,
+        "weight_decay": 0.0,
+        "warmup_steps": 0,
+        "advantage": "grpo",
+        "loss": "ppo_clip",
+        "importance_cap": None,
+    }
+    return AlgorithmSettings.model_validate(given | changes)
+
+
+def gradients(policy: PolicyModel, groups: list[TrainGroup]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Log-probs by group, and the gradient of a loss that tells every token from the others."""
+    for weight in policy.parameters():
+        weight.grad = None
+    found: list[torch.Tensor] = []
+    for group in groups:
+        by_row: dict[int, torch.Tensor] = {}
+        for rows, logprobs in policy.logprobs(group, 0.7):
+            (logprobs**2).sum().backward()
+            parts = logprobs.detach().split([sum(row.mask) for row in rows])
+            by_row |= {id(row): part for row, part in zip(rows, parts, strict=True)}
+        found.append(torch.cat([by_row[id(row)] for row in group.rows]))
+    return found, [weight.grad.clone() for weight in policy.parameters() if weight.grad is not None]
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "llama"])
+def test_a_prompt_computed_once_gives_the_log_probs_and_gradients_of_plain_rows(
+    kind: str, models: dict[str, Path], policy_of: Maker
+) -> None:
+    policy = policy_of(models[kind], disturb=0.3)
+    groups = make_groups()
+    shared, shared_gradient = gradients(policy, groups)
+    plain, plain_gradient = gradients(policy, [row for group in groups for row in unshared(group)])
+    assert torch.cat(shared) == pytest.approx(torch.cat(plain), abs=2e-6)
+    assert len(shared_gradient) == len(plain_gradient) == 28
+    for one, other in zip(shared_gradient, plain_gradient, strict=True):
+        assert torch.allclose(one, other, rtol=1e-4, atol=1e-4 * float(other.abs().max() + 1e-6))
+
+
+def test_a_group_cut_into_parts_gives_the_same(
+    models: dict[str, Path], policy_of: Maker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = policy_of(models["qwen3"], disturb=0.3)
+    groups = make_groups()
+    whole, whole_gradient = gradients(policy, groups)
+    monkeypatch.setattr("kestrl_learner.model.TOKENS_AT_ONCE", 20)
+    parts, parts_gradient = gradients(policy, groups)
+    assert torch.cat(whole) == pytest.approx(torch.cat(parts), abs=2e-6)
+    for one, other in zip(whole_gradient, parts_gradient, strict=True):
+        assert torch.allclose(one, other, rtol=1e-4, atol=1e-4 * float(other.abs().max() + 1e-6))
+
+
+def test_the_log_probs_are_those_of_the_model_itself_at_the_temperature(
+    models: dict[str, Path], policy_of: Maker
+) -> None:
+    policy = policy_of(models["qwen3"], disturb=0.3)
+    (group,) = make_groups(count=1, size=1, seed=3)
+    ids = torch.tensor([[*group.prompt, *group.rows[0].token_ids]])
+    with torch.no_grad():
+        logits = policy.peft(input_ids=ids).logits[0].double() / 0.7
+        expected = [
+            float(torch.log_softmax(logits[place - 1], -1)[ids[0, place]])
+            for place in range(len(group.prompt), ids.shape[1])
+            if group.rows[0].mask[place - len(group.prompt)]
+        ]
+        ((_, found),) = policy.logprobs(group, 0.7)
+    assert found.tolist() == pytest.approx(expected, abs=1e-5)
+
+
+def test_version_zero_equals_the_base_and_the_base_is_never_written(models: dict[str, Path], policy_of: Maker) -> None:
+    policy = policy_of(models["qwen3"])
+    ids = list(range(1, 20))
+    assert policy.score(ids, adapter=True) == policy.score(ids, adapter=False)
+    before = {name: weight.clone() for name, weight in policy.peft.named_parameters() if not weight.requires_grad}
+    Trainer(policy, algorithm(), 1.0).step(make_groups(), 0)
+    assert policy.score(ids, adapter=True) != policy.score(ids, adapter=False)
+    for name, weight in policy.peft.named_parameters():
+        if not weight.requires_grad:
+            assert torch.equal(weight, before[name]), name
+
+
+def test_the_batch_is_averaged_over_all_of_its_tokens(models: dict[str, Path], policy_of: Maker) -> None:
+    """The loss of a batch is the same however it is cut into groups: sums over one divisor."""
+    groups = make_groups(count=2, size=2)
+    losses = [
+        Trainer(policy_of(models["qwen3"], disturb=0.3), algorithm(), 1.0).step(batch, 0).loss
+        for batch in (groups, [single for group in groups for single in unshared(group)])
+    ]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+def test_an_update_raises_the_log_probs_of_what_was_better(models: dict[str, Path], policy_of: Maker) -> None:
+    policy = policy_of(models["qwen3"])
+    (group,) = make_groups(count=1, size=2)
+    with torch.no_grad():
+        ((rows, first),) = policy.logprobs(group, 1.0)
+    trainer = Trainer(policy, algorithm(clip_high=5.0, clip_low=0.9), 1.0)
+    better = [TrainRow(**{**_fields(row), "advantage": 1.0}) for row in rows]
+    for step in range(5):
+        with torch.no_grad():
+            ((_, now),) = policy.logprobs(group, 1.0)
+        parts = now.split([sum(row.mask) for row in rows])
+        trainer.step([TrainGroup(id="g", prompt=group.prompt, rows=_on_policy(better, parts))], step)
+    with torch.no_grad():
+        ((_, last),) = policy.logprobs(group, 1.0)
+    assert float(last.sum()) > float(first.sum())
+
+
+def _fields(row: TrainRow) -> dict[str, Any]:
+    return {name: getattr(row, name) for name in TrainRow.__dataclass_fields__}
+
+
+def _on_policy(rows: list[TrainRow], parts: tuple[torch.Tensor, ...]) -> list[TrainRow]:
+    made: list[TrainRow] = []
+    for row, part in zip(rows, parts, strict=True):
+        values = iter(part.tolist())
+        behaviour = array("f", [next(values) if on else 0.0 for on in row.mask])
+        made.append(TrainRow(**{**_fields(row), "behaviour": behaviour}))
+    return made
+
+
+def test_a_batch_without_an_advantage_is_compared_but_changes_nothing(
+    models: dict[str, Path], policy_of: Maker
+) -> None:
+    policy = policy_of(models["qwen3"], disturb=0.3)
+    before = policy.adapter_state()
+    before = {name: weight.clone() for name, weight in before.items()}
+    result = Trainer(policy, algorithm(), 1.0).step(make_groups(advantage=0.0), 0)
+    assert result.idle_groups == 3
+    assert result.gap.tokens > 0
+    assert result.gap.mean > 0
+    assert all(torch.equal(weight, before[name]) for name, weight in policy.adapter_state().items())
+
+
+def test_what_is_not_finite_stops_the_step_and_changes_nothing(models: dict[str, Path], policy_of: Maker) -> None:
+    policy = policy_of(models["qwen3"], disturb=0.3)
+    before = {name: weight.clone() for name, weight in policy.adapter_state().items()}
+    with pytest.raises(NotFinite):
+        Trainer(policy, algorithm(), 1.0).step(make_groups(advantage=float("inf")), 0)
+    assert all(torch.equal(weight, before[name]) for name, weight in policy.adapter_state().items())
+
+
+def test_the_learning_rate_rises_over_the_warm_up(models: dict[str, Path], policy_of: Maker) -> None:
+    trainer = Trainer(policy_of(models["qwen3"]), algorithm(warmup_steps=3), 1.0)
+    rates = []
+    for step in range(5):
+        trainer.step(make_groups(count=1), step)
+        rates.append(trainer.optimizer.param_groups[0]["lr"])
+    assert rates == pytest.approx([0.0025, 0.005, 0.0075, 0.01, 0.01])
+
+
+def test_a_restored_trainer_goes_on_exactly(models: dict[str, Path], policy_of: Maker) -> None:
+    whole = Trainer(policy_of(models["qwen3"]), algorithm(), 1.0)
+    for step in range(4):
+        whole.step(make_groups(seed=step), step)
+    first = Trainer(policy_of(models["qwen3"]), algorithm(), 1.0)
+    for step in range(2):
+        first.step(make_groups(seed=step), step)
+    state = first.state()
+    second = Trainer(policy_of(models["qwen3"], seed=99), algorithm(), 1.0)
+    second.restore(state)
+    for step in range(2, 4):
+        second.step(make_groups(seed=step), step)
+    ours, theirs = second.model.adapter_state(), whole.model.adapter_state()
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_the_gap_is_told_in_numbers_one_can_check_by_hand() -> None:
+    drifts = torch.tensor([0.0] * 98 + [0.1, -0.4])
+    fresh = torch.tensor([True] * 99 + [False])
+    gap = measure([drifts], [fresh])
+    assert gap.tokens == 100
+    assert gap.mean == pytest.approx(0.005)
+    assert gap.max == pytest.approx(0.4)
+    assert gap.p99 == pytest.approx(0.1)
+    assert gap.fresh_mean == pytest.approx(0.1 / 99)
+    weights = [float(torch.exp(value)) for value in drifts]
+    assert gap.ess == pytest.approx(sum(weights) ** 2 / (100 * sum(weight**2 for weight in weights)), rel=1e-5)
+
+
+def test_a_published_adapter_is_what_peft_and_vllm_read(
+    models: dict[str, Path], policy_of: Maker, tmp_path: Path
+) -> None:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    policy = policy_of(models["qwen3"], disturb=0.3)
+    store = open_store((tmp_path / "store").as_uri())
+    manifest, uri = adapters.publish(store, policy, job="job", step=3, base=str(models["qwen3"]), parent=None)
+    folder = tmp_path / "fetched"
+    assert fetch_adapter(open_store(uri), folder) == manifest
+    names = set(load((folder / "adapter_model.safetensors").read_bytes()))
+    assert "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight" in names
+    assert len(names) == 28
+    config = json.loads((folder / "adapter_config.json").read_text())
+    assert (config["r"], config["lora_alpha"], config["bias"]) == (4, 8.0, "none")
+    read: Any = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(models["qwen3"]), str(folder))
+    ids = torch.tensor([list(manifest.probe.token_ids)])
+    with torch.no_grad():
+        scores = torch.log_softmax(read(input_ids=ids).logits[0, :-1], -1).gather(-1, ids[0, 1:, None])[:, 0]
+    assert scores.tolist() == pytest.approx(manifest.probe.logprobs, abs=1e-5)
+    assert manifest.probe.logprobs != manifest.probe.base_logprobs
+
+
+def test_only_whole_checkpoints_count_and_only_the_newest_are_kept(tmp_path: Path) -> None:
+    store = open_store(tmp_path.as_uri())
+    for step in range(1, 5):
+        checkpoint.write(store, checkpoint.Checkpoint(step=step, state=b"x" * step, facts={"seconds": step}), keep=2)
+    assert checkpoint.steps(store) == [3, 4]
+    store.put("checkpoints/000009/state.pt", b"half")
+    newest = checkpoint.newest(store)
+    assert newest is not None
+    assert (newest.step, newest.state, newest.facts) == (4, b"xxxx", {"seconds": 4})
+
+
+def test_a_corrupt_checkpoint_is_named_and_refused(tmp_path: Path) -> None:
+    from kestrl.errors import StorageError
+
+    store = open_store(tmp_path.as_uri())
+    checkpoint.write(store, checkpoint.Checkpoint(step=1, state=b"whole", facts={}), keep=2)
+    store.put("checkpoints/000001/state.pt", b"other")
+    with pytest.raises(StorageError, match="corrupt") as caught:
+        checkpoint.newest(store)
+    assert caught.value.code == "digest_mismatch"

@@ -55,15 +55,15 @@ class Recipe:
     """How the model is made; the defaults made the shipped one."""
 
     seed: int = 7
-    steps: int = 620
+    steps: int = 600
     batch: int = 32
     """Conversations a step."""
     drills: int = 64
     """Drills a step in the first part; an eighth of it beside the conversations of the second."""
     learning_rate: float = 4e-3
-    drills_until: float = 0.35
+    drills_until: float = 0.3
     """Share of the steps with nothing but drills; they cost an eighth of the others."""
-    faulty_from: float = 0.85
+    faulty_from: float = 0.84
     """From this share of the steps on, the demonstrator errs."""
     vocabulary: int = 1024
     hidden: int = 192
@@ -131,10 +131,10 @@ def batch_of(examples: Sequence[Example], pad: int) -> tuple[torch.Tensor, torch
 
 
 def rate(recipe: Recipe, step: int) -> float:
-    """The learning rate: rises over the first 3 % of the steps, falls linearly to a twentieth over the last half."""
-    share = step / recipe.steps
+    """The learning rate: rises over the first 3 % of the steps, falls linearly to a twentieth once copying is learned."""
     rise = min(1.0, (step + 1) / max(1.0, recipe.steps * 0.03))
-    fall = 1.0 if share < 0.5 else 1.0 - 0.95 * (share - 0.5) / 0.5
+    left = (1.0 - step / recipe.steps) / (1.0 - recipe.drills_until)
+    fall = min(1.0, 0.05 + 0.95 * left)
     return recipe.learning_rate * rise * fall
 
 
@@ -157,7 +157,7 @@ def schedule(
         if share < recipe.drills_until:
             yield [[drill(tokenizer, rng) for _ in range(recipe.drills)]]
         elif share < recipe.faulty_from:
-            yield [next(right), [drill(tokenizer, rng) for _ in range(recipe.drills // 8)]]
+            yield [next(right), [drill(tokenizer, rng) for _ in range(max(1, recipe.drills // 8))]]
         else:
             yield [next(erring)]
 

@@ -23,8 +23,8 @@ PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 SPECIAL = (PAD, START, END)
 MARKERS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
 """Added but not special, as Qwen has them: whoever decodes without special tokens still sees the calls."""
-PIECES = r"\p{L}+(?:_\p{L}+)*|\p{N}|[^\p{L}\p{N}\s]+(?: [^\p{L}\p{N}\s]+)*|\s"
-"""A word or identifier, one digit, a run of punctuation (with the blanks inside it, as in `": "`), or one white space."""
+PIECES = r"\p{L}+(?:_\p{L}+)*|\p{N}{1,2}|[^\p{L}\p{N}\s]+(?: [^\p{L}\p{N}\s]+)*|\s"
+"""A word or identifier, two digits (so that a mail's id is a letter and one token), a run of punctuation (with the blanks inside it, as in `": "`), or one white space."""
 TEMPLATE = (Path(__file__).parent / "chat_template.jinja").read_text(encoding="utf-8")
 SCHEMAS = tuple(
     describe(tool, name)

@@ -148,7 +148,7 @@ class Policies:
                 )
 
     def _require_slot(self, policy: PolicyVersion) -> None:
-        taken = len(self.held) + len(self._leaving)
+        taken = len(self.held)
         if taken >= self.settings.slots:
             raise EngineFailure(
                 f"{self.settings.engine_name} holds {taken} versions and has no slot for {policy.name}; retire one first",

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import json
 import logging
 import time
-from collections import Counter
 from collections.abc import Coroutine, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +25,12 @@ from kestrl_learner.batch import train_group
 from kestrl_learner.collect import Collector, Ready
 from kestrl_learner.engines import Engines
 from kestrl_learner.evaluate import evaluate, store_groups
+from kestrl_learner.facts import build_summary, identity_digest, merged_gap, step_facts
 from kestrl_learner.ledger import Ledger
 from kestrl_learner.model import PolicyModel
 from kestrl_learner.progress import Progress
 from kestrl_learner.schedule import total_steps
-from kestrl_learner.trainer import Gap, StepResult, Trainer
+from kestrl_learner.trainer import StepResult, Trainer
 from kestrl_learner.workers import Workers
 
 log = logging.getLogger(__name__)
@@ -43,32 +41,6 @@ class GapAlarm(KestrlError):
 
     boundary = Boundary.ENGINE
     code = "logprob_gap"
-
-
-IDENTITY = ("model", "dtype", "rank", "alpha", "targets", "seed", "temperature", "algorithm", "max_tokens", "max_turns")
-"""Settings that make a run what it is. The schedule is not among them: a longer one continues a run."""
-
-
-def identity_digest(settings: LearnerSettings, scenarios: Sequence[Scenario]) -> str:
-    """Of what must not change under a run: the identity's settings and every training scenario."""
-    hashed = hashlib.sha256(settings.model_dump_json(include=set(IDENTITY)).encode())
-    for scenario in scenarios:
-        hashed.update(json.dumps(asdict(scenario), sort_keys=True, default=str).encode())
-    return hashed.hexdigest()
-
-
-def merged_gap(before: dict[str, float] | None, gap: Gap) -> dict[str, float]:
-    """The gap over a run: the mean over all tokens, and the worst of each step's other numbers."""
-    if before is None:
-        return {"tokens": gap.tokens, "mean": gap.mean, "p99": gap.p99, "max": gap.max, "ess": gap.ess}
-    tokens = before["tokens"] + gap.tokens
-    return {
-        "tokens": tokens,
-        "mean": (before["mean"] * before["tokens"] + gap.mean * gap.tokens) / max(1, tokens),
-        "p99": max(before["p99"], gap.p99),
-        "max": max(before["max"], gap.max),
-        "ess": min(before["ess"], gap.ess),
-    }
 
 
 class Run:
@@ -375,17 +347,7 @@ class Run:
         self._step_seconds.append(now - began)
         recent = self._step_seconds[-10:]
         pace = sum(recent) / len(recent)
-        episodes = [episode for item in ready for episode in item.group.episodes]
-        rewards = [episode.reward for episode in episodes if episode.reward is not None]
-        facts = {
-            "step": done,
-            "episodes": len(episodes),
-            "reward": sum(rewards) / len(rewards),
-            "loss": result.loss,
-            "grad_norm": result.grad_norm,
-            "gap": asdict(result.gap),
-            "idle_groups": result.idle_groups,
-            "sampled_tokens": result.sampled,
+        facts = step_facts(done, [item.group for item in ready], result) | {
             "staleness": max(done - 1 - item.policy.step for item in ready),
             "seconds": {"collect": collected - began, "update": trained - collected, "rest": now - trained},
         }
@@ -446,20 +408,16 @@ class Run:
     def _write_summary(
         self, status: str, newest: tuple[PolicyVersion, str] | None, *, steps: int | None = None, reason: str = ""
     ) -> None:
-        gap: dict[str, float] = self._facts.get("gap") or {}
-        summary: dict[str, Any] = {
-            "status": status,
-            "steps": self.progress.step if steps is None else steps,
-            "before": self._facts.get("before"),
-            "after": self._facts.get("after"),
-            "policy": None
-            if newest is None
-            else {"version": newest[0].name, "sha256": newest[0].sha256, "uri": newest[1]},
-            "seconds": self._seconds(),
-            "logprob_gap": {**gap, "worst": gap.get("max", 0.0), "bound": self.settings.logprob_gap_bound},
-            "failures": dict(Counter(self.progress.failures)),
-            "reason": reason,
-        }
+        summary = build_summary(
+            self._facts,
+            status=status,
+            reason=reason,
+            steps=self.progress.step if steps is None else steps,
+            newest=newest,
+            seconds=self._seconds(),
+            failures=self.progress.failures,
+            gap_bound=self.settings.logprob_gap_bound,
+        )
         try:
             self.store.put("summary.json", json.dumps(summary, indent=2).encode())
         except StorageError as error:

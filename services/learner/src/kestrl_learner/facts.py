@@ -1,0 +1,91 @@
+"""What is written down of a run: a step's facts, the summary, the gap since its first step, the digest of what must not change. Pure."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from kestrl.episode import Group, PolicyVersion, Scenario
+from kestrl.plan.settings import LearnerSettings
+from kestrl_learner.trainer import Gap, StepResult
+
+IDENTITY = ("model", "dtype", "rank", "alpha", "targets", "seed", "temperature", "algorithm", "max_tokens", "max_turns")
+"""Settings that make a run what it is. The schedule is not among them: a longer one continues a run."""
+
+
+def identity_digest(settings: LearnerSettings, scenarios: Sequence[Scenario]) -> str:
+    """Of what must not change under a run: the identity's settings and every training scenario."""
+    hashed = hashlib.sha256(settings.model_dump_json(include=set(IDENTITY)).encode())
+    for scenario in scenarios:
+        hashed.update(json.dumps(asdict(scenario), sort_keys=True, default=str).encode())
+    return hashed.hexdigest()
+
+
+def merged_gap(before: dict[str, float] | None, gap: Gap) -> dict[str, float]:
+    """The gap over a run: the mean over all tokens, and the worst of each step's other numbers."""
+    if before is None:
+        return {"tokens": gap.tokens, "mean": gap.mean, "p99": gap.p99, "max": gap.max, "ess": gap.ess}
+    tokens = before["tokens"] + gap.tokens
+    return {
+        "tokens": tokens,
+        "mean": (before["mean"] * before["tokens"] + gap.mean * gap.tokens) / max(1, tokens),
+        "p99": max(before["p99"], gap.p99),
+        "max": max(before["max"], gap.max),
+        "ess": min(before["ess"], gap.ess),
+    }
+
+
+def step_facts(step: int, groups: Sequence[Group], result: StepResult) -> dict[str, Any]:
+    """What a step did, for `metrics/`."""
+    rewards = [episode.reward for group in groups for episode in group.episodes if episode.reward is not None]
+    return {
+        "step": step,
+        "episodes": len(rewards),
+        "reward": sum(rewards) / len(rewards),
+        "loss": result.loss,
+        "grad_norm": result.grad_norm,
+        "gap": asdict(result.gap),
+        "idle_groups": result.idle_groups,
+        "sampled_tokens": result.sampled,
+    }
+
+
+def build_summary(
+    facts: Mapping[str, Any],
+    *,
+    status: str,
+    reason: str,
+    steps: int,
+    newest: tuple[PolicyVersion, str] | None,
+    seconds: float,
+    failures: Mapping[str, int],
+    gap_bound: float,
+) -> dict[str, Any]:
+    """`summary.json`.
+
+    Args:
+        facts: Kept over resumes: `before`, `after`, `gap`.
+        status: succeeded, failed or suspended.
+        reason: Why it did not succeed.
+        steps: Optimiser steps done.
+        newest: The newest version and where it lies.
+        seconds: Spent on the run, all its processes together.
+        failures: By `boundary/code`.
+        gap_bound: The bound on the mean gap of a step.
+    """
+    gap: dict[str, float] = facts.get("gap") or {}
+    policy = None if newest is None else {"version": newest[0].name, "sha256": newest[0].sha256, "uri": newest[1]}
+    return {
+        "status": status,
+        "steps": steps,
+        "before": facts.get("before"),
+        "after": facts.get("after"),
+        "policy": policy,
+        "seconds": seconds,
+        "logprob_gap": {**gap, "worst": gap.get("max", 0.0), "bound": gap_bound},
+        "failures": dict(failures),
+        "reason": reason,
+    }

@@ -51,3 +51,17 @@ async def unless(event: asyncio.Event, work: Coroutine[Any, Any, Result]) -> Res
         await asyncio.wait((task, stop))
         if not task.cancelled():
             task.exception()  # seen: an error on the way out of cancelled work is not news
+
+
+async def guarded(work: Coroutine[Any, Any, None], *guards: asyncio.Task[None]) -> None:
+    """Does the work; a guard that ends first ends the work, and its error is the error."""
+    main = asyncio.create_task(work)
+    try:
+        await asyncio.wait([main, *guards], return_when=asyncio.FIRST_COMPLETED)
+        for guard in guards:
+            if guard.done():
+                guard.result()
+        await main
+    finally:
+        main.cancel()
+        await asyncio.wait([main])

@@ -1,0 +1,138 @@
+"""What a run works with, whatever it does: its data, storage, engines and workers, and the acts that training and evaluation share."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from kestrl.data import load_scenarios
+from kestrl.episode import PolicyVersion, Scenario
+from kestrl.errors import StorageError, UserInputError
+from kestrl.plan.settings import LearnerSettings
+from kestrl.storage import ObjectStore, open_store
+from kestrl.telemetry import span
+from kestrl.telemetry.names import Attr, SpanName
+from kestrl_learner import adapters
+from kestrl_learner.aio import unless
+from kestrl_learner.engines import Engines
+from kestrl_learner.evaluate import evaluate
+from kestrl_learner.facts import build_summary, identity_digest
+from kestrl_learner.model import PolicyModel
+from kestrl_learner.progress import Progress
+from kestrl_learner.schedule import total_steps
+from kestrl_learner.workers import Workers
+
+log = logging.getLogger(__name__)
+
+
+class Context:
+    """One run's data, storage, engines, workers, progress, and what is written down of it."""
+
+    def __init__(self, settings: LearnerSettings) -> None:
+        """Reads the data and opens the storage.
+
+        Raises:
+            UserInputError: Data, storage and schedule do not make a run.
+        """
+        self.settings = settings
+        self.store: ObjectStore = open_store(settings.storage)
+        self.scenarios = load_scenarios(Path(settings.data.path), size=settings.data.size)
+        self.validation: Sequence[Scenario] = (
+            load_scenarios(Path(settings.validation.path), size=settings.validation.size) if settings.validation else ()
+        )
+        self.steps = total_steps(
+            len(self.scenarios), settings.epochs, settings.algorithm.groups_per_step, settings.max_steps
+        )
+        if settings.evaluate is not None and not self.validation:
+            raise UserInputError("data.validation: there is nothing to evaluate on; add it to the manifest")
+        if self.steps == 0:
+            raise UserInputError(
+                f"data.train: {len(self.scenarios)} scenarios x {settings.epochs} epochs do not fill one step of "
+                f"{settings.algorithm.groups_per_step} groups; lower algorithm.groupsPerStep"
+            )
+        self.digest = identity_digest(settings, self.scenarios)
+        self.progress = Progress(self.steps, len(settings.engines))
+        self.facts: dict[str, Any] = {"seconds": 0.0, "before": None}
+        """Kept in every checkpoint: before, after, gap, seconds."""
+        self.newest: tuple[PolicyVersion, str] | None = None
+        """The newest published version and where it lies."""
+        self.drain = asyncio.Event()
+        self._began = time.monotonic()
+
+    def connect(self) -> None:
+        """Opens the channels; to be called in the loop that uses them."""
+        self.workers = Workers(self.settings)
+        self.engines = Engines(self.settings.engines, self.progress, self.settings.start_seconds)
+
+    async def close(self) -> None:
+        """Closes the channels."""
+        await self.workers.close()
+        await self.engines.close()
+
+    def seconds(self) -> float:
+        """Spent on the run so far, by all of its processes one after another."""
+        return float(self.facts["seconds"]) + time.monotonic() - self._began
+
+    async def publish(self, model: PolicyModel, step: int, parent: str | None) -> PolicyVersion:
+        """Writes the adapter as a version and waits until engines have proved it.
+
+        Raises:
+            Interrupted: It was told to drain.
+            NoEngineProved: No engine did.
+        """
+        settings = self.settings
+        with span(SpanName.PUBLISH, {Attr.STEP: step}):
+            manifest, uri = await asyncio.to_thread(
+                lambda: adapters.publish(
+                    self.store, model, job=settings.job, step=step, base=settings.model, parent=parent
+                )
+            )
+            await unless(self.drain, self.engines.publish(manifest.policy, uri))
+        self.newest = manifest.policy, uri
+        return manifest.policy
+
+    async def evaluate(self, policy: PolicyVersion, *, sampled: bool) -> dict[str, float] | None:
+        """Means over the held-out scenarios, if there are any.
+
+        Raises:
+            Interrupted: It was told to drain.
+        """
+        if not self.validation:
+            return None
+        work = evaluate(
+            self.validation,
+            run=self.settings.run,
+            policy=policy,
+            temperature=self.settings.temperature,
+            seed=self.settings.seed,
+            sampled=sampled,
+            workers=self.workers,
+            engines=self.engines,
+            progress=self.progress,
+            store=self.store,
+        )
+        return await unless(self.drain, work)
+
+    def write_summary(self, status: str, *, reason: str = "") -> None:
+        """`summary.json`. That it cannot be written is an error, but never hides why a run failed."""
+        summary = build_summary(
+            self.facts,
+            status=status,
+            reason=reason,
+            steps=self.progress.step,
+            newest=self.newest,
+            seconds=self.seconds(),
+            failures=self.progress.failures,
+            gap_bound=self.settings.logprob_gap_bound,
+        )
+        try:
+            self.store.put("summary.json", json.dumps(summary, indent=2).encode())
+        except StorageError as error:
+            log.error("the summary cannot be written: %s", error)
+            if status != "failed":
+                raise

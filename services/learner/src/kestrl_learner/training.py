@@ -1,0 +1,234 @@
+"""Training: resume, evaluate, then collect, update, publish, step after step, and evaluate again."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import Sequence
+
+from kestrl.episode import PolicyVersion
+from kestrl.errors import Boundary, KestrlError, UserInputError
+from kestrl.telemetry import span
+from kestrl.telemetry.names import Attr, SpanName
+from kestrl_learner import checkpoint
+from kestrl_learner.aio import Interrupted, guarded
+from kestrl_learner.batch import train_group
+from kestrl_learner.collect import Collector, Ready
+from kestrl_learner.context import Context
+from kestrl_learner.evaluate import store_groups
+from kestrl_learner.facts import merged_gap, step_facts
+from kestrl_learner.ledger import Ledger
+from kestrl_learner.model import PolicyModel
+from kestrl_learner.trainer import StepResult, Trainer
+
+log = logging.getLogger(__name__)
+PACE_STEPS = 10
+"""Steps whose mean duration foretells the rest."""
+
+
+class GapAlarm(KestrlError):
+    """Learner and engines disagree on what the newest policy would say: the rollouts are not of this policy."""
+
+    boundary = Boundary.ENGINE
+    code = "logprob_gap"
+
+
+class Training:
+    """The training of one run. Make it in the running loop; `run` it once."""
+
+    def __init__(self, context: Context, model: PolicyModel) -> None:
+        self._context, self._settings, self._model = context, context.settings, model
+        self._trainer = Trainer(model, self._settings.algorithm, self._settings.temperature)
+        self._ledger = Ledger(
+            self._settings.database,
+            seed=self._settings.seed,
+            size=len(context.scenarios),
+            epochs=self._settings.epochs,
+        )
+        self._collector = Collector(
+            self._settings,
+            context.scenarios,
+            self._ledger,
+            context.workers,
+            context.engines,
+            context.progress,
+            model.vocabulary,
+            steps=context.steps,
+        )
+        self._pace: list[float] = []
+        self._done = 0
+        """Steps that the ledger knows."""
+        self._weights = 0
+        """Steps that the weights have seen."""
+
+    def drain(self) -> None:
+        """No further group is started."""
+        self._collector.draining = True
+
+    async def run(self) -> None:
+        """From the newest checkpoint to the end.
+
+        Raises:
+            Interrupted: It was told to drain; a checkpoint holds all that was learned.
+            KestrlError: It failed; a checkpoint holds all that was learned.
+        """
+        try:
+            self._done = self._weights = await asyncio.to_thread(self._resume)
+            policy = await self._before()
+            await self._between(policy)
+            await self._after()
+        except UserInputError:
+            raise
+        except (Interrupted, KestrlError) as cause:
+            await self._keep_what_was_learned(cause)
+            raise
+        finally:
+            self._ledger.close()
+
+    def _resume(self) -> int:
+        """Goes on from the newest checkpoint: the trained frontier; returns the steps done."""
+        context = self._context
+        known = checkpoint.newest(context.store)
+        if known is None:
+            self._ledger.rewind(0)
+            return 0
+        if known.facts.get("digest", context.digest) != context.digest:
+            raise UserInputError(
+                f"run {self._settings.run} was trained with another model, algorithm or data than the manifest now names; "
+                f"start a new run, or restore what was changed"
+            )
+        self._trainer.restore(known.state)
+        context.facts |= known.facts
+        context.progress.failures.update(known.facts.get("failures", {}))
+        again = self._ledger.rewind(known.step)
+        log.info("resumed at step %d; %d scenarios are pending again", known.step, again)
+        return known.step
+
+    async def _before(self) -> PolicyVersion:
+        context = self._context
+        policy = await context.publish(self._model, self._done, None)
+        if context.facts["before"] is None and context.validation:
+            context.progress.update(phase="evaluating", message=f"{len(context.validation)} held-out scenarios, before")
+            context.facts["before"] = await context.evaluate(policy, sampled=True)
+            await asyncio.to_thread(self._checkpoint)
+        return policy
+
+    async def _between(self, policy: PolicyVersion) -> None:
+        context, collector = self._context, self._collector
+        context.engines.on_change = context.workers.on_change = collector.wake
+        collector.begin(policy, self._done * self._settings.algorithm.groups_per_step)
+        context.progress.update(phase="training", step=self._done, message="")
+        feeding = asyncio.create_task(collector.feed(), name="feed")
+        try:
+            await guarded(self._steps(policy), feeding)
+        finally:
+            feeding.cancel()
+            await asyncio.wait([feeding])
+
+    async def _after(self) -> None:
+        context = self._context
+        after = None
+        if context.validation:
+            assert context.newest is not None, "version 0 is published before anything asks for one"
+            context.progress.update(phase="evaluating", message=f"{len(context.validation)} held-out scenarios, after")
+            after = await context.evaluate(context.newest[0], sampled=True)
+        context.facts["after"] = after
+        self._ledger.close_books()
+
+    async def _keep_what_was_learned(self, cause: Exception) -> None:
+        """A checkpoint of the last step on which weights and ledger agree. The cause is told, even where this fails too."""
+        if self._weights != self._done:
+            return
+        try:
+            await asyncio.to_thread(self._checkpoint)
+        except KestrlError as error:
+            if isinstance(cause, Interrupted):
+                raise
+            log.error("step %d cannot be checkpointed: %s", self._done, error)
+
+    async def _steps(self, policy: PolicyVersion) -> None:
+        settings, context = self._settings, self._context
+        while self._done < context.steps:
+            began = time.monotonic()
+            with span(SpanName.STEP, {Attr.STEP: self._done, Attr.POLICY: policy.name}):
+                ready = await self._collector.take(self._done)
+                if context.drain.is_set() and not ready:
+                    raise Interrupted
+                if not ready:
+                    break
+                collected = time.monotonic()
+                result = await self._update(ready, policy)
+                trained = time.monotonic()
+                # The ledger first: from here on weights and ledger agree, and a checkpoint may be made at any time.
+                self._ledger.train([item.lease for item in ready], self._done + 1)
+                self._done += 1
+                await self._record(ready, result, began, collected, trained)
+                policy = await context.publish(self._model, self._done, policy.name)
+            if self._done % settings.checkpoint_every == 0 or self._done == context.steps:
+                await asyncio.to_thread(self._checkpoint)
+            if settings.eval_every and self._done % settings.eval_every == 0 and self._done < context.steps:
+                await context.evaluate(policy, sampled=False)
+            self._collector.advance(policy)
+            await self._retire(policy)
+
+    async def _update(self, ready: Sequence[Ready], policy: PolicyVersion) -> StepResult:
+        groups = [train_group(item.group, self._settings.algorithm.advantage, policy.name) for item in ready]
+        with span(SpanName.UPDATE, {Attr.STEP: self._done}):
+            result = await asyncio.to_thread(self._trainer.step, groups, self._done)
+        self._weights = self._done + 1
+        gap, facts = result.gap, self._context.facts
+        facts["gap"] = merged_gap(facts.get("gap"), gap)
+        if gap.fresh_mean > self._settings.logprob_gap_bound:
+            engines = sorted(
+                {turn.engine for item in ready for episode in item.group.episodes for turn in episode.turns}
+            )
+            raise GapAlarm(
+                f"step {self._done}: learner and engines ({', '.join(engines)}) differ by {gap.fresh_mean:.3g} nats a token on "
+                f"{policy.name}, bound {self._settings.logprob_gap_bound:g}: the engines do not sample from this policy"
+            )
+        return result
+
+    async def _record(
+        self, ready: Sequence[Ready], result: StepResult, began: float, collected: float, trained: float
+    ) -> None:
+        """Episodes, metrics and progress of a step."""
+        context, done = self._context, self._done
+        groups = [item.group for item in ready]
+        path = f"episodes/train/{done - 1:06d}.pb"
+        await asyncio.to_thread(store_groups, context.store, path, done - 1, "train", groups)
+        now = time.monotonic()
+        self._pace = [*self._pace, now - began][-PACE_STEPS:]
+        facts = step_facts(done, groups, result) | {
+            "staleness": max(done - 1 - item.policy.step for item in ready),
+            "seconds": {"collect": collected - began, "update": trained - collected, "rest": now - trained},
+        }
+        context.store.put(f"metrics/{done:06d}.json", json.dumps(facts).encode())
+        log.info("step %d: %s", done, facts)
+        context.progress.update(
+            step=done,
+            tokens_per_second=result.sampled / (now - began),
+            eta_seconds=sum(self._pace) / len(self._pace) * (context.steps - done),
+            message=f"rollouts {collected - began:.1f} s, update {trained - collected:.1f} s",
+        )
+
+    async def _retire(self, policy: PolicyVersion) -> None:
+        kept = self._collector.named() | {policy.name}
+        engines = self._context.engines
+        await engines.retire({name for name in engines.wanted() if name not in kept})
+
+    def _checkpoint(self) -> None:
+        context = self._context
+        with span(SpanName.CHECKPOINT, {Attr.STEP: self._done}):
+            facts = {
+                **context.facts,
+                "digest": context.digest,
+                "seconds": context.seconds(),
+                "failures": dict(context.progress.failures),
+            }
+            checkpoint.write(
+                context.store,
+                checkpoint.Checkpoint(step=self._done, state=self._trainer.state(), facts=facts),
+                keep=self._settings.keep_checkpoints,
+            )

@@ -10,7 +10,7 @@ import sqlite3
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from kestrl.local.rundir import RunDir
+from kestrl.testing.collector import Collector, collecting
 from kestrl_email.model_path import tiny
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
@@ -34,8 +35,18 @@ def command(*arguments: str | Path) -> list[str]:
     return [sys.executable, "-m", "kestrl.cli.main", *map(str, arguments)]
 
 
-def kestrl(*arguments: str | Path, code: int = 0, timeout: float = 300) -> str:
-    done = subprocess.run(command(*arguments), capture_output=True, text=True, check=False, timeout=timeout, cwd=ROOT)
+def kestrl(
+    *arguments: str | Path, code: int = 0, timeout: float = 300, prefix: Sequence[str] = (), **environment: str
+) -> str:
+    done = subprocess.run(
+        [*prefix, *command(*arguments)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=timeout,
+        cwd=ROOT,
+        env=os.environ | environment,
+    )
     printed = done.stdout + done.stderr
     assert "Traceback" not in printed, printed
     assert done.returncode == code, printed
@@ -77,10 +88,19 @@ def base_before() -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory, base_before: dict[str, str]) -> Iterator[tuple[RunDir, str]]:
-    """A run of three steps on two engines."""
+def collector() -> Iterator[Collector]:
+    with collecting() as collector:
+        yield collector
+
+
+@pytest.fixture(scope="module")
+def finished(
+    tmp_path_factory: pytest.TempPathFactory, base_before: dict[str, str], collector: Collector
+) -> Iterator[tuple[RunDir, str]]:
+    """A run of three steps on two engines, traced."""
     runs = tmp_path_factory.mktemp("runs")
-    printed = kestrl("run", QUICKSTART, "--runs", runs, *SMALL, "--set", "schedule.maxSteps=3")
+    arguments = ("run", QUICKSTART, "--runs", runs, *SMALL, "--set", "schedule.maxSteps=3")
+    printed = kestrl(*arguments, OTEL_EXPORTER_OTLP_ENDPOINT=collector.endpoint)
     yield RunDir(runs / "email-search-1"), printed
     assert belonging_to(runs) == []
 
@@ -168,6 +188,56 @@ def test_status_and_evaluation_and_export(finished: tuple[RunDir, str], tmp_path
     evaluated = json.loads(next((run.path / "evaluations").glob("*/summary.json")).read_text())
     assert evaluated["after"]["reward"] == pytest.approx(summary_of(run)["after"]["reward"], abs=1e-6)
     assert "answer_correct" in printed
+
+
+def test_one_trace_goes_through_every_hop(finished: tuple[RunDir, str], collector: Collector) -> None:
+    run, _ = finished
+    paths = collector.paths()
+    episode = "job > group > group > episode"
+    expected = {
+        "job": "kestrl-learner",
+        "job > publish > load > prove": "kestrl-inference",
+        "job > evaluate > group > group > episode > turn > model_call": "kestrl-rollout",
+        f"{episode} > turn > model_call": "kestrl-rollout",
+        f"{episode} > turn > tool_call > tool_execute": "kestrl-tools",
+        "job > group > group > score > score": "kestrl-judge",
+        "job > step > update": "kestrl-learner",
+        "job > step > publish > load > prove": "kestrl-inference",
+        "job > checkpoint": "kestrl-learner",
+    }
+    assert {path: services for path, services in paths.items() if path in expected} == {
+        path: {service} for path, service in expected.items()
+    }
+    assert len({span.trace_id for span in collector.spans.values()}) == 1
+    assert not any(span.failed for span in collector.spans.values())
+    stored = kestrl("episodes", "list", run.id, "--runs", run.path.parent, "--step", "1").splitlines()
+    named = {span.attributes.get("kestrl.episode.id") for span in collector.spans.values()}
+    assert {line.split()[0] for line in stored} <= named
+
+
+def test_with_staleness_rollouts_overlap_training(tmp_path: Path) -> None:
+    stale = ("--set", "algorithm.maxStaleness=1", "--set", "schedule.maxSteps=5", "--set", "inference.replicas=1")
+    kestrl("run", QUICKSTART, "--runs", tmp_path, *SMALL, *stale)
+    run = RunDir(tmp_path / "email-search-1")
+    assert summary_of(run)["status"] == "succeeded"
+    metrics = [json.loads(path.read_text()) for path in sorted((run.path / "metrics").iterdir())]
+    assert [step["staleness"] for step in metrics] == [0, 1, 1, 1, 1]
+    # Against the version that sampled it a token of an older version differs; tokens of the newest do not.
+    assert all(step["gap"]["fresh_mean"] <= 1e-5 for step in metrics)
+    with closing(sqlite3.connect(run.path / "ledger.db")) as connection:
+        trained = connection.execute("SELECT step, count(*) FROM work WHERE state = 'trained' GROUP BY step").fetchall()
+    assert trained == [(step, 2) for step in range(1, 6)]
+
+
+def test_a_disk_that_fills_up_ends_the_run_with_one_message(tmp_path: Path) -> None:
+    """On a file system of its own that has room for the data, the start and some steps."""
+    inside = ["unshare", "-Urm", "sh", "-c", f'mount -t tmpfs -o size=16m none {tmp_path} && exec "$@"', "sh"]
+    arguments = ("run", QUICKSTART, "--runs", tmp_path / "runs", *SMALL, "--set", "inference.replicas=1")
+    printed = kestrl(*arguments, prefix=inside, code=2)
+    assert printed.count("error: ") == 1
+    assert "no space is left; free some, or name another place" in printed
+    assert str(tmp_path / "runs" / "email-search-1") in printed
+    assert belonging_to(tmp_path) == []
 
 
 def wait_for_step(run: RunDir, process: subprocess.Popen[str], step: int) -> None:

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 
 class SpanName:
-    """Spans, named after domain verbs. The tree: job > step > group > episode > turn > (model call, tool call) ..."""
+    """Spans, named after domain verbs. The tree:
+
+    job > group > episode > turn > model_call, tool_call > tool_execute
+                > score
+        > step > update, publish > load > prove
+        > evaluate > group > ..., checkpoint
+
+    A group hangs on the job, not on a step: with staleness it may run through several.
+    """
 
     JOB = "kestrl.job"
     STEP = "kestrl.step"

@@ -228,8 +228,8 @@ async def test_a_disk_that_cannot_be_written_is_a_typed_failure(stage: Any, monk
     version = stage.publish(1)
     monkeypatch.setattr(Path, "write_bytes", full)
     error = await refused(stage, version)
-    assert (error.boundary, error.code) == ("infrastructure", "disk_failed")
-    assert "No space left" in str(error)
+    assert (error.boundary, error.code) == ("infrastructure", "place_unusable")
+    assert "no space is left" in str(error)
 
 
 async def test_a_request_without_a_version_is_the_callers_mistake(stage: Any) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from kestrl.errors import UserInputError
+from kestrl.errors import UserInputError, place_error
 from kestrl_email.world import EDITION, Split, Task, make_tasks, whole_or_nothing, write_database
 
 SYSTEM_PROMPT = "Find the answer in the mailbox."
@@ -47,7 +48,7 @@ def provide(path: str, size: int, seed: int, cache_dir: Path) -> Path:
         cache_dir: Where rows and database go.
 
     Raises:
-        UserInputError: There is no such split.
+        UserInputError: There is no such split, or the folder cannot be written to.
     """
     if path not in SPLITS:
         raise UserInputError(f"demo://email/{path}: there is no such data (there are: {', '.join(SPLITS)})")
@@ -55,6 +56,9 @@ def provide(path: str, size: int, seed: int, cache_dir: Path) -> Path:
     rows, database = cache_dir / f"{stem}.jsonl", cache_dir / f"{stem}.db"
     if not (rows.exists() and database.exists()):
         tasks = list(make_tasks(SPLITS[path], size, seed))
-        write_database(database, tasks)
+        try:
+            write_database(database, tasks)
+        except sqlite3.OperationalError as error:
+            raise place_error(error, str(database)) or error from error
         write_rows(rows, (row(task, number, database) for number, task in enumerate(tasks)))
     return rows

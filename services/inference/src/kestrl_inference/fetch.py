@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 from kestrl.episode import PolicyVersion
-from kestrl.errors import StorageError
+from kestrl.errors import StorageError, place_error
 from kestrl.storage import AdapterManifest, fetch_adapter, open_store
 from kestrl.storage.adapters import WEIGHTS
 
@@ -17,6 +17,7 @@ def fetch(uri: str, policy: PolicyVersion, target: Path) -> AdapterManifest:
 
     Raises:
         StorageError: It was never published whole, is corrupt, is another version, or proves nothing.
+        PlaceError: The engine's own disk is full or cannot be written.
         UserInputError: The address cannot be opened.
     """
     remove(target)
@@ -25,7 +26,8 @@ def fetch(uri: str, policy: PolicyVersion, target: Path) -> AdapterManifest:
         check(manifest, policy, uri)
     except OSError as error:
         remove(target)
-        raise StorageError(f"cannot write {target}: {error}", code="disk_failed") from error
+        unusable = place_error(error, str(target))
+        raise unusable or StorageError(f"cannot write {target}: {error}", code="disk_failed") from error
     except StorageError:
         remove(target)
         raise

@@ -11,13 +11,14 @@ import asyncio
 import logging
 from collections.abc import Callable
 from contextlib import suppress
+from contextvars import Context, copy_context
 from dataclasses import dataclass, field
 from typing import Any
 
 from kestrl.api.inference.v1 import inference_pb2 as pb
 from kestrl.api.inference.v1 import inference_pb2_grpc as stubs
 from kestrl.episode import PolicyVersion
-from kestrl.errors import Boundary, Failure, KestrlError
+from kestrl.errors import Boundary, Failure, KestrlError, PlaceError
 from kestrl.plan.settings import EngineEntry
 from kestrl.rpc import Channel, call, channel
 from kestrl.rpc.codec import policy_from_proto, policy_to_proto
@@ -51,6 +52,8 @@ class Published:
 
     policy: PolicyVersion
     uri: str
+    context: Context = field(default_factory=copy_context)
+    """Where it was published: the engines' loading is traced as a part of that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +84,10 @@ class Known:
     def settled(self, name: str) -> bool:
         """Whether nothing more is to be expected of it for a version soon."""
         return name in self.proved or name in self.trouble or self.lost or self.state == pb.ENGINE_STATE_DOWN
+
+    def out_of_place(self, name: str) -> bool:
+        """Whether a version failed because the disk beside the engine is full or not ours: a person has to act."""
+        return name in self.trouble and self.trouble[name].failure.code == PlaceError.code
 
     def __str__(self) -> str:
         why = "; ".join(str(trouble.failure) for trouble in self.trouble.values())
@@ -121,6 +128,7 @@ class Engines:
 
         Raises:
             NoEngineProved: None will, or none did for `start_seconds`.
+            PlaceError: None can keep it: their disk is full or not theirs.
         """
         self._wanted[policy.name] = Published(policy, uri)
         self._progress.update(policy=policy)
@@ -137,6 +145,7 @@ class Engines:
 
         Raises:
             NoEngineProved: None will, or none did for `start_seconds`.
+            PlaceError: None can keep it: their disk is full or not theirs.
         """
         how = "and trying again will not help"
         try:
@@ -146,6 +155,8 @@ class Engines:
             how = f"for {self._start_seconds:g} s"
         if not (proved := self.proved(policy)):
             said = "; ".join(str(known) for known in self._known)
+            if all(known.out_of_place(policy.name) for known in self._known):
+                raise PlaceError(f"no engine can keep {policy.name} ({said})")
             raise NoEngineProved(f"no engine has proved {policy.name} {how} ({said})")
         return proved
 
@@ -235,8 +246,11 @@ class Engines:
         name = published.policy.name
         request = pb.LoadPolicyRequest(policy=policy_to_proto(published.policy), uri=published.uri)
         try:
-            await call(
-                known.stub.LoadPolicy, request, pb.LoadPolicyResponse, timeout=LOAD_SECONDS, peer=known.entry.name
+            await asyncio.create_task(
+                call(
+                    known.stub.LoadPolicy, request, pb.LoadPolicyResponse, timeout=LOAD_SECONDS, peer=known.entry.name
+                ),
+                context=published.context.copy(),
             )
         except KestrlError as error:
             self._quarantine(known, name, error.failure(component=known.entry.name))

@@ -1,0 +1,100 @@
+"""An OTLP/gRPC collector that keeps what it is sent: the real protocol, so that a test sees the spans a person would see.
+
+A real collector would pass them on; this one is asked. `kestrl.testing` is for tests of ours and of users'.
+"""
+# ruff: noqa: ARG002 - gRPC hands each method a request and a context
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+from opentelemetry.proto.collector.trace.v1 import trace_service_pb2 as pb
+from opentelemetry.proto.collector.trace.v1 import trace_service_pb2_grpc as stubs
+
+MAX_SPANS = 100_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SeenSpan:
+    """One span as it came over the wire; ids in hex."""
+
+    name: str
+    service: str
+    trace_id: str
+    span_id: str
+    parent_id: str
+    """Empty for a root."""
+    attributes: dict[str, Any]
+    failed: bool
+
+
+@dataclass(slots=True)
+class Collector:
+    """What was received."""
+
+    endpoint: str = ""
+    spans: dict[str, SeenSpan] = field(default_factory=dict[str, SeenSpan])
+    """By span id; at most `MAX_SPANS`."""
+
+    def path(self, span: SeenSpan) -> str:
+        """Names from the root down: `job > step > update`, without the `kestrl.` before each."""
+        above = self.spans.get(span.parent_id)
+        name = span.name.removeprefix("kestrl.")
+        return f"{self.path(above)} > {name}" if above else name
+
+    def paths(self) -> dict[str, set[str]]:
+        """Every path that was seen, and the services it was seen from."""
+        seen: dict[str, set[str]] = {}
+        for span in self.spans.values():
+            seen.setdefault(self.path(span), set()).add(span.service)
+        return seen
+
+
+class _Servicer(stubs.TraceServiceServicer):
+    def __init__(self, collector: Collector) -> None:
+        self._collector = collector
+
+    def Export(self, request: pb.ExportTraceServiceRequest, context: Any) -> pb.ExportTraceServiceResponse:
+        for resource in request.resource_spans:
+            facts = {item.key: item.value.string_value for item in resource.resource.attributes}
+            for scope in resource.scope_spans:
+                for span in scope.spans:
+                    self._keep(span, facts.get("service.name", ""))
+        return pb.ExportTraceServiceResponse()
+
+    def _keep(self, span: Any, service: str) -> None:
+        if len(self._collector.spans) >= MAX_SPANS:
+            raise MemoryError(f"more than {MAX_SPANS} spans: trace less in this test")
+        self._collector.spans[span.span_id.hex()] = SeenSpan(
+            name=span.name,
+            service=service,
+            trace_id=span.trace_id.hex(),
+            span_id=span.span_id.hex(),
+            parent_id=span.parent_span_id.hex(),
+            attributes={item.key: _plain(item.value) for item in span.attributes},
+            failed=span.status.code == 2,
+        )
+
+
+def _plain(value: Any) -> Any:
+    kind = value.WhichOneof("value")
+    return None if kind is None else getattr(value, kind)
+
+
+@contextmanager
+def collecting() -> Generator[Collector]:
+    """A collector on a free port of the loopback; `endpoint` is what OTEL_EXPORTER_OTLP_ENDPOINT takes."""
+    collector = Collector()
+    server = grpc.server(ThreadPoolExecutor(max_workers=2))
+    stubs.add_TraceServiceServicer_to_server(_Servicer(collector), server)  # pyright: ignore[reportUnknownMemberType] - untyped
+    collector.endpoint = f"http://127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    server.start()
+    try:
+        yield collector
+    finally:
+        server.stop(grace=1).wait()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from array import array
+from itertools import pairwise, product
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 
 from kestrl_learner.algo.advantages import ADVANTAGES, dr_grpo, grpo, rloo
 from kestrl_learner.algo.losses import Clip, ppo_clip
-from kestrl_learner.batch import TrainRow, shared_prompt
+from kestrl_learner.batch import PASS_COST, TrainRow, cut, shared_prompt
 from kestrl_learner.schedule import admissible, epoch_order, group_seed, total_steps
 
 CLIP = Clip(low=0.2, high=0.28)
@@ -135,6 +136,33 @@ def row(ids: list[int], mask: list[int]) -> tuple[array[int], bytes]:
 )
 def test_the_shared_prompt(rows: list[Any], length: int) -> None:
     assert shared_prompt(rows) == length
+
+
+def cost(lengths: list[int], parts: list[slice], prompt: int) -> int:
+    return sum(PASS_COST + prompt + len(lengths[part]) * max(lengths[part]) for part in parts)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 900), max_size=9).map(sorted),
+    prompt=st.integers(0, 300),
+    limit=st.integers(1, 3000),
+)
+def test_rows_are_cut_into_the_cheapest_parts(lengths: list[int], prompt: int, limit: int) -> None:
+    parts = cut(lengths, prompt=prompt, limit=limit)
+    assert [length for part in parts for length in lengths[part]] == lengths
+    for part in parts:
+        held = lengths[part]
+        assert len(held) == 1 or prompt + len(held) * max(held) <= limit
+    for borders in product([False, True], repeat=max(0, len(lengths) - 1)):
+        begins = [0, *(index + 1 for index, border in enumerate(borders) if border)] if lengths else []
+        other = [slice(begin, end) for begin, end in pairwise([*begins, len(lengths)])]
+        allowed = all(len(lengths[p]) == 1 or prompt + len(lengths[p]) * max(lengths[p]) <= limit for p in other)
+        assert not allowed or cost(lengths, parts, prompt) <= cost(lengths, other, prompt)
+
+
+def test_a_straggler_does_not_pad_the_others() -> None:
+    assert cut([160] * 7 + [800], prompt=80, limit=10_000) == [slice(0, 7), slice(7, 8)]
 
 
 def test_steps_in_all_are_whole_batches_of_all_epochs() -> None:

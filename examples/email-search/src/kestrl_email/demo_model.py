@@ -55,15 +55,15 @@ class Recipe:
     """How the model is made; the defaults made the shipped one."""
 
     seed: int = 7
-    steps: int = 600
+    steps: int = 1400
     batch: int = 32
     """Conversations a step."""
     drills: int = 64
     """Drills a step in the first part; an eighth of it beside the conversations of the second."""
     learning_rate: float = 4e-3
-    drills_until: float = 0.3
+    drills_until: float = 0.14
     """Share of the steps with nothing but drills; they cost an eighth of the others."""
-    faulty_from: float = 0.84
+    faulty_from: float = 0.86
     """From this share of the steps on, the demonstrator errs."""
     vocabulary: int = 1024
     hidden: int = 192

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 from kestrl.errors import UserInputError
-from kestrl_learner.batch import TrainGroup, TrainRow
+from kestrl_learner.batch import TrainGroup, TrainRow, cut
 
 TOKENS_AT_ONCE = 16_384
 """Tokens of one forward pass, prompt included; a group with more is cut into several."""
@@ -119,12 +119,9 @@ class PolicyModel:
         Yields:
             Rows, and a tensor (sampled tokens of these rows,) in row order, with gradient unless it is disabled.
         """
-        longest = max((len(row.token_ids) for row in group.rows), default=1)
-        at_once = max(1, TOKENS_AT_ONCE // max(1, longest + len(group.prompt)))
         rows = sorted(group.rows, key=lambda row: len(row.token_ids))
-        for start in range(0, len(rows), at_once):
-            part = rows[start : start + at_once]
-            yield part, self._part(group.prompt, part, temperature)
+        for part in cut([len(row.token_ids) for row in rows], prompt=len(group.prompt), limit=TOKENS_AT_ONCE):
+            yield rows[part], self._part(group.prompt, rows[part], temperature)
 
     def _part(self, prompt: array[int], rows: Sequence[TrainRow], temperature: float) -> Tensor:
         ids, padding, wanted = self._padded(rows)

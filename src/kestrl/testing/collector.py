@@ -91,7 +91,8 @@ def collecting() -> Generator[Collector]:
     """A collector on a free port of the loopback; `endpoint` is what OTEL_EXPORTER_OTLP_ENDPOINT takes."""
     collector = Collector()
     server = grpc.server(ThreadPoolExecutor(max_workers=2))
-    stubs.add_TraceServiceServicer_to_server(_Servicer(collector), server)  # pyright: ignore[reportUnknownMemberType] - untyped
+    add_servicer: Any = vars(stubs)["add_TraceServiceServicer_to_server"]  # it has no types
+    add_servicer(_Servicer(collector), server)
     collector.endpoint = f"http://127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     server.start()
     try:

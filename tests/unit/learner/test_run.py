@@ -81,6 +81,19 @@ async def test_a_resumed_run_ends_with_the_very_bytes_of_an_uninterrupted_one(st
         assert states(stage)["trained"] == 8
 
 
+async def test_evaluations_between_are_kept_over_a_resume(staged: Any) -> None:
+    async with staged() as stage:
+        await train(stage.but(max_steps=3, eval_every=2))
+        await train(stage.but(max_steps=6, eval_every=2))
+        evaluations = stage.summary["evaluations"]
+        assert [item["step"] for item in evaluations] == [0, 2, 4, 6]
+        assert evaluations[0]["reward"] == stage.summary["before"]["reward"]
+        assert evaluations[-1]["reward"] == stage.summary["after"]["reward"]
+        assert stage.read("metrics/eval/000004.json") == evaluations[2]
+        step = stage.read("metrics/000004.json")
+        assert {"reward", "num_turns", "duration"} <= step.keys()
+
+
 async def test_episodes_of_every_step_are_stored_whole(staged: Any) -> None:
     async with staged() as stage:
         await train(stage.but(max_steps=2))

@@ -58,7 +58,7 @@ class Context:
         self.digest = identity_digest(settings, self.scenarios)
         self.progress = Progress(self.steps, len(settings.engines))
         self.facts: dict[str, Any] = {"seconds": 0.0, "before": None}
-        """Kept in every checkpoint: before, after, gap, seconds."""
+        """Kept in every checkpoint: before, after, evaluations, gap, seconds."""
         self.newest: tuple[PolicyVersion, str] | None = None
         """The newest published version and where it lies."""
         self.drain = asyncio.Event()
@@ -96,14 +96,20 @@ class Context:
         self.newest = manifest.policy, uri
         return manifest.policy
 
-    async def evaluate(self, policy: PolicyVersion, *, sampled: bool) -> dict[str, float] | None:
-        """Means over the held-out scenarios, if there are any.
+    @property
+    def evaluations(self) -> dict[str, dict[str, float]]:
+        """Means over the held-out scenarios by the step they were taken at."""
+        return self.facts.setdefault("evaluations", {})
+
+    async def evaluate(self, policy: PolicyVersion, *, sampled: bool, when: str) -> dict[str, float] | None:
+        """Means over the held-out scenarios, if there are any; kept under `metrics/eval/` and in the summary.
 
         Raises:
             Interrupted: It was told to drain.
         """
         if not self.validation:
             return None
+        self.progress.update(phase="evaluating", message=f"{len(self.validation)} held-out scenarios, {when}")
         work = evaluate(
             self.validation,
             run=self.settings.run,
@@ -116,7 +122,13 @@ class Context:
             progress=self.progress,
             store=self.store,
         )
-        return await unless(self.drain, work)
+        means = await unless(self.drain, work)
+        self.evaluations[str(policy.step)] = means
+        self.store.put(f"metrics/eval/{policy.step:06d}.json", json.dumps({"step": policy.step, **means}).encode())
+        told = ", ".join(f"{name} {means[name]:.3f}" for name in ("reward", "answer_correct") if name in means)
+        self.progress.update(message=f"held-out, {when}: {told}")
+        log.info("held-out at step %d: %s", policy.step, means)
+        return means
 
     def write_summary(self, status: str, *, reason: str = "") -> None:
         """`summary.json`. That it cannot be written is an error, but never hides why a run failed."""

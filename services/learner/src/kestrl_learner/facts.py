@@ -10,6 +10,7 @@ from typing import Any
 
 from kestrl.episode import Group, PolicyVersion, Scenario
 from kestrl.plan.settings import LearnerSettings
+from kestrl_learner.progress import episode_facts, means_of
 from kestrl_learner.trainer import Gap, StepResult
 
 IDENTITY = ("model", "dtype", "rank", "alpha", "targets", "seed", "temperature", "algorithm", "max_tokens", "max_turns")
@@ -40,11 +41,11 @@ def merged_gap(before: dict[str, float] | None, gap: Gap) -> dict[str, float]:
 
 def step_facts(step: int, groups: Sequence[Group], result: StepResult) -> dict[str, Any]:
     """What a step did, for `metrics/`."""
-    rewards = [episode.reward for group in groups for episode in group.episodes if episode.reward is not None]
+    scored = [episode for group in groups for episode in group.episodes if episode.reward is not None]
     return {
         "step": step,
-        "episodes": len(rewards),
-        "reward": sum(rewards) / len(rewards),
+        "episodes": len(scored),
+        **means_of(map(episode_facts, scored)),
         "loss": result.loss,
         "grad_norm": result.grad_norm,
         "gap": asdict(result.gap),
@@ -67,7 +68,7 @@ def build_summary(
     """`summary.json`.
 
     Args:
-        facts: Kept over resumes: `before`, `after`, `gap`.
+        facts: Kept over resumes: `before`, `after`, `evaluations`, `gap`.
         status: succeeded, failed or suspended.
         reason: Why it did not succeed.
         steps: Optimiser steps done.
@@ -83,6 +84,7 @@ def build_summary(
         "steps": steps,
         "before": facts.get("before"),
         "after": facts.get("after"),
+        "evaluations": [{"step": int(step), **means} for step, means in facts.get("evaluations", {}).items()],
         "policy": policy,
         "seconds": seconds,
         "logprob_gap": {**gap, "worst": gap.get("max", 0.0), "bound": gap_bound},

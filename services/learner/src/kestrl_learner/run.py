@@ -128,8 +128,7 @@ class Run:
             policy = (await asyncio.to_thread(_known_adapter, address)).policy
             await unless(context.drain, context.engines.publish(policy, address))
             context.newest = policy, address
-        context.progress.update(phase="evaluating", message=f"{len(context.validation)} held-out scenarios")
-        context.facts["after"] = await context.evaluate(policy, sampled=True)
+        context.facts["after"] = await context.evaluate(policy, sampled=True, when=policy.name)
 
 
 def _known_adapter(address: str) -> AdapterManifest:

@@ -110,9 +110,9 @@ class Training:
         context = self._context
         policy = await context.publish(self._model, self._done, None)
         if context.facts["before"] is None and context.validation:
-            context.progress.update(phase="evaluating", message=f"{len(context.validation)} held-out scenarios, before")
-            context.facts["before"] = await context.evaluate(policy, sampled=True)
+            context.facts["before"] = await context.evaluate(policy, sampled=True, when="before")
             await asyncio.to_thread(self._checkpoint)
+        await self._evaluate_between(policy)
         return policy
 
     async def _between(self, policy: PolicyVersion) -> None:
@@ -129,13 +129,17 @@ class Training:
 
     async def _after(self) -> None:
         context = self._context
-        after = None
-        if context.validation:
-            assert context.newest is not None, "version 0 is published before anything asks for one"
-            context.progress.update(phase="evaluating", message=f"{len(context.validation)} held-out scenarios, after")
-            after = await context.evaluate(context.newest[0], sampled=True)
-        context.facts["after"] = after
+        assert context.newest is not None, "version 0 is published before anything asks for one"
+        context.facts["after"] = await context.evaluate(context.newest[0], sampled=True, when="after")
         self._ledger.close_books()
+
+    async def _evaluate_between(self, policy: PolicyVersion) -> None:
+        """Every `evalEvery` steps; after a resume too, if the run was cut off before this step's evaluation was done."""
+        context, every, done = self._context, self._settings.eval_every, self._done
+        if not every or not done or done % every or done >= context.steps or str(done) in context.evaluations:
+            return
+        await context.evaluate(policy, sampled=False, when=f"step {done}")
+        context.progress.update(phase="training")
 
     async def _keep_what_was_learned(self, cause: Exception) -> None:
         """A checkpoint of the last step on which weights and ledger agree. The cause is told, even where this fails too."""
@@ -166,10 +170,9 @@ class Training:
                 self._done += 1
                 await self._record(ready, result, began, collected, trained)
                 policy = await context.publish(self._model, self._done, policy.name)
+            await self._evaluate_between(policy)
             if self._done % settings.checkpoint_every == 0 or self._done == context.steps:
                 await asyncio.to_thread(self._checkpoint)
-            if settings.eval_every and self._done % settings.eval_every == 0 and self._done < context.steps:
-                await context.evaluate(policy, sampled=False)
             self._collector.advance(policy)
             await self._retire(policy)
 

@@ -37,7 +37,7 @@ test: unit engine
 
 ## make unit             the tests that start no engine
 unit: $(STAMP)
-	$(BIN)/python -m pytest -q -m "not engine and not gpu" tests
+	$(BIN)/python -m pytest -q -n 2 -m "not engine and not gpu" tests
 
 ## make engine           the tests that start real vLLM servers
 engine: $(STAMP)

@@ -100,7 +100,7 @@ def finished(
     """A run of three steps on two engines, traced."""
     runs = tmp_path_factory.mktemp("runs")
     arguments = ("run", QUICKSTART, "--runs", runs, *SMALL, "--set", "schedule.maxSteps=3")
-    printed = kestrl(*arguments, OTEL_EXPORTER_OTLP_ENDPOINT=collector.endpoint)
+    printed = kestrl(*arguments, "--set", f"telemetry.otlp={collector.endpoint}")
     yield RunDir(runs / "email-search-1"), printed
     assert belonging_to(runs) == []
 
@@ -199,6 +199,7 @@ def test_one_trace_goes_through_every_hop(finished: tuple[RunDir, str], collecto
         "job > publish > load > prove": "kestrl-inference",
         "job > evaluate > group > group > episode > turn > model_call": "kestrl-rollout",
         f"{episode} > turn > model_call": "kestrl-rollout",
+        f"{episode} > turn > model_call > llm_request": "kestrl-engine",
         f"{episode} > turn > tool_call > tool_execute": "kestrl-tools",
         "job > group > group > score > score": "kestrl-judge",
         "job > step > update": "kestrl-learner",
@@ -220,7 +221,7 @@ def test_with_staleness_rollouts_overlap_training(tmp_path: Path) -> None:
     kestrl("run", QUICKSTART, "--runs", tmp_path, *SMALL, *stale)
     run = RunDir(tmp_path / "email-search-1")
     assert summary_of(run)["status"] == "succeeded"
-    metrics = [json.loads(path.read_text()) for path in sorted((run.path / "metrics").iterdir())]
+    metrics = [json.loads(path.read_text()) for path in sorted((run.path / "metrics").glob("*.json"))]
     assert [step["staleness"] for step in metrics] == [0, 1, 1, 1, 1]
     # Against the version that sampled it a token of an older version differs; tokens of the newest do not.
     assert all(step["gap"]["fresh_mean"] <= 1e-5 for step in metrics)

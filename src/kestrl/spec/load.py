@@ -98,7 +98,9 @@ def parse_job(document: Any) -> AgentRLJob:
 
 
 def with_overrides(document: Any, overrides: Sequence[str]) -> Any:
-    """The manifest with `path=value` overrides applied; paths are beneath `spec`, values are YAML: `algorithm.groupSize=4`.
+    """The manifest with `path=value` overrides applied; values are YAML: `algorithm.groupSize=4`.
+
+    Paths are beneath `spec`, but for those that begin with `metadata.`.
 
     Raises:
         ProblemsError: An override is malformed.
@@ -125,7 +127,8 @@ def _assign(document: Any, path: str, value: Any) -> None:
     parts = path.removeprefix("spec.").replace("[", ".").replace("]", "").split(".")
     if not isinstance(document, dict):
         raise ProblemsError([Problem("manifest", f"must be an object, is {type(document).__name__}")])
-    place: Any = cast("dict[str, Any]", document).setdefault("spec", {})
+    whole = cast("dict[str, Any]", document)
+    place: Any = whole if parts[0] == "metadata" else whole.setdefault("spec", {})
     for position, part in enumerate(parts):
         last = position == len(parts) - 1
         key = _key(place, part)

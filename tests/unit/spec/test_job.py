@@ -111,6 +111,10 @@ def test_overrides_reach_lists_and_new_objects() -> None:
     assert "suspend" not in MANIFEST["spec"]
 
 
+def test_a_run_can_be_named_by_an_override() -> None:
+    assert parse_job(with_overrides(MANIFEST, ["metadata.name=seed-43"])).metadata.name == "seed-43"
+
+
 @pytest.mark.parametrize("override", ["nonsense", "=1", "rewards[7].weight=1", "data.train.uri.x=1", "data.seed=[1"])
 def test_a_malformed_override_is_refused(override: str) -> None:
     assert refused(override)[0].startswith("--set:")

@@ -7,7 +7,7 @@ UV := $(TOOLS)/bin/uv
 BIN := .venv/bin
 STAMP := .venv/.synced
 
-.PHONY: help setup demo test unit engine lint types layers check gen bring-your-own clean
+.PHONY: help setup demo test unit servers engine lint types layers check gen bring-your-own clean
 
 help:
 	@sed -n 's/^## //p' $(MAKEFILE_LIST)
@@ -33,11 +33,15 @@ bring-your-own: $(STAMP)
 	$(BIN)/kestrl run examples/bring-your-own/job.yaml
 
 ## make test             all tests, real engines included
-test: unit engine
+test: unit servers engine
 
 ## make unit             the tests that start no engine
 unit: $(STAMP)
-	$(BIN)/python -m pytest -q -n 2 -m "not engine and not gpu" tests
+	$(BIN)/python -m pytest -q -n 2 -m "not engine and not servers and not gpu" tests
+
+## make servers          the tests that start a real S3 server or PostgreSQL
+servers: $(STAMP)
+	$(BIN)/python -m pytest -q -m "servers and not engine" tests
 
 ## make engine           the tests that start real vLLM servers
 engine: $(STAMP)

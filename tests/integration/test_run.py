@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 import signal
 import sqlite3
 import subprocess
@@ -19,6 +20,7 @@ import pytest
 
 from kestrl.local.rundir import RunDir
 from kestrl.testing.collector import Collector, collecting
+from kestrl.testing.s3 import serving_s3
 from kestrl_email.model_path import tiny
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
@@ -228,6 +230,47 @@ def test_with_staleness_rollouts_overlap_training(tmp_path: Path) -> None:
     with closing(sqlite3.connect(run.path / "ledger.db")) as connection:
         trained = connection.execute("SELECT step, count(*) FROM work WHERE state = 'trained' GROUP BY step").fetchall()
     assert trained == [(step, 2) for step in range(1, 6)]
+
+
+@pytest.mark.servers
+def test_a_run_lives_in_s3_and_resumes_from_there(tmp_path: Path) -> None:
+    runs = tmp_path / "runs"
+    run = RunDir(runs / "email-search-1")
+    arguments = (
+        "run",
+        QUICKSTART,
+        "--runs",
+        runs,
+        *SMALL,
+        "--set",
+        "inference.replicas=1",
+        "--set",
+        "schedule.maxSteps=3",
+    )
+    arguments = (*arguments, "--set", "storage.uri=s3://kestrl/demo")
+    with serving_s3(tmp_path / "server") as server:
+        environment = server.environment()
+        printed = kestrl(*arguments, code=2, **server.environment(secret="wrong"))
+        assert printed.count("error: ") == 1
+        assert "access is denied; check the credentials" in printed
+
+        bucket = server.create_bucket("kestrl")
+        with subprocess.Popen(command(*arguments), cwd=ROOT, env=os.environ | environment) as process:
+            wait_for_step(run, process, 1)
+            process.send_signal(signal.SIGINT)
+        assert process.returncode == 130
+        assert "resuming run email-search-1" in kestrl(*arguments, **environment)
+        assert summary_of(run)["policy"]["uri"].startswith("s3://kestrl/demo/email-search-1/adapters/000003-")
+        stored = {str(item["path"]) for batch in bucket.list("demo") for item in batch}
+        assert {f"demo/email-search-1/episodes/train/{step:06d}.pb" for step in range(3)} <= stored
+        listed = kestrl("episodes", "list", run.id, "--runs", runs, "--step", "1", **environment)
+        assert len(listed.splitlines()) == 8
+        kestrl("export", run.id, "--runs", runs, "--out", tmp_path / "out", **environment)
+        assert (tmp_path / "out" / "adapter_model.safetensors").is_file()
+
+        shutil.rmtree(runs)
+        assert "its ledger is not here" in kestrl(*arguments, code=2, **environment)
+    assert belonging_to(tmp_path) == []
 
 
 def test_a_disk_that_fills_up_ends_the_run_with_one_message(tmp_path: Path) -> None:

@@ -188,6 +188,7 @@ def run_job(
         raise UserInputError(f"run {run.id} is going on already (pid {run.runner_pid()}); see `kestrl status {run.id}`")
     site = site_of(job, run, options.manifest_dir, base_port=options.base_port, cache_dir=options.cache_dir)
     store = open_store(site.storage)
+    store.check()
     components: Sequence[Component] = plan(job, site)
     if replan is not None:
         components = replan(components, site)

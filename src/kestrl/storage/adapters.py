@@ -63,15 +63,22 @@ def digest(content: bytes) -> str:
 def publish_adapter(store: ObjectStore, files: Mapping[str, bytes], manifest: AdapterManifest) -> str:
     """Uploads the files, then the manifest, and returns the folder's address. Publishing the same bytes again is no error.
 
+    The manifest is written only where there is none: of two learners that publish different files as one version, one fails.
+
     Raises:
-        StorageError: The store refused, or the manifest does not describe the files.
+        StorageError: The store refused, the manifest does not describe the files, or the version exists with others (code `exists`).
     """
     if {name: digest(content) for name, content in files.items()} != manifest.files:
         raise StorageError(f"manifest of {manifest.policy.name} does not describe its files", code="digest_mismatch")
     folder = adapter_folder(manifest.policy)
     for name, content in files.items():
         store.put(f"{folder}/{name}", content)
-    store.put(f"{folder}/{MANIFEST}", manifest.model_dump_json().encode())
+    try:
+        store.put(f"{folder}/{MANIFEST}", manifest.model_dump_json().encode(), create=True)
+    except StorageError as error:
+        # A resumed run publishes its newest version again; and a write whose answer was lost is found done when asked again.
+        if error.code != "exists" or read_manifest(store, folder).files != manifest.files:
+            raise
     return store.address(folder)
 
 

@@ -1,15 +1,39 @@
-"""A thin door to obstore: paths under one prefix, bytes in and out, typed errors."""
+"""A thin door to obstore: paths under one prefix, bytes in and out, typed errors, bounded time."""
 
 from __future__ import annotations
 
+import os
+import re
+from datetime import timedelta
 from pathlib import Path
+from typing import TYPE_CHECKING
 from urllib.parse import urlparse
 
 import obstore
-from obstore.exceptions import BaseError
+from obstore.exceptions import AlreadyExistsError, BaseError, PermissionDeniedError, UnauthenticatedError
 from obstore.store import LocalStore, from_url
 
-from kestrl.errors import StorageError, UserInputError, place_error
+from kestrl.errors import PlaceError, StorageError, UserInputError, place_error
+
+if TYPE_CHECKING:
+    from obstore.store import ClientConfig, RetryConfig
+
+RETRIES: RetryConfig = {
+    "max_retries": 8,
+    "backoff": {"init_backoff": timedelta(milliseconds=100), "max_backoff": timedelta(seconds=5), "base": 2},
+    "retry_timeout": timedelta(seconds=60),
+}
+"""A store that answers 5xx, or nothing, is asked again for a minute; then the failure is told."""
+REQUEST_SECONDS = 60
+REFUSED = re.compile(r"status code: 40[13]\b")
+"""How obstore tells of a listing that is not allowed; other requests have a type for it."""
+S3_ERROR = re.compile(r"<Error>\s*<Code>(?P<code>[^<]*)</Code>\s*<Message>(?P<message>[^<]*)</Message>")
+
+
+def _client() -> ClientConfig:
+    # Who names an endpoint without TLS means it: a store on the loopback or inside a cluster.
+    plain = os.environ.get("AWS_ENDPOINT_URL", os.environ.get("AWS_ENDPOINT", "")).startswith("http://")
+    return {"connect_timeout": "5s", "timeout": f"{REQUEST_SECONDS}s", "allow_http": plain}
 
 
 class ObjectStore:
@@ -25,7 +49,7 @@ class ObjectStore:
                 self.uri = folder.resolve().as_uri()
                 self._store: obstore.store.ObjectStore = LocalStore(folder.resolve())
             else:
-                self._store = from_url(uri)
+                self._store = from_url(uri, client_options=_client(), retry_config=RETRIES)
         except (BaseError, ValueError, OSError) as error:
             raise UserInputError(f"storage.uri: {uri!r} cannot be opened: {error}") from error
 
@@ -33,18 +57,44 @@ class ObjectStore:
         """The full address of an object or folder."""
         return f"{self.uri}/{path}"
 
-    def put(self, path: str, content: bytes) -> None:
-        """Writes an object whole; readers see the old one or the new one, never a part.
+    def check(self) -> None:
+        """Asks the store once, so that what a person has to mend is told before anything starts.
 
         Raises:
-            PlaceError: It is full, read-only or not ours.
-            StorageError: The store refused for another reason.
+            PlaceError: The bucket or the right to it is missing.
+            StorageError: It does not answer.
+        """
+        self.list("checkpoints")
+
+    def put(self, path: str, content: bytes, *, create: bool = False) -> None:
+        """Writes an object whole; readers see the old one or the new one, never a part.
+
+        Args:
+            path: Where.
+            content: What.
+            create: Only if there is none yet; the store decides, so of two writers one wins.
+
+        Raises:
+            PlaceError: It is full, read-only, not ours or not there.
+            StorageError: There is one already (code `exists`), or the store refused for another reason.
         """
         try:
-            obstore.put(self._store, path, content)
+            obstore.put(self._store, path, content, mode="create" if create else "overwrite")
+        except AlreadyExistsError as error:
+            raise StorageError(f"{self.address(path)} exists already", code="exists") from error
         except (BaseError, OSError) as error:
-            unusable = place_error(error, self.address(path))
-            raise unusable or StorageError(f"cannot write {self.address(path)}: {error}") from error
+            raise self._refused("write", path, error) from error
+
+    def _refused(self, verb: str, path: str, error: Exception) -> PlaceError | StorageError:
+        where = self.address(path)
+        told = _short(error)
+        if isinstance(error, PermissionDeniedError | UnauthenticatedError) or REFUSED.search(str(error)):
+            return PlaceError(
+                f"{where}: access is denied; check the credentials (AWS_ACCESS_KEY_ID and the like): {told}"
+            )
+        if "NoSuchBucket" in told:
+            return PlaceError(f"{where}: there is no such bucket; create it, or name another in storage.uri")
+        return place_error(error, where) or StorageError(f"cannot {verb} {where}: {told}", retryable=True)
 
     def get(self, path: str) -> bytes:
         """Reads an object whole.
@@ -55,9 +105,14 @@ class ObjectStore:
         try:
             return bytes(obstore.get(self._store, path).bytes())
         except FileNotFoundError as error:
-            raise StorageError(f"{self.address(path)} does not exist", code="not_found") from error
+            raise self._missing(path, error) from error
         except (BaseError, OSError) as error:
-            raise StorageError(f"cannot read {self.address(path)}: {error}") from error
+            raise self._refused("read", path, error) from error
+
+    def _missing(self, path: str, error: FileNotFoundError) -> PlaceError | StorageError:
+        if "NoSuchBucket" in str(error):
+            return self._refused("read", path, error)
+        return StorageError(f"{self.address(path)} does not exist", code="not_found")
 
     def exists(self, path: str) -> bool:
         """Whether there is an object at `path`."""
@@ -66,7 +121,7 @@ class ObjectStore:
         except FileNotFoundError:
             return False
         except (BaseError, OSError) as error:
-            raise StorageError(f"cannot look at {self.address(path)}: {error}") from error
+            raise self._refused("look at", path, error) from error
         return True
 
     def list(self, prefix: str) -> list[str]:
@@ -75,7 +130,7 @@ class ObjectStore:
             listed = self._store.list(prefix.rstrip("/"))  # pyright: ignore[reportUnknownMemberType] - Arrow types it may also give
             return sorted(str(meta["path"]) for batch in listed for meta in batch)
         except (BaseError, OSError) as error:
-            raise StorageError(f"cannot list {self.address(prefix)}: {error}") from error
+            raise self._refused("list", prefix, error) from error
 
     def delete(self, path: str) -> None:
         """Removes an object; a missing one is no error."""
@@ -84,7 +139,14 @@ class ObjectStore:
         except FileNotFoundError:
             return
         except (BaseError, OSError) as error:
-            raise StorageError(f"cannot delete {self.address(path)}: {error}") from error
+            raise self._refused("delete", path, error) from error
+
+
+def _short(error: Exception) -> str:
+    """What the store said, without the request it was said to."""
+    text = str(error).partition("\n\nDebug source")[0]
+    said = S3_ERROR.search(text)
+    return f"{said['code']}: {said['message']}" if said else text
 
 
 def open_store(uri: str) -> ObjectStore:

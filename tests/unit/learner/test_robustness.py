@@ -226,3 +226,13 @@ async def test_the_service_tells_of_its_progress_and_takes_the_order_to_drain(st
         assert seen[0].groups_running == 2
         assert seen[-1].phase == "suspended"
         assert stage.summary["status"] == "suspended"
+
+
+async def test_a_run_whose_ledger_is_gone_is_not_trained_on_anew(staged: Any, tmp_path: Any) -> None:
+    async with staged() as stage:
+        await Run(stage.but(max_steps=2)).main()
+        other = {"database": f"sqlite:///{tmp_path}/another.db"}
+        with pytest.raises(UserInputError, match="a run at step 2, and its ledger is not here"):
+            await Run(stage.but(max_steps=4, **other)).main()
+        await Run(stage.but(max_steps=4)).main()
+        assert stage.summary["steps"] == 4

@@ -36,11 +36,6 @@ def manifest(files: dict[str, bytes] = FILES) -> AdapterManifest:
     )
 
 
-@pytest.fixture
-def store(tmp_path: Path) -> ObjectStore:
-    return open_store((tmp_path / "storage").as_uri())
-
-
 def test_what_is_published_is_fetched(store: ObjectStore, tmp_path: Path) -> None:
     address = publish_adapter(store, FILES, manifest())
     assert address.endswith(f"adapters/000003-{digest(b'weights')[:12]}")

@@ -19,7 +19,7 @@ from kestrl_learner.collect import Collector, Ready
 from kestrl_learner.context import Context
 from kestrl_learner.evaluate import store_groups
 from kestrl_learner.facts import merged_gap, step_facts
-from kestrl_learner.ledger import Ledger
+from kestrl_learner.ledger import Ledger, LedgerError
 from kestrl_learner.model import PolicyModel
 from kestrl_learner.trainer import StepResult, Trainer
 
@@ -102,9 +102,20 @@ class Training:
         self._trainer.restore(known.state)
         context.facts |= known.facts
         context.progress.failures.update(known.facts.get("failures", {}))
-        again = self._ledger.rewind(known.step)
+        again = self._rewind(known.step)
         log.info("resumed at step %d; %d scenarios are pending again", known.step, again)
         return known.step
+
+    def _rewind(self, step: int) -> int:
+        try:
+            return self._ledger.rewind(step)
+        except LedgerError as error:
+            if error.code != "ledger_behind":
+                raise
+            raise UserInputError(
+                f"{self._context.store.uri} holds a run at step {step}, and its ledger is not here ({error}): what it trained on "
+                f"would be trained on again; bring the ledger, or start another run with another storage.uri or metadata.name"
+            ) from error
 
     async def _before(self) -> PolicyVersion:
         context = self._context

@@ -168,8 +168,14 @@ class Ledger:
         """Makes the trained frontier that of a checkpoint.
 
         What was in flight and what later steps trained is pending again, and what a shorter schedule left over.
+
+        Raises:
+            LedgerError: It has never heard of that step: it is not this checkpoint's ledger (code `ledger_behind`).
         """
         with self._transaction() as connection:
+            frontier = connection.execute(select(func.max(work.c.step))).scalar() or 0
+            if frontier < step:
+                raise LedgerError(f"the ledger ends with step {frontier}, before step {step}", code="ledger_behind")
             flying = update(work).where(work.c.state.in_(["leased", "finished"]))
             later = update(work).where(work.c.state == "trained", work.c.step > step)
             left = update(work).where(work.c.state == "dropped", work.c.reason == END_OF_SCHEDULE)

@@ -1,0 +1,194 @@
+"""A real S3 server for tests: OpenStack Swift with its `s3api`, four small processes over one folder, up in a few seconds.
+
+Swift comes from PyPI (the `test-servers` dependency group). What it is known not to do: `If-Match` on PUT answers 501,
+and of two PUTs with `If-None-Match: *` at the very same time both may be told that they won.
+"""
+
+from __future__ import annotations
+
+import importlib
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Generator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from getpass import getuser
+from pathlib import Path
+from typing import Any
+
+import obstore
+from obstore.store import S3Store
+
+ACCESS_KEY = "test:tester"
+SECRET_KEY = "testing"  # noqa: S105 - of a server on the loopback that lives as long as a test
+START_SECONDS = 60.0
+
+_SWIFT = """
+[swift-hash]
+swift_hash_path_suffix = kestrl
+swift_hash_path_prefix = kestrl
+[storage-policy:0]
+name = only
+default = yes
+"""
+_DEFAULTS = """
+[DEFAULT]
+bind_ip = 127.0.0.1
+bind_port = {port}
+user = {user}
+swift_dir = {folder}
+devices = {folder}/devices
+mount_check = false
+fallocate_reserve = 0
+workers = 0
+log_address = /nonexistent
+"""
+_STORAGE = """
+[pipeline:main]
+pipeline = {kind}-server
+[app:{kind}-server]
+use = egg:swift#{kind}
+"""
+_PROXY = """
+[pipeline:main]
+pipeline = catch_errors gatekeeper listing_formats bulk s3api tempauth slo dlo versioned_writes proxy-server
+[app:proxy-server]
+use = egg:swift#proxy
+account_autocreate = true
+[filter:catch_errors]
+use = egg:swift#catch_errors
+[filter:gatekeeper]
+use = egg:swift#gatekeeper
+[filter:listing_formats]
+use = egg:swift#listing_formats
+[filter:bulk]
+use = egg:swift#bulk
+[filter:s3api]
+use = egg:swift#s3api
+location = us-east-1
+[filter:tempauth]
+use = egg:swift#tempauth
+user_test_tester = testing .admin
+[filter:slo]
+use = egg:swift#slo
+[filter:dlo]
+use = egg:swift#dlo
+[filter:versioned_writes]
+use = egg:swift#versioned_writes
+allow_versioned_writes = true
+"""
+KINDS: tuple[str, ...] = ("account", "container", "object", "proxy")
+
+
+@dataclass(slots=True)
+class S3Server:
+    """A running server. `stop` and `start` again keep what it holds."""
+
+    folder: Path
+    ports: Mapping[str, int]
+    _processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict[str, "subprocess.Popen[bytes]"])
+
+    @property
+    def endpoint(self) -> str:
+        return f"http://127.0.0.1:{self.ports['proxy']}"
+
+    def environment(self, *, secret: str = SECRET_KEY) -> dict[str, str]:
+        """What a client of the AWS kind needs to find it."""
+        return {
+            "AWS_ENDPOINT_URL": self.endpoint,
+            "AWS_ACCESS_KEY_ID": ACCESS_KEY,
+            "AWS_SECRET_ACCESS_KEY": secret,
+            "AWS_REGION": "us-east-1",
+            "AWS_ALLOW_HTTP": "true",
+        }
+
+    def create_bucket(self, name: str) -> S3Store:
+        """Makes a bucket, and gives a door to it that is not KestRL's."""
+        store = S3Store(
+            name,
+            endpoint=self.endpoint,
+            access_key_id=ACCESS_KEY,
+            secret_access_key=SECRET_KEY,
+            region="us-east-1",
+            virtual_hosted_style_request=False,
+            client_options={"allow_http": True},
+        )
+        url = obstore.sign(store, "PUT", "", timedelta(minutes=1))
+        urllib.request.urlopen(urllib.request.Request(url, method="PUT"), timeout=10).close()  # noqa: S310 - ours
+        return store
+
+    def start(self) -> None:
+        """Starts what is not running, and waits until requests are answered."""
+        for kind in KINDS:
+            if kind not in self._processes:
+                program = Path(sys.executable).with_name(f"swift-{kind}-server")
+                with (self.folder / f"{kind}.log").open("ab") as log:
+                    self._processes[kind] = subprocess.Popen(  # noqa: S603 - Swift's own programs
+                        [program, self.folder / f"{kind}.conf", "-v"], stdout=log, stderr=log
+                    )
+        deadline = time.monotonic() + START_SECONDS
+        for kind in KINDS:
+            _await_port(self.ports[kind], self._processes[kind], deadline, self.folder / f"{kind}.log")
+
+    def stop(self) -> None:
+        """Ends all four."""
+        for process in self._processes.values():
+            process.terminate()
+        for process in self._processes.values():
+            try:
+                process.wait(5)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        self._processes.clear()
+
+
+def _await_port(port: int, process: subprocess.Popen[bytes], deadline: float, log: Path) -> None:
+    while True:
+        try:
+            with socket.create_connection(("127.0.0.1", port), timeout=1):
+                return
+        except OSError as error:
+            if process.poll() is not None or time.monotonic() > deadline:
+                raise RuntimeError(f"the S3 server did not start: {log.read_text()[-2000:]}") from error
+            # A port opens without an event to wait for.
+            time.sleep(0.05)
+
+
+def _free_ports(count: int) -> list[int]:
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for listener in sockets:
+            listener.bind(("127.0.0.1", 0))
+        return [listener.getsockname()[1] for listener in sockets]
+
+
+def _ring(folder: Path, kind: str, port: int) -> None:
+    builder: Any = importlib.import_module("swift.common.ring").RingBuilder(part_power=2, replicas=1, min_part_hours=0)
+    builder.add_dev({"region": 1, "zone": 1, "ip": "127.0.0.1", "port": port, "device": "d1", "weight": 1.0})
+    builder.rebalance()
+    builder.get_ring().save(str(folder / f"{kind}.ring.gz"))
+
+
+@contextmanager
+def serving_s3(folder: Path) -> Generator[S3Server]:
+    """A server over `folder` (on a file system with extended attributes), ended with the block."""
+    ports = dict(zip(KINDS, _free_ports(len(KINDS)), strict=True))
+    (folder / "devices" / "d1").mkdir(parents=True, exist_ok=True)
+    (folder / "swift.conf").write_text(_SWIFT)
+    for kind in KINDS:
+        facts = {"kind": kind, "port": ports[kind], "folder": folder, "user": getuser()}
+        body = _PROXY if kind == "proxy" else _STORAGE
+        (folder / f"{kind}.conf").write_text(_DEFAULTS.format(**facts) + body.format(**facts))
+        if kind != "proxy":
+            _ring(folder, kind, ports[kind])
+    server = S3Server(folder, ports)
+    try:
+        server.start()
+        yield server
+    finally:
+        server.stop()

@@ -16,6 +16,7 @@ from kestrl.rpc import call
 from kestrl.rpc.codec import policy_to_proto
 from kestrl.storage import Probe
 from kestrl.storage.adapters import MANIFEST, WEIGHTS
+from kestrl.testing.engine import score
 
 IDS = (5, 6, 7, 8, 9)
 
@@ -97,11 +98,10 @@ async def test_versions_are_loaded_one_after_another(stage: Any) -> None:
 
 
 async def test_the_untouched_adapter_is_proved_although_it_is_the_base(stage: Any) -> None:
-    version = stage.publish(0)
+    base = tuple(score("", IDS)[1:])
+    version = stage.publish(0, probe=Probe(token_ids=IDS, logprobs=base, base_logprobs=base))
     stage.engine.unapplied.add(version.name)
-    base = json.loads((version.folder / MANIFEST).read_bytes())["probe"]["base_logprobs"]
-    same = stage.publish(0, probe=Probe(token_ids=IDS, logprobs=base, base_logprobs=base))
-    assert (await stage.load(same)).probe_gap == 0.0
+    assert (await stage.load(version)).probe_gap == 0.0
 
 
 # --- what an engine does wrong

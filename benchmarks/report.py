@@ -1,0 +1,38 @@
+"""What every benchmark prints: one JSON object a row with `--json`, a line for people otherwise. Value and reference come from one run."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One figure beside what it is measured against."""
+
+    name: str
+    value: float
+    unit: str
+    reference: float | None = None
+    """The named peer's or limit's figure, measured in the same run."""
+    against: str = ""
+    """The peer or limit."""
+
+    @property
+    def ratio(self) -> float | None:
+        return self.value / self.reference if self.reference else None
+
+
+def main(description: str | None, measure: Callable[[], Iterable[Row]]) -> None:
+    """Runs a benchmark from the command line."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--json", action="store_true", help="one JSON object a row")
+    as_json = parser.parse_args().json
+    for row in measure():
+        if as_json:
+            print(json.dumps({**asdict(row), "ratio": row.ratio}), flush=True)
+        else:
+            beside = f"   {row.ratio:.2f} x {row.against} ({row.reference:.4g})" if row.ratio is not None else ""
+            print(f"{row.name:<58} {row.value:>10.4g} {row.unit}{beside}", flush=True)

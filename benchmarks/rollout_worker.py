@@ -1,0 +1,190 @@
+"""Episodes a second and CPU a turn of one rollout worker on one core, against the bare loop that sends the same requests.
+
+The worker is the real process with masks, log-probs, tool calls, scores and (unless OTEL_SDK_DISABLED) spans. Everything it talks to is on
+the other core and cheap (`fake_services`): an engine that answers after 50 ms, 4 turns an episode. The limit is asyncio, aiohttp and uvloop with
+token ids in and out and nothing else (`bare_loop`), pinned to the same core, in the same run. `research`: peers reach 153 (verl), 66 (ART)
+and 26 (verifiers) episodes a second at 512 on one core.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Generator, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from benchmarks.report import Row, main
+
+from kestrl import rpc
+from kestrl.api.common.v1 import common_pb2
+from kestrl.api.rollout.v1 import rollout_pb2 as pb
+from kestrl.api.rollout.v1 import rollout_pb2_grpc as stubs
+from kestrl.episode import Scenario
+from kestrl.plan.settings import RolloutSettings
+from kestrl.rpc.codec import scenario_to_proto
+from kestrl_email.model_path import tiny
+
+LOADS = ((64, 2_000), (512, 4_000), (2_048, 8_192))
+"""Episodes at once, and episodes in all."""
+GROUP = 8
+TURNS = 4
+TICKS = os.sysconf("SC_CLK_TCK")
+
+
+class Measured(NamedTuple):
+    episodes_per_second: float
+    cpu_ms_per_turn: float
+    memory_mb: float
+
+
+def cpu_seconds(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / TICKS
+
+
+def memory_mb(pid: int) -> float:
+    status = Path(f"/proc/{pid}/status").read_text()
+    return int(status.partition("VmHWM:")[2].split()[0]) / 1024
+
+
+@contextmanager
+def pinned(core: int, *arguments: str, **environment: str) -> Generator[subprocess.Popen[str]]:
+    """A Python process on one core that lives as long as its input is open."""
+    process = subprocess.Popen(
+        ["taskset", "-c", str(core), sys.executable, "-m", *arguments],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | environment,
+    )
+    try:
+        yield process
+    finally:
+        process.terminate()
+        process.communicate(timeout=30)
+
+
+def bare_loop(core: int, engine: int, concurrency: int, episodes: int) -> Measured:
+    arguments = (str(engine), str(concurrency), str(episodes), str(tiny()))
+    with pinned(core, "benchmarks.bare_loop", *arguments) as process:
+        assert process.stdout is not None
+        return Measured(**json.loads(process.stdout.readline()))
+
+
+@contextmanager
+def worker(core: int, services: dict[str, int], concurrency: int, endpoint: str | None) -> Generator[tuple[str, int]]:
+    """A rollout worker: where it listens, and its process."""
+    with tempfile.TemporaryDirectory() as folder:
+        port = free_port()
+        settings = RolloutSettings(
+            component="rollout-0",
+            job="bench",
+            run="bench",
+            listen=f"127.0.0.1:{port}",
+            tokenizer=str(tiny()),
+            agent="tool_agent",
+            tools_address=f"127.0.0.1:{services['services']}",
+            judge_address=f"127.0.0.1:{services['services']}",
+            concurrency=concurrency,
+            context_length=2048,
+            drain_seconds=1.0,
+            otlp_endpoint=endpoint,
+        )
+        path = Path(folder) / "settings.json"
+        path.write_text(settings.model_dump_json())
+        with pinned(core, "kestrl_rollout", "--settings", str(path)) as process:
+            yield f"127.0.0.1:{port}", process.pid
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def request(number: int, engine: int) -> pb.RunGroupRequest:
+    messages = ({"role": "system", "content": "You look words up."}, {"role": "user", "content": "What is a kestrel?"})
+    scenario = Scenario(id=str(number), ordinal=number, messages=messages)
+    return pb.RunGroupRequest(
+        group_id=f"bench/{number}",
+        scenario=scenario_to_proto(scenario),
+        size=GROUP,
+        policy=common_pb2.PolicyVersion(job="bench", step=1, sha256="0" * 64),
+        engines=[pb.Engine(name="engine-0", url=f"http://127.0.0.1:{engine}")],
+        sampling=pb.Sampling(temperature=1.0, max_tokens=512, max_turns=TURNS + 1),
+        deadlines=pb.Deadlines(tool=100, turn=200, episode=300, group=400),
+        seed=number,
+    )
+
+
+async def drive(address: str, pid: int, engine: int, concurrency: int, episodes: int) -> Measured:
+    """Closed loop: as many groups at once as make `concurrency` episodes."""
+    async with rpc.channel(address) as channel:
+        stub: Any = stubs.RolloutServiceStub(channel)
+        numbers = iter(range(1_000_000))
+
+        async def one() -> None:
+            last = None
+            async for answer in stub.RunGroup(request(next(numbers), engine), wait_for_ready=True):
+                last = answer
+            assert last is not None
+            whole = [episode for episode in last.group.episodes if episode.stop_reason == "answered"]
+            assert len(whole) == GROUP, last
+            assert all(len(episode.turns) == TURNS for episode in whole)
+
+        async def many(groups: list[int]) -> None:
+            while groups:
+                groups.pop()
+                await one()
+
+        async def load(count: int) -> None:
+            left = [0] * count
+            await asyncio.gather(*(many(left) for _ in range(concurrency // GROUP)))
+
+        await load(2 * concurrency // GROUP)
+        before, began = cpu_seconds(pid), time.perf_counter()
+        await load(episodes // GROUP)
+        seconds, cpu = time.perf_counter() - began, cpu_seconds(pid) - before
+    return Measured(episodes / seconds, 1000 * cpu / (episodes * TURNS), memory_mb(pid))
+
+
+def measure() -> Iterator[Row]:
+    with ExitStack() as stack:
+        fakes = stack.enter_context(pinned(1, "benchmarks.fake_services", str(tiny())))
+        assert fakes.stdout is not None
+        services: dict[str, int] = json.loads(fakes.stdout.readline())
+        traced = f"http://127.0.0.1:{services['services']}"
+        os.sched_setaffinity(0, {1})
+        for concurrency, episodes in LOADS:
+            bare = bare_loop(0, services["engine"], concurrency, episodes)
+            with worker(0, services, concurrency, traced) as (address, pid):
+                ours = asyncio.run(drive(address, pid, services["engine"], concurrency, episodes))
+            at = f"rollout_worker/{concurrency}"
+            against = "bare aiohttp loop"
+            yield Row(
+                name=f"{at}/episodes",
+                value=ours.episodes_per_second,
+                unit="1/s",
+                reference=bare.episodes_per_second,
+                against=against,
+            )
+            yield Row(
+                name=f"{at}/cpu",
+                value=ours.cpu_ms_per_turn,
+                unit="ms/turn",
+                reference=bare.cpu_ms_per_turn,
+                against=against,
+            )
+            yield Row(name=f"{at}/memory", value=ours.memory_mb, unit="MB", reference=bare.memory_mb, against=against)
+
+
+if __name__ == "__main__":
+    main(__doc__, measure)

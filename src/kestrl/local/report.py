@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import shlex
+import shutil
+import sys
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -13,6 +17,7 @@ from kestrl.api.common.v1 import common_pb2
 from kestrl.episode import Episode, Group
 from kestrl.errors import StorageError
 from kestrl.local.rundir import RunDir
+from kestrl.plan.engines import serving_command
 from kestrl.rpc.codec import group_from_proto
 from kestrl.storage import ObjectStore
 
@@ -90,7 +95,7 @@ def print_report(console: Console, run: RunDir, summary: Mapping[str, Any], stor
         console.print(f"failures {name}: {count}", markup=False)
     if policy.get("uri"):
         console.print(f"adapter {policy['version']}\n  {policy['uri']}", soft_wrap=True, highlight=False, markup=False)
-        console.print(_next_commands(run, model, policy), soft_wrap=True, highlight=False, markup=False)
+        console.print(next_commands(run, model, str(policy["version"])), soft_wrap=True, highlight=False, markup=False)
 
 
 def _print_transcripts(console: Console, store: ObjectStore, steps: int) -> None:
@@ -108,10 +113,14 @@ def _print_transcripts(console: Console, store: ObjectStore, steps: int) -> None
     console.print()
 
 
-def _next_commands(run: RunDir, model: str, policy: Mapping[str, Any]) -> str:
+def next_commands(run: RunDir, model: str, adapter: str) -> str:
+    """What to do with the adapter, ready to paste: the programs are named as this shell can find them."""
+    program = "kestrl" if shutil.which("kestrl") else str(Path(sys.executable).with_name("kestrl"))
+    where = ["--runs", str(run.path.parent)]
+    python = "python" if shutil.which("python") == sys.executable else sys.executable
     return (
         "use it:\n"
-        f"  kestrl eval {run.id} --runs {run.path.parent}\n"
-        f"  kestrl export {run.id} --runs {run.path.parent} --out adapter && "
-        f"vllm serve {model} --enable-lora --lora-modules {policy['version']}=adapter"
+        f"  {shlex.join([program, 'eval', run.id, *where])}\n"
+        f"  {shlex.join([program, 'export', run.id, *where, '--out', 'adapter'])} && "
+        f"env {shlex.join(serving_command(run.job(), model, adapter, 'adapter', python=python))}"
     )

@@ -56,21 +56,14 @@ def engine_component(job: AgentRLJob, site: Site, index: int) -> Component:
         "disable-log-stats": False,
     }
     if cpu:
-        options |= {
-            "distributed-executor-backend": "uni",
-            "kv-cache-memory-bytes": CPU_KV_CACHE_BYTES,
-            # vLLM 0.32 ends on a CPU when a request with a seed is prefilled in parts ("CPU Generator does not use offset"), so
-            # every prompt is prefilled whole; the budget of a pass must then hold the longest.
-            "no-enable-chunked-prefill": True,
-            "max-num-batched-tokens": max(spec.inference.context_length, CPU_BATCHED_TOKENS),
-        }
+        options |= _cpu_options(job)
     if spec.telemetry.otlp:
         options["otlp-traces-endpoint"] = spec.telemetry.otlp
     options |= spec.inference.args
     return Component(
         name=f"engine-{index}",
         role=Role.ENGINE,
-        module="kestrl_inference.vllm_cpu" if cpu else "vllm.entrypoints.openai.api_server",
+        module=_module(job),
         args=_arguments(options),
         env={
             **ENVIRONMENT,
@@ -83,6 +76,48 @@ def engine_component(job: AgentRLJob, site: Site, index: int) -> Component:
         ready=Ready(port=endpoint.port, http_path="/health"),
         device=Device(profile=spec.inference.accelerator.profile, count=spec.inference.accelerator.count),
     )
+
+
+def serving_command(job: AgentRLJob, model: str, adapter: str, folder: str, *, python: str) -> list[str]:
+    """How a person serves an exported adapter with vLLM alone, as the job's engines served it.
+
+    Args:
+        job: The job.
+        model: Folder or id of the base model.
+        adapter: The name to serve the adapter under.
+        folder: Where it was exported to.
+        python: The interpreter that has vLLM.
+    """
+    cpu = job.spec.inference.accelerator.profile == "cpu"
+    options: dict[str, str | int | float | bool] = {
+        "model": model,
+        "host": "127.0.0.1",  # vLLM's own default is every interface, without a key
+        "dtype": job.spec.model.dtype,
+        "max-model-len": job.spec.inference.context_length,
+        "enable-lora": True,
+        "max-lora-rank": engine_rank(job.spec.model.adapter.rank),
+        **(_cpu_options(job) if cpu else {}),
+        **job.spec.inference.args,
+        "lora-modules": f"{adapter}={folder}",
+    }
+    environment = [f"{name}={value}" for name, value in CPU_ENVIRONMENT.items()] if cpu else []
+    return [*environment, python, "-m", _module(job), *_arguments(options)]
+
+
+def _module(job: AgentRLJob) -> str:
+    cpu = job.spec.inference.accelerator.profile == "cpu"
+    return "kestrl_inference.vllm_cpu" if cpu else "vllm.entrypoints.openai.api_server"
+
+
+def _cpu_options(job: AgentRLJob) -> dict[str, str | int | float | bool]:
+    return {
+        "distributed-executor-backend": "uni",
+        "kv-cache-memory-bytes": CPU_KV_CACHE_BYTES,
+        # vLLM 0.32 ends on a CPU when a request with a seed is prefilled in parts ("CPU Generator does not use offset"), so
+        # every prompt is prefilled whole; the budget of a pass must then hold the longest.
+        "no-enable-chunked-prefill": True,
+        "max-num-batched-tokens": max(job.spec.inference.context_length, CPU_BATCHED_TOKENS),
+    }
 
 
 def _arguments(options: dict[str, str | int | float | bool]) -> tuple[str, ...]:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kestrl.plan.components import Component, Role, Secret
-from kestrl.plan.engines import engine_rank
+from kestrl.plan.engines import engine_rank, serving_command
 from kestrl.plan.planning import group_seconds, plan
 from kestrl.plan.settings import AgentSettings, LearnerSettings, RolloutSettings
 from kestrl.plan.site import Endpoint, Site
@@ -121,6 +121,18 @@ def test_the_cpu_recipe_is_only_for_the_cpu() -> None:
     assert "TORCHDYNAMO_DISABLE" not in gpu.env
     assert "kv-cache-memory-bytes" not in flags(gpu)
     assert (gpu.device.profile, gpu.device.count) == ("nvidia", 2)
+
+
+def test_an_exported_adapter_is_served_as_the_job_served_it() -> None:
+    cpu = serving_command(job_with(), "/m", "job.3.abc", "out", python="python")
+    assert cpu[:3] == ["TORCHDYNAMO_DISABLE=1", "OMP_NUM_THREADS=1", "VLLM_ENABLE_V1_MULTIPROCESSING=0"]
+    assert cpu[3:6] == ["python", "-m", "kestrl_inference.vllm_cpu"]
+    assert cpu[-2:] == ["--lora-modules", "job.3.abc=out"]
+    gpu = job_with("inference.accelerator={profile: nvidia, count: 1}", "inference.args.max-num-seqs=64")
+    command = serving_command(gpu, "/m", "job.3.abc", "out", python="python")
+    assert command[:3] == ["python", "-m", "vllm.entrypoints.openai.api_server"]
+    assert " --max-num-seqs 64 " in " ".join(command)
+    assert "uni" not in command
 
 
 def test_arguments_of_the_manifest_win() -> None:

@@ -7,9 +7,8 @@ again and again without ever outliving its outer one.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Generator
-from contextlib import asynccontextmanager, contextmanager
 from enum import StrEnum
+from types import TracebackType
 
 from kestrl.errors import Boundary, DeadlineExceeded
 
@@ -29,39 +28,55 @@ class Waiting:
     def __init__(self) -> None:
         self.boundary = Boundary.INFRASTRUCTURE
 
-    @contextmanager
-    def on(self, boundary: Boundary) -> Generator[None]:
+    def on(self, boundary: Boundary) -> _On:
         """Waits for `boundary`. A cancellation leaves the mark in place for the deadline that caused it to read."""
-        before, self.boundary = self.boundary, boundary
-        try:
-            yield
-        except asyncio.CancelledError:
-            raise
-        except BaseException:
-            self.boundary = before
-            raise
-        self.boundary = before
+        return _On(self, boundary)
+
+
+class _On:
+    __slots__ = ("_before", "_boundary", "_waiting")
+
+    def __init__(self, waiting: Waiting, boundary: Boundary) -> None:
+        self._waiting, self._boundary, self._before = waiting, boundary, waiting.boundary
+
+    def __enter__(self) -> None:
+        self._before, self._waiting.boundary = self._waiting.boundary, self._boundary
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None or not issubclass(kind, asyncio.CancelledError):
+            self._waiting.boundary = self._before
 
 
 def now() -> float:
     return asyncio.get_running_loop().time()
 
 
-@asynccontextmanager
-async def deadline(scope: Scope, at: float, waiting: Waiting) -> AsyncGenerator[None]:
-    """Ends what runs inside at the loop time `at`.
+class deadline:  # noqa: N801 - used as a verb: `async with deadline(...)`
+    """Ends what runs inside at a loop time. A class and no generator: an episode enters a dozen of them.
 
     Raises:
         DeadlineExceeded: It passed; the code is the scope, the boundary what was waited for.
     """
-    timer = asyncio.timeout_at(at)
-    try:
-        async with timer:
-            yield
-    except TimeoutError as error:
-        if not timer.expired():
-            raise  # a TimeoutError of the code inside, not ours
-        name = scope.removesuffix("_deadline")
-        raise DeadlineExceeded(
-            f"the {name}'s deadline passed while waiting for: {waiting.boundary}", code=scope, boundary=waiting.boundary
-        ) from error
+
+    __slots__ = ("_scope", "_timer", "_waiting")
+
+    def __init__(self, scope: Scope, at: float, waiting: Waiting) -> None:
+        self._scope, self._waiting = scope, waiting
+        self._timer = asyncio.timeout_at(at)
+
+    async def __aenter__(self) -> None:
+        await self._timer.__aenter__()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            await self._timer.__aexit__(kind, error, trace)
+        except TimeoutError as late:
+            # Only the timer's own: one of the code inside passes it by.
+            name, waited = self._scope.removesuffix("_deadline"), self._waiting.boundary
+            raise DeadlineExceeded(
+                f"the {name}'s deadline passed while waiting for: {waited}", code=self._scope, boundary=waited
+            ) from late

@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import Any, Self
 
 import aiohttp
+import orjson
 
 from kestrl.agents import Completion
 from kestrl.errors import EngineFailure
@@ -51,7 +52,7 @@ class GenerateRequest:
         return {
             "request_id": self.id,
             "model": self.policy,
-            "token_ids": self.prompt_ids,
+            "token_ids": list(self.prompt_ids),
             "sampling_params": {
                 "temperature": self.temperature,
                 "top_p": 1.0,
@@ -69,14 +70,17 @@ class EngineClient:
     """One HTTP session for all engines of the worker."""
 
     def __init__(self, key: str | None) -> None:
-        self._headers = {"Authorization": f"Bearer {key}"} if key else {}
+        self._headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
         self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> Self:
         # No limit: concurrency is bounded by the episodes, and a queue hidden here would look like a slow engine.
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_SECONDS)
         self._session = aiohttp.ClientSession(
-            connector=connector, timeout=aiohttp.ClientTimeout(total=None), headers=self._headers
+            connector=connector,
+            timeout=aiohttp.ClientTimeout(total=None),
+            headers=self._headers,
+            cookie_jar=aiohttp.DummyCookieJar(),
         )
         return self
 
@@ -96,7 +100,7 @@ class EngineClient:
         assert self._session is not None
         url = f"{engine.url.rstrip('/')}/inference/v1/generate"
         try:
-            async with self._session.post(url, json=request.body(), headers=trace_headers()) as response:
+            async with self._session.post(url, data=orjson.dumps(request.body()), headers=trace_headers()) as response:
                 payload = await response.read()
                 status = response.status
         except aiohttp.ClientConnectorError as error:
@@ -127,6 +131,13 @@ def refusal(engine: str, status: int, payload: bytes) -> EngineFailure:
     return EngineFailure(f"{engine}: HTTP {status}: {text}", code=code, retryable=retryable)
 
 
+def _parsed(payload: bytes) -> Any:
+    try:
+        return orjson.loads(payload)
+    except orjson.JSONDecodeError:
+        return json.loads(payload)  # takes NaN, which deserves an error of its own further down
+
+
 def read_completion(engine: str, policy: str, payload: bytes) -> Completion:
     """Checks an answer and takes from it what counts.
 
@@ -134,7 +145,7 @@ def read_completion(engine: str, policy: str, payload: bytes) -> Completion:
         EngineFailure: It is not the answer to what was asked.
     """
     try:
-        answer = json.loads(payload)
+        answer = _parsed(payload)
         named, (choice,) = answer["model"], answer["choices"]
         ids, finish = [int(token) for token in choice["token_ids"]], str(choice["finish_reason"])
         scored = [(int(entry["token_id"]), float(entry["logprob"])) for entry in choice["logprobs"]["content"]]

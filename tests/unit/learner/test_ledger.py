@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,19 @@ from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 from sqlalchemy import insert
 from sqlalchemy.exc import IntegrityError
 
 from kestrl.errors import UserInputError
+from kestrl.testing.postgres import serving_postgres
 from kestrl_learner.ledger import Lease, Ledger, LedgerError
 from kestrl_learner.ledger.tables import metadata, work
 
@@ -25,17 +34,39 @@ names = count()
 FOLDER = tempfile.TemporaryDirectory()
 
 
-def open_ledger(path: Path, *, epochs: int = EPOCHS) -> Ledger:
-    return Ledger(f"sqlite:///{path}", seed=1, size=SIZE, epochs=epochs)
+Place = tuple[str, str]
+"""A database's address and the run whose ledger it holds."""
+
+
+def open_ledger(place: Place, *, epochs: int = EPOCHS) -> Ledger:
+    url, run = place
+    return Ledger(url, seed=1, size=SIZE, epochs=epochs, run=run)
+
+
+@pytest.fixture(scope="session")
+def postgres(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with serving_postgres(tmp_path_factory.mktemp("postgres")) as url:
+        yield url
+
+
+@pytest.fixture(params=["sqlite", pytest.param("postgres", marks=pytest.mark.servers)])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
+    if request.param == "sqlite":
+        return f"sqlite:///{tmp_path / 'ledger.db'}", ""
+    return request.getfixturevalue("postgres"), f"a-run.{next(names)}"
 
 
 class LedgerMachine(RuleBasedStateMachine):
     """The ledger against a dictionary of what every scenario has become."""
 
+    url = ""
+    """A server's; without it, each example has a file of its own."""
+
     @initialize()
     def begin(self) -> None:
-        self.path = Path(FOLDER.name) / f"{next(names)}.db"
-        self.ledger = open_ledger(self.path)
+        number = next(names)
+        self.place = (self.url, f"machine-{number}") if self.url else (f"sqlite:///{FOLDER.name}/{number}.db", "")
+        self.ledger = open_ledger(self.place)
         self.leased: dict[int, Lease] = {}
         self.finished: dict[int, Lease] = {}
         self.trained: dict[int, int] = {}
@@ -104,7 +135,7 @@ class LedgerMachine(RuleBasedStateMachine):
     @rule(back=st.integers(0, 3))
     def crash_and_resume(self, back: int) -> None:
         self.ledger.close()
-        self.ledger = open_ledger(self.path)
+        self.ledger = open_ledger(self.place)
         self.step = max(0, self.step - back)
         self.ledger.rewind(self.step)
         self.leased.clear()
@@ -128,9 +159,15 @@ TestLedgerMachine = LedgerMachine.TestCase
 TestLedgerMachine.settings = settings(max_examples=12, stateful_step_count=20, deadline=None)
 
 
+@pytest.mark.servers
+def test_the_ledger_machine_on_postgresql(postgres: str) -> None:
+    machine = type("OnPostgres", (LedgerMachine,), {"url": postgres})
+    run_state_machine_as_test(machine, settings=settings(max_examples=12, stateful_step_count=20, deadline=None))
+
+
 @pytest.fixture
-def ledger(tmp_path: Path) -> Any:
-    opened = open_ledger(tmp_path / "ledger.db")
+def ledger(place: Place) -> Any:
+    opened = open_ledger(place)
     yield opened
     opened.close()
 
@@ -152,8 +189,8 @@ def test_a_step_is_recorded_whole_or_not_at_all(ledger: Ledger) -> None:
     assert ledger.counts() == {"finished": 1, "leased": 1}
 
 
-def test_what_is_left_over_is_dropped_with_its_reason_and_comes_back_under_a_longer_schedule(tmp_path: Path) -> None:
-    ledger = open_ledger(tmp_path / "ledger.db", epochs=1)
+def test_what_is_left_over_is_dropped_with_its_reason_and_comes_back_under_a_longer_schedule(place: Place) -> None:
+    ledger = open_ledger(place, epochs=1)
     lease = ledger.lease(0)
     assert lease is not None
     ledger.finish(lease)
@@ -161,7 +198,7 @@ def test_what_is_left_over_is_dropped_with_its_reason_and_comes_back_under_a_lon
     ledger.close_books()
     assert ledger.counts() == {"trained": 1, "dropped": 2}
     ledger.close()
-    longer = open_ledger(tmp_path / "ledger.db", epochs=2)
+    longer = open_ledger(place, epochs=2)
     longer.rewind(1)
     handed = [longer.lease(1) for _ in range(6)]
     assert [lease.position for lease in handed if lease] == [1, 2, 3, 4, 5]
@@ -200,3 +237,28 @@ def test_the_migrations_make_the_tables_that_the_code_speaks_of(ledger: Ledger) 
 def test_a_database_that_cannot_be_opened_is_a_mendable_input() -> None:
     with pytest.raises(UserInputError, match="nowhere"):
         Ledger("sqlite:////nowhere/at/all/ledger.db", seed=1, size=1, epochs=1)
+
+
+def test_a_server_that_is_away_is_told_without_the_password() -> None:
+    with pytest.raises(UserInputError) as caught:
+        Ledger("postgresql+psycopg://me:secret@127.0.0.1:9/x", seed=1, size=1, epochs=1)
+    assert "postgresql+psycopg://me:***@127.0.0.1:9/x cannot be used" in str(caught.value)
+    assert "secret" not in str(caught.value)
+
+
+def test_a_malformed_address_is_told() -> None:
+    with pytest.raises(UserInputError, match="not an address that SQLAlchemy knows"):
+        Ledger("nowhere", seed=1, size=1, epochs=1)
+
+
+@pytest.mark.servers
+@pytest.mark.parametrize("name", ["shared", "a-name-longer-than-any-identifier-of-the-database-may-be-in-all-" * 2])
+def test_runs_that_share_a_database_do_not_see_each_other(postgres: str, name: str) -> None:
+    first, second = open_ledger((postgres, f"{name}-1")), open_ledger((postgres, f"{name}-2"))
+    lease = first.lease(0)
+    assert lease is not None
+    first.finish(lease)
+    assert second.counts() == {}
+    assert second.lease(0) == lease
+    first.close()
+    second.close()

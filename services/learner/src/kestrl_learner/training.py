@@ -46,6 +46,7 @@ class Training:
             seed=self._settings.seed,
             size=len(context.scenarios),
             epochs=self._settings.epochs,
+            run=self._settings.run,
         )
         self._collector = Collector(
             self._settings,

@@ -6,14 +6,16 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
+from hashlib import sha256
 from importlib.resources import files
 from typing import Any, NamedTuple
 
 from alembic import command
 from alembic.config import Config
-from sqlalchemy import create_engine, event, func, insert, select, update
+from sqlalchemy import create_engine, event, func, insert, make_url, select, update
 from sqlalchemy.engine import Connection, Engine
-from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy.exc import ArgumentError, SQLAlchemyError
+from sqlalchemy.schema import CreateSchema
 
 from kestrl.errors import KestrlError, UserInputError, place_error
 from kestrl_learner.ledger.tables import work
@@ -26,6 +28,9 @@ class LedgerError(KestrlError):
     code = "ledger_conflict"
 
 
+CONNECT_SECONDS, STATEMENT_SECONDS = 10, 30
+LONGEST_NAME = 63
+"""Bytes of an identifier in PostgreSQL."""
 END_OF_SCHEDULE = "end_of_schedule"
 """Why what the last step left over was dropped. Undone when a longer schedule resumes the run."""
 
@@ -53,14 +58,18 @@ def _sqlite_durable(connection: Any, _record: Any) -> None:
     cursor.close()
 
 
-def open_engine(url: str) -> Engine:
+def open_engine(url: str, *, run: str = "") -> Engine:
     """Connects and brings the tables to the newest version.
+
+    Args:
+        url: SQLAlchemy address.
+        run: In PostgreSQL each run's tables lie in a schema of its name, so that one database serves many runs.
 
     Raises:
         UserInputError: The database cannot be used.
     """
     try:
-        engine = create_engine(url)
+        engine = create_engine(url, **_options(url, _schema(url, run)))
         if engine.dialect.name == "sqlite":
             event.listen(engine, "connect", _sqlite_durable)
         config = Config()
@@ -68,9 +77,39 @@ def open_engine(url: str) -> Engine:
         with engine.begin() as connection:
             config.attributes["connection"] = connection
             command.upgrade(config, "head")
+    except ArgumentError as error:
+        raise UserInputError(f"the ledger's database is not an address that SQLAlchemy knows: {error}") from error
     except SQLAlchemyError as error:
-        raise UserInputError(f"the ledger's database {url!r} cannot be used: {error}") from error
+        raise UserInputError(f"the ledger's database {_shown(url)} cannot be used: {error}") from error
     return engine
+
+
+def _schema(url: str, run: str) -> str:
+    """Makes the run's schema, where there are any, and gives the setting that chooses it."""
+    if not run or make_url(url).get_backend_name() != "postgresql":
+        return ""
+    # PostgreSQL cuts longer names without a word, and two runs could become one.
+    name = run if len(run.encode()) <= LONGEST_NAME else f"{run[:40]}-{sha256(run.encode()).hexdigest()[:12]}"
+    engine = create_engine(url, **_options(url))
+    try:
+        with engine.begin() as connection:
+            connection.execute(CreateSchema(name, if_not_exists=True))
+        return f"-csearch_path={engine.dialect.identifier_preparer.quote(name)}"
+    finally:
+        engine.dispose()
+
+
+def _options(url: str, settings: str = "") -> dict[str, Any]:
+    if make_url(url).get_backend_name() != "postgresql":
+        return {}
+    # A statement or a connection that hangs becomes an error; a connection that the server dropped is replaced unseen.
+    limits = f"-cstatement_timeout={STATEMENT_SECONDS * 1000} {settings}"
+    return {"pool_pre_ping": True, "connect_args": {"connect_timeout": CONNECT_SECONDS, "options": limits}}
+
+
+def _shown(url: str) -> str:
+    """An address without its password."""
+    return make_url(url).render_as_string(hide_password=True)
 
 
 class Ledger:
@@ -81,10 +120,11 @@ class Ledger:
         seed: Of the epochs' orders.
         size: Scenarios of an epoch.
         epochs: Epochs in all.
+        run: The run it is of; keeps runs apart that share a database.
     """
 
-    def __init__(self, url: str, *, seed: int, size: int, epochs: int) -> None:
-        self._engine = open_engine(url)
+    def __init__(self, url: str, *, seed: int, size: int, epochs: int, run: str = "") -> None:
+        self._engine = open_engine(url, run=run)
         self._seed, self._size, self._epochs = seed, size, epochs
         self._orders: dict[int, list[int]] = {}
 

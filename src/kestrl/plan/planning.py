@@ -192,6 +192,8 @@ def _learner(job: AgentRLJob, site: Site) -> Component:
             "eval_every": spec.schedule.eval_every,
             "checkpoint_every": spec.schedule.checkpoint_every,
             "keep_checkpoints": spec.schedule.keep_checkpoints,
+            "keep_adapters": spec.schedule.keep_adapters,
+            "keep_episodes": spec.schedule.keep_episodes,
             "temperature": spec.sampling.temperature,
             "max_tokens": spec.agent.max_tokens,
             "max_turns": spec.agent.max_turns,

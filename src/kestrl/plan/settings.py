@@ -189,6 +189,8 @@ class LearnerSettings(ServiceSettings):
     eval_every: int | None
     checkpoint_every: int
     keep_checkpoints: int
+    keep_adapters: int | None = None
+    keep_episodes: int | None = None
     temperature: float
     max_tokens: int
     max_turns: int

@@ -195,6 +195,10 @@ class Schedule(Model):
     """Steps between evaluations; without it only before and after."""
     checkpoint_every: PositiveInt = 10
     keep_checkpoints: PositiveInt = 2
+    keep_adapters: PositiveInt | None = None
+    """Newest versions kept in storage, beside those that an engine serves or a checkpoint needs; without it all are kept."""
+    keep_episodes: PositiveInt | None = None
+    """Newest steps whose training episodes are kept in storage; without it all are kept."""
 
 
 class Accelerator(Model):

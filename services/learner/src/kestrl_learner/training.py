@@ -6,7 +6,7 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from kestrl.episode import PolicyVersion
 from kestrl.errors import Boundary, KestrlError, UserInputError
@@ -21,6 +21,7 @@ from kestrl_learner.evaluate import store_groups
 from kestrl_learner.facts import merged_gap, step_facts
 from kestrl_learner.ledger import Ledger, LedgerError
 from kestrl_learner.model import PolicyModel
+from kestrl_learner.retention import forget_adapters, forget_episodes
 from kestrl_learner.trainer import StepResult, Trainer
 
 log = logging.getLogger(__name__)
@@ -187,6 +188,7 @@ class Training:
                 await asyncio.to_thread(self._checkpoint)
             self._collector.advance(policy)
             await self._retire(policy)
+            await asyncio.to_thread(self._forget, self._collector.named() | context.engines.wanted() | {policy.name})
 
     async def _update(self, ready: Sequence[Ready], policy: PolicyVersion) -> StepResult:
         groups = [train_group(item.group, self._settings.algorithm.advantage, policy.name) for item in ready]
@@ -232,6 +234,13 @@ class Training:
         kept = self._collector.named() | {policy.name}
         engines = self._context.engines
         await engines.retire({name for name in engines.wanted() if name not in kept})
+
+    def _forget(self, names: Collection[str]) -> None:
+        settings, store = self._settings, self._context.store
+        if settings.keep_adapters:
+            forget_adapters(store, keep=settings.keep_adapters, names=names, steps=checkpoint.steps(store))
+        if settings.keep_episodes:
+            forget_episodes(store, keep=settings.keep_episodes)
 
     def _checkpoint(self) -> None:
         context = self._context

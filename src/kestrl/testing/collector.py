@@ -6,7 +6,7 @@ A real collector would pass them on; this one is asked. `kestrl.testing` is for 
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -15,6 +15,8 @@ from typing import Any
 import grpc
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2 as pb
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2_grpc as stubs
+
+from kestrl.telemetry.names import Attr
 
 MAX_SPANS = 100_000
 
@@ -25,6 +27,8 @@ class SeenSpan:
 
     name: str
     service: str
+    run: str
+    """Of the process that sent it; empty when it is none of ours."""
     trace_id: str
     span_id: str
     parent_id: str
@@ -64,15 +68,16 @@ class _Servicer(stubs.TraceServiceServicer):
             facts = {item.key: item.value.string_value for item in resource.resource.attributes}
             for scope in resource.scope_spans:
                 for span in scope.spans:
-                    self._keep(span, facts.get("service.name", ""))
+                    self._keep(span, facts)
         return pb.ExportTraceServiceResponse()
 
-    def _keep(self, span: Any, service: str) -> None:
+    def _keep(self, span: Any, facts: Mapping[str, str]) -> None:
         if len(self._collector.spans) >= MAX_SPANS:
             raise MemoryError(f"more than {MAX_SPANS} spans: trace less in this test")
         self._collector.spans[span.span_id.hex()] = SeenSpan(
             name=span.name,
-            service=service,
+            service=facts.get("service.name", ""),
+            run=facts.get(Attr.RUN, ""),
             trace_id=span.trace_id.hex(),
             span_id=span.span_id.hex(),
             parent_id=span.parent_span_id.hex(),

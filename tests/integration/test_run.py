@@ -345,7 +345,7 @@ def test_killed_without_a_word_nothing_is_left_and_the_same_command_resumes(tmp_
     assert "email-search-1 dead" in kestrl("status", "--runs", tmp_path)
     with subprocess.Popen(command(*arguments), cwd=ROOT, text=True, stdout=subprocess.PIPE) as process:
         wait_for_step(run, process, 2)
-        process.send_signal(signal.SIGINT)
+        assert "has stopped; run the same command again to resume" in kestrl("stop", run.id, "--runs", tmp_path)
         printed = process.communicate(timeout=120)[0]
     assert process.returncode == 130
     assert "resuming run email-search-1" in printed

@@ -168,22 +168,12 @@ def measure() -> Iterator[Row]:
             with worker(0, services, concurrency, traced) as (address, pid):
                 ours = asyncio.run(drive(address, pid, services["engine"], concurrency, episodes))
             at = f"rollout_worker/{concurrency}"
-            against = "bare aiohttp loop"
-            yield Row(
-                name=f"{at}/episodes",
-                value=ours.episodes_per_second,
-                unit="1/s",
-                reference=bare.episodes_per_second,
-                against=against,
-            )
-            yield Row(
-                name=f"{at}/cpu",
-                value=ours.cpu_ms_per_turn,
-                unit="ms/turn",
-                reference=bare.cpu_ms_per_turn,
-                against=against,
-            )
-            yield Row(name=f"{at}/memory", value=ours.memory_mb, unit="MB", reference=bare.memory_mb, against=against)
+            for name, unit, value, reference in (
+                ("episodes", "1/s", ours.episodes_per_second, bare.episodes_per_second),
+                ("cpu", "ms/turn", ours.cpu_ms_per_turn, bare.cpu_ms_per_turn),
+                ("memory", "MB", ours.memory_mb, bare.memory_mb),
+            ):
+                yield Row(name=f"{at}/{name}", value=value, unit=unit, reference=reference, against="bare aiohttp loop")
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from urllib.parse import urlparse
 
 from kestrl.data.locate import locate_model
 from kestrl.errors import KestrlError, place_error
+from kestrl.local.place import storage_root
 from kestrl.spec import AgentRLJob
 from kestrl.storage import open_store
 
@@ -56,7 +57,7 @@ def examine(job: AgentRLJob | None, *, base: Path, runs: Path) -> Iterator[Findi
         return
     yield accelerator(job)
     yield _tried("model", lambda: locate_model(job.spec.model.base, base=base))
-    yield _tried("storage", lambda: round_trip(job.spec.storage.uri or runs.resolve().as_uri(), base))
+    yield _tried("storage", lambda: round_trip(storage_root(job, base) or runs.resolve().as_uri()))
     if job.spec.telemetry.otlp:
         yield collector(job.spec.telemetry.otlp)
 
@@ -137,9 +138,9 @@ def accelerator(job: AgentRLJob) -> Finding:
     )
 
 
-def round_trip(uri: str, base: Path) -> str:
+def round_trip(uri: str) -> str:
     """Writes, reads and removes an object where the run's will lie."""
-    store = open_store(uri if urlparse(uri).scheme else str(base / uri))
+    store = open_store(uri)
     path, content = f".doctor/{uuid.uuid4().hex}", os.urandom(1024)
     store.put(path, content)
     intact = store.get(path) == content

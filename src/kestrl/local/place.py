@@ -71,15 +71,19 @@ def local_path(uri: str | None, base: Path, field: str) -> str | None:
     return str(path.resolve())
 
 
+def storage_root(job: AgentRLJob, base: Path) -> str | None:
+    """What the job names for the objects of all its runs, paths taken relative to the manifest's folder; None if it names nothing."""
+    uri = job.spec.storage.uri
+    if uri is None or urlparse(uri).scheme not in {"", "file"}:
+        return uri and uri.rstrip("/")
+    path = Path(urlparse(uri).path) if uri.startswith("file:") else base / uri
+    return path.resolve().as_uri()
+
+
 def storage_address(job: AgentRLJob, run: RunDir, base: Path) -> str:
     """Where the run's objects go: the run's own folder, or a folder of its id beneath what the job names."""
-    uri = job.spec.storage.uri
-    if uri is None:
-        return run.path.as_uri()
-    if urlparse(uri).scheme in {"", "file"}:
-        path = Path(urlparse(uri).path) if uri.startswith("file:") else base / uri
-        return (path.resolve() / run.id).as_uri()
-    return f"{uri.rstrip('/')}/{run.id}"
+    root = storage_root(job, base)
+    return run.path.as_uri() if root is None else f"{root}/{run.id}"
 
 
 def site_of(job: AgentRLJob, run: RunDir, manifest_dir: Path, *, base_port: int | None, cache_dir: Path) -> Site:

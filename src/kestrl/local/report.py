@@ -15,9 +15,10 @@ from rich.table import Table
 
 from kestrl.api.common.v1 import common_pb2
 from kestrl.episode import Episode, Group
-from kestrl.errors import StorageError
+from kestrl.errors import PlaceError, StorageError
 from kestrl.local.rundir import RunDir
 from kestrl.plan.engines import serving_command
+from kestrl.plan.site import Site
 from kestrl.rpc.codec import group_from_proto
 from kestrl.storage import ObjectStore
 
@@ -77,7 +78,7 @@ def transcript(episode: Episode) -> Iterator[str]:
         yield f"  -> failed: {episode.failure}"
 
 
-def print_report(console: Console, run: RunDir, summary: Mapping[str, Any], store: ObjectStore, model: str) -> None:
+def print_report(console: Console, run: RunDir, summary: Mapping[str, Any], store: ObjectStore, site: Site) -> None:
     """Prints the end of a run."""
     before: dict[str, Any] = summary.get("before") or {}
     after: dict[str, Any] = summary.get("after") or {}
@@ -95,13 +96,13 @@ def print_report(console: Console, run: RunDir, summary: Mapping[str, Any], stor
         console.print(f"failures {name}: {count}", markup=False)
     if policy.get("uri"):
         console.print(f"adapter {policy['version']}\n  {policy['uri']}", soft_wrap=True, highlight=False, markup=False)
-        console.print(next_commands(run, model, str(policy["version"])), soft_wrap=True, highlight=False, markup=False)
+        console.print(next_commands(run, site, str(policy["version"])), soft_wrap=True, highlight=False, markup=False)
 
 
 def _print_transcripts(console: Console, store: ObjectStore, steps: int) -> None:
     try:
         pair = most_telling(evaluated_groups(store, 0), evaluated_groups(store, steps))
-    except StorageError as error:
+    except (StorageError, PlaceError) as error:
         console.print(f"no transcript: {error}", markup=False)
         return
     if pair is None:
@@ -113,14 +114,19 @@ def _print_transcripts(console: Console, store: ObjectStore, steps: int) -> None
     console.print()
 
 
-def next_commands(run: RunDir, model: str, adapter: str) -> str:
+def next_commands(run: RunDir, site: Site, adapter: str) -> str:
     """What to do with the adapter, ready to paste: the programs are named as this shell can find them."""
-    program = "kestrl" if shutil.which("kestrl") else str(Path(sys.executable).with_name("kestrl"))
+    own = Path(sys.executable)
+    program, python = _found(own.with_name("kestrl")), _found(own)
     where = ["--runs", str(run.path.parent)]
-    python = "python" if shutil.which("python") == sys.executable else sys.executable
     return (
         "use it:\n"
         f"  {shlex.join([program, 'eval', run.id, *where])}\n"
         f"  {shlex.join([program, 'export', run.id, *where, '--out', 'adapter'])} && "
-        f"env {shlex.join(serving_command(run.job(), model, adapter, 'adapter', python=python))}"
+        f"env {shlex.join(serving_command(run.job(), site, adapter, 'adapter', python=python))}"
     )
+
+
+def _found(program: Path) -> str:
+    """The name of a program if this shell finds this very one by it, else its path."""
+    return program.name if shutil.which(program.name) == str(program) else str(program)

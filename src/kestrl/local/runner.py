@@ -205,7 +205,7 @@ def _finished(console: Console, run: RunDir, summary: dict[str, Any], store: Obj
     if summary.get("status") != "succeeded":
         console.print(f"the learner ended without a result: {summary.get('status', 'no summary')}", style="red")
         return EXIT_FAILED
-    print_report(console, run, summary, store, site.model)
+    print_report(console, run, summary, store, site)
     console.print(f"{summary['steps']} steps in {summary['seconds']:.0f} s; {run.summary_path}", soft_wrap=True)
     return 0
 

@@ -12,10 +12,11 @@ CPU_KV_CACHE_BYTES = 256 * 1024 * 1024
 """Enough for tens of thousands of tokens of a tiny model; a job for a larger one sets `inference.args.kv-cache-memory-bytes`."""
 
 CPU_BATCHED_TOKENS = 8192
+Options = dict[str, str | int | float | bool]
+"""Of the engine's server: `{"max-loras": 4, "enable-lora": True}`."""
 
 CPU_ENVIRONMENT = {
     "TORCHDYNAMO_DISABLE": "1",  # no compiler needed, and no stall at the first request
-    "OMP_NUM_THREADS": "1",  # two threads of two engines on two cores are several times slower than one each
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # with `uni`: the worker lives in the engine-core process
 }
 ENVIRONMENT = {
@@ -35,16 +36,11 @@ def engine_component(job: AgentRLJob, site: Site, index: int) -> Component:
     """The engine of replica `index`."""
     spec = job.spec
     endpoint = site.endpoint(Role.ENGINE, index)
-    cpu = spec.inference.accelerator.profile == "cpu"
-    options: dict[str, str | int | float | bool] = {
-        "model": site.model,
+    options: Options = {
+        **_model_options(job, site.model),
         "served-model-name": BASE_MODEL_NAME,
         "host": endpoint.bind,
         "port": endpoint.port,
-        "dtype": spec.model.dtype,
-        "max-model-len": spec.inference.context_length,
-        "enable-lora": True,
-        "max-lora-rank": engine_rank(spec.model.adapter.rank),
         "max-loras": spec.inference.adapter_slots,
         # One more than the live versions: an adapter that the engine dropped by itself would be read again from a folder
         # that may be gone, which ends the engine.
@@ -55,8 +51,6 @@ def engine_component(job: AgentRLJob, site: Site, index: int) -> Component:
         "middleware": "kestrl_inference.guard.ControlGuard",
         "disable-log-stats": False,
     }
-    if cpu:
-        options |= _cpu_options(job)
     if spec.telemetry.otlp:
         options["otlp-traces-endpoint"] = spec.telemetry.otlp
     options |= spec.inference.args
@@ -67,7 +61,7 @@ def engine_component(job: AgentRLJob, site: Site, index: int) -> Component:
         args=_arguments(options),
         env={
             **ENVIRONMENT,
-            **(CPU_ENVIRONMENT if cpu else {}),
+            **_cpu_environment(job),
             "VLLM_CACHE_ROOT": f"{site.work_dir}/vllm-cache",
             "OTEL_SERVICE_NAME": "kestrl-engine",
         },
@@ -78,38 +72,55 @@ def engine_component(job: AgentRLJob, site: Site, index: int) -> Component:
     )
 
 
-def serving_command(job: AgentRLJob, model: str, adapter: str, folder: str, *, python: str) -> list[str]:
+def serving_command(job: AgentRLJob, site: Site, adapter: str, folder: str, *, python: str) -> list[str]:
     """How a person serves an exported adapter with vLLM alone, as the job's engines served it.
 
     Args:
         job: The job.
-        model: Folder or id of the base model.
+        site: Where the base model and the chat template lie.
         adapter: The name to serve the adapter under.
         folder: Where it was exported to.
         python: The interpreter that has vLLM.
     """
-    cpu = job.spec.inference.accelerator.profile == "cpu"
-    options: dict[str, str | int | float | bool] = {
-        "model": model,
+    options: Options = {
+        **_model_options(job, site.model),
+        **({"chat-template": site.template} if site.template else {}),
         "host": "127.0.0.1",  # vLLM's own default is every interface, without a key
-        "dtype": job.spec.model.dtype,
-        "max-model-len": job.spec.inference.context_length,
-        "enable-lora": True,
-        "max-lora-rank": engine_rank(job.spec.model.adapter.rank),
-        **(_cpu_options(job) if cpu else {}),
         **job.spec.inference.args,
         "lora-modules": f"{adapter}={folder}",
     }
-    environment = [f"{name}={value}" for name, value in CPU_ENVIRONMENT.items()] if cpu else []
+    environment = [f"{name}={value}" for name, value in _cpu_environment(job).items()]
     return [*environment, python, "-m", _module(job), *_arguments(options)]
 
 
+def _on_cpu(job: AgentRLJob) -> bool:
+    return job.spec.inference.accelerator.profile == "cpu"
+
+
 def _module(job: AgentRLJob) -> str:
-    cpu = job.spec.inference.accelerator.profile == "cpu"
-    return "kestrl_inference.vllm_cpu" if cpu else "vllm.entrypoints.openai.api_server"
+    return "kestrl_inference.vllm_cpu" if _on_cpu(job) else "vllm.entrypoints.openai.api_server"
 
 
-def _cpu_options(job: AgentRLJob) -> dict[str, str | int | float | bool]:
+def _model_options(job: AgentRLJob, model: str) -> Options:
+    """What an engine is told of the model, whoever starts it."""
+    spec = job.spec
+    return {
+        "model": model,
+        "dtype": spec.model.dtype,
+        "max-model-len": spec.inference.context_length,
+        "enable-lora": True,
+        "max-lora-rank": engine_rank(spec.model.adapter.rank),
+        **(_cpu_options(job) if _on_cpu(job) else {}),
+    }
+
+
+def _cpu_environment(job: AgentRLJob) -> dict[str, str]:
+    if not _on_cpu(job):
+        return {}
+    return {**CPU_ENVIRONMENT, "OMP_NUM_THREADS": str(job.spec.inference.threads)}
+
+
+def _cpu_options(job: AgentRLJob) -> Options:
     return {
         "distributed-executor-backend": "uni",
         "kv-cache-memory-bytes": CPU_KV_CACHE_BYTES,
@@ -120,7 +131,7 @@ def _cpu_options(job: AgentRLJob) -> dict[str, str | int | float | bool]:
     }
 
 
-def _arguments(options: dict[str, str | int | float | bool]) -> tuple[str, ...]:
+def _arguments(options: Options) -> tuple[str, ...]:
     """`{"a": 1, "b": True, "c": False}` as `--a 1 --b`."""
     flags: list[str] = []
     for name, value in options.items():

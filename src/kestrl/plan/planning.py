@@ -11,6 +11,7 @@ from kestrl.plan.settings import (
     AlgorithmSettings,
     DataSettings,
     EngineEntry,
+    GapBounds,
     JudgeSettings,
     LearnerSettings,
     RewardEntry,
@@ -24,6 +25,8 @@ from kestrl.spec.job import AgentRLJob, JobSpec
 
 GAP_BOUND = {"float32": 1e-3, "bfloat16": 0.1}
 """Mean |learner - engine| log-prob that still counts as agreement, by dtype (measured: float32 1e-6, bfloat16 0.01)."""
+GAP_SPREAD = 10.0
+"""One token in a hundred may be so many times the mean's bound apart, a single one its square."""
 PROBE_BOUND = {"float32": 1e-2, "bfloat16": 0.5}
 """Largest single difference on the probe, whose tokens are unlikely and so have large log-probs."""
 SCORING_SLACK = 10.0
@@ -147,6 +150,12 @@ def _rollout(job: AgentRLJob, site: Site, index: int) -> Component:
     return _component(Role.ROLLOUT, index, settings, site, Secret.ENGINE_KEY)
 
 
+def gap_bounds(mean: float) -> GapBounds:
+    """All bounds of the gap from that of its mean. A spread of s nats leaves about 1 / (1 + s^2) of the effective sample size."""
+    spread = GAP_SPREAD * mean
+    return GapBounds(mean=mean, p99=spread, max=GAP_SPREAD * spread, ess=1 / (1 + spread**2))
+
+
 def algorithm_settings(spec: JobSpec) -> AlgorithmSettings:
     """The algorithm's part of the learner's settings."""
     algorithm = spec.algorithm
@@ -217,7 +226,7 @@ def _learner(job: AgentRLJob, site: Site) -> Component:
                 for index in range(spec.inference.replicas)
             ),
             "adapter_slots": spec.inference.adapter_slots,
-            "logprob_gap_bound": spec.algorithm.logprob_gap_bound or GAP_BOUND[spec.model.dtype],
+            "gap_bounds": gap_bounds(spec.algorithm.logprob_gap_bound or GAP_BOUND[spec.model.dtype]),
             "max_failed_share": spec.algorithm.max_failed_share,
             "threads": spec.learner.threads,
             "device": {"cpu": "cpu", "nvidia": "cuda", "ascend": "npu"}[spec.learner.accelerator.profile],

@@ -169,6 +169,16 @@ class EvaluateSettings(Model):
     """Object-store address of the adapter's folder; None evaluates the base model."""
 
 
+class GapBounds(Model):
+    """How far learner and engine may be apart on the same tokens, in nats a token."""
+
+    mean: float
+    p99: float
+    max: float
+    ess: float
+    """Smallest effective sample size, as a share of the tokens."""
+
+
 class LearnerSettings(ServiceSettings):
     """The learner."""
 
@@ -208,8 +218,8 @@ class LearnerSettings(ServiceSettings):
     engines: tuple[EngineEntry, ...]
     adapter_slots: int
     """Versions every engine can hold."""
-    logprob_gap_bound: float
-    """Largest accepted mean |learner - engine| log-prob at staleness 0; above it the run stops."""
+    gap_bounds: GapBounds
+    """On tokens of the newest policy; beyond one of them the run stops."""
     max_failed_share: float
     """Share of episodes of a step that may fail for other reasons than the policy before the run stops."""
     threads: int | None = None

@@ -182,7 +182,9 @@ class Algorithm(Model):
     importance_cap: Positive | None = 2.0
     """Bound C of the token importance weights (TIS) when staleness is above 0."""
     logprob_gap_bound: Positive | None = None
-    """Largest accepted mean gap between learner and engine on policy; without it 1e-3 for float32, 0.1 for bfloat16."""
+    """Largest accepted mean gap between learner and engine on policy, in nats a token; without it 1e-3 for float32, 0.1 for bfloat16.
+
+    The bounds of the gap's 99th percentile, its maximum and the effective sample size follow from it."""
 
 
 class Schedule(Model):
@@ -220,6 +222,8 @@ class Inference(Model):
     """Tokens of one sequence at the most."""
     adapter_slots: PositiveInt = 4
     """Adapter versions an engine holds at once; at least maxStaleness + 2."""
+    threads: PositiveInt = 1
+    """CPU threads of one engine, on profile cpu. More of them than cores, over all engines, is several times slower."""
     args: dict[str, str | int | float | bool] = {}
     """Further arguments of the engine's server, such as `max-num-seqs: 64`; `true` gives a bare flag."""
 

@@ -53,34 +53,25 @@ pipeline = {kind}-server
 [app:{kind}-server]
 use = egg:swift#{kind}
 """
-_PROXY = """
-[pipeline:main]
-pipeline = catch_errors gatekeeper listing_formats bulk s3api tempauth slo dlo versioned_writes proxy-server
-[app:proxy-server]
-use = egg:swift#proxy
-account_autocreate = true
-[filter:catch_errors]
-use = egg:swift#catch_errors
-[filter:gatekeeper]
-use = egg:swift#gatekeeper
-[filter:listing_formats]
-use = egg:swift#listing_formats
-[filter:bulk]
-use = egg:swift#bulk
-[filter:s3api]
-use = egg:swift#s3api
-location = us-east-1
-[filter:tempauth]
-use = egg:swift#tempauth
-user_test_tester = testing .admin
-[filter:slo]
-use = egg:swift#slo
-[filter:dlo]
-use = egg:swift#dlo
-[filter:versioned_writes]
-use = egg:swift#versioned_writes
-allow_versioned_writes = true
-"""
+_FILTERS: Mapping[str, str] = {
+    "catch_errors": "",
+    "gatekeeper": "",
+    "listing_formats": "",
+    "bulk": "",
+    "s3api": "location = us-east-1",
+    "tempauth": "user_test_tester = testing .admin",
+    "slo": "",
+    "dlo": "",
+    "versioned_writes": "allow_versioned_writes = true",
+}
+"""What a request passes before the proxy, in order, with the options of each."""
+_PROXY = "\n".join(
+    (
+        f"[pipeline:main]\npipeline = {' '.join(_FILTERS)} proxy-server",
+        "[app:proxy-server]\nuse = egg:swift#proxy\naccount_autocreate = true",
+        *(f"[filter:{name}]\nuse = egg:swift#{name}\n{options}" for name, options in _FILTERS.items()),
+    )
+)
 KINDS: tuple[str, ...] = ("account", "container", "object", "proxy")
 
 

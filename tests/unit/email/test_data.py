@@ -30,7 +30,7 @@ def test_a_row_carries_the_scope_hidden_from_the_model(tmp_path: Path):
     extra, reward = first["extra_info"], first["reward_model"]
     assert isinstance(extra, dict)
     assert isinstance(reward, dict)
-    assert set(extra["tools_kwargs"]) == set(TOOLS)
+    assert set(extra["tools_kwargs"]) == set(TOOLS[""])
     scope = extra["tools_kwargs"]["search_emails"]["create_kwargs"]
     assert Path(scope["database"]).is_absolute()
     assert scope["inbox"] not in json.dumps(first["prompt"])
@@ -53,7 +53,7 @@ def test_the_framework_reads_what_is_written(tmp_path: Path):
     )
     scenarios = load_scenarios(path)
     assert [scenario.ordinal for scenario in scenarios] == list(range(7))
-    assert set(scenarios[0].tools_kwargs) == set(TOOLS)
+    assert set(scenarios[0].tools_kwargs) == set(TOOLS[""])
     assert scenarios[0].ground_truth["message_id"].startswith("m")
 
 
@@ -73,8 +73,14 @@ def test_a_lost_database_is_made_again(tmp_path: Path):
     assert path.with_suffix(".db").exists()
 
 
+def test_rows_for_searching_alone_name_no_other_tool(tmp_path: Path):
+    whole, searches = rows(provide("train", 3, 42, tmp_path)), rows(provide("train/search", 3, 42, tmp_path))
+    assert [item["prompt"] for item in searches] == [item["prompt"] for item in whole]
+    assert [list(item["extra_info"]["tools_kwargs"]) for item in searches] == [["search_emails"]] * 3  # type: ignore[index]
+
+
 def test_an_unknown_split_is_told(tmp_path: Path):
-    with pytest.raises(UserInputError, match=r"demo://email/test.*train, validation"):
+    with pytest.raises(UserInputError, match=r"demo://email/test.*train, train/search, validation"):
         provide("test", 1, 1, tmp_path)
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,11 +12,12 @@ from hypothesis import strategies as st
 
 from kestrl.episode import CallOutcome, Episode, Scenario, StopReason, ToolCall, Turn
 from kestrl.rewards import Attempt, Score
-from kestrl_email.rewards import art_e, normalised
+from kestrl_email.rewards import art_e, first_search, normalised
 
 RIGHT = "m1"
-TRUTH = {"answer": "Monday", "message_id": RIGHT, "attribute": "day"}
+TRUTH = {"answer": "Monday", "message_id": RIGHT, "attribute": "day", "named": ["Bo", "tea"]}
 MAX_TURNS = 5
+Rule = Callable[[Attempt], Score]
 
 
 def call(name: str, outcome: CallOutcome = CallOutcome.OK, **data: Any) -> ToolCall:
@@ -37,7 +39,7 @@ def answer(text: str, *sources: str) -> ToolCall:
     return call("return_final_answer", answer=text, sources=list(sources))
 
 
-def score(*calls: ToolCall, turns: int | None = None, stop: StopReason | None = None) -> Score:
+def score(*calls: ToolCall, turns: int | None = None, stop: StopReason | None = None, rule: Rule = art_e) -> Score:
     final = bool(calls) and "answer" in calls[-1].data
     turns = len(calls) if turns is None else turns
     turn = Turn(index=0, row=0, start=0, end=0, text="", finish_reason="stop", engine="", policy="", seconds=0)
@@ -47,7 +49,7 @@ def score(*calls: ToolCall, turns: int | None = None, stop: StopReason | None = 
         failure=None, policy=None, engine="", started_at=0, seconds=0,
     )  # fmt: skip
     scenario = Scenario(id="s", ordinal=0, messages=(), ground_truth=TRUTH)
-    return art_e(Attempt(scenario=scenario, episode=episode, max_turns=MAX_TURNS))
+    return rule(Attempt(scenario=scenario, episode=episode, max_turns=MAX_TURNS))
 
 
 @pytest.mark.parametrize(
@@ -146,3 +148,33 @@ def test_a_broken_ground_truth_is_a_failure_and_no_number():
     episode_score = Scenario(id="s", ordinal=0, messages=(), ground_truth=None)
     with pytest.raises(TypeError):
         art_e(Attempt(scenario=episode_score, episode=None, max_turns=1))  # pyright: ignore[reportArgumentType]
+
+
+def searched(keywords: list[str], *found: str) -> ToolCall:
+    return replace(call("search_emails", found=list(found)), arguments={"keywords": keywords})
+
+
+@pytest.mark.parametrize(
+    ("calls", "value"),
+    [
+        pytest.param([searched(["Bo", "tea"], RIGHT)], 1.0, id="both named, found alone"),
+        pytest.param([searched(["bo", "TEA"], RIGHT)], 1.0, id="whatever the case"),
+        pytest.param([searched(["tea"], "m2", RIGHT)], 0.4, id="one named, others found too"),
+        pytest.param([searched(["Bo", "Bo"], "m2", RIGHT)], 0.4, id="one named twice"),
+        pytest.param([searched(["Bo", "tee"])], 0.4, id="one named, the other spoilt"),
+        pytest.param([searched(["Bo", "tea", "day"])], 0.8, id="both named, and something that spoils it"),
+        pytest.param([searched(["Bo drinks"], RIGHT)], 0.2, id="found, by other words"),
+        pytest.param([searched(["day"])], 0.0, id="neither"),
+        pytest.param([searched(["day"]), searched(["Bo", "tea"], RIGHT)], 0.0, id="the first search counts"),
+        pytest.param([UNREADABLE], -1.0, id="unreadable"),
+        pytest.param([MISFIT], -1.0, id="wrong arguments"),
+        pytest.param([], -1.0, id="no call"),
+    ],
+)
+def test_one_search_is_scored_by_what_it_names_and_finds(calls: list[ToolCall], value: float):
+    scored = score(*calls, turns=1, rule=first_search)
+    assert scored.value == pytest.approx(value)
+    assert scored.metrics["searched"] == (value >= 0)
+    found = calls[0].data.get("found", []) if calls else []
+    assert scored.metrics["found_right_email"] == (RIGHT in found)
+    assert scored.metrics["found_it_alone"] == (found == [RIGHT])

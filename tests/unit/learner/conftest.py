@@ -6,12 +6,8 @@ run's log-prob gap is a fact about what was published, not a constant.
 
 from __future__ import annotations
 
-import asyncio
 import json
-import random
-import socket
-from array import array
-from collections.abc import AsyncGenerator, Callable, Iterable
+from collections.abc import AsyncGenerator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,24 +15,18 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load
 
-from kestrl import rpc
 from kestrl.api.common.v1 import common_pb2
-from kestrl.api.inference.v1 import inference_pb2 as ipb
 from kestrl.api.inference.v1 import inference_pb2_grpc as istubs
 from kestrl.api.rollout.v1 import rollout_pb2 as rpb
 from kestrl.api.rollout.v1 import rollout_pb2_grpc as rstubs
-from kestrl.episode import Episode, Group, PolicyVersion, Row, StopReason, Turn
-from kestrl.errors import EngineFailure, Failure, KestrlError
-from kestrl.plan.settings import AlgorithmSettings, DataSettings, EngineEntry, LearnerSettings
-from kestrl.rpc.codec import group_from_proto, group_to_proto, policy_from_proto, policy_to_proto, scenario_from_proto
-from kestrl.storage import fetch_adapter, open_store
+from kestrl.episode import Group
+from kestrl.errors import Failure
+from kestrl.plan.settings import AlgorithmSettings, DataSettings, EngineEntry, GapBounds, LearnerSettings
+from kestrl.rpc.codec import group_from_proto
 from kestrl_learner.model import PolicyModel
 
-VOCABULARY = 64
-ANSWER = 5
-"""Sampled tokens of an episode's first turn; its second is one token longer."""
+from .fakes import VOCABULARY, FakeAgent, FakeWorker, Oracle, free_port, make_policy, served
 
 
 def build_model(kind: str, folder: Path) -> Path:
@@ -70,218 +60,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {kind: build_model(kind, root / kind) for kind in ("qwen3", "llama")}
 
 
-def make_policy(folder: Path, *, seed: int = 1, rank: int = 4, disturb: float = 0.0) -> PolicyModel:
-    """A policy model; with `disturb`, B is random instead of zero, so that the adapter matters."""
-    policy = PolicyModel(
-        str(folder), dtype="float32", rank=rank, alpha=8.0, targets="all-linear", seed=seed, device="cpu"
-    )
-    if disturb:
-        with torch.no_grad():
-            for name, weight in policy.peft.named_parameters():
-                if "lora_B" in name:
-                    torch.nn.init.normal_(weight, std=disturb)
-    return policy
-
-
 @pytest.fixture
 def policy_of() -> Callable[..., PolicyModel]:
     return make_policy
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-@asynccontextmanager
-async def served(name: str, register: Callable[[Any], None], address: str | None = None) -> AsyncGenerator[str]:
-    """A real gRPC server; ends with the context."""
-    stop = asyncio.Event()
-    address = address or f"127.0.0.1:{free_port()}"
-    server = asyncio.create_task(rpc.serve(name, address, register, until=stop.wait(), grace=0.1))
-    try:
-        yield address
-    finally:
-        stop.set()
-        await server
-
-
-class Oracle:
-    """Log-probs of any published version, as an engine would give them."""
-
-    def __init__(self, folder: Path) -> None:
-        self._policy = make_policy(folder)
-        self._weights: dict[str, dict[str, torch.Tensor]] = {}
-        self._memory: dict[tuple[str, tuple[int, ...]], list[float]] = {}
-
-    def learn(self, name: str, folder: Path) -> None:
-        """Takes a version in from its folder."""
-        self._weights[name] = load((folder / "adapter_model.safetensors").read_bytes())
-
-    def score(self, name: str, token_ids: Iterable[int]) -> list[float]:
-        """Log-prob of each token after the first."""
-        ids = tuple(token_ids)
-        if (name, ids) not in self._memory:
-            if name in self._weights:
-                self._policy.load_adapter_state(self._weights[name])
-            self._memory[name, ids] = self._policy.score(ids, adapter=name in self._weights)
-        return self._memory[name, ids]
-
-
-class FakeAgent(istubs.EngineAgentServiceServicer):
-    """An engine agent: fetches and proves versions against the oracle, or fails as told."""
-
-    def __init__(self, name: str, oracle: Oracle, folder: Path, *, slots: int = 3) -> None:
-        self.name, self._oracle, self._folder, self.slots = name, oracle, folder, slots
-        self.held: dict[str, tuple[PolicyVersion, bool]] = {}
-        self.retired: list[str] = []
-        self.most_held = 0
-        self.fail: Callable[[PolicyVersion], KestrlError | None] = lambda _: None
-        self.state = ipb.ENGINE_STATE_READY
-        self.loads = 0
-        self.gate: asyncio.Event | None = None
-        """A load waits for it."""
-
-    async def LoadPolicy(self, request: Any, context: Any) -> ipb.LoadPolicyResponse:
-        policy = policy_from_proto(request.policy)
-        assert policy is not None
-        self.loads += 1
-        if self.gate is not None:
-            await self.gate.wait()
-        if (error := self.fail(policy)) is not None:
-            raise error
-        if policy.name not in self.held and len(self.held) >= self.slots:
-            raise EngineFailure(f"{self.name} has no slot", code="no_free_slot", retryable=False)
-        target = self._folder / self.name / policy.name
-        manifest = fetch_adapter(open_store(request.uri), target)
-        self._oracle.learn(policy.name, target)
-        scores = self._oracle.score(policy.name, manifest.probe.token_ids)
-        gap = max(abs(one - other) for one, other in zip(scores, manifest.probe.logprobs, strict=True))
-        if gap > 1e-4:
-            raise EngineFailure(f"the probe differs by {gap}", code="probe_mismatch", retryable=False)
-        self.held[policy.name] = (policy, True)
-        self.most_held = max(self.most_held, len(self.held))
-        return ipb.LoadPolicyResponse(probe_gap=gap)
-
-    async def RetirePolicy(self, request: Any, context: Any) -> ipb.RetirePolicyResponse:
-        policy = policy_from_proto(request.policy)
-        assert policy is not None
-        if self.held.pop(policy.name, None) is not None:
-            self.retired.append(policy.name)
-        return ipb.RetirePolicyResponse()
-
-    async def GetEngine(self, request: Any, context: Any) -> ipb.GetEngineResponse:
-        return ipb.GetEngineResponse(
-            name=self.name,
-            url=f"http://{self.name}",
-            state=self.state,
-            policies=[
-                ipb.LoadedPolicy(policy=policy_to_proto(policy), proved=proved) for policy, proved in self.held.values()
-            ],
-        )
-
-
-Script = Callable[[rpb.RunGroupRequest, Group], Group | KestrlError | None]
-"""What becomes of a group: another one, an error, or None for a stream that ends without it."""
-
-
-class FakeWorker(rstubs.RolloutServiceServicer):
-    """A rollout worker: episodes are pure functions of the request, log-probs come from the oracle."""
-
-    def __init__(self, oracle: Oracle, *, concurrency: int = 16) -> None:
-        self._oracle = oracle
-        self.concurrency = concurrency
-        self.requests: list[rpb.RunGroupRequest] = []
-        self.script: Script = lambda _, group: group
-        self.running = self.most_running = 0
-        self.gate: asyncio.Event | None = None
-        """A training group waits for it before it ends."""
-        self.draining = False
-
-    async def GetCapacity(self, request: Any, context: Any) -> rpb.GetCapacityResponse:
-        return rpb.GetCapacityResponse(concurrency=self.concurrency, running=self.running, draining=self.draining)
-
-    async def RunGroup(self, request: rpb.RunGroupRequest, context: Any) -> AsyncGenerator[rpb.RunGroupResponse]:
-        self.requests.append(request)
-        self.running += request.size
-        self.most_running = max(self.most_running, self.running)
-        try:
-            if self.gate is not None and request.purpose == "train":
-                await self.gate.wait()
-            # Later groups often end first, as in life.
-            await asyncio.sleep(random.random() * 0.01)
-            made = self.script(request, self._group(request))
-            if isinstance(made, KestrlError):
-                raise made
-            if made is not None:
-                for episode in made.episodes:
-                    yield rpb.RunGroupResponse(episode=common_pb2.Episode(id=episode.id))
-                yield rpb.RunGroupResponse(group=group_to_proto(made))
-        finally:
-            self.running -= request.size
-
-    def _group(self, request: rpb.RunGroupRequest) -> Group:
-        scenario = scenario_from_proto(request.scenario)
-        return Group(
-            id=request.group_id,
-            scenario=scenario,
-            episodes=[self._episode(request, scenario.ordinal, index) for index in range(request.size)],
-        )
-
-    def _episode(self, request: rpb.RunGroupRequest, ordinal: int, index: int) -> Episode:
-        policy = policy_from_proto(request.policy)
-        name = "base" if policy is None else policy.name
-        chance = random.Random(f"{request.seed + index}/{request.sampling.temperature}")
-        prompt = [1 + (ordinal * 7 + place) % (VOCABULARY - 2) for place in range(4 + ordinal % 3)]
-        first = [chance.randrange(1, VOCABULARY) for _ in range(ANSWER)]
-        observation = [2, 3, 2]
-        second = [chance.randrange(1, VOCABULARY) for _ in range(ANSWER + 1)]
-        tokens = [*prompt, *first, *observation, *second]
-        mask = bytes([0] * len(prompt) + [1] * len(first) + [0] * len(observation) + [1] * len(second))
-        scores = [0.0, *self._oracle.score(name, tokens)]
-        engine = request.engines[index % len(request.engines)].name
-        ends = [(len(prompt), len(prompt) + ANSWER), (len(tokens) - ANSWER - 1, len(tokens))]
-        return Episode(
-            id=f"{request.group_id}/{index}",
-            group_id=request.group_id,
-            scenario_id=request.scenario.id,
-            index=index,
-            seed=request.seed + index,
-            rows=[
-                Row(
-                    token_ids=array("i", tokens),
-                    mask=mask,
-                    logprobs=array("f", [score if on else 0.0 for score, on in zip(scores, mask, strict=True)]),
-                    policies=[name, name],
-                )
-            ],
-            turns=[
-                Turn(
-                    index=turn,
-                    row=0,
-                    start=start,
-                    end=end,
-                    text="text",
-                    finish_reason="stop",
-                    engine=engine,
-                    policy=name,
-                    seconds=0.01,
-                )
-                for turn, (start, end) in enumerate(ends)
-            ],
-            tool_calls=[],
-            messages=[{"role": "user", "content": "question"}],
-            stop_reason=StopReason.ANSWERED,
-            failure=None,
-            policy=policy,
-            engine=engine,
-            started_at=0.0,
-            seconds=0.5,
-            reward=sum(token % 2 for token in (*first, *second)) / 11,
-            rewards={"parity": 1.0},
-            metrics={"answer_correct": float(first[0] % 2)},
-        )
 
 
 @dataclass
@@ -374,7 +155,7 @@ def make_settings(folder: Path, model: Path, **changes: Any) -> LearnerSettings:
         "storage": (folder / "store").as_uri(),
         "database": f"sqlite:///{folder}/ledger.db",
         "adapter_slots": 3,
-        "logprob_gap_bound": 1e-4,
+        "gap_bounds": GapBounds(mean=1e-4, p99=1e-3, max=1e-2, ess=0.999),
         "max_failed_share": 0.5,
         "threads": 1,
         "start_seconds": 10.0,

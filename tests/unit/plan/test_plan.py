@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -124,15 +125,17 @@ def test_the_cpu_recipe_is_only_for_the_cpu() -> None:
 
 
 def test_an_exported_adapter_is_served_as_the_job_served_it() -> None:
-    cpu = serving_command(job_with(), "/m", "job.3.abc", "out", python="python")
-    assert cpu[:3] == ["TORCHDYNAMO_DISABLE=1", "OMP_NUM_THREADS=1", "VLLM_ENABLE_V1_MULTIPROCESSING=0"]
+    cpu = serving_command(job_with("inference.threads=2"), SITE, "job.3.abc", "out", python="python")
+    assert cpu[:3] == ["TORCHDYNAMO_DISABLE=1", "VLLM_ENABLE_V1_MULTIPROCESSING=0", "OMP_NUM_THREADS=2"]
     assert cpu[3:6] == ["python", "-m", "kestrl_inference.vllm_cpu"]
     assert cpu[-2:] == ["--lora-modules", "job.3.abc=out"]
     gpu = job_with("inference.accelerator={profile: nvidia, count: 1}", "inference.args.max-num-seqs=64")
-    command = serving_command(gpu, "/m", "job.3.abc", "out", python="python")
+    command = serving_command(gpu, replace(SITE, template="/t.jinja"), "job.3.abc", "out", python="python")
     assert command[:3] == ["python", "-m", "vllm.entrypoints.openai.api_server"]
     assert " --max-num-seqs 64 " in " ".join(command)
+    assert " --chat-template /t.jinja " in " ".join(command)
     assert "uni" not in command
+    assert "--chat-template" not in cpu
 
 
 def test_arguments_of_the_manifest_win() -> None:

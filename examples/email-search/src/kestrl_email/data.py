@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +12,13 @@ from kestrl.errors import UserInputError, place_error
 from kestrl_email.world import EDITION, Split, Task, make_tasks, whole_or_nothing, write_database
 
 SYSTEM_PROMPT = "Find the answer in the mailbox."
-TOOLS = ("search_emails", "read_email", "return_final_answer")
+TOOLS = {"": ("search_emails", "read_email", "return_final_answer"), "search": ("search_emails",)}
+"""Tools that rows are for, by the second part of a path."""
 SPLITS = {"train": Split.TRAIN, "validation": Split.VALIDATION}
 
 
-def row(task: Task, number: int, database: Path) -> dict[str, Any]:
-    """A task as a row of verl's format."""
+def row(task: Task, number: int, database: Path, tools: Sequence[str]) -> dict[str, Any]:
+    """A task as a row of verl's format, for a job that has these tools."""
     create = {"create_kwargs": {"database": str(database), "inbox": task.inbox}}
     return {
         "data_source": f"kestrl-email/{task.inbox.rpartition('-')[0]}",
@@ -25,9 +26,14 @@ def row(task: Task, number: int, database: Path) -> dict[str, Any]:
         "prompt": [{"role": "system", "content": SYSTEM_PROMPT}, {"role": "user", "content": task.question}],
         "reward_model": {
             "style": "rule",
-            "ground_truth": {"answer": task.answer, "message_id": task.message_id, "attribute": task.attribute},
+            "ground_truth": {
+                "answer": task.answer,
+                "message_id": task.message_id,
+                "attribute": task.attribute,
+                "named": [task.person, task.topic],
+            },
         },
-        "extra_info": {"index": number, "need_tools_kwargs": True, "tools_kwargs": dict.fromkeys(TOOLS, create)},
+        "extra_info": {"index": number, "need_tools_kwargs": True, "tools_kwargs": dict.fromkeys(tools, create)},
     }
 
 
@@ -42,7 +48,7 @@ def provide(path: str, size: int, seed: int, cache_dir: Path) -> Path:
     """The rows of `demo://email/train` or `demo://email/validation`, made unless they lie there already.
 
     Args:
-        path: `train` or `validation`.
+        path: `train` or `validation`; with `/search` behind it for a job whose only tool is search_emails.
         size: Questions wanted.
         seed: The world's seed: the same gives the same mails and questions.
         cache_dir: Where rows and database go.
@@ -50,15 +56,17 @@ def provide(path: str, size: int, seed: int, cache_dir: Path) -> Path:
     Raises:
         UserInputError: There is no such split, or the folder cannot be written to.
     """
-    if path not in SPLITS:
-        raise UserInputError(f"demo://email/{path}: there is no such data (there are: {', '.join(SPLITS)})")
-    stem = f"email-{path}-{size}-{seed}-v{EDITION}"
-    rows, database = cache_dir / f"{stem}.jsonl", cache_dir / f"{stem}.db"
+    split, _, kind = path.partition("/")
+    if split not in SPLITS or kind not in TOOLS:
+        known = [f"{name}/{kind}".rstrip("/") for name in SPLITS for kind in TOOLS]
+        raise UserInputError(f"demo://email/{path}: there is no such data (there are: {', '.join(known)})")
+    stem = f"email-{split}-{size}-{seed}-v{EDITION}"
+    rows, database = cache_dir / f"{stem}{kind and f'-{kind}'}.jsonl", cache_dir / f"{stem}.db"
     if not (rows.exists() and database.exists()):
-        tasks = list(make_tasks(SPLITS[path], size, seed))
+        tasks = list(make_tasks(SPLITS[split], size, seed))
         try:
             write_database(database, tasks)
         except sqlite3.OperationalError as error:
             raise place_error(error, str(database)) or error from error
-        write_rows(rows, (row(task, number, database) for number, task in enumerate(tasks)))
+        write_rows(rows, (row(task, number, database, TOOLS[kind]) for number, task in enumerate(tasks)))
     return rows

@@ -101,3 +101,32 @@ def art_e(attempt: Attempt) -> Score:
             "num_sources": float(len(sources)),
         },
     )
+
+
+def first_search(attempt: Attempt) -> Score:
+    """Scores one search; the ground truth is `{"message_id": id, "named": [person, topic]}`.
+
+    | case                           | value                                                                   | range    |
+    |--------------------------------|-------------------------------------------------------------------------|----------|
+    | no search could be carried out | -1                                                                      | -1       |
+    | searched                       | 0.4 for each of both that is a keyword + 0.2 [found the right mail alone] | 0 .. 1 |
+
+    A search for both finds one mail, unless a further keyword spoils it; a search for one of them finds others too.
+    """
+    truth = attempt.scenario.ground_truth
+    searches = [call for call in attempt.episode.tool_calls if call.outcome is CallOutcome.OK and "found" in call.data]
+    if not searches:
+        return Score(value=-1.0, metrics={"searched": 0.0, "found_right_email": 0.0, "found_it_alone": 0.0})
+    first = searches[0]
+    found: list[str] = first.data["found"]
+    keywords = {normalised(str(keyword)) for keyword in (first.arguments or {}).get("keywords", ())}
+    named = sum(normalised(name) in keywords for name in truth["named"])
+    alone = found == [truth["message_id"]]
+    return Score(
+        value=0.4 * named + 0.2 * alone,
+        metrics={
+            "searched": 1.0,
+            "found_right_email": float(truth["message_id"] in found),
+            "found_it_alone": float(alone),
+        },
+    )

@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 from kestrl.episode import PolicyVersion
-from kestrl.errors import StorageError, place_error
+from kestrl.errors import KestrlError, StorageError, place_error
 from kestrl.storage import AdapterManifest, fetch_adapter, open_store
 from kestrl.storage.adapters import WEIGHTS
 
@@ -28,7 +28,7 @@ def fetch(uri: str, policy: PolicyVersion, target: Path) -> AdapterManifest:
         remove(target)
         unusable = place_error(error, str(target))
         raise unusable or StorageError(f"cannot write {target}: {error}", code="disk_failed") from error
-    except StorageError:
+    except KestrlError:
         remove(target)
         raise
     return manifest

@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kestrl.episode import Group
+from kestrl.episode import Episode, Group
 from kestrl_learner.algo.advantages import ADVANTAGES
 
 
@@ -21,6 +21,8 @@ class TrainRow:
     """The episode's, the same for all of its sampled tokens and rows."""
     fresh: bool
     """Whether the newest policy sampled all of it."""
+    engines: Sequence[str] = ()
+    """Which engine sampled each of the sampled tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +85,16 @@ def cut(lengths: Sequence[int], *, prompt: int, limit: int) -> list[slice]:
     return parts[::-1]
 
 
+def sampled_by(episode: Episode, row: int) -> Sequence[str]:
+    """The engine of each sampled token of a row, as the episode's turns tell."""
+    mask = episode.rows[row].mask
+    names = [""] * len(mask)
+    for turn in episode.turns:
+        if turn.row == row:
+            names[turn.start : turn.end] = [turn.engine] * (turn.end - turn.start)
+    return [name for name, on in zip(names, mask, strict=True) if on]
+
+
 def train_group(group: Group, estimator: str, policy: str) -> TrainGroup:
     """A group for the trainer: advantages over its episodes, each episode's copied to all of its rows.
 
@@ -95,10 +107,12 @@ def train_group(group: Group, estimator: str, policy: str) -> TrainGroup:
     known = [reward for reward in rewards if reward is not None]
     assert len(known) == len(rewards), "an episode without a reward never comes here"
     advantages = ADVANTAGES[estimator](known)
-    pairs = [
-        (row, advantage) for episode, advantage in zip(group.episodes, advantages, strict=True) for row in episode.rows
+    given = [
+        (row, advantage, sampled_by(episode, index))
+        for episode, advantage in zip(group.episodes, advantages, strict=True)
+        for index, row in enumerate(episode.rows)
     ]
-    length = shared_prompt([(row.token_ids, row.mask) for row, _ in pairs])
+    length = shared_prompt([(row.token_ids, row.mask) for row, *_ in given])
     rows = [
         TrainRow(
             token_ids=row.token_ids[length:],
@@ -106,7 +120,8 @@ def train_group(group: Group, estimator: str, policy: str) -> TrainGroup:
             behaviour=row.logprobs[length:],
             advantage=advantage,
             fresh=all(name == policy for name in row.policies),
+            engines=engines,
         )
-        for row, advantage in pairs
+        for row, advantage, engines in given
     ]
-    return TrainGroup(id=group.id, prompt=pairs[0][0].token_ids[:length] if pairs else array("i"), rows=rows)
+    return TrainGroup(id=group.id, prompt=given[0][0].token_ids[:length] if given else array("i"), rows=rows)

@@ -6,13 +6,13 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from kestrl.data import load_scenarios
 from kestrl.episode import PolicyVersion, Scenario
-from kestrl.errors import StorageError, UserInputError
+from kestrl.errors import PlaceError, StorageError, UserInputError
 from kestrl.plan.settings import LearnerSettings
 from kestrl.storage import ObjectStore, open_store
 from kestrl.telemetry import span
@@ -56,7 +56,9 @@ class Context:
                 f"{settings.algorithm.groups_per_step} groups; lower algorithm.groupsPerStep"
             )
         self.digest = identity_digest(settings, self.scenarios)
-        self.progress = Progress(self.steps, len(settings.engines))
+        self.progress = Progress(
+            self.steps, len(settings.engines), settings.algorithm.groups_per_step * settings.algorithm.group_size
+        )
         self.facts: dict[str, Any] = {"seconds": 0.0, "before": None}
         """Kept in every checkpoint: before, after, evaluations, gap, seconds."""
         self.newest: tuple[PolicyVersion, str] | None = None
@@ -124,13 +126,22 @@ class Context:
         )
         means = await unless(self.drain, work)
         self.evaluations[str(policy.step)] = means
-        self.store.put(f"metrics/eval/{policy.step:06d}.json", json.dumps({"step": policy.step, **means}).encode())
+        await self.keep(f"metrics/eval/{policy.step:06d}.json", {"step": policy.step, **means})
         told = ", ".join(f"{name} {means[name]:.3f}" for name in ("reward", "answer_correct") if name in means)
         self.progress.update(message=f"held-out, {when}: {told}")
         log.info("held-out at step %d: %s", policy.step, means)
         return means
 
-    def write_summary(self, status: str, *, reason: str = "") -> None:
+    async def keep(self, path: str, facts: Mapping[str, Any]) -> None:
+        """Writes facts to storage, beside the loop: a store that must be asked again for a minute holds up nobody else.
+
+        Raises:
+            StorageError: It could not be written.
+            PlaceError: The place is full or not ours.
+        """
+        await asyncio.to_thread(self.store.put, path, json.dumps(facts).encode())
+
+    async def write_summary(self, status: str, *, reason: str = "") -> None:
         """`summary.json`. That it cannot be written is an error, but never hides why a run failed."""
         summary = build_summary(
             self.facts,
@@ -140,11 +151,11 @@ class Context:
             newest=self.newest,
             seconds=self.seconds(),
             failures=self.progress.failures,
-            gap_bound=self.settings.logprob_gap_bound,
+            gap_bound=self.settings.gap_bounds.mean,
         )
         try:
-            self.store.put("summary.json", json.dumps(summary, indent=2).encode())
-        except StorageError as error:
+            await asyncio.to_thread(self.store.put, "summary.json", json.dumps(summary, indent=2).encode())
+        except (StorageError, PlaceError) as error:
             log.error("the summary cannot be written: %s", error)
             if status != "failed":
                 raise

@@ -11,7 +11,7 @@ from typing import Any
 from kestrl.episode import Group, PolicyVersion, Scenario
 from kestrl.plan.settings import LearnerSettings
 from kestrl_learner.progress import episode_facts, means_of
-from kestrl_learner.trainer import Gap, StepResult
+from kestrl_learner.trainer import StepResult
 
 IDENTITY = ("model", "dtype", "rank", "alpha", "targets", "seed", "temperature", "algorithm", "max_tokens", "max_turns")
 """Settings that make a run what it is. The schedule is not among them: a longer one continues a run."""
@@ -25,20 +25,6 @@ def identity_digest(settings: LearnerSettings, scenarios: Sequence[Scenario]) ->
     return hashed.hexdigest()
 
 
-def merged_gap(before: dict[str, float] | None, gap: Gap) -> dict[str, float]:
-    """The gap over a run: the mean over all tokens, and the worst of each step's other numbers."""
-    if before is None:
-        return {"tokens": gap.tokens, "mean": gap.mean, "p99": gap.p99, "max": gap.max, "ess": gap.ess}
-    tokens = before["tokens"] + gap.tokens
-    return {
-        "tokens": tokens,
-        "mean": (before["mean"] * before["tokens"] + gap.mean * gap.tokens) / max(1, tokens),
-        "p99": max(before["p99"], gap.p99),
-        "max": max(before["max"], gap.max),
-        "ess": min(before["ess"], gap.ess),
-    }
-
-
 def step_facts(step: int, groups: Sequence[Group], result: StepResult) -> dict[str, Any]:
     """What a step did, for `metrics/`."""
     scored = [episode for group in groups for episode in group.episodes if episode.reward is not None]
@@ -48,7 +34,7 @@ def step_facts(step: int, groups: Sequence[Group], result: StepResult) -> dict[s
         **means_of(map(episode_facts, scored)),
         "loss": result.loss,
         "grad_norm": result.grad_norm,
-        "gap": asdict(result.gap),
+        "gap": result.gap.facts(),
         "idle_groups": result.idle_groups,
         "sampled_tokens": result.sampled,
     }

@@ -14,8 +14,8 @@ from kestrl.episode import Episode, PolicyVersion
 from kestrl.errors import Failure
 from kestrl.rpc.codec import failure_to_proto, policy_to_proto
 
-WINDOW = 256
-"""Episodes that the running means look back on."""
+STEPS_SEEN = 2
+"""Steps' worth of episodes that the running means look back on."""
 
 
 def episode_facts(episode: Episode) -> dict[str, float]:
@@ -43,7 +43,7 @@ def means_of(facts: Iterable[Mapping[str, float]]) -> dict[str, float]:
 class Progress:
     """What is going on; watchers are woken by every change."""
 
-    def __init__(self, total_steps: int, engines_total: int) -> None:
+    def __init__(self, total_steps: int, engines_total: int, episodes_per_step: int) -> None:
         self.phase, self.message = "starting", ""
         self.step, self.total_steps = 0, total_steps
         self.policy: PolicyVersion | None = None
@@ -52,7 +52,7 @@ class Progress:
         self.failures: Counter[str] = Counter()
         self.failure: Failure | None = None
         self.groups_running = 0
-        self._recent: deque[dict[str, float]] = deque(maxlen=WINDOW)
+        self._recent: deque[dict[str, float]] = deque(maxlen=STEPS_SEEN * episodes_per_step)
         self._changed = asyncio.Event()
         self.ended = False
 

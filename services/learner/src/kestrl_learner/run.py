@@ -53,7 +53,7 @@ class Run:
         except KestrlError as error:
             failure = error.failure(component="learner-0")
             self.progress.update(phase="failed", failure=failure, message=str(error)[:300])
-            self._context.write_summary("failed", reason=str(failure))
+            await self._context.write_summary("failed", reason=str(failure))
             raise
         finally:
             self.progress.update(ended=True)
@@ -73,7 +73,7 @@ class Run:
             await guarded(self._work(), *watching)
         except Interrupted:
             # Nothing has been learned that a checkpoint does not hold: `Training` sees to that.
-            context.write_summary("suspended")
+            await context.write_summary("suspended")
             context.progress.update(phase="suspended", message=f"at step {context.progress.step}")
         finally:
             for task in watching:
@@ -91,7 +91,7 @@ class Run:
             if context.drain.is_set():
                 self._training.drain()
             await self._training.run()
-        context.write_summary("succeeded")
+        await context.write_summary("succeeded")
         context.progress.update(phase="succeeded", message="")
 
     async def _loaded(self) -> PolicyModel:

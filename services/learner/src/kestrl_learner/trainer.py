@@ -15,6 +15,7 @@ from kestrl.errors import KestrlError
 from kestrl.plan.settings import AlgorithmSettings
 from kestrl_learner.algo.losses import LOSSES, Clip
 from kestrl_learner.batch import TrainGroup, TrainRow
+from kestrl_learner.gap import Gap, measure
 from kestrl_learner.model import PolicyModel
 
 
@@ -22,20 +23,6 @@ class NotFinite(KestrlError):
     """The loss or the gradient is not a number; the weights are as before the step."""
 
     code = "not_finite"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Gap:
-    """How far learner and engine are apart, in nats a sampled token."""
-
-    mean: float
-    p99: float
-    max: float
-    ess: float
-    """Effective sample size of the importance weights, as a share of the tokens: 1 on policy."""
-    fresh_mean: float
-    """The mean over tokens of the newest policy alone: what should be 0 but for rounding."""
-    tokens: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,28 +46,6 @@ def stream(rows: Sequence[TrainRow], values: Sequence[Sequence[float]]) -> list[
         for value, on in zip(listed, row.mask, strict=True)
         if on
     ]
-
-
-def measure(drifts: Sequence[Tensor], fresh: Sequence[Tensor]) -> Gap:
-    """Statistics of learner minus engine log-probs.
-
-    Args:
-        drifts: (N,) each.
-        fresh: (N,) bool each: whether the newest policy sampled the token.
-    """
-    if not drifts:
-        return Gap(mean=0.0, p99=0.0, max=0.0, ess=1.0, fresh_mean=0.0, tokens=0)
-    drift, newest = torch.cat(list(drifts)), torch.cat(list(fresh))
-    size = drift.abs()
-    weights = drift.clamp(-20.0, 20.0).exp()
-    return Gap(
-        mean=float(size.mean()),
-        p99=float(size.kthvalue(max(1, int(0.99 * len(size)))).values),
-        max=float(size.max()),
-        ess=float(weights.sum() ** 2 / (weights**2).sum() / len(weights)),
-        fresh_mean=float(size[newest].mean()) if bool(newest.any()) else 0.0,
-        tokens=len(size),
-    )
 
 
 class Trainer:
@@ -111,6 +76,7 @@ class Trainer:
         tokens = sum(group.sampled for group in groups)
         drifts: list[Tensor] = []
         fresh: list[Tensor] = []
+        engines: list[Sequence[str]] = []
         loss = 0.0
         self.optimizer.zero_grad(set_to_none=True)
         for group in groups:
@@ -119,6 +85,7 @@ class Trainer:
                     behaviour = torch.tensor(stream(rows, [row.behaviour for row in rows]), device=logprobs.device)
                     drifts.append((logprobs.detach() - behaviour).cpu())
                     fresh.append(torch.tensor(stream(rows, [[row.fresh] * len(row.mask) for row in rows])) > 0)
+                    engines += [row.engines for row in rows]
                     if not group.idle:
                         loss += self._backward(rows, logprobs, behaviour, tokens)
         norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._algorithm.max_grad_norm))
@@ -130,7 +97,7 @@ class Trainer:
         return StepResult(
             loss=loss,
             grad_norm=norm,
-            gap=measure(drifts, fresh),
+            gap=measure(drifts, fresh, engines),
             idle_groups=sum(group.idle for group in groups),
             sampled=tokens,
         )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import time
 from collections.abc import Collection, Sequence
@@ -18,7 +17,8 @@ from kestrl_learner.batch import train_group
 from kestrl_learner.collect import Collector, Ready
 from kestrl_learner.context import Context
 from kestrl_learner.evaluate import store_groups
-from kestrl_learner.facts import merged_gap, step_facts
+from kestrl_learner.facts import step_facts
+from kestrl_learner.gap import merged
 from kestrl_learner.ledger import Ledger, LedgerError
 from kestrl_learner.model import PolicyModel
 from kestrl_learner.retention import forget_adapters, forget_episodes
@@ -196,14 +196,12 @@ class Training:
             result = await asyncio.to_thread(self._trainer.step, groups, self._done)
         self._weights = self._done + 1
         gap, facts = result.gap, self._context.facts
-        facts["gap"] = merged_gap(facts.get("gap"), gap)
-        if gap.fresh_mean > self._settings.logprob_gap_bound:
-            engines = sorted(
-                {turn.engine for item in ready for episode in item.group.episodes for turn in episode.turns}
-            )
+        facts["gap"] = merged(facts.get("gap"), gap.all)
+        alarms = gap.alarms(self._settings.gap_bounds)
+        if alarms:
             raise GapAlarm(
-                f"step {self._done}: learner and engines ({', '.join(engines)}) differ by {gap.fresh_mean:.3g} nats a token on "
-                f"{policy.name}, bound {self._settings.logprob_gap_bound:g}: the engines do not sample from this policy"
+                f"step {self._done}: learner and engine differ on {policy.name}, in nats a token: {'; '.join(alarms)}. "
+                "What such an engine samples is not of this policy"
             )
         return result
 
@@ -221,7 +219,7 @@ class Training:
             "staleness": max(done - 1 - item.policy.step for item in ready),
             "seconds": {"collect": collected - began, "update": trained - collected, "rest": now - trained},
         }
-        context.store.put(f"metrics/{done:06d}.json", json.dumps(facts).encode())
+        await context.keep(f"metrics/{done:06d}.json", facts)
         log.info("step %d: %s", done, facts)
         context.progress.update(
             step=done,

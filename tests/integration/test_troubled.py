@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import sqlite3
+import struct
 import subprocess
+import time
+import urllib.request
 from contextlib import closing
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from kestrl.local.rundir import RunDir
 from kestrl.testing.s3 import serving_s3
@@ -84,6 +89,91 @@ def test_a_disk_that_fills_up_ends_the_run_with_one_message(tmp_path: Path) -> N
     assert printed.count("error: ") == 1
     assert "no space is left; free some, or name another place" in printed
     assert str(tmp_path / "runs" / "email-search-1") in printed
+    assert belonging_to(tmp_path) == []
+
+
+def test_a_store_that_turns_read_only_ends_the_run_and_harms_nothing(tmp_path: Path) -> None:
+    """Nothing is open there between two writes, so that the mount can be changed under a run."""
+    store, runs = tmp_path / "store", tmp_path / "runs"
+    store.mkdir()
+    first_step = store / "email-search-1" / "metrics" / "000001.json"
+    turns = f"until test -e {first_step}; do sleep 0.05; done; until mount -o remount,bind,ro {store}; do :; done"
+    inside = ["unshare", "-Urm", "sh", "-c", f'mount --bind {store} {store} && ({turns}) & exec "$@"', "sh"]
+    arguments = ["run", QUICKSTART, "--runs", runs, *SMALL, "--set", "inference.replicas=1"]
+    arguments += ["--set", f"storage.uri={store.as_uri()}", "--set", "schedule.maxSteps=4"]
+    printed = kestrl(*arguments, prefix=inside, code=2)
+    assert printed.count("error: ") == 1
+    assert "the file system is read-only; name another place" in printed
+    assert belonging_to(tmp_path) == []
+    assert "resuming run email-search-1" in kestrl(*arguments)
+    run = RunDir(runs / "email-search-1")
+    assert (summary_of(run)["status"], summary_of(run)["steps"]) == ("succeeded", 4)
+    with closing(sqlite3.connect(run.path / "ledger.db")) as connection:
+        trained = connection.execute("SELECT position, step FROM work WHERE state = 'trained' ORDER BY position")
+        assert trained.fetchall() == [(position, position // 2 + 1) for position in range(8)]
+
+
+def test_jumps_of_the_clock_change_nothing(tmp_path: Path) -> None:
+    """Of every process of the run: hours ahead in one step, back to yesterday in the next."""
+    library, offset = tmp_path / "clock.so", tmp_path / "offset"
+    subprocess.run(["gcc", "-shared", "-fPIC", "-o", library, Path(__file__).with_name("clock.c")], check=True)
+    offset.write_bytes(struct.pack("q", 0))
+    environment = os.environ | {"LD_PRELOAD": str(library), "CLOCK_FILE": str(offset)}
+    arguments = ["run", QUICKSTART, "--runs", tmp_path / "runs", *SMALL, "--set", "schedule.maxSteps=4"]
+    run = RunDir(tmp_path / "runs" / "email-search-1")
+    with subprocess.Popen(command(*arguments, "--set", "inference.replicas=1"), cwd=ROOT, env=environment) as process:
+        for step, jump in ((1, 3 * 3600), (2, -24 * 3600)):
+            wait_for_step(run, process, step)
+            with offset.open("r+b") as file:
+                file.write(struct.pack("q", jump))
+        assert process.wait(200) == 0
+    summary = summary_of(run)
+    assert (summary["status"], summary["steps"], summary["failures"]) == ("succeeded", 4, {})
+    assert 0 < summary["seconds"] < 600
+    assert all(0 <= summary[when]["duration"] < 60 for when in ("before", "after"))
+
+
+def control(run: RunDir, path: str, **body: str) -> None:
+    """A request on an engine's control route, with the key that only the engine and its agent have."""
+    record = run.read_json("run.json") or {}
+    engine = record["components"]["engine-0"]
+    variables = Path(f"/proc/{engine['pid']}/environ").read_bytes().split(b"\0")
+    key = next(item.partition(b"=")[2] for item in variables if item.startswith(b"KESTRL_ENGINE_CONTROL_KEY="))
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{engine['ports']['http']}{path}",
+        json.dumps(body).encode(),
+        {"Content-Type": "application/json", "Authorization": f"Bearer {key.decode()}"},
+    )
+    urllib.request.urlopen(request, timeout=30).close()
+
+
+def test_another_adapter_behind_the_agents_back_is_caught_within_a_step(tmp_path: Path) -> None:
+    """Under the very name that the engine proved a moment ago."""
+    runs = tmp_path / "runs"
+    run = RunDir(runs / "email-search-1")
+    arguments = ["run", QUICKSTART, "--runs", runs, *SMALL, "--set", "inference.replicas=1"]
+    arguments += ["--set", "algorithm.groupsPerStep=8", "--set", "schedule.maxSteps=12"]
+    swapped: list[str] = []
+    with subprocess.Popen(command(*arguments), cwd=ROOT, text=True, stdout=subprocess.PIPE) as process:
+        wait_for_step(run, process, 1)
+        while process.poll() is None and len(swapped) < 2:
+            name = str((run.read_json("run.json") or {})["progress"]["policy"])
+            if name in swapped:
+                time.sleep(0.05)
+                continue
+            step, digest = name.split(".")[-2:]
+            other = tmp_path / name
+            shutil.copytree(run.path / "adapters" / f"{int(step):06d}-{digest}", other)
+            weights = load_file(other / "adapter_model.safetensors")
+            save_file({key: value * 1.5 for key, value in weights.items()}, other / "adapter_model.safetensors")
+            control(run, "/v1/unload_lora_adapter", lora_name=name)
+            control(run, "/v1/load_lora_adapter", lora_name=name, lora_path=str(other))
+            swapped.append(name)
+        printed = process.communicate(timeout=120)[0]
+    assert process.returncode == 1, printed
+    assert "engine/logprob_gap" in printed
+    assert re.search(rf"differ on ({'|'.join(map(re.escape, swapped))}), in nats a token: engine-0: mean", printed)
+    assert "logprob_gap" in summary_of(run)["reason"]
     assert belonging_to(tmp_path) == []
 
 

@@ -1,4 +1,4 @@
-"""Keeps the components of a run going: restarts what ends, with back-off and a limit; ends the run when the learner ends."""
+"""Keeps the components of a run going: restarts what ends or is killed, with back-off and a limit; ends the run when the learner ends."""
 
 from __future__ import annotations
 
@@ -67,6 +67,11 @@ def backoff(restarts_in_row: int) -> float:
     return min(LONGEST_BACKOFF, FIRST_BACKOFF * 2.0 ** max(0, restarts_in_row - 1))
 
 
+def was_killed(status: int) -> bool:
+    """Whether a signal ended a process (128 + its number as the leash passes it on, negative if the leash itself was killed)."""
+    return status < 0 or status > 128
+
+
 class Supervisor:
     """Runs the components of one run until the learner ends, one fails for good, or it is told to stop."""
 
@@ -116,7 +121,7 @@ class Supervisor:
             status = await self._run_once(seen)
             if status == EXIT_INPUT:
                 raise UserInputError(seen.last_error or f"{seen.component.name} refused its input")
-            if not seen.component.restarts or self._stopping:
+            if self._stopping or not (seen.component.restarts or was_killed(status)):
                 return status
             in_row = 1 if time.monotonic() - started > STEADY_SECONDS else in_row + 1
             if in_row > MAX_RESTARTS:

@@ -68,4 +68,4 @@ class Component:
     ready: Ready | None = None
     device: Device = Device(profile="cpu", count=0)
     restarts: bool = True
-    """Whether it is started again when it exits; the learner's end is the run's end."""
+    """Whether it is started again when it exits by itself; whatever is killed is. The learner's exit is the run's end."""

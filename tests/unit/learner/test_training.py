@@ -276,10 +276,33 @@ def test_only_whole_checkpoints_count_and_only_the_newest_are_kept(tmp_path: Pat
     for step in range(1, 5):
         checkpoint.write(store, checkpoint.Checkpoint(step=step, state=b"x" * step, facts={"seconds": step}), keep=2)
     assert checkpoint.steps(store) == [3, 4]
-    store.put("checkpoints/000009/state.pt", b"half")
+    assert len(store.list("checkpoints")) == 4
+    store.put("checkpoints/000009/0123.pt", b"half")
     newest = checkpoint.newest(store)
     assert newest is not None
     assert (newest.step, newest.state, newest.facts) == (4, b"xxxx", {"seconds": 4})
+
+
+def test_a_step_that_is_checkpointed_again_is_whole_at_every_moment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = open_store(tmp_path.as_uri())
+    checkpoint.write(store, checkpoint.Checkpoint(step=1, state=b"first", facts={}), keep=2)
+
+    def cut_off(path: str, content: bytes, **_: Any) -> None:
+        if path.endswith(checkpoint.MANIFEST):
+            raise KeyboardInterrupt
+        type(store).put(store, path, content)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(store, "put", cut_off)
+        with pytest.raises(KeyboardInterrupt):
+            checkpoint.write(store, checkpoint.Checkpoint(step=1, state=b"second", facts={}), keep=2)
+    newest = checkpoint.newest(store)
+    assert newest is not None
+    assert newest.state == b"first"
+    checkpoint.write(store, checkpoint.Checkpoint(step=1, state=b"second", facts={}), keep=2)
+    assert len(store.list("checkpoints")) == 2
 
 
 def test_a_corrupt_checkpoint_is_named_and_refused(tmp_path: Path) -> None:
@@ -287,7 +310,8 @@ def test_a_corrupt_checkpoint_is_named_and_refused(tmp_path: Path) -> None:
 
     store = open_store(tmp_path.as_uri())
     checkpoint.write(store, checkpoint.Checkpoint(step=1, state=b"whole", facts={}), keep=2)
-    store.put("checkpoints/000001/state.pt", b"other")
+    (state,) = [path for path in store.list("checkpoints") if path.endswith(".pt")]
+    store.put(state, b"other")
     with pytest.raises(StorageError, match="corrupt") as caught:
         checkpoint.newest(store)
     assert caught.value.code == "digest_mismatch"

@@ -92,6 +92,30 @@ async def test_what_keeps_ending_fails_the_run(launcher: Launcher, monkeypatch: 
         await make(launcher, engine, learner).run()
 
 
+@pytest.mark.parametrize("victim", ["os.getpid()", "os.getppid()"])
+async def test_a_killed_learner_is_started_again_and_goes_on(
+    launcher: Launcher, monkeypatch: pytest.MonkeyPatch, victim: str
+) -> None:
+    """Itself, or the leash that it is on."""
+    monkeypatch.setattr(supervisor, "FIRST_BACKOFF", 0.0)
+    killed = (
+        "import os, pathlib, time\nmark = pathlib.Path('mark')\n"
+        f"if not mark.exists(): mark.touch(); os.kill({victim}, 9); time.sleep(600)"
+    )
+    learner = component("learner-0", Role.LEARNER, module=module(launcher, "killed", killed), restarts=False)
+    watched = make(launcher, learner)
+    assert await asyncio.wait_for(watched.run(), 20) == 0
+    assert watched.observed["learner-0"].restarts == 1
+
+
+async def test_a_learner_that_fails_is_not_started_again(launcher: Launcher) -> None:
+    fails = "raise SystemExit(1)"
+    learner = component("learner-0", Role.LEARNER, module=module(launcher, "fails", fails), restarts=False)
+    watched = make(launcher, learner)
+    assert await watched.run() == 1
+    assert watched.observed["learner-0"].restarts == 0
+
+
 async def test_draining_asks_the_learner_first(launcher: Launcher) -> None:
     drains = (
         "import pathlib, signal, sys, time\n"

@@ -25,6 +25,10 @@ def _folder(step: int) -> str:
     return f"checkpoints/{step:06d}"
 
 
+def _state(folder: str, sha256: str) -> str:
+    return f"{folder}/{sha256[:16]}.pt"
+
+
 def steps(store: ObjectStore) -> list[int]:
     """Steps of the whole checkpoints, oldest first."""
     return [int(path.split("/")[1]) for path in store.list("checkpoints") if path.endswith(f"/{MANIFEST}")]
@@ -33,16 +37,24 @@ def steps(store: ObjectStore) -> list[int]:
 def write(store: ObjectStore, checkpoint: Checkpoint, *, keep: int) -> None:
     """Writes a checkpoint and removes all but the newest `keep`, manifest first, so that none is ever half there.
 
+    The state is named by its digest: a step that is checkpointed again replaces nothing that its manifest still names.
+
     Raises:
         StorageError: The store refused.
     """
-    folder = _folder(checkpoint.step)
-    store.put(f"{folder}/state.pt", checkpoint.state)
-    manifest = {"step": checkpoint.step, "sha256": digest(checkpoint.state), "facts": checkpoint.facts}
+    folder, sha256 = _folder(checkpoint.step), digest(checkpoint.state)
+    store.put(_state(folder, sha256), checkpoint.state)
+    manifest = {"step": checkpoint.step, "sha256": sha256, "facts": checkpoint.facts}
     store.put(f"{folder}/{MANIFEST}", json.dumps(manifest).encode())
-    for old in steps(store)[:-keep]:
-        store.delete(f"{_folder(old)}/{MANIFEST}")
-        store.delete(f"{_folder(old)}/state.pt")
+    kept = {_folder(step) for step in steps(store)[-keep:]}
+    written = {f"{folder}/{MANIFEST}", _state(folder, sha256)}
+    unneeded = [
+        path
+        for path in store.list("checkpoints")
+        if (path not in written if path.startswith(f"{folder}/") else path.rpartition("/")[0] not in kept)
+    ]
+    for path in sorted(unneeded, key=lambda path: not path.endswith(f"/{MANIFEST}")):
+        store.delete(path)
 
 
 def newest(store: ObjectStore) -> Checkpoint | None:
@@ -56,10 +68,11 @@ def newest(store: ObjectStore) -> Checkpoint | None:
         return None
     folder = _folder(known[-1])
     manifest = json.loads(store.get(f"{folder}/{MANIFEST}"))
-    state = store.get(f"{folder}/state.pt")
+    path = _state(folder, manifest["sha256"])
+    state = store.get(path)
     if digest(state) != manifest["sha256"]:
         raise StorageError(
-            f"{store.address(folder)}/state.pt is corrupt; delete {store.address(folder)} to go on from the one before",
+            f"{store.address(path)} is corrupt; delete {store.address(folder)} to go on from the one before",
             code="digest_mismatch",
         )
     return Checkpoint(step=manifest["step"], state=state, facts=manifest["facts"])

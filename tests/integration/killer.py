@@ -1,0 +1,139 @@
+"""A seeded killer: SIGKILLs a run's processes at named moments, and notes what it did.
+
+It watches a run from outside, as an outage would meet it: by what lies in the run's folder and what `run.json` tells.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from kestrl.local.leash import children
+from kestrl.local.rundir import RunDir
+
+POLL_SECONDS = 0.002
+PATIENCE_SECONDS = 8.0
+"""A moment may be too short to be caught; then the kill comes at any other of the training."""
+COMPONENTS = ("learner-0", "rollout-0", "tools-0", "judge-0", "inference-0", "engine-0", "runner")
+
+
+class Moment(StrEnum):
+    """Where in a run, as far as it can be told from outside."""
+
+    STARTING = "starting"
+    BEFORE = "first evaluation"
+    ROLLOUTS = "rollouts"
+    UPDATE = "update"
+    PUBLISHING = "publishing"
+    PROVING = "proving"
+    CHECKPOINT = "checkpoint"
+    AFTER = "last evaluation"
+    ANY = "training"
+
+
+@dataclass(frozen=True, slots=True)
+class Kill:
+    """One to come, or one that was."""
+
+    victim: str
+    moment: Moment
+    delay: float = 0.0
+    """Seconds after the moment."""
+
+
+def schedule(seed: int, *, rounds: int) -> list[Kill]:
+    """Every component at the start and at both evaluations, and `rounds` times each at moments of training; order and delays drawn."""
+    chance = random.Random(seed)
+
+    def shuffled(moment: Moment | None, delay: float) -> list[Kill]:
+        training = [Moment.ROLLOUTS, Moment.UPDATE, Moment.PUBLISHING, Moment.PROVING, Moment.CHECKPOINT]
+        kills = [Kill(name, moment or chance.choice(training), chance.random() * delay) for name in COMPONENTS]
+        chance.shuffle(kills)
+        return kills
+
+    kills = shuffled(Moment.STARTING, 5.0) + shuffled(Moment.BEFORE, 0.5)
+    for _ in range(rounds):
+        kills += shuffled(None, 0.3)
+    return kills + shuffled(Moment.AFTER, 0.5)
+
+
+@dataclass
+class Killer:
+    """Carries out a schedule on one run."""
+
+    run: RunDir
+    kills: list[Kill]
+    done: list[Kill] = field(default_factory=list[Kill])
+
+    def next(self, alive: Callable[[], bool], runner: int) -> Kill | None:
+        """Carries out the next kill; None when the run ended before its moment came, or there is none left."""
+        if not self.kills:
+            return None
+        kill = self.kills[0]
+        patience = time.monotonic() + PATIENCE_SECONDS
+        while not self._has_come(kill.moment):
+            if not alive():
+                return None
+            if time.monotonic() > patience and self._told("progress").get("phase") == "training":
+                kill = replace(kill, moment=Moment.ANY)
+                break
+            time.sleep(POLL_SECONDS)
+        time.sleep(kill.delay)
+        pid = runner if kill.victim == "runner" else self._pid(kill.victim)
+        if pid is None:
+            return kill  # it is dead from the last time; its turn comes again
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+            self.done.append(kill)
+            self.kills.pop(0)
+        return kill
+
+    def counts(self) -> Mapping[str, int]:
+        return Counter(kill.victim for kill in self.done)
+
+    def _pid(self, name: str) -> int | None:
+        """Of the component itself: the leash that `run.json` names has it as its only child."""
+        leash = self._told("components").get(name, {}).get("pid", 0)
+        return next(iter(children(leash)), None) if leash else None
+
+    def _told(self, part: str) -> dict[str, Any]:
+        return (self.run.read_json("run.json") or {}).get(part) or {}
+
+    def _has_come(self, moment: Moment) -> bool:
+        progress = self._told("progress")
+        phase, step = progress.get("phase"), int(progress.get("step", 0))
+        if moment is Moment.STARTING:
+            return phase == "starting" and bool(self._told("components"))
+        if moment is Moment.BEFORE:
+            return phase == "evaluating" and step == 0
+        if moment is Moment.AFTER:
+            return phase == "evaluating" and step == progress.get("total_steps")
+        if phase != "training":
+            return False
+        adapters = {folder: (folder / "manifest.json").exists() for folder in self._folders("adapters")}
+        if moment is Moment.PUBLISHING:
+            return not all(adapters.values())
+        if moment is Moment.PROVING:
+            return max((int(folder.name[:6]) for folder in adapters), default=0) > _version(progress)
+        if moment is Moment.CHECKPOINT:
+            return any(not (folder / "manifest.json").exists() for folder in self._folders("checkpoints"))
+        running = int(progress.get("groups_running", 0))
+        return running > 0 if moment is Moment.ROLLOUTS else running == 0
+
+    def _folders(self, name: str) -> Iterator[Path]:
+        with suppress(FileNotFoundError):
+            yield from (self.run.path / name).iterdir()
+
+
+def _version(progress: Mapping[str, Any]) -> int:
+    name = progress.get("policy")
+    return -1 if name is None else int(str(name).split(".")[-2])

@@ -33,7 +33,13 @@ def run_service(
     try:
         settings = settings_type.read(path)
         sys.path[:0] = settings.python_path
-        set_up(settings.component, job=settings.job, run=settings.run, endpoint=settings.otlp_endpoint)
+        set_up(
+            settings.component,
+            job=settings.job,
+            run=settings.run,
+            endpoint=settings.otlp_endpoint,
+            metrics_listen=settings.metrics_listen,
+        )
         if uvloop:
             import uvloop as fast
 

@@ -19,8 +19,18 @@ from kestrl.spec import AgentRLJob
 LOOPBACK = "127.0.0.1"
 
 
+METRICS = "metrics"
+Listener = tuple[Role, int] | tuple[Role, int, str]
+
+
+def listeners(job: AgentRLJob) -> Iterator[Listener]:
+    """Every replica, and then each one's Prometheus endpoint, in a fixed order. An engine has its own."""
+    yield from replicas(job)
+    yield from ((*replica, METRICS) for replica in replicas(job) if replica[0] is not Role.ENGINE)
+
+
 def replicas(job: AgentRLJob) -> Iterator[tuple[Role, int]]:
-    """Every replica that listens, in a fixed order."""
+    """Every replica, in a fixed order."""
     spec = job.spec
     counts = {
         Role.ENGINE: spec.inference.replicas,
@@ -35,22 +45,22 @@ def replicas(job: AgentRLJob) -> Iterator[tuple[Role, int]]:
             yield role, index
 
 
-def assign_ports(job: AgentRLJob, base_port: int | None) -> dict[tuple[Role, int], int]:
-    """A port for every replica: free ones chosen by the kernel, or `base_port` and those after it.
+def assign_ports(job: AgentRLJob, base_port: int | None) -> dict[Listener, int]:
+    """A port for every listener: free ones chosen by the kernel, or `base_port` and those after it.
 
     Raises:
         UserInputError: A port after `base_port` is taken.
     """
-    ports: dict[tuple[Role, int], int] = {}
+    ports: dict[Listener, int] = {}
     with ExitStack() as held:  # all are held until all are chosen, so that no two are the same
-        for offset, replica in enumerate(replicas(job)):
+        for offset, replica in enumerate(listeners(job)):
             probe = held.enter_context(socket.socket(socket.AF_INET, socket.SOCK_STREAM))
             wanted = 0 if base_port is None else base_port + offset
             try:
                 probe.bind((LOOPBACK, wanted))
             except OSError as error:
                 raise UserInputError(
-                    f"--base-port {base_port}: port {wanted} for {replica[0]}-{replica[1]} is taken: {error.strerror}"
+                    f"--base-port {base_port}: port {wanted} for {'-'.join(map(str, replica))} is taken: {error.strerror}"
                 ) from error
             ports[replica] = probe.getsockname()[1]
     return ports
@@ -96,7 +106,12 @@ def site_of(job: AgentRLJob, run: RunDir, manifest_dir: Path, *, base_port: int 
     ports = assign_ports(job, base_port)
 
     def endpoint(role: Role, index: int) -> Endpoint:
-        return Endpoint(bind=LOOPBACK, host=LOOPBACK, port=ports[role, index])
+        return Endpoint(
+            bind=LOOPBACK,
+            host=LOOPBACK,
+            port=ports[role, index],
+            metrics_port=ports.get((role, index, METRICS)),
+        )
 
     def data(uri: str, size: int | None, field: str) -> str:
         return str(

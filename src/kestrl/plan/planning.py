@@ -63,21 +63,25 @@ def _service(role: Role, index: int, job: AgentRLJob, site: Site) -> dict[str, o
         "listen": site.endpoint(role, index).listen,
         "python_path": site.python_path,
         "otlp_endpoint": job.spec.telemetry.otlp,
+        "metrics_listen": site.endpoint(role, index).metrics_listen,
     }
 
 
 def _component(
     role: Role, index: int, settings: ServiceSettings, site: Site, *secrets: Secret, restarts: bool = True
 ) -> Component:
-    port = site.endpoint(role, index).port
+    endpoint = site.endpoint(role, index)
     return Component(
         name=f"{role}-{index}",
         role=role,
         module=f"kestrl_{role}",
         settings=settings,
         secrets=(Secret.JOB_TOKEN, *secrets),
-        ports={"grpc": port},
-        ready=Ready(port=port),
+        ports={
+            "grpc": endpoint.port,
+            **({} if endpoint.metrics_port is None else {"metrics": endpoint.metrics_port}),
+        },
+        ready=Ready(port=endpoint.port),
         restarts=restarts,
     )
 

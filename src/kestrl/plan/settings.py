@@ -35,7 +35,9 @@ class ServiceSettings(Model):
     python_path: tuple[str, ...] = ()
     """Folders put in front of `sys.path`: where a user's tools, rewards and agents lie."""
     otlp_endpoint: str | None = None
-    """Where spans go; the standard OTEL_* variables also work."""
+    """Where spans and metrics go; the standard OTEL_* variables also work."""
+    metrics_listen: str | None = None
+    """`host:port` of its Prometheus endpoint."""
 
     @classmethod
     def read(cls, path: Path) -> Self:

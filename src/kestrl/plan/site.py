@@ -17,6 +17,8 @@ class Endpoint(NamedTuple):
     host: str
     """Name by which the others reach it."""
     port: int
+    metrics_port: int | None = None
+    """Where Prometheus finds it; an engine's metrics are at its own port."""
 
     @property
     def address(self) -> str:
@@ -25,6 +27,10 @@ class Endpoint(NamedTuple):
     @property
     def listen(self) -> str:
         return f"{self.bind}:{self.port}"
+
+    @property
+    def metrics_listen(self) -> str | None:
+        return None if self.metrics_port is None else f"{self.bind}:{self.metrics_port}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any, TypeVar
 
@@ -10,7 +12,7 @@ import grpc
 from opentelemetry.propagate import inject
 
 from kestrl.errors import FailureError
-from kestrl.rpc.status import TOKEN_KEY, failure_of
+from kestrl.rpc.status import TOKEN_KEY, failure_of, went_away
 
 Channel = grpc.aio.Channel
 Reply = TypeVar("Reply")
@@ -41,6 +43,16 @@ def _metadata() -> tuple[tuple[str, str], ...]:
     return tuple(carrier.items())
 
 
+async def connected(channel: Channel, *, seconds: float) -> bool:
+    """Whether a channel's server is there, waited for so long."""
+    try:
+        async with asyncio.timeout(seconds):
+            await channel.channel_ready()
+    except TimeoutError:
+        return False
+    return True
+
+
 async def call(
     method: Callable[..., Any], request: object, reply: type[Reply], *, timeout: float, peer: str, wait: bool = False
 ) -> Reply:
@@ -52,17 +64,23 @@ async def call(
         reply: The class of its answer.
         timeout: Seconds after which it fails with code `deadline_exceeded`.
         peer: Who is called, for messages: `tools`.
-        wait: Whether to wait for a server that is not up yet instead of failing at once.
+        wait: Whether to wait for a server that is not up, and to ask again when it goes away meanwhile, until the time is over. Only
+            for what may be asked twice.
 
     Raises:
         FailureError: The call failed; carries the server's failure, or one made from the status.
     """
-    try:
-        answer = await method(request, timeout=timeout, metadata=_metadata(), wait_for_ready=wait)
-    except grpc.aio.AioRpcError as error:
-        raise FailureError(failure_of(error, peer=peer)) from error
-    assert isinstance(answer, reply)
-    return answer
+    ends = time.monotonic() + timeout
+    while True:
+        left = max(0.0, ends - time.monotonic())
+        try:
+            answer = await method(request, timeout=left, metadata=_metadata(), wait_for_ready=wait)
+        except grpc.aio.AioRpcError as error:
+            if wait and left > 0 and went_away(error):
+                continue
+            raise FailureError(failure_of(error, peer=peer)) from error
+        assert isinstance(answer, reply)
+        return answer
 
 
 async def stream(

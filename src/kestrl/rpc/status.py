@@ -35,3 +35,9 @@ def failure_of(error: grpc.aio.AioRpcError, *, peer: str) -> Failure:
         retryable=code in RETRYABLE,
         component=peer,
     )
+
+
+def went_away(error: grpc.aio.AioRpcError) -> bool:
+    """Whether a call failed because nobody was there to answer it, rather than by an answer."""
+    answered = any(key == FAILURE_KEY for key, _ in error.trailing_metadata() or ())
+    return error.code() is grpc.StatusCode.UNAVAILABLE and not answered

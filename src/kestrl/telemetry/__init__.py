@@ -21,18 +21,31 @@ __all__ = ["current_trace_id", "set_up", "span", "trace_headers"]
 _tracer = trace.get_tracer("kestrl")
 
 
-def set_up(component: str, *, job: str, run: str, endpoint: str | None = None) -> None:
-    """Sends this process's spans by OTLP/gRPC when an endpoint is given or the standard OTEL_* variables name one."""
+def set_up(
+    component: str, *, job: str, run: str, endpoint: str | None = None, metrics_listen: str | None = None
+) -> None:
+    """Sends this process's spans by OTLP/gRPC when an endpoint is given or the standard OTEL_* variables name one.
+
+    Metrics can be read at `http://METRICS_LISTEN/metrics`, and go to the same endpoint as spans.
+
+    Raises:
+        UserInputError: `metrics_listen` is taken.
+    """
     named = (
         endpoint
         or os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT")
         or os.environ.get("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
     )
-    if not named or os.environ.get("OTEL_SDK_DISABLED", "").lower() == "true":
+    exports = bool(named) and os.environ.get("OTEL_SDK_DISABLED", "").lower() != "true"
+    if not exports and metrics_listen is None:
         return
-    from kestrl.telemetry.export import install
+    from kestrl.telemetry.export import export_spans, resource_of, serve_metrics
 
-    install(component, job=job, run=run, endpoint=endpoint)
+    resource = resource_of(component, job=job, run=run)
+    if exports:
+        export_spans(resource, endpoint)
+    if metrics_listen is not None:
+        serve_metrics(resource, metrics_listen, exports=exports, endpoint=endpoint)
 
 
 @contextmanager

@@ -1,26 +1,56 @@
-"""The SDK half of telemetry, imported only when spans are really sent."""
+"""The SDK half of telemetry, imported only when something is really sent or served."""
 
 from __future__ import annotations
 
 import atexit
 
-from opentelemetry import trace
+from opentelemetry import metrics, trace
+from opentelemetry.exporter.otlp.proto.grpc.metric_exporter import OTLPMetricExporter
 from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
+from opentelemetry.exporter.prometheus import PrometheusMetricReader
+from opentelemetry.sdk.metrics import MeterProvider
+from opentelemetry.sdk.metrics.export import MetricReader, PeriodicExportingMetricReader
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
+from prometheus_client import start_http_server
 
+from kestrl.errors import UserInputError
 from kestrl.telemetry.names import Attr
 
 
-def install(component: str, *, job: str, run: str, endpoint: str | None) -> None:
-    """Installs a tracer provider whose spans go to `endpoint`, or to what the OTEL_* variables say."""
+def resource_of(component: str, *, job: str, run: str) -> Resource:
+    """What every span and metric of a process says of it."""
     role = component.rsplit("-", 1)[0]
-    resource = Resource.create(
+    return Resource.create(
         {"service.name": f"kestrl-{role}", "service.instance.id": component, Attr.JOB: job, Attr.RUN: run}
     )
+
+
+def export_spans(resource: Resource, endpoint: str | None) -> None:
+    """Sends spans to `endpoint`, or to where the OTEL_* variables say."""
     provider = TracerProvider(resource=resource)
     exporter = OTLPSpanExporter(endpoint=endpoint, insecure=True) if endpoint else OTLPSpanExporter()
     provider.add_span_processor(BatchSpanProcessor(exporter, max_queue_size=8192))
     trace.set_tracer_provider(provider)
     atexit.register(provider.shutdown)
+
+
+def serve_metrics(resource: Resource, listen: str, *, exports: bool, endpoint: str | None) -> None:
+    """Serves the metrics of this process for Prometheus, memory and CPU among them; with `exports` they also go where spans go.
+
+    Raises:
+        UserInputError: The port is taken.
+    """
+    readers: list[MetricReader] = [PrometheusMetricReader()]
+    if exports:
+        exporter = OTLPMetricExporter(endpoint=endpoint, insecure=True) if endpoint else OTLPMetricExporter()
+        readers.append(PeriodicExportingMetricReader(exporter))
+    provider = MeterProvider(metric_readers=readers, resource=resource)
+    metrics.set_meter_provider(provider)
+    atexit.register(provider.shutdown)
+    host, _, port = listen.rpartition(":")
+    try:
+        start_http_server(int(port), addr=host)
+    except OSError as error:
+        raise UserInputError(f"metrics: cannot listen on {listen}: {error.strerror}") from error

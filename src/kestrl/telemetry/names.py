@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 
 class SpanName:
     """Spans, named after domain verbs. The tree:
@@ -54,3 +56,64 @@ class Attr:
     INPUT_TOKENS = "gen_ai.usage.input_tokens"
     OUTPUT_TOKENS = "gen_ai.usage.output_tokens"
     FINISH_REASON = "gen_ai.response.finish_reasons"
+
+
+class Instrument(NamedTuple):
+    """A metric. On the Prometheus endpoint dots are underscores, and a counter ends in `_total`."""
+
+    name: str
+    description: str
+    unit: str = "1"
+    labels: tuple[str, ...] = ()
+    counts: bool = False
+    """Whether it only grows."""
+
+
+class Metric:
+    """Every metric: of all services, then by the service that has it."""
+
+    RPC_RUNNING = Instrument("kestrl.rpc.running", "Calls being answered", labels=("method",))
+    RPC_CALLS = Instrument(
+        "kestrl.rpc.calls", "Calls answered; failure is boundary/code", labels=("method", "failure"), counts=True
+    )
+
+    STEP = Instrument("kestrl.learner.step", "Optimiser steps done")
+    STEPS = Instrument("kestrl.learner.steps", "Optimiser steps in all")
+    POLICY = Instrument("kestrl.learner.policy", "Step of the newest version that engines have proved")
+    ENGINES_PROVED = Instrument("kestrl.learner.engines.proved", "Engines that have proved the newest version")
+    ENGINES = Instrument("kestrl.learner.engines", "Engines of the job")
+    MEAN = Instrument("kestrl.learner.mean", "Means over the last episodes: reward, answer_correct ...", labels=("of",))
+    TOKENS_PER_SECOND = Instrument(
+        "kestrl.learner.tokens_per_second", "Sampled tokens of the last step a second", "1/s"
+    )
+    STALENESS = Instrument("kestrl.learner.staleness", "Largest staleness of the last step's groups", "{step}")
+    GAP = Instrument("kestrl.learner.logprob_gap", "Of the last step's tokens", labels=("statistic",))
+    STEP_SECONDS = Instrument("kestrl.learner.step.seconds", "Parts of the last step", "s", ("part",))
+    GROUPS_RUNNING = Instrument("kestrl.learner.groups.running", "Groups at the workers")
+    GROUPS_READY = Instrument("kestrl.learner.groups.ready", "Groups that wait to be trained on")
+    PUBLISH_SECONDS = Instrument(
+        "kestrl.learner.publish.seconds", "From weights to engines that proved them, last time", "s"
+    )
+    FAILURES = Instrument(
+        "kestrl.learner.failures", "Failed episodes and groups", labels=("boundary", "code"), counts=True
+    )
+
+    EPISODES_RUNNING = Instrument("kestrl.rollout.episodes.running", "Episodes taken on and not ended")
+    EPISODES_LIMIT = Instrument("kestrl.rollout.episodes.limit", "Episodes at once at the most")
+    EPISODES = Instrument("kestrl.rollout.episodes", "Ended episodes", labels=("stop_reason", "failure"), counts=True)
+    TOKENS = Instrument("kestrl.rollout.tokens", "Sampled tokens", "{token}", counts=True)
+    TURNS = Instrument("kestrl.rollout.turns", "Completions sampled", counts=True)
+    TURN_SECONDS = Instrument("kestrl.rollout.turn.seconds", "Spent waiting for completions", "s", counts=True)
+    TOOL_CALLS = Instrument("kestrl.rollout.tool_calls", "Tool calls", labels=("outcome",), counts=True)
+
+    SESSIONS = Instrument("kestrl.tools.sessions", "Open sessions, one an episode")
+    HANGING = Instrument("kestrl.tools.hanging", "Calls that never came back", labels=("tool",))
+    REWARD_RESTARTS = Instrument(
+        "kestrl.judge.restarts", "Processes of a reward started again", labels=("reward",), counts=True
+    )
+
+    ENGINE_UP = Instrument("kestrl.inference.up", "Whether the engine answers")
+    ENGINE_RESTARTS = Instrument("kestrl.inference.restarts", "Times the engine came back", counts=True)
+    VERSIONS = Instrument("kestrl.inference.versions", "Versions in the engine", labels=("state",))
+    LOAD_SECONDS = Instrument("kestrl.inference.load.seconds", "Parts of the last version's load", "s", ("part",))
+    PROBE_GAP = Instrument("kestrl.inference.probe_gap", "Largest difference on the last version's probe")

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from kestrl.errors import UserInputError
-from kestrl.local.place import assign_ports, replicas, storage_address
+from kestrl.local.place import assign_ports, listeners, storage_address
 from kestrl.local.rundir import RunDir, find_run, open_run, write_atomic
 from kestrl.spec import AgentRLJob, parse_job, with_overrides
 
@@ -104,7 +104,7 @@ def test_storage_is_the_runs_folder_unless_the_job_names_another(tmp_path: Path)
 
 def test_every_replica_gets_a_port_of_its_own() -> None:
     ports = assign_ports(job_with(), None)
-    assert len(set(ports.values())) == len(ports) == len(list(replicas(job_with()))) == 8
+    assert len(set(ports.values())) == len(ports) == len(list(listeners(job_with()))) == 14
 
 
 def test_a_taken_port_is_named() -> None:

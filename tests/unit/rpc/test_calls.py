@@ -20,7 +20,11 @@ from kestrl.rpc import call, channel, serve, stream
 class Worker(stubs.RolloutServiceServicer):
     """Answers as told by the request."""
 
+    lost = False
+
     async def GetCapacity(self, request: pb.GetCapacityRequest, context: Any) -> pb.GetCapacityResponse:
+        if self.lost:
+            raise EngineFailure("engine-0 is gone", code="engine_lost")
         return pb.GetCapacityResponse(concurrency=7)
 
     async def RunGroup(self, request: pb.RunGroupRequest, context: Any) -> AsyncIterator[pb.RunGroupResponse]:
@@ -152,3 +156,78 @@ async def test_serving_ends_with_the_work_it_serves_for() -> None:
 
     with pytest.raises(KestrlError, match="the run failed"):
         await serve("learner-0", f"127.0.0.1:{free_port()}", lambda _: None, until=work())
+
+
+class Flaky(stubs.RolloutServiceServicer):
+    """Counts who asks, and answers when it is let."""
+
+    def __init__(self) -> None:
+        self.asked = asyncio.Event()
+        self.gate = asyncio.Event()
+
+    async def GetCapacity(self, request: pb.GetCapacityRequest, context: Any) -> pb.GetCapacityResponse:
+        self.asked.set()
+        await self.gate.wait()
+        return pb.GetCapacityResponse(concurrency=3)
+
+
+async def test_who_waits_asks_again_when_the_server_goes_away_and_comes_back() -> None:
+    listen = f"127.0.0.1:{free_port()}"
+
+    def started(flaky: Flaky, until: asyncio.Event) -> asyncio.Task[None]:
+        work = serve(
+            "rollout-0",
+            listen,
+            lambda server: stubs.add_RolloutServiceServicer_to_server(flaky, server),
+            until=until.wait(),
+            grace=0.0,
+        )
+        return asyncio.create_task(work)
+
+    first, second, gone, end = Flaky(), Flaky(), asyncio.Event(), asyncio.Event()
+    asking = asyncio.create_task(ask(listen))  # before anybody is there
+    server = started(first, gone)
+    await first.asked.wait()
+    gone.set()
+    await server
+    server = started(second, end)
+    second.gate.set()
+    assert (await asking).concurrency == 3
+    end.set()
+    await server
+
+
+async def test_who_waits_does_not_ask_again_for_what_was_answered_with_a_failure(
+    address: Address, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine's failure travels as UNAVAILABLE too."""
+    monkeypatch.setattr(Worker, "lost", True)
+    async with channel(address) as connection:
+        stub = stubs.RolloutServiceStub(connection)
+        asked = 0
+
+        def counting(request: Any, **options: Any) -> Any:
+            nonlocal asked
+            asked += 1
+            return stub.GetCapacity(request, **options)
+
+        with pytest.raises(FailureError) as caught:
+            await call(counting, pb.GetCapacityRequest(), pb.GetCapacityResponse, timeout=5, peer="rollout", wait=True)
+        assert caught.value.code == "engine_lost"
+        assert asked == 1
+
+
+async def test_waiting_has_an_end() -> None:
+    async with channel(f"127.0.0.1:{free_port()}") as connection:
+        stub = stubs.RolloutServiceStub(connection)
+        with pytest.raises(FailureError) as caught:
+            await call(
+                stub.GetCapacity,
+                pb.GetCapacityRequest(),
+                pb.GetCapacityResponse,
+                timeout=0.3,
+                peer="rollout",
+                wait=True,
+            )
+        assert caught.value.code == "deadline_exceeded"
+        assert caught.value.retryable

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kestrl.episode import Group, PolicyVersion, Scenario
@@ -15,13 +15,14 @@ from kestrl_learner.ledger import Lease, Ledger
 from kestrl_learner.progress import Progress
 from kestrl_learner.schedule import admissible, group_seed
 from kestrl_learner.verdict import MAX_ATTEMPTS, Fate, decide
-from kestrl_learner.workers import NoWorker, Order, Workers
+from kestrl_learner.workers import NoWorker, Order, WorkerAway, Workers
 
 log = logging.getLogger(__name__)
 
 
-HANDED_BACK = frozenset({"draining", "drained"})
-"""Codes by which a worker says that it is leaving: the scenario has not failed."""
+FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0
+HANDED_BACK = frozenset({"draining", "drained", WorkerAway.code})
+"""Codes of a worker that is leaving or gone before it began: the scenario has not failed."""
 
 
 class TooManyFailures(KestrlError):
@@ -37,6 +38,31 @@ class Ready:
     lease: Lease
     group: Group
     policy: PolicyVersion
+
+
+class Trouble:
+    """A pause after what may be over soon: something that is being started again must not use up every scenario's attempts meanwhile."""
+
+    def __init__(self) -> None:
+        self._times = 0
+        self.pausing = False
+
+    def again(self, then: Callable[[], None]) -> None:
+        """Something failed: the next pause is twice as long, unless one is going on, which this failure is a part of."""
+        if self.pausing:
+            return
+        pause = min(LONGEST_PAUSE, FIRST_PAUSE * 2.0**self._times)
+        self._times += 1
+        self.pausing = True
+        asyncio.get_running_loop().call_later(pause, self._go_on, then)
+
+    def _go_on(self, then: Callable[[], None]) -> None:
+        self.pausing = False
+        then()
+
+    def over(self) -> None:
+        """Something went well."""
+        self._times = 0
 
 
 class Collector:
@@ -64,6 +90,7 @@ class Collector:
         self._exhausted = False
         self._wake = asyncio.Event()
         self._outdated: set[asyncio.Task[None]] = set()
+        self._trouble = Trouble()
         self._seen = self._failed = 0
         self._last_failure: Failure | None = None
         self.policy: PolicyVersion | None = None
@@ -107,7 +134,7 @@ class Collector:
 
     def _start_what_may(self, tasks: asyncio.TaskGroup) -> None:
         policy = self.policy
-        if policy is None or self.draining or self._exhausted:
+        if policy is None or self.draining or self._exhausted or self._trouble.pausing:
             return
         engines = self._engines.proved(policy)
         if not engines:
@@ -179,6 +206,7 @@ class Collector:
         if verdict.fate is not Fate.RETRY:
             self._account(len(group.episodes), verdict.failures)
         if verdict.fate is Fate.TRAIN:
+            self._trouble.over()
             self._ledger.finish(lease)
             self._ready.append(Ready(lease, verdict.group, policy))
             self._progress.add(verdict.group.episodes)
@@ -212,6 +240,7 @@ class Collector:
         log.warning("scenario %d of epoch %d is attempted again: %s", lease.ordinal, lease.epoch, reason)
         self._ledger.release(lease, reason, failed=True)
         self._exhausted = False
+        self._trouble.again(self._wake.set)
 
     def _account(self, episodes: int, failures: Sequence[Failure]) -> None:
         """Takes in episodes that are settled, and stops the run when too large a share of the last ones failed.

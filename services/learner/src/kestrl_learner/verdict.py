@@ -11,7 +11,7 @@ from kestrl.episode import Episode, Group, PolicyVersion, Scenario
 from kestrl.errors import Boundary, Failure
 from kestrl.plan.settings import AlgorithmSettings
 
-MAX_ATTEMPTS = 3
+MAX_ATTEMPTS = 5
 """Failed attempts after which a scenario is dropped."""
 
 

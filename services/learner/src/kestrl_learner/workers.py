@@ -18,7 +18,7 @@ from kestrl.api.rollout.v1 import rollout_pb2_grpc as stubs
 from kestrl.episode import Group, PolicyVersion, Scenario
 from kestrl.errors import KestrlError
 from kestrl.plan.settings import EngineEntry, LearnerSettings
-from kestrl.rpc import Channel, call, channel, stream
+from kestrl.rpc import Channel, call, channel, connected, stream
 from kestrl.rpc.codec import group_from_proto, policy_to_proto, scenario_to_proto
 from kestrl.telemetry import span
 from kestrl.telemetry.names import Attr, SpanName
@@ -31,6 +31,7 @@ LOOK_SECONDS = 5.0
 RETRY_SECONDS = 0.5
 """Between looks at a worker that does not answer."""
 CALL_SECONDS = 5.0
+CONNECT_SECONDS = 2.0
 
 
 def _nobody() -> None:
@@ -41,6 +42,13 @@ class NoWorker(KestrlError):
     """No rollout worker answers."""
 
     code = "no_worker"
+
+
+class WorkerAway(KestrlError):
+    """A worker went away before it was given the group: the scenario has not failed."""
+
+    code = "worker_away"
+    retryable = True
 
 
 class BrokenStream(KestrlError):
@@ -207,6 +215,8 @@ class Workers:
     async def _stream(self, worker: _Worker, order: Order) -> Group:
         timeout = self._settings.group_seconds + GRACE_SECONDS
         peer = f"rollout worker {worker.address}"
+        if not await connected(worker.connection, seconds=CONNECT_SECONDS):
+            raise WorkerAway(f"{peer} is not there")
         answers = stream(worker.stub.RunGroup, self._request(order), pb.RunGroupResponse, timeout=timeout, peer=peer)
         async for answer in answers:
             if answer.HasField("group"):

@@ -307,6 +307,8 @@ class EpisodeConversation:
     async def _dispatch(self, name: str, arguments: Mapping[str, Json]) -> ToolAnswer:
         seconds = self._deadlines.tool
         with self._waiting.on(Boundary.TOOL):
+            # Within the turn's deadline, not the tool's: a service that is being started again has not failed at anything.
+            await self._tools.open(seconds=max(0.0, self._turn_ends - now()))
             async with deadline(Scope.TOOL, now() + seconds, self._waiting):
                 return await self._tools.call(name, arguments, seconds=seconds)
 

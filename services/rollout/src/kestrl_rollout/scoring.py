@@ -61,6 +61,7 @@ class Judge:
                     pb.ScoreGroupResponse,
                     timeout=max(0.0, ends - now()) + RPC_SLACK,
                     peer="judge",
+                    wait=True,
                 )
         return read_scores(list(answer.scores))
 

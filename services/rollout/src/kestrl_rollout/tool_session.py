@@ -119,19 +119,31 @@ class ToolSession:
     def opened(self) -> bool:
         return bool(self._id)
 
+    async def open(self, *, seconds: float) -> None:
+        """Opens the session, once; a service that is being started again is waited for.
+
+        Raises:
+            FailureError: A tool cannot be made, or the service was not there in time.
+        """
+        async with self._opening:
+            if not self._id:
+                opened = await rpc.call(
+                    self._stub.Open,
+                    self._request,
+                    pb.OpenResponse,
+                    timeout=seconds + RPC_SLACK,
+                    peer="tools",
+                    wait=True,
+                )
+                self._id = opened.session_id
+
     async def call(self, name: str, arguments: Mapping[str, Any], *, seconds: float) -> ToolAnswer:
-        """Calls a tool.
+        """Calls a tool of the opened session.
 
         Raises:
             FailureError: The tool broke, or the service cannot be reached.
             ToolFailure: The service answered what cannot be read.
         """
-        async with self._opening:
-            if not self._id:
-                opened = await rpc.call(
-                    self._stub.Open, self._request, pb.OpenResponse, timeout=self._seconds + RPC_SLACK, peer="tools"
-                )
-                self._id = opened.session_id
         request = pb.CallRequest(
             session_id=self._id, name=name, arguments_json=json.dumps(arguments, ensure_ascii=False)
         )

@@ -22,7 +22,7 @@ from kestrl.local.rundir import RunDir
 
 POLL_SECONDS = 0.002
 PATIENCE_SECONDS = 8.0
-"""A moment may be too short to be caught; then the kill comes at any other of the training."""
+"""A moment of the training may be too short to be caught; then the kill comes at any other of the run."""
 COMPONENTS = ("learner-0", "rollout-0", "tools-0", "judge-0", "inference-0", "engine-0", "runner")
 
 
@@ -37,7 +37,10 @@ class Moment(StrEnum):
     PROVING = "proving"
     CHECKPOINT = "checkpoint"
     AFTER = "last evaluation"
-    ANY = "training"
+    ANY = "any"
+
+
+TRAINING = (Moment.ROLLOUTS, Moment.UPDATE, Moment.PUBLISHING, Moment.PROVING, Moment.CHECKPOINT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +58,7 @@ def schedule(seed: int, *, rounds: int) -> list[Kill]:
     chance = random.Random(seed)
 
     def shuffled(moment: Moment | None, delay: float) -> list[Kill]:
-        training = [Moment.ROLLOUTS, Moment.UPDATE, Moment.PUBLISHING, Moment.PROVING, Moment.CHECKPOINT]
-        kills = [Kill(name, moment or chance.choice(training), chance.random() * delay) for name in COMPONENTS]
+        kills = [Kill(name, moment or chance.choice(TRAINING), chance.random() * delay) for name in COMPONENTS]
         chance.shuffle(kills)
         return kills
 
@@ -83,7 +85,7 @@ class Killer:
         while not self._has_come(kill.moment):
             if not alive():
                 return None
-            if time.monotonic() > patience and self._told("progress").get("phase") == "training":
+            if self._is_past(kill.moment) or (kill.moment in TRAINING and time.monotonic() > patience):
                 kill = replace(kill, moment=Moment.ANY)
                 break
             time.sleep(POLL_SECONDS)
@@ -128,6 +130,9 @@ class Killer:
             return any(not (folder / "manifest.json").exists() for folder in self._folders("checkpoints"))
         running = int(progress.get("groups_running", 0))
         return running > 0 if moment is Moment.ROLLOUTS else running == 0
+
+    def _is_past(self, moment: Moment) -> bool:
+        return moment in {Moment.STARTING, Moment.BEFORE} and self._told("progress").get("phase") == "training"
 
     def _folders(self, name: str) -> Iterator[Path]:
         with suppress(FileNotFoundError):

@@ -7,6 +7,7 @@ import hmac
 import logging
 import os
 import signal
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from importlib import import_module
 from typing import Any
@@ -20,6 +21,8 @@ from kestrl.errors import Boundary, Failure, KestrlError, UserInputError
 from kestrl.rpc.client import OPTIONS, TOKEN_VARIABLE
 from kestrl.rpc.codec import failure_to_proto
 from kestrl.rpc.status import FAILURE_KEY, STATUS_BY_BOUNDARY, TOKEN_KEY
+from kestrl.telemetry.metrics import observe
+from kestrl.telemetry.names import Metric
 
 log = logging.getLogger(__name__)
 HEALTH_PREFIX = "/grpc.health."
@@ -33,12 +36,30 @@ async def _abort(context: grpc.aio.ServicerContext[Any, Any], failure: Failure) 
     await context.abort(STATUS_BY_BOUNDARY[failure.boundary], failure.message[:2000])
 
 
+class _Calls:
+    """Counts calls, by method and by how they failed."""
+
+    def __init__(self) -> None:
+        self.running: Counter[str] = Counter()
+        self.ended: Counter[tuple[str, str]] = Counter()
+        observe(Metric.RPC_RUNNING, lambda: self.running)
+        observe(Metric.RPC_CALLS, lambda: self.ended)
+
+    def begins(self, method: str) -> None:
+        self.running[method] += 1
+
+    def ends(self, method: str, failure: str) -> None:
+        self.running[method] -= 1
+        self.ended[method, failure] += 1
+
+
 class _Door(grpc.aio.ServerInterceptor):
-    """What every call passes: credential, trace context, and the translation of errors."""
+    """What every call passes: credential, trace context, the translation of errors, and the count of them."""
 
     def __init__(self, component: str, token: str | None) -> None:
         self._component = component
         self._token = token
+        self._calls = _Calls()
 
     def _authorised(self, context: grpc.aio.ServicerContext[Any, Any]) -> bool:
         if self._token is None:
@@ -46,18 +67,16 @@ class _Door(grpc.aio.ServerInterceptor):
         sent = dict(context.invocation_metadata() or ()).get(TOKEN_KEY, "")
         return isinstance(sent, str) and hmac.compare_digest(sent, self._token)
 
-    async def _fail(self, context: grpc.aio.ServicerContext[Any, Any], error: Exception) -> None:
+    def _failure(self, error: Exception) -> Failure:
         if isinstance(error, KestrlError):
-            failure = error.failure(component=self._component)
-        else:
-            log.error("unexpected error in a handler", exc_info=error)
-            failure = Failure(
-                boundary=Boundary.INFRASTRUCTURE,
-                code="internal",
-                message=f"{self._component}: {type(error).__name__}: {error}",
-                component=self._component,
-            )
-        await _abort(context, failure)
+            return error.failure(component=self._component)
+        log.error("unexpected error in a handler", exc_info=error)
+        return Failure(
+            boundary=Boundary.INFRASTRUCTURE,
+            code="internal",
+            message=f"{self._component}: {type(error).__name__}: {error}",
+            component=self._component,
+        )
 
     async def intercept_service(  # pyright: ignore[reportIncompatibleMethodOverride] - the stubs bind type variables per call
         self,
@@ -67,48 +86,59 @@ class _Door(grpc.aio.ServerInterceptor):
         handler = await continuation(handler_call_details)
         if handler is None or handler_call_details.method.startswith(HEALTH_PREFIX):
             return handler
+        method = handler_call_details.method.rpartition("/")[2]
         if handler.unary_unary is not None:
             return grpc.unary_unary_rpc_method_handler(
-                self._unary(handler.unary_unary), handler.request_deserializer, handler.response_serializer
+                self._unary(method, handler.unary_unary), handler.request_deserializer, handler.response_serializer
             )
         return grpc.unary_stream_rpc_method_handler(
-            self._stream(handler.unary_stream), handler.request_deserializer, handler.response_serializer
+            self._stream(method, handler.unary_stream), handler.request_deserializer, handler.response_serializer
         )
 
     def _enter(self, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
         carrier = {key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)}
         return otel_context.attach(extract(carrier))
 
-    def _unary(self, inner: Any) -> Any:
+    def _unary(self, method: str, inner: Any) -> Any:
         async def handle(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
             if not self._authorised(context):
                 await context.abort(grpc.StatusCode.UNAUTHENTICATED, "the job's credential is missing or wrong")
-            token = self._enter(context)
+            token, told = self._enter(context), ""
+            self._calls.begins(method)
             try:
                 return await inner(request, context)
             except grpc.aio.AbortError:
                 raise
             except Exception as error:  # noqa: BLE001 - the one door where any error becomes a typed failure
-                await self._fail(context, error)
+                failure = self._failure(error)
+                told = f"{failure.boundary}/{failure.code}"
+                await _abort(context, failure)
             finally:
+                self._calls.ends(method, told)
                 otel_context.detach(token)
 
         return handle
 
-    def _stream(self, inner: Any) -> Any:
+    def _stream(self, method: str, inner: Any) -> Any:
         async def handle(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
             if not self._authorised(context):
                 await context.abort(grpc.StatusCode.UNAUTHENTICATED, "the job's credential is missing or wrong")
             carrier = {key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)}
             # An async generator may be resumed in another context, so the token cannot be detached; the task ends with it.
             otel_context.attach(extract(carrier))
+            told = ""
+            self._calls.begins(method)
             try:
                 async for answer in inner(request, context):
                     yield answer
             except grpc.aio.AbortError:
                 raise
             except Exception as error:  # noqa: BLE001 - the one door where any error becomes a typed failure
-                await self._fail(context, error)
+                failure = self._failure(error)
+                told = f"{failure.boundary}/{failure.code}"
+                await _abort(context, failure)
+            finally:
+                self._calls.ends(method, told)
 
         return handle
 

@@ -82,14 +82,20 @@ class Metric:
     POLICY = Instrument("kestrl.learner.policy", "Step of the newest version that engines have proved")
     ENGINES_PROVED = Instrument("kestrl.learner.engines.proved", "Engines that have proved the newest version")
     ENGINES = Instrument("kestrl.learner.engines", "Engines of the job")
-    MEAN = Instrument("kestrl.learner.mean", "Means over the last episodes: reward, answer_correct ...", labels=("of",))
+    MEAN = Instrument("kestrl.learner.mean", "Means over the last episodes, such as reward", labels=("of",))
     TOKENS_PER_SECOND = Instrument(
         "kestrl.learner.tokens_per_second", "Sampled tokens of the last step a second", "1/s"
     )
     STALENESS = Instrument("kestrl.learner.staleness", "Largest staleness of the last step's groups", "{step}")
+    QUARANTINED = Instrument(
+        "kestrl.learner.engines.quarantined",
+        "Versions that an engine could not prove, tried again later",
+        labels=("engine",),
+    )
     GAP = Instrument("kestrl.learner.logprob_gap", "Of the last step's tokens", labels=("statistic",))
     STEP_SECONDS = Instrument("kestrl.learner.step.seconds", "Parts of the last step", "s", ("part",))
     GROUPS_RUNNING = Instrument("kestrl.learner.groups.running", "Groups at the workers")
+    ADMISSION = Instrument("kestrl.learner.admission", "Episodes that may run at once, as the engines' load allows")
     GROUPS_READY = Instrument("kestrl.learner.groups.ready", "Groups that wait to be trained on")
     PUBLISH_SECONDS = Instrument(
         "kestrl.learner.publish.seconds", "From weights to engines that proved them, last time", "s"
@@ -116,4 +122,7 @@ class Metric:
     ENGINE_RESTARTS = Instrument("kestrl.inference.restarts", "Times the engine came back", counts=True)
     VERSIONS = Instrument("kestrl.inference.versions", "Versions in the engine", labels=("state",))
     LOAD_SECONDS = Instrument("kestrl.inference.load.seconds", "Parts of the last version's load", "s", ("part",))
+    KV_USAGE = Instrument("kestrl.inference.kv_usage", "Share of the engine's key-value cache in use")
+    REQUESTS = Instrument("kestrl.inference.requests", "Requests in the engine", labels=("state",))
+    PREEMPTIONS = Instrument("kestrl.inference.preemptions", "Requests that the engine put back for want of cache")
     PROBE_GAP = Instrument("kestrl.inference.probe_gap", "Largest difference on the last version's probe")

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
+from opentelemetry.proto.collector.metrics.v1 import metrics_service_pb2 as metric_pb
+from opentelemetry.proto.collector.metrics.v1 import metrics_service_pb2_grpc as metric_stubs
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2 as pb
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2_grpc as stubs
 
@@ -44,6 +46,8 @@ class Collector:
     endpoint: str = ""
     spans: dict[str, SeenSpan] = field(default_factory=dict[str, SeenSpan])
     """By span id; at most `MAX_SPANS`."""
+    metrics: dict[str, set[str]] = field(default_factory=dict[str, set[str]])
+    """Names that each service sent."""
 
     def path(self, span: SeenSpan) -> str:
         """Names from the root down: `job > step > update`, without the `kestrl.` before each."""
@@ -57,6 +61,20 @@ class Collector:
         for span in self.spans.values():
             seen.setdefault(self.path(span), set()).add(span.service)
         return seen
+
+
+class _Metrics(metric_stubs.MetricsServiceServicer):
+    def __init__(self, collector: Collector) -> None:
+        self._collector = collector
+
+    def Export(
+        self, request: metric_pb.ExportMetricsServiceRequest, context: Any
+    ) -> metric_pb.ExportMetricsServiceResponse:
+        for resource in request.resource_metrics:
+            facts = {item.key: item.value.string_value for item in resource.resource.attributes}
+            names = {metric.name for scope in resource.scope_metrics for metric in scope.metrics}
+            self._collector.metrics.setdefault(facts.get("service.name", ""), set()).update(names)
+        return metric_pb.ExportMetricsServiceResponse()
 
 
 class _Servicer(stubs.TraceServiceServicer):
@@ -98,6 +116,8 @@ def collecting() -> Generator[Collector]:
     server = grpc.server(ThreadPoolExecutor(max_workers=2))
     add_servicer: Any = vars(stubs)["add_TraceServiceServicer_to_server"]  # it has no types
     add_servicer(_Servicer(collector), server)
+    add_metrics: Any = vars(metric_stubs)["add_MetricsServiceServicer_to_server"]
+    add_metrics(_Metrics(collector), server)
     collector.endpoint = f"http://127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     server.start()
     try:

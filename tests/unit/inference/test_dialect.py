@@ -13,7 +13,7 @@ from aiohttp import web
 
 from kestrl.errors import EngineFailure
 from kestrl_inference import engine as dialect
-from kestrl_inference.engine import Engine, EngineRefused, prompt_scores, start_time
+from kestrl_inference.engine import Engine, EngineRefused, Load, load_of, prompt_scores, read_metrics
 
 Answer = Callable[[web.Request], Any]
 
@@ -174,5 +174,15 @@ async def test_scores_are_those_of_the_tokens_themselves() -> None:
         assert await engine.score("job.1", [5, 6, 7]) == [-1.5, -2.5]
 
 
-def test_a_metrics_page_without_a_birth_gives_none() -> None:
-    assert start_time("# nothing\n") == 0.0
+def test_the_load_is_read_from_vllms_own_metrics() -> None:
+    page = (
+        "# HELP vllm:kv_cache_usage_perc KV-cache usage.\n# TYPE vllm:kv_cache_usage_perc gauge\n"
+        'vllm:kv_cache_usage_perc{engine="0",model_name="base"} 0.25\n'
+        'vllm:num_requests_running{engine="0",model_name="base"} 3.0\n'
+        'vllm:num_requests_waiting{engine="0",model_name="base"} 2.0\n'
+        'vllm:num_requests_waiting_by_reason{engine="0",reason="capacity"} 9.0\n'
+        'vllm:num_preemptions_total{engine="0",model_name="base"} 1.0\n'
+        'vllm:num_preemptions_total{engine="1",model_name="base"} 4.0\n'
+    )
+    assert load_of(read_metrics(page)) == Load(kv_usage=0.25, running=3, waiting=2, preemptions=5)
+    assert load_of(read_metrics("# nothing\n")) == Load()

@@ -95,6 +95,7 @@ class FakeAgent(istubs.EngineAgentServiceServicer):
         self.most_held = 0
         self.fail: Callable[[PolicyVersion], KestrlError | None] = lambda _: None
         self.state = ipb.ENGINE_STATE_READY
+        self.load = ipb.EngineLoad()
         self.loads = 0
         self.gate: asyncio.Event | None = None
         """A load waits for it."""
@@ -132,6 +133,7 @@ class FakeAgent(istubs.EngineAgentServiceServicer):
             name=self.name,
             url=f"http://{self.name}",
             state=self.state,
+            load=self.load,
             policies=[
                 ipb.LoadedPolicy(policy=policy_to_proto(policy), proved=proved) for policy, proved in self.held.values()
             ],

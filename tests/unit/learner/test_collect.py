@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,26 +14,30 @@ from kestrl_learner.collect import Trouble
 from kestrl_learner.run import Run
 
 
+class Clock:
+    """A loop whose timers go off when told."""
+
+    def __init__(self) -> None:
+        self.timers: list[tuple[float, Callable[[], None]]] = []
+
+    def call_later(self, delay: float, callback: Callable[..., None], *arguments: Any) -> None:
+        self.timers.append((delay, lambda: callback(*arguments)))
+
+
 async def test_the_pause_doubles_up_to_a_bound_and_success_ends_the_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(collect, "FIRST_PAUSE", 0.01)
-    monkeypatch.setattr(collect, "LONGEST_PAUSE", 0.03)
-    loop, trouble, pauses = asyncio.get_running_loop(), Trouble(), []
-
-    async def one() -> None:
-        over, began = asyncio.Event(), loop.time()
-        trouble.again(over.set)
+    clock, trouble, woken = Clock(), Trouble(), []
+    monkeypatch.setattr(collect.asyncio, "get_running_loop", lambda: clock)
+    for number in range(9):
+        if number == 8:
+            trouble.over()
+        trouble.again(lambda: woken.append(True))
         assert trouble.pausing
-        trouble.again(over.set)  # a part of the same trouble
-        await over.wait()
+        trouble.again(lambda: woken.append(True))  # a part of the same trouble
+        assert len(clock.timers) == number + 1
+        clock.timers[-1][1]()
         assert not trouble.pausing
-        pauses.append(loop.time() - began)
-
-    for _ in range(4):
-        await one()
-    trouble.over()
-    await one()
-    for pause, least in zip(pauses, (0.01, 0.02, 0.03, 0.03, 0.01), strict=True):
-        assert pause == pytest.approx(least, abs=0.009)
+    assert [delay for delay, _ in clock.timers] == [0.5, 1, 2, 4, 8, 16, 30, 30, 0.5]
+    assert len(woken) == 9
 
 
 async def test_while_it_pauses_no_group_is_started(staged: Any, monkeypatch: pytest.MonkeyPatch) -> None:

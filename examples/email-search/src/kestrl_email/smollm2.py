@@ -70,19 +70,19 @@ def write(target: Path) -> None:
     transformers refuses to save what it read from a GGUF file, so the weights move into a fresh model of the same shape.
     """
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+    import transformers
 
+    library: Any = transformers  # its types do not tell what it reads
     source = weights()
     place: dict[str, Any] = {"pretrained_model_name_or_path": source.parent, "gguf_file": source.name}
-    read: Any = AutoModelForCausalLM.from_pretrained(**place, dtype=torch.float32)
+    read = library.AutoModelForCausalLM.from_pretrained(**place, dtype=torch.float32)
     config = {name: value for name, value in read.config.to_dict().items() if name != "quantization_config"}
-    model: Any = LlamaForCausalLM(LlamaConfig(**config))
+    model = library.LlamaForCausalLM(library.LlamaConfig(**config))
     model.load_state_dict(read.state_dict())
     target.parent.mkdir(parents=True, exist_ok=True)
     with whole_or_nothing(target) as partial:
         model.save_pretrained(partial)
-        tokenizer: Any = AutoTokenizer.from_pretrained(**place)
-        tokenizer.save_pretrained(partial)
+        library.AutoTokenizer.from_pretrained(**place).save_pretrained(partial)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from kestrl.plan.settings import AgentSettings
 from kestrl.rpc import serve
 from kestrl.service import run_service
 from kestrl_inference.engine import Engine
+from kestrl_inference.metrics import observe_engine
 from kestrl_inference.policies import Policies
 from kestrl_inference.servicer import EngineAgent
 from kestrl_inference.watch import Watch
@@ -23,6 +24,7 @@ async def work(settings: AgentSettings) -> None:
     policies.prepare()
     watch = Watch(engine, policies, settings.poll_seconds, settings.component)
     agent = EngineAgent(settings, policies, watch)
+    observe_engine(watch, policies)
     watching = asyncio.create_task(watch.run(), name="watch-engine")
 
     async def stop_watching() -> None:

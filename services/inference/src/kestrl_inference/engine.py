@@ -17,6 +17,13 @@ from kestrl.telemetry import trace_headers
 
 CONTROL_KEY = "KESTRL_ENGINE_CONTROL_KEY"
 START_METRIC = "process_start_time_seconds"
+LOAD_METRICS = (
+    "vllm:kv_cache_usage_perc",
+    "vllm:num_requests_running",
+    "vllm:num_requests_waiting",
+    "vllm:num_preemptions_total",
+)
+LOOKED_AT = frozenset({START_METRIC, *LOAD_METRICS})
 LOOK_SECONDS = 15.0
 """An engine that does not answer a look in this time counts as down: above any pause of a busy server, far below a load's limit."""
 
@@ -33,6 +40,18 @@ class EngineRefused(EngineFailure):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """How busy it is."""
+
+    kv_usage: float = 0.0
+    """Share of the key-value cache in use, 0 to 1."""
+    running: int = 0
+    waiting: int = 0
+    preemptions: int = 0
+    """Since it started."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Pulse:
     """What one look at the engine showed."""
 
@@ -43,6 +62,7 @@ class Pulse:
     """Names it lists."""
     reason: str = ""
     """Why it is not healthy."""
+    load: Load = Load()
 
 
 class Engine:
@@ -98,16 +118,16 @@ class Engine:
         try:
             await self._call("GET", "/health", seconds=LOOK_SECONDS)
             adapters = await self.adapters(seconds=LOOK_SECONDS)
-            born = await self._born()
+            told = await self._metrics()
         except EngineFailure as error:
             return Pulse(healthy=False, born=0.0, adapters=frozenset(), reason=str(error))
-        return Pulse(healthy=True, born=born, adapters=frozenset(adapters))
+        return Pulse(healthy=True, born=told.get(START_METRIC, 0.0), adapters=frozenset(adapters), load=load_of(told))
 
-    async def _born(self) -> float:
+    async def _metrics(self) -> dict[str, float]:
         try:
-            return start_time((await self._call("GET", "/metrics", seconds=LOOK_SECONDS)).decode(errors="replace"))
+            return read_metrics((await self._call("GET", "/metrics", seconds=LOOK_SECONDS)).decode(errors="replace"))
         except EngineRefused:  # an engine without metrics; a restart then shows by its missing adapters
-            return 0.0
+            return {}
 
     async def adapters(self, *, seconds: float | None = None) -> dict[str, str]:
         """The adapters it lists: name to folder.
@@ -185,12 +205,20 @@ def prompt_scores(listed: Any, token_ids: Sequence[int]) -> list[float]:
         raise EngineFailure(f"prompt_logprobs are not understood: {error!r}", code="engine_nonsense") from error
 
 
-def start_time(metrics: str) -> float:
-    """`process_start_time_seconds` of a Prometheus page, 0.0 if it is not there."""
-    for line in metrics.splitlines():
-        if line.startswith(f"{START_METRIC} "):
-            return float(line.split()[1])
-    return 0.0
+def read_metrics(page: str) -> dict[str, float]:
+    """The metrics of a Prometheus page that are looked at, summed over their labels."""
+    told: dict[str, float] = {}
+    for line in page.splitlines():
+        name = line.partition("{")[0].partition(" ")[0]
+        if name in LOOKED_AT:
+            told[name] = told.get(name, 0.0) + float(line.rpartition(" ")[2])
+    return told
+
+
+def load_of(told: Mapping[str, float]) -> Load:
+    """The load that metrics tell; what they do not tell is 0."""
+    kv, running, waiting, preemptions = (told.get(name, 0.0) for name in LOAD_METRICS)
+    return Load(kv_usage=kv, running=int(running), waiting=int(waiting), preemptions=int(preemptions))
 
 
 async def until(deadline: float, event: asyncio.Event) -> bool:

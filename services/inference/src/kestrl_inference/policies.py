@@ -53,6 +53,8 @@ class Policies:
     def __init__(self, settings: AgentSettings, engine: Engine) -> None:
         self.settings, self.engine = settings, engine
         self.held: dict[str, Held] = {}
+        self.last: Loaded | None = None
+        """How the newest load went."""
         self._folder = Path(settings.adapters_dir).resolve()  # the engine may run in another folder
         self._leaving: dict[str, Path] = {}
         """Versions that are wanted no more, whose files stay until the engine has let go of them."""
@@ -140,12 +142,13 @@ class Policies:
                 except KestrlError as error:
                     held.failure = error.failure(component=self.settings.component)
                     raise
-                return Loaded(
+                self.last = Loaded(
                     gap=verdict.gap,
                     fetch_seconds=fetched - began,
                     load_seconds=pushed - fetched,
                     prove_seconds=time.perf_counter() - pushed,
                 )
+                return self.last
 
     def _require_slot(self, policy: PolicyVersion) -> None:
         taken = len(self.held)

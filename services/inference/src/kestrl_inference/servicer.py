@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 from kestrl.api.inference.v1 import inference_pb2 as pb
@@ -70,4 +71,5 @@ class EngineAgent(stubs.EngineAgentServiceServicer):
             ],
             restarts=watch.restarts,
             failure=None if watch.failure is None else failure_to_proto(watch.failure),
+            load=pb.EngineLoad(**asdict(watch.load)),
         )

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from kestrl.errors import Boundary, DeadlineExceeded, EngineFailure, Failure
-from kestrl_inference.engine import Engine, Pulse, until
+from kestrl_inference.engine import Engine, Load, Pulse, until
 from kestrl_inference.policies import Policies
 
 log = logging.getLogger(__name__)
@@ -41,6 +41,11 @@ class Watch:
     failure: Failure | None = None
     up: asyncio.Event = field(default_factory=asyncio.Event)
     _seen: Pulse | None = None
+
+    @property
+    def load(self) -> Load:
+        """As of the last look."""
+        return Load() if self._seen is None else self._seen.load
 
     async def run(self) -> None:
         """Looks until it is cancelled."""

@@ -7,6 +7,8 @@ from collections.abc import Awaitable
 from kestrl.api.judge.v1 import judge_pb2_grpc as stubs
 from kestrl.plan.settings import JudgeSettings
 from kestrl.rpc import serve
+from kestrl.telemetry.metrics import observe
+from kestrl.telemetry.names import Metric
 from kestrl_judge.rules import rule_scorers, start_all
 from kestrl_judge.servicer import JudgeServicer
 
@@ -20,6 +22,7 @@ async def run_judge(settings: JudgeSettings, *, until: Awaitable[object] | None 
     scorers = rule_scorers(settings)
     try:
         await start_all(scorers)
+        observe(Metric.REWARD_RESTARTS, lambda: {scorer.name: scorer.restarts for scorer in scorers})
         servicer = JudgeServicer(settings.component, scorers)
         await serve(
             settings.component,

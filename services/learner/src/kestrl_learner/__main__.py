@@ -13,10 +13,12 @@ from kestrl.service import run_service
 
 async def work(settings: LearnerSettings) -> None:
     """Runs the job to its end, telling of its progress."""
+    from kestrl_learner.metrics import observe_progress
     from kestrl_learner.progress import LearnerServicer
     from kestrl_learner.run import Run
 
     run = await asyncio.to_thread(Run, settings)
+    observe_progress(run.progress)
     main = asyncio.create_task(run.main(), name="run")
 
     async def drain() -> None:

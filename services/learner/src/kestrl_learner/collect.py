@@ -10,6 +10,9 @@ from dataclasses import dataclass
 from kestrl.episode import Group, PolicyVersion, Scenario
 from kestrl.errors import Failure, KestrlError
 from kestrl.plan.settings import LearnerSettings
+from kestrl.telemetry.metrics import observe
+from kestrl.telemetry.names import Metric
+from kestrl_learner.admission import Admission
 from kestrl_learner.engines import Engines
 from kestrl_learner.ledger import Lease, Ledger
 from kestrl_learner.progress import Progress
@@ -91,6 +94,8 @@ class Collector:
         self._wake = asyncio.Event()
         self._outdated: set[asyncio.Task[None]] = set()
         self._trouble = Trouble()
+        self._admission = Admission(settings.algorithm.group_size)
+        observe(Metric.ADMISSION, lambda: self._admission.limit or self._workers.capacity)
         self._seen = self._failed = 0
         self._last_failure: Failure | None = None
         self.policy: PolicyVersion | None = None
@@ -112,6 +117,19 @@ class Collector:
                 self._outdated.add(task)
                 task.cancel()
         self._wake.set()
+
+    def look_at_engines(self) -> None:
+        """An engine told how busy it is."""
+        before = self._admission.limit
+        self._admission.look(self._engines.loads(), running=self._episodes(), most=self._workers.capacity)
+        now = self._admission.limit
+        if now != before:
+            log.info("the engines' load allows %s episodes at once", "any number of" if now is None else now)
+            self._wake.set()
+
+    def _episodes(self) -> int:
+        """Episodes that run for training."""
+        return len(self._running) * self._settings.algorithm.group_size
 
     def wake(self) -> None:
         """Something changed that may let a group start."""
@@ -149,7 +167,9 @@ class Collector:
             outstanding=outstanding,
         )
         may = min(may, self._groups - self._consumed - outstanding)
-        for _ in range(min(may, self._workers.room(algorithm.group_size))):
+        may = min(may, self._workers.room(algorithm.group_size))
+        allowed = self._admission.groups(self._episodes())
+        for _ in range(may if allowed is None else min(may, allowed)):
             lease = self._ledger.lease(policy.step)
             if lease is None:
                 self._exhausted = True
@@ -209,6 +229,7 @@ class Collector:
             self._trouble.over()
             self._ledger.finish(lease)
             self._ready.append(Ready(lease, verdict.group, policy))
+            self._progress.groups_ready = len(self._ready)
             self._progress.add(verdict.group.episodes)
             self._wake.set()
         elif verdict.fate is Fate.RETRY:
@@ -278,6 +299,7 @@ class Collector:
         self._ready.sort(key=lambda ready: ready.lease.position)
         taken, self._ready = self._ready[:wanted], self._ready[wanted:]
         self._consumed += wanted
+        self._progress.groups_ready = len(self._ready)
         self._seen = self._failed = 0
         self._wake.set()
         return taken

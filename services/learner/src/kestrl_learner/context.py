@@ -89,12 +89,14 @@ class Context:
         """
         settings = self.settings
         with span(SpanName.PUBLISH, {Attr.STEP: step}):
+            began = time.monotonic()
             manifest, uri = await asyncio.to_thread(
                 lambda: adapters.publish(
                     self.store, model, job=settings.job, step=step, base=settings.model, parent=parent
                 )
             )
             await unless(self.drain, self.engines.publish(manifest.policy, uri))
+            self.progress.publish_seconds = time.monotonic() - began
         self.newest = manifest.policy, uri
         return manifest.policy
 

@@ -22,6 +22,9 @@ from kestrl.errors import Boundary, Failure, KestrlError, PlaceError
 from kestrl.plan.settings import EngineEntry
 from kestrl.rpc import Channel, call, channel
 from kestrl.rpc.codec import policy_from_proto, policy_to_proto
+from kestrl.telemetry.metrics import observe
+from kestrl.telemetry.names import Metric
+from kestrl_learner.admission import EngineLoad
 from kestrl_learner.aio import Signal
 from kestrl_learner.progress import Progress
 
@@ -80,6 +83,7 @@ class Known:
     proved: set[str] = field(default_factory=set[str])
     trouble: dict[str, Trouble] = field(default_factory=dict[str, Trouble])
     wake: asyncio.Event = field(default_factory=asyncio.Event)
+    load: EngineLoad = field(default_factory=EngineLoad)
 
     def settled(self, name: str) -> bool:
         """Whether nothing more is to be expected of it for a version soon."""
@@ -106,6 +110,9 @@ class Engines:
         self._wanted: dict[str, Published] = {}
         self._changed = Signal()
         self.on_change: Callable[[], None] = _nobody
+        self.on_load: Callable[[], None] = _nobody
+        """Called after every look at an engine."""
+        observe(Metric.QUARANTINED, lambda: {known.entry.name: len(known.trouble) for known in self._known})
 
     async def close(self) -> None:
         for known in self._known:
@@ -114,6 +121,10 @@ class Engines:
     def proved(self, policy: PolicyVersion) -> list[EngineEntry]:
         """The engines that have proved a version, now."""
         return [known.entry for known in self._known if policy.name in known.proved]
+
+    def loads(self) -> dict[str, EngineLoad]:
+        """How busy the engines are that are up, as they told at the last look."""
+        return {known.entry.name: known.load for known in self._known if known.state in UP}
 
     def wanted(self) -> set[str]:
         """Names of the versions that are published and not retired."""
@@ -214,6 +225,13 @@ class Engines:
             return
         held = {policy.name: item for item in seen.policies if (policy := policy_from_proto(item.policy)) is not None}
         known.state, known.lost = seen.state, False
+        known.load = EngineLoad(
+            kv_usage=seen.load.kv_usage,
+            running=seen.load.running,
+            waiting=seen.load.waiting,
+            preemptions=seen.load.preemptions,
+        )
+        self.on_load()
         known.proved = {name for name, item in held.items() if item.proved and name in self._wanted}
         for name in known.proved:
             known.trouble.pop(name, None)

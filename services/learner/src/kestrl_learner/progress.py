@@ -51,7 +51,10 @@ class Progress:
         self.tokens_per_second = self.eta_seconds = 0.0
         self.failures: Counter[str] = Counter()
         self.failure: Failure | None = None
-        self.groups_running = 0
+        self.groups_running = self.groups_ready = 0
+        self.publish_seconds = 0.0
+        self.last_step: Mapping[str, Any] = {}
+        """What `metrics/` holds of the last step."""
         self._recent: deque[dict[str, float]] = deque(maxlen=STEPS_SEEN * episodes_per_step)
         self._changed = asyncio.Event()
         self.ended = False
@@ -73,6 +76,10 @@ class Progress:
         self._recent.extend(episode_facts(episode) for episode in episodes if episode.reward is not None)
         self.update()
 
+    def recent(self) -> list[dict[str, float]]:
+        """Facts of the last episodes. May be asked from any thread."""
+        return list(self._recent)
+
     async def changed(self) -> None:
         """Until the next change."""
         await self._changed.wait()
@@ -82,7 +89,7 @@ class Progress:
             phase=self.phase,
             step=self.step,
             total_steps=self.total_steps,
-            means=means_of(self._recent),
+            means=means_of(self.recent()),
             policy=policy_to_proto(self.policy),
             engines_converged=self.engines_converged,
             engines_total=self.engines_total,

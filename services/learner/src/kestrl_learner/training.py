@@ -131,6 +131,7 @@ class Training:
     async def _between(self, policy: PolicyVersion) -> None:
         context, collector = self._context, self._collector
         context.engines.on_change = context.workers.on_change = collector.wake
+        context.engines.on_load = collector.look_at_engines
         collector.begin(policy, self._done * self._settings.algorithm.groups_per_step)
         context.progress.update(phase="training", step=self._done, message="")
         feeding = asyncio.create_task(collector.feed(), name="feed")
@@ -223,6 +224,7 @@ class Training:
         log.info("step %d: %s", done, facts)
         context.progress.update(
             step=done,
+            last_step=facts,
             tokens_per_second=result.sampled / (now - began),
             eta_seconds=sum(self._pace) / len(self._pace) * (context.steps - done),
             message=f"rollouts {collected - began:.1f} s, update {trained - collected:.1f} s",

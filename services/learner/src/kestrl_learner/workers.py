@@ -151,6 +151,11 @@ class Workers:
             return 0
         return 0 if answer.draining else answer.concurrency
 
+    @property
+    def capacity(self) -> int:
+        """Episodes that all workers together take at once."""
+        return sum(worker.capacity for worker in self._workers)
+
     def room(self, size: int) -> int:
         """Groups of a size that could start now, as far as is known."""
         free = sum(max(0, worker.capacity - worker.used) // size for worker in self._workers)

@@ -10,9 +10,11 @@ from dataclasses import dataclass
 from kestrl.episode import Episode, Group
 from kestrl.errors import KestrlError
 from kestrl.telemetry import span
-from kestrl.telemetry.names import Attr, SpanName
+from kestrl.telemetry.metrics import observe
+from kestrl.telemetry.names import Attr, Metric, SpanName
 from kestrl_rollout.deadlines import now
 from kestrl_rollout.episodes import EpisodeRunner
+from kestrl_rollout.metrics import Counts
 from kestrl_rollout.requests import GroupRequest
 from kestrl_rollout.scoring import Judge
 
@@ -40,6 +42,9 @@ class GroupRunner:
         self._groups: set[asyncio.Task[Group]] = set()
         self._running = 0
         self._draining = False
+        self._counts = Counts()
+        observe(Metric.EPISODES_RUNNING, lambda: self._running)
+        observe(Metric.EPISODES_LIMIT, lambda: self._concurrency)
 
     @property
     def capacity(self) -> Capacity:
@@ -95,6 +100,7 @@ class GroupRunner:
         self, request: GroupRequest, index: int, ends: float, ended: Callable[[Episode], None]
     ) -> Episode:
         episode = await self._episodes.run(request, index, group_ends=ends)
+        self._counts.add(episode)
         ended(episode)
         return episode
 

@@ -103,10 +103,10 @@ class Lanes:
 
     def end(self, lane: Lane, tool: str) -> None:
         lane.end()
+        self._ended = {lane: tool for lane, tool in self._ended.items() if lane.occupied}
         if lane.occupied:
             self._ended[lane] = tool
 
     def hanging(self) -> list[str]:
-        """The tool of each such call."""
-        self._ended = {lane: tool for lane, tool in self._ended.items() if lane.occupied}
-        return list(self._ended.values())
+        """The tool of each such call. May be asked from any thread."""
+        return [tool for lane, tool in list(self._ended.items()) if lane.occupied]

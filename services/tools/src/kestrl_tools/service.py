@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Awaitable
 
 from kestrl.api.tools.v1 import tools_pb2_grpc as stubs
 from kestrl.plan.settings import ToolsSettings
 from kestrl.rpc import serve
+from kestrl.telemetry.metrics import observe
+from kestrl.telemetry.names import Metric
 from kestrl_tools.catalogue import load_tools
 from kestrl_tools.lanes import Lanes
 from kestrl_tools.servicer import ToolServicer
@@ -22,6 +25,8 @@ async def run_tools(settings: ToolsSettings, *, until: Awaitable[object] | None 
     lanes = Lanes()
     tools = load_tools(settings.tools, lanes)
     sessions = Sessions(tools, lanes, call_seconds=settings.call_seconds, max_sessions=settings.max_sessions)
+    observe(Metric.SESSIONS, lambda: len(sessions))
+    observe(Metric.HANGING, lambda: Counter(lanes.hanging()))
     servicer = ToolServicer(tools, sessions)
     await serve(
         settings.component,

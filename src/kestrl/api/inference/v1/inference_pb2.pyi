@@ -207,6 +207,40 @@ class LoadedPolicy(_message.Message):
 Global___LoadedPolicy: _TypeAlias = LoadedPolicy  # noqa: Y015
 
 @_typing.final
+class EngineLoad(_message.Message):
+    """How busy an engine is, as it tells itself."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KV_USAGE_FIELD_NUMBER: _builtins.int
+    RUNNING_FIELD_NUMBER: _builtins.int
+    WAITING_FIELD_NUMBER: _builtins.int
+    PREEMPTIONS_FIELD_NUMBER: _builtins.int
+    kv_usage: _builtins.float
+    """Share of the key-value cache in use, 0 to 1."""
+    running: _builtins.int
+    """Requests it works on."""
+    waiting: _builtins.int
+    """Requests that wait for their turn."""
+    preemptions: _builtins.int
+    """Requests it had to put back for want of cache, since it started."""
+    def __init__(
+        self,
+        *,
+        kv_usage: _builtins.float = ...,
+        running: _builtins.int = ...,
+        waiting: _builtins.int = ...,
+        preemptions: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kv_usage", b"kv_usage", "preemptions", b"preemptions", "running", b"running", "waiting", b"waiting"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EngineLoad: _TypeAlias = EngineLoad  # noqa: Y015
+
+@_typing.final
 class GetEngineResponse(_message.Message):
     """The engine now."""
 
@@ -218,6 +252,7 @@ class GetEngineResponse(_message.Message):
     POLICIES_FIELD_NUMBER: _builtins.int
     RESTARTS_FIELD_NUMBER: _builtins.int
     FAILURE_FIELD_NUMBER: _builtins.int
+    LOAD_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Such as inference-0."""
     url: _builtins.str
@@ -234,6 +269,10 @@ class GetEngineResponse(_message.Message):
     def failure(self) -> _common_pb2.Failure:
         """What is wrong, when something is."""
 
+    @_builtins.property
+    def load(self) -> Global___EngineLoad:
+        """When it was last looked at."""
+
     def __init__(
         self,
         *,
@@ -243,10 +282,11 @@ class GetEngineResponse(_message.Message):
         policies: _abc.Iterable[Global___LoadedPolicy] | None = ...,
         restarts: _builtins.int = ...,
         failure: _common_pb2.Failure | None = ...,
+        load: Global___EngineLoad | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure", "load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure", "name", b"name", "policies", b"policies", "restarts", b"restarts", "state", b"state", "url", b"url"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure", "load", b"load", "name", b"name", "policies", b"policies", "restarts", b"restarts", "state", b"state", "url", b"url"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,0 +1,32 @@
+"""What an engine agent offers to Prometheus."""
+
+from __future__ import annotations
+
+from kestrl.telemetry.metrics import observe
+from kestrl.telemetry.names import Metric
+from kestrl_inference.policies import Policies
+from kestrl_inference.watch import State, Watch
+
+
+def observe_engine(watch: Watch, policies: Policies) -> None:
+    """The engine's state, what it holds, and how the newest version was loaded."""
+
+    def versions() -> dict[str, float]:
+        held = list(policies.held.values())
+        proved = sum(item.proved for item in held)
+        return {"proved": proved, "unproved": len(held) - proved}
+
+    def load_seconds() -> dict[str, float]:
+        last = policies.last
+        if last is None:
+            return {}
+        return {"fetch": last.fetch_seconds, "load": last.load_seconds, "prove": last.prove_seconds}
+
+    observe(Metric.ENGINE_UP, lambda: float(watch.state in {State.READY, State.RECOVERING}))
+    observe(Metric.ENGINE_RESTARTS, lambda: watch.restarts)
+    observe(Metric.VERSIONS, versions)
+    observe(Metric.LOAD_SECONDS, load_seconds)
+    observe(Metric.KV_USAGE, lambda: watch.load.kv_usage)
+    observe(Metric.REQUESTS, lambda: {"running": watch.load.running, "waiting": watch.load.waiting})
+    observe(Metric.PREEMPTIONS, lambda: watch.load.preemptions)
+    observe(Metric.PROBE_GAP, lambda: 0.0 if policies.last is None else policies.last.gap)

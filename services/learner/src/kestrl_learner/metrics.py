@@ -1,0 +1,33 @@
+"""What a learner offers to Prometheus: its progress, and the facts of its last step."""
+
+from __future__ import annotations
+
+from kestrl.telemetry.metrics import observe
+from kestrl.telemetry.names import Metric
+from kestrl_learner.progress import Progress, means_of
+
+
+def observe_progress(progress: Progress) -> None:
+    """Everything that a learner's progress tells."""
+
+    def gap() -> dict[str, float]:
+        told = progress.last_step.get("gap", {})
+        return {name: told[name] for name in ("mean", "p99", "max", "ess") if name in told}
+
+    def failures() -> dict[tuple[str, ...], float]:
+        return {tuple(name.split("/", 1)): count for name, count in dict(progress.failures).items()}
+
+    observe(Metric.STEP, lambda: progress.step)
+    observe(Metric.STEPS, lambda: progress.total_steps)
+    observe(Metric.POLICY, lambda: -1 if progress.policy is None else progress.policy.step)
+    observe(Metric.ENGINES_PROVED, lambda: progress.engines_converged)
+    observe(Metric.ENGINES, lambda: progress.engines_total)
+    observe(Metric.MEAN, lambda: means_of(progress.recent()))
+    observe(Metric.TOKENS_PER_SECOND, lambda: progress.tokens_per_second)
+    observe(Metric.STALENESS, lambda: progress.last_step.get("staleness", 0))
+    observe(Metric.GAP, gap)
+    observe(Metric.STEP_SECONDS, lambda: progress.last_step.get("seconds", {}))
+    observe(Metric.GROUPS_RUNNING, lambda: progress.groups_running)
+    observe(Metric.GROUPS_READY, lambda: progress.groups_ready)
+    observe(Metric.PUBLISH_SECONDS, lambda: progress.publish_seconds)
+    observe(Metric.FAILURES, failures)

@@ -1,0 +1,98 @@
+"""How many episodes may run at once: what engines say of themselves decides."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kestrl.api.inference.v1 import inference_pb2 as ipb
+from kestrl_learner import engines
+from kestrl_learner.admission import Admission, EngineLoad
+from kestrl_learner.run import Run
+
+CALM = EngineLoad(kv_usage=0.3, running=4)
+FULL = EngineLoad(kv_usage=0.97, running=4)
+QUEUED = EngineLoad(kv_usage=0.5, running=4, waiting=5)
+
+
+def test_without_trouble_there_is_no_limit() -> None:
+    admission = Admission(8)
+    for _ in range(5):
+        admission.look({"a": CALM, "b": CALM}, running=64, most=64)
+    assert admission.limit is None
+    assert admission.groups(64) is None
+
+
+def test_a_preemption_lowers_the_limit_and_calm_raises_it_again() -> None:
+    admission = Admission(8)
+    admission.look({"a": EngineLoad(preemptions=1)}, running=64, most=64)
+    assert admission.limit == 44
+    assert admission.groups(40) == 0
+    assert admission.groups(20) == 3
+    limits = []
+    for _ in range(3):
+        admission.look({"a": EngineLoad(preemptions=1)}, running=40, most=64)
+        limits.append(admission.limit)
+    assert limits == [52, 60, None]
+
+
+def test_full_engines_get_no_more_than_they_have() -> None:
+    admission = Admission(8)
+    admission.look({"a": FULL, "b": QUEUED}, running=32, most=64)
+    assert admission.limit == 32
+    admission.look({"a": FULL, "b": CALM}, running=32, most=64)
+    assert admission.limit == 40
+
+
+def test_an_engine_that_was_restarted_counts_from_nothing() -> None:
+    admission = Admission(8)
+    admission.look({"a": EngineLoad(preemptions=9)}, running=64, most=64)
+    before = admission.limit
+    admission.look({"a": EngineLoad(preemptions=0)}, running=32, most=64)
+    assert before is not None
+    assert admission.limit == before + 8
+
+
+LOADS = st.builds(
+    EngineLoad,
+    kv_usage=st.floats(0, 1),
+    running=st.integers(0, 100),
+    waiting=st.integers(0, 100),
+    preemptions=st.integers(0, 5),
+)
+
+
+@given(st.lists(st.tuples(st.dictionaries(st.sampled_from("ab"), LOADS), st.integers(0, 200))), st.integers(1, 16))
+def test_whatever_engines_say_a_group_may_always_run(looks: list[tuple[dict[str, Any], int]], size: int) -> None:
+    admission = Admission(size)
+    for loads, running in looks:
+        admission.look(loads, running=running, most=128)
+        assert admission.limit is None or size <= admission.limit
+        allowed = admission.groups(0)
+        assert allowed is None or allowed >= 1
+
+
+async def test_a_run_starts_fewer_groups_when_its_engines_are_short_of_cache(
+    staged: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engines, "LOOK_SECONDS", 0.005)
+    async with staged() as stage:
+        told, running = 0, list[int]()
+
+        def short_of_cache(request: Any, group: Any) -> Any:
+            nonlocal told
+            if request.purpose == "train":
+                told += 1
+                running.append(stage.workers[0].running)
+                for agent in stage.agents:
+                    agent.load = ipb.EngineLoad(kv_usage=1.0, running=3, preemptions=told)
+            return group
+
+        stage.workers[0].script = short_of_cache
+        await Run(stage.but(max_steps=4, algorithm={"groups_per_step": 3})).main()
+        assert stage.summary["status"] == "succeeded"
+        assert max(running[:3]) == 9  # three groups at once at first
+        assert max(running[-3:]) < 9

@@ -30,7 +30,12 @@ SEED = 7
 
 
 def arguments(runs: Path) -> list[str | Path]:
-    more = ("inference.replicas=1", "data.validation.size=24", f"schedule.maxSteps={STEPS}", "schedule.checkpointEvery=2")
+    more = (
+        "inference.replicas=1",
+        "data.validation.size=24",
+        f"schedule.maxSteps={STEPS}",
+        "schedule.checkpointEvery=2",
+    )
     return ["run", QUICKSTART, "--runs", runs, *SMALL, *(flag for item in more for flag in ("--set", item))]
 
 

@@ -177,6 +177,29 @@ def test_another_adapter_behind_the_agents_back_is_caught_within_a_step(tmp_path
     assert belonging_to(tmp_path) == []
 
 
+def assert_prometheus_can_read(run: RunDir) -> None:
+    """Every service of a live run, and its engine; what they tell is what went on."""
+    components = (run.read_json("run.json") or {})["components"]
+    pages: dict[str, str] = {}
+    for name, seen in components.items():
+        port = seen["ports"].get("metrics", seen["ports"].get("http"))
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+            pages[name.rsplit("-", 1)[0]] = answer.read().decode()
+
+    def told(role: str, name: str) -> float:
+        return float(next(re.finditer(rf"^{name}(?:{{.*}})? (.*)$", pages[role], re.MULTILINE))[1])
+
+    assert told("learner", "kestrl_learner_step") >= 1
+    assert told("learner", "kestrl_learner_engines_proved") == told("learner", "kestrl_learner_engines") == 1
+    assert 0 < told("learner", "kestrl_learner_logprob_gap") < 1
+    assert told("rollout", "kestrl_rollout_episodes_total") >= 24
+    assert told("rollout", "kestrl_rollout_tokens_total") > 100
+    assert told("tools", "kestrl_tools_sessions") >= 0
+    assert told("judge", "kestrl_rpc_calls_total") >= 1
+    assert told("inference", "kestrl_inference_up") == 1
+    assert told("engine", "vllm:num_requests_running") >= 0
+
+
 def test_killed_without_a_word_nothing_is_left_and_the_same_command_resumes(tmp_path: Path) -> None:
     arguments = [
         "run",
@@ -193,6 +216,7 @@ def test_killed_without_a_word_nothing_is_left_and_the_same_command_resumes(tmp_
     with subprocess.Popen(command(*arguments), cwd=ROOT, text=True, stdout=subprocess.DEVNULL) as process:
         wait_for_step(run, process, 1)
         assert any("kestrl_inference.vllm_cpu" in line for line in belonging_to(tmp_path))
+        assert_prometheus_can_read(run)
         process.kill()
     eventually(lambda: belonging_to(tmp_path) == [], 15)
     assert "email-search-1 dead" in kestrl("status", "--runs", tmp_path)

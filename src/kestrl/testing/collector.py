@@ -37,6 +37,7 @@ class SeenSpan:
     """Empty for a root."""
     attributes: dict[str, Any]
     failed: bool
+    seconds: float
 
 
 @dataclass(slots=True)
@@ -101,6 +102,7 @@ class _Servicer(stubs.TraceServiceServicer):
             parent_id=span.parent_span_id.hex(),
             attributes={item.key: _plain(item.value) for item in span.attributes},
             failed=span.status.code == 2,
+            seconds=(span.end_time_unix_nano - span.start_time_unix_nano) / 1e9,
         )
 
 

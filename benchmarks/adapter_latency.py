@@ -1,0 +1,156 @@
+"""From an adapter's weights in storage to its first token, proved, against loading the same files by hand and asking for a token.
+
+Real engines with their agents, as the quickstart's plan starts them. Each version is new; medians over `VERSIONS` of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import statistics
+import tempfile
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import torch
+from benchmarks.report import Row, main
+
+from kestrl import rpc
+from kestrl.api.inference.v1 import inference_pb2 as pb
+from kestrl.api.inference.v1 import inference_pb2_grpc as stubs
+from kestrl.episode import PolicyVersion
+from kestrl.local.place import site_of
+from kestrl.local.processes import Launcher
+from kestrl.local.rundir import RunDir
+from kestrl.plan.components import Component, Role, Secret
+from kestrl.plan.planning import plan
+from kestrl.rpc.codec import policy_to_proto
+from kestrl.spec.load import read_job
+from kestrl.storage import open_store
+from kestrl_learner import adapters
+from kestrl_learner.model import PolicyModel
+
+JOB = Path(__file__).parents[1] / "examples" / "email-search" / "quickstart.yaml"
+ENGINES, VERSIONS, LOAD_SECONDS = 2, 7, 120.0
+PROMPT = list(range(300, 340))
+
+
+class Engine:
+    """An engine and its agent."""
+
+    def __init__(self, engine: Component, session: aiohttp.ClientSession, channel: rpc.Channel) -> None:
+        self.url = f"http://127.0.0.1:{engine.ports['http']}"
+        self._session, self._stub = session, stubs.EngineAgentServiceStub(channel)
+
+    async def post(self, path: str, **body: Any) -> None:
+        async with self._session.post(f"{self.url}{path}", json=body) as answer:
+            assert answer.status == 200, await answer.text()
+
+    async def first_token(self, name: str) -> None:
+        sampling = {"max_tokens": 1, "temperature": 1.0, "logprobs": 0}
+        await self.post("/inference/v1/generate", model=name, token_ids=PROMPT, sampling_params=sampling)
+
+    async def up(self) -> None:
+        """The agent's own word: it has seen the engine."""
+        while True:
+            seen = await rpc.call(
+                self._stub.GetEngine, pb.GetEngineRequest(), pb.GetEngineResponse, timeout=300, peer="agent", wait=True
+            )
+            if seen.state == pb.ENGINE_STATE_READY:
+                return
+            await asyncio.sleep(0.2)
+
+    async def ours(self, policy: PolicyVersion, uri: str) -> None:
+        request = pb.LoadPolicyRequest(policy=policy_to_proto(policy), uri=uri)
+        await rpc.call(self._stub.LoadPolicy, request, pb.LoadPolicyResponse, timeout=LOAD_SECONDS, peer="agent")
+        await self.first_token(policy.name)
+
+    async def forget(self, policy: PolicyVersion) -> None:
+        request = pb.RetirePolicyRequest(policy=policy_to_proto(policy))
+        await rpc.call(self._stub.RetirePolicy, request, pb.RetirePolicyResponse, timeout=LOAD_SECONDS, peer="agent")
+
+    async def bare(self, name: str, folder: Path) -> None:
+        await self.post("/v1/load_lora_adapter", lora_name=name, lora_path=str(folder))
+        await self.first_token(name)
+
+
+@asynccontextmanager
+async def started(folder: Path) -> AsyncGenerator[tuple[list[Engine], str]]:
+    """Engines that are up, and the model they serve."""
+    job = read_job(JOB)
+    run = RunDir(folder / "run")
+    for part in ("logs", "settings", "work"):
+        (run.path / part).mkdir(parents=True)
+    site = site_of(job, run, JOB.parent, base_port=None, cache_dir=folder)
+    keys = {secret.value: secrets.token_urlsafe(16) for secret in Secret}
+    launcher = Launcher(folder=run.path, secrets=keys)
+    parts = [part for part in plan(job, site) if part.role in {Role.ENGINE, Role.INFERENCE}]
+    headers = {"Authorization": f"Bearer {keys[Secret.ENGINE_CONTROL_KEY.value]}"}
+    os.environ[Secret.JOB_TOKEN.value] = keys[Secret.JOB_TOKEN.value]
+    async with AsyncExitStack() as stack:
+        running = [await launcher.start(part) for part in parts]
+        stack.callback(lambda: [process.let_go() for process in running])
+        session = await stack.enter_async_context(aiohttp.ClientSession(headers=headers))
+        engines: list[Engine] = []
+        for engine, agent in zip(parts[:ENGINES], parts[ENGINES:], strict=True):
+            channel = await stack.enter_async_context(rpc.channel(f"127.0.0.1:{agent.ports['grpc']}"))
+            engines.append(Engine(engine, session, channel))
+        await asyncio.gather(*(engine.up() for engine in engines))
+        yield engines, site.model
+
+
+async def timed(work: Sequence[Any]) -> float:
+    began = time.perf_counter()
+    await asyncio.gather(*work)
+    return time.perf_counter() - began
+
+
+async def figures() -> AsyncIterator[Row]:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        async with started(folder) as (engines, base):
+            model = PolicyModel(base, dtype="float32", rank=16, alpha=32.0, targets="all-linear", seed=1)
+            store = open_store((folder / "store").as_uri())
+            one, all_, bare = list[float](), list[float](), list[float]()
+            for version in range(VERSIONS):
+                with torch.no_grad():
+                    for weight in model.parameters():
+                        weight.add_(torch.randn_like(weight) * 0.01)
+                manifest, uri = adapters.publish(store, model, job="bench", step=version, base=base, parent=None)
+                files = Path(uri.removeprefix("file://"))
+                bare.append(await timed([engines[0].bare(f"bare-{version}", files)]))
+                await engines[0].post("/v1/unload_lora_adapter", lora_name=f"bare-{version}")
+                for taken, some in ((one, engines[:1]), (all_, engines)):
+                    taken.append(await timed([engine.ours(manifest.policy, uri) for engine in some]))
+                    await asyncio.gather(*(engine.forget(manifest.policy) for engine in some))
+            ours, both, by_hand = (statistics.median(taken[1:]) for taken in (one, all_, bare))
+            yield Row(
+                name="adapter_latency/one_engine",
+                value=ours * 1000,
+                unit="ms",
+                reference=by_hand * 1000,
+                against="load by hand",
+            )
+            yield Row(
+                name=f"adapter_latency/{ENGINES}_engines",
+                value=both * 1000,
+                unit="ms",
+                reference=ours * 1000,
+                against="one engine",
+            )
+
+
+def measure() -> list[Row]:
+    async def collected() -> list[Row]:
+        return [row async for row in figures()]
+
+    return asyncio.run(collected())
+
+
+if __name__ == "__main__":
+    main(__doc__, measure)

@@ -1,0 +1,233 @@
+"""One optimiser step of the learner on SmolLM2-135M: prompts of 160 tokens, groups of 8 completions of 40.
+
+Against, in the same run: the bare loop (transformers, peft and torch with the prompt shared the same way, and nothing else), the bare
+loop on plain rows (every row with its prompt), and TRL's GRPOTrainer where it is installed. Each in a process of its own, so that its
+memory is its own; the fastest of `REPEATS` after a warm-up counts.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import subprocess
+import sys
+import time
+from array import array
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from typing import Any
+
+from benchmarks.report import Row, main
+
+PROMPT, COMPLETION, SIZE, GROUPS = 160, 40, 8, 2
+RATE, REPEATS = 3e-4, 3
+SHAPE = {"r": 16, "lora_alpha": 32, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
+
+
+def tokens() -> tuple[list[list[int]], list[list[list[int]]], list[list[float]]]:
+    """Prompts, completions and advantages of every group."""
+    import random
+
+    chance = random.Random(1)
+    draw = lambda count: [chance.randrange(100, 40_000) for _ in range(count)]  # noqa: E731
+    prompts = [draw(PROMPT) for _ in range(GROUPS)]
+    completions = [[draw(COMPLETION) for _ in range(SIZE)] for _ in range(GROUPS)]
+    advantages = [[(index - 3.5) / 2.29 for index in range(SIZE)] for _ in range(GROUPS)]
+    return prompts, completions, advantages
+
+
+def best(step: Callable[[], object]) -> dict[str, float]:
+    """Seconds of the fastest step, and the process's largest memory."""
+    step()
+    taken: list[float] = []
+    for _ in range(REPEATS):
+        began = time.perf_counter()
+        step()
+        taken.append(time.perf_counter() - began)
+    return {"seconds": min(taken), "mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024}
+
+
+def ours(model: str) -> dict[str, float]:
+    from kestrl.plan.settings import AlgorithmSettings
+    from kestrl_learner.batch import TrainGroup, TrainRow
+    from kestrl_learner.model import PolicyModel
+    from kestrl_learner.trainer import Trainer
+
+    policy = PolicyModel(model, dtype="float32", rank=16, alpha=32.0, targets="all-linear", seed=1)
+    algorithm = AlgorithmSettings(
+        name="grpo",
+        group_size=SIZE,
+        groups_per_step=GROUPS,
+        learning_rate=RATE,
+        clip_low=0.2,
+        clip_high=0.28,
+        max_staleness=0,
+        on_failed_episode="drop",
+        min_group_size=2,
+        max_grad_norm=1.0,
+        weight_decay=0.0,
+        warmup_steps=0,
+        advantage="grpo",
+        loss="ppo_clip",
+        importance_cap=None,
+    )
+    groups = [
+        TrainGroup(
+            id=str(number),
+            prompt=array("i", prompt),
+            rows=[
+                TrainRow(
+                    token_ids=array("i", row),
+                    mask=bytes([1] * COMPLETION),
+                    behaviour=array("f", [-10.0] * COMPLETION),
+                    advantage=advantage,
+                    fresh=True,
+                    engines=["engine-0"] * COMPLETION,
+                )
+                for row, advantage in zip(rows, advantages, strict=True)
+            ],
+        )
+        for number, (prompt, rows, advantages) in enumerate(zip(*tokens(), strict=True))
+    ]
+    trainer = Trainer(policy, algorithm, 1.0)
+    return best(lambda: trainer.step(groups, 0))
+
+
+def bare(model: str, *, shared: bool) -> dict[str, float]:
+    import torch
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM, DynamicCache
+
+    base: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    peft: Any = get_peft_model(base, LoraConfig(**SHAPE))
+    optimizer = torch.optim.AdamW([weight for weight in peft.parameters() if weight.requires_grad], lr=RATE)
+    batch = [(torch.tensor(p), torch.tensor(c), torch.tensor(a)) for p, c, a in zip(*tokens(), strict=True)]
+
+    def with_prompts(prompt: Any, rows: Any) -> Any:
+        whole = torch.cat([prompt.expand(SIZE, -1), rows], 1)
+        return base.model(input_ids=whole, use_cache=False).last_hidden_state[:, PROMPT - 1 : -1]
+
+    def with_one_prompt(prompt: Any, rows: Any) -> Any:
+        cache = DynamicCache()
+        first = base.model(input_ids=prompt[None], past_key_values=cache, use_cache=True).last_hidden_state
+        cache.batch_repeat_interleave(SIZE)
+        rest = base.model(input_ids=rows[:, :-1], past_key_values=cache, use_cache=True).last_hidden_state
+        return torch.cat([first[:, -1:].expand(SIZE, 1, -1), rest], 1)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        for prompt, rows, advantages in batch:
+            hidden = (with_one_prompt if shared else with_prompts)(prompt, rows)
+            logprobs = torch.log_softmax(base.lm_head(hidden), -1).gather(-1, rows[..., None])[..., 0]
+            ratio = (logprobs - -10.0).exp()
+            gains = torch.minimum(ratio * advantages[:, None], ratio.clamp(0.8, 1.28) * advantages[:, None])
+            (-gains.sum() / (GROUPS * SIZE * COMPLETION)).backward()
+        torch.nn.utils.clip_grad_norm_(peft.parameters(), 1.0)
+        optimizer.step()
+
+    return best(step)
+
+
+def trl(model: str) -> dict[str, float]:
+    """TRL's own loss on the same rows, one group a micro-batch, as its trainer does it."""
+    import tempfile
+
+    import torch
+    from datasets import Dataset  # type: ignore[import-not-found]
+    from peft import LoraConfig
+    from transformers import AutoTokenizer
+    from trl import GRPOConfig, GRPOTrainer  # type: ignore[import-not-found]
+
+    settings = GRPOConfig(
+        output_dir=tempfile.mkdtemp(),
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,
+        per_device_train_batch_size=SIZE,
+        gradient_accumulation_steps=GROUPS,
+        num_generations=SIZE,
+        max_completion_length=COMPLETION,
+        learning_rate=RATE,
+        report_to=[],
+    )
+    trainer: Any = GRPOTrainer(
+        model=model,
+        args=settings,
+        reward_funcs=lambda completions, **_: [0.0] * len(completions),
+        train_dataset=Dataset.from_list([{"prompt": "x"}] * 16),
+        processing_class=AutoTokenizer.from_pretrained(model),
+        peft_config=LoraConfig(**SHAPE),
+    )
+    trainer.create_optimizer()
+    trainer.current_gradient_accumulation_steps = GROUPS
+    batch = [
+        {
+            "prompt_ids": torch.tensor(prompt).expand(SIZE, -1),
+            "prompt_mask": torch.ones(SIZE, PROMPT, dtype=torch.long),
+            "completion_ids": torch.tensor(rows),
+            "completion_mask": torch.ones(SIZE, COMPLETION, dtype=torch.long),
+            "advantages": torch.tensor(advantages),
+            "old_per_token_logps": torch.full((SIZE, COMPLETION), -10.0),
+            "num_items_in_batch": torch.tensor(GROUPS * SIZE * COMPLETION),
+        }
+        for prompt, rows, advantages in zip(*tokens(), strict=True)
+    ]
+
+    def step() -> None:
+        trainer.optimizer.zero_grad()
+        for inputs in batch:
+            trainer._compute_loss(trainer.model, inputs).backward()
+        torch.nn.utils.clip_grad_norm_(trainer.model.parameters(), 1.0)
+        trainer.optimizer.step()
+
+    return best(step)
+
+
+STEPS: dict[str, Callable[[str], dict[str, float]]] = {
+    "ours": ours,
+    "bare": lambda model: bare(model, shared=True),
+    "plain": lambda model: bare(model, shared=False),
+    "trl": trl,
+}
+
+
+def alone(name: str) -> dict[str, float]:
+    """A step in a process of its own."""
+    from kestrl_email.smollm2 import smollm2
+
+    command = [sys.executable, "-m", "benchmarks.learner_step", "--only", name, str(smollm2())]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def measure() -> Iterator[Row]:
+    own, plain, loop = alone("ours"), alone("plain"), alone("bare")
+    seconds = own["seconds"]
+    yield Row(name="learner_step/seconds", value=seconds, unit="s", reference=loop["seconds"], against="bare loop")
+    yield Row(
+        name="learner_step/against_plain_rows",
+        value=plain["seconds"] / seconds,
+        unit="x faster",
+        reference=2.0,
+        against="goal",
+    )
+    if find_spec("trl") is None:
+        print("learner_step/against_trl: trl is not installed", file=sys.stderr)
+    else:
+        peer = alone("trl")
+        yield Row(
+            name="learner_step/against_trl",
+            value=peer["seconds"] / seconds,
+            unit="x faster",
+            reference=1.5,
+            against="goal",
+        )
+    yield Row(name="learner_step/memory", value=own["mb"], unit="MB", reference=loop["mb"], against="bare loop")
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--only"]:
+        print(json.dumps(STEPS[sys.argv[2]](sys.argv[3])))
+    else:
+        main(__doc__, measure)

@@ -33,6 +33,8 @@ class Held:
     policy: PolicyVersion
     folder: Path
     manifest: AdapterManifest
+    fresh: bool = True
+    """Whether the engine was never asked to load it."""
     proved: bool = False
     failure: Failure | None = None
 
@@ -160,23 +162,32 @@ class Policies:
             )
 
     async def _push(self, held: Held) -> None:
-        """Has the engine load a version under its own name, unless it lists it already.
+        """Has the engine load a version under its own name, unless it has it already.
+
+        One that was just fetched is loaded without a look at what the engine lists, which would cost as much again.
 
         Raises:
             EngineFailure: It refuses the adapter, or has given the name to another folder.
         """
         name, folder = held.policy.name, str(held.folder)
-        root = (await self.engine.adapters()).get(name)
-        if root == folder:
+        if not held.fresh and await self._root(name) == folder:
             return
+        held.fresh = False
         try:
-            if root is not None:
-                raise EngineRefused(409, f"the name is taken by {root}")
             await self.engine.load(name, folder)
         except EngineRefused as error:
+            root = await self._root(name)
+            if root == folder:
+                return
+            if root is not None:
+                error = EngineRefused(409, f"the name is taken by {root}")
             self.held.pop(name, None)
             await asyncio.to_thread(shutil.rmtree, held.folder, ignore_errors=True)
             raise self._refused(held, error) from error
+
+    async def _root(self, name: str) -> str | None:
+        """The folder that the engine lists for a name."""
+        return (await self.engine.adapters()).get(name)
 
     def _refused(self, held: Held, error: EngineRefused) -> EngineFailure:
         said = f"{self.settings.engine_name} refused {held.policy.name}"

@@ -7,7 +7,7 @@ UV := $(TOOLS)/bin/uv
 BIN := .venv/bin
 STAMP := .venv/.synced
 
-.PHONY: help setup demo test unit servers engine lint types layers check gen bench bring-your-own clean
+.PHONY: help setup demo demo-real test unit servers engine soak lint types layers check gen bench bring-your-own clean
 
 help:
 	@sed -n 's/^## //p' $(MAKEFILE_LIST)
@@ -28,6 +28,10 @@ setup: $(STAMP)
 demo: $(STAMP)
 	$(BIN)/kestrl run examples/email-search/quickstart.yaml
 
+## make demo-real        trains SmolLM2-135M-Instruct, a real pretrained model from PyPI
+demo-real: $(STAMP)
+	$(BIN)/kestrl run examples/email-search/smollm2.yaml
+
 ## make bring-your-own   trains with a user's own tool and reward
 bring-your-own: $(STAMP)
 	$(BIN)/kestrl run examples/bring-your-own/job.yaml
@@ -47,9 +51,16 @@ servers: $(STAMP)
 engine: $(STAMP)
 	$(BIN)/python -m pytest -q -m engine tests
 
-## make bench            the benchmarks that this machine can run
+## make soak             a run whose every component is killed ten times; what was seen goes to docs/measured
+soak: $(STAMP)
+	KESTRL_KILL_ROUNDS=7 KESTRL_SOAK_REPORT=docs/measured/soak.json $(BIN)/python -m pytest -q tests/integration/test_killed.py
+
+## make bench            the benchmarks that this machine can run; what was measured goes to docs/measured
+BENCHMARKS := rollout_worker learner_step adapter_latency cost_of_truth slow_tools growth
 bench: $(STAMP)
-	$(BIN)/python -m benchmarks.rollout_worker
+	mkdir -p docs/measured
+	set -e; for name in $(BENCHMARKS); do \
+	  $(BIN)/python -m benchmarks.$$name --json | tee docs/measured/$$name.jsonl; done
 
 ## make check            lint, types, layers, generated code
 check: lint types layers gen-check

@@ -113,6 +113,7 @@ def test_a_store_that_turns_read_only_ends_the_run_and_harms_nothing(tmp_path: P
         assert trained.fetchall() == [(position, position // 2 + 1) for position in range(8)]
 
 
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="gcc makes the library that lets the clock jump")
 def test_jumps_of_the_clock_change_nothing(tmp_path: Path) -> None:
     """Of every process of the run: hours ahead in one step, back to yesterday in the next."""
     library, offset = tmp_path / "clock.so", tmp_path / "offset"

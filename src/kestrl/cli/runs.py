@@ -101,13 +101,27 @@ def _print_components(record: Mapping[str, Any], *, alive: bool) -> None:
     components: Mapping[str, Any] = record.get("components") or {}
     if not components:
         return
-    table = Table("component", "state", "pid", "restarts", "last exit", "last error")
+    table = Table("component", "state", "pid", "metrics", "restarts", "last exit", "last error")
     for name, seen in components.items():
         state = seen["state"] if alive else "gone"
         pid = str(seen["pid"] or "") if alive else ""
         last = "" if seen["last_exit"] is None else str(seen["last_exit"])
-        table.add_row(name, state, pid, str(seen["restarts"]), last, seen["last_error"][:200])
+        table.add_row(
+            name,
+            state,
+            pid,
+            _metrics_port(seen) if alive else "",
+            str(seen["restarts"]),
+            last,
+            seen["last_error"][:200],
+        )
     console.print(table)
+
+
+def _metrics_port(seen: Mapping[str, Any]) -> str:
+    """Where Prometheus finds a component; an engine's own server tells its metrics."""
+    ports: Mapping[str, int] = seen["ports"]
+    return str(ports.get("metrics") or ports.get("http") or "")
 
 
 def logs(

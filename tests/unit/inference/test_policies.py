@@ -138,7 +138,7 @@ async def test_a_name_that_the_engine_gave_to_another_folder_is_refused(stage: A
     with pytest.raises(FailureError, match="the name is taken") as caught:
         await stage.load(version)
     assert caught.value.code == "adapter_refused"
-    assert stage.engine.calls == []
+    assert stage.engine.adapters == {version.name: str(tmp_path)}
 
 
 async def test_an_adapter_that_the_engine_cannot_read_is_refused(stage: Any) -> None:

@@ -175,12 +175,11 @@ class Policies:
         held.fresh = False
         try:
             await self.engine.load(name, folder)
-        except EngineRefused as error:
+        except EngineRefused as refused:
             root = await self._root(name)
             if root == folder:
                 return
-            if root is not None:
-                error = EngineRefused(409, f"the name is taken by {root}")
+            error = refused if root is None else EngineRefused(409, f"the name is taken by {root}")
             self.held.pop(name, None)
             await asyncio.to_thread(shutil.rmtree, held.folder, ignore_errors=True)
             raise self._refused(held, error) from error

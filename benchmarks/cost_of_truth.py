@@ -51,7 +51,7 @@ def span_seconds(collector: Collector, count: int = 5_000) -> float:
     tracer = provider.get_tracer("kestrl")
     began = time.process_time()
     for number in range(count):
-        with tracer.start_as_current_span(SpanName.TURN, attributes={Attr.TURN: number, Attr.ENGINE: "engine-0"}):
+        with tracer.start_as_current_span(SpanName.MODEL_CALL, attributes={Attr.TURN: number, Attr.ENGINE: "engine-0"}):
             pass
     provider.shutdown()
     return (time.process_time() - began) / count

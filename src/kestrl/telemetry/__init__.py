@@ -6,10 +6,10 @@ Without an endpoint (settings or OTEL_EXPORTER_OTLP_ENDPOINT) nothing of the SDK
 from __future__ import annotations
 
 import os
-from collections.abc import Generator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from types import TracebackType
 
-from opentelemetry import trace
+from opentelemetry import context, trace
 from opentelemetry.propagate import inject
 from opentelemetry.trace import Span, Status, StatusCode
 
@@ -48,16 +48,32 @@ def set_up(
         serve_metrics(resource, metrics_listen, exports=exports, endpoint=endpoint)
 
 
-@contextmanager
-def span(name: str, attributes: Mapping[str, str | int | float | bool] | None = None) -> Generator[Span]:
-    """A span around a piece of work. A `KestrlError` marks it with its boundary and code; every error marks it failed."""
-    with _tracer.start_as_current_span(name, attributes=attributes, record_exception=False) as current:
-        try:
-            yield current
-        except KestrlError as error:
-            current.set_attributes({Attr.FAILURE_BOUNDARY: str(error.boundary), Attr.ERROR_TYPE: error.code})
-            current.set_status(Status(StatusCode.ERROR, str(error)[:500]))
-            raise
+class span:  # noqa: N801 - used as a verb: `with span(...)`
+    """A span around a piece of work. A `KestrlError` marks it with its boundary and code; every error marks it failed.
+
+    A class, since one span is made a call of a model or tool, and two generators around it cost as much as the span.
+    """
+
+    __slots__ = ("_attributes", "_name", "_span", "_token")
+
+    def __init__(self, name: str, attributes: Mapping[str, str | int | float | bool] | None = None) -> None:
+        self._name, self._attributes = name, attributes
+
+    def __enter__(self) -> Span:
+        self._span = _tracer.start_span(self._name, attributes=self._attributes)
+        self._token = context.attach(trace.set_span_in_context(self._span))
+        return self._span
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        context.detach(self._token)
+        if isinstance(error, KestrlError):
+            self._span.set_attributes({Attr.FAILURE_BOUNDARY: str(error.boundary), Attr.ERROR_TYPE: error.code})
+            self._span.set_status(Status(StatusCode.ERROR, str(error)[:500]))
+        elif isinstance(error, Exception):
+            self._span.set_status(Status(StatusCode.ERROR, f"{type(error).__name__}: {error}"[:500]))
+        self._span.end()
 
 
 def current_trace_id() -> str:

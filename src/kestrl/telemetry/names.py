@@ -8,7 +8,7 @@ from typing import NamedTuple
 class SpanName:
     """Spans, named after domain verbs. The tree:
 
-    job > group > episode > turn > model_call, tool_call > tool_execute
+    job > group > episode > model_call, tool_call > tool_execute
                 > score
         > step > update, publish > load > prove
         > evaluate > group > ..., checkpoint
@@ -20,7 +20,6 @@ class SpanName:
     STEP = "kestrl.step"
     GROUP = "kestrl.group"
     EPISODE = "kestrl.episode"
-    TURN = "kestrl.turn"
     MODEL_CALL = "kestrl.model_call"
     TOOL_CALL = "kestrl.tool_call"
     TOOL_EXECUTE = "kestrl.tool_execute"

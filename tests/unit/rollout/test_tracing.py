@@ -18,11 +18,9 @@ def exporter(monkeypatch: pytest.MonkeyPatch) -> Iterator[InMemorySpanExporter]:
     provider = TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(memory))
     from kestrl import telemetry
-    from kestrl_rollout import conversation
 
     # Not the global provider, which could not be taken back.
     monkeypatch.setattr(telemetry, "_tracer", provider.get_tracer("kestrl"))
-    monkeypatch.setattr(conversation, "_tracer", provider.get_tracer("kestrl"))
     yield memory
     provider.shutdown()
 
@@ -40,11 +38,9 @@ async def test_the_tree_of_a_group(stage: Any, call_text: Callable[..., str], ex
     assert sorted(path(span) for span in spans.values()) == [
         "group",
         "group > episode",
-        "group > episode > turn",
-        "group > episode > turn",
-        "group > episode > turn > model_call",
-        "group > episode > turn > model_call",
-        "group > episode > turn > tool_call",
+        "group > episode > model_call",
+        "group > episode > model_call",
+        "group > episode > tool_call",
         "group > score",
     ]
     assert {f"{span.context.trace_id:032x}" for span in spans.values() if span.context} == {episode.trace_id}

@@ -9,10 +9,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Generator, Mapping, MutableMapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
-
-from opentelemetry import trace
 
 from kestrl.agents import Call, Completion, LimitReached, Limits, Reply, Tokenizer
 from kestrl.episode import CallOutcome, Json, Row, Scenario, StopReason, ToolCall, Turn
@@ -32,7 +30,6 @@ from kestrl_rollout.tool_session import Offer, ToolAnswer, ToolSession
 
 CUT_RESERVE = 24
 """Tokens kept free for the marker of a cut result."""
-_tracer = trace.get_tracer("kestrl")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +78,6 @@ class EpisodeConversation:
         self._by_tokens = False
         self._metrics: dict[str, float] = {}
         self._turn_ends = now() + deadlines.turn
-        self._turn_span = trace.INVALID_SPAN
         self._sampled = 0
         self._stop: StopReason | None = None
         self._broken: KestrlError | None = None
@@ -225,10 +221,8 @@ class EpisodeConversation:
         return min(room, limits.max_tokens_per_turn or room)
 
     async def _sample(self, prompt: Sequence[int], max_tokens: int, stops: Sequence[int]) -> Sampled:
-        self._end_turn_span()
-        self._turn_span = _tracer.start_span(SpanName.TURN, attributes={Attr.TURN: len(self.turns)})
         self._turn_ends = now() + self._deadlines.turn
-        with self._platform(), self._in_turn(), self._waiting.on(Boundary.ENGINE):
+        with self._platform(), self._waiting.on(Boundary.ENGINE):
             async with deadline(Scope.TURN, self._turn_ends, self._waiting):
                 return await self._engine.sample(
                     prompt, turn=len(self.turns), max_tokens=max_tokens, stop_token_ids=stops
@@ -276,7 +270,8 @@ class EpisodeConversation:
     async def _run_call(self, call: Call, index: int) -> ToolCall:
         started = time.monotonic()
         answer = self._refusal(call, index)
-        with self._in_turn(), span(SpanName.TOOL_CALL, {Attr.TOOL_NAME: call.name}) as current:
+        attributes = {Attr.TOOL_NAME: call.name, Attr.TURN: len(self.turns) - 1}
+        with span(SpanName.TOOL_CALL, attributes) as current:
             if answer is None:
                 assert call.arguments is not None
                 answer = await self._dispatch(call.name, call.arguments)
@@ -321,12 +316,6 @@ class EpisodeConversation:
         kept, tokens = cut
         return f"{kept}\n[cut here: {tokens} tokens or more, limit {limit}]"
 
-    def _in_turn(self) -> AbstractContextManager[object]:
-        return trace.use_span(self._turn_span, end_on_exit=False, record_exception=False, set_status_on_exception=False)
-
-    def _end_turn_span(self) -> None:
-        self._turn_span.end()
-
     @property
     def broken(self) -> KestrlError | None:
         """What the platform broke, whether or not the loop let it pass."""
@@ -337,7 +326,6 @@ class EpisodeConversation:
 
     def finish(self) -> StopReason:
         """Ends the record: why it stopped, and the numbers of it."""
-        self._end_turn_span()
         outcomes = [call.outcome for call in self.tool_calls]
         self._metrics |= {
             "num_turns": len(self.turns),

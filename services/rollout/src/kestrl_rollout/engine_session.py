@@ -87,7 +87,12 @@ class EngineSession:
             seed=turn_seed(self._seed, turn),
             stop_token_ids=stop_token_ids,
         )
-        attributes = {Attr.ENGINE: self.engine, Attr.MODEL: self._policy, Attr.INPUT_TOKENS: len(prompt_ids)}
+        attributes = {
+            Attr.ENGINE: self.engine,
+            Attr.MODEL: self._policy,
+            Attr.INPUT_TOKENS: len(prompt_ids),
+            Attr.TURN: turn,
+        }
         with span(SpanName.MODEL_CALL, attributes) as current:
             try:
                 completion = await self._client.generate(self._engines[self.engine], request)

@@ -120,6 +120,9 @@ class Vocabulary:
         Returns:
             The cut text, and how many tokens there were at least.
         """
+        # A token is a byte at least, so that most results need not be encoded to be known short.
+        if len(text) <= limit and len(text.encode("utf-8", "surrogatepass")) <= limit:
+            return None
         window = text[: max(1, limit) * 32]
         encoding = self._plain.encode(window, add_special_tokens=False)
         count = len(encoding.ids)

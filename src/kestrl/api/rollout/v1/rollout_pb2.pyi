@@ -187,7 +187,7 @@ class RunGroupResponse(_message.Message):
     GROUP_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def episode(self) -> _common_pb2.Episode:
-        """An episode ended; not scored yet."""
+        """An episode ended: its id and how; what it holds comes with the group."""
 
     @_builtins.property
     def group(self) -> _common_pb2.Group:

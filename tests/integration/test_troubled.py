@@ -134,6 +134,18 @@ def test_jumps_of_the_clock_change_nothing(tmp_path: Path) -> None:
     assert all(0 <= summary[when]["duration"] < 60 for when in ("before", "after"))
 
 
+def test_an_engine_that_is_short_of_cache_gets_fewer_episodes(tmp_path: Path) -> None:
+    """Room for a dozen sequences, asked for 64: vLLM puts some back for want of cache, and the learner hears of it."""
+    arguments = ["run", QUICKSTART, "--runs", tmp_path, "--set", "inference.replicas=1", "--set", "schedule.maxSteps=3"]
+    arguments += ["--set", "inference.args.kv-cache-memory-bytes=8388608", "--set", "data.validation.size=4"]
+    kestrl(*arguments)
+    run = RunDir(tmp_path / "email-search-1")
+    assert (summary_of(run)["status"], summary_of(run)["failures"]) == ("succeeded", {})
+    told = re.findall(r"the engines' load allows (\d+) episodes", (run.path / "logs" / "learner-0.log").read_text())
+    assert told
+    assert 8 <= min(map(int, told)) < 64
+
+
 def control(run: RunDir, path: str, **body: str) -> None:
     """A request on an engine's control route, with the key that only the engine and its agent have."""
     record = run.read_json("run.json") or {}

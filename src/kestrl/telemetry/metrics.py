@@ -12,8 +12,7 @@ from opentelemetry.metrics import CallbackOptions, Observation
 
 from kestrl.telemetry.names import Instrument
 
-Labels = tuple[str, ...]
-Values = float | Mapping[str, float] | Mapping[Labels, float]
+Values = float | Mapping[str, float] | Mapping[tuple[str, str], float]
 _meter = metrics.get_meter("kestrl")
 
 
@@ -39,5 +38,5 @@ def _observations(instrument: Instrument, values: Values) -> Iterable[Observatio
         return
     # A copy: the service goes on while its numbers are read.
     for labels, value in dict(values).items():
-        given = (labels,) if isinstance(labels, str) else labels
+        given: tuple[str, ...] = (labels,) if isinstance(labels, str) else labels
         yield Observation(value, dict(zip(instrument.labels, given, strict=True)))

@@ -14,8 +14,9 @@ def observe_progress(progress: Progress) -> None:
         told = progress.last_step.get("gap", {})
         return {name: told[name] for name in ("mean", "p99", "max", "ess") if name in told}
 
-    def failures() -> dict[tuple[str, ...], float]:
-        return {tuple(name.split("/", 1)): count for name, count in dict(progress.failures).items()}
+    def failures() -> dict[tuple[str, str], float]:
+        split = {name.partition("/"): count for name, count in dict(progress.failures).items()}
+        return {(boundary, code): count for (boundary, _, code), count in split.items()}
 
     observe(Metric.STEP, lambda: progress.step)
     observe(Metric.STEPS, lambda: progress.total_steps)

@@ -1,0 +1,257 @@
+"""The CustomResourceDefinition of AgentRLJob, from the same models that `kestrl run` reads. Pure.
+
+Kubernetes wants a structural schema: no references, no unions of types, `nullable` instead of null. What its schema cannot say is said
+by CEL rules, with the same words as `rules.py` where both can say it; what neither can say, the operator tells in a condition.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import yaml
+
+from kestrl.spec.job import KIND, JobSpec
+from kestrl.spec.status import JobStatus
+
+GROUP, VERSION = "kestrl.dev", "v1alpha1"
+PLURAL, SINGULAR, SHORT = "agentrljobs", "agentrljob", "arlj"
+LONGEST_STRING, LONGEST_LIST, LARGEST_MAP = 2048, 64, 64
+"""Bounds where the models have none: without them Kubernetes must assume the worst of what a rule costs."""
+KEPT = (
+    "type", "description", "enum", "pattern", "minimum", "maximum", "minLength", "maxLength", "minItems", "maxItems", "format",
+    "x-kubernetes-list-type", "x-kubernetes-list-map-keys",
+)  # fmt: skip
+"""Keywords that mean the same in both languages."""
+IDENTITY = ("model", "data", "agent", "tools", "rewards", "sampling", "algorithm")
+"""What makes a run what it is: another one is another job."""
+COLUMNS = (
+    ("Phase", "string", ".status.shown.phase"),
+    ("Step", "string", ".status.shown.step"),
+    ("Policy", "string", ".status.shown.policy"),
+    ("Converged", "string", ".status.shown.converged"),
+    ("Lag", "integer", ".status.shown.lag"),
+    ("Reward", "string", ".status.shown.reward"),
+    ("Age", "date", ".metadata.creationTimestamp"),
+)
+
+
+def rule(expression: str, message: str, path: str | None = None) -> dict[str, str]:
+    """A CEL rule; `path` is the field it is told at."""
+    return {"rule": expression, "message": message} | ({} if path is None else {"fieldPath": path})
+
+
+SPEC_RULES = (
+    *(
+        rule(f"self.{part} == oldSelf.{part}", f"{part} cannot change under a job; make another job", f".{part}")
+        for part in IDENTITY
+    ),
+    rule(
+        "self.inference.adapterSlots >= self.algorithm.maxStaleness + 2",
+        "cannot hold every version a rollout may still need: maxStaleness + 2; raise it or lower algorithm.maxStaleness",
+        ".inference.adapterSlots",
+    ),
+    rule(
+        "self.algorithm.groupSize <= self.rollout.concurrency",
+        "cannot hold one group of algorithm.groupSize; raise it",
+        ".rollout.concurrency",
+    ),
+    rule(
+        "self.agent.maxTokens < self.inference.contextLength",
+        "leaves no room for a prompt in inference.contextLength; lower it or raise contextLength",
+        ".agent.maxTokens",
+    ),
+    rule(
+        "!has(self.schedule.evalEvery) || has(self.data.validation)",
+        "there is nothing to evaluate on: add data.validation",
+        ".schedule.evalEvery",
+    ),
+)
+PLACED_RULES: Mapping[tuple[str, ...], tuple[dict[str, str], ...]] = {
+    ("spec",): SPEC_RULES,
+    ("spec", "rollout", "deadlines"): (
+        rule("duration(self.tool) < duration(self.turn)", "deadlines nest: tool < turn < episode < group", ".turn"),
+        rule(
+            "duration(self.turn) < duration(self.episode)", "deadlines nest: tool < turn < episode < group", ".episode"
+        ),
+        rule(
+            "!has(self.group) || duration(self.episode) < duration(self.group)",
+            "deadlines nest: tool < turn < episode < group",
+            ".group",
+        ),
+    ),
+    ("spec", "algorithm"): (
+        rule("self.groupSize >= 2", "episodes are scored relative to their group: it needs at least 2", ".groupSize"),
+        rule(
+            "self.onFailedEpisode != 'shrink' || self.minGroupSize <= self.groupSize",
+            "is above groupSize; lower it",
+            ".minGroupSize",
+        ),
+    ),
+    ("spec", "sampling"): (
+        rule(
+            "self.temperature > 0.0",
+            "0 samples the same episode every time, so there is nothing to learn from; use 1.0",
+            ".temperature",
+        ),
+    ),
+    ("spec", "rewards", "[]"): (
+        rule("has(self.rule) != has(self.ruler)", "give either rule or ruler, and one of them only"),
+        rule("!has(self.ruler)", "language-model judges are not available yet; use a rule", ".ruler"),
+    ),
+}
+"""By where they stand in the schema; `[]` is a list's item."""
+DURATION_UNITS = r"^(?:\d+(?:\.\d+)?(?:ms|s|m|h))+$"
+"""Where CEL compares durations there are no days: it knows hours at the most."""
+
+
+def crd() -> dict[str, Any]:
+    """The whole object."""
+    spec = structural(JobSpec.model_json_schema(by_alias=True), ("spec",))
+    status = structural(JobStatus.model_json_schema(by_alias=True), ("status",))
+    strings = {"type": "string"}
+    return {
+        "apiVersion": "apiextensions.k8s.io/v1",
+        "kind": "CustomResourceDefinition",
+        "metadata": {"name": f"{PLURAL}.{GROUP}"},
+        "spec": {
+            "group": GROUP,
+            "scope": "Namespaced",
+            "names": {
+                "kind": KIND,
+                "listKind": f"{KIND}List",
+                "plural": PLURAL,
+                "singular": SINGULAR,
+                "shortNames": [SHORT],
+            },
+            "versions": [
+                {
+                    "name": VERSION,
+                    "served": True,
+                    "storage": True,
+                    "additionalPrinterColumns": [
+                        {"name": name, "type": kind, "jsonPath": path} for name, kind, path in COLUMNS
+                    ],
+                    "subresources": {
+                        "status": {},
+                        "scale": {
+                            "specReplicasPath": ".spec.rollout.replicas",
+                            "statusReplicasPath": ".status.rolloutReplicas",
+                            "labelSelectorPath": ".status.rolloutSelector",
+                        },
+                    },
+                    "schema": {
+                        "openAPIV3Schema": {
+                            "type": "object",
+                            "description": "The whole loop of training a tool-using agent, in one object.",
+                            "required": ["spec"],
+                            "properties": {
+                                "apiVersion": strings,
+                                "kind": strings,
+                                "metadata": {"type": "object"},
+                                "spec": spec,
+                                "status": status,
+                            },
+                            "x-kubernetes-validations": [
+                                rule(
+                                    "size(self.metadata.name) <= 40",
+                                    "metadata.name may have 40 characters: the names of pods are made of it",
+                                )
+                            ],
+                        }
+                    },
+                }
+            ],
+        },
+    }
+
+
+def crd_yaml() -> str:
+    """The object as the chart carries it."""
+
+    class Plain(yaml.SafeDumper):
+        """Writes the same thing twice rather than an anchor."""
+
+        def ignore_aliases(self, data: Any) -> bool:  # noqa: ARG002 - PyYAML's signature
+            return True
+
+    return yaml.dump(crd(), Dumper=Plain, sort_keys=False, allow_unicode=True, width=140)
+
+
+def structural(schema: Mapping[str, Any], path: tuple[str, ...]) -> dict[str, Any]:
+    """A JSON schema in the form that Kubernetes takes."""
+    return _convert(schema, schema.get("$defs", {}), path)
+
+
+def _convert(given: Mapping[str, Any], definitions: Mapping[str, Any], path: tuple[str, ...]) -> dict[str, Any]:
+    node = _resolved(given, definitions)
+    if "anyOf" in node:
+        return _union(node, definitions, path)
+    made: dict[str, Any] = {name: node[name] for name in KEPT if name in node}
+    if "const" in node:
+        made |= {"type": "string", "enum": [node["const"]]}
+    if "exclusiveMinimum" in node:
+        made |= {"minimum": node["exclusiveMinimum"], "exclusiveMinimum": True}
+    if "exclusiveMaximum" in node:
+        made |= {"maximum": node["exclusiveMaximum"], "exclusiveMaximum": True}
+    _complete(made, node, definitions, path)
+    default = node.get("default")
+    if default is not None:
+        made["default"] = default
+    rules = PLACED_RULES.get(path)
+    if rules:
+        made["x-kubernetes-validations"] = list(rules)
+    return made
+
+
+def _complete(
+    made: dict[str, Any], node: Mapping[str, Any], definitions: Mapping[str, Any], path: tuple[str, ...]
+) -> None:
+    """What a node of its type has inside, and its bounds."""
+    kind = made.get("type")
+    if kind == "object":
+        _fill_object(made, node, definitions, path)
+    elif kind == "array":
+        made["items"] = _convert(node.get("items", {}), definitions, (*path, "[]"))
+        made.setdefault("maxItems", LONGEST_LIST)
+    elif kind == "string" and "enum" not in made:
+        made.setdefault("maxLength", LONGEST_STRING)
+        if path[:3] == ("spec", "rollout", "deadlines"):
+            made["pattern"] = DURATION_UNITS
+    elif kind is None:
+        made["x-kubernetes-preserve-unknown-fields"] = True  # any JSON value: a tool's own configuration
+
+
+def _fill_object(
+    made: dict[str, Any], node: Mapping[str, Any], definitions: Mapping[str, Any], path: tuple[str, ...]
+) -> None:
+    properties: Mapping[str, Any] | None = node.get("properties")
+    if properties is not None:
+        made["properties"] = {name: _convert(inner, definitions, (*path, name)) for name, inner in properties.items()}
+        if node.get("required"):
+            made["required"] = node["required"]
+        return
+    inner: Any = node.get("additionalProperties")
+    if isinstance(inner, Mapping):
+        made["additionalProperties"] = _convert(inner, definitions, (*path, "*"))  # pyright: ignore[reportUnknownArgumentType]
+        made["maxProperties"] = LARGEST_MAP
+    else:
+        made["x-kubernetes-preserve-unknown-fields"] = True
+
+
+def _union(node: Mapping[str, Any], definitions: Mapping[str, Any], path: tuple[str, ...]) -> dict[str, Any]:
+    """`X | None` is X that may be left out; of other unions Kubernetes' schema can say nothing."""
+    kinds = [kind for kind in node["anyOf"] if kind.get("type") != "null"]
+    outer = {name: node[name] for name in ("description", "default") if node.get(name) is not None}
+    if len(kinds) == 1:
+        return _convert(kinds[0], definitions, path) | outer
+    return {**outer, "x-kubernetes-preserve-unknown-fields": True}
+
+
+def _resolved(node: Mapping[str, Any], definitions: Mapping[str, Any]) -> dict[str, Any]:
+    """The node with its reference followed; what stands beside the reference wins."""
+    merged = dict(node)
+    while "$ref" in merged:
+        target = definitions[str(merged.pop("$ref")).rpartition("/")[2]]
+        merged = {**target, **merged}
+    return merged

@@ -2,12 +2,16 @@
 
 A worker whose stream breaks gets nothing more until it has told its capacity again, so that one that was killed, or is draining,
 neither eats scenarios nor stops the run; while none answers, groups wait, and after `start_seconds` the run fails.
+
+An address is `host:port`, or `dns://host:port` for as many workers as that name has addresses (a headless Service's): who comes is used,
+who goes gets nothing more and is forgotten when its last group has ended.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -27,6 +31,7 @@ from kestrl_learner.aio import Signal
 log = logging.getLogger(__name__)
 GRACE_SECONDS = 15.0
 """What the stream may take beyond the group's own deadline before it is given up from this side."""
+DNS = "dns://"
 LOOK_SECONDS = 5.0
 RETRY_SECONDS = 0.5
 """Between looks at a worker that does not answer."""
@@ -82,10 +87,24 @@ class _Worker:
     used: int = 0
     """Episodes of ours that it runs."""
     wake: asyncio.Event = field(default_factory=asyncio.Event)
+    watching: asyncio.Task[None] | None = None
+    leaving: bool = False
+    """Its name has gone: it ends what it has and is forgotten."""
 
     def fits(self, size: int) -> bool:
         """Whether a group fits now. One larger than the whole worker goes to an idle one, which queues the rest itself."""
-        return self.capacity > 0 and (self.used == 0 or self.capacity - self.used >= size)
+        return self.capacity > 0 and not self.leaving and (self.used == 0 or self.capacity - self.used >= size)
+
+
+async def resolved(name: str) -> set[str] | None:
+    """The addresses that `host:port` stands for now; None when the question cannot be answered."""
+    host, _, port = name.rpartition(":")
+    try:
+        found = await asyncio.get_running_loop().getaddrinfo(host, int(port), type=socket.SOCK_STREAM)
+    except OSError as error:
+        log.warning("rollout workers: %s cannot be looked up: %s", host, error)
+        return None
+    return {f"[{ip}]:{port}" if family == socket.AF_INET6 else f"{ip}:{port}" for family, *_, (ip, *_) in found}
 
 
 class Workers:
@@ -96,9 +115,16 @@ class Workers:
         self._workers: list[_Worker] = []
         self._changed = Signal()
         self.on_change: Callable[[], None] = _nobody
+        self._names = [name.removeprefix(DNS) for name in settings.rollout_addresses if name.startswith(DNS)]
         for address in settings.rollout_addresses:
-            connection = channel(address)
-            self._workers.append(_Worker(address, stubs.RolloutServiceStub(connection), connection))
+            if not address.startswith(DNS):
+                self._add(address)
+
+    def _add(self, address: str) -> _Worker:
+        connection = channel(address)
+        worker = _Worker(address, stubs.RolloutServiceStub(connection), connection)
+        self._workers.append(worker)
+        return worker
 
     async def close(self) -> None:
         for worker in self._workers:
@@ -119,10 +145,39 @@ class Workers:
             raise NoWorker(f"no rollout worker answered for {seconds:g} s ({addresses})") from None
 
     async def watch(self) -> None:
-        """Asks every worker for its capacity again and again."""
+        """Asks every worker for its capacity again and again, and every name for its workers."""
         async with asyncio.TaskGroup() as tasks:
             for worker in self._workers:
-                tasks.create_task(self._watch(worker), name=f"watch-{worker.address}")
+                self._begin(worker, tasks)
+            for name in self._names:
+                tasks.create_task(self._discover(name, tasks), name=f"discover-{name}")
+
+    def _begin(self, worker: _Worker, tasks: asyncio.TaskGroup) -> None:
+        worker.watching = tasks.create_task(self._watch(worker), name=f"watch-{worker.address}")
+
+    async def _discover(self, name: str, tasks: asyncio.TaskGroup) -> None:
+        known: dict[str, _Worker] = {}
+        while True:
+            found = await resolved(name)
+            if found is not None:  # a name server that is away says nothing of the workers
+                for address in found - set(known):
+                    known[address] = self._add(address)
+                    self._begin(known[address], tasks)
+                    log.info("rollout worker %s of %s has come", address, name)
+                for address in set(known) - found:
+                    known.pop(address).leaving = True
+                    log.info("rollout worker %s of %s has gone", address, name)
+            await self._forget_idle()
+            await asyncio.sleep(LOOK_SECONDS)
+
+    async def _forget_idle(self) -> None:
+        """Of those that are leaving, the ones whose last group has ended."""
+        for worker in [worker for worker in self._workers if worker.leaving and worker.used == 0]:
+            self._workers.remove(worker)
+            if worker.watching is not None:
+                worker.watching.cancel()
+            await worker.connection.close()
+            self._changed.notify()
 
     async def _watch(self, worker: _Worker) -> None:
         while True:
@@ -149,7 +204,7 @@ class Workers:
             if worker.capacity:
                 log.warning("%s", error)
             return 0
-        return 0 if answer.draining else answer.concurrency
+        return 0 if answer.draining or worker.leaving else answer.concurrency
 
     @property
     def capacity(self) -> int:

@@ -2,19 +2,38 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
 import resource
+import socket
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 from benchmarks.report import Row, main
 
+from kestrl import rpc
+from kestrl.api.inference.v1 import inference_pb2_grpc as stubs
+from kestrl.episode import PolicyVersion
+from kestrl.plan.settings import AgentSettings, EngineEntry
+from kestrl.storage import AdapterManifest, Probe, open_store, publish_adapter
+from kestrl.storage.adapters import WEIGHTS, digest
+from kestrl.testing.engine import FakeEngine, score
+from kestrl_inference.engine import Engine
+from kestrl_inference.policies import Policies
+from kestrl_inference.servicer import EngineAgent
+from kestrl_inference.watch import Watch
+from kestrl_learner.engines import Engines
 from kestrl_learner.ledger import Ledger
+from kestrl_learner.progress import Progress
 
 GROUPS = 8
+ENGINES = (1, 2, 4, 8)
 LEDGER_STEPS = (10, 100, 1_000, 10_000)
 LOOKED_AT = 20
 """The last steps of each, which are timed."""
@@ -46,6 +65,96 @@ def alone(steps: int) -> tuple[float, float]:
     return float(first), float(second)
 
 
+async def publish(count: int, versions: int = 9) -> float:
+    """Milliseconds from a version in storage until so many engines have proved it, as the learner has them do it."""
+    with tempfile.TemporaryDirectory() as name:
+        folder, progress = Path(name), Progress(1, count, 1)
+        async with AsyncExitStack() as stack:
+            entries = [await engine_and_agent(index, folder, stack) for index in range(count)]
+            engines = Engines(tuple(entries), progress, 60.0)
+            stack.push_async_callback(engines.close)
+            watching = asyncio.create_task(engines.watch())
+            stack.push_async_callback(ended, watching)
+            taken: list[float] = []
+            for step in range(versions):
+                policy, uri = put(folder / "store", step)
+                began = time.perf_counter()
+                proved = await engines.publish(policy, uri)
+                taken.append(1000 * (time.perf_counter() - began))
+                assert len(proved) == count
+                await engines.retire({policy.name})
+            return statistics.median(taken[1:])
+
+
+async def ended(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    await asyncio.wait([task])
+
+
+async def engine_and_agent(index: int, folder: Path, stack: AsyncExitStack) -> EngineEntry:
+    engine = await stack.enter_async_context(FakeEngine())
+    settings = AgentSettings(
+        component=f"inference-{index}",
+        job="bench",
+        run="bench",
+        listen=f"127.0.0.1:{free_port()}",
+        engine_name=f"engine-{index}",
+        engine_url=engine.url,
+        base_model="base",
+        adapters_dir=str(folder / f"adapters-{index}"),
+        slots=4,
+        probe_bound=1e-3,
+        poll_seconds=1.0,
+    )
+    client = Engine(engine.url, "base", timeout=30.0)
+    stack.push_async_callback(client.close)
+    policies = Policies(settings, client)
+    policies.prepare()
+    watch = Watch(client, policies, settings.poll_seconds, settings.component)
+    await watch.look()
+    agent, stop = EngineAgent(settings, policies, watch), asyncio.Event()
+    serving = asyncio.create_task(
+        rpc.serve(
+            settings.component,
+            settings.listen,
+            lambda server: stubs.add_EngineAgentServiceServicer_to_server(agent, server),
+            until=stop.wait(),
+            grace=0.1,
+        )
+    )
+    stack.push_async_callback(asyncio.wait, [serving])
+    stack.callback(stop.set)
+    return EngineEntry(name=settings.engine_name, url=engine.url, agent_address=settings.listen)
+
+
+def put(store: Path, step: int) -> tuple[PolicyVersion, str]:
+    """A version of a megabyte in storage."""
+    files = {WEIGHTS: os.urandom(1_000_000), "adapter_config.json": b'{"r": 8}'}
+    sha256, tokens = digest(files[WEIGHTS]), tuple(range(20, 50))
+    probe = Probe(
+        token_ids=tokens, logprobs=tuple(score(sha256, tokens)[1:]), base_logprobs=tuple(score("", tokens)[1:])
+    )
+    manifest = AdapterManifest(
+        job="bench",
+        step=step,
+        sha256=sha256,
+        files={name: digest(content) for name, content in files.items()},
+        base_model="base",
+        rank=8,
+        alpha=16,
+        targets=("q_proj",),
+        parent=None,
+        probe=probe,
+    )
+    return manifest.policy, publish_adapter(open_store(store.as_uri()), files, manifest)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
 def measure() -> Iterator[Row]:
     seen = {steps: alone(steps) for steps in LEDGER_STEPS}
     smallest = seen[LEDGER_STEPS[0]]
@@ -55,6 +164,10 @@ def measure() -> Iterator[Row]:
             name=f"growth/ledger/{steps}/time", value=taken, unit="ms/step", reference=smallest[0], against=against
         )
         yield Row(name=f"growth/ledger/{steps}/memory", value=memory, unit="MB", reference=smallest[1], against=against)
+    one = asyncio.run(publish(1))
+    for count in ENGINES:
+        taken = one if count == 1 else asyncio.run(publish(count))
+        yield Row(name=f"growth/publish/{count}_engines", value=taken, unit="ms", reference=one, against="one engine")
 
 
 if __name__ == "__main__":

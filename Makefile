@@ -17,7 +17,7 @@ $(UV):
 	$(TOOLS)/bin/python -m pip install --quiet --disable-pip-version-check uv==$(UV_VERSION)
 
 # Byte-code is compiled once here: an engine imports some ten thousand modules, and would compile them at each start elsewise.
-$(STAMP): $(UV) uv.lock pyproject.toml services/*/pyproject.toml examples/*/pyproject.toml
+$(STAMP): $(UV) uv.lock pyproject.toml operator/pyproject.toml services/*/pyproject.toml examples/*/pyproject.toml
 	$(UV) sync --frozen --compile-bytecode --quiet --python $(PYTHON)
 	@touch $(STAMP)
 

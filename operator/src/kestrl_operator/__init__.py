@@ -1,0 +1,1 @@
+"""The operator: an AgentRLJob becomes Kubernetes objects, and what is observed of them its status."""

@@ -1,0 +1,116 @@
+"""Accelerator profiles: what pods say for their devices, and whether any node could ever give them."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from typing import Any
+
+import pytest
+
+from kestrl.errors import UserInputError
+from kestrl_operator.accelerators import BUILT_IN, Node, Profile, profiles, quantity, unsatisfiable
+
+
+def node(name: str = "n", **changes: Any) -> Node:
+    values: dict[str, Any] = {"labels": {}, "taints": [], "allocatable": {"cpu": "8", "memory": "32Gi"}}
+    return Node(name=name, **(values | changes))
+
+
+GPUS = {"cpu": "64", "nvidia.com/gpu": "8"}
+TAINT = {"key": "nvidia.com/gpu", "effect": "NoSchedule"}
+
+
+def test_each_profile_asks_for_its_own_resource() -> None:
+    assert BUILT_IN["nvidia"].requests(4) == {"nvidia.com/gpu": "4"}
+    assert BUILT_IN["ascend"].requests(8) == {"huawei.com/Ascend910": "8"}
+    assert BUILT_IN["ascend-cce"].requests(1) == {"huawei.com/ascend-1980": "1"}
+    assert BUILT_IN["cpu"].requests(1) == {}
+
+
+def test_who_asks_for_no_device_sees_none() -> None:
+    assert {"name": "NVIDIA_VISIBLE_DEVICES", "value": "void"} in BUILT_IN["cpu"].environment()
+    assert all(item["name"] != "NVIDIA_VISIBLE_DEVICES" for item in BUILT_IN["nvidia"].environment())
+
+
+def test_an_npus_number_comes_from_the_annotation_that_its_plugin_writes() -> None:
+    (variable,) = BUILT_IN["ascend"].environment()
+    assert variable["name"] == "ASCEND_VISIBLE_DEVICES"
+    assert variable["valueFrom"]["fieldRef"]["fieldPath"] == "metadata.annotations['huawei.com/Ascend910']"
+    assert [mount.path for mount in BUILT_IN["ascend"].host_mounts] == ["/usr/local/Ascend/driver", "/etc/hccn.conf"]
+
+
+def test_old_engines_get_a_slot_more_than_they_need() -> None:
+    assert {name: profile.spare_slots for name, profile in BUILT_IN.items()} == {
+        "cpu": 0,
+        "nvidia": 0,
+        "ascend": 1,
+        "ascend-cce": 1,
+    }
+
+
+def test_values_change_a_profile_and_add_others() -> None:
+    known = profiles(
+        {
+            "nvidia": {"runtimeClass": "nvidia", "nodeSelector": {"pool": "a100"}},
+            "mig": {"resource": "nvidia.com/mig-1g.10gb", "image": "cuda"},
+        }
+    )
+    assert (known["nvidia"].runtime_class, known["nvidia"].resource) == ("nvidia", "nvidia.com/gpu")
+    assert known["nvidia"].tolerations == BUILT_IN["nvidia"].tolerations
+    assert known["mig"].requests(1) == {"nvidia.com/mig-1g.10gb": "1"}
+    assert known["cpu"] == BUILT_IN["cpu"]
+
+
+@pytest.mark.parametrize(
+    ("values", "told"),
+    [
+        ({"nvidia": {"runtimeclass": "x"}}, "accelerators.nvidia: runtimeclass: Extra inputs"),
+        ({"mine": {"resource": "a/b"}}, "accelerators.mine: image: Field required"),
+        ({"nvidia": 3}, "accelerators.nvidia: must be a map"),
+        ({"nvidia": {"tolerations": [{"effect": "x"}]}}, "accelerators.nvidia: tolerations.0.key: Field required"),
+    ],
+)
+def test_a_value_that_no_profile_has_is_named(values: dict[str, Any], told: str) -> None:
+    with pytest.raises(UserInputError, match=told):
+        profiles(values)
+
+
+@pytest.mark.parametrize(
+    ("profile", "count", "nodes", "why"),
+    [
+        ("nvidia", 8, [node(allocatable=GPUS)], ""),
+        ("nvidia", 8, [node(allocatable=GPUS, taints=[TAINT])], ""),
+        ("nvidia", 1, [node(allocatable=GPUS, schedulable=False)], ""),  # cordoned for now, not for ever
+        ("cpu", 1, [], ""),
+        ("nvidia", 1, [], "the cluster has no node"),
+        ("nvidia", 1, [node()], "no node offers nvidia.com/gpu (extended resources there are: none)"),
+        (
+            "ascend",
+            1,
+            [node(allocatable={"huawei.com/ascend-1980": "8"})],
+            "no node offers huawei.com/Ascend910 (extended resources there are: huawei.com/ascend-1980)",
+        ),
+        ("nvidia", 16, [node(allocatable=GPUS)], "no node has 16 of nvidia.com/gpu; the most on one is 8"),
+        (
+            "nvidia",
+            1,
+            [node(allocatable=GPUS, taints=[{"key": "team", "value": "a", "effect": "NoSchedule"}])],
+            "every node that fits has a taint that the profile does not tolerate (team:NoSchedule)",
+        ),
+    ],
+)
+def test_what_can_never_be_scheduled_is_told(profile: str, count: int, nodes: list[Node], why: str) -> None:
+    assert unsatisfiable(BUILT_IN[profile], count, nodes) == why
+
+
+def test_a_selector_that_no_node_matches_is_told() -> None:
+    picky = Profile.model_validate({**BUILT_IN["nvidia"].model_dump(), "node_selector": {"pool": "h200"}})
+    assert unsatisfiable(picky, 1, [node(allocatable=GPUS)]) == "no node has the labels pool=h200"
+    assert unsatisfiable(picky, 1, [node(allocatable=GPUS, labels={"pool": "h200", "zone": "a"})]) == ""
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("8", 8), ("500m", Fraction(1, 2)), ("16Gi", 2**34), ("2k", 2000), ("1.5", Fraction(3, 2))]
+)
+def test_quantities(text: str, value: Fraction) -> None:
+    assert quantity(text) == value

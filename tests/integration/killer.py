@@ -21,8 +21,8 @@ from kestrl.local.leash import children
 from kestrl.local.rundir import RunDir
 
 POLL_SECONDS = 0.002
-PATIENCE_SECONDS = 8.0
-"""A moment of the training may be too short to be caught; then the kill comes at any other of the run."""
+PATIENCE_SECONDS = 4.0
+"""A moment of the training may be too short to be caught; then the kill comes at any other of it."""
 COMPONENTS = ("learner-0", "rollout-0", "tools-0", "judge-0", "inference-0", "engine-0", "runner")
 
 
@@ -88,6 +88,8 @@ class Killer:
             if self._is_past(kill.moment) or (kill.moment in TRAINING and time.monotonic() > patience):
                 kill = replace(kill, moment=Moment.ANY)
                 break
+            if self._told("progress").get("phase") != "training":
+                patience = time.monotonic() + PATIENCE_SECONDS
             time.sleep(POLL_SECONDS)
         time.sleep(kill.delay)
         pid = runner if kill.victim == "runner" else self._pid(kill.victim)

@@ -7,7 +7,7 @@ UV := $(TOOLS)/bin/uv
 BIN := .venv/bin
 STAMP := .venv/.synced
 
-.PHONY: help setup demo demo-real test unit servers engine soak lint types layers check gen bench bring-your-own clean
+.PHONY: help setup demo demo-real test unit servers engine soak lint types layers check gen bench bring-your-own crd-check clean
 
 help:
 	@sed -n 's/^## //p' $(MAKEFILE_LIST)
@@ -85,6 +85,10 @@ gen-check: $(STAMP)
 	PATH=$(CURDIR)/$(TOOLS)/bin:$$PATH $(BIN)/python scripts/gen_protos.py --check
 	$(BIN)/python scripts/gen_crd.py --check
 	$(TOOLS)/bin/uv tool run --quiet --from buf-bin==1.75.0 buf lint proto
+
+## make crd-check        Kubernetes' own code validates the CRD (needs Go; two minutes the first time)
+crd-check:
+	cd scripts/crdcheck && go run . $(CURDIR)/charts/kestrl/files/agentrljobs.kestrl.dev.yaml
 
 clean:
 	rm -rf .venv $(TOOLS) runs .pytest_cache .ruff_cache .mypy_cache .hypothesis

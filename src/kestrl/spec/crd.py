@@ -12,6 +12,7 @@ from typing import Any
 import yaml
 
 from kestrl.spec.job import KIND, JobSpec
+from kestrl.spec.scalars import format_duration
 from kestrl.spec.status import JobStatus
 
 GROUP, VERSION = "kestrl.dev", "v1alpha1"
@@ -195,7 +196,7 @@ def _convert(given: Mapping[str, Any], definitions: Mapping[str, Any], path: tup
     if "exclusiveMaximum" in node:
         made |= {"maximum": node["exclusiveMaximum"], "exclusiveMaximum": True}
     _complete(made, node, definitions, path)
-    default = node.get("default")
+    default = _default(node, made, path)
     if default is not None:
         made["default"] = default
     rules = PLACED_RULES.get(path)
@@ -242,10 +243,24 @@ def _fill_object(
 def _union(node: Mapping[str, Any], definitions: Mapping[str, Any], path: tuple[str, ...]) -> dict[str, Any]:
     """`X | None` is X that may be left out; of other unions Kubernetes' schema can say nothing."""
     kinds = [kind for kind in node["anyOf"] if kind.get("type") != "null"]
-    outer = {name: node[name] for name in ("description", "default") if node.get(name) is not None}
-    if len(kinds) == 1:
-        return _convert(kinds[0], definitions, path) | outer
-    return {**outer, "x-kubernetes-preserve-unknown-fields": True}
+    outer = {name: node[name] for name in ("description",) if name in node}
+    made = _convert(kinds[0], definitions, path) if len(kinds) == 1 else {"x-kubernetes-preserve-unknown-fields": True}
+    default = _default(node, made, path)
+    return {**made, **outer, **({} if default is None else {"default": default})}
+
+
+def _default(node: Mapping[str, Any], made: Mapping[str, Any], path: tuple[str, ...]) -> Any:
+    """What the apiserver is to fill in; None for nothing. A status is what was observed: nothing is filled in there."""
+    default = node.get("default")
+    if default is None or path[0] == "status":
+        return None
+    if made.get("type") == "object":
+        # Written out, though the apiserver would fill an empty one in: it tries its rules on the default as it stands.
+        properties: Mapping[str, Mapping[str, Any]] = made.get("properties", {})
+        return {name: inner["default"] for name, inner in properties.items() if "default" in inner}
+    if made.get("type") == "string" and isinstance(default, int | float):
+        return format_duration(float(default))  # the models hold seconds, the manifest writes 30s
+    return default
 
 
 def _resolved(node: Mapping[str, Any], definitions: Mapping[str, Any]) -> dict[str, Any]:

@@ -64,7 +64,7 @@ class ProgressStatus(Model):
     episodes_per_second: float | None = None
     tokens_per_second: float | None = None
     eta_seconds: int | None = None
-    failures: dict[str, int] = Field(default_factory=dict)
+    failures: dict[str, int] = Field(default_factory=dict[str, int])
     """By boundary/code."""
 
 
@@ -92,19 +92,19 @@ class JobStatus(Model):
         Field(
             max_length=16, json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["type"]}
         ),
-    ] = Field(default_factory=list)
+    ] = Field(default_factory=list[Condition])
     shown: Shown = Shown()
     progress: ProgressStatus = ProgressStatus()
     policy: PolicyStatus | None = None
     """The newest version that every engine has proved."""
-    history: Annotated[list[PolicyStatus], Field(max_length=10)] = Field(default_factory=list)
+    history: Annotated[list[PolicyStatus], Field(max_length=10)] = Field(default_factory=list[PolicyStatus])
     """The last versions, newest first."""
     engines: Annotated[
         list[EngineStatus],
         Field(
             max_length=256, json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["name"]}
         ),
-    ] = Field(default_factory=list)
+    ] = Field(default_factory=list[EngineStatus])
     rollout_replicas: int = 0
     """Observed, for the scale subresource."""
     rollout_selector: str = ""

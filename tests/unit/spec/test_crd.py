@@ -49,6 +49,16 @@ def test_it_is_structural() -> None:
             assert "maxLength" in node, path
 
 
+def test_every_default_is_valid_and_a_status_has_none() -> None:
+    defaults = [(path, node["default"], node) for path, node in nodes(SCHEMA) if "default" in node]
+    assert len(defaults) > 30
+    for path, default, node in defaults:
+        assert path.startswith(".spec"), path
+        Draft4Validator(node).validate(with_defaults(default, node))
+    deadlines = with_defaults({}, SCHEMA["properties"]["spec"])["rollout"]["deadlines"]
+    assert deadlines == {"tool": "30s", "turn": "2m", "episode": "10m"}
+
+
 def test_it_is_small() -> None:
     assert len(crd_yaml()) < 80_000
     assert len(json.dumps(crd())) < 80_000

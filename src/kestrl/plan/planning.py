@@ -218,9 +218,8 @@ def _learner(job: AgentRLJob, site: Site) -> Component:
             "algorithm": algorithm_settings(spec),
             "storage": site.storage,
             "database": site.database,
-            "rollout_addresses": tuple(
-                site.endpoint(Role.ROLLOUT, index).address for index in range(spec.rollout.replicas)
-            ),
+            "rollout_addresses": site.workers
+            or tuple(site.endpoint(Role.ROLLOUT, index).address for index in range(spec.rollout.replicas)),
             "engines": tuple(
                 EngineEntry(
                     name=f"engine-{index}",

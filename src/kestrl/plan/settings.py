@@ -7,6 +7,7 @@ job's credential is in the environment variable `KESTRL_JOB_TOKEN`, an engine's 
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any, Literal, Self, TypeVar
 
@@ -14,6 +15,7 @@ from pydantic import BaseModel, ConfigDict
 
 from kestrl.errors import UserInputError
 
+REPLICA_VARIABLE = "KESTRL_REPLICA"
 Settings = TypeVar("Settings", bound="ServiceSettings")
 
 
@@ -41,15 +43,18 @@ class ServiceSettings(Model):
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """Reads the settings file.
+        """Reads the settings file. Replicas that share one are told apart by KESTRL_REPLICA, a pod's name on a cluster.
 
         Raises:
             UserInputError: It is missing or not what this version expects.
         """
         try:
-            return cls.model_validate_json(path.read_bytes())
+            settings = cls.model_validate_json(path.read_bytes())
         except (OSError, ValueError) as error:
             raise UserInputError(f"{path}: not readable as {cls.__name__}: {error}") from error
+        replica = os.environ.get(REPLICA_VARIABLE)
+        role = settings.component.partition("-")[0]
+        return settings.model_copy(update={"component": f"{role}-{replica}"}) if replica else settings
 
 
 class ToolEntry(Model):

@@ -56,3 +56,5 @@ class Site:
     """A folder that an engine and its agent share."""
     python_path: tuple[str, ...] = ()
     """Folders with the user's own code."""
+    workers: tuple[str, ...] | None = None
+    """Where the learner finds rollout workers, where their number may change: `dns://host:port`. None: each replica's own address."""

@@ -21,7 +21,7 @@ from kestrl.telemetry.names import Attr
 
 def resource_of(component: str, *, job: str, run: str) -> Resource:
     """What every span and metric of a process says of it."""
-    role = component.rsplit("-", 1)[0]
+    role = component.partition("-")[0]
     return Resource.create(
         {"service.name": f"kestrl-{role}", "service.instance.id": component, Attr.JOB: job, Attr.RUN: run}
     )

@@ -1,0 +1,130 @@
+"""A cluster as the place of a job: what its administrator chose, and where each part of a job is found. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from pydantic import ConfigDict, ValidationError
+from pydantic.alias_generators import to_camel
+
+from kestrl.errors import UserInputError
+from kestrl.plan.components import Role
+from kestrl.plan.settings import Model
+from kestrl.plan.site import Endpoint, Site
+from kestrl.spec import AgentRLJob
+from kestrl_operator.accelerators import Profile, profiles
+
+GRPC_PORT, HTTP_PORT, METRICS_PORT = 7000, 8000, 9464
+HOME = "/kestrl"
+"""Beneath it every pod has what `prepare` put there, and the learner its state. The same in every pod: rows name files by their path."""
+MODEL, DATA, WORK, STATE, SETTINGS = (f"{HOME}/{name}" for name in ("model", "data", "work", "state", "settings"))
+
+
+class _Values(Model):
+    model_config = ConfigDict(frozen=True, extra="forbid", alias_generator=to_camel, validate_by_name=True)
+
+
+class Images(_Values):
+    """What the pods run. Engine and learner have a build a kind of device: `cpu`, `cuda`, `npu`."""
+
+    engine: Mapping[str, str]
+    learner: Mapping[str, str]
+    agent: str
+    rollout: str
+    tools: str
+    judge: str
+    pull_policy: Literal["Always", "IfNotPresent", "Never"] = "IfNotPresent"
+    pull_secrets: tuple[str, ...] = ()
+
+
+class LearnerState(_Values):
+    """The learner's volume: its ledger, unless a database is named."""
+
+    size: str = "1Gi"
+    storage_class: str | None = None
+
+
+class Cluster(_Values):
+    """The chart's values that concern jobs."""
+
+    images: Images
+    accelerators: Mapping[str, Any] = {}
+    learner_state: LearnerState = LearnerState()
+    tools_runtime_class: str | None = None
+    """Such as gvisor: the RuntimeClass of tool pods."""
+    network_policies: bool = True
+    domain: str = "svc"
+    """Behind a Service's name and namespace."""
+
+    def profile(self, name: str) -> Profile:
+        """An accelerator profile by its name.
+
+        Raises:
+            UserInputError: There is none; the message names those there are.
+        """
+        known = profiles(self.accelerators)
+        if name not in known:
+            raise UserInputError(f"accelerator.profile: {name!r} is not one of {', '.join(sorted(known))}")
+        return known[name]
+
+
+def read_cluster(values: Mapping[str, Any]) -> Cluster:
+    """The values as the chart hands them over.
+
+    Raises:
+        UserInputError: They are not what this operator expects; the message names the field.
+    """
+    try:
+        cluster = Cluster.model_validate(values)
+    except ValidationError as error:
+        told = "; ".join(f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors())
+        raise UserInputError(f"the operator's values: {told}") from error
+    profiles(cluster.accelerators)
+    return cluster
+
+
+def workload(job: str, role: Role) -> str:
+    """The name of a role's workload and Service: engines live in the pods of their agents."""
+    return f"{job}-{Role.INFERENCE if role is Role.ENGINE else role}"
+
+
+def prepared(name: str, uri: str) -> str:
+    """Where a data set lies in every pod; its kind is told by its suffix."""
+    return f"{DATA}/{name}.{'parquet' if uri.endswith('.parquet') else 'jsonl'}"
+
+
+def site_of(job: AgentRLJob, namespace: str, cluster: Cluster, *, run: str, storage: str) -> Site:
+    """Where the job's parts are found on a cluster: pods of StatefulSets by their own names, others by their Service's.
+
+    Args:
+        job: The job.
+        namespace: It is in.
+        cluster: The administrator's choices.
+        run: Id of the run.
+        storage: Object-store address of the run's folder.
+    """
+    name = job.metadata.name
+
+    def endpoint(role: Role, index: int) -> Endpoint:
+        service = f"{workload(name, role)}.{namespace}.{cluster.domain}"
+        by_pod = role in {Role.ENGINE, Role.INFERENCE, Role.LEARNER}
+        host = f"{workload(name, role)}-{index}.{service}" if by_pod else service
+        if role is Role.ENGINE:
+            return Endpoint(bind="0.0.0.0", host=host, port=HTTP_PORT)  # noqa: S104 - the pod's own; a NetworkPolicy and keys guard it
+        return Endpoint(bind="0.0.0.0", host=host, port=GRPC_PORT, metrics_port=METRICS_PORT)  # noqa: S104 - as above
+
+    template = job.spec.agent.template
+    validation = job.spec.data.validation
+    return Site(
+        run=run,
+        endpoint=endpoint,
+        model=MODEL,
+        template=f"{DATA}/template.jinja" if template else None,
+        train=prepared("train", job.spec.data.train.uri),
+        validation=prepared("validation", validation.uri) if validation else None,
+        storage=storage,
+        database=f"sqlite:///{STATE}/ledger.db",
+        work_dir=WORK,
+        workers=(f"dns://{workload(name, Role.ROLLOUT)}.{namespace}.{cluster.domain}:{GRPC_PORT}",),
+    )

@@ -1,0 +1,113 @@
+"""A cluster as a place: the same plan as on one machine, with the addresses of Services and pods."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kestrl.errors import UserInputError
+from kestrl.plan.components import Component, Role
+from kestrl.plan.planning import plan
+from kestrl.plan.settings import AgentSettings, LearnerSettings, RolloutSettings
+from kestrl.spec import AgentRLJob, read_job
+from kestrl_operator.cluster import Cluster, read_cluster, site_of
+
+QUICKSTART = Path(__file__).parents[3] / "examples" / "email-search" / "quickstart.yaml"
+VALUES: dict[str, Any] = {
+    "images": {
+        "engine": {"cpu": "r/engine-cpu:1", "cuda": "vllm/vllm-openai:v0.32.0"},
+        "learner": {"cpu": "r/learner-cpu:1"},
+        "agent": "r/agent:1",
+        "rollout": "r/rollout:1",
+        "tools": "r/tools:1",
+        "judge": "r/judge:1",
+    }
+}
+
+
+def planned(*overrides: str) -> dict[str, Component]:
+    job: AgentRLJob = read_job(QUICKSTART, overrides)
+    site = site_of(job, "team-a", read_cluster(VALUES), run="email-search-1", storage="s3://bucket/email-search-1")
+    return {component.name: component for component in plan(job, site)}
+
+
+def test_the_learner_finds_engines_by_pod_and_workers_by_name() -> None:
+    settings = planned()["learner-0"].settings
+    assert isinstance(settings, LearnerSettings)
+    assert [engine.url for engine in settings.engines] == [
+        "http://email-search-inference-0.email-search-inference.team-a.svc:8000",
+        "http://email-search-inference-1.email-search-inference.team-a.svc:8000",
+    ]
+    assert settings.engines[1].agent_address == "email-search-inference-1.email-search-inference.team-a.svc:7000"
+    assert settings.rollout_addresses == ("dns://email-search-rollout.team-a.svc:7000",)
+    assert settings.storage == "s3://bucket/email-search-1"
+    assert settings.database == "sqlite:////kestrl/state/ledger.db"
+
+
+def test_workers_find_tools_and_judge_by_their_services() -> None:
+    settings = planned()["rollout-0"].settings
+    assert isinstance(settings, RolloutSettings)
+    assert settings.tools_address == "email-search-tools.team-a.svc:7000"
+    assert settings.judge_address == "email-search-judge.team-a.svc:7000"
+    assert (settings.listen, settings.metrics_listen) == ("0.0.0.0:7000", "0.0.0.0:9464")
+
+
+def test_replicas_of_a_role_differ_in_nothing_but_their_names() -> None:
+    """So that one pod template serves them all."""
+    parts = planned("rollout.replicas=2")
+    engines = [parts["engine-0"], parts["engine-1"]]
+    assert engines[0].args == engines[1].args
+    assert engines[0].env == engines[1].env
+    agents = [parts["inference-0"].settings, parts["inference-1"].settings]
+    assert isinstance(agents[0], AgentSettings)
+    differing = {
+        name
+        for name, value in json.loads(agents[0].model_dump_json()).items()
+        if agents[1] is not None and json.loads(agents[1].model_dump_json())[name] != value
+    }
+    assert differing == {"component", "engine_name", "engine_url", "adapters_dir"}
+    assert all(part.ports == {"grpc": 7000, "metrics": 9464} for part in parts.values() if part.role is not Role.ENGINE)
+
+
+def test_a_pods_name_tells_replicas_of_one_settings_file_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = planned()["rollout-0"].settings
+    assert settings is not None
+    path = tmp_path / "rollout.json"
+    path.write_text(settings.model_dump_json())
+    assert RolloutSettings.read(path).component == "rollout-0"
+    monkeypatch.setenv("KESTRL_REPLICA", "email-search-rollout-7d4-x2x")
+    assert RolloutSettings.read(path).component == "rollout-email-search-rollout-7d4-x2x"
+
+
+def test_data_keeps_its_kind() -> None:
+    settings = planned("data.train={uri: s3://b/rows.parquet}", "data.validation={uri: v.jsonl}")["learner-0"].settings
+    assert isinstance(settings, LearnerSettings)
+    assert settings.data.path == "/kestrl/data/train.parquet"
+    assert settings.validation is not None
+    assert settings.validation.path == "/kestrl/data/validation.jsonl"
+
+
+def test_a_profile_of_the_chart_is_known_beside_the_built_in_ones() -> None:
+    cluster: Cluster = read_cluster(
+        {**VALUES, "accelerators": {"mig": {"resource": "nvidia.com/mig-1g.10gb", "image": "cuda"}}}
+    )
+    assert cluster.profile("mig").resource == "nvidia.com/mig-1g.10gb"
+    with pytest.raises(UserInputError, match="'tpu' is not one of ascend, ascend-cce, cpu, mig, nvidia"):
+        cluster.profile("tpu")
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"images": {}}, "images.engine: Field required"),
+        ({"image": "x"}, "image: Extra inputs"),
+        ({"accelerators": {"nvidia": {"count": 1}}}, "accelerators.nvidia: count: Extra inputs"),
+        ({"networkPolicies": "maybe"}, "networkPolicies: Input should be a valid boolean"),
+    ],
+)
+def test_values_that_mean_nothing_are_told(changes: dict[str, Any], told: str) -> None:
+    with pytest.raises(UserInputError, match=told):
+        read_cluster({**VALUES, **changes})

@@ -96,6 +96,7 @@ class FakeAgent(istubs.EngineAgentServiceServicer):
         self.fail: Callable[[PolicyVersion], KestrlError | None] = lambda _: None
         self.state = ipb.ENGINE_STATE_READY
         self.load = ipb.EngineLoad()
+        self.looks = 0
         self.loads = 0
         self.gate: asyncio.Event | None = None
         """A load waits for it."""
@@ -129,6 +130,7 @@ class FakeAgent(istubs.EngineAgentServiceServicer):
         return ipb.RetirePolicyResponse()
 
     async def GetEngine(self, request: Any, context: Any) -> ipb.GetEngineResponse:
+        self.looks += 1
         return ipb.GetEngineResponse(
             name=self.name,
             url=f"http://{self.name}",

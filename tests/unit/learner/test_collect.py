@@ -51,12 +51,10 @@ async def test_while_it_pauses_no_group_is_started(staged: Any, monkeypatch: pyt
             if request.purpose != "train":
                 return group
             asked.append(loop.time())
-            back = asked[0] + 0.3
-            return group if loop.time() > back else EngineFailure("it is being started again", code="engine_lost")
+            return group if len(asked) > 2 else EngineFailure("it is being started again", code="engine_lost")
 
         stage.workers[0].script = away
         await Run(stage.but(max_steps=2)).main()
-        failed = [moment for moment in asked if moment <= asked[0] + 0.3]
-        assert len(failed) == 2  # the two that ran at once
+        assert asked[2] - asked[0] >= 0.39  # the two that ran at once failed; the next came after the pause
+        assert len(asked) == 6
         assert stage.summary["status"] == "succeeded"
-        assert all("dropped" not in reason for reason in stage.summary["failures"])

@@ -29,6 +29,7 @@ GAP_SPREAD = 10.0
 """One token in a hundred may be so many times the mean's bound apart, a single one its square."""
 PROBE_BOUND = {"float32": 1e-2, "bfloat16": 0.5}
 """Largest single difference on the probe, whose tokens are unlikely and so have large log-probs."""
+USUAL_WORKERS = 16
 SCORING_SLACK = 10.0
 """Seconds a group may take beside its episodes and rewards."""
 
@@ -112,7 +113,8 @@ def _tools(job: AgentRLJob, site: Site) -> Component:
             **_service(Role.TOOLS, 0, job, site),
             "tools": tuple(ToolEntry(name=tool.name, use=tool.use, config=tool.config) for tool in spec.tools),
             "call_seconds": spec.rollout.deadlines.tool,
-            "max_sessions": 2 * spec.rollout.replicas * spec.rollout.concurrency,
+            # The same for any usual number of workers, so that scaling them does not start the tools anew.
+            "max_sessions": 2 * max(spec.rollout.replicas, USUAL_WORKERS) * spec.rollout.concurrency,
         }
     )
     return _component(Role.TOOLS, 0, settings, site)

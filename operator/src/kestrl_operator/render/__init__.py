@@ -1,0 +1,5 @@
+"""From a plan to Kubernetes objects. Pure: the same job gives the same objects, whatever the cluster does."""
+
+from kestrl_operator.render.job import Given, render
+
+__all__ = ["Given", "render"]

@@ -1,0 +1,196 @@
+"""All objects of a job, in the order in which they are applied."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from kestrl.plan.components import Component, Role
+from kestrl.prepare import DataSource, PrepareSettings
+from kestrl.spec import AgentRLJob
+from kestrl_operator.accelerators import Profile
+from kestrl_operator.cluster import DATA, MODEL, Cluster, prepared, workload
+from kestrl_operator.render import network
+from kestrl_operator.render.pods import Object, container, credentials, settings_map, template
+
+GROUP = "kestrl.dev"
+STATEFUL = (Role.INFERENCE, Role.LEARNER)
+ROLES = (Role.INFERENCE, Role.TOOLS, Role.JUDGE, Role.ROLLOUT, Role.LEARNER)
+"""That have pods of their own: an engine lives in its agent's."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Given:
+    """What is rendered from."""
+
+    job: AgentRLJob
+    namespace: str
+    uid: str
+    """Of the job's object: everything is owned by it, so that Kubernetes deletes it all."""
+    components: Sequence[Component]
+    cluster: Cluster
+    secrets: Mapping[str, str]
+    """Credentials by variable, made once and then only read."""
+    parked: bool = False
+    """Whether no pod is to run: suspended, or waiting for its queue."""
+
+    @property
+    def name(self) -> str:
+        return self.job.metadata.name
+
+    def of(self, role: Role) -> list[Component]:
+        return [component for component in self.components if component.role is role]
+
+    def profile(self, role: Role) -> Profile:
+        """The devices of a role's pods."""
+        spec = self.job.spec
+        if role in {Role.ENGINE, Role.INFERENCE}:
+            return self.cluster.profile(spec.inference.accelerator.profile)
+        return self.cluster.profile(spec.learner.accelerator.profile if role is Role.LEARNER else "cpu")
+
+    def image(self, role: Role) -> str:
+        """What a role's container runs."""
+        images, build = self.cluster.images, self.profile(role).image
+        by_role = {
+            Role.INFERENCE: images.agent,
+            Role.ROLLOUT: images.rollout,
+            Role.TOOLS: images.tools,
+            Role.JUDGE: images.judge,
+        }
+        if role in by_role:
+            return by_role[role]
+        return (images.engine if role is Role.ENGINE else images.learner)[build]
+
+
+def render(given: Given) -> list[Object]:
+    """Every object of the job, its owner and labels in place."""
+    settings = all_settings(given)
+    objects: list[Object] = [
+        _object(given, "v1", "Secret", credentials(given.name), type="Opaque", stringData=dict(given.secrets)),
+        _object(given, "v1", "ConfigMap", settings_map(given.name), data=settings),
+    ]
+    for role in ROLES:
+        objects += _of_role(given, role, settings)
+    if given.cluster.network_policies:
+        objects += [
+            _object(given, "networking.k8s.io/v1", "NetworkPolicy", name, spec=spec)
+            for name, spec in network.policies(given.name)
+        ]
+    return objects
+
+
+def all_settings(given: Given) -> dict[str, str]:
+    """Every file of the ConfigMap: a component's settings, one file a role where its replicas share one, and what pods prepare."""
+    files: dict[str, str] = {}
+    for component in given.components:
+        if component.settings is None:
+            continue
+        name = component.name if component.role is Role.INFERENCE else str(component.role)
+        files.setdefault(f"{name}.json", component.settings.model_dump_json(indent=2))
+    for role in ROLES:
+        if role is not Role.JUDGE:
+            files[f"prepare-{role}.json"] = preparation(given.job, role).model_dump_json(indent=2)
+    return files
+
+
+def preparation(job: AgentRLJob, role: Role) -> PrepareSettings:
+    """What a role's pods need: the model where it is loaded or its tokenizer read, data where it is trained on or searched."""
+    spec = job.spec
+    sets = {"train": spec.data.train, "validation": spec.data.validation}
+    data = tuple(
+        DataSource(uri=item.uri, size=item.size, target=prepared(name, item.uri), field=f"spec.data.{name}.uri")
+        for name, item in sets.items()
+        if item is not None
+    )
+    template = spec.agent.template
+    return PrepareSettings(
+        model=None if role is Role.TOOLS else spec.model.base,
+        model_target=MODEL,
+        data=data if role in {Role.LEARNER, Role.TOOLS} else (),
+        data_dir=DATA,
+        seed=spec.data.seed,
+        template=template.uri if template is not None and role is Role.ROLLOUT else None,
+        template_target=f"{DATA}/template.jinja",
+    )
+
+
+def _of_role(given: Given, role: Role, settings: Mapping[str, str]) -> Iterator[Object]:
+    name = workload(given.name, role)
+    yield _object(given, "v1", "ServiceAccount", name, automountServiceAccountToken=False)
+    yield _object(given, "v1", "Service", name, spec=network.service(given.name, role))
+    spec = _workload_spec(given, role, settings)
+    yield _object(given, "apps/v1", "StatefulSet" if role in STATEFUL else "Deployment", name, spec=spec)
+    if role is not Role.JUDGE:
+        budget = {"maxUnavailable": 1, "selector": {"matchLabels": network.selector(given.name, role)}}
+        yield _object(given, "policy/v1", "PodDisruptionBudget", name, spec=budget)
+
+
+def _workload_spec(given: Given, role: Role, settings: Mapping[str, str]) -> Object:
+    profile, selector = given.profile(role), network.selector(given.name, role)
+    parts = [component for kind in _inside(role) for component in given.of(kind)[:1]]
+    containers = [
+        container(
+            given.name,
+            part,
+            given.image(part.role),
+            given.cluster,
+            given.profile(part.role) if part.role is not Role.INFERENCE else given.cluster.profile("cpu"),
+        )
+        for part in parts
+    ]
+    read = {name: text for name, text in settings.items() if name.startswith((f"{role}", f"prepare-{role}."))}
+    spec: Object = {
+        "replicas": 0 if given.parked else len(given.of(role)),
+        "selector": {"matchLabels": selector},
+        "template": template(
+            given.name,
+            role,
+            containers,
+            cluster=given.cluster,
+            profile=profile,
+            labels={**labels(given.name, role), **selector},
+            settings=read,
+        ),
+    }
+    if role in STATEFUL:
+        spec |= {"serviceName": workload(given.name, role), "podManagementPolicy": "Parallel"}
+    if role is Role.LEARNER:
+        spec["volumeClaimTemplates"] = [_claim(given)]
+        spec["persistentVolumeClaimRetentionPolicy"] = {"whenDeleted": "Delete", "whenScaled": "Retain"}
+    return spec
+
+
+def _inside(role: Role) -> tuple[Role, ...]:
+    return (Role.ENGINE, Role.INFERENCE) if role is Role.INFERENCE else (role,)
+
+
+def _claim(given: Given) -> Object:
+    state = given.cluster.learner_state
+    spec: Object = {"accessModes": ["ReadWriteOnce"], "resources": {"requests": {"storage": state.size}}}
+    if state.storage_class is not None:
+        spec["storageClassName"] = state.storage_class
+    return {"metadata": {"name": "state"}, "spec": spec}
+
+
+def labels(job: str, role: Role | None = None) -> dict[str, str]:
+    """The labels that Kubernetes recommends."""
+    common = {
+        "app.kubernetes.io/name": "kestrl",
+        "app.kubernetes.io/instance": job,
+        "app.kubernetes.io/managed-by": "kestrl-operator",
+        "app.kubernetes.io/part-of": "kestrl",
+    }
+    return common if role is None else {**common, "app.kubernetes.io/component": str(role)}
+
+
+def _object(given: Given, api: str, kind: str, name: str, **content: object) -> Object:
+    owner = {
+        "apiVersion": given.job.api_version,
+        "kind": given.job.kind,
+        "name": given.name,
+        "uid": given.uid,
+        "controller": True,
+        "blockOwnerDeletion": False,  # a dead operator must not hold up a deletion
+    }
+    metadata = {"name": name, "namespace": given.namespace, "labels": labels(given.name), "ownerReferences": [owner]}
+    return {"apiVersion": api, "kind": kind, "metadata": metadata, **content}

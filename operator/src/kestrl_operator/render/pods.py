@@ -1,0 +1,209 @@
+"""Pods: what every one of them is held to, and how a component of the plan becomes a container."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from kestrl.plan.components import Component, Role
+from kestrl.plan.settings import REPLICA_VARIABLE
+from kestrl_operator.accelerators import Profile
+from kestrl_operator.cluster import DATA, HOME, SETTINGS, STATE, WORK, Cluster
+
+Object = dict[str, Any]
+USER = 10001
+POD_SECURITY: Object = {
+    "runAsNonRoot": True,
+    "runAsUser": USER,
+    "runAsGroup": USER,
+    "fsGroup": USER,
+    "fsGroupChangePolicy": "OnRootMismatch",
+    "seccompProfile": {"type": "RuntimeDefault"},
+}
+CONTAINER_SECURITY: Object = {
+    "allowPrivilegeEscalation": False,
+    "readOnlyRootFilesystem": True,
+    "capabilities": {"drop": ["ALL"]},
+}
+"""With `POD_SECURITY` what Pod Security "restricted" asks for, and a read-only root."""
+GRACE_SECONDS = {Role.ROLLOUT: 90, Role.LEARNER: 180}
+"""Between SIGTERM and SIGKILL: longer than a drain takes. 30 for the others, Kubernetes' own."""
+START_SECONDS = 1200
+"""An engine that loads a large model may take so long before it counts as failed."""
+INDEX_VARIABLE = "KESTRL_INDEX"
+
+
+def container(job: str, component: Component, image: str, cluster: Cluster, profile: Profile) -> Object:
+    """A component as a container."""
+    ports = [{"name": name, "containerPort": port} for name, port in component.ports.items()]
+    made: Object = {
+        "name": str(component.role),
+        "image": image,
+        "imagePullPolicy": cluster.images.pull_policy,
+        "command": ["python", "-m", component.module],
+        "args": [*_settings_flag(component), *component.args],
+        "env": environment(job, component, profile),
+        "ports": ports,
+        "securityContext": CONTAINER_SECURITY,
+        "volumeMounts": mounts(component.role, profile),
+        "terminationMessagePolicy": "FallbackToLogsOnError",
+        **probes(component),
+    }
+    devices = profile.requests(component.device.count)
+    if devices:
+        made["resources"] = {"limits": devices, "requests": devices}
+    return made
+
+
+def _settings_flag(component: Component) -> list[str]:
+    if component.settings is None:
+        return []
+    name = f"{component.role}-$({INDEX_VARIABLE})" if component.role is Role.INFERENCE else str(component.role)
+    return ["--settings", f"{SETTINGS}/{name}.json"]
+
+
+def environment(job: str, component: Component, profile: Profile) -> list[Object]:
+    """Variables: the plan's, the job's credentials that the component lists, who it is, and what its devices need."""
+    plain = [{"name": name, "value": value} for name, value in component.env.items()]
+    secret = [
+        {"name": item.value, "valueFrom": {"secretKeyRef": {"name": credentials(job), "key": item.value}}}
+        for item in component.secrets
+    ]
+    who = [_from_field(REPLICA_VARIABLE, "metadata.name"), {"name": "HOME", "value": "/tmp"}]  # noqa: S108 - the pod's own
+    if component.role is Role.INFERENCE:
+        who.append(_from_field(INDEX_VARIABLE, "metadata.labels['apps.kubernetes.io/pod-index']"))
+    return [*plain, *secret, *who, *profile.environment()]
+
+
+def credentials(job: str) -> str:
+    """The Secret with what the job's components prove themselves with."""
+    return f"{job}-credentials"
+
+
+def _from_field(name: str, path: str) -> Object:
+    return {"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}}
+
+
+def probes(component: Component) -> Object:
+    """Ready when it says so; alive while it answers; and time to start that a large model needs."""
+    ready = component.ready
+    if ready is None:
+        return {}
+    asked: Object = (
+        {"grpc": {"port": ready.port}}
+        if ready.http_path is None
+        else {"httpGet": {"port": ready.port, "path": ready.http_path}}
+    )
+    return {
+        "startupProbe": {**asked, "periodSeconds": 5, "failureThreshold": START_SECONDS // 5},
+        "readinessProbe": {**asked, "periodSeconds": 5, "failureThreshold": 2},
+        "livenessProbe": {**asked, "periodSeconds": 20, "timeoutSeconds": 10, "failureThreshold": 6},
+    }
+
+
+def mounts(role: Role, profile: Profile) -> list[Object]:
+    """Where a container finds its volumes."""
+    inside = [("settings", SETTINGS, True), ("home", HOME, False), ("tmp", "/tmp", False)]  # noqa: S108 - the pod's own
+    if role in {Role.ENGINE, Role.INFERENCE}:
+        inside.append(("work", WORK, False))
+    if role is Role.LEARNER:
+        inside.append(("state", STATE, False))
+    listed: list[Object] = [
+        {"name": name, "mountPath": path, **({"readOnly": True} if fixed else {})} for name, path, fixed in inside
+    ]
+    if role in {Role.ENGINE, Role.LEARNER}:
+        listed.append({"name": "shared-memory", "mountPath": "/dev/shm"})  # noqa: S108 - the pod's own
+        listed += [
+            {"name": f"devices-{number}", "mountPath": mount.path, "readOnly": mount.read_only}
+            for number, mount in enumerate(profile.host_mounts)
+        ]
+    return listed
+
+
+def volumes(job: str, role: Role, profile: Profile) -> list[Object]:
+    """The volumes of a role's pods; the learner's state is a claim of its StatefulSet."""
+    listed: list[Object] = [
+        {"name": "settings", "configMap": {"name": settings_map(job)}},
+        {"name": "home", "emptyDir": {}},
+        {"name": "tmp", "emptyDir": {}},
+    ]
+    if role is Role.INFERENCE:
+        listed.append({"name": "work", "emptyDir": {}})
+    if role in {Role.INFERENCE, Role.LEARNER}:
+        listed.append({"name": "shared-memory", "emptyDir": {"medium": "Memory"}})
+        listed += [
+            {"name": f"devices-{number}", "hostPath": {"path": mount.path}}
+            for number, mount in enumerate(profile.host_mounts)
+        ]
+    return listed
+
+
+def settings_map(job: str) -> str:
+    """The ConfigMap with every component's settings."""
+    return f"{job}-settings"
+
+
+def preparing(image: str, role: Role, cluster: Cluster) -> Object:
+    """The init container that puts model, data and template in place. It runs the image of the pod's own program."""
+    return {
+        "name": "prepare",
+        "image": image,
+        "imagePullPolicy": cluster.images.pull_policy,
+        "command": ["python", "-m", "kestrl.prepare", "--settings", f"{SETTINGS}/prepare-{role}.json"],
+        "env": [{"name": "HOME", "value": "/tmp"}],  # noqa: S108 - the pod's own
+        "securityContext": CONTAINER_SECURITY,
+        "volumeMounts": [
+            {"name": "settings", "mountPath": SETTINGS, "readOnly": True},
+            {"name": "home", "mountPath": HOME},
+            {"name": "tmp", "mountPath": "/tmp"},  # noqa: S108 - the pod's own
+        ],
+        "terminationMessagePolicy": "FallbackToLogsOnError",
+    }
+
+
+def template(
+    job: str,
+    role: Role,
+    containers: Sequence[Object],
+    *,
+    cluster: Cluster,
+    profile: Profile,
+    labels: Mapping[str, str],
+    settings: Mapping[str, str],
+) -> Object:
+    """The pod template of a role: rolled when what its pods read changes, and by nothing else."""
+    prepares = role is not Role.JUDGE
+    spec: Object = {
+        "serviceAccountName": f"{job}-{role}",
+        "automountServiceAccountToken": False,
+        "enableServiceLinks": False,
+        "securityContext": POD_SECURITY,
+        "terminationGracePeriodSeconds": GRACE_SECONDS.get(role, 30),
+        "containers": list(containers),
+        "volumes": volumes(job, role, profile),
+    }
+    if prepares:
+        spec["initContainers"] = [preparing(containers[-1]["image"], role, cluster)]
+    if cluster.images.pull_secrets:
+        spec["imagePullSecrets"] = [{"name": name} for name in cluster.images.pull_secrets]
+    if profile.resource is not None:
+        spec["tolerations"] = [item.model_dump(exclude_none=True) for item in profile.tolerations]
+    if profile.node_selector:
+        spec["nodeSelector"] = dict(profile.node_selector)
+    if profile.scheduler is not None:
+        spec["schedulerName"] = profile.scheduler
+    runtime = cluster.tools_runtime_class if role is Role.TOOLS else profile.runtime_class
+    if runtime is not None:
+        spec["runtimeClassName"] = runtime
+    annotations = {"kestrl.dev/settings": checksum(settings)}
+    return {"metadata": {"labels": {**labels, **profile.labels}, "annotations": annotations}, "spec": spec}
+
+
+def checksum(settings: Mapping[str, str]) -> str:
+    """Of the settings that a role's pods read."""
+    return hashlib.sha256(json.dumps(dict(settings), sort_keys=True).encode()).hexdigest()[:16]
+
+
+__all__ = ["DATA", "Object", "checksum", "container", "credentials", "settings_map", "template"]

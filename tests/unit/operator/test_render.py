@@ -1,0 +1,299 @@
+"""Rendering: which objects a job becomes, what its pods are held to, and who may talk to whom."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kestrl.plan.planning import plan
+from kestrl.prepare import PrepareSettings
+from kestrl.spec import read_job
+from kestrl_operator.cluster import read_cluster, site_of
+from kestrl_operator.render import Given, render
+
+ROOT = Path(__file__).parents[3]
+QUICKSTART = ROOT / "examples" / "email-search" / "quickstart.yaml"
+VALUES: dict[str, Any] = {
+    "images": {
+        "engine": {
+            "cpu": "r/engine-cpu:1",
+            "cuda": "vllm/vllm-openai:v0.32.0",
+            "npu": "quay.io/ascend/vllm-ascend:v0.23.0",
+        },
+        "learner": {"cpu": "r/learner-cpu:1", "cuda": "r/learner-cuda:1", "npu": "r/learner-npu:1"},
+        "agent": "r/agent:1",
+        "rollout": "r/rollout:1",
+        "tools": "r/tools:1",
+        "judge": "r/judge:1",
+    }
+}
+NVIDIA = ("inference.accelerator={profile: nvidia, count: 2}", "learner.accelerator={profile: nvidia}")
+ASCEND = ("inference.accelerator={profile: ascend, count: 1}", "learner.accelerator={profile: ascend}")
+
+
+def rendered(*overrides: str, values: dict[str, Any] | None = None, parked: bool = False) -> list[dict[str, Any]]:
+    job, cluster = read_job(QUICKSTART, overrides), read_cluster({**VALUES, **(values or {})})
+    site = site_of(job, "team-a", cluster, run="email-search-1", storage="s3://bucket/email-search-1")
+    secrets = {"KESTRL_JOB_TOKEN": "t", "KESTRL_ENGINE_KEY": "e", "KESTRL_ENGINE_CONTROL_KEY": "c"}
+    return render(
+        Given(
+            job=job,
+            namespace="team-a",
+            uid="u-1",
+            components=plan(job, site),
+            cluster=cluster,
+            secrets=secrets,
+            parked=parked,
+        )
+    )
+
+
+def of_kind(objects: list[dict[str, Any]], *kinds: str) -> dict[str, dict[str, Any]]:
+    return {item["metadata"]["name"]: item for item in objects if item["kind"] in kinds}
+
+
+def workloads(objects: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    return of_kind(objects, "StatefulSet", "Deployment")
+
+
+def pod(objects: list[dict[str, Any]], role: str) -> dict[str, Any]:
+    return workloads(objects)[f"email-search-{role}"]["spec"]["template"]["spec"]
+
+
+def containers(spec: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    return {item["name"]: item for item in (*spec.get("initContainers", ()), *spec["containers"])}
+
+
+def test_a_job_becomes_these_objects() -> None:
+    objects = rendered()
+    assert {(item["kind"], item["metadata"]["name"].removeprefix("email-search-")) for item in objects} == {
+        ("Secret", "credentials"),
+        ("ConfigMap", "settings"),
+        *(
+            (kind, role)
+            for kind in ("ServiceAccount", "Service")
+            for role in ("inference", "tools", "judge", "rollout", "learner")
+        ),
+        ("StatefulSet", "inference"),
+        ("StatefulSet", "learner"),
+        *(("Deployment", role) for role in ("tools", "judge", "rollout")),
+        *(("PodDisruptionBudget", role) for role in ("inference", "tools", "rollout", "learner")),
+        *(
+            ("NetworkPolicy", name)
+            for name in ("default-deny", "names", "inference", "tools", "judge", "rollout", "learner")
+        ),
+    }
+
+
+def test_everything_is_owned_by_the_job_and_a_dead_operator_holds_up_no_deletion() -> None:
+    for item in rendered():
+        (owner,) = item["metadata"]["ownerReferences"]
+        assert (owner["kind"], owner["name"], owner["uid"], owner["controller"]) == (
+            "AgentRLJob",
+            "email-search",
+            "u-1",
+            True,
+        )
+        assert owner["blockOwnerDeletion"] is False
+        assert item["metadata"]["namespace"] == "team-a"
+        assert item["metadata"]["labels"]["app.kubernetes.io/managed-by"] == "kestrl-operator"
+
+
+def test_rendering_is_a_pure_function() -> None:
+    assert json.dumps(rendered()) == json.dumps(rendered())
+
+
+@pytest.mark.parametrize("overrides", [(), NVIDIA, ASCEND], ids=["cpu", "nvidia", "ascend"])
+def test_every_pod_passes_pod_security_restricted(overrides: tuple[str, ...]) -> None:
+    objects = rendered(*overrides)
+    for name, item in workloads(objects).items():
+        spec = item["spec"]["template"]["spec"]
+        assert spec["securityContext"]["runAsNonRoot"] is True
+        assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        assert spec["automountServiceAccountToken"] is False
+        assert spec["enableServiceLinks"] is False
+        allowed = {"configMap", "emptyDir"} | (
+            {"hostPath"} if overrides == ASCEND and name.endswith(("inference", "learner")) else set()
+        )
+        for volume in spec["volumes"]:
+            assert (set(volume) - {"name"}) <= allowed, name
+        for held in containers(spec).values():
+            security = held["securityContext"]
+            assert security["allowPrivilegeEscalation"] is False
+            assert security["readOnlyRootFilesystem"] is True
+            assert security["capabilities"] == {"drop": ["ALL"]}
+
+
+def test_every_mount_has_its_volume_and_every_settings_file_exists() -> None:
+    objects = rendered(*ASCEND)
+    files = of_kind(objects, "ConfigMap")["email-search-settings"]["data"]
+    for item in workloads(objects).values():
+        spec = item["spec"]["template"]["spec"]
+        known = {volume["name"] for volume in spec["volumes"]}
+        known |= {claim["metadata"]["name"] for claim in item["spec"].get("volumeClaimTemplates", ())}
+        for held in containers(spec).values():
+            assert {mount["name"] for mount in held["volumeMounts"]} <= known
+            paths = [argument for argument in (*held["command"], *held.get("args", ())) if argument.endswith(".json")]
+            for path in paths:
+                for index in ("0", "1"):
+                    assert path.removeprefix("/kestrl/settings/").replace("$(KESTRL_INDEX)", index) in files
+
+
+def test_an_engine_and_its_agent_share_a_pod_and_only_the_engine_has_devices() -> None:
+    parts = containers(pod(rendered(*NVIDIA), "inference"))
+    assert list(parts) == ["prepare", "engine", "inference"]
+    assert parts["engine"]["image"] == "vllm/vllm-openai:v0.32.0"
+    assert parts["engine"]["resources"]["limits"] == {"nvidia.com/gpu": "2"}
+    assert "resources" not in parts["inference"]
+    visible = {name: {item["name"]: item.get("value") for item in held["env"]} for name, held in parts.items()}
+    assert visible["inference"]["NVIDIA_VISIBLE_DEVICES"] == "void"
+    assert "NVIDIA_VISIBLE_DEVICES" not in visible["engine"]
+    work = [
+        mount["mountPath"]
+        for name in ("engine", "inference")
+        for mount in parts[name]["volumeMounts"]
+        if mount["name"] == "work"
+    ]
+    assert work == ["/kestrl/work", "/kestrl/work"]
+
+
+def test_credentials_are_references_and_each_has_only_its_own() -> None:
+    objects = rendered()
+    for item in workloads(objects).values():
+        for held in containers(item["spec"]["template"]["spec"]).values():
+            for variable in held.get("env", ()):
+                if variable["name"] in {"KESTRL_JOB_TOKEN", "KESTRL_ENGINE_KEY", "KESTRL_ENGINE_CONTROL_KEY"}:
+                    assert variable["valueFrom"]["secretKeyRef"] == {
+                        "name": "email-search-credentials",
+                        "key": variable["name"],
+                    }
+    held_by = {
+        name: {variable["name"] for variable in held["env"] if "secretKeyRef" in variable.get("valueFrom", {})}
+        for role in ("inference", "tools", "judge", "rollout", "learner")
+        for name, held in containers(pod(objects, role)).items()
+        if name != "prepare"
+    }
+    assert held_by["tools"] == held_by["judge"] == held_by["learner"] == {"KESTRL_JOB_TOKEN"}
+    assert held_by["rollout"] == {"KESTRL_JOB_TOKEN", "KESTRL_ENGINE_KEY"}
+    assert held_by["engine"] == {"KESTRL_ENGINE_KEY", "KESTRL_ENGINE_CONTROL_KEY"}
+    assert '"t"' not in json.dumps([item for item in objects if item["kind"] != "Secret"])
+
+
+def allowed(objects: list[dict[str, Any]]) -> set[tuple[str, str]]:
+    """Arrows between roles that both ends' policies let through."""
+    policies = of_kind(objects, "NetworkPolicy")
+    roles = ("inference", "tools", "judge", "rollout", "learner")
+
+    def ends(role: str, direction: str, side: str) -> set[str]:
+        rules = policies[f"email-search-{role}"]["spec"][direction]
+        peers = [peer for rule in rules for peer in rule.get(side, ())]
+        return {
+            peer["podSelector"]["matchLabels"].get("kestrl.dev/role", "operator")
+            for peer in peers
+            if "podSelector" in peer
+        }
+
+    return {
+        (one, other)
+        for one in roles
+        for other in roles
+        if other in ends(one, "egress", "to") and one in ends(other, "ingress", "from")
+    }
+
+
+def test_only_the_arrows_of_the_house_are_open() -> None:
+    assert allowed(rendered()) == {
+        ("learner", "inference"),
+        ("learner", "rollout"),
+        ("rollout", "inference"),
+        ("rollout", "tools"),
+        ("rollout", "judge"),
+        ("inference", "inference"),
+    }
+
+
+def test_tools_and_judge_reach_nothing_outside() -> None:
+    policies = of_kind(rendered(), "NetworkPolicy")
+    deny = policies["email-search-default-deny"]["spec"]
+    assert (deny["policyTypes"], "ingress" in deny, "egress" in deny) == (["Ingress", "Egress"], False, False)
+    assert policies["email-search-tools"]["spec"]["egress"] == []
+    assert policies["email-search-judge"]["spec"]["egress"] == []
+    for name in ("inference", "learner", "rollout"):
+        outside = [
+            peer
+            for rule in policies[f"email-search-{name}"]["spec"]["egress"]
+            for peer in rule["to"]
+            if "ipBlock" in peer
+        ]
+        assert [peer["ipBlock"]["except"] for peer in outside] == [["169.254.0.0/16"]]
+
+
+def test_changed_settings_roll_the_pods_that_read_them_and_no_others() -> None:
+    def stamps(*overrides: str) -> dict[str, str]:
+        return {
+            name.removeprefix("email-search-"): item["spec"]["template"]["metadata"]["annotations"][
+                "kestrl.dev/settings"
+            ]
+            for name, item in workloads(rendered(*overrides)).items()
+        }
+
+    before = stamps()
+    longer = stamps("schedule.maxSteps=99")
+    assert {role for role in before if before[role] != longer[role]} == {"learner"}
+    slower = stamps("rewards=[{rule: 'kestrl_email.rewards:art_e', timeout: 99s}]")
+    assert {role for role in before if before[role] != slower[role]} == {"judge", "learner"}
+
+
+def test_scaling_rolls_no_pod_but_changes_the_count() -> None:
+    few, many = workloads(rendered()), workloads(rendered("rollout.replicas=3"))
+    assert many["email-search-rollout"]["spec"]["replicas"] == 3
+    assert {name for name in few if few[name]["spec"]["template"] != many[name]["spec"]["template"]} == set()
+
+
+def test_a_parked_job_keeps_its_objects_and_runs_nothing() -> None:
+    objects = rendered(parked=True)
+    assert {item["spec"]["replicas"] for item in workloads(objects).values()} == {0}
+    assert len(objects) == len(rendered())
+
+
+def test_what_pods_prepare_is_what_they_need() -> None:
+    files = of_kind(rendered(), "ConfigMap")["email-search-settings"]["data"]
+    needs = {
+        name: PrepareSettings.model_validate_json(text) for name, text in files.items() if name.startswith("prepare-")
+    }
+    assert needs["prepare-inference.json"].model == "demo://tiny"
+    assert needs["prepare-inference.json"].data == ()
+    assert needs["prepare-tools.json"].model is None
+    assert [item.target for item in needs["prepare-tools.json"].data] == [
+        "/kestrl/data/train.jsonl",
+        "/kestrl/data/validation.jsonl",
+    ]
+    assert needs["prepare-learner.json"].data == needs["prepare-tools.json"].data
+    assert {item.data_dir for item in needs.values()} == {"/kestrl/data"}
+
+
+def test_the_administrators_choices_are_in_the_pods() -> None:
+    values = {
+        "toolsRuntimeClass": "gvisor",
+        "networkPolicies": False,
+        "learnerState": {"size": "5Gi", "storageClass": "fast"},
+        "images": {**VALUES["images"], "pullSecrets": ["registry"], "pullPolicy": "Never"},
+        "accelerators": {"nvidia": {"runtimeClass": "nvidia", "nodeSelector": {"pool": "a100"}}},
+    }
+    objects = rendered(*NVIDIA, values=values)
+    assert pod(objects, "tools")["runtimeClassName"] == "gvisor"
+    assert pod(objects, "inference")["runtimeClassName"] == "nvidia"
+    assert pod(objects, "inference")["nodeSelector"] == {"pool": "a100"}
+    assert pod(objects, "inference")["tolerations"] == [
+        {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}
+    ]
+    assert "tolerations" not in pod(objects, "rollout")
+    assert pod(objects, "judge")["imagePullSecrets"] == [{"name": "registry"}]
+    assert containers(pod(objects, "judge"))["judge"]["imagePullPolicy"] == "Never"
+    (claim,) = workloads(objects)["email-search-learner"]["spec"]["volumeClaimTemplates"]
+    assert claim["spec"]["resources"]["requests"]["storage"] == "5Gi"
+    assert claim["spec"]["storageClassName"] == "fast"
+    assert of_kind(objects, "NetworkPolicy") == {}

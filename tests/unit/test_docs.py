@@ -21,5 +21,5 @@ def test_every_test_that_the_documents_name_exists() -> None:
 
 def test_every_file_that_the_architecture_names_exists() -> None:
     words = re.findall(r"`((?:\w+/)*\w+\.py)(?::[^`]*)?`", (ROOT / "docs" / "architecture.md").read_text())
-    known = [path.as_posix() for folder in ("src", "services") for path in (ROOT / folder).rglob("*.py")]
+    known = [path.as_posix() for folder in ("src", "services", "operator") for path in (ROOT / folder).rglob("*.py")]
     assert [word for word in words if not any(path.endswith("/" + word) for path in known)] == []

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import ConfigDict, ValidationError
 from pydantic.alias_generators import to_camel
@@ -44,8 +44,8 @@ class Profile(Model):
 
     resource: str | None = None
     """The extended resource that is asked for, such as nvidia.com/gpu or nvidia.com/mig-1g.10gb; None asks for none."""
-    image: str
-    """Which build of engine and learner: `cuda`, `npu` or `cpu`."""
+    image: Literal["cpu", "cuda", "npu"]
+    """Which build of engine and learner."""
     env: Mapping[str, str] = {}
     env_from_annotation: Mapping[str, str] = {}
     """Variables whose value a device plugin writes into an annotation of the pod."""

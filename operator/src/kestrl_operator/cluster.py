@@ -11,7 +11,7 @@ from pydantic.alias_generators import to_camel
 from kestrl.errors import UserInputError
 from kestrl.plan.components import Role
 from kestrl.plan.settings import Model
-from kestrl.plan.site import Endpoint, Site
+from kestrl.plan.site import Build, Endpoint, Site
 from kestrl.spec import AgentRLJob
 from kestrl_operator.accelerators import Profile, profiles
 
@@ -126,5 +126,8 @@ def site_of(job: AgentRLJob, namespace: str, cluster: Cluster, *, run: str, stor
         storage=storage,
         database=f"sqlite:///{STATE}/ledger.db",
         work_dir=WORK,
+        builds={
+            name: Build(profile.image, profile.spare_slots) for name, profile in profiles(cluster.accelerators).items()
+        },
         workers=(f"dns://{workload(name, Role.ROLLOUT)}.{namespace}.{cluster.domain}:{GRPC_PORT}",),
     )

@@ -36,15 +36,16 @@ def engine_component(job: AgentRLJob, site: Site, index: int) -> Component:
     """The engine of replica `index`."""
     spec = job.spec
     endpoint = site.endpoint(Role.ENGINE, index)
+    slots = spec.inference.adapter_slots + site.build(spec.inference.accelerator, "inference").spare_slots
     options: Options = {
-        **_model_options(job, site.model),
+        **_model_options(job, site),
         "served-model-name": BASE_MODEL_NAME,
         "host": endpoint.bind,
         "port": endpoint.port,
-        "max-loras": spec.inference.adapter_slots,
+        "max-loras": slots,
         # One more than the live versions: an adapter that the engine dropped by itself would be read again from a folder
         # that may be gone, which ends the engine.
-        "max-cpu-loras": spec.inference.adapter_slots + 1,
+        "max-cpu-loras": slots + 1,
         "enable-scale-out": True,
         "logprobs-mode": "processed_logprobs",
         "generation-config": "vllm",
@@ -57,11 +58,11 @@ def engine_component(job: AgentRLJob, site: Site, index: int) -> Component:
     return Component(
         name=f"engine-{index}",
         role=Role.ENGINE,
-        module=_module(job),
+        module=_module(job, site),
         args=_arguments(options),
         env={
             **ENVIRONMENT,
-            **_cpu_environment(job),
+            **_cpu_environment(job, site),
             "VLLM_CACHE_ROOT": f"{site.work_dir}/vllm-cache",
             "OTEL_SERVICE_NAME": "kestrl-engine",
         },
@@ -83,39 +84,39 @@ def serving_command(job: AgentRLJob, site: Site, adapter: str, folder: str, *, p
         python: The interpreter that has vLLM.
     """
     options: Options = {
-        **_model_options(job, site.model),
+        **_model_options(job, site),
         **({"chat-template": site.template} if site.template else {}),
         "host": "127.0.0.1",  # vLLM's own default is every interface, without a key
         **job.spec.inference.args,
         "lora-modules": f"{adapter}={folder}",
     }
-    environment = [f"{name}={value}" for name, value in _cpu_environment(job).items()]
-    return [*environment, python, "-m", _module(job), *_arguments(options)]
+    environment = [f"{name}={value}" for name, value in _cpu_environment(job, site).items()]
+    return [*environment, python, "-m", _module(job, site), *_arguments(options)]
 
 
-def _on_cpu(job: AgentRLJob) -> bool:
-    return job.spec.inference.accelerator.profile == "cpu"
+def _on_cpu(job: AgentRLJob, site: Site) -> bool:
+    return site.build(job.spec.inference.accelerator, "inference").device == "cpu"
 
 
-def _module(job: AgentRLJob) -> str:
-    return "kestrl_inference.vllm_cpu" if _on_cpu(job) else "vllm.entrypoints.openai.api_server"
+def _module(job: AgentRLJob, site: Site) -> str:
+    return "kestrl_inference.vllm_cpu" if _on_cpu(job, site) else "vllm.entrypoints.openai.api_server"
 
 
-def _model_options(job: AgentRLJob, model: str) -> Options:
+def _model_options(job: AgentRLJob, site: Site) -> Options:
     """What an engine is told of the model, whoever starts it."""
     spec = job.spec
     return {
-        "model": model,
+        "model": site.model,
         "dtype": spec.model.dtype,
         "max-model-len": spec.inference.context_length,
         "enable-lora": True,
         "max-lora-rank": engine_rank(spec.model.adapter.rank),
-        **(_cpu_options(job) if _on_cpu(job) else {}),
+        **(_cpu_options(job) if _on_cpu(job, site) else {}),
     }
 
 
-def _cpu_environment(job: AgentRLJob) -> dict[str, str]:
-    if not _on_cpu(job):
+def _cpu_environment(job: AgentRLJob, site: Site) -> dict[str, str]:
+    if not _on_cpu(job, site):
         return {}
     return {**CPU_ENVIRONMENT, "OMP_NUM_THREADS": str(job.spec.inference.threads)}
 

@@ -234,7 +234,7 @@ def _learner(job: AgentRLJob, site: Site) -> Component:
             "gap_bounds": gap_bounds(spec.algorithm.logprob_gap_bound or GAP_BOUND[spec.model.dtype]),
             "max_failed_share": spec.algorithm.max_failed_share,
             "threads": spec.learner.threads,
-            "device": {"cpu": "cpu", "nvidia": "cuda", "ascend": "npu"}[spec.learner.accelerator.profile],
+            "device": site.build(spec.learner.accelerator, "learner").device,
         }
     )
     component = _component(Role.LEARNER, 0, settings, site, restarts=False)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from kestrl.errors import UserInputError
 from kestrl.plan.components import Role
+from kestrl.spec.job import Accelerator
 
 
 class Endpoint(NamedTuple):
@@ -33,6 +35,19 @@ class Endpoint(NamedTuple):
         return None if self.metrics_port is None else f"{self.bind}:{self.metrics_port}"
 
 
+class Build(NamedTuple):
+    """What engine and learner are on a kind of device."""
+
+    device: str
+    """torch's word for it: cpu, cuda or npu."""
+    spare_slots: int = 0
+    """Adapter slots of an engine beyond those that live versions need."""
+
+
+BUILDS: Mapping[str, Build] = {"cpu": Build("cpu"), "nvidia": Build("cuda"), "ascend": Build("npu", spare_slots=1)}
+"""By accelerator profile, on one machine."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Site:
     """A place to run in. A cluster's is names of Services, one machine's is ports on loopback."""
@@ -56,5 +71,20 @@ class Site:
     """A folder that an engine and its agent share."""
     python_path: tuple[str, ...] = ()
     """Folders with the user's own code."""
+    builds: Mapping[str, Build] = field(default_factory=lambda: BUILDS)
+    """By accelerator profile: a cluster's administrator may have added some."""
     workers: tuple[str, ...] | None = None
     """Where the learner finds rollout workers, where their number may change: `dns://host:port`. None: each replica's own address."""
+
+    def build(self, accelerator: Accelerator, part: str) -> Build:
+        """What a part of the job is on its accelerator.
+
+        Raises:
+            UserInputError: This place knows no such profile.
+        """
+        known = self.builds.get(accelerator.profile)
+        if known is None:
+            raise UserInputError(
+                f"spec.{part}.accelerator.profile: {accelerator.profile!r} is not one of {', '.join(sorted(self.builds))}"
+            )
+        return known

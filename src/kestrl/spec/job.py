@@ -207,7 +207,7 @@ class Accelerator(Model):
     """What a component computes on."""
 
     profile: Name = "cpu"
-    """cpu, nvidia or ascend."""
+    """cpu, nvidia or ascend; a cluster may know others."""
     count: PositiveInt = 1
     """Devices per replica."""
 

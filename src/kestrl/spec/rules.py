@@ -14,7 +14,6 @@ ENGINE_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """What vLLM's --max-lora-rank accepts."""
 BUILT_IN_LOOPS = ("tool_agent", "single_turn")
 BUILT_IN_RULES = ("exact_answer", "flexible_answer", "format")
-PROFILES = ("cpu", "nvidia", "ascend")
 
 
 class Problem(NamedTuple):
@@ -121,14 +120,6 @@ def rewards_are_known(spec: JobSpec) -> Iterator[Problem]:
             )
 
 
-def profiles_are_known(spec: JobSpec) -> Iterator[Problem]:
-    for part, accelerator in (("inference", spec.inference.accelerator), ("learner", spec.learner.accelerator)):
-        if accelerator.profile not in PROFILES:
-            yield Problem(
-                f"spec.{part}.accelerator.profile", f"{accelerator.profile!r} is not one of {', '.join(PROFILES)}"
-            )
-
-
 def a_group_fits_a_worker(spec: JobSpec) -> Iterator[Problem]:
     if spec.algorithm.group_size > spec.rollout.concurrency:
         yield Problem(
@@ -161,7 +152,6 @@ RULES: tuple[Rule, ...] = (
     names_are_unique,
     loop_is_known,
     rewards_are_known,
-    profiles_are_known,
     a_group_fits_a_worker,
     data_fills_a_step,
     evaluation_has_data,

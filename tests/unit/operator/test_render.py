@@ -297,3 +297,23 @@ def test_the_administrators_choices_are_in_the_pods() -> None:
     assert claim["spec"]["resources"]["requests"]["storage"] == "5Gi"
     assert claim["spec"]["storageClassName"] == "fast"
     assert of_kind(objects, "NetworkPolicy") == {}
+
+
+def test_a_profile_that_the_chart_added_is_as_good_as_a_built_in_one() -> None:
+    values = {
+        "accelerators": {"mig": {"resource": "nvidia.com/mig-1g.10gb", "image": "cuda", "labels": {"pool": "mig"}}}
+    }
+    objects = rendered("inference.accelerator={profile: mig, count: 3}", values=values)
+    engine = containers(pod(objects, "inference"))["engine"]
+    assert engine["resources"]["limits"] == {"nvidia.com/mig-1g.10gb": "3"}
+    assert engine["command"] == ["python", "-m", "vllm.entrypoints.openai.api_server"]
+    template = workloads(objects)["email-search-inference"]["spec"]["template"]
+    assert template["metadata"]["labels"]["pool"] == "mig"
+
+
+def test_an_old_engine_has_a_slot_to_spare() -> None:
+    def slots(*overrides: str) -> str:
+        arguments = containers(pod(rendered(*overrides), "inference"))["engine"]["args"]
+        return str(arguments[arguments.index("--max-loras") + 1])
+
+    assert (slots(*NVIDIA), slots(*ASCEND)) == ("4", "5")

@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 
+from kestrl.errors import UserInputError
 from kestrl.plan.components import Component, Role, Secret
 from kestrl.plan.engines import engine_rank, serving_command
 from kestrl.plan.planning import group_seconds, plan
 from kestrl.plan.settings import AgentSettings, LearnerSettings, RolloutSettings
-from kestrl.plan.site import Endpoint, Site
+from kestrl.plan.site import Build, Endpoint, Site
 from kestrl.spec import AgentRLJob, parse_job, with_overrides
 
 MANIFEST: dict[str, Any] = {
@@ -181,3 +182,22 @@ def test_agents_and_engines_agree_on_slots() -> None:
     rollout = components["rollout-0"].settings
     assert isinstance(rollout, RolloutSettings)
     assert rollout.tokenizer == "/models/tiny"
+
+
+@pytest.mark.parametrize("part", ["inference", "learner"])
+def test_a_profile_that_the_place_does_not_know_is_told(part: str) -> None:
+    with pytest.raises(
+        UserInputError, match=rf"spec.{part}.accelerator.profile: 'tpu' is not one of ascend, cpu, nvidia"
+    ):
+        plan(job_with(f"{part}.accelerator.profile=tpu"), SITE)
+
+
+def test_a_place_may_know_other_profiles() -> None:
+    site = replace(SITE, builds={"cpu": Build("cpu"), "old-npu": Build("npu", spare_slots=1)})
+    job = job_with("inference.accelerator.profile=old-npu", "learner.accelerator.profile=old-npu")
+    parts = {component.name: component for component in plan(job, site)}
+    assert flags(parts["engine-0"])["max-loras"] == "5"
+    assert parts["engine-0"].module == "vllm.entrypoints.openai.api_server"
+    settings = parts["learner-0"].settings
+    assert isinstance(settings, LearnerSettings)
+    assert settings.device == "npu"

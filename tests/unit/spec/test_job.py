@@ -85,7 +85,6 @@ def test_a_missing_field_is_named() -> None:
         (["agent.loop=toolagent"], "spec.agent.loop"),
         (["rewards=[{rule: exactly}]"], "spec.rewards[0].rule"),
         (["rewards=[{ruler: {endpoint: 'http://x', model: m}}]"], "spec.rewards[0].ruler"),
-        (["inference.accelerator.profile=tpu"], "spec.inference.accelerator.profile"),
         (["rollout.concurrency=4"], "spec.rollout.concurrency"),
         (["data.train.size=4"], "spec.data.train.size"),
         (["schedule.evalEvery=5"], "spec.schedule.evalEvery"),

@@ -84,6 +84,8 @@ def put_model(uri: str, target: Path, volumes: Path) -> None:
         _download_folder(uri, target)
     elif parsed.scheme == "hf":
         _download_hub(f"{parsed.netloc}{parsed.path}", target)
+    elif parsed.scheme == "demo":
+        _copy(Path(locate_model(uri, base=Path("/"))), target)
     else:
         found = _in_volume(uri, volumes, "spec.model.base") or Path(locate_model(uri, base=Path("/")))
         _link(found, target)
@@ -148,6 +150,16 @@ def _link(source: Path, target: Path) -> None:
     if target.is_symlink():
         target.unlink()
     target.symlink_to(source.resolve())
+
+
+def _copy(source: Path, target: Path) -> None:
+    """A folder of this image, for containers of the pod that run another one."""
+    if target.exists():
+        return
+    partial = target.with_name(f".{target.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    shutil.copytree(source, partial)
+    partial.replace(target)
 
 
 def _download_file(uri: str, target: Path) -> None:

@@ -47,6 +47,7 @@ def test_the_demo_is_made_in_every_pod_alike(tmp_path: Path) -> None:
             path.unlink()
     assert seen[0] == seen[1]
     assert (tmp_path / "model" / "config.json").read_bytes() == (tiny() / "config.json").read_bytes()
+    assert not (tmp_path / "model").is_symlink()  # an engine's image does not have the package that it came from
 
 
 def test_what_a_claim_holds_is_linked_and_nothing_outside_it(tmp_path: Path) -> None:

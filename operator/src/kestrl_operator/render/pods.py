@@ -10,7 +10,7 @@ from typing import Any
 from kestrl.plan.components import Component, Role
 from kestrl.plan.settings import REPLICA_VARIABLE
 from kestrl_operator.accelerators import Profile
-from kestrl_operator.cluster import DATA, HOME, SETTINGS, STATE, WORK, Cluster
+from kestrl_operator.cluster import HOME, SETTINGS, STATE, WORK, Cluster
 
 Object = dict[str, Any]
 USER = 10001
@@ -204,6 +204,3 @@ def template(
 def checksum(settings: Mapping[str, str]) -> str:
     """Of the settings that a role's pods read."""
     return hashlib.sha256(json.dumps(dict(settings), sort_keys=True).encode()).hexdigest()[:16]
-
-
-__all__ = ["DATA", "Object", "checksum", "container", "credentials", "settings_map", "template"]

@@ -182,6 +182,19 @@ def test_credentials_are_references_and_each_has_only_its_own() -> None:
     assert '"t"' not in json.dumps([item for item in objects if item["kind"] != "Secret"])
 
 
+def test_the_storages_credentials_are_where_storage_is_used_and_never_beside_a_tool() -> None:
+    objects = rendered("storage={uri: 's3://bucket', secretRef: {name: s3}}")
+    given = {
+        (role, name)
+        for role in ("inference", "tools", "judge", "rollout", "learner")
+        for name, held in containers(pod(objects, role)).items()
+        if held.get("envFrom") == [{"secretRef": {"name": "s3"}}]
+    }
+    programs = {("learner", "learner"), ("inference", "inference")}
+    assert given == programs | {(role, "prepare") for role in ("inference", "tools", "rollout", "learner")}
+    assert all("envFrom" not in held for held in containers(pod(rendered(), "learner")).values())
+
+
 def allowed(objects: list[dict[str, Any]]) -> set[tuple[str, str]]:
     """Arrows between roles that both ends' policies let through."""
     policies = of_kind(objects, "NetworkPolicy")

@@ -38,6 +38,12 @@ class Given:
     def name(self) -> str:
         return self.job.metadata.name
 
+    @property
+    def store(self) -> str | None:
+        """The Secret with the object storage's credentials."""
+        secret = self.job.spec.storage.secret_ref
+        return None if secret is None else secret.name
+
     def of(self, role: Role) -> list[Component]:
         return [component for component in self.components if component.role is role]
 
@@ -135,6 +141,7 @@ def _workload_spec(given: Given, role: Role, settings: Mapping[str, str]) -> Obj
             given.image(part.role),
             given.cluster,
             given.profile(part.role) if part.role is not Role.INFERENCE else given.cluster.profile("cpu"),
+            given.store,
         )
         for part in parts
     ]
@@ -150,6 +157,7 @@ def _workload_spec(given: Given, role: Role, settings: Mapping[str, str]) -> Obj
             profile=profile,
             labels={**labels(given.name, role), **selector},
             settings=read,
+            store=given.store,
         ),
     }
     if role in STATEFUL:

@@ -33,10 +33,23 @@ GRACE_SECONDS = {Role.ROLLOUT: 90, Role.LEARNER: 180}
 START_SECONDS = 1200
 """An engine that loads a large model may take so long before it counts as failed."""
 INDEX_VARIABLE = "KESTRL_INDEX"
+KEEPERS = frozenset({Role.LEARNER, Role.INFERENCE})
+"""Roles whose programs read and write object storage. A tool never sees its credentials."""
 
 
-def container(job: str, component: Component, image: str, cluster: Cluster, profile: Profile) -> Object:
-    """A component as a container."""
+def container(
+    job: str, component: Component, image: str, cluster: Cluster, profile: Profile, store: str | None
+) -> Object:
+    """A component as a container.
+
+    Args:
+        job: The job's name.
+        component: As planned.
+        image: What it runs.
+        cluster: The administrator's choices.
+        profile: Its devices.
+        store: The Secret with the object storage's credentials, which only learner and engine agent get.
+    """
     ports = [{"name": name, "containerPort": port} for name, port in component.ports.items()]
     made: Object = {
         "name": str(component.role),
@@ -51,6 +64,8 @@ def container(job: str, component: Component, image: str, cluster: Cluster, prof
         "terminationMessagePolicy": "FallbackToLogsOnError",
         **probes(component),
     }
+    if component.role in KEEPERS:
+        made |= from_secret(store)
     devices = profile.requests(component.device.count)
     if devices:
         made["resources"] = {"limits": devices, "requests": devices}
@@ -80,6 +95,11 @@ def environment(job: str, component: Component, profile: Profile) -> list[Object
 def credentials(job: str) -> str:
     """The Secret with what the job's components prove themselves with."""
     return f"{job}-credentials"
+
+
+def from_secret(name: str | None) -> Object:
+    """All of a Secret's keys as variables."""
+    return {} if name is None else {"envFrom": [{"secretRef": {"name": name}}]}
 
 
 def _from_field(name: str, path: str) -> Object:
@@ -145,7 +165,7 @@ def settings_map(job: str) -> str:
     return f"{job}-settings"
 
 
-def preparing(image: str, role: Role, cluster: Cluster) -> Object:
+def preparing(image: str, role: Role, cluster: Cluster, store: str | None) -> Object:
     """The init container that puts model, data and template in place. It runs the image of the pod's own program."""
     return {
         "name": "prepare",
@@ -160,6 +180,7 @@ def preparing(image: str, role: Role, cluster: Cluster) -> Object:
             {"name": "tmp", "mountPath": "/tmp"},  # noqa: S108 - the pod's own
         ],
         "terminationMessagePolicy": "FallbackToLogsOnError",
+        **from_secret(store),
     }
 
 
@@ -172,6 +193,7 @@ def template(
     profile: Profile,
     labels: Mapping[str, str],
     settings: Mapping[str, str],
+    store: str | None,
 ) -> Object:
     """The pod template of a role: rolled when what its pods read changes, and by nothing else."""
     prepares = role is not Role.JUDGE
@@ -185,7 +207,7 @@ def template(
         "volumes": volumes(job, role, profile),
     }
     if prepares:
-        spec["initContainers"] = [preparing(containers[-1]["image"], role, cluster)]
+        spec["initContainers"] = [preparing(containers[-1]["image"], role, cluster, store)]
     if cluster.images.pull_secrets:
         spec["imagePullSecrets"] = [{"name": name} for name in cluster.images.pull_secrets]
     if profile.resource is not None:

@@ -95,6 +95,7 @@ class Collector:
         self._outdated: set[asyncio.Task[None]] = set()
         self._trouble = Trouble()
         self._admission = Admission(settings.algorithm.group_size)
+        self._lowest: int | None = None
         observe(Metric.ADMISSION, lambda: self._admission.limit or self._workers.capacity)
         self._seen = self._failed = 0
         self._last_failure: Failure | None = None
@@ -123,9 +124,13 @@ class Collector:
         before = self._admission.limit
         self._admission.look(self._engines.loads(), running=self._episodes(), most=self._workers.capacity)
         now = self._admission.limit
-        if now != before:
-            log.info("the engines' load allows %s episodes at once", "any number of" if now is None else now)
-            self._wake.set()
+        if now == before:
+            return
+        if now is not None and (self._lowest is None or now < self._lowest):
+            # Told when it is lower than ever, not at every change: it changes for as long as the run lasts.
+            log.info("the engines' load allows %d episodes at once", now)
+            self._lowest = now
+        self._wake.set()
 
     def _episodes(self) -> int:
         """Episodes that run for training."""

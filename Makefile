@@ -79,11 +79,11 @@ layers: $(STAMP)
 ## make gen              generated code, anew
 gen: $(STAMP)
 	PATH=$(CURDIR)/$(TOOLS)/bin:$$PATH $(BIN)/python scripts/gen_protos.py
-	$(BIN)/python scripts/gen_crd.py
+	$(BIN)/python scripts/gen_kubernetes.py
 
 gen-check: $(STAMP)
 	PATH=$(CURDIR)/$(TOOLS)/bin:$$PATH $(BIN)/python scripts/gen_protos.py --check
-	$(BIN)/python scripts/gen_crd.py --check
+	$(BIN)/python scripts/gen_kubernetes.py --check
 	$(TOOLS)/bin/uv tool run --quiet --from buf-bin==1.75.0 buf lint proto
 
 ## make crd-check        Kubernetes' own code validates the CRD (needs Go; two minutes the first time)

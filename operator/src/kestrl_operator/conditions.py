@@ -105,7 +105,7 @@ REASONS: Mapping[Type, Mapping[str, str]] = {
         "DeadlineExceeded": "activeDeadline passed.",
     },
 }
-"""The closed list: a reason that is not here is never written. docs/operations.md is made of it."""
+"""The closed list: a reason that is not here is never written. docs/conditions.md is made of it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,7 +18,7 @@ class Condition(Model):
     type: Annotated[str, Field(max_length=316)]
     status: Literal["True", "False", "Unknown"]
     reason: Annotated[str, Field(pattern=r"^[A-Z][A-Za-z0-9]*$", max_length=128)]
-    """From the closed list in docs/operations.md."""
+    """From the closed list in docs/conditions.md."""
     message: Annotated[str, Field(max_length=32768)] = ""
     """For people: what is wrong and what to do."""
     observed_generation: int = 0

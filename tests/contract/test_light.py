@@ -12,14 +12,10 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 HEAVY = ["torch", "vllm", "transformers", "kopf", "kubernetes", "sqlalchemy", "numpy", "pyarrow"]
-SECONDS = 0.5
-"""Of CPU time, not of a clock: a busy machine does not make an import heavier."""
-PROBE = """
-import importlib, json, sys, time
-began = time.process_time()
-importlib.import_module(sys.argv[1])
-print(json.dumps({"seconds": time.process_time() - began, "modules": sorted(sys.modules)}))
-"""
+MODULES = 700
+"""That an import may load. Counted rather than timed, for a busy machine makes an import slower but not heavier: a rollout worker loads 565,
+torch alone more than 2,000."""
+PROBE = "import importlib, json, sys; importlib.import_module(sys.argv[1]); print(json.dumps(sorted(sys.modules)))"
 
 
 @pytest.mark.parametrize(
@@ -31,16 +27,14 @@ print(json.dumps({"seconds": time.process_time() - began, "modules": sorted(sys.
         "kestrl_tools.service",
         "kestrl_judge.service",
         "kestrl_email.tools",
+        "kestrl_operator.render",
     ],
 )
 def test_a_light_import(module: str) -> None:
-    answers = [
-        json.loads(subprocess.run([sys.executable, "-c", PROBE, module], check=True, capture_output=True).stdout)
-        for _ in range(2)
-    ]
-    loaded = set(answers[0]["modules"])
+    done = subprocess.run([sys.executable, "-c", PROBE, module], check=True, capture_output=True)
+    loaded: list[str] = json.loads(done.stdout)
     assert [name for name in HEAVY if name in loaded] == []
-    assert min(answer["seconds"] for answer in answers) < SECONDS
+    assert len(loaded) < MODULES
 
 
 def test_nothing_shadows_the_standard_librarys_operator() -> None:
@@ -51,7 +45,7 @@ def test_nothing_shadows_the_standard_librarys_operator() -> None:
 def test_no_file_is_a_whole_house() -> None:
     long = {
         str(path.relative_to(ROOT)): count
-        for folder in ("src", "services", "examples")
+        for folder in ("src", "services", "operator", "examples")
         for path in (ROOT / folder).rglob("*.py")
         if "api" not in path.parts and (count := len(path.read_text().splitlines())) > 400
     }

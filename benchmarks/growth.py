@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import resource
-import socket
 import statistics
 import subprocess
 import sys
@@ -16,6 +15,7 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 
 from benchmarks.report import Row, main
+from benchmarks.rollout_worker import free_port
 
 from kestrl import rpc
 from kestrl.api.inference.v1 import inference_pb2_grpc as stubs
@@ -147,12 +147,6 @@ def put(store: Path, step: int) -> tuple[PolicyVersion, str]:
         probe=probe,
     )
     return manifest.policy, publish_adapter(open_store(store.as_uri()), files, manifest)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def measure() -> Iterator[Row]:

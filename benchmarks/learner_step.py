@@ -15,12 +15,15 @@ import time
 from array import array
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from benchmarks.report import Row, main
 
 PROMPT, COMPLETION, SIZE, GROUPS = 160, 40, 8, 2
 RATE, REPEATS = 3e-4, 3
+JOB = Path(__file__).parents[1] / "examples" / "email-search" / "smollm2.yaml"
+"""Whose learning rate and clip the others use too."""
 SHAPE = {"r": 16, "lora_alpha": 32, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
 
 
@@ -48,29 +51,14 @@ def best(step: Callable[[], object]) -> dict[str, float]:
 
 
 def ours(model: str) -> dict[str, float]:
-    from kestrl.plan.settings import AlgorithmSettings
+    from kestrl.plan.planning import algorithm_settings
+    from kestrl.spec import read_job
     from kestrl_learner.batch import TrainGroup, TrainRow
     from kestrl_learner.model import PolicyModel
     from kestrl_learner.trainer import Trainer
 
     policy = PolicyModel(model, dtype="float32", rank=16, alpha=32.0, targets="all-linear", seed=1)
-    algorithm = AlgorithmSettings(
-        name="grpo",
-        group_size=SIZE,
-        groups_per_step=GROUPS,
-        learning_rate=RATE,
-        clip_low=0.2,
-        clip_high=0.28,
-        max_staleness=0,
-        on_failed_episode="drop",
-        min_group_size=2,
-        max_grad_norm=1.0,
-        weight_decay=0.0,
-        warmup_steps=0,
-        advantage="grpo",
-        loss="ppo_clip",
-        importance_cap=None,
-    )
+    algorithm = algorithm_settings(read_job(JOB).spec)
     groups = [
         TrainGroup(
             id=str(number),

@@ -6,7 +6,6 @@ files by their path mean the same everywhere. Generated data is generated in eac
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import shutil
 import sys
@@ -16,9 +15,9 @@ from urllib.parse import urlparse
 
 from kestrl.data import locate_data
 from kestrl.data.locate import locate_model
-from kestrl.errors import KestrlError, StorageError, UserInputError, place_error
-from kestrl.plan.settings import Model
-from kestrl.service import EXIT_FAILED, EXIT_INPUT
+from kestrl.errors import StorageError, UserInputError
+from kestrl.plan.settings import Model, read_settings
+from kestrl.service import exit_code, settings_path
 from kestrl.storage import open_store
 
 OBJECT_SCHEMES = frozenset({"s3", "gs", "az"})
@@ -48,18 +47,6 @@ class PrepareSettings(Model):
     template_target: str = ""
     volumes: str = "/kestrl/pvc"
     """Where claims are mounted that `pvc://CLAIM/PATH` names."""
-
-    @staticmethod
-    def read(path: Path) -> PrepareSettings:
-        """Reads the settings file.
-
-        Raises:
-            UserInputError: It is missing or not what this version expects.
-        """
-        try:
-            return PrepareSettings.model_validate_json(path.read_bytes())
-        except (OSError, ValueError) as error:
-            raise UserInputError(f"{path}: not readable as PrepareSettings: {error}") from error
 
 
 def prepare(settings: PrepareSettings) -> None:
@@ -202,22 +189,5 @@ def _download_hub(name: str, target: Path) -> None:
         raise StorageError(f"hf://{name} could not be fetched: {error}", retryable=True) from error
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--settings", type=Path, required=True)
-    try:
-        prepare(PrepareSettings.read(parser.parse_args().settings))
-    except KestrlError as error:
-        print(f"error: {error}", file=sys.stderr)  # noqa: T201 - the last line a person reads, in the pod's termination message
-        return EXIT_INPUT if isinstance(error, UserInputError) else EXIT_FAILED
-    except OSError as error:
-        unusable = place_error(error, str(error.filename or "a file"))
-        if unusable is None:
-            raise
-        print(f"error: {unusable}", file=sys.stderr)  # noqa: T201 - as above
-        return EXIT_INPUT
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exit_code(lambda: prepare(read_settings(PrepareSettings, settings_path()))))

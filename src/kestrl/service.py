@@ -21,16 +21,11 @@ EXIT_FAILED = 1
 def run_service(
     settings_type: type[Settings], work: Callable[[Settings], Awaitable[None]], *, uvloop: bool = True
 ) -> int:
-    """Runs a service to its end and returns the process's exit code.
-
-    A `UserInputError` is printed as one line `error: ...` with exit code 2, any other `KestrlError` with code 1; neither shows a
-    traceback. Anything else is a bug of ours and does.
-    """
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--settings", type=Path, required=True, help="JSON file written from the plan")
-    path = parser.parse_args().settings
+    """Runs a service to its end and returns the process's exit code, as `exit_code` does."""
+    path = settings_path()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
-    try:
+
+    def run() -> None:
         settings = settings_type.read(path)
         sys.path[:0] = settings.python_path
         set_up(
@@ -46,6 +41,25 @@ def run_service(
             fast.run(_finish(work(settings)))
         else:
             asyncio.run(_finish(work(settings)))
+
+    return exit_code(run)
+
+
+def settings_path() -> Path:
+    """What every program of ours is started with: `--settings FILE`."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--settings", type=Path, required=True, help="JSON file written from the plan")
+    return Path(parser.parse_args().settings)
+
+
+def exit_code(run: Callable[[], None]) -> int:
+    """Runs a program to its end and returns the process's exit code.
+
+    A `UserInputError` is printed as one line `error: ...` with exit code 2, any other `KestrlError` with code 1; neither shows a
+    traceback. Anything else is a bug of ours and does.
+    """
+    try:
+        run()
     except UserInputError as error:
         return _end(str(error), EXIT_INPUT)
     except KestrlError as error:

@@ -25,6 +25,21 @@ class Model(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
+Read = TypeVar("Read", bound=Model)
+
+
+def read_settings(kind: type[Read], path: Path) -> Read:
+    """Reads a settings file.
+
+    Raises:
+        UserInputError: It is missing or not what this version expects.
+    """
+    try:
+        return kind.model_validate_json(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise UserInputError(f"{path}: not readable as {kind.__name__}: {error}") from error
+
+
 class ServiceSettings(Model):
     """What every service is told."""
 
@@ -48,10 +63,7 @@ class ServiceSettings(Model):
         Raises:
             UserInputError: It is missing or not what this version expects.
         """
-        try:
-            settings = cls.model_validate_json(path.read_bytes())
-        except (OSError, ValueError) as error:
-            raise UserInputError(f"{path}: not readable as {cls.__name__}: {error}") from error
+        settings = read_settings(cls, path)
         replica = os.environ.get(REPLICA_VARIABLE)
         role = settings.component.partition("-")[0]
         return settings.model_copy(update={"component": f"{role}-{replica}"}) if replica else settings

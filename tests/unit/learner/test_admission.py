@@ -57,6 +57,16 @@ def test_an_engine_that_was_restarted_counts_from_nothing() -> None:
     assert admission.limit == before + 8
 
 
+def test_what_an_engine_put_back_long_ago_is_not_counted_again_when_its_agent_is_back() -> None:
+    admission = Admission(8)
+    admission.look({"a": EngineLoad(preemptions=9)}, running=64, most=64)
+    admission.look({}, running=32, most=64)
+    before = admission.limit
+    admission.look({"a": EngineLoad(preemptions=9)}, running=32, most=64)
+    assert before is not None
+    assert admission.limit is None or admission.limit > before
+
+
 LOADS = st.builds(
     EngineLoad,
     kv_usage=st.floats(0, 1),

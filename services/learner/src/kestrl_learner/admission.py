@@ -47,7 +47,8 @@ class Admission:
             most: Episodes that the workers would take.
         """
         preempted = any(load.preemptions > self._preemptions.get(name, 0) for name, load in loads.items())
-        self._preemptions = {name: load.preemptions for name, load in loads.items()}
+        # Of an engine whose agent is away for a moment too, or its old preemptions would count as new ones when it is back.
+        self._preemptions |= {name: load.preemptions for name, load in loads.items()}
         # What runs, where that is less than the limit: a limit that nothing has reached would not be felt.
         felt = max(self._group_size, running if self.limit is None else min(self.limit, running))
         if preempted:

@@ -93,7 +93,7 @@ class _Worker:
 
     def fits(self, size: int) -> bool:
         """Whether a group fits now. One larger than the whole worker goes to an idle one, which queues the rest itself."""
-        return self.capacity > 0 and not self.leaving and (self.used == 0 or self.capacity - self.used >= size)
+        return self.capacity > 0 and (self.used == 0 or self.capacity - self.used >= size)
 
 
 async def resolved(name: str) -> set[str] | None:
@@ -165,7 +165,8 @@ class Workers:
                     self._begin(known[address], tasks)
                     log.info("rollout worker %s of %s has come", address, name)
                 for address in set(known) - found:
-                    known.pop(address).leaving = True
+                    gone = known.pop(address)
+                    gone.leaving, gone.capacity = True, 0
                     log.info("rollout worker %s of %s has gone", address, name)
             await self._forget_idle()
             await asyncio.sleep(LOOK_SECONDS)
@@ -176,6 +177,7 @@ class Workers:
             self._workers.remove(worker)
             if worker.watching is not None:
                 worker.watching.cancel()
+                await asyncio.wait([worker.watching])
             await worker.connection.close()
             self._changed.notify()
 

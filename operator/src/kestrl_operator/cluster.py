@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any, Literal
+from urllib.parse import urlparse
 
 from pydantic import ConfigDict, ValidationError
 from pydantic.alias_generators import to_camel
@@ -16,6 +17,7 @@ from kestrl.spec import AgentRLJob
 from kestrl_operator.accelerators import Profile, profiles
 
 GRPC_PORT, HTTP_PORT, METRICS_PORT = 7000, 8000, 9464
+SHARED_SCHEMES = frozenset({"s3", "gs", "az"})
 HOME = "/kestrl"
 """Beneath it every pod has what `prepare` put there, and the learner its state. The same in every pod: rows name files by their path."""
 MODEL, DATA, WORK, STATE, SETTINGS = (f"{HOME}/{name}" for name in ("model", "data", "work", "state", "settings"))
@@ -45,10 +47,22 @@ class LearnerState(_Values):
     storage_class: str | None = None
 
 
+class DefaultStorage(_Values):
+    """Object storage of the jobs that name none."""
+
+    uri: str | None = None
+    """s3://bucket/prefix, gs://..., az://...; each job's run gets a folder beneath."""
+    secret: str | None = None
+    """A Secret in the job's namespace whose keys are the credentials' environment variables."""
+
+
 class Cluster(_Values):
     """The chart's values that concern jobs."""
 
     images: Images
+    storage: DefaultStorage = DefaultStorage()
+    resources: Mapping[Literal["engine", "inference", "rollout", "tools", "judge", "learner"], Mapping[str, Any]] = {}
+    """Requests and limits of each container, beside its devices; a job's `patches` go over them."""
     accelerators: Mapping[str, Any] = {}
     learner_state: LearnerState = LearnerState()
     tools_runtime_class: str | None = None
@@ -94,7 +108,29 @@ def prepared(name: str, uri: str) -> str:
     return f"{DATA}/{name}.{'parquet' if uri.endswith('.parquet') else 'jsonl'}"
 
 
-def site_of(job: AgentRLJob, namespace: str, cluster: Cluster, *, run: str, storage: str) -> Site:
+def storage_of(job: AgentRLJob, cluster: Cluster) -> tuple[str, str | None]:
+    """Where a job's runs are stored, and the Secret with the credentials.
+
+    Raises:
+        UserInputError: Neither the job nor the cluster names a place that all of its pods reach.
+    """
+    own = job.spec.storage
+    uri = own.uri or cluster.storage.uri
+    secret = own.secret_ref.name if own.secret_ref else None if own.uri else cluster.storage.secret
+    if uri is None:
+        raise UserInputError(
+            "spec.storage.uri: is required, since this cluster has no default (the chart's jobs.storage.uri); name s3://BUCKET/PREFIX"
+        )
+    if urlparse(uri).scheme not in SHARED_SCHEMES:
+        raise UserInputError(
+            f"spec.storage.uri: {uri!r} is a place on one machine; on a cluster name s3://..., gs://... or az://..."
+        )
+    return uri, secret
+
+
+def site_of(
+    job: AgentRLJob, namespace: str, cluster: Cluster, *, run: str, storage: str, traceparent: str | None = None
+) -> Site:
     """Where the job's parts are found on a cluster: pods of StatefulSets by their own names, others by their Service's.
 
     Args:
@@ -103,6 +139,7 @@ def site_of(job: AgentRLJob, namespace: str, cluster: Cluster, *, run: str, stor
         cluster: The administrator's choices.
         run: Id of the run.
         storage: Object-store address of the run's folder.
+        traceparent: W3C context that the run's trace belongs to.
     """
     name = job.metadata.name
 
@@ -129,5 +166,7 @@ def site_of(job: AgentRLJob, namespace: str, cluster: Cluster, *, run: str, stor
         builds={
             name: Build(profile.image, profile.spare_slots) for name, profile in profiles(cluster.accelerators).items()
         },
+        linger=True,
+        traceparent=traceparent,
         workers=(f"dns://{workload(name, Role.ROLLOUT)}.{namespace}.{cluster.domain}:{GRPC_PORT}",),
     )

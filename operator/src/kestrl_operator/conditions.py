@@ -53,12 +53,13 @@ REASONS: Mapping[Type, Mapping[str, str]] = {
         "PodsScheduled": "Every pod has a node.",
         "Pending": "A pod waits for a node; the message is the scheduler's.",
         "Unsatisfiable": "No node could ever take a pod of this accelerator profile.",
-        "StuckPending": "A pod has waited for longer than the job allows.",
+        "Released": "No pod is to run: the job is suspended or has ended.",
     },
     Type.ENGINES_READY: {
         "AllReady": "Every engine answers.",
         "Starting": "Engines load the model.",
         "Unavailable": "An engine stopped answering, or cannot start; the message says why.",
+        "Released": "No engine is to run: the job is suspended or has ended.",
     },
     Type.POLICY_CONVERGED: {
         "AllProved": "Every engine has reproduced the newest version's log-probs.",
@@ -67,15 +68,18 @@ REASONS: Mapping[Type, Mapping[str, str]] = {
     },
     Type.ROLLOUTS_FLOWING: {
         "Flowing": "Groups are running or being trained on.",
-        "NoWorker": "No rollout worker answers.",
-        "Failing": "Groups fail for reasons other than the policy.",
-        "Drained": "No group is started: the job is suspended or at its end.",
+        "Starting": "No group has been asked for yet.",
+        "NoWorker": "No rollout worker answers; the message says what is wrong with their pods.",
+        "Failing": "Workers, tools or judge keep failing; the message says how.",
+        "Drained": "No group is started: the job is suspended, draining or at its end.",
     },
     Type.LEARNER_PROGRESSING: {
         "Stepping": "Steps follow one another.",
         "Starting": "The learner loads its model or its last checkpoint.",
         "Stalled": "No step has ended for longer than the last ones took together.",
-        "Unavailable": "The learner does not answer.",
+        "Unavailable": "The learner does not answer, or cannot start; the message says why.",
+        "Failed": "The learner told of a failure; the message is its own, and says what follows.",
+        "Released": "It is not to run: the job is suspended or has ended.",
     },
     Type.CHECKPOINT_DURABLE: {
         "Confirmed": "The newest checkpoint was read back from storage.",
@@ -103,6 +107,7 @@ REASONS: Mapping[Type, Mapping[str, str]] = {
         "LearnerFailed": "The learner ended with a failure; the message is its reason.",
         "BackoffExceeded": "Components failed more often than the job allows.",
         "DeadlineExceeded": "activeDeadline passed.",
+        "PendingTooLong": "Pods could not start for longer than pendingDeadline.",
     },
 }
 """The closed list: a reason that is not here is never written. docs/conditions.md is made of it."""

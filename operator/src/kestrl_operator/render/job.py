@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlparse
 
 from kestrl.plan.components import Component, Role
 from kestrl.prepare import DataSource, PrepareSettings
 from kestrl.spec import AgentRLJob
 from kestrl_operator.accelerators import Profile
 from kestrl_operator.cluster import DATA, MODEL, Cluster, prepared, workload
+from kestrl_operator.observe import ATTEMPTS, RENDERED, RESTARTS
 from kestrl_operator.render import network
-from kestrl_operator.render.pods import Object, container, credentials, settings_map, template
+from kestrl_operator.render.patching import patched
+from kestrl_operator.render.pods import Object, checksum, container, credentials, settings_map, template
 
-GROUP = "kestrl.dev"
+SETTINGS_DIGEST = "kestrl.dev/settings"
+QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
 STATEFUL = (Role.INFERENCE, Role.LEARNER)
 ROLES = (Role.INFERENCE, Role.TOOLS, Role.JUDGE, Role.ROLLOUT, Role.LEARNER)
 """That have pods of their own: an engine lives in its agent's."""
@@ -31,18 +38,20 @@ class Given:
     cluster: Cluster
     secrets: Mapping[str, str]
     """Credentials by variable, made once and then only read."""
+    store: str | None = None
+    """The Secret with the object storage's credentials."""
     parked: bool = False
-    """Whether no pod is to run: suspended, or waiting for its queue."""
+    """Whether no pod is to run: suspended, or ended."""
+    attempts: int = 0
+    """How often the learner was started again after a failure."""
+    restarts: int = 0
+    """The same of the whole job."""
+    queue: str | None = None
+    """Kueue's queue that the pods wait in."""
 
     @property
     def name(self) -> str:
         return self.job.metadata.name
-
-    @property
-    def store(self) -> str | None:
-        """The Secret with the object storage's credentials."""
-        secret = self.job.spec.storage.secret_ref
-        return None if secret is None else secret.name
 
     def of(self, role: Role) -> list[Component]:
         return [component for component in self.components if component.role is role]
@@ -69,20 +78,34 @@ class Given:
 
 
 def render(given: Given) -> list[Object]:
-    """Every object of the job, its owner and labels in place."""
+    """Every object of the job, its owner and labels in place; the learner's StatefulSet last, with the digest of all.
+
+    Raises:
+        UserInputError: A patch of the manifest changes what is not a job's to change.
+    """
     settings = all_settings(given)
     objects: list[Object] = [
         _object(given, "v1", "Secret", credentials(given.name), type="Opaque", stringData=dict(given.secrets)),
         _object(given, "v1", "ConfigMap", settings_map(given.name), data=settings),
     ]
-    for role in ROLES:
-        objects += _of_role(given, role, settings)
     if given.cluster.network_policies:
+        # Before any pod: none is to run for a moment with nothing in its way.
         objects += [
             _object(given, "networking.k8s.io/v1", "NetworkPolicy", name, spec=spec)
             for name, spec in network.policies(given.name)
         ]
+    for role in ROLES:
+        objects += _of_role(given, role)
+    for role in ROLES:
+        objects.append(_workload(given, role, settings))
+    counts = {ATTEMPTS: str(given.attempts), RESTARTS: str(given.restarts)}
+    objects[-1]["metadata"]["annotations"] = {**counts, RENDERED: digest(objects)}
     return objects
+
+
+def digest(objects: Sequence[Object]) -> str:
+    """Of all objects: what was applied last is told by it, without asking for any of them."""
+    return hashlib.sha256(json.dumps(objects, sort_keys=True).encode()).hexdigest()[:32]
 
 
 def all_settings(given: Given) -> dict[str, str]:
@@ -120,12 +143,21 @@ def preparation(job: AgentRLJob, role: Role) -> PrepareSettings:
     )
 
 
-def _of_role(given: Given, role: Role, settings: Mapping[str, str]) -> Iterator[Object]:
+def _workload(given: Given, role: Role, settings: Mapping[str, str]) -> Object:
+    kind, name = "StatefulSet" if role in STATEFUL else "Deployment", workload(given.name, role)
+    made = _object(given, "apps/v1", kind, name, spec=_workload_spec(given, role, settings))
+    made["metadata"]["labels"] = {**labels(given.name, role), **_queued(given)}
+    return made
+
+
+def _queued(given: Given) -> dict[str, str]:
+    return {} if given.queue is None else {QUEUE_LABEL: given.queue}
+
+
+def _of_role(given: Given, role: Role) -> Iterator[Object]:
     name = workload(given.name, role)
     yield _object(given, "v1", "ServiceAccount", name, automountServiceAccountToken=False)
     yield _object(given, "v1", "Service", name, spec=network.service(given.name, role))
-    spec = _workload_spec(given, role, settings)
-    yield _object(given, "apps/v1", "StatefulSet" if role in STATEFUL else "Deployment", name, spec=spec)
     if role is not Role.JUDGE:
         budget = {"maxUnavailable": 1, "selector": {"matchLabels": network.selector(given.name, role)}}
         yield _object(given, "policy/v1", "PodDisruptionBudget", name, spec=budget)
@@ -133,6 +165,7 @@ def _of_role(given: Given, role: Role, settings: Mapping[str, str]) -> Iterator[
 
 def _workload_spec(given: Given, role: Role, settings: Mapping[str, str]) -> Object:
     profile, selector = given.profile(role), network.selector(given.name, role)
+    claims = claims_of(given.job, role)
     parts = [component for kind in _inside(role) for component in given.of(kind)[:1]]
     containers = [
         container(
@@ -142,23 +175,26 @@ def _workload_spec(given: Given, role: Role, settings: Mapping[str, str]) -> Obj
             given.cluster,
             given.profile(part.role) if part.role is not Role.INFERENCE else given.cluster.profile("cpu"),
             given.store,
+            claims,
         )
         for part in parts
     ]
     read = {name: text for name, text in settings.items() if name.startswith((f"{role}", f"prepare-{role}."))}
+    pods = template(
+        given.name,
+        role,
+        containers,
+        cluster=given.cluster,
+        profile=profile,
+        labels={**labels(given.name, role), **selector},
+        annotations=_annotations(given, role, read),
+        store=given.store,
+        claims=claims,
+    )
     spec: Object = {
         "replicas": 0 if given.parked else len(given.of(role)),
         "selector": {"matchLabels": selector},
-        "template": template(
-            given.name,
-            role,
-            containers,
-            cluster=given.cluster,
-            profile=profile,
-            labels={**labels(given.name, role), **selector},
-            settings=read,
-            store=given.store,
-        ),
+        "template": patched(pods, _patches(given.job, role)),
     }
     if role in STATEFUL:
         spec |= {"serviceName": workload(given.name, role), "podManagementPolicy": "Parallel"}
@@ -166,6 +202,28 @@ def _workload_spec(given: Given, role: Role, settings: Mapping[str, str]) -> Obj
         spec["volumeClaimTemplates"] = [_claim(given)]
         spec["persistentVolumeClaimRetentionPolicy"] = {"whenDeleted": "Delete", "whenScaled": "Retain"}
     return spec
+
+
+def _annotations(given: Given, role: Role, read: Mapping[str, str]) -> dict[str, str]:
+    """What rolls the pods of a role: what they read, a restart of the job, and for the learner its own."""
+    made = {SETTINGS_DIGEST: checksum(read), RESTARTS: str(given.restarts)}
+    return {**made, ATTEMPTS: str(given.attempts)} if role is Role.LEARNER else made
+
+
+def _patches(job: AgentRLJob, role: Role) -> list[tuple[str, Mapping[str, Any]]]:
+    return [
+        (f"spec.patches[{index}].template", patch.template)
+        for index, patch in enumerate(job.spec.patches)
+        if patch.role == role.value
+    ]
+
+
+def claims_of(job: AgentRLJob, role: Role) -> list[str]:
+    """The claims that a role's pods mount: those of the pvc:// addresses that it reads."""
+    reads = preparation(job, role)
+    addresses = [reads.model, reads.template, *(item.uri for item in reads.data)]
+    parsed = [urlparse(address) for address in addresses if address]
+    return sorted({address.netloc for address in parsed if address.scheme == "pvc"})
 
 
 def _inside(role: Role) -> tuple[Role, ...]:

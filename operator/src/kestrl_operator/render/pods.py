@@ -9,6 +9,7 @@ from typing import Any
 
 from kestrl.plan.components import Component, Role
 from kestrl.plan.settings import REPLICA_VARIABLE
+from kestrl.prepare import PrepareSettings
 from kestrl_operator.accelerators import Profile
 from kestrl_operator.cluster import HOME, SETTINGS, STATE, WORK, Cluster
 
@@ -32,13 +33,20 @@ GRACE_SECONDS = {Role.ROLLOUT: 90, Role.LEARNER: 180}
 """Between SIGTERM and SIGKILL: longer than a drain takes. 30 for the others, Kubernetes' own."""
 START_SECONDS = 1200
 """An engine that loads a large model may take so long before it counts as failed."""
+CLAIMS = PrepareSettings().volumes
 INDEX_VARIABLE = "KESTRL_INDEX"
 KEEPERS = frozenset({Role.LEARNER, Role.INFERENCE})
 """Roles whose programs read and write object storage. A tool never sees its credentials."""
 
 
 def container(
-    job: str, component: Component, image: str, cluster: Cluster, profile: Profile, store: str | None
+    job: str,
+    component: Component,
+    image: str,
+    cluster: Cluster,
+    profile: Profile,
+    store: str | None,
+    claims: Sequence[str],
 ) -> Object:
     """A component as a container.
 
@@ -49,6 +57,7 @@ def container(
         cluster: The administrator's choices.
         profile: Its devices.
         store: The Secret with the object storage's credentials, which only learner and engine agent get.
+        claims: Volumes with models or data that it finds links into.
     """
     ports = [{"name": name, "containerPort": port} for name, port in component.ports.items()]
     made: Object = {
@@ -60,16 +69,23 @@ def container(
         "env": environment(job, component, profile),
         "ports": ports,
         "securityContext": CONTAINER_SECURITY,
-        "volumeMounts": mounts(component.role, profile),
+        "volumeMounts": [*mounts(component.role, profile), *claimed(claims)],
         "terminationMessagePolicy": "FallbackToLogsOnError",
         **probes(component),
     }
     if component.role in KEEPERS:
         made |= from_secret(store)
-    devices = profile.requests(component.device.count)
-    if devices:
-        made["resources"] = {"limits": devices, "requests": devices}
+    resources = with_devices(cluster.resources.get(component.role.value, {}), profile.requests(component.device.count))
+    if resources:
+        made["resources"] = resources
     return made
+
+
+def with_devices(asked: Mapping[str, Any], devices: Mapping[str, str]) -> Object:
+    """Requests and limits with the devices among both."""
+    if not devices:
+        return dict(asked)
+    return {**asked, **{kind: {**asked.get(kind, {}), **devices} for kind in ("limits", "requests")}}
 
 
 def _settings_flag(component: Component) -> list[str]:
@@ -123,6 +139,11 @@ def probes(component: Component) -> Object:
     }
 
 
+def claimed(claims: Sequence[str]) -> list[Object]:
+    """Where a container finds the claims that the manifest's pvc:// addresses name."""
+    return [{"name": f"claim-{claim}", "mountPath": f"{CLAIMS}/{claim}", "readOnly": True} for claim in claims]
+
+
 def mounts(role: Role, profile: Profile) -> list[Object]:
     """Where a container finds its volumes."""
     inside = [("settings", SETTINGS, True), ("home", HOME, False), ("tmp", "/tmp", False)]  # noqa: S108 - the pod's own
@@ -142,7 +163,7 @@ def mounts(role: Role, profile: Profile) -> list[Object]:
     return listed
 
 
-def volumes(job: str, role: Role, profile: Profile) -> list[Object]:
+def volumes(job: str, role: Role, profile: Profile, claims: Sequence[str]) -> list[Object]:
     """The volumes of a role's pods; the learner's state is a claim of its StatefulSet."""
     listed: list[Object] = [
         {"name": "settings", "configMap": {"name": settings_map(job)}},
@@ -157,6 +178,9 @@ def volumes(job: str, role: Role, profile: Profile) -> list[Object]:
             {"name": f"devices-{number}", "hostPath": {"path": mount.path}}
             for number, mount in enumerate(profile.host_mounts)
         ]
+    listed += [
+        {"name": f"claim-{claim}", "persistentVolumeClaim": {"claimName": claim, "readOnly": True}} for claim in claims
+    ]
     return listed
 
 
@@ -165,7 +189,7 @@ def settings_map(job: str) -> str:
     return f"{job}-settings"
 
 
-def preparing(image: str, role: Role, cluster: Cluster, store: str | None) -> Object:
+def preparing(image: str, role: Role, cluster: Cluster, store: str | None, claims: Sequence[str]) -> Object:
     """The init container that puts model, data and template in place. It runs the image of the pod's own program."""
     return {
         "name": "prepare",
@@ -178,6 +202,7 @@ def preparing(image: str, role: Role, cluster: Cluster, store: str | None) -> Ob
             {"name": "settings", "mountPath": SETTINGS, "readOnly": True},
             {"name": "home", "mountPath": HOME},
             {"name": "tmp", "mountPath": "/tmp"},  # noqa: S108 - the pod's own
+            *claimed(claims),
         ],
         "terminationMessagePolicy": "FallbackToLogsOnError",
         **from_secret(store),
@@ -192,8 +217,9 @@ def template(
     cluster: Cluster,
     profile: Profile,
     labels: Mapping[str, str],
-    settings: Mapping[str, str],
+    annotations: Mapping[str, str],
     store: str | None,
+    claims: Sequence[str],
 ) -> Object:
     """The pod template of a role: rolled when what its pods read changes, and by nothing else."""
     prepares = role is not Role.JUDGE
@@ -204,10 +230,10 @@ def template(
         "securityContext": POD_SECURITY,
         "terminationGracePeriodSeconds": GRACE_SECONDS.get(role, 30),
         "containers": list(containers),
-        "volumes": volumes(job, role, profile),
+        "volumes": volumes(job, role, profile, claims),
     }
     if prepares:
-        spec["initContainers"] = [preparing(containers[-1]["image"], role, cluster, store)]
+        spec["initContainers"] = [preparing(containers[-1]["image"], role, cluster, store, claims)]
     if cluster.images.pull_secrets:
         spec["imagePullSecrets"] = [{"name": name} for name in cluster.images.pull_secrets]
     if profile.resource is not None:
@@ -219,8 +245,7 @@ def template(
     runtime = cluster.tools_runtime_class if role is Role.TOOLS else profile.runtime_class
     if runtime is not None:
         spec["runtimeClassName"] = runtime
-    annotations = {"kestrl.dev/settings": checksum(settings)}
-    return {"metadata": {"labels": {**labels, **profile.labels}, "annotations": annotations}, "spec": spec}
+    return {"metadata": {"labels": {**labels, **profile.labels}, "annotations": dict(annotations)}, "spec": spec}
 
 
 def checksum(settings: Mapping[str, str]) -> str:

@@ -1,0 +1,47 @@
+"""`python -m kestrl_operator --config FILE`: the operator."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import os
+import sys
+from pathlib import Path
+
+from kestrl.service import exit_code
+from kestrl.telemetry import set_up
+from kestrl_operator.config import Config, read_config
+
+
+def main() -> int:
+    """Runs the operator to its end; returns the process's exit code: 2 for what a person can mend."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--config", type=Path, required=True, help="YAML file made from the chart's values")
+    path = parser.parse_args().config
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    for chatty in ("httpx", "httpx2", "httpcore", "kopf.objects"):
+        logging.getLogger(chatty).setLevel(logging.WARNING)
+
+    def run() -> None:
+        config = read_config(path)
+        name = os.environ.get("POD_NAME", "operator-0")
+        set_up(name, job="", run="", endpoint=config.otlp, metrics_listen=config.metrics_listen)
+        asyncio.run(_operate(config))
+
+    return exit_code(run)
+
+
+async def _operate(config: Config) -> None:
+    from kestrl_operator.api import Api
+    from kestrl_operator.operate import Operator
+
+    api = Api()
+    try:
+        await Operator(config, api).run()
+    finally:
+        await api.close()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,114 @@
+"""Before the operator begins: whether the cluster has what it needs and lets it do what it must. One clear line for each thing missing."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from kestrl.errors import UserInputError
+from kestrl.spec.crd import GROUP, PLURAL, VERSION, crd
+from kestrl_operator.api import APPLIED, DEFINITION, EVENT, JOB, LEASE, NODE, POD, REVIEW, Api, ApiProblem, Gone, Kind
+from kestrl_operator.config import Config
+from kestrl_operator.shell import WATCHED
+
+WRITTEN = ("create", "patch")
+
+
+class Right(NamedTuple):
+    """One thing the operator must be allowed."""
+
+    verb: str
+    kind: Kind
+    subresource: str = ""
+    namespace: str | None = None
+    """None: everywhere."""
+
+    def __str__(self) -> str:
+        what = f"{self.kind.plural}{'/' if self.subresource else ''}{self.subresource}"
+        group = f".{self.kind.group}" if self.kind.group else ""
+        return f"{self.verb} {what}{group}" + (f" in namespace {self.namespace}" if self.namespace else "")
+
+
+def needed(config: Config) -> Iterator[Right]:
+    """All rights without which the operator would not do its work. Pure."""
+    for namespace in config.namespaces or (None,):
+        yield from (Right(verb, JOB, "", namespace) for verb in ("list", "watch", "delete"))
+        yield Right("patch", JOB, "status", namespace)
+        yield from (Right(verb, kind, "", namespace) for kind in WATCHED if kind != JOB for verb in ("list", "watch"))
+        yield from (Right(verb, kind, "", namespace) for kind in (*APPLIED, EVENT) for verb in WRITTEN)
+        yield Right("delete", POD, "", namespace)
+    yield from (Right(verb, LEASE, "", config.lease.namespace) for verb in ("get", "create", "update"))
+
+
+async def preflight(api: Api, config: Config) -> bool:
+    """Checks all of it; returns whether nodes may be looked at, which is not needed.
+
+    Raises:
+        UserInputError: Something is missing; the message has a line for each.
+        ApiProblem: The apiserver does not answer.
+    """
+    rights = list(needed(config))
+    allowed = await asyncio.gather(*(_may(api, right) for right in (*rights, Right("list", NODE))))
+    missing = [f"not allowed: {right}" for right, has in zip(rights, allowed, strict=False) if not has]
+    if missing:
+        raise UserInputError("\n".join([*missing, "the chart's ClusterRole (or Roles, with `namespaces`) grants them"]))
+    await _definition(api)
+    return allowed[-1]
+
+
+async def _may(api: Api, right: Right) -> bool:
+    asked: dict[str, Any] = {
+        "verb": right.verb,
+        "group": right.kind.group,
+        "resource": right.kind.plural,
+        "subresource": right.subresource,
+        **({} if right.namespace is None else {"namespace": right.namespace}),
+    }
+    review = {"apiVersion": REVIEW.api_version, "kind": REVIEW.name, "spec": {"resourceAttributes": asked}}
+    answer = await api.create(REVIEW, {**review, "metadata": {}})
+    return bool(answer["status"].get("allowed"))
+
+
+async def _definition(api: Api) -> None:
+    """Whether the CRD is there and knows every field that this operator reads and writes."""
+    name = f"{PLURAL}.{GROUP}"
+    try:
+        found = await api.get(DEFINITION, name)
+    except Gone as error:
+        raise UserInputError(
+            f"the CRD {name} is not installed; `helm upgrade` with crds.install, or kubectl apply it"
+        ) from error
+    except ApiProblem as error:
+        if error.status == 403:
+            return
+        raise
+    lacking = missing_fields(crd(), found)
+    if lacking:
+        raise UserInputError(
+            f"the CRD {name} is older than this operator: it lacks {', '.join(lacking[:5])}; upgrade it with the chart"
+        )
+
+
+def missing_fields(ours: Any, theirs: Any) -> list[str]:
+    """Fields that our version of the CRD has and another has not. Pure."""
+    have = {
+        path
+        for version in theirs["spec"]["versions"]
+        if version["name"] == VERSION
+        for path in _fields(_schema(version))
+    }
+    return [path for path in _fields(_schema(ours["spec"]["versions"][0])) if path not in have]
+
+
+def _schema(version: Any) -> Any:
+    return version["schema"]["openAPIV3Schema"]
+
+
+def _fields(schema: Any, path: str = "") -> Iterator[str]:
+    for name, inner in schema.get("properties", {}).items():
+        here = f"{path}.{name}" if path else name
+        yield here
+        yield from _fields(inner, here)
+    if isinstance(schema.get("items"), dict):
+        yield from _fields(schema["items"], f"{path}[]")

@@ -1,0 +1,108 @@
+"""Events: few, each told once for as long as it stands, with the reason of the condition that it comes from."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from datetime import UTC, datetime
+from typing import Any, NamedTuple
+
+from kestrl_operator.api import EVENT, JOB, Api, ApiProblem, Conflict
+from kestrl_operator.conditions import Type
+from kestrl_operator.observe import Snapshot
+from kestrl_operator.store import Key
+
+log = logging.getLogger(__name__)
+REMEMBERED = 2000
+LONGEST_NOTE = 1000
+TOLD: Mapping[Type, Mapping[str, str]] = {
+    Type.ACCEPTED: {"Invalid": "Warning", "Unresolvable": "Warning"},
+    Type.SCHEDULED: {"PodsScheduled": "Normal", "Unsatisfiable": "Warning"},
+    Type.ENGINES_READY: {"AllReady": "Normal", "Unavailable": "Warning"},
+    Type.POLICY_CONVERGED: {"Quarantined": "Warning"},
+    Type.ROLLOUTS_FLOWING: {"NoWorker": "Warning", "Failing": "Warning"},
+    Type.LEARNER_PROGRESSING: {"Stalled": "Warning", "Unavailable": "Warning", "Failed": "Warning"},
+    Type.CHECKPOINT_DURABLE: {"StorageFailed": "Warning"},
+    Type.REWARD_HEALTHY: {"JudgeFailing": "Warning", "Degenerate": "Warning"},
+    Type.SUSPENDED: {"Draining": "Normal", "Released": "Normal"},
+    Type.SUCCEEDED: {
+        "Completed": "Normal", "LearnerFailed": "Warning", "BackoffExceeded": "Warning", "DeadlineExceeded": "Warning",
+        "PendingTooLong": "Warning",
+    },
+}  # fmt: skip
+"""Conditions whose change to a reason is told, and how."""
+
+
+class Notice(NamedTuple):
+    """Something to tell."""
+
+    kind: str
+    """Normal or Warning."""
+    reason: str
+    note: str
+
+
+def notices(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[Notice]:
+    """What changed between two statuses that people should hear of. Pure."""
+    old = {item["type"]: item["reason"] for item in before.get("conditions", ())}
+    for item in after.get("conditions", ()):
+        kind = TOLD.get(item["type"], {}).get(item["reason"])
+        if kind is not None and old.get(item["type"]) != item["reason"]:
+            yield Notice(kind, item["reason"], item.get("message") or f"{item['type']}: {item['reason']}")
+
+
+class Events:
+    """Tells them; the same one again is counted in its series."""
+
+    def __init__(self, api: Api, instance: str) -> None:
+        self._api, self._instance = api, instance
+        self._told: OrderedDict[str, int] = OrderedDict()
+
+    async def tell(self, key: Key, seen: Snapshot, status: Mapping[str, Any]) -> None:
+        """Tells of all that changed. An event that cannot be written is logged: no pass fails for it."""
+        for notice in notices(seen.status, status):
+            log.info("%s: %s: %s", key, notice.reason, notice.note)
+            try:
+                await self._one(key, seen.uid, notice)
+            except ApiProblem as error:
+                log.warning("%s: event %s is not written: %s", key, notice.reason, error)
+
+    async def _one(self, key: Key, uid: str, notice: Notice) -> None:
+        digest = hashlib.sha256(f"{uid}/{notice.reason}".encode()).hexdigest()[:16]
+        name = f"{key.name}.{digest}"
+        now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
+        times = self._told.pop(name, 0) + 1
+        self._told[name] = times
+        while len(self._told) > REMEMBERED:
+            self._told.popitem(last=False)
+        try:
+            if times == 1:
+                await self._api.create(EVENT, self._event(key, uid, name, notice, now))
+                return
+        except Conflict:
+            self._told[name] = times = 2
+        changes = {"series": {"count": times, "lastObservedTime": now}, "note": notice.note[:LONGEST_NOTE]}
+        await self._api.merge(EVENT, key.namespace, name, changes)
+
+    def _event(self, key: Key, uid: str, name: str, notice: Notice, now: str) -> dict[str, Any]:
+        return {
+            "apiVersion": EVENT.api_version,
+            "kind": EVENT.name,
+            "metadata": {"name": name, "namespace": key.namespace},
+            "eventTime": now,
+            "reportingController": "kestrl.dev/operator",
+            "reportingInstance": self._instance,
+            "action": "Reconcile",
+            "type": notice.kind,
+            "reason": notice.reason,
+            "note": notice.note[:LONGEST_NOTE],
+            "regarding": {
+                "apiVersion": JOB.api_version,
+                "kind": JOB.name,
+                "namespace": key.namespace,
+                "name": key.name,
+                "uid": uid,
+            },
+        }

@@ -1,0 +1,132 @@
+"""Following the learners: one stream for each job that runs, by which its progress reaches the status.
+
+The operator asks; a learner has no right in the cluster at all. The call carries the job's own credential, which the operator derives.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
+from time import time
+
+from kestrl.api.learner.v1 import learner_pb2 as pb
+from kestrl.api.learner.v1 import learner_pb2_grpc as stubs
+from kestrl.errors import KestrlError
+from kestrl.rpc import call, channel, stream
+from kestrl_operator.observe import Told
+from kestrl_operator.store import Key
+
+log = logging.getLogger(__name__)
+INTERVAL = 2.0
+"""Seconds between two reports at the least."""
+FIRST_RETRY, LONGEST_RETRY = 0.5, 15.0
+DRAIN_CALL_SECONDS = 10.0
+PACES = 5
+
+
+class Follower:
+    """The stream of one learner's pod."""
+
+    def __init__(self, key: Key, pod: str, address: str, token: str, changed: Callable[[Key], None]) -> None:
+        self.key, self.pod, self.address = key, pod, address
+        self._token, self._changed = token, changed
+        self._paces: deque[float] = deque(maxlen=PACES)
+        self.told: Told | None = None
+        self.task = asyncio.create_task(self._follow(), name=f"follow-{key}")
+
+    async def _follow(self) -> None:
+        wait = FIRST_RETRY
+        async with channel(self.address) as connection:
+            stub = stubs.LearnerServiceStub(connection)
+            request = pb.WatchProgressRequest(min_interval_seconds=INTERVAL)
+            while True:
+                try:
+                    async for report in stream(
+                        stub.WatchProgress,
+                        request,
+                        pb.WatchProgressResponse,
+                        timeout=None,
+                        peer="learner",
+                        token=self._token,
+                    ):
+                        wait = FIRST_RETRY
+                        self._take(report)
+                except KestrlError as error:
+                    log.debug("%s: the learner does not answer: %s", self.key, error)
+                if self.told is not None and self.told.connected:
+                    self.told = replace(self.told, connected=False)
+                    self._changed(self.key)
+                await asyncio.sleep(wait)
+                wait = min(LONGEST_RETRY, 2 * wait)
+
+    def _take(self, report: pb.WatchProgressResponse) -> None:
+        now, old = time(), self.told
+        stepped = now if old is None else old.stepped
+        if old is not None and old.report.step != report.step:
+            self._paces.append(now - old.stepped)
+            stepped = now
+        if old is not None and old.report.phase != report.phase:
+            stepped = now
+        self.told = Told(pod=self.pod, at=now, report=report, stepped=stepped, pace=max(self._paces, default=0.0))
+        self._changed(self.key)
+
+    async def drain(self) -> None:
+        """Tells the learner to finish its step, checkpoint and stop.
+
+        Raises:
+            KestrlError: It does not answer.
+        """
+        async with channel(self.address) as connection:
+            stub = stubs.LearnerServiceStub(connection)
+            await call(
+                stub.Drain,
+                pb.DrainRequest(),
+                pb.DrainResponse,
+                timeout=DRAIN_CALL_SECONDS,
+                peer="learner",
+                token=self._token,
+            )
+
+
+class Followers:
+    """All streams."""
+
+    def __init__(self, changed: Callable[[Key], None]) -> None:
+        self._changed = changed
+        self._by_key: dict[Key, Follower] = {}
+
+    def __len__(self) -> int:
+        return len(self._by_key)
+
+    def want(self, key: Key, pod: str, address: str, token: str) -> None:
+        """Follows this pod; another one of the same job is followed no more."""
+        known = self._by_key.get(key)
+        if known is not None and (known.pod, known.address) == (pod, address):
+            return
+        self.stop(key)
+        self._by_key[key] = Follower(key, pod, address, token, self._changed)
+
+    def stop(self, key: Key) -> None:
+        known = self._by_key.pop(key, None)
+        if known is not None:
+            known.task.cancel()
+
+    def told(self, key: Key) -> Told | None:
+        known = self._by_key.get(key)
+        return None if known is None else known.told
+
+    async def drain(self, key: Key) -> None:
+        """Raises `KestrlError` if the learner does not answer."""
+        known = self._by_key.get(key)
+        if known is not None:
+            await known.drain()
+
+    async def close(self) -> None:
+        tasks = [known.task for known in self._by_key.values()]
+        for task in tasks:
+            task.cancel()
+        self._by_key.clear()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,145 @@
+"""Who leads: a coordination.k8s.io Lease, held by one operator at a time.
+
+Whether a lease has run out is told by this machine's own clock from when it saw the record change, never by comparing the times of two
+machines. A leader that cannot renew stops leading before anybody else may begin.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from datetime import UTC, datetime
+from typing import Any
+
+from kestrl_operator.api import LEASE, Api, ApiProblem, Conflict, Gone
+
+log = logging.getLogger(__name__)
+RENEW_SHARE, GIVE_UP_SHARE = 0.2, 0.66
+"""Of the lease's duration: how often it is renewed, and after how long without a renewal a leader stops."""
+
+
+class Lease:
+    """This process's part in the election."""
+
+    def __init__(self, api: Api, *, namespace: str, name: str, identity: str, seconds: float) -> None:
+        self._api, self._namespace, self._name = api, namespace, name
+        self._identity, self._seconds = identity, seconds
+        self._seen: tuple[str, str] = ("", "")
+        self._seen_at = 0.0
+        self.leading = False
+        self.renewed = 0.0
+        """When it was last renewed or looked at, by the loop's clock."""
+
+    async def hold(self, lead: Callable[[], Awaitable[None]]) -> None:
+        """Waits to become leader, leads while it is, and begins anew when it is not any more. Ends when `lead` does.
+
+        Raises:
+            Whatever `lead` raises.
+        """
+        while True:
+            await self._win()
+            leading = asyncio.ensure_future(lead())
+            keeping = asyncio.create_task(self._keep(), name="keep-lease")
+            try:
+                await asyncio.wait([leading, keeping], return_when=asyncio.FIRST_COMPLETED)
+                self.leading = False
+                if leading.done():
+                    return await leading
+                log.error("%s is not ours any more: nothing is written until it is again", self._name)
+            finally:
+                self.leading = False
+                for task in (leading, keeping):
+                    task.cancel()
+                await asyncio.wait([leading, keeping])
+
+    async def release(self) -> None:
+        """Lets another one lead at once. That it cannot be told costs the others the lease's duration, no more."""
+        try:
+            record = await self._api.get(LEASE, self._name, self._namespace)
+            if record["spec"].get("holderIdentity") == self._identity:
+                await self._write(record, holder="")
+        except ApiProblem as error:
+            log.warning("the lease is not given back: %s", error)
+
+    async def _win(self) -> None:
+        while not await self._tried():  # noqa: ASYNC110 - another machine's act, which no event of ours tells
+            await asyncio.sleep(self._seconds * RENEW_SHARE)
+        self.leading = True
+        log.info("%s leads", self._identity)
+
+    async def _keep(self) -> None:
+        """Renews, until the lease is lost or has not been renewed for too long."""
+        loop = asyncio.get_running_loop()
+        while loop.time() - self.renewed < self._seconds * GIVE_UP_SHARE:
+            await asyncio.sleep(self._seconds * RENEW_SHARE)
+            try:
+                async with asyncio.timeout(self._seconds * GIVE_UP_SHARE):
+                    held = await self._attempt()
+            except (ApiProblem, TimeoutError) as error:
+                log.warning("the lease cannot be renewed: %s", error)
+                continue
+            if not held:
+                return
+
+    async def _tried(self) -> bool:
+        try:
+            async with asyncio.timeout(self._seconds):
+                return await self._attempt()
+        except (ApiProblem, TimeoutError) as error:
+            log.warning("the lease cannot be had: %s", error)
+            return False
+
+    async def _attempt(self) -> bool:
+        """Takes or renews the lease if it is free or ours; whether it is ours now."""
+        began = asyncio.get_running_loop().time()
+        try:
+            record = await self._api.get(LEASE, self._name, self._namespace)
+        except Gone:
+            record = self._empty()
+        held_by_other = self._look(record)
+        if held_by_other:
+            self.renewed = began
+            return False
+        try:
+            written = await self._write(record, holder=self._identity)
+        except Conflict:
+            return False
+        self._look(written)
+        self.renewed = began
+        return True
+
+    def _look(self, record: dict[str, Any]) -> bool:
+        """Whether somebody else holds it: their record changed less than a lease's duration ago, by our clock."""
+        spec = record.get("spec", {})
+        holder, mark = spec.get("holderIdentity") or "", str(record["metadata"].get("resourceVersion", ""))
+        now = asyncio.get_running_loop().time()
+        if (holder, mark) != self._seen:
+            self._seen, self._seen_at = (holder, mark), now
+        duration = float(spec.get("leaseDurationSeconds") or self._seconds)
+        return bool(holder) and holder != self._identity and now < self._seen_at + duration
+
+    def _empty(self) -> dict[str, Any]:
+        return {
+            "apiVersion": LEASE.api_version,
+            "kind": LEASE.name,
+            "metadata": {"name": self._name, "namespace": self._namespace},
+            "spec": {},
+        }
+
+    async def _write(self, record: dict[str, Any], *, holder: str) -> dict[str, Any]:
+        old = record.get("spec", {})
+        now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
+        changed = old.get("holderIdentity") != holder
+        spec = {
+            **old,
+            "holderIdentity": holder,
+            "leaseDurationSeconds": max(1, round(self._seconds)),
+            "renewTime": now,
+            "acquireTime": now if changed else old.get("acquireTime", now),
+            "leaseTransitions": old.get("leaseTransitions", 0) + int(changed and bool(holder)),
+        }
+        wanted = {**record, "spec": spec}
+        if "resourceVersion" in record["metadata"]:
+            return await self._api.replace(LEASE, wanted)
+        return await self._api.create(LEASE, wanted)

@@ -1,0 +1,280 @@
+"""From what the apiserver and the learner told to a typed snapshot of one job. Pure: nothing is asked for here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any
+
+from kestrl.api.learner.v1 import learner_pb2 as pb
+from kestrl.episode import PolicyVersion
+from kestrl.errors import Boundary, Failure
+from kestrl.plan.components import Role
+from kestrl.rpc.codec import failure_from_proto, policy_from_proto
+from kestrl.spec import AgentRLJob
+from kestrl_operator.accelerators import Node
+
+Object = Mapping[str, Any]
+ATTEMPTS, RESTARTS, RENDERED = "kestrl.dev/attempts", "kestrl.dev/restarts", "kestrl.dev/rendered"
+"""Annotations of the learner's StatefulSet: how often the learner and the whole job were started again, and what was applied. They are
+the operator's only memory: whoever leads next reads them there."""
+UNSTARTABLE = frozenset(
+    {"ErrImagePull", "ImagePullBackOff", "ErrImageNeverPull", "InvalidImageName", "CreateContainerConfigError",
+     "CreateContainerError", "RunContainerError", "ContainerCannotRun"}
+)  # fmt: skip
+"""Why a container waits, where waiting alone helps nobody."""
+GATES = "schedulingGates"
+PASSING_TAINTS = "node.kubernetes.io/"
+"""Kubernetes' own, of a node that is not ready now: they say nothing of what can ever be scheduled."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ended:
+    """How a container's last run ended."""
+
+    container: str
+    reason: str
+    """Kubernetes' word: Error, OOMKilled, ContainerCannotRun."""
+    code: int
+    message: str
+
+    def __str__(self) -> str:
+        return f"{self.container} ended with {self.reason} ({self.code}){': ' if self.message else ''}{self.message}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pod:
+    """One pod."""
+
+    name: str
+    uid: str
+    role: Role
+    phase: str
+    ready: bool
+    address: str
+    scheduled: bool
+    unscheduled: str
+    """The scheduler's words while it finds no node."""
+    gated: bool
+    """Whether a queue holds it back."""
+    deleting: bool
+    made: float
+    """When, in seconds since 1970."""
+    attempts: int
+    """How often the learner had been started again when it was made; told of learners alone."""
+    job_restarts: int
+    """The same of the whole job, told of every pod."""
+    unstartable: str
+    """Why a container of it cannot start; empty when it can."""
+    ended: tuple[Ended, ...]
+    """Containers whose last run ended with a failure."""
+    restarts: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """One StatefulSet or Deployment."""
+
+    role: Role
+    replicas: int
+    annotations: Mapping[str, str]
+
+    def count(self, annotation: str) -> int:
+        return _count(self.annotations.get(annotation, ""))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Told:
+    """What the learner told last."""
+
+    pod: str
+    """The uid of its pod."""
+    at: float
+    report: pb.WatchProgressResponse
+    stepped: float
+    """When its step last changed."""
+    pace: float
+    """Seconds that the longest of its last steps took."""
+    connected: bool = True
+
+    @property
+    def policy(self) -> PolicyVersion | None:
+        """The newest published version."""
+        return policy_from_proto(self.report.policy)
+
+    @property
+    def converged(self) -> bool:
+        """Whether every engine has proved it."""
+        return self.policy is not None and 0 < self.report.engines_total <= self.report.engines_converged
+
+    @property
+    def failure(self) -> Failure | None:
+        return failure_from_proto(self.report.failure) if self.report.HasField("failure") else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """When something was first seen by this process; it starts anew when another process leads, which costs a wait at the most."""
+
+    draining: float | None = None
+    failed: float | None = None
+    """When the learner of this attempt told of its failure."""
+
+
+NOTHING = Memory()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    """All that is known of a job at a moment."""
+
+    now: float
+    name: str
+    namespace: str
+    uid: str
+    generation: int
+    job: AgentRLJob | None
+    """None: the manifest makes no job, and `problem` says why."""
+    problem: str = ""
+    labels: Mapping[str, str] = field(default_factory=dict[str, str])
+    status: Object = field(default_factory=dict[str, Any])
+    """As it stands."""
+    pods: Sequence[Pod] = ()
+    workloads: Mapping[Role, Workload] = field(default_factory=dict[Role, Workload])
+    told: Told | None = None
+    unsatisfiable: str = ""
+    """Why no node could ever take the job's pods; empty when one could, or when this operator may not look at nodes."""
+    memory: Memory = NOTHING
+
+    def of(self, role: Role) -> list[Pod]:
+        """A role's pods that are not going away."""
+        return [pod for pod in self.pods if pod.role is role and not pod.deleting]
+
+    @property
+    def learner(self) -> Workload | None:
+        return self.workloads.get(Role.LEARNER)
+
+    @property
+    def attempts(self) -> int:
+        return 0 if self.learner is None else self.learner.count(ATTEMPTS)
+
+    @property
+    def restarts(self) -> int:
+        return 0 if self.learner is None else self.learner.count(RESTARTS)
+
+    @property
+    def speaking(self) -> Told | None:
+        """What the learner tells now: of a pod that is there, through a stream that is open."""
+        told = self.told
+        if told is None or not told.connected or not any(pod.uid == told.pod for pod in self.of(Role.LEARNER)):
+            return None
+        return told
+
+    def condition(self, kind: str) -> tuple[str, str]:
+        """Status and reason of a condition as they stand."""
+        for item in self.status.get("conditions", ()):
+            if item["type"] == kind:
+                return item["status"], item["reason"]
+        return "Unknown", ""
+
+
+def seconds_of(time: str | None) -> float | None:
+    """A time of Kubernetes in seconds since 1970."""
+    return None if time is None else datetime.fromisoformat(time).timestamp()
+
+
+def pod_of(given: Object) -> Pod | None:
+    """A pod of a job; None for one that is not of any."""
+    metadata, spec, status = given["metadata"], given.get("spec", {}), given.get("status", {})
+    role = metadata.get("labels", {}).get("kestrl.dev/role")
+    if role not in set(Role):
+        return None
+    conditions = {item["type"]: item for item in status.get("conditions", ())}
+    scheduled = conditions.get("PodScheduled", {})
+    statuses = [*status.get("initContainerStatuses", ()), *status.get("containerStatuses", ())]
+    return Pod(
+        name=metadata["name"],
+        uid=metadata["uid"],
+        role=Role(role),
+        phase=status.get("phase", "Pending"),
+        ready=conditions.get("Ready", {}).get("status") == "True",
+        address=status.get("podIP", ""),
+        scheduled=bool(spec.get("nodeName")),
+        unscheduled=scheduled.get("message", "") if scheduled.get("reason") == "Unschedulable" else "",
+        gated=bool(spec.get(GATES)),
+        deleting="deletionTimestamp" in metadata,
+        made=seconds_of(metadata.get("creationTimestamp")) or 0.0,
+        attempts=_count(metadata.get("annotations", {}).get(ATTEMPTS, "")),
+        job_restarts=_count(metadata.get("annotations", {}).get(RESTARTS, "")),
+        unstartable=next(_waiting(statuses), ""),
+        ended=tuple(_ended(statuses)),
+        restarts=sum(item.get("restartCount", 0) for item in statuses),
+    )
+
+
+def _count(text: str) -> int:
+    return int(text) if text.isdigit() else 0
+
+
+def _waiting(statuses: Iterable[Object]) -> Iterator[str]:
+    for item in statuses:
+        waiting = item.get("state", {}).get("waiting", {})
+        if waiting.get("reason") in UNSTARTABLE:
+            yield f"{item['name']}: {waiting['reason']}: {waiting.get('message', '')}"
+
+
+def _ended(statuses: Iterable[Object]) -> Iterator[Ended]:
+    """A container that runs well again is not told of: its count of restarts is."""
+    for item in statuses:
+        state = item.get("state", {})
+        last = state.get("terminated") or (
+            item.get("lastState", {}).get("terminated") if not item.get("ready") else None
+        )
+        if last and (last.get("exitCode") or last.get("signal")):
+            message = last_words(last.get("message", ""))
+            yield Ended(
+                container=item["name"],
+                reason=last.get("reason", "Error"),
+                code=last.get("exitCode", 0),
+                message=message,
+            )
+
+
+def last_words(text: str) -> str:
+    """What a program of ours said when it ended: its last line `error: ...`, else its last line."""
+    lines = [line for line in text.strip().splitlines() if line.strip()]
+    told = [line for line in lines if line.startswith("error: ")]
+    return (told or lines or [""])[-1].removeprefix("error: ")[:500]
+
+
+def workload_of(given: Object) -> Workload | None:
+    """A workload of a job; None for one that is not of any."""
+    metadata = given["metadata"]
+    role = metadata.get("labels", {}).get("app.kubernetes.io/component")
+    if role not in set(Role):
+        return None
+    return Workload(
+        role=Role(role),
+        replicas=given.get("spec", {}).get("replicas", 1),
+        annotations={
+            name: text for name, text in metadata.get("annotations", {}).items() if name.startswith("kestrl.dev/")
+        },
+    )
+
+
+def node_of(given: Object) -> Node:
+    """A node."""
+    metadata, spec = given["metadata"], given.get("spec", {})
+    return Node(
+        name=metadata["name"],
+        labels=metadata.get("labels", {}),
+        taints=[item for item in spec.get("taints", ()) if not item.get("key", "").startswith(PASSING_TAINTS)],
+        allocatable=given.get("status", {}).get("allocatable", {}),
+        schedulable=not spec.get("unschedulable", False),
+    )
+
+
+def is_input(failure: Failure) -> bool:
+    """Whether a person has to mend the manifest or what it names."""
+    return failure.boundary is Boundary.USER_CODE or failure.code in {"invalid_input", "place_unusable"}

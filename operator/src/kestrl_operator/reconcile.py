@@ -1,0 +1,250 @@
+"""One pass over one job: observe, decide, render, apply, follow, write the status. The only path by which a job is ever touched.
+
+Level-based: a pass looks at what is, never at what happened, so any number of events may be missed or doubled, and any process may take
+over after any line of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from time import time
+from typing import Any
+
+from kestrl.errors import KestrlError, UserInputError
+from kestrl.plan.components import Role, Secret
+from kestrl.plan.planning import plan
+from kestrl.spec import AgentRLJob
+from kestrl.spec.load import parse_job
+from kestrl_operator.accelerators import Node, unsatisfiable
+from kestrl_operator.api import JOB, POD, Api, ApiProblem, Gone
+from kestrl_operator.cluster import GRPC_PORT, Cluster, site_of, storage_of
+from kestrl_operator.credentials import derive
+from kestrl_operator.events import Events
+from kestrl_operator.follow import Followers
+from kestrl_operator.observe import RENDERED, Memory, Snapshot, Told
+from kestrl_operator.policies import Decision, Stage, decide
+from kestrl_operator.render import Given, render
+from kestrl_operator.render.job import QUEUE_LABEL
+from kestrl_operator.status import status_of
+from kestrl_operator.store import Key, Store
+
+log = logging.getLogger(__name__)
+Object = dict[str, Any]
+LOOK_AGAIN = 60.0
+"""Seconds between two looks at a job whose learner speaks: a stall is told by the clock alone."""
+REFUSED = frozenset({400, 403, 413, 422})
+"""The apiserver's answers to an object that it does not want: a person has to mend something."""
+WORKLOADS = frozenset({"StatefulSet", "Deployment"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parsed:
+    """A manifest, read once a generation."""
+
+    uid: str
+    generation: int
+    job: AgentRLJob | None
+    problem: str
+
+
+class Reconciler:
+    """All jobs of this operator."""
+
+    def __init__(
+        self, api: Api, store: Store, followers: Followers, events: Events, cluster: Cluster, key: bytes
+    ) -> None:
+        self._api, self._store, self._followers, self._events = api, store, followers, events
+        self._cluster, self._key = cluster, key
+        self._parsed: dict[Key, Parsed] = {}
+        self._memory: dict[Key, Memory] = {}
+        self._drifted: set[Key] = set()
+        self.nodes: Sequence[Node] | None = None
+        """As last listed; None where this operator may not."""
+
+    def drifted(self, key: Key) -> None:
+        """Something of this job was changed or deleted by somebody else: all is applied anew."""
+        self._drifted.add(key)
+
+    def forget(self, key: Key) -> None:
+        """The job is gone; Kubernetes deletes what it owned."""
+        self._followers.stop(key)
+        self._parsed.pop(key, None)
+        self._memory.pop(key, None)
+        self._drifted.discard(key)
+
+    async def reconcile(self, key: Key) -> float | None:
+        """One pass; returns the seconds after which time alone calls for another.
+
+        Raises:
+            ApiProblem: The apiserver did not do what was asked; another pass is due later.
+        """
+        raw = self._store.jobs.get(key)
+        if raw is None or "deletionTimestamp" in raw["metadata"]:
+            self.forget(key)
+            return None
+        seen = self._snapshot(key, raw)
+        decision = decide(seen)
+        self._memory[key] = decision.memory
+        if decision.delete:
+            await self._api.delete(JOB, *key)
+            return None
+        if seen.job is not None:
+            seen, decision = await self._carried_out(key, seen, decision)
+        self._follow(key, seen, decision)
+        await self._write_status(key, seen, decision)
+        return self._look_again(seen, decision)
+
+    def _snapshot(self, key: Key, raw: Mapping[str, Any]) -> Snapshot:
+        metadata = raw["metadata"]
+        parsed = self._read(key, raw)
+        return Snapshot(
+            now=time(),
+            name=key.name,
+            namespace=key.namespace,
+            uid=metadata["uid"],
+            generation=metadata.get("generation", 0),
+            job=parsed.job,
+            problem=parsed.problem,
+            labels=metadata.get("labels", {}),
+            status=raw.get("status", {}),
+            pods=self._store.pods(key),
+            workloads=self._store.workloads(key),
+            told=self._followers.told(key),
+            unsatisfiable=self._unsatisfiable(parsed.job),
+            memory=self._memory.get(key, Memory()),
+        )
+
+    def _read(self, key: Key, raw: Mapping[str, Any]) -> Parsed:
+        metadata = raw["metadata"]
+        known, generation = self._parsed.get(key), metadata.get("generation", 0)
+        if known is not None and (known.uid, known.generation) == (metadata["uid"], generation):
+            return known
+        document = {
+            "apiVersion": raw["apiVersion"],
+            "kind": raw["kind"],
+            "metadata": {"name": key.name, "namespace": key.namespace},
+            "spec": raw.get("spec"),
+        }
+        job, problem = None, ""
+        try:
+            job = parse_job(document)
+            storage_of(job, self._cluster)
+            for part in (job.spec.inference, job.spec.learner):
+                self._cluster.profile(part.accelerator.profile)
+            self._objects(key, metadata["uid"], job, Decision(stage=Stage.RUNNING, parked=False), queue=None)
+        except UserInputError as error:
+            job, problem = None, str(error)
+        parsed = Parsed(uid=metadata["uid"], generation=generation, job=job, problem=problem)
+        self._parsed[key] = parsed
+        return parsed
+
+    def _unsatisfiable(self, job: AgentRLJob | None) -> str:
+        if job is None or self.nodes is None:
+            return ""
+        for part, accelerator in (
+            ("inference", job.spec.inference.accelerator),
+            ("learner", job.spec.learner.accelerator),
+        ):
+            why = unsatisfiable(self._cluster.profile(accelerator.profile), accelerator.count, self.nodes)
+            if why:
+                return f"spec.{part}.accelerator (profile {accelerator.profile}): {why}"
+        return ""
+
+    def _objects(self, key: Key, uid: str, job: AgentRLJob, decision: Decision, *, queue: str | None) -> list[Object]:
+        uri, secret = storage_of(job, self._cluster)
+        run = f"{key.name}-{uid.partition('-')[0]}"
+        site = site_of(
+            job, key.namespace, self._cluster, run=run, storage=f"{uri.rstrip('/')}/{run}", traceparent=traceparent(uid)
+        )
+        return render(
+            Given(
+                job=job,
+                namespace=key.namespace,
+                uid=uid,
+                components=plan(job, site),
+                cluster=self._cluster,
+                secrets=derive(self._key, uid),
+                store=secret,
+                parked=decision.parked,
+                attempts=decision.attempts,
+                restarts=decision.restarts,
+                queue=queue,
+            )
+        )
+
+    async def _carried_out(self, key: Key, seen: Snapshot, decision: Decision) -> tuple[Snapshot, Decision]:
+        """Does what was decided. An object that the apiserver refuses is told of as the manifest's problem."""
+        assert seen.job is not None
+        if decision.drain:
+            await self._drain(key)
+        try:
+            await self._apply(key, seen, seen.job, decision)
+        except Gone:
+            raise
+        except ApiProblem as error:
+            if error.status not in REFUSED:
+                raise
+            log.warning("%s: %s", key, error)
+            refused = replace(seen, job=None, problem=f"Kubernetes refuses an object of this job: {error}")
+            await self._write_status(key, refused, decide(refused))
+            raise
+        for name in decision.remove:
+            await self._api.delete(POD, key.namespace, name)
+        return seen, decision
+
+    async def _apply(self, key: Key, seen: Snapshot, job: AgentRLJob, decision: Decision) -> None:
+        objects = self._objects(key, seen.uid, job, decision, queue=seen.labels.get(QUEUE_LABEL))
+        wanted = objects[-1]["metadata"]["annotations"][RENDERED]
+        standing = seen.learner.annotations.get(RENDERED, "") if seen.learner is not None else ""
+        if standing == wanted and len(seen.workloads) == len(set(seen.workloads)) == 5 and key not in self._drifted:
+            return
+        self._drifted.discard(key)
+        try:
+            await asyncio.gather(*(self._api.apply(item) for item in objects if item["kind"] not in WORKLOADS))
+            for item in objects:
+                if item["kind"] in WORKLOADS:
+                    await self._api.apply(item)
+        except ApiProblem:
+            self._drifted.add(key)
+            raise
+
+    async def _drain(self, key: Key) -> None:
+        try:
+            await self._followers.drain(key)
+        except KestrlError as error:
+            log.warning("%s: the learner does not take the order to drain, it is given again: %s", key, error)
+
+    def _follow(self, key: Key, seen: Snapshot, decision: Decision) -> None:
+        """Listens to the learner's pod for as long as there is one that should run."""
+        pods = [pod for pod in seen.of(Role.LEARNER) if pod.phase == "Running" and pod.address]
+        if not pods or (decision.parked and decision.stage is not Stage.ENDED):
+            self._followers.stop(key)
+            return
+        token = derive(self._key, seen.uid)[Secret.JOB_TOKEN.value]
+        self._followers.want(key, pods[0].uid, f"{pods[0].address}:{GRPC_PORT}", token)
+
+    async def _write_status(self, key: Key, seen: Snapshot, decision: Decision) -> None:
+        status = status_of(seen, decision)
+        if status == seen.status:
+            return
+        try:
+            await self._api.apply_status(key.namespace, key.name, seen.uid, status)
+        except Gone:
+            return  # deleted meanwhile
+        await self._events.tell(key, seen, status)
+
+    def _look_again(self, seen: Snapshot, decision: Decision) -> float | None:
+        speaking: Told | None = seen.speaking
+        waits = [LOOK_AGAIN] if speaking is not None and decision.stage in {Stage.RUNNING, Stage.DRAINING} else []
+        if decision.look_again is not None:
+            waits.append(decision.look_again)
+        return min(waits, default=None)
+
+
+def traceparent(uid: str) -> str:
+    """The W3C context of the job's root: its trace id is the job's uid, so that it needs no memory and can be found by it."""
+    trace = uid.replace("-", "").ljust(32, "0")[:32]
+    return f"00-{trace}-{trace[:16]}-01"

@@ -1,0 +1,122 @@
+"""Kopf as the shell: it watches, and hands every event to us; nothing is decided, stored or written by it.
+
+Only `on.event` handlers: they keep no progress, so no annotation and no finalizer is ever put on anybody's object, and a dead operator
+holds up no deletion.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import kopf
+
+from kestrl.errors import KestrlError
+from kestrl_operator.api import DEPLOYMENT, JOB, POD, STATEFUL_SET, Kind
+from kestrl_operator.store import JOB_LABEL
+
+Object = Mapping[str, Any]
+Taken = Callable[[Kind, Object, bool], None]
+"""Kind, object, and whether it was deleted."""
+MANAGED = "app.kubernetes.io/managed-by=kestrl-operator"
+SERVICE = Kind("", "v1", "Service", "services")
+NETWORK_POLICY = Kind("networking.k8s.io", "v1", "NetworkPolicy", "networkpolicies")
+WATCHED: Mapping[Kind, str] = {
+    JOB: "",
+    POD: JOB_LABEL,
+    STATEFUL_SET: MANAGED,
+    DEPLOYMENT: MANAGED,
+    SERVICE: MANAGED,
+    NETWORK_POLICY: MANAGED,
+}
+"""What is watched, and the labels that the apiserver selects by."""
+
+
+def settings() -> kopf.OperatorSettings:
+    """Kopf as we want it; docs/operator.md says why for each."""
+    made = kopf.OperatorSettings()
+    made.peering.standalone = True  # a Lease of our own elects
+    made.peering.mandatory = False
+    made.posting.enabled = False  # we write few events of our own
+    made.scanning.disabled = True  # no rights on CRDs and namespaces
+    made.persistence.finalizer = "kestrl.dev/unused"
+    made.persistence.progress_storage = kopf.AnnotationsProgressStorage(prefix="kestrl.dev")
+    made.persistence.diffbase_storage = kopf.AnnotationsDiffBaseStorage(prefix="kestrl.dev")
+    made.networking.request_timeout = 60.0
+    made.networking.connect_timeout = 10.0
+    made.watching.server_timeout = 240  # whole seconds: the apiserver takes no others
+    made.watching.client_timeout = 300.0
+    made.watching.connect_timeout = 10.0
+    made.watching.inactivity_timeout = 70.0
+    made.watching.chunk_size = 500
+    made.process.ultimate_exiting_timeout = 10.0
+    made.queueing.idle_timeout = 2.0  # a task of kopf's waits so long for each object that had an event
+    for kind, labels in WATCHED.items():
+        if labels:
+            made.watching.label_selectors[kind.group or "", kind.version, kind.plural] = labels
+    return made
+
+
+def registry(take: Taken) -> kopf.OperatorRegistry:
+    """The handlers: one a kind, all the same."""
+    made = kopf.OperatorRegistry()
+    kopf.on.login(registry=made)(_login)
+    for kind in WATCHED:
+        kopf.on.event(kind.group, kind.version, kind.plural, registry=made, id="seen")(_handler(kind, take))
+    return made
+
+
+def _login(**known: Any) -> kopf.ConnectionInfo | None:
+    return kopf.login_with_service_account(**known) or kopf.login_with_kubeconfig(**known)
+
+
+def _handler(kind: Kind, take: Taken) -> Any:
+    async def seen(event: Mapping[str, Any], **_: Any) -> None:
+        take(kind, dict(event["object"]), event["type"] == "DELETED")
+
+    return seen
+
+
+class WatchEnded(KestrlError):
+    """Kopf has ended by itself."""
+
+    code = "watch_ended"
+
+
+class Watch:
+    """Kopf in a thread of its own, with a loop of its own: when it ends it cancels every task that it finds."""
+
+    def __init__(self, take: Taken, namespaces: tuple[str, ...]) -> None:
+        """To be made in the loop that `take` is to be called in."""
+        self._take, self._namespaces = take, namespaces
+        self._loop = asyncio.get_running_loop()
+        self._stop, self.begun = threading.Event(), threading.Event()
+
+    def stop(self) -> None:
+        self._stop.set()
+
+    async def run(self) -> None:
+        """Watches until told to stop, or until a stream cannot go on: then it ends, and the operator with it.
+
+        Raises:
+            WatchEnded: It was not told to stop.
+        """
+        await asyncio.to_thread(asyncio.run, self._operate())
+        if not self._stop.is_set():
+            raise WatchEnded("a watch stream cannot go on; the line before says why")
+
+    async def _operate(self) -> None:
+        def hand_over(kind: Kind, given: Object, deleted: bool) -> None:
+            self._loop.call_soon_threadsafe(self._take, kind, given, deleted)
+
+        await kopf.operator(
+            registry=registry(hand_over),
+            settings=settings(),
+            standalone=True,
+            clusterwide=not self._namespaces,
+            namespaces=self._namespaces,
+            stop_flag=self._stop,
+            ready_flag=self.begun,
+        )

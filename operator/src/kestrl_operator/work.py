@@ -1,0 +1,81 @@
+"""What is to be looked at next: each key once, at its time, by one worker at a time, later and later when it keeps failing."""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+from collections.abc import Hashable
+from typing import Generic, TypeVar
+
+Key = TypeVar("Key", bound=Hashable)
+FIRST_BACKOFF, LONGEST_BACKOFF = 0.5, 120.0
+
+
+class Queue(Generic[Key]):
+    """Keys that wait. A key that is worked on and added meanwhile waits until that work is done, and is then taken once more."""
+
+    def __init__(self) -> None:
+        self._due: dict[Key, float] = {}
+        self._order: list[tuple[float, int, Key]] = []
+        self._taken: set[Key] = set()
+        self._again: dict[Key, float] = {}
+        self._failures: dict[Key, int] = {}
+        self._count = 0
+        self._changed = asyncio.Event()
+
+    def __len__(self) -> int:
+        return len(self._due) + len(self._taken)
+
+    def add(self, key: Key, delay: float = 0.0) -> None:
+        """Wants a key looked at, so many seconds from now; an earlier wish stands."""
+        due = asyncio.get_running_loop().time() + delay
+        if key in self._taken:
+            self._again[key] = min(due, self._again.get(key, due))
+        elif due < self._due.get(key, float("inf")):
+            self._due[key] = due
+            self._count += 1
+            heapq.heappush(self._order, (due, self._count, key))
+            self._changed.set()
+
+    async def take(self) -> Key:
+        """The next key whose time has come; `done`, `failed` or `forget` gives it back."""
+        while True:
+            self._changed.clear()
+            wait = self._until_next()
+            if wait is not None and wait <= 0:
+                due, _, key = heapq.heappop(self._order)
+                if self._due.get(key) == due and key not in self._taken:
+                    del self._due[key]
+                    self._taken.add(key)
+                    return key
+                continue
+            try:
+                async with asyncio.timeout(wait):
+                    await self._changed.wait()
+            except TimeoutError:
+                continue
+
+    def _until_next(self) -> float | None:
+        return None if not self._order else self._order[0][0] - asyncio.get_running_loop().time()
+
+    def done(self, key: Key, look_again: float | None = None) -> None:
+        """The work on a key went well."""
+        self._failures.pop(key, None)
+        self._give_back(key, look_again)
+
+    def failed(self, key: Key) -> float:
+        """It did not; returns the seconds after which the key is taken again."""
+        times = self._failures.get(key, 0)
+        self._failures[key] = times + 1
+        wait = min(LONGEST_BACKOFF, FIRST_BACKOFF * 2.0**times)
+        self._again.pop(key, None)  # what happened meanwhile is looked at then, and no sooner
+        self._give_back(key, wait)
+        return wait
+
+    def _give_back(self, key: Key, delay: float | None) -> None:
+        self._taken.discard(key)
+        again = self._again.pop(key, None)
+        if again is not None:
+            self.add(key, max(0.0, again - asyncio.get_running_loop().time()))
+        if delay is not None:
+            self.add(key, delay)

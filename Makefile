@@ -7,7 +7,7 @@ UV := $(TOOLS)/bin/uv
 BIN := .venv/bin
 STAMP := .venv/.synced
 
-.PHONY: help setup demo demo-real test unit servers engine soak lint types layers check gen bench bring-your-own crd-check clean
+.PHONY: help setup demo demo-real test unit servers engine e2e soak lint types layers check gen bench bring-your-own crd-check object-check clean
 
 help:
 	@sed -n 's/^## //p' $(MAKEFILE_LIST)
@@ -41,7 +41,7 @@ test: unit servers engine
 
 ## make unit             the tests that start no engine
 unit: $(STAMP)
-	$(BIN)/python -m pytest -q -n 2 -m "not engine and not servers and not gpu" tests
+	$(BIN)/python -m pytest -q -n 2 -m "not engine and not servers and not gpu and not helm and not e2e" tests
 
 ## make servers          the tests that start a real S3 server or PostgreSQL
 servers: $(STAMP)
@@ -80,11 +80,23 @@ layers: $(STAMP)
 gen: $(STAMP)
 	PATH=$(CURDIR)/$(TOOLS)/bin:$$PATH $(BIN)/python scripts/gen_protos.py
 	$(BIN)/python scripts/gen_kubernetes.py
+	$(BIN)/python scripts/gen_chart.py
 
 gen-check: $(STAMP)
 	PATH=$(CURDIR)/$(TOOLS)/bin:$$PATH $(BIN)/python scripts/gen_protos.py --check
 	$(BIN)/python scripts/gen_kubernetes.py --check
+	$(BIN)/python scripts/gen_chart.py --check
 	$(TOOLS)/bin/uv tool run --quiet --from buf-bin==1.75.0 buf lint proto
+
+## make e2e              a real Kubernetes on this machine (or $$E2E_KUBECONFIG's): the chart, jobs, faults; builds it the first time
+e2e: $(STAMP)
+	KESTRL_HELM=$$(tests/e2e/kit/build)/helm $(BIN)/python -m pytest -q -m helm tests/unit
+	$(BIN)/python -m pytest -q -m e2e tests/e2e
+
+## make object-check     Kubernetes' own types decode every object of the chart (needs Go and helm)
+object-check:
+	$$(tests/e2e/kit/build)/helm template kestrl charts/kestrl --api-versions monitoring.coreos.com/v1 | \
+	  (cd scripts/objectcheck && go run .)
 
 ## make crd-check        Kubernetes' own code validates the CRD (needs Go; two minutes the first time)
 crd-check:

@@ -33,6 +33,8 @@ class Toleration(Model):
 class HostMount(Model):
     """A path of the node that the devices' libraries are in. Pod Security "restricted" forbids it: an exception to be documented."""
 
+    model_config = ConfigDict(frozen=True, extra="forbid", alias_generator=to_camel, validate_by_name=True)
+
     path: str
     read_only: bool = True
 

@@ -17,7 +17,6 @@ from kestrl_operator.shell import MANAGED
 from kestrl_operator.store import JOB_LABEL, Key, Store
 
 log = logging.getLogger(__name__)
-INTERVAL = 60.0
 PODS_EVERY = 5
 """Pods are more than jobs, so they are listed at every fifth audit only."""
 

@@ -23,11 +23,14 @@ class Right(NamedTuple):
     subresource: str = ""
     namespace: str | None = None
     """None: everywhere."""
+    name: str = ""
+    """Of the one object that it is wanted for; empty for all."""
 
     def __str__(self) -> str:
         what = f"{self.kind.plural}{'/' if self.subresource else ''}{self.subresource}"
         group = f".{self.kind.group}" if self.kind.group else ""
-        return f"{self.verb} {what}{group}" + (f" in namespace {self.namespace}" if self.namespace else "")
+        which = f" {self.name}" if self.name else ""
+        return f"{self.verb} {what}{group}{which}" + (f" in namespace {self.namespace}" if self.namespace else "")
 
 
 def needed(config: Config) -> Iterator[Right]:
@@ -38,7 +41,8 @@ def needed(config: Config) -> Iterator[Right]:
         yield from (Right(verb, kind, "", namespace) for kind in WATCHED if kind != JOB for verb in ("list", "watch"))
         yield from (Right(verb, kind, "", namespace) for kind in (*APPLIED, EVENT) for verb in WRITTEN)
         yield Right("delete", POD, "", namespace)
-    yield from (Right(verb, LEASE, "", config.lease.namespace) for verb in ("get", "create", "update"))
+    yield from (Right(verb, LEASE, "", config.lease.namespace, config.lease.name) for verb in ("get", "update"))
+    yield Right("create", LEASE, "", config.lease.namespace)
 
 
 async def preflight(api: Api, config: Config) -> bool:
@@ -64,6 +68,7 @@ async def _may(api: Api, right: Right) -> bool:
         "resource": right.kind.plural,
         "subresource": right.subresource,
         **({} if right.namespace is None else {"namespace": right.namespace}),
+        **({"name": right.name} if right.name else {}),
     }
     review = {"apiVersion": REVIEW.api_version, "kind": REVIEW.name, "spec": {"resourceAttributes": asked}}
     answer = await api.create(REVIEW, {**review, "metadata": {}})

@@ -38,6 +38,8 @@ class Truth(StrEnum):
 
 
 NOT_OBSERVED = "NotObserved"
+LONGEST_MESSAGE = 4096
+"""An eighth of what the CRD allows: what is longer nobody reads, and a status of twelve such messages is still a small object."""
 REASONS: Mapping[Type, Mapping[str, str]] = {
     Type.ACCEPTED: {
         "Valid": "The manifest makes a job.",
@@ -157,10 +159,15 @@ def _condition(kind: Type, old: Condition | None, seen: Observed | None, generat
         type=kind,
         status=seen.truth.value,
         reason=seen.reason,
-        message=seen.message,
+        message=shortened(seen.message, LONGEST_MESSAGE),
         observed_generation=generation,
         last_transition_time=since,
     )
+
+
+def shortened(text: str, longest: int) -> str:
+    """The text, or as much of its beginning as may be written."""
+    return text if len(text) <= longest else f"{text[: longest - 3]}..."
 
 
 def phase(conditions: Sequence[Condition]) -> str:

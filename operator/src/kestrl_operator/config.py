@@ -43,6 +43,8 @@ class Config(_Given):
     metrics_listen: str = "0.0.0.0:9464"
     otlp: str | None = None
     workers: int = 8
+    audit_seconds: float = 60.0
+    """How often the watch streams are compared with lists; see `audit`."""
 
     def key(self) -> bytes:
         """The key.

@@ -70,7 +70,8 @@ class Events:
                 log.warning("%s: event %s is not written: %s", key, notice.reason, error)
 
     async def _one(self, key: Key, uid: str, notice: Notice) -> None:
-        digest = hashlib.sha256(f"{uid}/{notice.reason}".encode()).hexdigest()[:16]
+        # Kubernetes lets nobody change an event's note: another note is another event.
+        digest = hashlib.sha256(f"{uid}/{notice.reason}/{notice.note}".encode()).hexdigest()[:16]
         name = f"{key.name}.{digest}"
         now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
         times = self._told.pop(name, 0) + 1
@@ -83,7 +84,7 @@ class Events:
                 return
         except Conflict:
             self._told[name] = times = 2
-        changes = {"series": {"count": times, "lastObservedTime": now}, "note": notice.note[:LONGEST_NOTE]}
+        changes = {"series": {"count": times, "lastObservedTime": now}}
         await self._api.merge(EVENT, key.namespace, name, changes)
 
     def _event(self, key: Key, uid: str, name: str, notice: Notice, now: str) -> dict[str, Any]:

@@ -20,12 +20,13 @@ ATTEMPTS, RESTARTS, RENDERED = "kestrl.dev/attempts", "kestrl.dev/restarts", "ke
 """Annotations of the learner's StatefulSet: how often the learner and the whole job were started again, and what was applied. They are
 the operator's only memory: whoever leads next reads them there."""
 UNSTARTABLE = frozenset(
-    {"ErrImagePull", "ImagePullBackOff", "ErrImageNeverPull", "InvalidImageName", "CreateContainerConfigError",
-     "CreateContainerError", "RunContainerError", "ContainerCannotRun"}
+    {"ErrImagePull", "ImagePullBackOff", "ErrImageNeverPull", "ImageInspectError", "InvalidImageName", "RegistryUnavailable",
+     "SignatureValidationFailed", "CreateContainerConfigError", "PreCreateHookError", "CreateContainerError",
+     "PreStartHookError", "RunContainerError"}
 )  # fmt: skip
 """Why a container waits, where waiting alone helps nobody."""
 GATES = "schedulingGates"
-PASSING_TAINTS = "node.kubernetes.io/"
+PASSING_TAINTS = ("node.kubernetes.io/", "node.cloudprovider.kubernetes.io/")
 """Kubernetes' own, of a node that is not ready now: they say nothing of what can ever be scheduled."""
 
 
@@ -71,6 +72,14 @@ class Pod:
     """Containers whose last run ended with a failure."""
     restarts: int
 
+    @property
+    def over(self) -> bool:
+        """Whether it has ended for good, which is Kubernetes' own doing, such as an eviction: a workload's pods restart their containers.
+
+        Another is made in its place; it may lie about for long.
+        """
+        return self.phase in {"Failed", "Succeeded"}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
@@ -104,13 +113,23 @@ class Told:
         return policy_from_proto(self.report.policy)
 
     @property
-    def converged(self) -> bool:
-        """Whether every engine has proved it."""
-        return self.policy is not None and 0 < self.report.engines_total <= self.report.engines_converged
+    def proved(self) -> int:
+        """Engines that have proved it: each by its own word, and the learner's count does not say otherwise."""
+        newest = self.policy
+        if newest is None:
+            return 0
+        by_name = {engine.name for engine in self.report.engines if policy_from_proto(engine.policy) == newest}
+        return min(len(by_name), self.report.engines_converged)
 
     @property
     def failure(self) -> Failure | None:
-        return failure_from_proto(self.report.failure) if self.report.HasField("failure") else None
+        """Why the run failed, if it did."""
+        if self.report.phase != "failed":
+            return None
+        if self.report.HasField("failure"):
+            return failure_from_proto(self.report.failure)
+        message = self.report.message or "it did not say why"
+        return Failure(boundary=Boundary.INFRASTRUCTURE, code="internal", message=message, component="learner-0")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,9 +166,19 @@ class Snapshot:
     """Why no node could ever take the job's pods; empty when one could, or when this operator may not look at nodes."""
     memory: Memory = NOTHING
 
+    @property
+    def present(self) -> list[Pod]:
+        """Pods that have a place on a node, or want one."""
+        return [pod for pod in self.pods if not pod.over]
+
+    @property
+    def staying(self) -> list[Pod]:
+        """Pods that are not going away."""
+        return [pod for pod in self.present if not pod.deleting]
+
     def of(self, role: Role) -> list[Pod]:
         """A role's pods that are not going away."""
-        return [pod for pod in self.pods if pod.role is role and not pod.deleting]
+        return [pod for pod in self.staying if pod.role is role]
 
     @property
     def learner(self) -> Workload | None:
@@ -214,7 +243,7 @@ def pod_of(given: Object) -> Pod | None:
 
 
 def _count(text: str) -> int:
-    return int(text) if text.isdigit() else 0
+    return int(text) if text.isdecimal() and len(text) < 10 else 0
 
 
 def _waiting(statuses: Iterable[Object]) -> Iterator[str]:
@@ -225,13 +254,14 @@ def _waiting(statuses: Iterable[Object]) -> Iterator[str]:
 
 
 def _ended(statuses: Iterable[Object]) -> Iterator[Ended]:
-    """A container that runs well again is not told of: its count of restarts is."""
+    """A container that runs well again is not told of: its count of restarts is. One that ends well is, if it does so again and again."""
     for item in statuses:
         state = item.get("state", {})
         last = state.get("terminated") or (
             item.get("lastState", {}).get("terminated") if not item.get("ready") else None
         )
-        if last and (last.get("exitCode") or last.get("signal")):
+        again = state.get("waiting", {}).get("reason") == "CrashLoopBackOff"
+        if last and (last.get("exitCode") or last.get("signal") or again):
             message = last_words(last.get("message", ""))
             yield Ended(
                 container=item["name"],

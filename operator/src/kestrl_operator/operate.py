@@ -17,7 +17,7 @@ from kestrl.telemetry.metrics import observe
 from kestrl.telemetry.names import Attr, Metric, SpanName
 from kestrl_operator import health, shell
 from kestrl_operator.api import JOB, MANAGER, POD, Api, ApiProblem, Kind
-from kestrl_operator.audit import INTERVAL, Audit
+from kestrl_operator.audit import Audit
 from kestrl_operator.checks import preflight
 from kestrl_operator.config import Config
 from kestrl_operator.events import Events
@@ -130,10 +130,10 @@ class Operator:
         while True:
             try:
                 await self._audit.once(self._reconciler)
-                wait = INTERVAL
+                wait = self._config.audit_seconds
             except ApiProblem as error:
                 log.warning("%s", error)
-                wait = INTERVAL / 10
+                wait = self._config.audit_seconds / 10
             await asyncio.sleep(wait * random.uniform(0.9, 1.1))  # noqa: S311 - so that replicas do not ask together
 
     async def _lead(self) -> None:

@@ -13,17 +13,15 @@ from kestrl.errors import Failure
 from kestrl.plan.components import Role
 from kestrl.plan.planning import group_seconds
 from kestrl.spec.job import FailureRule, JobSpec
-from kestrl_operator.conditions import Type
+from kestrl_operator.conditions import Truth, Type
 from kestrl_operator.observe import NOTHING, Ended, Memory, Pod, Snapshot, seconds_of
 
 FIRST_WAIT, LONGEST_WAIT = 10.0, 300.0
 """Seconds before the learner is started again after a failure it told of; doubled each time."""
 DRAIN_SECONDS = 180.0
 """A drain may take this and a group's deadline; then pods are ended with whatever is checkpointed."""
-KUBERNETES_OWN = frozenset(
-    {"Evicted", "Preempting", "NodeShutdown", "NodeAffinity", "Terminated", "UnexpectedAdmissionError"}
-)
-"""Ends of a pod that are none of its doing."""
+KUBERNETES_OWN = frozenset({"ContainerStatusUnknown", "Unknown"})
+"""Ends of a container that are none of its doing: kubelet lost it, or its node started anew."""
 BUILT_IN = (FailureRule(role="learner", reason="engine/logprob_gap", action="Fail"),)
 """After the user's own rules: training on rollouts of another policy than the one named is not a thing to try again."""
 
@@ -67,10 +65,10 @@ class Decision:
 
 def decide(seen: Snapshot) -> Decision:
     """The decision for a snapshot."""
+    if has_ended(seen):
+        return _after_the_end(seen, None if seen.job is None else seen.job.spec)
     if seen.job is None:
         return Decision(stage=Stage.REJECTED, parked=False, attempts=seen.attempts, restarts=seen.restarts)
-    if has_ended(seen):
-        return _after_the_end(seen, seen.job.spec)
     end = _end(seen, seen.job.spec)
     if end is not None:
         return Decision(stage=Stage.ENDED, parked=True, attempts=seen.attempts, restarts=seen.restarts, ended=end)
@@ -85,10 +83,17 @@ def has_ended(seen: Snapshot) -> bool:
     return status == "True" or (status == "False" and reason != "Running")
 
 
-def _after_the_end(seen: Snapshot, spec: JobSpec) -> Decision:
+def began(seen: Snapshot) -> float | None:
+    """When it last began to run: a suspended job's deadline does not run on, as a Kubernetes Job's does not."""
+    if seen.condition(Type.SUSPENDED)[0] == Truth.TRUE:
+        return None
+    return seconds_of(seen.status.get("startedAt"))
+
+
+def _after_the_end(seen: Snapshot, spec: JobSpec | None) -> Decision:
     ended = seconds_of(seen.status.get("finishedAt"))
     left = None
-    if spec.ttl_after_finished is not None and ended is not None:
+    if spec is not None and spec.ttl_after_finished is not None and ended is not None:
         left = ended + spec.ttl_after_finished - seen.now
     return Decision(
         stage=Stage.ENDED,
@@ -116,18 +121,29 @@ def _end(seen: Snapshot, spec: JobSpec) -> tuple[str, str] | None:
             return "LearnerFailed" if role is Role.LEARNER else "BackoffExceeded", f"{role}: {item}"
     if spec.suspend:
         return None
-    began = seconds_of(seen.status.get("startedAt"))
-    if spec.active_deadline is not None and began is not None and seen.now >= began + spec.active_deadline:
+    if seen.attempts >= spec.failure_policy.backoff_limit:
+        for item in _endings_of_the_whole(seen, spec):
+            return "BackoffExceeded", f"{_too_often(seen, spec, 'a part of the job failed')}: {item}"
+    return _past_a_deadline(seen, spec)
+
+
+def _past_a_deadline(seen: Snapshot, spec: JobSpec) -> tuple[str, str] | None:
+    since, waiting = began(seen), stuck(seen)
+    if spec.active_deadline is not None and since is not None and seen.now >= since + spec.active_deadline:
         return "DeadlineExceeded", f"activeDeadline ({spec.active_deadline:g} s) passed"
-    waiting = stuck(seen)
     if spec.pending_deadline is not None and waiting and seen.now >= waiting[0].made + spec.pending_deadline:
         pod = waiting[0]
-        why = pod.unstartable or pod.unscheduled or "it is not scheduled"
+        why = pod.unstartable or pod.unscheduled or next(map(str, pod.ended), "it is not scheduled")
         return (
             "PendingTooLong",
             f"{pod.name} waits for longer than pendingDeadline ({spec.pending_deadline:g} s): {why}",
         )
     return None
+
+
+def _too_often(seen: Snapshot, spec: JobSpec, what: str) -> str:
+    limit = spec.failure_policy.backoff_limit
+    return f"{what} {seen.attempts + 1} times, failurePolicy.backoffLimit is {limit}; the last time"
 
 
 def _failed(seen: Snapshot, spec: JobSpec) -> tuple[str, str] | None:
@@ -139,15 +155,14 @@ def _failed(seen: Snapshot, spec: JobSpec) -> tuple[str, str] | None:
     if rule.action == "Fail":
         return "LearnerFailed", str(failure)
     if rule.action != "Ignore" and seen.attempts >= spec.failure_policy.backoff_limit:
-        times = f"{seen.attempts + 1} times, failurePolicy.backoffLimit is {spec.failure_policy.backoff_limit}"
-        return "BackoffExceeded", f"the learner failed {times}; the last time: {failure}"
+        return "BackoffExceeded", f"{_too_often(seen, spec, 'the learner failed')}: {failure}"
     return None
 
 
 def told_failure(seen: Snapshot) -> Failure | None:
     """What the learner of this very attempt failed of."""
     told = seen.speaking
-    if told is None or told.report.phase != "failed":
+    if told is None:
         return None
     pod = next((pod for pod in seen.of(Role.LEARNER) if pod.uid == told.pod), None)
     return told.failure if pod is not None and pod.attempts == seen.attempts else None
@@ -169,18 +184,28 @@ def _fits(pattern: str, reason: str) -> bool:
 
 
 def _endings(seen: Snapshot) -> Iterator[tuple[Ended, Role]]:
-    for pod in seen.pods:
+    for pod in seen.staying:
         for item in pod.ended:
-            if item.reason not in KUBERNETES_OWN and not pod.deleting and pod.job_restarts == seen.restarts:
+            if item.reason not in KUBERNETES_OWN and pod.job_restarts == seen.restarts:
                 yield item, pod.role
 
 
+def _endings_of_the_whole(seen: Snapshot, spec: JobSpec) -> Iterator[str]:
+    """Those for which a rule wants the whole job started again."""
+    for item, role in _endings(seen):
+        if _rule(spec, role, item.reason).action == "RestartJob":
+            yield f"{role}: {item}"
+
+
 def stuck(seen: Snapshot) -> list[Pod]:
-    """Pods that wait for a node, or whose image or secret is not there; the longest first."""
+    """Pods that have not started and wait for a node, an image or a secret, or whose preparation fails; the longest first.
+
+    One that a queue holds back waits for none of these.
+    """
     waiting = [
         pod
-        for pod in seen.pods
-        if not pod.deleting and not pod.gated and (pod.unstartable or (not pod.scheduled and pod.phase == "Pending"))
+        for pod in seen.staying
+        if pod.phase == "Pending" and not pod.gated and (pod.unstartable or pod.ended or not pod.scheduled)
     ]
     return sorted(waiting, key=lambda pod: (pod.made, pod.name))
 
@@ -188,15 +213,15 @@ def stuck(seen: Snapshot) -> list[Pod]:
 def _suspended(seen: Snapshot, spec: JobSpec) -> Decision:
     """Drain, checkpoint, confirm, and only then let go of the pods."""
     standing = Decision(stage=Stage.RELEASING, parked=True, attempts=seen.attempts, restarts=seen.restarts)
-    if not seen.pods:
+    if not seen.present:
         return replace(standing, stage=Stage.RELEASED)
     if not _has_something_to_put_away(seen):
         return standing
-    began = seen.now if seen.memory.draining is None else seen.memory.draining
-    left = began + DRAIN_SECONDS + group_seconds(spec) - seen.now
+    since = seen.now if seen.memory.draining is None else seen.memory.draining
+    left = since + DRAIN_SECONDS + group_seconds(spec) - seen.now
     if left <= 0:
         return standing
-    memory = Memory(draining=began, failed=seen.memory.failed)
+    memory = Memory(draining=since, failed=seen.memory.failed)
     return replace(standing, stage=Stage.DRAINING, parked=False, drain=True, memory=memory, look_again=left)
 
 
@@ -210,39 +235,33 @@ def _has_something_to_put_away(seen: Snapshot) -> bool:
 def _running(seen: Snapshot, spec: JobSpec) -> Decision:
     deadline = _until_a_deadline(seen, spec)
     failure = told_failure(seen)
-    if failure is None or rule_for(spec, failure).action == "Ignore":
+    if failure is None:
         return _restarted_pods(seen, spec, deadline)
-    whole = rule_for(spec, failure).action == "RestartJob"
-    began = seen.now if seen.memory.failed is None else seen.memory.failed
-    wait = min(LONGEST_WAIT, FIRST_WAIT * 2.0**seen.attempts)
-    left = began + wait - seen.now
-    what = "the whole job" if whole else "the learner"
-    limit = spec.failure_policy.backoff_limit
+    standing = Decision(stage=Stage.RUNNING, parked=False, attempts=seen.attempts, restarts=seen.restarts)
+    action = rule_for(spec, failure).action
+    what = "the whole job" if action == "RestartJob" else "the learner"
+    nth = f", for time {seen.attempts + 1} of {spec.failure_policy.backoff_limit}"
+    if action == "Ignore":
+        nth = "; this failure does not count"
+    since = seen.now if seen.memory.failed is None else seen.memory.failed
+    left = since + back_off(seen.attempts) - seen.now
     if left > 0:
-        retry = f"{what} is started again in {left:.0f} s, for time {seen.attempts + 1} of {limit}"
-        return Decision(
-            stage=Stage.RUNNING,
-            parked=False,
-            attempts=seen.attempts,
-            restarts=seen.restarts,
-            retry=retry,
-            memory=Memory(failed=began),
-            look_again=_earliest(left, deadline),
-        )
-    return Decision(
-        stage=Stage.RUNNING,
-        parked=False,
-        attempts=seen.attempts + 1,
-        restarts=seen.restarts + int(whole),
-        retry=f"{what} is started again, for time {seen.attempts + 1} of {limit}",
-        look_again=deadline,
-    )
+        retry = f"{what} is started again in {left:.0f} s{nth}"
+        return replace(standing, retry=retry, memory=Memory(failed=since), look_again=_earliest(left, deadline))
+    again = replace(standing, retry=f"{what} is started again{nth}", look_again=deadline)
+    if action == "Ignore":
+        return replace(again, remove=_who_speaks(seen))
+    return replace(again, attempts=seen.attempts + 1, restarts=seen.restarts + int(action == "RestartJob"))
+
+
+def back_off(attempts: int) -> float:
+    """Seconds between a failure that was told and the next start."""
+    return min(LONGEST_WAIT, FIRST_WAIT * 2.0 ** min(attempts, 16))
 
 
 def _restarted_pods(seen: Snapshot, spec: JobSpec, deadline: float | None) -> Decision:
     """Running; where a rule wants the whole job started again because a container ended, it is."""
-    whole = any(_rule(spec, role, item.reason).action == "RestartJob" for item, role in _endings(seen))
-    again = int(whole and seen.attempts < spec.failure_policy.backoff_limit)
+    again = int(any(_endings_of_the_whole(seen, spec)))
     return Decision(
         stage=Stage.RUNNING,
         parked=False,
@@ -256,17 +275,19 @@ def _restarted_pods(seen: Snapshot, spec: JobSpec, deadline: float | None) -> De
 def _resumed(seen: Snapshot) -> tuple[str, ...]:
     """The learner's pod, if it drained for a suspension that was taken back before the pod was let go."""
     told = seen.speaking
-    if told is None or told.report.phase != "suspended":
-        return ()
-    return tuple(pod.name for pod in seen.of(Role.LEARNER) if pod.uid == told.pod)
+    return _who_speaks(seen) if told is not None and told.report.phase == "suspended" else ()
+
+
+def _who_speaks(seen: Snapshot) -> tuple[str, ...]:
+    told = seen.speaking
+    return tuple(pod.name for pod in seen.of(Role.LEARNER) if told is not None and pod.uid == told.pod)
 
 
 def _until_a_deadline(seen: Snapshot, spec: JobSpec) -> float | None:
-    began = seconds_of(seen.status.get("startedAt"))
+    since, waiting = began(seen), stuck(seen)
     active = (
-        None if spec.active_deadline is None or began is None else max(0.0, began + spec.active_deadline - seen.now)
+        None if spec.active_deadline is None or since is None else max(0.0, since + spec.active_deadline - seen.now)
     )
-    waiting = stuck(seen)
     pending = (
         None
         if spec.pending_deadline is None or not waiting

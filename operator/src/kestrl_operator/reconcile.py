@@ -6,12 +6,11 @@ over after any line of it.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from time import time
-from typing import Any
+from typing import Any, NamedTuple
 
 from kestrl.errors import KestrlError, UserInputError
 from kestrl.plan.components import Role, Secret
@@ -27,7 +26,7 @@ from kestrl_operator.follow import Followers
 from kestrl_operator.observe import RENDERED, Memory, Snapshot, Told
 from kestrl_operator.policies import Decision, Stage, decide
 from kestrl_operator.render import Given, render
-from kestrl_operator.render.job import QUEUE_LABEL
+from kestrl_operator.render.job import QUEUE_LABEL, ROLES
 from kestrl_operator.status import status_of
 from kestrl_operator.store import Key, Store
 
@@ -37,7 +36,6 @@ LOOK_AGAIN = 60.0
 """Seconds between two looks at a job whose learner speaks: a stall is told by the clock alone."""
 REFUSED = frozenset({400, 403, 413, 422})
 """The apiserver's answers to an object that it does not want: a person has to mend something."""
-WORKLOADS = frozenset({"StatefulSet", "Deployment"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +48,18 @@ class Parsed:
     problem: str
 
 
+class Drawn(NamedTuple):
+    """What a job was rendered from, and the digest of what came out: most passes need no more of it."""
+
+    uid: str
+    generation: int
+    parked: bool
+    attempts: int
+    restarts: int
+    queue: str | None
+    digest: str = ""
+
+
 class Reconciler:
     """All jobs of this operator."""
 
@@ -59,6 +69,7 @@ class Reconciler:
         self._api, self._store, self._followers, self._events = api, store, followers, events
         self._cluster, self._key = cluster, key
         self._parsed: dict[Key, Parsed] = {}
+        self._drawn: dict[Key, Drawn] = {}
         self._memory: dict[Key, Memory] = {}
         self._drifted: set[Key] = set()
         self.nodes: Sequence[Node] | None = None
@@ -72,6 +83,7 @@ class Reconciler:
         """The job is gone; Kubernetes deletes what it owned."""
         self._followers.stop(key)
         self._parsed.pop(key, None)
+        self._drawn.pop(key, None)
         self._memory.pop(key, None)
         self._drifted.discard(key)
 
@@ -196,17 +208,23 @@ class Reconciler:
         return seen, decision
 
     async def _apply(self, key: Key, seen: Snapshot, job: AgentRLJob, decision: Decision) -> None:
-        objects = self._objects(key, seen.uid, job, decision, queue=seen.labels.get(QUEUE_LABEL))
-        wanted = objects[-1]["metadata"]["annotations"][RENDERED]
+        queue = seen.labels.get(QUEUE_LABEL)
+        wanted = Drawn(seen.uid, seen.generation, decision.parked, decision.attempts, decision.restarts, queue)
+        known = self._drawn.get(key)
         standing = seen.learner.annotations.get(RENDERED, "") if seen.learner is not None else ""
-        if standing == wanted and len(seen.workloads) == len(set(seen.workloads)) == 5 and key not in self._drifted:
+        whole = len(seen.workloads) == len(ROLES) and key not in self._drifted
+        if whole and known is not None and known == wanted._replace(digest=standing):
+            return
+        objects = self._objects(key, seen.uid, job, decision, queue=queue)
+        digest = objects[-1]["metadata"]["annotations"][RENDERED]
+        self._drawn[key] = wanted._replace(digest=digest)
+        if whole and digest == standing:
             return
         self._drifted.discard(key)
         try:
-            await asyncio.gather(*(self._api.apply(item) for item in objects if item["kind"] not in WORKLOADS))
+            # One after another: jobs are worked on side by side, and a wide pool of connections costs more than it gains.
             for item in objects:
-                if item["kind"] in WORKLOADS:
-                    await self._api.apply(item)
+                await self._api.apply(item)
         except ApiProblem:
             self._drifted.add(key)
             raise

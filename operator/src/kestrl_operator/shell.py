@@ -34,6 +34,38 @@ WATCHED: Mapping[Kind, str] = {
 """What is watched, and the labels that the apiserver selects by."""
 
 
+class _NoDiff(kopf.DiffBaseStorage):
+    """Kopf compares each object with how it saw it last, for handlers of changes. We have none, and it costs more than all else."""
+
+    def build(self, **_: Any) -> kopf.BodyEssence:
+        return kopf.BodyEssence({})
+
+    def fetch(self, **_: Any) -> None:
+        return None
+
+    def store(self, **_: Any) -> None:
+        raise AssertionError("there is nothing to keep of an event")
+
+
+class _NoProgress(kopf.ProgressStorage):
+    """Nothing of ours is ever in progress on an object: no annotation of kopf's can come to be."""
+
+    def fetch(self, **_: Any) -> None:
+        return None
+
+    def store(self, **_: Any) -> None:
+        raise AssertionError("there is no progress to keep")
+
+    def purge(self, **_: Any) -> None:
+        return None
+
+    def touch(self, **_: Any) -> None:
+        return None
+
+    def clear(self, *, essence: kopf.BodyEssence) -> kopf.BodyEssence:
+        return essence
+
+
 def settings() -> kopf.OperatorSettings:
     """Kopf as we want it; docs/operator.md says why for each."""
     made = kopf.OperatorSettings()
@@ -42,8 +74,8 @@ def settings() -> kopf.OperatorSettings:
     made.posting.enabled = False  # we write few events of our own
     made.scanning.disabled = True  # no rights on CRDs and namespaces
     made.persistence.finalizer = "kestrl.dev/unused"
-    made.persistence.progress_storage = kopf.AnnotationsProgressStorage(prefix="kestrl.dev")
-    made.persistence.diffbase_storage = kopf.AnnotationsDiffBaseStorage(prefix="kestrl.dev")
+    made.persistence.progress_storage = _NoProgress()
+    made.persistence.diffbase_storage = _NoDiff()
     made.networking.request_timeout = 60.0
     made.networking.connect_timeout = 10.0
     made.watching.server_timeout = 240  # whole seconds: the apiserver takes no others

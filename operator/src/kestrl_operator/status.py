@@ -2,25 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
+from math import isfinite
 from typing import Any
 
 from kestrl.api.common.v1.common_pb2 import PolicyVersion as PolicyMessage
 from kestrl.api.learner.v1 import learner_pb2 as pb
 from kestrl.plan.components import Role
 from kestrl.rpc.codec import policy_from_proto
+from kestrl.service import EXIT_INPUT
 from kestrl.spec.job import JobSpec
 from kestrl.spec.status import Condition, EngineStatus, JobStatus, PolicyStatus, ProgressStatus, Shown
-from kestrl_operator.conditions import NOT_OBSERVED, Observed, Truth, Type, joined, phase
-from kestrl_operator.observe import Pod, Snapshot, Told, is_input
-from kestrl_operator.policies import Decision, Stage, has_ended, stuck, told_failure
+from kestrl_operator.conditions import NOT_OBSERVED, Observed, Truth, Type, joined, phase, shortened
+from kestrl_operator.observe import Ended, Pod, Snapshot, Told, is_input
+from kestrl_operator.policies import Decision, Stage, began, has_ended, stuck, told_failure
 from kestrl_operator.render.job import QUEUE_LABEL
 from kestrl_operator.render.network import selector
 
 HISTORY = 10
 ENGINES_TOLD = 100
 """More of them are counted, not listed: an object has a largest size."""
+LONGEST_MESSAGE = 1000
+"""Of an engine."""
+FAILURES_TOLD = 64
+"""Kinds of them: as many as the CRD takes, the most frequent ones."""
+LONGEST_ETA = 1e9
+OVER = frozenset({"succeeded", "failed", "suspended"})
+"""Phases of a learner whose run is over."""
 STALL_FLOOR, STALL_FACTOR = 300.0, 5.0
 """No step for so long, and for so many times the longest of the last steps, is a stall."""
 
@@ -36,7 +45,7 @@ def status_of(seen: Snapshot, decision: Decision) -> dict[str, Any]:
     now = written(seen.now)
     conditions = joined(before.conditions, observed(seen, decision), generation=seen.generation, now=now)
     told = seen.speaking
-    policy, history = _lineage(before, told, now)
+    policy, history = _lineage(before, seen, now)
     running = decision.stage is Stage.RUNNING
     status = JobStatus(
         observed_generation=seen.generation,
@@ -45,7 +54,7 @@ def status_of(seen: Snapshot, decision: Decision) -> dict[str, Any]:
         policy=policy,
         history=history,
         engines=[] if decision.parked else _engines(seen, before),
-        rollout_replicas=len([pod for pod in seen.of(Role.ROLLOUT) if pod.phase in {"Pending", "Running"}]),
+        rollout_replicas=len(seen.of(Role.ROLLOUT)),
         rollout_selector=",".join(f"{name}={value}" for name, value in selector(seen.name, Role.ROLLOUT).items()),
         started_at=_started(seen, before, running=running, now=now),
         finished_at=before.finished_at if has_ended(seen) else now if decision.ended else None,
@@ -56,14 +65,7 @@ def status_of(seen: Snapshot, decision: Decision) -> dict[str, Any]:
 
 
 def _started(seen: Snapshot, before: JobStatus, *, running: bool, now: str) -> str | None:
-    """When it last began to run: a suspended job's deadline does not run on, as a Kubernetes Job's does not."""
-    if running:
-        return before.started_at if before.started_at is not None and not _was_suspended(seen) else now
-    return before.started_at
-
-
-def _was_suspended(seen: Snapshot) -> bool:
-    return seen.condition(Type.SUSPENDED)[0] == Truth.TRUE
+    return now if running and began(seen) is None else before.started_at
 
 
 def written(seconds: float) -> str:
@@ -73,13 +75,12 @@ def written(seconds: float) -> str:
 
 def observed(seen: Snapshot, decision: Decision) -> Iterator[Observed]:
     """All that was observed now."""
-    if decision.stage is Stage.REJECTED:
-        yield Observed(type=Type.ACCEPTED, truth=Truth.FALSE, reason="Invalid", message=seen.problem)
+    if seen.job is None:
+        yield _not(Type.ACCEPTED, "Invalid", seen.problem)
         return
-    assert seen.job is not None
     spec = seen.job.spec
     made = [
-        _accepted(seen),
+        *([] if has_ended(seen) else [_accepted(seen)]),  # who has ended looks for nothing any more
         _quota(seen),
         _suspension(seen, decision),
         *(_released(seen) if decision.parked else _at_work(seen, decision, spec)),
@@ -104,9 +105,9 @@ def _unknown(kind: Type, message: str) -> Observed:
 
 def _accepted(seen: Snapshot) -> Observed:
     """What a manifest names is looked for by the pods themselves, before their programs start."""
-    for pod in seen.pods:
+    for pod in seen.staying:
         for item in pod.ended:
-            if item.container == "prepare":
+            if item.container == "prepare" and _is_missing(item):
                 return _not(Type.ACCEPTED, "Unresolvable", f"{pod.name}: {item.message or item}")
         if "CreateContainerConfigError" in pod.unstartable:
             return _not(Type.ACCEPTED, "Unresolvable", f"{pod.name}: {pod.unstartable}")
@@ -116,12 +117,19 @@ def _accepted(seen: Snapshot) -> Observed:
     return _is(Type.ACCEPTED, "Valid")
 
 
+def _is_missing(item: Ended) -> bool:
+    """Whether a preparation failed of something that is not there, rather than of a place that could not be asked."""
+    return item.code == EXIT_INPUT or "/not_found]" in item.message
+
+
 def _quota(seen: Snapshot) -> Observed:
     if QUEUE_LABEL not in seen.labels:
         return _is(Type.QUOTA_RESERVED, "NotQueued")
-    gated = [pod.name for pod in seen.pods if pod.gated]
+    gated = [pod.name for pod in seen.staying if pod.gated]
     if gated:
         return _not(Type.QUOTA_RESERVED, "Waiting", f"{len(gated)} pods wait for queue {seen.labels[QUEUE_LABEL]}")
+    if not seen.present:
+        return _unknown(Type.QUOTA_RESERVED, f"there is no pod that queue {seen.labels[QUEUE_LABEL]} could admit")
     return _is(Type.QUOTA_RESERVED, "Admitted")
 
 
@@ -129,7 +137,7 @@ def _suspension(seen: Snapshot, decision: Decision) -> Observed:
     if decision.stage is Stage.DRAINING:
         return _not(Type.SUSPENDED, "Draining", "rollouts end and the learner checkpoints")
     if decision.stage is Stage.RELEASING:
-        return _not(Type.SUSPENDED, "Draining", f"{len(seen.pods)} pods are going")
+        return _not(Type.SUSPENDED, "Draining", f"{len(seen.present)} pods are going")
     if decision.stage is Stage.RELEASED:
         step = seen.status.get("progress", {}).get("step", 0)
         return _is(Type.SUSPENDED, "Released", f"at step {step}; suspend: false goes on from there")
@@ -138,7 +146,7 @@ def _suspension(seen: Snapshot, decision: Decision) -> Observed:
 
 def _released(seen: Snapshot) -> Iterator[Observed]:
     """Of a job whose pods are not to run. Nobody serves a policy then, so nobody has converged."""
-    left = f"{len(seen.pods)} pods are going" if seen.pods else ""
+    left = f"{len(seen.present)} pods are going" if seen.present else ""
     yield _not(Type.SCHEDULED, "Released", left)
     yield _not(Type.ENGINES_READY, "Released", left)
     yield _unknown(Type.POLICY_CONVERGED, "no engine is to run")
@@ -149,28 +157,31 @@ def _released(seen: Snapshot) -> Iterator[Observed]:
 def _at_work(seen: Snapshot, decision: Decision, spec: JobSpec) -> Iterator[Observed]:
     yield _scheduled(seen, spec)
     yield _engines_ready(seen, spec)
-    yield _converged(seen)
-    yield _flowing(seen, decision)
+    yield _converged(seen, spec)
+    yield _flowing(seen, decision, spec)
     yield _progressing(seen, decision)
     told = seen.speaking
     if told is not None:
         yield from _reward(told)
 
 
-def expected(spec: JobSpec) -> int:
-    """Pods of a job that runs: engines with their agents, workers, tools, judge and learner."""
-    return spec.inference.replicas + spec.rollout.replicas + 3
+def expected(spec: JobSpec) -> Mapping[Role, int]:
+    """Pods of a job that runs; an engine lives in its agent's."""
+    single = dict.fromkeys((Role.TOOLS, Role.JUDGE, Role.LEARNER), 1)
+    return {Role.INFERENCE: spec.inference.replicas, Role.ROLLOUT: spec.rollout.replicas, **single}
 
 
 def _scheduled(seen: Snapshot, spec: JobSpec) -> Observed:
+    wanted = expected(spec)
+    placed = {role: len([pod for pod in seen.of(role) if pod.scheduled]) for role in wanted}
+    if all(placed[role] >= number for role, number in wanted.items()):
+        return _is(Type.SCHEDULED, "PodsScheduled")
     if seen.unsatisfiable:
         return _not(Type.SCHEDULED, "Unsatisfiable", seen.unsatisfiable)
-    placed = len([pod for pod in seen.pods if not pod.deleting and pod.scheduled])
-    if placed >= expected(spec):
-        return _is(Type.SCHEDULED, "PodsScheduled")
     waiting = [pod for pod in stuck(seen) if not pod.scheduled]
     why = next((f"{pod.name}: {pod.unscheduled}" for pod in waiting if pod.unscheduled), "")
-    return _not(Type.SCHEDULED, "Pending", why or f"{placed} of {expected(spec)} pods have a node")
+    found = sum(min(placed[role], number) for role, number in wanted.items())
+    return _not(Type.SCHEDULED, "Pending", why or f"{found} of {sum(wanted.values())} pods have a node")
 
 
 def trouble(pods: list[Pod]) -> str:
@@ -189,28 +200,44 @@ def _engines_ready(seen: Snapshot, spec: JobSpec) -> Observed:
     ready = len([pod for pod in pods if pod.ready])
     if ready >= wanted:
         return _is(Type.ENGINES_READY, "AllReady", f"{ready}/{wanted}")
-    wrong = trouble(pods)
+    wrong = trouble(pods) or _away(seen.speaking)
     if wrong:
         return _not(Type.ENGINES_READY, "Unavailable", f"{ready}/{wanted}; {wrong}")
     return _not(Type.ENGINES_READY, "Starting", f"{ready}/{wanted}")
 
 
-def _converged(seen: Snapshot) -> Observed:
+def _away(told: Told | None) -> str:
+    """The engine that answered the learner once and does not now, if there is one."""
+    away = [engine for engine in told.report.engines if engine.state == "away"] if told is not None else []
+    return f"{away[0].name} does not answer {away[0].message}".strip() if away else ""
+
+
+def proved_by_all(seen: Snapshot, spec: JobSpec) -> bool:
+    """Whether every engine that the job wants has proved the newest version."""
+    told = seen.speaking
+    return told is not None and told.proved >= max(told.report.engines_total, spec.inference.replicas)
+
+
+def _converged(seen: Snapshot, spec: JobSpec) -> Observed:
     told = seen.speaking
     if told is None:
         return _unknown(Type.POLICY_CONVERGED, "the learner, which hears it from every engine, does not answer")
     report = told.report
+    if report.phase in OVER:
+        return _unknown(Type.POLICY_CONVERGED, "the learner has ended its run and hears of no engine")
     newest = told.policy.name if told.policy else "no version yet"
-    proved = f"{report.engines_converged}/{report.engines_total} engines have proved {newest}"
-    if told.converged:
+    total = max(report.engines_total, spec.inference.replicas)
+    proved = f"{told.proved}/{total} engines have proved {newest}"
+    if proved_by_all(seen, spec):
         return _is(Type.POLICY_CONVERGED, "AllProved", proved)
     lying = [engine for engine in report.engines if engine.state == "quarantined"]
     if lying:
-        return _not(Type.POLICY_CONVERGED, "Quarantined", f"{proved}; {lying[0].name}: {lying[0].message}")
+        why = lying[0].message or "it does not say why"
+        return _not(Type.POLICY_CONVERGED, "Quarantined", f"{proved}; {lying[0].name}: {why}")
     return _not(Type.POLICY_CONVERGED, "Loading", proved)
 
 
-def _flowing(seen: Snapshot, decision: Decision) -> Observed:
+def _flowing(seen: Snapshot, decision: Decision, spec: JobSpec) -> Observed:
     told = seen.speaking
     wrong = next(filter(None, (trouble(seen.of(role)) for role in (Role.ROLLOUT, Role.TOOLS, Role.JUDGE))), "")
     if decision.stage is Stage.DRAINING:
@@ -219,10 +246,11 @@ def _flowing(seen: Snapshot, decision: Decision) -> Observed:
         return _not(Type.ROLLOUTS_FLOWING, "Failing", wrong)
     if told is None or told.report.phase == "starting":
         return _not(Type.ROLLOUTS_FLOWING, "Starting")
-    if told.report.phase in {"succeeded", "failed", "suspended", "draining"}:
+    if told.report.phase in {*OVER, "draining"}:
         return _not(Type.ROLLOUTS_FLOWING, "Drained")
     if told.report.workers == 0:
-        return _not(Type.ROLLOUTS_FLOWING, "NoWorker", wrong)
+        ready = len([pod for pod in seen.of(Role.ROLLOUT) if pod.ready])
+        return _not(Type.ROLLOUTS_FLOWING, "NoWorker", f"{ready} of {spec.rollout.replicas} workers' pods are ready")
     running, ready = told.report.groups_running, told.report.groups_ready
     return _is(Type.ROLLOUTS_FLOWING, "Flowing", f"{told.report.workers} workers, {running} groups run, {ready} wait")
 
@@ -265,7 +293,7 @@ def _reward(told: Told) -> Iterator[Observed]:
     judging = {name: count for name, count in report.failures.items() if name.startswith("judge/")}
     if report.degenerate:
         yield _not(kind, "Degenerate", "every group of the last steps had equal rewards")
-    elif "reward" in report.means:
+    elif _mean(report, "reward") is not None:
         yield _is(kind, "Scoring", f"mean {report.means['reward']:.3f}")
     elif judging:
         yield _not(kind, "JudgeFailing", ", ".join(f"{name} {count} times" for name, count in sorted(judging.items())))
@@ -301,21 +329,27 @@ def _progress(told: Told) -> ProgressStatus:
         total_steps=report.total_steps,
         reward=_mean(report, "reward"),
         answer_correct=_mean(report, "answer_correct"),
-        episodes_per_second=round(report.episodes_per_second, 2) or None,
-        tokens_per_second=round(report.tokens_per_second, 1) or None,
-        eta_seconds=int(report.eta_seconds) or None,
-        failures=dict(report.failures),
+        episodes_per_second=_number(report.episodes_per_second, 2) or None,
+        tokens_per_second=_number(report.tokens_per_second, 1) or None,
+        eta_seconds=int(report.eta_seconds) or None if 0 < report.eta_seconds < LONGEST_ETA else None,
+        failures=dict(sorted(report.failures.items(), key=lambda item: (-item[1], item[0]))[:FAILURES_TOLD]),
     )
 
 
 def _mean(report: pb.WatchProgressResponse, name: str) -> float | None:
-    return round(report.means[name], 4) if name in report.means else None
+    return _number(report.means[name], 4) if name in report.means else None
 
 
-def _lineage(before: JobStatus, told: Told | None, now: str) -> tuple[PolicyStatus | None, list[PolicyStatus]]:
+def _number(value: float, digits: int) -> float | None:
+    """A number that JSON has; None for one that it has not."""
+    return round(value, digits) if isfinite(value) else None
+
+
+def _lineage(before: JobStatus, seen: Snapshot, now: str) -> tuple[PolicyStatus | None, list[PolicyStatus]]:
     """The newest version that every engine has proved, and the last ones; a version is dated when it was first seen so."""
+    told = seen.speaking
     newest = None if told is None else told.policy
-    if told is None or newest is None or not told.converged:
+    if told is None or newest is None or seen.job is None or not proved_by_all(seen, seen.job.spec):
         return before.policy, before.history
     if before.policy is not None and before.policy.version == newest.name:
         return before.policy, before.history
@@ -334,7 +368,7 @@ def _lineage(before: JobStatus, told: Told | None, now: str) -> tuple[PolicyStat
 def _engines(seen: Snapshot, before: JobStatus) -> list[EngineStatus]:
     """As the learner tells; of what it does not answer for, nothing is claimed."""
     told = seen.speaking
-    if told is None:
+    if told is None or not told.report.engines:
         return [EngineStatus(name=engine.name, state="unknown") for engine in before.engines]
     return [
         EngineStatus(
@@ -342,7 +376,7 @@ def _engines(seen: Snapshot, before: JobStatus) -> list[EngineStatus]:
             version=_name(engine.policy),
             lag=engine.lag,
             state=engine.state,
-            message=engine.message,
+            message=shortened(engine.message, LONGEST_MESSAGE),
         )
         for engine in report_engines(told.report)
     ]
@@ -365,7 +399,7 @@ def _shown(status: JobStatus, conditions: list[Condition], told: Told | None) ->
         phase=phase(conditions),
         step=f"{progress.step}/{progress.total_steps}" if progress.total_steps else "",
         policy="" if policy is None else f"v{policy.step}",
-        converged="" if told is None else f"{told.report.engines_converged}/{told.report.engines_total}",
+        converged="" if told is None or not told.report.engines else f"{told.proved}/{told.report.engines_total}",
         lag=max((engine.lag for engine in status.engines), default=0),
         reward="" if progress.reward is None else f"{progress.reward:.2f}",
     )

@@ -235,6 +235,8 @@ def _learner(job: AgentRLJob, site: Site) -> Component:
             "max_failed_share": spec.algorithm.max_failed_share,
             "threads": spec.learner.threads,
             "device": site.build(spec.learner.accelerator, "learner").device,
+            "linger": site.linger,
+            "traceparent": site.traceparent,
         }
     )
     component = _component(Role.LEARNER, 0, settings, site, restarts=False)

@@ -246,3 +246,8 @@ class LearnerSettings(ServiceSettings):
     device: str = "cpu"
     start_seconds: float = 600.0
     """How long to wait for engines and workers to come up."""
+    linger: bool = False
+    """Whether the program stays when the run has ended, and tells how it ended until it is told to go: on a cluster the pod of a
+    StatefulSet is started again when its program ends."""
+    traceparent: str | None = None
+    """W3C trace context that the run's root span belongs to, such as the operator's reconcile of the job; None begins a trace."""

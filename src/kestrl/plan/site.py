@@ -75,6 +75,10 @@ class Site:
     """By accelerator profile: a cluster's administrator may have added some."""
     workers: tuple[str, ...] | None = None
     """Where the learner finds rollout workers, where their number may change: `dns://host:port`. None: each replica's own address."""
+    linger: bool = False
+    """Whether the learner stays when the run has ended, to tell how: where a program that ends is started again."""
+    traceparent: str | None = None
+    """W3C trace context that the run belongs to."""
 
     def build(self, accelerator: Accelerator, part: str) -> Build:
         """What a part of the job is on its accelerator.

@@ -34,10 +34,11 @@ def channel(address: str) -> Channel:
     return grpc.aio.insecure_channel(address, options=OPTIONS)
 
 
-def _metadata() -> tuple[tuple[str, str], ...]:
+def _metadata(token: str | None) -> tuple[tuple[str, str], ...]:
     carrier: dict[str, str] = {}
     inject(carrier)
-    token = os.environ.get(TOKEN_VARIABLE)
+    if token is None:
+        token = os.environ.get(TOKEN_VARIABLE)
     if token:
         carrier[TOKEN_KEY] = token
     return tuple(carrier.items())
@@ -54,7 +55,14 @@ async def connected(channel: Channel, *, seconds: float) -> bool:
 
 
 async def call(
-    method: Callable[..., Any], request: object, reply: type[Reply], *, timeout: float, peer: str, wait: bool = False
+    method: Callable[..., Any],
+    request: object,
+    reply: type[Reply],
+    *,
+    timeout: float,
+    peer: str,
+    wait: bool = False,
+    token: str | None = None,
 ) -> Reply:
     """Makes one unary call.
 
@@ -66,6 +74,7 @@ async def call(
         peer: Who is called, for messages: `tools`.
         wait: Whether to wait for a server that is not up, and to ask again when it goes away meanwhile, until the time is over. Only
             for what may be asked twice.
+        token: The credential of the callee's job, for who calls many jobs; None takes this process's own.
 
     Raises:
         FailureError: The call failed; carries the server's failure, or one made from the status.
@@ -74,7 +83,7 @@ async def call(
     while True:
         left = max(0.0, ends - time.monotonic())
         try:
-            answer = await method(request, timeout=left, metadata=_metadata(), wait_for_ready=wait)
+            answer = await method(request, timeout=left, metadata=_metadata(token), wait_for_ready=wait)
         except grpc.aio.AioRpcError as error:
             if wait and left > 0 and went_away(error):
                 continue
@@ -84,10 +93,16 @@ async def call(
 
 
 async def stream(
-    method: Callable[..., Any], request: object, reply: type[Reply], *, timeout: float | None, peer: str
+    method: Callable[..., Any],
+    request: object,
+    reply: type[Reply],
+    *,
+    timeout: float | None,
+    peer: str,
+    token: str | None = None,
 ) -> AsyncIterator[Reply]:
     """Makes one server-streaming call and yields its answers; leaving the loop cancels it. Raises as `call` does."""
-    pending = method(request, timeout=timeout, metadata=_metadata())
+    pending = method(request, timeout=timeout, metadata=_metadata(token))
     try:
         async for answer in pending:
             assert isinstance(answer, reply)

@@ -96,6 +96,13 @@ PLACED_RULES: Mapping[tuple[str, ...], tuple[dict[str, str], ...]] = {
             ".temperature",
         ),
     ),
+    ("spec", "failurePolicy", "rules", "[]"): (
+        rule(
+            "!has(self.role) || self.role == 'learner' || !self.reason.contains('/')",
+            "the learner alone tells of a failure by boundary/code; remove role, or name how a container ends, such as OOMKilled",
+            ".role",
+        ),
+    ),
     ("spec", "rewards", "[]"): (
         rule("has(self.rule) != has(self.ruler)", "give either rule or ruler, and one of them only"),
         rule("!has(self.ruler)", "language-model judges are not available yet; use a rule", ".ruler"),

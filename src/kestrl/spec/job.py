@@ -270,6 +270,36 @@ class Telemetry(Model):
     """An OTLP/gRPC endpoint such as http://127.0.0.1:4317. The standard OTEL_* variables also work."""
 
 
+class FailureRule(Model):
+    """What is done when a part of the job fails in a certain way; the first rule that fits counts."""
+
+    role: Literal["inference", "rollout", "tools", "judge", "learner"] | None = None
+    """The part; without it any."""
+    reason: Annotated[str, Field(pattern=r"^(\*|[A-Za-z]+|[a-z_]+/(\*|[a-z0-9_]+))$")] = "*"
+    """`OOMKilled` or `Error` of a container, or `boundary/code` of what the learner told, such as `engine/logprob_gap`; `*` is any."""
+    action: Literal["RestartComponent", "RestartJob", "Ignore", "Fail"]
+    """RestartComponent starts the learner again, RestartJob all pods, and Fail ends the job; Ignore starts the learner again without counting.
+
+    A container that ended is restarted in its pod whatever is written here, unless RestartJob or Fail is. Preemption and eviction never count."""
+
+
+class FailurePolicy(Model):
+    """What failures lead to, on a cluster."""
+
+    backoff_limit: NonNegativeInt = 3
+    """Restarts after the learner told of a failure, each after twice the wait of the one before; one more failure ends the job."""
+    rules: list[FailureRule] = []
+    """Without a rule that fits, the learner is started again, and a container that ends by itself is restarted in its pod."""
+
+
+class Patch(Model):
+    """A change to the pods of one part, merged as `kubectl patch` does it: lists of containers, volumes and variables by their names."""
+
+    role: Literal["inference", "rollout", "tools", "judge", "learner"]
+    template: dict[str, Any]
+    """Of a PodTemplate: `metadata` (labels, annotations) and `spec`."""
+
+
 class JobSpec(Model):
     """What a person wants."""
 
@@ -288,6 +318,11 @@ class JobSpec(Model):
     telemetry: Telemetry = Telemetry()
     suspend: bool = False
     """Drain, checkpoint and release everything until it is false again."""
+    failure_policy: FailurePolicy = FailurePolicy()
+    patches: list[Patch] = []
+    """On a cluster: whatever a pod should have that nothing above has a word for, such as requests, affinity or a volume."""
+    pending_deadline: Duration | None = None
+    """A job whose pods could not start for so long is failed (on a cluster); without it it waits."""
     active_deadline: Duration | None = None
     """The run is failed after so long."""
     ttl_after_finished: Duration | None = None

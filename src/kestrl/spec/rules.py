@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator
 from itertools import pairwise
 from typing import NamedTuple
 
-from kestrl.spec.job import JobSpec
+from kestrl.errors import Boundary
+from kestrl.spec.job import FailureRule, JobSpec
 from kestrl.spec.scalars import format_duration
 
 ENGINE_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
@@ -142,6 +143,58 @@ def evaluation_has_data(spec: JobSpec) -> Iterator[Problem]:
         yield Problem("spec.schedule.evalEvery", "there is nothing to evaluate on: add data.validation")
 
 
+def a_wait_for_pods_can_end(spec: JobSpec) -> Iterator[Problem]:
+    limit, active = spec.pending_deadline, spec.active_deadline
+    if limit == 0:
+        yield Problem("spec.pendingDeadline", "0s fails every job, for pods take time to start; name one such as 30m")
+    elif limit is not None and active is not None and limit >= active:
+        yield Problem(
+            "spec.pendingDeadline",
+            f"is never reached, since activeDeadline ({format_duration(active)}) comes first; lower it or remove it",
+        )
+
+
+def failure_rules_can_fit(spec: JobSpec) -> Iterator[Problem]:
+    rules = spec.failure_policy.rules
+    for index, rule in enumerate(rules):
+        path = f"spec.failurePolicy.rules[{index}]"
+        boundary, told, _ = rule.reason.partition("/")
+        if told and boundary not in set(Boundary):
+            yield Problem(
+                f"{path}.reason", f"{boundary!r} is no boundary of a failure; there are {', '.join(Boundary)}"
+            )
+        elif told and rule.role not in {None, "learner"}:
+            yield Problem(
+                f"{path}.role",
+                "the learner alone tells of a failure by boundary/code; remove role, or name how a container ends, such as OOMKilled",
+            )
+        first = next((number for number, other in enumerate(rules[:index]) if _covers(other, rule)), None)
+        if first is not None:
+            yield Problem(path, f"is never reached: rules[{first}] fits whatever it fits; move it up or remove it")
+
+
+def _covers(one: FailureRule, other: FailureRule) -> bool:
+    """Whether a rule fits whatever another fits."""
+    reasons = one.reason in {"*", other.reason} or (
+        one.reason.endswith("/*") and other.reason.startswith(one.reason[:-1])
+    )
+    return reasons and one.role in {None, other.role}
+
+
+def patches_are_of_templates(spec: JobSpec) -> Iterator[Problem]:
+    for index, patch in enumerate(spec.patches):
+        path = f"spec.patches[{index}].template"
+        if not patch.template:
+            yield Problem(path, "changes nothing; give it metadata or spec, or remove the patch")
+        for field, value in patch.template.items():
+            if field not in {"metadata", "spec"}:
+                yield Problem(
+                    f"{path}.{field}", "a pod template has metadata and spec only; put it beneath one of them"
+                )
+            elif not isinstance(value, dict):
+                yield Problem(f"{path}.{field}", "must be a map")
+
+
 RULES: tuple[Rule, ...] = (
     deadlines_nest,
     temperature_is_positive,
@@ -155,6 +208,9 @@ RULES: tuple[Rule, ...] = (
     a_group_fits_a_worker,
     data_fills_a_step,
     evaluation_has_data,
+    a_wait_for_pods_can_end,
+    failure_rules_can_fit,
+    patches_are_of_templates,
 )
 
 

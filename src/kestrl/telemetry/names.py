@@ -30,6 +30,7 @@ class SpanName:
     PROVE = "kestrl.prove"
     EVALUATE = "kestrl.evaluate"
     CHECKPOINT = "kestrl.checkpoint"
+    RECONCILE = "kestrl.reconcile"
 
 
 class Attr:
@@ -75,6 +76,15 @@ class Metric:
     RPC_CALLS = Instrument(
         "kestrl.rpc.calls", "Calls answered; failure is boundary/code", labels=("method", "failure"), counts=True
     )
+
+    RECONCILES = Instrument("kestrl.operator.reconciles", "Passes over jobs", labels=("result",), counts=True)
+    OPERATOR_QUEUE = Instrument("kestrl.operator.queue", "Jobs that wait for a pass, now or later")
+    OPERATOR_LEADER = Instrument("kestrl.operator.leader", "Whether this replica leads")
+    OPERATOR_REQUESTS = Instrument("kestrl.operator.requests", "Requests to the apiserver, watches aside", counts=True)
+    OPERATOR_FOLLOWED = Instrument("kestrl.operator.followed", "Learners whose progress is listened to")
+    OPERATOR_JOBS = Instrument("kestrl.operator.jobs", "Jobs", labels=("phase",))
+    OPERATOR_DEAF = Instrument("kestrl.operator.deaf", "Jobs that the watch did not tell of between two audits")
+    WATCH_AGE = Instrument("kestrl.operator.watch.age", "Since lists and watches were last compared", "s")
 
     STEP = Instrument("kestrl.learner.step", "Optimiser steps done")
     STEPS = Instrument("kestrl.learner.steps", "Optimiser steps in all")

@@ -37,7 +37,7 @@ default = yes
 """
 _DEFAULTS = """
 [DEFAULT]
-bind_ip = 127.0.0.1
+bind_ip = {host}
 bind_port = {port}
 user = {user}
 swift_dir = {folder}
@@ -81,11 +81,13 @@ class S3Server:
 
     folder: Path
     ports: Mapping[str, int]
+    host: str = "127.0.0.1"
+    """Where requests are answered; the parts behind it are on the loopback always."""
     _processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict[str, "subprocess.Popen[bytes]"])
 
     @property
     def endpoint(self) -> str:
-        return f"http://127.0.0.1:{self.ports['proxy']}"
+        return f"http://{self.host}:{self.ports['proxy']}"
 
     def environment(self, *, secret: str = SECRET_KEY) -> dict[str, str]:
         """What a client of the AWS kind needs to find it."""
@@ -123,7 +125,8 @@ class S3Server:
                     )
         deadline = time.monotonic() + START_SECONDS
         for kind in KINDS:
-            _await_port(self.ports[kind], self._processes[kind], deadline, self.folder / f"{kind}.log")
+            host = self.host if kind == "proxy" else "127.0.0.1"
+            _await_port(host, self.ports[kind], self._processes[kind], deadline, self.folder / f"{kind}.log")
 
     def stop(self) -> None:
         """Ends all four."""
@@ -138,10 +141,10 @@ class S3Server:
         self._processes.clear()
 
 
-def _await_port(port: int, process: subprocess.Popen[bytes], deadline: float, log: Path) -> None:
+def _await_port(host: str, port: int, process: subprocess.Popen[bytes], deadline: float, log: Path) -> None:
     while True:
         try:
-            with socket.create_connection(("127.0.0.1", port), timeout=1):
+            with socket.create_connection((host, port), timeout=1):
                 return
         except OSError as error:
             if process.poll() is not None or time.monotonic() > deadline:
@@ -166,18 +169,24 @@ def _ring(folder: Path, kind: str, port: int) -> None:
 
 
 @contextmanager
-def serving_s3(folder: Path) -> Generator[S3Server]:
-    """A server over `folder` (on a file system with extended attributes), ended with the block."""
+def serving_s3(folder: Path, *, host: str = "127.0.0.1") -> Generator[S3Server]:
+    """A server over `folder` (on a file system with extended attributes), ended with the block.
+
+    Args:
+        folder: What it holds lies here, and so does its configuration.
+        host: An address of this machine; another one than the loopback for clients elsewhere.
+    """
     ports = dict(zip(KINDS, _free_ports(len(KINDS)), strict=True))
     (folder / "devices" / "d1").mkdir(parents=True, exist_ok=True)
     (folder / "swift.conf").write_text(_SWIFT)
     for kind in KINDS:
-        facts = {"kind": kind, "port": ports[kind], "folder": folder, "user": getuser()}
+        bind = host if kind == "proxy" else "127.0.0.1"
+        facts = {"kind": kind, "port": ports[kind], "host": bind, "folder": folder, "user": getuser()}
         body = _PROXY if kind == "proxy" else _STORAGE
         (folder / f"{kind}.conf").write_text(_DEFAULTS.format(**facts) + body.format(**facts))
         if kind != "proxy":
             _ring(folder, kind, ports[kind])
-    server = S3Server(folder, ports)
+    server = S3Server(folder, ports, host)
     try:
         server.start()
         yield server

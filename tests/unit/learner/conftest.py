@@ -24,6 +24,8 @@ from kestrl.episode import Group
 from kestrl.errors import Failure
 from kestrl.plan.settings import AlgorithmSettings, DataSettings, EngineEntry, GapBounds, LearnerSettings
 from kestrl.rpc.codec import group_from_proto
+from kestrl_learner import engines as engines_module
+from kestrl_learner import workers as workers_module
 from kestrl_learner.model import PolicyModel
 
 from .fakes import VOCABULARY, FakeAgent, FakeWorker, Oracle, free_port, make_policy, served
@@ -161,6 +163,19 @@ def make_settings(folder: Path, model: Path, **changes: Any) -> LearnerSettings:
         "start_seconds": 10.0,
     }
     return LearnerSettings.model_validate(given | changes)
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Looks are frequent, so that what is seen by looking is seen soon."""
+    for module, name, seconds in (
+        (engines_module, "LOOK_SECONDS", 0.05),
+        (engines_module, "FIRST_RETRY", 0.05),
+        (engines_module, "STRAGGLER_SECONDS", 0.5),
+        (workers_module, "LOOK_SECONDS", 0.2),
+        (workers_module, "RETRY_SECONDS", 0.05),
+    ):
+        monkeypatch.setattr(module, name, seconds)
 
 
 Staging = Callable[..., Any]

@@ -8,6 +8,7 @@ import socket
 from array import array
 from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,13 @@ from kestrl import rpc
 from kestrl.api.common.v1 import common_pb2
 from kestrl.api.inference.v1 import inference_pb2 as ipb
 from kestrl.api.inference.v1 import inference_pb2_grpc as istubs
+from kestrl.api.learner.v1 import learner_pb2 as lpb
+from kestrl.api.learner.v1 import learner_pb2_grpc as lstubs
 from kestrl.api.rollout.v1 import rollout_pb2 as rpb
 from kestrl.api.rollout.v1 import rollout_pb2_grpc as rstubs
 from kestrl.episode import Episode, Group, PolicyVersion, Row, StopReason, Turn
-from kestrl.errors import EngineFailure, KestrlError
-from kestrl.rpc.codec import group_to_proto, policy_from_proto, policy_to_proto, scenario_from_proto
+from kestrl.errors import EngineFailure, Failure, KestrlError
+from kestrl.rpc.codec import failure_to_proto, group_to_proto, policy_from_proto, policy_to_proto, scenario_from_proto
 from kestrl.storage import fetch_adapter, open_store
 from kestrl_learner.model import PolicyModel
 
@@ -63,6 +66,61 @@ async def served(name: str, register: Callable[[Any], None], address: str | None
         await server
 
 
+async def until(condition: Callable[[], Any], seconds: float = 10.0) -> None:
+    async with asyncio.timeout(seconds):
+        while not condition():  # noqa: ASYNC110 - what a fake saw has no event
+            await asyncio.sleep(0.01)
+
+
+@dataclass
+class Watcher:
+    """What a learner told."""
+
+    stub: Any
+    reports: list[lpb.WatchProgressResponse] = field(default_factory=list)
+    ended: bool = False
+    """Whether the learner ended the stream."""
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def last(self) -> lpb.WatchProgressResponse:
+        return self.reports[-1]
+
+    async def told(self, what: Callable[[lpb.WatchProgressResponse], Any]) -> lpb.WatchProgressResponse:
+        """The newest report, once it says so."""
+        async with asyncio.timeout(20):
+            while not (self.reports and what(self.last)):
+                self.changed.clear()
+                await self.changed.wait()
+        return self.last
+
+    async def follow(self, request: lpb.WatchProgressRequest) -> None:
+        answers = rpc.stream(self.stub.WatchProgress, request, lpb.WatchProgressResponse, timeout=None, peer="learner")
+        async for report in answers:
+            self.reports.append(report)
+            self.changed.set()
+        self.ended = True
+
+    async def drain(self) -> None:
+        await rpc.call(self.stub.Drain, lpb.DrainRequest(), lpb.DrainResponse, timeout=5, peer="learner")
+
+
+@asynccontextmanager
+async def watched(address: str, *, min_interval: float = 0.0) -> AsyncGenerator[Watcher]:
+    """Follows a learner, as the operator does."""
+    async with rpc.channel(address) as connection:
+        assert await rpc.connected(connection, seconds=20)
+        watcher = Watcher(lstubs.LearnerServiceStub(connection))
+        following = asyncio.create_task(watcher.follow(lpb.WatchProgressRequest(min_interval_seconds=min_interval)))
+        try:
+            yield watcher
+        finally:
+            following.cancel()
+            await asyncio.wait([following])
+        if not following.cancelled():
+            following.result()
+
+
 class Oracle:
     """Log-probs of any published version, as an engine would give them."""
 
@@ -95,6 +153,8 @@ class FakeAgent(istubs.EngineAgentServiceServicer):
         self.most_held = 0
         self.fail: Callable[[PolicyVersion], KestrlError | None] = lambda _: None
         self.state = ipb.ENGINE_STATE_READY
+        self.failure: Failure | None = None
+        """What it says is wrong."""
         self.load = ipb.EngineLoad()
         self.looks = 0
         self.loads = 0
@@ -136,6 +196,7 @@ class FakeAgent(istubs.EngineAgentServiceServicer):
             url=f"http://{self.name}",
             state=self.state,
             load=self.load,
+            failure=None if self.failure is None else failure_to_proto(self.failure),
             policies=[
                 ipb.LoadedPolicy(policy=policy_to_proto(policy), proved=proved) for policy, proved in self.held.values()
             ],

@@ -14,29 +14,12 @@ from kestrl.api.learner.v1 import learner_pb2 as lpb
 from kestrl.api.learner.v1 import learner_pb2_grpc as lstubs
 from kestrl.errors import EngineFailure, KestrlError, UserInputError
 from kestrl.plan.settings import EvaluateSettings
-from kestrl_learner import engines as engines_module
-from kestrl_learner import workers as workers_module
 from kestrl_learner.__main__ import work
 from kestrl_learner.run import Run
 
+from .fakes import until
 
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Looks are frequent, so that what is seen by looking is seen soon."""
-    for module, name, seconds in (
-        (engines_module, "LOOK_SECONDS", 0.05),
-        (engines_module, "FIRST_RETRY", 0.05),
-        (engines_module, "STRAGGLER_SECONDS", 0.5),
-        (workers_module, "LOOK_SECONDS", 0.2),
-        (workers_module, "RETRY_SECONDS", 0.05),
-    ):
-        monkeypatch.setattr(module, name, seconds)
-
-
-async def until(condition: Any, seconds: float = 10.0) -> None:
-    async with asyncio.timeout(seconds):
-        while not condition():  # noqa: ASYNC110 - what a fake saw has no event
-            await asyncio.sleep(0.01)
+pytestmark = pytest.mark.usefixtures("quick")
 
 
 @asynccontextmanager
@@ -180,7 +163,7 @@ async def test_a_changed_algorithm_does_not_resume_a_run(staged: Any) -> None:
 async def test_data_that_fills_no_step_is_refused(staged: Any) -> None:
     async with staged() as stage:
         with pytest.raises(UserInputError, match="groupsPerStep"):
-            Run(stage.but(algorithm={"groups_per_step": 50}))
+            await Run(stage.but(algorithm={"groups_per_step": 50})).main()
 
 
 async def test_a_model_that_is_not_there_is_a_mendable_input(staged: Any) -> None:

@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load
 
+from kestrl.errors import StorageError
 from kestrl.plan.settings import AlgorithmSettings
 from kestrl.storage import fetch_adapter, open_store
 from kestrl_learner import adapters, checkpoint
@@ -305,9 +306,62 @@ def test_a_step_that_is_checkpointed_again_is_whole_at_every_moment(
     assert len(store.list("checkpoints")) == 2
 
 
-def test_a_corrupt_checkpoint_is_named_and_refused(tmp_path: Path) -> None:
-    from kestrl.errors import StorageError
+@pytest.mark.parametrize(
+    ("reads", "told"),
+    [
+        (lambda get, path: get(path).replace(b"newer", b"other"), "is corrupt"),
+        (lambda get, path: get(path.replace("000002", "lost")), "does not exist"),
+        (lambda get, path: get(path).replace(b'"facts": {}', b'"facts": 1 '), "holds other bytes"),
+    ],
+)
+def test_a_checkpoint_counts_only_when_it_was_read_back_and_nothing_goes_for_one_that_was_not(
+    reads: Callable[..., bytes], told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = open_store(tmp_path.as_uri())
+    checkpoint.write(store, checkpoint.Checkpoint(step=1, state=b"older", facts={}), keep=1)
+    get = store.get
+    with monkeypatch.context() as patched:
+        patched.setattr(store, "get", lambda path: reads(get, path))
+        with pytest.raises(checkpoint.Unconfirmed, match=told):
+            checkpoint.write(store, checkpoint.Checkpoint(step=2, state=b"newer", facts={}), keep=1)
+    assert checkpoint.steps(store) == [1, 2]
+    checkpoint.write(store, checkpoint.Checkpoint(step=2, state=b"newer", facts={}), keep=1)
+    assert checkpoint.steps(store) == [2]
 
+
+def test_of_a_large_checkpoint_it_is_confirmed_that_it_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = open_store(tmp_path.as_uri())
+    monkeypatch.setattr(checkpoint, "WHOLE_BYTES", 4)
+    read: list[str] = []
+    get = store.get
+    monkeypatch.setattr(store, "get", lambda path: read.append(path) or get(path))
+    checkpoint.write(store, checkpoint.Checkpoint(step=1, state=b"state", facts={}), keep=1)
+    assert read == [f"checkpoints/000001/{checkpoint.MANIFEST}"]
+    monkeypatch.setattr(store, "exists", lambda _: False)
+    with pytest.raises(checkpoint.Unconfirmed, match="does not exist"):
+        checkpoint.write(store, checkpoint.Checkpoint(step=2, state=b"state", facts={}), keep=1)
+    assert checkpoint.steps(store) == [1, 2]
+
+
+def test_a_checkpoint_of_before_sizes_were_written_down_is_read(tmp_path: Path) -> None:
+    store = open_store(tmp_path.as_uri())
+    checkpoint.write(store, checkpoint.Checkpoint(step=1, state=b"state", facts={"seconds": 1}), keep=1)
+    path = f"checkpoints/000001/{checkpoint.MANIFEST}"
+    manifest = json.loads(store.get(path))
+    del manifest["size"]
+    store.put(path, json.dumps(manifest).encode())
+    found = checkpoint.newest_manifest(store)
+    assert found is not None
+    checkpoint.confirm(store, found)
+    assert checkpoint.newest(store) == checkpoint.Checkpoint(step=1, state=b"state", facts={"seconds": 1})
+    store.put(path, b"{}")
+    with pytest.raises(StorageError, match="is not a manifest"):
+        checkpoint.newest(store)
+
+
+def test_a_corrupt_checkpoint_is_named_and_refused(tmp_path: Path) -> None:
     store = open_store(tmp_path.as_uri())
     checkpoint.write(store, checkpoint.Checkpoint(step=1, state=b"whole", facts={}), keep=2)
     (state,) = [path for path in store.list("checkpoints") if path.endswith(".pt")]

@@ -8,11 +8,15 @@ from typing import Any
 
 import pytest
 
+from kestrl.errors import UserInputError
+from kestrl.plan.components import Role
 from kestrl.plan.planning import plan
 from kestrl.prepare import PrepareSettings
 from kestrl.spec import read_job
 from kestrl_operator.cluster import read_cluster, site_of
+from kestrl_operator.observe import workload_of
 from kestrl_operator.render import Given, render
+from kestrl_operator.render.job import preparation
 
 ROOT = Path(__file__).parents[3]
 QUICKSTART = ROOT / "examples" / "email-search" / "quickstart.yaml"
@@ -34,21 +38,23 @@ NVIDIA = ("inference.accelerator={profile: nvidia, count: 2}", "learner.accelera
 ASCEND = ("inference.accelerator={profile: ascend, count: 1}", "learner.accelerator={profile: ascend}")
 
 
-def rendered(*overrides: str, values: dict[str, Any] | None = None, parked: bool = False) -> list[dict[str, Any]]:
+SECRETS = {
+    "KESTRL_JOB_TOKEN": "of-the-job",
+    "KESTRL_ENGINE_KEY": "of-the-engine",
+    "KESTRL_ENGINE_CONTROL_KEY": "of-its-control",
+}
+ROLES = ("inference", "tools", "judge", "rollout", "learner")
+
+
+def given(*overrides: str, values: dict[str, Any] | None = None, **changes: Any) -> Given:
     job, cluster = read_job(QUICKSTART, overrides), read_cluster({**VALUES, **(values or {})})
     site = site_of(job, "team-a", cluster, run="email-search-1", storage="s3://bucket/email-search-1")
-    secrets = {"KESTRL_JOB_TOKEN": "t", "KESTRL_ENGINE_KEY": "e", "KESTRL_ENGINE_CONTROL_KEY": "c"}
-    return render(
-        Given(
-            job=job,
-            namespace="team-a",
-            uid="u-1",
-            components=plan(job, site),
-            cluster=cluster,
-            secrets=secrets,
-            parked=parked,
-        )
-    )
+    plain: dict[str, Any] = {"job": job, "namespace": "team-a", "uid": "u-1", "cluster": cluster, "secrets": SECRETS}
+    return Given(**(plain | {"components": plan(job, site)} | changes))
+
+
+def rendered(*overrides: str, values: dict[str, Any] | None = None, **changes: Any) -> list[dict[str, Any]]:
+    return render(given(*overrides, values=values, **changes))
 
 
 def of_kind(objects: list[dict[str, Any]], *kinds: str) -> dict[str, dict[str, Any]]:
@@ -72,20 +78,146 @@ def test_a_job_becomes_these_objects() -> None:
     assert {(item["kind"], item["metadata"]["name"].removeprefix("email-search-")) for item in objects} == {
         ("Secret", "credentials"),
         ("ConfigMap", "settings"),
-        *(
-            (kind, role)
-            for kind in ("ServiceAccount", "Service")
-            for role in ("inference", "tools", "judge", "rollout", "learner")
-        ),
+        ("ServiceAccount", "email-search"),
+        *(("Service", role) for role in ROLES),
         ("StatefulSet", "inference"),
         ("StatefulSet", "learner"),
         *(("Deployment", role) for role in ("tools", "judge", "rollout")),
         *(("PodDisruptionBudget", role) for role in ("inference", "tools", "rollout", "learner")),
-        *(
-            ("NetworkPolicy", name)
-            for name in ("default-deny", "names", "inference", "tools", "judge", "rollout", "learner")
-        ),
+        *(("NetworkPolicy", name) for name in ("email-search", *ROLES)),
     }
+
+
+def test_what_pods_need_is_there_before_them_and_the_learner_is_the_last() -> None:
+    """Who asks whether all is applied looks at the learner's StatefulSet alone."""
+    kinds = [item["kind"] for item in rendered()]
+    first = {kind: kinds.index(kind) for kind in kinds}
+    last = {kind: len(kinds) - 1 - kinds[::-1].index(kind) for kind in kinds}
+    before = ("Secret", "ConfigMap", "ServiceAccount", "NetworkPolicy", "Service", "PodDisruptionBudget")
+    assert max(last[kind] for kind in before) < min(first["StatefulSet"], first["Deployment"])
+    assert [item["metadata"]["name"].removeprefix("email-search-") for item in rendered()[-5:]] == list(ROLES)
+
+
+def test_the_learner_carries_what_the_operator_remembers() -> None:
+    objects = rendered(attempts=2, restarts=1)
+    marks = objects[-1]["metadata"]["annotations"]
+    assert (marks["kestrl.dev/attempts"], marks["kestrl.dev/restarts"]) == ("2", "1")
+    found = workload_of(objects[-1])
+    assert found is not None
+    assert (found.role, found.count("kestrl.dev/attempts"), found.count("kestrl.dev/restarts")) == ("learner", 2, 1)
+    assert [item["metadata"]["name"] for item in objects if "annotations" in item["metadata"]] == [
+        "email-search-learner"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "changes"),
+    [
+        ((), {"parked": True}),
+        ((), {"attempts": 1}),
+        ((), {"restarts": 1}),
+        ((), {"queue": "gpus"}),
+        ((), {"store": "s3"}),
+        ((), {"secrets": {**SECRETS, "KESTRL_JOB_TOKEN": "another"}}),
+        (("rollout.replicas=3",), {}),
+        (("patches=[{role: judge, template: {spec: {nodeSelector: {a: b}}}}]",), {}),
+    ],
+)
+def test_whatever_changes_changes_the_digest(overrides: tuple[str, ...], changes: dict[str, Any]) -> None:
+    def digest(objects: list[dict[str, Any]]) -> str:
+        return str(objects[-1]["metadata"]["annotations"]["kestrl.dev/rendered"])
+
+    assert digest(rendered()) == digest(rendered())
+    assert digest(rendered()) != digest(rendered(*overrides, **changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "rolled"),
+    [({"attempts": 1}, {"learner"}), ({"restarts": 1}, set(ROLES)), ({"parked": True}, set()), ({"queue": "q"}, set())],
+)
+def test_another_attempt_rolls_the_learner_and_another_start_all_pods(
+    changes: dict[str, Any], rolled: set[str]
+) -> None:
+    before, after = workloads(rendered()), workloads(rendered(**changes))
+    assert {
+        name.removeprefix("email-search-")
+        for name in before
+        if before[name]["spec"]["template"] != after[name]["spec"]["template"]
+    } == rolled
+
+
+def test_pods_wait_in_the_jobs_queue() -> None:
+    for item in workloads(rendered(queue="gpus")).values():
+        assert item["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "gpus"
+        assert "kueue.x-k8s.io/queue-name" not in item["spec"]["template"]["metadata"]["labels"]
+        assert "kueue.x-k8s.io/queue-name" not in item["spec"]["selector"]["matchLabels"]
+    assert "kueue.x-k8s.io" not in json.dumps(rendered())
+
+
+def test_every_container_asks_for_what_the_administrator_says_and_its_devices() -> None:
+    asked = {"requests": {"cpu": "4", "memory": "16Gi"}, "limits": {"memory": "16Gi"}}
+    objects = rendered(*NVIDIA, values={"resources": {"engine": asked, "judge": {"limits": {"memory": "1Gi"}}}})
+    parts = containers(pod(objects, "inference"))
+    assert parts["engine"]["resources"] == {
+        "requests": {"cpu": "4", "memory": "16Gi", "nvidia.com/gpu": "2"},
+        "limits": {"memory": "16Gi", "nvidia.com/gpu": "2"},
+    }
+    assert "resources" not in parts["inference"]
+    assert containers(pod(objects, "judge"))["judge"]["resources"] == {"limits": {"memory": "1Gi"}}
+    assert containers(pod(objects, "learner"))["learner"]["resources"] == {
+        "requests": {"nvidia.com/gpu": "1"},
+        "limits": {"nvidia.com/gpu": "1"},
+    }
+
+
+def test_patches_are_merged_onto_the_pods_of_their_role_alone() -> None:
+    patch = (
+        "{role: inference, template: {metadata: {labels: {team: search}}, spec: {priorityClassName: high,"
+        " containers: [{name: engine, resources: {limits: {memory: 40Gi}}}]}}}"
+    )
+    plain = rendered(*NVIDIA)
+    changed = rendered(*NVIDIA, f"patches=[{patch}]")
+    template = workloads(changed)["email-search-inference"]["spec"]["template"]
+    assert template["metadata"]["labels"]["team"] == "search"
+    assert template["metadata"]["labels"]["kestrl.dev/role"] == "inference"
+    assert template["spec"]["priorityClassName"] == "high"
+    engine = containers(template["spec"])["engine"]
+    assert engine["resources"]["limits"] == {"memory": "40Gi", "nvidia.com/gpu": "2"}
+    assert engine["image"] == "vllm/vllm-openai:v0.32.0"
+    for role in ("tools", "judge", "rollout", "learner"):
+        assert pod(changed, role) == pod(plain, role)
+
+
+def test_a_patch_over_a_patch_wins_and_its_place_is_told() -> None:
+    one = "{role: tools, template: {spec: {nodeSelector: {pool: a, zone: x}}}}"
+    two = "{role: tools, template: {spec: {nodeSelector: {pool: b}}}}"
+    assert pod(rendered(f"patches=[{one}, {two}]"), "tools")["nodeSelector"] == {"pool": "b", "zone": "x"}
+    bad = "{role: judge, template: {spec: {hostNetwork: true}}}"
+    with pytest.raises(UserInputError, match=r"^spec\.patches\[1\]\.template\.spec\.hostNetwork: is not a job's"):
+        rendered(f"patches=[{one}, {bad}]")
+
+
+def test_claims_that_addresses_name_are_mounted_where_they_are_read() -> None:
+    objects = rendered("model.base=pvc://models/qwen", "data.train.uri=pvc://sets/train.jsonl", "data.validation=null")
+    mounted = {
+        role: {
+            volume["persistentVolumeClaim"]["claimName"]
+            for volume in pod(objects, role)["volumes"]
+            if "persistentVolumeClaim" in volume
+        }
+        for role in ROLES
+    }
+    assert mounted == {
+        "inference": {"models"},
+        "rollout": {"models"},
+        "learner": {"models", "sets"},
+        "tools": {"sets"},
+        "judge": set(),
+    }
+    for role, claims in mounted.items():
+        for held in containers(pod(objects, role)).values():
+            paths = {mount["mountPath"]: mount.get("readOnly") for mount in held["volumeMounts"]}
+            assert {f"/kestrl/pvc/{claim}": True for claim in claims}.items() <= paths.items()
 
 
 def test_everything_is_owned_by_the_job_and_a_dead_operator_holds_up_no_deletion() -> None:
@@ -172,76 +304,44 @@ def test_credentials_are_references_and_each_has_only_its_own() -> None:
                     }
     held_by = {
         name: {variable["name"] for variable in held["env"] if "secretKeyRef" in variable.get("valueFrom", {})}
-        for role in ("inference", "tools", "judge", "rollout", "learner")
+        for role in ROLES
         for name, held in containers(pod(objects, role)).items()
         if name != "prepare"
     }
     assert held_by["tools"] == held_by["judge"] == held_by["learner"] == {"KESTRL_JOB_TOKEN"}
     assert held_by["rollout"] == {"KESTRL_JOB_TOKEN", "KESTRL_ENGINE_KEY"}
     assert held_by["engine"] == {"KESTRL_ENGINE_KEY", "KESTRL_ENGINE_CONTROL_KEY"}
-    assert '"t"' not in json.dumps([item for item in objects if item["kind"] != "Secret"])
+    elsewhere = json.dumps([item for item in objects if item["kind"] != "Secret"])
+    assert not [name for name, value in SECRETS.items() if value in elsewhere]
 
 
-def test_the_storages_credentials_are_where_storage_is_used_and_never_beside_a_tool() -> None:
-    objects = rendered("storage={uri: 's3://bucket', secretRef: {name: s3}}")
-    given = {
+def test_credentials_are_not_in_what_is_printed() -> None:
+    assert not [name for name, value in SECRETS.items() if value in repr(given())]
+
+
+def test_the_storages_credentials_are_where_storage_is_used_and_nowhere_near_a_tool() -> None:
+    objects = rendered(store="s3")
+    held_by = {
         (role, name)
-        for role in ("inference", "tools", "judge", "rollout", "learner")
+        for role in ROLES
         for name, held in containers(pod(objects, role)).items()
         if held.get("envFrom") == [{"secretRef": {"name": "s3"}}]
     }
     programs = {("learner", "learner"), ("inference", "inference")}
-    assert given == programs | {(role, "prepare") for role in ("inference", "tools", "rollout", "learner")}
-    assert all("envFrom" not in held for held in containers(pod(rendered(), "learner")).values())
+    assert held_by == programs | {(role, "prepare") for role in ("inference", "rollout", "learner")}
+    assert "envFrom" not in json.dumps(rendered())
 
 
-def allowed(objects: list[dict[str, Any]]) -> set[tuple[str, str]]:
-    """Arrows between roles that both ends' policies let through."""
-    policies = of_kind(objects, "NetworkPolicy")
-    roles = ("inference", "tools", "judge", "rollout", "learner")
+def test_tools_prepare_nothing_that_they_cannot_reach() -> None:
+    def prepared(*overrides: str) -> list[str]:
+        return [item.uri for item in preparation(read_job(QUICKSTART, overrides), Role.TOOLS).data]
 
-    def ends(role: str, direction: str, side: str) -> set[str]:
-        rules = policies[f"email-search-{role}"]["spec"][direction]
-        peers = [peer for rule in rules for peer in rule.get(side, ())]
-        return {
-            peer["podSelector"]["matchLabels"].get("kestrl.dev/role", "operator")
-            for peer in peers
-            if "podSelector" in peer
-        }
-
-    return {
-        (one, other)
-        for one in roles
-        for other in roles
-        if other in ends(one, "egress", "to") and one in ends(other, "ingress", "from")
-    }
-
-
-def test_only_the_arrows_of_the_house_are_open() -> None:
-    assert allowed(rendered()) == {
-        ("learner", "inference"),
-        ("learner", "rollout"),
-        ("rollout", "inference"),
-        ("rollout", "tools"),
-        ("rollout", "judge"),
-        ("inference", "inference"),
-    }
-
-
-def test_tools_and_judge_reach_nothing_outside() -> None:
-    policies = of_kind(rendered(), "NetworkPolicy")
-    deny = policies["email-search-default-deny"]["spec"]
-    assert (deny["policyTypes"], "ingress" in deny, "egress" in deny) == (["Ingress", "Egress"], False, False)
-    assert policies["email-search-tools"]["spec"]["egress"] == []
-    assert policies["email-search-judge"]["spec"]["egress"] == []
-    for name in ("inference", "learner", "rollout"):
-        outside = [
-            peer
-            for rule in policies[f"email-search-{name}"]["spec"]["egress"]
-            for peer in rule["to"]
-            if "ipBlock" in peer
-        ]
-        assert [peer["ipBlock"]["except"] for peer in outside] == [["169.254.0.0/16"]]
+    stored = "data.train={uri: 's3://bucket/train.jsonl'}"
+    assert prepared() == ["demo://email/train", "demo://email/validation"]
+    assert prepared(stored) == ["demo://email/validation"]
+    assert prepared("data.train={uri: 'pvc://sets/train.jsonl'}", "data.validation=null") == ["pvc://sets/train.jsonl"]
+    learner = preparation(read_job(QUICKSTART, (stored,)), Role.LEARNER)
+    assert [item.uri for item in learner.data] == ["s3://bucket/train.jsonl", "demo://email/validation"]
 
 
 def test_changed_settings_roll_the_pods_that_read_them_and_no_others() -> None:

@@ -96,6 +96,17 @@ def test_the_learner_knows_every_worker_engine_and_agent() -> None:
     assert settings.engines[1].agent_address == "inference-1.job:7001"
 
 
+def test_a_place_may_have_the_learner_stay_and_the_run_be_traced_from_outside() -> None:
+    site = replace(SITE, linger=True, traceparent="00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01")
+    here, there = by_name(job_with()), {component.name: component for component in plan(job_with(), site)}
+    before, after = here["learner-0"].settings, there["learner-0"].settings
+    assert isinstance(before, LearnerSettings)
+    assert isinstance(after, LearnerSettings)
+    assert (before.linger, before.traceparent) == (False, None)
+    assert (after.linger, after.traceparent) == (site.linger, site.traceparent)
+    assert [name for name in here if here[name] != there[name]] == ["learner-0"]
+
+
 def test_only_the_engine_and_its_agent_hold_the_control_key() -> None:
     holders = {item.role for item in plan(job_with(), SITE) if Secret.ENGINE_CONTROL_KEY in item.secrets}
     assert holders == {Role.ENGINE, Role.INFERENCE}

@@ -126,6 +126,33 @@ async def test_a_call_without_the_jobs_credential_is_refused(
     await server
 
 
+async def test_who_calls_many_jobs_names_the_credential_of_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KESTRL_JOB_TOKEN", "theirs")
+    listen = f"127.0.0.1:{free_port()}"
+    server = asyncio.create_task(
+        serve("rollout-0", listen, lambda server: stubs.add_RolloutServiceServicer_to_server(Worker(), server))
+    )
+    await ask(listen)
+    monkeypatch.setenv("KESTRL_JOB_TOKEN", "ours")
+
+    async def both(token: str | None) -> int:
+        async with channel(listen) as connection:
+            stub = stubs.RolloutServiceStub(connection)
+            request, reply = pb.GetCapacityRequest(), pb.GetCapacityResponse
+            answer = await call(stub.GetCapacity, request, reply, timeout=5, peer="rollout", token=token)
+            group = pb.RunGroupRequest(group_id="well")
+            answers = stream(stub.RunGroup, group, pb.RunGroupResponse, timeout=5, peer="rollout", token=token)
+            return answer.concurrency + len([item async for item in answers])
+
+    assert await both("theirs") == 8
+    for wrong in ("", "another", None):
+        with pytest.raises(FailureError) as caught:
+            await both(wrong)
+        assert caught.value.code == "unauthenticated"
+    os.kill(os.getpid(), signal.SIGTERM)
+    await server
+
+
 async def test_a_taken_port_is_named() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

@@ -5,12 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlparse
 
 from kestrl.plan.components import Component, Role
-from kestrl.prepare import DataSource, PrepareSettings
+from kestrl.prepare import OBJECT_SCHEMES, DataSource, PrepareSettings
 from kestrl.spec import AgentRLJob
 from kestrl_operator.accelerators import Profile
 from kestrl_operator.cluster import DATA, MODEL, Cluster, prepared, workload
@@ -36,8 +36,8 @@ class Given:
     """Of the job's object: everything is owned by it, so that Kubernetes deletes it all."""
     components: Sequence[Component]
     cluster: Cluster
-    secrets: Mapping[str, str]
-    """Credentials by variable, made once and then only read."""
+    secrets: Mapping[str, str] = field(repr=False)
+    """Credentials by variable."""
     store: str | None = None
     """The Secret with the object storage's credentials."""
     parked: bool = False
@@ -87,6 +87,8 @@ def render(given: Given) -> list[Object]:
     objects: list[Object] = [
         _object(given, "v1", "Secret", credentials(given.name), type="Opaque", stringData=dict(given.secrets)),
         _object(given, "v1", "ConfigMap", settings_map(given.name), data=settings),
+        # One for all pods: it has no rights, and no pod has its token.
+        _object(given, "v1", "ServiceAccount", given.name, automountServiceAccountToken=False),
     ]
     if given.cluster.network_policies:
         # Before any pod: none is to run for a moment with nothing in its way.
@@ -123,7 +125,10 @@ def all_settings(given: Given) -> dict[str, str]:
 
 
 def preparation(job: AgentRLJob, role: Role) -> PrepareSettings:
-    """What a role's pods need: the model where it is loaded or its tokenizer read, data where it is trained on or searched."""
+    """What a role's pods need: the model where it is loaded or its tokenizer read, data where it is trained on or searched.
+
+    Tools search what data is generated with, or what lies in a volume beside it; object storage they do not reach.
+    """
     spec = job.spec
     sets = {"train": spec.data.train, "validation": spec.data.validation}
     data = tuple(
@@ -131,11 +136,12 @@ def preparation(job: AgentRLJob, role: Role) -> PrepareSettings:
         for name, item in sets.items()
         if item is not None
     )
+    near = tuple(source for source in data if urlparse(source.uri).scheme not in OBJECT_SCHEMES)
     template = spec.agent.template
     return PrepareSettings(
         model=None if role is Role.TOOLS else spec.model.base,
         model_target=MODEL,
-        data=data if role in {Role.LEARNER, Role.TOOLS} else (),
+        data=data if role is Role.LEARNER else near if role is Role.TOOLS else (),
         data_dir=DATA,
         seed=spec.data.seed,
         template=template.uri if template is not None and role is Role.ROLLOUT else None,
@@ -156,7 +162,6 @@ def _queued(given: Given) -> dict[str, str]:
 
 def _of_role(given: Given, role: Role) -> Iterator[Object]:
     name = workload(given.name, role)
-    yield _object(given, "v1", "ServiceAccount", name, automountServiceAccountToken=False)
     yield _object(given, "v1", "Service", name, spec=network.service(given.name, role))
     if role is not Role.JUDGE:
         budget = {"maxUnavailable": 1, "selector": {"matchLabels": network.selector(given.name, role)}}
@@ -188,7 +193,7 @@ def _workload_spec(given: Given, role: Role, settings: Mapping[str, str]) -> Obj
         profile=profile,
         labels={**labels(given.name, role), **selector},
         annotations=_annotations(given, role, read),
-        store=given.store,
+        store=given.store if role in network.FAR else None,
         claims=claims,
     )
     spec: Object = {

@@ -20,7 +20,10 @@ CALLERS: dict[Role, tuple[Role, ...]] = {
 }
 """Who calls a role. The operator, which asks the learner for its progress, is let in by its own label."""
 FAR = frozenset({Role.INFERENCE, Role.LEARNER, Role.ROLLOUT})
-"""Roles that may leave the cluster's pods: to object storage, for models, adapters and checkpoints. Tools may not."""
+"""Roles that may ask for names and leave the cluster's pods: to object storage, for models, adapters and checkpoints. Tools may not: with a
+question for a name a secret leaves as well as with any other message."""
+METADATA = ("169.254.0.0/16", "100.100.100.200/32", "168.63.129.16/32")
+"""Where clouds tell a node who it is and give it credentials: nearly all of them, Alibaba's, Azure's."""
 OPERATOR = {"app.kubernetes.io/name": "kestrl-operator"}
 
 
@@ -43,10 +46,9 @@ def service(job: str, role: Role) -> Object:
 
 
 def policies(job: str) -> Iterator[tuple[str, Object]]:
-    """Default deny for all pods of the job, then what each role needs."""
+    """Nothing for all pods of the job, then what each role needs."""
     everyone = {"matchLabels": {"kestrl.dev/job": job}}
-    yield f"{job}-default-deny", {"podSelector": everyone, "policyTypes": ["Ingress", "Egress"]}
-    yield f"{job}-names", {"podSelector": everyone, "policyTypes": ["Egress"], "egress": [{"ports": _dns()}]}
+    yield job, {"podSelector": everyone, "policyTypes": ["Ingress", "Egress"]}
     for role, callers in CALLERS.items():
         called = [callee for callee, by in CALLERS.items() if role in by]
         yield (
@@ -90,10 +92,11 @@ def _egress(job: str, role: Role, called: list[Role]) -> list[Object]:
     if role is Role.INFERENCE:
         rules.append({"to": [_pods(job, role)], "ports": _ports(role)})
     if role in FAR:
-        # Object storage is wherever it is; pods of the cluster's other workloads are not meant, nor the nodes' metadata service.
+        rules.append({"ports": _dns()})
+        # Object storage is wherever it is; pods of the cluster's other workloads are not meant, nor the nodes' metadata services.
         rules.append(
             {
-                "to": [{"ipBlock": {"cidr": "0.0.0.0/0", "except": ["169.254.0.0/16"]}}],
+                "to": [{"ipBlock": {"cidr": "0.0.0.0/0", "except": list(METADATA)}}],
                 "ports": [{"port": port, "protocol": "TCP"} for port in (80, 443, 4317, 5432, 8080, 9000)],
             }
         )

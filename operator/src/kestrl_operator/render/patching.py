@@ -20,9 +20,11 @@ MERGE_KEYS: Mapping[str, str] = {
     "topologySpreadConstraints": "topologyKey",
 }
 """Lists of a pod that are merged item by item, and by what; any other list is replaced."""
-HELD = ("serviceAccountName", "automountServiceAccountToken", "hostNetwork", "hostPID", "hostIPC")
+HELD = ("serviceAccountName", "serviceAccount", "automountServiceAccountToken", "hostNetwork", "hostPID", "hostIPC")
 """What a pod may do in the cluster is not a job's to say: with another service account it would have that one's rights."""
-OURS = "kestrl.dev/"
+OURS = ("kestrl.dev/", "app.kubernetes.io/")
+OPEN = ("labels", "annotations")
+"""Of a template's metadata."""
 
 
 def patched(template: Object, patches: Sequence[tuple[str, Mapping[str, Any]]]) -> Object:
@@ -33,57 +35,65 @@ def patched(template: Object, patches: Sequence[tuple[str, Mapping[str, Any]]]) 
         patches: Each with its place in the manifest, for messages.
 
     Raises:
-        UserInputError: One changes what is not a job's to change; the message names the field.
+        UserInputError: One changes what is not a job's to change, or is no patch; the message names the field.
     """
     for place, patch in patches:
         _check(place, patch)
-        template = _merged(template, patch)
+        template = _merged(template, patch, place)
     return template
 
 
 def _check(place: str, patch: Mapping[str, Any]) -> None:
-    unknown = sorted(set(patch) - {"metadata", "spec"})
-    if unknown:
-        raise UserInputError(f"{place}.{unknown[0]}: a pod template has metadata and spec, nothing else")
-    for field in HELD:
-        if field in _map(patch.get("spec"), f"{place}.spec"):
+    for field in sorted(set(patch) - {"metadata", "spec"}):
+        raise UserInputError(f"{place}.{field}: a pod template has metadata and spec, nothing else")
+    for field in _map(patch, "spec", place):
+        if field in HELD:
             raise UserInputError(f"{place}.spec.{field}: is not a job's to change; remove it")
-    metadata = _map(patch.get("metadata"), f"{place}.metadata")
-    for field in ("labels", "annotations"):
-        for name in _map(metadata.get(field), f"{place}.metadata.{field}"):
-            if name.startswith((OURS, "app.kubernetes.io/")):
+    metadata = _map(patch, "metadata", place)
+    for field in sorted(set(metadata) - set(OPEN)):
+        raise UserInputError(f"{place}.metadata.{field}: is not a job's to change; {' and '.join(OPEN)} are")
+    for field in OPEN:
+        for name in _map(metadata, field, f"{place}.metadata"):
+            if name.startswith(OURS):
                 raise UserInputError(f"{place}.metadata.{field}.{name}: is the operator's; use another name")
 
 
-def _map(value: object, place: str) -> Mapping[str, Any]:
-    if value is None:
-        return {}
+def _map(parent: Mapping[str, Any], field: str, place: str) -> Mapping[str, Any]:
+    """A field that is a map, or is left out. Null would take away what is the operator's."""
+    value: object = parent.get(field, {})
     if not isinstance(value, Mapping):
-        raise UserInputError(f"{place}: must be a map")
+        raise UserInputError(f"{place}.{field}: must be a map")
     return cast("Mapping[str, Any]", value)
 
 
-def _merged(base: Object, change: Mapping[str, Any]) -> Object:
+def _merged(base: Object, change: Mapping[str, Any], place: str) -> Object:
     made = dict(base)
     for name, value in change.items():
-        old = made.get(name)
+        old, here = made.get(name), f"{place}.{name}"
+        if name.startswith("$"):
+            raise UserInputError(f"{here}: is not known here; an item of a list is removed by `$patch: delete`")
         if value is None:
             made.pop(name, None)
-        elif isinstance(value, Mapping) and isinstance(old, dict):
-            made[name] = _merged(cast("Object", old), cast("Mapping[str, Any]", value))
-        elif name in MERGE_KEYS and isinstance(value, list) and isinstance(old, list):
-            made[name] = _merged_list(cast("list[Object]", old), cast("list[Object]", value), MERGE_KEYS[name])
+        elif isinstance(value, Mapping):
+            within = cast("Object", old) if isinstance(old, dict) else {}
+            made[name] = _merged(within, cast("Mapping[str, Any]", value), here)
+        elif name in MERGE_KEYS and isinstance(value, list):
+            within = cast("list[Object]", old) if isinstance(old, list) else []
+            made[name] = _merged_list(within, cast("list[object]", value), MERGE_KEYS[name], here)
         else:
             made[name] = value
     return made
 
 
-def _merged_list(base: Sequence[Object], change: Sequence[Object], key: str) -> list[Object]:
+def _merged_list(base: Sequence[Object], change: Sequence[object], key: str, place: str) -> list[Object]:
     made = {item.get(key): item for item in base}
-    for item in change:
-        name = item.get(key)
+    for index, given in enumerate(change):
+        item = cast("Object", given) if isinstance(given, dict) else {}
+        name: object = item.get(key)
+        if not isinstance(name, str | int):
+            raise UserInputError(f"{place}[{index}]: must be a map with {key}, by which it is merged")
         if item.get("$patch") == "delete":
             made.pop(name, None)
         else:
-            made[name] = _merged(made[name], item) if name in made else item
+            made[name] = _merged(made.get(name, {}), item, f"{place}[{index}]")
     return list(made.values())

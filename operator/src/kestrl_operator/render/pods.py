@@ -224,7 +224,7 @@ def template(
     """The pod template of a role: rolled when what its pods read changes, and by nothing else."""
     prepares = role is not Role.JUDGE
     spec: Object = {
-        "serviceAccountName": f"{job}-{role}",
+        "serviceAccountName": job,
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
         "securityContext": POD_SECURITY,

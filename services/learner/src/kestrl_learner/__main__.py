@@ -12,19 +12,20 @@ from kestrl.service import run_service
 
 
 async def work(settings: LearnerSettings) -> None:
-    """Runs the job to its end, telling of its progress."""
+    """Runs the job to its end, telling of its progress from the start; where it lingers, until it is told to go."""
     from kestrl_learner.metrics import observe_progress
     from kestrl_learner.progress import LearnerServicer
-    from kestrl_learner.run import Run
+    from kestrl_learner.run import Run, stay
 
-    run = await asyncio.to_thread(Run, settings)
+    run, leave = Run(settings), asyncio.Event()
     observe_progress(run.progress)
-    main = asyncio.create_task(run.main(), name="run")
+    main = asyncio.create_task(stay(run, leave), name="run")
 
     async def drain() -> None:
+        leave.set()
         if run.training:
             run.drain()
-        else:  # nothing was trained yet, so there is nothing to finish and to checkpoint
+        elif not run.progress.final:  # nothing was trained yet, so there is nothing to finish and to checkpoint
             main.cancel()
         await asyncio.wait([main])
 

@@ -7,7 +7,7 @@ import random
 
 from safetensors.torch import save
 
-from kestrl.storage import AdapterManifest, ObjectStore, Probe, publish_adapter
+from kestrl.storage import AdapterManifest, ObjectStore, Probe, adapter_folder, publish_adapter, read_manifest
 from kestrl.storage.adapters import WEIGHTS, digest
 from kestrl_learner.model import PolicyModel
 
@@ -44,7 +44,7 @@ def adapter_files(model: PolicyModel, path: str) -> dict[str, bytes]:
 def publish(
     store: ObjectStore, model: PolicyModel, *, job: str, step: int, base: str, parent: str | None
 ) -> tuple[AdapterManifest, str]:
-    """Publishes the model's adapter as version `step`; returns the manifest and the folder's address.
+    """Publishes the model's adapter as version `step`; returns the manifest as it lies there and the folder's address.
 
     Raises:
         StorageError: The store refused.
@@ -67,4 +67,8 @@ def publish(
             base_logprobs=tuple(model.score(ids, adapter=False)),
         ),
     )
-    return manifest, publish_adapter(store, files, manifest)
+    uri = publish_adapter(store, files, manifest)
+    # Who resumes publishes its version again: the parent is in the manifest of the first time.
+    if parent is None and step > 0:
+        manifest = read_manifest(store, adapter_folder(manifest.policy))
+    return manifest, uri

@@ -5,11 +5,30 @@ from __future__ import annotations
 import json
 from typing import Any, NamedTuple
 
-from kestrl.errors import StorageError
+from kestrl.errors import PlaceError, StorageError
 from kestrl.storage import ObjectStore
 from kestrl.storage.adapters import digest
 
 MANIFEST = "manifest.json"
+WHOLE_BYTES = 8 * 1024 * 1024
+"""A state up to this size is read back whole when it is confirmed; of a larger one only that it is there."""
+
+
+class Unconfirmed(StorageError):
+    """A checkpoint was written and cannot be read back. Nothing was removed for it: the ones before are still there."""
+
+    code = "checkpoint_unconfirmed"
+
+
+class Manifest(NamedTuple):
+    """What is read of a checkpoint first."""
+
+    step: int
+    sha256: str
+    """Of its state."""
+    size: int | None
+    """Bytes of its state; None in one that an older learner wrote."""
+    facts: dict[str, Any]
 
 
 class Checkpoint(NamedTuple):
@@ -35,17 +54,20 @@ def steps(store: ObjectStore) -> list[int]:
 
 
 def write(store: ObjectStore, checkpoint: Checkpoint, *, keep: int) -> None:
-    """Writes a checkpoint and removes all but the newest `keep`, manifest first, so that none is ever half there.
+    """Writes a checkpoint, reads it back, and removes all but the newest `keep`, manifest first, so that none is ever half there.
 
     The state is named by its digest: a step that is checkpointed again replaces nothing that its manifest still names.
 
     Raises:
         StorageError: The store refused.
+        Unconfirmed: It was written and cannot be read back.
     """
     folder, sha256 = _folder(checkpoint.step), digest(checkpoint.state)
     store.put(_state(folder, sha256), checkpoint.state)
-    manifest = {"step": checkpoint.step, "sha256": sha256, "facts": checkpoint.facts}
-    store.put(f"{folder}/{MANIFEST}", json.dumps(manifest).encode())
+    manifest = Manifest(checkpoint.step, sha256, len(checkpoint.state), checkpoint.facts)
+    content = json.dumps(manifest._asdict()).encode()
+    store.put(f"{folder}/{MANIFEST}", content)
+    _read_back(store, manifest, content)
     kept = {_folder(step) for step in steps(store)[-keep:]}
     written = {f"{folder}/{MANIFEST}", _state(folder, sha256)}
     unneeded = [
@@ -57,22 +79,69 @@ def write(store: ObjectStore, checkpoint: Checkpoint, *, keep: int) -> None:
         store.delete(path)
 
 
+def _read_back(store: ObjectStore, written: Manifest, content: bytes) -> None:
+    path = f"{_folder(written.step)}/{MANIFEST}"
+    try:
+        if store.get(path) != content:
+            raise StorageError(f"{store.address(path)} holds other bytes", code="digest_mismatch")
+        confirm(store, written)
+    except (StorageError, PlaceError) as error:
+        raise Unconfirmed(
+            f"the checkpoint of step {written.step} was written and cannot be read back: {error}"
+        ) from error
+
+
+def _manifest(store: ObjectStore, step: int) -> Manifest:
+    path = f"{_folder(step)}/{MANIFEST}"
+    try:
+        found = json.loads(store.get(path))
+        return Manifest(found["step"], found["sha256"], found.get("size"), found["facts"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise StorageError(f"{store.address(path)} is not a manifest: {error}", code="manifest_malformed") from error
+
+
+def newest_manifest(store: ObjectStore) -> Manifest | None:
+    """The manifest of the newest whole checkpoint, or None.
+
+    Raises:
+        StorageError: The store refused, or it is malformed.
+    """
+    known = steps(store)
+    return _manifest(store, known[-1]) if known else None
+
+
+def confirm(store: ObjectStore, manifest: Manifest) -> None:
+    """Looks for the state that a manifest names, as far as is cheap.
+
+    Raises:
+        StorageError: It is missing (code `not_found`) or corrupt (code `digest_mismatch`).
+    """
+    path = _state(_folder(manifest.step), manifest.sha256)
+    if manifest.size is not None and manifest.size <= WHOLE_BYTES:
+        _whole(store, manifest)
+    elif not store.exists(path):
+        raise StorageError(f"{store.address(path)} does not exist", code="not_found")
+
+
+def _whole(store: ObjectStore, manifest: Manifest) -> bytes:
+    folder = _folder(manifest.step)
+    path = _state(folder, manifest.sha256)
+    state = store.get(path)
+    if digest(state) != manifest.sha256:
+        raise StorageError(
+            f"{store.address(path)} is corrupt; delete {store.address(folder)} to go on from the one before",
+            code="digest_mismatch",
+        )
+    return state
+
+
 def newest(store: ObjectStore) -> Checkpoint | None:
     """The newest whole checkpoint, or None.
 
     Raises:
         StorageError: It is corrupt: code `digest_mismatch`.
     """
-    known = steps(store)
-    if not known:
+    manifest = newest_manifest(store)
+    if manifest is None:
         return None
-    folder = _folder(known[-1])
-    manifest = json.loads(store.get(f"{folder}/{MANIFEST}"))
-    path = _state(folder, manifest["sha256"])
-    state = store.get(path)
-    if digest(state) != manifest["sha256"]:
-        raise StorageError(
-            f"{store.address(path)} is corrupt; delete {store.address(folder)} to go on from the one before",
-            code="digest_mismatch",
-        )
-    return Checkpoint(step=manifest["step"], state=state, facts=manifest["facts"])
+    return Checkpoint(step=manifest.step, state=_whole(store, manifest), facts=manifest.facts)

@@ -304,7 +304,7 @@ class Collector:
         self._ready.sort(key=lambda ready: ready.lease.position)
         taken, self._ready = self._ready[:wanted], self._ready[wanted:]
         self._consumed += wanted
-        self._progress.groups_ready = len(self._ready)
+        self._progress.update(groups_ready=len(self._ready))
         self._seen = self._failed = 0
         self._wake.set()
         return taken

@@ -6,7 +6,7 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +14,14 @@ from kestrl.data import load_scenarios
 from kestrl.episode import PolicyVersion, Scenario
 from kestrl.errors import PlaceError, StorageError, UserInputError
 from kestrl.plan.settings import LearnerSettings
-from kestrl.storage import ObjectStore, open_store
+from kestrl.storage import ObjectStore
 from kestrl.telemetry import span
 from kestrl.telemetry.names import Attr, SpanName
 from kestrl_learner import adapters
 from kestrl_learner.aio import unless
 from kestrl_learner.engines import Engines
 from kestrl_learner.evaluate import evaluate
-from kestrl_learner.facts import build_summary, identity_digest
+from kestrl_learner.facts import build_summary, identity_digest, told_means
 from kestrl_learner.model import PolicyModel
 from kestrl_learner.progress import Progress
 from kestrl_learner.schedule import total_steps
@@ -30,17 +30,30 @@ from kestrl_learner.workers import Workers
 log = logging.getLogger(__name__)
 
 
+class RunStore(ObjectStore):
+    """The run's storage, which also tells what it refuses."""
+
+    def __init__(self, uri: str, tell: Callable[[str], None]) -> None:
+        super().__init__(uri)
+        self._tell = tell
+
+    def _refused(self, verb: str, path: str, error: Exception) -> PlaceError | StorageError:
+        refusal = super()._refused(verb, path, error)
+        self._tell(str(refusal))
+        return refusal
+
+
 class Context:
     """One run's data, storage, engines, workers, progress, and what is written down of it."""
 
-    def __init__(self, settings: LearnerSettings) -> None:
+    def __init__(self, settings: LearnerSettings, progress: Progress, drain: asyncio.Event) -> None:
         """Reads the data and opens the storage.
 
         Raises:
             UserInputError: Data, storage and schedule do not make a run.
         """
-        self.settings = settings
-        self.store: ObjectStore = open_store(settings.storage)
+        self.settings, self.progress, self.drain = settings, progress, drain
+        self.store: ObjectStore = RunStore(settings.storage, self._refused)
         self.scenarios = load_scenarios(Path(settings.data.path), size=settings.data.size)
         self.validation: Sequence[Scenario] = (
             load_scenarios(Path(settings.validation.path), size=settings.validation.size) if settings.validation else ()
@@ -56,20 +69,20 @@ class Context:
                 f"{settings.algorithm.groups_per_step} groups; lower algorithm.groupsPerStep"
             )
         self.digest = identity_digest(settings, self.scenarios)
-        self.progress = Progress(
-            self.steps, len(settings.engines), settings.algorithm.groups_per_step * settings.algorithm.group_size
-        )
         self.facts: dict[str, Any] = {"seconds": 0.0, "before": None}
         """Kept in every checkpoint: before, after, evaluations, gap, seconds."""
         self.newest: tuple[PolicyVersion, str] | None = None
         """The newest published version and where it lies."""
-        self.drain = asyncio.Event()
         self._began = time.monotonic()
+
+    def _refused(self, why: str) -> None:
+        self.progress.storage_failure = why
 
     def connect(self) -> None:
         """Opens the channels; to be called in the loop that uses them."""
-        self.workers = Workers(self.settings)
+        self.workers = Workers(self.settings, self.progress)
         self.engines = Engines(self.settings.engines, self.progress, self.settings.start_seconds)
+        self.progress.update(engines=self.engines.reports())
 
     async def close(self) -> None:
         """Closes the channels."""
@@ -95,7 +108,7 @@ class Context:
                     self.store, model, job=settings.job, step=step, base=settings.model, parent=parent
                 )
             )
-            await unless(self.drain, self.engines.publish(manifest.policy, uri))
+            await unless(self.drain, self.engines.publish(manifest.policy, uri, parent=manifest.parent))
             self.progress.publish_seconds = time.monotonic() - began
         self.newest = manifest.policy, uri
         return manifest.policy
@@ -129,8 +142,7 @@ class Context:
         means = await unless(self.drain, work)
         self.evaluations[str(policy.step)] = means
         await self.keep(f"metrics/eval/{policy.step:06d}.json", {"step": policy.step, **means})
-        told = ", ".join(f"{name} {means[name]:.3f}" for name in ("reward", "answer_correct") if name in means)
-        self.progress.update(message=f"held-out, {when}: {told}")
+        self.progress.update(message=f"held-out, {when}: {told_means(means)}")
         log.info("held-out at step %d: %s", policy.step, means)
         return means
 
@@ -150,6 +162,7 @@ class Context:
             status=status,
             reason=reason,
             steps=self.progress.step,
+            total_steps=self.steps,
             newest=self.newest,
             seconds=self.seconds(),
             failures=self.progress.failures,

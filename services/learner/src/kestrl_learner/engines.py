@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from contextvars import Context, copy_context
 from dataclasses import dataclass, field
@@ -21,12 +21,12 @@ from kestrl.episode import PolicyVersion
 from kestrl.errors import Boundary, Failure, KestrlError, PlaceError
 from kestrl.plan.settings import EngineEntry
 from kestrl.rpc import Channel, call, channel
-from kestrl.rpc.codec import policy_from_proto, policy_to_proto
+from kestrl.rpc.codec import failure_from_proto, policy_from_proto, policy_to_proto
 from kestrl.telemetry.metrics import observe
 from kestrl.telemetry.names import Metric
 from kestrl_learner.admission import EngineLoad
 from kestrl_learner.aio import Signal
-from kestrl_learner.progress import Progress
+from kestrl_learner.progress import EngineReport, Progress
 
 log = logging.getLogger(__name__)
 LOOK_SECONDS = 2.0
@@ -35,6 +35,7 @@ LOAD_SECONDS = 120.0
 STRAGGLER_SECONDS = 15.0
 """How long a publication waits for further engines once one has proved it; the others join when they can."""
 FIRST_RETRY, LONGEST_RETRY = 2.0, 60.0
+LONGEST_REASON = 500
 UP = (pb.ENGINE_STATE_READY, pb.ENGINE_STATE_RECOVERING)
 
 
@@ -81,6 +82,12 @@ class Known:
     lost: bool = False
     """Whether its agent answered once and does not now."""
     proved: set[str] = field(default_factory=set[str])
+    newest: PolicyVersion | None = None
+    """The newest version it has proved since it came up, retired or not."""
+    said: Failure | None = None
+    """What is wrong with it, as its agent last said, or with the agent, when that does not answer."""
+    unproved: dict[str, Failure] = field(default_factory=dict[str, Failure])
+    """Why its agent could not prove a version anew."""
     trouble: dict[str, Trouble] = field(default_factory=dict[str, Trouble])
     wake: asyncio.Event = field(default_factory=asyncio.Event)
     load: EngineLoad = field(default_factory=EngineLoad)
@@ -92,6 +99,46 @@ class Known:
     def out_of_place(self, name: str) -> bool:
         """Whether a version failed because the disk beside the engine is full or not ours: a person has to act."""
         return name in self.trouble and self.trouble[name].failure.code == PlaceError.code
+
+    def seen(self) -> tuple[Any, ...]:
+        """What others are told of when it changes."""
+        return self.state, set(self.proved), self.said, dict(self.unproved)
+
+    def standing(self, newest: PolicyVersion | None) -> str:
+        """Where it stands with the newest published version, in a word."""
+        if self.state not in UP:
+            return "away" if self.lost or self.state == pb.ENGINE_STATE_DOWN else "starting"
+        if newest is None or newest.name in self.proved:
+            return "serving"
+        if newest.name in self.trouble:
+            return "quarantined"
+        return "recovering" if self.state == pb.ENGINE_STATE_RECOVERING else "loading"
+
+    def why(self, newest: PolicyVersion | None) -> str:
+        """Why it does not serve the newest version, as far as is known."""
+        trouble = None if newest is None else self.trouble.get(newest.name)
+        if self.state in UP and trouble is not None:
+            return f"{trouble.failure} (tried {trouble.times}x)"
+        failure = self.said or (None if newest is None else self.unproved.get(newest.name))
+        return "" if failure is None else str(failure)
+
+    def look_at_proofs(self, wanted: Iterable[PolicyVersion]) -> None:
+        """Takes note of the newest version it has proved; while it is not settled, only of what it has proved again."""
+        known = [policy for policy in wanted if policy.name in self.proved]
+        if self.state == pb.ENGINE_STATE_READY and self.newest is not None:
+            known.append(self.newest)
+        self.newest = max(known, key=lambda policy: policy.step, default=None)
+
+    def report(self, newest: PolicyVersion | None) -> EngineReport:
+        """What is told of it to who watches the run."""
+        state = self.standing(newest)
+        return EngineReport(
+            name=self.entry.name,
+            policy=self.newest,
+            lag=0 if newest is None else newest.step - (-1 if self.newest is None else self.newest.step),
+            state=state,
+            message="" if state == "serving" else self.why(newest)[:LONGEST_REASON],
+        )
 
     def __str__(self) -> str:
         why = "; ".join(str(trouble.failure) for trouble in self.trouble.values())
@@ -134,15 +181,21 @@ class Engines:
         """Whether this learner published a version and has not retired it."""
         return name in self._wanted
 
-    async def publish(self, policy: PolicyVersion, uri: str) -> list[EngineEntry]:
+    async def publish(self, policy: PolicyVersion, uri: str, *, parent: str | None = None) -> list[EngineEntry]:
         """Has the engines load and prove a version; returns those that did: all that can soon, one at least.
+
+        Args:
+            policy: The version.
+            uri: Where it lies.
+            parent: Name of the version it was trained from; only told.
 
         Raises:
             NoEngineProved: None will, or none did for `start_seconds`.
             PlaceError: None can keep it: their disk is full or not theirs.
         """
         self._wanted[policy.name] = Published(policy, uri)
-        self._progress.update(policy=policy)
+        self._progress.update(policy=policy, policy_uri=uri, policy_parent=parent or "")
+        self._tell()  # at once: what engines proved before says nothing of this one
         for known in self._known:
             known.wake.set()
         await self.some(policy)
@@ -199,14 +252,22 @@ class Engines:
                 async with asyncio.timeout(LOOK_SECONDS):
                     await known.wake.wait()
 
+    def reports(self) -> list[EngineReport]:
+        """What is told of the engines, in the job's order."""
+        return [known.report(self._progress.policy) for known in self._known]
+
     def _tell(self) -> None:
-        if self._progress.policy is not None:
-            self._progress.update(engines_converged=len(self.proved(self._progress.policy)))
+        wanted = [published.policy for published in self._wanted.values()]
+        for known in self._known:
+            known.look_at_proofs(wanted)
+        newest = self._progress.policy
+        converged = 0 if newest is None else len(self.proved(newest))
+        self._progress.update(engines_converged=converged, engines=self.reports())
         self._changed.notify()
         self.on_change()
 
     async def _look(self, known: Known) -> None:
-        before = (known.state, set(known.proved))
+        before = known.seen()
         try:
             seen = await call(
                 known.stub.GetEngine,
@@ -219,12 +280,16 @@ class Engines:
             if known.state != pb.ENGINE_STATE_UNSPECIFIED:
                 log.warning("the agent of %s does not answer: %s", known.entry.name, error)
                 known.lost = True
-            known.state = pb.ENGINE_STATE_UNSPECIFIED
+            known.state, known.said = pb.ENGINE_STATE_UNSPECIFIED, error.failure(component=known.entry.name)
             known.proved.clear()
             self._tell()
             return
         held = {policy.name: item for item in seen.policies if (policy := policy_from_proto(item.policy)) is not None}
         known.state, known.lost = seen.state, False
+        known.said = failure_from_proto(seen.failure) if seen.HasField("failure") else None
+        known.unproved = {
+            name: failure_from_proto(item.failure) for name, item in held.items() if item.HasField("failure")
+        }
         known.load = EngineLoad(
             kv_usage=seen.load.kv_usage,
             running=seen.load.running,
@@ -235,7 +300,7 @@ class Engines:
         known.proved = {name for name, item in held.items() if item.proved and name in self._wanted}
         for name in known.proved:
             known.trouble.pop(name, None)
-        if (known.state, known.proved) != before:
+        if known.seen() != before:
             self._tell()
         for name in set(held) - set(self._wanted):
             await self._forget(known, name, held[name])

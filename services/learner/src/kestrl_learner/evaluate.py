@@ -80,9 +80,12 @@ async def run_all(
                 groups.append(group)
                 return
 
-    async with asyncio.TaskGroup() as tasks:
-        for scenario in scenarios:
-            tasks.create_task(one(scenario), name=f"evaluate-{scenario.ordinal}")
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            for scenario in scenarios:
+                tasks.create_task(one(scenario), name=f"evaluate-{scenario.ordinal}")
+    except* KestrlError as errors:
+        raise errors.exceptions[0] from errors
     return sorted(groups, key=lambda group: group.scenario.ordinal)
 
 

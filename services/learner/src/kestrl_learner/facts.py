@@ -40,12 +40,18 @@ def step_facts(step: int, groups: Sequence[Group], result: StepResult) -> dict[s
     }
 
 
+def told_means(means: Mapping[str, float]) -> str:
+    """The means that say most, for a person."""
+    return ", ".join(f"{name} {means[name]:.3f}" for name in ("reward", "answer_correct") if name in means)
+
+
 def build_summary(
     facts: Mapping[str, Any],
     *,
     status: str,
     reason: str,
     steps: int,
+    total_steps: int,
     newest: tuple[PolicyVersion, str] | None,
     seconds: float,
     failures: Mapping[str, int],
@@ -58,6 +64,7 @@ def build_summary(
         status: succeeded, failed or suspended.
         reason: Why it did not succeed.
         steps: Optimiser steps done.
+        total_steps: Optimiser steps of the schedule; more than were done where scenarios were dropped.
         newest: The newest version and where it lies.
         seconds: Spent on the run, all its processes together.
         failures: By `boundary/code`.
@@ -68,6 +75,7 @@ def build_summary(
     return {
         "status": status,
         "steps": steps,
+        "total_steps": total_steps,
         "before": facts.get("before"),
         "after": facts.get("after"),
         "evaluations": [{"step": int(step), **means} for step, means in facts.get("evaluations", {}).items()],

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 from kestrl.api.learner.v1 import learner_pb2 as pb
@@ -15,7 +17,24 @@ from kestrl.errors import Failure
 from kestrl.rpc.codec import failure_to_proto, policy_to_proto
 
 STEPS_SEEN = 2
-"""Steps' worth of episodes that the running means look back on."""
+"""Steps that the running means look back on, and so does who says that there is nothing to learn."""
+FINAL = frozenset({"succeeded", "failed", "suspended"})
+"""Phases that nothing follows in this process."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineReport:
+    """One engine, as it was seen last."""
+
+    name: str
+    policy: PolicyVersion | None
+    """The newest version it has proved."""
+    lag: int
+    """Steps behind the newest published version."""
+    state: str
+    """starting, serving, loading, recovering, quarantined or away."""
+    message: str
+    """Why it is behind, as far as is known."""
 
 
 def episode_facts(episode: Episode) -> dict[str, float]:
@@ -47,17 +66,35 @@ class Progress:
         self.phase, self.message = "starting", ""
         self.step, self.total_steps = 0, total_steps
         self.policy: PolicyVersion | None = None
+        self.policy_uri = self.policy_parent = ""
+        self.engines: Sequence[EngineReport] = ()
         self.engines_converged, self.engines_total = 0, engines_total
-        self.tokens_per_second = self.eta_seconds = 0.0
+        self.tokens_per_second = self.episodes_per_second = self.eta_seconds = 0.0
+        self.checkpoint_step: int | None = None
+        """Of the newest checkpoint that was read back from storage."""
+        self.storage_failure = ""
+        """What storage refused last, until a checkpoint is in it. Set from any thread; who waits for the storage's answer tells."""
         self.failures: Counter[str] = Counter()
         self.failure: Failure | None = None
-        self.groups_running = self.groups_ready = 0
+        self.groups_running = self.groups_ready = self.workers = 0
         self.publish_seconds = 0.0
         self.last_step: Mapping[str, Any] = {}
         """What `metrics/` holds of the last step."""
         self._recent: deque[dict[str, float]] = deque(maxlen=STEPS_SEEN * episodes_per_step)
+        self._idle: deque[bool] = deque(maxlen=STEPS_SEEN)
         self._changed = asyncio.Event()
         self.ended = False
+        """Whether watchers are let go: nothing more is to be told."""
+
+    @property
+    def final(self) -> bool:
+        """Whether the run has ended, and how is told."""
+        return self.phase in FINAL
+
+    def end(self) -> None:
+        """Lets the watchers go, once they have been told the last state."""
+        self.ended = True
+        self.update()
 
     def update(self, **facts: Any) -> None:
         """Takes facts in and wakes the watchers."""
@@ -75,6 +112,15 @@ class Progress:
         """Episodes that were scored."""
         self._recent.extend(episode_facts(episode) for episode in episodes if episode.reward is not None)
         self.update()
+
+    def stepped(self, *, idle: bool) -> None:
+        """A step was done; `idle` when no group of it had an advantage."""
+        self._idle.append(idle)
+
+    @property
+    def degenerate(self) -> bool:
+        """Whether there was nothing to learn from in the last steps."""
+        return len(self._idle) == STEPS_SEEN and all(self._idle)
 
     def recent(self) -> list[dict[str, float]]:
         """Facts of the last episodes. May be asked from any thread."""
@@ -99,7 +145,26 @@ class Progress:
             failure=None if self.failure is None else failure_to_proto(self.failure),
             message=self.message,
             groups_running=self.groups_running,
+            engines=[_engine_to_proto(engine) for engine in self.engines],
+            checkpoint_step=self.checkpoint_step,
+            policy_uri=self.policy_uri,
+            policy_parent=self.policy_parent,
+            episodes_per_second=self.episodes_per_second,
+            workers=self.workers,
+            groups_ready=self.groups_ready,
+            degenerate=self.degenerate,
+            storage_failure=self.storage_failure,
         )
+
+
+def _engine_to_proto(engine: EngineReport) -> pb.EngineProgress:
+    return pb.EngineProgress(
+        name=engine.name,
+        policy=policy_to_proto(engine.policy),
+        lag=engine.lag,
+        state=engine.state,
+        message=engine.message,
+    )
 
 
 class LearnerServicer(stubs.LearnerServiceServicer):
@@ -113,11 +178,25 @@ class LearnerServicer(stubs.LearnerServiceServicer):
         request: pb.WatchProgressRequest,
         context: Any,
     ) -> AsyncIterator[pb.WatchProgressResponse]:
+        progress, told = self._progress, None
         while True:
-            yield self._progress.message_now()
-            if self._progress.ended:
-                return
-            await self._progress.changed()
+            # No await lies between looking and waiting for the next change, so none slips through while one is told. Compared as
+            # bytes: a mean that is no number equals itself there.
+            while (seen := (message := progress.message_now()).SerializeToString(deterministic=True)) == told:
+                if progress.ended:
+                    return
+                await progress.changed()
+            told, next_at = seen, asyncio.get_running_loop().time() + request.min_interval_seconds
+            yield message
+            if request.min_interval_seconds > 0:
+                await self._hold(next_at)
+
+    async def _hold(self, until: float) -> None:
+        """Until a time of the loop's clock, or the run's end."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout_at(until):
+                while not (self._progress.final or self._progress.ended):
+                    await self._progress.changed()
 
     async def Drain(self, request: pb.DrainRequest, context: Any) -> pb.DrainResponse:
         self._drain()

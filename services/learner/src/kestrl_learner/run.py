@@ -1,37 +1,48 @@
-"""A run from start to end: connect, load, then train or evaluate; whatever happens, watchers and `summary.json` are told."""
+"""A run from start to end: read, connect, load, then train or evaluate; whatever happens, watchers and `summary.json` are told.
+
+`stay` is a run and what comes after it: on a cluster the program lingers, so that who watches can still ask how the run ended.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import gc
+import logging
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
+from opentelemetry import context as otel_context
+from opentelemetry.propagate import extract
 
 from kestrl.errors import KestrlError
 from kestrl.plan.settings import LearnerSettings
 from kestrl.storage import AdapterManifest, fetch_adapter, open_store
 from kestrl.telemetry import span
 from kestrl.telemetry.names import Attr, SpanName
+from kestrl_learner import past
 from kestrl_learner.aio import Interrupted, guarded, unless
 from kestrl_learner.context import Context
 from kestrl_learner.model import PolicyModel
 from kestrl_learner.progress import Progress
 from kestrl_learner.training import Training
 
+log = logging.getLogger(__name__)
+
 
 class Run:
-    """One run of one job."""
+    """One run of one job. Nothing is read before `main`, so that watchers can be served from the start."""
 
     def __init__(self, settings: LearnerSettings) -> None:
         self.settings = settings
-        self._context = Context(settings)
-        self._training: Training | None = None
-
-    @property
-    def progress(self) -> Progress:
+        algorithm = settings.algorithm
+        self.progress = Progress(0, len(settings.engines), algorithm.groups_per_step * algorithm.group_size)
         """For those who watch."""
-        return self._context.progress
+        self._drain = asyncio.Event()
+        self._context: Context | None = None
+        self._training: Training | None = None
 
     @property
     def training(self) -> bool:
@@ -39,68 +50,103 @@ class Run:
         return self._training is not None
 
     def drain(self) -> None:
-        """Finish the step at hand, checkpoint, end."""
-        self._context.drain.set()
+        """Finish the step at hand, checkpoint, end. A run that has ended stays as it ended."""
+        if self.progress.final:
+            return
+        self._drain.set()
         if self._training is not None:
             self._training.drain()
         self.progress.update(phase="draining", message="finishing the step at hand")
 
     async def main(self) -> None:
-        """The whole run. Its end, good or bad, is told to watchers and written to `summary.json`."""
+        """The whole run. Its end, good or bad, is told to watchers and written to `summary.json`.
+
+        Raises:
+            KestrlError: It failed.
+        """
         try:
-            with span(SpanName.JOB, {Attr.JOB: self.settings.job, Attr.RUN: self.settings.run}):
+            with _traced(self.settings.traceparent), span(SpanName.JOB, self._attributes()):
                 await self._run()
         except KestrlError as error:
             failure = error.failure(component="learner-0")
+            self._nobody_looks()
             self.progress.update(phase="failed", failure=failure, message=str(error)[:300])
-            await self._context.write_summary("failed", reason=str(failure))
+            if self._context is not None:
+                await self._context.write_summary("failed", reason=str(failure))
             raise
         finally:
-            self.progress.update(ended=True)
-            await asyncio.sleep(0)  # watchers get their last word
+            self._context = self._training = None  # what is told from now on needs neither model nor data
+
+    def _attributes(self) -> dict[str, str]:
+        return {Attr.JOB: self.settings.job, Attr.RUN: self.settings.run}
+
+    def _nobody_looks(self) -> None:
+        """At the end: what was seen of engines and workers is not claimed of what they are later."""
+        self.progress.update(engines=(), workers=0, groups_running=0, groups_ready=0, eta_seconds=0.0)
 
     async def _run(self) -> None:
-        context = self._context
+        settings, progress = self.settings, self.progress
+        progress.update(message="reading the data")
+        context = self._context = await asyncio.to_thread(Context, settings, progress, self._drain)
+        progress.update(total_steps=context.steps)
+        if settings.evaluate is None and await self._has_ended(context):
+            return
         context.connect()
-        context.progress.update(message="loading the model; engines start")
-        if self.settings.threads:
-            torch.set_num_threads(self.settings.threads)
+        progress.update(message="loading the model; engines start")
+        if settings.threads:
+            torch.set_num_threads(settings.threads)
         watching = [
             asyncio.create_task(context.engines.watch(), name="watch-engines"),
             asyncio.create_task(context.workers.watch(), name="watch-workers"),
         ]
+        status, message = "succeeded", ""
         try:
-            await guarded(self._work(), *watching)
+            await guarded(self._work(context), *watching)
         except Interrupted:
             # Nothing has been learned that a checkpoint does not hold: `Training` sees to that.
-            await context.write_summary("suspended")
-            context.progress.update(phase="suspended", message=f"at step {context.progress.step}")
+            status, message = "suspended", f"at step {progress.step}"
         finally:
             for task in watching:
                 task.cancel()
             await asyncio.wait(watching)
             await context.close()
+        await context.write_summary(status)
+        self._nobody_looks()
+        progress.update(phase=status, message=message)
 
-    async def _work(self) -> None:
-        context = self._context
-        model = await self._loaded()
+    async def _has_ended(self, context: Context) -> bool:
+        """Looks at how far earlier processes of the run came; where the program lingers, a run that has succeeded is not run again."""
+        settings = self.settings
+        newest = await asyncio.to_thread(past.reached, context.store)
+        if newest is None:
+            return False
+        self.progress.update(step=newest.step, checkpoint_step=newest.step)
+        if not settings.linger:
+            return False
+        told = await asyncio.to_thread(
+            past.ended, context.store, newest, job=settings.job, digest=context.digest, steps=context.steps
+        )
+        if told is not None:
+            log.info("run %s has succeeded already", settings.run)
+            self.progress.update(phase="succeeded", **told)
+        return told is not None
+
+    async def _work(self, context: Context) -> None:
+        model = await self._loaded(context)
         if self.settings.evaluate is not None:
-            await self._evaluate(model, self.settings.evaluate.adapter)
+            await self._evaluate(context, model, self.settings.evaluate.adapter)
         else:
             self._training = Training(context, model)
-            if context.drain.is_set():
+            if self._drain.is_set():
                 self._training.drain()
             await self._training.run()
-        await context.write_summary("succeeded")
-        context.progress.update(phase="succeeded", message="")
 
-    async def _loaded(self) -> PolicyModel:
+    async def _loaded(self, context: Context) -> PolicyModel:
         """The model, loaded while the workers come up."""
-        context = self._context
         try:
             async with asyncio.TaskGroup() as tasks:
                 loading = tasks.create_task(asyncio.to_thread(self._load), name="load-model")
-                tasks.create_task(unless(context.drain, context.workers.connect()), name="connect-workers")
+                tasks.create_task(unless(self._drain, context.workers.connect()), name="connect-workers")
         except* KestrlError as errors:
             raise errors.exceptions[0] from errors
         except* Interrupted:
@@ -119,14 +165,14 @@ class Run:
             device=settings.device,
         )
 
-    async def _evaluate(self, model: PolicyModel, address: str | None) -> None:
+    async def _evaluate(self, context: Context, model: PolicyModel, address: str | None) -> None:
         """Evaluates one adapter, or the base model as the adapter that changes nothing."""
-        context = self._context
         if address is None:
             policy = await context.publish(model, 0, None)
         else:
-            policy = (await asyncio.to_thread(_known_adapter, address)).policy
-            await unless(context.drain, context.engines.publish(policy, address))
+            known = await asyncio.to_thread(_known_adapter, address)
+            policy = known.policy
+            await unless(self._drain, context.engines.publish(policy, address, parent=known.parent))
             context.newest = policy, address
         context.facts["after"] = await context.evaluate(policy, sampled=True, when=policy.name)
 
@@ -134,3 +180,49 @@ class Run:
 def _known_adapter(address: str) -> AdapterManifest:
     with TemporaryDirectory() as folder:
         return fetch_adapter(open_store(address), Path(folder) / "adapter")
+
+
+@contextmanager
+def _traced(parent: str | None) -> Generator[None]:
+    """Within the trace that a W3C header names, if one is given."""
+    token = otel_context.attach(extract({} if parent is None else {"traceparent": parent}))
+    try:
+        yield
+    finally:
+        otel_context.detach(token)
+
+
+async def stay(run: Run, leave: asyncio.Event) -> None:
+    """The run, and where it is to linger, what is left of the program after it: watchers are still told how it ended.
+
+    Args:
+        run: The run.
+        leave: The program is to end. A run that fails from then on fails the program, as one does that does not linger.
+
+    Raises:
+        KestrlError: The run failed.
+    """
+    try:
+        await _told_end(run, leave)
+        if run.settings.linger:
+            await leave.wait()
+    finally:
+        run.progress.end()
+
+
+async def _told_end(run: Run, leave: asyncio.Event) -> None:
+    try:
+        await run.main()
+    except KestrlError as error:
+        if not run.settings.linger or leave.is_set():
+            raise
+        log.error("the run has failed: %s", error.failure())
+    if run.settings.linger:
+        _let_go(run.settings.device)
+
+
+def _let_go(device: str) -> None:
+    """Frees what nothing refers to any more: the model, for others on its device."""
+    gc.collect()
+    if device != "cpu":
+        torch.accelerator.empty_cache()

@@ -64,6 +64,8 @@ class Training:
         """Steps that the ledger knows."""
         self._weights = 0
         """Steps that the weights have seen."""
+        self._saved: int | None = None
+        """The step of the newest checkpoint that is surely there."""
 
     def drain(self) -> None:
         """No further group is started."""
@@ -105,6 +107,7 @@ class Training:
         context.facts |= known.facts
         context.progress.failures.update(known.facts.get("failures", {}))
         again = self._rewind(known.step)
+        self._saved = known.step
         log.info("resumed at step %d; %d scenarios are pending again", known.step, again)
         return known.step
 
@@ -124,7 +127,7 @@ class Training:
         policy = await context.publish(self._model, self._done, None)
         if context.facts["before"] is None and context.validation:
             context.facts["before"] = await context.evaluate(policy, sampled=True, when="before")
-            await asyncio.to_thread(self._checkpoint)
+            await self._save()
         await self._evaluate_between(policy)
         return policy
 
@@ -140,6 +143,8 @@ class Training:
         finally:
             feeding.cancel()
             await asyncio.wait([feeding])
+        if self._saved != self._done:  # the scenarios ran out between two checkpoints
+            await self._save()
 
     async def _after(self) -> None:
         context = self._context
@@ -186,7 +191,7 @@ class Training:
                 policy = await context.publish(self._model, self._done, policy.name)
             await self._evaluate_between(policy)
             if self._done % settings.checkpoint_every == 0 or self._done == context.steps:
-                await asyncio.to_thread(self._checkpoint)
+                await self._save()
             self._collector.advance(policy)
             await self._retire(policy)
             await asyncio.to_thread(self._forget, self._collector.named() | context.engines.wanted() | {policy.name})
@@ -222,10 +227,12 @@ class Training:
         }
         await context.keep(f"metrics/{done:06d}.json", facts)
         log.info("step %d: %s", done, facts)
+        context.progress.stepped(idle=result.idle_groups == len(groups))
         context.progress.update(
             step=done,
             last_step=facts,
             tokens_per_second=result.sampled / (now - began),
+            episodes_per_second=sum(len(group.episodes) for group in groups) / (now - began),
             eta_seconds=sum(self._pace) / len(self._pace) * (context.steps - done),
             message=f"rollouts {collected - began:.1f} s, update {trained - collected:.1f} s",
         )
@@ -242,6 +249,14 @@ class Training:
         if settings.keep_episodes:
             forget_episodes(store, keep=settings.keep_episodes)
 
+    async def _save(self) -> None:
+        """A checkpoint on the way. One that cannot be read back is told and ends nothing: the ones before it are still there."""
+        try:
+            await asyncio.to_thread(self._checkpoint)
+        except checkpoint.Unconfirmed as error:
+            log.error("%s", error)
+        self._context.progress.update()
+
     def _checkpoint(self) -> None:
         context = self._context
         with span(SpanName.CHECKPOINT, {Attr.STEP: self._done}):
@@ -251,8 +266,11 @@ class Training:
                 "seconds": context.seconds(),
                 "failures": dict(context.progress.failures),
             }
-            checkpoint.write(
-                context.store,
-                checkpoint.Checkpoint(step=self._done, state=self._trainer.state(), facts=facts),
-                keep=self._settings.keep_checkpoints,
-            )
+            made = checkpoint.Checkpoint(step=self._done, state=self._trainer.state(), facts=facts)
+            try:
+                checkpoint.write(context.store, made, keep=self._settings.keep_checkpoints)
+            except checkpoint.Unconfirmed as error:
+                context.progress.storage_failure = str(error)
+                raise
+            self._saved = context.progress.checkpoint_step = made.step
+            context.progress.storage_failure = ""

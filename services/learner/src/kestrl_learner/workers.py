@@ -27,6 +27,7 @@ from kestrl.rpc.codec import group_from_proto, policy_to_proto, scenario_to_prot
 from kestrl.telemetry import span
 from kestrl.telemetry.names import Attr, SpanName
 from kestrl_learner.aio import Signal
+from kestrl_learner.progress import Progress
 
 log = logging.getLogger(__name__)
 GRACE_SECONDS = 15.0
@@ -110,8 +111,8 @@ async def resolved(name: str) -> set[str] | None:
 class Workers:
     """All rollout workers of the job, each used up to the capacity it tells. `watch` must be running."""
 
-    def __init__(self, settings: LearnerSettings) -> None:
-        self._settings = settings
+    def __init__(self, settings: LearnerSettings, progress: Progress) -> None:
+        self._settings, self._progress = settings, progress
         self._workers: list[_Worker] = []
         self._changed = Signal()
         self.on_change: Callable[[], None] = _nobody
@@ -167,6 +168,7 @@ class Workers:
                 for address in set(known) - found:
                     gone = known.pop(address)
                     gone.leaving, gone.capacity = True, 0
+                    self._tell()
                     log.info("rollout worker %s of %s has gone", address, name)
             await self._forget_idle()
             await asyncio.sleep(LOOK_SECONDS)
@@ -187,11 +189,15 @@ class Workers:
             before = worker.capacity
             worker.capacity = await self._ask(worker)
             if worker.capacity != before:
+                self._tell()
                 self._changed.notify()
                 self.on_change()
             with suppress(TimeoutError):
                 async with asyncio.timeout(LOOK_SECONDS if worker.capacity else RETRY_SECONDS):
                     await worker.wake.wait()
+
+    def _tell(self) -> None:
+        self._progress.update(workers=len([worker for worker in self._workers if worker.capacity]))
 
     async def _ask(self, worker: _Worker) -> int:
         try:
@@ -231,6 +237,7 @@ class Workers:
         except KestrlError:
             # Gone, draining, or in trouble: it is asked before it gets more.
             worker.capacity = 0
+            self._tell()
             worker.wake.set()
             raise
         finally:

@@ -21,20 +21,73 @@ DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
 class WatchProgressRequest(_message.Message):
-    """Nothing to say."""
+    """How often it is to be told."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    MIN_INTERVAL_SECONDS_FIELD_NUMBER: _builtins.int
+    min_interval_seconds: _builtins.float
+    """Seconds between two answers, at the least; 0 tells every change. The first answer comes at once, and so does the run's end;
+    the last state is always told.
+    """
     def __init__(
         self,
+        *,
+        min_interval_seconds: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["min_interval_seconds", b"min_interval_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___WatchProgressRequest: _TypeAlias = WatchProgressRequest  # noqa: Y015
+
+@_typing.final
+class EngineProgress(_message.Message):
+    """One engine, as it was seen last."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    POLICY_FIELD_NUMBER: _builtins.int
+    LAG_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
+    MESSAGE_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Such as engine-0."""
+    lag: _builtins.int
+    """Steps behind the newest published version: 0 only if it has proved that one, or none is published; one more than the newest
+    version's step if it has proved none.
+    """
+    state: _builtins.str
+    """starting: its agent has not answered yet, or says that the engine is not up yet. serving: it has proved the newest version, or
+    is up and none is published. loading: it fetches, loads or proves the newest. recovering: it came back without its versions, and
+    its agent brings them back. quarantined: it could not prove the newest, is named in no request for it and is tried again. away:
+    it, or its agent, answered and does not now.
+    """
+    message: _builtins.str
+    """Why it is behind, or away, as far as is known."""
+    @_builtins.property
+    def policy(self) -> _common_pb2.PolicyVersion:
+        """The newest version that it has proved since it came up, be it retired by now; not set when it has proved none."""
+
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        policy: _common_pb2.PolicyVersion | None = ...,
+        lag: _builtins.int = ...,
+        state: _builtins.str = ...,
+        message: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["policy", b"policy"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lag", b"lag", "message", b"message", "name", b"name", "policy", b"policy", "state", b"state"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EngineProgress: _TypeAlias = EngineProgress  # noqa: Y015
 
 @_typing.final
 class WatchProgressResponse(_message.Message):
@@ -95,6 +148,15 @@ class WatchProgressResponse(_message.Message):
     FAILURE_FIELD_NUMBER: _builtins.int
     MESSAGE_FIELD_NUMBER: _builtins.int
     GROUPS_RUNNING_FIELD_NUMBER: _builtins.int
+    ENGINES_FIELD_NUMBER: _builtins.int
+    CHECKPOINT_STEP_FIELD_NUMBER: _builtins.int
+    POLICY_URI_FIELD_NUMBER: _builtins.int
+    POLICY_PARENT_FIELD_NUMBER: _builtins.int
+    EPISODES_PER_SECOND_FIELD_NUMBER: _builtins.int
+    WORKERS_FIELD_NUMBER: _builtins.int
+    GROUPS_READY_FIELD_NUMBER: _builtins.int
+    DEGENERATE_FIELD_NUMBER: _builtins.int
+    STORAGE_FAILURE_FIELD_NUMBER: _builtins.int
     phase: _builtins.str
     """starting, evaluating, training, draining, succeeded, failed or suspended."""
     step: _builtins.int
@@ -102,7 +164,7 @@ class WatchProgressResponse(_message.Message):
     total_steps: _builtins.int
     """Optimiser steps in all."""
     engines_converged: _builtins.int
-    """Engines that proved it."""
+    """Engines that had proved it when they were looked at last."""
     engines_total: _builtins.int
     """Engines in all."""
     tokens_per_second: _builtins.float
@@ -113,6 +175,22 @@ class WatchProgressResponse(_message.Message):
     """What is going on, for a person."""
     groups_running: _builtins.int
     """Groups running now."""
+    checkpoint_step: _builtins.int
+    """The step of the newest checkpoint that was written and read back from storage; not set when there is none."""
+    policy_uri: _builtins.str
+    """Where the newest published version lies."""
+    policy_parent: _builtins.str
+    """Name of the version that it was trained from; empty for the first."""
+    episodes_per_second: _builtins.float
+    """Episodes trained on in the last step, a second of it."""
+    workers: _builtins.int
+    """Rollout workers that answer and take groups, now."""
+    groups_ready: _builtins.int
+    """Groups that wait to be trained on."""
+    degenerate: _builtins.bool
+    """Whether every group of the last steps had equal rewards: there was nothing to learn from."""
+    storage_failure: _builtins.str
+    """What storage refused last; empty once a checkpoint has been written and read back since."""
     @_builtins.property
     def means(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
         """Running means: reward, answer_correct, num_turns and whatever rewards report."""
@@ -128,6 +206,10 @@ class WatchProgressResponse(_message.Message):
     @_builtins.property
     def failure(self) -> _common_pb2.Failure:
         """Why the run stopped or is failing."""
+
+    @_builtins.property
+    def engines(self) -> _containers.RepeatedCompositeFieldContainer[Global___EngineProgress]:
+        """Every engine of the job, in the job's order; empty before the engines are looked for and after the run's end, when nobody looks."""
 
     def __init__(
         self,
@@ -145,12 +227,23 @@ class WatchProgressResponse(_message.Message):
         failure: _common_pb2.Failure | None = ...,
         message: _builtins.str = ...,
         groups_running: _builtins.int = ...,
+        engines: _abc.Iterable[Global___EngineProgress] | None = ...,
+        checkpoint_step: _builtins.int | None = ...,
+        policy_uri: _builtins.str = ...,
+        policy_parent: _builtins.str = ...,
+        episodes_per_second: _builtins.float = ...,
+        workers: _builtins.int = ...,
+        groups_ready: _builtins.int = ...,
+        degenerate: _builtins.bool = ...,
+        storage_failure: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure", "policy", b"policy"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_checkpoint_step", b"_checkpoint_step", "checkpoint_step", b"checkpoint_step", "failure", b"failure", "policy", b"policy"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["engines_converged", b"engines_converged", "engines_total", b"engines_total", "eta_seconds", b"eta_seconds", "failure", b"failure", "failures", b"failures", "groups_running", b"groups_running", "means", b"means", "message", b"message", "phase", b"phase", "policy", b"policy", "step", b"step", "tokens_per_second", b"tokens_per_second", "total_steps", b"total_steps"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_checkpoint_step", b"_checkpoint_step", "checkpoint_step", b"checkpoint_step", "degenerate", b"degenerate", "engines", b"engines", "engines_converged", b"engines_converged", "engines_total", b"engines_total", "episodes_per_second", b"episodes_per_second", "eta_seconds", b"eta_seconds", "failure", b"failure", "failures", b"failures", "groups_ready", b"groups_ready", "groups_running", b"groups_running", "means", b"means", "message", b"message", "phase", b"phase", "policy", b"policy", "policy_parent", b"policy_parent", "policy_uri", b"policy_uri", "step", b"step", "storage_failure", b"storage_failure", "tokens_per_second", b"tokens_per_second", "total_steps", b"total_steps", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__checkpoint_step: _TypeAlias = _typing.Literal["checkpoint_step"]  # noqa: Y015
+    _WhichOneofArgType__checkpoint_step: _TypeAlias = _typing.Literal["_checkpoint_step", b"_checkpoint_step"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__checkpoint_step) -> _WhichOneofReturnType__checkpoint_step | None: ...
 
 Global___WatchProgressResponse: _TypeAlias = WatchProgressResponse  # noqa: Y015
 

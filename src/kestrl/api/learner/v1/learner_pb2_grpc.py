@@ -52,7 +52,7 @@ class LearnerServiceServicer(object):
     """
 
     def WatchProgress(self, request, context):
-        """The progress now, then again at every change until the run ends.
+        """The progress now, then again at every change until the run ends. A learner that lingers keeps the stream open after that.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -34,7 +34,7 @@ class LearnerServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> LearnerServiceAsyncStub: ...
     WatchProgress: _grpc.UnaryStreamMultiCallable[_learner_pb2.WatchProgressRequest, _learner_pb2.WatchProgressResponse]
-    """The progress now, then again at every change until the run ends."""
+    """The progress now, then again at every change until the run ends. A learner that lingers keeps the stream open after that."""
     Drain: _grpc.UnaryUnaryMultiCallable[_learner_pb2.DrainRequest, _learner_pb2.DrainResponse]
     """Finish the step at hand, checkpoint, and exit; returns at once."""
 
@@ -44,7 +44,7 @@ class LearnerServiceAsyncStub(LearnerServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     WatchProgress: _aio.UnaryStreamMultiCallable[_learner_pb2.WatchProgressRequest, _learner_pb2.WatchProgressResponse]  # type: ignore[assignment]
-    """The progress now, then again at every change until the run ends."""
+    """The progress now, then again at every change until the run ends. A learner that lingers keeps the stream open after that."""
     Drain: _aio.UnaryUnaryMultiCallable[_learner_pb2.DrainRequest, _learner_pb2.DrainResponse]  # type: ignore[assignment]
     """Finish the step at hand, checkpoint, and exit; returns at once."""
 
@@ -57,7 +57,7 @@ class LearnerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _learner_pb2.WatchProgressRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_learner_pb2.WatchProgressResponse], _abc.AsyncIterator[_learner_pb2.WatchProgressResponse]]:
-        """The progress now, then again at every change until the run ends."""
+        """The progress now, then again at every change until the run ends. A learner that lingers keeps the stream open after that."""
 
     @_abc_1.abstractmethod
     def Drain(

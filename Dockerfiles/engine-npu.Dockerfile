@@ -1,0 +1,19 @@
+# The inference engine for Ascend NPUs: vllm-ascend's own image, and the guard before its control routes.
+# Build from the repository's root: scripts/build_images engine-npu
+ARG BASE=quay.io/ascend/vllm-ascend:v0.23.0
+
+FROM ${BASE}
+ARG VERSION=unknown
+LABEL org.opencontainers.image.title="kestrl-engine-npu" \
+      org.opencontainers.image.description="vLLM on Ascend NPUs behind KestRL's guard" \
+      org.opencontainers.image.version="${VERSION}" \
+      org.opencontainers.image.licenses="Apache-2.0"
+USER 0
+# Some libraries ask for the user's name, so the user that pods run as has one. Pods start `python`, which not every base has.
+RUN groupadd --gid 10001 kestrl && useradd --uid 10001 --gid 10001 --no-create-home --home-dir /tmp kestrl \
+ && (command -v python || ln -s "$(command -v python3)" /usr/local/bin/python)
+# The guard needs the standard library alone, so nothing of the engine's own environment is touched.
+COPY services/inference/src/kestrl_inference/__init__.py services/inference/src/kestrl_inference/guard.py /opt/kestrl/kestrl_inference/
+ENV PYTHONPATH=/opt/kestrl${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
+USER 10001:10001
+ENTRYPOINT ["python", "-m", "vllm.entrypoints.openai.api_server"]

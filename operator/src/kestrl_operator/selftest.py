@@ -1,0 +1,109 @@
+"""`python -m kestrl_operator.selftest --namespace NS --manifest FILE`: runs a job on the cluster and says how it ended; `helm test` runs it."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from kestrl.errors import KestrlError, UserInputError
+from kestrl.service import exit_code
+from kestrl.spec import read_job
+from kestrl_operator.api import JOB, Api, Conflict
+
+POLL_SECONDS = 2.0
+
+
+class SelfTestFailed(KestrlError):
+    """The job did not succeed."""
+
+    code = "self_test_failed"
+
+
+def main() -> int:
+    """Runs it; the exit code is 0 only if the job succeeded."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--namespace", required=True)
+    parser.add_argument("--manifest", type=Path, required=True)
+    parser.add_argument("--timeout", type=float, default=1200.0, help="seconds")
+    parser.add_argument("--keep", action="store_true", help="leave the job in the cluster")
+    given = parser.parse_args()
+
+    def run() -> None:
+        read_job(given.manifest)  # told here, before the cluster is asked
+        job: dict[str, Any] = yaml.safe_load(given.manifest.read_text())
+        asyncio.run(_run(given.namespace, job, given.timeout, keep=given.keep))
+
+    return exit_code(run)
+
+
+async def _run(namespace: str, job: dict[str, Any], timeout: float, *, keep: bool) -> None:
+    name = job["metadata"]["name"]
+    job["metadata"] = {**job["metadata"], "namespace": namespace}
+    api = Api()
+    try:
+        try:
+            await api.create(JOB, job)
+        except Conflict as error:
+            raise UserInputError(f"{namespace}/{name} exists already; delete it, then test again") from error
+        try:
+            await _succeeded(api, namespace, name, timeout)
+        finally:
+            if not keep:
+                await api.delete(JOB, namespace, name)
+    finally:
+        await api.close()
+
+
+async def _succeeded(api: Api, namespace: str, name: str, timeout: float) -> None:
+    shown = ""
+    status: Mapping[str, Any] = {}
+    try:
+        async with asyncio.timeout(timeout):
+            while True:
+                status = (await api.get(JOB, name, namespace)).get("status", {})
+                shown = _say(status, shown)
+                accepted = _condition(status, "Accepted")
+                if accepted["reason"] == "Invalid":
+                    raise SelfTestFailed(f"the job is not accepted: {accepted['message']}")
+                ended = _condition(status, "Succeeded")
+                if ended["status"] == "True":
+                    return
+                if ended["status"] == "False" and ended["reason"] != "Running":
+                    raise SelfTestFailed(f"{ended['reason']}: {ended.get('message', '')}\n{table(status)}")
+                await asyncio.sleep(POLL_SECONDS)
+    except TimeoutError as error:
+        raise SelfTestFailed(f"not ended after {timeout:g} s\n{table(status)}") from error
+
+
+def _condition(status: Mapping[str, Any], kind: str) -> Mapping[str, str]:
+    unknown = {"status": "Unknown", "reason": ""}
+    return next((item for item in status.get("conditions", ()) if item["type"] == kind), unknown)
+
+
+def _say(status: Mapping[str, Any], before: str) -> str:
+    """Prints what `kubectl get` would show, when it has changed."""
+    shown = status.get("shown", {})
+    line = "  ".join(
+        f"{name} {shown[name]}" for name in ("phase", "step", "policy", "converged", "reward") if shown.get(name)
+    )
+    if line and line != before:
+        print(line, flush=True)  # noqa: T201 - the log of the test's pod
+    return line
+
+
+def table(status: Mapping[str, Any]) -> str:
+    """The conditions, for a person."""
+    return "\n".join(
+        f"  {item['type']:20} {item['status']:8} {item['reason']:16} {item.get('message', '')}"
+        for item in status.get("conditions", ())
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

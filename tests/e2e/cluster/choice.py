@@ -1,0 +1,116 @@
+"""Which cluster tests get: one that a person names, else one that is brought up here, else none and a reason.
+
+`E2E_KUBECONFIG` names a cluster of somebody else's: never the default context by accident. What it offers beyond the API is told by
+`E2E_CAPABILITIES` (such as `node,network_policies`), and the image that its nodes can run by `E2E_IMAGE`.
+`KESTRL_E2E_KEEP=1` uses this checkout's running cluster, brings it up if there is none, and leaves it running.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+
+from .capabilities import ANYWHERE, OWN, Capability
+from .client import Cluster
+from .images import KESTRL
+from .kit import Kit, cache_folder, find_kit
+from .layout import default_name
+from .node import Node, bring_up, find, missing
+
+BRIDGED = Path("/proc/sys/net/bridge")
+"""There when the kernel filters what goes over a bridge, as services and policies need it to."""
+
+
+class Unavailable(Exception):
+    """There is no cluster to be had here; the message says why."""
+
+
+def foreign() -> Cluster | None:
+    """The cluster that a person names.
+
+    Raises:
+        Unavailable: It cannot be talked to.
+    """
+    kubeconfig = os.environ.get("E2E_KUBECONFIG")
+    if not kubeconfig:
+        return None
+    told = [name.strip() for name in os.environ.get("E2E_CAPABILITIES", "").split(",")]
+    kit = find_kit()
+    return Cluster(
+        kubeconfig=Path(kubeconfig).absolute(),
+        kubectl_program=_program("kubectl", kit),
+        helm_program=_program("helm", kit),
+        image=os.environ.get("E2E_IMAGE", KESTRL),
+        capabilities=frozenset(Capability(name) for name in told if name),
+        cache=cache_folder() / "e2e",
+    )
+
+
+def _program(name: str, kit: Kit | None) -> str:
+    found = shutil.which(name) if kit is None else kit.program(name)
+    if found is None:
+        raise Unavailable(f"E2E_KUBECONFIG is set, but there is no {name}")
+    return found
+
+
+def usable_kit() -> Kit:
+    """The kit, where a node can be brought up with it.
+
+    Raises:
+        Unavailable: It cannot be.
+    """
+    if not sys.platform.startswith("linux") or os.geteuid() != 0:
+        raise Unavailable("a node of our own needs root on Linux; or set E2E_KUBECONFIG")
+    lacking = missing()
+    if lacking:
+        raise Unavailable(f"a node of our own needs {', '.join(lacking)}; or set E2E_KUBECONFIG")
+    if not BRIDGED.exists():
+        raise Unavailable("a node of our own needs the kernel's br_netfilter; or set E2E_KUBECONFIG")
+    kit = find_kit()
+    if kit is None:
+        raise Unavailable("Kubernetes is not built: run tests/e2e/kit/build")
+    return kit
+
+
+def facade(node: Node) -> Cluster:
+    """What tests use of a node."""
+    state = node.state
+    return Cluster(
+        kubeconfig=state.layout.kubeconfig(),
+        kubectl_program=state.kit.program("kubectl"),
+        helm_program=state.kit.program("helm"),
+        image=KESTRL,
+        capabilities=ANYWHERE if state.layout.control_plane_only else OWN,
+        cache=state.layout.folder / "cache",
+        own=node,
+    )
+
+
+@contextmanager
+def connected(*, control_plane_only: bool = False) -> Generator[Cluster]:
+    """A cluster for the length of a block.
+
+    Raises:
+        Unavailable: There is none to be had.
+    """
+    named = foreign()
+    if named is not None:
+        yield named
+        return
+    kit = usable_kit()
+    name = default_name(control_plane_only=control_plane_only)
+    if os.environ.get("KESTRL_E2E_KEEP") == "1":
+        kept = find(default_name()) or find(name)
+        if kept is not None:
+            kept.revive()
+        yield facade(kept or bring_up(kit, name=name, control_plane_only=control_plane_only))
+        return
+    node = bring_up(kit, name=f"{name}-{os.getpid()}", control_plane_only=control_plane_only, leashed=True)
+    try:
+        yield facade(node)
+    finally:
+        node.down()

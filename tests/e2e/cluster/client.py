@@ -1,0 +1,334 @@
+"""What tests do with a cluster, whosever it is: kubectl and helm, and waiting for what the API tells."""
+
+from __future__ import annotations
+
+import codecs
+import json
+import os
+import select
+import subprocess
+import time
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+from . import devices, kwok, objects
+from .capabilities import Capability
+from .commands import CommandFailed, eventually, run
+from .layout import NODE_NAME
+from .node import Node
+
+Object = dict[str, Any]
+Objects = list[Object]
+Names = list[str]
+Manifest = Object | Sequence[Object] | str
+WAIT_SECONDS = 60.0
+DEFAULT_NAMESPACE = objects.NAMESPACE
+POLICIES, DEVICES, KWOK = "network-policies", "devices", "kwok"
+"""Names of the daemons that are there on request."""
+READ_BYTES = 1 << 16
+TOLD_LINES = 40
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cluster:
+    """A cluster as its administrator has it."""
+
+    kubeconfig: Path
+    kubectl_program: str
+    helm_program: str
+    image: str
+    """One that all components can run in."""
+    capabilities: frozenset[Capability]
+    cache: Path
+    """Where kubectl and helm keep what they know of it: not in the home of who runs the tests."""
+    own: Node | None = None
+    """The node, where the harness brought it up."""
+
+    @property
+    def node(self) -> Node:
+        """The harness's own node, whose daemons can be stopped, frozen, killed and started.
+
+        Raises:
+            RuntimeError: The cluster is somebody else's.
+        """
+        if self.own is None:
+            raise RuntimeError("this cluster was not brought up by the harness")
+        return self.own
+
+    @property
+    def host_address(self) -> str:
+        """This machine as pods see it; a server for them listens there."""
+        return self.node.layout.host_address
+
+    # --- kubectl and helm
+
+    def kubectl(self, *arguments: str, given: str | None = None, seconds: float = WAIT_SECONDS) -> str:
+        """What kubectl prints.
+
+        Raises:
+            CommandFailed: It ended with an error.
+        """
+        return run(*self._kubectl(arguments), given=given, env=self._environment(), seconds=seconds)
+
+    def helm(self, *arguments: str, seconds: float = 300.0) -> str:
+        return run(
+            self.helm_program, f"--kubeconfig={self.kubeconfig}", *arguments, env=self._environment(), seconds=seconds
+        )
+
+    def apply(self, manifest: Manifest, namespace: str | None = None) -> None:
+        """Applies one object, several, or YAML as it stands."""
+        items = [manifest] if isinstance(manifest, str | dict) else manifest
+        documents = (item if isinstance(item, str) else json.dumps(item) for item in items)
+        place = [] if namespace is None else [f"--namespace={namespace}"]
+        self.kubectl("apply", "--server-side", "--force-conflicts", *place, "-f", "-", given="\n---\n".join(documents))
+
+    def get(self, kind: str, name: str, namespace: str = DEFAULT_NAMESPACE) -> Object:
+        found: Object = json.loads(self.kubectl("get", kind, name, f"--namespace={namespace}", "-o", "json"))
+        return found
+
+    def list(self, kind: str, namespace: str = DEFAULT_NAMESPACE, selector: str = "") -> Objects:
+        """Objects of a namespace, those with the selector's labels."""
+        place = (f"--namespace={namespace}", f"--selector={selector}")
+        found: Objects = json.loads(self.kubectl("get", kind, *place, "-o", "json"))["items"]
+        return found
+
+    def exists(self, kind: str, name: str, namespace: str = DEFAULT_NAMESPACE) -> bool:
+        return bool(self.kubectl("get", kind, name, f"--namespace={namespace}", "--ignore-not-found", "-o", "name"))
+
+    def patch(
+        self, kind: str, name: str, change: Object, namespace: str = DEFAULT_NAMESPACE, *, subresource: str = ""
+    ) -> None:
+        """A merge patch."""
+        part = [f"--subresource={subresource}"] if subresource else []
+        place = [kind, name, f"--namespace={namespace}", *part]
+        self.kubectl("patch", *place, "--type=merge", "-p", json.dumps(change))
+
+    def delete(self, kind: str, name: str, namespace: str = DEFAULT_NAMESPACE, *, wait: bool = True) -> None:
+        self.kubectl(
+            "delete", kind, name, f"--namespace={namespace}", "--ignore-not-found", f"--wait={json.dumps(wait)}"
+        )
+
+    def logs(self, pod: str, namespace: str = DEFAULT_NAMESPACE, *, container: str = "", previous: bool = False) -> str:
+        more = [f"--container={container}"] if container else []
+        return self.kubectl("logs", pod, f"--namespace={namespace}", f"--previous={json.dumps(previous)}", *more)
+
+    def exec(self, pod: str, *command: str, namespace: str = DEFAULT_NAMESPACE, container: str = "") -> str:
+        """What a command in a container prints."""
+        more = [f"--container={container}"] if container else []
+        return self.kubectl("exec", pod, f"--namespace={namespace}", *more, "--", *command)
+
+    # --- waiting
+
+    def watch(
+        self, kind: str, namespace: str = DEFAULT_NAMESPACE, *, name: str = "", selector: str = "", seconds: float
+    ) -> Iterator[tuple[str, Object]]:
+        """Events of a collection from now on, beginning with what there is as ADDED; ends after a time.
+
+        It goes on after an outage of the API server, and then begins anew with what there is.
+        """
+        deadline = time.monotonic() + seconds
+        narrowed = [f"--selector={selector}", *([f"--field-selector=metadata.name={name}"] if name else [])]
+        arguments = [
+            "get",
+            kind,
+            f"--namespace={namespace}",
+            *narrowed,
+            "--watch",
+            "--output-watch-events",
+            "-o",
+            "json",
+        ]
+        while time.monotonic() < deadline:
+            for event in _events(self._kubectl(arguments), self._environment(), deadline):
+                yield event["type"], event["object"]
+
+    def wait_for(
+        self,
+        kind: str,
+        name: str,
+        condition: Callable[[Object], object],
+        namespace: str = DEFAULT_NAMESPACE,
+        *,
+        seconds: float = WAIT_SECONDS,
+    ) -> Object:
+        """An object, once the condition holds for it; it need not be there yet.
+
+        Raises:
+            TimeoutError: It did not in time; the message tells its last state, a note that of its namespace.
+        """
+        last: Object | None = None
+        for event, found in self.watch(kind, namespace, name=name, seconds=seconds):
+            last = None if event == "DELETED" else found
+            if last is not None and condition(last):
+                return last
+        told = (
+            json.dumps(last.get("status"), indent=1)
+            if last
+            else self._told("get", kind, name, f"--namespace={namespace}")
+        )
+        error = TimeoutError(f"{kind} {name}: the condition does not hold after {seconds:.0f} s: {told}")
+        error.add_note(self.tell(namespace))
+        raise error
+
+    def wait_ready(self, pod: str, namespace: str = DEFAULT_NAMESPACE, *, seconds: float = WAIT_SECONDS) -> Object:
+        """A pod that is ready."""
+        return self.wait_for("pod", pod, lambda found: has_condition(found, "Ready"), namespace, seconds=seconds)
+
+    def wait_ended(self, pod: str, namespace: str = DEFAULT_NAMESPACE, *, seconds: float = WAIT_SECONDS) -> Object:
+        """A pod that has ended, well or not."""
+        phases = ("Succeeded", "Failed")
+        return self.wait_for(
+            "pod", pod, lambda found: found["status"].get("phase") in phases, namespace, seconds=seconds
+        )
+
+    def wait_gone(
+        self, kind: str, name: str, namespace: str = DEFAULT_NAMESPACE, *, seconds: float = WAIT_SECONDS
+    ) -> None:
+        limit = f"--timeout={seconds:.0f}s"
+        self.kubectl("wait", "--for=delete", f"{kind}/{name}", f"--namespace={namespace}", limit, seconds=seconds + 10)
+
+    def tell(self, namespace: str) -> str:
+        """What a person would look at when something in a namespace does not work."""
+        parts = [
+            self._told("get", "all,pvc", "-o", "wide", f"--namespace={namespace}"),
+            self._told("get", "events", "--sort-by=.lastTimestamp", f"--namespace={namespace}"),
+        ]
+        with suppress(CommandFailed):
+            for pod in self.list("pods", namespace):
+                name = pod["metadata"]["name"]
+                place = (name, f"--namespace={namespace}", "--all-containers", "--prefix", f"--tail={TOLD_LINES}")
+                parts += [f"--- {name}", self._told("logs", *place)]
+        return "\n".join(parts)
+
+    # --- places and volumes
+
+    @contextmanager
+    def namespace(self, prefix: str = "test") -> Generator[str]:
+        """A namespace whose pods find the checkout in place; its deletion is not waited for."""
+        name = f"{prefix}-{uuid4().hex[:6]}"
+        made = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name, "labels": {objects.LABEL: "true"}}}
+        self.apply(made)
+        try:
+            self.wait_for("serviceaccount", "default", lambda _: True, name)
+            yield name
+        finally:
+            self.delete("namespace", name, wait=False)
+
+    def renew_volumes(self) -> None:
+        """Makes volumes whose claim is gone empty and free again: nobody else does that for a hostPath."""
+        listed = self.list("persistentvolumes")
+        used = [item["metadata"]["name"] for item in listed if item["status"].get("phase") in {"Released", "Failed"}]
+        for name in used:
+            self.delete("persistentvolume", name)
+        if used:
+            self.apply([objects.volume(self.node.layout, name) for name in used])
+
+    # --- on request
+
+    def enforce_network_policies(self) -> None:
+        """From now on a NetworkPolicy is more than an object. Needs a node of the harness's own."""
+        layout = self.node.layout
+        module = "tests.e2e.cluster.policies"
+        self._ensure(POLICIES, _python(self.node, module, layout.server, str(layout.certificates)))
+        eventually("policies are enforced", lambda: self.node.log(POLICIES) != "", WAIT_SECONDS)
+
+    def ignore_network_policies(self) -> None:
+        """They are objects again, and nothing else."""
+        if POLICIES in self.node.runs():
+            self.node.forget(POLICIES)
+
+    def add_devices(self, *resources: devices.Resource) -> None:
+        """Devices that do not exist, instead of those there were; returns when the node has them."""
+        self.remove_devices()
+        self._ensure(DEVICES, _python(self.node, "tests.e2e.cluster.devices", *map(str, resources)))
+        wanted = {resource.name: str(resource.count) for resource in resources}
+
+        def has_them(node: Object) -> bool:
+            offered: dict[str, str] = node["status"].get("allocatable", {})
+            return wanted.items() <= offered.items()
+
+        self.wait_for("node", NODE_NAME, has_them)
+
+    def remove_devices(self) -> None:
+        """The node keeps the name of such a resource, with none of it to give."""
+        if DEVICES in self.node.runs():
+            self.node.forget(DEVICES)
+
+    @contextmanager
+    def fake_nodes(self, count: int) -> Generator[Names]:
+        """Nodes that exist only in the API, ready; pods on them run at once.
+
+        Where there is a real node too, pods need a toleration of `kwok.ANNOTATION` to get there.
+        """
+        layout = self.node.layout
+        made = [kwok.fake_node(index, tainted=not layout.control_plane_only) for index in range(count)]
+        self._ensure(KWOK, kwok.command_line(layout, self.node.state.kit))
+        try:
+            self.apply(made)
+            names = [node["metadata"]["name"] for node in made]
+            self.kubectl("wait", "--for=condition=Ready", "node", "--selector=type=kwok", "--timeout=60s", seconds=70)
+            yield names
+        finally:
+            self.kubectl("delete", "node", "--selector=type=kwok")
+            self.node.forget(KWOK)
+
+    def _ensure(self, name: str, command: Names) -> None:
+        if not self.node.runs().get(name, False):
+            self.node.start(name, command)
+
+    def _kubectl(self, arguments: Sequence[str]) -> Names:
+        return [self.kubectl_program, f"--kubeconfig={self.kubeconfig}", *arguments]
+
+    def _environment(self) -> dict[str, str]:
+        homes = {f"HELM_{name}_HOME": str(self.cache / "helm" / name.lower()) for name in ("CACHE", "CONFIG", "DATA")}
+        return {"KUBECACHEDIR": str(self.cache / "kube"), **homes}
+
+    def _told(self, *arguments: str) -> str:
+        try:
+            return self.kubectl(*arguments)
+        except CommandFailed as error:
+            return str(error)
+
+
+def has_condition(found: Object, kind: str, status: str = "True") -> bool:
+    """Whether an object's status has a condition."""
+    conditions = found.get("status", {}).get("conditions", [])
+    return any(item["type"] == kind and item["status"] == status for item in conditions)
+
+
+def _python(node: Node, module: str, *arguments: str) -> list[str]:
+    return [str(node.layout.environment / "bin" / "python"), "-m", module, *arguments]
+
+
+def _events(command: list[str], env: Mapping[str, str], deadline: float) -> Iterator[Object]:
+    """The JSON documents that a program writes one after another, until it ends or the time is over."""
+    decoder, letters, text = json.JSONDecoder(), codecs.getincrementaldecoder("utf-8")(), ""
+    with subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        env={**os.environ, **env},
+    ) as process:
+        assert process.stdout is not None
+        try:
+            while (left := deadline - time.monotonic()) > 0:
+                if not select.select([process.stdout], [], [], left)[0]:
+                    return
+                read = os.read(process.stdout.fileno(), READ_BYTES)
+                if not read:
+                    return
+                text += letters.decode(read)
+                while text.strip():
+                    try:
+                        document, end = decoder.raw_decode(text.lstrip())
+                    except json.JSONDecodeError:
+                        break  # the rest of it is still to come
+                    text = text.lstrip()[end:]
+                    yield document
+        finally:
+            process.kill()

@@ -1,0 +1,57 @@
+"""The programs of a Kubernetes, as `tests/e2e/kit/build` makes them, and what else their Go modules hold."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+from .commands import run
+
+SOURCES = Path(__file__).parents[1] / "kit"
+KEYED = ("go.mod", "go.sum", "build", "kubernetes/main.go", "coredns/main.go")
+"""What `build` names the folder by, in its order."""
+COMPLETE = ".complete"
+
+
+@dataclass(frozen=True, slots=True)
+class Kit:
+    """A folder of programs."""
+
+    folder: Path
+
+    def program(self, name: str) -> str:
+        return str(self.folder / name)
+
+    @property
+    def images(self) -> Path:
+        """Archives of images that were made for clusters of this kit."""
+        return self.folder / "images"
+
+
+def cache_folder() -> Path:
+    """Where the builder keeps its work between runs, and others may."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kestrl"
+
+
+def find_kit() -> Kit | None:
+    """The kit for these very sources, if it was built; nothing is built here."""
+    given = os.environ.get("KESTRL_KIT")
+    key = hashlib.sha256(b"".join((SOURCES / name).read_bytes() for name in KEYED)).hexdigest()[:16]
+    kit = Kit(Path(given) if given else cache_folder() / "kit" / key)
+    return kit if (kit.folder / COMPLETE).exists() else None
+
+
+def build_kit() -> Kit:
+    """The kit, built if it was not: that takes eleven to sixteen minutes, and tells its progress on standard error."""
+    printed = subprocess.run([SOURCES / "build"], check=True, stdout=subprocess.PIPE, text=True)
+    return Kit(Path(printed.stdout.strip()))
+
+
+def module_folder(module: str) -> Path:
+    """Where a Go module of the kit lies, downloaded if it is not there."""
+    told = json.loads(run("go", "-C", SOURCES, "mod", "download", "-json", module))
+    return Path(told["Dir"])

@@ -1,0 +1,110 @@
+"""Clusters for tests, and what tests may ask of them. A test that asks for what there is not is skipped, and told why."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Generator, Iterator
+from contextlib import ExitStack
+
+import pytest
+
+from .cluster.capabilities import Capability
+from .cluster.choice import Unavailable, connected
+from .cluster.client import Cluster
+from .cluster.devices import ASCEND, NVIDIA
+
+
+def _connect(held: ExitStack, *, control_plane_only: bool = False) -> Cluster:
+    try:
+        cluster = held.enter_context(connected(control_plane_only=control_plane_only))
+    except Unavailable as error:
+        if os.environ.get("KESTRL_E2E_REQUIRED") == "1":
+            pytest.fail(str(error))
+        pytest.skip(str(error))
+    if cluster.own is not None:
+        cluster.renew_volumes()
+    return cluster
+
+
+def _offering(cluster: Cluster, capability: Capability) -> Cluster:
+    if capability not in cluster.capabilities:
+        pytest.skip(f"the cluster does not offer {capability}")
+    return cluster
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[Cluster]:
+    """A cluster whose pods run."""
+    with ExitStack() as held:
+        yield _offering(_connect(held), Capability.NODE)
+
+
+@pytest.fixture(scope="session")
+def control_plane(request: pytest.FixtureRequest) -> Iterator[Cluster]:
+    """A cluster for objects: the one with a node, where another test of this session needs that anyhow."""
+    if any("cluster" in getattr(item, "fixturenames", ()) for item in request.session.items):
+        yield request.getfixturevalue("cluster")
+        return
+    with ExitStack() as held:
+        yield _connect(held, control_plane_only=True)
+
+
+@pytest.fixture(scope="session")
+def fake_nodes(control_plane: Cluster) -> Cluster:
+    """The cluster for objects, if it can be given nodes that do not exist, by its `fake_nodes`."""
+    return _offering(control_plane, Capability.FAKE_NODES)
+
+
+@pytest.fixture
+def namespace(cluster: Cluster) -> Iterator[str]:
+    """A namespace of the test's own, whose pods find the checkout in place."""
+    with cluster.namespace() as name:
+        yield name
+
+
+@pytest.fixture(scope="session")
+def fake_devices(cluster: Cluster) -> Iterator[Cluster]:
+    """The cluster, its node with four GPUs of NVIDIA and eight NPUs of Huawei that do not exist."""
+    _offering(cluster, Capability.FAKE_DEVICES).add_devices(NVIDIA, ASCEND)
+    yield cluster
+    cluster.remove_devices()
+
+
+@pytest.fixture(scope="session")
+def host_paths(cluster: Cluster) -> Cluster:
+    """The cluster, if its pods find the checkout in place."""
+    return _offering(cluster, Capability.HOST_PATHS)
+
+
+@pytest.fixture(scope="session")
+def pod_routes(cluster: Cluster) -> Cluster:
+    """The cluster, if this process and its pods reach each other."""
+    return _offering(_offering(cluster, Capability.POD_ROUTES), Capability.HOST_ADDRESS)
+
+
+@pytest.fixture
+def daemons(cluster: Cluster) -> Iterator[Cluster]:
+    """The cluster, if its own daemons can be troubled; they run again after the test."""
+    yield _offering(cluster, Capability.DAEMONS)
+    cluster.node.revive()
+
+
+@pytest.fixture(scope="session")
+def network_policies(cluster: Cluster) -> Iterator[Cluster]:
+    """The cluster, for the rest of the session with its policies enforced."""
+    own = _offering(cluster, Capability.NETWORK_POLICIES).own is not None
+    if own:
+        cluster.enforce_network_policies()
+    yield cluster
+    if own:
+        cluster.ignore_network_policies()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """A failed test tells what was in its namespace."""
+    report = yield
+    namespace, cluster = (getattr(item, "funcargs", {}).get(name) for name in ("namespace", "cluster"))
+    if report.failed and report.when == "call" and namespace and cluster:
+        report.sections.append((f"namespace {namespace}", cluster.tell(namespace)))
+    return report

@@ -1,0 +1,166 @@
+"""KestRL as a person installs it: the chart, with an S3 server beside the cluster for its runs."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import yaml
+from obstore.store import S3Store
+
+from kestrl.testing.s3 import S3Server
+
+from .cluster import objects
+from .cluster.client import Cluster
+
+ROOT = Path(__file__).parents[2]
+CHART = ROOT / "charts" / "kestrl"
+QUICKSTART = ROOT / "examples" / "email-search" / "quickstart.yaml"
+SYSTEM = "kestrl-system"
+RELEASE = "kestrl"
+BUCKET = "runs"
+STORE_SECRET = "runs-credentials"
+JOB = "agentrljobs.kestrl.dev"
+Object = dict[str, Any]
+
+
+def quickstart(name: str = "email-search", **changes: Any) -> Object:
+    """The README's job, with fields changed by their path: `schedule__maxSteps=4`."""
+    job: Object = yaml.safe_load(QUICKSTART.read_text())
+    job["metadata"]["name"] = name
+    for path, value in changes.items():
+        put(job["spec"], path.split("__"), value)
+    return job
+
+
+def small(name: str, **changes: Any) -> Object:
+    """A job of few, short steps: one engine, groups of four, no held-out questions."""
+    return quickstart(
+        name,
+        **{
+            "data__validation": None,
+            "data__train__size": 400,
+            "algorithm__groupSize": 4,
+            "algorithm__groupsPerStep": 4,
+            "schedule__maxSteps": 4,
+            "schedule__checkpointEvery": 1,
+            "inference__replicas": 1,
+            **changes,
+        },
+    )
+
+
+def put(place: Object, path: list[str], value: Any) -> None:
+    """Sets a field; None removes it."""
+    for part in path[:-1]:
+        place = place.setdefault(part, {})
+    if value is None:
+        place.pop(path[-1], None)
+    else:
+        place[path[-1]] = copy.deepcopy(value)
+
+
+@dataclass(frozen=True)
+class Installation:
+    """The chart's release, and where jobs of tests go."""
+
+    cluster: Cluster
+    store: S3Server
+    bucket: S3Store
+
+    def operators(self) -> list[Object]:
+        return self.cluster.list("pods", SYSTEM, "app.kubernetes.io/name=kestrl-operator")
+
+    def leader(self) -> str:
+        """The name of the operator's pod that leads."""
+        return self.cluster.get("lease", f"{RELEASE}-operator", SYSTEM)["spec"].get("holderIdentity", "")
+
+    @contextmanager
+    def place(self, prefix: str = "jobs") -> Generator[str]:
+        """A namespace for jobs, with the credentials of their storage."""
+        with self.cluster.namespace(prefix) as name:
+            self.cluster.apply(credentials(self.store, name))
+            try:
+                yield name
+            finally:
+                self.cluster.kubectl("delete", JOB, "--all", f"--namespace={name}", "--wait=true")
+
+    def job(self, name: str, namespace: str) -> Object:
+        return self.cluster.get(JOB, name, namespace)
+
+    def wait(self, name: str, namespace: str, holds: Callable[[Object], object], seconds: float) -> Object:
+        """The job, once something holds for it; it fails at once where the job has failed."""
+
+        def seen(found: Object) -> bool:
+            if holds(found):
+                return True
+            status, reason, message = condition(found, "Succeeded")
+            if status == "False" and reason != "Running":
+                raise AssertionError(f"{name} ended: {reason}: {message}\n{self.cluster.tell(namespace)}")
+            return False
+
+        return self.cluster.wait_for(JOB, name, seen, namespace, seconds=seconds)
+
+
+def credentials(store: S3Server, namespace: str) -> Object:
+    return {
+        "apiVersion": "v1",
+        "kind": "Secret",
+        "metadata": {"name": STORE_SECRET, "namespace": namespace},
+        "stringData": store.environment(),
+    }
+
+
+def condition(job: Mapping[str, Any], kind: str) -> tuple[str, str, str]:
+    """Status, reason and message of a condition; what was never written is Unknown."""
+    for item in job.get("status", {}).get("conditions", ()):
+        if item["type"] == kind:
+            return item["status"], item["reason"], item.get("message", "")
+    return "Unknown", "", ""
+
+
+def is_true(kind: str) -> Callable[[Object], bool]:
+    return lambda job: condition(job, kind)[0] == "True"
+
+
+def at_step(least: int) -> Callable[[Object], bool]:
+    return lambda job: job.get("status", {}).get("progress", {}).get("step", 0) >= least
+
+
+def values(cluster: Cluster) -> Object:
+    """The chart's values for pods that run the checkout itself."""
+    image = cluster.image
+    return {
+        "jobs": {
+            "images": {
+                "engine": {"cpu": image},
+                "learner": {"cpu": image},
+                **dict.fromkeys(("agent", "rollout", "tools", "judge"), image),
+                "pullPolicy": "Never",
+            },
+            "storage": {"uri": f"s3://{BUCKET}/e2e", "secret": STORE_SECRET},
+        },
+        "operator": {"image": image, "pullPolicy": "Never", "leaseSeconds": 6},
+    }
+
+
+@contextmanager
+def installed(cluster: Cluster, store: S3Server, folder: Path) -> Generator[Installation]:
+    """`helm install`, until all of the operator's pods are ready; uninstalled with the block."""
+    path = folder / f"values-{uuid4().hex[:6]}.json"
+    path.write_text(json.dumps(values(cluster)))
+    cluster.apply(
+        {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": SYSTEM, "labels": {objects.LABEL: "true"}}}
+    )
+    cluster.helm("upgrade", "--install", RELEASE, str(CHART), f"--namespace={SYSTEM}", f"--values={path}", "--wait")
+    try:
+        yield Installation(cluster, store, store.create_bucket(BUCKET))
+    finally:
+        cluster.helm("uninstall", RELEASE, f"--namespace={SYSTEM}", "--wait")
+        cluster.delete("namespace", SYSTEM)

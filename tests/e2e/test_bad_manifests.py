@@ -1,0 +1,170 @@
+"""Bad manifests: each is refused at admission with a sentence, or gets a condition that names the field and the mend. Never silence."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import pytest
+
+from .cluster.client import Cluster
+from .cluster.commands import CommandFailed
+from .installation import Installation, condition, quickstart
+
+pytestmark = [pytest.mark.e2e]
+
+
+class Bad(NamedTuple):
+    """One mistake."""
+
+    field: str
+    """Its path below `spec`, with `__` between the parts."""
+    value: Any
+    told: str
+    """What the answer must hold."""
+
+
+AT_ADMISSION = [
+    Bad("model", None, "spec.model: Required value"),
+    Bad("model__base", None, "spec.model.base: Required value"),
+    Bad("model__base", "", "spec.model.base"),
+    Bad("model__base", 7, "spec.model.base"),
+    Bad("model__dtype", "float8", 'supported values: "float32", "bfloat16"'),
+    Bad("model__adapter__rank", 0, "spec.model.adapter.rank"),
+    Bad("model__adapter__alpha", -1, "spec.model.adapter.alpha"),
+    Bad("data", None, "spec.data: Required value"),
+    Bad("data__train", None, "spec.data.train: Required value"),
+    Bad("data__train__size", 0, "spec.data.train.size"),
+    Bad("data__seed", -1, "spec.data.seed"),
+    Bad("rewards", None, "spec.rewards: Required value"),
+    Bad("rewards", [], "spec.rewards"),
+    Bad("rewards", [{"weight": 1.0}], "give either rule or ruler"),
+    Bad("rewards", [{"rule": "exact_answer", "ruler": {"endpoint": "http://x", "model": "m"}}], "one of them only"),
+    Bad("rewards", [{"ruler": {"endpoint": "http://x", "model": "m"}}], "not available yet"),
+    Bad("tools", [{"name": "two words", "use": "a:b"}], "spec.tools[0].name"),
+    Bad("tools", [{"name": "search", "use": "no colon"}], "spec.tools[0].use"),
+    Bad("tools", [{"name": "search"}], "spec.tools[0].use: Required value"),
+    Bad("agent__maxTurns", 0, "spec.agent.maxTurns"),
+    Bad("agent__maxTokens", 4096, "leaves no room for a prompt"),
+    Bad("sampling__temperature", 0, "nothing to learn from"),
+    Bad("sampling__temperature", 6, "spec.sampling.temperature"),
+    Bad("algorithm__name", "ppo", 'supported values: "grpo", "dr_grpo", "rloo"'),
+    Bad("algorithm__groupSize", 1, "needs at least 2"),
+    Bad("algorithm__groupSize", 128, "cannot hold one group"),
+    Bad("algorithm__groupsPerStep", 0, "spec.algorithm.groupsPerStep"),
+    Bad("algorithm__learningRate", 0, "spec.algorithm.learningRate"),
+    Bad("algorithm__learningRate", "fast", "spec.algorithm.learningRate"),
+    Bad("algorithm__clip__low", 1.5, "spec.algorithm.clip.low"),
+    Bad("algorithm__maxStaleness", 3, "cannot hold every version"),
+    Bad("algorithm__maxStaleness", -1, "spec.algorithm.maxStaleness"),
+    Bad("algorithm__onFailedEpisode", "retry", 'supported values: "drop", "shrink"'),
+    Bad("algorithm__maxFailedShare", 2, "spec.algorithm.maxFailedShare"),
+    Bad("schedule__maxSteps", 0, "spec.schedule.maxSteps"),
+    Bad("schedule__checkpointEvery", 0, "spec.schedule.checkpointEvery"),
+    Bad("inference__engine", "tgi", "spec.inference.engine"),
+    Bad("inference__replicas", 0, "spec.inference.replicas"),
+    Bad("inference__accelerator__count", 0, "spec.inference.accelerator.count"),
+    Bad("rollout__replicas", -1, "spec.rollout.replicas"),
+    Bad("rollout__concurrency", 0, "spec.rollout.concurrency"),
+    Bad("rollout__deadlines__tool", "2h", "deadlines nest"),
+    Bad("rollout__deadlines__tool", "soon", "spec.rollout.deadlines.tool"),
+    Bad("rollout__deadlines__tool", 30, "spec.rollout.deadlines.tool"),
+    Bad("activeDeadline", "tomorrow", "spec.activeDeadline"),
+    Bad("ttlAfterFinished", "-1h", "spec.ttlAfterFinished"),
+    Bad("suspend", "yes", "spec.suspend"),
+    Bad("failurePolicy__backoffLimit", -1, "spec.failurePolicy.backoffLimit"),
+    Bad("failurePolicy__rules", [{"action": "Panic"}], "spec.failurePolicy.rules[0].action"),
+    Bad("patches", [{"role": "engine", "template": {}}], "spec.patches[0].role"),
+    Bad("algorithm__lerningRate", 1e-4, 'unknown field "spec.algorithm.lerningRate"'),
+]
+BY_CONDITION = [
+    Bad("inference__accelerator__profile", "tpu", "accelerator.profile: 'tpu' is not one of"),
+    Bad("storage", {"uri": "file:///tmp/runs"}, "spec.storage.uri: 'file:///tmp/runs' is a place on one machine"),
+    Bad("model__adapter__rank", 1024, "spec.model.adapter.rank: 1024 is above the engine's limit"),
+    Bad("agent__loop", "tool_agnet", "spec.agent.loop: 'tool_agnet' is not one of"),
+    Bad("rewards", [{"rule": "exact"}], "spec.rewards[0].rule: 'exact' is not one of"),
+    Bad("tools", [{"name": "a", "use": "m:f"}, {"name": "a", "use": "m:g"}], "2 tools are called 'a'"),
+    Bad("data__train__size", 4, "do not fill one step"),
+    Bad(
+        "patches",
+        [{"role": "tools", "template": {"spec": {"serviceAccountName": "admin"}}}],
+        "spec.patches[0].template.spec.serviceAccountName",
+    ),
+    Bad(
+        "patches",
+        [{"role": "tools", "template": {"spec": {"containers": [{"name": "tools", "ports": "many"}]}}}],
+        "Kubernetes refuses an object of this job",
+    ),
+]
+
+
+def named(bad: Bad) -> str:
+    return f"{bad.field}={bad.value}"[:60]
+
+
+@pytest.mark.parametrize("bad", AT_ADMISSION, ids=named)
+def test_it_is_refused_at_admission_with_the_field(bad: Bad, control_plane_with_crd: Cluster) -> None:
+    with pytest.raises(CommandFailed) as refused:
+        control_plane_with_crd.apply(quickstart("bad", **{bad.field: bad.value}))
+    assert bad.told in str(refused.value)
+
+
+def test_a_name_that_leaves_no_room_for_those_of_pods_is_refused(control_plane_with_crd: Cluster) -> None:
+    with pytest.raises(CommandFailed) as refused:
+        control_plane_with_crd.apply(quickstart("n" * 41))
+    assert "metadata.name may have 40 characters" in str(refused.value)
+
+
+@pytest.mark.timeout(120)
+def test_what_only_the_operator_can_tell_becomes_a_condition(installation: Installation) -> None:
+    """All at once: a bad job never stands in the way of another."""
+    cluster = installation.cluster
+    with installation.place("bad") as namespace:
+        cluster.apply(
+            [quickstart(f"bad-{number}", **{bad.field: bad.value}) for number, bad in enumerate(BY_CONDITION)],
+            namespace,
+        )
+        for number, bad in enumerate(BY_CONDITION):
+            job = cluster.wait_for(
+                "agentrljob",
+                f"bad-{number}",
+                lambda found: condition(found, "Accepted")[0] == "False",
+                namespace,
+                seconds=30,
+            )
+            _, reason, message = condition(job, "Accepted")
+            assert reason == "Invalid"
+            assert bad.told in message
+            assert job["status"]["shown"]["phase"] == "Rejected"
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize(
+    ("field", "value", "kind", "told"),
+    [
+        ("model__base", "demo://huge", "Accepted", "demo://huge"),
+        ("model__base", "s3://runs/no-such-model", "Accepted", "no-such-model"),
+        ("data__train__uri", "demo://email/no-such-set", "Accepted", "no-such-set"),
+        ("data__train__uri", "data.jsonl", "Accepted", "on a cluster name s3://"),
+        ("storage", {"uri": "s3://runs/e2e", "secretRef": {"name": "no-such-secret"}}, "Accepted", "no-such-secret"),
+        (
+            "patches",
+            [{"role": "judge", "template": {"spec": {"containers": [{"name": "judge", "image": "localhost/none:1"}]}}}],
+            "RolloutsFlowing",
+            "ErrImageNeverPull",
+        ),
+        ("tools", [{"name": "search", "use": "no_such_module:Search"}], "RolloutsFlowing", "no_such_module"),
+        ("rewards", [{"rule": "no_such_module:reward"}], "RolloutsFlowing", "no_such_module"),
+    ],
+)
+def test_what_only_a_pod_can_tell_becomes_a_condition_within_half_a_minute(
+    installation: Installation, field: str, value: Any, kind: str, told: str
+) -> None:
+    cluster = installation.cluster
+    with installation.place("bad") as namespace:
+        cluster.apply(quickstart("wrong", **{field: value}), namespace)
+
+        def says(job: dict[str, Any]) -> bool:
+            status, _, message = condition(job, kind)
+            return status == "False" and told in message
+
+        cluster.wait_for("agentrljob", "wrong", says, namespace, seconds=60)

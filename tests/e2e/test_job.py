@@ -1,0 +1,147 @@
+"""A job on a real cluster from `helm install` to its adapter in object storage, through everything that may befall it on the way."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import obstore
+import pytest
+
+from .cluster.commands import CommandFailed, eventually
+from .installation import (
+    BUCKET,
+    JOB,
+    RELEASE,
+    SYSTEM,
+    Installation,
+    at_step,
+    condition,
+    is_true,
+    quickstart,
+    small,
+)
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+
+
+def stored(installation: Installation, prefix: str) -> list[str]:
+    return [item["path"] for page in obstore.list(installation.bucket, prefix) for item in page]
+
+
+def summary(installation: Installation, job: dict[str, Any]) -> dict[str, Any]:
+    run = f"{job['metadata']['name']}-{job['metadata']['uid'].partition('-')[0]}"
+    return json.loads(bytes(obstore.get(installation.bucket, f"e2e/{run}/summary.json").bytes()))
+
+
+@pytest.mark.timeout(1200)
+def test_a_job_goes_its_way_whatever_is_done_to_it(installation: Installation) -> None:
+    """Scaled, deprived of every one of its pods, of the operator's leader and of the apiserver, suspended and resumed: it succeeds, and
+    trains every step once."""
+    cluster = installation.cluster
+    with installation.place() as namespace:
+        cluster.apply(small("story", schedule__maxSteps=8, rollout__replicas=2), namespace)
+        running = installation.wait("story", namespace, is_true("Ready"), 300)
+        assert running["status"]["observedGeneration"] == 1
+        assert running["status"]["shown"]["phase"] == "Running"
+        assert condition(running, "PolicyConverged")[:2] == ("True", "AllProved")
+
+        refused = cluster_refuses(installation, namespace, {"spec": {"algorithm": {"learningRate": 0.5}}})
+        assert "algorithm cannot change under a job" in refused
+
+        cluster.kubectl("scale", JOB, "story", "--replicas=3", f"--namespace={namespace}")
+        cluster.wait_for(
+            "deployment",
+            "story-rollout",
+            lambda found: found["status"].get("readyReplicas") == 3,
+            namespace,
+            seconds=120,
+        )
+        cluster.kubectl("scale", JOB, "story", "--replicas=1", f"--namespace={namespace}")
+
+        installation.wait("story", namespace, at_step(1), 180)
+        for role in ("tools", "judge", "rollout", "inference"):
+            cluster.kubectl(
+                "delete", "pod", f"--namespace={namespace}", f"--selector=kestrl.dev/role={role}", "--wait=false"
+            )
+        leader = installation.leader()
+        cluster.kubectl("delete", "pod", leader, f"--namespace={SYSTEM}", "--grace-period=0", "--force")
+        eventually("another operator leads", lambda: installation.leader() not in {"", leader}, 30)
+
+        installation.wait("story", namespace, at_step(3), 300)
+        cluster.patch(JOB, "story", {"spec": {"suspend": True}}, namespace)
+        suspended = installation.wait("story", namespace, is_true("Suspended"), 240)
+        step = suspended["status"]["progress"]["step"]
+        assert condition(suspended, "CheckpointDurable") == ("True", "Confirmed", f"step {step}")
+        assert cluster.list("pods", namespace) == []
+        assert condition(suspended, "PolicyConverged")[0] == "Unknown", "nobody serves a policy now"
+
+        cluster.patch(JOB, "story", {"spec": {"suspend": False}}, namespace)
+        resumed = installation.wait("story", namespace, is_true("Ready"), 300)
+        assert resumed["status"]["progress"]["step"] >= step, "it goes on from where it stopped"
+        cluster.kubectl("delete", "pod", "story-learner-0", f"--namespace={namespace}", "--grace-period=0", "--force")
+        if cluster.own is not None:
+            cluster.node.restart("kube-apiserver")
+
+        done = installation.wait("story", namespace, is_true("Succeeded"), 420)
+        assert done["status"]["shown"]["step"] == "8/8"
+        assert done["status"]["finishedAt"]
+        told = summary(installation, done)
+        assert (told["status"], told["steps"]) == ("succeeded", 8)
+        versions = [item["step"] for item in done["status"]["history"]]
+        assert versions == sorted(versions, reverse=True), "the lineage is in order"
+        adapters = [
+            path
+            for path in stored(installation, "e2e/story")
+            if path.endswith("manifest.json") and "/adapters/" in path
+        ]
+        assert any("/000008-" in path for path in adapters), f"the last adapter is in {BUCKET}"
+        eventually("an ended job's pods are released", lambda: not cluster.list("pods", namespace), 120)
+
+
+def cluster_refuses(installation: Installation, namespace: str, change: dict[str, Any]) -> str:
+    """What kubectl says of a change that is not allowed."""
+    with pytest.raises(CommandFailed) as refused:
+        installation.cluster.patch(JOB, "story", change, namespace)
+    return str(refused.value)
+
+
+@pytest.mark.timeout(900)
+def test_the_quickstart_trains_on_a_cluster_as_it_does_on_one_machine(installation: Installation) -> None:
+    """The same file that `kestrl run` takes: two engines, two workers; the reward rises and the adapter is stored."""
+    with installation.place() as namespace:
+        installation.cluster.apply(
+            quickstart(schedule__maxSteps=12, rollout__replicas=2, data__validation__size=40), namespace
+        )
+        done = installation.wait("email-search", namespace, is_true("Succeeded"), 840)
+        told = summary(installation, done)
+        assert told["after"]["reward"] > told["before"]["reward"] + 0.2
+        assert told["failures"] == {}
+        reasons = {
+            event["reason"]
+            for event in installation.cluster.list("events.events.k8s.io", namespace)
+            if event["regarding"]["kind"] == "AgentRLJob"
+        }
+        assert {"PodsScheduled", "AllReady", "Completed"} <= reasons
+
+
+@pytest.mark.timeout(300)
+def test_a_job_that_is_deleted_in_the_middle_leaves_its_adapters_and_nothing_else(installation: Installation) -> None:
+    cluster = installation.cluster
+    with installation.place() as namespace:
+        cluster.apply(small("deleted", schedule__maxSteps=100), namespace)
+        installation.wait("deleted", namespace, at_step(1), 240)
+        cluster.delete(JOB, "deleted", namespace)
+        kinds = "statefulsets,deployments,services,networkpolicies,poddisruptionbudgets,pods,persistentvolumeclaims"
+        eventually(
+            "Kubernetes has deleted what the job owned",
+            lambda: not json.loads(cluster.kubectl("get", kinds, f"--namespace={namespace}", "-o", "json"))["items"],
+            240,
+        )
+        assert any("/adapters/000001-" in path for path in stored(installation, "e2e/deleted"))
+
+
+def test_helm_tells_what_to_do_next_and_its_release_is_sound(installation: Installation) -> None:
+    notes = installation.cluster.helm("get", "notes", RELEASE, f"--namespace={SYSTEM}")
+    assert "kubectl" in notes
+    assert len(installation.operators()) == 2

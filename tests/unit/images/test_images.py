@@ -1,0 +1,174 @@
+"""Dockerfiles: what they are built from, what is in them by the lock, and that the chart names them all. Nothing is built here."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[3]
+FILES = {
+    path.name.removesuffix(".Dockerfile"): path.read_text()
+    for path in sorted((ROOT / "Dockerfiles").glob("*.Dockerfile"))
+}
+LIGHT = ("operator", "agent", "rollout", "tools", "judge")
+THIN = ("engine-cuda", "engine-npu")
+USER = "USER 10001:10001"
+
+
+def last_stage(text: str) -> str:
+    return text[text.rindex("\nFROM ") :]
+
+
+def packages(text: str) -> set[str]:
+    return set(re.findall(r"--package ([\w-]+)", text))
+
+
+@pytest.fixture(scope="module")
+def values() -> dict[str, Any]:
+    return yaml.safe_load((ROOT / "charts" / "kestrl" / "values.yaml").read_text())
+
+
+def test_the_chart_names_every_image_and_no_other(values: dict[str, Any]) -> None:
+    named = {image.rpartition(":")[0] for image in json.dumps(values).split('"') if image.startswith("ghcr.io/")}
+    assert named == {f"ghcr.io/kestrl/{name}" for name in FILES}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_an_image_has_a_pinned_base_and_an_unprivileged_user(name: str) -> None:
+    text = FILES[name]
+    (base,) = re.findall(r"^ARG BASE=(\S+)$", text, re.MULTILINE)
+    repository, _, tag = base.rpartition(":")
+    assert "/" in repository, "a registry is named"
+    assert re.search(r"\d+\.\d+\.\d+", tag), "a tag of a whole version, not one that moves"
+    assert "latest" not in text
+    assert {line.split()[1] for line in text.splitlines() if line.startswith("FROM ")} == {"${BASE}"}
+    assert re.findall(r"^USER .*", last_stage(text), re.MULTILINE)[-1] == USER
+    assert text.index(USER) > text.rindex("\nCOPY "), "what is in the image is not its user's to change"
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_an_image_says_what_it_is(name: str) -> None:
+    labels = dict(re.findall(r'org\.opencontainers\.image\.(\w+)="([^"]+)"', last_stage(FILES[name])))
+    assert labels.keys() == {"title", "description", "version", "licenses"}
+    assert labels["title"] == f"kestrl-{name}"
+    assert (labels["version"], labels["licenses"]) == ("${VERSION}", "Apache-2.0")
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_what_an_image_installs_and_copies_exists(name: str) -> None:
+    text = FILES[name]
+    members = [ROOT, ROOT / "operator", ROOT / "examples" / "email-search", *(ROOT / "services").iterdir()]
+    known = {tomllib.loads((member / "pyproject.toml").read_text())["project"]["name"] for member in members}
+    assert packages(text) <= known
+    copied = [
+        source for line in re.findall(r"^COPY (?!--from)(.*) \S+$", text, re.MULTILINE) for source in line.split()
+    ]
+    folders = re.findall(r" (\./\S+)", "".join(re.findall(r"pip install --no-deps (\. .*)$", text, re.MULTILINE)))
+    assert all((ROOT / path).exists() for path in [*copied, *folders])
+
+
+def test_the_tools_of_the_builds_are_the_makefile_s() -> None:
+    (uv,) = re.findall(r"^UV_VERSION := (\S+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    named = {version for text in FILES.values() for version in re.findall(r"^ARG UV=(\S+)$", text, re.MULTILINE)}
+    assert named == {uv}
+
+
+def test_torch_npu_is_made_for_the_torch_of_the_lock() -> None:
+    lock = tomllib.loads((ROOT / "uv.lock").read_text())
+    (torch,) = (package["version"] for package in lock["package"] if package["name"] == "torch")
+    (npu,) = re.findall(r"^ARG TORCH_NPU=(\S+)$", FILES["learner-npu"], re.MULTILINE)
+    assert npu.split(".post")[0] == torch
+
+
+def exported(text: str, *arguments: str) -> set[str]:
+    """Names of the distributions that an image's packages resolve to, by the lock."""
+    extras = re.search(r"(?:--extra \w+|--group [\w-]+)", text)
+    command = [
+        str(ROOT / ".tools" / "bin" / "uv"),
+        "export",
+        "--frozen",
+        "--no-default-groups",
+        "--no-hashes",
+        "--no-emit-workspace",
+    ]
+    command += [word for name in sorted(packages(text)) for word in ("--package", name)]
+    command += extras[0].split() if extras else []
+    ended = subprocess.run([*command, *arguments], cwd=ROOT, capture_output=True, text=True, check=True)
+    return set(re.findall(r"^([\w.-]+)==", ended.stdout, re.MULTILINE))
+
+
+@pytest.mark.parametrize("name", LIGHT)
+def test_light_images_have_no_torch(name: str) -> None:
+    resolved = exported(FILES[name])
+    assert {"grpcio", "pydantic"} <= resolved
+    heavy = ("torch", "vllm", "transformers", "peft", "nvidia-", "triton", "sqlalchemy")
+    assert [package for package in resolved if package.startswith(heavy)] == []
+
+
+@pytest.mark.parametrize("name", ["learner-cpu", "learner-npu", "engine-cpu"])
+def test_images_for_cpus_leave_cuda_to_others(name: str) -> None:
+    assert "--prune torch" in FILES[name]
+    without = exported(FILES[name], "--prune", "torch")
+    assert [package for package in without if package.startswith(("torch", "nvidia-", "cuda-"))] == []
+    assert "torch" in exported(FILES[name]), "its version is the lock's"
+
+
+def test_only_the_operators_image_has_what_talks_to_kubernetes() -> None:
+    for name in set(FILES) - set(THIN):
+        assert ({"kopf", "lightkube"} <= exported(FILES[name])) == (name == "operator"), name
+
+
+def test_images_of_a_kind_differ_in_what_they_run_alone() -> None:
+    def shape(name: str) -> str:
+        text = re.sub(
+            r"^#.*$|(?: --(?:package|extra|group) [\w-]+)+|org\.opencontainers\.image\.description=.*",
+            "",
+            FILES[name],
+            flags=re.MULTILINE,
+        )
+        return re.sub(r"kestrl_\w+(\.\w+)?\"\]$", "", text.replace(f"kestrl-{name}", ""), flags=re.MULTILINE)
+
+    assert len({shape(name) for name in (*LIGHT, "learner-cuda")}) == 1
+    assert len({re.sub(r"^ARG BASE=.*$", "", shape(name), flags=re.MULTILINE) for name in THIN}) == 1
+
+
+@pytest.mark.parametrize("name", THIN)
+def test_an_engine_of_others_gets_the_guard_and_nothing_else(name: str) -> None:
+    source = (ROOT / "services" / "inference" / "src" / "kestrl_inference" / "guard.py").read_text()
+    imported = set(re.findall(r"^(?:from|import) (\w+)", source, re.MULTILINE))
+    assert imported <= sys.stdlib_module_names, "the engine's own environment need not have it"
+    assert "pip" not in FILES[name]
+
+
+def test_a_build_sees_the_sources_and_nothing_else() -> None:
+    ignored = (ROOT / ".dockerignore").read_text().splitlines()
+    assert "*" in ignored
+    let_in = {line[1:] for line in ignored if line.startswith("!")}
+    assert {
+        "src",
+        "services",
+        "operator",
+        "examples/email-search",
+        "pyproject.toml",
+        "uv.lock",
+        "README.md",
+        "LICENSE",
+    } <= let_in
+    assert let_in.isdisjoint({".git", ".venv", "tests", "runs", "docs"})
+
+
+def test_the_build_script_names_the_images_it_knows() -> None:
+    script = ROOT / "scripts" / "build_images"
+    ended = subprocess.run([str(script), "nope"], capture_output=True, text=True, check=False)
+    assert ended.returncode == 2
+    assert "there is no image nope" in ended.stderr
+    (cpu,) = re.findall(r"^CPU=\((.*)\)$", script.read_text(), re.MULTILINE)
+    assert set(cpu.split()) == {*LIGHT, "learner-cpu", "engine-cpu"}

@@ -1,0 +1,316 @@
+"""A learner that stays: it tells how the run ended until it is told to go, and does not run again what has succeeded."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import obstore
+import pytest
+from grpc_health.v1 import health_pb2
+from obstore.exceptions import PermissionDeniedError
+
+from kestrl import rpc
+from kestrl.errors import Boundary, EngineFailure, Failure, KestrlError, UserInputError
+from kestrl.plan.settings import DataSettings
+from kestrl.rpc.codec import failure_from_proto
+from kestrl_learner import context as context_module
+from kestrl_learner import run as run_module
+from kestrl_learner.__main__ import work
+from kestrl_learner.model import PolicyModel
+from kestrl_learner.run import Run
+
+from .fakes import Watcher, free_port, until, watched
+
+pytestmark = pytest.mark.usefixtures("quick")
+health_grpc: Any = import_module("grpc_health.v1.health_pb2_grpc")
+
+
+async def healthy(address: str) -> bool:
+    async with rpc.channel(address) as connection:
+        answer = await health_grpc.HealthStub(connection).Check(health_pb2.HealthCheckRequest(), timeout=5)
+        return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+
+
+@asynccontextmanager
+async def lingering(settings: Any) -> AsyncGenerator[Watcher]:
+    """A learner that lingers, watched; at the end it is told to go while the stream is open, and must go at once."""
+    settings = settings.model_copy(update={"linger": True})
+    serving = asyncio.create_task(work(settings))
+    try:
+        async with watched(settings.listen) as watcher:
+            yield watcher
+            assert not serving.done()
+            began = time.monotonic()
+            os.kill(os.getpid(), signal.SIGTERM)
+            async with asyncio.timeout(20):
+                await serving
+            await until(lambda: watcher.ended)
+            assert time.monotonic() - began < 9
+    finally:
+        serving.cancel()
+        await asyncio.wait([serving])
+
+
+async def still_tells(watcher: Watcher, address: str, phase: str) -> None:
+    """Whoever asks now hears of the end, nobody's stream was ended, and the order to drain changes nothing."""
+    await watcher.drain()
+    assert not watcher.ended
+    assert await healthy(address)
+    async with watched(address) as other:
+        report = await other.told(lambda _: True)
+        assert report == watcher.last
+        assert report.phase == phase
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref[PolicyModel]]:
+    """Every model that a run loaded."""
+    refs: list[weakref.ref[PolicyModel]] = []
+
+    class Seen(PolicyModel):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            refs.append(weakref.ref(self))
+
+    monkeypatch.setattr(run_module, "PolicyModel", Seen)
+    return refs
+
+
+async def test_a_run_that_succeeded_is_told_of_until_it_is_told_to_go_and_its_model_is_gone(
+    staged: Any, made: list[weakref.ref[PolicyModel]]
+) -> None:
+    async with staged() as stage, lingering(stage.but(max_steps=2)) as watcher:
+        report = await watcher.told(lambda told: told.phase == "succeeded")
+        assert (report.step, report.total_steps, report.checkpoint_step, report.policy.step) == (2, 2, 2, 2)
+        await still_tells(watcher, stage.settings.listen, "succeeded")
+        await until(lambda: [ref() for ref in made] == [None])
+        assert stage.summary["status"] == "succeeded"
+
+
+async def test_a_run_that_failed_is_told_of_until_it_is_told_to_go_and_its_model_is_gone(
+    staged: Any, made: list[weakref.ref[PolicyModel]]
+) -> None:
+    async with staged() as stage:
+        for agent in stage.agents:
+            agent.fail = lambda _: EngineFailure("the probe differs", code="probe_mismatch", retryable=False)
+        async with lingering(stage.settings) as watcher:
+            report = await watcher.told(lambda told: told.phase == "failed")
+            failure = failure_from_proto(report.failure)
+            assert (failure.boundary, failure.code) == (Boundary.ENGINE, "no_engine_proved")
+            assert "the probe differs" in report.message
+            await until(lambda: (stage.folder / "store" / "summary.json").exists())
+            assert stage.summary["status"] == "failed"
+            await still_tells(watcher, stage.settings.listen, "failed")
+            await until(lambda: [ref() for ref in made] == [None])
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"data": DataSettings(path="/nowhere/train.jsonl")}, "/nowhere/train.jsonl: cannot be read"),
+        ({"storage": "ftp://nowhere/at/all"}, "storage.uri: 'ftp://nowhere/at/all' cannot be opened"),
+        ({"model": "/nowhere/at/all"}, "spec.model.base"),
+    ],
+)
+async def test_what_cannot_even_begin_is_told_too(staged: Any, changes: dict[str, Any], told: str) -> None:
+    async with staged() as stage, lingering(stage.but(**changes)) as watcher:
+        report = await watcher.told(lambda told: told.phase == "failed")
+        assert told in report.failure.message
+        assert report.failure.code == "invalid_input"
+        await still_tells(watcher, stage.settings.listen, "failed")
+
+
+async def test_storage_that_refuses_from_the_start_is_told(staged: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def denied(*_: Any) -> Any:
+        raise PermissionDeniedError("the key is wrong")
+
+    async with staged() as stage:
+        await Run(stage.but(max_steps=1)).main()
+        monkeypatch.setattr(obstore, "get", denied)
+        before = looks(stage)
+        async with lingering(stage.settings) as watcher:
+            report = await watcher.told(lambda told: told.phase == "failed")
+            assert report.failure.code == "place_unusable"
+            assert "access is denied" in report.storage_failure
+            assert not report.HasField("checkpoint_step")
+        assert looks(stage) == before
+
+
+async def test_workers_that_go_while_it_evaluates_are_a_failure_like_any_other(staged: Any) -> None:
+    async with staged() as stage:
+
+        def go(request: Any, group: Any) -> Any:
+            stage.workers[0].draining = True
+            return KestrlError("gone", code="unavailable", retryable=True)
+
+        stage.workers[0].script = go
+        async with lingering(stage.but(start_seconds=3.0)) as watcher:
+            report = await watcher.told(lambda told: told.phase == "failed")
+            assert report.failure.code == "no_worker"
+
+
+async def test_a_run_told_to_drain_says_that_it_is_suspended_until_it_is_told_to_go(staged: Any) -> None:
+    async with staged() as stage:
+        stage.workers[0].gate = asyncio.Event()
+        async with lingering(stage.settings) as watcher:
+            await watcher.told(lambda told: told.groups_running == 2)
+            await watcher.drain()
+            await watcher.told(lambda told: told.phase == "suspended")
+            await still_tells(watcher, stage.settings.listen, "suspended")
+            assert stage.summary["status"] == "suspended"
+
+
+async def test_told_to_go_while_it_trains_it_drains_and_goes(staged: Any) -> None:
+    async with staged() as stage:
+        stage.workers[0].gate = asyncio.Event()
+        async with lingering(stage.settings) as watcher:
+            await watcher.told(lambda told: told.groups_running == 2)
+        assert watcher.last.phase == "suspended"
+        assert stage.summary["status"] == "suspended"
+
+
+async def test_without_lingering_a_run_that_cannot_begin_ends_the_program(staged: Any) -> None:
+    async with staged() as stage:
+        with pytest.raises(UserInputError, match="/nowhere"):
+            await work(stage.but(data=DataSettings(path="/nowhere/train.jsonl")))
+
+
+async def test_while_data_is_read_it_says_that_it_starts(staged: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    read, go_on = context_module.load_scenarios, threading.Event()
+
+    def slow(*args: Any, **options: Any) -> Any:
+        assert go_on.wait(20)
+        return read(*args, **options)
+
+    monkeypatch.setattr(context_module, "load_scenarios", slow)
+    async with staged() as stage:
+        try:
+            async with lingering(stage.but(max_steps=1)) as watcher:
+                report = await watcher.told(lambda told: told.message)
+                assert (report.phase, report.message, report.total_steps) == ("starting", "reading the data", 0)
+                go_on.set()
+                report = await watcher.told(lambda told: told.phase == "succeeded")
+                assert report.total_steps == 1
+        finally:
+            go_on.set()
+
+
+def looks(stage: Any) -> tuple[int, int]:
+    """How often engines and workers were asked for anything of weight."""
+    return sum(agent.looks for agent in stage.agents), sum(len(worker.requests) for worker in stage.workers)
+
+
+async def test_a_run_that_has_succeeded_is_told_of_at_once_and_not_run_again(staged: Any) -> None:
+    async with staged() as stage:
+        await Run(stage.settings).main()
+        before, summary = looks(stage), stage.summary
+        async with lingering(stage.settings) as watcher:
+            report = await watcher.told(lambda told: told.phase == "succeeded")
+            assert (report.step, report.total_steps, report.checkpoint_step) == (6, 6, 6)
+            assert (report.policy.step, report.policy.sha256) == (6, summary["policy"]["sha256"])
+            assert report.policy_uri == summary["policy"]["uri"]
+            assert report.policy_parent.startswith("test.5.")
+            assert f"reward {summary['after']['reward']:.3f}" in report.message
+            await still_tells(watcher, stage.settings.listen, "succeeded")
+        assert looks(stage) == before
+        assert stage.summary == summary
+        phases = [report.phase for report in watcher.reports]
+        assert phases == ["starting"] * (len(phases) - 1) + ["succeeded"]
+
+
+async def test_a_run_that_succeeded_with_dropped_scenarios_has_succeeded(staged: Any) -> None:
+    async with staged() as stage:
+        failure = Failure(boundary=Boundary.TOOL, code="tool_raised", message="a bug")
+        stage.workers[0].script = lambda request, group: (
+            replace(group, episodes=[replace(episode, failure=failure, reward=None) for episode in group.episodes])
+            if request.purpose == "train" and request.scenario.ordinal == 3
+            else group
+        )
+        await Run(stage.settings).main()
+        assert (stage.summary["steps"], stage.summary["total_steps"]) == (5, 6)
+        before = looks(stage)
+        async with lingering(stage.settings) as watcher:
+            report = await watcher.told(lambda told: told.phase == "succeeded")
+            assert (report.step, report.checkpoint_step, dict(report.failures)) == (5, 5, {"tool/tool_raised": 6})
+        assert looks(stage) == before
+
+
+async def test_a_longer_schedule_goes_on_from_a_run_that_has_succeeded(staged: Any) -> None:
+    async with staged() as stage:
+        await Run(stage.but(max_steps=2)).main()
+        async with lingering(stage.but(max_steps=4)) as watcher:
+            report = await watcher.told(lambda told: told.phase == "succeeded")
+            assert report.step == 4
+
+
+async def test_a_run_that_has_succeeded_under_another_algorithm_is_not_this_one(staged: Any) -> None:
+    async with staged() as stage:
+        await Run(stage.but(max_steps=2)).main()
+        async with lingering(stage.but(max_steps=2, algorithm={"learning_rate": 0.5})) as watcher:
+            report = await watcher.told(lambda told: told.phase in {"failed", "succeeded"})
+            assert "was trained with another model, algorithm or data" in report.message
+
+
+async def test_a_run_whose_adapter_is_gone_has_not_ended(staged: Any) -> None:
+    async with staged() as stage:
+        await Run(stage.but(max_steps=2)).main()
+        (adapter,) = (stage.folder / "store" / "adapters").glob("000002-*")
+        (adapter / "manifest.json").unlink()
+        async with lingering(stage.but(max_steps=2)) as watcher:
+            report = await watcher.told(lambda told: told.phase == "succeeded")
+            assert report.policy.step == 2
+        assert (adapter / "manifest.json").exists()
+
+
+async def test_without_lingering_a_run_that_has_succeeded_is_evaluated_anew(staged: Any) -> None:
+    async with staged() as stage:
+        await Run(stage.but(max_steps=2)).main()
+        before = looks(stage)
+        await Run(stage.but(max_steps=2)).main()
+        assert looks(stage) > before
+
+
+async def test_as_a_process_it_still_answers_after_its_failure_and_ends_well_when_told_to_go(
+    staged: Any, tmp_path: Path
+) -> None:
+    async with staged() as stage:
+        address = f"127.0.0.1:{free_port()}"
+        settings = stage.but(linger=True, listen=address, data=DataSettings(path="/nowhere/train.jsonl"))
+        path = tmp_path / "settings.json"
+        path.write_text(settings.model_dump_json())
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "kestrl_learner", "--settings", str(path), stderr=subprocess.PIPE
+        )
+        try:
+            assert process.stderr is not None
+            said = b""
+            async with asyncio.timeout(50):
+                while b"the run has failed" not in said:
+                    line = await process.stderr.readline()
+                    assert line, said.decode()
+                    said += line
+            async with watched(address) as watcher:
+                report = await watcher.told(lambda told: told.phase == "failed")
+                assert "/nowhere/train.jsonl" in report.failure.message
+                assert await healthy(address)
+                process.send_signal(signal.SIGTERM)
+                async with asyncio.timeout(9.5):
+                    assert await process.wait() == 0
+                await until(lambda: watcher.ended)
+        finally:
+            if process.returncode is None:
+                process.kill()
+                await process.wait()

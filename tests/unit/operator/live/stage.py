@@ -1,0 +1,335 @@
+"""The stage of these tests: a fake API server, real operators that run against it in this process, and fake learners over real gRPC."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import socket
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+import yaml
+
+from kestrl import rpc
+from kestrl.api.common.v1 import common_pb2
+from kestrl.api.learner.v1 import learner_pb2 as pb
+from kestrl.api.learner.v1 import learner_pb2_grpc as stubs
+from kestrl.plan.components import Secret
+from kestrl.rpc.client import TOKEN_VARIABLE
+from kestrl.spec.crd import crd
+from kestrl.testing.kubernetes import Controllers, FakeKubernetes
+from kestrl_operator.api import Api
+from kestrl_operator.cluster import GRPC_PORT, read_cluster
+from kestrl_operator.config import Config, LeaseSettings
+from kestrl_operator.credentials import derive
+from kestrl_operator.operate import Operator
+from kestrl_operator.shell import WATCHED
+
+Object = dict[str, Any]
+ROOT = Path(__file__).parents[4]
+QUICKSTART = ROOT / "examples" / "email-search" / "quickstart.yaml"
+KEY = b"0123456789abcdef0123456789abcdef"
+NAMESPACE, JOB = "team-a", "email-search"
+VALUES: Object = {
+    "images": {
+        "engine": {"cpu": "r/engine-cpu:1", "cuda": "r/engine-cuda:1", "npu": "r/engine-npu:1"},
+        "learner": {"cpu": "r/learner-cpu:1", "cuda": "r/learner-cuda:1", "npu": "r/learner-npu:1"},
+        "agent": "r/agent:1",
+        "rollout": "r/rollout:1",
+        "tools": "r/tools:1",
+        "judge": "r/judge:1",
+    },
+    "storage": {"uri": "s3://bucket/runs"},
+}
+CHILDREN = ("secrets", "configmaps", "serviceaccounts", "services", "poddisruptionbudgets", "networkpolicies")
+WORKLOADS = ("statefulsets", "deployments")
+LEASE_SECONDS = 1.0
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class Running:
+    """An operator in this process."""
+
+    def __init__(self, user: str, config: Config) -> None:
+        self.user, self.api = user, Api()
+        self.operator = Operator(config, self.api)
+        self.port = int(config.health_listen.rpartition(":")[2])
+        self.task = asyncio.create_task(self.operator.run(), name=f"operator-{user}")
+
+    async def stop(self) -> None:
+        """As SIGTERM does."""
+        self.task.cancel()
+        with suppress(asyncio.CancelledError):
+            await self.task
+        await self.api.close()
+
+    async def asked(self, path: str = "healthz") -> tuple[int, str]:
+        """What a probe of the kubelet is answered."""
+        async with (
+            aiohttp.ClientSession() as session,
+            session.get(f"http://127.0.0.1:{self.port}/{path}") as answer,
+        ):
+            return answer.status, await answer.text()
+
+
+class Stage:
+    """Everything, with the questions that tests ask."""
+
+    def __init__(self, cluster: FakeKubernetes, folder: Path, patch: pytest.MonkeyPatch) -> None:
+        self.cluster, self.folder, self.patch = cluster, folder, patch
+        self.running: list[Running] = []
+        (folder / "key").write_bytes(KEY)
+
+    def config(self, values: Mapping[str, Any] | None = None, **changes: Any) -> Config:
+        lease = LeaseSettings(namespace="kestrl-system", seconds=changes.pop("lease_seconds", LEASE_SECONDS))
+        return Config(
+            jobs=read_cluster({**VALUES, **(values or {})}),
+            key_file=self.folder / "key",
+            lease=lease,
+            health_listen=f"127.0.0.1:{free_port()}",
+            **changes,
+        )
+
+    def begin(self, user: str = "a", values: Mapping[str, Any] | None = None, **changes: Any) -> Running:
+        """Starts an operator; its requests are those of this user."""
+        self.patch.setenv("KUBECONFIG", str(self.cluster.write_kubeconfig(self.folder, user=user)))
+        self.patch.setenv("POD_NAME", user)
+        running = Running(user, self.config(values, **changes))
+        self.running.append(running)
+        return running
+
+    async def operator(self, user: str = "a", values: Mapping[str, Any] | None = None, **changes: Any) -> Running:
+        """Starts one and waits until it watches; until it leads, if nobody else does."""
+        running = self.begin(user, values, **changes)
+        await self.until(lambda: self.watches(user), f"{user} watches")
+        if len(self.running) == 1:
+            await self.until(lambda: self.holder() == user, f"{user} leads")
+        return running
+
+    def watches(self, user: str) -> bool:
+        return {item.resource for item in self.cluster.requests("watch", user=user)} >= {kind.plural for kind in WATCHED}
+
+    async def stop(self, running: Running) -> None:
+        self.running.remove(running)
+        await running.stop()
+
+    async def until(self, holds: Callable[[], Any], what: str, *, seconds: float = 10.0) -> Any:
+        """Waits; an operator that ends meanwhile says why."""
+
+        def looked() -> Any:
+            for running in self.running:
+                if running.task.done():
+                    running.task.result()
+                    raise AssertionError(f"{running.user} has ended")
+            return holds()
+
+        return await self.cluster.until(looked, what, seconds=seconds)
+
+    def job(self, name: str = JOB, namespace: str = NAMESPACE, **spec: Any) -> Object:
+        """Applies the quickstart, changed."""
+        made = yaml.safe_load(QUICKSTART.read_text())
+        made["metadata"] = {"name": name, "namespace": namespace}
+        made["spec"] |= spec
+        return self.cluster.create("agentrljobs", made)
+
+    def uid(self, name: str = JOB) -> str:
+        return self.cluster.get("agentrljobs", NAMESPACE, name)["metadata"]["uid"]
+
+    def status(self, name: str = JOB) -> Object:
+        found = self.cluster.find("agentrljobs", NAMESPACE, name)
+        return {} if found is None else found.get("status", {})
+
+    def condition(self, kind: str, name: str = JOB) -> tuple[str, str, str]:
+        """Status, reason and message."""
+        for item in self.status(name).get("conditions", ()):
+            if item["type"] == kind:
+                return item["status"], item["reason"], item["message"]
+        return "", "", ""
+
+    def phase(self, name: str = JOB) -> str:
+        return self.status(name).get("shown", {}).get("phase", "")
+
+    def children(self, name: str = JOB) -> list[str]:
+        """What is there of a job, as `kind/name`."""
+        return sorted(
+            f"{item['kind']}/{item['metadata']['name']}"
+            for plural in (*CHILDREN, *WORKLOADS)
+            for item in self.cluster.list(plural, NAMESPACE, labels=f"app.kubernetes.io/instance={name}")
+        )
+
+    def pods(self, role: str, name: str = JOB) -> list[Object]:
+        return self.cluster.list("pods", NAMESPACE, labels=f"kestrl.dev/job={name},kestrl.dev/role={role}")
+
+    def learner(self, name: str = JOB) -> Object | None:
+        """The StatefulSet, which is made last."""
+        return self.cluster.find("statefulsets", NAMESPACE, f"{name}-learner")
+
+    def holder(self) -> str:
+        found = self.cluster.find("leases", "kestrl-system", "kestrl-operator")
+        return "" if found is None else found["spec"].get("holderIdentity") or ""
+
+    def writes(self, user: str | None = None) -> list[str]:
+        """What operators wrote, as `verb resource/name`."""
+        return [f"{item.verb} {item.resource}/{item.name}" for item in self.cluster.writes(user=user)]
+
+    async def applied(self, name: str = JOB) -> None:
+        await self.until(lambda: self.learner(name), f"{name} is applied")
+        await self.until(lambda: self.phase(name), f"{name} has a status")
+
+    async def quiet(self, seconds: float = 0.4, *, within: float = 10.0) -> None:
+        """Waits until nobody has written for a while."""
+        loop = asyncio.get_running_loop()
+
+        def still() -> bool:
+            written = self.cluster.writes()
+            return not written or loop.time() - written[-1].at > seconds
+
+        await self.until(still, "nobody writes any more", seconds=within)
+
+    def events(self, reason: str = "") -> list[Object]:
+        return [item for item in self.cluster.list("events", NAMESPACE) if reason in {"", item["reason"]}]
+
+
+@asynccontextmanager
+async def staged(folder: Path, patch: pytest.MonkeyPatch) -> AsyncGenerator[Stage]:
+    """The stage, without any operator yet; all that run end with it."""
+    async with FakeKubernetes() as cluster:
+        cluster.create("customresourcedefinitions", crd())
+        stage = Stage(cluster, folder, patch)
+        try:
+            yield stage
+        finally:
+            await asyncio.gather(*(running.stop() for running in stage.running))
+
+
+def ready(controllers: Controllers, pod: Object) -> None:
+    """A pod that runs as soon as it is made; a learner's is nowhere until a test says where."""
+    if pod["metadata"]["labels"]["kestrl.dev/role"] != "learner":
+        controllers.run(pod)
+
+
+ENGINES = ("engine-0", "engine-1")
+
+
+def version(step: int) -> common_pb2.PolicyVersion:
+    return common_pb2.PolicyVersion(job=JOB, step=step, sha256=f"{step:064x}")
+
+
+def report(phase: str = "training", step: int = 0, **fields: Any) -> pb.WatchProgressResponse:
+    """What a learner tells: by default, every engine has proved the newest version, which is the step's."""
+    made = pb.WatchProgressResponse(
+        phase=phase,
+        step=step,
+        total_steps=26,
+        engines_total=len(ENGINES),
+        engines_converged=len(ENGINES),
+        policy=version(step),
+        policy_uri=f"s3://bucket/runs/policies/{step}",
+        workers=1,
+        engines=[pb.EngineProgress(name=name, policy=version(step), state="serving") for name in ENGINES],
+    )
+    for name, value in fields.items():
+        if isinstance(value, Mapping):
+            getattr(made, name).update(value)
+        elif isinstance(value, list):
+            made.ClearField(name)
+            getattr(made, name).extend(value)
+        elif hasattr(value, "SerializeToString"):
+            getattr(made, name).CopyFrom(value)
+        else:
+            setattr(made, name, value)
+    return made
+
+
+class FakeLearner(stubs.LearnerServiceServicer):
+    """A learner that tells what a test says, on an address of its own at the port that the operator dials."""
+
+    def __init__(self, address: str, first: pb.WatchProgressResponse) -> None:
+        self.address = address
+        self.drains = 0
+        self.watchers = 0
+        self._report = first
+        self._changed = asyncio.Event()
+        self._broken = False
+        self.on_drain: Callable[[], None] = lambda: None
+
+    def tell(self, told: pb.WatchProgressResponse) -> None:
+        self._report = told
+        self._ring()
+
+    def break_streams(self) -> None:
+        """All open streams end with an error."""
+        self._broken = True
+        self._ring()
+        self._broken = False
+
+    def _ring(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def WatchProgress(self, request: Any, context: Any) -> Any:
+        self.watchers += 1
+        try:
+            while True:
+                changed = self._changed
+                yield self._report
+                await changed.wait()
+                if self._broken:
+                    raise RuntimeError("broken")
+        finally:
+            self.watchers -= 1
+
+    async def Drain(self, request: Any, context: Any) -> pb.DrainResponse:
+        self.drains += 1
+        self.on_drain()
+        return pb.DrainResponse()
+
+
+def addresses() -> Iterator[str]:
+    """Loopback addresses that nobody else is likely to use: the port is given."""
+    while True:
+        yield f"127.{random.randint(1, 250)}.{random.randint(1, 250)}.{random.randint(2, 250)}"
+
+
+@asynccontextmanager
+async def learning(
+    patch: pytest.MonkeyPatch, token: str, first: pb.WatchProgressResponse
+) -> AsyncGenerator[FakeLearner]:
+    """A fake learner that takes calls with this credential."""
+    learner = FakeLearner(next(addresses()), first)
+    stop = asyncio.Event()
+    before = os.environ.get(TOKEN_VARIABLE)
+    os.environ[TOKEN_VARIABLE] = token
+    listen = f"{learner.address}:{GRPC_PORT}"
+    server = asyncio.create_task(
+        rpc.serve(
+            "learner-0",
+            listen,
+            lambda made: stubs.add_LearnerServiceServicer_to_server(learner, made),
+            until=stop.wait(),
+            grace=0.05,
+        )
+    )
+    async with rpc.channel(listen) as connection:
+        assert await rpc.connected(connection, seconds=5.0)
+    if before is None:
+        del os.environ[TOKEN_VARIABLE]
+    try:
+        yield learner
+    finally:
+        stop.set()
+        await server
+
+
+def job_token(uid: str) -> str:
+    return derive(KEY, uid)[Secret.JOB_TOKEN.value]

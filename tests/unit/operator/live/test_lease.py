@@ -1,0 +1,129 @@
+"""The election: one writes at a time, whatever becomes of its requests and whatever the clocks say."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager, suppress
+from itertools import count
+from typing import Any
+
+import pytest
+
+from kestrl.testing.kubernetes import Controllers
+
+from .stage import LEASE_SECONDS, NAMESPACE, Stage
+
+PLACE = ("leases", "kestrl-system", "kestrl-operator")
+
+
+@asynccontextmanager
+async def stirring(stage: Stage, controllers: Controllers) -> AsyncGenerator[None]:
+    """Something that the leader must write about, all the time."""
+
+    async def stir() -> None:
+        for number in count():
+            for pod in stage.pods("learner"):
+                controllers.unschedulable(pod, f"look {number}")
+            await asyncio.sleep(0.02)
+
+    task = asyncio.create_task(stir())
+    try:
+        yield
+    finally:
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+
+
+def taken(stage: Stage, user: str) -> float | None:
+    """When a user's first successful write of the lease was asked for."""
+    writes = [item for item in stage.cluster.requests(resource="leases", user=user) if item.verb in {"create", "update"}]
+    return next((item.at for item in writes if item.status in {200, 201}), None)
+
+
+async def test_two_operators_watch_and_one_writes(stage: Stage) -> None:
+    first, second = await stage.operator("a"), await stage.operator("b")
+    leader = stage.holder()
+    stage.job()
+    await stage.applied()
+    await stage.quiet()
+    other = {"a": "b", "b": "a"}[leader]
+    assert stage.cluster.writes(user=leader)
+    assert stage.cluster.writes(user=other) == []
+    for running in (first, second):
+        assert await running.asked("healthz") == (200, "ok")
+        assert await running.asked("readyz") == (200, "ok")
+
+
+@pytest.mark.parametrize(
+    "trouble",
+    [{"status": 500}, {"delay": 60.0}, {"drop": True}, {"delay": 60.0, "late": True}],
+    ids=["refused", "unanswered", "cut", "answered too late"],
+)
+async def test_a_leader_that_cannot_renew_stops_before_another_begins(stage: Stage, trouble: dict[str, Any]) -> None:
+    controllers = Controllers(stage.cluster)
+    await stage.operator("a")
+    await stage.operator("b")
+    stage.job()
+    await stage.applied()
+    async with stirring(stage, controllers):
+        await stage.until(lambda: stage.pods("learner"), "there is something to write about")
+        stage.cluster.fail(resource="leases", user="a", **trouble)
+        await stage.until(lambda: stage.holder() == "b", "b leads")
+        await stage.until(lambda: stage.cluster.writes(user="b"), "b writes")
+    since = taken(stage, "b")
+    assert since is not None
+    last = max(item.at for item in stage.cluster.writes(user="a"))
+    assert last < since, f"a wrote {last - since:.3f} s after b had begun"
+
+
+async def test_a_leader_that_stops_hands_over_at_once(stage: Stage) -> None:
+    first = await stage.operator("a", lease_seconds=10.0)
+    await stage.operator("b", lease_seconds=10.0)
+    began = asyncio.get_running_loop().time()
+    await stage.stop(first)
+    assert stage.holder() in {"", "b"}
+    await stage.until(lambda: stage.holder() == "b", "b leads")
+    assert asyncio.get_running_loop().time() - began < 4.0, "waited for the lease to run out"
+    stage.job()
+    await stage.applied()
+    assert {item.user for item in stage.cluster.writes()} == {"b"}
+
+
+@pytest.mark.parametrize("time", ["1999-01-01T00:00:00.000000Z", "2099-01-01T00:00:00.000000Z"], ids=["past", "future"])
+async def test_the_clocks_of_two_machines_are_never_compared(stage: Stage, time: str) -> None:
+    spec = {"holderIdentity": "ghost", "leaseDurationSeconds": 1, "renewTime": time, "leaseTransitions": 3}
+    stage.cluster.create("leases", {"metadata": {"name": PLACE[2], "namespace": PLACE[1]}, "spec": spec})
+    running = stage.begin("a")
+    await stage.until(lambda: stage.cluster.requests("get", "leases"), "it is looked at")
+    looked = asyncio.get_running_loop().time()
+    for number in range(8):
+        # Renewed, by a clock that stands elsewhere: it is held.
+        stage.cluster.edit(*PLACE, {"spec": {"renewTime": time.replace("00:00:00", f"00:00:0{number}")}})
+        await asyncio.sleep(0.2)
+        assert stage.holder() == "ghost"
+    renewed = asyncio.get_running_loop().time()
+    await stage.until(lambda: stage.holder() == "a", "the lease has run out")
+    now = asyncio.get_running_loop().time()
+    assert now - looked > LEASE_SECONDS
+    assert now - renewed > 0.9 * LEASE_SECONDS - 0.2
+    assert stage.cluster.get(*PLACE)["spec"]["leaseTransitions"] == 4
+    assert await running.asked("healthz") == (200, "ok")
+
+
+async def test_who_loses_the_lease_writes_no_more_and_leads_again_when_it_is_free(stage: Stage) -> None:
+    controllers = Controllers(stage.cluster)
+    await stage.operator("a")
+    stage.job()
+    await stage.applied()
+    async with stirring(stage, controllers):
+        stage.cluster.edit(*PLACE, {"spec": {"holderIdentity": "thief", "leaseDurationSeconds": 1}})
+        seen = len(stage.cluster.requests("get", "leases"))
+        await stage.until(lambda: len(stage.cluster.requests("get", "leases")) > seen + 1, "a has seen it")
+        before = len(stage.writes())
+        await asyncio.sleep(0.3)
+        assert len(stage.writes()) == before, "a wrote though another held the lease"
+        await stage.until(lambda: stage.holder() == "a", "a leads again")
+        await stage.until(lambda: len(stage.writes()) > before, "a writes again")
+    assert stage.cluster.list("pods", NAMESPACE)

@@ -1,0 +1,236 @@
+"""A job's life as the API shows it: what is applied, written, put back and forgotten, with the real operator."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from kestrl.plan.planning import plan
+from kestrl.spec import read_job
+from kestrl.testing.kubernetes import Controllers
+from kestrl_operator.cluster import read_cluster, site_of
+from kestrl_operator.credentials import derive
+from kestrl_operator.render import Given, render
+
+from .stage import CHILDREN, JOB, KEY, NAMESPACE, QUICKSTART, VALUES, WORKLOADS, Stage, ready
+
+
+def wanted(uid: str) -> list[str]:
+    """The objects that a job is rendered to, in the order in which they are to be applied."""
+    job, cluster = read_job(QUICKSTART), read_cluster(VALUES)
+    site = site_of(job, NAMESPACE, cluster, run="r", storage="s3://bucket/runs/r")
+    secrets = derive(KEY, uid)
+    given = Given(job=job, namespace=NAMESPACE, uid=uid, components=plan(job, site), cluster=cluster, secrets=secrets)
+    return [f"{item['kind']}/{item['metadata']['name']}" for item in render(given)]
+
+
+async def test_a_job_becomes_its_objects_and_the_learner_is_made_last(stage: Stage) -> None:
+    await stage.operator()
+    stage.job()
+    await stage.applied()
+    assert stage.children() == sorted(wanted(stage.uid()))
+    made = [item for item in stage.cluster.writes() if item.resource in {*CHILDREN, *WORKLOADS}]
+    assert [item.name for item in made] == [item.partition("/")[2] for item in wanted(stage.uid())]
+    assert (made[-1].resource, made[-1].name) == ("statefulsets", f"{JOB}-learner")
+
+
+async def test_all_that_is_made_is_owned_by_the_job_and_goes_with_it(stage: Stage) -> None:
+    Controllers(stage.cluster, started=ready)
+    running = await stage.operator()
+    uid = stage.job()["metadata"]["uid"]
+    await stage.applied()
+    await stage.until(lambda: stage.pods("learner"), "the learner has a pod")
+    for plural in (*CHILDREN, *WORKLOADS):
+        for item in stage.cluster.list(plural, NAMESPACE):
+            assert [owner["uid"] for owner in item["metadata"]["ownerReferences"]] == [uid]
+    stage.cluster.delete("agentrljobs", NAMESPACE, JOB)
+    assert stage.children() == []
+    assert stage.cluster.list("pods") == []
+    await stage.quiet()
+    written = len(stage.writes())
+    await stage.until(lambda: not running.operator._store.jobs, "the job is forgotten")  # noqa: SLF001
+    await asyncio.sleep(0.2)  # that nothing happens has no event
+    assert stage.children() == []
+    assert len(stage.writes()) == written
+
+
+async def test_the_status_is_written_when_it_changes_and_not_otherwise(stage: Stage) -> None:
+    controllers = Controllers(stage.cluster)
+    await stage.operator()
+    stage.job()
+    await stage.applied()
+    await stage.quiet()
+    seen = []
+    stage.cluster.objects.told.append(
+        lambda change: seen.append(change.after["status"]) if change.resource.plural == "agentrljobs" else None
+    )
+    for pod in stage.cluster.list("pods"):
+        controllers.run(pod)
+    await stage.until(lambda: stage.condition("EnginesReady")[1] == "AllReady", "engines are ready")
+    await stage.quiet()
+    statuses = len(stage.cluster.requests("patch", "agentrljobs/status"))
+    for earlier, later in zip(seen, seen[1:], strict=False):
+        assert earlier != later
+    assert 1 <= len(seen) <= 6
+    # A change of a pod that changes nothing for the job.
+    stage.cluster.edit("pods", NAMESPACE, f"{JOB}-inference-0", {"metadata": {"annotations": {"a": "b"}}})
+    await asyncio.sleep(0.2)  # that nothing happens has no event
+    assert len(stage.cluster.requests("patch", "agentrljobs/status")) == statuses
+
+
+async def test_the_status_names_the_generation_that_it_was_observed_for(stage: Stage) -> None:
+    await stage.operator()
+    stage.job()
+    await stage.applied()
+    assert stage.status()["observedGeneration"] == 1
+    stage.cluster.edit("agentrljobs", NAMESPACE, JOB, {"spec": {"rollout": {"replicas": 3}}})
+    await stage.until(lambda: stage.status()["observedGeneration"] == 2, "the new generation is observed")
+    assert stage.cluster.get("deployments", NAMESPACE, f"{JOB}-rollout")["spec"]["replicas"] == 3
+    assert {item["observedGeneration"] for item in stage.status()["conditions"] if item["status"] != "Unknown"} == {2}
+
+
+async def test_the_phase_follows_the_pods(stage: Stage) -> None:
+    controllers = Controllers(stage.cluster)
+    await stage.operator()
+    stage.job()
+    await stage.until(lambda: stage.phase() == "Pending", "pods wait")
+    await stage.until(lambda: stage.pods("inference"), "there are engines")
+    controllers.unschedulable(stage.pods("inference")[0], "0/3 nodes are available: 3 Insufficient cpu.")
+    await stage.until(lambda: "Insufficient cpu" in stage.condition("Scheduled")[2], "the scheduler's words are told")
+    controllers.image_missing(stage.pods("inference")[1], "no such image")
+    await stage.until(lambda: stage.condition("EnginesReady")[1] == "Unavailable", "the image is told of")
+    assert "ImagePullBackOff: no such image" in stage.condition("EnginesReady")[2]
+    for pod in stage.cluster.list("pods"):
+        controllers.run(pod)
+    await stage.until(lambda: stage.phase() == "Starting", "pods run")
+    assert stage.condition("EnginesReady") == ("True", "AllReady", "2/2")
+
+
+async def test_what_a_pod_cannot_find_is_told_as_the_manifests_fault(stage: Stage) -> None:
+    controllers = Controllers(stage.cluster)
+    await stage.operator()
+    stage.job()
+    await stage.until(lambda: stage.pods("learner"), "there is a learner")
+    words = "loading\nerror: spec.data.train.uri: s3://bucket/none is not there; put it there or name another"
+    controllers.init_failed(stage.pods("learner")[0], words)
+    await stage.until(lambda: stage.condition("Accepted")[1] == "Unresolvable", "it is told")
+    assert "spec.data.train.uri: s3://bucket/none is not there" in stage.condition("Accepted")[2]
+
+
+@pytest.mark.parametrize(
+    ("plural", "role"),
+    [("deployments", "rollout"), ("statefulsets", "inference"), ("services", "learner"), ("networkpolicies", "tools")],
+)
+async def test_a_child_that_somebody_deletes_is_put_back(stage: Stage, plural: str, role: str) -> None:
+    await stage.operator()
+    stage.job()
+    await stage.applied()
+    name = f"{JOB}-{role}"
+    old = stage.cluster.get(plural, NAMESPACE, name)["metadata"]["uid"]
+    stage.cluster.delete(plural, NAMESPACE, name)
+    new = await stage.until(lambda: stage.cluster.find(plural, NAMESPACE, name), f"{name} is back")
+    assert new["metadata"]["uid"] != old
+
+
+async def test_a_child_that_somebody_scales_is_put_back_once(stage: Stage) -> None:
+    await stage.operator()
+    stage.job()
+    await stage.applied()
+    await stage.quiet()
+    before = len(stage.writes())
+    name = f"{JOB}-rollout"
+    changes = {"spec": {"replicas": 5}}
+    stage.cluster.edit("deployments", NAMESPACE, name, changes, manager="kubectl", subresource="scale")
+
+    def replicas() -> int:
+        return stage.cluster.get("deployments", NAMESPACE, name)["spec"]["replicas"]
+
+    assert replicas() == 5
+    await stage.until(lambda: replicas() == 1, "it is scaled back")
+    await stage.quiet()
+    again = [item for item in stage.writes()[before:] if item.endswith(f"deployments/{name}")]
+    assert len(again) == 1, "answered more than once"
+
+
+async def test_kubernetes_own_controllers_change_nothing_that_is_answered(stage: Stage) -> None:
+    Controllers(stage.cluster)
+    await stage.operator()
+    stage.job()
+    await stage.applied()
+    await stage.quiet()
+    before = [item for item in stage.writes() if "agentrljobs" not in item]
+    annotation = {"metadata": {"annotations": {"deployment.kubernetes.io/revision": "1"}}}
+    stage.cluster.edit("deployments", NAMESPACE, f"{JOB}-tools", annotation, manager="kube-controller-manager")
+    status = {"status": {"readyReplicas": 1, "availableReplicas": 1}}
+    stage.cluster.edit(
+        "deployments", NAMESPACE, f"{JOB}-tools", status, manager="kube-controller-manager", subresource="status"
+    )
+    await asyncio.sleep(0.3)  # that nothing happens has no event
+    assert [item for item in stage.writes() if "agentrljobs" not in item] == before
+
+
+async def test_nothing_is_ever_put_on_the_job_but_its_status(stage: Stage) -> None:
+    await stage.operator()
+    made = stage.job()
+    await stage.applied()
+    stage.cluster.edit("agentrljobs", NAMESPACE, JOB, {"spec": {"suspend": True}})
+    await stage.until(lambda: stage.phase() == "Suspended", "it is suspended")
+    now = stage.cluster.get("agentrljobs", NAMESPACE, JOB)
+    assert set(now["metadata"]) == set(made["metadata"])
+    assert "annotations" not in now["metadata"]
+    assert "finalizers" not in now["metadata"]
+    written = {item.resource for item in stage.cluster.writes() if item.resource.startswith("agentrljobs")}
+    assert written == {"agentrljobs/status"}
+    managers = {(item["manager"], item.get("subresource", "")) for item in now["metadata"]["managedFields"]}
+    assert managers == {("kubectl", ""), ("kestrl-operator", "status")}
+
+
+async def test_an_operator_of_some_namespaces_leaves_the_others_alone(stage: Stage) -> None:
+    await stage.operator(namespaces=("team-b", "team-c"))
+    stage.job("elsewhere")
+    stage.job("here", namespace="team-b")
+    await stage.until(lambda: stage.cluster.find("statefulsets", "team-b", "here-learner"), "team-b's job is applied")
+    stage.job("here", namespace="team-c")
+    await stage.until(lambda: stage.cluster.find("statefulsets", "team-c", "here-learner"), "team-c's job is applied")
+    assert stage.children("elsewhere") == []
+    assert stage.status("elsewhere") == {}
+    asked = {item.namespace for item in stage.cluster.log if item.verb in {"list", "watch"} and item.resource != "nodes"}
+    assert asked == {"team-b", "team-c"}
+
+
+async def test_a_new_process_writes_nothing_where_nothing_has_changed(stage: Stage) -> None:
+    Controllers(stage.cluster, started=ready)
+    first = await stage.operator("a")
+    stage.job()
+    stage.job("other", suspend=True)
+    await stage.applied()
+    await stage.applied("other")
+    await stage.quiet()
+    await stage.stop(first)
+    before = len(stage.writes())
+    second = await stage.operator("b")
+    await stage.until(lambda: len(second.operator._passes) > 0, "a pass is made")  # noqa: SLF001
+    await asyncio.sleep(0.5)  # that nothing happens has no event
+    assert stage.writes()[before:] == []
+    assert second.operator._passes["ok"] >= 2  # noqa: SLF001
+
+
+async def test_what_changed_while_no_operator_ran_is_done_by_the_next(stage: Stage) -> None:
+    first = await stage.operator("a")
+    stage.job()
+    stage.job("deleted")
+    await stage.applied()
+    await stage.applied("deleted")
+    await stage.stop(first)
+    stage.cluster.delete("agentrljobs", NAMESPACE, "deleted")
+    stage.cluster.delete("deployments", NAMESPACE, f"{JOB}-tools")
+    stage.cluster.delete("services", NAMESPACE, f"{JOB}-rollout")
+    stage.cluster.delete("networkpolicies", NAMESPACE, f"{JOB}-learner")
+    stage.cluster.edit("agentrljobs", NAMESPACE, JOB, {"spec": {"rollout": {"replicas": 2}}})
+    stage.job("new")
+    await stage.operator("b")
+    await stage.applied("new")
+    await stage.until(lambda: stage.children() == sorted(wanted(stage.uid())), "all is there again")
+    assert stage.cluster.get("deployments", NAMESPACE, f"{JOB}-rollout")["spec"]["replicas"] == 2
+    assert stage.children("deleted") == []

@@ -1,0 +1,151 @@
+"""What tests of the operator's pure parts are made of: a job, its pods, what its learner tells, and a snapshot of all of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from kestrl.api.learner.v1 import learner_pb2 as pb
+from kestrl.episode import PolicyVersion
+from kestrl.errors import Boundary, Failure
+from kestrl.plan.components import Role
+from kestrl.rpc.codec import failure_to_proto, policy_to_proto
+from kestrl.spec import AgentRLJob, read_job
+from kestrl_operator.observe import ATTEMPTS, RESTARTS, Ended, Pod, Snapshot, Told, Workload
+
+QUICKSTART = Path(__file__).parents[3] / "examples" / "email-search" / "quickstart.yaml"
+NOW = 1_800_000_000.0
+NAME, NAMESPACE, UID = "email-search", "team-a", "5f0c2a9b-0000-4000-8000-000000000000"
+
+
+@cache
+def job(*overrides: str) -> AgentRLJob:
+    """The quickstart: two engines, one worker."""
+    return read_job(QUICKSTART, overrides)
+
+
+def at(seconds: float) -> str:
+    """So many seconds from the moment of all snapshots, as Kubernetes writes it."""
+    return datetime.fromtimestamp(NOW + seconds, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def pod(role: Role, number: int = 0, **changes: Any) -> Pod:
+    """A pod that runs and is ready."""
+    plain: dict[str, Any] = {
+        "name": f"{NAME}-{role}-{number}",
+        "uid": f"{role}-{number}",
+        "role": role,
+        "phase": "Running",
+        "ready": True,
+        "address": "10.0.0.7",
+        "scheduled": True,
+        "unscheduled": "",
+        "gated": False,
+        "deleting": False,
+        "made": NOW - 600,
+        "attempts": 0,
+        "job_restarts": 0,
+        "unstartable": "",
+        "ended": (),
+        "restarts": 0,
+    }
+    return Pod(**(plain | changes))
+
+
+def waiting(role: Role, number: int = 0, **changes: Any) -> Pod:
+    """A pod without a node."""
+    return pod(role, number, **({"phase": "Pending", "ready": False, "address": "", "scheduled": False} | changes))
+
+
+def ended(container: str, reason: str = "Error", code: int = 1, message: str = "") -> Ended:
+    return Ended(container=container, reason=reason, code=code, message=message)
+
+
+def all_pods(*others: Pod) -> list[Pod]:
+    """Every pod of the job; others stand in for those of their name."""
+    roles = (Role.INFERENCE, Role.ROLLOUT, Role.TOOLS, Role.JUDGE, Role.LEARNER)
+    made = {item.name: item for item in (*map(pod, roles), pod(Role.INFERENCE, 1))}
+    return list((made | {item.name: item for item in others}).values())
+
+
+def workloads(attempts: int = 0, restarts: int = 0, learner_replicas: int = 1) -> dict[Role, Workload]:
+    counts = {ATTEMPTS: str(attempts), RESTARTS: str(restarts)}
+    learner = Workload(role=Role.LEARNER, replicas=learner_replicas, annotations=counts)
+    others = (Role.INFERENCE, Role.ROLLOUT, Role.TOOLS, Role.JUDGE)
+    return {Role.LEARNER: learner, **{role: Workload(role=role, replicas=1, annotations={}) for role in others}}
+
+
+def version(step: int, digest: str = "1f0c") -> PolicyVersion:
+    return PolicyVersion(job=NAME, step=step, sha256=digest * 16)
+
+
+def engine(number: int, step: int | None = 14, **changes: Any) -> pb.EngineProgress:
+    """What the learner tells of an engine that has proved the version of a step; of none for None."""
+    proved = None if step is None else policy_to_proto(version(step))
+    return pb.EngineProgress(**({"name": f"engine-{number}", "policy": proved, "state": "serving"} | changes))
+
+
+def report(phase: str = "training", **changes: Any) -> pb.WatchProgressResponse:
+    """What a learner tells that is at step 14 of 26, with both engines on its newest version."""
+    plain: dict[str, Any] = {
+        "phase": phase,
+        "step": 14,
+        "total_steps": 26,
+        "means": {"reward": 0.5, "answer_correct": 0.25},
+        "policy": policy_to_proto(version(14)),
+        "policy_uri": "s3://bucket/email-search/adapters/14",
+        "policy_parent": version(13).name,
+        "engines_converged": 2,
+        "engines_total": 2,
+        "engines": [engine(0), engine(1)],
+        "workers": 1,
+        "groups_running": 8,
+        "checkpoint_step": 10,
+    }
+    return pb.WatchProgressResponse(**(plain | changes))
+
+
+def over(phase: str, **changes: Any) -> pb.WatchProgressResponse:
+    """What a learner tells whose run is over: nobody looks at engines and workers any more."""
+    return report(phase, **({"engines": [], "workers": 0, "groups_running": 0} | changes))
+
+
+def failed(boundary: Boundary = Boundary.ENGINE, code: str = "no_engine_proved", **changes: Any) -> Any:
+    """What a learner tells that has failed."""
+    failure = Failure(boundary=boundary, code=code, message="it went wrong", component="learner-0")
+    return over("failed", **({"failure": failure_to_proto(failure), "message": "it went wrong"} | changes))
+
+
+def told(given: pb.WatchProgressResponse, number: int = 0, **changes: Any) -> Told:
+    """By the learner's pod of that number."""
+    plain: dict[str, Any] = {"pod": f"learner-{number}", "at": NOW, "report": given, "stepped": NOW - 20, "pace": 30.0}
+    return Told(**(plain | changes))
+
+
+def condition(kind: str, status: str, reason: str, seconds: float = -300, **changes: Any) -> dict[str, Any]:
+    plain = {"type": kind, "status": status, "reason": reason, "message": "", "observedGeneration": 1}
+    return {**plain, "lastTransitionTime": at(seconds), **changes}
+
+
+def status(*conditions: Mapping[str, Any], **fields: Any) -> dict[str, Any]:
+    """A status as it stands."""
+    return {"conditions": list(conditions), **fields}
+
+
+def snapshot(**changes: Any) -> Snapshot:
+    """A job that trains."""
+    plain: dict[str, Any] = {
+        "now": NOW,
+        "name": NAME,
+        "namespace": NAMESPACE,
+        "uid": UID,
+        "generation": 3,
+        "job": job(),
+        "pods": all_pods(),
+        "workloads": workloads(),
+        "told": told(report()),
+    }
+    return Snapshot(**(plain | changes))

@@ -1,0 +1,556 @@
+"""Every rule of a job's life, as tables: what is seen, and what is decided."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kestrl.plan.components import Role
+from kestrl.plan.planning import group_seconds
+from kestrl_operator.conditions import REASONS, Type
+from kestrl_operator.observe import Memory, Pod, Snapshot
+from kestrl_operator.policies import DRAIN_SECONDS, LONGEST_WAIT, Decision, Stage, back_off, decide
+
+from .looks import WHATEVER, snapshots
+from .seen import (
+    NOW,
+    all_pods,
+    at,
+    condition,
+    ended,
+    failed,
+    job,
+    over,
+    pod,
+    report,
+    snapshot,
+    status,
+    told,
+    waiting,
+    workloads,
+)
+
+SUSPEND = "suspend=true"
+LONGEST_DRAIN = DRAIN_SECONDS + group_seconds(job().spec)
+SUCCEEDED = condition("Succeeded", "True", "Completed")
+FAILED = condition("Succeeded", "False", "LearnerFailed")
+
+
+def rules(*given: str, limit: int = 3) -> tuple[str, ...]:
+    """Overrides: a failure policy of these rules."""
+    return (f"failurePolicy={{backoffLimit: {limit}, rules: [{', '.join(given)}]}}",)
+
+
+def wanted(decision: Decision) -> dict[str, Any]:
+    """What is decided, without what is left at its default."""
+    plain = Decision(stage=decision.stage, parked=decision.parked)
+    fields = type(decision).__dataclass_fields__
+    return {name: getattr(decision, name) for name in fields if getattr(decision, name) != getattr(plain, name)}
+
+
+LIFE: list[tuple[str, dict[str, Any], Stage, bool, dict[str, Any]]] = [
+    ("no job", {"job": None, "problem": "spec: is required"}, Stage.REJECTED, False, {}),
+    ("nothing is there yet", {"pods": [], "workloads": {}, "told": None}, Stage.RUNNING, False, {}),
+    ("it starts", {"told": told(report("starting"))}, Stage.RUNNING, False, {}),
+    ("it trains", {}, Stage.RUNNING, False, {}),
+    ("it evaluates", {"told": told(report("evaluating"))}, Stage.RUNNING, False, {}),
+    ("nobody hears the learner", {"told": told(report(), connected=False)}, Stage.RUNNING, False, {}),
+    (
+        "it was started again before",
+        {"workloads": workloads(2, 1), "pods": all_pods(pod(Role.LEARNER, attempts=2))},
+        Stage.RUNNING,
+        False,
+        {"attempts": 2, "restarts": 1},
+    ),
+    (
+        "suspended while it trains",
+        {"job": job(SUSPEND)},
+        Stage.DRAINING,
+        False,
+        {"drain": True, "memory": Memory(draining=NOW), "look_again": LONGEST_DRAIN},
+    ),
+    (
+        "suspended while it evaluates",
+        {"job": job(SUSPEND), "told": told(report("evaluating"))},
+        Stage.DRAINING,
+        False,
+        {"drain": True, "memory": Memory(draining=NOW), "look_again": LONGEST_DRAIN},
+    ),
+    (
+        "it drains for a minute",
+        {"job": job(SUSPEND), "told": told(report("draining")), "memory": Memory(draining=NOW - 60)},
+        Stage.DRAINING,
+        False,
+        {"drain": True, "memory": Memory(draining=NOW - 60), "look_again": LONGEST_DRAIN - 60},
+    ),
+    (
+        "it drains for too long",
+        {"job": job(SUSPEND), "memory": Memory(draining=NOW - LONGEST_DRAIN)},
+        Stage.RELEASING,
+        True,
+        {},
+    ),
+    ("it has drained", {"job": job(SUSPEND), "told": told(over("suspended"))}, Stage.RELEASING, True, {}),
+    (
+        "suspended while the learner starts, so that there is nothing to put away",
+        {"job": job(SUSPEND), "told": told(report("starting"))},
+        Stage.RELEASING,
+        True,
+        {},
+    ),
+    (
+        "suspended while the learner is not heard",
+        {"job": job(SUSPEND), "told": told(report(), connected=False)},
+        Stage.RELEASING,
+        True,
+        {},
+    ),
+    ("suspended after it failed", {"job": job(SUSPEND), "told": told(failed())}, Stage.RELEASING, True, {}),
+    (
+        "it was let go and its pods still end",
+        {"job": job(SUSPEND), "workloads": workloads(learner_replicas=0)},
+        Stage.RELEASING,
+        True,
+        {},
+    ),
+    (
+        "its last pod is going",
+        {"job": job(SUSPEND), "told": None, "pods": [pod(Role.ROLLOUT, deleting=True)]},
+        Stage.RELEASING,
+        True,
+        {},
+    ),
+    ("every pod is gone", {"job": job(SUSPEND), "told": None, "pods": []}, Stage.RELEASED, True, {}),
+    (
+        "every pod is gone but one that was evicted and that nobody collects",
+        {"job": job(SUSPEND), "told": None, "pods": [pod(Role.ROLLOUT, phase="Failed")]},
+        Stage.RELEASED,
+        True,
+        {},
+    ),
+    ("suspended from the start", {"job": job(SUSPEND), "pods": [], "told": None}, Stage.RELEASED, True, {}),
+    (
+        "taken back while it drains: it goes on to the drain's end",
+        {"told": told(report("draining"))},
+        Stage.RUNNING,
+        False,
+        {},
+    ),
+    (
+        "taken back when it had drained, before the pod was let go",
+        {"told": told(over("suspended"))},
+        Stage.RUNNING,
+        False,
+        {"remove": ("email-search-learner-0",)},
+    ),
+    (
+        "resumed after all was let go",
+        {"told": None, "pods": [], "workloads": workloads(learner_replicas=0)},
+        Stage.RUNNING,
+        False,
+        {},
+    ),
+    (
+        "it has succeeded",
+        {"told": told(over("succeeded", step=26))},
+        Stage.ENDED,
+        True,
+        {"ended": ("Completed", "26 steps; the adapter is s3://bucket/email-search/adapters/14")},
+    ),
+    (
+        "it succeeded while it was to be suspended",
+        {"job": job(SUSPEND), "told": told(over("succeeded", step=26))},
+        Stage.ENDED,
+        True,
+        {"ended": ("Completed", "26 steps; the adapter is s3://bucket/email-search/adapters/14")},
+    ),
+    ("it ended well before", {"status": status(SUCCEEDED)}, Stage.ENDED, True, {}),
+    ("it ended badly before", {"status": status(FAILED)}, Stage.ENDED, True, {}),
+    (
+        "it ended, and its learner trains again: the end stands",
+        {"status": status(FAILED, finishedAt=at(-60))},
+        Stage.ENDED,
+        True,
+        {},
+    ),
+    (
+        "it ended, and somebody made a manifest of it that makes no job",
+        {"status": status(SUCCEEDED), "job": None},
+        Stage.ENDED,
+        True,
+        {},
+    ),
+    (
+        "it has not ended",
+        {"status": status(condition("Succeeded", "False", "Running"))},
+        Stage.RUNNING,
+        False,
+        {},
+    ),
+    (
+        "its time to live runs",
+        {"status": status(SUCCEEDED, finishedAt=at(-60)), "job": job("ttlAfterFinished=100s")},
+        Stage.ENDED,
+        True,
+        {"look_again": 40.0},
+    ),
+    (
+        "its time to live is over",
+        {"status": status(FAILED, finishedAt=at(-100)), "job": job("ttlAfterFinished=100s")},
+        Stage.ENDED,
+        True,
+        {"delete": True},
+    ),
+    (
+        "it is to live for no moment longer",
+        {"status": status(FAILED, finishedAt=at(0)), "job": job("ttlAfterFinished=0s")},
+        Stage.ENDED,
+        True,
+        {"delete": True},
+    ),
+    (
+        "it lives for ever",
+        {"status": status(FAILED, finishedAt=at(-(10**7)))},
+        Stage.ENDED,
+        True,
+        {},
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("given", "stage", "parked", "rest"), [line[1:] for line in LIFE], ids=[line[0] for line in LIFE]
+)
+def test_a_job_has_one_stage_and_what_is_to_be_done_in_it(
+    given: dict[str, Any], stage: Stage, parked: bool, rest: dict[str, Any]
+) -> None:
+    assert decide(snapshot(**given)) == Decision(stage=stage, parked=parked, **rest)
+
+
+def failing(*overrides: str, attempts: int = 0, since: float | None = None, **changes: Any) -> Snapshot:
+    """A job whose learner of this attempt told of a failure, so many seconds ago."""
+    plain: dict[str, Any] = {
+        "job": job(*overrides),
+        "told": told(failed(**changes)),
+        "workloads": workloads(attempts),
+        "pods": all_pods(pod(Role.LEARNER, attempts=attempts)),
+        "memory": Memory(failed=None if since is None else NOW - since),
+    }
+    return snapshot(**plain)
+
+
+LEARNER, WHOLE = "the learner is started again", "the whole job is started again"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "attempts", "since", "done"),
+    [
+        ((), 0, None, {"retry": f"{LEARNER} in 10 s, for time 1 of 3", "look_again": 10.0}),
+        ((), 0, 4.0, {"retry": f"{LEARNER} in 6 s, for time 1 of 3", "look_again": 6.0}),
+        ((), 0, 10.0, {"retry": f"{LEARNER}, for time 1 of 3", "attempts": 1}),
+        ((), 2, 0.0, {"retry": f"{LEARNER} in 40 s, for time 3 of 3", "look_again": 40.0, "attempts": 2}),
+        ((), 2, 50.0, {"retry": f"{LEARNER}, for time 3 of 3", "attempts": 3}),
+        (rules("{action: RestartComponent}"), 0, 10.0, {"retry": f"{LEARNER}, for time 1 of 3", "attempts": 1}),
+        (
+            rules("{action: RestartJob}"),
+            1,
+            5.0,
+            {"retry": f"{WHOLE} in 15 s, for time 2 of 3", "look_again": 15.0, "attempts": 1},
+        ),
+        (
+            rules("{action: RestartJob}"),
+            1,
+            20.0,
+            {"retry": f"{WHOLE}, for time 2 of 3", "attempts": 2, "restarts": 1},
+        ),
+        (
+            rules("{action: Ignore}"),
+            0,
+            9.0,
+            {"retry": f"{LEARNER} in 1 s; this failure does not count", "look_again": 1.0},
+        ),
+        (
+            rules("{action: Ignore}"),
+            3,
+            80.0,
+            {
+                "retry": f"{LEARNER}; this failure does not count",
+                "remove": ("email-search-learner-0",),
+                "attempts": 3,
+            },
+        ),
+        (("activeDeadline=1h",), 0, 0.0, {"retry": f"{LEARNER} in 10 s, for time 1 of 3", "look_again": 10.0}),
+    ],
+    ids=[
+        "at first", "in the wait", "after the wait", "later waits are longer", "the last time", "a rule says the same",
+        "the whole job waits too", "the whole job", "ignored, in the wait", "ignored, after the wait", "with a deadline",
+    ],
+)  # fmt: skip
+def test_a_failure_is_tried_again_as_its_rule_says(
+    overrides: tuple[str, ...], attempts: int, since: float | None, done: dict[str, Any]
+) -> None:
+    decision = decide(failing(*overrides, attempts=attempts, since=since))
+    assert decision.stage is Stage.RUNNING
+    found = wanted(decision)
+    memory = found.pop("memory", None)
+    assert found == done
+    assert memory == (Memory(failed=NOW - (since or 0.0)) if "look_again" in done else None)
+
+
+def test_the_wait_doubles_up_to_its_longest() -> None:
+    waits = [back_off(attempts) for attempts in range(8)]
+    assert waits == [10, 20, 40, 80, 160, 300, 300, 300]
+    assert back_off(10**8) == LONGEST_WAIT
+
+
+LIMIT = "failurePolicy.backoffLimit is"
+WRONG = "[engine/no_engine_proved] it went wrong"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "attempts", "changes", "end"),
+    [
+        ((), 3, {}, ("BackoffExceeded", f"the learner failed 4 times, {LIMIT} 3; the last time: {WRONG}")),
+        (
+            rules(limit=0),
+            0,
+            {},
+            ("BackoffExceeded", f"the learner failed 1 times, {LIMIT} 0; the last time: {WRONG}"),
+        ),
+        (
+            rules("{action: RestartJob}", limit=1),
+            1,
+            {},
+            ("BackoffExceeded", f"the learner failed 2 times, {LIMIT} 1; the last time: {WRONG}"),
+        ),
+        (rules("{action: Fail}"), 0, {}, ("LearnerFailed", WRONG)),
+        (rules("{action: Ignore}"), 9, {}, None),
+        ((), 0, {"code": "logprob_gap"}, ("LearnerFailed", "[engine/logprob_gap] it went wrong")),
+        (rules("{reason: engine/logprob_gap, action: RestartComponent}"), 0, {"code": "logprob_gap"}, None),
+        (rules("{reason: Error, action: Fail}"), 0, {}, None),
+        (rules("{role: tools, action: Fail}"), 0, {}, None),
+        (rules("{reason: engine/*, action: Fail}"), 0, {}, ("LearnerFailed", WRONG)),
+        (rules("{reason: engine/no_engine, action: Fail}"), 0, {}, None),
+        (rules("{reason: infrastructure/*, action: Fail}"), 0, {}, None),
+        (
+            rules("{reason: engine/no_engine_proved, action: Ignore}", "{action: Fail}"),
+            0,
+            {},
+            None,
+        ),
+        (
+            rules("{reason: engine/other, action: Ignore}", "{role: learner, action: Fail}"),
+            0,
+            {},
+            ("LearnerFailed", WRONG),
+        ),
+    ],
+    ids=[
+        "too often", "no second time", "too often for the whole job", "a rule fails it", "what is ignored is never too often",
+        "the gap alarm", "the gap alarm, but the user's rule comes first", "a rule of containers' ends",
+        "a rule of another part", "a rule of a boundary", "a rule of a code that is longer", "a rule of another boundary",
+        "the first rule that fits counts", "a rule that does not fit is passed over",
+    ],
+)  # fmt: skip
+def test_a_failure_ends_the_job_as_its_rule_says(
+    overrides: tuple[str, ...], attempts: int, changes: dict[str, Any], end: tuple[str, str] | None
+) -> None:
+    decision = decide(failing(*overrides, attempts=attempts, **changes))
+    assert decision.ended == end
+    assert (decision.stage, decision.parked) == ((Stage.ENDED, True) if end else (Stage.RUNNING, False))
+    assert (decision.attempts, decision.restarts) == (attempts, 0)
+
+
+def test_a_learner_that_failed_without_a_word_is_tried_again_too() -> None:
+    seen = snapshot(told=told(over("failed")), memory=Memory(failed=NOW - 10))
+    assert decide(seen).attempts == 1
+    assert decide(replace(seen, job=job(*rules("{reason: infrastructure/internal, action: Fail}")))).ended is not None
+
+
+@pytest.mark.parametrize(
+    ("learner", "counts"),
+    [(pod(Role.LEARNER, attempts=1), True), (pod(Role.LEARNER, attempts=0), False), (pod(Role.LEARNER, 1), False)],
+    ids=["of this attempt", "of an earlier attempt", "of another pod"],
+)
+def test_a_failure_is_counted_once(learner: Pod, counts: bool) -> None:
+    seen = snapshot(pods=[learner], workloads=workloads(1), told=told(failed()), memory=Memory(failed=NOW - 60))
+    assert decide(seen).attempts == (2 if counts else 1)
+
+
+OOM = ended("tools", "OOMKilled", 137)
+KILLED = "tools: tools ended with OOMKilled (137)"
+
+
+def with_end(*overrides: str, attempts: int = 0, restarts: int = 0, **changes: Any) -> Snapshot:
+    """A job whose tools' container was killed for memory."""
+    tools = pod(Role.TOOLS, **({"ready": False, "ended": (OOM,), "restarts": 1} | changes))
+    learner = pod(Role.LEARNER, attempts=attempts)
+    return snapshot(job=job(*overrides), pods=all_pods(tools, learner), workloads=workloads(attempts, restarts))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "changes", "done"),
+    [
+        ((), {}, {}),
+        (rules("{reason: OOMKilled, action: Ignore}"), {}, {}),
+        (rules("{reason: OOMKilled, action: RestartComponent}"), {}, {}),
+        (rules("{reason: OOMKilled, action: RestartJob}"), {}, {"attempts": 1, "restarts": 1}),
+        (rules("{reason: OOMKilled, action: RestartJob}"), {"attempts": 2, "restarts": 2, "job_restarts": 2},
+         {"attempts": 3, "restarts": 3}),
+        (rules("{reason: OOMKilled, action: RestartJob}"), {"attempts": 1, "restarts": 1, "job_restarts": 0},
+         {"attempts": 1, "restarts": 1}),
+        (rules("{reason: OOMKilled, action: RestartJob}"), {"attempts": 3, "restarts": 3, "job_restarts": 3},
+         {"attempts": 3, "restarts": 3,
+          "ended": ("BackoffExceeded", f"a part of the job failed 4 times, {LIMIT} 3; the last time: {KILLED}")}),
+        (rules("{reason: OOMKilled, action: Fail}"), {}, {"ended": ("BackoffExceeded", KILLED)}),
+        (rules("{role: tools, action: Fail}"), {}, {"ended": ("BackoffExceeded", KILLED)}),
+        (rules("{role: judge, action: Fail}"), {}, {}),
+        (rules("{reason: Error, action: Fail}"), {}, {}),
+        (rules("{action: Fail}"), {"deleting": True}, {}),
+        (rules("{action: Fail}"), {"phase": "Failed"}, {}),
+        (rules("{action: Fail}"), {"ended": (ended("tools", "ContainerStatusUnknown", 137),)}, {}),
+        (rules("{action: Fail}"), {"ended": (ended("tools", "Unknown", 255),)}, {}),
+        (rules("{reason: tool/*, action: Fail}"), {}, {}),
+        (rules("{reason: OOMKilled, action: Ignore}", "{action: Fail}"), {}, {}),
+    ],
+    ids=[
+        "no rule", "ignored", "restarted in its pod", "the whole job", "the whole job again",
+        "the whole job was started again for it already", "the whole job too often", "the end", "the end by its part",
+        "another part", "another reason", "a pod that is going", "an evicted pod", "a container that kubelet lost",
+        "a node that started anew", "a rule of what the learner tells", "the first rule counts",
+    ],
+)  # fmt: skip
+def test_a_container_that_ended_is_dealt_with_as_its_rule_says(
+    overrides: tuple[str, ...], changes: dict[str, Any], done: dict[str, Any]
+) -> None:
+    decision = decide(with_end(*overrides, **changes))
+    assert wanted(decision) == done
+    assert decision.stage is (Stage.ENDED if "ended" in done else Stage.RUNNING)
+
+
+def test_the_learners_container_by_a_rule_of_its_own_ends_the_job_as_the_learners_failure() -> None:
+    learner = pod(Role.LEARNER, ready=False, ended=(ended("learner", "OOMKilled", 137),))
+    seen = snapshot(job=job(*rules("{role: learner, action: Fail}")), pods=all_pods(learner), told=None)
+    assert decide(seen).ended == ("LearnerFailed", "learner: learner ended with OOMKilled (137)")
+
+
+def test_a_suspended_job_is_not_started_again_for_a_container_that_ended() -> None:
+    seen = with_end(SUSPEND, *rules("{reason: OOMKilled, action: RestartJob}", limit=0))
+    assert (decide(seen).stage, decide(seen).attempts) == (Stage.DRAINING, 0)
+
+
+HOUR = "activeDeadline=1h"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "standing", "end", "look_again"),
+    [
+        ((HOUR,), {}, False, None),
+        ((HOUR,), {"startedAt": at(-3599)}, False, 1.0),
+        ((HOUR,), {"startedAt": at(-3600)}, True, None),
+        ((HOUR, SUSPEND), {"startedAt": at(-7200)}, False, LONGEST_DRAIN),
+        ((HOUR,), {"startedAt": at(-7200), "conditions": [condition("Suspended", "True", "Released")]}, False, None),
+        ((HOUR,), {"startedAt": at(-7200), "conditions": [condition("Suspended", "False", "Running")]}, True, None),
+        ((), {"startedAt": at(-(10**7))}, False, None),
+    ],
+    ids=[
+        "not begun", "a second left", "past", "not while suspended", "it begins anew when it is resumed", "resumed and past",
+        "no deadline",
+    ],
+)  # fmt: skip
+def test_a_run_has_its_time_and_none_while_it_is_suspended(
+    overrides: tuple[str, ...], standing: dict[str, Any], end: bool, look_again: float | None
+) -> None:
+    decision = decide(snapshot(job=job(*overrides), status=standing))
+    assert decision.ended == (("DeadlineExceeded", "activeDeadline (3600 s) passed") if end else None)
+    assert decision.look_again == look_again
+
+
+UNSCHEDULED = "0/3 nodes are available: 3 Insufficient nvidia.com/gpu."
+LONG = {"made": NOW - 900}
+TOO_LONG = "email-search-inference-1 waits for longer than pendingDeadline (600 s): "
+
+
+@pytest.mark.parametrize(
+    ("one", "why"),
+    [
+        (waiting(Role.INFERENCE, 1, **LONG, unscheduled=UNSCHEDULED), TOO_LONG + UNSCHEDULED),
+        (waiting(Role.INFERENCE, 1, **LONG), f"{TOO_LONG}it is not scheduled"),
+        (
+            waiting(Role.INFERENCE, 1, **LONG, scheduled=True, unstartable="engine: ErrImagePull: no such image"),
+            f"{TOO_LONG}engine: ErrImagePull: no such image",
+        ),
+        (
+            waiting(Role.INFERENCE, 1, **LONG, scheduled=True, ended=(ended("prepare", code=2, message="no model"),)),
+            f"{TOO_LONG}prepare ended with Error (2): no model",
+        ),
+        (waiting(Role.INFERENCE, 1, made=NOW - 599.5), None),
+        (waiting(Role.INFERENCE, 1, **LONG, scheduled=True), None),
+        (waiting(Role.INFERENCE, 1, **LONG, gated=True), None),
+        (waiting(Role.INFERENCE, 1, **LONG, deleting=True), None),
+        (pod(Role.INFERENCE, 1, **LONG, ready=False, unstartable="engine: ErrImagePull: busy"), None),
+        (pod(Role.INFERENCE, 1, **LONG, phase="Failed", scheduled=False), None),
+    ],
+    ids=[
+        "no node", "no word of the scheduler", "no image", "a preparation that fails", "not long enough", "it prepares",
+        "its queue holds it back", "it is going", "it ran before and its image is asked for again", "it was evicted",
+    ],
+)  # fmt: skip
+def test_pods_have_their_time_to_start(one: Pod, why: str | None) -> None:
+    decision = decide(snapshot(job=job("pendingDeadline=10m"), pods=all_pods(one)))
+    assert decision.ended == (None if why is None else ("PendingTooLong", why))
+    without = decide(snapshot(pods=all_pods(one)))
+    assert (without.ended, without.look_again) == (None, None)
+
+
+def test_the_pod_that_waits_longest_is_looked_at_and_time_alone_brings_the_end() -> None:
+    pods = all_pods(waiting(Role.INFERENCE, 0, made=NOW - 100), waiting(Role.INFERENCE, 1, made=NOW - 400))
+    decision = decide(snapshot(job=job("pendingDeadline=10m"), pods=pods))
+    assert (decision.stage, decision.look_again) == (Stage.RUNNING, 200.0)
+
+
+def test_of_two_times_the_earlier_is_waited_for() -> None:
+    started = status(startedAt=at(-3500))
+    pods = all_pods(waiting(Role.ROLLOUT, 0, made=NOW - 590))
+    both = snapshot(job=job("pendingDeadline=10m", HOUR), pods=pods, status=started)
+    assert decide(both).look_again == 10.0
+    assert decide(replace(both, pods=all_pods())).look_again == 100.0
+    failed_too = replace(both, told=told(failed()), memory=Memory(failed=NOW - 3))
+    assert decide(failed_too).look_again == 7.0
+
+
+def test_a_drain_that_is_taken_up_again_has_its_whole_time() -> None:
+    drained = decide(snapshot(job=job(SUSPEND), memory=Memory(draining=NOW - 100)))
+    running = decide(snapshot(memory=drained.memory))
+    assert running.memory == Memory()
+
+
+@WHATEVER
+@given(snapshots())
+def test_whatever_is_seen_something_is_decided_and_counts_only_grow(seen: Snapshot) -> None:
+    decision = decide(seen)
+    assert seen.attempts <= decision.attempts <= seen.attempts + 1
+    assert seen.restarts <= decision.restarts <= decision.attempts - seen.attempts + seen.restarts
+    assert decision.parked == (decision.stage in {Stage.RELEASING, Stage.RELEASED, Stage.ENDED})
+    assert decision.look_again is None or decision.look_again >= 0
+    assert decision.drain == (decision.stage is Stage.DRAINING)
+    assert set(decision.remove) <= {item.name for item in seen.of(Role.LEARNER)}
+    if decision.ended is not None:
+        assert decision.stage is Stage.ENDED
+        assert decision.ended[0] in set(REASONS[Type.SUCCEEDED]) - {"Running"}
+    if decision.delete:
+        assert decision.stage is Stage.ENDED
+    if decision.stage is Stage.RELEASED:
+        assert not seen.present
+
+
+@WHATEVER
+@given(snapshots(), st.sampled_from([SUCCEEDED, FAILED]))
+def test_what_has_ended_stays_ended(seen: Snapshot, end: dict[str, Any]) -> None:
+    stands = [item for item in seen.status.get("conditions", ()) if item["type"] != "Succeeded"]
+    decision = decide(replace(seen, status={**seen.status, "conditions": [*stands, end]}))
+    assert (decision.stage, decision.parked, decision.ended) == (Stage.ENDED, True, None)

@@ -1,0 +1,932 @@
+"""The status: what is claimed of a job, from what is seen of it and from nothing else."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from datetime import datetime
+from typing import Any
+
+import pytest
+from hypothesis import given
+from jsonschema import Draft4Validator
+
+from kestrl.errors import Boundary
+from kestrl.plan.components import Role
+from kestrl.rpc.codec import policy_to_proto
+from kestrl.spec.crd import crd
+from kestrl.spec.status import JobStatus
+from kestrl_operator.conditions import LONGEST_MESSAGE, NOT_OBSERVED, REASONS, Type
+from kestrl_operator.observe import Memory, Pod, Snapshot
+from kestrl_operator.policies import decide
+from kestrl_operator.render.job import QUEUE_LABEL
+from kestrl_operator.status import ENGINES_TOLD, FAILURES_TOLD, status_of
+from kestrl_operator.status import LONGEST_MESSAGE as LONGEST_OF_ENGINE
+
+from .looks import WHATEVER, snapshots
+from .seen import (
+    NOW,
+    all_pods,
+    at,
+    condition,
+    ended,
+    engine,
+    failed,
+    job,
+    over,
+    pod,
+    report,
+    snapshot,
+    status,
+    told,
+    version,
+    waiting,
+    workloads,
+)
+
+SCHEMA = crd()["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["status"]
+QUEUED = {QUEUE_LABEL: "gpus"}
+SUSPENDED = condition("Suspended", "True", "Released")
+OOM = ended("engine", "OOMKilled", 137)
+UNSCHEDULED = "0/3 nodes are available: 3 Insufficient nvidia.com/gpu."
+NO_MODEL = ended("prepare", code=2, message="spec.model.base: pvc://models/qwen does not exist in its claim")
+NO_STORE = ended("prepare", message="[infrastructure/storage_failed] s3://bucket: connection refused")
+NO_OBJECT = ended("prepare", message="[infrastructure/not_found] s3://bucket/qwen holds no objects")
+Expected = dict[str, tuple[str, ...]]
+
+
+def seen_as(seen: Snapshot) -> dict[str, Any]:
+    """The status that is written of it."""
+    return status_of(seen, decide(seen))
+
+
+def said(written: dict[str, Any], kind: str) -> tuple[str, str, str]:
+    item = next(item for item in written["conditions"] if item["type"] == kind)
+    return item["status"], item["reason"], item["message"]
+
+
+def unready(role: Role, number: int = 0, **changes: Any) -> Pod:
+    return pod(role, number, **({"ready": False} | changes))
+
+
+NOT_READY = ("False", "NotReady")
+TABLE: list[tuple[str, dict[str, Any], str, Expected]] = [
+    (
+        "the manifest makes no job",
+        {"job": None, "problem": "spec.rewards: is required; add it", "pods": [], "told": None},
+        "Rejected",
+        {"Accepted": ("False", "Invalid", "spec.rewards: is required; add it"), "Ready": ("Unknown", NOT_OBSERVED)},
+    ),
+    (
+        "nothing is there yet",
+        {"pods": [], "workloads": {}, "told": None},
+        "Pending",
+        {
+            "Accepted": ("True", "Valid"),
+            "QuotaReserved": ("True", "NotQueued"),
+            "Scheduled": ("False", "Pending", "0 of 6 pods have a node"),
+            "EnginesReady": ("False", "Starting", "0/2"),
+            "PolicyConverged": (
+                "Unknown",
+                NOT_OBSERVED,
+                "the learner, which hears it from every engine, does not answer",
+            ),
+            "RolloutsFlowing": ("False", "Starting"),
+            "LearnerProgressing": ("False", "Starting"),
+            "CheckpointDurable": ("Unknown", NOT_OBSERVED),
+            "RewardHealthy": ("Unknown", NOT_OBSERVED),
+            "Suspended": ("False", "Running"),
+            "Ready": (*NOT_READY, "not Scheduled, EnginesReady, RolloutsFlowing, LearnerProgressing"),
+            "Succeeded": ("False", "Running"),
+        },
+    ),
+    (
+        "its queue holds it back",
+        {
+            "labels": QUEUED,
+            "pods": [waiting(Role.TOOLS, gated=True), waiting(Role.LEARNER, gated=True)],
+            "told": None,
+        },
+        "Queued",
+        {
+            "QuotaReserved": ("False", "Waiting", "2 pods wait for queue gpus"),
+            "Scheduled": ("False", "Pending", "0 of 6 pods have a node"),
+        },
+    ),
+    (
+        "its queue has let it in",
+        {"labels": QUEUED},
+        "Running",
+        {"QuotaReserved": ("True", "Admitted")},
+    ),
+    (
+        "it has no pod yet that its queue could let in",
+        {"labels": QUEUED, "pods": [], "told": None},
+        "Pending",
+        {"QuotaReserved": ("Unknown", NOT_OBSERVED, "there is no pod that queue gpus could admit")},
+    ),
+    (
+        "no node takes an engine now",
+        {"pods": all_pods(waiting(Role.INFERENCE, 1, unscheduled=UNSCHEDULED))},
+        "Pending",
+        {
+            "Scheduled": ("False", "Pending", f"email-search-inference-1: {UNSCHEDULED}"),
+            "EnginesReady": ("False", "Starting", "1/2"),
+            "Ready": (*NOT_READY, "not Scheduled, EnginesReady"),
+        },
+    ),
+    (
+        "a worker too many does not stand in for an engine without a node",
+        {"pods": [*all_pods(waiting(Role.INFERENCE, 1)), pod(Role.ROLLOUT, 1)]},
+        "Pending",
+        {"Scheduled": ("False", "Pending", "5 of 6 pods have a node")},
+    ),
+    (
+        "no node could ever take an engine",
+        {
+            "pods": all_pods(waiting(Role.INFERENCE, 1)),
+            "unsatisfiable": "spec.inference.accelerator (profile nvidia): no node has 16 of nvidia.com/gpu",
+        },
+        "Pending",
+        {
+            "Scheduled": (
+                "False",
+                "Unsatisfiable",
+                "spec.inference.accelerator (profile nvidia): no node has 16 of nvidia.com/gpu",
+            )
+        },
+    ),
+    (
+        "its nodes would not take it again, but it has them",
+        {"unsatisfiable": "every node that fits has a taint"},
+        "Running",
+        {"Scheduled": ("True", "PodsScheduled")},
+    ),
+    (
+        "the model is not where the manifest says",
+        {"pods": all_pods(waiting(Role.LEARNER, scheduled=True, ended=(NO_MODEL,))), "told": None},
+        "Rejected",
+        {
+            "Accepted": ("False", "Unresolvable", f"email-search-learner-0: {NO_MODEL.message}"),
+            "LearnerProgressing": (
+                "False",
+                "Unavailable",
+                f"email-search-learner-0: prepare ended with Error (2): {NO_MODEL.message}",
+            ),
+        },
+    ),
+    (
+        "the model is not in storage",
+        {"pods": all_pods(waiting(Role.INFERENCE, scheduled=True, ended=(NO_OBJECT,)))},
+        "Rejected",
+        {"Accepted": ("False", "Unresolvable", f"email-search-inference-0: {NO_OBJECT.message}")},
+    ),
+    (
+        "storage does not answer the preparation, which says nothing of the manifest",
+        {"pods": all_pods(waiting(Role.INFERENCE, scheduled=True, ended=(NO_STORE,), restarts=2))},
+        "Starting",
+        {
+            "Accepted": ("True", "Valid"),
+            "EnginesReady": (
+                "False",
+                "Unavailable",
+                f"1/2; email-search-inference-0: prepare ended with Error (1): {NO_STORE.message} (restarted 2 times)",
+            ),
+        },
+    ),
+    (
+        "the preparation of a pod that is going says nothing",
+        {"pods": all_pods(waiting(Role.INFERENCE, 2, deleting=True, ended=(NO_MODEL,)))},
+        "Running",
+        {"Accepted": ("True", "Valid"), "EnginesReady": ("True", "AllReady", "2/2")},
+    ),
+    (
+        "a secret is missing",
+        {
+            "pods": all_pods(
+                waiting(
+                    Role.LEARNER,
+                    scheduled=True,
+                    unstartable='learner: CreateContainerConfigError: secret "s3" not found',
+                )
+            ),
+            "told": None,
+        },
+        "Rejected",
+        {
+            "Accepted": (
+                "False",
+                "Unresolvable",
+                'email-search-learner-0: learner: CreateContainerConfigError: secret "s3" not found',
+            )
+        },
+    ),
+    (
+        "an image is missing",
+        {"pods": all_pods(waiting(Role.INFERENCE, scheduled=True, unstartable="engine: ErrImagePull: not found"))},
+        "Starting",
+        {
+            "Accepted": ("True", "Valid"),
+            "EnginesReady": (
+                "False",
+                "Unavailable",
+                "1/2; email-search-inference-0: engine: ErrImagePull: not found",
+            ),
+        },
+    ),
+    (
+        "the learner failed of what a person wrote",
+        {"told": told(failed(Boundary.USER_CODE, "user_code_raised"))},
+        "Rejected",
+        {
+            "Accepted": ("False", "Unresolvable", "the learner: it went wrong"),
+            "LearnerProgressing": (
+                "False",
+                "Failed",
+                "[user_code/user_code_raised] it went wrong; the learner is started again in 10 s, for time 1 of 3",
+            ),
+        },
+    ),
+    (
+        "all starts",
+        {"pods": all_pods(unready(Role.INFERENCE), unready(Role.LEARNER)), "told": None},
+        "Starting",
+        {
+            "Scheduled": ("True", "PodsScheduled"),
+            "EnginesReady": ("False", "Starting", "1/2"),
+            "LearnerProgressing": ("False", "Starting"),
+        },
+    ),
+    (
+        "the learner loads its model",
+        {
+            "told": told(
+                report(
+                    "starting",
+                    message="loading the model; engines start",
+                    policy=None,
+                    engines=[],
+                    engines_converged=0,
+                    checkpoint_step=None,
+                    means={},
+                )
+            )
+        },
+        "Starting",
+        {
+            "PolicyConverged": ("False", "Loading", "0/2 engines have proved no version yet"),
+            "RolloutsFlowing": ("False", "Starting"),
+            "LearnerProgressing": ("False", "Starting", "loading the model; engines start"),
+            "CheckpointDurable": ("False", "None"),
+            "RewardHealthy": ("Unknown", NOT_OBSERVED),
+        },
+    ),
+    (
+        "it trains",
+        {},
+        "Running",
+        {
+            "Accepted": ("True", "Valid"),
+            "Scheduled": ("True", "PodsScheduled"),
+            "EnginesReady": ("True", "AllReady", "2/2"),
+            "PolicyConverged": ("True", "AllProved", f"2/2 engines have proved {version(14).name}"),
+            "RolloutsFlowing": ("True", "Flowing", "1 workers, 8 groups run, 0 wait"),
+            "LearnerProgressing": ("True", "Stepping"),
+            "CheckpointDurable": ("True", "Confirmed", "step 10"),
+            "RewardHealthy": ("True", "Scoring", "mean 0.500"),
+            "Suspended": ("False", "Running"),
+            "Ready": ("True", "Training"),
+            "Succeeded": ("False", "Running"),
+        },
+    ),
+    (
+        "it evaluates",
+        {"told": told(report("evaluating", message="120 held-out scenarios"), stepped=NOW - 9000)},
+        "Running",
+        {"LearnerProgressing": ("True", "Stepping", "120 held-out scenarios"), "RolloutsFlowing": ("True", "Flowing")},
+    ),
+    (
+        "an engine was killed for memory",
+        {
+            "pods": all_pods(unready(Role.INFERENCE, 1, ended=(OOM,), restarts=4)),
+            "told": told(report(engines=[engine(0), engine(1, 13, state="away", lag=1)], engines_converged=1)),
+        },
+        "Starting",
+        {
+            "EnginesReady": (
+                "False",
+                "Unavailable",
+                "1/2; email-search-inference-1: engine ended with OOMKilled (137) (restarted 4 times)",
+            ),
+            "PolicyConverged": ("False", "Loading", f"1/2 engines have proved {version(14).name}"),
+        },
+    ),
+    (
+        "an engine stopped answering",
+        {
+            "pods": all_pods(unready(Role.INFERENCE, 1)),
+            "told": told(report(engines=[engine(0), engine(1, 13, state="away", lag=1, message="(no reply)")])),
+        },
+        "Starting",
+        {"EnginesReady": ("False", "Unavailable", "1/2; engine-1 does not answer (no reply)")},
+    ),
+    (
+        "an engine was evicted and another one is in its place",
+        {"pods": [*all_pods(), pod(Role.INFERENCE, 2, phase="Failed", ended=(OOM,), ready=False)]},
+        "Running",
+        {"EnginesReady": ("True", "AllReady", "2/2")},
+    ),
+    (
+        "an engine loads",
+        {"told": told(report(engines=[engine(0), engine(1, 13, state="loading", lag=1)], engines_converged=1))},
+        "Running",
+        {"PolicyConverged": ("False", "Loading", f"1/2 engines have proved {version(14).name}")},
+    ),
+    (
+        "an engine could not prove it",
+        {
+            "told": told(
+                report(
+                    engines=[engine(0), engine(1, 13, state="quarantined", lag=1, message="log-probs differ by 0.3")],
+                    engines_converged=1,
+                )
+            )
+        },
+        "Running",
+        {
+            "PolicyConverged": (
+                "False",
+                "Quarantined",
+                f"1/2 engines have proved {version(14).name}; engine-1: log-probs differ by 0.3",
+            )
+        },
+    ),
+    (
+        "a third engine is wanted, of which the learner does not know yet",
+        {"job": job("inference.replicas=3"), "pods": [*all_pods(), pod(Role.INFERENCE, 2)]},
+        "Running",
+        {"PolicyConverged": ("False", "Loading", f"2/3 engines have proved {version(14).name}")},
+    ),
+    (
+        "no worker answers",
+        {"pods": all_pods(unready(Role.ROLLOUT)), "told": told(report(workers=0))},
+        "Starting",
+        {"RolloutsFlowing": ("False", "NoWorker", "0 of 1 workers' pods are ready")},
+    ),
+    (
+        "a worker keeps ending",
+        {
+            "pods": all_pods(unready(Role.ROLLOUT, ended=(ended("rollout", message="ImportError: x"),), restarts=3)),
+            "told": told(report(workers=0)),
+        },
+        "Starting",
+        {
+            "RolloutsFlowing": (
+                "False",
+                "Failing",
+                "email-search-rollout-0: rollout ended with Error (1): ImportError: x (restarted 3 times)",
+            )
+        },
+    ),
+    (
+        "the judge cannot start",
+        {"pods": all_pods(waiting(Role.JUDGE, scheduled=True, unstartable="judge: ErrImageNeverPull: not here"))},
+        "Starting",
+        {"RolloutsFlowing": ("False", "Failing", "email-search-judge-0: judge: ErrImageNeverPull: not here")},
+    ),
+    (
+        "no step has ended for long",
+        {"told": told(report(failures={"tool/tool_raised": 7, "judge/late": 2}), stepped=NOW - 301)},
+        "Starting",
+        {
+            "LearnerProgressing": (
+                "False",
+                "Stalled",
+                "no step for 301 s: judge/late 2 times, tool/tool_raised 7 times",
+            )
+        },
+    ),
+    (
+        "its steps are long ones",
+        {"told": told(report(), stepped=NOW - 500, pace=100.0)},
+        "Running",
+        {"LearnerProgressing": ("True", "Stepping")},
+    ),
+    (
+        "the learner's steps were short ones",
+        {"told": told(report(), stepped=NOW - 300, pace=1.0)},
+        "Running",
+        {"LearnerProgressing": ("True", "Stepping")},
+    ),
+    (
+        "nobody hears the learner",
+        {
+            "told": told(report(), connected=False),
+            "status": status(condition("CheckpointDurable", "True", "Confirmed")),
+        },
+        "Starting",
+        {
+            "PolicyConverged": ("Unknown", NOT_OBSERVED),
+            "LearnerProgressing": ("False", "Unavailable", "it does not answer"),
+            "RolloutsFlowing": ("False", "Starting"),
+            "CheckpointDurable": ("True", "Confirmed"),
+        },
+    ),
+    (
+        "the learner was killed for memory",
+        {"pods": all_pods(unready(Role.LEARNER, ended=(ended("learner", "OOMKilled", 137),))), "told": None},
+        "Starting",
+        {
+            "LearnerProgressing": (
+                "False",
+                "Unavailable",
+                "email-search-learner-0: learner ended with OOMKilled (137)",
+            )
+        },
+    ),
+    (
+        "the learner failed and is started again",
+        {"told": told(failed()), "memory": Memory(failed=NOW - 4)},
+        "Starting",
+        {
+            "LearnerProgressing": (
+                "False",
+                "Failed",
+                "[engine/no_engine_proved] it went wrong; the learner is started again in 6 s, for time 1 of 3",
+            ),
+            "PolicyConverged": ("Unknown", NOT_OBSERVED, "the learner has ended its run and hears of no engine"),
+            "RolloutsFlowing": ("False", "Drained"),
+            "Succeeded": ("False", "Running"),
+        },
+    ),
+    (
+        "the learner of an earlier attempt tells of its failure for the last time",
+        {"told": told(failed()), "workloads": workloads(1)},
+        "Starting",
+        {"LearnerProgressing": ("False", "Failed", "[engine/no_engine_proved] it went wrong")},
+    ),
+    (
+        "it drained, was resumed, and is started again",
+        {"told": told(over("suspended", message="at step 14"))},
+        "Starting",
+        {
+            "LearnerProgressing": ("False", "Starting", "at step 14"),
+            "PolicyConverged": ("Unknown", NOT_OBSERVED),
+            "RolloutsFlowing": ("False", "Drained"),
+        },
+    ),
+    (
+        "storage refuses checkpoints",
+        {"told": told(report(storage_failure="s3://bucket: access denied"))},
+        "Running",
+        {"CheckpointDurable": ("False", "StorageFailed", "s3://bucket: access denied")},
+    ),
+    (
+        "scoring fails",
+        {"told": told(report(means={}, failures={"judge/late": 3, "tool/x": 1}))},
+        "Running",
+        {"RewardHealthy": ("False", "JudgeFailing", "judge/late 3 times")},
+    ),
+    (
+        "rewards are no numbers",
+        {"told": told(report(means={"reward": float("nan")}))},
+        "Running",
+        {"RewardHealthy": ("Unknown", NOT_OBSERVED)},
+    ),
+    (
+        "there is nothing to learn from",
+        {"told": told(report(degenerate=True))},
+        "Running",
+        {"RewardHealthy": ("False", "Degenerate")},
+    ),
+    (
+        "it drains",
+        {"job": job("suspend=true")},
+        "Suspending",
+        {
+            "Suspended": ("False", "Draining", "rollouts end and the learner checkpoints"),
+            "RolloutsFlowing": ("False", "Drained"),
+            "LearnerProgressing": ("True", "Stepping"),
+            "Ready": (*NOT_READY, "not RolloutsFlowing"),
+        },
+    ),
+    (
+        "it has drained and its pods are going",
+        {"job": job("suspend=true"), "told": told(over("suspended")), "labels": QUEUED},
+        "Suspending",
+        {
+            "Suspended": ("False", "Draining", "6 pods are going"),
+            "Scheduled": ("False", "Released", "6 pods are going"),
+            "EnginesReady": ("False", "Released", "6 pods are going"),
+            "PolicyConverged": ("Unknown", NOT_OBSERVED, "no engine is to run"),
+            "RolloutsFlowing": ("False", "Drained"),
+            "LearnerProgressing": ("False", "Released"),
+            "CheckpointDurable": ("True", "Confirmed", "step 10"),
+        },
+    ),
+    (
+        "it is suspended",
+        {
+            "job": job("suspend=true"),
+            "told": None,
+            "pods": [],
+            "labels": QUEUED,
+            "status": status(progress={"step": 14, "totalSteps": 26}),
+        },
+        "Suspended",
+        {
+            "Suspended": ("True", "Released", "at step 14; suspend: false goes on from there"),
+            "QuotaReserved": ("Unknown", NOT_OBSERVED),
+            "Scheduled": ("False", "Released", ""),
+            "Ready": NOT_READY,
+        },
+    ),
+    (
+        "it is suspended and an evicted pod lies about",
+        {"job": job("suspend=true"), "told": None, "pods": [pod(Role.ROLLOUT, phase="Failed")]},
+        "Suspended",
+        {"Suspended": ("True", "Released", "at step 0; suspend: false goes on from there")},
+    ),
+    (
+        "it has succeeded",
+        {"told": told(over("succeeded", step=26))},
+        "Succeeded",
+        {
+            "Succeeded": ("True", "Completed", "26 steps; the adapter is s3://bucket/email-search/adapters/14"),
+            "Ready": ("False", "Finished"),
+            "Accepted": ("True", "Valid"),
+            "Suspended": ("False", "Running"),
+            "PolicyConverged": ("Unknown", NOT_OBSERVED, "no engine is to run"),
+        },
+    ),
+    (
+        "it succeeded before",
+        {
+            "told": None,
+            "pods": [],
+            "status": status(condition("Succeeded", "True", "Completed", message="26 steps")),
+        },
+        "Succeeded",
+        {
+            "Succeeded": ("True", "Completed", "26 steps"),
+            "Ready": ("False", "Finished"),
+            "Accepted": ("Unknown", NOT_OBSERVED),
+        },
+    ),
+    (
+        "it failed before, of what it could not find, and that stays written",
+        {
+            "told": None,
+            "pods": [],
+            "status": status(
+                condition("Accepted", "False", "Unresolvable", message="no model"),
+                condition("Succeeded", "False", "BackoffExceeded", message="4 times"),
+            ),
+        },
+        "Failed",
+        {"Succeeded": ("False", "BackoffExceeded", "4 times"), "Accepted": ("False", "Unresolvable", "no model")},
+    ),
+    (
+        "it ended before, and its manifest makes no job any more",
+        {
+            "told": None,
+            "pods": [],
+            "job": None,
+            "problem": "spec.bogus: unknown field",
+            "status": status(condition("Succeeded", "True", "Completed"), condition("Ready", "False", "Finished")),
+        },
+        "Succeeded",
+        {
+            "Succeeded": ("True", "Completed"),
+            "Accepted": ("False", "Invalid", "spec.bogus: unknown field"),
+            "Ready": ("False", "Finished"),
+        },
+    ),
+    (
+        "learner and engines disagree",
+        {"told": told(failed(code="logprob_gap"))},
+        "Failed",
+        {"Succeeded": ("False", "LearnerFailed", "[engine/logprob_gap] it went wrong")},
+    ),
+    (
+        "the learner failed too often",
+        {
+            "told": told(failed()),
+            "workloads": workloads(3),
+            "pods": all_pods(pod(Role.LEARNER, attempts=3)),
+        },
+        "Failed",
+        {"Succeeded": ("False", "BackoffExceeded"), "Ready": ("False", "Finished")},
+    ),
+    (
+        "its time is over",
+        {"job": job("activeDeadline=1h"), "status": status(startedAt=at(-3600))},
+        "Failed",
+        {"Succeeded": ("False", "DeadlineExceeded", "activeDeadline (3600 s) passed")},
+    ),
+    (
+        "its pods could not start in time",
+        {"job": job("pendingDeadline=10m"), "pods": [waiting(Role.LEARNER, made=NOW - 601)], "told": None},
+        "Failed",
+        {"Succeeded": ("False", "PendingTooLong")},
+    ),
+]
+
+
+@pytest.mark.parametrize(("given", "word", "claims"), [line[1:] for line in TABLE], ids=[line[0] for line in TABLE])
+def test_a_status_claims_what_was_seen(given: dict[str, Any], word: str, claims: Expected) -> None:
+    written = seen_as(snapshot(**given))
+    assert {kind: said(written, kind)[: len(claim)] for kind, claim in claims.items()} == claims
+    assert written["shown"]["phase"] == word
+
+
+def test_every_reason_of_the_closed_list_is_said_of_some_job() -> None:
+    heard: dict[str, set[str]] = {str(kind): set() for kind in Type}
+    for _, changes, _, _ in TABLE:
+        for item in seen_as(snapshot(**changes))["conditions"]:
+            heard[item["type"]].add(item["reason"])
+    assert {kind: reasons - {NOT_OBSERVED} for kind, reasons in heard.items()} == {
+        str(kind): set(reasons) for kind, reasons in REASONS.items()
+    }
+
+
+def problems(written: dict[str, Any]) -> list[str]:
+    """What the apiserver would refuse of a status."""
+    json.dumps(written, allow_nan=False)
+    return [
+        f"{'.'.join(map(str, error.path))}: {error.message}" for error in Draft4Validator(SCHEMA).iter_errors(written)
+    ]
+
+
+def times(written: dict[str, Any]) -> list[str]:
+    found = [item["lastTransitionTime"] for item in written["conditions"]]
+    found += [item["convergedAt"] for item in written["history"] if "convergedAt" in item]
+    return [*found, *(written[name] for name in ("startedAt", "finishedAt") if name in written)]
+
+
+@pytest.mark.parametrize("given", [line[1] for line in TABLE], ids=[line[0] for line in TABLE])
+def test_a_status_is_one_that_the_apiserver_takes_and_that_is_read_again(given: dict[str, Any]) -> None:
+    written = seen_as(snapshot(**given))
+    assert problems(written) == []
+    assert {datetime.fromisoformat(time).tzinfo is not None for time in times(written)} == {True}
+    again = json.loads(json.dumps(written))
+    assert JobStatus.model_validate(again).model_dump(by_alias=True, exclude_none=True) == written
+
+
+@WHATEVER
+@given(snapshots())
+def test_whatever_is_seen_the_apiserver_takes_the_status(seen: Snapshot) -> None:
+    written = seen_as(seen)
+    assert problems(written) == []
+    assert [item["type"] for item in written["conditions"]] == list(Type)
+    assert written["observedGeneration"] == seen.generation
+    assert max(len(item["message"]) for item in written["conditions"]) <= LONGEST_MESSAGE
+
+
+@WHATEVER
+@given(snapshots())
+def test_it_has_converged_only_by_the_proof_of_every_engine_and_in_silence_nobody_knows(seen: Snapshot) -> None:
+    decision = decide(seen)
+    truth, reason, _ = said(status_of(seen, decision), "PolicyConverged")
+    before = seen.condition("PolicyConverged")[0]
+    if seen.job is None:
+        assert truth == before  # nothing was looked at, and the generation that it was seen for says so
+        return
+    speaks = seen.speaking
+    if speaks is None or decision.parked:
+        assert (truth, reason) == ("Unknown", NOT_OBSERVED)
+    if truth == "True":
+        assert speaks is not None
+        wanted = max(seen.job.spec.inference.replicas, speaks.report.engines_total)
+        proved = {item.name for item in speaks.report.engines if item.policy == speaks.report.policy}
+        assert min(len(proved), speaks.report.engines_converged) >= wanted
+        assert speaks.report.policy.sha256
+
+
+@WHATEVER
+@given(snapshots())
+def test_a_status_that_is_written_again_at_once_is_the_same(seen: Snapshot) -> None:
+    """Or every pass would write, and every write is an event that calls for a pass."""
+    decision = decide(seen)
+    if decision.ended is None and decision.parked is False:
+        written = status_of(seen, decision)
+        standing = replace(seen, status=written)
+        again = decide(standing)
+        if replace(again, look_again=None) == replace(decision, look_again=None):
+            assert status_of(standing, again) == written
+
+
+def test_the_generation_is_that_of_the_spec_it_was_seen_for() -> None:
+    written = seen_as(snapshot(generation=7, told=None, status=status(condition("RewardHealthy", "True", "Scoring"))))
+    seen_for = {item["type"]: item["observedGeneration"] for item in written["conditions"]}
+    assert written["observedGeneration"] == 7
+    assert seen_for.pop("RewardHealthy") == 1
+    assert set(seen_for.values()) == {7}
+
+
+def test_the_time_of_a_condition_is_of_its_last_change() -> None:
+    standing = status(
+        condition("Ready", "True", "Training", -300), condition("EnginesReady", "False", "Starting", -200)
+    )
+    written = seen_as(snapshot(status=standing))
+    since = {item["type"]: item["lastTransitionTime"] for item in written["conditions"]}
+    assert (since["Ready"], since["EnginesReady"], since["Scheduled"]) == (at(-300), at(0), at(0))
+
+
+@pytest.mark.parametrize(
+    ("given", "started"),
+    [
+        ({}, at(0)),
+        ({"status": status(startedAt=at(-500))}, at(-500)),
+        ({"status": status(SUSPENDED, startedAt=at(-500))}, at(0)),
+        ({"job": job("suspend=true"), "status": status(startedAt=at(-500))}, at(-500)),
+        ({"job": job("suspend=true"), "pods": [], "told": None}, None),
+        ({"job": None, "problem": "x"}, None),
+        ({"told": told(over("succeeded")), "status": status(startedAt=at(-500))}, at(-500)),
+    ],
+    ids=["it begins", "it runs", "it is resumed", "it drains", "suspended from the start", "rejected", "it ends"],
+)
+def test_it_started_when_it_last_began_to_run(given: dict[str, Any], started: str | None) -> None:
+    assert seen_as(snapshot(**given)).get("startedAt") == started
+
+
+def test_a_resumed_job_keeps_its_new_start() -> None:
+    resumed = seen_as(snapshot(status=status(SUSPENDED, startedAt=at(-500))))
+    later = seen_as(snapshot(now=NOW + 60, status=resumed))
+    assert later["startedAt"] == resumed["startedAt"] == at(0)
+
+
+def test_it_finished_when_it_ended_and_never_again() -> None:
+    first = seen_as(snapshot(told=told(over("succeeded"))))
+    assert first["finishedAt"] == at(0)
+    later = seen_as(snapshot(now=NOW + 60, told=None, pods=[], status=first))
+    assert later["finishedAt"] == at(0)
+    assert "finishedAt" not in seen_as(snapshot())
+
+
+def test_a_version_is_dated_when_every_engine_has_proved_it() -> None:
+    loading = told(report(engines=[engine(0), engine(1, 13)], engines_converged=1))
+    first = seen_as(snapshot(told=loading))
+    assert ("policy" in first, first["history"]) == (False, [])
+    proved = seen_as(snapshot(now=NOW + 5, status=first))
+    assert proved["policy"] == {
+        "version": version(14).name,
+        "parent": version(13).name,
+        "step": 14,
+        "sha256": version(14).sha256,
+        "uri": "s3://bucket/email-search/adapters/14",
+        "convergedAt": at(5),
+    }
+    assert proved["history"] == [proved["policy"]]
+    later = seen_as(snapshot(now=NOW + 60, status=proved))
+    assert (later["policy"], later["history"]) == (proved["policy"], proved["history"])
+
+
+def test_the_lineage_has_the_last_versions_and_no_more_of_them() -> None:
+    written: dict[str, Any] = {}
+    for step in range(1, 13):
+        told_of = report(
+            step=step,
+            policy=policy_to_proto(version(step)),
+            policy_parent=version(step - 1).name,
+            engines=[engine(0, step), engine(1, step)],
+        )
+        written = seen_as(snapshot(now=NOW + step, told=told(told_of), status=written))
+    assert [item["step"] for item in written["history"]] == list(range(12, 2, -1))
+    assert [item["parent"] for item in written["history"]] == [version(step).name for step in range(11, 1, -1)]
+    assert written["policy"] == written["history"][0]
+    silent = seen_as(snapshot(told=None, status=written))
+    assert (silent["policy"], silent["history"]) == (written["policy"], written["history"])
+
+
+def test_engines_are_told_of_as_the_learner_tells_of_them() -> None:
+    told_of = report(
+        engines=[engine(0), engine(1, None, state="starting", lag=15, message="x" * 3000)], engines_converged=1
+    )
+    written = seen_as(snapshot(told=told(told_of)))
+    assert written["engines"][0] == {
+        "name": "engine-0", "version": version(14).name, "lag": 0, "state": "serving", "message": "",
+    }  # fmt: skip
+    assert written["engines"][1]["lag"] == written["shown"]["lag"] == 15
+    assert "version" not in written["engines"][1]
+    assert len(written["engines"][1]["message"]) == LONGEST_OF_ENGINE
+    assert written["engines"][1]["message"].endswith("...")
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{"told": None}, {"told": told(failed())}, {"told": told(report("starting", engines=[]))}],
+    ids=["the learner is silent", "its run is over", "it starts"],
+)
+def test_of_engines_that_nobody_looks_at_nothing_is_claimed(given: dict[str, Any]) -> None:
+    written = seen_as(snapshot(status=seen_as(snapshot()), **given))
+    assert [(item["name"], item["state"], "version" in item) for item in written["engines"]] == [
+        ("engine-0", "unknown", False),
+        ("engine-1", "unknown", False),
+    ]
+    assert written["shown"]["converged"] == ""
+
+
+def test_a_suspended_job_has_no_engines() -> None:
+    written = seen_as(snapshot(job=job("suspend=true"), pods=[], told=None, status=seen_as(snapshot())))
+    assert written["engines"] == []
+
+
+def test_of_too_many_engines_those_with_trouble_are_told_of() -> None:
+    engines = [engine(number) for number in range(150)]
+    engines[140] = engine(140, 13, state="quarantined", lag=1)
+    engines[141] = engine(141, 3, state="loading", lag=11)
+    written = seen_as(snapshot(told=told(report(engines=engines, engines_total=150, engines_converged=148))))
+    assert len(written["engines"]) == ENGINES_TOLD
+    troubled = [item["name"] for item in written["engines"] if item["state"] != "serving"]
+    assert troubled == ["engine-140", "engine-141"]
+    assert written["engines"] == sorted(written["engines"], key=lambda item: item["name"])
+    assert (written["shown"]["converged"], written["shown"]["lag"]) == ("148/150", 11)
+    proved = f"148/150 engines have proved {version(14).name}"
+    assert said(written, "PolicyConverged")[2] == f"{proved}; engine-140: it does not say why"
+
+
+def test_progress_is_told_in_numbers_that_a_person_reads() -> None:
+    told_of = report(
+        means={"reward": 0.123456, "answer_correct": 0.987654, "num_turns": 3.2},
+        episodes_per_second=1.239,
+        tokens_per_second=812.34,
+        eta_seconds=90.7,
+        failures={"tool/tool_raised": 3},
+    )
+    assert seen_as(snapshot(told=told(told_of)))["progress"] == {
+        "step": 14,
+        "totalSteps": 26,
+        "reward": 0.1235,
+        "answerCorrect": 0.9877,
+        "episodesPerSecond": 1.24,
+        "tokensPerSecond": 812.3,
+        "etaSeconds": 90,
+        "failures": {"tool/tool_raised": 3},
+    }
+
+
+def test_what_the_learner_said_last_stays_while_it_is_silent() -> None:
+    before = seen_as(snapshot())
+    silent = seen_as(snapshot(told=None, status=before))
+    assert silent["progress"] == before["progress"]
+    assert silent["shown"]["step"] == "14/26"
+
+
+def test_of_too_many_kinds_of_failures_the_frequent_ones_are_told() -> None:
+    failures = {f"tool/code_{number}": number + 1 for number in range(200)}
+    told_of = seen_as(snapshot(told=told(report(failures=failures))))["progress"]["failures"]
+    assert len(told_of) == FAILURES_TOLD
+    assert min(told_of.values()) == 200 - FAILURES_TOLD + 1
+
+
+@pytest.mark.parametrize(
+    ("given", "shown"),
+    [
+        (
+            {},
+            {"phase": "Running", "step": "14/26", "policy": "v14", "converged": "2/2", "lag": 0, "reward": "0.50"},
+        ),
+        (
+            {"told": told(report(engines=[engine(0), engine(1, 12, lag=2, state="loading")], engines_converged=1))},
+            {"phase": "Running", "step": "14/26", "policy": "", "converged": "1/2", "lag": 2, "reward": "0.50"},
+        ),
+        (
+            {"told": None, "pods": []},
+            {"phase": "Pending", "step": "", "policy": "", "converged": "", "lag": 0, "reward": ""},
+        ),
+        (
+            {"told": told(report(means={"reward": float("inf")}))},
+            {"phase": "Running", "step": "14/26", "policy": "v14", "converged": "2/2", "lag": 0, "reward": ""},
+        ),
+    ],
+    ids=["it trains", "an engine lags", "it waits", "rewards are no numbers"],
+)
+def test_what_kubectl_prints(given: dict[str, Any], shown: dict[str, Any]) -> None:
+    assert seen_as(snapshot(**given))["shown"] == shown
+
+
+def test_workers_are_counted_for_who_scales_them() -> None:
+    pods = [
+        *all_pods(),
+        waiting(Role.ROLLOUT, 1),
+        pod(Role.ROLLOUT, 2, deleting=True),
+        pod(Role.ROLLOUT, 3, phase="Failed"),
+    ]
+    written = seen_as(snapshot(pods=pods))
+    assert written["rolloutReplicas"] == 2
+    assert written["rolloutSelector"] == "kestrl.dev/job=email-search,kestrl.dev/role=rollout"
+
+
+def test_restarts_are_counted_as_they_are_decided() -> None:
+    again = snapshot(told=told(failed()), memory=Memory(failed=NOW - 10))
+    assert seen_as(again)["restarts"] == 1
+    assert seen_as(snapshot(workloads=workloads(2)))["restarts"] == 2
+
+
+def test_a_message_is_cut_where_nobody_reads_on() -> None:
+    problem = "\n".join(f"spec.field{number}: unknown field" for number in range(5000))
+    message = said(seen_as(snapshot(job=None, problem=problem)), "Accepted")[2]
+    assert len(message) == LONGEST_MESSAGE
+    assert message.startswith("spec.field0: unknown field\n")
+    assert message.endswith("...")

@@ -8,10 +8,13 @@ from contextlib import ExitStack
 
 import pytest
 
+from kestrl.testing.s3 import S3Server, serving_s3
+
 from .cluster.capabilities import Capability
 from .cluster.choice import Unavailable, connected
 from .cluster.client import Cluster
 from .cluster.devices import ASCEND, NVIDIA
+from .installation import CRD, Installation, installed
 
 
 def _connect(held: ExitStack, *, control_plane_only: bool = False) -> Cluster:
@@ -98,6 +101,31 @@ def network_policies(cluster: Cluster) -> Iterator[Cluster]:
     yield cluster
     if own:
         cluster.ignore_network_policies()
+
+
+@pytest.fixture(scope="session")
+def control_plane_with_crd(control_plane: Cluster) -> Cluster:
+    """A cluster that knows AgentRLJobs."""
+    control_plane.kubectl("apply", "--server-side", "--force-conflicts", "-f", str(CRD))
+    control_plane.kubectl("wait", "--for=condition=Established", "-f", str(CRD))
+    return control_plane
+
+
+@pytest.fixture(scope="session")
+def store(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+    """A real S3 server beside the cluster, which pods reach."""
+    _offering(cluster, Capability.HOST_ADDRESS)
+    with serving_s3(tmp_path_factory.mktemp("s3"), host=cluster.host_address) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def installation(
+    host_paths: Cluster, store: S3Server, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Installation]:
+    """KestRL, installed by its chart."""
+    with installed(host_paths, store, tmp_path_factory.mktemp("helm")) as made:
+        yield made
 
 
 @pytest.hookimpl(wrapper=True)

@@ -21,6 +21,7 @@ from .cluster.client import Cluster
 
 ROOT = Path(__file__).parents[2]
 CHART = ROOT / "charts" / "kestrl"
+CRD = CHART / "files" / "agentrljobs.kestrl.dev.yaml"
 QUICKSTART = ROOT / "examples" / "email-search" / "quickstart.yaml"
 SYSTEM = "kestrl-system"
 RELEASE = "kestrl"

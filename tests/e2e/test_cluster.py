@@ -253,7 +253,7 @@ def test_a_network_policy_denies_all_but_what_it_allows(
     for name in ("friend", "stranger"):
         network_policies.wait_ready(name, namespace)
     eventually("the friend is let in", lambda: reaches("friend", f"http://{server}/"), 10)
-    assert not reaches("stranger", f"http://{server}/")
+    eventually("the stranger is not", lambda: not reaches("stranger", f"http://{server}/"), 10)
     assert not reaches(server, on_host), "it may send nothing"
     assert reaches("stranger", on_host)
     network_policies.delete("networkpolicy", "friends", namespace)

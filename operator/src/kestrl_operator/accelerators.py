@@ -173,8 +173,9 @@ def _taints(nodes: Sequence[Node]) -> str:
     return ", ".join(sorted({f"{taint.get('key')}:{taint.get('effect')}" for node in nodes for taint in node.taints}))
 
 
-_SUFFIXES = {"": 1, "m": Fraction(1, 1000), "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12,
-             "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}  # fmt: skip
+_SUFFIXES = {"n": Fraction(1, 10**9), "u": Fraction(1, 10**6), "m": Fraction(1, 1000), "": 1,
+             "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "P": 10**15, "E": 10**18,
+             "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40, "Pi": 2**50, "Ei": 2**60}  # fmt: skip
 
 
 def quantity(text: str) -> Fraction:
@@ -183,5 +184,8 @@ def quantity(text: str) -> Fraction:
     Raises:
         ValueError: It is not one.
     """
-    number = text.rstrip("mkMGTKi")
-    return Fraction(number) * _SUFFIXES[text[len(number) :]]
+    number = text.rstrip("numkKMGTPEi")
+    suffix = text[len(number) :]
+    if suffix not in _SUFFIXES:
+        raise ValueError(f"{text!r} is no quantity")
+    return Fraction(number) * _SUFFIXES[suffix]

@@ -17,6 +17,7 @@ from kestrl_operator.api import LEASE, Api, ApiProblem, Conflict, Gone
 log = logging.getLogger(__name__)
 RENEW_SHARE, GIVE_UP_SHARE = 0.2, 0.66
 """Of the lease's duration: how often it is renewed, and after how long without a renewal a leader stops."""
+NO_ANSWER = "no answer in time"
 
 
 class Lease:
@@ -54,13 +55,14 @@ class Lease:
                 await asyncio.wait([leading, keeping])
 
     async def release(self) -> None:
-        """Lets another one lead at once. That it cannot be told costs the others the lease's duration, no more."""
+        """Lets another one lead at once. That it cannot be told costs the others the lease's duration, so it takes no longer itself."""
         try:
-            record = await self._api.get(LEASE, self._name, self._namespace)
-            if record["spec"].get("holderIdentity") == self._identity:
-                await self._write(record, holder="")
-        except ApiProblem as error:
-            log.warning("the lease is not given back: %s", error)
+            async with asyncio.timeout(self._seconds):
+                record = await self._api.get(LEASE, self._name, self._namespace)
+                if record["spec"].get("holderIdentity") == self._identity:
+                    await self._write(record, holder="")
+        except (ApiProblem, TimeoutError) as error:
+            log.warning("the lease is not given back: %s", error or NO_ANSWER)
 
     async def _win(self) -> None:
         while not await self._tried():  # noqa: ASYNC110 - another machine's act, which no event of ours tells
@@ -69,15 +71,16 @@ class Lease:
         log.info("%s leads", self._identity)
 
     async def _keep(self) -> None:
-        """Renews, until the lease is lost or has not been renewed for too long."""
+        """Renews, until the lease is lost or has not been renewed for too long; a renewal that gets no answer waits no longer either."""
         loop = asyncio.get_running_loop()
-        while loop.time() - self.renewed < self._seconds * GIVE_UP_SHARE:
-            await asyncio.sleep(self._seconds * RENEW_SHARE)
+        pause, longest = self._seconds * RENEW_SHARE, self._seconds * GIVE_UP_SHARE
+        while (left := self.renewed + longest - loop.time()) > 0:
+            await asyncio.sleep(min(pause, left))
             try:
-                async with asyncio.timeout(self._seconds * GIVE_UP_SHARE):
+                async with asyncio.timeout_at(self.renewed + longest):
                     held = await self._attempt()
             except (ApiProblem, TimeoutError) as error:
-                log.warning("the lease cannot be renewed: %s", error)
+                log.warning("the lease cannot be renewed: %s", error or NO_ANSWER)
                 continue
             if not held:
                 return
@@ -87,7 +90,7 @@ class Lease:
             async with asyncio.timeout(self._seconds):
                 return await self._attempt()
         except (ApiProblem, TimeoutError) as error:
-            log.warning("the lease cannot be had: %s", error)
+            log.warning("the lease cannot be had: %s", error or NO_ANSWER)
             return False
 
     async def _attempt(self) -> bool:

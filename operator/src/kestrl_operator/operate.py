@@ -12,9 +12,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from kestrl.errors import KestrlError
-from kestrl.telemetry import span
 from kestrl.telemetry.metrics import observe
-from kestrl.telemetry.names import Attr, Metric, SpanName
+from kestrl.telemetry.names import Metric
 from kestrl_operator import health, shell
 from kestrl_operator.api import JOB, MANAGER, POD, Api, ApiProblem, Kind
 from kestrl_operator.audit import Audit
@@ -150,8 +149,7 @@ class Operator:
             key = await self._queue.take()
             try:
                 async with asyncio.timeout(LONGEST_PASS):
-                    with span(SpanName.RECONCILE, {Attr.JOB: str(key)}):
-                        look_again = await self._reconciler.reconcile(key)
+                    look_again = await self._reconciler.reconcile(key)
             except (KestrlError, TimeoutError) as error:
                 wait = self._queue.failed(key)
                 self._passes["failed"] += 1

@@ -17,6 +17,8 @@ from kestrl.plan.components import Role, Secret
 from kestrl.plan.planning import plan
 from kestrl.spec import AgentRLJob
 from kestrl.spec.load import parse_job
+from kestrl.telemetry import beginning, span, within
+from kestrl.telemetry.names import Attr, SpanName
 from kestrl_operator.accelerators import Node, unsatisfiable
 from kestrl_operator.api import JOB, POD, Api, ApiProblem, Gone
 from kestrl_operator.cluster import GRPC_PORT, Cluster, site_of, storage_of
@@ -221,10 +223,14 @@ class Reconciler:
         if whole and digest == standing:
             return
         self._drifted.discard(key)
+        # The first application is the root of the job's trace; later ones, and all that the pods do, hang on it.
+        traced = beginning if seen.learner is None else within
+        facts = {Attr.JOB: str(key), Attr.ATTEMPTS: decision.attempts, Attr.PARKED: decision.parked}
         try:
-            # One after another: jobs are worked on side by side, and a wide pool of connections costs more than it gains.
-            for item in objects:
-                await self._api.apply(item)
+            with traced(traceparent(seen.uid)), span(SpanName.RECONCILE, facts):
+                # One after another: jobs are worked on side by side, and a wide pool of connections costs more than it gains.
+                for item in objects:
+                    await self._api.apply(item)
         except ApiProblem:
             self._drifted.add(key)
             raise

@@ -6,17 +6,19 @@ Without an endpoint (settings or OTEL_EXPORTER_OTLP_ENDPOINT) nothing of the SDK
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from types import TracebackType
 
 from opentelemetry import context, trace
-from opentelemetry.propagate import inject
+from opentelemetry.propagate import extract, inject
 from opentelemetry.trace import Span, Status, StatusCode
 
 from kestrl.errors import KestrlError
 from kestrl.telemetry.names import Attr
+from kestrl.telemetry.roots import ROOT
 
-__all__ = ["current_trace_id", "set_up", "span", "trace_headers"]
+__all__ = ["beginning", "current_trace_id", "set_up", "span", "trace_headers", "within"]
 
 _tracer = trace.get_tracer("kestrl")
 
@@ -74,6 +76,27 @@ class span:  # noqa: N801 - used as a verb: `with span(...)`
         elif isinstance(error, Exception):
             self._span.set_status(Status(StatusCode.ERROR, f"{type(error).__name__}: {error}"[:500]))
         self._span.end()
+
+
+@contextmanager
+def within(traceparent: str) -> Generator[None]:
+    """What is traced in the block belongs to this W3C context."""
+    token = context.attach(extract({"traceparent": traceparent}))
+    try:
+        yield
+    finally:
+        context.detach(token)
+
+
+@contextmanager
+def beginning(traceparent: str) -> Generator[None]:
+    """The first span of the block is the very one that this W3C context names: the root of a trace whose ids were known before it."""
+    _, trace_id, span_id, _ = traceparent.split("-")
+    told = ROOT.set((int(trace_id, 16), int(span_id, 16)))
+    try:
+        yield
+    finally:
+        ROOT.reset(told)
 
 
 def current_trace_id() -> str:

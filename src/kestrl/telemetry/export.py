@@ -13,10 +13,12 @@ from opentelemetry.sdk.metrics.export import MetricReader, PeriodicExportingMetr
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
+from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
 from prometheus_client import start_http_server
 
 from kestrl.errors import UserInputError
 from kestrl.telemetry.names import Attr
+from kestrl.telemetry.roots import ROOT
 
 
 def resource_of(component: str, *, job: str, run: str) -> Resource:
@@ -27,9 +29,26 @@ def resource_of(component: str, *, job: str, run: str) -> Resource:
     )
 
 
+class RootIds(RandomIdGenerator):
+    """Random ids, but those of a root that was named."""
+
+    def generate_trace_id(self) -> int:
+        """Asked for spans without a parent only."""
+        named = ROOT.get()
+        return super().generate_trace_id() if named is None else named[0]
+
+    def generate_span_id(self) -> int:
+        """The named root's once: its children have their own."""
+        named = ROOT.get()
+        if named is None:
+            return super().generate_span_id()
+        ROOT.set(None)
+        return named[1]
+
+
 def export_spans(resource: Resource, endpoint: str | None) -> None:
     """Sends spans to `endpoint`, or to where the OTEL_* variables say."""
-    provider = TracerProvider(resource=resource)
+    provider = TracerProvider(resource=resource, id_generator=RootIds())
     exporter = OTLPSpanExporter(endpoint=endpoint, insecure=True) if endpoint else OTLPSpanExporter()
     provider.add_span_processor(BatchSpanProcessor(exporter, max_queue_size=8192))
     trace.set_tracer_provider(provider)

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class SpanName:
-    """Spans, named after domain verbs. The tree:
+    """Spans, named after domain verbs. The tree, on a cluster beneath the operator's first `reconcile` of the job:
 
     job > group > episode > model_call, tool_call > tool_execute
                 > score
@@ -49,6 +49,8 @@ class Attr:
     OUTCOME = "kestrl.tool.outcome"
     STOP_REASON = "kestrl.stop_reason"
     REWARD = "kestrl.reward"
+    ATTEMPTS = "kestrl.job.attempts"
+    PARKED = "kestrl.job.parked"
     FAILURE_BOUNDARY = "kestrl.failure.boundary"
     ERROR_TYPE = "error.type"
     TOOL_NAME = "gen_ai.tool.name"

@@ -1,5 +1,6 @@
 """A real Kubernetes for tests: a single node, brought up in some six seconds on any Linux machine where tests are root.
 
+It needs, on Debian: runc containernetworking-plugins iptables nftables conntrack catatonit busybox-static iproute2 util-linux openssl.
 `tests/e2e/kit` builds every program from its Go module; nothing is pulled from a registry of images. Tests ask for a cluster by the
 fixtures of `tests/e2e/conftest.py`, and for what it must offer by their names (`fake_devices`, `network_policies`, ...). By hand:
 

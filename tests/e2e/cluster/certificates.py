@@ -33,6 +33,7 @@ def make_certificates(layout: Layout) -> None:
         _certificate(layout, name, f"/CN={name}", f"subjectAltName={','.join(hosts)}", signed=True)
     for name, subject in CLIENTS.items():
         _certificate(layout, name, subject, "extendedKeyUsage=clientAuth", signed=True)
+        layout.kubeconfig(name).touch(mode=0o600)
         layout.kubeconfig(name).write_text(_kubeconfig(layout, name))
     run("openssl", "genpkey", "-algorithm", "EC", "-pkeyopt", "ec_paramgen_curve:P-256", "-out", folder / "tokens.key")
     run("openssl", "pkey", "-in", folder / "tokens.key", "-pubout", "-out", folder / "tokens.pub")

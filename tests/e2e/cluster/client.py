@@ -17,7 +17,7 @@ from uuid import uuid4
 
 from . import devices, kwok, objects
 from .capabilities import Capability
-from .commands import CommandFailed, eventually, run
+from .commands import COMMAND_SECONDS, CommandFailed, eventually, run
 from .layout import NODE_NAME
 from .node import Node
 
@@ -66,7 +66,7 @@ class Cluster:
 
     # --- kubectl and helm
 
-    def kubectl(self, *arguments: str, given: str | None = None, seconds: float = WAIT_SECONDS) -> str:
+    def kubectl(self, *arguments: str, given: str | None = None, seconds: float = COMMAND_SECONDS) -> str:
         """What kubectl prints.
 
         Raises:
@@ -230,21 +230,30 @@ class Cluster:
     # --- on request
 
     def enforce_network_policies(self) -> None:
-        """From now on a NetworkPolicy is more than an object. Needs a node of the harness's own."""
-        layout = self.node.layout
-        module = "tests.e2e.cluster.policies"
-        self._ensure(POLICIES, _python(self.node, module, layout.server, str(layout.certificates)))
-        eventually("policies are enforced", lambda: self.node.log(POLICIES) != "", WAIT_SECONDS)
+        """From now on a NetworkPolicy is more than an object."""
+        node = self.node
+        if not node.runs().get(POLICIES, False):
+            layout, before = node.layout, node.log(POLICIES)
+            module = "tests.e2e.cluster.policies"
+            node.start(POLICIES, _python(node, module, layout.server, str(layout.certificates)))
+            eventually("policies are enforced", lambda: node.log(POLICIES) != before, WAIT_SECONDS)
 
     def ignore_network_policies(self) -> None:
-        """They are objects again, and nothing else."""
-        if POLICIES in self.node.runs():
+        """They are objects again, and nothing else.
+
+        Raises:
+            RuntimeError: They were not enforced any more.
+        """
+        runs = self.node.runs().get(POLICIES)
+        if runs is not None:
             self.node.forget(POLICIES)
+        if runs is False:
+            raise RuntimeError(f"policies were not enforced to the end: {self.node.log(POLICIES)[-2000:]}")
 
     def add_devices(self, *resources: devices.Resource) -> None:
         """Devices that do not exist, instead of those there were; returns when the node has them."""
         self.remove_devices()
-        self._ensure(DEVICES, _python(self.node, "tests.e2e.cluster.devices", *map(str, resources)))
+        self.node.start(DEVICES, _python(self.node, "tests.e2e.cluster.devices", *map(str, resources)))
         wanted = {resource.name: str(resource.count) for resource in resources}
 
         def has_them(node: Object) -> bool:
@@ -266,7 +275,7 @@ class Cluster:
         """
         layout = self.node.layout
         made = [kwok.fake_node(index, tainted=not layout.control_plane_only) for index in range(count)]
-        self._ensure(KWOK, kwok.command_line(layout, self.node.state.kit))
+        self.node.start(KWOK, kwok.command_line(layout, self.node.state.kit))
         try:
             self.apply(made)
             names = [node["metadata"]["name"] for node in made]
@@ -275,10 +284,6 @@ class Cluster:
         finally:
             self.kubectl("delete", "node", "--selector=type=kwok")
             self.node.forget(KWOK)
-
-    def _ensure(self, name: str, command: Names) -> None:
-        if not self.node.runs().get(name, False):
-            self.node.start(name, command)
 
     def _kubectl(self, arguments: Sequence[str]) -> Names:
         return [self.kubectl_program, f"--kubeconfig={self.kubeconfig}", *arguments]

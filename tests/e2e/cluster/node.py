@@ -68,17 +68,8 @@ exec catatonit -P 3>&-
 """
 """What process 1 does first. The folders that it covers are Kubernetes' default ones; the machine keeps its own."""
 NEEDED = (
-    "runc",
-    "catatonit",
-    "busybox",
-    "iptables",
-    "nft",
-    "conntrack",
-    "nsenter",
-    "unshare",
-    "setpriv",
-    "ip",
-    "openssl",
+    *("runc", "catatonit", "busybox", "iptables", "nft", "conntrack", "openssl", "ip"),
+    *("nsenter", "unshare", "setpriv", "mountpoint", "lscpu"),
 )
 
 
@@ -105,6 +96,8 @@ class State:
     """Waits outside for process 1, and takes it along."""
     first: Process
     daemons: dict[str, Daemon]
+    complete: bool = False
+    """Whether it came up altogether."""
 
     def save(self) -> None:
         told = asdict(self)
@@ -126,6 +119,7 @@ class State:
             Process(**told["keeper"]),
             Process(**told["first"]),
             {name: Daemon(one["command"], Process(**one["process"])) for name, one in told["daemons"].items()},
+            told.get("complete", True),
         )
 
 
@@ -214,11 +208,12 @@ class Node:
         eventually(f"{name} goes on", lambda: not own.is_stopped() and not waiting.is_stopped(), STOP_SECONDS)
 
     def revive(self) -> None:
-        """Undoes what was done to the daemons: every one of them runs, and answers.
+        """Waits for a cluster that somebody is just bringing up, and undoes what was done to the daemons: all run, and answer.
 
         Raises:
             TimeoutError: The node did not get ready again.
         """
+        eventually("the cluster is up", lambda: self.state.complete, START_SECONDS)
         for name, runs in self.runs().items():
             if runs:
                 self.thaw(name)
@@ -245,7 +240,9 @@ class Node:
         return {name: own.memory() if own else 0 for name, own in found.items()}
 
     def log(self, name: str) -> str:
-        return (self.folder / "logs" / f"{name}.log").read_text(errors="replace")
+        """All that a daemon wrote, over its restarts; nothing before its first start."""
+        path = self.folder / "logs" / f"{name}.log"
+        return path.read_text(errors="replace") if path.exists() else ""
 
     def _runs(self, name: str) -> bool:
         return self.runs().get(name, False)
@@ -429,12 +426,14 @@ def _bring_up(node: Node, layout: Layout, kit: Kit, images: Future[list[Path]] |
         node.start(name, lines[name])
     api = node.api()
     _furnish(api, layout)
-    if images is None:
-        return
-    _import(layout, kit, images.result())
-    eventually("the node is ready", lambda: _node_is_ready(api), START_SECONDS)
-    eventually("names are resolved", lambda: _accepts(layout.node_address, 53), START_SECONDS)
-    eventually("services are routed", lambda: _accepts(layout.kubernetes_service, 443), START_SECONDS)
+    if images is not None:
+        _import(layout, kit, images.result())
+        eventually("the node is ready", lambda: _node_is_ready(api), START_SECONDS)
+        eventually("names are resolved", lambda: _accepts(layout.node_address, 53), START_SECONDS)
+        eventually("services are routed", lambda: _accepts(layout.kubernetes_service, 443), START_SECONDS)
+    state = node.state
+    state.complete = True
+    state.save()
 
 
 def _import(layout: Layout, kit: Kit, archives: Sequence[Path]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import signal
 import subprocess
@@ -23,7 +24,7 @@ from grpc_health.v1 import health_pb2
 from obstore.exceptions import PermissionDeniedError
 
 from kestrl import rpc
-from kestrl.errors import Boundary, EngineFailure, Failure, KestrlError, UserInputError
+from kestrl.errors import Boundary, EngineFailure, Failure, KestrlError, PlaceError, UserInputError
 from kestrl.plan.settings import DataSettings
 from kestrl.rpc.codec import failure_from_proto
 from kestrl_learner import context as context_module
@@ -180,6 +181,25 @@ async def test_told_to_go_while_it_trains_it_drains_and_goes(staged: Any) -> Non
             await watcher.told(lambda told: told.groups_running == 2)
         assert watcher.last.phase == "suspended"
         assert stage.summary["status"] == "suspended"
+
+
+async def test_a_run_that_fails_while_it_drains_to_go_fails_the_program(
+    staged: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put = obstore.put
+
+    def full(store: Any, path: str, content: Any, **options: Any) -> Any:
+        if path.startswith("checkpoints/") and stage.asked():
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return put(store, path, content, **options)
+
+    monkeypatch.setattr(obstore, "put", full)
+    async with staged() as stage:
+        stage.workers[0].gate = asyncio.Event()
+        with pytest.raises(PlaceError):
+            async with lingering(stage.settings) as watcher:
+                await watcher.told(lambda told: told.groups_running == 2)
+        assert stage.summary["status"] == "failed"
 
 
 async def test_without_lingering_a_run_that_cannot_begin_ends_the_program(staged: Any) -> None:

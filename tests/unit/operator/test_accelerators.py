@@ -110,7 +110,17 @@ def test_a_selector_that_no_node_matches_is_told() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "value"), [("8", 8), ("500m", Fraction(1, 2)), ("16Gi", 2**34), ("2k", 2000), ("1.5", Fraction(3, 2))]
-)
-def test_quantities(text: str, value: Fraction) -> None:
+    ("text", "value"),
+    [
+        ("8", 8), ("0", 0), ("500m", Fraction(1, 2)), ("16Gi", 2**34), ("2k", 2000), ("1.5", Fraction(3, 2)), ("1e3", 1000),
+        ("2E", 2 * 10**18), ("2E3", 2000), ("1Pi", 2**50), ("100n", Fraction(1, 10**7)), ("131992Ki", 131992 * 1024),
+    ],
+)  # fmt: skip
+def test_quantities_are_read_as_kubernetes_writes_them(text: str, value: Fraction) -> None:
     assert quantity(text) == value
+
+
+@pytest.mark.parametrize("text", ["", "many", "5X", "Gi", "1iK"])
+def test_what_is_no_quantity_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"Invalid literal|is no quantity"):
+        quantity(text)

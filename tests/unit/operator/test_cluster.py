@@ -13,7 +13,7 @@ from kestrl.plan.components import Component, Role
 from kestrl.plan.planning import plan
 from kestrl.plan.settings import AgentSettings, LearnerSettings, RolloutSettings
 from kestrl.spec import AgentRLJob, read_job
-from kestrl_operator.cluster import Cluster, read_cluster, site_of
+from kestrl_operator.cluster import Cluster, read_cluster, site_of, storage_of
 
 QUICKSTART = Path(__file__).parents[3] / "examples" / "email-search" / "quickstart.yaml"
 VALUES: dict[str, Any] = {
@@ -99,6 +99,43 @@ def test_a_profile_of_the_chart_is_known_beside_the_built_in_ones() -> None:
         cluster.profile("tpu")
 
 
+DEFAULT = {"storage": {"uri": "s3://house/jobs", "secret": "house"}}
+OWN = "storage={uri: 'gs://mine'}"
+
+
+@pytest.mark.parametrize(
+    ("values", "overrides", "found"),
+    [
+        (DEFAULT, (), ("s3://house/jobs", "house")),
+        ({"storage": {"uri": "az://house"}}, (), ("az://house", None)),
+        ({}, (OWN,), ("gs://mine", None)),
+        ({}, ("storage={uri: 's3://mine', secretRef: {name: keys}}",), ("s3://mine", "keys")),
+        (DEFAULT, (OWN,), ("gs://mine", None)),
+        (DEFAULT, ("storage={secretRef: {name: keys}}",), ("s3://house/jobs", "keys")),
+    ],
+    ids=["the default", "a default that needs no key", "its own", "its own with a key", "its own never with the house's key",
+         "the house's with its own key"],
+)  # fmt: skip
+def test_a_job_is_stored_where_it_says_and_else_where_the_house_does(
+    values: dict[str, Any], overrides: tuple[str, ...], found: tuple[str, str | None]
+) -> None:
+    assert storage_of(read_job(QUICKSTART, overrides), read_cluster({**VALUES, **values})) == found
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        ((), "spec.storage.uri: is required, since this cluster has no default"),
+        (("storage={uri: /tmp/runs}",), "spec.storage.uri: '/tmp/runs' is a place on one machine"),
+        (("storage={uri: 'file:///tmp/runs'}",), "spec.storage.uri: 'file:///tmp/runs' is a place on one machine"),
+    ],
+)
+def test_a_place_that_only_one_machine_has_is_refused(overrides: tuple[str, ...], told: str) -> None:
+    with pytest.raises(UserInputError) as caught:
+        storage_of(read_job(QUICKSTART, overrides), read_cluster(VALUES))
+    assert str(caught.value).startswith(told)
+
+
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
@@ -106,6 +143,8 @@ def test_a_profile_of_the_chart_is_known_beside_the_built_in_ones() -> None:
         ({"image": "x"}, "image: Extra inputs"),
         ({"accelerators": {"nvidia": {"count": 1}}}, "accelerators.nvidia: count: Extra inputs"),
         ({"networkPolicies": "maybe"}, "networkPolicies: Input should be a valid boolean"),
+        ({"resources": {"gpu": {}}}, "resources.gpu"),
+        ({"storage": {"url": "s3://x"}}, "storage.url: Extra inputs"),
     ],
 )
 def test_values_that_mean_nothing_are_told(changes: dict[str, Any], told: str) -> None:

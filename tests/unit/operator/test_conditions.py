@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kestrl.spec.status import Condition
-from kestrl_operator.conditions import NOT_OBSERVED, REASONS, Observed, Truth, Type, joined, phase
+from kestrl_operator.conditions import LONGEST_MESSAGE, NOT_OBSERVED, REASONS, Observed, Truth, Type, joined, phase
+from kestrl_operator.events import TOLD, notices
 
 FIRST, LATER = "2026-01-01T00:00:00Z", "2026-01-01T00:05:00Z"
 
@@ -70,6 +72,39 @@ def test_every_condition_has_reasons_and_each_is_explained() -> None:
         for reason, told in reasons.items():
             assert re.fullmatch(r"[A-Z][A-Za-z]+", reason), f"{kind}: {reason}"
             assert told.endswith(".")
+
+
+def test_events_are_told_of_reasons_that_there_are() -> None:
+    assert {(kind, reason) for kind, reasons in TOLD.items() for reason in reasons} <= {
+        (kind, reason) for kind, reasons in REASONS.items() for reason in reasons
+    }
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "told"),
+    [
+        ([], [("Succeeded", "Completed", "26 steps")], [("Normal", "Completed", "26 steps")]),
+        ([], [("Suspended", "Draining", "")], [("Normal", "Draining", "Suspended: Draining")]),
+        ([("Accepted", "Valid", "")], [("Accepted", "Invalid", "why")], [("Warning", "Invalid", "why")]),
+        ([("Accepted", "Invalid", "why")], [("Accepted", "Invalid", "another why")], []),
+        ([("Succeeded", "Running", "")], [("Succeeded", "Running", "")], []),
+        ([], [("Ready", "Training", "")], []),
+    ],
+)
+def test_a_change_of_reason_is_told_once(
+    before: list[tuple[str, str, str]], after: list[tuple[str, str, str]], told: list[tuple[str, str, str]]
+) -> None:
+    def status(items: list[tuple[str, str, str]]) -> dict[str, Any]:
+        return {"conditions": [{"type": kind, "reason": reason, "message": text} for kind, reason, text in items]}
+
+    assert list(notices(status(before), status(after))) == told
+
+
+@pytest.mark.parametrize("length", [0, LONGEST_MESSAGE, LONGEST_MESSAGE + 1, 10**6])
+def test_a_message_is_never_longer_than_may_be_written(length: int) -> None:
+    (condition, *_) = joined([], [seen(Type.ACCEPTED, Truth.FALSE, "Invalid", "x" * length)], generation=1, now=FIRST)
+    assert len(condition.message) == min(length, LONGEST_MESSAGE)
+    assert condition.message.endswith("...") == (length > LONGEST_MESSAGE)
 
 
 @pytest.mark.parametrize(

@@ -111,6 +111,14 @@ def with_defaults(value: Any, schema: dict[str, Any]) -> Any:
         ({"tools": [{"name": "t"}]}, "use"),
         ({"model": {"base": ""}}, "base"),
         ({"rewards": []}, "rewards"),
+        ({"failurePolicy": {"backoffLimit": -1}}, "backoffLimit"),
+        ({"failurePolicy": {"rules": [{"reason": "*"}]}}, "action"),
+        ({"failurePolicy": {"rules": [{"action": "Retry"}]}}, "action"),
+        ({"failurePolicy": {"rules": [{"action": "Fail", "reason": "engine/"}]}}, "reason"),
+        ({"failurePolicy": {"rules": [{"action": "Fail", "role": "engine"}]}}, "role"),
+        ({"patches": [{"role": "tools"}]}, "template"),
+        ({"patches": [{"role": "tools", "template": []}]}, "template"),
+        ({"pendingDeadline": "soon"}, "pendingDeadline"),
     ],
 )
 def test_what_is_wrong_is_refused_and_the_field_named(change: dict[str, Any], field: str) -> None:
@@ -128,8 +136,38 @@ def test_rules_stand_where_their_fields_are() -> None:
         for item in rules:
             if "fieldPath" in item:
                 at((*path, *item["fieldPath"].strip(".").split(".")))
-            for name in re.findall(r"\bself((?:\.[a-zA-Z]+)+)", item["rule"]):
+            for name in re.findall(r"\bself((?:\.[a-zA-Z]+\b(?!\())+)", item["rule"]):
                 at((*path, *name.strip(".").split(".")))
+
+
+def test_a_patch_may_say_whatever_a_pod_template_may() -> None:
+    template = at(("spec", "patches", "[]", "template"))
+    assert (template["type"], template["x-kubernetes-preserve-unknown-fields"]) == ("object", True)
+    assert "properties" not in template
+    assert at(("spec", "patches", "[]"))["required"] == ["role", "template"]
+    assert at(("spec", "patches", "[]", "role"))["enum"] == ["inference", "rollout", "tools", "judge", "learner"]
+
+
+def test_what_a_failure_leads_to_has_defaults() -> None:
+    policy = SCHEMA["properties"]["spec"]["properties"]["failurePolicy"]
+    assert with_defaults({}, SCHEMA["properties"]["spec"])["failurePolicy"] == {"backoffLimit": 3, "rules": []}
+    assert with_defaults({"rules": [{"action": "Fail"}]}, policy)["rules"] == [{"reason": "*", "action": "Fail"}]
+    assert "default" not in at(("spec", "pendingDeadline"))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"failurePolicy": {"backoffLimit": 0, "rules": [{"role": "tools", "reason": "OOMKilled", "action": "Fail"}]}},
+        {"patches": [{"role": "learner", "template": {"spec": {"containers": [{"name": "learner", "x": [1]}]}}}]},
+        {"pendingDeadline": "1d", "activeDeadline": "2d"},
+    ],
+)
+def test_what_a_cluster_alone_knows_is_taken(change: dict[str, Any]) -> None:
+    document = yaml.safe_load(EXAMPLES[-1].read_text())
+    document["spec"] |= change
+    Draft4Validator(SCHEMA).validate(document)
+    parse_job(document)
 
 
 def test_what_makes_a_run_what_it_is_cannot_change() -> None:

@@ -88,11 +88,92 @@ def test_a_missing_field_is_named() -> None:
         (["rollout.concurrency=4"], "spec.rollout.concurrency"),
         (["data.train.size=4"], "spec.data.train.size"),
         (["schedule.evalEvery=5"], "spec.schedule.evalEvery"),
+        (["pendingDeadline=0s"], "spec.pendingDeadline"),
+        (["pendingDeadline=12h", "activeDeadline=12h"], "spec.pendingDeadline"),
+        (["patches=[{role: tools, template: {}}]"], "spec.patches[0].template"),
+        (["patches=[{role: tools, template: {containers: []}}]"], "spec.patches[0].template.containers"),
+        (["patches=[{role: tools, template: {spec: []}}]"], "spec.patches[0].template.spec"),
+        (["patches=[{role: tools, template: {metadata: null}}]"], "spec.patches[0].template.metadata"),
+        (["failurePolicy.rules=[{reason: enigne/*, action: Fail}]"], "spec.failurePolicy.rules[0].reason"),
+        (["failurePolicy.rules=[{role: tools, reason: tool/*, action: Fail}]"], "spec.failurePolicy.rules[0].role"),
     ],
 )
 def test_rules_across_fields(overrides: list[str], path: str) -> None:
     problems = refused(*overrides)
     assert [problem.partition(": ")[0] for problem in problems] == [path]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "problem"),
+    [
+        (
+            "pendingDeadline=0s",
+            "spec.pendingDeadline: 0s fails every job, for pods take time to start; name one such as 30m",
+        ),
+        (
+            "patches=[{role: learner, template: {spec: {}, nodeSelector: {a: b}}}]",
+            "spec.patches[0].template.nodeSelector: a pod template has metadata and spec only; put it beneath one of them",
+        ),
+        (
+            "failurePolicy.rules=[{reason: engin/x, action: Fail}]",
+            "spec.failurePolicy.rules[0].reason: 'engin' is no boundary of a failure; there are policy, tool, sandbox, judge, "
+            "engine, infrastructure, user_code",
+        ),
+        (
+            "failurePolicy.rules=[{action: Fail}, {reason: OOMKilled, action: Ignore}]",
+            "spec.failurePolicy.rules[1]: is never reached: rules[0] fits whatever it fits; move it up or remove it",
+        ),
+        ("failurePolicy.rules=[{reason: oom/, action: Fail}]", None),
+        ("failurePolicy.rules=[{reason: OOMKilled, action: Restart}]", None),
+        ("patches=[{role: engine, template: {spec: {}}}]", None),
+        ("pendingDeadline=soon", None),
+    ],
+)
+def test_what_is_told_of_a_failure_policy_and_of_patches(overrides: str, problem: str | None) -> None:
+    problems = refused(overrides)
+    assert len(problems) == 1
+    assert problem is None or problems == [problem]
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [
+        "[]",
+        "[{action: Fail}]",
+        "[{reason: OOMKilled, action: Ignore}, {action: Fail}]",
+        "[{role: tools, action: Ignore}, {reason: OOMKilled, action: Fail}]",
+        "[{role: tools, action: Ignore}, {role: judge, action: Fail}]",
+        "[{reason: engine/logprob_gap, action: Ignore}, {reason: engine/*, action: Fail}]",
+        "[{role: learner, reason: user_code/*, action: Fail}, {reason: user_code/user_code_raised, action: Ignore}]",
+        "[{reason: engine/*, action: Fail}, {reason: Error, action: Fail}]",
+    ],
+)
+def test_rules_that_can_all_be_reached_are_taken(rules: str) -> None:
+    job = parse_job(with_overrides(MANIFEST, [f"failurePolicy.rules={rules}"]))
+    assert len(job.spec.failure_policy.rules) == len(yaml.safe_load(rules))
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ("{action: Fail}", "{role: tools, action: Ignore}"),
+        ("{reason: Error, action: Fail}", "{role: tools, reason: Error, action: Ignore}"),
+        (
+            "{role: learner, reason: engine/*, action: Fail}",
+            "{role: learner, reason: engine/logprob_gap, action: Ignore}",
+        ),
+        ("{role: judge, action: Fail}", "{role: judge, action: Fail}"),
+    ],
+)
+def test_a_rule_behind_a_wider_one_is_never_reached(first: str, second: str) -> None:
+    (problem,) = refused(f"failurePolicy.rules=[{first}, {second}]")
+    assert problem.startswith("spec.failurePolicy.rules[1]: is never reached: rules[0] ")
+
+
+def test_a_job_may_have_no_wait_for_pods_and_waits_then() -> None:
+    assert parse_job(MANIFEST).spec.pending_deadline is None
+    spec = parse_job(with_overrides(MANIFEST, ["pendingDeadline=30m", "activeDeadline=12h"])).spec
+    assert (spec.pending_deadline, spec.failure_policy.backoff_limit, spec.patches) == (1800.0, 3, [])
 
 
 def test_a_reward_is_one_kind_only() -> None:

@@ -139,7 +139,7 @@ def preparation(job: AgentRLJob, role: Role) -> PrepareSettings:
     near = tuple(source for source in data if urlparse(source.uri).scheme not in OBJECT_SCHEMES)
     template = spec.agent.template
     return PrepareSettings(
-        model=None if role is Role.TOOLS else spec.model.base,
+        model=None if role in {Role.TOOLS, Role.JUDGE} else spec.model.base,
         model_target=MODEL,
         data=data if role is Role.LEARNER else near if role is Role.TOOLS else (),
         data_dir=DATA,

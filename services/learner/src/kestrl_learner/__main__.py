@@ -15,17 +15,18 @@ async def work(settings: LearnerSettings) -> None:
     """Runs the job to its end, telling of its progress from the start; where it lingers, until it is told to go."""
     from kestrl_learner.metrics import observe_progress
     from kestrl_learner.progress import LearnerServicer
-    from kestrl_learner.run import Run, stay
+    from kestrl_learner.run import Run, Stay
 
-    run, leave = Run(settings), asyncio.Event()
+    run = Run(settings)
     observe_progress(run.progress)
-    main = asyncio.create_task(stay(run, leave), name="run")
+    stay = Stay(run)
+    main = asyncio.create_task(stay.main(), name="run")
 
     async def drain() -> None:
-        leave.set()
-        if run.training:
+        cut_short = stay.go()
+        if cut_short and run.training:
             run.drain()
-        elif not run.progress.final:  # nothing was trained yet, so there is nothing to finish and to checkpoint
+        elif cut_short:  # nothing was trained yet, so there is nothing to finish and to checkpoint
             main.cancel()
         await asyncio.wait([main])
 

@@ -1,6 +1,6 @@
 """A run from start to end: read, connect, load, then train or evaluate; whatever happens, watchers and `summary.json` are told.
 
-`stay` is a run and what comes after it: on a cluster the program lingers, so that who watches can still ask how the run ended.
+`Stay` is a run and what comes after it: on a cluster the program lingers, so that who watches can still ask how the run ended.
 """
 
 from __future__ import annotations
@@ -192,33 +192,40 @@ def _traced(parent: str | None) -> Generator[None]:
         otel_context.detach(token)
 
 
-async def stay(run: Run, leave: asyncio.Event) -> None:
-    """The run, and where it is to linger, what is left of the program after it: watchers are still told how it ended.
+class Stay:
+    """A run, and where it is to linger, what is left of the program after it: watchers are still told how it ended."""
 
-    Args:
-        run: The run.
-        leave: The program is to end. A run that fails from then on fails the program, as one does that does not linger.
+    def __init__(self, run: Run) -> None:
+        self._run, self._go = run, asyncio.Event()
+        self._cut_short = False
 
-    Raises:
-        KestrlError: The run failed.
-    """
-    try:
-        await _told_end(run, leave)
-        if run.settings.linger:
-            await leave.wait()
-    finally:
-        run.progress.end()
+    def go(self) -> bool:
+        """The program is to end; returns whether that cuts the run short."""
+        self._cut_short = not self._run.progress.final
+        self._go.set()
+        return self._cut_short
 
+    async def main(self) -> None:
+        """The run, and then as long as it is to stay.
 
-async def _told_end(run: Run, leave: asyncio.Event) -> None:
-    try:
-        await run.main()
-    except KestrlError as error:
-        if not run.settings.linger or leave.is_set():
-            raise
-        log.error("the run has failed: %s", error.failure())
-    if run.settings.linger:
-        _let_go(run.settings.device)
+        Raises:
+            KestrlError: The run failed, and nobody stays to tell, or it was being cut short.
+        """
+        try:
+            await self._until_told()
+            if self._run.settings.linger:
+                _let_go(self._run.settings.device)
+                await self._go.wait()
+        finally:
+            self._run.progress.end()
+
+    async def _until_told(self) -> None:
+        try:
+            await self._run.main()
+        except KestrlError as error:
+            if self._cut_short or not self._run.settings.linger:
+                raise
+            log.error("the run has failed: %s", error.failure())
 
 
 def _let_go(device: str) -> None:

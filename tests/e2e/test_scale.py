@@ -1,0 +1,167 @@
+"""A thousand jobs on a real control plane without kubelets: how long until every object of each is there, and what they cost at rest.
+
+KubeRay publishes 258 s for a thousand clusters. What is measured goes to KESTRL_SCALE_REPORT; docs/measured/scale.json is such a file.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from kestrl_operator.api import JOB, POD, STATEFUL_SET, Api
+
+from .cluster.client import Cluster
+from .installation import quickstart
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(1200)]
+COUNT = int(os.environ.get("KESTRL_SCALE_JOBS", "100"))
+GOAL_MIB, GOAL_REQUESTS = 400, 40
+REST_SECONDS = 90.0
+PODS = 6
+"""Of the quickstart."""
+METRICS, HEALTH = "127.0.0.1:19564", "127.0.0.1:19580"
+IMAGES = {
+    "engine": {"cpu": "none:1"},
+    "learner": {"cpu": "none:1"},
+    **dict.fromkeys(("agent", "rollout", "tools", "judge"), "none:1"),
+}
+
+
+class Process:
+    """The operator as a process of this machine, and what it has used."""
+
+    def __init__(self, pid: int) -> None:
+        self._pid = pid
+
+    def cpu(self) -> float:
+        """Seconds, user and system."""
+        fields = Path(f"/proc/{self._pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+    def peak(self) -> int:
+        """MiB."""
+        status = Path(f"/proc/{self._pid}/status").read_text()
+        return int(status.partition("VmHWM:")[2].split()[0]) // 1024
+
+    def requests(self) -> int:
+        """To the apiserver, watches aside."""
+        text = urllib.request.urlopen(f"http://{METRICS}/metrics", timeout=5).read().decode()
+        lines = [line for line in text.splitlines() if line.startswith("kestrl_operator_requests_total")]
+        return int(float(lines[0].rpartition(" ")[2]))
+
+
+@contextmanager
+def operating(cluster: Cluster, folder: Path) -> Iterator[Process]:
+    """An operator that is ready."""
+    (folder / "key").write_text("k" * 32)
+    config = {
+        "jobs": {"images": IMAGES, "storage": {"uri": "s3://nowhere/at-all"}},
+        "keyFile": str(folder / "key"),
+        "lease": {"name": "scale", "namespace": "default", "seconds": 15},
+        "healthListen": HEALTH,
+        "metricsListen": METRICS,
+        "workers": 8,
+    }
+    (folder / "operator.yaml").write_text(yaml.safe_dump(config))
+    environment = {**os.environ, "KUBECONFIG": str(cluster.kubeconfig)}
+    command = [sys.executable, "-m", "kestrl_operator", "--config", str(folder / "operator.yaml")]
+    with (folder / "log").open("wb") as log, subprocess.Popen(command, env=environment, stderr=log) as process:
+        try:
+            _await_ready(process, folder / "log")
+            yield Process(process.pid)
+        finally:
+            process.terminate()
+
+
+def _await_ready(process: subprocess.Popen[bytes], log: Path) -> None:
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        try:
+            urllib.request.urlopen(f"http://{HEALTH}/readyz", timeout=2)
+            return
+        except OSError:
+            if process.poll() is not None:
+                break
+            time.sleep(0.2)  # a port opens without an event to wait for
+    raise RuntimeError(f"the operator is not ready: {log.read_text()[-2000:]}")
+
+
+async def fill(namespace: str) -> float:
+    """Creates the jobs; returns the seconds until every object of each is there."""
+    api = Api()
+    began = time.monotonic()
+    try:
+        for number in range(COUNT):
+            job = quickstart(f"job-{number:04d}")
+            job["metadata"]["namespace"] = namespace
+            await api.create(JOB, job)
+        while await count(api, namespace) < COUNT:  # noqa: ASYNC110 - as below
+            await asyncio.sleep(1)  # a list of what is there: to watch it would be to measure ourselves
+        return time.monotonic() - began
+    finally:
+        await api.close()
+
+
+async def count(api: Api, namespace: str) -> int:
+    """Learners' StatefulSets: of a job's objects they are applied last."""
+    label = "app.kubernetes.io/component=learner"
+    return len([item async for item in api.list(STATEFUL_SET, namespace, labels=label)])
+
+
+async def settled(namespace: str) -> None:
+    """Until every pod is made and every status tells of it."""
+    api = Api()
+    try:
+        while True:
+            pods = len([item async for item in api.list(POD, namespace, labels="kestrl.dev/job")])
+            told = [item async for item in api.list(JOB, namespace)]
+            if pods == COUNT * PODS and all(item.get("status", {}).get("observedGeneration") for item in told):
+                return
+            await asyncio.sleep(2)  # as above
+    finally:
+        await api.close()
+
+
+def test_many_jobs_are_taken_on_quickly_and_cost_next_to_nothing_at_rest(
+    control_plane_with_crd: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster = control_plane_with_crd
+    monkeypatch.setenv("KUBECONFIG", str(cluster.kubeconfig))
+    cluster.kubectl("create", "namespace", "scale")
+    try:
+        with operating(cluster, tmp_path) as operator:
+            before = operator.cpu(), operator.requests()
+            seconds = asyncio.run(fill("scale"))
+            busy, asked = operator.cpu() - before[0], operator.requests() - before[1]
+            asyncio.run(settled("scale"))
+            resting = operator.cpu()
+            time.sleep(REST_SECONDS)  # what is measured is that nothing happens
+            idle = (operator.cpu() - resting) / REST_SECONDS
+            measured: dict[str, Any] = {
+                "jobs": COUNT,
+                "seconds": round(seconds, 1),
+                "operator_cpu_seconds": round(busy, 1),
+                "operator_peak_mib": operator.peak(),
+                "requests_per_job": round(asked / COUNT, 1),
+                "idle_share_of_a_core": round(idle, 4),
+            }
+    finally:
+        cluster.kubectl("delete", "namespace", "scale", "--wait=false")
+    report = os.environ.get("KESTRL_SCALE_REPORT")
+    if report:
+        Path(report).write_text(json.dumps(measured, indent=1) + "\n")
+    print(json.dumps(measured))  # noqa: T201 - shown where a person asks for it with -s
+    assert measured["operator_peak_mib"] <= GOAL_MIB
+    assert measured["requests_per_job"] <= GOAL_REQUESTS

@@ -140,11 +140,13 @@ def values(cluster: Cluster) -> Object:
     return {
         "jobs": {
             "images": {
-                "engine": {"cpu": image},
-                "learner": {"cpu": image},
+                "engine": dict.fromkeys(("cpu", "cuda", "npu"), image),
+                "learner": dict.fromkeys(("cpu", "cuda", "npu"), image),
                 **dict.fromkeys(("agent", "rollout", "tools", "judge"), image),
                 "pullPolicy": "Never",
             },
+            # The drivers of devices that do not exist are nowhere; a folder that every node has stands for theirs.
+            "accelerators": {"ascend": {"hostMounts": [{"path": "/opt"}]}},
             "storage": {"uri": f"s3://{BUCKET}/e2e", "secret": STORE_SECRET},
         },
         "operator": {"image": image, "pullPolicy": "Never", "leaseSeconds": 6},
@@ -159,7 +161,9 @@ def installed(cluster: Cluster, store: S3Server, folder: Path) -> Generator[Inst
     cluster.apply(
         {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": SYSTEM, "labels": {objects.LABEL: "true"}}}
     )
-    cluster.helm("upgrade", "--install", RELEASE, str(CHART), f"--namespace={SYSTEM}", f"--values={path}", "--wait")
+    # Another test may have applied the CRD by hand, as a person may.
+    options = [f"--namespace={SYSTEM}", f"--values={path}", "--wait", "--take-ownership"]
+    cluster.helm("upgrade", "--install", RELEASE, str(CHART), *options)
     try:
         yield Installation(cluster, store, store.create_bucket(BUCKET))
     finally:

@@ -74,7 +74,7 @@ AT_ADMISSION = [
     Bad("failurePolicy__backoffLimit", -1, "spec.failurePolicy.backoffLimit"),
     Bad("failurePolicy__rules", [{"action": "Panic"}], "spec.failurePolicy.rules[0].action"),
     Bad("patches", [{"role": "engine", "template": {}}], "spec.patches[0].role"),
-    Bad("algorithm__lerningRate", 1e-4, 'unknown field "spec.algorithm.lerningRate"'),
+    Bad("algorithm__lerningRate", 1e-4, "spec.algorithm.lerningRate: field not declared"),
 ]
 BY_CONDITION = [
     Bad("inference__accelerator__profile", "tpu", "accelerator.profile: 'tpu' is not one of"),

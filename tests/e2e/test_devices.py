@@ -62,12 +62,8 @@ def test_a_profile_that_no_node_can_ever_satisfy_is_told(installation: Installat
     job = small("greedy", inference__accelerator={"profile": "nvidia", "count": 64})
     with installation.place("devices") as namespace:
         installation.cluster.apply(job, namespace)
+        told = "spec.inference.accelerator (profile nvidia): no node has 64 of nvidia.com/gpu"
         seen = fake_devices.wait_for(
-            "agentrljob",
-            "greedy",
-            lambda found: condition(found, "Scheduled")[1] == "Unsatisfiable",
-            namespace,
-            seconds=120,
+            "agentrljob", "greedy", lambda found: told in condition(found, "Scheduled")[2], namespace, seconds=120
         )
-        message = condition(seen, "Scheduled")[2]
-        assert message.startswith("spec.inference.accelerator (profile nvidia): no node has 64 of nvidia.com/gpu")
+        assert condition(seen, "Scheduled")[:2] == ("False", "Unsatisfiable")

@@ -50,7 +50,7 @@ def test_a_tools_pod_reaches_nothing_and_nobody_but_its_workers_reaches_it(
             for role in ("tools", "judge", "rollout")
         }
         own, other = address[ours, "judge"], address[theirs, "judge"]
-        api = cluster.get("endpointslice", "kubernetes")["endpoints"][0]["addresses"][0]
+        api = cluster.get("endpointslice", "kubernetes", "default")["endpoints"][0]["addresses"][0]
         assert (
             reached(
                 cluster,

@@ -57,6 +57,8 @@ class Profile(Model):
     scheduler: str | None = None
     labels: Mapping[str, str] = {}
     host_mounts: tuple[HostMount, ...] = ()
+    scale_out: bool = True
+    """Whether the engine's token routes are opened by a flag, as since vLLM 0.30; before they were open and knew no such flag."""
     spare_slots: int = 0
     """Adapter slots beyond those that live versions need. vLLM before 0.27 may swap an adapter under a running request when a load
     evicts one in use (vllm#47724): with a spare slot no load ever evicts."""
@@ -77,14 +79,16 @@ class Profile(Model):
         return [*plain, *told]
 
 
-def _ascend(resource: str) -> Profile:
+def _ascend(resource: str, **more: Any) -> Profile:
+    """Of vllm-ascend 0.23, which is vLLM 0.23: its device plugin sets ASCEND_VISIBLE_DEVICES, unless Volcano schedules."""
     return Profile(
         resource=resource,
         image="npu",
-        env_from_annotation={"ASCEND_VISIBLE_DEVICES": resource},
         tolerations=(Toleration(key=resource),),
         host_mounts=(HostMount(path="/usr/local/Ascend/driver"), HostMount(path="/etc/hccn.conf")),
+        scale_out=False,
         spare_slots=1,
+        **more,
     )
 
 
@@ -92,9 +96,16 @@ BUILT_IN: Mapping[str, Profile] = {
     "cpu": Profile(image="cpu"),
     "nvidia": Profile(resource="nvidia.com/gpu", image="cuda", tolerations=(Toleration(key="nvidia.com/gpu"),)),
     "ascend": _ascend("huawei.com/Ascend910"),
+    "ascend-volcano": _ascend(
+        "huawei.com/Ascend910",
+        scheduler="volcano",
+        labels={"ring-controller.atlas": "ascend-910b"},
+        env_from_annotation={"ASCEND_VISIBLE_DEVICES": "huawei.com/Ascend910"},
+    ),
     "ascend-cce": _ascend("huawei.com/ascend-1980"),
 }
-"""`ascend` speaks mind-cluster's names, `ascend-cce` those of Huawei Cloud."""
+"""`ascend` speaks mind-cluster's names, `ascend-volcano` too where Volcano gives out the devices and writes which in an annotation;
+`ascend-cce` speaks those of Huawei Cloud."""
 
 
 def profiles(values: Mapping[str, Any]) -> dict[str, Profile]:

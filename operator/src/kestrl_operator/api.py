@@ -19,6 +19,8 @@ MANAGER = "kestrl-operator"
 """The field manager of all that is applied."""
 REQUEST_SECONDS = 30.0
 PAGE = 500
+UNTYPED = "failed to create typed patch object"
+"""Server-side apply answers 500 with these words to an object whose fields have other types than the kind's; 422 is what is meant."""
 
 
 class Kind(NamedTuple):
@@ -99,30 +101,38 @@ class Api:
     async def close(self) -> None:
         await self._client.aclose()
 
-    async def apply(self, wanted: Mapping[str, Any]) -> None:
-        """Server-side apply of an object, as ours."""
+    async def apply(self, wanted: Mapping[str, Any], *, force: bool = True) -> Object:
+        """Server-side apply of an object, as ours; returns it as it is now.
+
+        Args:
+            wanted: The object.
+            force: Whether fields that somebody else owns are taken from them. Without it they are left, and a Conflict is raised.
+        """
         kind = _BY_NAME[wanted["apiVersion"], wanted["kind"]]
         metadata = wanted["metadata"]
-        await self._patch(_RESOURCES[kind], metadata["name"], metadata["namespace"], wanted)
+        return await self._patch(_RESOURCES[kind], metadata["name"], metadata["namespace"], wanted, force=force)
 
-    async def apply_status(self, namespace: str, name: str, uid: str, status: Mapping[str, Any]) -> None:
-        """Server-side apply of a job's status; of this very job, not of another one of its name."""
+    async def apply_status(self, namespace: str, name: str, uid: str, status: Mapping[str, Any]) -> Object:
+        """Server-side apply of a job's status, of this very job, not of another one of its name; returns the job as it is now."""
         wanted = {
             "apiVersion": JOB.api_version,
             "kind": JOB.name,
             "metadata": {"name": name, "namespace": namespace, "uid": uid},
             "status": status,
         }
-        await self._patch(_RESOURCES[JOB].Status, name, namespace, wanted)
+        return await self._patch(_RESOURCES[JOB].Status, name, namespace, wanted, force=True)
 
-    async def _patch(self, resource: Any, name: str, namespace: str, wanted: Mapping[str, Any]) -> Object:
-        return await self._call(
+    async def _patch(
+        self, resource: Any, name: str, namespace: str, wanted: Mapping[str, Any], *, force: bool
+    ) -> Object:
+        made = await self._call(
             "apply",
             f"{resource.__name__} {namespace}/{name}",
             self._client.patch(
-                resource, name, dict(wanted), namespace=namespace, patch_type=PatchType.APPLY, force=True
+                resource, name, dict(wanted), namespace=namespace, patch_type=PatchType.APPLY, force=force
             ),
         )
+        return dict(made)
 
     async def delete(self, kind: Kind, namespace: str, name: str) -> None:
         """Deletes an object and, in the background, what it owns; one that is gone already is fine."""
@@ -193,4 +203,6 @@ def problem(error: Exception, doing: str) -> ApiProblem:
         return Gone(message, status=code, retryable=False)
     if code == 409:
         return Conflict(message, status=code, retryable=True)
+    if UNTYPED in message:
+        code = 422
     return ApiProblem(message, status=code, retryable=code in {408, 429} or code >= 500)

@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
-from kestrl_operator.api import DEPLOYMENT, JOB, NODE, POD, STATEFUL_SET, Api
+from kestrl_operator.api import JOB, NODE, POD, Api, Kind, Object
 from kestrl_operator.observe import node_of
 from kestrl_operator.reconcile import Reconciler
-from kestrl_operator.shell import MANAGED
+from kestrl_operator.shell import MANAGED, WATCHED
 from kestrl_operator.store import JOB_LABEL, Key, Store
 
 log = logging.getLogger(__name__)
 PODS_EVERY = 5
-"""Pods are more than jobs, so they are listed at every fifth audit only."""
+"""Pods, and what else a job has, are more than jobs, so they are listed at every fifth audit only."""
+CHILDREN = tuple(kind for kind in WATCHED if kind not in {JOB, POD})
 
 
 class Audit:
@@ -30,10 +31,21 @@ class Audit:
         store: Store,
         namespaces: tuple[str, ...],
         changed: Callable[[Key], None],
+        child: Callable[[Kind, Object], None],
         *,
         may_list_nodes: bool,
     ) -> None:
-        self._api, self._store, self._changed = api, store, changed
+        """Nothing is listed yet.
+
+        Args:
+            api: Asked.
+            store: Compared with.
+            namespaces: None means all.
+            changed: Called for a job that the stream was late to tell of.
+            child: Called with an object of a job that it was late to tell of, as the stream calls it.
+            may_list_nodes: Whether nodes are listed, too.
+        """
+        self._api, self._store, self._changed, self._child = api, store, changed, child
         self._namespaces: tuple[str | None, ...] = namespaces or (None,)
         self._may_list_nodes = may_list_nodes
         self._owed: dict[str, int] = {}
@@ -56,7 +68,7 @@ class Audit:
         await self._jobs()
         if self._rounds % PODS_EVERY == 0:
             await self._pods()
-            await self._workloads()
+            await self._children()
         if self._may_list_nodes:
             reconciler.nodes = [node_of(item) async for item in self._api.list(NODE, None)]
         self._rounds += 1
@@ -65,30 +77,28 @@ class Audit:
 
     async def _jobs(self) -> None:
         owed: dict[str, int] = {}
-        present: set[Key] = set()
+        known, present = self._store.known().jobs, set[str]()
         late: list[str] = []
         for namespace in self._namespaces:
             async for item in self._api.list(JOB, namespace):
                 uid, version = item["metadata"]["uid"], int(item["metadata"]["resourceVersion"])
                 behind = self._store.version(uid) < version
                 key = self._store.job(item)
-                present.add(key)
+                present.add(uid)
                 if behind:
                     self._changed(key)
                 if self._heard.get(uid, 0) < version:
                     owed[uid] = version
                 if uid in self._owed and self._heard.get(uid, 0) < self._owed[uid]:
                     late.append(str(key))
-        for key in self._store.keep_jobs(present):
-            self._changed(key)
-        known = {self._store.jobs[key]["metadata"]["uid"] for key in present if key in self._store.jobs}
-        self._heard = {uid: version for uid, version in self._heard.items() if uid in known}
+        self._forget(known - present)
+        self._heard = {uid: version for uid, version in self._heard.items() if uid in present}
         if late:
             log.error("the watch has not told of %s for a whole audit's interval", ", ".join(late[:5]))
         self._owed, self.deaf = owed, late
 
     async def _pods(self) -> None:
-        present: set[str] = set()
+        known, present = self._store.known().pods, set[str]()
         for namespace in self._namespaces:
             async for item in self._api.list(POD, namespace, labels=JOB_LABEL):
                 present.add(item["metadata"]["uid"])
@@ -96,13 +106,18 @@ class Audit:
                 key = self._store.pod(item)
                 if behind and key is not None:
                     self._changed(key)
-        for key in self._store.keep_pods(present):
-            self._changed(key)
+        self._forget(known - present)
 
-    async def _workloads(self) -> None:
+    async def _children(self) -> None:
+        known, present = self._store.known().children, set[str]()
         for namespace in self._namespaces:
-            for kind in (STATEFUL_SET, DEPLOYMENT):
+            for kind in CHILDREN:
                 async for item in self._api.list(kind, namespace, labels=MANAGED):
-                    key = self._store.workload(item)
-                    if key is not None:
-                        self._changed(key)
+                    present.add(item["metadata"]["uid"])
+                    if self._store.version(item["metadata"]["uid"]) < int(item["metadata"]["resourceVersion"]):
+                        self._child(kind, item)
+        self._forget(known - present)
+
+    def _forget(self, gone: Collection[str]) -> None:
+        for key in self._store.forget(gone):
+            self._changed(key)

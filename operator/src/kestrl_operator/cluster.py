@@ -68,6 +68,8 @@ class Cluster(_Values):
     tools_runtime_class: str | None = None
     """Such as gvisor: the RuntimeClass of tool pods."""
     network_policies: bool = True
+    egress_ports: tuple[int, ...] = (80, 443, 4317, 5432, 8080, 9000)
+    """Where object storage, model hubs, databases and collectors listen: nothing else beyond the job is reached by its pods."""
     domain: str = "svc"
     """Behind a Service's name and namespace."""
 
@@ -164,7 +166,8 @@ def site_of(
         database=f"sqlite:///{STATE}/ledger.db",
         work_dir=WORK,
         builds={
-            name: Build(profile.image, profile.spare_slots) for name, profile in profiles(cluster.accelerators).items()
+            name: Build(profile.image, profile.spare_slots, profile.scale_out)
+            for name, profile in profiles(cluster.accelerators).items()
         },
         linger=True,
         traceparent=traceparent,

@@ -62,7 +62,7 @@ class Lease:
                 if record["spec"].get("holderIdentity") == self._identity:
                     await self._write(record, holder="")
         except (ApiProblem, TimeoutError) as error:
-            log.warning("the lease is not given back: %s", error or NO_ANSWER)
+            log.warning("the lease is not given back: %s", str(error) or NO_ANSWER)
 
     async def _win(self) -> None:
         while not await self._tried():  # noqa: ASYNC110 - another machine's act, which no event of ours tells
@@ -80,7 +80,7 @@ class Lease:
                 async with asyncio.timeout_at(self.renewed + longest):
                     held = await self._attempt()
             except (ApiProblem, TimeoutError) as error:
-                log.warning("the lease cannot be renewed: %s", error or NO_ANSWER)
+                log.warning("the lease cannot be renewed: %s", str(error) or NO_ANSWER)
                 continue
             if not held:
                 return
@@ -90,7 +90,7 @@ class Lease:
             async with asyncio.timeout(self._seconds):
                 return await self._attempt()
         except (ApiProblem, TimeoutError) as error:
-            log.warning("the lease cannot be had: %s", error or NO_ANSWER)
+            log.warning("the lease cannot be had: %s", str(error) or NO_ANSWER)
             return False
 
     async def _attempt(self) -> bool:

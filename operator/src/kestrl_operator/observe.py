@@ -16,9 +16,11 @@ from kestrl.spec import AgentRLJob
 from kestrl_operator.accelerators import Node
 
 Object = Mapping[str, Any]
-ATTEMPTS, RESTARTS, RENDERED = "kestrl.dev/attempts", "kestrl.dev/restarts", "kestrl.dev/rendered"
-"""Annotations of the learner's StatefulSet: how often the learner and the whole job were started again, and what was applied. They are
-the operator's only memory: whoever leads next reads them there."""
+ATTEMPTS, RESTARTS, RENDERED, STORAGE = (
+    f"kestrl.dev/{name}" for name in ("attempts", "restarts", "rendered", "storage")
+)
+"""Annotations of the learner's StatefulSet: how often the learner and the whole job were started again, what was applied, and where the
+run is stored. They are the operator's only memory: whoever leads next reads them there."""
 UNSTARTABLE = frozenset(
     {"ErrImagePull", "ImagePullBackOff", "ErrImageNeverPull", "ImageInspectError", "InvalidImageName", "RegistryUnavailable",
      "SignatureValidationFailed", "CreateContainerConfigError", "PreCreateHookError", "CreateContainerError",

@@ -23,11 +23,10 @@ from kestrl_operator.events import Events
 from kestrl_operator.follow import Followers
 from kestrl_operator.lease import Lease
 from kestrl_operator.reconcile import Reconciler
-from kestrl_operator.store import INSTANCE_LABEL, Key, Store
+from kestrl_operator.store import WORKLOADS, Key, Store
 from kestrl_operator.work import Queue
 
 log = logging.getLogger(__name__)
-WORKLOADS = frozenset({"StatefulSet", "Deployment"})
 LONGEST_PASS = 120.0
 """Seconds of one pass: every call within has a shorter time-out, so this ends what hangs for a reason nobody thought of."""
 REMEMBERED_CHANGES = 10_000
@@ -64,7 +63,12 @@ class Operator:
         """
         may_list_nodes = await preflight(self._api, self._config)
         self._audit = Audit(
-            self._api, self._store, self._config.namespaces, self._queue.add, may_list_nodes=may_list_nodes
+            self._api,
+            self._store,
+            self._config.namespaces,
+            self._queue.add,
+            lambda kind, given: self._take(kind, given, deleted=False),
+            may_list_nodes=may_list_nodes,
         )
         self._observe()
         probes = await health.serve(self._config.health_listen, alive=self._wrong, ready=self._missing)
@@ -104,14 +108,10 @@ class Operator:
 
     def _take_ours(self, kind: Kind, given: Mapping[str, Any], deleted: bool) -> Key | None:
         """What we applied, as somebody changed it: a deletion, or a generation that no apply of ours made."""
-        metadata = given["metadata"]
-        job = metadata.get("labels", {}).get(INSTANCE_LABEL)
-        key = self._store.workload(given, deleted=deleted) if kind.name in WORKLOADS else None
-        if key is None and job is not None:
-            key = Key(metadata["namespace"], job)
+        key = self._store.child(kind.name, given, deleted=deleted)
         if key is None:
             return None
-        touched = deleted or self._touched(metadata["uid"], changed_by_another(given))
+        touched = deleted or self._touched(given["metadata"]["uid"], changed_by_another(given))
         if touched:
             self._reconciler.drifted(key)
         return key if touched or kind.name in WORKLOADS else None

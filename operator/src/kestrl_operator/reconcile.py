@@ -7,7 +7,7 @@ over after any line of it.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from time import time
 from typing import Any, NamedTuple
@@ -25,12 +25,13 @@ from kestrl_operator.cluster import GRPC_PORT, Cluster, site_of, storage_of
 from kestrl_operator.credentials import derive
 from kestrl_operator.events import Events
 from kestrl_operator.follow import Followers
-from kestrl_operator.observe import RENDERED, Memory, Snapshot, Told
+from kestrl_operator.observe import RENDERED, STORAGE, Memory, Snapshot, Told
 from kestrl_operator.policies import Decision, Stage, decide
 from kestrl_operator.render import Given, render
-from kestrl_operator.render.job import QUEUE_LABEL, ROLES
+from kestrl_operator.render.job import QUEUE_LABEL
+from kestrl_operator.shell import WATCHED
 from kestrl_operator.status import status_of
-from kestrl_operator.store import Key, Store
+from kestrl_operator.store import Child, Key, Store
 
 log = logging.getLogger(__name__)
 Object = dict[str, Any]
@@ -38,6 +39,9 @@ LOOK_AGAIN = 60.0
 """Seconds between two looks at a job whose learner speaks: a stall is told by the clock alone."""
 REFUSED = frozenset({400, 403, 413, 422})
 """The apiserver's answers to an object that it does not want: a person has to mend something."""
+TAKEN = "Apply failed with"
+"""The apiserver's words where a field is somebody else's: an object of that name was there before the job."""
+HEARD_OF = frozenset(kind.name for kind in WATCHED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +64,8 @@ class Drawn(NamedTuple):
     restarts: int
     queue: str | None
     digest: str = ""
+    children: frozenset[Child] = frozenset()
+    """Those that we are told of when somebody changes them."""
 
 
 class Reconciler:
@@ -105,8 +111,8 @@ class Reconciler:
         if decision.delete:
             await self._api.delete(JOB, *key)
             return None
-        if seen.job is not None:
-            seen, decision = await self._carried_out(key, seen, decision)
+        if seen.job is not None and not await self._carried_out(key, seen, seen.job, decision):
+            return None
         self._follow(key, seen, decision)
         await self._write_status(key, seen, decision)
         return self._look_again(seen, decision)
@@ -148,7 +154,7 @@ class Reconciler:
             storage_of(job, self._cluster)
             for part in (job.spec.inference, job.spec.learner):
                 self._cluster.profile(part.accelerator.profile)
-            self._objects(key, metadata["uid"], job, Decision(stage=Stage.RUNNING, parked=False), queue=None)
+            self._objects(key, metadata["uid"], job, Decision(stage=Stage.RUNNING, parked=False))
         except UserInputError as error:
             job, problem = None, str(error)
         parsed = Parsed(uid=metadata["uid"], generation=generation, job=job, problem=problem)
@@ -167,8 +173,12 @@ class Reconciler:
                 return f"spec.{part}.accelerator (profile {accelerator.profile}): {why}"
         return ""
 
-    def _objects(self, key: Key, uid: str, job: AgentRLJob, decision: Decision, *, queue: str | None) -> list[Object]:
+    def _objects(
+        self, key: Key, uid: str, job: AgentRLJob, decision: Decision, *, queue: str | None = None, stored: str = ""
+    ) -> list[Object]:
         uri, secret = storage_of(job, self._cluster)
+        if job.spec.storage.uri is None:
+            uri = stored or uri  # the cluster's default may have changed since the run began; the run has not
         run = f"{key.name}-{uid.partition('-')[0]}"
         site = site_of(
             job, key.namespace, self._cluster, run=run, storage=f"{uri.rstrip('/')}/{run}", traceparent=traceparent(uid)
@@ -181,6 +191,7 @@ class Reconciler:
                 components=plan(job, site),
                 cluster=self._cluster,
                 secrets=derive(self._key, uid),
+                storage=uri,
                 store=secret,
                 parked=decision.parked,
                 attempts=decision.attempts,
@@ -189,17 +200,20 @@ class Reconciler:
             )
         )
 
-    async def _carried_out(self, key: Key, seen: Snapshot, decision: Decision) -> tuple[Snapshot, Decision]:
-        """Does what was decided. An object that the apiserver refuses is told of as the manifest's problem."""
-        assert seen.job is not None
+    async def _carried_out(self, key: Key, seen: Snapshot, job: AgentRLJob, decision: Decision) -> bool:
+        """Does what was decided; False if the job is not there any more.
+
+        An object that the apiserver refuses is told of as the manifest's problem.
+        """
         if decision.drain:
             await self._drain(key)
         try:
-            await self._apply(key, seen, seen.job, decision)
+            if not await self._apply(key, seen, job, decision):
+                return False
         except Gone:
             raise
         except ApiProblem as error:
-            if error.status not in REFUSED:
+            if error.status not in REFUSED and TAKEN not in str(error):
                 raise
             log.warning("%s: %s", key, error)
             refused = replace(seen, job=None, problem=f"Kubernetes refuses an object of this job: {error}")
@@ -207,21 +221,30 @@ class Reconciler:
             raise
         for name in decision.remove:
             await self._api.delete(POD, key.namespace, name)
-        return seen, decision
+        return True
 
-    async def _apply(self, key: Key, seen: Snapshot, job: AgentRLJob, decision: Decision) -> None:
+    async def _apply(self, key: Key, seen: Snapshot, job: AgentRLJob, decision: Decision) -> bool:
+        """Applies all objects unless they stand as they are to be; False if the job is not there any more."""
         queue = seen.labels.get(QUEUE_LABEL)
         wanted = Drawn(seen.uid, seen.generation, decision.parked, decision.attempts, decision.restarts, queue)
         known = self._drawn.get(key)
         standing = seen.learner.annotations.get(RENDERED, "") if seen.learner is not None else ""
-        whole = len(seen.workloads) == len(ROLES) and key not in self._drifted
-        if whole and known is not None and known == wanted._replace(digest=standing):
-            return
-        objects = self._objects(key, seen.uid, job, decision, queue=queue)
+        there, untouched = self._store.children(key), key not in self._drifted
+        same = known is not None and known == wanted._replace(digest=standing, children=known.children)
+        if untouched and known is not None and same and known.children <= there:
+            return True
+        stored = seen.learner.annotations.get(STORAGE, "") if seen.learner is not None else ""
+        objects = self._objects(key, seen.uid, job, decision, queue=queue, stored=stored)
         digest = objects[-1]["metadata"]["annotations"][RENDERED]
-        self._drawn[key] = wanted._replace(digest=digest)
+        children = frozenset(
+            Child(item["kind"], item["metadata"]["name"]) for item in objects if item["kind"] in HEARD_OF
+        )
+        self._drawn[key] = wanted._replace(digest=digest, children=children)
+        whole = untouched and children <= there
         if whole and digest == standing:
-            return
+            return True
+        if not whole and seen.status and not await self._still_there(key, seen):
+            return False
         self._drifted.discard(key)
         # The first application is the root of the job's trace; later ones, and all that the pods do, hang on it.
         traced = beginning if seen.learner is None else within
@@ -230,10 +253,28 @@ class Reconciler:
             with traced(traceparent(seen.uid)), span(SpanName.RECONCILE, facts):
                 # One after another: jobs are worked on side by side, and a wide pool of connections costs more than it gains.
                 for item in objects:
-                    await self._api.apply(item)
+                    made = await self._api.apply(item, force=self._is_ours(item, there, begun=bool(standing)))
+                    if item["kind"] in HEARD_OF:
+                        self._store.child(item["kind"], made)
         except ApiProblem:
             self._drifted.add(key)
             raise
+        return True
+
+    def _is_ours(self, item: Object, there: Collection[Child], *, begun: bool) -> bool:
+        """Whether an object of this name can only be the job's: it was seen to be, or, of kinds that are not watched, the job has begun."""
+        child = Child(item["kind"], item["metadata"]["name"])
+        return child in there if item["kind"] in HEARD_OF else begun
+
+    async def _still_there(self, key: Key, seen: Snapshot) -> bool:
+        """Whether the job is: the objects of one whose deletion nobody told us of vanish, and are not to be made anew."""
+        try:
+            await self._api.apply_status(key.namespace, key.name, seen.uid, seen.status)
+        except Gone:
+            self._store.drop(key, seen.uid)
+            self.forget(key)
+            return False
+        return True
 
     async def _drain(self, key: Key) -> None:
         try:
@@ -255,7 +296,7 @@ class Reconciler:
         if status == seen.status:
             return
         try:
-            await self._api.apply_status(key.namespace, key.name, seen.uid, status)
+            self._store.job(await self._api.apply_status(key.namespace, key.name, seen.uid, status))
         except Gone:
             return  # deleted meanwhile
         await self._events.tell(key, seen, status)

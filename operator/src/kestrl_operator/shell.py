@@ -125,8 +125,10 @@ class Watch:
         self._take, self._namespaces = take, namespaces
         self._loop = asyncio.get_running_loop()
         self._stop, self.begun = threading.Event(), threading.Event()
+        self._told_to_stop = False
 
     def stop(self) -> None:
+        self._told_to_stop = True
         self._stop.set()
 
     async def run(self) -> None:
@@ -135,20 +137,29 @@ class Watch:
         Raises:
             WatchEnded: It was not told to stop.
         """
-        await asyncio.to_thread(asyncio.run, self._operate())
-        if not self._stop.is_set():
-            raise WatchEnded("a watch stream cannot go on; the line before says why")
+        why = await asyncio.to_thread(asyncio.run, self._operate())
+        if not self._told_to_stop:
+            raise WatchEnded(f"a watch stream cannot go on: {why}")
 
-    async def _operate(self) -> None:
+    async def _operate(self) -> str:
+        """Returns why it ended, if not for being told to."""
+
         def hand_over(kind: Kind, given: Object, deleted: bool) -> None:
             self._loop.call_soon_threadsafe(self._take, kind, given, deleted)
 
-        await kopf.operator(
-            registry=registry(hand_over),
-            settings=settings(),
-            standalone=True,
-            clusterwide=not self._namespaces,
-            namespaces=self._namespaces,
-            stop_flag=self._stop,
-            ready_flag=self.begun,
-        )
+        try:
+            await kopf.operator(
+                registry=registry(hand_over),
+                settings=settings(),
+                standalone=True,
+                clusterwide=not self._namespaces,
+                namespaces=self._namespaces,
+                stop_flag=self._stop,
+                ready_flag=self.begun,
+            )
+        except Exception as error:  # noqa: BLE001 - whatever ends kopf ends the operator, with these words
+            return str(error) or type(error).__name__
+        finally:
+            # Kopf waits for it in a thread of its own, for which a loop waits before it closes.
+            self._stop.set()
+        return "kopf has ended"

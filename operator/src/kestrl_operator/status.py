@@ -244,6 +244,8 @@ def _flowing(seen: Snapshot, decision: Decision, spec: JobSpec) -> Observed:
         return _not(Type.ROLLOUTS_FLOWING, "Drained")
     if wrong:
         return _not(Type.ROLLOUTS_FLOWING, "Failing", wrong)
+    if told is None and any(pod.ready for pod in seen.of(Role.LEARNER)):
+        return _unknown(Type.ROLLOUTS_FLOWING, "the learner, which asks for them, does not answer")
     if told is None or told.report.phase == "starting":
         return _not(Type.ROLLOUTS_FLOWING, "Starting")
     if told.report.phase in {*OVER, "draining"}:

@@ -1,7 +1,8 @@
-"""What the watch streams told, kept small: jobs as they are, pods and workloads as far as they are looked at."""
+"""What the watch streams told, kept small: jobs as they are, pods and workloads as far as they are looked at, of the rest the names."""
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -11,6 +12,9 @@ from kestrl_operator.observe import Pod, Workload, pod_of, workload_of
 Object = Mapping[str, Any]
 JOB_LABEL = "kestrl.dev/job"
 INSTANCE_LABEL = "app.kubernetes.io/instance"
+WORKLOADS = frozenset({"StatefulSet", "Deployment"})
+REMEMBERED = 10_000
+"""Deletions: a list that was asked for before one may be read after it."""
 
 
 class Key(NamedTuple):
@@ -23,20 +27,42 @@ class Key(NamedTuple):
         return f"{self.namespace}/{self.name}"
 
 
+class Child(NamedTuple):
+    """One of a job's objects that are watched."""
+
+    kind: str
+    name: str
+
+
+class Known(NamedTuple):
+    """Uids."""
+
+    jobs: frozenset[str]
+    pods: frozenset[str]
+    children: frozenset[str]
+
+
 class Store:
     """The newest that is known of each object. An event that is older than what is known already changes nothing."""
 
     def __init__(self) -> None:
         self.jobs: dict[Key, Object] = {}
         self._pods: dict[Key, dict[str, Pod]] = {}
-        self._workloads: dict[Key, dict[Role, Workload]] = {}
+        self._workloads: dict[Key, dict[str, Workload]] = {}
+        self._children: dict[Key, dict[str, Child]] = {}
+        """Both by uid."""
         self._versions: dict[str, int] = {}
+        self._deleted: OrderedDict[str, int] = OrderedDict()
 
     def pods(self, key: Key) -> list[Pod]:
         return list(self._pods.get(key, {}).values())
 
     def workloads(self, key: Key) -> dict[Role, Workload]:
-        return dict(self._workloads.get(key, {}))
+        return {workload.role: workload for workload in self._workloads.get(key, {}).values()}
+
+    def children(self, key: Key) -> frozenset[Child]:
+        """What is there of a job."""
+        return frozenset(self._children.get(key, {}).values())
 
     def version(self, uid: str) -> int:
         """The resourceVersion that is known of an object; 0 for none."""
@@ -44,24 +70,36 @@ class Store:
 
     def _newer(self, given: Object) -> bool:
         uid, version = given["metadata"]["uid"], int(given["metadata"]["resourceVersion"])
-        if version < self._versions.get(uid, 0):
+        if version < self._versions.get(uid, 0) or version <= self._deleted.get(uid, -1):
             return False
         self._versions[uid] = version
         return True
+
+    def _delete(self, given: Object) -> None:
+        uid, version = given["metadata"]["uid"], int(given["metadata"]["resourceVersion"])
+        self._versions.pop(uid, None)
+        self._deleted[uid] = version
+        while len(self._deleted) > REMEMBERED:
+            self._deleted.popitem(last=False)
 
     def job(self, given: Object, *, deleted: bool = False) -> Key:
         """Takes in a job; returns its key."""
         metadata = given["metadata"]
         key = Key(metadata["namespace"], metadata["name"])
         if deleted:
-            known = self.jobs.get(key)
-            if known is not None and known["metadata"]["uid"] == metadata["uid"]:
-                del self.jobs[key]
-            self._versions.pop(metadata["uid"], None)
+            self._delete(given)
+            self.drop(key, metadata["uid"])
         elif self._newer(given):
             lean = {name: value for name, value in metadata.items() if name != "managedFields"}
             self.jobs[key] = {**given, "metadata": lean}
         return key
+
+    def drop(self, key: Key, uid: str) -> None:
+        """A job is not there any more."""
+        known = self.jobs.get(key)
+        if known is not None and known["metadata"]["uid"] == uid:
+            del self.jobs[key]
+        self._versions.pop(uid, None)
 
     def pod(self, given: Object, *, deleted: bool = False) -> Key | None:
         """Takes in a pod; returns the key of its job."""
@@ -71,48 +109,65 @@ class Store:
         if job is None or pod is None:
             return None
         key = Key(metadata["namespace"], job)
-        pods = self._pods.setdefault(key, {})
         if deleted:
-            self._versions.pop(pod.uid, None)
-            if pod.name in pods and pods[pod.name].uid == pod.uid:
-                del pods[pod.name]
-            if not pods:
-                del self._pods[key]
+            self._delete(given)
+            self._forget_pod(key, pod.name, pod.uid)
         elif self._newer(given):
-            pods[pod.name] = pod
+            self._pods.setdefault(key, {})[pod.name] = pod
         return key
 
-    def workload(self, given: Object, *, deleted: bool = False) -> Key | None:
-        """Takes in a StatefulSet or Deployment; returns the key of its job."""
+    def _forget_pod(self, key: Key, name: str, uid: str) -> None:
+        pods = self._pods.get(key, {})
+        if name in pods and pods[name].uid == uid:
+            del pods[name]
+        if not pods:
+            self._pods.pop(key, None)
+        self._versions.pop(uid, None)
+
+    def child(self, kind: str, given: Object, *, deleted: bool = False) -> Key | None:
+        """Takes in a workload, or another object of a job that is watched; returns the key of its job."""
         metadata = given["metadata"]
         job = metadata.get("labels", {}).get(INSTANCE_LABEL)
-        workload = workload_of(given)
-        if job is None or workload is None:
+        if job is None:
             return None
-        key = Key(metadata["namespace"], job)
+        key, uid = Key(metadata["namespace"], job), metadata["uid"]
         if deleted:
-            self._versions.pop(metadata["uid"], None)
-            known = self._workloads.get(key, {})
-            known.pop(workload.role, None)
-            if not known:
-                self._workloads.pop(key, None)
+            self._delete(given)
+            self._forget_child(key, uid)
         elif self._newer(given):
-            self._workloads.setdefault(key, {})[workload.role] = workload
+            self._children.setdefault(key, {})[uid] = Child(kind, metadata["name"])
+            workload = workload_of(given) if kind in WORKLOADS else None
+            if workload is not None:
+                self._workloads.setdefault(key, {})[uid] = workload
         return key
 
-    def keep_jobs(self, present: Collection[Key]) -> Iterator[Key]:
-        """Forgets jobs that a list did not hold; yields their keys."""
-        for key in [key for key in self.jobs if key not in present]:
-            del self.jobs[key]
-            yield key
+    def _forget_child(self, key: Key, uid: str) -> None:
+        for known in (self._children, self._workloads):
+            objects = known.get(key, {})
+            objects.pop(uid, None)
+            if not objects:
+                known.pop(key, None)
+        self._versions.pop(uid, None)
 
-    def keep_pods(self, present: Collection[str]) -> Iterator[Key]:
-        """Forgets pods that a list did not hold, by uid; yields the keys of their jobs."""
+    def known(self) -> Known:
+        """All there is: what a list that is asked for now does not hold was deleted."""
+        return Known(
+            jobs=frozenset(job["metadata"]["uid"] for job in self.jobs.values()),
+            pods=frozenset(pod.uid for pods in self._pods.values() for pod in pods.values()),
+            children=frozenset(uid for children in self._children.values() for uid in children),
+        )
+
+    def forget(self, gone: Collection[str]) -> Iterator[Key]:
+        """Forgets objects that a list did not hold, by uid; yields the keys of their jobs."""
+        for key, job in list(self.jobs.items()):
+            if job["metadata"]["uid"] in gone:
+                self.drop(key, job["metadata"]["uid"])
+                yield key
         for key, pods in list(self._pods.items()):
-            gone = [name for name, pod in pods.items() if pod.uid not in present]
-            for name in gone:
-                self._versions.pop(pods.pop(name).uid, None)
-            if not pods:
-                del self._pods[key]
-            if gone:
+            for pod in [pod for pod in pods.values() if pod.uid in gone]:
+                self._forget_pod(key, pod.name, pod.uid)
+                yield key
+        for key, children in list(self._children.items()):
+            for uid in [uid for uid in children if uid in gone]:
+                self._forget_child(key, uid)
                 yield key

@@ -36,7 +36,8 @@ def engine_component(job: AgentRLJob, site: Site, index: int) -> Component:
     """The engine of replica `index`."""
     spec = job.spec
     endpoint = site.endpoint(Role.ENGINE, index)
-    slots = spec.inference.adapter_slots + site.build(spec.inference.accelerator, "inference").spare_slots
+    build = site.build(spec.inference.accelerator, "inference")
+    slots = spec.inference.adapter_slots + build.spare_slots
     options: Options = {
         **_model_options(job, site),
         "served-model-name": BASE_MODEL_NAME,
@@ -46,7 +47,7 @@ def engine_component(job: AgentRLJob, site: Site, index: int) -> Component:
         # One more than the live versions: an adapter that the engine dropped by itself would be read again from a folder
         # that may be gone, which ends the engine.
         "max-cpu-loras": slots + 1,
-        "enable-scale-out": True,
+        "enable-scale-out": build.scale_out,
         "logprobs-mode": "processed_logprobs",
         "generation-config": "vllm",
         "middleware": "kestrl_inference.guard.ControlGuard",
@@ -111,7 +112,7 @@ def _model_options(job: AgentRLJob, site: Site) -> Options:
         "max-model-len": spec.inference.context_length,
         "enable-lora": True,
         "max-lora-rank": engine_rank(spec.model.adapter.rank),
-        **(_cpu_options(job) if _on_cpu(job, site) else {}),
+        **(_cpu_options(job) if _on_cpu(job, site) else _device_options(job)),
     }
 
 
@@ -119,6 +120,12 @@ def _cpu_environment(job: AgentRLJob, site: Site) -> dict[str, str]:
     if not _on_cpu(job, site):
         return {}
     return {**CPU_ENVIRONMENT, "OMP_NUM_THREADS": str(job.spec.inference.threads)}
+
+
+def _device_options(job: AgentRLJob) -> Options:
+    """All devices of a replica hold one model between them."""
+    count = job.spec.inference.accelerator.count
+    return {"tensor-parallel-size": count} if count > 1 else {}
 
 
 def _cpu_options(job: AgentRLJob) -> Options:

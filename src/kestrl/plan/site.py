@@ -42,9 +42,11 @@ class Build(NamedTuple):
     """torch's word for it: cpu, cuda or npu."""
     spare_slots: int = 0
     """Adapter slots of an engine beyond those that live versions need."""
+    scale_out: bool = True
+    """Whether an engine must be told to open its token routes: vLLM since 0.30."""
 
 
-BUILDS: Mapping[str, Build] = {"cpu": Build("cpu"), "nvidia": Build("cuda"), "ascend": Build("npu", spare_slots=1)}
+BUILDS: Mapping[str, Build] = {"cpu": Build("cpu"), "nvidia": Build("cuda"), "ascend": Build("npu", 1, scale_out=False)}
 """By accelerator profile, on one machine."""
 
 

@@ -48,6 +48,11 @@ SPEC_RULES = (
         for part in IDENTITY
     ),
     rule(
+        "has(self.storage.uri) == has(oldSelf.storage.uri) && (!has(self.storage.uri) || self.storage.uri == oldSelf.storage.uri)",
+        "storage.uri cannot change under a job: its run lies there; make another job",
+        ".storage.uri",
+    ),
+    rule(
         "self.inference.adapterSlots >= self.algorithm.maxStaleness + 2",
         "cannot hold every version a rollout may still need: maxStaleness + 2; raise it or lower algorithm.maxStaleness",
         ".inference.adapterSlots",

@@ -1,4 +1,7 @@
-"""What the operator writes of a job, from what it observed. Nothing here is ever read to decide what to do."""
+"""What the operator writes of a job, from what it observed.
+
+Only its life is read again: that it has ended (`Succeeded`, `finishedAt`), that it was suspended, and since when it runs (`startedAt`).
+"""
 
 from __future__ import annotations
 

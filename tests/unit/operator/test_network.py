@@ -11,7 +11,9 @@ import pytest
 
 from kestrl.plan.components import Role
 from kestrl_operator.cluster import GRPC_PORT, HTTP_PORT, METRICS_PORT
-from kestrl_operator.render.network import policies, selector, service
+from kestrl_operator.render.network import selector
+
+from .rendering import ROLES, of_kind, rendered
 
 GRPC, HTTP, METRICS = GRPC_PORT, HTTP_PORT, METRICS_PORT
 
@@ -44,11 +46,9 @@ PRIVATE_STORAGE = Party(address="192.168.7.7", namespace="")
 METADATA = Party(address="169.254.169.254", namespace="")
 ALIBABAS, AZURES = Party(address="100.100.100.200", namespace=""), Party(address="168.63.129.16", namespace="")
 
-POLICIES = [
-    {"metadata": {"name": name, "namespace": "team-a"}, "spec": spec}
-    for job in ("email-search", "other")
-    for name, spec in policies(job)
-]
+OBJECTS, ELSEWHERE = rendered(), rendered("metadata.name=other")
+POLICIES = list(of_kind([*OBJECTS, *ELSEWHERE], "NetworkPolicy").values())
+SERVICES = of_kind(OBJECTS, "Service")
 
 
 def selects(chosen: Mapping[str, Any], labels: Mapping[str, str]) -> bool:
@@ -133,6 +133,23 @@ def test_only_the_arrows_of_the_house_are_open(one: Party, other: Party, port: i
     assert may(one, other, port) is allowed
 
 
+ARROWS = {
+    ("learner", "rollout"),
+    ("learner", "engine"),
+    ("rollout", "engine"),
+    ("rollout", "tools"),
+    ("rollout", "judge"),
+    ("engine", "engine"),
+}
+
+
+@pytest.mark.parametrize("one", MINE)
+@pytest.mark.parametrize("other", MINE)
+def test_each_end_of_an_arrow_opens_it_and_neither_end_opens_another(one: str, other: str) -> None:
+    for direction, party, peer in (("Egress", one, other), ("Ingress", other, one)):
+        assert lets_through(MINE[party], MINE[peer], direction, GRPC, "TCP") is ((one, other) in ARROWS)
+
+
 @pytest.mark.parametrize("name", MINE)
 def test_whoever_gathers_metrics_reads_them_and_nothing_else(name: str) -> None:
     assert may(PROMETHEUS, MINE[name], METRICS)
@@ -174,9 +191,27 @@ def test_a_pod_of_the_job_that_no_role_has_reaches_and_is_reached_by_nobody() ->
 
 
 def test_a_role_is_found_by_the_pods_that_its_policy_is_for() -> None:
-    for role in (Role.INFERENCE, Role.TOOLS, Role.JUDGE, Role.ROLLOUT, Role.LEARNER):
-        spec = dict(policies("email-search"))[f"email-search-{role}"]
-        assert service("email-search", role)["selector"] == spec["podSelector"]["matchLabels"]
+    policies = of_kind(OBJECTS, "NetworkPolicy")
+    workloads = of_kind(OBJECTS, "StatefulSet", "Deployment")
+    for name in (f"email-search-{role}" for role in ROLES):
+        chosen = policies[name]["spec"]["podSelector"]["matchLabels"]
+        assert SERVICES[name]["spec"]["selector"] == chosen
+        assert chosen.items() <= workloads[name]["spec"]["template"]["metadata"]["labels"].items()
+
+
+def test_an_administrator_says_on_which_ports_the_world_is_reached() -> None:
+    policies = of_kind(rendered(values={"egressPorts": [8443]}), "NetworkPolicy")
+    for role in ("learner", "rollout", "inference"):
+        (far,) = (
+            rule
+            for rule in policies[f"email-search-{role}"]["spec"]["egress"]
+            if any("ipBlock" in peer for peer in rule.get("to", ()))
+        )
+        assert far["ports"] == [{"port": 8443, "protocol": "TCP"}]
+
+
+def test_without_policies_there_are_none() -> None:
+    assert of_kind(rendered(values={"networkPolicies": False}), "NetworkPolicy") == {}
 
 
 @pytest.mark.parametrize(
@@ -190,7 +225,7 @@ def test_a_role_is_found_by_the_pods_that_its_policy_is_for() -> None:
     ],
 )
 def test_pods_are_found_one_by_one_where_they_are_called_so(role: Role, headless: bool, early: bool) -> None:
-    made = service("email-search", role)
+    made = SERVICES[f"email-search-{role}"]["spec"]
     assert (made.get("clusterIP") == "None", made.get("publishNotReadyAddresses", False)) == (headless, early)
     ports = {item["name"]: item["port"] for item in made["ports"]}
     assert ports == {"grpc": GRPC, "metrics": METRICS, **({"http": HTTP} if role is Role.INFERENCE else {})}

@@ -72,6 +72,7 @@ def tools(**fields: Any) -> dict[str, Any]:
         (spec(hostAliases=[{"ip": "10.0.0.1"}]), "spec.hostAliases", [{"ip": "10.0.0.1"}]),
         (spec(affinity={"nodeAffinity": {"a": 1, "b": None}}), "spec.affinity", {"nodeAffinity": {"a": 1}}),
         (spec(tolerations=[{"key": "mine"}]), "spec.tolerations", [{"key": "mine"}]),
+        (spec(volumes="none"), "spec.volumes", "none"),
         (tools(image="r/tools:2"), "spec.containers.tools.image", "r/tools:2"),
         (tools(image="r/tools:2"), "spec.containers.tools.args", ["--settings", "x"]),
         (tools(args=["y"]), "spec.containers.tools.args", ["y"]),

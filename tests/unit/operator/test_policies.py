@@ -148,6 +148,13 @@ LIFE: list[tuple[str, dict[str, Any], Stage, bool, dict[str, Any]]] = [
         {"remove": ("email-search-learner-0",)},
     ),
     (
+        "taken back when it had drained: another learner's pod is left alone",
+        {"told": told(over("suspended")), "pods": [pod(Role.LEARNER, 1), pod(Role.LEARNER)]},
+        Stage.RUNNING,
+        False,
+        {"remove": ("email-search-learner-0",)},
+    ),
+    (
         "resumed after all was let go",
         {"told": None, "pods": [], "workloads": workloads(learner_replicas=0)},
         Stage.RUNNING,

@@ -3,62 +3,18 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kestrl.errors import UserInputError
 from kestrl.plan.components import Role
-from kestrl.plan.planning import plan
 from kestrl.prepare import PrepareSettings
-from kestrl.spec import read_job
-from kestrl_operator.cluster import read_cluster, site_of
 from kestrl_operator.observe import workload_of
-from kestrl_operator.render import Given, render
 from kestrl_operator.render.job import preparation
 
-ROOT = Path(__file__).parents[3]
-QUICKSTART = ROOT / "examples" / "email-search" / "quickstart.yaml"
-VALUES: dict[str, Any] = {
-    "images": {
-        "engine": {
-            "cpu": "r/engine-cpu:1",
-            "cuda": "vllm/vllm-openai:v0.32.0",
-            "npu": "quay.io/ascend/vllm-ascend:v0.23.0",
-        },
-        "learner": {"cpu": "r/learner-cpu:1", "cuda": "r/learner-cuda:1", "npu": "r/learner-npu:1"},
-        "agent": "r/agent:1",
-        "rollout": "r/rollout:1",
-        "tools": "r/tools:1",
-        "judge": "r/judge:1",
-    }
-}
-NVIDIA = ("inference.accelerator={profile: nvidia, count: 2}", "learner.accelerator={profile: nvidia}")
-ASCEND = ("inference.accelerator={profile: ascend, count: 1}", "learner.accelerator={profile: ascend}")
-
-
-SECRETS = {
-    "KESTRL_JOB_TOKEN": "of-the-job",
-    "KESTRL_ENGINE_KEY": "of-the-engine",
-    "KESTRL_ENGINE_CONTROL_KEY": "of-its-control",
-}
-ROLES = ("inference", "tools", "judge", "rollout", "learner")
-
-
-def given(*overrides: str, values: dict[str, Any] | None = None, **changes: Any) -> Given:
-    job, cluster = read_job(QUICKSTART, overrides), read_cluster({**VALUES, **(values or {})})
-    site = site_of(job, "team-a", cluster, run="email-search-1", storage="s3://bucket/email-search-1")
-    plain: dict[str, Any] = {"job": job, "namespace": "team-a", "uid": "u-1", "cluster": cluster, "secrets": SECRETS}
-    return Given(**(plain | {"components": plan(job, site)} | changes))
-
-
-def rendered(*overrides: str, values: dict[str, Any] | None = None, **changes: Any) -> list[dict[str, Any]]:
-    return render(given(*overrides, values=values, **changes))
-
-
-def of_kind(objects: list[dict[str, Any]], *kinds: str) -> dict[str, dict[str, Any]]:
-    return {item["metadata"]["name"]: item for item in objects if item["kind"] in kinds}
+from .rendering import ASCEND, NVIDIA, ROLES, SECRETS, VALUES, given, of_kind, rendered
+from .seen import job
 
 
 def workloads(objects: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
@@ -96,6 +52,36 @@ def test_what_pods_need_is_there_before_them_and_the_learner_is_the_last() -> No
     before = ("Secret", "ConfigMap", "ServiceAccount", "NetworkPolicy", "Service", "PodDisruptionBudget")
     assert max(last[kind] for kind in before) < min(first["StatefulSet"], first["Deployment"])
     assert [item["metadata"]["name"].removeprefix("email-search-") for item in rendered()[-5:]] == list(ROLES)
+
+
+def test_pods_that_are_called_one_by_one_are_of_stateful_sets_that_start_them_all_at_once() -> None:
+    for name, item in workloads(rendered()).items():
+        stateful = name.endswith(("inference", "learner"))
+        assert item["kind"] == ("StatefulSet" if stateful else "Deployment")
+        assert item["spec"].get("serviceName") == (name if stateful else None)
+        assert item["spec"].get("podManagementPolicy") == ("Parallel" if stateful else None)
+
+
+def test_the_learners_state_outlives_its_pods_and_not_the_job() -> None:
+    claimed = {
+        name: item["spec"] for name, item in workloads(rendered()).items() if "volumeClaimTemplates" in item["spec"]
+    }
+    assert set(claimed) == {"email-search-learner"}
+    kept = claimed["email-search-learner"]["persistentVolumeClaimRetentionPolicy"]
+    assert kept == {"whenDeleted": "Delete", "whenScaled": "Retain"}
+
+
+def test_a_drained_node_takes_one_pod_of_a_role_at_a_time() -> None:
+    for name, item in of_kind(rendered(), "PodDisruptionBudget").items():
+        assert item["spec"]["maxUnavailable"] == 1
+        assert item["spec"]["selector"] == workloads(rendered())[name]["spec"]["selector"]
+
+
+def test_pods_have_an_account_without_a_token() -> None:
+    objects = rendered()
+    (account,) = of_kind(objects, "ServiceAccount").values()
+    assert (account["metadata"]["name"], account["automountServiceAccountToken"]) == ("email-search", False)
+    assert {pod(objects, role)["serviceAccountName"] for role in ROLES} == {"email-search"}
 
 
 def test_the_learner_carries_what_the_operator_remembers() -> None:
@@ -261,7 +247,7 @@ def test_every_pod_passes_pod_security_restricted(overrides: tuple[str, ...]) ->
 
 def test_every_mount_has_its_volume_and_every_settings_file_exists() -> None:
     objects = rendered(*ASCEND)
-    files = of_kind(objects, "ConfigMap")["email-search-settings"]["data"]
+    files = of_kind(objects, "ConfigMap")["email-search-agentrljob"]["data"]
     for item in workloads(objects).values():
         spec = item["spec"]["template"]["spec"]
         known = {volume["name"] for volume in spec["volumes"]}
@@ -299,7 +285,7 @@ def test_credentials_are_references_and_each_has_only_its_own() -> None:
             for variable in held.get("env", ()):
                 if variable["name"] in {"KESTRL_JOB_TOKEN", "KESTRL_ENGINE_KEY", "KESTRL_ENGINE_CONTROL_KEY"}:
                     assert variable["valueFrom"]["secretKeyRef"] == {
-                        "name": "email-search-credentials",
+                        "name": "email-search-agentrljob",
                         "key": variable["name"],
                     }
     held_by = {
@@ -334,13 +320,13 @@ def test_the_storages_credentials_are_where_storage_is_used_and_nowhere_near_a_t
 
 def test_tools_prepare_nothing_that_they_cannot_reach() -> None:
     def prepared(*overrides: str) -> list[str]:
-        return [item.uri for item in preparation(read_job(QUICKSTART, overrides), Role.TOOLS).data]
+        return [item.uri for item in preparation(job(*overrides), Role.TOOLS).data]
 
     stored = "data.train={uri: 's3://bucket/train.jsonl'}"
     assert prepared() == ["demo://email/train", "demo://email/validation"]
     assert prepared(stored) == ["demo://email/validation"]
     assert prepared("data.train={uri: 'pvc://sets/train.jsonl'}", "data.validation=null") == ["pvc://sets/train.jsonl"]
-    learner = preparation(read_job(QUICKSTART, (stored,)), Role.LEARNER)
+    learner = preparation(job(stored), Role.LEARNER)
     assert [item.uri for item in learner.data] == ["s3://bucket/train.jsonl", "demo://email/validation"]
 
 
@@ -373,7 +359,7 @@ def test_a_parked_job_keeps_its_objects_and_runs_nothing() -> None:
 
 
 def test_what_pods_prepare_is_what_they_need() -> None:
-    files = of_kind(rendered(), "ConfigMap")["email-search-settings"]["data"]
+    files = of_kind(rendered(), "ConfigMap")["email-search-agentrljob"]["data"]
     needs = {
         name: PrepareSettings.model_validate_json(text) for name, text in files.items() if name.startswith("prepare-")
     }
@@ -386,6 +372,14 @@ def test_what_pods_prepare_is_what_they_need() -> None:
     ]
     assert needs["prepare-learner.json"].data == needs["prepare-tools.json"].data
     assert {item.data_dir for item in needs.values()} == {"/kestrl/data"}
+    assert {item.template for item in needs.values()} == {None}
+
+
+def test_a_chat_template_is_put_where_prompts_are_made() -> None:
+    own = job("agent.template={uri: 's3://bucket/chat.jinja'}")
+    needs = {role: preparation(own, role) for role in Role}
+    assert {role for role, need in needs.items() if need.template == "s3://bucket/chat.jinja"} == {Role.ROLLOUT}
+    assert needs[Role.ROLLOUT].template_target == "/kestrl/data/template.jinja"
 
 
 def test_the_administrators_choices_are_in_the_pods() -> None:

@@ -428,7 +428,7 @@ TABLE: list[tuple[str, dict[str, Any], str, Expected]] = [
         {
             "PolicyConverged": ("Unknown", NOT_OBSERVED),
             "LearnerProgressing": ("False", "Unavailable", "it does not answer"),
-            "RolloutsFlowing": ("False", "Starting"),
+            "RolloutsFlowing": ("Unknown", NOT_OBSERVED, "the learner, which asks for them, does not answer"),
             "CheckpointDurable": ("True", "Confirmed"),
         },
     ),

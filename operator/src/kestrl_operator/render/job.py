@@ -14,12 +14,13 @@ from kestrl.prepare import OBJECT_SCHEMES, DataSource, PrepareSettings
 from kestrl.spec import AgentRLJob
 from kestrl_operator.accelerators import Profile
 from kestrl_operator.cluster import DATA, MODEL, Cluster, prepared, workload
-from kestrl_operator.observe import ATTEMPTS, RENDERED, RESTARTS
+from kestrl_operator.observe import ATTEMPTS, RENDERED, RESTARTS, STORAGE
 from kestrl_operator.render import network
 from kestrl_operator.render.patching import patched
-from kestrl_operator.render.pods import Object, checksum, container, credentials, settings_map, template
+from kestrl_operator.render.pods import Object, account, checksum, container, credentials, settings_map, template
 
 SETTINGS_DIGEST = "kestrl.dev/settings"
+CREDENTIALS_DIGEST = "kestrl.dev/credentials"
 QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
 STATEFUL = (Role.INFERENCE, Role.LEARNER)
 ROLES = (Role.INFERENCE, Role.TOOLS, Role.JUDGE, Role.ROLLOUT, Role.LEARNER)
@@ -38,6 +39,8 @@ class Given:
     cluster: Cluster
     secrets: Mapping[str, str] = field(repr=False)
     """Credentials by variable."""
+    storage: str
+    """Where all runs of the cluster or job are stored: kept where the learner's state is, so that a run is never begun anew elsewhere."""
     store: str | None = None
     """The Secret with the object storage's credentials."""
     parked: bool = False
@@ -88,20 +91,20 @@ def render(given: Given) -> list[Object]:
         _object(given, "v1", "Secret", credentials(given.name), type="Opaque", stringData=dict(given.secrets)),
         _object(given, "v1", "ConfigMap", settings_map(given.name), data=settings),
         # One for all pods: it has no rights, and no pod has its token.
-        _object(given, "v1", "ServiceAccount", given.name, automountServiceAccountToken=False),
+        _object(given, "v1", "ServiceAccount", account(given.name), automountServiceAccountToken=False),
     ]
     if given.cluster.network_policies:
         # Before any pod: none is to run for a moment with nothing in its way.
         objects += [
             _object(given, "networking.k8s.io/v1", "NetworkPolicy", name, spec=spec)
-            for name, spec in network.policies(given.name)
+            for name, spec in network.policies(given.name, given.cluster.egress_ports)
         ]
     for role in ROLES:
         objects += _of_role(given, role)
     for role in ROLES:
         objects.append(_workload(given, role, settings))
-    counts = {ATTEMPTS: str(given.attempts), RESTARTS: str(given.restarts)}
-    objects[-1]["metadata"]["annotations"] = {**counts, RENDERED: digest(objects)}
+    kept = {ATTEMPTS: str(given.attempts), RESTARTS: str(given.restarts), STORAGE: given.storage}
+    objects[-1]["metadata"]["annotations"] = {**kept, RENDERED: digest(objects)}
     return objects
 
 
@@ -184,7 +187,9 @@ def _workload_spec(given: Given, role: Role, settings: Mapping[str, str]) -> Obj
         )
         for part in parts
     ]
-    read = {name: text for name, text in settings.items() if name.startswith((f"{role}", f"prepare-{role}."))}
+    # Agents' files differ by their numbers alone: another replica is no reason to roll those that are there.
+    own = f"{role}-0.json" if role is Role.INFERENCE else f"{role}.json"
+    read = {name: settings[name] for name in (own, f"prepare-{role}.json") if name in settings}
     pods = template(
         given.name,
         role,
@@ -211,7 +216,11 @@ def _workload_spec(given: Given, role: Role, settings: Mapping[str, str]) -> Obj
 
 def _annotations(given: Given, role: Role, read: Mapping[str, str]) -> dict[str, str]:
     """What rolls the pods of a role: what they read, a restart of the job, and for the learner its own."""
-    made = {SETTINGS_DIGEST: checksum(read), RESTARTS: str(given.restarts)}
+    made = {
+        SETTINGS_DIGEST: checksum(read),
+        CREDENTIALS_DIGEST: checksum(given.secrets),
+        RESTARTS: str(given.restarts),
+    }
     return {**made, ATTEMPTS: str(given.attempts)} if role is Role.LEARNER else made
 
 

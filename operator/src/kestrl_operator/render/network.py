@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from kestrl.plan.components import Role
@@ -45,10 +45,10 @@ def service(job: str, role: Role) -> Object:
     return spec
 
 
-def policies(job: str) -> Iterator[tuple[str, Object]]:
+def policies(job: str, far_ports: Sequence[int]) -> Iterator[tuple[str, Object]]:
     """Nothing for all pods of the job, then what each role needs."""
     everyone = {"matchLabels": {"kestrl.dev/job": job}}
-    yield job, {"podSelector": everyone, "policyTypes": ["Ingress", "Egress"]}
+    yield f"{job}-all", {"podSelector": everyone, "policyTypes": ["Ingress", "Egress"]}
     for role, callers in CALLERS.items():
         called = [callee for callee, by in CALLERS.items() if role in by]
         yield (
@@ -57,7 +57,7 @@ def policies(job: str) -> Iterator[tuple[str, Object]]:
                 "podSelector": {"matchLabels": selector(job, role)},
                 "policyTypes": ["Ingress", "Egress"],
                 "ingress": _ingress(job, role, callers),
-                "egress": _egress(job, role, called),
+                "egress": _egress(job, role, called, far_ports),
             },
         )
 
@@ -87,7 +87,7 @@ def _ingress(job: str, role: Role, callers: tuple[Role, ...]) -> list[Object]:
     return rules
 
 
-def _egress(job: str, role: Role, called: list[Role]) -> list[Object]:
+def _egress(job: str, role: Role, called: list[Role], far_ports: Sequence[int]) -> list[Object]:
     rules: list[Object] = [{"to": [_pods(job, callee)], "ports": _ports(callee)} for callee in called]
     if role is Role.INFERENCE:
         rules.append({"to": [_pods(job, role)], "ports": _ports(role)})
@@ -97,7 +97,7 @@ def _egress(job: str, role: Role, called: list[Role]) -> list[Object]:
         rules.append(
             {
                 "to": [{"ipBlock": {"cidr": "0.0.0.0/0", "except": list(METADATA)}}],
-                "ports": [{"port": port, "protocol": "TCP"} for port in (80, 443, 4317, 5432, 8080, 9000)],
+                "ports": [{"port": port, "protocol": "TCP"} for port in far_ports],
             }
         )
     return rules

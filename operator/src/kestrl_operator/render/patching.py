@@ -46,7 +46,11 @@ def patched(template: Object, patches: Sequence[tuple[str, Mapping[str, Any]]]) 
 def _check(place: str, patch: Mapping[str, Any]) -> None:
     for field in sorted(set(patch) - {"metadata", "spec"}):
         raise UserInputError(f"{place}.{field}: a pod template has metadata and spec, nothing else")
-    for field in _map(patch, "spec", place):
+    spec = _map(patch, "spec", place)
+    volumes: object = spec.get("volumes", ())
+    if "serviceAccountToken" in repr(volumes):
+        raise UserInputError(f"{place}.spec.volumes: a pod of a job has no token of its ServiceAccount; remove it")
+    for field in spec:
         if field in HELD:
             raise UserInputError(f"{place}.spec.{field}: is not a job's to change; remove it")
     metadata = _map(patch, "metadata", place)

@@ -109,8 +109,16 @@ def environment(job: str, component: Component, profile: Profile) -> list[Object
 
 
 def credentials(job: str) -> str:
-    """The Secret with what the job's components prove themselves with."""
-    return f"{job}-credentials"
+    """The Secret with what the job's components prove themselves with.
+
+    What is not watched has a name that nobody gives to things of their own: an object that is there already would become the job's.
+    """
+    return f"{job}-agentrljob"
+
+
+def account(job: str) -> str:
+    """The ServiceAccount of all pods."""
+    return f"{job}-agentrljob"
 
 
 def from_secret(name: str | None) -> Object:
@@ -186,7 +194,7 @@ def volumes(job: str, role: Role, profile: Profile, claims: Sequence[str]) -> li
 
 def settings_map(job: str) -> str:
     """The ConfigMap with every component's settings."""
-    return f"{job}-settings"
+    return f"{job}-agentrljob"
 
 
 def preparing(image: str, role: Role, cluster: Cluster, store: str | None, claims: Sequence[str]) -> Object:
@@ -224,7 +232,7 @@ def template(
     """The pod template of a role: rolled when what its pods read changes, and by nothing else."""
     prepares = role is not Role.JUDGE
     spec: Object = {
-        "serviceAccountName": job,
+        "serviceAccountName": account(job),
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
         "securityContext": POD_SECURITY,

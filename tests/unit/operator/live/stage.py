@@ -73,6 +73,14 @@ class Running:
             await self.task
         await self.api.close()
 
+    def jobs(self) -> set[str]:
+        """What it believes that there is; its metric kestrl_operator_jobs counts them."""
+        return {key.name for key in self.operator._store.jobs}
+
+    def passes(self) -> int:
+        """How often it has looked at a job without trouble."""
+        return self.operator._passes["ok"]
+
     async def asked(self, path: str = "healthz") -> tuple[int, str]:
         """What a probe of the kubelet is answered."""
         async with (
@@ -117,7 +125,9 @@ class Stage:
         return running
 
     def watches(self, user: str) -> bool:
-        return {item.resource for item in self.cluster.requests("watch", user=user)} >= {kind.plural for kind in WATCHED}
+        return {item.resource for item in self.cluster.requests("watch", user=user)} >= {
+            kind.plural for kind in WATCHED
+        }
 
     async def stop(self, running: Running) -> None:
         self.running.remove(running)
@@ -134,6 +144,13 @@ class Stage:
             return holds()
 
         return await self.cluster.until(looked, what, seconds=seconds)
+
+    async def until_asked(self, running: Running, code: int, *, seconds: float = 30.0) -> str:
+        """Waits until /healthz answers so; returns its words."""
+        async with asyncio.timeout(seconds):
+            while (answer := await running.asked())[0] != code:  # noqa: ASYNC110 - a probe is asked, it does not tell
+                await asyncio.sleep(0.02)
+        return answer[1]
 
     def job(self, name: str = JOB, namespace: str = NAMESPACE, **spec: Any) -> Object:
         """Applies the quickstart, changed."""

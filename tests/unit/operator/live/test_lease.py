@@ -38,7 +38,9 @@ async def stirring(stage: Stage, controllers: Controllers) -> AsyncGenerator[Non
 
 def taken(stage: Stage, user: str) -> float | None:
     """When a user's first successful write of the lease was asked for."""
-    writes = [item for item in stage.cluster.requests(resource="leases", user=user) if item.verb in {"create", "update"}]
+    writes = [
+        item for item in stage.cluster.requests(resource="leases", user=user) if item.verb in {"create", "update"}
+    ]
     return next((item.at for item in writes if item.status in {200, 201}), None)
 
 
@@ -57,19 +59,27 @@ async def test_two_operators_watch_and_one_writes(stage: Stage) -> None:
 
 
 @pytest.mark.parametrize(
-    "trouble",
-    [{"status": 500}, {"delay": 60.0}, {"drop": True}, {"delay": 60.0, "late": True}],
-    ids=["refused", "unanswered", "cut", "answered too late"],
+    ("seconds", "trouble"),
+    [
+        (1.0, [{"status": 500}]),
+        (1.0, [{"drop": True}]),
+        (1.0, [{"delay": 60.0, "late": True}]),
+        (2.0, [{"status": 500, "times": 2}, {"delay": 60.0}]),
+    ],
+    ids=["refused", "cut", "answered too late", "refused and then not answered"],
 )
-async def test_a_leader_that_cannot_renew_stops_before_another_begins(stage: Stage, trouble: dict[str, Any]) -> None:
+async def test_a_leader_that_cannot_renew_stops_before_another_begins(
+    stage: Stage, seconds: float, trouble: list[dict[str, Any]]
+) -> None:
     controllers = Controllers(stage.cluster)
-    await stage.operator("a")
-    await stage.operator("b")
+    await stage.operator("a", lease_seconds=seconds)
+    await stage.operator("b", lease_seconds=seconds)
     stage.job()
     await stage.applied()
     async with stirring(stage, controllers):
         await stage.until(lambda: stage.pods("learner"), "there is something to write about")
-        stage.cluster.fail(resource="leases", user="a", **trouble)
+        for fault in trouble:
+            stage.cluster.fail(resource="leases", user="a", **fault)
         await stage.until(lambda: stage.holder() == "b", "b leads")
         await stage.until(lambda: stage.cluster.writes(user="b"), "b writes")
     since = taken(stage, "b")

@@ -1,0 +1,192 @@
+"""Streams that freeze, break, lie or end: nothing is missed for long, and who cannot hear says so."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from kestrl.testing.kubernetes import Controllers
+from kestrl_operator.shell import WatchEnded
+
+from .stage import JOB, NAMESPACE, Stage, ready
+
+OFTEN = 0.2
+"""Seconds between two audits."""
+
+
+def audits(stage: Stage) -> int:
+    """Nodes are listed last of all in each."""
+    return len(stage.cluster.requests("list", "nodes"))
+
+
+async def audited(stage: Stage, times: int = 1) -> None:
+    before = audits(stage)
+    await stage.until(lambda: audits(stage) >= before + times, f"{times} audits")
+
+
+async def test_a_frozen_stream_is_healed_by_the_audit_and_told_of_by_healthz(stage: Stage) -> None:
+    running = await stage.operator(audit_seconds=OFTEN)
+    stage.job()
+    await stage.applied()
+    await audited(stage, 3)
+    assert await running.asked() == (200, "ok")
+    stage.cluster.freeze("agentrljobs")
+    stage.job("unheard")
+    await stage.applied("unheard")
+    assert f"{NAMESPACE}/unheard" in await stage.until_asked(running, 503)
+    stage.cluster.thaw("agentrljobs")
+    await stage.until_asked(running, 200)
+
+
+async def test_a_deletion_that_nobody_told_of_is_found_by_the_audit(stage: Stage) -> None:
+    running = await stage.operator(audit_seconds=OFTEN)
+    stage.job()
+    await stage.applied()
+    stage.cluster.lose("agentrljobs")
+    stage.cluster.delete("agentrljobs", NAMESPACE, JOB)
+    await stage.until(lambda: not running.jobs(), "the job is forgotten")
+    await stage.quiet()
+    assert stage.children() == []
+    assert await running.asked() == (200, "ok")
+
+
+async def test_the_objects_of_a_job_whose_deletion_nobody_told_of_are_not_made_anew(stage: Stage) -> None:
+    await stage.operator()
+    stage.job()
+    await stage.applied()
+    await stage.quiet()
+    before = len(stage.writes())
+    stage.cluster.freeze("agentrljobs")
+    stage.cluster.delete("agentrljobs", NAMESPACE, JOB)
+    await stage.until(lambda: len(stage.writes()) > before, "the operator has seen that objects are gone")
+    await stage.quiet()
+    assert stage.writes()[before:] == [f"patch agentrljobs/status/{JOB}"]
+    assert stage.children() == []
+
+
+async def test_a_stream_that_ends_with_410_is_listed_anew(stage: Stage) -> None:
+    await stage.operator()
+    stage.job("before")
+    await stage.applied("before")
+    await stage.quiet()
+    stage.cluster.freeze("agentrljobs")
+    stage.job("between")
+    stage.cluster.compact()
+    stage.cluster.thaw("agentrljobs")
+    await stage.applied("between")
+    stage.cluster.end_streams(error=410)
+    stage.job("after")
+    await stage.applied("after")
+
+
+async def test_streams_that_are_cut_are_opened_again_where_they_were(stage: Stage) -> None:
+    await stage.operator()
+    stage.job("before")
+    await stage.applied("before")
+    lists = len(stage.cluster.requests("list", "agentrljobs"))
+    stage.cluster.end_streams()
+    stage.job("after")
+    await stage.applied("after")
+    assert len(stage.cluster.requests("list", "agentrljobs")) == lists, "listed though nothing was missed"
+
+
+async def test_an_api_server_that_is_away_for_a_while_is_found_again(stage: Stage) -> None:
+    running = await stage.operator()
+    stage.job("before")
+    await stage.applied("before")
+    await stage.cluster.stop()
+    stage.job("between")
+    await asyncio.sleep(0.5)
+    assert await running.asked() == (200, "ok"), "a new process would not find it either"
+    await stage.cluster.start()
+    await stage.applied("between")
+
+
+@pytest.mark.parametrize("plural", ["deployments", "services", "networkpolicies"])
+async def test_a_child_whose_deletion_nobody_told_of_is_put_back_by_the_audit(stage: Stage, plural: str) -> None:
+    await stage.operator(audit_seconds=OFTEN)
+    stage.job()
+    await stage.applied()
+    await stage.quiet()
+    stage.cluster.lose(plural)
+    stage.cluster.delete(plural, NAMESPACE, f"{JOB}-rollout")
+    await stage.until(lambda: stage.cluster.find(plural, NAMESPACE, f"{JOB}-rollout"), "it is back")
+
+
+async def test_a_child_whose_change_nobody_told_of_is_put_back_by_the_audit(stage: Stage) -> None:
+    await stage.operator(audit_seconds=OFTEN)
+    stage.job()
+    await stage.applied()
+    await stage.quiet()
+    stage.cluster.lose("deployments")
+    stage.cluster.edit("deployments", NAMESPACE, f"{JOB}-rollout", {"spec": {"replicas": 9}}, subresource="scale")
+    await stage.until(
+        lambda: stage.cluster.get("deployments", NAMESPACE, f"{JOB}-rollout")["spec"]["replicas"] == 1, "scaled back"
+    )
+
+
+@pytest.mark.parametrize("plural", ["deployments", "services", "networkpolicies"])
+async def test_a_child_that_vanished_while_no_operator_ran_is_put_back_by_the_next(stage: Stage, plural: str) -> None:
+    first = await stage.operator("a")
+    stage.job()
+    await stage.applied()
+    await stage.stop(first)
+    stage.cluster.delete(plural, NAMESPACE, f"{JOB}-rollout")
+    await stage.operator("b")
+    await stage.until(lambda: stage.cluster.find(plural, NAMESPACE, f"{JOB}-rollout"), "it is back")
+
+
+async def test_a_pod_that_vanished_unheard_does_not_hold_up_a_suspension(stage: Stage) -> None:
+    Controllers(stage.cluster, started=ready)
+    await stage.operator(audit_seconds=OFTEN)
+    stage.job()
+    await stage.applied()
+    await stage.until(lambda: stage.condition("EnginesReady")[0] == "True", "pods run")
+    await stage.quiet()
+    stage.cluster.lose("pods", 6)  # all deletions
+    stage.cluster.edit("agentrljobs", NAMESPACE, JOB, {"spec": {"suspend": True}})
+    await stage.until(lambda: not stage.cluster.list("pods"), "pods are gone")
+    await stage.until(lambda: stage.condition("Suspended")[:2] == ("True", "Released"), "the suspension completes")
+
+
+async def test_a_job_that_is_made_while_an_audit_lists_is_not_forgotten(stage: Stage) -> None:
+    running = await stage.operator(audit_seconds=OFTEN)
+    late = stage.cluster.fail("list", "agentrljobs", delay=1.0, late=True, times=1)
+    await stage.until(lambda: late.hits, "a list is on its way")
+    stage.job()
+    await stage.applied()
+    before = audits(stage)
+    stage.cluster.fail("list", "agentrljobs", delay=60.0)  # no further audit may heal it
+    await stage.until(lambda: audits(stage) > before, "the late list has come")
+    assert running.jobs() == {JOB}
+
+
+async def test_a_job_that_is_deleted_while_an_audit_lists_does_not_come_back(stage: Stage) -> None:
+    running = await stage.operator(audit_seconds=OFTEN)
+    stage.job()
+    await stage.applied()
+    late = stage.cluster.fail("list", "agentrljobs", delay=1.0, late=True, times=1)
+    await stage.until(lambda: late.hits, "a list is on its way")
+    stage.cluster.delete("agentrljobs", NAMESPACE, JOB)
+    await stage.until(lambda: not running.jobs(), "the job is forgotten")
+    before, written = audits(stage), len(stage.writes())
+    stage.cluster.fail("list", "agentrljobs", delay=60.0)  # no further audit may heal it
+    await stage.until(lambda: audits(stage) > before, "the late list has come")
+    await stage.quiet()
+    assert not running.jobs()
+    assert stage.writes()[written:] == []
+    assert stage.children() == []
+
+
+async def test_a_stream_that_cannot_go_on_ends_the_operator_with_its_words_and_gives_the_lease_back(
+    stage: Stage,
+) -> None:
+    running = await stage.operator(lease_seconds=30.0)
+    stage.running.remove(running)
+    stage.cluster.end_streams("pods", error=500)
+    async with asyncio.timeout(9.0):  # kopf waits 5 s for its other streams; after 10 it kills the process
+        with pytest.raises(WatchEnded, match=r"cannot go on: .*watch-stream"):
+            await running.task
+    await running.api.close()
+    assert stage.holder() == ""

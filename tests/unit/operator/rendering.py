@@ -1,0 +1,53 @@
+"""Rendering as tests ask for it: the quickstart on a cluster."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kestrl.plan.planning import plan
+from kestrl_operator.cluster import read_cluster, site_of
+from kestrl_operator.render import Given, render
+
+from .seen import job
+
+VALUES: dict[str, Any] = {
+    "images": {
+        "engine": {
+            "cpu": "r/engine-cpu:1",
+            "cuda": "vllm/vllm-openai:v0.32.0",
+            "npu": "quay.io/ascend/vllm-ascend:v0.23.0",
+        },
+        "learner": {"cpu": "r/learner-cpu:1", "cuda": "r/learner-cuda:1", "npu": "r/learner-npu:1"},
+        "agent": "r/agent:1",
+        "rollout": "r/rollout:1",
+        "tools": "r/tools:1",
+        "judge": "r/judge:1",
+    }
+}
+NVIDIA = ("inference.accelerator={profile: nvidia, count: 2}", "learner.accelerator={profile: nvidia}")
+ASCEND = ("inference.accelerator={profile: ascend, count: 1}", "learner.accelerator={profile: ascend}")
+
+
+SECRETS = {
+    "KESTRL_JOB_TOKEN": "of-the-job",
+    "KESTRL_ENGINE_KEY": "of-the-engine",
+    "KESTRL_ENGINE_CONTROL_KEY": "of-its-control",
+}
+ROLES = ("inference", "tools", "judge", "rollout", "learner")
+
+
+def given(*overrides: str, values: dict[str, Any] | None = None, **changes: Any) -> Given:
+    """What is rendered from: the quickstart with overrides, the chart's values with changes."""
+    one, cluster = job(*overrides), read_cluster({**VALUES, **(values or {})})
+    site = site_of(one, "team-a", cluster, run="email-search-1", storage="s3://bucket/email-search-1")
+    plain: dict[str, Any] = {"job": one, "namespace": "team-a", "uid": "u-1", "cluster": cluster, "secrets": SECRETS}
+    plain["storage"] = "s3://bucket"
+    return Given(**(plain | {"components": plan(one, site)} | changes))
+
+
+def rendered(*overrides: str, values: dict[str, Any] | None = None, **changes: Any) -> list[dict[str, Any]]:
+    return render(given(*overrides, values=values, **changes))
+
+
+def of_kind(objects: list[dict[str, Any]], *kinds: str) -> dict[str, dict[str, Any]]:
+    return {item["metadata"]["name"]: item for item in objects if item["kind"] in kinds}

@@ -7,7 +7,7 @@ UV := $(TOOLS)/bin/uv
 BIN := .venv/bin
 STAMP := .venv/.synced
 
-.PHONY: help setup demo demo-real test unit servers engine e2e soak lint types layers check gen bench bring-your-own crd-check object-check clean
+.PHONY: help setup demo demo-real test unit servers engine kit e2e cluster soak lint types layers check gen bench bring-your-own crd-check object-check clean
 
 help:
 	@sed -n 's/^## //p' $(MAKEFILE_LIST)
@@ -36,8 +36,8 @@ demo-real: $(STAMP)
 bring-your-own: $(STAMP)
 	$(BIN)/kestrl run examples/bring-your-own/job.yaml
 
-## make test             all tests, real engines included
-test: unit servers engine
+## make test             all tests that fit an hour: real engines and a real Kubernetes included
+test: unit servers engine cluster
 
 ## make unit             the tests that start no engine
 unit: $(STAMP)
@@ -88,10 +88,20 @@ gen-check: $(STAMP)
 	$(BIN)/python scripts/gen_chart.py --check
 	$(TOOLS)/bin/uv tool run --quiet --from buf-bin==1.75.0 buf lint proto
 
-## make e2e              a real Kubernetes on this machine (or $$E2E_KUBECONFIG's): the chart, jobs, faults; builds it the first time
-e2e: $(STAMP)
+## make kit              a whole Kubernetes and helm, built from their Go modules: some ten minutes the first time, then nothing
+kit:
+	tests/e2e/kit/packages
+	tests/e2e/kit/build
+
+## make e2e              KestRL on a real Kubernetes on this machine (or E2E_KUBECONFIG's): chart, jobs, faults, isolation, scale
+e2e: $(STAMP) kit
 	KESTRL_HELM=$$(tests/e2e/kit/build)/helm $(BIN)/python -m pytest -q -m helm tests/unit
-	$(BIN)/python -m pytest -q -m e2e tests/e2e
+	$(BIN)/python -m pytest -q -rs -m e2e tests/e2e
+
+# What of it fits beside everything else in CI.
+cluster: $(STAMP) kit
+	KESTRL_HELM=$$(tests/e2e/kit/build)/helm $(BIN)/python -m pytest -q -n 2 -m helm tests/unit
+	$(BIN)/python -m pytest -q -rs -m "e2e and not long" tests/e2e
 
 ## make object-check     Kubernetes' own types decode every object of the chart (needs Go and helm)
 object-check:

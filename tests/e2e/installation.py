@@ -162,7 +162,7 @@ def installed(cluster: Cluster, store: S3Server, folder: Path) -> Generator[Inst
         {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": SYSTEM, "labels": {objects.LABEL: "true"}}}
     )
     # Another test may have applied the CRD by hand, as a person may.
-    options = [f"--namespace={SYSTEM}", f"--values={path}", "--wait", "--take-ownership"]
+    options = [f"--namespace={SYSTEM}", f"--values={path}", "--wait", "--take-ownership", "--force-conflicts"]
     cluster.helm("upgrade", "--install", RELEASE, str(CHART), *options)
     try:
         yield Installation(cluster, store, store.create_bucket(BUCKET))

@@ -137,6 +137,7 @@ def test_what_only_the_operator_can_tell_becomes_a_condition(installation: Insta
             assert job["status"]["shown"]["phase"] == "Rejected"
 
 
+@pytest.mark.long
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(
     ("field", "value", "kind", "told"),

@@ -73,7 +73,8 @@ def test_a_job_goes_its_way_whatever_is_done_to_it(installation: Installation) -
         suspended = installation.wait("story", namespace, is_true("Suspended"), 240)
         step = suspended["status"]["progress"]["step"]
         assert condition(suspended, "CheckpointDurable") == ("True", "Confirmed", f"step {step}")
-        assert cluster.list("pods", namespace) == []
+        over = {"Succeeded", "Failed"}  # a pod whose programs have ended may be an object for a moment longer
+        assert {pod["status"]["phase"] for pod in cluster.list("pods", namespace)} <= over
         assert condition(suspended, "PolicyConverged")[0] == "Unknown", "nobody serves a policy now"
 
         cluster.patch(JOB, "story", {"spec": {"suspend": False}}, namespace)
@@ -106,6 +107,7 @@ def cluster_refuses(installation: Installation, namespace: str, change: dict[str
     return str(refused.value)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(900)
 def test_the_quickstart_trains_on_a_cluster_as_it_does_on_one_machine(installation: Installation) -> None:
     """The same file that `kestrl run` takes: two engines, two workers; the reward rises and the adapter is stored."""
@@ -125,6 +127,7 @@ def test_the_quickstart_trains_on_a_cluster_as_it_does_on_one_machine(installati
         assert {"PodsScheduled", "AllReady", "Completed"} <= reasons
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_a_job_that_is_deleted_in_the_middle_leaves_its_adapters_and_nothing_else(installation: Installation) -> None:
     cluster = installation.cluster

@@ -25,7 +25,7 @@ from kestrl_operator.api import JOB, POD, STATEFUL_SET, Api
 from .cluster.client import Cluster
 from .installation import quickstart
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.slow, pytest.mark.timeout(1200)]
 COUNT = int(os.environ.get("KESTRL_SCALE_JOBS", "100"))
 GOAL_MIB, GOAL_REQUESTS = 400, 40
 REST_SECONDS = 90.0

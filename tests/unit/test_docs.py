@@ -132,7 +132,7 @@ def merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any
 
 def rendered(job: AgentRLJob, cluster: Cluster) -> list[dict[str, Any]]:
     components = plan(job, site_of(job, "team-a", cluster, run="r", storage="s3://bucket/r"))
-    return render(Given(job=job, namespace="team-a", uid="u", components=components, cluster=cluster, secrets={}))
+    return render(Given(job=job, namespace="team-a", uid="u", components=components, cluster=cluster, secrets={}, storage="s3://runs"))
 
 
 @pytest.mark.parametrize("snippet", of_kind("values"))
@@ -240,13 +240,9 @@ def test_profiles_are_told_whole() -> None:
 
 
 def test_an_engine_of_ascends_version_is_started_without_the_flag_it_does_not_know() -> None:
-    """As docs/accelerators.md tells people to do it."""
-    (told,) = (
-        item
-        for item in snippets()
-        if item.content.get("spec", {}).get("inference", {}).get("args") == {"enable-scale-out": False}
-    )
-    objects = rendered(parse_job(merged(QUICKSTART, told.content)), read_cluster(VALUES["jobs"]))
+    """As docs/accelerators.md says of it."""
+    ascend = {"spec": {"inference": {"accelerator": {"profile": "ascend"}}}}
+    objects = rendered(parse_job(merged(QUICKSTART, ascend)), read_cluster(VALUES["jobs"]))
     (engine,) = (
         item for item in objects if item["metadata"]["name"].endswith("-inference") and item["kind"] == "StatefulSet"
     )

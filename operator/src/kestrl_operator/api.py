@@ -42,6 +42,8 @@ STATEFUL_SET = Kind("apps", "v1", "StatefulSet", "statefulsets")
 DEPLOYMENT = Kind("apps", "v1", "Deployment", "deployments")
 LEASE = Kind("coordination.k8s.io", "v1", "Lease", "leases")
 EVENT = Kind("events.k8s.io", "v1", "Event", "events")
+OLD_EVENT = Kind("", "v1", "Event", "events")
+"""The same as the apiserver lets us select by reason."""
 REVIEW = Kind("authorization.k8s.io", "v1", "SelfSubjectAccessReview", "selfsubjectaccessreviews")
 DEFINITION = Kind("apiextensions.k8s.io", "v1", "CustomResourceDefinition", "customresourcedefinitions")
 NODE = Kind("", "v1", "Node", "nodes")
@@ -60,7 +62,7 @@ CLUSTER_WIDE = frozenset({NODE, REVIEW, DEFINITION})
 _generic: Any = generic_resource  # its classes are made when asked for, and have no types
 _RESOURCES: Mapping[Kind, Any] = {
     kind: (_generic.create_global_resource if kind in CLUSTER_WIDE else _generic.create_namespaced_resource)(*kind)
-    for kind in (JOB, POD, LEASE, EVENT, REVIEW, DEFINITION, NODE, *APPLIED)
+    for kind in (JOB, POD, LEASE, EVENT, OLD_EVENT, REVIEW, DEFINITION, NODE, *APPLIED)
 }
 _BY_NAME = {(kind.api_version, kind.name): kind for kind in _RESOURCES}
 
@@ -165,16 +167,21 @@ class Api:
         )
         await self._call("patch", f"{kind.name} {namespace}/{name}", request)
 
-    async def list(self, kind: Kind, namespace: str | None, *, labels: str = "") -> AsyncIterator[Object]:
+    async def list(
+        self, kind: Kind, namespace: str | None, *, labels: str = "", fields: Mapping[str, str] | None = None
+    ) -> AsyncIterator[Object]:
         """All objects of a kind.
 
         Args:
             kind: Which.
             namespace: Where; None for everywhere.
             labels: A label that they have, as `name` or `name=value`.
+            fields: Fields that they have.
         """
         name, _, value = labels.partition("=")
         selected: Any = {"labels": {name: value or operators.exists()}} if labels else {}
+        if fields:
+            selected["fields"] = dict(fields)
         place: Any = {} if kind in CLUSTER_WIDE else {"namespace": namespace or "*"}
         self.requests += 1
         try:

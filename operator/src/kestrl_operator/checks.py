@@ -8,7 +8,21 @@ from typing import Any, NamedTuple
 
 from kestrl.errors import UserInputError
 from kestrl.spec.crd import GROUP, PLURAL, VERSION, crd
-from kestrl_operator.api import APPLIED, DEFINITION, EVENT, JOB, LEASE, NODE, POD, REVIEW, Api, ApiProblem, Gone, Kind
+from kestrl_operator.api import (
+    APPLIED,
+    DEFINITION,
+    EVENT,
+    JOB,
+    LEASE,
+    NODE,
+    OLD_EVENT,
+    POD,
+    REVIEW,
+    Api,
+    ApiProblem,
+    Gone,
+    Kind,
+)
 from kestrl_operator.config import Config
 from kestrl_operator.shell import WATCHED
 
@@ -41,6 +55,7 @@ def needed(config: Config) -> Iterator[Right]:
         yield from (Right(verb, kind, "", namespace) for kind in WATCHED if kind != JOB for verb in ("list", "watch"))
         yield from (Right(verb, kind, "", namespace) for kind in (*APPLIED, EVENT) for verb in WRITTEN)
         yield Right("delete", POD, "", namespace)
+        yield Right("list", OLD_EVENT, "", namespace)
     yield from (Right(verb, LEASE, "", config.lease.namespace, config.lease.name) for verb in ("get", "update"))
     yield Right("create", LEASE, "", config.lease.namespace)
 

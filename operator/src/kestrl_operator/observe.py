@@ -164,6 +164,8 @@ class Snapshot:
     pods: Sequence[Pod] = ()
     workloads: Mapping[Role, Workload] = field(default_factory=dict[Role, Workload])
     told: Told | None = None
+    unmade: str = ""
+    """Why Kubernetes makes no pods of a workload: a quota, an admission. Empty while it makes them."""
     unsatisfiable: str = ""
     """Why no node could ever take the job's pods; empty when one could, or when this operator may not look at nodes."""
     memory: Memory = NOTHING

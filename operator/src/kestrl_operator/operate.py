@@ -97,7 +97,10 @@ class Operator:
     def _take(self, kind: Kind, given: Mapping[str, Any], deleted: bool) -> None:
         """An event of a watch stream."""
         if kind == JOB:
+            before = self._generation(given)
             key: Key | None = self._store.job(given, deleted=deleted)
+            if self._generation(given) != before:
+                self._queue.forgive(key)
             self._audit.heard(given["metadata"]["uid"], int(given["metadata"]["resourceVersion"]))
         elif kind == POD:
             key = self._store.pod(given, deleted=deleted)
@@ -105,6 +108,13 @@ class Operator:
             key = self._take_ours(kind, given, deleted)
         if key is not None:
             self._queue.add(key)
+
+    def _generation(self, given: Mapping[str, Any]) -> tuple[str, int] | None:
+        """Which job is known by a name, and which spec of it."""
+        metadata = self._store.jobs.get(Key(given["metadata"]["namespace"], given["metadata"]["name"]), {}).get(
+            "metadata"
+        )
+        return None if metadata is None else (metadata["uid"], metadata.get("generation", 0))
 
     def _take_ours(self, kind: Kind, given: Mapping[str, Any], deleted: bool) -> Key | None:
         """What we applied, as somebody changed it: a deletion, or a generation that no apply of ours made."""

@@ -128,17 +128,27 @@ def _end(seen: Snapshot, spec: JobSpec) -> tuple[str, str] | None:
 
 
 def _past_a_deadline(seen: Snapshot, spec: JobSpec) -> tuple[str, str] | None:
-    since, waiting = began(seen), stuck(seen)
+    since, waiting = began(seen), pending(seen)
     if spec.active_deadline is not None and since is not None and seen.now >= since + spec.active_deadline:
         return "DeadlineExceeded", f"activeDeadline ({spec.active_deadline:g} s) passed"
-    if spec.pending_deadline is not None and waiting and seen.now >= waiting[0].made + spec.pending_deadline:
-        pod = waiting[0]
-        why = pod.unstartable or pod.unscheduled or next(map(str, pod.ended), "it is not scheduled")
-        return (
-            "PendingTooLong",
-            f"{pod.name} waits for longer than pendingDeadline ({spec.pending_deadline:g} s): {why}",
-        )
+    if spec.pending_deadline is not None and waiting is not None and seen.now >= waiting[0] + spec.pending_deadline:
+        return "PendingTooLong", f"for longer than pendingDeadline ({spec.pending_deadline:g} s): {waiting[1]}"
     return None
+
+
+def pending(seen: Snapshot) -> tuple[float, str] | None:
+    """Since when the job waits for a pod that cannot start or is not even made, and why; None if it waits for none."""
+    waiting = [
+        (
+            pod.made,
+            f"{pod.name}: {pod.unstartable or pod.unscheduled or next(map(str, pod.ended), 'it is not scheduled')}",
+        )
+        for pod in stuck(seen)[:1]
+    ]
+    since = began(seen)
+    if seen.unmade and since is not None:
+        waiting.append((since, seen.unmade))
+    return min(waiting, default=None)
 
 
 def _too_often(seen: Snapshot, spec: JobSpec, what: str) -> str:
@@ -284,16 +294,16 @@ def _who_speaks(seen: Snapshot) -> tuple[str, ...]:
 
 
 def _until_a_deadline(seen: Snapshot, spec: JobSpec) -> float | None:
-    since, waiting = began(seen), stuck(seen)
+    since, waiting = began(seen), pending(seen)
     active = (
         None if spec.active_deadline is None or since is None else max(0.0, since + spec.active_deadline - seen.now)
     )
-    pending = (
+    stands = (
         None
-        if spec.pending_deadline is None or not waiting
-        else max(0.0, waiting[0].made + spec.pending_deadline - seen.now)
+        if spec.pending_deadline is None or waiting is None
+        else max(0.0, waiting[0] + spec.pending_deadline - seen.now)
     )
-    return _earliest(active, pending)
+    return _earliest(active, stands)
 
 
 def _earliest(*times: float | None) -> float | None:

@@ -20,23 +20,25 @@ from kestrl.spec.load import parse_job
 from kestrl.telemetry import beginning, span, within
 from kestrl.telemetry.names import Attr, SpanName
 from kestrl_operator.accelerators import Node, unsatisfiable
-from kestrl_operator.api import JOB, POD, Api, ApiProblem, Gone
-from kestrl_operator.cluster import GRPC_PORT, Cluster, site_of, storage_of
+from kestrl_operator.api import JOB, OLD_EVENT, POD, Api, ApiProblem, Gone
+from kestrl_operator.cluster import GRPC_PORT, Cluster, site_of, storage_of, workload
 from kestrl_operator.credentials import derive
 from kestrl_operator.events import Events
 from kestrl_operator.follow import Followers
 from kestrl_operator.observe import RENDERED, STORAGE, Memory, Snapshot, Told
 from kestrl_operator.policies import Decision, Stage, decide
 from kestrl_operator.render import Given, render
-from kestrl_operator.render.job import QUEUE_LABEL
+from kestrl_operator.render.job import QUEUE_LABEL, ROLES
 from kestrl_operator.shell import WATCHED
-from kestrl_operator.status import status_of
+from kestrl_operator.status import expected, status_of
 from kestrl_operator.store import Child, Key, Store
 
 log = logging.getLogger(__name__)
 Object = dict[str, Any]
 LOOK_AGAIN = 60.0
 """Seconds between two looks at a job whose learner speaks: a stall is told by the clock alone."""
+LACKING_SECONDS = 15.0
+"""Pods are made in less; then it is asked why there are too few, and now and then again."""
 REFUSED = frozenset({400, 403, 413, 422})
 """The apiserver's answers to an object that it does not want: a person has to mend something."""
 TAKEN = "Apply failed with"
@@ -80,6 +82,8 @@ class Reconciler:
         self._drawn: dict[Key, Drawn] = {}
         self._memory: dict[Key, Memory] = {}
         self._drifted: set[Key] = set()
+        self._lacking: dict[Key, tuple[float, str]] = {}
+        """Since when a running job has too few pods, or was last asked about, and what was told of it."""
         self.nodes: Sequence[Node] | None = None
         """As last listed; None where this operator may not."""
 
@@ -92,6 +96,7 @@ class Reconciler:
         self._followers.stop(key)
         self._parsed.pop(key, None)
         self._drawn.pop(key, None)
+        self._lacking.pop(key, None)
         self._memory.pop(key, None)
         self._drifted.discard(key)
 
@@ -106,6 +111,7 @@ class Reconciler:
             self.forget(key)
             return None
         seen = self._snapshot(key, raw)
+        seen = replace(seen, unmade=await self._unmade(key, seen))
         decision = decide(seen)
         self._memory[key] = decision.memory
         if decision.delete:
@@ -199,6 +205,22 @@ class Reconciler:
                 queue=queue,
             )
         )
+
+    async def _unmade(self, key: Key, seen: Snapshot) -> str:
+        """Why pods of a running job are not even made, as Kubernetes' controllers tell in events alone."""
+        running = seen.job is not None and any(item.replicas for item in seen.workloads.values())
+        if seen.job is None or not running or len(seen.staying) >= sum(expected(seen.job.spec).values()):
+            self._lacking.pop(key, None)
+            return ""
+        since, told = self._lacking.setdefault(key, (seen.now, ""))
+        if seen.now < since + LACKING_SECONDS:
+            return told
+        names = tuple(f"{workload(key.name, role)}" for role in ROLES)
+        async for item in self._api.list(OLD_EVENT, key.namespace, fields={"reason": "FailedCreate"}):
+            if item["involvedObject"].get("name", "").startswith(names):
+                told = f"{item['involvedObject']['name']}: {item.get('message', '')}"
+        self._lacking[key] = seen.now, told
+        return told
 
     async def _carried_out(self, key: Key, seen: Snapshot, job: AgentRLJob, decision: Decision) -> bool:
         """Does what was decided; False if the job is not there any more.
@@ -306,6 +328,8 @@ class Reconciler:
         waits = [LOOK_AGAIN] if speaking is not None and decision.stage in {Stage.RUNNING, Stage.DRAINING} else []
         if decision.look_again is not None:
             waits.append(decision.look_again)
+        if (seen.namespace, seen.name) in self._lacking and decision.stage is Stage.RUNNING:
+            waits.append(LACKING_SECONDS)
         return min(waits, default=None)
 
 

@@ -181,7 +181,7 @@ def _scheduled(seen: Snapshot, spec: JobSpec) -> Observed:
     waiting = [pod for pod in stuck(seen) if not pod.scheduled]
     why = next((f"{pod.name}: {pod.unscheduled}" for pod in waiting if pod.unscheduled), "")
     found = sum(min(placed[role], number) for role, number in wanted.items())
-    return _not(Type.SCHEDULED, "Pending", why or f"{found} of {sum(wanted.values())} pods have a node")
+    return _not(Type.SCHEDULED, "Pending", why or seen.unmade or f"{found} of {sum(wanted.values())} pods have a node")
 
 
 def trouble(pods: list[Pod]) -> str:

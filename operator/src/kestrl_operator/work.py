@@ -20,6 +20,8 @@ class Queue(Generic[Key]):
         self._taken: set[Key] = set()
         self._again: dict[Key, float] = {}
         self._failures: dict[Key, int] = {}
+        self._patience: dict[Key, float] = {}
+        """Until when a key that failed is left alone."""
         self._count = 0
         self._changed = asyncio.Event()
 
@@ -27,8 +29,8 @@ class Queue(Generic[Key]):
         return len(self._due) + len(self._taken)
 
     def add(self, key: Key, delay: float = 0.0) -> None:
-        """Wants a key looked at, so many seconds from now; an earlier wish stands."""
-        due = asyncio.get_running_loop().time() + delay
+        """Wants a key looked at, so many seconds from now; an earlier wish stands. One that failed is not taken before its time."""
+        due = max(asyncio.get_running_loop().time() + delay, self._patience.get(key, 0.0))
         if key in self._taken:
             self._again[key] = min(due, self._again.get(key, due))
         elif due < self._due.get(key, float("inf")):
@@ -60,15 +62,20 @@ class Queue(Generic[Key]):
 
     def done(self, key: Key, look_again: float | None = None) -> None:
         """The work on a key went well."""
-        self._failures.pop(key, None)
+        self.forgive(key)
         self._give_back(key, look_again)
+
+    def forgive(self, key: Key) -> None:
+        """Something changed that may have mended a key: what failed before does not count."""
+        self._failures.pop(key, None)
+        self._patience.pop(key, None)
 
     def failed(self, key: Key) -> float:
         """It did not; returns the seconds after which the key is taken again."""
         times = self._failures.get(key, 0)
         self._failures[key] = times + 1
         wait = min(LONGEST_BACKOFF, FIRST_BACKOFF * 2.0**times)
-        self._again.pop(key, None)  # what happened meanwhile is looked at then, and no sooner
+        self._patience[key] = asyncio.get_running_loop().time() + wait
         self._give_back(key, wait)
         return wait
 

@@ -1247,14 +1247,18 @@ class Controllers:
         """Makes pods what the workloads want."""
         self._due = False
         for plural in ("statefulsets", "deployments"):
-            for workload in self._cluster.list(plural):
+            for workload in self._cluster.objects.list(self._cluster.objects.resource(plural)):
                 self._sync(plural, workload)
 
     def pods(self, namespace: str, workload: str) -> list[Object]:
-        """The pods of a workload by its name."""
+        """The pods of a workload by its name, as copies."""
+        return copy.deepcopy(self._pods(namespace, workload))
+
+    def _pods(self, namespace: str, workload: str) -> list[Object]:
+        objects = self._cluster.objects
         return [
             pod
-            for pod in self._cluster.list("pods", namespace)
+            for pod in objects.list(objects.resource("pods"), namespace)
             if any(owner["name"] == workload for owner in pod["metadata"].get("ownerReferences", []))
         ]
 
@@ -1264,14 +1268,14 @@ class Controllers:
         mark = hashlib.sha256(json.dumps(spec["template"], sort_keys=True).encode()).hexdigest()[:8]
         prefix = name if plural == "statefulsets" else f"{name}-{mark}"
         wanted = [f"{prefix}-{index}" for index in range(spec.get("replicas", 1))]
-        for pod in self.pods(namespace, name):
+        for pod in self._pods(namespace, name):
             fits = pod["metadata"]["name"] in wanted and pod["metadata"]["labels"].get("pod-template-hash") == mark
             if not fits and "deletionTimestamp" not in pod["metadata"]:
                 self._cluster.delete("pods", namespace, pod["metadata"]["name"])
         for index, pod_name in enumerate(wanted):
             if self._cluster.find("pods", namespace, pod_name) is None:
                 self._make(workload, pod_name, index, mark)
-        ready = len([pod for pod in self.pods(namespace, name) if _is_ready(pod)])
+        ready = len([pod for pod in self._pods(namespace, name) if _is_ready(pod)])
         status = {"replicas": len(wanted), "readyReplicas": ready, "observedGeneration": metadata["generation"]}
         self._cluster.edit(
             plural, namespace, name, {"status": status}, manager="kube-controller-manager", subresource="status"

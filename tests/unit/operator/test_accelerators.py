@@ -32,10 +32,12 @@ def test_who_asks_for_no_device_sees_none() -> None:
     assert all(item["name"] != "NVIDIA_VISIBLE_DEVICES" for item in BUILT_IN["nvidia"].environment())
 
 
-def test_an_npus_number_comes_from_the_annotation_that_its_plugin_writes() -> None:
-    (variable,) = BUILT_IN["ascend"].environment()
+def test_an_npus_number_comes_from_the_annotation_where_volcano_writes_one_and_from_the_plugin_elsewhere() -> None:
+    assert BUILT_IN["ascend"].environment() == []
+    (variable,) = BUILT_IN["ascend-volcano"].environment()
     assert variable["name"] == "ASCEND_VISIBLE_DEVICES"
     assert variable["valueFrom"]["fieldRef"]["fieldPath"] == "metadata.annotations['huawei.com/Ascend910']"
+    assert BUILT_IN["ascend-volcano"].scheduler == "volcano"
     assert [mount.path for mount in BUILT_IN["ascend"].host_mounts] == ["/usr/local/Ascend/driver", "/etc/hccn.conf"]
 
 
@@ -44,7 +46,13 @@ def test_old_engines_get_a_slot_more_than_they_need() -> None:
         "cpu": 0,
         "nvidia": 0,
         "ascend": 1,
+        "ascend-volcano": 1,
         "ascend-cce": 1,
+    }
+    assert {name for name, profile in BUILT_IN.items() if not profile.scale_out} == {
+        "ascend",
+        "ascend-volcano",
+        "ascend-cce",
     }
 
 

@@ -125,6 +125,19 @@ def test_items_keep_their_order_and_new_ones_come_last() -> None:
     assert [item["name"] for item in made["spec"]["volumes"]] == ["tmp", "home", "new"]
 
 
+def test_an_item_that_is_replaced_keeps_its_place() -> None:
+    made = merged(spec(volumes=[{"name": "tmp", "$patch": "delete"}, {"name": "tmp", "hostPath": {"path": "/x"}}]))
+    assert made["spec"]["volumes"] == [{"name": "tmp", "hostPath": {"path": "/x"}}, {"name": "home", "emptyDir": {}}]
+
+
+def test_a_patch_brings_no_token_of_the_account() -> None:
+    token = [{"name": "t", "projected": {"sources": [{"serviceAccountToken": {"path": "token"}}]}}]
+    with pytest.raises(
+        UserInputError, match=r"^spec\.patches\[0\]\.template\.spec\.volumes: a pod of a job has no token"
+    ):
+        merged(spec(volumes=token))
+
+
 def test_later_patches_go_over_earlier_ones() -> None:
     made = merged(tools(image="two", args=["2"]), tools(image="three"))
     assert (at(made, "spec.containers.tools.image"), at(made, "spec.containers.tools.args")) == ("three", ["2"])

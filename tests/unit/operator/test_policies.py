@@ -479,7 +479,8 @@ def test_a_run_has_its_time_and_none_while_it_is_suspended(
 
 UNSCHEDULED = "0/3 nodes are available: 3 Insufficient nvidia.com/gpu."
 LONG = {"made": NOW - 900}
-TOO_LONG = "email-search-inference-1 waits for longer than pendingDeadline (600 s): "
+STUCK = "for longer than pendingDeadline (600 s)"
+TOO_LONG = f"{STUCK}: email-search-inference-1: "
 
 
 @pytest.mark.parametrize(
@@ -512,6 +513,16 @@ def test_pods_have_their_time_to_start(one: Pod, why: str | None) -> None:
     assert decision.ended == (None if why is None else ("PendingTooLong", why))
     without = decide(snapshot(pods=all_pods(one)))
     assert (without.ended, without.look_again) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("started", "end"), [(-601, ("PendingTooLong", f"{STUCK}: exceeded quota: gpus")), (-599, None), (None, None)]
+)
+def test_pods_that_are_not_even_made_have_the_same_time(started: int | None, end: tuple[str, str] | None) -> None:
+    standing = {} if started is None else status(startedAt=at(started))
+    seen = snapshot(job=job("pendingDeadline=10m"), pods=[], told=None, unmade="exceeded quota: gpus", status=standing)
+    assert decide(seen).ended == end
+    assert decide(replace(seen, job=job())).ended is None
 
 
 def test_the_pod_that_waits_longest_is_looked_at_and_time_alone_brings_the_end() -> None:

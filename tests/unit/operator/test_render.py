@@ -32,15 +32,13 @@ def containers(spec: dict[str, Any]) -> dict[str, dict[str, Any]]:
 def test_a_job_becomes_these_objects() -> None:
     objects = rendered()
     assert {(item["kind"], item["metadata"]["name"].removeprefix("email-search-")) for item in objects} == {
-        ("Secret", "credentials"),
-        ("ConfigMap", "settings"),
-        ("ServiceAccount", "email-search"),
+        *((kind, "agentrljob") for kind in ("Secret", "ConfigMap", "ServiceAccount")),
         *(("Service", role) for role in ROLES),
         ("StatefulSet", "inference"),
         ("StatefulSet", "learner"),
         *(("Deployment", role) for role in ("tools", "judge", "rollout")),
         *(("PodDisruptionBudget", role) for role in ("inference", "tools", "rollout", "learner")),
-        *(("NetworkPolicy", name) for name in ("email-search", *ROLES)),
+        *(("NetworkPolicy", name) for name in ("all", *ROLES)),
     }
 
 
@@ -80,8 +78,11 @@ def test_a_drained_node_takes_one_pod_of_a_role_at_a_time() -> None:
 def test_pods_have_an_account_without_a_token() -> None:
     objects = rendered()
     (account,) = of_kind(objects, "ServiceAccount").values()
-    assert (account["metadata"]["name"], account["automountServiceAccountToken"]) == ("email-search", False)
-    assert {pod(objects, role)["serviceAccountName"] for role in ROLES} == {"email-search"}
+    assert (account["metadata"]["name"], account["automountServiceAccountToken"]) == (
+        "email-search-agentrljob",
+        False,
+    )
+    assert {pod(objects, role)["serviceAccountName"] for role in ROLES} == {"email-search-agentrljob"}
 
 
 def test_the_learner_carries_what_the_operator_remembers() -> None:
@@ -346,10 +347,29 @@ def test_changed_settings_roll_the_pods_that_read_them_and_no_others() -> None:
     assert {role for role in before if before[role] != slower[role]} == {"judge", "learner"}
 
 
-def test_scaling_rolls_no_pod_but_changes_the_count() -> None:
-    few, many = workloads(rendered()), workloads(rendered("rollout.replicas=3"))
-    assert many["email-search-rollout"]["spec"]["replicas"] == 3
-    assert {name for name in few if few[name]["spec"]["template"] != many[name]["spec"]["template"]} == set()
+@pytest.mark.parametrize(
+    ("scaled", "role", "rolled"),
+    [("rollout.replicas=3", "rollout", set()), ("inference.replicas=3", "inference", {"email-search-learner"})],
+)
+def test_scaling_rolls_no_replica_but_changes_the_count(scaled: str, role: str, rolled: set[str]) -> None:
+    """The learner is told which engines there are; workers it finds by their name."""
+    few, many = workloads(rendered()), workloads(rendered(scaled))
+    assert many[f"email-search-{role}"]["spec"]["replicas"] == 3
+    assert {name for name in few if few[name]["spec"]["template"] != many[name]["spec"]["template"]} == rolled
+
+
+def test_other_credentials_roll_every_pod() -> None:
+    """A running pod keeps its variables: half of them would not be let in by the other half."""
+    before = workloads(rendered())
+    after = workloads(rendered(secrets={**SECRETS, "KESTRL_JOB_TOKEN": "another"}))
+    assert all(before[name]["spec"]["template"] != after[name]["spec"]["template"] for name in before)
+
+
+def test_where_the_run_is_stored_is_written_where_its_state_is() -> None:
+    kept = [
+        item["metadata"]["annotations"] for item in rendered(storage="s3://b/x") if "annotations" in item["metadata"]
+    ]
+    assert [item["kestrl.dev/storage"] for item in kept] == ["s3://b/x"]
 
 
 def test_a_parked_job_keeps_its_objects_and_runs_nothing() -> None:

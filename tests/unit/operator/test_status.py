@@ -136,6 +136,12 @@ TABLE: list[tuple[str, dict[str, Any], str, Expected]] = [
         },
     ),
     (
+        "Kubernetes makes no pods of it",
+        {"pods": [], "told": None, "unmade": "email-search-tools: exceeded quota: pods=0"},
+        "Pending",
+        {"Scheduled": ("False", "Pending", "email-search-tools: exceeded quota: pods=0")},
+    ),
+    (
         "a worker too many does not stand in for an engine without a node",
         {"pods": [*all_pods(waiting(Role.INFERENCE, 1)), pod(Role.ROLLOUT, 1)]},
         "Pending",

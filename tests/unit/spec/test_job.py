@@ -88,6 +88,7 @@ def test_a_missing_field_is_named() -> None:
         (["rollout.concurrency=4"], "spec.rollout.concurrency"),
         (["data.train.size=4"], "spec.data.train.size"),
         (["schedule.evalEvery=5"], "spec.schedule.evalEvery"),
+        (["learner.accelerator={profile: nvidia, count: 2}"], "spec.learner.accelerator.count"),
         (["pendingDeadline=0s"], "spec.pendingDeadline"),
         (["pendingDeadline=12h", "activeDeadline=12h"], "spec.pendingDeadline"),
         (["patches=[{role: tools, template: {}}]"], "spec.patches[0].template"),

@@ -90,14 +90,14 @@ def _merged(base: Object, change: Mapping[str, Any], place: str) -> Object:
 
 
 def _merged_list(base: Sequence[Object], change: Sequence[object], key: str, place: str) -> list[Object]:
-    made = {item.get(key): item for item in base}
+    made: dict[object, Object | None] = {item.get(key): item for item in base}
     for index, given in enumerate(change):
         item = cast("Object", given) if isinstance(given, dict) else {}
         name: object = item.get(key)
         if not isinstance(name, str | int):
             raise UserInputError(f"{place}[{index}]: must be a map with {key}, by which it is merged")
         if item.get("$patch") == "delete":
-            made.pop(name, None)
+            made[name] = None  # its place is kept for one that takes its place
         else:
-            made[name] = _merged(made.get(name, {}), item, f"{place}[{index}]")
-    return list(made.values())
+            made[name] = _merged(made.get(name) or {}, item, f"{place}[{index}]")
+    return [item for item in made.values() if item is not None]

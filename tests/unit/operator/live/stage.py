@@ -49,6 +49,7 @@ VALUES: Object = {
 CHILDREN = ("secrets", "configmaps", "serviceaccounts", "services", "poddisruptionbudgets", "networkpolicies")
 WORKLOADS = ("statefulsets", "deployments")
 LEASE_SECONDS = 1.0
+DEFINITION = crd()
 
 
 def free_port() -> int:
@@ -221,7 +222,7 @@ class Stage:
 async def staged(folder: Path, patch: pytest.MonkeyPatch) -> AsyncGenerator[Stage]:
     """The stage, without any operator yet; all that run end with it."""
     async with FakeKubernetes() as cluster:
-        cluster.create("customresourcedefinitions", crd())
+        cluster.create("customresourcedefinitions", DEFINITION)
         stage = Stage(cluster, folder, patch)
         try:
             yield stage

@@ -1,0 +1,161 @@
+"""An API server that fails, refuses, is slow or loses its answers: all is well in the end, and nobody hammers it."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from kestrl.testing.kubernetes import Controllers
+
+from .stage import CHILDREN, JOB, NAMESPACE, WORKLOADS, Stage, ready
+
+OBJECTS = (*CHILDREN, *WORKLOADS)
+
+
+def applies(stage: Stage) -> int:
+    return len([item for item in stage.cluster.writes() if item.resource in OBJECTS])
+
+
+@pytest.mark.parametrize("resource", ["secrets", "statefulsets", "agentrljobs/status"])
+@pytest.mark.parametrize(
+    "fault",
+    [
+        {"status": 409},
+        {"status": 429, "retry_after": 1.0},
+        {"status": 500},
+        {"status": 503},
+        {"status": 500, "late": True},
+        {"drop": True},
+    ],
+    ids=["conflict", "too many requests", "error", "unavailable", "done but answered with an error", "cut"],
+)
+async def test_what_fails_is_done_in_the_end(stage: Stage, resource: str, fault: dict[str, Any]) -> None:
+    await stage.operator()
+    trouble = stage.cluster.fail("patch", resource, times=2, **fault)
+    stage.job()
+    await stage.applied()
+    await stage.quiet()
+    assert trouble.left == 0
+    assert stage.condition("Accepted")[:2] == ("True", "Valid")
+    # Two passes failed, and one more may have come of what the first had made.
+    assert applies(stage) <= 4 * len(stage.children())
+
+
+async def test_failures_are_answered_with_patience(stage: Stage) -> None:
+    await stage.operator()
+    trouble = stage.cluster.fail("patch", "agentrljobs/status", status=503)
+    stage.job()
+    await stage.until(lambda: trouble.hits >= 2, "it has failed twice")
+    hits = trouble.hits
+    await asyncio.sleep(1.0)
+    # 0.1, 0.2, 0.4, 0.8 s between two passes.
+    assert trouble.hits <= hits + 4
+    trouble.end()
+    await stage.applied()
+
+
+async def test_events_do_not_undo_the_patience(stage: Stage) -> None:
+    controllers = Controllers(stage.cluster)
+    await stage.operator()
+    stage.job()
+    await stage.applied()
+    await stage.until(lambda: stage.pods("learner"), "there is a learner")
+    await stage.quiet()
+    trouble = stage.cluster.fail("patch", "agentrljobs/status", status=503)
+    for number in range(60):
+        controllers.unschedulable(stage.pods("learner")[0], f"look {number}")
+        await asyncio.sleep(0.02)
+    assert trouble.hits <= 8, "tried again at every event"
+    trouble.end()
+    await stage.until(lambda: "look 59" in stage.condition("Scheduled")[2], "the last is told")
+
+
+async def test_a_slow_api_server_is_waited_for(stage: Stage) -> None:
+    await stage.operator()
+    stage.cluster.fail("patch", "*", delay=0.05)
+    stage.job()
+    await stage.applied()
+    await stage.quiet()
+    assert applies(stage) == len(stage.children())
+
+
+async def test_one_job_in_trouble_holds_up_no_other(stage: Stage) -> None:
+    await stage.operator(workers=2)
+    stage.cluster.fail("patch", "secrets", name="bad-credentials", delay=30.0)
+    stage.cluster.fail("patch", "configmaps", name="bad-settings", delay=30.0)
+    stage.job("bad")
+    stage.job()
+    await stage.applied()
+    assert stage.learner("bad") is None
+
+
+@pytest.mark.parametrize("code", [422, 403])
+async def test_an_object_that_the_api_server_refuses_is_told_in_its_words_and_tried_again(
+    stage: Stage, code: int
+) -> None:
+    await stage.operator()
+    words = 'StatefulSet.apps "email-search-inference" is invalid: spec.template: Invalid value: "cpus": no such thing'
+    trouble = stage.cluster.fail("patch", "statefulsets", status=code, message=words)
+    stage.job()
+    await stage.until(lambda: stage.condition("Accepted")[1] == "Invalid", "it is told")
+    truth, _, message = stage.condition("Accepted")
+    assert truth == "False"
+    assert words in message
+    assert stage.phase() == "Rejected"
+    assert [item["reason"] for item in stage.events()] == ["Invalid"]
+    written = len(stage.cluster.requests("patch", "agentrljobs/status"))
+    hits = trouble.hits
+    await stage.until(lambda: trouble.hits >= hits + 2, "it is tried again")
+    assert len(stage.cluster.requests("patch", "agentrljobs/status")) == written, "told again and again"
+    trouble.end()
+    await stage.until(lambda: stage.condition("Accepted")[1] == "Valid", "it is taken now")
+    assert stage.learner() is not None
+
+
+async def test_a_field_that_cannot_change_is_told_of(stage: Stage) -> None:
+    await stage.operator()
+    stage.job()
+    await stage.applied()
+    # As after an upgrade with another size of volumes: Kubernetes lets nobody change a StatefulSet's claims.
+    stage.cluster.objects.get(stage.cluster.objects.resource("statefulsets"), NAMESPACE, f"{JOB}-learner")["spec"][
+        "volumeClaimTemplates"
+    ][0]["spec"]["resources"]["requests"]["storage"] = "7Gi"
+    stage.cluster.edit("agentrljobs", NAMESPACE, JOB, {"spec": {"rollout": {"replicas": 2}}})
+    await stage.until(lambda: stage.condition("Accepted")[1] == "Invalid", "it is told")
+    assert "spec.volumeClaimTemplates: Invalid value: field is immutable" in stage.condition("Accepted")[2]
+
+
+async def test_an_answer_that_is_late_is_not_a_second_write(stage: Stage) -> None:
+    Controllers(stage.cluster, started=ready)
+    await stage.operator()
+    stage.cluster.fail("patch", "agentrljobs/status", delay=0.3, late=True)
+    stage.job()
+    await stage.applied()
+    await stage.quiet(0.6)
+    told = [item.body["status"] for item in stage.cluster.requests("patch", "agentrljobs/status")]
+    for number, status in enumerate(told):
+        assert status not in told[:number], "written twice"
+
+
+async def test_what_was_written_is_known_before_the_stream_tells_of_it(stage: Stage) -> None:
+    controllers = Controllers(stage.cluster, started=ready)
+    await stage.operator()
+    stage.job()
+    await stage.applied()
+    await stage.until(lambda: stage.condition("EnginesReady")[0] == "True", "pods run")
+    await stage.quiet()
+    stage.cluster.freeze("agentrljobs")  # the stream lags behind what is written
+    before = len(stage.events())
+    for number in range(5):
+        controllers.crashed(stage.pods("tools")[0], "no such file", restarts=number)
+        await asyncio.sleep(0.1)
+    await stage.until(lambda: stage.condition("RolloutsFlowing")[1] == "Failing", "it is told")
+    await stage.quiet()
+    since = {item["lastTransitionTime"] for item in stage.status()["conditions"] if item["type"] == "RolloutsFlowing"}
+    assert len(since) == 1
+    failing = stage.events("Failing")
+    assert len(failing) == 1
+    assert "series" not in failing[0], "told more than once"
+    assert len(stage.events()) == before + 1

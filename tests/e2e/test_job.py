@@ -25,8 +25,10 @@ from .installation import (
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 
-def stored(installation: Installation, prefix: str) -> list[str]:
-    return [item["path"] for page in obstore.list(installation.bucket, prefix) for item in page]
+def stored(installation: Installation, job: str) -> list[str]:
+    """What lies in object storage of a job's run."""
+    paths = [item["path"] for page in obstore.list(installation.bucket, "e2e") for item in page]
+    return [path for path in paths if path.startswith(f"e2e/{job}-")]
 
 
 def summary(installation: Installation, job: dict[str, Any]) -> dict[str, Any]:
@@ -92,9 +94,7 @@ def test_a_job_goes_its_way_whatever_is_done_to_it(installation: Installation) -
         versions = [item["step"] for item in done["status"]["history"]]
         assert versions == sorted(versions, reverse=True), "the lineage is in order"
         adapters = [
-            path
-            for path in stored(installation, "e2e/story")
-            if path.endswith("manifest.json") and "/adapters/" in path
+            path for path in stored(installation, "story") if path.endswith("manifest.json") and "/adapters/" in path
         ]
         assert any("/000008-" in path for path in adapters), f"the last adapter is in {BUCKET}"
         eventually("an ended job's pods are released", lambda: not cluster.list("pods", namespace), 120)
@@ -141,7 +141,7 @@ def test_a_job_that_is_deleted_in_the_middle_leaves_its_adapters_and_nothing_els
             lambda: not json.loads(cluster.kubectl("get", kinds, f"--namespace={namespace}", "-o", "json"))["items"],
             240,
         )
-        assert any("/adapters/000001-" in path for path in stored(installation, "e2e/deleted"))
+        assert any("/adapters/000001-" in path for path in stored(installation, "deleted"))
 
 
 def test_helm_tells_what_to_do_next_and_its_release_is_sound(installation: Installation) -> None:

@@ -200,6 +200,11 @@ class Api:
 
 def problem(error: Exception, doing: str) -> ApiProblem:
     """What an error of the client means."""
+    if isinstance(error, httpx2.TransportError):
+        url = error.request.url
+        where = f"{url.scheme}://{url.netloc.decode()}"
+        told = f"{doing}: {where} does not answer: {type(error).__name__}: {error}"
+        return ApiProblem(told, status=None, retryable=True)
     if not isinstance(error, ApiError):
         response = getattr(error, "response", None)
         status = getattr(response, "status_code", None)

@@ -23,6 +23,8 @@ log = logging.getLogger(__name__)
 INTERVAL = 2.0
 """Seconds between two reports at the least."""
 FIRST_RETRY, LONGEST_RETRY = 0.5, 15.0
+FIRST_WORD = 3.0
+"""Seconds in which a learner that can be reached is heard; until then nothing follows from its silence."""
 DRAIN_CALL_SECONDS = 10.0
 PACES = 5
 
@@ -35,7 +37,13 @@ class Follower:
         self._token, self._changed = token, changed
         self._paces: deque[float] = deque(maxlen=PACES)
         self.told: Told | None = None
+        self._tried, self._ends = False, asyncio.get_running_loop().time() + FIRST_WORD
         self.task = asyncio.create_task(self._follow(), name=f"follow-{key}")
+
+    @property
+    def expected(self) -> bool:
+        """Whether its first word is on its way: it has neither spoken nor been found silent."""
+        return not self._tried and asyncio.get_running_loop().time() < self._ends
 
     async def _follow(self) -> None:
         wait = FIRST_RETRY
@@ -56,8 +64,9 @@ class Follower:
                         self._take(report)
                 except KestrlError as error:
                     log.debug("%s: the learner does not answer: %s", self.key, error)
-                if self.told is not None and self.told.connected:
-                    self.told = replace(self.told, connected=False)
+                if not self._tried or (self.told is not None and self.told.connected):
+                    self._tried = True
+                    self.told = None if self.told is None else replace(self.told, connected=False)
                     self._changed(self.key)
                 await asyncio.sleep(wait)
                 wait = min(LONGEST_RETRY, 2 * wait)
@@ -70,6 +79,7 @@ class Follower:
             stepped = now
         if old is not None and old.report.phase != report.phase:
             stepped = now
+        self._tried = True
         self.told = Told(pod=self.pod, at=now, report=report, stepped=stepped, pace=max(self._paces, default=0.0))
         self._changed(self.key)
 
@@ -117,6 +127,11 @@ class Followers:
     def told(self, key: Key) -> Told | None:
         known = self._by_key.get(key)
         return None if known is None else known.told
+
+    def expects(self, key: Key) -> bool:
+        """Whether a learner's first word is on its way."""
+        known = self._by_key.get(key)
+        return known is not None and known.expected
 
     async def drain(self, key: Key) -> None:
         """Raises `KestrlError` if the learner does not answer."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 
 from aiohttp import web
@@ -35,5 +36,6 @@ async def serve(listen: str, *, alive: Check, ready: Check) -> web.AppRunner:
     try:
         await web.TCPSite(runner, host, int(port)).start()
     except OSError as error:
-        raise UserInputError(f"healthListen: cannot listen on {listen}: {error.strerror}") from error
+        why = os.strerror(error.errno) if error.errno else str(error)  # asyncio's own words repeat the address
+        raise UserInputError(f"healthListen: cannot listen on {listen}: {why}") from error
     return runner

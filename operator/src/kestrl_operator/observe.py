@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
+from math import isfinite
 from typing import Any
 
 from kestrl.api.learner.v1 import learner_pb2 as pb
@@ -123,6 +124,10 @@ class Told:
         by_name = {engine.name for engine in self.report.engines if policy_from_proto(engine.policy) == newest}
         return min(len(by_name), self.report.engines_converged)
 
+    def mean(self, name: str) -> float | None:
+        """Of the last episodes, if there is one."""
+        return number(self.report.means[name], 4) if name in self.report.means else None
+
     @property
     def failure(self) -> Failure | None:
         """Why the run failed, if it did."""
@@ -164,8 +169,8 @@ class Snapshot:
     pods: Sequence[Pod] = ()
     workloads: Mapping[Role, Workload] = field(default_factory=dict[Role, Workload])
     told: Told | None = None
-    unmade: str = ""
-    """Why Kubernetes makes no pods of a workload: a quota, an admission. Empty while it makes them."""
+    unmade: tuple[float, str] | None = None
+    """Since when Kubernetes makes too few pods of a running job, and why: a quota, an admission. None while it makes them."""
     unsatisfiable: str = ""
     """Why no node could ever take the job's pods; empty when one could, or when this operator may not look at nodes."""
     memory: Memory = NOTHING
@@ -210,6 +215,11 @@ class Snapshot:
             if item["type"] == kind:
                 return item["status"], item["reason"]
         return "Unknown", ""
+
+
+def number(value: float, digits: int) -> float | None:
+    """A number that JSON has; None for one that it has not."""
+    return round(value, digits) if isfinite(value) else None
 
 
 def seconds_of(time: str | None) -> float | None:

@@ -145,9 +145,8 @@ def pending(seen: Snapshot) -> tuple[float, str] | None:
         )
         for pod in stuck(seen)[:1]
     ]
-    since = began(seen)
-    if seen.unmade and since is not None:
-        waiting.append((since, seen.unmade))
+    if seen.unmade is not None:
+        waiting.append(seen.unmade)
     return min(waiting, default=None)
 
 

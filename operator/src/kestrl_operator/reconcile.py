@@ -24,14 +24,15 @@ from kestrl_operator.api import JOB, OLD_EVENT, POD, Api, ApiProblem, Gone
 from kestrl_operator.cluster import GRPC_PORT, Cluster, site_of, storage_of, workload
 from kestrl_operator.credentials import derive
 from kestrl_operator.events import Events
-from kestrl_operator.follow import Followers
+from kestrl_operator.follow import FIRST_WORD, Followers
 from kestrl_operator.observe import RENDERED, STORAGE, Memory, Snapshot, Told
 from kestrl_operator.policies import Decision, Stage, decide
 from kestrl_operator.render import Given, render
 from kestrl_operator.render.job import QUEUE_LABEL, ROLES
 from kestrl_operator.shell import WATCHED
-from kestrl_operator.status import expected, status_of
+from kestrl_operator.status import status_of
 from kestrl_operator.store import Child, Key, Store
+from kestrl_operator.truths import expected
 
 log = logging.getLogger(__name__)
 Object = dict[str, Any]
@@ -70,6 +71,15 @@ class Drawn(NamedTuple):
     """Those that we are told of when somebody changes them."""
 
 
+class Lack(NamedTuple):
+    """A running job with too few pods."""
+
+    since: float
+    asked: float
+    told: str
+    """Why, as far as events tell."""
+
+
 class Reconciler:
     """All jobs of this operator."""
 
@@ -82,8 +92,7 @@ class Reconciler:
         self._drawn: dict[Key, Drawn] = {}
         self._memory: dict[Key, Memory] = {}
         self._drifted: set[Key] = set()
-        self._lacking: dict[Key, tuple[float, str]] = {}
-        """Since when a running job has too few pods, or was last asked about, and what was told of it."""
+        self._lacking: dict[Key, Lack] = {}
         self.nodes: Sequence[Node] | None = None
         """As last listed; None where this operator may not."""
 
@@ -111,6 +120,8 @@ class Reconciler:
             self.forget(key)
             return None
         seen = self._snapshot(key, raw)
+        if self._awaits_a_word(key, seen):
+            return FIRST_WORD
         seen = replace(seen, unmade=await self._unmade(key, seen))
         decision = decide(seen)
         self._memory[key] = decision.memory
@@ -158,14 +169,27 @@ class Reconciler:
         try:
             job = parse_job(document)
             storage_of(job, self._cluster)
-            for part in (job.spec.inference, job.spec.learner):
-                self._cluster.profile(part.accelerator.profile)
+            self._check_builds(job)
             self._objects(key, metadata["uid"], job, Decision(stage=Stage.RUNNING, parked=False))
         except UserInputError as error:
             job, problem = None, str(error)
         parsed = Parsed(uid=metadata["uid"], generation=generation, job=job, problem=problem)
         self._parsed[key] = parsed
         return parsed
+
+    def _check_builds(self, job: AgentRLJob) -> None:
+        """Whether there is an image for the devices that the job names; raises `UserInputError`."""
+        spec, images = job.spec, self._cluster.images
+        for part, profile, builds, key in (
+            ("inference", spec.inference.accelerator.profile, images.engine, "engine"),
+            ("learner", spec.learner.accelerator.profile, images.learner, "learner"),
+        ):
+            build = self._cluster.profile(profile).image
+            if build not in builds:
+                raise UserInputError(
+                    f"spec.{part}.accelerator.profile: {profile!r} runs the build {build!r}, of which this cluster has no image "
+                    f"(the chart's jobs.images.{key}.{build}); there are: {', '.join(sorted(builds))}"
+                )
 
     def _unsatisfiable(self, job: AgentRLJob | None) -> str:
         if job is None or self.nodes is None:
@@ -206,21 +230,22 @@ class Reconciler:
             )
         )
 
-    async def _unmade(self, key: Key, seen: Snapshot) -> str:
-        """Why pods of a running job are not even made, as Kubernetes' controllers tell in events alone."""
+    async def _unmade(self, key: Key, seen: Snapshot) -> tuple[float, str] | None:
+        """Since when pods of a running job are not even made, and why, as Kubernetes' controllers tell in events alone."""
         running = seen.job is not None and any(item.replicas for item in seen.workloads.values())
         if seen.job is None or not running or len(seen.staying) >= sum(expected(seen.job.spec).values()):
             self._lacking.pop(key, None)
-            return ""
-        since, told = self._lacking.setdefault(key, (seen.now, ""))
-        if seen.now < since + LACKING_SECONDS:
-            return told
+            return None
+        lack = self._lacking.setdefault(key, Lack(seen.now, seen.now, ""))
+        if seen.now < lack.asked + LACKING_SECONDS:
+            return (lack.since, lack.told) if lack.told else None
+        told = ""
         names = tuple(f"{workload(key.name, role)}" for role in ROLES)
         async for item in self._api.list(OLD_EVENT, key.namespace, fields={"reason": "FailedCreate"}):
             if item["involvedObject"].get("name", "").startswith(names):
                 told = f"{item['involvedObject']['name']}: {item.get('message', '')}"
-        self._lacking[key] = seen.now, told
-        return told
+        self._lacking[key] = Lack(lack.since, seen.now, told)
+        return (lack.since, told) if told else None
 
     async def _carried_out(self, key: Key, seen: Snapshot, job: AgentRLJob, decision: Decision) -> bool:
         """Does what was decided; False if the job is not there any more.
@@ -304,10 +329,22 @@ class Reconciler:
         except KestrlError as error:
             log.warning("%s: the learner does not take the order to drain, it is given again: %s", key, error)
 
+    def _awaits_a_word(self, key: Key, seen: Snapshot) -> bool:
+        """Whether the learner has neither spoken yet nor been found silent: who has just begun must not tell of that, nor act on it."""
+        if seen.learner is not None and seen.learner.replicas > 0:
+            self._listen(key, seen)
+        return self._followers.expects(key)
+
     def _follow(self, key: Key, seen: Snapshot, decision: Decision) -> None:
-        """Listens to the learner's pod for as long as there is one that should run."""
+        """Listens to the learner for as long as it should run."""
+        if decision.parked and decision.stage is not Stage.ENDED:
+            self._followers.stop(key)
+        else:
+            self._listen(key, seen)
+
+    def _listen(self, key: Key, seen: Snapshot) -> None:
         pods = [pod for pod in seen.of(Role.LEARNER) if pod.phase == "Running" and pod.address]
-        if not pods or (decision.parked and decision.stage is not Stage.ENDED):
+        if not pods:
             self._followers.stop(key)
             return
         token = derive(self._key, seen.uid)[Secret.JOB_TOKEN.value]

@@ -114,6 +114,7 @@ BUILT_IN: tuple[Resource, ...] = (
     Resource(group="networking.k8s.io", kind="NetworkPolicy", plural="networkpolicies", generation=True),
     Resource(group="coordination.k8s.io", kind="Lease", plural="leases"),
     Resource(group="events.k8s.io", kind="Event", plural="events", fixed=_OF_EVENT),
+    Resource(kind="Event", plural="events"),
     Resource(
         group="authorization.k8s.io",
         kind="SelfSubjectAccessReview",
@@ -379,6 +380,16 @@ def selector(text: str) -> Callable[[Object], bool]:
     return fits
 
 
+def field_selector(text: str) -> Callable[[Object], bool]:
+    """A field selector: equality, as `metadata.name=a,reason=b`."""
+    terms = [term.partition("=") for term in text.split(",") if term]
+
+    def fits(given: Object) -> bool:
+        return all(str(_at(given, tuple(name.split(".")))) == value.removeprefix("=") for name, _, value in terms)
+
+    return fits
+
+
 def fitted(given: Any, schema: Mapping[str, Any]) -> Any:
     """A value as a structural schema wants it: unknown fields dropped, defaults filled in."""
     kind, value = schema.get("type"), given
@@ -418,13 +429,13 @@ class Objects:
         """Called at every change."""
 
     def resource(self, name: str) -> Resource:
-        """By plural, or by `plural.group` where two groups have one.
+        """By plural, or by `plural.group`, or `plural.` for the core group, where two groups have one.
 
         Raises:
             KeyError: It is not served.
         """
         for item in self.resources.values():
-            if name in {item.plural, item.full}:
+            if name in {item.plural, item.full, f"{item.plural}.{item.group}"}:
                 return item
         raise KeyError(f"{name} is not served")
 
@@ -529,9 +540,11 @@ class Objects:
             raise Refused(
                 409, f"Apply failed with {len(clashing)} conflicts: {', '.join('.'.join(p) for p in sorted(clashing))}"
             )
-        made = merged(copy.deepcopy(live), wanted, null_removes=False)
-        for place in owners.sets.get(who, set()) - places - owners.others(who):
-            _cut(made, place)
+        made, theirs = copy.deepcopy(live), owners.others(who)
+        for place in owners.sets.get(who, set()) - places:
+            if not any(other[: len(place)] == place for other in theirs):
+                _cut(made, place)
+        made = merged(made, wanted, null_removes=False)
         owners.take(who, clashing)
         owners.sets[who] = places
         return self._changed(resource, live, made, owners), False
@@ -1095,8 +1108,7 @@ class FakeKubernetes:
                 raise Refused(410, "The provided continue parameter is too old to display a consistent list result")
             items, version = self._pages.pop(token)
         else:
-            fits = selector(request.query.get("labelSelector", ""))
-            _no_field_selector(request)
+            fits = _selected(request)
             items = [item for item in self.objects.list(resource, asked.namespace) if fits(item)]
             version = str(self.objects.version)
         page, rest = (items[:limit], items[limit:]) if limit else (items, [])
@@ -1109,8 +1121,7 @@ class FakeKubernetes:
         return {"apiVersion": resource.api_version, "kind": f"{resource.kind}List", "metadata": metadata, "items": page}
 
     async def _watched(self, request: web.Request, asked: Request, resource: Resource) -> web.StreamResponse:
-        _no_field_selector(request)
-        fits = selector(request.query.get("labelSelector", ""))
+        fits = _selected(request)
         given = request.query.get("resourceVersion", "")
         marks = request.query.get("allowWatchBookmarks") in {"1", "true"}
         answer = web.StreamResponse(headers={"Content-Type": "application/json"})
@@ -1150,9 +1161,10 @@ class FakeKubernetes:
         return answer
 
 
-def _no_field_selector(request: web.Request) -> None:
-    if request.query.get("fieldSelector"):
-        raise Refused(400, "the fake knows no field selectors")
+def _selected(request: web.Request) -> Callable[[Object], bool]:
+    labels = selector(request.query.get("labelSelector", ""))
+    fields = field_selector(request.query.get("fieldSelector", ""))
+    return lambda given: labels(given) and fields(given)
 
 
 async def _body(request: web.Request) -> Any:

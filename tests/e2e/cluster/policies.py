@@ -1,8 +1,8 @@
 """Enforces NetworkPolicy in the node with nftables: `python -m tests.e2e.cluster.policies SERVER CERTIFICATES`.
 
 The pods' bridge knows nothing of policies. This program runs in the node's network namespace, watches pods, namespaces and policies,
-and swaps one table at every change. As with most real plugins, traffic between a pod and its own node (probes, the names and the API
-on the node's address) is not filtered, and a connection that stands is not cut. A new pod is covered once its address is in the API.
+and swaps one table at every change. What a pod sends to its own node (the names and the API on the node's address) is judged as well;
+what the node sends to a pod (probes) is not, and a connection that stands is not cut. A new pod is covered once its address is in the API.
 """
 
 from __future__ import annotations
@@ -138,8 +138,12 @@ def ruleset(pods: Sequence[Pod], namespaces: Mapping[str, Mapping[str, str]], po
         for name, of in reversed(rules.items())
         if of.isolated
     ]
-    forward = ["type filter hook forward priority -5", "ct state established,related accept", *jumps]
-    body = "\n".join((*chains, f"chain forwarded {{ {'; '.join(forward)}; }}"))
+    standing = "ct state established,related accept"
+    forward = ["type filter hook forward priority -5", standing, *jumps]
+    sent = [jump for jump in jumps if DIRECTIONS["Egress"].chain in jump]
+    to_the_node = ["type filter hook input priority -5", standing, *sent]
+    hooks = (f"chain forwarded {{ {'; '.join(forward)}; }}", f"chain taken_in {{ {'; '.join(to_the_node)}; }}")
+    body = "\n".join((*chains, *hooks))
     return f"{NOTHING}table inet {TABLE} {{\n{body}\n}}\n"
 
 

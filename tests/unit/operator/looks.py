@@ -157,7 +157,7 @@ def snapshots(draw: Any) -> Snapshot:
         pods=list({item.name: item for item in found}.values()),
         workloads=draw(st.sampled_from([{Role.LEARNER: learner}, {Role.LEARNER: learner}, {}])),
         told=draw(st.sampled_from([speaks, speaks, speaks, None])),
-        unmade=draw(st.sampled_from(["", "exceeded quota: gpus"])),
+        unmade=draw(st.sampled_from([None, (NOW - 100, "exceeded quota: gpus")])),
         unsatisfiable=draw(st.sampled_from(["", "no node has 2 of nvidia.com/gpu"])),
         memory=Memory(draining=draw(first_seen), failed=draw(first_seen)),
     )

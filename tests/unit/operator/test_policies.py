@@ -516,11 +516,17 @@ def test_pods_have_their_time_to_start(one: Pod, why: str | None) -> None:
 
 
 @pytest.mark.parametrize(
-    ("started", "end"), [(-601, ("PendingTooLong", f"{STUCK}: exceeded quota: gpus")), (-599, None), (None, None)]
+    ("since", "end"),
+    [
+        (NOW - 599, None),
+        (NOW - 600, ("PendingTooLong", "for longer than pendingDeadline (600 s): exceeded quota: gpus")),
+    ],
 )
-def test_pods_that_are_not_even_made_have_the_same_time(started: int | None, end: tuple[str, str] | None) -> None:
-    standing = {} if started is None else status(startedAt=at(started))
-    seen = snapshot(job=job("pendingDeadline=10m"), pods=[], told=None, unmade="exceeded quota: gpus", status=standing)
+def test_pods_that_are_not_even_made_have_the_same_time(since: float, end: tuple[str, str] | None) -> None:
+    """From when they began to lack: the job may have run for hours before."""
+    made = status(startedAt=at(9999))
+    unmade = (since, "exceeded quota: gpus")
+    seen = snapshot(job=job("pendingDeadline=10m"), pods=[], told=None, unmade=unmade, status=made)
     assert decide(seen).ended == end
     assert decide(replace(seen, job=job())).ended is None
 

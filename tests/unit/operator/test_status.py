@@ -137,7 +137,7 @@ TABLE: list[tuple[str, dict[str, Any], str, Expected]] = [
     ),
     (
         "Kubernetes makes no pods of it",
-        {"pods": [], "told": None, "unmade": "email-search-tools: exceeded quota: pods=0"},
+        {"pods": [], "told": None, "unmade": (NOW - 60, "email-search-tools: exceeded quota: pods=0")},
         "Pending",
         {"Scheduled": ("False", "Pending", "email-search-tools: exceeded quota: pods=0")},
     ),

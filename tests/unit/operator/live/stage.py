@@ -19,6 +19,7 @@ from kestrl import rpc
 from kestrl.api.common.v1 import common_pb2
 from kestrl.api.learner.v1 import learner_pb2 as pb
 from kestrl.api.learner.v1 import learner_pb2_grpc as stubs
+from kestrl.errors import StorageError
 from kestrl.plan.components import Secret
 from kestrl.rpc.client import TOKEN_VARIABLE
 from kestrl.spec.crd import crd
@@ -278,8 +279,7 @@ class FakeLearner(stubs.LearnerServiceServicer):
         self.watchers = 0
         self._report = first
         self._changed = asyncio.Event()
-        self._broken = False
-        self.on_drain: Callable[[], None] = lambda: None
+        self._breaks = 0
 
     def tell(self, told: pb.WatchProgressResponse) -> None:
         self._report = told
@@ -287,9 +287,8 @@ class FakeLearner(stubs.LearnerServiceServicer):
 
     def break_streams(self) -> None:
         """All open streams end with an error."""
-        self._broken = True
+        self._breaks += 1
         self._ring()
-        self._broken = False
 
     def _ring(self) -> None:
         self._changed.set()
@@ -297,19 +296,18 @@ class FakeLearner(stubs.LearnerServiceServicer):
 
     async def WatchProgress(self, request: Any, context: Any) -> Any:
         self.watchers += 1
+        breaks = self._breaks
         try:
-            while True:
+            while breaks == self._breaks:
                 changed = self._changed
                 yield self._report
                 await changed.wait()
-                if self._broken:
-                    raise RuntimeError("broken")
+            raise StorageError("broken")
         finally:
             self.watchers -= 1
 
     async def Drain(self, request: Any, context: Any) -> pb.DrainResponse:
         self.drains += 1
-        self.on_drain()
         return pb.DrainResponse()
 
 

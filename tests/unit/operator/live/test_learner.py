@@ -1,0 +1,270 @@
+"""What a learner tells, over real gRPC: how it reaches the status, and what is done about it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from kestrl.api.common.v1 import common_pb2
+from kestrl.api.learner.v1 import learner_pb2 as pb
+from kestrl.errors import Boundary, Failure
+from kestrl.rpc.codec import failure_to_proto
+from kestrl.testing.kubernetes import Controllers
+from kestrl_operator import policies
+
+from .stage import JOB, NAMESPACE, FakeLearner, Object, Running, Stage, job_token, learning, ready, report, version
+
+
+class Scene:
+    """A job that runs, with a learner that speaks."""
+
+    def __init__(self, stage: Stage, learner: FakeLearner, controllers: Controllers, running: Running) -> None:
+        self.stage, self.learner, self.controllers, self.running = stage, learner, controllers, running
+
+    def attempts(self) -> int:
+        learner = self.stage.learner()
+        assert learner is not None
+        return int(learner["metadata"]["annotations"]["kestrl.dev/attempts"])
+
+    def replicas(self) -> set[int]:
+        """Wanted, of all workloads."""
+        workloads = [*self.stage.cluster.list("statefulsets"), *self.stage.cluster.list("deployments")]
+        return {item["spec"]["replicas"] for item in workloads}
+
+
+@asynccontextmanager
+async def scene(
+    stage: Stage,
+    first: pb.WatchProgressResponse,
+    spec: Mapping[str, Any] | None = None,
+    *,
+    token: str = "",
+) -> AsyncGenerator[Scene]:
+    uid = stage.job(**(spec or {}))["metadata"]["uid"]
+    async with learning(stage.patch, token or job_token(uid), first) as learner:
+
+        def started(controllers: Controllers, pod: Object) -> None:
+            ready(controllers, pod)
+            if pod["metadata"]["labels"]["kestrl.dev/role"] == "learner":
+                controllers.run(pod, address=learner.address)
+
+        controllers = Controllers(stage.cluster, started=started)
+        running = await stage.operator()
+        await stage.applied()
+        yield Scene(stage, learner, controllers, running)
+
+
+async def test_progress_reaches_the_status(stage: Stage) -> None:
+    told = report(
+        step=14,
+        means={"reward": 0.51234, "answer_correct": 0.25},
+        episodes_per_second=3.14159,
+        eta_seconds=120.0,
+        policy_parent=f"{JOB}.13",
+        checkpoint_step=10,
+        groups_running=4,
+        failures={"tool/tool_raised": 3},
+    )
+    async with scene(stage, told):
+        await stage.until(lambda: stage.phase() == "Running", "the job runs")
+        status = stage.status()
+        assert status["progress"] == {
+            "step": 14,
+            "totalSteps": 26,
+            "reward": 0.5123,
+            "answerCorrect": 0.25,
+            "episodesPerSecond": 3.14,
+            "etaSeconds": 120,
+            "failures": {"tool/tool_raised": 3},
+        }
+        assert status["shown"] == {
+            "phase": "Running",
+            "step": "14/26",
+            "policy": "v14",
+            "converged": "2/2",
+            "lag": 0,
+            "reward": "0.51",
+        }
+        assert stage.condition("PolicyConverged")[:2] == ("True", "AllProved")
+        assert stage.condition("LearnerProgressing")[:2] == ("True", "Stepping")
+        assert stage.condition("CheckpointDurable") == ("True", "Confirmed", "step 10")
+        assert stage.condition("RewardHealthy")[:2] == ("True", "Scoring")
+        assert [engine["state"] for engine in status["engines"]] == ["serving", "serving"]
+
+
+async def test_the_lineage_has_each_version_that_all_engines_have_proved(stage: Stage) -> None:
+    async with scene(stage, report(step=1)) as on:
+        await stage.until(lambda: stage.status().get("policy", {}).get("step") == 1, "version 1")
+        engines = [
+            pb.EngineProgress(name="engine-0", policy=version(2), state="serving"),
+            pb.EngineProgress(name="engine-1", policy=version(1), lag=1, state="loading", message="it fetches"),
+        ]
+        on.learner.tell(report(step=2, engines=engines, engines_converged=1, policy_parent="one"))
+        await stage.until(lambda: stage.condition("PolicyConverged")[1] == "Loading", "one engine is behind")
+        assert "1/2" in stage.condition("PolicyConverged")[2]
+        assert stage.status()["policy"]["step"] == 1, "named though one engine has not proved it"
+        assert stage.status()["shown"]["lag"] == 1
+        on.learner.tell(report(step=2, policy_parent="one"))
+        await stage.until(lambda: stage.status()["policy"]["step"] == 2, "version 2")
+        assert [item["step"] for item in stage.status()["history"]] == [2, 1]
+        assert stage.status()["policy"]["parent"] == "one"
+
+
+async def test_a_learner_with_another_credential_is_not_believed_and_not_heard(stage: Stage) -> None:
+    async with scene(stage, report(step=14), token="another job's") as on:
+        await stage.until(lambda: stage.condition("LearnerProgressing")[1] == "Unavailable", "it does not answer")
+        await stage.quiet()
+        assert on.learner.watchers == 0
+        assert stage.status()["progress"]["step"] == 0
+        assert stage.condition("PolicyConverged")[0] == "Unknown"
+
+
+async def test_a_broken_stream_makes_what_it_told_unknown_until_it_speaks_again(stage: Stage) -> None:
+    async with scene(stage, report(step=5)) as on:
+        await stage.until(lambda: stage.phase() == "Running", "the job runs")
+        on.learner.break_streams()
+        await stage.until(lambda: stage.condition("PolicyConverged")[0] == "Unknown", "nothing is claimed")
+        assert {engine["state"] for engine in stage.status()["engines"]} == {"unknown"}
+        assert stage.status()["progress"]["step"] == 5, "what was seen last stays"
+        await stage.until(lambda: stage.condition("PolicyConverged")[1] == "AllProved", "it speaks again")
+        assert on.learner.watchers == 1
+
+
+async def test_a_suspension_drains_and_lets_go_of_pods_only_when_all_is_put_away(stage: Stage) -> None:
+    async with scene(stage, report(step=5, checkpoint_step=4)) as on:
+        await stage.until(lambda: stage.phase() == "Running", "the job runs")
+        stage.cluster.edit("agentrljobs", NAMESPACE, JOB, {"spec": {"suspend": True}})
+        await stage.until(lambda: on.learner.drains, "it is told to drain")
+        on.learner.tell(report("draining", step=6))
+        await stage.until(lambda: stage.condition("Suspended")[1] == "Draining", "it is told")
+        await stage.quiet()
+        assert 0 not in on.replicas(), "pods were let go while the learner drains"
+        assert stage.phase() == "Suspending"
+        on.learner.tell(report("suspended", step=6, checkpoint_step=6))
+        await stage.until(lambda: stage.phase() == "Suspended", "it is suspended")
+        assert on.replicas() == {0}
+        assert stage.cluster.list("pods") == []
+        assert "at step 6" in stage.condition("Suspended")[2]
+        on.learner.tell(report(step=6, checkpoint_step=6))
+        stage.cluster.edit("agentrljobs", NAMESPACE, JOB, {"spec": {"suspend": False}})
+        await stage.until(lambda: stage.phase() == "Running", "it goes on")
+
+
+async def test_pods_that_take_their_time_to_go_are_waited_for(stage: Stage) -> None:
+    async with scene(stage, report("suspended", step=6)) as on:
+        await stage.until(lambda: len(stage.cluster.list("pods")) == 6, "pods run")
+        stage.cluster.objects.lingering = True
+        stage.cluster.edit("agentrljobs", NAMESPACE, JOB, {"spec": {"suspend": True}})
+        await stage.until(lambda: on.replicas() == {0}, "workloads are to have none")
+        await stage.until(lambda: stage.condition("Suspended")[2] == "6 pods are going", "it is told")
+        assert stage.condition("Suspended")[:2] == ("False", "Draining")
+        for pod in stage.cluster.list("pods"):
+            on.controllers.gone(pod)
+        await stage.until(lambda: stage.condition("Suspended")[:2] == ("True", "Released"), "all are gone")
+
+
+async def test_a_run_that_succeeds_ends_the_job_lets_go_of_its_pods_and_is_deleted_in_time(stage: Stage) -> None:
+    async with scene(stage, report(step=25), {"ttlAfterFinished": "2s"}) as on:
+        await stage.until(lambda: stage.phase() == "Running", "the job runs")
+        on.learner.tell(report("succeeded", step=26))
+        await stage.until(lambda: stage.condition("Succeeded")[:2] == ("True", "Completed"), "it is told")
+        assert "s3://bucket/runs/policies/26" in stage.condition("Succeeded")[2]
+        assert stage.phase() == "Succeeded"
+        assert stage.status()["finishedAt"]
+        await stage.until(lambda: on.replicas() == {0}, "no pod is to run")
+        await stage.until(lambda: stage.cluster.list("pods") == [], "none does")
+        await stage.until(lambda: stage.cluster.find("agentrljobs", NAMESPACE, JOB) is None, "it is deleted")
+        assert stage.children() == []
+
+
+def failed(code: str, boundary: Boundary = Boundary.INFRASTRUCTURE) -> pb.WatchProgressResponse:
+    failure = Failure(boundary=boundary, code=code, message="it broke", component="learner-0")
+    return report("failed", step=3, failure=failure_to_proto(failure))
+
+
+async def test_a_learner_that_fails_is_started_again_until_it_has_failed_too_often(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(policies, "FIRST_WAIT", 0.3)
+    async with scene(stage, report(step=3), {"failurePolicy": {"backoffLimit": 2}}) as on:
+        await stage.until(lambda: stage.phase() == "Running", "the job runs")
+        pods = {stage.pods("learner")[0]["metadata"]["uid"]}
+        on.learner.tell(failed("storage_failed"))
+        await stage.until(lambda: stage.condition("LearnerProgressing")[1] == "Failed", "it is told")
+        assert "it broke" in stage.condition("LearnerProgressing")[2]
+        assert "started again in" in stage.condition("LearnerProgressing")[2]
+        began = asyncio.get_running_loop().time()
+        await stage.until(lambda: on.attempts() == 1, "it is started again")
+        await stage.until(lambda: stage.pods("learner") and pods.isdisjoint(ids(stage)), "in another pod")
+        pods |= ids(stage)
+        await stage.until(lambda: on.attempts() == 2, "and again")
+        assert asyncio.get_running_loop().time() - began > 0.3 + 0.6 - 0.2
+        await stage.until(lambda: stage.condition("Succeeded")[1] == "BackoffExceeded", "it is given up")
+        assert "backoffLimit is 2" in stage.condition("Succeeded")[2]
+        assert stage.phase() == "Failed"
+        assert stage.status()["restarts"] == 2
+        await stage.until(lambda: on.replicas() == {0}, "no pod is to run")
+
+
+def ids(stage: Stage) -> set[str]:
+    return {pod["metadata"]["uid"] for pod in stage.pods("learner")}
+
+
+async def test_training_on_rollouts_of_another_policy_ends_the_job_at_once(stage: Stage) -> None:
+    async with scene(stage, report(step=3)) as on:
+        await stage.until(lambda: stage.phase() == "Running", "the job runs")
+        on.learner.tell(failed("logprob_gap", Boundary.ENGINE))
+        await stage.until(lambda: stage.phase() == "Failed", "it is given up")
+        assert stage.condition("Succeeded")[1] == "LearnerFailed"
+        assert "[engine/logprob_gap] it broke" in stage.condition("Succeeded")[2]
+        assert on.attempts() == 0
+
+
+async def test_a_new_process_hears_the_learner_before_it_says_that_it_does_not_answer(stage: Stage) -> None:
+    async with scene(stage, report(step=5)) as on:
+        await stage.until(lambda: stage.phase() == "Running", "the job runs")
+        await stage.quiet()
+        await stage.stop(on.running)
+        before = stage.cluster.get("agentrljobs", NAMESPACE, JOB)
+        events = len(stage.events())
+        second = await stage.operator("b")
+        await stage.until(lambda: on.learner.watchers, "it is heard")
+        await stage.until(lambda: second.passes() >= 1, "and looked at")
+        await stage.quiet()
+        assert stage.cluster.get("agentrljobs", NAMESPACE, JOB) == before
+        assert len(stage.events()) == events
+
+
+async def test_a_new_process_goes_on_with_a_drain_that_another_began(stage: Stage) -> None:
+    async with scene(stage, report(step=5)) as on:
+        await stage.until(lambda: stage.phase() == "Running", "the job runs")
+        stage.cluster.edit("agentrljobs", NAMESPACE, JOB, {"spec": {"suspend": True}})
+        await stage.until(lambda: on.learner.drains, "it is told to drain")
+        on.learner.tell(report("draining", step=6))
+        await stage.until(lambda: stage.phase() == "Suspending", "it drains")
+        await stage.stop(on.running)
+        second = await stage.operator("b")
+        await stage.until(lambda: second.passes() >= 1, "it is looked at")
+        await stage.quiet()
+        assert 0 not in on.replicas(), "pods were let go while the learner drains"
+        on.learner.tell(report("suspended", step=6))
+        await stage.until(lambda: stage.phase() == "Suspended", "it is suspended")
+
+
+async def test_a_learner_that_cannot_be_reached_does_not_hold_up_a_suspension(stage: Stage) -> None:
+    async with scene(stage, report(step=5), token="another job's"):
+        stage.cluster.edit("agentrljobs", NAMESPACE, JOB, {"spec": {"suspend": True}})
+        await stage.until(lambda: stage.phase() == "Suspended", "it is suspended")
+
+
+async def test_versions_are_named_as_the_learner_names_them(stage: Stage) -> None:
+    named = common_pb2.PolicyVersion(job=JOB, step=7, sha256="ab" * 32)
+    engines = [pb.EngineProgress(name=name, policy=named, state="serving") for name in ("engine-0", "engine-1")]
+    async with scene(stage, report(step=7, policy=named, engines=engines)):
+        await stage.until(lambda: stage.status().get("policy", {}).get("step") == 7, "it is told")
+        assert stage.status()["policy"]["version"] == f"{JOB}.7.{'ab' * 6}"
+        assert stage.status()["policy"]["sha256"] == "ab" * 32

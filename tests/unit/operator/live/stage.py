@@ -135,7 +135,7 @@ class Stage:
         self.running.remove(running)
         await running.stop()
 
-    async def until(self, holds: Callable[[], Any], what: str, *, seconds: float = 30.0) -> Any:
+    async def until(self, holds: Callable[[], Any], what: str, *, seconds: float = 20.0) -> Any:
         """Waits; an operator that ends meanwhile says why."""
 
         def looked() -> Any:
@@ -143,6 +143,7 @@ class Stage:
                 if running.task.done():
                     running.task.result()
                     raise AssertionError(f"{running.user} has ended")
+                assert not running.operator._passes["bug"], "a pass raised what nobody expects; see the log"
             return holds()
 
         return await self.cluster.until(looked, what, seconds=seconds)
@@ -205,7 +206,7 @@ class Stage:
         await self.until(lambda: self.learner(name), f"{name} is applied")
         await self.until(lambda: self.phase(name), f"{name} has a status")
 
-    async def quiet(self, seconds: float = 0.4, *, within: float = 30.0) -> None:
+    async def quiet(self, seconds: float = 0.25, *, within: float = 30.0) -> None:
         """Waits until nobody has written for a while."""
         loop = asyncio.get_running_loop()
 

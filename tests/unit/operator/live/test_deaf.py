@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 
 import pytest
 
@@ -11,6 +12,7 @@ from kestrl_operator.shell import WatchEnded
 
 from .stage import JOB, NAMESPACE, Stage, ready
 
+CHILDREN = ("deployments", "services", "networkpolicies")
 OFTEN = 0.2
 """Seconds between two audits."""
 
@@ -103,15 +105,15 @@ async def test_an_api_server_that_is_away_for_a_while_is_found_again(stage: Stag
     await stage.applied("between")
 
 
-@pytest.mark.parametrize("plural", ["deployments", "services", "networkpolicies"])
-async def test_a_child_whose_deletion_nobody_told_of_is_put_back_by_the_audit(stage: Stage, plural: str) -> None:
+async def test_a_child_whose_deletion_nobody_told_of_is_put_back_by_the_audit(stage: Stage) -> None:
     await stage.operator(audit_seconds=OFTEN)
     stage.job()
     await stage.applied()
-    await stage.quiet()
-    stage.cluster.lose(plural)
-    stage.cluster.delete(plural, NAMESPACE, f"{JOB}-rollout")
-    await stage.until(lambda: stage.cluster.find(plural, NAMESPACE, f"{JOB}-rollout"), "it is back")
+    for plural in CHILDREN:
+        await stage.quiet(0.1)
+        stage.cluster.lose(plural)
+        stage.cluster.delete(plural, NAMESPACE, f"{JOB}-rollout")
+        await stage.until(partial(stage.cluster.find, plural, NAMESPACE, f"{JOB}-rollout"), f"{plural} are back")
 
 
 async def test_a_child_whose_change_nobody_told_of_is_put_back_by_the_audit(stage: Stage) -> None:
@@ -126,15 +128,16 @@ async def test_a_child_whose_change_nobody_told_of_is_put_back_by_the_audit(stag
     )
 
 
-@pytest.mark.parametrize("plural", ["deployments", "services", "networkpolicies"])
-async def test_a_child_that_vanished_while_no_operator_ran_is_put_back_by_the_next(stage: Stage, plural: str) -> None:
-    first = await stage.operator("a")
+async def test_a_child_that_vanished_while_no_operator_ran_is_put_back_by_the_next(stage: Stage) -> None:
+    running = await stage.operator("a")
     stage.job()
     await stage.applied()
-    await stage.stop(first)
-    stage.cluster.delete(plural, NAMESPACE, f"{JOB}-rollout")
-    await stage.operator("b")
-    await stage.until(lambda: stage.cluster.find(plural, NAMESPACE, f"{JOB}-rollout"), "it is back")
+    for user, plural in zip("bcd", CHILDREN, strict=True):
+        await stage.stop(running)
+        stage.cluster.delete(plural, NAMESPACE, f"{JOB}-rollout")
+        running = await stage.operator(user)
+        await stage.until(partial(stage.cluster.find, plural, NAMESPACE, f"{JOB}-rollout"), f"{plural} are back")
+        await stage.quiet(0.1)
 
 
 async def test_a_pod_that_vanished_unheard_does_not_hold_up_a_suspension(stage: Stage) -> None:

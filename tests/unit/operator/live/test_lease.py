@@ -101,25 +101,22 @@ async def test_a_leader_that_stops_hands_over_at_once(stage: Stage) -> None:
     assert {item.user for item in stage.cluster.writes()} == {"b"}
 
 
-@pytest.mark.parametrize("time", ["1999-01-01T00:00:00.000000Z", "2099-01-01T00:00:00.000000Z"], ids=["past", "future"])
-async def test_the_clocks_of_two_machines_are_never_compared(stage: Stage, time: str) -> None:
-    spec = {"holderIdentity": "ghost", "leaseDurationSeconds": 1, "renewTime": time, "leaseTransitions": 3}
+async def test_the_clocks_of_two_machines_are_never_compared(stage: Stage) -> None:
+    past, future = "1999-01-01T00:00:0{}.000000Z", "2099-01-01T00:00:0{}.000000Z"
+    spec = {"holderIdentity": "ghost", "leaseDurationSeconds": 1, "renewTime": past.format(9), "leaseTransitions": 3}
     stage.cluster.create("leases", {"metadata": {"name": PLACE[2], "namespace": PLACE[1]}, "spec": spec})
-    running = stage.begin("a")
+    stage.begin("a")
     await stage.until(lambda: stage.cluster.requests("get", "leases"), "it is looked at")
-    looked = asyncio.get_running_loop().time()
     for number in range(8):
         # Renewed, by a clock that stands elsewhere: it is held.
-        stage.cluster.edit(*PLACE, {"spec": {"renewTime": time.replace("00:00:00", f"00:00:0{number}")}})
+        stage.cluster.edit(*PLACE, {"spec": {"renewTime": (past, future)[number % 2].format(number)}})
         await asyncio.sleep(0.2)
         assert stage.holder() == "ghost"
+    # No more, though by that clock it has decades to go.
     renewed = asyncio.get_running_loop().time()
     await stage.until(lambda: stage.holder() == "a", "the lease has run out")
-    now = asyncio.get_running_loop().time()
-    assert now - looked > LEASE_SECONDS
-    assert now - renewed > 0.9 * LEASE_SECONDS - 0.2
+    assert asyncio.get_running_loop().time() - renewed > 0.9 * LEASE_SECONDS - 0.2
     assert stage.cluster.get(*PLACE)["spec"]["leaseTransitions"] == 4
-    assert await running.asked("healthz") == (200, "ok")
 
 
 async def test_who_loses_the_lease_writes_no_more_and_leads_again_when_it_is_free(stage: Stage) -> None:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from itertools import pairwise
-
-import pytest
 
 from kestrl.testing.kubernetes import Controllers
 
@@ -114,19 +113,22 @@ async def test_what_a_pod_cannot_find_is_told_as_the_manifests_fault(stage: Stag
     assert "spec.data.train.uri: s3://bucket/none is not there" in stage.condition("Accepted")[2]
 
 
-@pytest.mark.parametrize(
-    ("plural", "role"),
-    [("deployments", "rollout"), ("statefulsets", "inference"), ("services", "learner"), ("networkpolicies", "tools")],
-)
-async def test_a_child_that_somebody_deletes_is_put_back(stage: Stage, plural: str, role: str) -> None:
+async def test_a_child_that_somebody_deletes_is_put_back(stage: Stage) -> None:
     await stage.operator()
     stage.job()
     await stage.applied()
-    name = f"{JOB}-{role}"
-    old = stage.cluster.get(plural, NAMESPACE, name)["metadata"]["uid"]
-    stage.cluster.delete(plural, NAMESPACE, name)
-    new = await stage.until(lambda: stage.cluster.find(plural, NAMESPACE, name), f"{name} is back")
-    assert new["metadata"]["uid"] != old
+    for plural, name in (
+        ("deployments", f"{JOB}-rollout"),
+        ("statefulsets", f"{JOB}-inference"),
+        ("statefulsets", f"{JOB}-learner"),
+        ("services", f"{JOB}-learner"),
+        ("networkpolicies", f"{JOB}-tools"),
+    ):
+        old = stage.cluster.get(plural, NAMESPACE, name)["metadata"]["uid"]
+        stage.cluster.delete(plural, NAMESPACE, name)
+        new = await stage.until(partial(stage.cluster.find, plural, NAMESPACE, name), f"{plural} {name} is back")
+        assert new["metadata"]["uid"] != old
+        await stage.quiet(0.1)
 
 
 async def test_a_child_that_somebody_scales_is_put_back_once(stage: Stage) -> None:

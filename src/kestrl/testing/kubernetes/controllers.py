@@ -1,0 +1,206 @@
+"""What is behind the API, as far as pods show it."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import hashlib
+import json
+from collections.abc import Callable
+from typing import Any
+
+from kestrl.testing.kubernetes.fake import FakeKubernetes
+from kestrl.testing.kubernetes.fields import now
+from kestrl.testing.kubernetes.resources import Change, Object
+
+
+class Controllers:
+    """What is behind the API, as far as pods show it: the controllers of StatefulSets and Deployments, the scheduler, the kubelets.
+
+    Pods follow their workloads by themselves: made, replaced when the template changes, deleted when there are too many. A pod is
+    Pending when it is made, or what `started` makes of it; from then on the test says what becomes of it.
+    """
+
+    def __init__(
+        self, cluster: FakeKubernetes, *, started: Callable[[Controllers, Object], None] | None = None
+    ) -> None:
+        """Follows workloads from now on.
+
+        Args:
+            cluster: The server.
+            started: Called with every new pod, as `lambda controllers, pod: controllers.run(pod)`.
+        """
+        self._cluster, self._started = cluster, started
+        self._addresses = 0
+        self._due = False
+        cluster.objects.told.append(self._seen)
+
+    def _seen(self, change: Change) -> None:
+        if change.resource.plural in {"statefulsets", "deployments", "pods"} and not self._due:
+            self._due = True
+            asyncio.get_running_loop().call_soon(self.sync)
+
+    def sync(self) -> None:
+        """Makes pods what the workloads want."""
+        self._due = False
+        for plural in ("statefulsets", "deployments"):
+            for workload in self._cluster.objects.list(self._cluster.objects.resource(plural)):
+                self._sync(plural, workload)
+
+    def pods(self, namespace: str, workload: str) -> list[Object]:
+        """The pods of a workload by its name, as copies."""
+        return copy.deepcopy(self._pods(namespace, workload))
+
+    def _pods(self, namespace: str, workload: str) -> list[Object]:
+        objects = self._cluster.objects
+        return [
+            pod
+            for pod in objects.list(objects.resource("pods"), namespace)
+            if any(owner["name"] == workload for owner in pod["metadata"].get("ownerReferences", []))
+        ]
+
+    def _sync(self, plural: str, workload: Object) -> None:
+        metadata, spec = workload["metadata"], workload["spec"]
+        namespace, name = metadata["namespace"], metadata["name"]
+        mark = hashlib.sha256(json.dumps(spec["template"], sort_keys=True).encode()).hexdigest()[:8]
+        prefix = name if plural == "statefulsets" else f"{name}-{mark}"
+        wanted = [f"{prefix}-{index}" for index in range(spec.get("replicas", 1))]
+        for pod in self._pods(namespace, name):
+            fits = pod["metadata"]["name"] in wanted and pod["metadata"]["labels"].get("pod-template-hash") == mark
+            if not fits and "deletionTimestamp" not in pod["metadata"]:
+                self._cluster.delete("pods", namespace, pod["metadata"]["name"])
+        for index, pod_name in enumerate(wanted):
+            if self._cluster.find("pods", namespace, pod_name) is None:
+                self._make(workload, pod_name, index, mark)
+        ready = len([pod for pod in self._pods(namespace, name) if _is_ready(pod)])
+        status = {"replicas": len(wanted), "readyReplicas": ready, "observedGeneration": metadata["generation"]}
+        self._cluster.edit(
+            plural, namespace, name, {"status": status}, manager="kube-controller-manager", subresource="status"
+        )
+
+    def _make(self, workload: Object, name: str, index: int, mark: str) -> None:
+        template = workload["spec"]["template"]
+        labels = {
+            **template["metadata"].get("labels", {}),
+            "pod-template-hash": mark,
+            "apps.kubernetes.io/pod-index": str(index),
+        }
+        owner = {
+            "apiVersion": workload["apiVersion"],
+            "kind": workload["kind"],
+            "name": workload["metadata"]["name"],
+            "uid": workload["metadata"]["uid"],
+            "controller": True,
+        }
+        pod = self._cluster.create(
+            "pods",
+            {
+                "metadata": {
+                    "name": name,
+                    "namespace": workload["metadata"]["namespace"],
+                    "labels": labels,
+                    "annotations": template["metadata"].get("annotations", {}),
+                    "ownerReferences": [owner],
+                },
+                "spec": template["spec"],
+                "status": {"phase": "Pending"},
+            },
+            manager="kube-controller-manager",
+        )
+        if self._started is not None:
+            self._started(self, pod)
+
+    def run(self, pod: Object, *, address: str | None = None, ready: bool = True) -> None:
+        """It has a node and an address, and its containers run."""
+        self._addresses += 1
+        containers = [
+            {"name": item["name"], "ready": ready, "restartCount": 0, "state": {"running": {"startedAt": now()}}}
+            for item in pod["spec"]["containers"]
+        ]
+        self._place(pod)
+        self._tell(
+            pod,
+            phase="Running",
+            podIP=address or f"10.244.0.{self._addresses}",
+            containerStatuses=containers,
+            initContainerStatuses=[],
+            conditions=[_condition("PodScheduled"), _condition("Ready", "True" if ready else "False")],
+        )
+
+    def unschedulable(self, pod: Object, message: str) -> None:
+        """The scheduler finds no node."""
+        condition = _condition("PodScheduled", "False", reason="Unschedulable", message=message)
+        self._tell(pod, phase="Pending", conditions=[condition])
+
+    def image_missing(self, pod: Object, message: str, *, container: str | None = None) -> None:
+        """An image cannot be pulled."""
+        waiting = {"reason": "ImagePullBackOff", "message": message}
+        name = container or pod["spec"]["containers"][0]["name"]
+        self._place(pod)
+        self._tell(
+            pod,
+            phase="Pending",
+            conditions=[_condition("PodScheduled"), _condition("Ready", "False")],
+            containerStatuses=[{"name": name, "ready": False, "restartCount": 0, "state": {"waiting": waiting}}],
+        )
+
+    def init_failed(self, pod: Object, message: str, *, container: str | None = None, code: int = 2) -> None:
+        """An init container ended with a failure, and its last words."""
+        name = container or pod["spec"]["initContainers"][0]["name"]
+        self._place(pod)
+        self._tell(
+            pod,
+            phase="Pending",
+            conditions=[_condition("PodScheduled"), _condition("Ready", "False")],
+            initContainerStatuses=[_ended(name, "Error", code, message, restarts=0)],
+        )
+
+    def crashed(
+        self,
+        pod: Object,
+        message: str,
+        *,
+        container: str | None = None,
+        reason: str = "Error",
+        code: int = 1,
+        restarts: int = 0,
+    ) -> None:
+        """A container ended with a failure; reason is Kubernetes' word, as OOMKilled."""
+        name = container or pod["spec"]["containers"][0]["name"]
+        self._place(pod)
+        self._tell(
+            pod,
+            phase="Running",
+            conditions=[_condition("PodScheduled"), _condition("Ready", "False")],
+            containerStatuses=[_ended(name, reason, code, message, restarts=restarts)],
+        )
+
+    def gone(self, pod: Object) -> None:
+        """The kubelet has ended it: a pod that lingered after its deletion is there no more."""
+        metadata = pod["metadata"]
+        self._cluster.objects.remove(self._cluster.objects.resource("pods"), metadata["namespace"], metadata["name"])
+
+    def _place(self, pod: Object) -> None:
+        metadata = pod["metadata"]
+        changes = {"spec": {"nodeName": "node-1"}}
+        self._cluster.edit("pods", metadata["namespace"], metadata["name"], changes, manager="kube-scheduler")
+
+    def _tell(self, pod: Object, **status: Any) -> None:
+        metadata = pod["metadata"]
+        self._cluster.edit(
+            "pods", metadata["namespace"], metadata["name"], {"status": status}, manager="kubelet", subresource="status"
+        )
+
+
+def _is_ready(pod: Object) -> bool:
+    conditions = pod.get("status", {}).get("conditions", [])
+    return any(item["type"] == "Ready" and item["status"] == "True" for item in conditions)
+
+
+def _condition(kind: str, status: str = "True", *, reason: str = "", message: str = "") -> Object:
+    return {"type": kind, "status": status, "reason": reason, "message": message}
+
+
+def _ended(name: str, reason: str, code: int, message: str, *, restarts: int) -> Object:
+    last = {"terminated": {"reason": reason, "exitCode": code, "message": message}}
+    return {"name": name, "ready": False, "restartCount": restarts, "state": last}

@@ -1,0 +1,313 @@
+"""The objects that the server holds, and every rule by which they change."""
+
+from __future__ import annotations
+
+import base64
+import copy
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, cast
+from uuid import uuid4
+
+from jsonschema import Draft4Validator
+
+from kestrl.testing.kubernetes.fields import Ownership, at_place, cut, fitted, merged, now, owned
+from kestrl.testing.kubernetes.resources import BUILT_IN, OWN_METADATA, Change, Object, Refused, Resource
+
+
+class Objects:
+    """What the API server holds, by its rules. No network."""
+
+    def __init__(self) -> None:
+        self.resources: dict[tuple[str, str], Resource] = {(item.group, item.plural): item for item in BUILT_IN}
+        self._items: dict[tuple[str, str, str], Object] = {}
+        """By full plural, namespace and name."""
+        self.version = 1000
+        self.compacted = self.version
+        """Changes up to this version are not remembered any more."""
+        self.history: list[Change] = []
+        self.lost: Counter[str] = Counter()
+        """By plural: so many of the next changes are told by no stream."""
+        self.lingering = False
+        """Whether a deleted pod stays, marked, until `remove` ends it."""
+        self.told: list[Callable[[Change], None]] = []
+        """Called at every change."""
+
+    def resource(self, name: str) -> Resource:
+        """By plural, or by `plural.group`, or `plural.` for the core group, where two groups have one.
+
+        Raises:
+            KeyError: It is not served.
+        """
+        for item in self.resources.values():
+            if name in {item.plural, item.full, f"{item.plural}.{item.group}"}:
+                return item
+        raise KeyError(f"{name} is not served")
+
+    def list(self, resource: Resource, namespace: str = "") -> list[Object]:
+        return [
+            item
+            for (kind, place, _), item in sorted(self._items.items(), key=lambda pair: pair[0][1:])
+            if kind == resource.full and namespace in {"", place}
+        ]
+
+    def get(self, resource: Resource, namespace: str, name: str) -> Object:
+        found = self._items.get((resource.full, namespace, name))
+        if found is None:
+            raise Refused(404, f'{resource.full} "{name}" not found')
+        return found
+
+    def since(self, version: int) -> Sequence[Change]:
+        """Changes after a version."""
+        return self.history[version - self.compacted :]
+
+    def compact(self) -> None:
+        """Forgets all changes so far: who asks for what came after an older version is told that it is gone."""
+        self.compacted = self.version
+        self.history.clear()
+
+    def create(
+        self, resource: Resource, namespace: str, given: Object, manager: str, *, own_status: bool = False
+    ) -> Object:
+        """Makes an object. Its status is dropped where that is a subresource, unless `own_status`."""
+        made = copy.deepcopy(given)
+        metadata = made.setdefault("metadata", {})
+        metadata.setdefault("name", f"{metadata.get('generateName', '')}{uuid4().hex[:5]}")
+        if (resource.full, namespace, metadata["name"]) in self._items:
+            raise Refused(409, f'{resource.full} "{metadata["name"]}" already exists', reason="AlreadyExists")
+        if resource.status and not own_status:
+            made.pop("status", None)
+        for name in OWN_METADATA - {"name"}:
+            metadata.pop(name, None)
+        metadata |= {"uid": str(uuid4()), "creationTimestamp": now()}
+        if resource.namespaced:
+            metadata["namespace"] = namespace
+        if resource.generation:
+            metadata["generation"] = 1
+        made = self._checked(resource, {"apiVersion": resource.api_version, "kind": resource.kind, **made})
+        owners = Ownership({(manager, "Update", ""): owned(made)})
+        made["metadata"]["managedFields"] = owners.written(resource.api_version, {})
+        return self._stored(resource, None, made)
+
+    def replace(self, resource: Resource, namespace: str, given: Object, manager: str, subresource: str = "") -> Object:
+        """Writes an object whole, or its status."""
+        name = given["metadata"]["name"]
+        live = self.get(resource, namespace, name)
+        self._same(resource, live, given)
+        return self._updated(resource, live, copy.deepcopy(given), manager, subresource)
+
+    def merge(
+        self, resource: Resource, namespace: str, name: str, changes: Object, manager: str, subresource: str = ""
+    ) -> Object:
+        """A merge patch."""
+        live = self.get(resource, namespace, name)
+        self._same(resource, live, changes)
+        return self._updated(resource, live, merged(live, changes, null_removes=True), manager, subresource)
+
+    def apply(
+        self,
+        resource: Resource,
+        namespace: str,
+        name: str,
+        given: Object,
+        manager: str,
+        *,
+        force: bool,
+        subresource: str = "",
+    ) -> tuple[Object, bool]:
+        """Server-side apply; the object, and whether it was made."""
+        wanted = _converted(copy.deepcopy(given))
+        live = self._items.get((resource.full, namespace, name))
+        if live is None:
+            if subresource:
+                raise Refused(404, f'{resource.full} "{name}" not found')
+            if wanted["metadata"].get("uid"):
+                raise Refused(
+                    409, f"Precondition failed: UID in precondition: {wanted['metadata']['uid']}, UID in object meta: "
+                )
+            made = self.create(
+                resource, namespace, {**wanted, "metadata": {**wanted["metadata"], "name": name}}, manager
+            )
+            ours = owned(wanted) & owned(made)
+            entries = Ownership({(manager, "Apply", ""): ours}).written(resource.api_version, {})
+            made["metadata"]["managedFields"] = entries
+            return made, True
+        self._same(resource, live, wanted)
+        who = (manager, "Apply", subresource)
+        owners = Ownership.of(live)
+        if subresource == "status":
+            wanted = {"status": wanted.get("status", {})}
+        elif resource.status:
+            wanted.pop("status", None)
+        places = owned(wanted)
+        clashing = {place for place in places & owners.others(who) if at_place(live, place) != at_place(wanted, place)}
+        if clashing and not force:
+            raise Refused(
+                409, f"Apply failed with {len(clashing)} conflicts: {', '.join('.'.join(p) for p in sorted(clashing))}"
+            )
+        made, theirs = copy.deepcopy(live), owners.others(who)
+        for place in owners.sets.get(who, set()) - places:
+            if not any(other[: len(place)] == place for other in theirs):
+                cut(made, place)
+        made = merged(made, wanted, null_removes=False)
+        owners.take(who, clashing)
+        owners.sets[who] = places
+        return self._changed(resource, live, made, owners), False
+
+    def delete(self, resource: Resource, namespace: str, name: str, *, uid: str = "", orphan: bool = False) -> Object:
+        """Deletes an object and what it owns; one with finalizers, and a pod that lingers, is only marked."""
+        live = self.get(resource, namespace, name)
+        if uid and live["metadata"]["uid"] != uid:
+            raise Refused(
+                409, f"Precondition failed: UID in precondition: {uid}, UID in object meta: {live['metadata']['uid']}"
+            )
+        if live["metadata"].get("finalizers") or (self.lingering and resource.plural == "pods"):
+            if "deletionTimestamp" in live["metadata"]:
+                return live
+            marked = {
+                **live,
+                "metadata": {**live["metadata"], "deletionTimestamp": now(), "deletionGracePeriodSeconds": 30},
+            }
+            return self._stored(resource, live, marked)
+        return self.remove(resource, namespace, name, orphan=orphan)
+
+    def remove(self, resource: Resource, namespace: str, name: str, *, orphan: bool = False) -> Object:
+        """Ends an object at once, whatever holds it; the garbage collector follows."""
+        gone = self._items.pop((resource.full, namespace, name))
+        told = {**gone, "metadata": {**gone["metadata"], "resourceVersion": self._next()}}
+        self._tell("DELETED", resource, gone, told)
+        if resource.plural == "customresourcedefinitions":
+            self.resources.pop((gone["spec"]["group"], gone["spec"]["names"]["plural"]), None)
+        self._collect(gone["metadata"]["uid"], orphan=orphan)
+        return told
+
+    def _collect(self, uid: str, *, orphan: bool) -> None:
+        for (full, namespace, name), item in list(self._items.items()):
+            owners: list[Object] = item["metadata"].get("ownerReferences", [])
+            left = [owner for owner in owners if owner["uid"] != uid]
+            if len(left) == len(owners) or (full, namespace, name) not in self._items:
+                continue
+            resource = self.resource(full)
+            if left or orphan:
+                changes = {"metadata": {"ownerReferences": left or None}}
+                self.merge(resource, namespace, name, changes, "garbage-collector")
+            else:
+                self.delete(resource, namespace, name)
+
+    def collect_orphans(self) -> None:
+        """Deletes what names an owner that is not there: it was made after the owner's deletion."""
+        alive = {item["metadata"]["uid"] for item in self._items.values()}
+        named = {owner["uid"] for item in self._items.values() for owner in item["metadata"].get("ownerReferences", [])}
+        for uid in named - alive:
+            self._collect(uid, orphan=False)
+
+    def _same(self, resource: Resource, live: Object, given: Object) -> None:
+        """Whether a write means this very object, as it is now."""
+        metadata: Object = given.get("metadata", {})
+        uid, version = metadata.get("uid"), metadata.get("resourceVersion")
+        if uid and uid != live["metadata"]["uid"]:
+            raise Refused(
+                409, f"Precondition failed: UID in precondition: {uid}, UID in object meta: {live['metadata']['uid']}"
+            )
+        if version and version != live["metadata"]["resourceVersion"]:
+            raise Refused(
+                409,
+                f'Operation cannot be fulfilled on {resource.full} "{live["metadata"]["name"]}": the object has been modified; '
+                "please apply your changes to the latest version and try again",
+            )
+
+    def _updated(self, resource: Resource, live: Object, made: Object, manager: str, subresource: str) -> Object:
+        if subresource == "status":
+            made = {**live, **({"status": made["status"]} if "status" in made else {})}
+        elif resource.status:
+            made.pop("status", None)
+            made |= {"status": live["status"]} if "status" in live else {}
+        owners, who = Ownership.of(live), (manager, "Update", subresource)
+        was, will = owned(live), owned(_converted(made))
+        different = {place for place in was | will if at_place(live, place) != at_place(made, place)}
+        owners.take(who, different)
+        owners.sets[who] = (owners.sets.get(who, set()) | different) & will
+        return self._changed(resource, live, made, owners)
+
+    def _changed(self, resource: Resource, live: Object, made: Object, owners: Ownership) -> Object:
+        """Stores a new state if it is one."""
+        metadata = {name: item for name, item in made.get("metadata", {}).items() if name not in OWN_METADATA}
+        kept = {name: item for name, item in live["metadata"].items() if name in OWN_METADATA}
+        made = self._checked(resource, {**_converted(made), "metadata": {**metadata, **kept}})
+        for path in resource.fixed:
+            if at_place(live, tuple(path.split("."))) != at_place(made, tuple(path.split("."))):
+                name = kept["name"]
+                raise Refused(
+                    422,
+                    f'{resource.kind}.{resource.group} "{name}" is invalid: {path}: Invalid value: field is immutable',
+                )
+        if resource.generation and live.get("spec") != made.get("spec"):
+            made["metadata"]["generation"] = live["metadata"]["generation"] + 1
+        made["metadata"]["managedFields"] = owners.written(resource.api_version, live)
+        if made == live:
+            return live
+        if (
+            "deletionTimestamp" in made["metadata"]
+            and not made["metadata"].get("finalizers")
+            and resource.plural != "pods"
+        ):
+            return self.remove(resource, kept.get("namespace", ""), kept["name"])
+        return self._stored(resource, live, made)
+
+    def _checked(self, resource: Resource, given: Object) -> Object:
+        if resource.schema is None:
+            return _converted(given)
+        loose = {"metadata": given["metadata"], "apiVersion": given["apiVersion"], "kind": given["kind"]}
+        made = {**fitted(given, resource.schema), **loose}
+        validator: Any = Draft4Validator(cast("Any", resource.schema))  # OpenAPI's bounds are those of draft 4
+        wrong: list[Any] = sorted(validator.iter_errors(made), key=lambda item: str(item.path))
+        if wrong:
+            told = ", ".join(f"{'.'.join(map(str, item.path))}: Invalid value: {item.message}" for item in wrong)
+            raise Refused(422, f'{resource.kind}.{resource.group} "{given["metadata"]["name"]}" is invalid: {told}')
+        return made
+
+    def _next(self) -> str:
+        self.version += 1
+        return str(self.version)
+
+    def _stored(self, resource: Resource, before: Object | None, made: Object) -> Object:
+        made["metadata"]["resourceVersion"] = self._next()
+        self._items[resource.full, made["metadata"].get("namespace", ""), made["metadata"]["name"]] = made
+        if resource.plural == "customresourcedefinitions":
+            self._serve(made)
+        self._tell("ADDED" if before is None else "MODIFIED", resource, before, made)
+        return made
+
+    def _tell(
+        self, kind: Literal["ADDED", "MODIFIED", "DELETED"], resource: Resource, before: Object | None, after: Object
+    ) -> None:
+        lost = self.lost[resource.plural] > 0
+        self.lost[resource.plural] -= int(lost)
+        change = Change(version=self.version, type=kind, resource=resource, before=before, after=after, lost=lost)
+        self.history.append(change)
+        for tell in list(self.told):
+            tell(change)
+
+    def _serve(self, definition: Object) -> None:
+        """A CustomResourceDefinition's kind."""
+        spec = definition["spec"]
+        version = next(item for item in spec["versions"] if item["storage"])
+        self.resources[spec["group"], spec["names"]["plural"]] = Resource(
+            group=spec["group"],
+            version=version["name"],
+            kind=spec["names"]["kind"],
+            plural=spec["names"]["plural"],
+            namespaced=spec["scope"] == "Namespaced",
+            status="status" in version.get("subresources", {}),
+            generation=True,
+            schema=version["schema"]["openAPIV3Schema"],
+        )
+
+
+def _converted(given: Object) -> Object:
+    """A Secret's stringData is kept as data."""
+    if given.get("kind") != "Secret" or "stringData" not in given:
+        return given
+    coded = {name: base64.b64encode(text.encode()).decode() for name, text in given["stringData"].items()}
+    rest = {name: item for name, item in given.items() if name != "stringData"}
+    return {**rest, "data": {**given.get("data", {}), **coded}}

@@ -132,7 +132,17 @@ def merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any
 
 def rendered(job: AgentRLJob, cluster: Cluster) -> list[dict[str, Any]]:
     components = plan(job, site_of(job, "team-a", cluster, run="r", storage="s3://bucket/r"))
-    return render(Given(job=job, namespace="team-a", uid="u", components=components, cluster=cluster, secrets={}, storage="s3://runs"))
+    return render(
+        Given(
+            job=job,
+            namespace="team-a",
+            uid="u",
+            components=components,
+            cluster=cluster,
+            secrets={},
+            storage="s3://runs",
+        )
+    )
 
 
 @pytest.mark.parametrize("snippet", of_kind("values"))

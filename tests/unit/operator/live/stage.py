@@ -199,8 +199,12 @@ class Stage:
         return "" if found is None else found["spec"].get("holderIdentity") or ""
 
     def writes(self, user: str | None = None) -> list[str]:
-        """What operators wrote, as `verb resource/name`."""
-        return [f"{item.verb} {item.resource}/{item.name}" for item in self.cluster.writes(user=user)]
+        """What operators wrote, as `verb resource/name`; what the API server refused is not written."""
+        return [
+            f"{item.verb} {item.resource}/{item.name}"
+            for item in self.cluster.writes(user=user)
+            if 200 <= item.status < 300
+        ]
 
     async def applied(self, name: str = JOB) -> None:
         await self.until(lambda: self.learner(name), f"{name} is applied")

@@ -76,7 +76,7 @@ def test_without_set_up_nothing_is_looked_up() -> None:
 def test_every_metric_has_a_name_of_its_own_and_a_reader() -> None:
     assert len({item.name for item in INSTRUMENTS.values()}) == len(INSTRUMENTS)
     root = Path(names.__file__).parents[3]
-    sources = [path.read_text() for folder in ("src", "services") for path in (root / folder).rglob("*.py")]
+    sources = [path.read_text() for folder in ("src", "services", "operator") for path in (root / folder).rglob("*.py")]
     for name in INSTRUMENTS:
         assert any(re.search(rf"observe\(Metric\.{name},", text) for text in sources), f"{name} is offered by nobody"
 

@@ -114,12 +114,23 @@ class Api:
         metadata = wanted["metadata"]
         return await self._patch(_RESOURCES[kind], metadata["name"], metadata["namespace"], wanted, force=force)
 
-    async def apply_status(self, namespace: str, name: str, uid: str, status: Mapping[str, Any]) -> Object:
-        """Server-side apply of a job's status, of this very job, not of another one of its name; returns the job as it is now."""
+    async def apply_status(self, namespace: str, name: str, version: int, status: Mapping[str, Any]) -> Object:
+        """Server-side apply of a job's status; returns the job as it is now.
+
+        Args:
+            namespace: Of the job.
+            name: Its name.
+            version: The resourceVersion that the status was made for: of another job of the name, or a later state, it is not written.
+                (The uid would not do: for a subresource the apiserver does not look at it.)
+            status: All of it; nothing in it may be empty, as the apiserver makes null of a map that was not empty before.
+
+        Raises:
+            Conflict: The job has changed meanwhile, or is another one.
+        """
         wanted = {
             "apiVersion": JOB.api_version,
             "kind": JOB.name,
-            "metadata": {"name": name, "namespace": namespace, "uid": uid},
+            "metadata": {"name": name, "namespace": namespace, "resourceVersion": str(version)},
             "status": status,
         }
         return await self._patch(_RESOURCES[JOB].Status, name, namespace, wanted, force=True)

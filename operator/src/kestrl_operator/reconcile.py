@@ -10,7 +10,7 @@ import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from time import time
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from kestrl.errors import KestrlError, UserInputError
 from kestrl.plan.components import Role, Secret
@@ -25,7 +25,7 @@ from kestrl_operator.cluster import GRPC_PORT, Cluster, site_of, storage_of, wor
 from kestrl_operator.credentials import derive
 from kestrl_operator.events import Events
 from kestrl_operator.follow import FIRST_WORD, Followers
-from kestrl_operator.observe import RENDERED, STORAGE, Memory, Snapshot, Told
+from kestrl_operator.observe import RENDERED, STORAGE, Memory, Snapshot, Told, seconds_of
 from kestrl_operator.policies import Decision, Stage, decide
 from kestrl_operator.render import Given, render
 from kestrl_operator.render.job import QUEUE_LABEL, ROLES
@@ -40,6 +40,8 @@ LOOK_AGAIN = 60.0
 """Seconds between two looks at a job whose learner speaks: a stall is told by the clock alone."""
 LACKING_SECONDS = 15.0
 """Pods are made in less; then it is asked why there are too few, and now and then again."""
+STRANGER_LOOK, STRANGER_SECONDS = 1.0, 20.0
+"""How often it is looked whether the objects of a deleted job of the same name are gone, and from when on that is told."""
 REFUSED = frozenset({400, 403, 413, 422})
 """The apiserver's answers to an object that it does not want: a person has to mend something."""
 TAKEN = "Apply failed with"
@@ -120,6 +122,10 @@ class Reconciler:
             self.forget(key)
             return None
         seen = self._snapshot(key, raw)
+        left = self._store.strangers(key, seen.uid)
+        if left:
+            await self._tell_of_strangers(key, seen, left, since=seconds_of(raw["metadata"].get("creationTimestamp")))
+            return STRANGER_LOOK
         if self._awaits_a_word(key, seen):
             return FIRST_WORD
         seen = replace(seen, unmade=await self._unmade(key, seen))
@@ -133,6 +139,17 @@ class Reconciler:
         self._follow(key, seen, decision)
         await self._write_status(key, seen, decision)
         return self._look_again(seen, decision)
+
+    async def _tell_of_strangers(
+        self, key: Key, seen: Snapshot, left: Collection[Child], *, since: float | None
+    ) -> None:
+        """Objects of a deleted job of the same name: they are going, and must not be taken for this one's, as its ledger would be."""
+        if since is not None and seen.now < since + STRANGER_SECONDS:
+            return
+        what = ", ".join(sorted(f"{child.kind} {child.name}" for child in left))
+        problem = f"another job of this name has left {what}; Kubernetes deletes them, unless a finalizer holds them: see to that"
+        waiting = replace(seen, job=None, problem=problem)
+        await self._write_status(key, waiting, decide(waiting))
 
     def _snapshot(self, key: Key, raw: Mapping[str, Any]) -> Snapshot:
         metadata = raw["metadata"]
@@ -315,8 +332,9 @@ class Reconciler:
 
     async def _still_there(self, key: Key, seen: Snapshot) -> bool:
         """Whether the job is: the objects of one whose deletion nobody told us of vanish, and are not to be made anew."""
+        version = self._store.version(seen.uid)
         try:
-            await self._api.apply_status(key.namespace, key.name, seen.uid, seen.status)
+            await self._api.apply_status(key.namespace, key.name, version, seen.status)
         except Gone:
             self._store.drop(key, seen.uid)
             self.forget(key)
@@ -351,11 +369,11 @@ class Reconciler:
         self._followers.want(key, pods[0].uid, f"{pods[0].address}:{GRPC_PORT}", token)
 
     async def _write_status(self, key: Key, seen: Snapshot, decision: Decision) -> None:
-        status = status_of(seen, decision)
-        if status == seen.status:
+        status, version = without_empties(status_of(seen, decision)), self._store.version(seen.uid)
+        if status == seen.status or not version:
             return
         try:
-            self._store.job(await self._api.apply_status(key.namespace, key.name, seen.uid, status))
+            self._store.job(await self._api.apply_status(key.namespace, key.name, version, status))
         except Gone:
             return  # deleted meanwhile
         await self._events.tell(key, seen, status)
@@ -368,6 +386,16 @@ class Reconciler:
         if (seen.namespace, seen.name) in self._lacking and decision.stage is Stage.RUNNING:
             waits.append(LACKING_SECONDS)
         return min(waits, default=None)
+
+
+def without_empties(given: Mapping[str, Any]) -> Object:
+    """A map without what is empty in it: what is not there means the same, and can always be applied. Pure."""
+    made: Object = {}
+    for name, value in given.items():
+        kept = without_empties(cast("Object", value)) if isinstance(value, dict) else value
+        if kept not in ({}, []):
+            made[name] = kept
+    return made
 
 
 def traceparent(uid: str) -> str:

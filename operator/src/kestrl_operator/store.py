@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from kestrl.plan.components import Role
+from kestrl.spec.job import KIND
 from kestrl_operator.observe import Pod, Workload, pod_of, workload_of
 
 Object = Mapping[str, Any]
@@ -51,6 +52,8 @@ class Store:
         self._workloads: dict[Key, dict[str, Workload]] = {}
         self._children: dict[Key, dict[str, Child]] = {}
         """Both by uid."""
+        self._owners: dict[str, str] = {}
+        """Uids of the jobs that children belong to, by the child's; empty for one that was orphaned."""
         self._versions: dict[str, int] = {}
         self._deleted: OrderedDict[str, int] = OrderedDict()
 
@@ -63,6 +66,11 @@ class Store:
     def children(self, key: Key) -> frozenset[Child]:
         """What is there of a job."""
         return frozenset(self._children.get(key, {}).values())
+
+    def strangers(self, key: Key, uid: str) -> frozenset[Child]:
+        """What is still there of another job of this name."""
+        children = self._children.get(key, {}).items()
+        return frozenset(child for name, child in children if self._owners[name] not in {"", uid})
 
     def version(self, uid: str) -> int:
         """The resourceVersion that is known of an object; 0 for none."""
@@ -136,6 +144,8 @@ class Store:
             self._forget_child(key, uid)
         elif self._newer(given):
             self._children.setdefault(key, {})[uid] = Child(kind, metadata["name"])
+            owner = next((item["uid"] for item in metadata.get("ownerReferences", ()) if item["kind"] == KIND), "")
+            self._owners[uid] = owner
             workload = workload_of(given) if kind in WORKLOADS else None
             if workload is not None:
                 self._workloads.setdefault(key, {})[uid] = workload
@@ -147,6 +157,7 @@ class Store:
             objects.pop(uid, None)
             if not objects:
                 known.pop(key, None)
+        self._owners.pop(uid, None)
         self._versions.pop(uid, None)
 
     def known(self) -> Known:

@@ -22,6 +22,8 @@ class Queue(Generic[Key]):
         self._failures: dict[Key, int] = {}
         self._patience: dict[Key, float] = {}
         """Until when a key that failed is left alone."""
+        self._forgiven: set[Key] = set()
+        """Keys that were forgiven while they were worked on: how that work ends says nothing of what they are now."""
         self._count = 0
         self._changed = asyncio.Event()
 
@@ -63,15 +65,22 @@ class Queue(Generic[Key]):
     def done(self, key: Key, look_again: float | None = None) -> None:
         """The work on a key went well."""
         self.forgive(key)
+        self._forgiven.discard(key)
         self._give_back(key, look_again)
 
     def forgive(self, key: Key) -> None:
         """Something changed that may have mended a key: what failed before does not count."""
         self._failures.pop(key, None)
         self._patience.pop(key, None)
+        if key in self._taken:
+            self._forgiven.add(key)
 
     def failed(self, key: Key) -> float:
         """It did not; returns the seconds after which the key is taken again."""
+        if key in self._forgiven:
+            self._forgiven.discard(key)
+            self._give_back(key, 0.0)
+            return 0.0
         times = self._failures.get(key, 0)
         self._failures[key] = times + 1
         wait = min(LONGEST_BACKOFF, FIRST_BACKOFF * 2.0**times)

@@ -169,6 +169,14 @@ def field_selector(text: str) -> Callable[[Object], bool]:
     return fits
 
 
+def merged_by_keys(schema: Mapping[str, Any] | None, place: Place) -> bool:
+    """Whether the list at a place is one that is merged item by item."""
+    here = schema
+    for name in place:
+        here = None if here is None else here.get("properties", {}).get(name)
+    return here is not None and here.get("x-kubernetes-list-type") == "map"
+
+
 def fitted(given: Any, schema: Mapping[str, Any]) -> Any:
     """A value as a structural schema wants it: unknown fields dropped, defaults filled in."""
     kind, value = schema.get("type"), given

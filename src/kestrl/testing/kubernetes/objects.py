@@ -11,8 +11,8 @@ from uuid import uuid4
 
 from jsonschema import Draft4Validator
 
-from kestrl.testing.kubernetes.fields import Ownership, at_place, cut, fitted, merged, now, owned
-from kestrl.testing.kubernetes.resources import BUILT_IN, OWN_METADATA, Change, Object, Refused, Resource
+from kestrl.testing.kubernetes.fields import Ownership, at_place, cut, fitted, merged, merged_by_keys, now, owned
+from kestrl.testing.kubernetes.resources import BUILT_IN, OWN_METADATA, Change, Object, Place, Refused, Resource
 
 
 class Objects:
@@ -30,6 +30,8 @@ class Objects:
         """By plural: so many of the next changes are told by no stream."""
         self.lingering = False
         """Whether a deleted pod stays, marked, until `remove` ends it."""
+        self.collecting = True
+        """Whether what an object owned goes with it at once; else with `collect_orphans`, as by a collector that lags behind."""
         self.told: list[Callable[[Change], None]] = []
         """Called at every change."""
 
@@ -93,7 +95,10 @@ class Objects:
         """Writes an object whole, or its status."""
         name = given["metadata"]["name"]
         live = self.get(resource, namespace, name)
-        self._same(resource, live, given)
+        uid = given["metadata"].get("uid")
+        if uid and uid != live["metadata"]["uid"]:
+            raise _other(resource, live, uid)
+        self._unchanged(resource, live, given)
         return self._updated(resource, live, copy.deepcopy(given), manager, subresource)
 
     def merge(
@@ -101,7 +106,7 @@ class Objects:
     ) -> Object:
         """A merge patch."""
         live = self.get(resource, namespace, name)
-        self._same(resource, live, changes)
+        self._same(resource, live, changes, subresource)
         return self._updated(resource, live, merged(live, changes, null_removes=True), manager, subresource)
 
     def apply(
@@ -123,7 +128,9 @@ class Objects:
                 raise Refused(404, f'{resource.full} "{name}" not found')
             if wanted["metadata"].get("uid"):
                 raise Refused(
-                    409, f"Precondition failed: UID in precondition: {wanted['metadata']['uid']}, UID in object meta: "
+                    409,
+                    f'Operation cannot be fulfilled on {resource.full} "{name}": uid mismatch: the provided object specified '
+                    f"uid {wanted['metadata']['uid']}, and no existing object was found",
                 )
             made = self.create(
                 resource, namespace, {**wanted, "metadata": {**wanted["metadata"], "name": name}}, manager
@@ -132,7 +139,7 @@ class Objects:
             entries = Ownership({(manager, "Apply", ""): ours}).written(resource.api_version, {})
             made["metadata"]["managedFields"] = entries
             return made, True
-        self._same(resource, live, wanted)
+        self._same(resource, live, wanted, subresource)
         who = (manager, "Apply", subresource)
         owners = Ownership.of(live)
         if subresource == "status":
@@ -142,14 +149,14 @@ class Objects:
         places = owned(wanted)
         clashing = {place for place in places & owners.others(who) if at_place(live, place) != at_place(wanted, place)}
         if clashing and not force:
-            raise Refused(
-                409, f"Apply failed with {len(clashing)} conflicts: {', '.join('.'.join(p) for p in sorted(clashing))}"
-            )
-        made, theirs = copy.deepcopy(live), owners.others(who)
-        for place in owners.sets.get(who, set()) - places:
+            told = f"{len(clashing)} conflict{'s' if len(clashing) > 1 else ''}"
+            raise Refused(409, f"Apply failed with {told}: {', '.join('.' + '.'.join(p) for p in sorted(clashing))}")
+        made, theirs, before = copy.deepcopy(live), owners.others(who), owners.sets.get(who, set())
+        for place in before - places:
             if not any(other[: len(place)] == place for other in theirs):
                 cut(made, place)
         made = merged(made, wanted, null_removes=False)
+        self._empty(resource, made, live, places, before)
         owners.take(who, clashing)
         owners.sets[who] = places
         return self._changed(resource, live, made, owners), False
@@ -158,9 +165,7 @@ class Objects:
         """Deletes an object and what it owns; one with finalizers, and a pod that lingers, is only marked."""
         live = self.get(resource, namespace, name)
         if uid and live["metadata"]["uid"] != uid:
-            raise Refused(
-                409, f"Precondition failed: UID in precondition: {uid}, UID in object meta: {live['metadata']['uid']}"
-            )
+            raise _other(resource, live, uid)
         if live["metadata"].get("finalizers") or (self.lingering and resource.plural == "pods"):
             if "deletionTimestamp" in live["metadata"]:
                 return live
@@ -178,7 +183,8 @@ class Objects:
         self._tell("DELETED", resource, gone, told)
         if resource.plural == "customresourcedefinitions":
             self.resources.pop((gone["spec"]["group"], gone["spec"]["names"]["plural"]), None)
-        self._collect(gone["metadata"]["uid"], orphan=orphan)
+        if self.collecting:
+            self._collect(gone["metadata"]["uid"], orphan=orphan)
         return told
 
     def _collect(self, uid: str, *, orphan: bool) -> None:
@@ -201,20 +207,38 @@ class Objects:
         for uid in named - alive:
             self._collect(uid, orphan=False)
 
-    def _same(self, resource: Resource, live: Object, given: Object) -> None:
-        """Whether a write means this very object, as it is now."""
-        metadata: Object = given.get("metadata", {})
-        uid, version = metadata.get("uid"), metadata.get("resourceVersion")
-        if uid and uid != live["metadata"]["uid"]:
+    def _same(self, resource: Resource, live: Object, given: Object, subresource: str) -> None:
+        """Whether a patch means this very object, as it is now. A patch of the status may name another uid: nobody looks."""
+        uid = given.get("metadata", {}).get("uid")
+        if uid and uid != live["metadata"]["uid"] and not subresource:
+            name = live["metadata"]["name"]
             raise Refused(
-                409, f"Precondition failed: UID in precondition: {uid}, UID in object meta: {live['metadata']['uid']}"
+                422, f'{_told(resource, name)} is invalid: metadata.uid: Invalid value: "{uid}": field is immutable'
             )
+        self._unchanged(resource, live, given)
+
+    def _unchanged(self, resource: Resource, live: Object, given: Object) -> None:
+        version = given.get("metadata", {}).get("resourceVersion")
         if version and version != live["metadata"]["resourceVersion"]:
             raise Refused(
                 409,
                 f'Operation cannot be fulfilled on {resource.full} "{live["metadata"]["name"]}": the object has been modified; '
                 "please apply your changes to the latest version and try again",
             )
+
+    def _empty(self, resource: Resource, made: Object, live: Object, places: set[Place], before: set[Place]) -> None:
+        """What is applied as empty where it was not: as in earnest (seen of 1.36) a map becomes null, and a list merged by keys goes."""
+        for place in places:
+            value = at_place(made, place)
+            was_map = any(old[: len(place)] == place and len(old) > len(place) for old in before)
+            if value == {} and was_map and (resource.schema is None or place[0] == "metadata"):
+                cut(made, place)
+            elif value == {} and was_map:
+                path = ".".join(place)
+                told = f'{path}: Invalid value: "null": {path} in body must be of type object: "null"'
+                raise Refused(422, f"{_told(resource, made['metadata']['name'])} is invalid: {told}")
+            elif value == [] and at_place(live, place) and merged_by_keys(resource.schema, place):
+                cut(made, place)
 
     def _updated(self, resource: Resource, live: Object, made: Object, manager: str, subresource: str) -> Object:
         if subresource == "status":
@@ -237,10 +261,7 @@ class Objects:
         for path in resource.fixed:
             if at_place(live, tuple(path.split("."))) != at_place(made, tuple(path.split("."))):
                 name = kept["name"]
-                raise Refused(
-                    422,
-                    f'{resource.kind}.{resource.group} "{name}" is invalid: {path}: Invalid value: field is immutable',
-                )
+                raise Refused(422, f"{_told(resource, name)} is invalid: {path}: Invalid value: field is immutable")
         if resource.generation and live.get("spec") != made.get("spec"):
             made["metadata"]["generation"] = live["metadata"]["generation"] + 1
         made["metadata"]["managedFields"] = owners.written(resource.api_version, live)
@@ -263,7 +284,7 @@ class Objects:
         wrong: list[Any] = sorted(validator.iter_errors(made), key=lambda item: str(item.path))
         if wrong:
             told = ", ".join(f"{'.'.join(map(str, item.path))}: Invalid value: {item.message}" for item in wrong)
-            raise Refused(422, f'{resource.kind}.{resource.group} "{given["metadata"]["name"]}" is invalid: {told}')
+            raise Refused(422, f"{_told(resource, given['metadata']['name'])} is invalid: {told}")
         return made
 
     def _next(self) -> str:
@@ -302,6 +323,20 @@ class Objects:
             generation=True,
             schema=version["schema"]["openAPIV3Schema"],
         )
+
+
+def _told(resource: Resource, name: str) -> str:
+    """An object as messages name it."""
+    return f'{resource.kind}{"." if resource.group else ""}{resource.group} "{name}"'
+
+
+def _other(resource: Resource, live: Object, uid: str) -> Refused:
+    """That there is another object of the name."""
+    return Refused(
+        409,
+        f'Operation cannot be fulfilled on {resource.full} "{live["metadata"]["name"]}": Precondition failed: UID in precondition: '
+        f"{uid}, UID in object meta: {live['metadata']['uid']}",
+    )
 
 
 def _converted(given: Object) -> Object:

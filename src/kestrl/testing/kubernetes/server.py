@@ -224,7 +224,8 @@ class ApiServer:
         return 201 if new else 200, made
 
     def _collect_soon(self) -> None:
-        asyncio.get_running_loop().call_soon(self.objects.collect_orphans)
+        if self.objects.collecting:
+            asyncio.get_running_loop().call_soon(self.objects.collect_orphans)
 
     def _reviewed(self, body: Object) -> Object:
         """An access review: what is not denied is allowed."""

@@ -173,7 +173,9 @@ async def test_a_write_with_an_old_version_or_of_another_object_conflicts(
     assert (code, body["reason"]) == (409, "Conflict")
     assert cluster.get("leases", "a", "l")["spec"]["holderIdentity"] == "y"
     assert (await client.apply("d", {"replicas": 1}))[0] == 201
-    assert (await client.apply("d", {"replicas": 2}, uid="another"))[0] == 409
+    assert (await client.apply("d", {"replicas": 2}, uid="another"))[0] == 422
+    assert (await client.apply("e", {"replicas": 2}, uid="another"))[0] == 409
+    assert (await client.apply("d", {"replicas": 2}, resourceVersion="1"))[0] == 409
     assert (await client.ask("POST", "/apis/coordination.k8s.io/v1/namespaces/a/leases", made))[1][
         "reason"
     ] == "AlreadyExists"
@@ -255,6 +257,41 @@ async def test_custom_resources_are_held_to_their_schema(cluster: FakeKubernetes
     code, body = await client.ask("POST", "/apis/g.dev/v1/namespaces/a/boxes", bad)
     assert code == 422
     assert "spec.size" in body["message"]
+
+
+async def test_what_is_applied_as_empty_where_it_was_not_is_null_or_gone(
+    cluster: FakeKubernetes, client: Client
+) -> None:
+    """As Kubernetes 1.36 does it: found by comparing, and what nobody expects."""
+    items = {"type": "object", "properties": {"name": {"type": "string"}}}
+    by_name = {"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["name"]}
+    counts = {"type": "object", "additionalProperties": {"type": "integer"}}
+    lists = {"keyed": {"type": "array", "items": items, **by_name}, "plain": {"type": "array", "items": items}}
+    status = {"type": "object", "properties": {"counts": counts, **lists}}
+    version = {"name": "v1", "storage": True, "served": True, "subresources": {"status": {}}}
+    version["schema"] = {"openAPIV3Schema": {"type": "object", "properties": {"status": status}}}
+    definition = {"group": "g.dev", "scope": "Namespaced", "names": {"kind": "Box", "plural": "boxes"}}
+    metadata = {"metadata": {"name": "boxes.g.dev"}}
+    cluster.create("customresourcedefinitions", {**metadata, "spec": {**definition, "versions": [version]}})
+    cluster.create("boxes", {"metadata": {"name": "b", "namespace": "a"}})
+
+    async def applied(status: Object, **metadata: Any) -> tuple[int, Object]:
+        body = {"apiVersion": "g.dev/v1", "kind": "Box", "metadata": {"name": "b", **metadata}, "status": status}
+        path = "/apis/g.dev/v1/namespaces/a/boxes/b/status?fieldManager=me&force=true"
+        code, made = await client.ask("PATCH", path, body, APPLY)
+        return code, made.get("status", {}) if code == 200 else made
+
+    empty: Object = {"counts": {}, "keyed": [], "plain": []}
+    full: Object = {"counts": {"x": 1}, "keyed": [{"name": "n"}], "plain": [{"name": "n"}]}
+    assert await applied(empty) == (200, empty)
+    assert await applied(full) == (200, full)
+    assert await applied({**full, "keyed": [], "plain": []}) == (200, {"counts": {"x": 1}, "plain": []})
+    code, refusal = await applied({**full, "counts": {}})
+    assert code == 422
+    assert 'status.counts: Invalid value: "null"' in refusal["message"]
+    assert await applied({"keyed": full["keyed"]}) == (200, {"keyed": full["keyed"]})
+    assert (await applied(full, uid="another"))[0] == 200, "a status is taken for whatever uid"
+    assert (await applied(empty, resourceVersion="1"))[0] == 409
 
 
 async def test_requests_are_counted_refused_and_made_to_fail(cluster: FakeKubernetes, client: Client) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from kestrl.testing.kubernetes import Controllers
+from kestrl_operator import work
 
 from .stage import CHILDREN, JOB, NAMESPACE, WORKLOADS, Stage, ready
 
@@ -75,6 +76,37 @@ async def test_events_do_not_undo_the_patience(stage: Stage) -> None:
     await stage.until(lambda: "look 59" in stage.condition("Scheduled")[2], "the last is told")
 
 
+async def test_a_status_is_never_written_to_another_job_of_the_name(stage: Stage) -> None:
+    controllers = Controllers(stage.cluster, started=ready)
+    await stage.operator()
+    stage.job()
+    await stage.applied()
+    await stage.until(lambda: stage.condition("EnginesReady")[0] == "True", "pods run")
+    await stage.quiet()
+    stage.cluster.freeze("agentrljobs")  # nobody tells that the job is another one now
+    stage.cluster.delete("agentrljobs", NAMESPACE, JOB)
+    pod = stage.cluster.create(
+        "pods",
+        {
+            "metadata": {"name": "of-the-old", "namespace": NAMESPACE, "labels": labels("rollout")},
+            "spec": {"containers": [{"name": "rollout"}]},
+        },
+    )
+    stage.job()
+    controllers.image_missing(pod, "no such image")
+    await asyncio.sleep(0.5)  # that nothing happens has no event
+    assert stage.status() == {}, "the old job's status was written to the new one"
+    stage.cluster.thaw("agentrljobs")
+    await stage.applied()
+    assert (
+        stage.status()["startedAt"] >= stage.cluster.get("agentrljobs", NAMESPACE, JOB)["metadata"]["creationTimestamp"]
+    )
+
+
+def labels(role: str) -> dict[str, str]:
+    return {"kestrl.dev/job": JOB, "kestrl.dev/role": role}
+
+
 async def test_a_slow_api_server_is_waited_for(stage: Stage) -> None:
     await stage.operator()
     stage.cluster.fail("patch", "*", delay=0.05)
@@ -114,6 +146,18 @@ async def test_an_object_that_the_api_server_refuses_is_told_in_its_words_and_tr
     trouble.end()
     await stage.until(lambda: stage.condition("Accepted")[1] == "Valid", "it is taken now")
     assert stage.learner() is not None
+
+
+async def test_a_manifest_that_changes_is_looked_at_at_once_however_often_it_failed_before(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(work, "FIRST_BACKOFF", 60.0)
+    await stage.operator()
+    stage.cluster.fail("patch", "statefulsets", status=422, times=1)
+    stage.job()
+    await stage.until(lambda: stage.condition("Accepted")[1] == "Invalid", "it is told")
+    stage.cluster.edit("agentrljobs", NAMESPACE, JOB, {"spec": {"rollout": {"replicas": 2}}})
+    await stage.until(lambda: stage.condition("Accepted")[1] == "Valid", "it is taken now")
 
 
 async def test_a_field_that_cannot_change_is_told_of(stage: Stage) -> None:

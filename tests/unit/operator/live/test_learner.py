@@ -96,6 +96,14 @@ async def test_progress_reaches_the_status(stage: Stage) -> None:
         assert [engine["state"] for engine in status["engines"]] == ["serving", "serving"]
 
 
+async def test_counts_that_are_gone_after_a_restart_are_gone_from_the_status(stage: Stage) -> None:
+    async with scene(stage, report(step=5, failures={"tool/tool_raised": 3})) as on:
+        await stage.until(lambda: stage.status().get("progress", {}).get("failures"), "it has counted")
+        on.learner.tell(report(step=6))
+        await stage.until(lambda: stage.status()["progress"]["step"] == 6, "the next step is told")
+        assert not stage.status()["progress"].get("failures")
+
+
 async def test_the_lineage_has_each_version_that_all_engines_have_proved(stage: Stage) -> None:
     async with scene(stage, report(step=1)) as on:
         await stage.until(lambda: stage.status().get("policy", {}).get("step") == 1, "version 1")
@@ -148,6 +156,12 @@ async def test_a_suspension_drains_and_lets_go_of_pods_only_when_all_is_put_away
         await stage.until(lambda: stage.phase() == "Suspended", "it is suspended")
         assert on.replicas() == {0}
         assert stage.cluster.list("pods") == []
+        await stage.quiet()
+        written, passes = len(stage.cluster.writes()), on.running.passes()
+        annotation = {"metadata": {"annotations": {"a": "b"}}}
+        stage.cluster.edit("deployments", NAMESPACE, f"{JOB}-rollout", annotation, manager="kube-controller-manager")
+        await stage.until(lambda: on.running.passes() > passes, "it is looked at again")
+        assert len(stage.cluster.writes()) == written, "written again though nothing changed"
         assert "at step 6" in stage.condition("Suspended")[2]
         on.learner.tell(report(step=6, checkpoint_step=6))
         stage.cluster.edit("agentrljobs", NAMESPACE, JOB, {"spec": {"suspend": False}})

@@ -101,6 +101,14 @@ async def test_a_leader_that_stops_hands_over_at_once(stage: Stage) -> None:
     assert {item.user for item in stage.cluster.writes()} == {"b"}
 
 
+async def test_who_cannot_give_the_lease_back_does_not_wait_for_long(stage: Stage) -> None:
+    running = await stage.operator("a")
+    stage.cluster.fail(resource="leases", delay=60.0)
+    began = asyncio.get_running_loop().time()
+    await stage.stop(running)
+    assert asyncio.get_running_loop().time() - began < 5.0, "the kubelet would have killed it"
+
+
 async def test_the_clocks_of_two_machines_are_never_compared(stage: Stage) -> None:
     past, future = "1999-01-01T00:00:0{}.000000Z", "2099-01-01T00:00:0{}.000000Z"
     spec = {"holderIdentity": "ghost", "leaseDurationSeconds": 1, "renewTime": past.format(9), "leaseTransitions": 3}

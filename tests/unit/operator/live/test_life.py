@@ -6,9 +6,12 @@ import asyncio
 from functools import partial
 from itertools import pairwise
 
-from kestrl.testing.kubernetes import Controllers
+import pytest
 
-from .stage import CHILDREN, JOB, NAMESPACE, WORKLOADS, Stage, ready
+from kestrl.testing.kubernetes import Controllers
+from kestrl_operator import reconcile
+
+from .stage import CHILDREN, JOB, NAMESPACE, WORKLOADS, Object, Stage, ready
 
 ROLES = ("inference", "tools", "judge", "rollout", "learner")
 
@@ -48,6 +51,47 @@ async def test_all_that_is_made_is_owned_by_the_job_and_goes_with_it(stage: Stag
     await asyncio.sleep(0.2)  # that nothing happens has no event
     assert stage.children() == []
     assert len(stage.writes()) == written
+
+
+async def test_a_job_that_is_made_anew_takes_nothing_of_the_old_one(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reconcile, "STRANGER_SECONDS", 0.3)
+    await stage.operator()
+    old = stage.job()["metadata"]["uid"]
+    await stage.applied()
+    await stage.quiet()
+    stage.cluster.objects.collecting = False  # the garbage collector lags behind
+    before = {item["metadata"]["uid"] for plural in WORKLOADS for item in stage.cluster.list(plural)}
+    stage.cluster.delete("agentrljobs", NAMESPACE, JOB)
+    new = stage.job()["metadata"]["uid"]
+    await stage.until(lambda: stage.condition("Accepted")[1] == "Invalid", "what it waits for is told")
+    assert f"StatefulSet {JOB}-learner" in stage.condition("Accepted")[2]
+    assert {owner(item) for plural in WORKLOADS for item in stage.cluster.list(plural)} == {old}, "taken over"
+    stage.cluster.objects.collecting = True
+    stage.cluster.objects.collect_orphans()
+    await stage.until(lambda: stage.condition("Accepted")[1] == "Valid", "it is taken")
+    await stage.until(stage.learner, "it is applied")
+    after = [item for plural in WORKLOADS for item in stage.cluster.list(plural)]
+    assert {owner(item) for item in after} == {new}
+    assert before.isdisjoint(item["metadata"]["uid"] for item in after)
+
+
+async def test_what_a_deleted_job_left_on_purpose_is_taken_by_the_next(stage: Stage) -> None:
+    await stage.operator()
+    stage.job()
+    await stage.applied()
+    before = stage.children()
+    jobs = stage.cluster.objects.resource("agentrljobs")
+    stage.cluster.objects.delete(jobs, NAMESPACE, JOB, orphan=True)  # kubectl delete --cascade=orphan
+    assert stage.children() == before
+    new = stage.job()["metadata"]["uid"]
+    await stage.applied()
+    await stage.until(lambda: {owner(item) for item in stage.cluster.list("statefulsets")} == {new}, "it is taken")
+
+
+def owner(item: Object) -> str:
+    return item["metadata"]["ownerReferences"][0]["uid"]
 
 
 async def test_the_status_is_written_when_it_changes_and_not_otherwise(stage: Stage) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
-from kestrl_operator.api import EVENT, JOB, Api, ApiProblem, Conflict
+from kestrl_operator.api import EVENT, JOB, Api, ApiProblem, Conflict, Gone
 from kestrl_operator.conditions import Type
 from kestrl_operator.observe import Snapshot
 from kestrl_operator.store import Key
@@ -74,18 +74,30 @@ class Events:
         digest = hashlib.sha256(f"{uid}/{notice.reason}/{notice.note}".encode()).hexdigest()[:16]
         name = f"{key.name}.{digest}"
         now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
-        times = self._told.pop(name, 0) + 1
-        self._told[name] = times
+        self._told[name] = await self._write(key, self._event(key, uid, name, notice, now), self._told.get(name, 0) + 1)
+        self._told.move_to_end(name)
         while len(self._told) > REMEMBERED:
             self._told.popitem(last=False)
+
+    async def _write(self, key: Key, event: Mapping[str, Any], times: int) -> int:
+        """Makes the event, or counts it; returns how often it has been told then."""
+        if times > 1:
+            try:
+                await self._count(key, event, times)
+            except Gone:
+                times = 1  # Kubernetes keeps an event for an hour or so
+            else:
+                return times
         try:
-            if times == 1:
-                await self._api.create(EVENT, self._event(key, uid, name, notice, now))
-                return
+            await self._api.create(EVENT, event)
         except Conflict:
-            self._told[name] = times = 2
-        changes = {"series": {"count": times, "lastObservedTime": now}}
-        await self._api.merge(EVENT, key.namespace, name, changes)
+            # The process that led before has told it.
+            await self._count(key, event, times := 2)
+        return times
+
+    async def _count(self, key: Key, event: Mapping[str, Any], times: int) -> None:
+        changes = {"series": {"count": times, "lastObservedTime": event["eventTime"]}}
+        await self._api.merge(EVENT, key.namespace, event["metadata"]["name"], changes)
 
     def _event(self, key: Key, uid: str, name: str, notice: Notice, now: str) -> dict[str, Any]:
         return {

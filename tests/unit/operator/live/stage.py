@@ -221,7 +221,7 @@ class Stage:
         await self.until(still, "nobody writes any more", seconds=within)
 
     def events(self, reason: str = "") -> list[Object]:
-        return [item for item in self.cluster.list("events", NAMESPACE) if reason in {"", item["reason"]}]
+        return [item for item in self.cluster.list("events.events.k8s.io", NAMESPACE) if reason in {"", item["reason"]}]
 
 
 @asynccontextmanager

@@ -33,14 +33,47 @@ async def test_the_same_turn_again_is_counted_in_its_series(stage: Stage) -> Non
     stage.job()
     await stage.until(lambda: stage.condition("EnginesReady")[1] == "AllReady", "engines are ready")
     for times in (1, 2, 3):
-        controllers.image_missing(stage.pods("inference")[0], "no such image")
-        await stage.until(lambda: stage.condition("EnginesReady")[1] == "Unavailable", "one is away")
-        controllers.run(stage.pods("inference")[0])
-        await stage.until(lambda: stage.condition("EnginesReady")[1] == "AllReady", "it is back")
-        await stage.quiet(0.1)
-        (event,) = stage.events("Unavailable")
-        assert event.get("series", {"count": 1})["count"] == times
-    assert stage.events("AllReady")[0]["series"]["count"] == 4
+        await away_and_back(stage, controllers)
+        assert len(stage.events("Unavailable")) == 1
+        assert count(stage, "Unavailable") == times
+    await stage.until(lambda: count(stage, "AllReady") == 4, "each time is counted")
+
+
+def count(stage: Stage, reason: str) -> int:
+    """How often something was told; 0 if it was not."""
+    return next((item.get("series", {}).get("count", 1) for item in stage.events(reason)), 0)
+
+
+async def away_and_back(stage: Stage, controllers: Controllers) -> None:
+    controllers.image_missing(stage.pods("inference")[0], "no such image")
+    await stage.until(lambda: stage.condition("EnginesReady")[1] == "Unavailable", "one is away")
+    controllers.run(stage.pods("inference")[0])
+    await stage.until(lambda: stage.condition("EnginesReady")[1] == "AllReady", "it is back")
+
+
+async def test_an_event_that_kubernetes_has_forgotten_is_told_anew(stage: Stage) -> None:
+    controllers = Controllers(stage.cluster, started=ready)
+    await stage.operator()
+    stage.job()
+    await stage.until(lambda: count(stage, "AllReady"), "it is told")
+    stage.cluster.delete("events.events.k8s.io", "team-a", stage.events("AllReady")[0]["metadata"]["name"])
+    await away_and_back(stage, controllers)
+    await stage.until(lambda: count(stage, "AllReady") == 1, "it is told anew")
+    await away_and_back(stage, controllers)
+    await stage.until(lambda: count(stage, "AllReady") == 2, "and counted")
+
+
+async def test_an_event_that_could_not_be_written_is_told_the_next_time(stage: Stage) -> None:
+    controllers = Controllers(stage.cluster, started=ready)
+    await stage.operator()
+    trouble = stage.cluster.fail("create", "events", status=503)
+    stage.job()
+    await stage.until(lambda: stage.condition("EnginesReady")[1] == "AllReady", "engines are ready")
+    await stage.quiet()
+    trouble.end()
+    assert count(stage, "AllReady") == 0
+    await away_and_back(stage, controllers)
+    await stage.until(lambda: count(stage, "AllReady") == 1, "it is told now")
 
 
 async def test_the_same_turn_for_another_reason_is_told_too(stage: Stage) -> None:

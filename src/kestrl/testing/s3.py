@@ -6,7 +6,6 @@ and of two PUTs with `If-None-Match: *` at the very same time both may be told t
 
 from __future__ import annotations
 
-import importlib
 import socket
 import subprocess
 import sys
@@ -18,7 +17,6 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from getpass import getuser
 from pathlib import Path
-from typing import Any
 
 import obstore
 from obstore.store import S3Store
@@ -161,11 +159,22 @@ def _free_ports(count: int) -> list[int]:
         return [listener.getsockname()[1] for listener in sockets]
 
 
-def _ring(folder: Path, kind: str, port: int) -> None:
-    builder: Any = importlib.import_module("swift.common.ring").RingBuilder(part_power=2, replicas=1, min_part_hours=0)
-    builder.add_dev({"region": 1, "zone": 1, "ip": "127.0.0.1", "port": port, "device": "d1", "weight": 1.0})
+_RINGS = """
+import sys
+from swift.common.ring import RingBuilder
+folder, *ports = sys.argv[1:]
+for kind, port in (item.split("=") for item in ports):
+    builder = RingBuilder(part_power=2, replicas=1, min_part_hours=0)
+    builder.add_dev({"region": 1, "zone": 1, "ip": "127.0.0.1", "port": int(port), "device": "d1", "weight": 1.0})
     builder.rebalance()
-    builder.get_ring().save(str(folder / f"{kind}.ring.gz"))
+    builder.get_ring().save(f"{folder}/{kind}.ring.gz")
+"""
+
+
+def _make_rings(folder: Path, ports: Mapping[str, int]) -> None:
+    """In a process of its own: whoever imports Swift has its sockets and threads replaced by eventlet's."""
+    told = [f"{kind}={port}" for kind, port in ports.items() if kind != "proxy"]
+    subprocess.run([sys.executable, "-c", _RINGS, folder, *told], check=True)  # noqa: S603 - the program above
 
 
 @contextmanager
@@ -184,8 +193,7 @@ def serving_s3(folder: Path, *, host: str = "127.0.0.1") -> Generator[S3Server]:
         facts = {"kind": kind, "port": ports[kind], "host": bind, "folder": folder, "user": getuser()}
         body = _PROXY if kind == "proxy" else _STORAGE
         (folder / f"{kind}.conf").write_text(_DEFAULTS.format(**facts) + body.format(**facts))
-        if kind != "proxy":
-            _ring(folder, kind, ports[kind])
+    _make_rings(folder, ports)
     server = S3Server(folder, ports, host)
     try:
         server.start()

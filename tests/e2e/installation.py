@@ -134,8 +134,8 @@ def at_step(least: int) -> Callable[[Object], bool]:
     return lambda job: job.get("status", {}).get("progress", {}).get("step", 0) >= least
 
 
-def values(cluster: Cluster) -> Object:
-    """The chart's values for pods that run the checkout itself."""
+def values(cluster: Cluster, store: S3Server) -> Object:
+    """The chart's values for pods that run the checkout itself, and whose policies let them reach the store."""
     image = cluster.image
     return {
         "jobs": {
@@ -147,6 +147,7 @@ def values(cluster: Cluster) -> Object:
             },
             # The drivers of devices that do not exist are nowhere; a folder that every node has stands for theirs.
             "accelerators": {"ascend": {"hostMounts": [{"path": "/opt"}]}},
+            "egressPorts": [store.ports["proxy"]],
             "storage": {"uri": f"s3://{BUCKET}/e2e", "secret": STORE_SECRET},
         },
         "operator": {"image": image, "pullPolicy": "Never", "leaseSeconds": 6},
@@ -157,7 +158,7 @@ def values(cluster: Cluster) -> Object:
 def installed(cluster: Cluster, store: S3Server, folder: Path) -> Generator[Installation]:
     """`helm install`, until all of the operator's pods are ready; uninstalled with the block."""
     path = folder / f"values-{uuid4().hex[:6]}.json"
-    path.write_text(json.dumps(values(cluster)))
+    path.write_text(json.dumps(values(cluster, store)))
     cluster.apply(
         {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": SYSTEM, "labels": {objects.LABEL: "true"}}}
     )

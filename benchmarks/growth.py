@@ -15,7 +15,6 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 
 from benchmarks.report import Row, main
-from benchmarks.rollout_worker import free_port
 
 from kestrl import rpc
 from kestrl.api.inference.v1 import inference_pb2_grpc as stubs
@@ -24,6 +23,7 @@ from kestrl.plan.settings import AgentSettings, EngineEntry
 from kestrl.storage import AdapterManifest, Probe, open_store, publish_adapter
 from kestrl.storage.adapters import WEIGHTS, digest
 from kestrl.testing.engine import FakeEngine, score
+from kestrl.testing.ports import free_port
 from kestrl_inference.engine import Engine
 from kestrl_inference.policies import Policies
 from kestrl_inference.servicer import EngineAgent

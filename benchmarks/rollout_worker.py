@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -30,6 +29,7 @@ from kestrl.api.rollout.v1 import rollout_pb2_grpc as stubs
 from kestrl.episode import Scenario
 from kestrl.plan.settings import RolloutSettings
 from kestrl.rpc.codec import scenario_to_proto
+from kestrl.testing.ports import free_port
 from kestrl_email.model_path import tiny
 
 LOADS = ((64, 2_000), (512, 4_000), (2_048, 8_192))
@@ -102,12 +102,6 @@ def worker(core: int, services: dict[str, int], concurrency: int, endpoint: str 
         path.write_text(settings.model_dump_json())
         with pinned(core, "kestrl_rollout", "--settings", str(path)) as process:
             yield f"127.0.0.1:{port}", process.pid
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 def request(number: int, engine: int) -> pb.RunGroupRequest:

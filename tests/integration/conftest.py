@@ -6,7 +6,6 @@ import os
 import select
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -26,6 +25,7 @@ from kestrl.plan.site import Endpoint, Site
 from kestrl.spec import parse_job
 from kestrl.storage import AdapterManifest, Probe, open_store, publish_adapter
 from kestrl.storage.adapters import WEIGHTS, digest
+from kestrl.testing.ports import free_port
 
 KEYS = {"KESTRL_ENGINE_KEY": "test-data-key", "KESTRL_ENGINE_CONTROL_KEY": "test-control-key"}
 START_SECONDS = 240.0
@@ -138,12 +138,6 @@ def publish(storage: Path, adapter: Adapter, *, step: int = 1, probed: Adapter |
 
 
 # --- the servers
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def planned_engine(model: Path, work: Path, port: int) -> Component:

@@ -12,6 +12,7 @@ import pytest
 
 from kestrl.telemetry import names
 from kestrl.telemetry.names import Instrument, Metric
+from kestrl.testing.ports import free_port
 
 INSTRUMENTS = {name: item for name, item in vars(Metric).items() if isinstance(item, Instrument)}
 SERVICE = """
@@ -29,12 +30,6 @@ observe(Metric.STEP_SECONDS, lambda: {"collect": 1.5, "update": 0.25})
 failures["tool", "tool_raised"] += 2
 print(urllib.request.urlopen(f"http://{sys.argv[1]}/metrics").read().decode())
 """
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def run(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:

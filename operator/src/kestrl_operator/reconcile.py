@@ -8,29 +8,27 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from time import time
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 from kestrl.errors import KestrlError, UserInputError
 from kestrl.plan.components import Role, Secret
-from kestrl.plan.planning import plan
 from kestrl.spec import AgentRLJob
-from kestrl.spec.load import parse_job
 from kestrl.telemetry import beginning, span, within
 from kestrl.telemetry.names import Attr, SpanName
-from kestrl_operator.accelerators import Node, unsatisfiable
+from kestrl_operator.accelerators import Node
 from kestrl_operator.api import JOB, OLD_EVENT, POD, Api, ApiProblem, Gone
-from kestrl_operator.cluster import GRPC_PORT, Cluster, site_of, storage_of, workload
+from kestrl_operator.cluster import GRPC_PORT, Cluster, workload
 from kestrl_operator.credentials import derive
+from kestrl_operator.drawing import Drawing, traceparent
 from kestrl_operator.events import Events
 from kestrl_operator.follow import FIRST_WORD, Followers
 from kestrl_operator.observe import RENDERED, STORAGE, Memory, Snapshot, Told, seconds_of
 from kestrl_operator.policies import Decision, Stage, decide
-from kestrl_operator.render import Given, render
 from kestrl_operator.render.job import QUEUE_LABEL, ROLES
 from kestrl_operator.shell import WATCHED
-from kestrl_operator.status import status_of
+from kestrl_operator.status import status_of, without_empties
 from kestrl_operator.store import Child, Key, Store
 from kestrl_operator.truths import expected
 
@@ -49,9 +47,8 @@ TAKEN = "Apply failed with"
 HEARD_OF = frozenset(kind.name for kind in WATCHED)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Parsed:
-    """A manifest, read once a generation."""
+class Parsed(NamedTuple):
+    """What a manifest is, for one generation of it: a job, or what is wrong with it."""
 
     uid: str
     generation: int
@@ -89,7 +86,7 @@ class Reconciler:
         self, api: Api, store: Store, followers: Followers, events: Events, cluster: Cluster, key: bytes
     ) -> None:
         self._api, self._store, self._followers, self._events = api, store, followers, events
-        self._cluster, self._key = cluster, key
+        self._drawing, self._key = Drawing(cluster, key), key
         self._parsed: dict[Key, Parsed] = {}
         self._drawn: dict[Key, Drawn] = {}
         self._memory: dict[Key, Memory] = {}
@@ -154,98 +151,36 @@ class Reconciler:
     def _snapshot(self, key: Key, raw: Mapping[str, Any]) -> Snapshot:
         metadata = raw["metadata"]
         parsed = self._read(key, raw)
+        job, nodes = parsed.job, self.nodes
         return Snapshot(
             now=time(),
             name=key.name,
             namespace=key.namespace,
             uid=metadata["uid"],
             generation=metadata.get("generation", 0),
-            job=parsed.job,
+            job=job,
             problem=parsed.problem,
             labels=metadata.get("labels", {}),
             status=raw.get("status", {}),
             pods=self._store.pods(key),
             workloads=self._store.workloads(key),
             told=self._followers.told(key),
-            unsatisfiable=self._unsatisfiable(parsed.job),
+            unsatisfiable="" if job is None or nodes is None else self._drawing.unsatisfiable(job, nodes),
             memory=self._memory.get(key, Memory()),
         )
 
     def _read(self, key: Key, raw: Mapping[str, Any]) -> Parsed:
-        metadata = raw["metadata"]
-        known, generation = self._parsed.get(key), metadata.get("generation", 0)
-        if known is not None and (known.uid, known.generation) == (metadata["uid"], generation):
+        """A manifest, read once a generation."""
+        uid, generation = raw["metadata"]["uid"], raw["metadata"].get("generation", 0)
+        known = self._parsed.get(key)
+        if known is not None and (known.uid, known.generation) == (uid, generation):
             return known
-        document = {
-            "apiVersion": raw["apiVersion"],
-            "kind": raw["kind"],
-            "metadata": {"name": key.name, "namespace": key.namespace},
-            "spec": raw.get("spec"),
-        }
-        job, problem = None, ""
         try:
-            job = parse_job(document)
-            storage_of(job, self._cluster)
-            self._check_builds(job)
-            self._objects(key, metadata["uid"], job, Decision(stage=Stage.RUNNING, parked=False))
+            parsed = Parsed(uid, generation, self._drawing.read(key, raw), "")
         except UserInputError as error:
-            job, problem = None, str(error)
-        parsed = Parsed(uid=metadata["uid"], generation=generation, job=job, problem=problem)
+            parsed = Parsed(uid, generation, None, str(error))
         self._parsed[key] = parsed
         return parsed
-
-    def _check_builds(self, job: AgentRLJob) -> None:
-        """Whether there is an image for the devices that the job names; raises `UserInputError`."""
-        spec, images = job.spec, self._cluster.images
-        for part, profile, builds, key in (
-            ("inference", spec.inference.accelerator.profile, images.engine, "engine"),
-            ("learner", spec.learner.accelerator.profile, images.learner, "learner"),
-        ):
-            build = self._cluster.profile(profile).image
-            if build not in builds:
-                raise UserInputError(
-                    f"spec.{part}.accelerator.profile: {profile!r} runs the build {build!r}, of which this cluster has no image "
-                    f"(the chart's jobs.images.{key}.{build}); there are: {', '.join(sorted(builds))}"
-                )
-
-    def _unsatisfiable(self, job: AgentRLJob | None) -> str:
-        if job is None or self.nodes is None:
-            return ""
-        for part, accelerator in (
-            ("inference", job.spec.inference.accelerator),
-            ("learner", job.spec.learner.accelerator),
-        ):
-            why = unsatisfiable(self._cluster.profile(accelerator.profile), accelerator.count, self.nodes)
-            if why:
-                return f"spec.{part}.accelerator (profile {accelerator.profile}): {why}"
-        return ""
-
-    def _objects(
-        self, key: Key, uid: str, job: AgentRLJob, decision: Decision, *, queue: str | None = None, stored: str = ""
-    ) -> list[Object]:
-        uri, secret = storage_of(job, self._cluster)
-        if job.spec.storage.uri is None:
-            uri = stored or uri  # the cluster's default may have changed since the run began; the run has not
-        run = f"{key.name}-{uid.partition('-')[0]}"
-        site = site_of(
-            job, key.namespace, self._cluster, run=run, storage=f"{uri.rstrip('/')}/{run}", traceparent=traceparent(uid)
-        )
-        return render(
-            Given(
-                job=job,
-                namespace=key.namespace,
-                uid=uid,
-                components=plan(job, site),
-                cluster=self._cluster,
-                secrets=derive(self._key, uid),
-                storage=uri,
-                store=secret,
-                parked=decision.parked,
-                attempts=decision.attempts,
-                restarts=decision.restarts,
-                queue=queue,
-            )
-        )
 
     async def _unmade(self, key: Key, seen: Snapshot) -> tuple[float, str] | None:
         """Since when pods of a running job are not even made, and why, as Kubernetes' controllers tell in events alone."""
@@ -298,7 +233,7 @@ class Reconciler:
         if untouched and known is not None and same and known.children <= there:
             return True
         stored = seen.learner.annotations.get(STORAGE, "") if seen.learner is not None else ""
-        objects = self._objects(key, seen.uid, job, decision, queue=queue, stored=stored)
+        objects = self._drawing.objects(key, seen.uid, job, decision, queue=queue, stored=stored)
         digest = objects[-1]["metadata"]["annotations"][RENDERED]
         children = frozenset(
             Child(item["kind"], item["metadata"]["name"]) for item in objects if item["kind"] in HEARD_OF
@@ -386,19 +321,3 @@ class Reconciler:
         if (seen.namespace, seen.name) in self._lacking and decision.stage is Stage.RUNNING:
             waits.append(LACKING_SECONDS)
         return min(waits, default=None)
-
-
-def without_empties(given: Mapping[str, Any]) -> Object:
-    """A map without what is empty in it: what is not there means the same, and can always be applied. Pure."""
-    made: Object = {}
-    for name, value in given.items():
-        kept = without_empties(cast("Object", value)) if isinstance(value, dict) else value
-        if kept not in ({}, []):
-            made[name] = kept
-    return made
-
-
-def traceparent(uid: str) -> str:
-    """The W3C context of the job's root: its trace id is the job's uid, so that it needs no memory and can be found by it."""
-    trace = uid.replace("-", "").ljust(32, "0")[:32]
-    return f"00-{trace}-{trace[:16]}-01"

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, cast
 
 from kestrl.api.common.v1.common_pb2 import PolicyVersion as PolicyMessage
 from kestrl.api.learner.v1 import learner_pb2 as pb
@@ -54,6 +55,16 @@ def status_of(seen: Snapshot, decision: Decision) -> dict[str, Any]:
     )
     status = status.model_copy(update={"shown": _shown(status, conditions, told)})
     return status.model_dump(by_alias=True, exclude_none=True)
+
+
+def without_empties(given: Mapping[str, Any]) -> dict[str, Any]:
+    """A map without what is empty in it: what is not there means the same, and can always be applied. Pure."""
+    made: dict[str, Any] = {}
+    for name, value in given.items():
+        kept = without_empties(cast("dict[str, Any]", value)) if isinstance(value, dict) else value
+        if kept not in ({}, []):
+            made[name] = kept
+    return made
 
 
 def _started(seen: Snapshot, before: JobStatus, *, running: bool, now: str) -> str | None:

@@ -12,7 +12,7 @@ import sys
 import time
 import urllib.request
 from collections.abc import Generator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from getpass import getuser
@@ -20,6 +20,8 @@ from pathlib import Path
 
 import obstore
 from obstore.store import S3Store
+
+from kestrl.testing.ports import free_port
 
 ACCESS_KEY = "test:tester"
 SECRET_KEY = "testing"  # noqa: S105 - of a server on the loopback that lives as long as a test
@@ -151,14 +153,6 @@ def _await_port(host: str, port: int, process: subprocess.Popen[bytes], deadline
             time.sleep(0.05)
 
 
-def _free_ports(count: int) -> list[int]:
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for listener in sockets:
-            listener.bind(("127.0.0.1", 0))
-        return [listener.getsockname()[1] for listener in sockets]
-
-
 _RINGS = """
 import sys
 from swift.common.ring import RingBuilder
@@ -185,7 +179,7 @@ def serving_s3(folder: Path, *, host: str = "127.0.0.1") -> Generator[S3Server]:
         folder: What it holds lies here, and so does its configuration.
         host: An address of this machine; another one than the loopback for clients elsewhere.
     """
-    ports = dict(zip(KINDS, _free_ports(len(KINDS)), strict=True))
+    ports = {kind: free_port(host if kind == "proxy" else "127.0.0.1") for kind in KINDS}
     (folder / "devices" / "d1").mkdir(parents=True, exist_ok=True)
     (folder / "swift.conf").write_text(_SWIFT)
     for kind in KINDS:

@@ -6,7 +6,6 @@ Nothing polls: a test says `await stage.look()` when the agent is to look at its
 from __future__ import annotations
 
 import asyncio
-import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
@@ -25,6 +24,7 @@ from kestrl.rpc.codec import policy_to_proto
 from kestrl.storage import AdapterManifest, Probe, open_store, publish_adapter
 from kestrl.storage.adapters import WEIGHTS, digest
 from kestrl.testing.engine import FakeEngine, score
+from kestrl.testing.ports import free_port
 from kestrl_inference.engine import CONTROL_KEY, Engine
 from kestrl_inference.policies import Policies
 from kestrl_inference.servicer import EngineAgent
@@ -151,12 +151,6 @@ class Stage:
     async def proved(self) -> dict[int, bool]:
         """Step to whether it is proved."""
         return {item.policy.step: item.proved for item in (await self.seen()).policies}
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @asynccontextmanager

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 from array import array
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -19,6 +18,7 @@ from kestrl.errors import Failure
 from kestrl.plan.settings import JudgeSettings, RewardEntry
 from kestrl.rpc import call, channel
 from kestrl.rpc.codec import group_to_proto
+from kestrl.testing.ports import free_port
 from kestrl_judge.service import run_judge
 
 HERE = str(Path(__file__).parent)
@@ -95,12 +95,6 @@ class Client:
 
     async def told(self, *texts: str) -> list[pb.EpisodeScore]:
         return await self.score(make_group(*texts))
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def make_settings(*rewards: RewardEntry, processes: int = 1) -> JudgeSettings:

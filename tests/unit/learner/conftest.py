@@ -24,11 +24,12 @@ from kestrl.episode import Group
 from kestrl.errors import Failure
 from kestrl.plan.settings import AlgorithmSettings, DataSettings, EngineEntry, GapBounds, LearnerSettings
 from kestrl.rpc.codec import group_from_proto
+from kestrl.testing.ports import free_port
 from kestrl_learner import engines as engines_module
 from kestrl_learner import workers as workers_module
 from kestrl_learner.model import PolicyModel
 
-from .fakes import VOCABULARY, FakeAgent, FakeWorker, Oracle, free_port, make_policy, served
+from .fakes import VOCABULARY, FakeAgent, FakeWorker, Oracle, make_policy, served
 
 
 def build_model(kind: str, folder: Path) -> Path:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-import socket
 from array import array
 from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import asynccontextmanager
@@ -27,6 +26,7 @@ from kestrl.episode import Episode, Group, PolicyVersion, Row, StopReason, Turn
 from kestrl.errors import EngineFailure, Failure, KestrlError
 from kestrl.rpc.codec import failure_to_proto, group_to_proto, policy_from_proto, policy_to_proto, scenario_from_proto
 from kestrl.storage import fetch_adapter, open_store
+from kestrl.testing.ports import free_port
 from kestrl_learner.model import PolicyModel
 
 VOCABULARY = 64
@@ -45,12 +45,6 @@ def make_policy(folder: Path, *, seed: int = 1, rank: int = 4, disturb: float = 
                 if "lora_B" in name:
                     torch.nn.init.normal_(weight, std=disturb)
     return policy
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @asynccontextmanager

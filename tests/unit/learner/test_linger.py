@@ -27,13 +27,14 @@ from kestrl import rpc
 from kestrl.errors import Boundary, EngineFailure, Failure, KestrlError, PlaceError, UserInputError
 from kestrl.plan.settings import DataSettings
 from kestrl.rpc.codec import failure_from_proto
+from kestrl.testing.ports import free_port
 from kestrl_learner import context as context_module
 from kestrl_learner import run as run_module
 from kestrl_learner.__main__ import work
 from kestrl_learner.model import PolicyModel
 from kestrl_learner.run import Run
 
-from .fakes import Watcher, free_port, until, watched
+from .fakes import Watcher, until, watched
 
 pytestmark = pytest.mark.usefixtures("quick")
 health_grpc: Any = import_module("grpc_health.v1.health_pb2_grpc")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import lzma
-import socket
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from kestrl.episode import Episode, Group, Scenario
 from kestrl.plan.settings import RolloutSettings
 from kestrl.rpc.codec import episode_from_proto, group_from_proto, policy_to_proto, scenario_to_proto
 from kestrl.testing.engine import Completion, FakeEngine, Fault, Prompt
+from kestrl.testing.ports import free_port
 from kestrl_rollout.__main__ import group_runner
 from kestrl_rollout.groups import GroupRunner
 from kestrl_rollout.model import ModelFace, load_model
@@ -211,12 +211,6 @@ class FakeJudge(judge_pb2_grpc.JudgeServiceServicer):
             if isinstance(score, Awaitable):
                 scores[index] = await score
         return judge_pb2.ScoreGroupResponse(scores=[score for score in scores if score is not None])
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @asynccontextmanager

@@ -15,6 +15,7 @@ from kestrl.api.rollout.v1 import rollout_pb2 as pb
 from kestrl.api.rollout.v1 import rollout_pb2_grpc as stubs
 from kestrl.errors import Boundary, EngineFailure, FailureError, KestrlError, UserInputError
 from kestrl.rpc import call, channel, serve, stream
+from kestrl.testing.ports import free_port
 
 
 class Worker(stubs.RolloutServiceServicer):
@@ -35,12 +36,6 @@ class Worker(stubs.RolloutServiceServicer):
             raise ZeroDivisionError("oops")
         if request.group_id == "hang":
             await asyncio.Event().wait()
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 Address = str

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import importlib
 import json
-import socket
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
@@ -18,6 +17,7 @@ from kestrl.api.tools.v1 import tools_pb2 as pb
 from kestrl.api.tools.v1 import tools_pb2_grpc as stubs
 from kestrl.plan.settings import ToolEntry, ToolsSettings
 from kestrl.rpc import call, channel
+from kestrl.testing.ports import free_port
 from kestrl_tools.service import run_tools
 
 
@@ -56,12 +56,6 @@ class Client:
 
     async def close(self, session: str) -> None:
         await call(self._stub.Close, pb.CloseRequest(session_id=session), pb.CloseResponse, timeout=10, peer="tools")
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @asynccontextmanager

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import random
-import socket
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -24,6 +23,7 @@ from kestrl.plan.components import Secret
 from kestrl.rpc.client import TOKEN_VARIABLE
 from kestrl.spec.crd import crd
 from kestrl.testing.kubernetes import Controllers, FakeKubernetes
+from kestrl.testing.ports import free_port
 from kestrl_operator.api import Api
 from kestrl_operator.cluster import GRPC_PORT, read_cluster
 from kestrl_operator.config import Config, LeaseSettings
@@ -51,12 +51,6 @@ CHILDREN = ("secrets", "configmaps", "serviceaccounts", "services", "poddisrupti
 WORKLOADS = ("statefulsets", "deployments")
 LEASE_SECONDS = 1.0
 DEFINITION = crd()
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class Running:

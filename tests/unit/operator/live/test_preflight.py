@@ -11,11 +11,12 @@ import pytest
 import yaml
 
 from kestrl.errors import UserInputError
+from kestrl.testing.ports import free_port
 from kestrl_operator.api import Api
 from kestrl_operator.checks import needed, preflight
 from kestrl_operator.config import Config
 
-from .stage import DEFINITION, KEY, VALUES, Stage, free_port
+from .stage import DEFINITION, KEY, VALUES, Stage
 
 
 async def ended(stage: Stage, *, url: str | None = None, **changes: Any) -> tuple[int, str]:

@@ -1,0 +1,115 @@
+"""From a job's object to the objects that it becomes on this cluster, or to what is wrong with it. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from kestrl.errors import UserInputError
+from kestrl.plan.planning import plan
+from kestrl.spec import AgentRLJob
+from kestrl.spec.load import parse_job
+from kestrl_operator.accelerators import Node, unsatisfiable
+from kestrl_operator.cluster import Cluster, site_of, storage_of
+from kestrl_operator.credentials import derive
+from kestrl_operator.policies import Decision, Stage
+from kestrl_operator.render import Given, render
+from kestrl_operator.store import Key
+
+Object = dict[str, Any]
+
+
+class Drawing:
+    """What the administrator chose, and the key that credentials are derived from."""
+
+    def __init__(self, cluster: Cluster, key: bytes) -> None:
+        self._cluster, self._key = cluster, key
+
+    def read(self, key: Key, raw: Mapping[str, Any]) -> AgentRLJob:
+        """The job of an object, of which everything can be rendered here.
+
+        Raises:
+            UserInputError: The manifest makes no job on this cluster; the message names the field and the mend.
+        """
+        job = parse_job(
+            {
+                "apiVersion": raw["apiVersion"],
+                "kind": raw["kind"],
+                "metadata": {"name": key.name, "namespace": key.namespace},
+                "spec": raw.get("spec"),
+            }
+        )
+        self._check_builds(job)
+        self.objects(key, raw["metadata"]["uid"], job, Decision(stage=Stage.RUNNING, parked=False))
+        return job
+
+    def _check_builds(self, job: AgentRLJob) -> None:
+        """Whether there is an image for the devices that the job names; raises `UserInputError`."""
+        spec, images = job.spec, self._cluster.images
+        for part, profile, builds, key in (
+            ("inference", spec.inference.accelerator.profile, images.engine, "engine"),
+            ("learner", spec.learner.accelerator.profile, images.learner, "learner"),
+        ):
+            build = self._cluster.profile(profile).image
+            if build not in builds:
+                raise UserInputError(
+                    f"spec.{part}.accelerator.profile: {profile!r} runs the build {build!r}, of which this cluster has no image "
+                    f"(the chart's jobs.images.{key}.{build}); there are: {', '.join(sorted(builds))}"
+                )
+
+    def unsatisfiable(self, job: AgentRLJob, nodes: Sequence[Node]) -> str:
+        """Why no node could ever take a pod of the job; empty when one could be."""
+        for part, accelerator in (
+            ("inference", job.spec.inference.accelerator),
+            ("learner", job.spec.learner.accelerator),
+        ):
+            why = unsatisfiable(self._cluster.profile(accelerator.profile), accelerator.count, nodes)
+            if why:
+                return f"spec.{part}.accelerator (profile {accelerator.profile}): {why}"
+        return ""
+
+    def objects(
+        self, key: Key, uid: str, job: AgentRLJob, decision: Decision, *, queue: str | None = None, stored: str = ""
+    ) -> list[Object]:
+        """All objects of a job, as `render` gives them.
+
+        Args:
+            key: Where it is.
+            uid: Of its object.
+            job: The job.
+            decision: What is to be.
+            queue: That its pods wait in.
+            stored: Where its runs have been stored so far.
+
+        Raises:
+            UserInputError: It has no storage, or a patch that is not a job's to make.
+        """
+        uri, secret = storage_of(job, self._cluster)
+        if job.spec.storage.uri is None:
+            uri = stored or uri  # the cluster's default may have changed since the run began; the run has not
+        run = f"{key.name}-{uid.partition('-')[0]}"
+        site = site_of(
+            job, key.namespace, self._cluster, run=run, storage=f"{uri.rstrip('/')}/{run}", traceparent=traceparent(uid)
+        )
+        return render(
+            Given(
+                job=job,
+                namespace=key.namespace,
+                uid=uid,
+                components=plan(job, site),
+                cluster=self._cluster,
+                secrets=derive(self._key, uid),
+                storage=uri,
+                store=secret,
+                parked=decision.parked,
+                attempts=decision.attempts,
+                restarts=decision.restarts,
+                queue=queue,
+            )
+        )
+
+
+def traceparent(uid: str) -> str:
+    """The W3C context of the job's root: its trace id is the job's uid, so that it needs no memory and can be found by it."""
+    trace = uid.replace("-", "").ljust(32, "0")[:32]
+    return f"00-{trace}-{trace[:16]}-01"

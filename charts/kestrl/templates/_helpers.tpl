@@ -69,6 +69,7 @@ app.kubernetes.io/name: kestrl-operator
   "healthListen" "0.0.0.0:8080"
   "metricsListen" "0.0.0.0:9464"
   "otlp" .Values.operator.otlp
+  "auditSeconds" .Values.operator.auditSeconds
   "workers" .Values.operator.workers | toYaml -}}
 {{- end }}
 

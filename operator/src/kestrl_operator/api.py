@@ -147,12 +147,19 @@ class Api:
         )
         return dict(made)
 
-    async def delete(self, kind: Kind, namespace: str, name: str) -> None:
-        """Deletes an object and, in the background, what it owns; one that is gone already is fine."""
-        request = self._client.delete(_RESOURCES[kind], name, namespace=namespace, cascade=CascadeType.BACKGROUND)
+    async def delete(self, kind: Kind, namespace: str, name: str, *, uid: str) -> None:
+        """Deletes an object and, in the background, what it owns; one that is gone, or another of that name, is left alone."""
+        # The client's own `delete` cannot name the uid; without it, a job that was made anew meanwhile would be deleted.
+        request = self._client._client.request(
+            "delete",
+            res=_RESOURCES[kind],
+            name=name,
+            namespace=namespace,
+            params={"propagationPolicy": CascadeType.BACKGROUND.value, "uid": uid},
+        )
         try:
             await self._call("delete", f"{kind.name} {namespace}/{name}", request)
-        except Gone:
+        except (Gone, Conflict):
             return
 
     async def get(self, kind: Kind, name: str, namespace: str | None = None) -> Object:

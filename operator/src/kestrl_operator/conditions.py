@@ -102,6 +102,7 @@ REASONS: Mapping[Type, Mapping[str, str]] = {
         "Training": "Engines, rollouts and learner work.",
         "NotReady": "One of them does not; its own condition says why.",
         "Finished": "The job has ended.",
+        "OperatorFailed": "The operator cannot do its work on this job; the message says why. All else is as it was seen before.",
     },
     Type.SUCCEEDED: {
         "Completed": "Every step was done and the adapter is in storage.",

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 from kestrl_operator.api import EVENT, JOB, Api, ApiProblem, Conflict, Gone
 from kestrl_operator.conditions import Type
-from kestrl_operator.observe import Snapshot
 from kestrl_operator.store import Key
 
 log = logging.getLogger(__name__)
@@ -27,6 +26,7 @@ TOLD: Mapping[Type, Mapping[str, str]] = {
     Type.CHECKPOINT_DURABLE: {"StorageFailed": "Warning"},
     Type.REWARD_HEALTHY: {"JudgeFailing": "Warning", "Degenerate": "Warning"},
     Type.SUSPENDED: {"Draining": "Normal", "Released": "Normal"},
+    Type.READY: {"OperatorFailed": "Warning"},
     Type.SUCCEEDED: {
         "Completed": "Normal", "LearnerFailed": "Warning", "BackoffExceeded": "Warning", "DeadlineExceeded": "Warning",
         "PendingTooLong": "Warning",
@@ -60,12 +60,12 @@ class Events:
         self._api, self._instance = api, instance
         self._told: OrderedDict[str, int] = OrderedDict()
 
-    async def tell(self, key: Key, seen: Snapshot, status: Mapping[str, Any]) -> None:
-        """Tells of all that changed. An event that cannot be written is logged: no pass fails for it."""
-        for notice in notices(seen.status, status):
+    async def tell(self, key: Key, uid: str, before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
+        """Tells of all that changed between two statuses of a job. An event that cannot be written is logged: no pass fails for it."""
+        for notice in notices(before, after):
             log.info("%s: %s: %s", key, notice.reason, notice.note)
             try:
-                await self._one(key, seen.uid, notice)
+                await self._one(key, uid, notice)
             except ApiProblem as error:
                 log.warning("%s: event %s is not written: %s", key, notice.reason, error)
 

@@ -37,13 +37,28 @@ class Follower:
         self._token, self._changed = token, changed
         self._paces: deque[float] = deque(maxlen=PACES)
         self.told: Told | None = None
+        self.silent: str = ""
+        """Why it does not tell anything now."""
         self._tried, self._ends = False, asyncio.get_running_loop().time() + FIRST_WORD
         self.task = asyncio.create_task(self._follow(), name=f"follow-{key}")
+        self.task.add_done_callback(self._over)
 
     @property
     def expected(self) -> bool:
         """Whether its first word is on its way: it has neither spoken nor been found silent."""
         return not self._tried and asyncio.get_running_loop().time() < self._ends
+
+    def _over(self, task: asyncio.Task[None]) -> None:
+        """A stream is followed until it is cancelled; that it ends by itself is a bug, and must not look like a silent learner."""
+        if task.cancelled() or (bug := task.exception()) is None:
+            return
+        log.error("%s: its learner is not followed any more", self.key, exc_info=bug)
+        self._fall_silent(f"a bug of the operator's, its log has more: {type(bug).__name__}: {bug}")
+
+    def _fall_silent(self, why: str) -> None:
+        self._tried, self.silent = True, why
+        self.told = None if self.told is None else replace(self.told, connected=False)
+        self._changed(self.key)
 
     async def _follow(self) -> None:
         wait = FIRST_RETRY
@@ -62,12 +77,13 @@ class Follower:
                     ):
                         wait = FIRST_RETRY
                         self._take(report)
+                    why = "it has ended the stream"
                 except KestrlError as error:
-                    log.debug("%s: the learner does not answer: %s", self.key, error)
-                if not self._tried or (self.told is not None and self.told.connected):
-                    self._tried = True
-                    self.told = None if self.told is None else replace(self.told, connected=False)
-                    self._changed(self.key)
+                    why = str(error)
+                speaks = not self._tried or (self.told is not None and self.told.connected)
+                if speaks or why != self.silent:
+                    log.info("%s: the learner does not answer: %s", self.key, why)
+                    self._fall_silent(why)
                 await asyncio.sleep(wait)
                 wait = min(LONGEST_RETRY, 2 * wait)
 
@@ -79,7 +95,7 @@ class Follower:
             stepped = now
         if old is not None and old.report.phase != report.phase:
             stepped = now
-        self._tried = True
+        self._tried, self.silent = True, ""
         self.told = Told(pod=self.pod, at=now, report=report, stepped=stepped, pace=max(self._paces, default=0.0))
         self._changed(self.key)
 
@@ -127,6 +143,11 @@ class Followers:
     def told(self, key: Key) -> Told | None:
         known = self._by_key.get(key)
         return None if known is None else known.told
+
+    def silent(self, key: Key) -> str:
+        """Why a learner that is listened to does not tell anything now."""
+        known = self._by_key.get(key)
+        return "" if known is None else known.silent
 
     def expects(self, key: Key) -> bool:
         """Whether a learner's first word is on its way."""

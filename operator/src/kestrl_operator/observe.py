@@ -22,6 +22,7 @@ ATTEMPTS, RESTARTS, RENDERED, STORAGE = (
 )
 """Annotations of the learner's StatefulSet: how often the learner and the whole job were started again, what was applied, and where the
 run is stored. They are the operator's only memory: whoever leads next reads them there."""
+QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
 UNSTARTABLE = frozenset(
     {"ErrImagePull", "ImagePullBackOff", "ErrImageNeverPull", "ImageInspectError", "InvalidImageName", "RegistryUnavailable",
      "SignatureValidationFailed", "CreateContainerConfigError", "PreCreateHookError", "CreateContainerError",
@@ -62,6 +63,8 @@ class Pod:
     """The scheduler's words while it finds no node."""
     gated: bool
     """Whether a queue holds it back."""
+    begun: bool
+    """Whether any container of it has ever started."""
     deleting: bool
     made: float
     """When, in seconds since 1970."""
@@ -169,6 +172,8 @@ class Snapshot:
     pods: Sequence[Pod] = ()
     workloads: Mapping[Role, Workload] = field(default_factory=dict[Role, Workload])
     told: Told | None = None
+    silent: str = ""
+    """Why the learner does not tell anything now, as the call to it ended."""
     unmade: tuple[float, str] | None = None
     """Since when Kubernetes makes too few pods of a running job, and why: a quota, an admission. None while it makes them."""
     unsatisfiable: str = ""
@@ -192,6 +197,11 @@ class Snapshot:
     @property
     def learner(self) -> Workload | None:
         return self.workloads.get(Role.LEARNER)
+
+    @property
+    def queue(self) -> str | None:
+        """The queue that its pods wait in, if it names one."""
+        return self.labels.get(QUEUE_LABEL)
 
     @property
     def attempts(self) -> int:
@@ -246,6 +256,7 @@ def pod_of(given: Object) -> Pod | None:
         scheduled=bool(spec.get("nodeName")),
         unscheduled=scheduled.get("message", "") if scheduled.get("reason") == "Unschedulable" else "",
         gated=bool(spec.get(GATES)),
+        begun=any(_has_begun(item) for item in statuses),
         deleting="deletionTimestamp" in metadata,
         made=seconds_of(metadata.get("creationTimestamp")) or 0.0,
         attempts=_count(metadata.get("annotations", {}).get(ATTEMPTS, "")),
@@ -258,6 +269,10 @@ def pod_of(given: Object) -> Pod | None:
 
 def _count(text: str) -> int:
     return int(text) if text.isdecimal() and len(text) < 10 else 0
+
+
+def _has_begun(status: Object) -> bool:
+    return "waiting" not in status.get("state", {"waiting": {}}) or bool(status.get("lastState"))
 
 
 def _waiting(statuses: Iterable[Object]) -> Iterator[str]:

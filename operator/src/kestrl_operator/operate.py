@@ -22,7 +22,7 @@ from kestrl_operator.config import Config
 from kestrl_operator.events import Events
 from kestrl_operator.follow import Followers
 from kestrl_operator.lease import Lease
-from kestrl_operator.reconcile import Reconciler
+from kestrl_operator.reconcile import ObjectRefused, Reconciler
 from kestrl_operator.store import WORKLOADS, Key, Store
 from kestrl_operator.work import Queue
 
@@ -30,6 +30,10 @@ log = logging.getLogger(__name__)
 LONGEST_PASS = 120.0
 """Seconds of one pass: every call within has a shorter time-out, so this ends what hangs for a reason nobody thought of."""
 REMEMBERED_CHANGES = 10_000
+TELLING = 15.0
+"""Seconds for telling of a pass that failed."""
+TOLD_FROM = 3
+"""An apiserver that fails so many passes of a job one after another is told of in its status; before, it is a hiccup."""
 
 
 class Operator:
@@ -161,20 +165,34 @@ class Operator:
                 async with asyncio.timeout(LONGEST_PASS):
                     look_again = await self._reconciler.reconcile(key)
             except (KestrlError, TimeoutError) as error:
+                why = str(error) or f"a pass took longer than {LONGEST_PASS:g} s"
+                if self._queue.failures(key) + 1 >= TOLD_FROM and not isinstance(error, ObjectRefused):
+                    await self._tell(key, why)
                 wait = self._queue.failed(key)
                 self._passes["failed"] += 1
-                log.warning("%s: looked at again in %.1f s: %s", key, wait, error or "the pass took too long")
-            except Exception:
+                log.warning("%s: looked at again in %.1f s: %s", key, wait, why)
+            except Exception as error:
                 # A bug of ours with one job must not take all others down; it is told with its traceback and tried again.
-                wait = self._queue.failed(key)
+                log.exception("%s: a bug", key)
+                await self._tell(key, f"a bug of the operator's, its log has more: {type(error).__name__}: {error}")
+                self._queue.failed(key)
                 self._passes["bug"] += 1
-                log.exception("%s: looked at again in %.1f s", key, wait)
             except BaseException:
                 self._queue.done(key)
                 raise
             else:
                 self._passes["ok"] += 1
                 self._queue.done(key, look_again)
+
+    async def _tell(self, key: Key, why: str) -> None:
+        """Tells of a pass that failed where the person who can act looks; what keeps that from being told is logged."""
+        try:
+            async with asyncio.timeout(TELLING):
+                await self._reconciler.tell_of_failure(key, why)
+        except (KestrlError, TimeoutError) as error:
+            log.warning("%s: its status does not tell that %s: %s", key, why, error)
+        except Exception:
+            log.exception("%s: its status does not tell that %s", key, why)
 
     def _wrong(self) -> str:
         """Why this process should be started again."""

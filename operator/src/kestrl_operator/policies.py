@@ -52,8 +52,8 @@ class Decision:
     """Tell the learner to finish its step, checkpoint and stop."""
     delete: bool = False
     """Its time to live is over."""
-    remove: tuple[str, ...] = ()
-    """Pods to delete: their program has ended well and is to run again."""
+    remove: tuple[tuple[str, str], ...] = ()
+    """Pods to delete, by name and uid: their program has ended well and is to run again."""
     ended: tuple[str, str] | None = None
     """Reason and message of the end, if it ends now."""
     retry: str = ""
@@ -138,16 +138,33 @@ def _past_a_deadline(seen: Snapshot, spec: JobSpec) -> tuple[str, str] | None:
 
 def pending(seen: Snapshot) -> tuple[float, str] | None:
     """Since when the job waits for a pod that cannot start or is not even made, and why; None if it waits for none."""
-    waiting = [
-        (
-            pod.made,
-            f"{pod.name}: {pod.unstartable or pod.unscheduled or next(map(str, pod.ended), 'it is not scheduled')}",
-        )
-        for pod in stuck(seen)[:1]
-    ]
+    if held(seen):
+        return None
+    admitted = 0.0 if seen.queue is None else began(seen) or seen.now
+    waiting = [(max(pod.made, admitted), f"{pod.name}: {_what_for(pod)}") for pod in stuck(seen)[:1]]
     if seen.unmade is not None:
         waiting.append(seen.unmade)
     return min(waiting, default=None)
+
+
+def _what_for(pod: Pod) -> str:
+    """What a pod that has not started waits for."""
+    if pod.unstartable or pod.unscheduled or pod.ended:
+        return pod.unstartable or pod.unscheduled or str(pod.ended[0])
+    return "its containers are not made; its events say why" if pod.scheduled else "it is not scheduled"
+
+
+def held(seen: Snapshot) -> bool:
+    """Whether a queue has not admitted the job yet: that wait is the queue's, and no deadline of the job's runs."""
+    return seen.queue is not None and (not seen.present or any(pod.gated for pod in seen.staying))
+
+
+def lacking(seen: Snapshot) -> float | None:
+    """Since when pods cannot start or are not even made, so that an object of ours that is not watched may be missing; None if none is."""
+    since = [pod.made for pod in stuck(seen) if pod.scheduled]
+    if seen.unmade is not None:
+        since.append(seen.unmade[0])
+    return min(since, default=None)
 
 
 def _too_often(seen: Snapshot, spec: JobSpec, what: str) -> str:
@@ -207,14 +224,14 @@ def _endings_of_the_whole(seen: Snapshot, spec: JobSpec) -> Iterator[str]:
 
 
 def stuck(seen: Snapshot) -> list[Pod]:
-    """Pods that have not started and wait for a node, an image or a secret, or whose preparation fails; the longest first.
+    """Pods that have not started and wait for a node, an image, a volume or a secret, or whose preparation fails; the longest first.
 
     One that a queue holds back waits for none of these.
     """
     waiting = [
         pod
         for pod in seen.staying
-        if pod.phase == "Pending" and not pod.gated and (pod.unstartable or pod.ended or not pod.scheduled)
+        if pod.phase == "Pending" and not pod.gated and (pod.unstartable or pod.ended or not pod.begun)
     ]
     return sorted(waiting, key=lambda pod: (pod.made, pod.name))
 
@@ -281,15 +298,15 @@ def _restarted_pods(seen: Snapshot, spec: JobSpec, deadline: float | None) -> De
     )
 
 
-def _resumed(seen: Snapshot) -> tuple[str, ...]:
+def _resumed(seen: Snapshot) -> tuple[tuple[str, str], ...]:
     """The learner's pod, if it drained for a suspension that was taken back before the pod was let go."""
     told = seen.speaking
     return _who_speaks(seen) if told is not None and told.report.phase == "suspended" else ()
 
 
-def _who_speaks(seen: Snapshot) -> tuple[str, ...]:
+def _who_speaks(seen: Snapshot) -> tuple[tuple[str, str], ...]:
     told = seen.speaking
-    return tuple(pod.name for pod in seen.of(Role.LEARNER) if told is not None and pod.uid == told.pod)
+    return tuple((pod.name, pod.uid) for pod in seen.of(Role.LEARNER) if told is not None and pod.uid == told.pod)
 
 
 def _until_a_deadline(seen: Snapshot, spec: JobSpec) -> float | None:

@@ -18,17 +18,17 @@ from kestrl.spec import AgentRLJob
 from kestrl.telemetry import beginning, span, within
 from kestrl.telemetry.names import Attr, SpanName
 from kestrl_operator.accelerators import Node
-from kestrl_operator.api import JOB, OLD_EVENT, POD, Api, ApiProblem, Gone
+from kestrl_operator.api import JOB, OLD_EVENT, POD, Api, ApiProblem, Conflict, Gone
 from kestrl_operator.cluster import GRPC_PORT, Cluster, workload
 from kestrl_operator.credentials import derive
 from kestrl_operator.drawing import Drawing, traceparent
 from kestrl_operator.events import Events
 from kestrl_operator.follow import FIRST_WORD, Followers
 from kestrl_operator.observe import RENDERED, STORAGE, Memory, Snapshot, Told, seconds_of
-from kestrl_operator.policies import Decision, Stage, decide
-from kestrl_operator.render.job import QUEUE_LABEL, ROLES
+from kestrl_operator.policies import Decision, Stage, decide, lacking
+from kestrl_operator.render.job import ROLES
 from kestrl_operator.shell import WATCHED
-from kestrl_operator.status import status_of, without_empties
+from kestrl_operator.status import status_of, with_failure, without_empties
 from kestrl_operator.store import Child, Key, Store
 from kestrl_operator.truths import expected
 
@@ -38,6 +38,10 @@ LOOK_AGAIN = 60.0
 """Seconds between two looks at a job whose learner speaks: a stall is told by the clock alone."""
 LACKING_SECONDS = 15.0
 """Pods are made in less; then it is asked why there are too few, and now and then again."""
+CONFLICT_LOOK = 0.5
+"""Seconds after which a job is looked at again that changed while its status was made; the stream may tell of it before."""
+MEND_SECONDS = 60.0
+"""Pods start in less; then all is applied anew, and again later and later, as an object that is not watched may be missing."""
 STRANGER_LOOK, STRANGER_SECONDS = 1.0, 20.0
 """How often it is looked whether the objects of a deleted job of the same name are gone, and from when on that is told."""
 REFUSED = frozenset({400, 403, 413, 422})
@@ -45,6 +49,12 @@ REFUSED = frozenset({400, 403, 413, 422})
 TAKEN = "Apply failed with"
 """The apiserver's words where a field is somebody else's: an object of that name was there before the job."""
 HEARD_OF = frozenset(kind.name for kind in WATCHED)
+
+
+class ObjectRefused(KestrlError):
+    """Kubernetes does not take an object of the job; the job's status tells of it already."""
+
+    code = "object_refused"
 
 
 class Parsed(NamedTuple):
@@ -92,6 +102,8 @@ class Reconciler:
         self._memory: dict[Key, Memory] = {}
         self._drifted: set[Key] = set()
         self._lacking: dict[Key, Lack] = {}
+        self._mended: dict[Key, float] = {}
+        """When all was applied anew for pods that do not start."""
         self.nodes: Sequence[Node] | None = None
         """As last listed; None where this operator may not."""
 
@@ -105,6 +117,7 @@ class Reconciler:
         self._parsed.pop(key, None)
         self._drawn.pop(key, None)
         self._lacking.pop(key, None)
+        self._mended.pop(key, None)
         self._memory.pop(key, None)
         self._drifted.discard(key)
 
@@ -113,6 +126,7 @@ class Reconciler:
 
         Raises:
             ApiProblem: The apiserver did not do what was asked; another pass is due later.
+            ObjectRefused: It never will, until a person mends something.
         """
         raw = self._store.jobs.get(key)
         if raw is None or "deletionTimestamp" in raw["metadata"]:
@@ -129,13 +143,27 @@ class Reconciler:
         decision = decide(seen)
         self._memory[key] = decision.memory
         if decision.delete:
-            await self._api.delete(JOB, *key)
+            await self._api.delete(JOB, *key, uid=seen.uid)
             return None
         if seen.job is not None and not await self._carried_out(key, seen, seen.job, decision):
             return None
         self._follow(key, seen, decision)
-        await self._write_status(key, seen, decision)
+        if not await self._write_status(key, seen, decision):
+            return CONFLICT_LOOK
         return self._look_again(seen, decision)
+
+    async def tell_of_failure(self, key: Key, why: str) -> None:
+        """Writes into a job's status that a pass over it failed.
+
+        Raises:
+            ApiProblem: The apiserver does not take that either.
+        """
+        raw = self._store.jobs.get(key)
+        if raw is None or "deletionTimestamp" in raw["metadata"]:
+            return
+        metadata, before = raw["metadata"], raw.get("status", {})
+        status = with_failure(before, why, generation=metadata.get("generation", 0), now=time())
+        await self._write(key, metadata["uid"], before, without_empties(status))
 
     async def _tell_of_strangers(
         self, key: Key, seen: Snapshot, left: Collection[Child], *, since: float | None
@@ -165,6 +193,7 @@ class Reconciler:
             pods=self._store.pods(key),
             workloads=self._store.workloads(key),
             told=self._followers.told(key),
+            silent=self._followers.silent(key),
             unsatisfiable="" if job is None or nodes is None else self._drawing.unsatisfiable(job, nodes),
             memory=self._memory.get(key, Memory()),
         )
@@ -206,6 +235,9 @@ class Reconciler:
         """
         if decision.drain:
             await self._drain(key)
+        if self._until_mended(key, seen) == 0:
+            self._mended[key] = seen.now
+            self._drifted.add(key)
         try:
             if not await self._apply(key, seen, job, decision):
                 return False
@@ -217,14 +249,23 @@ class Reconciler:
             log.warning("%s: %s", key, error)
             refused = replace(seen, job=None, problem=f"Kubernetes refuses an object of this job: {error}")
             await self._write_status(key, refused, decide(refused))
-            raise
-        for name in decision.remove:
-            await self._api.delete(POD, key.namespace, name)
+            raise ObjectRefused(str(error)) from error
+        for name, uid in decision.remove:
+            await self._api.delete(POD, key.namespace, name, uid=uid)
         return True
+
+    def _until_mended(self, key: Key, seen: Snapshot) -> float | None:
+        """Seconds until all is applied anew, since pods do not start; None if they do."""
+        since = lacking(seen)
+        if since is None:
+            self._mended.pop(key, None)
+            return None
+        last = max(since, self._mended.get(key, since))
+        return max(0.0, last + max(MEND_SECONDS, last - since) - seen.now)
 
     async def _apply(self, key: Key, seen: Snapshot, job: AgentRLJob, decision: Decision) -> bool:
         """Applies all objects unless they stand as they are to be; False if the job is not there any more."""
-        queue = seen.labels.get(QUEUE_LABEL)
+        queue = seen.queue
         wanted = Drawn(seen.uid, seen.generation, decision.parked, decision.attempts, decision.restarts, queue)
         known = self._drawn.get(key)
         standing = seen.learner.annotations.get(RENDERED, "") if seen.learner is not None else ""
@@ -303,21 +344,33 @@ class Reconciler:
         token = derive(self._key, seen.uid)[Secret.JOB_TOKEN.value]
         self._followers.want(key, pods[0].uid, f"{pods[0].address}:{GRPC_PORT}", token)
 
-    async def _write_status(self, key: Key, seen: Snapshot, decision: Decision) -> None:
-        status, version = without_empties(status_of(seen, decision)), self._store.version(seen.uid)
-        if status == seen.status or not version:
+    async def _write_status(self, key: Key, seen: Snapshot, decision: Decision) -> bool:
+        """Writes the status if it differs; False if the job is not what it was any more."""
+        try:
+            await self._write(key, seen.uid, seen.status, without_empties(status_of(seen, decision)))
+        except Conflict:
+            return False
+        return True
+
+    async def _write(self, key: Key, uid: str, before: Mapping[str, Any], status: Mapping[str, Any]) -> None:
+        version = self._store.version(uid)
+        if status == before or not version:
             return
         try:
             self._store.job(await self._api.apply_status(key.namespace, key.name, version, status))
         except Gone:
             return  # deleted meanwhile
-        await self._events.tell(key, seen, status)
+        await self._events.tell(key, uid, before, status)
 
     def _look_again(self, seen: Snapshot, decision: Decision) -> float | None:
         speaking: Told | None = seen.speaking
         waits = [LOOK_AGAIN] if speaking is not None and decision.stage in {Stage.RUNNING, Stage.DRAINING} else []
         if decision.look_again is not None:
             waits.append(decision.look_again)
-        if (seen.namespace, seen.name) in self._lacking and decision.stage is Stage.RUNNING:
+        key = Key(seen.namespace, seen.name)
+        if key in self._lacking and decision.stage is Stage.RUNNING:
             waits.append(LACKING_SECONDS)
+        mended = self._until_mended(key, seen)
+        if mended is not None:
+            waits.append(mended)
         return min(waits, default=None)

@@ -48,14 +48,14 @@ async def _run(namespace: str, job: dict[str, Any], timeout: float, *, keep: boo
     api = Api()
     try:
         try:
-            await api.create(JOB, job)
+            made = await api.create(JOB, job)
         except Conflict as error:
             raise UserInputError(f"{namespace}/{name} exists already; delete it, then test again") from error
         try:
             await _succeeded(api, namespace, name, timeout)
         finally:
             if not keep:
-                await api.delete(JOB, namespace, name)
+                await api.delete(JOB, namespace, name, uid=made["metadata"]["uid"])
     finally:
         await api.close()
 

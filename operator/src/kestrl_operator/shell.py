@@ -7,6 +7,7 @@ holds up no deletion.
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -23,6 +24,7 @@ Taken = Callable[[Kind, Object, bool], None]
 MANAGED = "app.kubernetes.io/managed-by=kestrl-operator"
 SERVICE = Kind("", "v1", "Service", "services")
 NETWORK_POLICY = Kind("networking.k8s.io", "v1", "NetworkPolicy", "networkpolicies")
+DISRUPTION_BUDGET = Kind("policy", "v1", "PodDisruptionBudget", "poddisruptionbudgets")
 WATCHED: Mapping[Kind, str] = {
     JOB: "",
     POD: JOB_LABEL,
@@ -30,6 +32,7 @@ WATCHED: Mapping[Kind, str] = {
     DEPLOYMENT: MANAGED,
     SERVICE: MANAGED,
     NETWORK_POLICY: MANAGED,
+    DISRUPTION_BUDGET: MANAGED,
 }
 """What is watched, and the labels that the apiserver selects by."""
 
@@ -111,6 +114,11 @@ def _handler(kind: Kind, take: Taken) -> Any:
     return seen
 
 
+def _not_of_signals(record: logging.LogRecord) -> bool:
+    """Kopf warns that it hears no signals in a thread; they are not its to hear."""
+    return "OS signals are ignored" not in record.getMessage()
+
+
 class WatchEnded(KestrlError):
     """Kopf has ended by itself."""
 
@@ -147,6 +155,7 @@ class Watch:
         def hand_over(kind: Kind, given: Object, deleted: bool) -> None:
             self._loop.call_soon_threadsafe(self._take, kind, given, deleted)
 
+        logging.getLogger("kopf._core.reactor.running").addFilter(_not_of_signals)
         try:
             await kopf.operator(
                 registry=registry(hand_over),

@@ -11,9 +11,9 @@ from kestrl.api.learner.v1 import learner_pb2 as pb
 from kestrl.plan.components import Role
 from kestrl.rpc.codec import policy_from_proto
 from kestrl.spec.status import Condition, EngineStatus, JobStatus, PolicyStatus, ProgressStatus, Shown
-from kestrl_operator.conditions import joined, phase, shortened
+from kestrl_operator.conditions import Observed, Truth, Type, joined, phase, shortened
 from kestrl_operator.observe import Snapshot, Told, number
-from kestrl_operator.policies import Decision, Stage, began, has_ended
+from kestrl_operator.policies import Decision, Stage, began, has_ended, held
 from kestrl_operator.render.network import selector
 from kestrl_operator.truths import observed, proved_by_all
 
@@ -57,6 +57,24 @@ def status_of(seen: Snapshot, decision: Decision) -> dict[str, Any]:
     return status.model_dump(by_alias=True, exclude_none=True)
 
 
+def with_failure(status: Mapping[str, Any], why: str, *, generation: int, now: float) -> dict[str, Any]:
+    """A status as it stands, but for one thing: the operator fails at its work on this job. Pure.
+
+    Args:
+        status: As it stands.
+        why: What a person is to know.
+        generation: Of the spec that it failed for.
+        now: Seconds since 1970.
+    """
+    before = JobStatus.model_validate(dict(status))
+    failed = Observed(type=Type.READY, truth=Truth.FALSE, reason="OperatorFailed", message=why)
+    conditions = joined(before.conditions, [failed], generation=generation, now=written(now))
+    after = before.model_copy(
+        update={"conditions": conditions, "shown": before.shown.model_copy(update={"phase": phase(conditions)})}
+    )
+    return after.model_dump(by_alias=True, exclude_none=True)
+
+
 def without_empties(given: Mapping[str, Any]) -> dict[str, Any]:
     """A map without what is empty in it: what is not there means the same, and can always be applied. Pure."""
     made: dict[str, Any] = {}
@@ -68,7 +86,7 @@ def without_empties(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _started(seen: Snapshot, before: JobStatus, *, running: bool, now: str) -> str | None:
-    return now if running and began(seen) is None else before.started_at
+    return now if running and began(seen) is None and not held(seen) else before.started_at
 
 
 def written(seconds: float) -> str:

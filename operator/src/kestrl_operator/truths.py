@@ -10,7 +10,6 @@ from kestrl.spec.job import JobSpec
 from kestrl_operator.conditions import NOT_OBSERVED, Observed, Truth, Type
 from kestrl_operator.observe import Ended, Pod, Snapshot, Told, is_input
 from kestrl_operator.policies import Decision, Stage, has_ended, stuck, told_failure
-from kestrl_operator.render.job import QUEUE_LABEL
 
 OVER = frozenset({"succeeded", "failed", "suspended"})
 """Phases of a learner whose run is over."""
@@ -68,13 +67,13 @@ def _is_missing(item: Ended) -> bool:
 
 
 def _quota(seen: Snapshot) -> Observed:
-    if QUEUE_LABEL not in seen.labels:
+    if seen.queue is None:
         return _is(Type.QUOTA_RESERVED, "NotQueued")
     gated = [pod.name for pod in seen.staying if pod.gated]
     if gated:
-        return _not(Type.QUOTA_RESERVED, "Waiting", f"{len(gated)} pods wait for queue {seen.labels[QUEUE_LABEL]}")
+        return _not(Type.QUOTA_RESERVED, "Waiting", f"{len(gated)} pods wait for queue {seen.queue}")
     if not seen.present:
-        return _unknown(Type.QUOTA_RESERVED, f"there is no pod that queue {seen.labels[QUEUE_LABEL]} could admit")
+        return _unknown(Type.QUOTA_RESERVED, f"there is no pod that queue {seen.queue} could admit")
     return _is(Type.QUOTA_RESERVED, "Admitted")
 
 
@@ -213,7 +212,8 @@ def _progressing(seen: Snapshot, decision: Decision) -> Observed:
         if wrong:
             return _not(kind, "Unavailable", wrong)
         ready = any(pod.ready for pod in seen.of(Role.LEARNER))
-        return _not(kind, "Unavailable", "it does not answer") if ready else _not(kind, "Starting")
+        why = f": {seen.silent}" if seen.silent else ""
+        return _not(kind, "Unavailable", f"it does not answer{why}") if ready else _not(kind, "Starting")
     report = told.report
     if report.phase == "failed":
         what = told.failure or report.message

@@ -75,6 +75,10 @@ class Queue(Generic[Key]):
         if key in self._taken:
             self._forgiven.add(key)
 
+    def failures(self, key: Key) -> int:
+        """How often the work on a key has failed since it last went well, or was forgiven."""
+        return self._failures.get(key, 0)
+
     def failed(self, key: Key) -> float:
         """It did not; returns the seconds after which the key is taken again."""
         if key in self._forgiven:

@@ -71,12 +71,14 @@ def test_every_object_says_whose_it_is_and_namespaced_ones_where(helm: Helm) -> 
 
 
 def test_the_operator_reads_its_settings(helm: Helm, tmp_path: Path) -> None:
-    read = config(helm.render({"namespaces": ["a", "b"], "operator": {"otlp": "http://c:4317"}}), tmp_path)
+    read = config(
+        helm.render({"namespaces": ["a", "b"], "operator": {"otlp": "http://c:4317", "auditSeconds": 90}}), tmp_path
+    )
     assert read.jobs == read_cluster(yaml.safe_load((CHART / "values.yaml").read_text())["jobs"])
     assert read.namespaces == ("a", "b")
     assert (read.lease.name, read.lease.namespace, read.lease.seconds) == (NAME, "kestrl-system", 15)
     assert (read.health_listen, read.metrics_listen) == ("0.0.0.0:8080", "0.0.0.0:9464")
-    assert (read.otlp, read.workers) == ("http://c:4317", 8)
+    assert (read.otlp, read.workers, read.audit_seconds) == ("http://c:4317", 8, 90)
 
 
 def test_an_administrators_choice_reaches_the_operator(helm: Helm, tmp_path: Path) -> None:

@@ -74,6 +74,7 @@ def test_the_values_are_what_the_schema_says(values: dict[str, Any], schema: dic
         {"operator": {"replica": 2}},
         {"operator": {"replicas": "2"}},
         {"operator": {"workers": 0}},
+        {"operator": {"auditSeconds": 1}},
         {"operator": {"pullPolicy": "Sometimes"}},
         {"operator": {"podLabels": {"a": 1}}},
         {"operator": {"resources": {"limits": {"memory": "much"}}}},

@@ -13,8 +13,7 @@ from kestrl.errors import Boundary
 from kestrl.plan.components import Role
 from kestrl.rpc.codec import policy_to_proto
 from kestrl_operator.conditions import NOT_OBSERVED, REASONS, Truth
-from kestrl_operator.observe import ATTEMPTS, RESTARTS, Memory, Pod, Snapshot, Workload
-from kestrl_operator.render.job import QUEUE_LABEL
+from kestrl_operator.observe import ATTEMPTS, QUEUE_LABEL, RESTARTS, Memory, Pod, Snapshot, Workload
 
 from .seen import NOW, at, condition, ended, engine, failed, job, over, pod, report, snapshot, told, version, waiting
 

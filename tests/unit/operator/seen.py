@@ -44,6 +44,7 @@ def pod(role: Role, number: int = 0, **changes: Any) -> Pod:
         "scheduled": True,
         "unscheduled": "",
         "gated": False,
+        "begun": True,
         "deleting": False,
         "made": NOW - 600,
         "attempts": 0,
@@ -57,7 +58,11 @@ def pod(role: Role, number: int = 0, **changes: Any) -> Pod:
 
 def waiting(role: Role, number: int = 0, **changes: Any) -> Pod:
     """A pod without a node."""
-    return pod(role, number, **({"phase": "Pending", "ready": False, "address": "", "scheduled": False} | changes))
+    return pod(
+        role,
+        number,
+        **({"phase": "Pending", "ready": False, "address": "", "scheduled": False, "begun": False} | changes),
+    )
 
 
 def ended(container: str, reason: str = "Error", code: int = 1, message: str = "") -> Ended:

@@ -12,8 +12,19 @@ from hypothesis import strategies as st
 from kestrl.plan.components import Role
 from kestrl.plan.planning import group_seconds
 from kestrl_operator.conditions import REASONS, Type
-from kestrl_operator.observe import Memory, Pod, Snapshot
-from kestrl_operator.policies import DRAIN_SECONDS, LONGEST_WAIT, Decision, Stage, back_off, decide
+from kestrl_operator.observe import QUEUE_LABEL, Memory, Pod, Snapshot
+from kestrl_operator.policies import (
+    DRAIN_SECONDS,
+    LONGEST_WAIT,
+    Decision,
+    Stage,
+    back_off,
+    decide,
+    held,
+    lacking,
+    pending,
+)
+from kestrl_operator.status import status_of
 
 from .looks import WHATEVER, snapshots
 from .seen import (
@@ -145,14 +156,14 @@ LIFE: list[tuple[str, dict[str, Any], Stage, bool, dict[str, Any]]] = [
         {"told": told(over("suspended"))},
         Stage.RUNNING,
         False,
-        {"remove": ("email-search-learner-0",)},
+        {"remove": (("email-search-learner-0", "learner-0"),)},
     ),
     (
         "taken back when it had drained: another learner's pod is left alone",
         {"told": told(over("suspended")), "pods": [pod(Role.LEARNER, 1), pod(Role.LEARNER)]},
         Stage.RUNNING,
         False,
-        {"remove": ("email-search-learner-0",)},
+        {"remove": (("email-search-learner-0", "learner-0"),)},
     ),
     (
         "resumed after all was let go",
@@ -286,7 +297,7 @@ LEARNER, WHOLE = "the learner is started again", "the whole job is started again
             80.0,
             {
                 "retry": f"{LEARNER}; this failure does not count",
-                "remove": ("email-search-learner-0",),
+                "remove": (("email-search-learner-0", "learner-0"),),
                 "attempts": 3,
             },
         ),
@@ -497,15 +508,16 @@ TOO_LONG = f"{STUCK}: email-search-inference-1: "
             f"{TOO_LONG}prepare ended with Error (2): no model",
         ),
         (waiting(Role.INFERENCE, 1, made=NOW - 599.5), None),
-        (waiting(Role.INFERENCE, 1, **LONG, scheduled=True), None),
+        (waiting(Role.INFERENCE, 1, **LONG, scheduled=True), f"{TOO_LONG}its containers are not made; its events say why"),
+        (waiting(Role.INFERENCE, 1, **LONG, scheduled=True, begun=True), None),
         (waiting(Role.INFERENCE, 1, **LONG, gated=True), None),
         (waiting(Role.INFERENCE, 1, **LONG, deleting=True), None),
         (pod(Role.INFERENCE, 1, **LONG, ready=False, unstartable="engine: ErrImagePull: busy"), None),
         (pod(Role.INFERENCE, 1, **LONG, phase="Failed", scheduled=False), None),
     ],
     ids=[
-        "no node", "no word of the scheduler", "no image", "a preparation that fails", "not long enough", "it prepares",
-        "its queue holds it back", "it is going", "it ran before and its image is asked for again", "it was evicted",
+        "no node", "no word of the scheduler", "no image", "a preparation that fails", "not long enough", "no volume",
+        "it prepares",        "its queue holds it back", "it is going", "it ran before and its image is asked for again", "it was evicted",
     ],
 )  # fmt: skip
 def test_pods_have_their_time_to_start(one: Pod, why: str | None) -> None:
@@ -513,6 +525,34 @@ def test_pods_have_their_time_to_start(one: Pod, why: str | None) -> None:
     assert decision.ended == (None if why is None else ("PendingTooLong", why))
     without = decide(snapshot(pods=all_pods(one)))
     assert (without.ended, without.look_again) == (None, None)
+
+
+def test_a_queue_takes_no_time_from_a_job() -> None:
+    queued = {"job": job("pendingDeadline=10m", "activeDeadline=1h"), "labels": {QUEUE_LABEL: "gpus"}}
+    started = status(startedAt=at(-30))
+    gated = snapshot(**queued, pods=all_pods(waiting(Role.LEARNER, **LONG, gated=True)), status={})
+    admitted = snapshot(**queued, pods=all_pods(waiting(Role.LEARNER, **LONG)), status={})
+    waits_on = replace(admitted, status=started)
+    assert [held(seen) for seen in (gated, admitted, waits_on)] == [True, False, False]
+    since = [waited and waited[0] for waited in map(pending, (gated, admitted, waits_on))]
+    assert since == [None, NOW, NOW - 30]
+    assert [decide(seen).ended for seen in (gated, admitted, waits_on)] == [None, None, None]
+    assert ["startedAt" in status_of(seen, decide(seen)) for seen in (gated, admitted)] == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("changes", "since"),
+    [
+        ({}, None),
+        ({"pods": all_pods(waiting(Role.ROLLOUT, made=NOW - 70, scheduled=True))}, NOW - 70),
+        ({"pods": all_pods(waiting(Role.ROLLOUT, made=NOW - 70))}, None),
+        ({"pods": all_pods(waiting(Role.ROLLOUT, made=NOW - 70, scheduled=True, begun=True))}, None),
+        ({"unmade": (NOW - 90, "email-search-learner: no service account")}, NOW - 90),
+    ],
+    ids=["all run", "containers are not made", "no node", "it prepares", "pods are not made"],
+)
+def test_pods_that_cannot_start_may_lack_an_object_of_ours(changes: dict[str, Any], since: float | None) -> None:
+    assert lacking(snapshot(**changes)) == since
 
 
 @pytest.mark.parametrize(
@@ -562,7 +602,7 @@ def test_whatever_is_seen_something_is_decided_and_counts_only_grow(seen: Snapsh
     assert decision.parked == (decision.stage in {Stage.RELEASING, Stage.RELEASED, Stage.ENDED})
     assert decision.look_again is None or decision.look_again >= 0
     assert decision.drain == (decision.stage is Stage.DRAINING)
-    assert set(decision.remove) <= {item.name for item in seen.of(Role.LEARNER)}
+    assert set(decision.remove) <= {(item.name, item.uid) for item in seen.of(Role.LEARNER)}
     if decision.ended is not None:
         assert decision.stage is Stage.ENDED
         assert decision.ended[0] in set(REASONS[Type.SUCCEEDED]) - {"Running"}

@@ -17,10 +17,9 @@ from kestrl.rpc.codec import policy_to_proto
 from kestrl.spec.crd import crd
 from kestrl.spec.status import JobStatus
 from kestrl_operator.conditions import LONGEST_MESSAGE, NOT_OBSERVED, REASONS, Type
-from kestrl_operator.observe import Memory, Pod, Snapshot
+from kestrl_operator.observe import QUEUE_LABEL, Memory, Pod, Snapshot
 from kestrl_operator.policies import decide
-from kestrl_operator.render.job import QUEUE_LABEL
-from kestrl_operator.status import ENGINES_TOLD, FAILURES_TOLD, status_of
+from kestrl_operator.status import ENGINES_TOLD, FAILURES_TOLD, status_of, with_failure
 from kestrl_operator.status import LONGEST_MESSAGE as LONGEST_OF_ENGINE
 
 from .looks import WHATEVER, snapshots
@@ -651,9 +650,25 @@ def test_every_reason_of_the_closed_list_is_said_of_some_job() -> None:
     for _, changes, _, _ in TABLE:
         for item in seen_as(snapshot(**changes))["conditions"]:
             heard[item["type"]].add(item["reason"])
+    heard["Ready"].add(said(with_failure({}, "no", generation=1, now=NOW), "Ready")[1])
     assert {kind: reasons - {NOT_OBSERVED} for kind, reasons in heard.items()} == {
         str(kind): set(reasons) for kind, reasons in REASONS.items()
     }
+
+
+def test_a_pass_that_fails_is_told_beside_all_that_was_seen_before() -> None:
+    before = seen_as(snapshot())
+    after = with_failure(before, "no answer", generation=7, now=NOW + 9)
+    assert said(after, "Ready") == ("False", "OperatorFailed", "no answer")
+    ready = next(item for item in after["conditions"] if item["type"] == "Ready")
+    assert (ready["observedGeneration"], ready["lastTransitionTime"]) == (7, at(9))
+    others = [item for item in after["conditions"] if item["type"] != "Ready"]
+    assert others == [item for item in before["conditions"] if item["type"] != "Ready"]
+    assert {name: value for name, value in after.items() if name not in {"conditions", "shown"}} == {
+        name: value for name, value in before.items() if name not in {"conditions", "shown"}
+    }
+    assert (before["shown"]["phase"], after["shown"]["phase"]) == ("Running", "Starting")
+    assert with_failure(after, "no answer", generation=7, now=NOW + 99) == after, "told again and again"
 
 
 def problems(written: dict[str, Any]) -> list[str]:

@@ -14,14 +14,13 @@ from kestrl.prepare import OBJECT_SCHEMES, DataSource, PrepareSettings
 from kestrl.spec import AgentRLJob
 from kestrl_operator.accelerators import Profile
 from kestrl_operator.cluster import DATA, MODEL, Cluster, prepared, workload
-from kestrl_operator.observe import ATTEMPTS, RENDERED, RESTARTS, STORAGE
+from kestrl_operator.observe import ATTEMPTS, QUEUE_LABEL, RENDERED, RESTARTS, STORAGE
 from kestrl_operator.render import network
 from kestrl_operator.render.patching import patched
 from kestrl_operator.render.pods import Object, account, checksum, container, credentials, settings_map, template
 
 SETTINGS_DIGEST = "kestrl.dev/settings"
 CREDENTIALS_DIGEST = "kestrl.dev/credentials"
-QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
 STATEFUL = (Role.INFERENCE, Role.LEARNER)
 ROLES = (Role.INFERENCE, Role.TOOLS, Role.JUDGE, Role.ROLLOUT, Role.LEARNER)
 """That have pods of their own: an engine lives in its agent's."""

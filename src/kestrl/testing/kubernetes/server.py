@@ -196,7 +196,7 @@ class ApiServer:
                 raise Refused(405, "the fake deletes no collections")
             options = cast("Object", body or {})
             orphan = (options.get("propagationPolicy") or request.query.get("propagationPolicy")) == "Orphan"
-            uid = options.get("preconditions", {}).get("uid", "")
+            uid = options.get("preconditions", {}).get("uid") or request.query.get("uid", "")
             return 200, objects.delete(resource, asked.namespace, asked.name, uid=uid, orphan=orphan)
         return self._patched(request, asked, resource, subresource, manager)
 

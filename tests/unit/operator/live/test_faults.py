@@ -8,7 +8,10 @@ from typing import Any
 import pytest
 
 from kestrl.testing.kubernetes import Controllers
-from kestrl_operator import work
+from kestrl_operator import drawing, operate, reconcile, work
+from kestrl_operator.api import JOB as JOB_KIND
+from kestrl_operator.api import Api
+from kestrl_operator.store import Key
 
 from .stage import CHILDREN, JOB, NAMESPACE, WORKLOADS, Stage, ready
 
@@ -40,8 +43,9 @@ async def test_what_fails_is_done_in_the_end(stage: Stage, fault: dict[str, Any]
     stage.job()
     await stage.applied()
     await stage.quiet()
+    await stage.until(lambda: stage.condition("Accepted")[:2] == ("True", "Valid"), "it is told")
     assert all(trouble.hits for trouble in troubles)
-    assert stage.condition("Accepted")[:2] == ("True", "Valid")
+    assert stage.condition("Ready")[1] == "NotReady"
     assert len({item.partition("/")[0] for item in stage.children()}) == len(OBJECTS)
     # Three passes failed.
     assert applies(stage) <= 4 * len(stage.children())
@@ -105,6 +109,90 @@ async def test_a_status_is_never_written_to_another_job_of_the_name(stage: Stage
 
 def labels(role: str) -> dict[str, str]:
     return {"kestrl.dev/job": JOB, "kestrl.dev/role": role}
+
+
+async def test_an_api_server_that_keeps_failing_is_told_of_until_it_does_better(stage: Stage) -> None:
+    await stage.operator()
+    trouble = stage.cluster.fail("patch", "statefulsets", status=503, message="etcdserver: leader changed")
+    stage.job()
+    await stage.until(lambda: stage.condition("Ready")[1] == "OperatorFailed", "it is told")
+    assert trouble.hits >= operate.TOLD_FROM, "a hiccup is told of"
+    assert "etcdserver: leader changed" in stage.condition("Ready")[2]
+    await stage.until(lambda: stage.events("OperatorFailed"), "people hear of it")
+    written, hits = stage.cluster.get("agentrljobs", NAMESPACE, JOB), trouble.hits
+    await stage.until(lambda: trouble.hits > hits, "it is tried again")
+    assert stage.cluster.get("agentrljobs", NAMESPACE, JOB) == written, "told again and again"
+    trouble.end()
+    await stage.until(lambda: stage.condition("Ready")[1] == "NotReady", "it works")
+    assert len(stage.events("OperatorFailed")) == 1
+
+
+async def test_a_bug_with_one_job_is_told_in_its_status_and_stops_no_other(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    running = await stage.operator()
+    drawn = drawing.Drawing.objects
+
+    def buggy(self: Any, key: Key, *given: Any, **more: Any) -> Any:
+        if key.name == "bad":
+            raise KeyError("nobody thought of this")
+        return drawn(self, key, *given, **more)
+
+    monkeypatch.setattr(drawing.Drawing, "objects", buggy)
+    stage.job("bad")
+    stage.job()
+    await stage.cluster.until(lambda: stage.condition("Ready", "bad")[1] == "OperatorFailed", "it is told")
+    assert stage.condition("Ready", "bad")[2] == (
+        "a bug of the operator's, its log has more: KeyError: 'nobody thought of this'"
+    )
+    await stage.cluster.until(stage.learner, "the other is applied")
+    monkeypatch.undo()
+    running.operator._passes["bug"] = 0
+    await stage.applied("bad")
+    await stage.until(lambda: stage.condition("Ready", "bad")[1] == "NotReady", "it works again")
+
+
+async def test_a_status_that_was_made_of_an_older_state_is_made_again_and_no_failure(stage: Stage) -> None:
+    running = await stage.operator()
+    conflict = stage.cluster.fail("patch", "agentrljobs/status", status=409, times=1)
+    stage.job()
+    await stage.applied()
+    assert conflict.hits
+    assert running.operator._passes["failed"] == 0
+
+
+async def test_an_object_that_nobody_watches_comes_back_when_a_pod_lacks_it(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reconcile, "MEND_SECONDS", 2.0)
+    controllers = Controllers(stage.cluster, started=ready)
+    await stage.operator()
+    stage.job()
+    await stage.applied()
+    await stage.quiet()
+    secret = f"{JOB}-agentrljob"
+    stage.cluster.delete("secrets", NAMESPACE, secret)
+    controllers.image_missing(stage.pods("tools")[0], f'secret "{secret}" not found')
+    before = applies(stage)
+    await stage.until(lambda: stage.cluster.find("secrets", NAMESPACE, secret), "it is made anew")
+    await stage.quiet()
+    assert applies(stage) - before <= len(stage.children()), "made more than once"
+
+
+async def test_only_the_very_object_that_was_meant_is_deleted(stage: Stage) -> None:
+    old = stage.job()["metadata"]["uid"]
+    stage.cluster.delete("agentrljobs", NAMESPACE, JOB)
+    stage.job()
+    stage.patch.setenv("KUBECONFIG", str(stage.cluster.write_kubeconfig(stage.folder, user="a")))
+    api = Api()
+    try:
+        await api.delete(JOB_KIND, NAMESPACE, JOB, uid=old)
+        assert stage.cluster.find("agentrljobs", NAMESPACE, JOB) is not None
+        await api.delete(JOB_KIND, NAMESPACE, JOB, uid=stage.uid())
+        assert stage.cluster.find("agentrljobs", NAMESPACE, JOB) is None
+        await api.delete(JOB_KIND, NAMESPACE, JOB, uid=old)
+    finally:
+        await api.close()
 
 
 async def test_a_slow_api_server_is_waited_for(stage: Stage) -> None:

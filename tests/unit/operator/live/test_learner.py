@@ -14,7 +14,7 @@ from kestrl.api.learner.v1 import learner_pb2 as pb
 from kestrl.errors import Boundary, Failure
 from kestrl.rpc.codec import failure_to_proto
 from kestrl.testing.kubernetes import Controllers
-from kestrl_operator import policies
+from kestrl_operator import follow, policies
 
 from .stage import JOB, NAMESPACE, FakeLearner, Object, Running, Stage, job_token, learning, ready, report, version
 
@@ -126,6 +126,8 @@ async def test_a_learner_with_another_credential_is_not_believed_and_not_heard(s
     async with scene(stage, report(step=14), token="another job's") as on:
         await stage.until(lambda: stage.condition("LearnerProgressing")[1] == "Unavailable", "it does not answer")
         await stage.quiet()
+        assert stage.condition("LearnerProgressing")[2].startswith("it does not answer: ")
+        assert "credential" in stage.condition("LearnerProgressing")[2]
         assert on.learner.watchers == 0
         assert stage.status()["progress"]["step"] == 0
         assert stage.condition("PolicyConverged")[0] == "Unknown"
@@ -140,6 +142,20 @@ async def test_a_broken_stream_makes_what_it_told_unknown_until_it_speaks_again(
         assert stage.status()["progress"]["step"] == 5, "what was seen last stays"
         await stage.until(lambda: stage.condition("PolicyConverged")[1] == "AllProved", "it speaks again")
         assert on.learner.watchers == 1
+
+
+async def test_a_bug_of_ours_does_not_pass_for_a_silent_learner(stage: Stage) -> None:
+    async with scene(stage, report(step=5)) as on:
+        await stage.until(lambda: stage.phase() == "Running", "the job runs")
+
+        def bug(*_: Any) -> None:
+            raise ZeroDivisionError("no such thing")
+
+        stage.patch.setattr(follow.Follower, "_take", bug)
+        on.learner.tell(report(step=6))
+        await stage.until(lambda: stage.condition("PolicyConverged")[0] == "Unknown", "nothing is claimed")
+        assert "a bug of the operator's" in stage.condition("LearnerProgressing")[2]
+        assert "ZeroDivisionError: no such thing" in stage.condition("LearnerProgressing")[2]
 
 
 async def test_a_suspension_drains_and_lets_go_of_pods_only_when_all_is_put_away(stage: Stage) -> None:

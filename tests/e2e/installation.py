@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
+import obstore
 import yaml
 from obstore.store import S3Store
 
@@ -74,6 +75,23 @@ class Installation:
     cluster: Cluster
     store: S3Server
     bucket: S3Store
+    values: Path
+    """A file of the chart's values."""
+
+    def install(self) -> None:
+        """`helm upgrade --install`, until all of the operator's pods are ready."""
+        # Another test may have applied the CRD by hand, as a person may.
+        options = [
+            f"--namespace={SYSTEM}",
+            f"--values={self.values}",
+            "--wait",
+            "--take-ownership",
+            "--force-conflicts",
+        ]
+        self.cluster.helm("upgrade", "--install", RELEASE, str(CHART), *options)
+
+    def uninstall(self) -> None:
+        self.cluster.helm("uninstall", RELEASE, f"--namespace={SYSTEM}", "--ignore-not-found", "--wait")
 
     def operators(self) -> list[Object]:
         return self.cluster.list("pods", SYSTEM, "app.kubernetes.io/name=kestrl-operator")
@@ -134,6 +152,19 @@ def at_step(least: int) -> Callable[[Object], bool]:
     return lambda job: job.get("status", {}).get("progress", {}).get("step", 0) >= least
 
 
+def summary(installation: Installation, job: Object) -> Object:
+    """What the learner wrote at the end of its run."""
+    run = f"{job['metadata']['name']}-{job['metadata']['uid'].partition('-')[0]}"
+    told: Object = json.loads(bytes(obstore.get(installation.bucket, f"e2e/{run}/summary.json").bytes()))
+    return told
+
+
+def stored(installation: Installation, job: str) -> list[str]:
+    """What lies in object storage of a job's run."""
+    paths = [item["path"] for page in obstore.list(installation.bucket, "e2e") for item in page]
+    return [path for path in paths if path.startswith(f"e2e/{job}-")]
+
+
 def values(cluster: Cluster, store: S3Server) -> Object:
     """The chart's values for pods that run the checkout itself, and whose policies let them reach the store."""
     image = cluster.image
@@ -156,17 +187,16 @@ def values(cluster: Cluster, store: S3Server) -> Object:
 
 @contextmanager
 def installed(cluster: Cluster, store: S3Server, folder: Path) -> Generator[Installation]:
-    """`helm install`, until all of the operator's pods are ready; uninstalled with the block."""
+    """An installation; uninstalled with the block."""
     path = folder / f"values-{uuid4().hex[:6]}.json"
     path.write_text(json.dumps(values(cluster, store)))
     cluster.apply(
         {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": SYSTEM, "labels": {objects.LABEL: "true"}}}
     )
-    # Another test may have applied the CRD by hand, as a person may.
-    options = [f"--namespace={SYSTEM}", f"--values={path}", "--wait", "--take-ownership", "--force-conflicts"]
-    cluster.helm("upgrade", "--install", RELEASE, str(CHART), *options)
+    made = Installation(cluster, store, store.create_bucket(BUCKET), path)
+    made.install()
     try:
-        yield Installation(cluster, store, store.create_bucket(BUCKET))
+        yield made
     finally:
-        cluster.helm("uninstall", RELEASE, f"--namespace={SYSTEM}", "--wait")
+        made.uninstall()
         cluster.delete("namespace", SYSTEM)

@@ -5,14 +5,12 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import obstore
 import pytest
 
 from .cluster.commands import CommandFailed, eventually
 from .installation import (
     BUCKET,
     JOB,
-    RELEASE,
     SYSTEM,
     Installation,
     at_step,
@@ -20,20 +18,11 @@ from .installation import (
     is_true,
     quickstart,
     small,
+    stored,
+    summary,
 )
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
-
-
-def stored(installation: Installation, job: str) -> list[str]:
-    """What lies in object storage of a job's run."""
-    paths = [item["path"] for page in obstore.list(installation.bucket, "e2e") for item in page]
-    return [path for path in paths if path.startswith(f"e2e/{job}-")]
-
-
-def summary(installation: Installation, job: dict[str, Any]) -> dict[str, Any]:
-    run = f"{job['metadata']['name']}-{job['metadata']['uid'].partition('-')[0]}"
-    return json.loads(bytes(obstore.get(installation.bucket, f"e2e/{run}/summary.json").bytes()))
 
 
 @pytest.mark.timeout(1200)
@@ -108,14 +97,12 @@ def cluster_refuses(installation: Installation, namespace: str, change: dict[str
 
 
 @pytest.mark.long
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_the_quickstart_trains_on_a_cluster_as_it_does_on_one_machine(installation: Installation) -> None:
     """The same file that `kestrl run` takes: two engines, two workers; the reward rises and the adapter is stored."""
     with installation.place() as namespace:
-        installation.cluster.apply(
-            quickstart(schedule__maxSteps=12, rollout__replicas=2, data__validation__size=40), namespace
-        )
-        done = installation.wait("email-search", namespace, is_true("Succeeded"), 840)
+        installation.cluster.apply(quickstart(rollout__replicas=2), namespace)
+        done = installation.wait("email-search", namespace, is_true("Succeeded"), 1500)
         told = summary(installation, done)
         assert told["after"]["reward"] > told["before"]["reward"] + 0.2
         assert told["failures"] == {}
@@ -142,9 +129,3 @@ def test_a_job_that_is_deleted_in_the_middle_leaves_its_adapters_and_nothing_els
             240,
         )
         assert any("/adapters/000001-" in path for path in stored(installation, "deleted"))
-
-
-def test_helm_tells_what_to_do_next_and_its_release_is_sound(installation: Installation) -> None:
-    notes = installation.cluster.helm("get", "notes", RELEASE, f"--namespace={SYSTEM}")
-    assert "kubectl" in notes
-    assert len(installation.operators()) == 2

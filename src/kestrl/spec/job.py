@@ -122,8 +122,11 @@ class RulerSpec(Model):
     """A language model that ranks the episodes of a group. Named here so that manifests are stable; not available yet."""
 
     endpoint: Address
+    """Base URL of an OpenAI-compatible server."""
     model: str
+    """As that server names it."""
     secret_ref: SecretRef | None = None
+    """Its credentials."""
 
 
 class Reward(Model):
@@ -133,6 +136,7 @@ class Reward(Model):
     """`exact_answer`, `flexible_answer`, `format`, or a function by import path."""
     ruler: RulerSpec | None = None
     weight: Annotated[float, Field(strict=False)] = 1.0
+    """The reward of an episode is the weighted sum of its components."""
     timeout: Duration = 10.0
     """Time for one episode; past it the episode has no reward."""
 
@@ -147,13 +151,16 @@ class Sampling(Model):
     """How the policy is sampled in training. top_p is 1 and top_k is off, or the learner could not reproduce the log-probs."""
 
     temperature: Annotated[float, Field(ge=0, le=5, strict=False)] = 1.0
+    """The logits are divided by it, by engine and learner alike; above 0."""
 
 
 class Clip(Model):
     """The trust region of the ratio: [1 - low, 1 + high]."""
 
     low: Annotated[float, Field(gt=0, lt=1, strict=False)] = 0.2
+    """How far below 1 the ratio counts."""
     high: Positive = 0.28
+    """How far above; more than `low` leaves unlikely tokens room to rise (DAPO's clip-higher)."""
 
 
 class Algorithm(Model):
@@ -166,6 +173,7 @@ class Algorithm(Model):
     groups_per_step: PositiveInt = 8
     """Scenarios of one optimiser step."""
     learning_rate: Positive = 1.2e-5
+    """Of AdamW, after the warm-up; it is constant."""
     clip: Clip = Clip()
     max_staleness: NonNegativeInt = 0
     """0: sample and train in turn. 1 or more: rollouts overlap training, and no group older than this many steps is trained on."""
@@ -176,7 +184,9 @@ class Algorithm(Model):
     max_failed_share: Annotated[float, Field(ge=0, le=1, strict=False)] = 0.2
     """When more of a step's episodes than this fail for reasons other than the policy, the run stops."""
     max_grad_norm: Positive = 1.0
+    """A longer gradient is scaled down to it."""
     weight_decay: NonNegative = 0.0
+    """AdamW's, decoupled."""
     warmup_steps: NonNegativeInt = 0
     """Steps over which the learning rate rises from 0."""
     importance_cap: Positive | None = 2.0
@@ -191,12 +201,15 @@ class Schedule(Model):
     """How long, and how often what."""
 
     epochs: PositiveInt = 1
+    """How often every scenario is attempted."""
     max_steps: PositiveInt | None = None
     """Optimiser steps at the most, whatever the epochs say."""
     eval_every: PositiveInt | None = None
     """Steps between evaluations; without it only before and after."""
     checkpoint_every: PositiveInt = 10
+    """Steps between checkpoints; the last step and a drain are checkpointed, too."""
     keep_checkpoints: PositiveInt = 2
+    """Newest checkpoints kept in storage."""
     keep_adapters: PositiveInt | None = None
     """Newest versions kept in storage, beside those that an engine serves or a checkpoint needs; without it all are kept."""
     keep_episodes: PositiveInt | None = None
@@ -216,7 +229,9 @@ class Inference(Model):
     """The engines."""
 
     engine: Literal["vllm"] = "vllm"
+    """What serves the model."""
     replicas: PositiveInt = 1
+    """Engines, each with the whole model."""
     accelerator: Accelerator = Accelerator()
     context_length: PositiveInt = 4096
     """Tokens of one sequence at the most."""
@@ -232,8 +247,11 @@ class Deadlines(Model):
     """They nest: tool < turn < episode < group."""
 
     tool: Duration = 30.0
+    """Of one tool call."""
     turn: Duration = 120.0
+    """Of one completion; a tool service that is being started again is waited for within it."""
     episode: Duration = 600.0
+    """Of all turns of an episode."""
     group: Duration | None = None
     """The episodes and their scoring; without it the episode's deadline plus every reward's timeout for each episode."""
 
@@ -242,6 +260,7 @@ class Rollout(Model):
     """The rollout workers."""
 
     replicas: PositiveInt = 1
+    """Workers; on a cluster the scale subresource sets it."""
     concurrency: PositiveInt = 64
     """Episodes one worker runs at once."""
     deadlines: Deadlines = Deadlines()
@@ -261,6 +280,7 @@ class Storage(Model):
     uri: Address | None = None
     """file://..., s3://bucket/prefix, gs://..., az://...; each run gets a folder beneath. Without it the run's own folder."""
     secret_ref: SecretRef | None = None
+    """A Secret of the job's namespace whose entries become environment variables, such as AWS_ACCESS_KEY_ID."""
 
 
 class Telemetry(Model):
@@ -296,6 +316,7 @@ class Patch(Model):
     """A change to the pods of one part, merged as `kubectl patch` does it: lists of containers, volumes and variables by their names."""
 
     role: Literal["inference", "rollout", "tools", "judge", "learner"]
+    """Whose pods."""
     template: dict[str, Any]
     """Of a PodTemplate: `metadata` (labels, annotations) and `spec`."""
 

@@ -15,9 +15,9 @@ import os
 import shutil
 import signal
 import socket
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -28,9 +28,9 @@ from .commands import CommandFailed, eventually, run
 from .daemons import command_lines, write_configuration
 from .images import kestrl_archive, pause_archive
 from .kit import Kit
-from .layout import NODE_NAME, RUNS, Layout, free_net, locked_runs
+from .layout import API_PORT, NODE_NAME, RUNS, Layout, free_net, locked_runs
 from .objects import LABEL, NAMESPACE, injection, probe, storage_class, volume_name, volumes
-from .processes import Process, spawn, tail
+from .processes import Process, in_cgroup, spawn, tail
 
 START_SECONDS = 90.0
 STOP_SECONDS = 30.0
@@ -223,6 +223,21 @@ class Node:
             api = self.api()
             eventually("the node is ready", lambda: _node_is_ready(api), START_SECONDS)
 
+    @contextmanager
+    def cut_off(self, address: str) -> Generator[None]:
+        """What a pod of this address sends the API server is lost, as behind a broken switch: its connections stay open, and silent."""
+        rule = ("INPUT", "--source", address, "--protocol", "tcp", "--dport", str(API_PORT), "--jump", "DROP")
+        run(*self.entering("iptables", "--wait", "--insert", *rule))
+        try:
+            yield
+        finally:
+            run(*self.entering("iptables", "--wait", "--delete", *rule))
+
+    def kill_container(self, container: str) -> None:
+        """SIGKILLs every process of a container, by its id: kubelet hears of it as of any crash."""
+        for process in in_cgroup(container):
+            process.send(signal.SIGKILL)
+
     def forget(self, name: str) -> None:
         """Ends a daemon that is not Kubernetes' own, for good."""
         self.stop(name)
@@ -294,6 +309,7 @@ def _environment(state: State) -> dict[str, str]:
         "PATH": f"{state.kit.folder}:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
         "HOME": str(state.layout.folder),
         "LANG": "C.UTF-8",
+        "GOGC": "200",  # memory there is; a sixth of the API server's time went into collecting it
         "PYTHONPATH": str(state.layout.checkout),
     }
 

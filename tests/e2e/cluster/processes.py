@@ -82,6 +82,16 @@ def _stat(pid: int) -> tuple[str, int] | None:
     return fields[0], int(fields[19])
 
 
+def in_cgroup(name: str) -> list[Process]:
+    """All processes of a cgroup whose path has this name in it."""
+    found: list[Process] = []
+    for path in Path("/proc").glob("[0-9]*/cgroup"):
+        with suppress(OSError):  # it has ended meanwhile
+            if name in path.read_text() and (process := Process.of(int(path.parent.name))) is not None:
+                found.append(process)
+    return found
+
+
 def spawn(command: Sequence[str], log: Path, env: Mapping[str, str], *, ready: int | None = None) -> Process:
     """Starts a program in a session of its own. It lives on when this process ends.
 

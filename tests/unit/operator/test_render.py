@@ -37,7 +37,7 @@ def test_a_job_becomes_these_objects() -> None:
         ("StatefulSet", "inference"),
         ("StatefulSet", "learner"),
         *(("Deployment", role) for role in ("tools", "judge", "rollout")),
-        *(("PodDisruptionBudget", role) for role in ("inference", "tools", "rollout", "learner")),
+        *(("PodDisruptionBudget", role) for role in ("inference", "rollout")),
         *(("NetworkPolicy", name) for name in ("all", *ROLES)),
     }
 

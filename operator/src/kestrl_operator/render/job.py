@@ -165,7 +165,8 @@ def _queued(given: Given) -> dict[str, str]:
 def _of_role(given: Given, role: Role) -> Iterator[Object]:
     name = workload(given.name, role)
     yield _object(given, "v1", "Service", name, spec=network.service(given.name, role))
-    if role is not Role.JUDGE:
+    # Of roles that have one pod, a budget would hold up a node's drain for ever, or nothing at all.
+    if role in {Role.INFERENCE, Role.ROLLOUT}:
         budget = {"maxUnavailable": 1, "selector": {"matchLabels": network.selector(given.name, role)}}
         yield _object(given, "policy/v1", "PodDisruptionBudget", name, spec=budget)
 

@@ -1,0 +1,122 @@
+"""A seeded killer on a cluster: every component of a job, and the operator that leads, killed at named moments, by SIGKILL or with its pod.
+
+It kills as an outage would: a program by its processes on the node, a pod by force, without a word to anybody before.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from .cluster.commands import CommandFailed, eventually
+from .installation import SYSTEM, Installation
+
+Object = dict[str, Any]
+OPERATOR = "operator"
+VICTIMS = ("learner", "engine", "inference", "rollout", "tools", "judge", OPERATOR)
+"""Containers of a job, by the roles they have, and the pod that leads."""
+DAEMONS = ("kube-apiserver", "kube-controller-manager", "etcd", "kubelet")
+"""Of the cluster itself."""
+BACK_SECONDS = 240.0
+"""A program that was killed often waits for kubelet's back-off: 10 s, doubled each time."""
+
+
+class Moment(StrEnum):
+    """Where in a job's life."""
+
+    STARTING = "starting"
+    TRAINING = "training"
+    DRAINING = "draining"
+    ENDING = "ending"
+
+
+class Manner(StrEnum):
+    """How."""
+
+    SIGKILL = "SIGKILL"
+    POD = "pod deleted by force"
+
+
+@dataclass(frozen=True, slots=True)
+class Kill:
+    """One to come, or one that was."""
+
+    victim: str
+    moment: Moment
+    manner: Manner
+
+
+def schedule(seed: int, *, rounds: int) -> dict[Moment, list[Kill]]:
+    """Every victim at the start, at the drain and at the end, and `rounds` times in training; order and manner are drawn."""
+    chance = random.Random(seed)
+
+    def shuffled(moment: Moment) -> list[Kill]:
+        kills = [Kill(name, moment, chance.choice(list(Manner))) for name in VICTIMS]
+        chance.shuffle(kills)
+        return kills
+
+    made = {moment: shuffled(moment) for moment in (Moment.STARTING, Moment.DRAINING, Moment.ENDING)}
+    return {**made, Moment.TRAINING: [kill for _ in range(rounds) for kill in shuffled(Moment.TRAINING)]}
+
+
+@dataclass
+class Killer:
+    """Carries a schedule out on one job."""
+
+    installation: Installation
+    job: str
+    namespace: str
+    done: list[Kill] = field(default_factory=list[Kill])
+
+    def carry_out(self, kill: Kill, *, over: Callable[[], bool] = lambda: False) -> bool:
+        """Waits until the victim's program runs, and kills it; False if there was none until `over`."""
+        container = ""
+
+        def runs() -> bool:
+            nonlocal container
+            container = self._container(kill.victim)
+            return bool(container) or over()
+
+        eventually(f"{kill.victim} runs", runs, BACK_SECONDS)
+        if not container:
+            return False
+        pod, _, program = container.partition("/")
+        if kill.manner is Manner.POD:
+            place = SYSTEM if kill.victim == OPERATOR else self.namespace
+            with suppress(CommandFailed):  # it went by itself a moment ago
+                self.installation.cluster.kubectl(
+                    "delete", "pod", pod, f"--namespace={place}", "--grace-period=0", "--force"
+                )
+        else:
+            self.installation.cluster.node.kill_container(program)
+        self.done.append(kill)
+        return True
+
+    def _container(self, victim: str) -> str:
+        """`pod/id` of the victim's container, if it runs."""
+        cluster = self.installation.cluster
+        if victim == OPERATOR:
+            leader = self.installation.leader()
+            pods = [pod for pod in self.installation.operators() if pod["metadata"]["name"] == leader]
+        else:
+            pods = cluster.list("pods", self.namespace, f"kestrl.dev/job={self.job}")
+        for pod in pods:
+            for item in pod["status"].get("containerStatuses", ()):
+                here = (
+                    item["name"] == victim and "running" in item["state"] and "deletionTimestamp" not in pod["metadata"]
+                )
+                if here:
+                    return f"{pod['metadata']['name']}/{item['containerID'].rpartition('/')[2]}"
+        return ""
+
+    def counts(self) -> dict[str, dict[str, int]]:
+        return {
+            "by victim": dict(Counter(kill.victim for kill in self.done)),
+            "by moment": dict(Counter(str(kill.moment) for kill in self.done)),
+            "by manner": dict(Counter(str(kill.manner) for kill in self.done)),
+        }

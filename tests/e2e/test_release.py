@@ -1,0 +1,67 @@
+"""The release itself: what helm tells, its test, what an uninstall leaves, and the next install."""
+
+from __future__ import annotations
+
+import pytest
+
+from .cluster.client import Cluster
+from .cluster.commands import eventually
+from .installation import JOB, RELEASE, SYSTEM, Installation, at_step, credentials, is_true, small, stored
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+OURS = f"app.kubernetes.io/instance={RELEASE},app.kubernetes.io/managed-by=Helm"
+
+
+def test_helm_tells_what_to_do_next_and_its_release_is_sound(installation: Installation) -> None:
+    notes = installation.cluster.helm("get", "notes", RELEASE, f"--namespace={SYSTEM}")
+    assert "kubectl" in notes
+    assert len(installation.operators()) == 2
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_helm_test_runs_a_job_to_its_success(installation: Installation) -> None:
+    """In the release's own namespace, by a pod of the operator's image with no right but to make, see and delete a job."""
+    cluster = installation.cluster
+    cluster.apply(credentials(installation.store, SYSTEM))
+    told = cluster.helm("test", RELEASE, f"--namespace={SYSTEM}", "--logs", "--timeout=540s", seconds=560)
+    assert "phase Running" in told
+    assert "phase Succeeded" in told
+    assert "step 2/2" in told
+    assert cluster.list(JOB, SYSTEM) == [], "it deletes its job"
+    eventually("its pods are gone", lambda: not cluster.list("pods", SYSTEM, "kestrl.dev/job"), 120)
+
+
+def left(cluster: Cluster) -> set[str]:
+    """All objects of the release, of whatever kind."""
+    kinds = cluster.kubectl("api-resources", "--verbs=list", "--output=name").split()
+    asked = ",".join(kind for kind in kinds if not kind.startswith(("events", "componentstatuses")))
+    return set(
+        cluster.kubectl(
+            "get", asked, "--all-namespaces", f"--selector={OURS}", "--output=name", "--ignore-not-found", seconds=120
+        ).split()
+    )
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_an_uninstall_leaves_what_it_should_and_jobs_go_on_till_the_next_install(installation: Installation) -> None:
+    cluster = installation.cluster
+    with installation.place() as namespace:
+        cluster.apply(small("survivor", schedule__maxSteps=40), namespace)
+        seen = installation.wait("survivor", namespace, at_step(2), 300)["status"]["progress"]["step"]
+        installation.uninstall()
+        try:
+            assert left(cluster) == {
+                f"customresourcedefinition.apiextensions.k8s.io/{JOB}",
+                f"secret/{RELEASE}-operator-key",
+            }
+            assert {pod["metadata"]["name"] for pod in cluster.list("pods", SYSTEM)} == set()
+            assert installation.job("survivor", namespace)["status"]["progress"]["step"] >= seen
+            later = f"/adapters/{seen + 5:06d}-"
+            eventually("it trains on", lambda: any(later in path for path in stored(installation, "survivor")), 180)
+        finally:
+            installation.install()
+        done = installation.wait("survivor", namespace, is_true("Succeeded"), 300)
+        assert done["status"]["shown"]["step"] == "40/40"
+        assert done["status"]["restarts"] == 0, "the next install began the job anew"

@@ -10,13 +10,15 @@ from kestrl.plan.planning import plan
 from kestrl.spec import AgentRLJob
 from kestrl.spec.load import parse_job
 from kestrl_operator.accelerators import Node, unsatisfiable
-from kestrl_operator.cluster import Cluster, site_of, storage_of
+from kestrl_operator.cluster import Cluster, LearnerState, site_of, storage_of
 from kestrl_operator.credentials import derive
+from kestrl_operator.observe import STATE, STORAGE
 from kestrl_operator.policies import Decision, Stage
 from kestrl_operator.render import Given, render
 from kestrl_operator.store import Key
 
 Object = dict[str, Any]
+NOTHING: Mapping[str, str] = {}
 
 
 class Drawing:
@@ -69,7 +71,14 @@ class Drawing:
         return ""
 
     def objects(
-        self, key: Key, uid: str, job: AgentRLJob, decision: Decision, *, queue: str | None = None, stored: str = ""
+        self,
+        key: Key,
+        uid: str,
+        job: AgentRLJob,
+        decision: Decision,
+        *,
+        queue: str | None = None,
+        kept: Mapping[str, str] = NOTHING,
     ) -> list[Object]:
         """All objects of a job, as `render` gives them.
 
@@ -79,17 +88,20 @@ class Drawing:
             job: The job.
             decision: What is to be.
             queue: That its pods wait in.
-            stored: Where its runs have been stored so far.
+            kept: Annotations of its learner as it stands: the administrator's choice may have changed since the run began, the run has not.
 
         Raises:
             UserInputError: It has no storage, or a patch that is not a job's to make.
         """
         uri, secret = storage_of(job, self._cluster)
         if job.spec.storage.uri is None:
-            uri = stored or uri  # the cluster's default may have changed since the run began; the run has not
+            uri = kept.get(STORAGE) or uri
+        cluster = self._cluster
+        if STATE in kept:
+            cluster = cluster.model_copy(update={"learner_state": LearnerState.model_validate_json(kept[STATE])})
         run = f"{key.name}-{uid.partition('-')[0]}"
         site = site_of(
-            job, key.namespace, self._cluster, run=run, storage=f"{uri.rstrip('/')}/{run}", traceparent=traceparent(uid)
+            job, key.namespace, cluster, run=run, storage=f"{uri.rstrip('/')}/{run}", traceparent=traceparent(uid)
         )
         return render(
             Given(
@@ -97,7 +109,7 @@ class Drawing:
                 namespace=key.namespace,
                 uid=uid,
                 components=plan(job, site),
-                cluster=self._cluster,
+                cluster=cluster,
                 secrets=derive(self._key, uid),
                 storage=uri,
                 store=secret,

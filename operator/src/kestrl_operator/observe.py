@@ -17,11 +17,11 @@ from kestrl.spec import AgentRLJob
 from kestrl_operator.accelerators import Node
 
 Object = Mapping[str, Any]
-ATTEMPTS, RESTARTS, RENDERED, STORAGE = (
-    f"kestrl.dev/{name}" for name in ("attempts", "restarts", "rendered", "storage")
+ATTEMPTS, RESTARTS, RENDERED, STORAGE, STATE = (
+    f"kestrl.dev/{name}" for name in ("attempts", "restarts", "rendered", "storage", "learner-state")
 )
-"""Annotations of the learner's StatefulSet: how often the learner and the whole job were started again, what was applied, and where the
-run is stored. They are the operator's only memory: whoever leads next reads them there."""
+"""Annotations of the learner's StatefulSet: how often the learner and the whole job were started again, what was applied, where the run
+is stored, and what volume its learner got. They are the operator's only memory: whoever leads next reads them there."""
 QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
 UNSTARTABLE = frozenset(
     {"ErrImagePull", "ImagePullBackOff", "ErrImageNeverPull", "ImageInspectError", "InvalidImageName", "RegistryUnavailable",

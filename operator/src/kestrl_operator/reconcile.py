@@ -18,30 +18,25 @@ from kestrl.spec import AgentRLJob
 from kestrl.telemetry import beginning, span, within
 from kestrl.telemetry.names import Attr, SpanName
 from kestrl_operator.accelerators import Node
-from kestrl_operator.api import JOB, OLD_EVENT, POD, Api, ApiProblem, Conflict, Gone
-from kestrl_operator.cluster import GRPC_PORT, Cluster, workload
+from kestrl_operator.api import JOB, POD, Api, ApiProblem, Conflict, Gone
+from kestrl_operator.cluster import GRPC_PORT, Cluster
 from kestrl_operator.credentials import derive
 from kestrl_operator.drawing import Drawing, traceparent
 from kestrl_operator.events import Events
 from kestrl_operator.follow import FIRST_WORD, Followers
-from kestrl_operator.observe import RENDERED, STORAGE, Memory, Snapshot, Told, seconds_of
-from kestrl_operator.policies import Decision, Stage, decide, lacking
-from kestrl_operator.render.job import ROLES
+from kestrl_operator.lacks import Lacks
+from kestrl_operator.observe import RENDERED, Memory, Snapshot, Told, seconds_of
+from kestrl_operator.policies import Decision, Stage, decide
 from kestrl_operator.shell import WATCHED
 from kestrl_operator.status import status_of, with_failure, without_empties
 from kestrl_operator.store import Child, Key, Store
-from kestrl_operator.truths import expected
 
 log = logging.getLogger(__name__)
 Object = dict[str, Any]
 LOOK_AGAIN = 60.0
 """Seconds between two looks at a job whose learner speaks: a stall is told by the clock alone."""
-LACKING_SECONDS = 15.0
-"""Pods are made in less; then it is asked why there are too few, and now and then again."""
 CONFLICT_LOOK = 0.5
 """Seconds after which a job is looked at again that changed while its status was made; the stream may tell of it before."""
-MEND_SECONDS = 60.0
-"""Pods start in less; then all is applied anew, and again later and later, as an object that is not watched may be missing."""
 STRANGER_LOOK, STRANGER_SECONDS = 1.0, 20.0
 """How often it is looked whether the objects of a deleted job of the same name are gone, and from when on that is told."""
 REFUSED = frozenset({400, 403, 413, 422})
@@ -80,15 +75,6 @@ class Drawn(NamedTuple):
     """Those that we are told of when somebody changes them."""
 
 
-class Lack(NamedTuple):
-    """A running job with too few pods."""
-
-    since: float
-    asked: float
-    told: str
-    """Why, as far as events tell."""
-
-
 class Reconciler:
     """All jobs of this operator."""
 
@@ -101,9 +87,7 @@ class Reconciler:
         self._drawn: dict[Key, Drawn] = {}
         self._memory: dict[Key, Memory] = {}
         self._drifted: set[Key] = set()
-        self._lacking: dict[Key, Lack] = {}
-        self._mended: dict[Key, float] = {}
-        """When all was applied anew for pods that do not start."""
+        self._lacks = Lacks(api)
         self.nodes: Sequence[Node] | None = None
         """As last listed; None where this operator may not."""
 
@@ -116,8 +100,7 @@ class Reconciler:
         self._followers.stop(key)
         self._parsed.pop(key, None)
         self._drawn.pop(key, None)
-        self._lacking.pop(key, None)
-        self._mended.pop(key, None)
+        self._lacks.forget(key)
         self._memory.pop(key, None)
         self._drifted.discard(key)
 
@@ -139,7 +122,7 @@ class Reconciler:
             return STRANGER_LOOK
         if self._awaits_a_word(key, seen):
             return FIRST_WORD
-        seen = replace(seen, unmade=await self._unmade(key, seen))
+        seen = replace(seen, unmade=await self._lacks.unmade(key, seen))
         decision = decide(seen)
         self._memory[key] = decision.memory
         if decision.delete:
@@ -211,23 +194,6 @@ class Reconciler:
         self._parsed[key] = parsed
         return parsed
 
-    async def _unmade(self, key: Key, seen: Snapshot) -> tuple[float, str] | None:
-        """Since when pods of a running job are not even made, and why, as Kubernetes' controllers tell in events alone."""
-        running = seen.job is not None and any(item.replicas for item in seen.workloads.values())
-        if seen.job is None or not running or len(seen.staying) >= sum(expected(seen.job.spec).values()):
-            self._lacking.pop(key, None)
-            return None
-        lack = self._lacking.setdefault(key, Lack(seen.now, seen.now, ""))
-        if seen.now < lack.asked + LACKING_SECONDS:
-            return (lack.since, lack.told) if lack.told else None
-        told = ""
-        names = tuple(f"{workload(key.name, role)}" for role in ROLES)
-        async for item in self._api.list(OLD_EVENT, key.namespace, fields={"reason": "FailedCreate"}):
-            if item["involvedObject"].get("name", "").startswith(names):
-                told = f"{item['involvedObject']['name']}: {item.get('message', '')}"
-        self._lacking[key] = Lack(lack.since, seen.now, told)
-        return (lack.since, told) if told else None
-
     async def _carried_out(self, key: Key, seen: Snapshot, job: AgentRLJob, decision: Decision) -> bool:
         """Does what was decided; False if the job is not there any more.
 
@@ -235,8 +201,8 @@ class Reconciler:
         """
         if decision.drain:
             await self._drain(key)
-        if self._until_mended(key, seen) == 0:
-            self._mended[key] = seen.now
+        if self._lacks.until_mended(key, seen) == 0:
+            self._lacks.mended(key, seen)
             self._drifted.add(key)
         try:
             if not await self._apply(key, seen, job, decision):
@@ -254,15 +220,6 @@ class Reconciler:
             await self._api.delete(POD, key.namespace, name, uid=uid)
         return True
 
-    def _until_mended(self, key: Key, seen: Snapshot) -> float | None:
-        """Seconds until all is applied anew, since pods do not start; None if they do."""
-        since = lacking(seen)
-        if since is None:
-            self._mended.pop(key, None)
-            return None
-        last = max(since, self._mended.get(key, since))
-        return max(0.0, last + max(MEND_SECONDS, last - since) - seen.now)
-
     async def _apply(self, key: Key, seen: Snapshot, job: AgentRLJob, decision: Decision) -> bool:
         """Applies all objects unless they stand as they are to be; False if the job is not there any more."""
         queue = seen.queue
@@ -273,8 +230,8 @@ class Reconciler:
         same = known is not None and known == wanted._replace(digest=standing, children=known.children)
         if untouched and known is not None and same and known.children <= there:
             return True
-        stored = seen.learner.annotations.get(STORAGE, "") if seen.learner is not None else ""
-        objects = self._drawing.objects(key, seen.uid, job, decision, queue=queue, stored=stored)
+        kept: Mapping[str, str] = seen.learner.annotations if seen.learner is not None else {}
+        objects = self._drawing.objects(key, seen.uid, job, decision, queue=queue, kept=kept)
         digest = objects[-1]["metadata"]["annotations"][RENDERED]
         children = frozenset(
             Child(item["kind"], item["metadata"]["name"]) for item in objects if item["kind"] in HEARD_OF
@@ -367,10 +324,6 @@ class Reconciler:
         waits = [LOOK_AGAIN] if speaking is not None and decision.stage in {Stage.RUNNING, Stage.DRAINING} else []
         if decision.look_again is not None:
             waits.append(decision.look_again)
-        key = Key(seen.namespace, seen.name)
-        if key in self._lacking and decision.stage is Stage.RUNNING:
-            waits.append(LACKING_SECONDS)
-        mended = self._until_mended(key, seen)
-        if mended is not None:
-            waits.append(mended)
+        if decision.stage is Stage.RUNNING:
+            waits += self._lacks.waits(Key(seen.namespace, seen.name), seen)
         return min(waits, default=None)

@@ -2,31 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
-import pytest
 from opentelemetry import trace
-from opentelemetry.sdk.trace import TracerProvider
-from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from kestrl_learner.run import Run
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
-
-
-@pytest.fixture
-def exporter(monkeypatch: pytest.MonkeyPatch) -> Iterator[InMemorySpanExporter]:
-    memory = InMemorySpanExporter()
-    provider = TracerProvider()
-    provider.add_span_processor(SimpleSpanProcessor(memory))
-    from kestrl import telemetry
-
-    # Not the global provider, which could not be taken back.
-    monkeypatch.setattr(telemetry, "_tracer", provider.get_tracer("kestrl"))
-    yield memory
-    provider.shutdown()
 
 
 async def test_the_runs_root_span_is_a_child_of_the_given_one(staged: Any, exporter: InMemorySpanExporter) -> None:

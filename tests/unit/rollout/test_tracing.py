@@ -2,27 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
-import pytest
 from opentelemetry import trace
-from opentelemetry.sdk.trace import TracerProvider
-from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-
-
-@pytest.fixture
-def exporter(monkeypatch: pytest.MonkeyPatch) -> Iterator[InMemorySpanExporter]:
-    memory = InMemorySpanExporter()
-    provider = TracerProvider()
-    provider.add_span_processor(SimpleSpanProcessor(memory))
-    from kestrl import telemetry
-
-    # Not the global provider, which could not be taken back.
-    monkeypatch.setattr(telemetry, "_tracer", provider.get_tracer("kestrl"))
-    yield memory
-    provider.shutdown()
 
 
 async def test_the_tree_of_a_group(stage: Any, call_text: Callable[..., str], exporter: InMemorySpanExporter) -> None:

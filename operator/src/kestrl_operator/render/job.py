@@ -14,7 +14,7 @@ from kestrl.prepare import OBJECT_SCHEMES, DataSource, PrepareSettings
 from kestrl.spec import AgentRLJob
 from kestrl_operator.accelerators import Profile
 from kestrl_operator.cluster import DATA, MODEL, Cluster, prepared, workload
-from kestrl_operator.observe import ATTEMPTS, QUEUE_LABEL, RENDERED, RESTARTS, STORAGE
+from kestrl_operator.observe import ATTEMPTS, QUEUE_LABEL, RENDERED, RESTARTS, STATE, STORAGE
 from kestrl_operator.render import network
 from kestrl_operator.render.patching import patched
 from kestrl_operator.render.pods import Object, account, checksum, container, credentials, settings_map, template
@@ -102,7 +102,12 @@ def render(given: Given) -> list[Object]:
         objects += _of_role(given, role)
     for role in ROLES:
         objects.append(_workload(given, role, settings))
-    kept = {ATTEMPTS: str(given.attempts), RESTARTS: str(given.restarts), STORAGE: given.storage}
+    kept = {
+        ATTEMPTS: str(given.attempts),
+        RESTARTS: str(given.restarts),
+        STORAGE: given.storage,
+        STATE: given.cluster.learner_state.model_dump_json(exclude_none=True),
+    }
     objects[-1]["metadata"]["annotations"] = {**kept, RENDERED: digest(objects)}
     return objects
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kestrl.testing.kubernetes import Controllers
-from kestrl_operator import drawing, operate, reconcile, work
+from kestrl_operator import drawing, lacks, operate, work
 from kestrl_operator.api import JOB as JOB_KIND
 from kestrl_operator.api import Api
 from kestrl_operator.store import Key
@@ -164,7 +164,7 @@ async def test_a_status_that_was_made_of_an_older_state_is_made_again_and_no_fai
 async def test_an_object_that_nobody_watches_comes_back_when_a_pod_lacks_it(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reconcile, "MEND_SECONDS", 2.0)
+    monkeypatch.setattr(lacks, "MEND_SECONDS", 2.0)
     controllers = Controllers(stage.cluster, started=ready)
     await stage.operator()
     stage.job()

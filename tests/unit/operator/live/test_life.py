@@ -278,3 +278,34 @@ async def test_what_changed_while_no_operator_ran_is_done_by_the_next(stage: Sta
     await stage.until(lambda: stage.children() == before, "all is there again")
     assert stage.cluster.get("deployments", NAMESPACE, f"{JOB}-rollout")["spec"]["replicas"] == 2
     assert stage.children("deleted") == []
+
+
+async def test_what_a_run_began_with_it_keeps_whatever_the_administrator_chooses_since(stage: Stage) -> None:
+    before = {"storage": {"uri": "s3://first/runs"}, "learnerState": {"size": "1Gi", "storageClass": "slow"}}
+    after = {"storage": {"uri": "s3://second/runs"}, "learnerState": {"size": "7Gi", "storageClass": "fast"}}
+
+    def learner(name: str = JOB) -> tuple[str, str, str]:
+        found = stage.learner(name)
+        assert found is not None
+        claim = found["spec"]["volumeClaimTemplates"][0]["spec"]
+        return (
+            found["metadata"]["annotations"]["kestrl.dev/storage"],
+            claim["resources"]["requests"]["storage"],
+            claim["storageClassName"],
+        )
+
+    running = await stage.operator("a", values=before)
+    stage.job()
+    await stage.applied()
+    await stage.quiet()
+    await stage.stop(running)
+    await stage.operator("b", values=after)
+    stage.cluster.edit("agentrljobs", NAMESPACE, JOB, {"spec": {"rollout": {"replicas": 2}}})
+    workers = ("deployments", NAMESPACE, f"{JOB}-rollout")
+    await stage.until(lambda: stage.cluster.get(*workers)["spec"]["replicas"] == 2, "the job is drawn anew")
+    stage.job("new")
+    await stage.applied("new")
+    await stage.quiet()
+    assert learner() == ("s3://first/runs", "1Gi", "slow")
+    assert stage.condition("Accepted")[:2] == ("True", "Valid")
+    assert learner("new") == ("s3://second/runs", "7Gi", "fast")

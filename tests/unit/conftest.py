@@ -1,0 +1,24 @@
+"""What unit tests of several parts share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+from kestrl import telemetry
+
+
+@pytest.fixture
+def exporter(monkeypatch: pytest.MonkeyPatch) -> Iterator[InMemorySpanExporter]:
+    """Keeps the spans that this process makes during a test."""
+    memory = InMemorySpanExporter()
+    provider = TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(memory))
+    # Not the global provider, which could not be taken back.
+    monkeypatch.setattr(telemetry, "_tracer", provider.get_tracer("kestrl"))
+    yield memory
+    provider.shutdown()

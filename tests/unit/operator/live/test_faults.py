@@ -43,9 +43,9 @@ async def test_what_fails_is_done_in_the_end(stage: Stage, fault: dict[str, Any]
     stage.job()
     await stage.applied()
     await stage.quiet()
-    await stage.until(lambda: stage.condition("Accepted")[:2] == ("True", "Valid"), "it is told")
+    await stage.until(lambda: stage.condition("Ready")[1] == "NotReady", "it is told")
     assert all(trouble.hits for trouble in troubles)
-    assert stage.condition("Ready")[1] == "NotReady"
+    assert stage.condition("Accepted")[:2] == ("True", "Valid")
     assert len({item.partition("/")[0] for item in stage.children()}) == len(OBJECTS)
     # Three passes failed.
     assert applies(stage) <= 4 * len(stage.children())

@@ -16,7 +16,7 @@ RUN export="/uv/bin/uv export --frozen --no-default-groups --no-emit-workspace -
  && $export --quiet --no-hashes --output-file /lock.txt \
  && /uv/bin/uv venv --python python3.11 /opt/kestrl \
  && /uv/bin/uv pip install --no-deps --require-hashes --requirements /rest.txt \
- && /uv/bin/uv pip install --torch-backend ${TORCH_BACKEND} --constraints /lock.txt torch
+ && /uv/bin/uv pip install ${TORCH_BACKEND:+--torch-backend ${TORCH_BACKEND}} --constraints /lock.txt torch
 COPY . .
 RUN /uv/bin/uv pip install --no-deps . ./services/inference
 

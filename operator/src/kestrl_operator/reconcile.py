@@ -35,8 +35,8 @@ log = logging.getLogger(__name__)
 Object = dict[str, Any]
 LOOK_AGAIN = 60.0
 """Seconds between two looks at a job whose learner speaks: a stall is told by the clock alone."""
-CONFLICT_LOOK = 0.5
-"""Seconds after which a job is looked at again that changed while its status was made; the stream may tell of it before."""
+CONFLICT_LOOK = 5.0
+"""Seconds after which a job is looked at again that changed while its status was made; the stream tells of it before, unless it is deaf."""
 STRANGER_LOOK, STRANGER_SECONDS = 1.0, 20.0
 """How often it is looked whether the objects of a deleted job of the same name are gone, and from when on that is told."""
 REFUSED = frozenset({400, 403, 413, 422})

@@ -101,7 +101,8 @@ kit:
 ## make e2e              KestRL on a real Kubernetes on this machine (or E2E_KUBECONFIG's): chart, jobs, faults, isolation, scale
 e2e: $(STAMP) kit
 	KESTRL_HELM=$$(tests/e2e/kit/build)/helm $(BIN)/python -m pytest -q -m helm tests/unit
-	$(BIN)/python -m pytest -q -rs -m e2e tests/e2e
+	$(BIN)/python -m pytest -q -rs -m e2e --ignore=tests/e2e/test_scale.py tests/e2e
+	$(BIN)/python -m pytest -q -rs -m e2e tests/e2e/test_scale.py  # without kubelets, and without the operator of the others
 
 # What of it fits beside everything else in CI.
 cluster: $(STAMP) kit

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from .cluster import layout as layouts
+from .cluster.cgroups import hierarchies
 from .cluster.choice import usable_kit
 from .cluster.client import Cluster, has_condition
 from .cluster.commands import CommandFailed, eventually
@@ -24,7 +25,8 @@ from .cluster.devices import NVIDIA
 from .cluster.images import USER
 from .cluster.kit import build_kit, find_kit
 from .cluster.layout import NODE_NAME, RUNS, free_net, networks
-from .cluster.node import Node, bring_up, hierarchies, running
+from .cluster.node import Node
+from .cluster.up import bring_up, running
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(240)]
 HELD: dict[str, Any] = {
@@ -404,7 +406,7 @@ def test_a_leashed_cluster_ends_with_its_process(tmp_path: Path) -> None:
     code = f"""
 import os, signal
 from tests.e2e.cluster.choice import usable_kit
-from tests.e2e.cluster.node import bring_up
+from tests.e2e.cluster.up import bring_up
 bring_up(usable_kit(), name={name!r}, control_plane_only=True, leashed=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """

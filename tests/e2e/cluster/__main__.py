@@ -8,7 +8,8 @@ import sys
 
 from .kit import build_kit
 from .layout import default_name
-from .node import Node, bring_up, find
+from .node import Node
+from .up import bring_up, find
 
 ACTIONS = ("start", "stop", "kill", "restart", "freeze", "thaw")
 

@@ -19,7 +19,8 @@ from .client import Cluster
 from .images import KESTRL
 from .kit import Kit, cache_folder, find_kit
 from .layout import default_name
-from .node import Node, bring_up, find, missing
+from .node import Node
+from .up import bring_up, find, missing
 
 BRIDGED = Path("/proc/sys/net/bridge")
 """There when the kernel filters what goes over a bridge, as services and policies need it to."""

@@ -11,66 +11,25 @@ Everything about a running cluster is in its folder's `state.json`, so that any 
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import signal
-import socket
 from collections.abc import Generator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from .api import Api, Refused, Unreachable
-from .certificates import make_certificates
+from .cgroups import remove_cgroups
 from .commands import CommandFailed, eventually, run
-from .daemons import command_lines, write_configuration
-from .images import kestrl_archive, pause_archive
 from .kit import Kit
-from .layout import API_PORT, NODE_NAME, RUNS, Layout, free_net, locked_runs
-from .objects import LABEL, NAMESPACE, injection, probe, storage_class, volume_name, volumes
-from .processes import Process, in_cgroup, spawn, tail
+from .layout import API_PORT, NODE_NAME, Layout
+from .processes import Process, in_cgroup, spawn
 
 START_SECONDS = 90.0
 STOP_SECONDS = 30.0
 END_SECONDS = 20.0
 NAMESPACES = ("--mount", "--net", "--pid", "--uts", "--ipc")
-CGROUPS = Path("/sys/fs/cgroup")
-BEGIN = """
-set -e
-mount --make-rshared /
-# runc takes cgroups for version 2 where it sees such a mount, though it has no controllers.
-if mountpoint -q /sys/fs/cgroup/unified; then umount /sys/fs/cgroup/unified; fi
-own() { mkdir -p "$OWN/$1" "$2"; mount --bind "$OWN/$1" "$2"; mount --make-rshared "$2"; }
-own kubelet /var/lib/kubelet
-own cni /var/lib/cni
-own pod-logs /var/log/pods
-own container-logs /var/log/containers
-own run-netns /run/netns
-own run-containerd /run/containerd
-own etc-cni /etc/cni
-# The kubelet sets these for the whole machine unless it finds them as it wants them: here it does.
-mkdir "$OWN/sysctl"
-pretend() { if [ -e "/proc/sys/$1" ]; then name=$(echo "$1" | tr / .); echo "$2" >"$OWN/sysctl/$name"; mount --bind "$OWN/sysctl/$name" "/proc/sys/$1"; fi; }
-pretend kernel/panic 10
-pretend kernel/panic_on_oops 1
-pretend vm/overcommit_memory 1
-pretend kernel/keys/root_maxkeys 1000000
-pretend kernel/keys/root_maxbytes 25000000
-echo 1 >/proc/sys/net/ipv4/ip_forward
-echo 1 >/proc/sys/net/ipv4/conf/all/route_localnet
-if [ -e /proc/sys/net/bridge/bridge-nf-call-iptables ]; then echo 1 >/proc/sys/net/bridge/bridge-nf-call-iptables; fi
-hostname "$NODE"
-ip link set lo up
-echo ready >&3
-exec catatonit -P 3>&-
-"""
-"""What process 1 does first. The folders that it covers are Kubernetes' default ones; the machine keeps its own."""
-NEEDED = (
-    *("runc", "catatonit", "busybox", "iptables", "nft", "conntrack", "openssl", "ip"),
-    *("nsenter", "unshare", "setpriv", "mountpoint", "lscpu"),
-)
 
 
 @dataclass
@@ -127,11 +86,6 @@ def _state_file(folder: Path) -> Path:
     return folder / "state.json"
 
 
-def missing() -> list[str]:
-    """Programs that a node needs and this machine lacks."""
-    return [name for name in NEEDED if shutil.which(name) is None]
-
-
 @dataclass(frozen=True, slots=True)
 class Node:
     """A running one, known by its folder."""
@@ -173,7 +127,7 @@ class Node:
         state.save()
         if name == "kube-apiserver":
             api = self.api()
-            eventually("the API server is ready", lambda: _is_ready(api), START_SECONDS)
+            eventually("the API server is ready", lambda: is_ready(api), START_SECONDS)
 
     def stop(self, name: str) -> None:
         """Ends a daemon as its service manager would: SIGTERM, and SIGKILL if that does not help."""
@@ -221,7 +175,7 @@ class Node:
                 self.start(name)
         if not self.layout.control_plane_only:
             api = self.api()
-            eventually("the node is ready", lambda: _node_is_ready(api), START_SECONDS)
+            eventually("the node is ready", lambda: node_is_ready(api), START_SECONDS)
 
     @contextmanager
     def cut_off(self, address: str) -> Generator[None]:
@@ -291,15 +245,15 @@ class Node:
             if Path("/sys/class/net", layout.link).exists():
                 with suppress(CommandFailed):  # it goes by itself with the node's network, a moment later
                     run("ip", "link", "delete", layout.link)
-            eventually("the cgroups are empty", lambda: _remove_cgroups(layout), END_SECONDS)
+            eventually("the cgroups are empty", lambda: remove_cgroups(layout), END_SECONDS)
         eventually(f"{self.folder} is removed", lambda: _remove(self.folder), END_SECONDS)
 
 
 def _entering(first: Process) -> list[str]:
-    return [_path("nsenter"), f"--target={first.pid}", *NAMESPACES, "--wd=/", "--"]
+    return [program_path("nsenter"), f"--target={first.pid}", *NAMESPACES, "--wd=/", "--"]
 
 
-def _path(program: str) -> str:
+def program_path(program: str) -> str:
     return shutil.which(program) or program
 
 
@@ -314,198 +268,17 @@ def _environment(state: State) -> dict[str, str]:
     }
 
 
-# --- up
-
-
-def find(name: str) -> Node | None:
-    """The running cluster of a name."""
-    node = Node(RUNS / name)
-    return node if node.is_alive() else None
-
-
-def running() -> list[Node]:
-    """All clusters of this machine."""
-    return [node for node in _all() if node.is_alive()]
-
-
-def _all() -> list[Node]:
-    """Also those that ended by themselves."""
-    return [Node(folder) for folder in sorted(RUNS.glob("*")) if folder.is_dir()]
-
-
-def bring_up(
-    kit: Kit,
-    *,
-    name: str,
-    net: int | None = None,
-    control_plane_only: bool = False,
-    leashed: bool = False,
-    proxy_mode: str = "iptables",
-) -> Node:
-    """Starts a cluster, and returns when pods can be made.
-
-    Args:
-        kit: Its programs.
-        name: Its folder's.
-        net: Number of its networks (see `layout`); a free one without it.
-        control_plane_only: No kubelet: objects only.
-        leashed: It dies with this process.
-        proxy_mode: kube-proxy's: iptables or nftables.
-
-    Raises:
-        RuntimeError: There is one of this name, or what is needed is not there.
-        TimeoutError: A part of it did not start; notes tell the end of its log.
-    """
-    node = Node(RUNS / name)
-    with ThreadPoolExecutor(1) as beside, ExitStack() as undo:
-        with locked_runs():
-            if node.is_alive():
-                raise RuntimeError(f"a cluster {name} is up")
-            sweep()
-            layout = Layout(
-                name=name,
-                net=free_net() if net is None else net,
-                control_plane_only=control_plane_only,
-                leashed=leashed,
-                proxy_mode=proxy_mode,
-            )
-            undo.callback(node.down)
-            images = None if control_plane_only else beside.submit(_archives, layout, kit)
-            _begin(layout, kit)
-        try:
-            _bring_up(node, layout, kit, images)
-        except (TimeoutError, CommandFailed, Refused) as error:
-            for log in sorted(layout.logs.glob("*.log")):
-                error.add_note(f"--- {log.name}\n{tail(log, 8)}")
-            raise
-        undo.pop_all()
-    return node
-
-
-def sweep() -> None:
-    """Removes what is left of clusters that ended by themselves, as leashed ones do."""
-    for node in _all():
-        if not node.is_alive():
-            node.down()
-
-
-def _archives(layout: Layout, kit: Kit) -> list[Path]:
-    return [pause_archive(kit.images), kestrl_archive(kit.images, layout.environment)]
-
-
-def _begin(layout: Layout, kit: Kit) -> None:
-    """Makes the folder, the namespaces and the link: from then on, the cluster can be found and ended."""
-    layout.logs.mkdir(parents=True)
-    layout.folder.chmod(0o711)  # pods reach their volumes through it
-    layout.node_folder.mkdir()
-    reading, writing = os.pipe()
-    leash = [_path("setpriv"), "--pdeathsig=KILL"] if layout.leashed else []
-    command = [*leash, _path("unshare"), *NAMESPACES, "--fork", "--kill-child", "--mount-proc", "--propagation=private"]
-    env = {"PATH": os.environ["PATH"], "OWN": str(layout.node_folder), "NODE": NODE_NAME}
-    keeper = spawn([*command, "--", "/bin/sh", "-c", BEGIN], layout.logs / "node.log", env, ready=writing)
-    os.close(writing)
-    with os.fdopen(reading) as ready:
-        answer = ready.readline()
-    first = keeper.child()
-    if not answer or first is None:
-        keeper.wait(END_SECONDS)
-        raise RuntimeError(f"the node's namespaces: {tail(layout.logs / 'node.log')}")
-    State(layout, kit, keeper, first, {}).save()
-    _make_cgroups(layout)
-    _link(layout, first)
-
-
-def _link(layout: Layout, first: Process) -> None:
-    run("ip", "link", "add", layout.link, "type", "veth", "peer", "name", "eth0", "netns", str(first.pid))
-    host = (
-        f"address add {layout.host_address}/24 dev {layout.link}",
-        f"link set {layout.link} up",
-        f"route add {layout.pods} via {layout.node_address}",
-        f"route add {layout.services} via {layout.node_address}",
-    )
-    node = (
-        f"address add {layout.node_address}/24 dev eth0",
-        "link set eth0 up",
-        f"route add default via {layout.host_address}",
-    )
-    inside = ("nsenter", f"--target={first.pid}", "--net", "ip", "-batch", "-")
-    run(*inside, given="\n".join(node))
-    run("ip", "-batch", "-", given="\n".join(host))
-
-
-def _bring_up(node: Node, layout: Layout, kit: Kit, images: Future[list[Path]] | None) -> None:
-    make_certificates(layout)
-    write_configuration(layout)
-    lines = command_lines(layout, kit)
-    # What asks nobody starts beside the API server, and the others when it is ready: they would give up, or try again ever later.
-    for name in sorted(lines, key=("etcd", "containerd", "kube-apiserver", *lines).index):
-        node.start(name, lines[name])
-    api = node.api()
-    _furnish(api, layout)
-    if images is not None:
-        _import(layout, kit, images.result())
-        eventually("the node is ready", lambda: _node_is_ready(api), START_SECONDS)
-        eventually("names are resolved", lambda: _accepts(layout.node_address, 53), START_SECONDS)
-        eventually("services are routed", lambda: _accepts(layout.kubernetes_service, 443), START_SECONDS)
-    state = node.state
-    state.complete = True
-    state.save()
-
-
-def _import(layout: Layout, kit: Kit, archives: Sequence[Path]) -> None:
-    ctr = (kit.program("ctr"), "--address", str(layout.containerd_socket), "--namespace", "k8s.io")
-    eventually("containerd answers", lambda: _succeeds(*ctr, "version"), START_SECONDS)
-    for archive in archives:
-        run(*ctr, "images", "import", "--local", archive)
-
-
-def _furnish(api: Api, layout: Layout) -> None:
-    """Gives a fresh cluster its objects; waits until the API applies its policy to pods."""
-    api.create("/apis/storage.k8s.io/v1/storageclasses", storage_class())
-    for item in volumes(layout):
-        api.create("/api/v1/persistentvolumes", item)
-    policy, binding = injection(layout)
-    api.create("/apis/admissionregistration.k8s.io/v1/mutatingadmissionpolicies", policy)
-    api.create("/apis/admissionregistration.k8s.io/v1/mutatingadmissionpolicybindings", binding)
-    api.create("/api/v1/namespaces", {"metadata": {"name": NAMESPACE, "labels": {LABEL: "true"}}})
-    eventually("the checkout is mounted", lambda: _mounts(api, NAMESPACE), START_SECONDS)
-
-
-def _is_ready(api: Api) -> bool:
+def is_ready(api: Api) -> bool:
     with suppress(*Unreachable, Refused):
         return api.ask("/readyz") == b"ok"
     return False
 
 
-def _node_is_ready(api: Api) -> bool:
+def node_is_ready(api: Api) -> bool:
     with suppress(*Unreachable, Refused):
         conditions = api.get(f"/api/v1/nodes/{NODE_NAME}")["status"].get("conditions", [])
         return any(item["type"] == "Ready" and item["status"] == "True" for item in conditions)
     return False
-
-
-def _mounts(api: Api, namespace: str) -> bool:
-    """Whether a pod would see the checkout; none can be made before its namespace has an account for it."""
-    with suppress(Refused):
-        pod = api.create(f"/api/v1/namespaces/{namespace}/pods?dryRun=All", probe(namespace))
-        return any(item["name"] == volume_name(0) for item in pod["spec"].get("volumes", []))
-    return False
-
-
-def _succeeds(*command: str) -> bool:
-    with suppress(CommandFailed):
-        run(*command, seconds=10)
-        return True
-    return False
-
-
-def _accepts(host: str, port: int) -> bool:
-    with suppress(OSError), socket.create_connection((host, port), timeout=1):
-        return True
-    return False
-
-
-# --- down
 
 
 def _end(state: State) -> None:
@@ -521,33 +294,6 @@ def _end(state: State) -> None:
         if not process.wait(END_SECONDS):
             process.send(signal.SIGKILL)
             process.wait(END_SECONDS)
-
-
-def hierarchies() -> list[Path]:
-    """The roots of this machine's cgroups: one of version 2, or one for each controller of version 1."""
-    if (CGROUPS / "cgroup.controllers").exists():
-        return [CGROUPS]
-    mounts = [line.split() for line in Path("/proc/self/mounts").read_text().splitlines()]
-    return [Path(fields[1]) for fields in mounts if fields[2] == "cgroup"]
-
-
-def _make_cgroups(layout: Layout) -> None:
-    for root in hierarchies():
-        folder = root / layout.cgroup
-        folder.mkdir(exist_ok=True)
-        if root != CGROUPS and (folder / "cpuset.cpus").exists():
-            # A set of version 1 begins empty, and then nothing may run in it.
-            for name in ("cpuset.cpus", "cpuset.mems"):
-                (folder / name).write_text((root / name).read_text())
-
-
-def _remove_cgroups(layout: Layout) -> bool:
-    """Whether they are gone; each can go once its last process has."""
-    for root in hierarchies():
-        for folder, _, _ in os.walk(root / layout.cgroup, topdown=False):
-            with suppress(OSError):
-                Path(folder).rmdir()
-    return not any((root / layout.cgroup).exists() for root in hierarchies())
 
 
 def _remove(folder: Path) -> bool:

@@ -7,7 +7,7 @@ UV := $(TOOLS)/bin/uv
 BIN := .venv/bin
 STAMP := .venv/.synced
 
-.PHONY: help setup demo demo-real test unit servers engine kit kit-beside e2e cluster soak lint types layers check gen bench bring-your-own crd-check object-check clean
+.PHONY: help setup demo demo-real test unit servers engine kit e2e cluster soak lint types layers check gen bench bring-your-own crd-check object-check clean
 
 help:
 	@sed -n 's/^## //p' $(MAKEFILE_LIST)
@@ -37,12 +37,7 @@ bring-your-own: $(STAMP)
 	$(BIN)/kestrl run examples/bring-your-own/job.yaml
 
 ## make test             all tests that fit an hour: real engines and a real Kubernetes included
-test: unit kit-beside servers engine cluster
-
-# A kit that is not built yet is compiled on the core that the engines' tests leave idle; `cluster` waits for it, and tells what went wrong.
-kit-beside:
-	tests/e2e/kit/packages
-	nice -n 19 tests/e2e/kit/build >/dev/null 2>&1 &
+test: unit servers engine cluster
 
 ## make unit             the tests that start no engine
 unit: $(STAMP)
@@ -52,9 +47,10 @@ unit: $(STAMP)
 servers: $(STAMP)
 	$(BIN)/python -m pytest -q -m "servers and not engine" tests
 
+# Two files at a time: their engines start on one core, and a run's parts wait for each other.
 ## make engine           the tests that start real vLLM servers
 engine: $(STAMP)
-	$(BIN)/python -m pytest -q -m engine tests
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m engine tests
 
 ## make soak             a run whose every component is killed ten times; what was seen goes to docs/measured
 soak: $(STAMP)

@@ -20,7 +20,7 @@ from kestrl.local.rundir import RunDir
 from .killer import COMPONENTS, TRAINING, Killer, Moment, schedule
 from .runs import QUICKSTART, ROOT, SMALL, belonging_to, command, eventually, kestrl, summary_of
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(1500)]
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(2400)]
 ROUNDS = int(os.environ.get("KESTRL_KILL_ROUNDS", "3"))
 """How often each component is killed during training; three times more at the start and the evaluations."""
 REPORT = os.environ.get("KESTRL_SOAK_REPORT", "")

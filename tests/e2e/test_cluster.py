@@ -332,6 +332,9 @@ def test_a_wait_goes_on_over_an_outage(daemons: Cluster, namespace: str) -> None
 
 def test_a_wait_in_vain_tells_what_there_is(cluster: Cluster, namespace: str) -> None:
     cluster.apply(pod(cluster, "hopeless", "true", container={"image": "localhost/none:1"}), namespace)
+    waits = "{.items[*].status.containerStatuses[*].state.waiting.reason}"
+    place = ("get", "pods", f"--namespace={namespace}", f"--output=jsonpath={waits}")
+    eventually("the kubelet has found out", lambda: "ErrImageNeverPull" in cluster.kubectl(*place), 60)
     with pytest.raises(TimeoutError, match="hopeless") as caught:
         cluster.wait_ready("hopeless", namespace, seconds=3)
     assert "ErrImageNeverPull" in "".join(caught.value.__notes__)

@@ -56,7 +56,7 @@ def test_an_uninstall_leaves_what_it_should_and_jobs_go_on_till_the_next_install
                 f"customresourcedefinition.apiextensions.k8s.io/{JOB}",
                 f"secret/{RELEASE}-operator-key",
             }
-            assert {pod["metadata"]["name"] for pod in cluster.list("pods", SYSTEM)} == set()
+            eventually("the operator's pods are gone", lambda: not installation.operators(), 60)
             assert installation.job("survivor", namespace)["status"]["progress"]["step"] >= seen
             later = f"/adapters/{seen + 5:06d}-"
             eventually("it trains on", lambda: any(later in path for path in stored(installation, "survivor")), 180)

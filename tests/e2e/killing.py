@@ -8,7 +8,6 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -75,26 +74,29 @@ class Killer:
 
     def carry_out(self, kill: Kill, *, over: Callable[[], bool] = lambda: False) -> bool:
         """Waits until the victim's program runs, and kills it; False if there was none until `over`."""
-        container = ""
+        struck = False
 
-        def runs() -> bool:
-            nonlocal container
+        def done() -> bool:
+            nonlocal struck
             container = self._container(kill.victim)
-            return bool(container) or over()
+            struck = bool(container) and self._strike(kill, *container.split("/"))
+            return struck or over()
 
-        eventually(f"{kill.victim} runs", runs, BACK_SECONDS)
-        if not container:
+        eventually(f"{kill.victim} runs and is killed", done, BACK_SECONDS)
+        if struck:
+            self.done.append(kill)
+        return struck
+
+    def _strike(self, kill: Kill, pod: str, program: str) -> bool:
+        """Whether there was something to kill: it may have gone by itself a moment ago."""
+        cluster = self.installation.cluster
+        if kill.manner is Manner.SIGKILL:
+            return cluster.node.kill_container(program) > 0
+        place = SYSTEM if kill.victim == OPERATOR else self.namespace
+        try:
+            cluster.kubectl("delete", "pod", pod, f"--namespace={place}", "--grace-period=0", "--force")
+        except CommandFailed:
             return False
-        pod, _, program = container.partition("/")
-        if kill.manner is Manner.POD:
-            place = SYSTEM if kill.victim == OPERATOR else self.namespace
-            with suppress(CommandFailed):  # it went by itself a moment ago
-                self.installation.cluster.kubectl(
-                    "delete", "pod", pod, f"--namespace={place}", "--grace-period=0", "--force"
-                )
-        else:
-            self.installation.cluster.node.kill_container(program)
-        self.done.append(kill)
         return True
 
     def _container(self, victim: str) -> str:

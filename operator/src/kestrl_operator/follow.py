@@ -41,19 +41,11 @@ class Follower:
         """Why it does not tell anything now."""
         self._tried, self._ends = False, asyncio.get_running_loop().time() + FIRST_WORD
         self.task = asyncio.create_task(self._follow(), name=f"follow-{key}")
-        self.task.add_done_callback(self._over)
 
     @property
     def expected(self) -> bool:
         """Whether its first word is on its way: it has neither spoken nor been found silent."""
         return not self._tried and asyncio.get_running_loop().time() < self._ends
-
-    def _over(self, task: asyncio.Task[None]) -> None:
-        """A stream is followed until it is cancelled; that it ends by itself is a bug, and must not look like a silent learner."""
-        if task.cancelled() or (bug := task.exception()) is None:
-            return
-        log.error("%s: its learner is not followed any more", self.key, exc_info=bug)
-        self._fall_silent(f"a bug of the operator's, its log has more: {type(bug).__name__}: {bug}")
 
     def _fall_silent(self, why: str) -> None:
         self._tried, self.silent = True, why
@@ -75,11 +67,15 @@ class Follower:
                         peer="learner",
                         token=self._token,
                     ):
-                        wait = FIRST_RETRY
                         self._take(report)
+                        wait = FIRST_RETRY
                     why = "it has ended the stream"
                 except KestrlError as error:
                     why = str(error)
+                except Exception as error:
+                    # A bug of ours must neither look like a silent learner nor end the listening.
+                    log.exception("%s: a bug in following its learner", self.key)
+                    why = f"a bug of the operator's, its log has more: {type(error).__name__}: {error}"
                 speaks = not self._tried or (self.told is not None and self.told.connected)
                 if speaks or why != self.silent:
                     log.info("%s: the learner does not answer: %s", self.key, why)

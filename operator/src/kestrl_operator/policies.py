@@ -156,7 +156,9 @@ def _what_for(pod: Pod) -> str:
 
 def held(seen: Snapshot) -> bool:
     """Whether a queue has not admitted the job yet: that wait is the queue's, and no deadline of the job's runs."""
-    return seen.queue is not None and (not seen.present or any(pod.gated for pod in seen.staying))
+    if seen.queue is None or seen.unmade is not None:
+        return False  # pods that are refused wait for no queue
+    return not seen.present or any(pod.gated for pod in seen.staying)
 
 
 def lacking(seen: Snapshot) -> float | None:

@@ -21,6 +21,8 @@ def observed(seen: Snapshot, decision: Decision) -> Iterator[Observed]:
     """All that was observed now."""
     if seen.job is None:
         yield _not(Type.ACCEPTED, "Invalid", seen.problem)
+        if seen.condition(Type.READY)[1] == "OperatorFailed":
+            yield _not(Type.READY, "NotReady", "not Accepted")  # the operator works again: it has just found that out
         return
     spec = seen.job.spec
     made = [

@@ -187,10 +187,12 @@ class Node:
         finally:
             run(*self.entering("iptables", "--wait", "--delete", *rule))
 
-    def kill_container(self, container: str) -> None:
-        """SIGKILLs every process of a container, by its id: kubelet hears of it as of any crash."""
-        for process in in_cgroup(container):
+    def kill_container(self, container: str) -> int:
+        """SIGKILLs every process of a container, by its id: kubelet hears of it as of any crash. Returns how many there were."""
+        found = in_cgroup(container)
+        for process in found:
             process.send(signal.SIGKILL)
+        return len(found)
 
     def forget(self, name: str) -> None:
         """Ends a daemon that is not Kubernetes' own, for good."""

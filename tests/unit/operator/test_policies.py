@@ -533,7 +533,9 @@ def test_a_queue_takes_no_time_from_a_job() -> None:
     gated = snapshot(**queued, pods=all_pods(waiting(Role.LEARNER, **LONG, gated=True)), status={})
     admitted = snapshot(**queued, pods=all_pods(waiting(Role.LEARNER, **LONG)), status={})
     waits_on = replace(admitted, status=started)
-    assert [held(seen) for seen in (gated, admitted, waits_on)] == [True, False, False]
+    refused = replace(gated, pods=[], unmade=(NOW - 900, "email-search-tools: exceeded quota"))
+    assert [held(seen) for seen in (gated, admitted, waits_on, refused)] == [True, False, False, False]
+    assert decide(refused).ended == ("PendingTooLong", f"{STUCK}: email-search-tools: exceeded quota")
     since = [waited and waited[0] for waited in map(pending, (gated, admitted, waits_on))]
     assert since == [None, NOW, NOW - 30]
     assert [decide(seen).ended for seen in (gated, admitted, waits_on)] == [None, None, None]

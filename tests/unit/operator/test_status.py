@@ -669,6 +669,8 @@ def test_a_pass_that_fails_is_told_beside_all_that_was_seen_before() -> None:
     }
     assert (before["shown"]["phase"], after["shown"]["phase"]) == ("Running", "Starting")
     assert with_failure(after, "no answer", generation=7, now=NOW + 99) == after, "told again and again"
+    for changes in ({}, {"job": None, "problem": "spec.model: no such model"}):
+        assert said(seen_as(snapshot(status=after, **changes)), "Ready")[1] != "OperatorFailed", "told though it works"
 
 
 def problems(written: dict[str, Any]) -> list[str]:

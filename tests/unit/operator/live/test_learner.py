@@ -151,11 +151,14 @@ async def test_a_bug_of_ours_does_not_pass_for_a_silent_learner(stage: Stage) ->
         def bug(*_: Any) -> None:
             raise ZeroDivisionError("no such thing")
 
+        taken = follow.Follower._take
         stage.patch.setattr(follow.Follower, "_take", bug)
         on.learner.tell(report(step=6))
         await stage.until(lambda: stage.condition("PolicyConverged")[0] == "Unknown", "nothing is claimed")
         assert "a bug of the operator's" in stage.condition("LearnerProgressing")[2]
         assert "ZeroDivisionError: no such thing" in stage.condition("LearnerProgressing")[2]
+        stage.patch.setattr(follow.Follower, "_take", taken)
+        await stage.until(lambda: stage.status()["progress"]["step"] == 6, "it is heard again")
 
 
 async def test_a_suspension_drains_and_lets_go_of_pods_only_when_all_is_put_away(stage: Stage) -> None:

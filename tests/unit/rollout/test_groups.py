@@ -99,7 +99,7 @@ async def test_the_episodes_deadline_counts_all_turns(stage: Any, call_text: Cal
         return "found"
 
     stage.tools.handlers["search"] = search
-    limits = {"tool": 0.2, "turn": 0.25, "episode": 0.3, "group": 9}
+    limits = {"tool": 0.9, "turn": 0.95, "episode": 1.0, "group": 9}
     episode = await stage.episode(deadlines=limits, sampling={"max_turns": 1000, "max_tokens": 10**6})
     assert episode.failure is not None
     assert episode.failure.code == "episode_deadline"
@@ -111,7 +111,7 @@ async def test_the_episodes_deadline_counts_all_turns(stage: Any, call_text: Cal
 async def test_the_groups_deadline_ends_those_that_never_got_a_slot(make_stage: Any) -> None:
     stage = await make_stage(concurrency=1)
     hold(stage)
-    group = await stage.run(size=2, deadlines={"tool": 0.05, "turn": 0.3, "episode": 0.4, "group": 0.5})
+    group = await stage.run(size=2, deadlines={"tool": 0.05, "turn": 0.6, "episode": 0.9, "group": 1.0})
     codes = sorted(episode.failure.code for episode in group.episodes if episode.failure)
     assert codes == ["group_deadline", "turn_deadline"]
 
@@ -122,7 +122,7 @@ async def test_the_groups_deadline_includes_scoring(stage: Any) -> None:
 
     stage.judge.score = never
     stage.says("Hello.")
-    episode = await stage.episode(deadlines={"tool": 0.1, "turn": 0.3, "episode": 0.4, "group": 0.5})
+    episode = await stage.episode(deadlines={"tool": 0.1, "turn": 0.9, "episode": 0.95, "group": 1.0})
     assert episode.failure is not None
     assert (episode.failure.boundary, episode.failure.code) == (Boundary.JUDGE, "group_deadline")
     assert episode.stop_reason is StopReason.ANSWERED

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import logging
 import sys
 from collections.abc import Awaitable, Callable
@@ -16,6 +17,8 @@ from kestrl.telemetry import set_up
 EXIT_INPUT = 2
 """Exit code for what a person can mend in their input."""
 EXIT_FAILED = 1
+YOUNG_OBJECTS = 20_000
+"""Objects made between two looks for cycles, in `collect_rarely`; Python's own 700 are a look a few episodes."""
 
 
 def run_service(
@@ -43,6 +46,16 @@ def run_service(
             asyncio.run(_finish(work(settings)))
 
     return exit_code(run)
+
+
+def collect_rarely() -> None:
+    """For a program that has loaded what it needs and now makes many small things: a look for cycles no longer goes through the former, and comes rarely.
+
+    Not where a cycle may hold something large, such as a tensor or a file.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(YOUNG_OBJECTS, *gc.get_threshold()[1:])
 
 
 def settings_path() -> Path:

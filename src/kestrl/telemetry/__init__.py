@@ -9,18 +9,26 @@ import os
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 from opentelemetry import context, trace
 from opentelemetry.propagate import extract, inject
 from opentelemetry.trace import Span, Status, StatusCode
+from opentelemetry.util.types import AttributeValue
 
 from kestrl.errors import KestrlError
 from kestrl.telemetry.names import Attr
 from kestrl.telemetry.roots import ROOT
 
+if TYPE_CHECKING:
+    from kestrl.telemetry.children import Pipeline
+
 __all__ = ["beginning", "current_trace_id", "set_up", "span", "trace_headers", "within"]
 
-_tracer = trace.get_tracer("kestrl")
+TRACER = "kestrl"
+_tracer = trace.get_tracer(TRACER)
+_pipeline: Pipeline | None = None
+"""The way of spans that have a parent, once spans are exported."""
 
 
 def set_up(
@@ -45,9 +53,17 @@ def set_up(
 
     resource = resource_of(component, job=job, run=run)
     if exports:
-        export_spans(resource, endpoint)
+        global _pipeline  # as the provider: one a process
+        _pipeline = export_spans(resource, endpoint, tracer=TRACER)
     if metrics_listen is not None:
         serve_metrics(resource, metrics_listen, exports=exports, endpoint=endpoint)
+
+
+def _start(name: str, attributes: Mapping[str, AttributeValue] | None) -> Span:
+    parent = trace.get_current_span().get_span_context()
+    if _pipeline is not None and parent.is_valid and parent.trace_flags.sampled:
+        return _pipeline.child(name, parent, attributes)
+    return _tracer.start_span(name, attributes=attributes)
 
 
 class span:  # noqa: N801 - used as a verb: `with span(...)`
@@ -62,7 +78,7 @@ class span:  # noqa: N801 - used as a verb: `with span(...)`
         self._name, self._attributes = name, attributes
 
     def __enter__(self) -> Span:
-        self._span = _tracer.start_span(self._name, attributes=self._attributes)
+        self._span = _start(self._name, self._attributes)
         self._token = context.attach(trace.set_span_in_context(self._span))
         return self._span
 

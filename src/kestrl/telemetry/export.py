@@ -14,9 +14,11 @@ from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
+from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from prometheus_client import start_http_server
 
 from kestrl.errors import UserInputError
+from kestrl.telemetry.children import Pipeline
 from kestrl.telemetry.names import Attr
 from kestrl.telemetry.roots import ROOT
 
@@ -46,13 +48,16 @@ class RootIds(RandomIdGenerator):
         return named[1]
 
 
-def export_spans(resource: Resource, endpoint: str | None) -> None:
-    """Sends spans to `endpoint`, or to where the OTEL_* variables say."""
-    provider = TracerProvider(resource=resource, id_generator=RootIds())
+def export_spans(resource: Resource, endpoint: str | None, *, tracer: str) -> Pipeline:
+    """Sends spans to `endpoint`, or to where the OTEL_* variables say; returns the way there for the children of `tracer`'s."""
+    ids = RootIds()
+    provider = TracerProvider(resource=resource, id_generator=ids)
     exporter = OTLPSpanExporter(endpoint=endpoint, insecure=True) if endpoint else OTLPSpanExporter()
-    provider.add_span_processor(BatchSpanProcessor(exporter, max_queue_size=8192))
+    processor = BatchSpanProcessor(exporter, max_queue_size=8192)
+    provider.add_span_processor(processor)
     trace.set_tracer_provider(provider)
     atexit.register(provider.shutdown)
+    return Pipeline(ids=ids, processor=processor, resource=resource, scope=InstrumentationScope(tracer, ""))
 
 
 def serve_metrics(resource: Resource, listen: str, *, exports: bool, endpoint: str | None) -> None:

@@ -14,7 +14,7 @@ import grpc
 from kestrl import rpc
 from kestrl.api.rollout.v1 import rollout_pb2_grpc as stubs
 from kestrl.plan.settings import RolloutSettings, ServiceSettings
-from kestrl.service import run_service
+from kestrl.service import collect_rarely, run_service
 from kestrl_rollout.agents.loading import load_loop
 from kestrl_rollout.conversation import ToolLimits
 from kestrl_rollout.engine import EngineClient
@@ -72,6 +72,7 @@ async def work(settings: ServiceSettings) -> None:
     """Serves until told to stop."""
     assert isinstance(settings, RolloutSettings)
     async with group_runner(settings) as groups:
+        collect_rarely()
         servicer = RolloutServicer(groups, context_length=settings.context_length)
 
         def register(server: grpc.aio.Server) -> None:

@@ -30,8 +30,8 @@ _BOUNDARIES: dict[Boundary, pb.Boundary.ValueType] = {
 _BOUNDARIES_BACK = {value: member for member, value in _BOUNDARIES.items()}
 
 
-def _dump(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+dump_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+"""A value as JSON, as it travels. One encoder for all: `json.dumps` makes one a call when anything is asked of it."""
 
 
 def _load(text: str, default: Any) -> Any:
@@ -78,9 +78,9 @@ def scenario_to_proto(scenario: Scenario) -> pb.Scenario:
         messages=[pb.Message(role=message["role"], content=message["content"]) for message in scenario.messages],
         tools=scenario.tools or (),
         tools_restricted=scenario.tools is not None,
-        tools_kwargs_json=_dump(scenario.tools_kwargs),
-        ground_truth_json=_dump(scenario.ground_truth),
-        metadata_json=_dump(scenario.metadata),
+        tools_kwargs_json=dump_json(scenario.tools_kwargs),
+        ground_truth_json=dump_json(scenario.ground_truth),
+        metadata_json=dump_json(scenario.metadata),
     )
 
 
@@ -114,10 +114,10 @@ def _call_to_proto(call: ToolCall) -> pb.ToolCall:
         turn=call.turn,
         name=call.name,
         raw=call.raw,
-        arguments_json="" if call.arguments is None else _dump(call.arguments),
+        arguments_json="" if call.arguments is None else dump_json(call.arguments),
         outcome=call.outcome,
         text=call.text,
-        data_json=_dump(call.data),
+        data_json=dump_json(call.data),
         seconds=call.seconds,
     )
 
@@ -173,7 +173,7 @@ def episode_to_proto(episode: Episode) -> pb.Episode:
         rows=[_row_to_proto(row) for row in episode.rows],
         turns=[_turn_to_proto(turn) for turn in episode.turns],
         tool_calls=[_call_to_proto(call) for call in episode.tool_calls],
-        messages_json=_dump(list(episode.messages)),
+        messages_json=dump_json(list(episode.messages)),
         stop_reason=episode.stop_reason,
         failure=None if episode.failure is None else failure_to_proto(episode.failure),
         policy=policy_to_proto(episode.policy),

@@ -16,6 +16,7 @@ from typing import Any, cast
 
 from kestrl.agents import Call
 from kestrl.episode import CallOutcome
+from kestrl.rpc.codec import dump_json
 from kestrl_rollout.chat import Message
 from kestrl_rollout.vocabulary import Vocabulary
 
@@ -84,12 +85,8 @@ class HermesParser:
             self._read(piece, state, content, calls, tools)
         if state.call is not None:
             calls.append(_unfinished("".join(state.call), cut=cut))
-        return Parsed(
-            text=self._vocabulary.decode(ids),
-            content="".join(content).strip(),
-            calls=calls,
-            message=self._message(ids),
-        )
+        text = self._vocabulary.decode(ids)
+        return Parsed(text=text, content="".join(content).strip(), calls=calls, message=self._message(ids, text))
 
     def _pieces(self, ids: Sequence[int]) -> Iterator[Marker | str]:
         start = 0
@@ -131,16 +128,15 @@ class HermesParser:
         elif not isinstance(piece, Marker):
             content.append(piece)
 
-    def _message(self, ids: Sequence[int]) -> Message:
+    def _message(self, ids: Sequence[int], text: str) -> Message:
         token = self._vocabulary.control(Marker.THOUGHT)
         if token is None:
-            text = self._vocabulary.decode(ids)
             head, found, answer = text.partition(Marker.THOUGHT)
             if not found:
                 return Message(role="assistant", text=text, ids=ids)
             return Message(role="assistant", text=answer, reasoning=head.rpartition(Marker.THINK)[2].strip("\n"))
         if token not in ids:
-            return Message(role="assistant", text=self._vocabulary.decode(ids), ids=ids)
+            return Message(role="assistant", text=text, ids=ids)
         end = list(ids).index(token)
         opening = self._vocabulary.control(Marker.THINK)
         inside = self._trim([each for each in ids[:end] if each != opening])
@@ -175,11 +171,14 @@ def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is not valid JSON")
 
 
+_decode = json.JSONDecoder(parse_constant=_refuse_constant).decode
+
+
 def read_call(raw: str, tools: Collection[str]) -> Call:
     """One call from the text between its markers."""
     try:
-        value = json.loads(raw, parse_constant=_refuse_constant)
-        json.dumps(value, ensure_ascii=False).encode()  # half a surrogate pair could not travel further
+        value = _decode(raw)
+        dump_json(value).encode()  # half a surrogate pair could not travel further
     except RecursionError:
         return _invalid(raw, "", "it is nested too deeply")
     except ValueError as error:

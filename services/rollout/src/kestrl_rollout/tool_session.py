@@ -13,6 +13,7 @@ from kestrl.api.tools.v1 import tools_pb2 as pb
 from kestrl.api.tools.v1 import tools_pb2_grpc as stubs
 from kestrl.episode import CallOutcome, Scenario
 from kestrl.errors import ToolFailure, UserInputError
+from kestrl.rpc.codec import dump_json
 from kestrl.tools import ToolSchema
 from kestrl_rollout.chat import Chat
 from kestrl_rollout.toolset import NO_TOOLS, ToolSet
@@ -99,7 +100,7 @@ class Toolbox:
         request = pb.OpenRequest(
             episode_id=episode_id,
             tools=names,
-            tools_kwargs_json=json.dumps(scenario.tools_kwargs, ensure_ascii=False),
+            tools_kwargs_json=dump_json(scenario.tools_kwargs),
             lifetime=seconds + LIFETIME_SLACK,
         )
         return ToolSession(self._stub, request, seconds=self._seconds)
@@ -144,9 +145,7 @@ class ToolSession:
             FailureError: The tool broke, or the service cannot be reached.
             ToolFailure: The service answered what cannot be read.
         """
-        request = pb.CallRequest(
-            session_id=self._id, name=name, arguments_json=json.dumps(arguments, ensure_ascii=False)
-        )
+        request = pb.CallRequest(session_id=self._id, name=name, arguments_json=dump_json(arguments))
         answer = await rpc.call(self._stub.Call, request, pb.CallResponse, timeout=seconds + RPC_SLACK, peer="tools")
         try:
             data: dict[str, Any] = json.loads(answer.data_json or "{}")

@@ -47,10 +47,12 @@ unit: $(STAMP)
 servers: $(STAMP)
 	$(BIN)/python -m pytest -q -m "servers and not engine" tests
 
-# Two files at a time: their engines start on one core, and a run's parts wait for each other.
+# The killer alone, for beside others it takes thrice as long; of the others two at a time: an engine starts on one core, and a run's parts
+# wait for each other.
 ## make engine           the tests that start real vLLM servers
 engine: $(STAMP)
-	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m engine tests
+	$(BIN)/python -m pytest -q tests/integration/test_killed.py
+	$(BIN)/python -m pytest -q -n 2 --dist loadgroup -m engine --ignore=tests/integration/test_killed.py tests
 
 ## make soak             a run whose every component is killed ten times; what was seen goes to docs/measured
 soak: $(STAMP)

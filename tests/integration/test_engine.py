@@ -17,7 +17,12 @@ from kestrl_inference.engine import CONTROL_KEY, Engine
 from kestrl_inference.policies import Policies
 from kestrl_inference.watch import State, Watch
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.slow,
+    pytest.mark.timeout(400),
+    pytest.mark.xdist_group("engine"),  # all ask the same two
+]
 
 DATA, CONTROL = "test-data-key", "test-control-key"
 BOUND = 1e-4

@@ -22,7 +22,11 @@ from kestrl_email.model_path import tiny
 
 from .runs import QUICKSTART, SMALL, belonging_to, eventually, kestrl, summary_of
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.timeout(400),
+    pytest.mark.xdist_group("run"),  # all look at one run
+]
 
 
 def digest_of(folder: Path) -> dict[str, str]:

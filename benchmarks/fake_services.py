@@ -21,10 +21,12 @@ from opentelemetry.proto.collector.trace.v1 import trace_service_pb2 as opb
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2_grpc as ostubs
 from tokenizers import Tokenizer
 
+from kestrl import rpc
 from kestrl.api.judge.v1 import judge_pb2 as jpb
 from kestrl.api.judge.v1 import judge_pb2_grpc as jstubs
 from kestrl.api.tools.v1 import tools_pb2 as tpb
 from kestrl.api.tools.v1 import tools_pb2_grpc as tstubs
+from kestrl.testing.ports import free_port
 
 LATENCY = 0.05
 TURNS = 4
@@ -110,15 +112,20 @@ async def serve(tokenizer: Path) -> None:
     bodies, lengths = completions(tokenizer)
     loop = asyncio.get_running_loop()
     engine = await loop.create_server(lambda: Engine(bodies), "127.0.0.1", 0, backlog=4096)
-    server = grpc.aio.server(options=[("grpc.max_receive_message_length", -1)])
-    tstubs.add_ToolServiceServicer_to_server(Tools(), server)
-    jstubs.add_JudgeServiceServicer_to_server(Judge(), server)
-    vars(ostubs)["add_TraceServiceServicer_to_server"](Spans(), server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
+    port = free_port()
+
+    def register(server: grpc.aio.Server) -> None:
+        tstubs.add_ToolServiceServicer_to_server(Tools(), server)
+        jstubs.add_JudgeServiceServicer_to_server(Judge(), server)
+        vars(ostubs)["add_TraceServiceServicer_to_server"](Spans(), server)
+
+    closed = loop.run_in_executor(None, sys.stdin.read)
+    serving = asyncio.create_task(rpc.serve("fakes", f"127.0.0.1:{port}", register, until=closed, bundles=True))
+    async with rpc.channel(f"127.0.0.1:{port}") as own:
+        await own.channel_ready()
     said = {"engine": engine.sockets[0].getsockname()[1], "services": port, "call": lengths[0], "final": lengths[1]}
     print(json.dumps(said), flush=True)
-    await loop.run_in_executor(None, sys.stdin.read)
+    await serving
 
 
 if __name__ == "__main__":

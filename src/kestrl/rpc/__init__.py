@@ -5,7 +5,8 @@ trailing metadata; `call` and `stream` raise it again as `FailureError` on the o
 W3C trace context and the job's credential.
 """
 
+from kestrl.rpc.bundle import Bundle
 from kestrl.rpc.client import Channel, call, channel, connected, stream
 from kestrl.rpc.server import serve
 
-__all__ = ["Channel", "call", "channel", "connected", "serve", "stream"]
+__all__ = ["Bundle", "Channel", "call", "channel", "connected", "serve", "stream"]

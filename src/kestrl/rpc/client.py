@@ -34,14 +34,16 @@ def channel(address: str) -> Channel:
     return grpc.aio.insecure_channel(address, options=OPTIONS)
 
 
+def credential(token: str | None = None) -> tuple[tuple[str, str], ...]:
+    """Metadata that shows a token, or else this process's own."""
+    shown = os.environ.get(TOKEN_VARIABLE) if token is None else token
+    return ((TOKEN_KEY, shown),) if shown else ()
+
+
 def _metadata(token: str | None) -> tuple[tuple[str, str], ...]:
     carrier: dict[str, str] = {}
     inject(carrier)
-    if token is None:
-        token = os.environ.get(TOKEN_VARIABLE)
-    if token:
-        carrier[TOKEN_KEY] = token
-    return tuple(carrier.items())
+    return (*carrier.items(), *credential(token))
 
 
 async def connected(channel: Channel, *, seconds: float) -> bool:

@@ -8,16 +8,19 @@ import logging
 import os
 import signal
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from importlib import import_module
-from typing import Any
+from typing import Any, cast
 
 import grpc
 from grpc_health.v1 import health_pb2
 from opentelemetry import context as otel_context
 from opentelemetry.propagate import extract
 
+from kestrl.api.bundle.v1 import bundle_pb2
+from kestrl.api.bundle.v1 import bundle_pb2_grpc as bundle_grpc
 from kestrl.errors import Boundary, Failure, KestrlError, UserInputError
+from kestrl.rpc.bundle import BundleServicer
 from kestrl.rpc.client import OPTIONS, TOKEN_VARIABLE
 from kestrl.rpc.codec import failure_to_proto
 from kestrl.rpc.status import FAILURE_KEY, STATUS_BY_BOUNDARY, TOKEN_KEY
@@ -34,6 +37,10 @@ health_grpc: Any = import_module("grpc_health.v1.health_pb2_grpc")
 async def _abort(context: grpc.aio.ServicerContext[Any, Any], failure: Failure) -> None:
     context.set_trailing_metadata(((FAILURE_KEY, failure_to_proto(failure).SerializeToString()),))
     await context.abort(STATUS_BY_BOUNDARY[failure.boundary], failure.message[:2000])
+
+
+def _carrier(context: grpc.aio.ServicerContext[Any, Any]) -> dict[str, str]:
+    return {key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)}
 
 
 class _Calls:
@@ -61,11 +68,9 @@ class _Door(grpc.aio.ServerInterceptor):
         self._token = token
         self._calls = _Calls()
 
-    def _authorised(self, context: grpc.aio.ServicerContext[Any, Any]) -> bool:
-        if self._token is None:
-            return True
-        sent = dict(context.invocation_metadata() or ()).get(TOKEN_KEY, "")
-        return isinstance(sent, str) and hmac.compare_digest(sent, self._token)
+    async def _admit(self, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        if self._token is not None and not hmac.compare_digest(_carrier(context).get(TOKEN_KEY, ""), self._token):
+            await context.abort(grpc.StatusCode.UNAUTHENTICATED, "the job's credential is missing or wrong")
 
     def _failure(self, error: Exception) -> Failure:
         if isinstance(error, KestrlError):
@@ -87,6 +92,10 @@ class _Door(grpc.aio.ServerInterceptor):
         if handler is None or handler_call_details.method.startswith(HEALTH_PREFIX):
             return handler
         method = handler_call_details.method.rpartition("/")[2]
+        if handler.stream_stream is not None:
+            return grpc.stream_stream_rpc_method_handler(
+                self._admitted(handler.stream_stream), handler.request_deserializer, handler.response_serializer
+            )
         if handler.unary_unary is not None:
             return grpc.unary_unary_rpc_method_handler(
                 self._unary(method, handler.unary_unary), handler.request_deserializer, handler.response_serializer
@@ -95,37 +104,62 @@ class _Door(grpc.aio.ServerInterceptor):
             self._stream(method, handler.unary_stream), handler.request_deserializer, handler.response_serializer
         )
 
-    def _enter(self, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
-        carrier = {key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)}
-        return otel_context.attach(extract(carrier))
+    async def _answered(self, method: str, carrier: Mapping[str, str], work: Callable[[], Awaitable[Any]]) -> Any:
+        """What a unary method answers, or the failure it ended with."""
+        token, told = otel_context.attach(extract(carrier)), ""
+        self._calls.begins(method)
+        try:
+            return await work()
+        except grpc.aio.AbortError:
+            raise
+        except Exception as error:  # noqa: BLE001 - the one door where any error becomes a typed failure
+            failure = self._failure(error)
+            told = f"{failure.boundary}/{failure.code}"
+            return failure
+        finally:
+            self._calls.ends(method, told)
+            otel_context.detach(token)
 
     def _unary(self, method: str, inner: Any) -> Any:
         async def handle(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
-            if not self._authorised(context):
-                await context.abort(grpc.StatusCode.UNAUTHENTICATED, "the job's credential is missing or wrong")
-            token, told = self._enter(context), ""
-            self._calls.begins(method)
-            try:
-                return await inner(request, context)
-            except grpc.aio.AbortError:
-                raise
-            except Exception as error:  # noqa: BLE001 - the one door where any error becomes a typed failure
-                failure = self._failure(error)
-                told = f"{failure.boundary}/{failure.code}"
-                await _abort(context, failure)
-            finally:
-                self._calls.ends(method, told)
-                otel_context.detach(token)
+            await self._admit(context)
+            answer = await self._answered(method, _carrier(context), lambda: inner(request, context))
+            if isinstance(answer, Failure):
+                await _abort(context, answer)
+            return answer
+
+        return handle
+
+    async def bundled(
+        self, handlers: Mapping[str, grpc.RpcMethodHandler[Any, Any]], call: bundle_pb2.Call
+    ) -> bundle_pb2.Answer:
+        """Answers a call of a bundle by the method it names."""
+
+        async def work() -> bytes:
+            handler: Any = handlers.get(call.method)
+            if handler is None:
+                raise KestrlError(f"there is no method {call.method} here", code="unimplemented")
+            answer = await handler.unary_unary(handler.request_deserializer(call.request), None)
+            return handler.response_serializer(answer)
+
+        answer = await self._answered(call.method.rpartition("/")[2], call.context, work)
+        if isinstance(answer, Failure):
+            return bundle_pb2.Answer(id=call.id, failure=failure_to_proto(answer))
+        return bundle_pb2.Answer(id=call.id, response=answer)
+
+    def _admitted(self, inner: Any) -> Any:
+        async def handle(requests: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
+            await self._admit(context)
+            async for answer in inner(requests, context):
+                yield answer
 
         return handle
 
     def _stream(self, method: str, inner: Any) -> Any:
         async def handle(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
-            if not self._authorised(context):
-                await context.abort(grpc.StatusCode.UNAUTHENTICATED, "the job's credential is missing or wrong")
-            carrier = {key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)}
+            await self._admit(context)
             # An async generator may be resumed in another context, so the token cannot be detached; the task ends with it.
-            otel_context.attach(extract(carrier))
+            otel_context.attach(extract(_carrier(context)))
             told = ""
             self._calls.begins(method)
             try:
@@ -143,6 +177,21 @@ class _Door(grpc.aio.ServerInterceptor):
         return handle
 
 
+class _Methods:
+    """A server, as generated code adds methods to it; remembers them by their paths."""
+
+    def __init__(self, server: grpc.aio.Server) -> None:
+        self._server = server
+        self.handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {}
+
+    def add_generic_rpc_handlers(self, handlers: Any) -> None:
+        self._server.add_generic_rpc_handlers(handlers)
+
+    def add_registered_method_handlers(self, service: str, handlers: Mapping[str, Any]) -> None:
+        self.handlers |= {f"/{service}/{name}": handler for name, handler in handlers.items()}
+        self._server.add_registered_method_handlers(service, dict(handlers))
+
+
 async def serve(
     component: str,
     listen: str,
@@ -151,6 +200,7 @@ async def serve(
     drain: Callable[[], Awaitable[None]] | None = None,
     grace: float = 10.0,
     until: Awaitable[object] | None = None,
+    bundles: bool = False,
 ) -> None:
     """Serves until SIGTERM or SIGINT (or until `until` is done), then drains: unhealthy first, then `drain`, then the port.
 
@@ -162,12 +212,14 @@ async def serve(
         grace: Seconds that calls in flight get after `drain`.
         until: Ends serving when done; its exception, if any, is raised here. On a signal it is awaited too, so `drain` must see
             to it that it ends (cancelling it is one way).
+        bundles: Whether its unary methods may be called in bundles too; they then have no use for gRPC's context.
 
     Raises:
         UserInputError: The port is taken.
     """
+    door = _Door(component, os.environ.get(TOKEN_VARIABLE) or None)
     server = grpc.aio.server(
-        interceptors=[_Door(component, os.environ.get(TOKEN_VARIABLE) or None)],
+        interceptors=[door],
         options=[
             *OPTIONS,
             ("grpc.so_reuseport", 0),
@@ -178,7 +230,13 @@ async def serve(
             ("grpc.http2.max_ping_strikes", 0),
         ],
     )
-    register(server)
+    methods = _Methods(server)
+    register(cast(grpc.aio.Server, methods))
+    ending = asyncio.Event()
+    if bundles:
+        bundle_grpc.add_BundleServiceServicer_to_server(
+            BundleServicer(lambda call: door.bundled(methods.handlers, call), ending), server
+        )
     healthy = health.aio.HealthServicer()
     health_grpc.add_HealthServicer_to_server(healthy, server)
     try:
@@ -203,6 +261,7 @@ async def serve(
         if drain is not None:
             await drain()
     finally:
+        ending.set()
         await server.stop(grace)
         waits[0].cancel()
     if until is not None and not waits[1].cancelled():

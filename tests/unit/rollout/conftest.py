@@ -169,6 +169,7 @@ class FakeTools(tools_pb2_grpc.ToolServiceServicer):
         self.opened: list[tools_pb2.OpenRequest] = []
         self.calls: list[tools_pb2.CallRequest] = []
         self.closed: list[str] = []
+        self.open_error: Exception | None = None
         self.close_error: Exception | None = None
         self.all_closed = asyncio.Event()
 
@@ -176,6 +177,8 @@ class FakeTools(tools_pb2_grpc.ToolServiceServicer):
         return tools_pb2.ListToolsResponse(tools=self.schemas)
 
     async def Open(self, request: tools_pb2.OpenRequest, context: Any) -> tools_pb2.OpenResponse:
+        if self.open_error is not None:
+            raise self.open_error
         self.opened.append(request)
         return tools_pb2.OpenResponse(session_id=f"session-{request.episode_id}")
 
@@ -323,7 +326,11 @@ async def make_stage(model_folder: Path, load: Any, face: ModelFace) -> AsyncIte
             ]
             tools, judge = FakeTools(), FakeJudge()
             tools_address = await stack.enter_async_context(
-                served("tools", lambda server: tools_pb2_grpc.add_ToolServiceServicer_to_server(tools, server))
+                served(
+                    "tools",
+                    lambda server: tools_pb2_grpc.add_ToolServiceServicer_to_server(tools, server),
+                    bundles=True,
+                )
             )
             judge_address = await stack.enter_async_context(
                 served("judge", lambda server: judge_pb2_grpc.add_JudgeServiceServicer_to_server(judge, server))

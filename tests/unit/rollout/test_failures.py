@@ -10,7 +10,7 @@ import pytest
 
 from kestrl.api.judge.v1 import judge_pb2
 from kestrl.episode import StopReason
-from kestrl.errors import Boundary, FailureError, ToolFailure
+from kestrl.errors import Boundary, Failure, FailureError, ToolFailure
 from kestrl.testing.engine import Completion, Fault
 
 
@@ -135,17 +135,10 @@ async def test_one_of_several_calls_fails(stage: Any, call_text: Callable[..., s
 
 async def test_the_tool_service_is_gone(make_stage: Any, call_text: Callable[..., str]) -> None:
     stage = await make_stage()
-    stage.says("Hello.")
-    await stage.episode()  # the tools are listed
-    stage.groups._episodes._toolbox._stub.Open = _unavailable
+    gone = Failure(boundary=Boundary.INFRASTRUCTURE, code="gone", message="gone", component="tools")
+    stage.tools.open_error = FailureError(gone)
     stage.says(call_text("search", word="a"))
     assert failure(await stage.episode()) == (Boundary.INFRASTRUCTURE, "gone")
-
-
-async def _unavailable(*args: Any, **options: Any) -> None:
-    from kestrl.errors import Failure
-
-    raise FailureError(Failure(boundary=Boundary.INFRASTRUCTURE, code="gone", message="gone", component="tools"))
 
 
 async def test_a_tool_that_hangs(stage: Any, call_text: Callable[..., str]) -> None:

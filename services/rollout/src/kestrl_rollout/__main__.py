@@ -23,6 +23,7 @@ from kestrl_rollout.groups import GroupRunner
 from kestrl_rollout.model import load_model
 from kestrl_rollout.scoring import Judge
 from kestrl_rollout.service import RolloutServicer
+from kestrl_rollout.tool_session import SERVICE as TOOL_SERVICE
 from kestrl_rollout.tool_session import Toolbox
 
 ENGINE_KEY_VARIABLE = "KESTRL_ENGINE_KEY"
@@ -46,7 +47,8 @@ async def group_runner(settings: RolloutSettings) -> AsyncGenerator[GroupRunner]
     )
     async with (
         EngineClient(os.environ.get(ENGINE_KEY_VARIABLE)) as client,
-        rpc.channel(settings.tools_address) as tools,
+        rpc.channel(settings.tools_address) as channel,
+        rpc.Bundle(channel, TOOL_SERVICE, peer="tools") as tools,
         rpc.channel(settings.judge_address) as judge,
     ):
         episodes = EpisodeRunner(

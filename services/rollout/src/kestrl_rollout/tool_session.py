@@ -10,7 +10,6 @@ from typing import Any
 
 from kestrl import rpc
 from kestrl.api.tools.v1 import tools_pb2 as pb
-from kestrl.api.tools.v1 import tools_pb2_grpc as stubs
 from kestrl.episode import CallOutcome, Scenario
 from kestrl.errors import ToolFailure, UserInputError
 from kestrl.rpc.codec import dump_json
@@ -18,6 +17,7 @@ from kestrl.tools import ToolSchema
 from kestrl_rollout.chat import Chat
 from kestrl_rollout.toolset import NO_TOOLS, ToolSet
 
+SERVICE = "kestrl.api.tools.v1.ToolService"
 LIFETIME_SLACK = 30.0
 """Seconds a session outlives its episode's deadline at the tool service, for the case that this worker is gone."""
 RPC_SLACK = 5.0
@@ -46,8 +46,8 @@ class ToolAnswer:
 class Toolbox:
     """The tool service, as this worker uses it."""
 
-    def __init__(self, channel: rpc.Channel, chat: Chat, *, seconds: float) -> None:
-        self._stub: Any = stubs.ToolServiceStub(channel)
+    def __init__(self, service: rpc.Bundle, chat: Chat, *, seconds: float) -> None:
+        self._service = service
         self._chat = chat
         self._seconds = seconds
         self._listed: tuple[ToolSchema, ...] | None = None
@@ -80,13 +80,8 @@ class Toolbox:
         return offer
 
     async def _list(self) -> tuple[ToolSchema, ...]:
-        answer = await rpc.call(
-            self._stub.ListTools,
-            pb.ListToolsRequest(),
-            pb.ListToolsResponse,
-            timeout=self._seconds,
-            peer="tools",
-            wait=True,
+        answer = await self._service.call(
+            "ListTools", pb.ListToolsRequest(), pb.ListToolsResponse, timeout=self._seconds, wait=True
         )
         return tuple(
             ToolSchema(
@@ -103,14 +98,14 @@ class Toolbox:
             tools_kwargs_json=dump_json(scenario.tools_kwargs),
             lifetime=seconds + LIFETIME_SLACK,
         )
-        return ToolSession(self._stub, request, seconds=self._seconds)
+        return ToolSession(self._service, request, seconds=self._seconds)
 
 
 class ToolSession:
     """One episode's instances of its tools."""
 
-    def __init__(self, stub: Any, request: pb.OpenRequest, *, seconds: float) -> None:
-        self._stub = stub
+    def __init__(self, service: rpc.Bundle, request: pb.OpenRequest, *, seconds: float) -> None:
+        self._service = service
         self._request = request
         self._seconds = seconds
         self._opening = asyncio.Lock()
@@ -128,13 +123,8 @@ class ToolSession:
         """
         async with self._opening:
             if not self._id:
-                opened = await rpc.call(
-                    self._stub.Open,
-                    self._request,
-                    pb.OpenResponse,
-                    timeout=seconds + RPC_SLACK,
-                    peer="tools",
-                    wait=True,
+                opened = await self._service.call(
+                    "Open", self._request, pb.OpenResponse, timeout=seconds + RPC_SLACK, wait=True
                 )
                 self._id = opened.session_id
 
@@ -146,7 +136,7 @@ class ToolSession:
             ToolFailure: The service answered what cannot be read.
         """
         request = pb.CallRequest(session_id=self._id, name=name, arguments_json=dump_json(arguments))
-        answer = await rpc.call(self._stub.Call, request, pb.CallResponse, timeout=seconds + RPC_SLACK, peer="tools")
+        answer = await self._service.call("Call", request, pb.CallResponse, timeout=seconds + RPC_SLACK)
         try:
             data: dict[str, Any] = json.loads(answer.data_json or "{}")
             return ToolAnswer(outcome=CallOutcome(answer.outcome), text=answer.text, final=answer.final, data=data)
@@ -162,6 +152,4 @@ class ToolSession:
         if not self._id:
             return
         session, self._id = self._id, ""
-        await rpc.call(
-            self._stub.Close, pb.CloseRequest(session_id=session), pb.CloseResponse, timeout=self._seconds, peer="tools"
-        )
+        await self._service.call("Close", pb.CloseRequest(session_id=session), pb.CloseResponse, timeout=self._seconds)

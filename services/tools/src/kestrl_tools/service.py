@@ -34,4 +34,5 @@ async def run_tools(settings: ToolsSettings, *, until: Awaitable[object] | None 
         lambda server: stubs.add_ToolServiceServicer_to_server(servicer, server),
         drain=sessions.drain,
         until=until,
+        bundles=True,
     )

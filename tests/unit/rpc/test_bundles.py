@@ -1,0 +1,251 @@
+"""Many calls over one stream, over a real server: each has its own answer, and ends as a call of its own would."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from opentelemetry import context, trace
+from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags
+
+from kestrl.api.bundle.v1 import bundle_pb2
+from kestrl.api.tools.v1 import tools_pb2 as pb
+from kestrl.api.tools.v1 import tools_pb2_grpc as stubs
+from kestrl.errors import Boundary, FailureError, ToolFailure
+from kestrl.rpc import Bundle, bundle, channel, serve
+from kestrl.telemetry import current_trace_id
+from kestrl.testing.ports import free_port
+
+SERVICE = "kestrl.api.tools.v1.ToolService"
+
+
+class Tools(stubs.ToolServiceServicer):
+    """Answers as told by the call's name."""
+
+    def __init__(self) -> None:
+        self.called: list[str] = []
+        self.arrived, self.go, self.cancelled = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+    async def Call(self, request: pb.CallRequest, context: Any) -> pb.CallResponse:
+        self.called.append(request.arguments_json)
+        match request.name:
+            case "typed":
+                raise ToolFailure("search: it broke", code="tool_raised")
+            case "bug":
+                raise ZeroDivisionError("oops")
+            case "trace":
+                return pb.CallResponse(text=current_trace_id())
+            case "wait":
+                self.arrived.set()
+                try:
+                    await self.go.wait()
+                except asyncio.CancelledError:
+                    self.cancelled.set()
+                    raise
+            case _:
+                pass
+        return pb.CallResponse(text=f"{request.name} {request.arguments_json}")
+
+
+@asynccontextmanager
+async def served(
+    tools: Tools, listen: str, *, bundles: bool = True, grace: float = 0.1
+) -> AsyncGenerator[asyncio.Event]:
+    """A server, and what ends it."""
+    stop = asyncio.Event()
+
+    def register(server: Any) -> None:
+        stubs.add_ToolServiceServicer_to_server(tools, server)
+
+    server = asyncio.create_task(serve("tools", listen, register, until=stop.wait(), grace=grace, bundles=bundles))
+    try:
+        yield stop
+    finally:
+        stop.set()
+        await server
+
+
+@pytest.fixture
+def listen() -> str:
+    return f"127.0.0.1:{free_port()}"
+
+
+@pytest.fixture
+def tools() -> Tools:
+    return Tools()
+
+
+@pytest.fixture
+async def calls(listen: str) -> AsyncIterator[Bundle]:
+    async with channel(listen) as connection, Bundle(connection, SERVICE, peer="tools") as made:
+        yield made
+
+
+@pytest.fixture
+async def running(tools: Tools, listen: str, calls: Bundle) -> AsyncIterator[Callable[..., Any]]:
+    """Calls one tool of a server that is up."""
+    async with served(tools, listen):
+        await ask(calls, "first", wait=True)
+        yield lambda name, **options: ask(calls, name, **options)
+
+
+async def ask(calls: Bundle, name: str, said: str = "", *, timeout: float = 5, wait: bool = False) -> str:
+    request = pb.CallRequest(name=name, arguments_json=said)
+    return (await calls.call("Call", request, pb.CallResponse, timeout=timeout, wait=wait)).text
+
+
+async def test_each_call_has_its_own_answer_in_any_order(tools: Tools, running: Any) -> None:
+    slow = asyncio.create_task(running("wait", said="slow"))
+    await tools.arrived.wait()
+    answers = await asyncio.gather(*(running("echo", said=str(number)) for number in range(300)))
+    assert answers == [f"echo {number}" for number in range(300)]
+    assert not slow.done()
+    tools.go.set()
+    assert await slow == "wait slow"
+
+
+async def test_what_comes_together_goes_together(running: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    sent = list[int]()
+
+    def counting(waiting: deque[Any]) -> list[Any]:
+        taken = [waiting.popleft() for _ in range(len(waiting))]
+        sent.append(len(taken))
+        return taken
+
+    monkeypatch.setattr(bundle, "take", counting)
+    await asyncio.gather(*(running("echo", said=str(number)) for number in range(100)))
+    assert sum(sent) == 200  # and as many answers
+    assert len(sent) < 100
+
+
+@given(st.lists(st.integers(0, 40), max_size=60))
+def test_messages_carry_all_in_order_and_no_more_than_enough(sizes: list[int]) -> None:
+    items = [bundle_pb2.Answer(id=number, response=b"x" * size) for number, size in enumerate(sizes)]
+    waiting, taken, enough = deque(items), list[list[bundle_pb2.Answer]](), 64
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bundle, "MESSAGE_BYTES", enough)
+        while waiting:
+            taken.append(bundle.take(waiting))
+    assert [answer for message in taken for answer in message] == items
+    for message in taken:
+        assert message
+        assert sum(answer.ByteSize() for answer in message[:-1]) < enough
+
+
+async def test_a_typed_failure_arrives_whole(running: Any) -> None:
+    with pytest.raises(FailureError) as caught:
+        await running("typed")
+    failure = caught.value.failure()
+    assert (failure.boundary, failure.code, failure.message) == (Boundary.TOOL, "tool_raised", "search: it broke")
+    assert failure.component == "tools"
+
+
+async def test_a_bug_is_a_typed_failure_and_harms_no_other_call(tools: Tools, running: Any) -> None:
+    other = asyncio.create_task(running("wait"))
+    await tools.arrived.wait()
+    with pytest.raises(FailureError, match="tools: ZeroDivisionError: oops"):
+        await running("bug")
+    tools.go.set()
+    assert await other == "wait "
+
+
+async def test_a_method_that_is_not_there_is_told(calls: Bundle, running: Any) -> None:
+    del running
+    with pytest.raises(FailureError, match=r"no method /kestrl\.api\.tools\.v1\.ToolService/Sing") as caught:
+        await calls.call("Sing", pb.CallRequest(), pb.CallResponse, timeout=5)
+    assert caught.value.code == "unimplemented"
+
+
+async def test_a_deadline_has_its_code_and_ends_the_work(tools: Tools, running: Any) -> None:
+    with pytest.raises(FailureError) as caught:
+        await running("wait", timeout=0.1)
+    assert (caught.value.code, caught.value.retryable) == ("deadline_exceeded", True)
+    await tools.cancelled.wait()
+
+
+async def test_who_stops_waiting_ends_the_work(tools: Tools, running: Any) -> None:
+    asking = asyncio.create_task(running("wait"))
+    await tools.arrived.wait()
+    asking.cancel()
+    await tools.cancelled.wait()
+    assert await running("echo", said="on") == "echo on"
+
+
+async def test_the_trace_crosses(running: Any) -> None:
+    parent = SpanContext(0x7, 0x9, is_remote=False, trace_flags=TraceFlags(TraceFlags.SAMPLED))
+    token = context.attach(trace.set_span_in_context(NonRecordingSpan(parent)))
+    try:
+        assert await running("trace") == f"{7:032x}"
+    finally:
+        context.detach(token)
+
+
+async def test_a_stream_without_the_jobs_credential_is_refused(
+    tools: Tools, listen: str, calls: Bundle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KESTRL_JOB_TOKEN", "right")
+    async with served(tools, listen):
+        assert await ask(calls, "echo", wait=True) == "echo "
+        monkeypatch.setenv("KESTRL_JOB_TOKEN", "wrong")
+        async with channel(listen) as connection, Bundle(connection, SERVICE, peer="tools") as others:
+            with pytest.raises(FailureError) as caught:
+                await ask(others, "echo", wait=True)
+            assert caught.value.code == "unauthenticated"
+            monkeypatch.setenv("KESTRL_JOB_TOKEN", "right")
+            assert await ask(others, "echo", said="a") == "echo a"
+
+
+async def test_a_server_without_bundles_says_so(tools: Tools, listen: str, calls: Bundle) -> None:
+    async with served(tools, listen, bundles=False):
+        with pytest.raises(FailureError) as caught:
+            await ask(calls, "echo", wait=True)
+        assert caught.value.code == "unimplemented"
+
+
+async def test_nobody_there_is_retryable(calls: Bundle) -> None:
+    with pytest.raises(FailureError) as caught:
+        await ask(calls, "echo")
+    assert (caught.value.code, caught.value.retryable) == ("unavailable", True)
+
+
+async def test_waiting_has_an_end(calls: Bundle) -> None:
+    with pytest.raises(FailureError) as caught:
+        await ask(calls, "echo", timeout=0.2, wait=True)
+    assert caught.value.code == "deadline_exceeded"
+
+
+async def test_when_the_server_goes_a_call_fails_and_one_that_waits_is_asked_again(
+    tools: Tools, listen: str, calls: Bundle
+) -> None:
+    async with served(tools, listen):
+        lost = asyncio.create_task(ask(calls, "wait", "lost", wait=False))
+        waits = asyncio.create_task(ask(calls, "wait", "waits", wait=True))
+        while len(tools.called) < 2:
+            await tools.arrived.wait()
+            await asyncio.sleep(0)
+    with pytest.raises(FailureError) as caught:
+        await lost
+    assert (caught.value.code, caught.value.retryable) == ("unavailable", True)
+    other = Tools()
+    other.go.set()
+    async with served(other, listen):
+        assert await waits == "wait waits"
+    assert other.called == ["waits"]
+
+
+async def test_a_server_that_ends_answers_what_it_has_and_then_is_gone_at_once(
+    tools: Tools, listen: str, calls: Bundle
+) -> None:
+    async with asyncio.timeout(10), served(tools, listen, grace=60) as stop:
+        last = asyncio.create_task(ask(calls, "wait", "last", wait=True))
+        await tools.arrived.wait()
+        stop.set()
+        await asyncio.sleep(0)
+        tools.go.set()
+        assert await last == "wait last"

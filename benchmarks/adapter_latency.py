@@ -1,6 +1,7 @@
 """From an adapter's weights in storage to its first token, proved, against loading the same files by hand and asking for a token.
 
-Real engines with their agents, as the quickstart's plan starts them. Each version is new; medians over `VERSIONS` of them.
+Real engines with their agents, as the plan of each demo starts them, side by side as often as the demo has replicas. Each version is new;
+medians over `VERSIONS` of them.
 """
 
 from __future__ import annotations
@@ -35,8 +36,10 @@ from kestrl.storage import open_store
 from kestrl_learner import adapters
 from kestrl_learner.model import PolicyModel
 
-JOB = Path(__file__).parents[1] / "examples" / "email-search" / "quickstart.yaml"
-ENGINES, VERSIONS, LOAD_SECONDS = 2, 7, 120.0
+EXAMPLES = Path(__file__).parents[1] / "examples" / "email-search"
+JOBS = {"tiny": EXAMPLES / "quickstart.yaml", "smollm2": EXAMPLES / "smollm2.yaml"}
+"""By the name of their model."""
+VERSIONS, LOAD_SECONDS = 7, 120.0
 PROMPT = list(range(300, 340))
 
 
@@ -80,13 +83,13 @@ class Engine:
 
 
 @asynccontextmanager
-async def started(folder: Path) -> AsyncGenerator[tuple[list[Engine], str]]:
-    """Engines that are up, and the model they serve."""
-    job = read_job(JOB)
+async def started(manifest: Path, folder: Path) -> AsyncGenerator[tuple[list[Engine], str, PolicyModel]]:
+    """A job's engines that are up, where its model is, and the model as the learner has it."""
+    job = read_job(manifest)
     run = RunDir(folder / "run")
     for part in ("logs", "settings", "work"):
         (run.path / part).mkdir(parents=True)
-    site = site_of(job, run, JOB.parent, base_port=None, cache_dir=folder)
+    site = site_of(job, run, manifest.parent, base_port=None, cache_dir=folder)
     keys = {secret.value: secrets.token_urlsafe(16) for secret in Secret}
     launcher = Launcher(folder=run.path, secrets=keys)
     parts = [part for part in plan(job, site) if part.role in {Role.ENGINE, Role.INFERENCE}]
@@ -97,11 +100,16 @@ async def started(folder: Path) -> AsyncGenerator[tuple[list[Engine], str]]:
         stack.callback(lambda: [process.let_go() for process in running])
         session = await stack.enter_async_context(aiohttp.ClientSession(headers=headers))
         engines: list[Engine] = []
-        for engine, agent in zip(parts[:ENGINES], parts[ENGINES:], strict=True):
+        servers, agents = ([part for part in parts if part.role is role] for role in (Role.ENGINE, Role.INFERENCE))
+        for engine, agent in zip(servers, agents, strict=True):
             channel = await stack.enter_async_context(rpc.channel(f"127.0.0.1:{agent.ports['grpc']}"))
             engines.append(Engine(engine, session, channel))
         await asyncio.gather(*(engine.up() for engine in engines))
-        yield engines, site.model
+        lora = job.spec.model.adapter
+        learnt = PolicyModel(
+            site.model, dtype="float32", rank=lora.rank, alpha=lora.alpha, targets=lora.targets, seed=1
+        )
+        yield engines, site.model, learnt
 
 
 async def timed(work: Sequence[Any]) -> float:
@@ -110,44 +118,35 @@ async def timed(work: Sequence[Any]) -> float:
     return time.perf_counter() - began
 
 
-async def figures() -> AsyncIterator[Row]:
+async def figures(model_name: str, manifest: Path) -> AsyncIterator[Row]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        async with started(folder) as (engines, base):
-            model = PolicyModel(base, dtype="float32", rank=16, alpha=32.0, targets="all-linear", seed=1)
+        async with started(manifest, folder) as (engines, base, model):
             store = open_store((folder / "store").as_uri())
             one, all_, bare = list[float](), list[float](), list[float]()
             for version in range(VERSIONS):
                 with torch.no_grad():
                     for weight in model.parameters():
                         weight.add_(torch.randn_like(weight) * 0.01)
-                manifest, uri = adapters.publish(store, model, job="bench", step=version, base=base, parent=None)
+                published, uri = adapters.publish(store, model, job="bench", step=version, base=base, parent=None)
                 files = Path(uri.removeprefix("file://"))
                 bare.append(await timed([engines[0].bare(f"bare-{version}", files)]))
                 await engines[0].post("/v1/unload_lora_adapter", lora_name=f"bare-{version}")
                 for taken, some in ((one, engines[:1]), (all_, engines)):
-                    taken.append(await timed([engine.ours(manifest.policy, uri) for engine in some]))
-                    await asyncio.gather(*(engine.forget(manifest.policy) for engine in some))
-            ours, both, by_hand = (statistics.median(taken[1:]) for taken in (one, all_, bare))
+                    taken.append(await timed([engine.ours(published.policy, uri) for engine in some]))
+                    await asyncio.gather(*(engine.forget(published.policy) for engine in some))
+            ours, together, by_hand = (statistics.median(taken[1:]) * 1000 for taken in (one, all_, bare))
+        at = f"adapter_latency/{model_name}"
+        yield Row(name=f"{at}/one_engine", value=ours, unit="ms", reference=by_hand, against="load by hand")
+        if len(engines) > 1:
             yield Row(
-                name="adapter_latency/one_engine",
-                value=ours * 1000,
-                unit="ms",
-                reference=by_hand * 1000,
-                against="load by hand",
-            )
-            yield Row(
-                name=f"adapter_latency/{ENGINES}_engines",
-                value=both * 1000,
-                unit="ms",
-                reference=ours * 1000,
-                against="one engine",
+                name=f"{at}/{len(engines)}_engines", value=together, unit="ms", reference=ours, against="one engine"
             )
 
 
 def measure() -> list[Row]:
     async def collected() -> list[Row]:
-        return [row async for row in figures()]
+        return [row for name, manifest in JOBS.items() async for row in figures(name, manifest)]
 
     return asyncio.run(collected())
 

@@ -81,7 +81,8 @@ class _Stream:
         carrier: dict[str, str] = {}
         inject(carrier)
         number = next(self._ids)
-        answer = self._answers[number] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[pb.Answer] = asyncio.get_running_loop().create_future()
+        self._answers[number] = answer
         self._waiting.append(pb.Call(id=number, method=method, request=request, context=carrier))
         self._more.set()
         try:
@@ -198,11 +199,12 @@ class BundleServicer(stubs.BundleServiceServicer):
         """`answer` never raises; once `stopping` is set, streams end with the calls that they have."""
         self._answer, self._stopping = answer, stopping
 
-    async def Run(self, requests: AsyncIterator[pb.RunRequest], context: Any) -> AsyncIterator[pb.RunResponse]:  # noqa: ARG002 - gRPC's names
+    async def Run(self, request_iterator: AsyncIterator[pb.RunRequest], context: Any) -> AsyncIterator[pb.RunResponse]:  # noqa: ARG002 - gRPC's names
         calls = _Calls(self._answer)
-        reading = asyncio.create_task(calls.read(requests), name="bundle-reads")
+        reading = asyncio.create_task(calls.read(request_iterator), name="bundle-reads")
         stopping = asyncio.create_task(self._stopping.wait(), name="bundle-stops")
-        for task in (reading, stopping):
+        watched: tuple[asyncio.Task[Any], ...] = (reading, stopping)
+        for task in watched:
             task.add_done_callback(lambda _: calls.more.set())
         try:
             while calls.running or calls.answers or not reading.done():
@@ -215,7 +217,7 @@ class BundleServicer(stubs.BundleServiceServicer):
             if not reading.cancelled():
                 reading.result()
         finally:
-            left = (reading, stopping, *calls.running.values())
+            left = (*watched, *calls.running.values())
             for task in left:
                 task.cancel()
             await asyncio.wait(left)

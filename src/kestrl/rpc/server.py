@@ -140,7 +140,8 @@ class _Door(grpc.aio.ServerInterceptor):
             if handler is None:
                 raise KestrlError(f"there is no method {call.method} here", code="unimplemented")
             answer = await handler.unary_unary(handler.request_deserializer(call.request), None)
-            return handler.response_serializer(answer)
+            serialised: bytes = handler.response_serializer(answer)
+            return serialised
 
         answer = await self._answered(call.method.rpartition("/")[2], call.context, work)
         if isinstance(answer, Failure):

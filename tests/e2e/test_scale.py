@@ -34,7 +34,7 @@ from .installation import quickstart
 pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.slow, pytest.mark.timeout(2400)]
 COUNT = int(os.environ.get("KESTRL_SCALE_JOBS", "100"))
 GOAL_MIB, GOAL_REQUESTS = 400, 40
-REST_SECONDS = 90.0
+REST_SECONDS, QUIET_SECONDS, LONGEST_SETTLING = 90.0, 10.0, 600.0
 PLACES = ("scale", "scale-bare")
 PODS = 6
 """Of the quickstart."""
@@ -64,9 +64,26 @@ class Process:
 
     def requests(self) -> int:
         """To the apiserver, watches aside."""
+        return self._counted("kestrl_operator_requests_total")
+
+    def passes(self) -> int:
+        """Over jobs."""
+        return self._counted("kestrl_operator_reconciles_total")
+
+    def _counted(self, metric: str) -> int:
         text = urllib.request.urlopen(f"http://{METRICS}/metrics", timeout=5).read().decode()
-        lines = [line for line in text.splitlines() if line.startswith("kestrl_operator_requests_total")]
-        return int(float(lines[0].rpartition(" ")[2]))
+        return int(sum(float(line.rpartition(" ")[2]) for line in text.splitlines() if line.startswith(metric)))
+
+    def rest(self) -> None:
+        """Until next to nothing happens any more: the scheduler and the controllers go on long after all pods are made."""
+        deadline, before = time.monotonic() + LONGEST_SETTLING, self.passes()
+        while time.monotonic() < deadline:
+            time.sleep(QUIET_SECONDS)  # what is awaited is that nothing happens
+            passes = self.passes()
+            if passes - before <= COUNT // 100:
+                return
+            before = passes
+        raise TimeoutError(f"the operator still looks at jobs {LONGEST_SETTLING:g} s after their pods were made")
 
 
 @contextmanager
@@ -178,6 +195,7 @@ def test_many_jobs_are_taken_on_quickly_and_cost_next_to_nothing_at_rest(
             seconds = asyncio.run(fill("scale"))
             busy, asked = operator.cpu() - before[0], operator.requests() - before[1]
             asyncio.run(settled("scale"))
+            operator.rest()
             resting = operator.cpu()
             time.sleep(REST_SECONDS)  # what is measured is that nothing happens
             idle = (operator.cpu() - resting) / REST_SECONDS

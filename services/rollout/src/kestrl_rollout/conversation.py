@@ -23,13 +23,15 @@ from kestrl_rollout.deadlines import Scope, Waiting, deadline, now
 from kestrl_rollout.engine_session import EngineSession, Sampled
 from kestrl_rollout.huggingface import TokenizerView
 from kestrl_rollout.model import ModelFace
-from kestrl_rollout.parser import HermesParser, Parsed
+from kestrl_rollout.parser import Parsed
 from kestrl_rollout.recorder import Recorder
 from kestrl_rollout.requests import Deadlines
 from kestrl_rollout.tool_session import Offer, ToolAnswer, ToolSession
 
 CUT_RESERVE = 24
 """Tokens kept free for the marker of a cut result."""
+TOOL_ERRORS = tuple((f"tool_errors.{outcome}", outcome) for outcome in CallOutcome if outcome is not CallOutcome.OK)
+"""Metrics of an episode: calls that did not go well, by how."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +64,7 @@ class EpisodeConversation:
         self._limits = limits
         self._deadlines = deadlines
         self._face = face
-        self._parser = HermesParser(face.vocabulary)
+        self._parser = face.parser
         self._engine = engine
         self._offer = offer
         self._tools = tools
@@ -169,8 +171,7 @@ class EpisodeConversation:
     async def call_tools(self, calls: Sequence[Call]) -> Sequence[ToolCall]:
         self._check()
         with self._platform():
-            async with deadline(Scope.TURN, self._turn_ends, self._waiting):
-                results = await self._run_calls(calls)
+            results = await self._run_calls(calls)
         for result in results:
             self.tool_calls.append(result)
             self._messages.append(Message(role="tool", text=result.text))
@@ -300,11 +301,14 @@ class EpisodeConversation:
         return ToolAnswer(outcome=call.problem, text=call.message, final=False, data={})
 
     async def _dispatch(self, name: str, arguments: Mapping[str, Json]) -> ToolAnswer:
-        seconds = self._deadlines.tool
         with self._waiting.on(Boundary.TOOL):
-            # Within the turn's deadline, not the tool's: a service that is being started again has not failed at anything.
-            await self._tools.open(seconds=max(0.0, self._turn_ends - now()))
-            async with deadline(Scope.TOOL, now() + seconds, self._waiting):
+            if not self._tools.opened:
+                # Within the turn's deadline, not the tool's: a service that is being started again has not failed at anything.
+                async with deadline(Scope.TURN, self._turn_ends, self._waiting):
+                    await self._tools.open(seconds=max(0.0, self._turn_ends - now()))
+            began, seconds = now(), self._deadlines.tool
+            scope = Scope.TOOL if began + seconds < self._turn_ends else Scope.TURN  # one timer: the one that is first
+            async with deadline(scope, min(began + seconds, self._turn_ends), self._waiting):
                 return await self._tools.call(name, arguments, seconds=seconds)
 
     def _shorten(self, text: str) -> str:
@@ -333,11 +337,7 @@ class EpisodeConversation:
             "tool_calls": len(outcomes),
             "forks": self._recorder.forks,
             "engine_retries": self._engine.retries,
-            **{
-                f"tool_errors.{outcome}": outcomes.count(outcome)
-                for outcome in CallOutcome
-                if outcome is not CallOutcome.OK
-            },
+            **{name: outcomes.count(outcome) for name, outcome in TOOL_ERRORS},
         }
         if self._stop is not None:
             return self._stop

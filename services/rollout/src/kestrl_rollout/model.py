@@ -6,11 +6,13 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
 from kestrl.errors import UserInputError
 from kestrl_rollout.chat import Chat, Message
+from kestrl_rollout.parser import HermesParser
 from kestrl_rollout.template import Slot, Template
 from kestrl_rollout.toolset import NO_TOOLS, ToolSet
 from kestrl_rollout.vocabulary import Vocabulary
@@ -45,6 +47,10 @@ class ModelFace:
     @property
     def vocabulary(self) -> Vocabulary:
         return self.chat.vocabulary
+
+    @cached_property
+    def parser(self) -> HermesParser:
+        return HermesParser(self.vocabulary)
 
 
 def load_model(tokenizer: str, template: str | None, *, tools: bool, started: datetime) -> ModelFace:

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Mapping
 from typing import Any, NamedTuple
 
 import httpx2
+import msgspec
 from lightkube import ApiError, AsyncClient, generic_resource, operators
 from lightkube.core.exceptions import ConfigError
 from lightkube.types import CascadeType, PatchType
@@ -19,6 +20,7 @@ MANAGER = "kestrl-operator"
 """The field manager of all that is applied."""
 REQUEST_SECONDS = 30.0
 PAGE = 500
+NAMES_ONLY = "application/json;as=PartialObjectMetadataList;v=v1;g=meta.k8s.io,application/json"
 UNTYPED = "failed to create typed patch object"
 """Server-side apply answers 500 with these words to an object whose fields have other types than the kind's; 422 is what is meant."""
 
@@ -67,6 +69,33 @@ _RESOURCES: Mapping[Kind, Any] = {
 _BY_NAME = {(kind.api_version, kind.name): kind for kind in _RESOURCES}
 
 
+class Mark(msgspec.Struct, frozen=True):
+    """An object's name and version, and nothing else of it."""
+
+    uid: str
+    name: str
+    written: str = msgspec.field(name="resourceVersion")
+    namespace: str = ""
+
+    @property
+    def version(self) -> int:
+        return int(self.written)
+
+
+class _Marked(msgspec.Struct):
+    metadata: Mark
+
+
+class _Page(msgspec.Struct):
+    rest: str = msgspec.field(name="continue", default="")
+
+
+class _Marks(msgspec.Struct):
+    metadata: _Page
+    items: list[_Marked] | None
+    """None where there is none, unlike in lists of whole objects; never left out, so that no other answer is taken for an empty list."""
+
+
 class ApiProblem(KestrlError):
     """The apiserver refused, or did not answer. `retryable` where the same call may do better later."""
 
@@ -75,6 +104,10 @@ class ApiProblem(KestrlError):
     def __init__(self, message: str, *, status: int | None, retryable: bool) -> None:
         super().__init__(message, retryable=retryable)
         self.status = status
+
+
+FAILED = (ApiError, httpx2.HTTPError, msgspec.MsgspecError)
+"""What the client raises; the last where an answer has another form than was asked for."""
 
 
 class Gone(ApiProblem):
@@ -205,14 +238,37 @@ class Api:
         try:
             async for item in self._client.list(_RESOURCES[kind], chunk_size=PAGE, **place, **selected):
                 yield dict(item)
-        except (ApiError, httpx2.HTTPError) as error:
+        except FAILED as error:
+            raise problem(error, f"list {kind.plural}") from error
+
+    async def marks(self, kind: Kind, namespace: str | None, *, labels: str = "") -> AsyncIterator[Mark]:
+        """Name and version of all objects that `list` would give."""
+        # The client's own `list` cannot ask for less than whole objects.
+        client, more = self._client._client, True
+        request = client.prepare_request(
+            "list",
+            _RESOURCES[kind],
+            namespace=namespace or "*",
+            params={"limit": PAGE, "labelSelector": labels or None},
+            headers={"Accept": NAMES_ONLY},
+        )
+        self.requests += 1
+        try:
+            while more:
+                answer = await client.send(client.build_adapter_request(request))
+                client.raise_for_status(answer)
+                page = msgspec.json.decode(answer.content, type=_Marks)
+                for item in page.items or ():
+                    yield item.metadata
+                more = request.params["continue"] = page.metadata.rest
+        except FAILED as error:
             raise problem(error, f"list {kind.plural}") from error
 
     async def _call(self, verb: str, what: str, request: Any) -> Any:
         self.requests += 1
         try:
             return await request
-        except (ApiError, httpx2.HTTPError) as error:
+        except FAILED as error:
             raise problem(error, f"{verb} {what}") from error
 
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Collection
+from functools import partial
 
-from kestrl_operator.api import JOB, NODE, POD, Api, Kind, Object
+from kestrl_operator.api import JOB, NODE, POD, Api, Kind, Mark, Object
 from kestrl_operator.observe import node_of
 from kestrl_operator.reconcile import Reconciler
 from kestrl_operator.shell import MANAGED, WATCHED
@@ -76,47 +77,58 @@ class Audit:
         self.done.set()
 
     async def _jobs(self) -> None:
-        owed: dict[str, int] = {}
-        known, present = self._store.known().jobs, set[str]()
-        late: list[str] = []
-        for namespace in self._namespaces:
-            async for item in self._api.list(JOB, namespace):
-                uid, version = item["metadata"]["uid"], int(item["metadata"]["resourceVersion"])
-                behind = self._store.version(uid) < version
-                key = self._store.job(item)
-                present.add(uid)
-                if behind:
-                    self._changed(key)
-                if self._heard.get(uid, 0) < version:
-                    owed[uid] = version
-                if uid in self._owed and self._heard.get(uid, 0) < self._owed[uid]:
-                    late.append(str(key))
+        # What the stream tells while the list is read may be too new to be in it, and is no reason to forget anything.
+        known, heard_before = self._store.known().jobs, frozenset(self._heard)
+        owed, late, present = dict[str, int](), list[str](), set[str]()
+        for mark in await self._look(JOB, "", self._missed_job):
+            present.add(mark.uid)
+            heard = self._heard.get(mark.uid, 0)
+            if heard < mark.version:
+                owed[mark.uid] = mark.version
+            if heard < self._owed.get(mark.uid, 0):
+                late.append(f"{mark.namespace}/{mark.name}")
         self._forget(known - present)
-        self._heard = {uid: version for uid, version in self._heard.items() if uid in present}
+        for uid in heard_before - present:
+            del self._heard[uid]
         if late:
             log.error("the watch has not told of %s for a whole audit's interval", ", ".join(late[:5]))
         self._owed, self.deaf = owed, late
 
     async def _pods(self) -> None:
-        known, present = self._store.known().pods, set[str]()
-        for namespace in self._namespaces:
-            async for item in self._api.list(POD, namespace, labels=JOB_LABEL):
-                present.add(item["metadata"]["uid"])
-                behind = self._store.version(item["metadata"]["uid"]) < int(item["metadata"]["resourceVersion"])
-                key = self._store.pod(item)
-                if behind and key is not None:
-                    self._changed(key)
+        known = self._store.known().pods
+        present = {mark.uid for mark in await self._look(POD, JOB_LABEL, self._missed_pod)}
         self._forget(known - present)
 
     async def _children(self) -> None:
         known, present = self._store.known().children, set[str]()
-        for namespace in self._namespaces:
-            for kind in CHILDREN:
-                async for item in self._api.list(kind, namespace, labels=MANAGED):
-                    present.add(item["metadata"]["uid"])
-                    if self._store.version(item["metadata"]["uid"]) < int(item["metadata"]["resourceVersion"]):
-                        self._child(kind, item)
+        for kind in CHILDREN:
+            present.update(mark.uid for mark in await self._look(kind, MANAGED, partial(self._child, kind)))
         self._forget(known - present)
+
+    async def _look(self, kind: Kind, labels: str, missed: Callable[[Object], None]) -> list[Mark]:
+        """Name and version of all there are of a kind. What is newer than what is known is handed to `missed`.
+
+        Whole objects are listed only where something is: at rest nothing is, and to read all pods of a thousand jobs to see that would
+        be most of what an operator does.
+        """
+        marks: list[Mark] = []
+        for namespace in self._namespaces:
+            here = [mark async for mark in self._api.marks(kind, namespace, labels=labels)]
+            marks += here
+            if all(self._store.version(mark.uid) >= mark.version for mark in here):
+                continue
+            async for item in self._api.list(kind, namespace, labels=labels):
+                if self._store.version(item["metadata"]["uid"]) < int(item["metadata"]["resourceVersion"]):
+                    missed(item)
+        return marks
+
+    def _missed_job(self, item: Object) -> None:
+        self._changed(self._store.job(item))
+
+    def _missed_pod(self, item: Object) -> None:
+        key = self._store.pod(item)
+        if key is not None:
+            self._changed(key)
 
     def _forget(self, gone: Collection[str]) -> None:
         for key in self._store.forget(gone):

@@ -20,6 +20,8 @@ class Request:
     """Who: the bearer token as it was sent, since tokens are not checked."""
     at: float
     """By the loop's clock."""
+    accepts: str = ""
+    """The forms of an answer that it takes."""
     body: Any = None
     status: int = 0
     """What was answered; 0 while nothing is."""

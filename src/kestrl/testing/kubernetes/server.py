@@ -17,6 +17,10 @@ from kestrl.testing.kubernetes.objects import Objects
 from kestrl.testing.kubernetes.requests import Fault, Request
 from kestrl.testing.kubernetes.resources import APPLY, BUILT_IN, MERGE, Change, Object, Refused, Resource
 
+NAMES_ONLY = "application/json;as=PartialObjectMetadataList;"
+"""How a list of metadata alone is asked for."""
+NAMED = {"apiVersion": "meta.k8s.io/v1", "kind": "PartialObjectMetadata"}
+
 
 @dataclass(slots=True, eq=False)
 class _Stream:
@@ -111,6 +115,7 @@ class ApiServer:
             name=name,
             user=request.headers.get("Authorization", "").removeprefix("Bearer "),
             at=asyncio.get_running_loop().time(),
+            accepts=request.headers.get("Accept", ""),
         )
         return asked, (resource, subresource)
 
@@ -245,12 +250,17 @@ class ApiServer:
             items = [item for item in self.objects.list(resource, asked.namespace) if fits(item)]
             version = str(self.objects.version)
         page, rest = (items[:limit], items[limit:]) if limit else (items, [])
-        if resource.schema is None:  # as in earnest: what is in a list of a built-in kind does not name it
+        names_only = asked.accepts.startswith(NAMES_ONLY)
+        if names_only:
+            page = [{**NAMED, "metadata": item["metadata"]} for item in page]
+        elif resource.schema is None:  # as in earnest: what is in a list of a built-in kind does not name it
             page = [{name: item[name] for name in item if name not in {"apiVersion", "kind"}} for item in page]
         metadata: Object = {"resourceVersion": version}
         if rest:
             metadata |= {"continue": uuid4().hex, "remainingItemCount": len(rest)}
             self._pages[metadata["continue"]] = (rest, version)
+        if names_only:  # as in earnest: one that holds nothing has null for its items
+            return {**NAMED, "kind": "PartialObjectMetadataList", "metadata": metadata, "items": page or None}
         return {"apiVersion": resource.api_version, "kind": f"{resource.kind}List", "metadata": metadata, "items": page}
 
     async def _watched(self, request: web.Request, asked: Request, resource: Resource) -> web.StreamResponse:

@@ -167,6 +167,47 @@ async def test_a_job_that_is_made_while_an_audit_lists_is_not_forgotten(stage: S
     assert running.jobs() == {JOB}
 
 
+async def test_a_job_that_is_made_while_an_audit_lists_and_then_left_alone_was_told_of(stage: Stage) -> None:
+    running = await stage.operator(audit_seconds=OFTEN)
+    stage.cluster.fail("patch", "agentrljobs/status", status=503)  # nothing changes it, so nothing is told again
+    late = stage.cluster.fail("list", "agentrljobs", delay=1.0, late=True, times=1)
+    await stage.until(lambda: late.hits, "a list is on its way")
+    stage.job()
+    await stage.until(running.jobs, "the stream has told of the job")
+    for _ in range(4):
+        await audited(stage)
+        assert await running.asked() == (200, "ok")
+
+
+async def test_an_audit_at_rest_asks_for_names_alone(stage: Stage) -> None:
+    await stage.operator(audit_seconds=OFTEN)
+    stage.job()
+    await stage.applied()
+    await stage.quiet()
+    before = len(stage.cluster.requests("list"))
+    await audited(stage, 2)
+    asked = [item.accepts for item in stage.cluster.requests("list")[before:] if item.resource != "nodes"]
+    assert asked
+    assert all("PartialObjectMetadataList" in accepts for accepts in asked)
+
+
+async def test_an_answer_that_is_no_list_is_not_taken_for_an_empty_one(
+    stage: Stage, caplog: pytest.LogCaptureFixture
+) -> None:
+    running = await stage.operator(audit_seconds=OFTEN)
+    stage.job()
+    await stage.applied()
+    await stage.quiet()
+    written = len(stage.writes())
+    nonsense = stage.cluster.fail("list", "agentrljobs", status=200)
+    await stage.until(lambda: nonsense.hits >= 3, "some audits have asked")
+    nonsense.end()
+    await audited(stage, 2)
+    assert "list agentrljobs: ValidationError" in caplog.text
+    assert running.jobs() == {JOB}
+    assert stage.writes()[written:] == []
+
+
 async def test_a_job_that_is_deleted_while_an_audit_lists_does_not_come_back(stage: Stage) -> None:
     running = await stage.operator(audit_seconds=OFTEN)
     stage.job()
@@ -175,9 +216,8 @@ async def test_a_job_that_is_deleted_while_an_audit_lists_does_not_come_back(sta
     await stage.until(lambda: late.hits, "a list is on its way")
     stage.cluster.delete("agentrljobs", NAMESPACE, JOB)
     await stage.until(lambda: not running.jobs(), "the job is forgotten")
-    before, written = audits(stage), len(stage.writes())
-    stage.cluster.fail("list", "agentrljobs", delay=60.0)  # no further audit may heal it
-    await stage.until(lambda: audits(stage) > before, "the late list has come")
+    written = len(stage.writes())
+    await audited(stage)  # with what the late list holds
     await stage.quiet()
     assert not running.jobs()
     assert stage.writes()[written:] == []

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from kestrl.testing.kubernetes import Controllers
+from kestrl_operator import api as api_module
 from kestrl_operator import drawing, lacks, operate, work
 from kestrl_operator.api import JOB as JOB_KIND
-from kestrl_operator.api import Api
+from kestrl_operator.api import Api, ApiProblem
 from kestrl_operator.store import Key
 
 from .stage import CHILDREN, JOB, NAMESPACE, WORKLOADS, Stage, ready
@@ -293,3 +294,26 @@ async def test_what_was_written_is_known_before_the_stream_tells_of_it(stage: St
     assert len(failing) == 1
     assert "series" not in failing[0], "told more than once"
     assert len(stage.events()) == before + 1
+
+
+async def test_names_are_listed_page_by_page_and_none_at_all_is_no_error(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(api_module, "PAGE", 2)
+    monkeypatch.setenv("KUBECONFIG", str(stage.cluster.write_kubeconfig(stage.folder, user="reader")))
+    api = Api()
+    try:
+        assert [mark async for mark in api.marks(JOB_KIND, None)] == []
+        names = [f"job-{number}" for number in range(5)]
+        for name in names:
+            stage.job(name)
+        marks = [mark async for mark in api.marks(JOB_KIND, NAMESPACE)]
+        stage.cluster.fail("list", "agentrljobs", status=503, user="reader")
+        with pytest.raises(ApiProblem, match="list agentrljobs"):
+            _ = [mark async for mark in api.marks(JOB_KIND, None)]
+    finally:
+        await api.close()
+    assert sorted(mark.name for mark in marks) == names
+    assert {mark.uid: mark.version for mark in marks} == {
+        item["metadata"]["uid"]: int(item["metadata"]["resourceVersion"]) for item in stage.cluster.list("agentrljobs")
+    }

@@ -106,19 +106,26 @@ class _Door(grpc.aio.ServerInterceptor):
 
     async def _answered(self, method: str, carrier: Mapping[str, str], work: Callable[[], Awaitable[Any]]) -> Any:
         """What a unary method answers, or the failure it ended with."""
-        token, told = otel_context.attach(extract(carrier)), ""
+        token, failure = otel_context.attach(extract(carrier)), None
         self._calls.begins(method)
         try:
-            return await work()
+            answer = await work()
         except grpc.aio.AbortError:
             raise
+        except asyncio.CancelledError as error:
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise
+            # Raised by what was called, though nobody cancelled it: without an answer its caller would wait in vain.
+            failure = self._failure(KestrlError(f"{error!r}, though nothing cancelled it", code="internal"))
         except Exception as error:  # noqa: BLE001 - the one door where any error becomes a typed failure
             failure = self._failure(error)
-            told = f"{failure.boundary}/{failure.code}"
-            return failure
+        else:
+            return answer
         finally:
-            self._calls.ends(method, told)
+            self._calls.ends(method, "" if failure is None else f"{failure.boundary}/{failure.code}")
             otel_context.detach(token)
+        return failure
 
     def _unary(self, method: str, inner: Any) -> Any:
         async def handle(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:

@@ -9,6 +9,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, 
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -326,14 +327,10 @@ async def make_stage(model_folder: Path, load: Any, face: ModelFace) -> AsyncIte
             ]
             tools, judge = FakeTools(), FakeJudge()
             tools_address = await stack.enter_async_context(
-                served(
-                    "tools",
-                    lambda server: tools_pb2_grpc.add_ToolServiceServicer_to_server(tools, server),
-                    bundles=True,
-                )
+                served("tools", partial(tools_pb2_grpc.add_ToolServiceServicer_to_server, tools), bundles=True)
             )
             judge_address = await stack.enter_async_context(
-                served("judge", lambda server: judge_pb2_grpc.add_JudgeServiceServicer_to_server(judge, server))
+                served("judge", partial(judge_pb2_grpc.add_JudgeServiceServicer_to_server, judge), bundles=True)
             )
             values = {
                 "component": "rollout-0",

@@ -30,7 +30,8 @@ class Tools(stubs.ToolServiceServicer):
 
     def __init__(self) -> None:
         self.called: list[str] = []
-        self.arrived, self.go, self.cancelled = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        self.arrived: asyncio.Queue[str] = asyncio.Queue()
+        self.go, self.cancelled = asyncio.Event(), asyncio.Event()
 
     async def Call(self, request: pb.CallRequest, context: Any) -> pb.CallResponse:
         self.called.append(request.arguments_json)
@@ -39,10 +40,12 @@ class Tools(stubs.ToolServiceServicer):
                 raise ToolFailure("search: it broke", code="tool_raised")
             case "bug":
                 raise ZeroDivisionError("oops")
+            case "odd":
+                raise asyncio.CancelledError
             case "trace":
                 return pb.CallResponse(text=current_trace_id())
             case "wait":
-                self.arrived.set()
+                self.arrived.put_nowait(request.arguments_json)
                 try:
                     await self.go.wait()
                 except asyncio.CancelledError:
@@ -56,16 +59,21 @@ class Tools(stubs.ToolServiceServicer):
 @asynccontextmanager
 async def served(
     tools: Tools, listen: str, *, bundles: bool = True, grace: float = 0.1
-) -> AsyncGenerator[asyncio.Event]:
-    """A server, and what ends it."""
-    stop = asyncio.Event()
+) -> AsyncGenerator[tuple[asyncio.Event, asyncio.Event]]:
+    """A server: what ends it, and that it is ending."""
+    stop, ending = asyncio.Event(), asyncio.Event()
+
+    async def drain() -> None:
+        ending.set()
 
     def register(server: Any) -> None:
         stubs.add_ToolServiceServicer_to_server(tools, server)
 
-    server = asyncio.create_task(serve("tools", listen, register, until=stop.wait(), grace=grace, bundles=bundles))
+    server = asyncio.create_task(
+        serve("tools", listen, register, until=stop.wait(), grace=grace, bundles=bundles, drain=drain)
+    )
     try:
-        yield stop
+        yield stop, ending
     finally:
         stop.set()
         await server
@@ -102,7 +110,7 @@ async def ask(calls: Bundle, name: str, said: str = "", *, timeout: float = 5, w
 
 async def test_each_call_has_its_own_answer_in_any_order(tools: Tools, running: Any) -> None:
     slow = asyncio.create_task(running("wait", said="slow"))
-    await tools.arrived.wait()
+    await tools.arrived.get()
     answers = await asyncio.gather(*(running("echo", said=str(number)) for number in range(300)))
     assert answers == [f"echo {number}" for number in range(300)]
     assert not slow.done()
@@ -148,11 +156,30 @@ async def test_a_typed_failure_arrives_whole(running: Any) -> None:
 
 async def test_a_bug_is_a_typed_failure_and_harms_no_other_call(tools: Tools, running: Any) -> None:
     other = asyncio.create_task(running("wait"))
-    await tools.arrived.wait()
+    await tools.arrived.get()
     with pytest.raises(FailureError, match="tools: ZeroDivisionError: oops"):
         await running("bug")
     tools.go.set()
     assert await other == "wait "
+
+
+async def test_a_cancellation_that_nobody_asked_for_is_answered(running: Any) -> None:
+    with pytest.raises(FailureError, match="though nothing cancelled it") as caught:
+        await running("odd", timeout=30)
+    assert (caught.value.boundary, caught.value.code) == (Boundary.INFRASTRUCTURE, "internal")
+
+
+async def test_what_cannot_be_written_fails_its_calls_and_is_told(
+    running: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with monkeypatch.context() as broken:
+        broken.setattr(bundle, "take", lambda _: 1 / 0)
+        with pytest.raises(FailureError) as caught:
+            await running("echo", timeout=30)
+    assert caught.value.code == "unavailable"
+    assert "a bundle for tools cannot be written" in caplog.text
+    assert "ZeroDivisionError" in caplog.text
+    assert await running("echo", said="again") == "echo again"
 
 
 async def test_a_method_that_is_not_there_is_told(calls: Bundle, running: Any) -> None:
@@ -171,7 +198,7 @@ async def test_a_deadline_has_its_code_and_ends_the_work(tools: Tools, running: 
 
 async def test_who_stops_waiting_ends_the_work(tools: Tools, running: Any) -> None:
     asking = asyncio.create_task(running("wait"))
-    await tools.arrived.wait()
+    await tools.arrived.get()
     asking.cancel()
     await tools.cancelled.wait()
     assert await running("echo", said="on") == "echo on"
@@ -224,11 +251,10 @@ async def test_when_the_server_goes_a_call_fails_and_one_that_waits_is_asked_aga
     tools: Tools, listen: str, calls: Bundle
 ) -> None:
     async with served(tools, listen):
+        await ask(calls, "first", wait=True)
         lost = asyncio.create_task(ask(calls, "wait", "lost", wait=False))
         waits = asyncio.create_task(ask(calls, "wait", "waits", wait=True))
-        while len(tools.called) < 2:
-            await tools.arrived.wait()
-            await asyncio.sleep(0)
+        assert {await tools.arrived.get(), await tools.arrived.get()} == {"lost", "waits"}
     with pytest.raises(FailureError) as caught:
         await lost
     assert (caught.value.code, caught.value.retryable) == ("unavailable", True)
@@ -242,10 +268,10 @@ async def test_when_the_server_goes_a_call_fails_and_one_that_waits_is_asked_aga
 async def test_a_server_that_ends_answers_what_it_has_and_then_is_gone_at_once(
     tools: Tools, listen: str, calls: Bundle
 ) -> None:
-    async with asyncio.timeout(10), served(tools, listen, grace=60) as stop:
+    async with asyncio.timeout(10), served(tools, listen, grace=60) as (stop, ending):
         last = asyncio.create_task(ask(calls, "wait", "last", wait=True))
-        await tools.arrived.wait()
+        await tools.arrived.get()
         stop.set()
-        await asyncio.sleep(0)
+        await ending.wait()
         tools.go.set()
         assert await last == "wait last"

@@ -28,6 +28,7 @@ async def run_judge(settings: JudgeSettings, *, until: Awaitable[object] | None 
             settings.component,
             settings.listen,
             lambda server: stubs.add_JudgeServiceServicer_to_server(servicer, server),
+            bundles=True,
             until=until,
         )
     finally:

@@ -21,6 +21,7 @@ from kestrl_rollout.engine import EngineClient
 from kestrl_rollout.episodes import EpisodeRunner
 from kestrl_rollout.groups import GroupRunner
 from kestrl_rollout.model import load_model
+from kestrl_rollout.scoring import SERVICE as JUDGE_SERVICE
 from kestrl_rollout.scoring import Judge
 from kestrl_rollout.service import RolloutServicer
 from kestrl_rollout.tool_session import SERVICE as TOOL_SERVICE
@@ -47,9 +48,10 @@ async def group_runner(settings: RolloutSettings) -> AsyncGenerator[GroupRunner]
     )
     async with (
         EngineClient(os.environ.get(ENGINE_KEY_VARIABLE)) as client,
-        rpc.channel(settings.tools_address) as channel,
-        rpc.Bundle(channel, TOOL_SERVICE, peer="tools") as tools,
-        rpc.channel(settings.judge_address) as judge,
+        rpc.channel(settings.tools_address) as to_tools,
+        rpc.Bundle(to_tools, TOOL_SERVICE, peer="tools") as tools,
+        rpc.channel(settings.judge_address) as to_judge,
+        rpc.Bundle(to_judge, JUDGE_SERVICE, peer="judge") as judge,
     ):
         episodes = EpisodeRunner(
             component=settings.component,

@@ -5,11 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from kestrl import rpc
 from kestrl.api.judge.v1 import judge_pb2 as pb
-from kestrl.api.judge.v1 import judge_pb2_grpc as stubs
 from kestrl.episode import Episode, Group
 from kestrl.errors import Boundary, Failure, JudgeFailure, KestrlError
 from kestrl.rpc.codec import failure_from_proto, group_to_proto
@@ -17,6 +15,7 @@ from kestrl.telemetry import span
 from kestrl.telemetry.names import Attr, SpanName
 from kestrl_rollout.deadlines import Scope, Waiting, deadline, now
 
+SERVICE = "kestrl.api.judge.v1.JudgeService"
 RPC_SLACK = 5.0
 """Seconds by which the wire's deadline is later than ours, so that ours decides and says which one it was."""
 
@@ -34,8 +33,8 @@ class Score:
 class Judge:
     """The judge, as this worker uses it."""
 
-    def __init__(self, channel: rpc.Channel, *, component: str) -> None:
-        self._stub: Any = stubs.JudgeServiceStub(channel)
+    def __init__(self, service: rpc.Bundle, *, component: str) -> None:
+        self._service = service
         self._component = component
 
     async def score(self, group: Group, *, max_turns: int, ends: float) -> Group:
@@ -55,12 +54,11 @@ class Judge:
         waiting = Waiting()
         with waiting.on(Boundary.JUDGE):
             async with deadline(Scope.GROUP, ends, waiting):
-                answer = await rpc.call(
-                    self._stub.ScoreGroup,
+                answer = await self._service.call(
+                    "ScoreGroup",
                     pb.ScoreGroupRequest(group=group_to_proto(group), max_turns=max_turns),
                     pb.ScoreGroupResponse,
                     timeout=max(0.0, ends - now()) + RPC_SLACK,
-                    peer="judge",
                     wait=True,
                 )
         return read_scores(list(answer.scores))

@@ -20,7 +20,7 @@ from opentelemetry.trace import NonRecordingSpan, Span, SpanContext, Status, Sta
 
 import kestrl.telemetry
 from kestrl.errors import EngineFailure
-from kestrl.telemetry import span, trace_headers
+from kestrl.telemetry import export, span, trace_headers
 from kestrl.telemetry.children import Pipeline
 
 PARENT = SpanContext(
@@ -153,6 +153,26 @@ def test_a_failure_marks_its_span(exported: Both) -> None:
     (kept,) = exported.kept.get_finished_spans()
     assert dict(kept.attributes or {}) == {"kestrl.failure.boundary": "engine", "error.type": "unreachable"}
     assert (kept.status.status_code, kept.status.description) == (StatusCode.ERROR, "engine-0: gone")
+
+
+@pytest.mark.parametrize(
+    ("sampler", "ours"),
+    [
+        ("parentbased_always_on", True),
+        ("parentbased_traceidratio", True),
+        ("always_off", False),
+        ("traceidratio", False),
+    ],
+)
+def test_a_sampler_that_wants_to_be_asked_of_every_span_is(
+    monkeypatch: pytest.MonkeyPatch, sampler: str, ours: bool
+) -> None:
+    monkeypatch.setenv("OTEL_TRACES_SAMPLER", sampler)
+    monkeypatch.setattr(export.trace, "set_tracer_provider", lambda _: None)
+    monkeypatch.setattr(export.atexit, "register", lambda _: None)
+    monkeypatch.setattr(export, "BatchSpanProcessor", lambda exporter, **_: SimpleSpanProcessor(exporter))
+    pipeline = export.export_spans(Resource.create({}), "http://127.0.0.1:1", tracer="kestrl")
+    assert (pipeline is not None) is ours
 
 
 def test_beneath_a_parent_that_is_not_sampled_nothing_is_recorded(exported: Both) -> None:

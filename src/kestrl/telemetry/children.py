@@ -1,8 +1,9 @@
 """Spans beneath a span, for a third of what the SDK's cost.
 
 A rollout worker makes two a turn. One of the SDK's takes 20 us and leaves a dozen objects to the collector of cycles, for it is ready for links,
-limits and threads; one of these holds what ours have. What is a matter of choice stays the SDK's: roots, hence the sampler (a child is recorded
-when its parent is), ids, processors, exporters. `tests/unit/test_spans.py` lays what both put on the wire side by side.
+limits and threads; one of these holds what ours have, and OTEL_SPAN_* limits do not touch it. What is a matter of choice stays the SDK's: roots, ids,
+processors, exporters, and the sampler: these are made only where it is parent-based, as by default, and so has nothing to say of a sampled span's
+children. `tests/unit/test_spans.py` lays what both put on the wire side by side.
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
+from opentelemetry.sdk.trace.sampling import ParentBased
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from prometheus_client import start_http_server
 
@@ -48,8 +49,11 @@ class RootIds(RandomIdGenerator):
         return named[1]
 
 
-def export_spans(resource: Resource, endpoint: str | None, *, tracer: str) -> Pipeline:
-    """Sends spans to `endpoint`, or to where the OTEL_* variables say; returns the way there for the children of `tracer`'s."""
+def export_spans(resource: Resource, endpoint: str | None, *, tracer: str) -> Pipeline | None:
+    """Sends spans to `endpoint`, or to where the OTEL_* variables say.
+
+    Returns the way there for `tracer`'s spans beneath a sampled one; None when OTEL_TRACES_SAMPLER wants to be asked about those too.
+    """
     ids = RootIds()
     provider = TracerProvider(resource=resource, id_generator=ids)
     exporter = OTLPSpanExporter(endpoint=endpoint, insecure=True) if endpoint else OTLPSpanExporter()
@@ -57,6 +61,8 @@ def export_spans(resource: Resource, endpoint: str | None, *, tracer: str) -> Pi
     provider.add_span_processor(processor)
     trace.set_tracer_provider(provider)
     atexit.register(provider.shutdown)
+    if not isinstance(provider.sampler, ParentBased):
+        return None
     return Pipeline(ids=ids, processor=processor, resource=resource, scope=InstrumentationScope(tracer, ""))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
@@ -108,12 +109,21 @@ def fetch_adapter(store: ObjectStore, target: Path, folder: str = "") -> Adapter
     for name, expected in manifest.files.items():
         if Path(name).name != name:
             raise StorageError(f"manifest names a file outside its folder: {name!r}", code="manifest_malformed")
-        content = store.get(f"{folder}/{name}" if folder else name)
-        if digest(content) != expected:
+        if _download(store, f"{folder}/{name}" if folder else name, partial / name) != expected:
             raise StorageError(
                 f"{store.address(folder)}/{name} is corrupt: its digest is not the manifest's", code="digest_mismatch"
             )
-        (partial / name).write_bytes(content)
     if not target.exists():
         partial.rename(target)
     return manifest
+
+
+def _download(store: ObjectStore, path: str, target: Path) -> str:
+    """Copies an object into a file and returns its digest."""
+    content = store.get(path)
+    with ThreadPoolExecutor(1) as writer:
+        # Written while the digest is taken: both let go of the interpreter.
+        written = writer.submit(target.write_bytes, content)
+        taken = digest(content)
+        written.result()
+    return taken

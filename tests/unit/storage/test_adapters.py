@@ -65,6 +65,16 @@ def test_a_corrupt_file_is_refused_and_nothing_is_left_to_load(store: ObjectStor
     assert not (tmp_path / "fetched").exists()
 
 
+def test_a_file_that_the_manifest_names_and_nobody_uploaded(store: ObjectStore, tmp_path: Path) -> None:
+    publish_adapter(store, FILES, manifest())
+    folder = adapter_folder(manifest().policy)
+    store.delete(f"{folder}/{WEIGHTS}")
+    with pytest.raises(StorageError, match=f"{WEIGHTS} does not exist") as caught:
+        fetch_adapter(store, tmp_path / "fetched", folder)
+    assert caught.value.code == "not_found"
+    assert not (tmp_path / "fetched").exists()
+
+
 def test_a_manifest_that_describes_other_files_is_not_published(store: ObjectStore) -> None:
     with pytest.raises(StorageError, match="does not describe its files"):
         publish_adapter(store, {**FILES, WEIGHTS: b"other"}, manifest())

@@ -87,6 +87,16 @@ def server(cluster: Cluster, namespace: str) -> str:
     }
     cluster.apply([pod(cluster, "server", "python", "-c", SERVER, container=ready), service], namespace)
     cluster.wait_ready("server", namespace)
+
+    def served() -> bool:
+        try:
+            return cluster.exec("server", "python", "-c", FETCH, "http://server/", namespace=namespace) == "200\n"
+        except CommandFailed as error:
+            if "urlopen error" not in error.complaint:
+                raise
+            return False
+
+    eventually("name and address of the Service are known, which may take a second more", served, 30)
     return "server"
 
 

@@ -1,4 +1,4 @@
-"""What grows with the size of a job: the ledger, from 10 to 10,000 steps. Against the smallest."""
+"""What grows with the size of a job: the ledger from 10 to 10,000 steps, a publication from 1 to 8 engines. Against the smallest of each."""
 
 from __future__ import annotations
 

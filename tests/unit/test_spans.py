@@ -9,19 +9,24 @@ from typing import Any
 import pytest
 from opentelemetry import context, trace
 from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.trace.v1 import trace_pb2 as opb
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import TracerProvider
-from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor, SpanExportResult
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace import NonRecordingSpan, Span, SpanContext, Status, StatusCode, TraceFlags, TraceState
+from opentelemetry.util.types import AttributeValue
 
 import kestrl.telemetry
+from kestrl.episode import StopReason
 from kestrl.errors import EngineFailure
 from kestrl.telemetry import export, span, trace_headers
 from kestrl.telemetry.children import Pipeline
+from kestrl.telemetry.encoding import Exporter, encode
+from kestrl.testing.collector import collecting
 
 PARENT = SpanContext(
     7, 9, is_remote=True, trace_flags=TraceFlags(TraceFlags.SAMPLED), trace_state=TraceState([("a", "b")])
@@ -153,6 +158,91 @@ def test_a_failure_marks_its_span(exported: Both) -> None:
     (kept,) = exported.kept.get_finished_spans()
     assert dict(kept.attributes or {}) == {"kestrl.failure.boundary": "engine", "error.type": "unreachable"}
     assert (kept.status.status_code, kept.status.description) == (StatusCode.ERROR, "engine-0: gone")
+
+
+LOCAL = SpanContext(7, 11, is_remote=False, trace_flags=TraceFlags(TraceFlags.SAMPLED))
+REMOTE = SpanContext(8, 12, is_remote=True, trace_flags=TraceFlags(TraceFlags.SAMPLED))
+TOLD: dict[str, AttributeValue] = {
+    "text": "a kestrel \N{EAGLE}",
+    "empty": "",
+    "enum": StopReason.ANSWERED,
+    "number": -7,
+    "long": 2**62,
+    "fraction": 0.25,
+    "whole": 1.0,
+    "true": True,
+    "false": False,
+    "one": 1,
+    "texts": ("a", "b"),
+    "numbers": [1, 2],
+    "none": (),
+    "bytes": b"\0\1",
+    "nested": {"a": [1, {"b": None}]},
+}
+
+
+def flat(request: ExportTraceServiceRequest) -> list[opb.ResourceSpans]:
+    """One message a span, in the order of their ids."""
+    found: list[opb.ResourceSpans] = []
+    for group in request.resource_spans:
+        for scoped in group.scope_spans:
+            for each in scoped.spans:
+                alone = opb.ScopeSpans(scope=scoped.scope, schema_url=scoped.schema_url, spans=[each])
+                found.append(
+                    opb.ResourceSpans(resource=group.resource, schema_url=group.schema_url, scope_spans=[alone])
+                )
+    return sorted(found, key=lambda message: message.scope_spans[0].spans[0].span_id)
+
+
+def children(both: Both) -> None:
+    """Those that are encoded here, at least two of each, and those that are not."""
+    for parent in (LOCAL, REMOTE, LOCAL, REMOTE, PARENT):
+        both.ours.child("told", parent, TOLD).end()
+        both.ours.child("silent", parent, None).end()
+        failed = both.ours.child("failed", parent, {"turn": 1})
+        failed.set_status(Status(StatusCode.ERROR, "it broke"))
+        failed.end()
+        seen = both.ours.child("seen", parent, None)
+        seen.add_event("a kestrel", TOLD)
+        seen.end()
+    root = both.sdk.start_span("root", attributes=TOLD)
+    root.end()
+    both.sdk.start_span("theirs", context=trace.set_span_in_context(root)).end()
+
+
+def test_encoded_are_all_spans_and_each_as_the_sdk_would(both: Both) -> None:
+    children(both)
+    made = both.kept.get_finished_spans()
+    assert len(made) == 22
+    assert flat(encode(made, both.ours.scope)) == flat(encode_spans(made))
+
+
+@pytest.mark.parametrize("count", [0, 1, 2])
+def test_few_spans_are_encoded_too(both: Both, count: int) -> None:
+    for _ in range(count):
+        both.ours.child("told", REMOTE, TOLD).end()
+    made = both.kept.get_finished_spans()
+    request = encode(made, both.ours.scope)
+    assert flat(request) == flat(encode_spans(made))
+    assert len(request.resource_spans) == min(count, 1)
+
+
+def test_what_is_alike_is_not_taken_for_the_same(both: Both) -> None:
+    """1, 1.0 and True are equal in Python, and no two of them on the wire."""
+    for value in (1, 1.0, True, 0, 0.0, False, (1,), (1.0,), (True,), ("1",), [1]):
+        both.ours.child("told", LOCAL, {"value": value}).end()
+    made = both.kept.get_finished_spans()
+    assert flat(encode(made, both.ours.scope)) == flat(encode_spans(made))
+
+
+def test_what_is_exported_reaches_a_collector(both: Both) -> None:
+    children(both)
+    made = both.kept.get_finished_spans()
+    with collecting() as collector:
+        exporter = Exporter(both.ours.scope, collector.endpoint)
+        assert exporter.export(made) is SpanExportResult.SUCCESS
+        exporter.shutdown()
+    assert len(collector.spans) == len(made)
 
 
 @pytest.mark.parametrize(

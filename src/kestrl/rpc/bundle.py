@@ -19,6 +19,7 @@ from typing import Any, Protocol, Self, TypeVar
 import grpc
 from opentelemetry.propagate import inject
 
+from kestrl.alarms import Alarms
 from kestrl.api.bundle.v1 import bundle_pb2 as pb
 from kestrl.api.bundle.v1 import bundle_pb2_grpc as stubs
 from kestrl.errors import Boundary, Failure, FailureError
@@ -57,6 +58,22 @@ class _StreamEndedError(Exception):
         """Why, and whether because nobody was there."""
 
 
+class _Asked:
+    """A call that waits for its answer, and until when."""
+
+    __slots__ = ("answer", "at")
+
+    def __init__(self, answer: asyncio.Future[pb.Answer], at: float) -> None:
+        self.answer, self.at = answer, at
+
+    def ring(self) -> None:
+        self.fail(TimeoutError())
+
+    def fail(self, error: Exception) -> None:
+        if not self.answer.done():
+            self.answer.set_exception(error)
+
+
 class _Stream:
     """One stream, from its first call to its end."""
 
@@ -66,29 +83,32 @@ class _Stream:
         self._ids = itertools.count(1)
         self._waiting: deque[pb.Call] = deque()
         self._cancelled: list[int] = []
-        self._answers: dict[int, asyncio.Future[pb.Answer]] = {}
+        self._asked: dict[int, _Asked] = {}
+        self._alarms = Alarms()
         self._more = asyncio.Event()
         self._call = stub.Run(metadata=credential())
         self._running = asyncio.create_task(self._run(), name=f"bundle-{peer}")
         self.ended = False
 
-    async def ask(self, method: str, request: bytes) -> pb.Answer:
-        """Who stops waiting takes the call back.
+    async def ask(self, method: str, request: bytes, *, ends: float) -> pb.Answer:
+        """Waits till `ends`, by the loop's clock. Who stops waiting takes the call back.
 
         Raises:
             _StreamEndedError: There will be no answer.
+            TimeoutError: There was none in time.
         """
         carrier: dict[str, str] = {}
         inject(carrier)
         number = next(self._ids)
-        answer: asyncio.Future[pb.Answer] = asyncio.get_running_loop().create_future()
-        self._answers[number] = answer
+        asked = self._asked[number] = _Asked(asyncio.get_running_loop().create_future(), ends)
+        self._alarms.add(asked)
         self._waiting.append(pb.Call(id=number, method=method, request=request, context=carrier))
         self._more.set()
         try:
-            return await answer
+            return await asked.answer
         finally:
-            if self._answers.pop(number, None) is not None:
+            self._alarms.discard(asked)
+            if self._asked.pop(number, None) is not None:
                 self._cancelled.append(number)
                 self._more.set()
 
@@ -109,10 +129,9 @@ class _Stream:
             self.ended = True
             writing.cancel()
             self._call.cancel()
-            asked, self._answers = self._answers, {}
-            for answer in asked.values():
-                if not answer.done():
-                    answer.set_exception(_StreamEndedError(failure, nobody=nobody))
+            unanswered, self._asked = self._asked, {}
+            for asked in unanswered.values():
+                asked.fail(_StreamEndedError(failure, nobody=nobody))
             await asyncio.wait([writing])
 
     def _wrote(self, writing: asyncio.Task[None]) -> None:
@@ -123,9 +142,9 @@ class _Stream:
     async def _read(self) -> None:
         async for response in self._call:
             for answer in response.answers:
-                asked = self._answers.pop(answer.id, None)
-                if asked is not None and not asked.done():
-                    asked.set_result(answer)
+                asked = self._asked.pop(answer.id, None)
+                if asked is not None and not asked.answer.done():
+                    asked.answer.set_result(answer)
 
     async def _write(self) -> None:
         while True:
@@ -168,9 +187,9 @@ class Bundle:
             FailureError: The call failed; carries the server's failure, or what became of the stream.
         """
         message, path = request.SerializeToString(), f"/{self._service}/{method}"
+        ends = asyncio.get_running_loop().time() + timeout
         try:
-            async with asyncio.timeout(timeout):
-                answer = await self._ask(path, message, wait=wait)
+            answer = await self._ask(path, message, ends=ends, wait=wait)
         except TimeoutError as late:
             raise FailureError(_unavailable(self._peer, f"{method}: no answer in time", "deadline_exceeded")) from late
         if answer.HasField("failure"):
@@ -179,14 +198,15 @@ class Bundle:
         read: Reply = parse.FromString(answer.response)
         return read
 
-    async def _ask(self, path: str, message: bytes, *, wait: bool) -> pb.Answer:
+    async def _ask(self, path: str, message: bytes, *, ends: float, wait: bool) -> pb.Answer:
         while True:
-            if wait:
-                await self._channel.channel_ready()
+            if wait and self._channel.get_state() is not grpc.ChannelConnectivity.READY:
+                async with asyncio.timeout_at(ends):
+                    await self._channel.channel_ready()
             if self._stream is None or self._stream.ended:
                 self._stream = _Stream(self._channel, self._peer)
             try:
-                return await self._stream.ask(path, message)
+                return await self._stream.ask(path, message, ends=ends)
             except _StreamEndedError as ended:
                 if not (wait and ended.nobody):
                     raise FailureError(ended.failure) from ended

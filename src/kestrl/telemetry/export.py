@@ -6,7 +6,6 @@ import atexit
 
 from opentelemetry import metrics, trace
 from opentelemetry.exporter.otlp.proto.grpc.metric_exporter import OTLPMetricExporter
-from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
 from opentelemetry.exporter.prometheus import PrometheusMetricReader
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import MetricReader, PeriodicExportingMetricReader
@@ -20,6 +19,7 @@ from prometheus_client import start_http_server
 
 from kestrl.errors import UserInputError
 from kestrl.telemetry.children import Pipeline
+from kestrl.telemetry.encoding import Exporter
 from kestrl.telemetry.names import Attr
 from kestrl.telemetry.roots import ROOT
 
@@ -54,16 +54,15 @@ def export_spans(resource: Resource, endpoint: str | None, *, tracer: str) -> Pi
 
     Returns the way there for `tracer`'s spans beneath a sampled one; None when OTEL_TRACES_SAMPLER wants to be asked about those too.
     """
-    ids = RootIds()
+    ids, scope = RootIds(), InstrumentationScope(tracer, "")
     provider = TracerProvider(resource=resource, id_generator=ids)
-    exporter = OTLPSpanExporter(endpoint=endpoint, insecure=True) if endpoint else OTLPSpanExporter()
-    processor = BatchSpanProcessor(exporter, max_queue_size=8192)
+    processor = BatchSpanProcessor(Exporter(scope, endpoint), max_queue_size=8192)
     provider.add_span_processor(processor)
     trace.set_tracer_provider(provider)
     atexit.register(provider.shutdown)
     if not isinstance(provider.sampler, ParentBased):
         return None
-    return Pipeline(ids=ids, processor=processor, resource=resource, scope=InstrumentationScope(tracer, ""))
+    return Pipeline(ids=ids, processor=processor, resource=resource, scope=scope)
 
 
 def serve_metrics(resource: Resource, listen: str, *, exports: bool, endpoint: str | None) -> None:

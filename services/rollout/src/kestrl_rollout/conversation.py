@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Generator, Mapping, MutableMapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
+from types import TracebackType
 
 from kestrl.agents import Call, Completion, LimitReached, Limits, Reply, Tokenizer
 from kestrl.episode import CallOutcome, Json, Row, Scenario, StopReason, ToolCall, Turn
@@ -40,6 +40,28 @@ class ToolLimits:
 
     max_parallel_calls: int
     max_tool_tokens: int
+
+
+class _Platform:
+    """Around what is ours: notes what breaks, and keeps a bug of ours from being taken for the loop's."""
+
+    __slots__ = ("_note",)
+
+    def __init__(self, note: Callable[[KestrlError], None]) -> None:
+        self._note = note
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if isinstance(error, KestrlError):
+            self._note(error)
+        elif isinstance(error, Exception):
+            bug = KestrlError(f"{type(error).__name__}: {error}", code="internal")
+            self._note(bug)
+            raise bug from error
 
 
 class EpisodeConversation:
@@ -182,18 +204,11 @@ class EpisodeConversation:
         if self._broken is not None:
             raise self._broken
 
-    @contextmanager
-    def _platform(self) -> Generator[None]:
-        """Around what is ours: notes what breaks, and keeps a bug of ours from being taken for the loop's."""
-        try:
-            yield
-        except KestrlError as error:
-            self._broken = self._broken or error
-            raise
-        except Exception as error:
-            bug = KestrlError(f"{type(error).__name__}: {error}", code="internal")
-            self._broken = self._broken or bug
-            raise bug from error
+    def _platform(self) -> _Platform:
+        return _Platform(self._breaks)
+
+    def _breaks(self, error: KestrlError) -> None:
+        self._broken = self._broken or error
 
     def _prompt(self) -> list[int]:
         chat, toolset = self._face.chat, self._offer.toolset

@@ -10,6 +10,7 @@ import asyncio
 from enum import StrEnum
 from types import TracebackType
 
+from kestrl.alarms import Alarms
 from kestrl.errors import Boundary, DeadlineExceeded
 
 
@@ -25,7 +26,9 @@ class Scope(StrEnum):
 class Waiting:
     """What an episode waits for right now: the boundary of a deadline that passes meanwhile."""
 
-    def __init__(self) -> None:
+    def __init__(self, alarms: Alarms) -> None:
+        self.alarms = alarms
+        """The worker's."""
         self.boundary = Boundary.INFRASTRUCTURE
 
     def on(self, boundary: Boundary) -> _On:
@@ -54,29 +57,37 @@ def now() -> float:
 
 
 class deadline:  # noqa: N801 - used as a verb: `async with deadline(...)`
-    """Ends what runs inside at a loop time. A class and no generator: an episode enters a dozen of them.
+    """Ends what runs inside at a loop time, as `asyncio.timeout_at` would. A class and no generator: an episode enters a dozen of them.
 
     Raises:
         DeadlineExceeded: It passed; the code is the scope, the boundary what was waited for.
     """
 
-    __slots__ = ("_scope", "_timer", "_waiting")
+    __slots__ = ("_cancelling", "_rang", "_scope", "_task", "_waiting", "at")
 
     def __init__(self, scope: Scope, at: float, waiting: Waiting) -> None:
         self._scope, self._waiting = scope, waiting
-        self._timer = asyncio.timeout_at(at)
+        self._rang = False
+        self.at = at
 
     async def __aenter__(self) -> None:
-        await self._timer.__aenter__()
+        task = asyncio.current_task()
+        assert task is not None
+        self._task, self._cancelling = task, task.cancelling()
+        self._waiting.alarms.add(self)
+
+    def ring(self) -> None:
+        self._rang = True
+        self._task.cancel()
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        try:
-            await self._timer.__aexit__(kind, error, trace)
-        except TimeoutError as late:
-            # Only the timer's own: one of the code inside passes it by.
+        if not self._rang:
+            self._waiting.alarms.discard(self)
+        elif self._task.uncancel() <= self._cancelling and kind is asyncio.CancelledError:
+            # Only where nobody else cancelled it too, and it was not swallowed inside.
             name, waited = self._scope.removesuffix("_deadline"), self._waiting.boundary
             raise DeadlineExceeded(
                 f"the {name}'s deadline passed while waiting for: {waited}", code=self._scope, boundary=waited
-            ) from late
+            ) from error

@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Any, Self
 
 import aiohttp
-import orjson
+import msgspec
 
 from kestrl.agents import Completion
 from kestrl.errors import EngineFailure
@@ -100,7 +100,9 @@ class EngineClient:
         assert self._session is not None
         url = f"{engine.url.rstrip('/')}/inference/v1/generate"
         try:
-            async with self._session.post(url, data=orjson.dumps(request.body()), headers=trace_headers()) as response:
+            async with self._session.post(
+                url, data=msgspec.json.encode(request.body()), headers=trace_headers()
+            ) as response:
                 payload = await response.read()
                 status = response.status
         except aiohttp.ClientConnectorError as error:
@@ -131,11 +133,37 @@ def refusal(engine: str, status: int, payload: bytes) -> EngineFailure:
     return EngineFailure(f"{engine}: HTTP {status}: {text}", code=code, retryable=retryable)
 
 
-def _parsed(payload: bytes) -> Any:
+class _Scored(msgspec.Struct):
+    token_id: int
+    logprob: float
+
+
+class _Logprobs(msgspec.Struct):
+    content: list[_Scored]
+
+
+class _Choice(msgspec.Struct):
+    token_ids: list[int]
+    finish_reason: str
+    logprobs: _Logprobs
+
+
+class _Answer(msgspec.Struct):
+    """What counts of an answer; the rest of it is skipped."""
+
+    model: str
+    choices: tuple[_Choice]
+
+
+_ANSWERS = msgspec.json.Decoder(_Answer)
+
+
+def _parsed(payload: bytes) -> _Answer:
     try:
-        return orjson.loads(payload)
-    except orjson.JSONDecodeError:
-        return json.loads(payload)  # takes NaN, which deserves an error of its own further down
+        return _ANSWERS.decode(payload)
+    except msgspec.DecodeError:
+        # It may hold NaN, which is no JSON, and deserves an error of its own further down.
+        return msgspec.convert(json.loads(payload), _Answer)
 
 
 def read_completion(engine: str, policy: str, payload: bytes) -> Completion:
@@ -146,28 +174,29 @@ def read_completion(engine: str, policy: str, payload: bytes) -> Completion:
     """
     try:
         answer = _parsed(payload)
-        named, (choice,) = answer["model"], answer["choices"]
-        ids, finish = [int(token) for token in choice["token_ids"]], str(choice["finish_reason"])
-        scored = [(int(entry["token_id"]), float(entry["logprob"])) for entry in choice["logprobs"]["content"]]
-    except (ValueError, KeyError, TypeError, OverflowError) as error:
+    except (msgspec.MsgspecError, ValueError) as error:
         text = payload[:MESSAGE_CHARACTERS].decode(errors="replace")
         raise EngineFailure(
             f"{engine}: not an answer to a generate request ({type(error).__name__}: {error}): {text}",
             code="bad_answer",
         ) from error
+    named, (choice,) = answer.model, answer.choices
+    ids, finish, scored = choice.token_ids, choice.finish_reason, choice.logprobs.content
     if named != policy:
         raise EngineFailure(
             f"{engine}: asked for policy {policy!r}, answered with {named!r}", code="wrong_policy", retryable=False
         )
     if finish == "abort":
         raise EngineFailure(f"{engine}: the engine aborted the request", code="aborted")
-    if not ids or [token for token, _ in scored] != ids:
+    if not ids or [entry.token_id for entry in scored] != ids:
         raise EngineFailure(
             f"{engine}: {len(ids)} tokens came with {len(scored)} log-probs, or with those of other tokens",
             code="bad_answer",
         )
-    logprobs = [value for _, value in scored]
-    if not all(math.isfinite(value) and value > IMPOSSIBLE_LOGPROB for value in logprobs):
+    logprobs = [entry.logprob for entry in scored]
+    if (
+        not math.isfinite(sum(logprobs)) or min(logprobs) <= IMPOSSIBLE_LOGPROB
+    ):  # a sum with one that is not finite is not either
         raise EngineFailure(
             f"{engine}: a sampled token has no finite log-probability; the policy may hold NaN", code="bad_logprob"
         )

@@ -6,9 +6,10 @@ import asyncio
 import logging
 import time
 import traceback
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from kestrl.agents import LimitReached
+from kestrl.alarms import Alarms
 from kestrl.episode import Episode, StopReason
 from kestrl.errors import Boundary, Failure, KestrlError, UserCodeError
 from kestrl.telemetry import current_trace_id, span
@@ -33,7 +34,7 @@ class _Attempt:
     id: str
     index: int
     seed: int
-    waiting: Waiting = field(default_factory=Waiting)
+    waiting: Waiting
     conversation: EpisodeConversation | None = None
     engine: EngineSession | None = None
     tools: ToolSession | None = None
@@ -60,12 +61,13 @@ class EpisodeRunner:
         self._toolbox = toolbox
         self._tool_limits = tool_limits
         self._slots = asyncio.Semaphore(concurrency)
+        self._alarms = Alarms()
         self._closing: set[asyncio.Task[None]] = set()
         self.sessions = Sessions()
 
     async def run(self, request: GroupRequest, index: int, *, group_ends: float) -> Episode:
         """Runs episode `index` of a group. Raises nothing but a cancellation from outside."""
-        attempt = _Attempt(f"{request.id}/{index}", index, request.seed + index)
+        attempt = _Attempt(f"{request.id}/{index}", index, request.seed + index, Waiting(self._alarms))
         started_at, started = time.time(), time.monotonic()
         attributes = {Attr.EPISODE_ID: attempt.id, Attr.SCENARIO_ID: request.scenario.id}
         with span(SpanName.EPISODE, attributes) as current:

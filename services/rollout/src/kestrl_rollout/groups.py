@@ -7,8 +7,10 @@ import logging
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
 
+from kestrl.api.common.v1 import common_pb2 as common
 from kestrl.episode import Episode, Group
 from kestrl.errors import KestrlError
+from kestrl.rpc.codec import group_to_proto
 from kestrl.telemetry import span
 from kestrl.telemetry.metrics import observe
 from kestrl.telemetry.names import Attr, Metric, SpanName
@@ -39,7 +41,7 @@ class GroupRunner:
         self._judge = judge
         self._concurrency = concurrency
         self._drain_seconds = drain_seconds
-        self._groups: set[asyncio.Task[Group]] = set()
+        self._groups: set[asyncio.Task[common.Group]] = set()
         self._running = 0
         self._draining = False
         self._counts = Counts()
@@ -50,8 +52,8 @@ class GroupRunner:
     def capacity(self) -> Capacity:
         return Capacity(concurrency=self._concurrency, running=self._running, draining=self._draining)
 
-    async def run(self, request: GroupRequest) -> AsyncGenerator[Episode | Group]:
-        """Yields each episode as it ends, then the scored group. Leaving early cancels the group.
+    async def run(self, request: GroupRequest) -> AsyncGenerator[Episode | common.Group]:
+        """Yields each episode as it ends, then the scored group, encoded. Leaving early cancels the group.
 
         Raises:
             KestrlError: With code `draining` when no group is taken any more, `drained` when the worker stopped before the
@@ -76,7 +78,7 @@ class GroupRunner:
             task.cancel()
             await asyncio.wait([task])
 
-    async def _run(self, request: GroupRequest, ended: Callable[[Episode], None]) -> Group:
+    async def _run(self, request: GroupRequest, ended: Callable[[Episode], None]) -> common.Group:
         ends = now() + request.deadlines.group
         attributes = {
             Attr.GROUP_ID: request.id,
@@ -93,8 +95,10 @@ class GroupRunner:
                     ]
             finally:
                 self._running -= request.size
-            group = Group(id=request.id, scenario=request.scenario, episodes=[task.result() for task in episodes])
-            return await self._judge.score(group, max_turns=request.limits.max_turns, ends=ends)
+            whole = Group(id=request.id, scenario=request.scenario, episodes=[task.result() for task in episodes])
+            group = group_to_proto(whole)
+            await self._judge.score(group, max_turns=request.limits.max_turns, ends=ends)
+            return group
 
     async def _episode(
         self, request: GroupRequest, index: int, ends: float, ended: Callable[[Episode], None]

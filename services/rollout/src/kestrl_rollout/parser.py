@@ -178,7 +178,8 @@ def read_call(raw: str, tools: Collection[str]) -> Call:
     """One call from the text between its markers."""
     try:
         value = _decode(raw)
-        dump_json(value).encode()  # half a surrogate pair could not travel further
+        if "\\u" in raw:
+            dump_json(value).encode()  # half a surrogate pair could not travel further
     except RecursionError:
         return _invalid(raw, "", "it is nested too deeply")
     except ValueError as error:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from kestrl import rpc
+from kestrl.alarms import Alarms
+from kestrl.api.common.v1 import common_pb2 as common
 from kestrl.api.judge.v1 import judge_pb2 as pb
-from kestrl.episode import Episode, Group
 from kestrl.errors import Boundary, Failure, JudgeFailure, KestrlError
-from kestrl.rpc.codec import failure_from_proto, group_to_proto
+from kestrl.rpc.codec import failure_from_proto, failure_to_proto
 from kestrl.telemetry import span
 from kestrl.telemetry.names import Attr, SpanName
 from kestrl_rollout.deadlines import Scope, Waiting, deadline, now
@@ -36,47 +37,52 @@ class Judge:
     def __init__(self, service: rpc.Bundle, *, component: str) -> None:
         self._service = service
         self._component = component
+        self._alarms = Alarms()
 
-    async def score(self, group: Group, *, max_turns: int, ends: float) -> Group:
-        """The group with rewards. An episode that could not be judged carries the failure and no reward."""
-        judged = [episode for episode in group.episodes if episode.failure is None]
+    async def score(self, group: common.Group, *, max_turns: int, ends: float) -> None:
+        """Writes rewards into an encoded group. An episode that could not be judged gets the failure and no reward.
+
+        Encoded, since it goes to the judge and then, with what the judge said, to the learner: an episode is encoded once.
+        """
+        judged = [episode for episode in group.episodes if not episode.HasField("failure")]
         if not judged:
-            return group
+            return
         with span(SpanName.SCORE, {Attr.GROUP_ID: group.id}):
+            asked = common.Group(id=group.id, scenario=group.scenario, episodes=judged)
             try:
-                scores = await self._ask(replace(group, episodes=judged), max_turns=max_turns, ends=ends)
+                scores = await self._ask(asked, max_turns=max_turns, ends=ends)
             except KestrlError as error:
-                failure = error.failure(component=self._component)
-                return replace(group, episodes=[_unjudged(episode, failure) for episode in group.episodes])
-        return replace(group, episodes=[self._merge(episode, scores) for episode in group.episodes])
+                failure = failure_to_proto(error.failure(component=self._component))
+                for episode in judged:
+                    episode.failure.CopyFrom(failure)
+                return
+        for episode in judged:
+            self._write(episode, scores.get(episode.id))
 
-    async def _ask(self, group: Group, *, max_turns: int, ends: float) -> dict[str, Score]:
-        waiting = Waiting()
+    async def _ask(self, group: common.Group, *, max_turns: int, ends: float) -> dict[str, Score]:
+        waiting = Waiting(self._alarms)
         with waiting.on(Boundary.JUDGE):
             async with deadline(Scope.GROUP, ends, waiting):
                 answer = await self._service.call(
                     "ScoreGroup",
-                    pb.ScoreGroupRequest(group=group_to_proto(group), max_turns=max_turns),
+                    pb.ScoreGroupRequest(group=group, max_turns=max_turns),
                     pb.ScoreGroupResponse,
                     timeout=max(0.0, ends - now()) + RPC_SLACK,
                     wait=True,
                 )
         return read_scores(list(answer.scores))
 
-    def _merge(self, episode: Episode, scores: Mapping[str, Score]) -> Episode:
-        if episode.failure is not None:
-            return episode
-        score = scores.get(episode.id)
+    def _write(self, episode: common.Episode, score: Score | None) -> None:
         if score is None:
             missing = JudgeFailure(f"the judge said nothing of episode {episode.id}", code="missing_score")
-            return _unjudged(episode, missing.failure(component=self._component))
-        return replace(
-            episode,
-            reward=score.reward,
-            rewards=dict(score.rewards),
-            metrics={**episode.metrics, **score.metrics},
-            failure=score.failure,
-        )
+            episode.failure.CopyFrom(failure_to_proto(missing.failure(component=self._component)))
+            return
+        if score.reward is not None:
+            episode.reward = score.reward
+        episode.rewards.update(score.rewards)
+        episode.metrics.update(score.metrics)
+        if score.failure is not None:
+            episode.failure.CopyFrom(failure_to_proto(score.failure))
 
 
 def read_scores(scores: Sequence[pb.EpisodeScore]) -> dict[str, Score]:
@@ -106,7 +112,3 @@ def _read_score(score: pb.EpisodeScore) -> Score:
         metrics=dict(score.metrics),
         failure=failure,
     )
-
-
-def _unjudged(episode: Episode, failure: Failure) -> Episode:
-    return episode if episode.failure is not None else replace(episode, failure=failure)

@@ -12,7 +12,7 @@ from kestrl.api.common.v1 import common_pb2
 from kestrl.api.rollout.v1 import rollout_pb2 as pb
 from kestrl.api.rollout.v1 import rollout_pb2_grpc as stubs
 from kestrl.episode import Episode
-from kestrl.rpc.codec import failure_to_proto, group_to_proto
+from kestrl.rpc.codec import failure_to_proto
 from kestrl_rollout.groups import GroupRunner
 from kestrl_rollout.requests import read_request
 
@@ -49,7 +49,7 @@ class RolloutServicer(stubs.RolloutServiceServicer):
                 if isinstance(event, Episode):
                     yield pb.RunGroupResponse(episode=ended(event))
                 else:
-                    yield pb.RunGroupResponse(group=group_to_proto(event))
+                    yield pb.RunGroupResponse(group=event)
 
     async def GetCapacity(self, request: pb.GetCapacityRequest, context: Context) -> pb.GetCapacityResponse:  # noqa: ARG002 - gRPC's name and signature
         capacity = self._groups.capacity

@@ -1,0 +1,110 @@
+"""Many deadlines over one timer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from kestrl.alarms import Alarms
+
+FAR = 1000.0
+SOON = 0.02
+
+
+def now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+class Bell:
+    """An alarm that can be awaited, and writes down when it rang."""
+
+    def __init__(self, at: float, does: Callable[[], object] = lambda: None) -> None:
+        self.at, self._does = at, does
+        self.rang = asyncio.Event()
+        self.times: list[float] = []
+
+    def ring(self) -> None:
+        self.times.append(now())
+        self.rang.set()
+        self._does()
+
+
+@pytest.fixture
+def timers(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """When the loop was asked to call, in the order of asking."""
+    asked: list[float] = []
+    plain = asyncio.BaseEventLoop.call_at
+
+    def call_at(loop: Any, when: float, *rest: Any, **more: Any) -> asyncio.TimerHandle:
+        asked.append(when)
+        return plain(loop, when, *rest, **more)
+
+    monkeypatch.setattr(asyncio.BaseEventLoop, "call_at", call_at)
+    return asked
+
+
+async def test_each_rings_once_at_its_time() -> None:
+    alarms, began = Alarms(), now()
+    bells = [Bell(began + SOON * number) for number in (3, 1, 2)]
+    for bell in bells:
+        alarms.add(bell)
+    for bell in bells:
+        await bell.rang.wait()
+        (rang,) = bell.times
+        assert rang >= bell.at - 0.002
+    assert len(alarms) == 0
+
+
+async def test_one_whose_time_is_over_rings_at_once_but_not_within_add() -> None:
+    alarms, late = Alarms(), Bell(now() - 1)
+    alarms.add(Bell(now() + FAR))
+    alarms.add(late)
+    assert not late.times
+    await late.rang.wait()
+
+
+async def test_what_is_discarded_never_rings_and_the_next_one_does() -> None:
+    alarms, began = Alarms(), now()
+    gone, next_ = Bell(began + SOON), Bell(began + 2 * SOON)
+    alarms.add(gone)
+    alarms.add(next_)
+    alarms.discard(gone)
+    alarms.discard(gone)
+    await next_.rang.wait()
+    assert not gone.times
+
+
+async def test_later_ones_cost_no_timer_and_none_is_left_behind(timers: list[float]) -> None:
+    alarms, began = Alarms(), now()
+    first = Bell(began + FAR)
+    alarms.add(first)
+    for number in range(100):
+        bell = Bell(began + FAR + number)
+        alarms.add(bell)
+        alarms.discard(bell)
+    assert timers == [first.at]
+    earlier = Bell(began + FAR / 2)
+    alarms.add(earlier)
+    assert timers == [first.at, earlier.at]
+    alarms.discard(first)
+    alarms.discard(earlier)
+    scheduled: list[asyncio.TimerHandle] = vars(asyncio.get_running_loop())["_scheduled"]
+    assert not [timer for timer in scheduled if timer.when() in {first.at, earlier.at} and not timer.cancelled()]
+
+
+async def test_one_that_rings_may_add_and_discard_others() -> None:
+    alarms, began = Alarms(), now()
+    last = Bell(began + 2 * SOON)
+    spared = Bell(began + FAR)
+
+    def change() -> None:
+        alarms.add(last)
+        alarms.discard(spared)
+
+    alarms.add(spared)
+    alarms.add(Bell(began + SOON, change))
+    await last.rang.wait()
+    assert len(alarms) == 0

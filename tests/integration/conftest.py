@@ -26,11 +26,12 @@ from kestrl.spec import parse_job
 from kestrl.storage import AdapterManifest, Probe, open_store, publish_adapter
 from kestrl.storage.adapters import WEIGHTS, digest
 from kestrl.testing.ports import free_port
+from kestrl_learner.adapters import probe_ids
 
 KEYS = {"KESTRL_ENGINE_KEY": "test-data-key", "KESTRL_ENGINE_CONTROL_KEY": "test-control-key"}
 START_SECONDS = 240.0
-PROBE_IDS = tuple(range(60, 90))
 VOCABULARY = 320
+PROBE_IDS = probe_ids(VOCABULARY)
 
 
 # --- the model and its adapters

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -196,6 +197,18 @@ async def test_other_weights_than_the_learner_scored_are_caught(
     assert (caught.value.boundary, caught.value.code) == ("engine", "probe_failed")
     assert await agent.loaded() == {}
     assert list(agent.folder.iterdir()) == []
+
+
+async def test_the_weights_of_the_version_before_are_caught(
+    agent: Agent, adapters: Any, publish: Any, storage: Path
+) -> None:
+    before = publish(storage, adapters(5), step=1)
+    await agent.policies.load(before.policy, before.uri)
+    version = publish(storage, adapters(5), step=2, probed=adapters(6))
+    with pytest.raises(FailureError, match=f"it answers as {re.escape(before.name)} does") as caught:
+        await agent.policies.load(version.policy, version.uri)
+    assert caught.value.code == "other_version"
+    assert (await agent.loaded()).keys() == {before.name}
 
 
 async def test_an_adapter_without_effect_is_caught(agent: Agent, adapters: Any, publish: Any, storage: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +122,20 @@ async def test_an_engine_that_computes_something_else_is_caught(stage: Any) -> N
     error = await refused(stage, version)
     assert error.code == "probe_failed"
     assert "neither" in str(error)
+
+
+async def test_an_engine_that_serves_the_version_before_is_caught_however_alike_they_are(stage: Any) -> None:
+    before = stage.publish(1)
+    await stage.load(before)
+    almost = tuple(value + 1e-6 for value in score(before.policy.sha256, IDS)[1:])
+    base = tuple(score("", IDS)[1:])
+    version = stage.publish(2, probe=Probe(token_ids=IDS, logprobs=almost, base_logprobs=base))
+    stage.engine.swapped[version.name] = before.policy.sha256
+    with pytest.raises(FailureError, match=f"it answers as {re.escape(before.name)} does") as caught:
+        await stage.load(version)
+    assert (caught.value.boundary, caught.value.code) == ("engine", "other_version")
+    assert await stage.proved() == {1: True}
+    assert stage.engine.adapters.keys() == {before.name}
 
 
 async def test_a_rank_above_the_engines_limit_names_the_mend(stage: Any) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from kestrl.storage import Probe
@@ -52,6 +54,35 @@ def answered(*differences: float) -> list[float]:
 def test_the_verdict(effect: float, answer: list[float], code: str | None) -> None:
     failure = judge("job.1", "engine-0", probe(effect), answer, BOUND).failure
     assert (failure.code if failure else None) == code
+
+
+@pytest.mark.parametrize(
+    ("answer", "code"),
+    [
+        (answered(0.5, 0.5, 0.5), None),
+        (answered(0.5004, 0.4996, 0.5), "other_version"),
+        (answered(0.50019, 0.49985, 0.50002), None),
+        (answered(0.5004, 0.4995, 0.5004), None),
+        (answered(0.7, 0.5, 0.5), "other_version"),
+        (answered(0.7, 0.5, 0.6), "probe_failed"),
+        (answered(0.0, 0.0, 0.0), "adapter_not_applied"),
+    ],
+    ids=["exact", "the one before, within the bound", "rounding", "neither", "another", "nearly another", "base"],
+)
+def test_another_version_that_the_engine_holds_is_told_from_this(answer: list[float], code: str | None) -> None:
+    before = Probe(
+        token_ids=(1, 2, 3, 4), logprobs=tuple(answered(0.5004, 0.4996, 0.5)), base_logprobs=(-1.0, -2.0, -3.0)
+    )
+    far = Probe(token_ids=(1, 2, 3, 4), logprobs=tuple(answered(0.7, 0.5, 0.5)), base_logprobs=(-1.0, -2.0, -3.0))
+    of_other_ids = Probe(
+        token_ids=(9, 2, 3, 4), logprobs=tuple(answered(0.0, 0.0, 0.0)), base_logprobs=(-1.0, -2.0, -3.0)
+    )
+    others = {"job.1": before, "job.2": far, "job.3": of_other_ids}
+    failure = judge("job.4", "engine-0", probe(0.5), answer, BOUND, others).failure
+    assert (failure.code if failure else None) == code
+    if code == "other_version":
+        assert failure is not None
+        assert re.search(r"it answers as job\.[12] does", failure.message)
 
 
 def test_a_failure_names_engine_version_and_numbers() -> None:

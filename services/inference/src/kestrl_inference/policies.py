@@ -108,7 +108,7 @@ class Policies:
         Raises:
             StorageError: It was never published whole, or is corrupt, or is not what was asked for.
             EngineFailure: The engine refused it, or has no slot.
-            FailureError: The engine does not serve it: `probe_failed`, `adapter_not_applied`.
+            FailureError: The engine does not serve it: `probe_failed`, `adapter_not_applied`, `other_version`.
         """
         task = self._loading.get(policy.name)
         if task is None:
@@ -209,7 +209,10 @@ class Policies:
         with span(SpanName.PROVE, {Attr.POLICY: name, Attr.ENGINE: self.settings.engine_name}):
             held.proved = False
             scores = await self.engine.score(name, held.manifest.probe.token_ids)
-            verdict = judge(name, self.settings.engine_name, held.manifest.probe, scores, self.settings.probe_bound)
+            others = {other: known.manifest.probe for other, known in self.held.items() if other != name}
+            verdict = judge(
+                name, self.settings.engine_name, held.manifest.probe, scores, self.settings.probe_bound, others
+            )
             held.proved, held.failure = verdict.failure is None, verdict.failure
             if verdict.failure is not None:
                 log.error("%s%s", verdict.failure, self._other_base(held))

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from kestrl.errors import Boundary, Failure
 from kestrl.storage import Probe
 
 CLEARLY = 2.0
-"""How many times nearer to the base than to the version an answer must be to count as the base's. An adapter whose effect is below
-the engine's rounding (the first steps of a warm-up, bfloat16) is near both, and which is nearer is then chance: no ground to refuse."""
+"""How many times nearer to the base, or to another version, an answer must be to count as theirs. Where they differ by less than the
+engine's rounding (the first steps of a warm-up, bfloat16) an answer is near both, and which is nearer is then chance: no ground to refuse."""
+BASE = ""
+"""The base model's name among those of versions."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +29,14 @@ def largest_gap(ours: Sequence[float], theirs: Sequence[float]) -> float:
     return max((abs(a - b) for a, b in zip(ours, theirs, strict=True)), default=0.0)
 
 
-def judge(name: str, engine: str, probe: Probe, scores: Sequence[float], bound: float) -> Verdict:
+def judge(
+    name: str,
+    engine: str,
+    probe: Probe,
+    scores: Sequence[float],
+    bound: float,
+    others: Mapping[str, Probe] = MappingProxyType({}),
+) -> Verdict:
     """Compares.
 
     Args:
@@ -35,14 +45,24 @@ def judge(name: str, engine: str, probe: Probe, scores: Sequence[float], bound: 
         probe: The learner's numbers.
         scores: The engine's.
         bound: Largest accepted difference.
+        others: Probes of the other versions that the engine holds, by name. One step changes log-probs by little, so that an answer of
+            the version before may lie within the bound.
     """
     gap, base_gap = largest_gap(scores, probe.logprobs), largest_gap(scores, probe.base_logprobs)
-    like_base = CLEARLY * base_gap < gap
-    if gap <= bound and not like_base:
+    alike = {BASE: base_gap} | {
+        other: largest_gap(scores, theirs.logprobs)
+        for other, theirs in others.items()
+        if theirs.token_ids == probe.token_ids
+    }
+    nearest = min(alike, key=lambda other: alike[other])
+    mistaken = CLEARLY * alike[nearest] < gap
+    if gap <= bound and not mistaken:
         return Verdict(gap=gap, failure=None)
-    if like_base and base_gap <= bound:
+    if not mistaken or alike[nearest] > bound:
+        code, what = "probe_failed", "it answers neither as the adapter nor as the base model"
+    elif nearest == BASE:
         code, what = "adapter_not_applied", "it answers as the base model does"
     else:
-        code, what = "probe_failed", "it answers neither as the adapter nor as the base model"
+        code, what = "other_version", f"it answers as {nearest} does"
     message = f"{engine} does not serve {name}: {what} (probe gap {gap:.3g}, bound {bound:.3g})"
     return Verdict(gap=gap, failure=Failure(boundary=Boundary.ENGINE, code=code, message=message, component=engine))

@@ -11,15 +11,20 @@ from kestrl.storage import AdapterManifest, ObjectStore, Probe, adapter_folder, 
 from kestrl.storage.adapters import WEIGHTS, digest
 from kestrl_learner.model import PolicyModel
 
-PROBE_TOKENS = 24
+PROBE_TOKENS = 16
+"""One of 24 finds hardly more, and on two cores costs SmolLM2 40 ms a publication (docs/performance.md)."""
 PROBE_RANGE = (32, 232)
 """Ids of the probe: low ones, which are ordinary tokens in every tokenizer we know."""
 
 
 def probe_ids(vocabulary: int) -> tuple[int, ...]:
-    """A fixed sequence of ordinary tokens, unlikely on purpose: small differences of weights show in its log-probs."""
+    """A fixed sequence of ordinary tokens, unlikely on purpose: small differences of weights show in its log-probs.
+
+    Of tokens that differ, that is: one token again and again is what every model is sure of, whatever its adapter.
+    """
     low, high = PROBE_RANGE if vocabulary > PROBE_RANGE[1] else (1, vocabulary)
-    return tuple(random.Random(20_240_229).randrange(low, high) for _ in range(PROBE_TOKENS))  # noqa: S311 - fixed on purpose
+    draw = random.Random(20_240_229)  # noqa: S311 - fixed on purpose
+    return tuple(draw.randrange(low, high) for _ in range(PROBE_TOKENS))
 
 
 def adapter_files(model: PolicyModel, path: str) -> dict[str, bytes]:

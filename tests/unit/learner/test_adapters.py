@@ -1,0 +1,50 @@
+"""What is published can be told from what was published before: the probe sees an update."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from kestrl.plan.planning import PROBE_BOUND
+from kestrl.storage import open_store
+from kestrl_email.model_path import tiny
+from kestrl_inference.proof import judge
+from kestrl_learner import adapters
+from kestrl_learner.model import PolicyModel
+from kestrl_learner.trainer import Trainer
+
+from .test_training import algorithm, make_groups
+
+Maker = Callable[..., PolicyModel]
+STEPS = 6
+
+
+@pytest.mark.parametrize("vocabulary", [2, 64, 232, 233, 1088, 151_936])
+def test_the_probe_is_one_sequence_of_many_tokens(vocabulary: int) -> None:
+    ids = adapters.probe_ids(vocabulary)
+    assert ids == adapters.probe_ids(vocabulary)
+    assert len(ids) == adapters.PROBE_TOKENS
+    assert all(0 < token < vocabulary for token in ids)
+    assert len(set(ids)) >= min(vocabulary - 1, 12)
+
+
+def test_no_version_passes_for_another(policy_of: Maker, tmp_path: Path) -> None:
+    """An engine that still answers as the version before, or as the base, is refused; by steps as small as the demo's."""
+    policy, store = policy_of(tiny()), open_store(tmp_path.as_uri())
+    trainer = Trainer(policy, algorithm(learning_rate=2e-3), 1.0)
+    published = []
+    for step in range(STEPS):
+        if step:
+            trainer.step(make_groups(seed=step), step)
+        published.append(adapters.publish(store, policy, job="job", step=step, base="tiny", parent=None)[0])
+    for before, now in itertools.pairwise(published):
+        for scores, code in (
+            (now.probe.logprobs, ""),
+            (before.probe.logprobs, "adapter_not_applied" if before.step == 0 else "probe_failed"),
+            (now.probe.base_logprobs, "adapter_not_applied"),
+        ):
+            failure = judge("now", "engine-0", now.probe, scores, PROBE_BOUND["float32"]).failure
+            assert ("" if failure is None else failure.code) == code, (before.step, scores, now.probe)

@@ -27,6 +27,8 @@ REPORT = os.environ.get("KESTRL_SOAK_REPORT", "")
 """A file for what was done and seen."""
 STEPS = 12 * ROUNDS
 SEED = 7
+LEARNT = 1e-3
+"""What each of lora_B's matrices, which are zero at first, has at least somewhere: adapters that learnt nothing would be equal, too."""
 
 
 def arguments(runs: Path) -> list[str | Path]:
@@ -91,6 +93,7 @@ def test_a_run_whose_every_component_is_killed_at_every_phase_loses_and_repeats_
     ours, theirs = adapter(run), adapter(whole)
     lost = [row for row in rows if row[1] == "dropped" and row[0] < 2 * STEPS]
     gap = max(float((ours[name] - theirs[name]).abs().max()) for name in theirs)
+    assert min(float(weight.abs().max()) for name, weight in theirs.items() if "lora_B" in name) > LEARNT
     report = {
         "kills": len(killer.done),
         "by component": dict(counts),

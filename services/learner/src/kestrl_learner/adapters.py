@@ -12,7 +12,7 @@ from kestrl.storage.adapters import WEIGHTS, digest
 from kestrl_learner.model import PolicyModel
 
 PROBE_TOKENS = 16
-"""One of 24 finds hardly more, and on two cores costs SmolLM2 40 ms a publication (docs/performance.md)."""
+"""24 tell versions apart hardly better, and take longer (docs/performance.md)."""
 PROBE_RANGE = (32, 232)
 """Ids of the probe: low ones, which are ordinary tokens in every tokenizer we know."""
 

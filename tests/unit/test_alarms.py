@@ -7,8 +7,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from kestrl.alarms import Alarms
+from kestrl.alarms import EARLY, Alarms
 
 FAR = 1000.0
 SOON = 0.02
@@ -108,3 +110,88 @@ async def test_one_that_rings_may_add_and_discard_others() -> None:
     alarms.add(Bell(began + SOON, change))
     await last.rang.wait()
     assert len(alarms) == 0
+
+
+class Timer:
+    def __init__(self, when: float, callback: Callable[[], object]) -> None:
+        self.when, self.callback, self.cancelled = when, callback, False
+
+    def cancel(self) -> None:
+        self.cancelled = True
+
+
+class Clock:
+    """A loop whose time is what it is told."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.timers: list[Timer] = []
+
+    def time(self) -> float:
+        return self.now
+
+    def call_at(self, when: float, callback: Callable[[], object]) -> Timer:
+        self.timers.append(Timer(when, callback))
+        return self.timers[-1]
+
+    def pending(self) -> list[Timer]:
+        self.timers = [timer for timer in self.timers if not timer.cancelled]
+        return self.timers
+
+    def advance(self, to: float) -> None:
+        while due := [timer for timer in self.pending() if timer.when <= to]:
+            first = min(due, key=lambda timer: timer.when)
+            self.timers.remove(first)
+            self.now = max(self.now, first.when)
+            first.callback()
+        self.now = max(self.now, to)
+
+
+class Heard:
+    """An alarm that notes when it rang."""
+
+    def __init__(self, clock: Clock, at: float) -> None:
+        self.at, self._clock = at, clock
+        self.times: list[float] = []
+
+    def ring(self) -> None:
+        self.times.append(self._clock.now)
+
+
+INDEX = st.integers(0, 30)
+STEPS = st.lists(
+    st.one_of(
+        st.tuples(st.just("add"), st.integers(-5, 50)),
+        st.tuples(st.just("discard"), INDEX),
+        st.tuples(st.just("advance"), st.integers(0, 20)),
+    ),
+    max_size=60,
+)
+
+
+@given(steps=STEPS)
+def test_whatever_comes_and_goes_each_rings_once_in_time_or_was_discarded(steps: list[tuple[str, int]]) -> None:
+    clock, alarms = Clock(), Alarms()
+    made: list[Heard] = []
+    gone: set[int] = set()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("kestrl.alarms.asyncio.get_running_loop", lambda: clock)
+        for what, number in steps:
+            if what == "add":
+                made.append(Heard(clock, clock.now + number))
+                alarms.add(made[-1])
+            elif what == "discard" and number < len(made):
+                alarms.discard(made[number])
+                if not made[number].times:
+                    gone.add(number)
+            elif what == "advance":
+                clock.advance(clock.now + number)
+            waiting = [index for index, alarm in enumerate(made) if not alarm.times and index not in gone]
+            assert len(alarms) == len(waiting)
+            assert len(clock.pending()) == bool(waiting), "one timer while there is an alarm, and none else"
+            if what == "advance":
+                assert all(made[index].at > clock.now for index in waiting)
+        clock.advance(clock.now + 1000)
+    for index, alarm in enumerate(made):
+        assert len(alarm.times) == (index not in gone)
+        assert all(alarm.at - EARLY <= rang for rang in alarm.times)

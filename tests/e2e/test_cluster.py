@@ -85,12 +85,14 @@ def server(cluster: Cluster, namespace: str) -> str:
         "metadata": {"name": "server"},
         "spec": {"selector": {"app": "server"}, "ports": [{"port": 80, "targetPort": 8080}]},
     }
-    cluster.apply([pod(cluster, "server", "python", "-c", SERVER, container=ready), service], namespace)
-    cluster.wait_ready("server", namespace)
+    serving = pod(cluster, "server", "python", "-c", SERVER, container=ready)
+    cluster.apply([serving, pod(cluster, "asking", "sleep", "600"), service], namespace)
+    for name in ("server", "asking"):
+        cluster.wait_ready(name, namespace)
 
     def served() -> bool:
-        try:
-            return cluster.exec("server", "python", "-c", FETCH, "http://server/", namespace=namespace) == "200\n"
+        try:  # by another pod, for one that asks itself by its Service needs a network that sends packets back where they came from
+            return cluster.exec("asking", "python", "-c", FETCH, "http://server/", namespace=namespace) == "200\n"
         except CommandFailed as error:
             if "urlopen error" not in error.complaint:
                 raise

@@ -120,28 +120,28 @@ def request(number: int, engine: int) -> pb.RunGroupRequest:
 
 
 async def drive(address: str, pid: int, engine: int, concurrency: int, episodes: int) -> Measured:
-    """Closed loop: as many groups at once as make `concurrency` episodes."""
+    """Closed loop, as a learner does it: a group starts as soon as `concurrency` leaves room for it; a group that is being judged needs none."""
     async with rpc.channel(address) as channel:
         stub: Any = stubs.RolloutServiceStub(channel)
         numbers = iter(range(1_000_000))
 
-        async def one() -> None:
-            last = None
-            async for answer in stub.RunGroup(request(next(numbers), engine), wait_for_ready=True):
-                last = answer
-            assert last is not None
-            whole = [episode for episode in last.group.episodes if episode.stop_reason == "answered"]
-            assert len(whole) == GROUP, last
-            assert all(len(episode.turns) == TURNS for episode in whole)
+        slots = asyncio.Semaphore(concurrency // GROUP)
 
-        async def many(groups: list[int]) -> None:
-            while groups:
-                groups.pop()
-                await one()
+        async def one() -> None:
+            await slots.acquire()
+            running = GROUP
+            async for answer in stub.RunGroup(request(next(numbers), engine), wait_for_ready=True):
+                if answer.HasField("group"):
+                    whole = [episode for episode in answer.group.episodes if episode.stop_reason == "answered"]
+                    assert len(whole) == GROUP, answer
+                    assert all(len(episode.turns) == TURNS for episode in whole)
+                else:
+                    running -= answer.ended
+                    if not running:
+                        slots.release()
 
         async def load(count: int) -> None:
-            left = [0] * count
-            await asyncio.gather(*(many(left) for _ in range(concurrency // GROUP)))
+            await asyncio.gather(*(one() for _ in range(count)))
 
         await load(2 * concurrency // GROUP)
         before, began = cpu_seconds(pid), time.perf_counter()

@@ -15,7 +15,6 @@ import torch
 from safetensors.torch import load
 
 from kestrl import rpc
-from kestrl.api.common.v1 import common_pb2
 from kestrl.api.inference.v1 import inference_pb2 as ipb
 from kestrl.api.inference.v1 import inference_pb2_grpc as istubs
 from kestrl.api.learner.v1 import learner_pb2 as lpb
@@ -28,6 +27,7 @@ from kestrl.rpc.codec import failure_to_proto, group_to_proto, policy_from_proto
 from kestrl.storage import fetch_adapter, open_store
 from kestrl.testing.ports import free_port
 from kestrl_learner.model import PolicyModel
+from kestrl_learner.run import Run
 
 VOCABULARY = 64
 ANSWER = 5
@@ -64,6 +64,20 @@ async def until(condition: Callable[[], Any], seconds: float = 10.0) -> None:
     async with asyncio.timeout(seconds):
         while not condition():  # noqa: ASYNC110 - what a fake saw has no event
             await asyncio.sleep(0.01)
+
+
+@asynccontextmanager
+async def running(settings: Any) -> AsyncGenerator[tuple[Run, asyncio.Task[None]]]:
+    """A run, waited for at the end."""
+    run = Run(settings)
+    task = asyncio.create_task(run.main())
+    try:
+        yield run, task
+        async with asyncio.timeout(20):
+            await task
+    finally:
+        task.cancel()
+        await asyncio.wait([task])
 
 
 @dataclass
@@ -212,6 +226,10 @@ class FakeWorker(rstubs.RolloutServiceServicer):
         self.running = self.most_running = 0
         self.gate: asyncio.Event | None = None
         """A training group waits for it before it ends."""
+        self.judging: asyncio.Event | None = None
+        """Groups whose episodes ended wait for it."""
+        self.stragglers = 0
+        """Episodes of each group that end only with it."""
         self.draining = False
 
     async def GetCapacity(self, request: Any, context: Any) -> rpb.GetCapacityResponse:
@@ -230,8 +248,9 @@ class FakeWorker(rstubs.RolloutServiceServicer):
             if isinstance(made, KestrlError):
                 raise made
             if made is not None:
-                for episode in made.episodes:
-                    yield rpb.RunGroupResponse(episode=common_pb2.Episode(id=episode.id))
+                yield rpb.RunGroupResponse(ended=max(0, len(made.episodes) - self.stragglers))
+                if self.judging is not None:
+                    await self.judging.wait()
                 yield rpb.RunGroupResponse(group=group_to_proto(made))
         finally:
             self.running -= request.size

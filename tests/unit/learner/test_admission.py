@@ -14,6 +14,8 @@ from kestrl_learner import engines
 from kestrl_learner.admission import Admission, EngineLoad
 from kestrl_learner.run import Run
 
+from .fakes import running, until
+
 CALM = EngineLoad(kv_usage=0.3, running=4)
 FULL = EngineLoad(kv_usage=0.97, running=4)
 QUEUED = EngineLoad(kv_usage=0.5, running=4, waiting=5)
@@ -79,11 +81,50 @@ LOADS = st.builds(
 @given(st.lists(st.tuples(st.dictionaries(st.sampled_from("ab"), LOADS), st.integers(0, 200))), st.integers(1, 16))
 def test_whatever_engines_say_a_group_may_always_run(looks: list[tuple[dict[str, Any], int]], size: int) -> None:
     admission = Admission(size)
-    for loads, running in looks:
-        admission.look(loads, running=running, most=128)
+    for loads, busy in looks:
+        admission.look(loads, running=busy, most=128)
         assert admission.limit is None or size <= admission.limit
         allowed = admission.groups(0)
         assert allowed is None or allowed >= 1
+
+
+@pytest.mark.parametrize(("concurrency", "stragglers", "at_once"), [(3, 0, 2), (4, 1, 2), (3, 1, 1)])
+async def test_a_group_holds_as_many_slots_as_it_has_episodes_that_run(
+    staged: Any, concurrency: int, stragglers: int, at_once: int
+) -> None:
+    """One that is judged holds none, one with a straggler one."""
+    async with staged() as stage:
+        worker = stage.workers[0]
+        worker.concurrency, worker.stragglers = concurrency, stragglers
+        worker.judging = asyncio.Event()
+        async with running(stage.but(validation=None, max_steps=1)):
+            await until(lambda: len(stage.asked()) == at_once)
+            if at_once == 1:
+                worker.judging.set()
+                await until(lambda: len(stage.asked()) == 2)
+                assert worker.most_running == 3
+            worker.judging.set()
+        assert stage.summary["status"] == "succeeded"
+
+
+async def test_what_the_engines_allow_is_a_number_of_episodes_that_run(
+    staged: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engines, "LOOK_SECONDS", 0.005)
+    async with staged() as stage:
+        worker = stage.workers[0]
+        worker.gate, worker.judging = asyncio.Event(), asyncio.Event()
+        wanted = {"groups_per_step": 3, "max_staleness": 2, "importance_cap": 2.0}
+        async with running(stage.but(validation=None, max_steps=2, algorithm=wanted)):
+            await until(lambda: worker.running == 15)  # five groups of three, of a worker with sixteen slots
+            for agent in stage.agents:
+                agent.load = ipb.EngineLoad(kv_usage=1.0, running=3, preemptions=1)
+            told = [agent.looks + 2 for agent in stage.agents]
+            await until(lambda: all(agent.looks >= look for agent, look in zip(stage.agents, told, strict=True)))
+            worker.gate.set()
+            await until(lambda: len(stage.asked()) == 6)  # five are being judged, and none of them counts
+            worker.judging.set()
+        assert stage.summary["status"] == "succeeded"
 
 
 async def test_a_run_starts_fewer_groups_when_its_engines_are_short_of_cache(

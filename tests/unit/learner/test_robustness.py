@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
@@ -17,22 +16,9 @@ from kestrl.plan.settings import EvaluateSettings
 from kestrl_learner.__main__ import work
 from kestrl_learner.run import Run
 
-from .fakes import until
+from .fakes import running, until
 
 pytestmark = pytest.mark.usefixtures("quick")
-
-
-@asynccontextmanager
-async def running(settings: Any) -> Any:
-    run = Run(settings)
-    task = asyncio.create_task(run.main())
-    try:
-        yield run, task
-        async with asyncio.timeout(20):
-            await task
-    finally:
-        task.cancel()
-        await asyncio.wait([task])
 
 
 async def test_a_worker_that_breaks_every_stream_for_a_while_stops_no_run_and_costs_no_scenario(staged: Any) -> None:

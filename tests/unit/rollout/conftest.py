@@ -23,7 +23,7 @@ from kestrl.api.rollout.v1 import rollout_pb2_grpc as stubs
 from kestrl.api.tools.v1 import tools_pb2, tools_pb2_grpc
 from kestrl.episode import Episode, Group, Scenario
 from kestrl.plan.settings import RolloutSettings
-from kestrl.rpc.codec import episode_from_proto, group_from_proto, policy_to_proto, scenario_to_proto
+from kestrl.rpc.codec import group_from_proto, policy_to_proto, scenario_to_proto
 from kestrl.testing.engine import Completion, FakeEngine, Fault, Prompt
 from kestrl.testing.ports import free_port
 from kestrl_rollout.__main__ import group_runner
@@ -172,6 +172,7 @@ class FakeTools(tools_pb2_grpc.ToolServiceServicer):
         self.closed: list[str] = []
         self.open_error: Exception | None = None
         self.close_error: Exception | None = None
+        self.close_gate: asyncio.Event | None = None
         self.all_closed = asyncio.Event()
 
     async def ListTools(self, request: Any, context: Any) -> tools_pb2.ListToolsResponse:
@@ -191,6 +192,8 @@ class FakeTools(tools_pb2_grpc.ToolServiceServicer):
         return tools_pb2.CallResponse(outcome="ok", text=answer) if isinstance(answer, str) else answer
 
     async def Close(self, request: tools_pb2.CloseRequest, context: Any) -> tools_pb2.CloseResponse:
+        if self.close_gate is not None:
+            await self.close_gate.wait()
         self.closed.append(request.session_id)
         if len(self.closed) == len(self.opened):
             self.all_closed.set()
@@ -284,21 +287,24 @@ class Stage:
             **fields,
         )
 
-    async def stream(self, request: pb.RunGroupRequest) -> AsyncIterator[Episode | Group]:
+    async def stream(self, request: pb.RunGroupRequest) -> AsyncIterator[int | Group]:
         stub: Any = stubs.RolloutServiceStub(self.channel)
         async for answer in rpc.stream(stub.RunGroup, request, pb.RunGroupResponse, timeout=50, peer="rollout"):
             kind = answer.WhichOneof("event")
-            yield episode_from_proto(answer.episode) if kind == "episode" else group_from_proto(answer.group)
+            yield answer.ended if kind == "ended" else group_from_proto(answer.group)
 
     async def run(self, **changes: Any) -> Group:
-        """Runs a group to its end; the last message is the group, the ones before are its episodes."""
+        """Runs a group to its end; the last message is the group, the ones before tell of all its episodes."""
         events = [event async for event in self.stream(self.request(**changes))]
         group = events.pop()
         assert isinstance(group, Group)
-        assert sorted(episode.id for episode in events if isinstance(episode, Episode)) == [
-            episode.id for episode in group.episodes
-        ]
+        assert sum(event for event in events if isinstance(event, int)) == len(group.episodes)
         return group
+
+    async def closed(self) -> list[str]:
+        """The tool sessions that were closed; those that are being closed are waited for."""
+        await self.groups._episodes.closed()
+        return sorted(self.tools.closed)
 
     async def episode(self, **changes: Any) -> Episode:
         """Runs a group of one."""

@@ -199,7 +199,7 @@ async def test_the_session_gets_the_scenarios_kwargs_and_is_closed(stage: Any, c
     assert json.loads(stage.tools.opened[0].tools_kwargs_json) == {"search": {"create_kwargs": {"inbox": "a"}}}
     assert list(stage.tools.opened[0].tools) == ["search", "answer"]
     assert stage.tools.opened[0].lifetime > 30
-    assert sorted(stage.tools.closed) == ["session-g-1/0", "session-g-1/1"]
+    assert await stage.closed() == ["session-g-1/0", "session-g-1/1"]
 
 
 async def test_a_session_that_cannot_be_closed_does_not_harm_the_episode(

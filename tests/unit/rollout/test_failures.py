@@ -53,7 +53,7 @@ async def test_an_engine_that_is_gone(stage: Any) -> None:
     request = stage.request()
     await stage.engine.stop()
     events = [event async for event in stage.stream(request)]
-    assert failure(events[0]) == (Boundary.ENGINE, "unreachable")
+    assert failure(events[-1].episodes[0]) == (Boundary.ENGINE, "unreachable")
 
 
 async def test_the_engines_key_is_sent(make_stage: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,7 +117,7 @@ async def test_a_tools_own_failure_ends_the_episode_not_the_group(stage: Any, ca
     assert [episode.reward is None for episode in group.episodes].count(False) == 2
     judged = [episode.id for episode in stage.judge.requests[0].group.episodes]
     assert failed[0].id not in judged
-    assert len(stage.tools.closed) == 3
+    assert len(await stage.closed()) == 3
 
 
 async def test_one_of_several_calls_fails(stage: Any, call_text: Callable[..., str]) -> None:
@@ -149,7 +149,7 @@ async def test_a_tool_that_hangs(stage: Any, call_text: Callable[..., str]) -> N
     stage.tools.handlers["search"] = hang
     stage.says(call_text("search", word="a"))
     assert failure(await stage.episode(deadlines={"tool": 0.05})) == (Boundary.TOOL, "tool_deadline")
-    assert stage.tools.closed == ["session-g-1/0"]
+    assert await stage.closed() == ["session-g-1/0"]
 
 
 async def test_an_engine_that_hangs(stage: Any) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kestrl.episode import Episode, Group, Scenario, StopReason
+from kestrl.episode import Group, Scenario, StopReason
 from kestrl.errors import Boundary, FailureError
 from kestrl.testing.engine import Completion
 
@@ -25,20 +25,23 @@ def hold(stage: Any) -> tuple[asyncio.Event, asyncio.Event]:
     return arrived, go
 
 
-async def test_each_episode_is_streamed_when_it_ends_and_the_scored_group_last(stage: Any) -> None:
+async def test_episodes_are_told_of_when_they_end_and_the_scored_group_comes_last(stage: Any) -> None:
     slow = asyncio.Event()
     stage.engine.script = lambda prompt: Completion(
         token_ids=stage.ids("Hello.<|im_end|>"), after=slow if prompt.index == 0 else None
     )
-    events: list[Episode | Group] = []
+    ended, group = 0, None
     async for event in stage.stream(stage.request(size=3)):
-        events.append(event)
-        if len(events) == 2:
+        assert group is None
+        if isinstance(event, Group):
+            group = event
+        else:
+            ended += event
+            assert (await stage.capacity()).running == 3 - ended
+        if ended == 2:
             slow.set()
-    assert [type(event).__name__ for event in events] == ["Episode", "Episode", "Episode", "Group"]
-    assert all(event.reward is None for event in events[:3] if isinstance(event, Episode))
-    group = events[3]
-    assert isinstance(group, Group)
+    assert (ended, slow.is_set()) == (3, True)
+    assert group is not None
     assert [episode.reward for episode in group.episodes] == [0.0, 1.0, 2.0]
     assert [episode.seed for episode in group.episodes] == [7, 8, 9]
     assert stage.judge.requests[0].max_turns == 6
@@ -65,6 +68,24 @@ async def test_groups_share_the_slots(make_stage: Any) -> None:
     groups = await asyncio.gather(*(stage.run(group_id=f"g-{index}", size=2) for index in range(3)))
     assert [group.id for group in groups] == ["g-0", "g-1", "g-2"]
     assert all(episode.failure is None for group in groups for episode in group.episodes)
+
+
+async def test_nobody_waits_for_the_end_of_a_tool_session_but_its_slot(
+    make_stage: Any, call_text: Callable[..., str]
+) -> None:
+    stage = await make_stage(concurrency=1)
+    stage.tools.close_gate = asyncio.Event()
+    stage.says(call_text("search", word="a"), "Done.")
+    episode = await stage.episode(deadlines={"tool": 0.5, "turn": 1, "episode": 1.5, "group": 2})
+    assert (episode.failure, episode.reward) == (None, 0.0)
+    assert stage.tools.closed == []
+    second = asyncio.create_task(stage.run(group_id="g-2"))
+    while (await stage.capacity()).running == 0:  # noqa: ASYNC110 - what a worker tells has no event
+        await asyncio.sleep(0)
+    assert len(stage.tools.opened) == 1
+    stage.tools.close_gate.set()
+    assert (await second).episodes[0].failure is None
+    assert await stage.closed() == ["session-g-1/0", "session-g-2/0"]
 
 
 async def test_turns_of_one_episode_stay_on_one_engine_and_sessions_end(
@@ -105,7 +126,7 @@ async def test_the_episodes_deadline_counts_all_turns(stage: Any, call_text: Cal
     assert episode.failure.code == "episode_deadline"
     assert episode.failure.boundary in {Boundary.TOOL, Boundary.ENGINE}
     assert len(episode.turns) > 1
-    assert stage.tools.closed == ["session-g-1/0"]
+    assert await stage.closed() == ["session-g-1/0"]
 
 
 async def test_the_groups_deadline_ends_those_that_never_got_a_slot(make_stage: Any) -> None:
@@ -160,7 +181,7 @@ async def test_a_client_that_leaves_between_two_episodes(stage: Any) -> None:
         token_ids=stage.ids("Hello.<|im_end|>"), after=slow if prompt.index else None
     )
     events = stage.stream(stage.request(size=2))
-    assert isinstance(await anext(events), Episode)
+    assert await anext(events) == 1
     await events.aclose()
     groups = {task for task in asyncio.all_tasks() if task.get_name() == "group-g-1"}
     if groups:

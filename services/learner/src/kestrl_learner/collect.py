@@ -68,6 +68,15 @@ class Trouble:
         self._times = 0
 
 
+@dataclass(slots=True)
+class _Running:
+    """A group that runs."""
+
+    policy: PolicyVersion
+    episodes: int
+    """Those of it that have not ended."""
+
+
 class Collector:
     """Rollouts for training."""
 
@@ -88,7 +97,7 @@ class Collector:
         self._groups = steps * settings.algorithm.groups_per_step
         self._workers, self._engines, self._progress = workers, engines, progress
         self._ready: list[Ready] = []
-        self._running: dict[asyncio.Task[None], PolicyVersion] = {}
+        self._running: dict[asyncio.Task[None], _Running] = {}
         self._consumed = 0
         self._exhausted = False
         self._wake = asyncio.Event()
@@ -113,8 +122,8 @@ class Collector:
         They would be given back when they end, and until then their version would hold an adapter slot.
         """
         self.policy = policy
-        for task, sampled in self._running.items():
-            if policy.step - sampled.step > self._settings.algorithm.max_staleness:
+        for task, running in self._running.items():
+            if policy.step - running.policy.step > self._settings.algorithm.max_staleness:
                 self._outdated.add(task)
                 task.cancel()
         self._wake.set()
@@ -133,8 +142,8 @@ class Collector:
         self._wake.set()
 
     def _episodes(self) -> int:
-        """Episodes that run for training."""
-        return len(self._running) * self._settings.algorithm.group_size
+        """Episodes that run for training; of a group that waits for one straggler, one."""
+        return sum(running.episodes for running in self._running.values())
 
     def wake(self) -> None:
         """Something changed that may let a group start."""
@@ -142,7 +151,7 @@ class Collector:
 
     def named(self) -> set[str]:
         """Versions that running groups name."""
-        return {policy.name for task, policy in self._running.items() if task not in self._outdated}
+        return {running.policy.name for task, running in self._running.items() if task not in self._outdated}
 
     async def feed(self) -> None:
         """Starts groups as far as staleness, workers and scenarios allow, until cancelled."""
@@ -181,9 +190,13 @@ class Collector:
                 self._progress.update()
                 return
             task = tasks.create_task(self._run(lease, policy), name=f"group-{lease.position}")
-            self._running[task] = policy
+            self._running[task] = _Running(policy, algorithm.group_size)
             task.add_done_callback(self._ended)
             self._progress.update(groups_running=len(self._running))
+
+    def _episodes_ended(self, task: asyncio.Task[None], count: int) -> None:
+        self._running[task].episodes -= count
+        self._wake.set()
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._running.pop(task, None)
@@ -192,7 +205,8 @@ class Collector:
         self._wake.set()
 
     async def _run(self, lease: Lease, policy: PolicyVersion) -> None:
-        settings = self._settings
+        settings, task = self._settings, asyncio.current_task()
+        assert task is not None
         engines = self._engines.proved(policy)
         order = Order(
             group_id=lease.group_id(settings.run),
@@ -205,9 +219,8 @@ class Collector:
             purpose="train",
         )
         try:
-            group = await self._workers.run(order)
+            group = await self._workers.run(order, lambda count: self._episodes_ended(task, count))
         except asyncio.CancelledError:
-            task = asyncio.current_task()
             if task not in self._outdated:
                 raise
             # Cancelled by `advance` alone: the task ends in order. Nothing below this awaits, so it cannot come elsewhere.

@@ -1,5 +1,7 @@
 """The rollout workers: who has room, and one group run on one of them.
 
+Room is counted in episodes, not in groups: one straggler, or a judge that takes its time, holds one slot or none.
+
 A worker whose stream breaks gets nothing more until it has told its capacity again, so that one that was killed, or is draining,
 neither eats scenarios nor stops the run; while none answers, groups wait, and after `start_seconds` the run fails.
 
@@ -44,6 +46,10 @@ def _nobody() -> None:
     """Nobody listens yet."""
 
 
+def _ignored(count: int) -> None:
+    """Nobody counts."""
+
+
 class NoWorker(KestrlError):
     """No rollout worker answers."""
 
@@ -86,7 +92,7 @@ class _Worker:
     capacity: int = 0
     """As it last told; 0 while it does not answer or drains."""
     used: int = 0
-    """Episodes of ours that it runs."""
+    """Episodes of ours that it runs; those that ended in a group that has not are none."""
     wake: asyncio.Event = field(default_factory=asyncio.Event)
     watching: asyncio.Task[None] | None = None
     leaving: bool = False
@@ -224,16 +230,30 @@ class Workers:
         free = sum(max(0, worker.capacity - worker.used) // size for worker in self._workers)
         return free or int(any(worker.fits(size) for worker in self._workers))
 
-    async def run(self, order: Order) -> Group:
+    async def run(self, order: Order, ended: Callable[[int], None] = _ignored) -> Group:
         """Runs a group on the worker with the most room, waiting for room if there is none.
+
+        Args:
+            order: What to run.
+            ended: Called with how many more of its episodes need no slot any more; for all of them by the time this ends.
 
         Raises:
             KestrlError: The group as a whole failed; typed.
         """
         worker = await self._take(order.size)
+        left = order.size
+
+        def free(count: int) -> None:
+            nonlocal left
+            count = min(count, left)
+            left -= count
+            worker.used -= count
+            ended(count)
+            self._changed.notify()
+
         try:
             with span(SpanName.GROUP, {Attr.GROUP_ID: order.group_id, Attr.POLICY: order.policy.name}):
-                return await self._stream(worker, order)
+                return await self._stream(worker, order, free)
         except KestrlError:
             # Gone, draining, or in trouble: it is asked before it gets more.
             worker.capacity = 0
@@ -241,8 +261,7 @@ class Workers:
             worker.wake.set()
             raise
         finally:
-            worker.used -= order.size
-            self._changed.notify()
+            free(left)
 
     def _best(self, size: int) -> _Worker | None:
         able = [worker for worker in self._workers if worker.fits(size)]
@@ -281,7 +300,7 @@ class Workers:
             purpose=order.purpose,
         )
 
-    async def _stream(self, worker: _Worker, order: Order) -> Group:
+    async def _stream(self, worker: _Worker, order: Order, ended: Callable[[int], None]) -> Group:
         timeout = self._settings.group_seconds + GRACE_SECONDS
         peer = f"rollout worker {worker.address}"
         if not await connected(worker.connection, seconds=CONNECT_SECONDS):
@@ -290,4 +309,5 @@ class Workers:
         async for answer in answers:
             if answer.HasField("group"):
                 return group_from_proto(answer.group)
+            ended(answer.ended)
         raise BrokenStream(f"{peer} ended the stream of {order.group_id} without its group")

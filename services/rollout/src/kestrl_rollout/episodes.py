@@ -101,13 +101,14 @@ class EpisodeRunner:
     async def _settle(self, request: GroupRequest, attempt: _Attempt, group_ends: float) -> Failure | None:
         """Runs to the end and says what broke, if anything."""
         try:
-            async with deadline(Scope.GROUP, group_ends, attempt.waiting), self._slots:
+            async with deadline(Scope.GROUP, group_ends, attempt.waiting):
+                await self._slots.acquire()
                 try:
                     async with deadline(Scope.EPISODE, now() + request.deadlines.episode, attempt.waiting):
                         await self._open(request, attempt)
                         await self._drive(attempt)
                 finally:
-                    await self._close(attempt)
+                    self._leave(attempt)
         except KestrlError as error:
             return error.failure(component=self._component)
         except Exception as error:
@@ -171,16 +172,20 @@ class EpisodeRunner:
     def _raised_by_loop(self, what: str) -> UserCodeError:
         return UserCodeError(f"agent.loop {self._loop.name}: raised {what}", code="agent_raised")
 
-    async def _close(self, attempt: _Attempt) -> None:
-        """Gives back what the episode held. The tool session's end is waited for, but a cancellation cannot prevent it."""
+    def _leave(self, attempt: _Attempt) -> None:
+        """Gives back what the episode held. It does not wait for its tool session's end: the slot does, so that there are no more sessions than slots."""
         if attempt.engine is not None:
             attempt.engine.finish()
         if attempt.tools is None or not attempt.tools.opened:
+            self._slots.release()
             return
         task = asyncio.create_task(self._close_tools(attempt.id, attempt.tools), name=f"close-tools-{attempt.id}")
         self._closing.add(task)
-        task.add_done_callback(self._closing.discard)
-        await asyncio.shield(task)
+        task.add_done_callback(self._closed)
+
+    def _closed(self, task: asyncio.Task[None]) -> None:
+        self._closing.discard(task)
+        self._slots.release()
 
     async def _close_tools(self, episode_id: str, tools: ToolSession) -> None:
         try:

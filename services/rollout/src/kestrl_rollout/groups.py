@@ -33,6 +33,25 @@ class Capacity:
     draining: bool
 
 
+class _Ended:
+    """Counts episodes of a group that ended and were not told of yet. Those that end together are told of together."""
+
+    def __init__(self) -> None:
+        self.more = asyncio.Event()
+        self._count = 0
+
+    def one(self) -> None:
+        self._count += 1
+        self.more.set()
+
+    async def taken(self) -> int:
+        """Waits for `more`."""
+        await self.more.wait()
+        self.more.clear()
+        count, self._count = self._count, 0
+        return count
+
+
 class GroupRunner:
     """Takes groups on until it drains."""
 
@@ -52,8 +71,8 @@ class GroupRunner:
     def capacity(self) -> Capacity:
         return Capacity(concurrency=self._concurrency, running=self._running, draining=self._draining)
 
-    async def run(self, request: GroupRequest) -> AsyncGenerator[Episode | common.Group]:
-        """Yields each episode as it ends, then the scored group, encoded. Leaving early cancels the group.
+    async def run(self, request: GroupRequest) -> AsyncGenerator[int | common.Group]:
+        """Yields how many more episodes ended, as they do, then the scored group, encoded. Leaving early cancels the group.
 
         Raises:
             KestrlError: With code `draining` when no group is taken any more, `drained` when the worker stopped before the
@@ -61,14 +80,15 @@ class GroupRunner:
         """
         if self._draining:
             raise KestrlError("the worker is draining and takes no new group", code="draining", retryable=True)
-        events: asyncio.Queue[Episode | None] = asyncio.Queue(maxsize=request.size + 1)
-        task = asyncio.create_task(self._run(request, events.put_nowait), name=f"group-{request.id}")
+        ended = _Ended()
+        task = asyncio.create_task(self._run(request, ended.one), name=f"group-{request.id}")
         self._groups.add(task)
         task.add_done_callback(self._groups.discard)
-        task.add_done_callback(lambda _: events.put_nowait(None))
+        task.add_done_callback(lambda _: ended.more.set())
         try:
-            while (episode := await events.get()) is not None:
-                yield episode
+            while not task.done():
+                if count := await ended.taken():
+                    yield count
             if task.cancelled():
                 raise KestrlError(
                     f"the worker stopped before group {request.id} was finished", code="drained", retryable=True
@@ -78,7 +98,7 @@ class GroupRunner:
             task.cancel()
             await asyncio.wait([task])
 
-    async def _run(self, request: GroupRequest, ended: Callable[[Episode], None]) -> common.Group:
+    async def _run(self, request: GroupRequest, ended: Callable[[], None]) -> common.Group:
         ends = now() + request.deadlines.group
         attributes = {
             Attr.GROUP_ID: request.id,
@@ -86,26 +106,24 @@ class GroupRunner:
             Attr.POLICY: request.policy_name,
         }
         with span(SpanName.GROUP, attributes):
-            self._running += request.size
-            try:
-                async with asyncio.TaskGroup() as tasks:
-                    episodes = [
-                        tasks.create_task(self._episode(request, index, ends, ended), name=f"{request.id}/{index}")
-                        for index in range(request.size)
-                    ]
-            finally:
-                self._running -= request.size
+            async with asyncio.TaskGroup() as tasks:
+                episodes = [
+                    tasks.create_task(self._episode(request, index, ends, ended), name=f"{request.id}/{index}")
+                    for index in range(request.size)
+                ]
             whole = Group(id=request.id, scenario=request.scenario, episodes=[task.result() for task in episodes])
             group = group_to_proto(whole)
             await self._judge.score(group, max_turns=request.limits.max_turns, ends=ends)
             return group
 
-    async def _episode(
-        self, request: GroupRequest, index: int, ends: float, ended: Callable[[Episode], None]
-    ) -> Episode:
-        episode = await self._episodes.run(request, index, group_ends=ends)
+    async def _episode(self, request: GroupRequest, index: int, ends: float, ended: Callable[[], None]) -> Episode:
+        self._running += 1
+        try:
+            episode = await self._episodes.run(request, index, group_ends=ends)
+        finally:
+            self._running -= 1
         self._counts.add(episode)
-        ended(episode)
+        ended()
         return episode
 
     async def drain(self) -> None:

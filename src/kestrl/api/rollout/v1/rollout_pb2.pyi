@@ -183,12 +183,10 @@ class RunGroupResponse(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    EPISODE_FIELD_NUMBER: _builtins.int
+    ENDED_FIELD_NUMBER: _builtins.int
     GROUP_FIELD_NUMBER: _builtins.int
-    @_builtins.property
-    def episode(self) -> _common_pb2.Episode:
-        """An episode ended: its id and how; what it holds comes with the group."""
-
+    ended: _builtins.int
+    """So many more of its episodes ended, and with them their need of a slot; what they hold comes with the group."""
     @_builtins.property
     def group(self) -> _common_pb2.Group:
         """All ended and were scored; the last message of the stream."""
@@ -196,14 +194,14 @@ class RunGroupResponse(_message.Message):
     def __init__(
         self,
         *,
-        episode: _common_pb2.Episode | None = ...,
+        ended: _builtins.int = ...,
         group: _common_pb2.Group | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["episode", b"episode", "event", b"event", "group", b"group"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["ended", b"ended", "event", b"event", "group", b"group"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["episode", b"episode", "event", b"event", "group", b"group"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ended", b"ended", "event", b"event", "group", b"group"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["episode", "group"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["ended", "group"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 

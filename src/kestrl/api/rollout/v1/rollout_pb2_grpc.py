@@ -52,7 +52,7 @@ class RolloutServiceServicer(object):
     """
 
     def RunGroup(self, request, context):
-        """Runs one group; streams each episode as it ends, then the scored group, then closes.
+        """Runs one group; tells of episodes as they end, then brings the scored group, then closes.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -34,7 +34,7 @@ class RolloutServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> RolloutServiceAsyncStub: ...
     RunGroup: _grpc.UnaryStreamMultiCallable[_rollout_pb2.RunGroupRequest, _rollout_pb2.RunGroupResponse]
-    """Runs one group; streams each episode as it ends, then the scored group, then closes."""
+    """Runs one group; tells of episodes as they end, then brings the scored group, then closes."""
     GetCapacity: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.GetCapacityRequest, _rollout_pb2.GetCapacityResponse]
     """What the worker can take now."""
 
@@ -44,7 +44,7 @@ class RolloutServiceAsyncStub(RolloutServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     RunGroup: _aio.UnaryStreamMultiCallable[_rollout_pb2.RunGroupRequest, _rollout_pb2.RunGroupResponse]  # type: ignore[assignment]
-    """Runs one group; streams each episode as it ends, then the scored group, then closes."""
+    """Runs one group; tells of episodes as they end, then brings the scored group, then closes."""
     GetCapacity: _aio.UnaryUnaryMultiCallable[_rollout_pb2.GetCapacityRequest, _rollout_pb2.GetCapacityResponse]  # type: ignore[assignment]
     """What the worker can take now."""
 
@@ -57,7 +57,7 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _rollout_pb2.RunGroupRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_rollout_pb2.RunGroupResponse], _abc.AsyncIterator[_rollout_pb2.RunGroupResponse]]:
-        """Runs one group; streams each episode as it ends, then the scored group, then closes."""
+        """Runs one group; tells of episodes as they end, then brings the scored group, then closes."""
 
     @_abc_1.abstractmethod
     def GetCapacity(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
@@ -259,6 +260,31 @@ async def test_all_slots_serve_their_own_version_and_a_retired_one_is_gone(
     for version in versions[1:]:
         assert (await agent.policies.load(version.policy, version.uri)).gap < BOUND
     assert set(await agent.loaded()) == {version.name for version in versions[1:]}
+
+
+async def test_what_runs_at_the_same_time_has_its_own_adapter_or_none(
+    agent: Agent, adapters: Any, publish: Any, storage: Path
+) -> None:
+    """Three versions and the base in one batch, prompts and answers interleaved."""
+    made = {f"{seed}": adapters(seed) for seed in (30, 31, 32)}
+    names = {seed: publish(storage, adapter, step=int(seed)) for seed, adapter in made.items()}
+    for version in names.values():
+        await agent.policies.load(version.policy, version.uri)
+    wanted = [("base", made["30"]), *((names[seed].name, made[seed]) for seed in made)] * 2
+    prompts = [list(range(100 + place, 140 + 3 * place)) for place in range(len(wanted))]
+    sampling = {"max_tokens": 48, "temperature": 1.0, "seed": 5, "logprobs": 0, "ignore_eos": True}
+    answers = await asyncio.gather(
+        *(
+            asyncio.to_thread(generate, agent.server, name, prompt, **sampling)
+            for (name, _), prompt in zip(wanted, prompts, strict=True)
+        )
+    )
+    for (name, adapter), prompt, (status, answer) in zip(wanted, prompts, answers, strict=True):
+        assert (status, answer["model"]) == (200, name)
+        (choice,) = answer["choices"]
+        behaviour = [item["logprob"] for item in choice["logprobs"]["content"]]
+        ours = adapter.score([*prompt, *choice["token_ids"]], base=name == "base")[len(prompt) - 1 :]
+        assert max(abs(a - b) for a, b in zip(behaviour, ours, strict=True)) < BOUND, name
 
 
 async def test_a_new_agent_clears_what_the_one_before_left(

@@ -1,0 +1,51 @@
+"""What vLLM loads into each of its processes (`vllm.general_plugins`): on a CPU, `lora_cpu` for the adapters of linear layers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
+from vllm.platforms import current_platform
+
+from kestrl_inference.lora_cpu import Group, add_lora, grouped
+
+if TYPE_CHECKING:
+    import torch
+
+
+class GroupedPunica(PunicaWrapperCPU):
+    """vLLM's own, but for linear layers."""
+
+    _groups: tuple[Group, ...] = ()
+
+    def update_metadata(
+        self, mapping: Any, lora_index_to_id: list[int | None], max_loras: int, vocab_size: int, **kwargs: Any
+    ) -> None:
+        inherited: Any = super()
+        inherited.update_metadata(mapping, lora_index_to_id, max_loras, vocab_size, **kwargs)
+        slots = {adapter: slot for slot, adapter in enumerate(lora_index_to_id) if adapter is not None}
+        self._groups = grouped(mapping.index_mapping, slots)
+
+    def add_lora_linear(
+        self,
+        y: torch.Tensor,
+        x: torch.Tensor,
+        lora_a_stacked: tuple[torch.Tensor, ...],
+        lora_b_stacked: tuple[torch.Tensor, ...],
+        scale: float,
+        output_slices: tuple[int, ...],
+        **_: Any,
+    ) -> None:
+        add_lora(y, x, self._groups, lora_a_stacked, lora_b_stacked, output_slices, scale)
+
+
+def wrapper() -> str:
+    """What vLLM's platform is asked for: the class's name, which its processes look up."""
+    return f"{GroupedPunica.__module__}.{GroupedPunica.__qualname__}"
+
+
+def register() -> None:
+    """Changes nothing where vLLM does not run on a CPU."""
+    if current_platform.is_cpu():
+        platform: Any = type(current_platform)
+        platform.get_punica_wrapper = staticmethod(wrapper)

@@ -1,0 +1,48 @@
+"""Adapters on a CPU: each row gets its own adapter's, by the definition."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kestrl_inference.lora_cpu import add_lora, grouped
+
+SLOTS = {7: 2, 5: 0, 9: 1}
+PARTS, FEATURES, RANK = (6, 4, 4), 8, 3
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-6), (torch.bfloat16, 0.06)])
+@given(adapters=st.lists(st.sampled_from([0, *SLOTS]), min_size=1, max_size=12), seed=st.integers(0, 99))
+def test_every_row_has_what_its_adapter_says_added(
+    dtype: torch.dtype, bound: float, adapters: list[int], seed: int
+) -> None:
+    random = torch.Generator().manual_seed(seed)
+
+    def some(*shape: int) -> torch.Tensor:
+        return torch.rand(shape, generator=random).to(dtype) - 0.5
+
+    inputs, output = some(len(adapters), FEATURES), some(len(adapters), sum(PARTS))
+    a, b = [some(3, 1, RANK, FEATURES) for _ in PARTS], [some(3, 1, part, RANK) for part in PARTS]
+    expected = output.double()
+    for row, adapter in enumerate(adapters):
+        if adapter:
+            slot = SLOTS[adapter]
+            said = [
+                up[slot, 0].double() @ (down[slot, 0].double() @ inputs[row].double())
+                for down, up in zip(a, b, strict=True)
+            ]
+            expected[row] += 0.5 * torch.cat(said)
+    add_lora(output, inputs, grouped(adapters, SLOTS), a, b, PARTS, 0.5)
+    assert output.dtype is dtype
+    assert torch.allclose(output.double(), expected, atol=bound, rtol=0)
+
+
+def test_rows_that_lie_together_are_taken_where_they_lie() -> None:
+    assert grouped([7, 7, 0, 5], SLOTS) == ((2, slice(0, 2)), (0, slice(3, 4)))
+    (scattered, together) = grouped([0, 9, 5, 9], SLOTS)
+    assert isinstance(scattered.rows, torch.Tensor)
+    assert (scattered.slot, scattered.rows.tolist()) == (1, [1, 3])
+    assert together == (0, slice(2, 3))
+    assert grouped([0, 0], SLOTS) == ()

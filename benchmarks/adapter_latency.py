@@ -1,12 +1,14 @@
 """From an adapter's weights in storage to its first token, proved, against loading the same files by hand and asking for a token.
 
 Real engines with their agents, as the plan of each demo starts them, side by side as often as the demo has replicas. Each version is new;
-medians over `VERSIONS` of them.
+medians over `VERSIONS` of them. The token is asked for with the prompt of the demo's first episode, and again with one of 40 tokens: a request
+that costs no more than the proof.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import secrets
 import statistics
@@ -14,6 +16,7 @@ import tempfile
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -24,23 +27,40 @@ from benchmarks.report import Row, main
 from kestrl import rpc
 from kestrl.api.inference.v1 import inference_pb2 as pb
 from kestrl.api.inference.v1 import inference_pb2_grpc as stubs
+from kestrl.data import load_scenarios
 from kestrl.episode import PolicyVersion
 from kestrl.local.place import site_of
 from kestrl.local.processes import Launcher
 from kestrl.local.rundir import RunDir
 from kestrl.plan.components import Component, Role, Secret
 from kestrl.plan.planning import plan
+from kestrl.plan.settings import ToolEntry
+from kestrl.plan.site import Site
 from kestrl.rpc.codec import policy_to_proto
+from kestrl.spec import AgentRLJob
 from kestrl.spec.load import read_job
 from kestrl.storage import open_store
 from kestrl_learner import adapters
 from kestrl_learner.model import PolicyModel
+from kestrl_rollout.chat import Message
+from kestrl_rollout.model import load_model
+from kestrl_tools.catalogue import load_tools
+from kestrl_tools.lanes import Lanes
 
 EXAMPLES = Path(__file__).parents[1] / "examples" / "email-search"
 JOBS = {"tiny": EXAMPLES / "quickstart.yaml", "smollm2": EXAMPLES / "smollm2.yaml"}
 """By the name of their model."""
 VERSIONS, LOAD_SECONDS = 7, 120.0
-PROMPT = list(range(300, 340))
+SHORT = list(range(300, 340))
+
+
+def first_prompt(job: AgentRLJob, site: Site) -> list[int]:
+    """What the job's first episode asks its engine."""
+    face = load_model(site.model, site.template, tools=True, started=datetime.now().astimezone())
+    entries = [ToolEntry(name=tool.name, use=tool.use, config=tool.config) for tool in job.spec.tools]
+    tools = face.chat.toolset([tool.schema.to_openai() for tool in load_tools(entries, Lanes()).values()])
+    (scenario,) = load_scenarios(Path(site.train), size=1)
+    return face.chat.prompt([Message(role=said["role"], text=said["content"]) for said in scenario.messages], tools)
 
 
 class Engine:
@@ -49,6 +69,7 @@ class Engine:
     def __init__(self, engine: Component, session: aiohttp.ClientSession, channel: rpc.Channel) -> None:
         self.url = f"http://127.0.0.1:{engine.ports['http']}"
         self._session, self._stub = session, stubs.EngineAgentServiceStub(channel)
+        self.prompt = SHORT
 
     async def post(self, path: str, **body: Any) -> None:
         async with self._session.post(f"{self.url}{path}", json=body) as answer:
@@ -56,7 +77,7 @@ class Engine:
 
     async def first_token(self, name: str) -> None:
         sampling = {"max_tokens": 1, "temperature": 1.0, "logprobs": 0}
-        await self.post("/inference/v1/generate", model=name, token_ids=PROMPT, sampling_params=sampling)
+        await self.post("/inference/v1/generate", model=name, token_ids=self.prompt, sampling_params=sampling)
 
     async def up(self) -> None:
         """The agent's own word: it has seen the engine."""
@@ -83,8 +104,8 @@ class Engine:
 
 
 @asynccontextmanager
-async def started(manifest: Path, folder: Path) -> AsyncGenerator[tuple[list[Engine], str, PolicyModel]]:
-    """A job's engines that are up, where its model is, and the model as the learner has it."""
+async def started(manifest: Path, folder: Path) -> AsyncGenerator[tuple[list[Engine], str, PolicyModel, list[int]]]:
+    """A job's engines that are up, where its model is, the model as the learner has it, and the job's first prompt."""
     job = read_job(manifest)
     run = RunDir(folder / "run")
     for part in ("logs", "settings", "work"):
@@ -109,7 +130,7 @@ async def started(manifest: Path, folder: Path) -> AsyncGenerator[tuple[list[Eng
         learnt = PolicyModel(
             site.model, dtype="float32", rank=lora.rank, alpha=lora.alpha, targets=lora.targets, seed=1
         )
-        yield engines, site.model, learnt
+        yield engines, site.model, learnt, first_prompt(job, site)
 
 
 async def timed(work: Sequence[Any]) -> float:
@@ -121,27 +142,37 @@ async def timed(work: Sequence[Any]) -> float:
 async def figures(model_name: str, manifest: Path) -> AsyncIterator[Row]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        async with started(manifest, folder) as (engines, base, model):
+        async with started(manifest, folder) as (engines, base, model, own):
             store = open_store((folder / "store").as_uri())
-            one, all_, bare = list[float](), list[float](), list[float]()
-            for version in range(VERSIONS):
-                with torch.no_grad():
-                    for weight in model.parameters():
-                        weight.add_(torch.randn_like(weight) * 0.01)
-                published, uri = adapters.publish(store, model, job="bench", step=version, base=base, parent=None)
-                files = Path(uri.removeprefix("file://"))
-                bare.append(await timed([engines[0].bare(f"bare-{version}", files)]))
-                await engines[0].post("/v1/unload_lora_adapter", lora_name=f"bare-{version}")
-                for taken, some in ((one, engines[:1]), (all_, engines)):
-                    taken.append(await timed([engine.ours(published.policy, uri) for engine in some]))
-                    await asyncio.gather(*(engine.forget(published.policy) for engine in some))
-            ours, together, by_hand = (statistics.median(taken[1:]) * 1000 for taken in (one, all_, bare))
-        at = f"adapter_latency/{model_name}"
-        yield Row(name=f"{at}/one_engine", value=ours, unit="ms", reference=by_hand, against="load by hand")
-        if len(engines) > 1:
-            yield Row(
-                name=f"{at}/{len(engines)}_engines", value=together, unit="ms", reference=ours, against="one engine"
-            )
+            versions = itertools.count()
+
+            async def latencies(prompt: list[int]) -> tuple[float, float, float]:
+                """By one engine, by all, by hand; in ms."""
+                one, all_, bare = list[float](), list[float](), list[float]()
+                for engine in engines:
+                    engine.prompt = prompt
+                for version in itertools.islice(versions, VERSIONS):
+                    with torch.no_grad():
+                        for weight in model.parameters():
+                            weight.add_(torch.randn_like(weight) * 0.01)
+                    published, uri = adapters.publish(store, model, job="bench", step=version, base=base, parent=None)
+                    files = Path(uri.removeprefix("file://"))
+                    bare.append(await timed([engines[0].bare(f"bare-{version}", files)]))
+                    await engines[0].post("/v1/unload_lora_adapter", lora_name=f"bare-{version}")
+                    for taken, some in ((one, engines[:1]), (all_, engines)):
+                        taken.append(await timed([engine.ours(published.policy, uri) for engine in some]))
+                        await asyncio.gather(*(engine.forget(published.policy) for engine in some))
+                ours, together, by_hand = (statistics.median(taken[1:]) * 1000 for taken in (one, all_, bare))
+                return ours, together, by_hand
+
+            at = f"adapter_latency/{model_name}"
+            for prompt in (own, SHORT):
+                ours, together, by_hand = await latencies(prompt)
+                name = f"{at}/prompt_of_{len(prompt)}"
+                yield Row(name=f"{name}/one_engine", value=ours, unit="ms", reference=by_hand, against="load by hand")
+                if len(engines) > 1:
+                    both = f"{name}/{len(engines)}_engines"
+                    yield Row(name=both, value=together, unit="ms", reference=ours, against="one engine")
 
 
 def measure() -> list[Row]:

@@ -44,6 +44,10 @@ class _Ended:
         self._count += 1
         self.more.set()
 
+    @property
+    def told(self) -> bool:
+        return self._count == 0
+
     async def taken(self) -> int:
         """Waits for `more`."""
         await self.more.wait()
@@ -86,7 +90,7 @@ class GroupRunner:
         task.add_done_callback(self._groups.discard)
         task.add_done_callback(lambda _: ended.more.set())
         try:
-            while not task.done():
+            while not (task.done() and ended.told):
                 if count := await ended.taken():
                     yield count
             if task.cancelled():

@@ -16,7 +16,7 @@ from kestrl.storage import (
     open_store,
     publish_adapter,
 )
-from kestrl.storage.adapters import WEIGHTS, digest, read_manifest
+from kestrl.storage.adapters import PIECE_BYTES, WEIGHTS, digest, read_manifest
 
 FILES = {WEIGHTS: b"weights", "adapter_config.json": b"{}"}
 
@@ -41,6 +41,14 @@ def test_what_is_published_is_fetched(store: ObjectStore, tmp_path: Path) -> Non
     assert address.endswith(f"adapters/000003-{digest(b'weights')[:12]}")
     assert fetch_adapter(open_store(address), tmp_path / "fetched") == manifest()
     assert (tmp_path / "fetched" / WEIGHTS).read_bytes() == b"weights"
+
+
+@pytest.mark.parametrize("size", [0, PIECE_BYTES, 2 * PIECE_BYTES + 1])
+def test_files_of_many_pieces_arrive_whole(store: ObjectStore, tmp_path: Path, size: int) -> None:
+    files = {WEIGHTS: bytes(range(256)) * (size // 256) + b"x" * (size % 256)}
+    address = publish_adapter(store, files, manifest(files))
+    fetch_adapter(open_store(address), tmp_path / "fetched")
+    assert (tmp_path / "fetched" / WEIGHTS).read_bytes() == files[WEIGHTS]
 
 
 def test_publishing_the_same_again_is_no_error(store: ObjectStore) -> None:

@@ -39,6 +39,26 @@ def test_every_row_has_what_its_adapter_says_added(
     assert torch.allclose(output.double(), expected, atol=bound, rtol=0)
 
 
+@given(
+    count=st.integers(2, 40),
+    rank=st.sampled_from([8, 16]),
+    width=st.sampled_from([64, 128, 576]),
+    seed=st.integers(0, 99),
+)
+def test_what_a_row_gets_does_not_depend_on_those_beside_it(count: int, rank: int, width: int, seed: int) -> None:
+    """To the last bit: else what is sampled would depend on what runs at the same time."""
+    random = torch.Generator().manual_seed(seed)
+    inputs = torch.rand((count, width), generator=random)
+    a, b = [torch.rand((1, 1, rank, width), generator=random)], [torch.rand((1, 1, width, rank), generator=random)]
+
+    def said(rows: torch.Tensor) -> torch.Tensor:
+        output = torch.zeros(len(rows), width)
+        add_lora(output, rows, grouped([1] * len(rows), {1: 0}), a, b, (width,), 1.0)
+        return output
+
+    assert torch.equal(said(inputs), torch.cat([said(row[None]) for row in inputs]))
+
+
 def test_rows_that_lie_together_are_taken_where_they_lie() -> None:
     assert grouped([7, 7, 0, 5], SLOTS) == ((2, slice(0, 2)), (0, slice(3, 4)))
     (scattered, together) = grouped([0, 9, 5, 9], SLOTS)

@@ -6,6 +6,8 @@ import asyncio
 import json
 import os
 import re
+import subprocess
+import sys
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -90,6 +92,14 @@ def generate(server: Any, model: str, ids: list[int], key: str = DATA, **samplin
 
 def test_two_servers_side_by_side_are_up_in_time(servers: Any) -> None:
     assert max(server.seconds for server in servers) < 120  # 22 s on two idle cores
+
+
+def test_a_server_without_the_plugin_does_not_start() -> None:
+    command = [sys.executable, "-m", "kestrl_inference.vllm_cpu", "--model", "none"]
+    environment = {**os.environ, "VLLM_PLUGINS": "another"}
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert ended.returncode == 1
+    assert "VLLM_PLUGINS='another' leaves it out" in ended.stderr
 
 
 # --- the guard, inside the real server

@@ -103,9 +103,8 @@ def _known(key: str, value: Known) -> bytes:
 
 
 def _attribute(key: str, value: AttributeValue) -> bytes:
-    if isinstance(
-        value, str
-    ):  # an episode's name comes once: the SDK's way, 40 us, would be more than all the rest of its span
+    # An episode's name comes once: the SDK's way, 40 us, would be more than all the rest of its span.
+    if isinstance(value, str):
         return pb.Span(attributes=[KeyValue(key=key, value=AnyValue(string_value=value))]).SerializeToString()
     told = encode_spans(
         [ReadableSpan("", INVALID_SPAN_CONTEXT, attributes={key: value}, resource=Resource.get_empty())]

@@ -1,9 +1,12 @@
 """Starts vLLM's own server on a CPU: `python -m kestrl_inference.vllm_cpu ARGUMENTS OF vllm serve`.
 
-Differs from `python -m vllm.entrypoints.openai.api_server` in one thing: the engine-core process is forked from the server instead of
+Differs from `python -m vllm.entrypoints.openai.api_server` in two things. The engine-core process is forked from the server instead of
 starting Python and importing torch and vLLM a second time, which halves the time to ready. vLLM forks by itself on a GPU; its CPU
 platform insists on `spawn` because a fork does not carry OpenMP's threads over, and with the one thread that our plan gives an engine
 there are none.
+
+It does not start without our plugin (`vllm_plugin`): vLLM goes on without one that it was told to leave out or cannot load, and then answers
+for the base model with an adapter.
 
 Nothing outlives what started it: the server dies with its parent and the engine core with the server, by the kernel's hand
 (PR_SET_PDEATHSIG), since a killed process can tell nobody.
@@ -23,6 +26,8 @@ from types import ModuleType
 
 PR_SET_PDEATHSIG = 1
 SERVER = "vllm.entrypoints.openai.api_server"
+PLUGIN = "kestrl_inference.vllm_plugin."
+"""Where vLLM has its wrapper of adapters from, once it has loaded the plugin."""
 
 
 def die_with_parent() -> None:
@@ -61,11 +66,29 @@ def prefer_fork(modules: dict[str, ModuleType]) -> int:
     return replaced
 
 
+def require_plugin() -> None:
+    """Ends the program where vLLM has not taken our plugin, as its processes will not either."""
+    plugins, platforms = (importlib.import_module(name) for name in ("vllm.plugins", "vllm.platforms"))
+    plugins.load_general_plugins()
+    taken = platforms.current_platform.get_punica_wrapper()
+    if not taken.startswith(PLUGIN):
+        allowed = os.environ.get("VLLM_PLUGINS")
+        why = (
+            f"VLLM_PLUGINS={allowed!r} leaves it out"
+            if allowed is not None
+            else "kestrl-inference is to be installed anew"
+        )
+        sys.exit(
+            f"vLLM has not loaded the plugin `kestrl`, without which adapters are wrong on a CPU: {why}; its log says more"
+        )
+
+
 def main() -> None:
     die_with_parent()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     for module in (SERVER, "vllm.v1.engine.core"):  # before the fork, so that the child need not
         importlib.import_module(module)
+    require_plugin()
     if os.environ["OMP_NUM_THREADS"] == "1":
         prefer_fork(sys.modules)
         die_with_forker()

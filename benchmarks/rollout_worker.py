@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import deque
 from collections.abc import Generator, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -119,26 +120,44 @@ def request(number: int, engine: int) -> pb.RunGroupRequest:
     )
 
 
+class Slots:
+    """Places for episodes; who asks for many waits until there are so many, in the order of asking."""
+
+    def __init__(self, count: int) -> None:
+        self._free = count
+        self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
+
+    async def take(self, count: int) -> None:
+        taken = asyncio.get_running_loop().create_future()
+        self._waiting.append((count, taken))
+        self.give_back(0)
+        await taken
+
+    def give_back(self, count: int) -> None:
+        self._free += count
+        while self._waiting and self._waiting[0][0] <= self._free:
+            wanted, taken = self._waiting.popleft()
+            self._free -= wanted
+            taken.set_result(None)
+
+
 async def drive(address: str, pid: int, engine: int, concurrency: int, episodes: int) -> Measured:
     """Closed loop, as a learner does it: a group starts as soon as `concurrency` leaves room for it; a group that is being judged needs none."""
     async with rpc.channel(address) as channel:
         stub: Any = stubs.RolloutServiceStub(channel)
         numbers = iter(range(1_000_000))
 
-        slots = asyncio.Semaphore(concurrency // GROUP)
+        slots = Slots(concurrency)
 
         async def one() -> None:
-            await slots.acquire()
-            running = GROUP
+            await slots.take(GROUP)
             async for answer in stub.RunGroup(request(next(numbers), engine), wait_for_ready=True):
                 if answer.HasField("group"):
                     whole = [episode for episode in answer.group.episodes if episode.stop_reason == "answered"]
                     assert len(whole) == GROUP, answer
                     assert all(len(episode.turns) == TURNS for episode in whole)
                 else:
-                    running -= answer.ended
-                    if not running:
-                        slots.release()
+                    slots.give_back(answer.ended)
 
         async def load(count: int) -> None:
             await asyncio.gather(*(one() for _ in range(count)))

@@ -13,6 +13,7 @@ from kestrl.telemetry import span
 from kestrl.telemetry.names import Attr, SpanName
 from kestrl_rollout.engine import EngineAddress, EngineClient, GenerateRequest
 from kestrl_rollout.sessions import Sessions
+from kestrl_rollout.turnstile import Turnstile
 
 
 def turn_seed(episode_seed: int, turn: int) -> int:
@@ -43,6 +44,7 @@ class EngineSession:
         seed: int,
         client: EngineClient,
         sessions: Sessions,
+        turnstile: Turnstile,
     ) -> None:
         self._id = episode_id
         self._engines = {engine.name: engine for engine in engines}
@@ -51,6 +53,7 @@ class EngineSession:
         self._seed = seed
         self._client = client
         self._sessions = sessions
+        self._turnstile = turnstile
         self.engine = ""
         """The engine of the last turn."""
         self.retries = 0
@@ -102,7 +105,9 @@ class EngineSession:
             self._sessions.answered(self.engine)
             current.set_attribute(Attr.OUTPUT_TOKENS, len(completion.token_ids))
             current.set_attribute(Attr.FINISH_REASON, (completion.finish_reason,))
-        return Sampled(completion=completion, engine=self.engine, seconds=time.monotonic() - started)
+        seconds = time.monotonic() - started
+        await self._turnstile.enter()
+        return Sampled(completion=completion, engine=self.engine, seconds=seconds)
 
     def finish(self) -> None:
         """Ends the session; ending it twice is no error."""

@@ -23,6 +23,7 @@ from kestrl_rollout.model import ModelFace
 from kestrl_rollout.requests import GroupRequest
 from kestrl_rollout.sessions import Sessions
 from kestrl_rollout.tool_session import Offer, Toolbox, ToolSession
+from kestrl_rollout.turnstile import Turnstile
 
 log = logging.getLogger(__name__)
 
@@ -64,6 +65,7 @@ class EpisodeRunner:
         self._alarms = Alarms()
         self._closing: set[asyncio.Task[None]] = set()
         self.sessions = Sessions()
+        self._turnstile = Turnstile(lambda: self.sessions.count)
 
     async def run(self, request: GroupRequest, index: int, *, group_ends: float) -> Episode:
         """Runs episode `index` of a group. Raises nothing but a cancellation from outside."""
@@ -129,6 +131,7 @@ class EpisodeRunner:
             seed=attempt.seed,
             client=self._client,
             sessions=self.sessions,
+            turnstile=self._turnstile,
         )
         attempt.tools = self._toolbox.session(attempt.id, scenario, offer.names, seconds=request.deadlines.episode)
         attempt.conversation = EpisodeConversation(

@@ -25,6 +25,10 @@ class Sessions:
         self._active: dict[str, int] = {}
         self._avoid_until: dict[str, float] = {}
 
+    @property
+    def count(self) -> int:
+        return len(self._engine)
+
     def active(self, engine: str) -> int:
         return self._active.get(engine, 0)
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import logging
 import os
 import sys
 from pathlib import Path
 
-from kestrl.service import exit_code
+import uvloop
+
+from kestrl.service import collect_rarely, exit_code
 from kestrl.telemetry import set_up
 from kestrl_operator.config import Config, read_config
 
@@ -20,14 +21,13 @@ def main() -> int:
     parser.add_argument("--config", type=Path, required=True, help="YAML file made from the chart's values")
     path = parser.parse_args().config
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
-    for chatty in ("httpx", "httpx2", "httpcore", "kopf.objects"):
-        logging.getLogger(chatty).setLevel(logging.WARNING)
+    logging.getLogger("kopf.objects").setLevel(logging.WARNING)
 
     def run() -> None:
         config = read_config(path)
         name = os.environ.get("POD_NAME", "operator-0")
         set_up(name, job="", run="", endpoint=config.otlp, metrics_listen=config.metrics_listen)
-        asyncio.run(_operate(config))
+        uvloop.run(_operate(config))
 
     return exit_code(run)
 
@@ -37,6 +37,7 @@ async def _operate(config: Config) -> None:
     from kestrl_operator.operate import Operator
 
     api = Api()
+    collect_rarely()
     try:
         await Operator(config, api).run()
     finally:

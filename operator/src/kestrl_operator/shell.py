@@ -13,9 +13,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import kopf
+import uvloop
 
 from kestrl.errors import KestrlError
 from kestrl_operator.api import DEPLOYMENT, JOB, POD, STATEFUL_SET, Kind
+from kestrl_operator.connection import log_in
 from kestrl_operator.store import JOB_LABEL
 
 Object = Mapping[str, Any]
@@ -103,8 +105,8 @@ def registry(take: Taken) -> kopf.OperatorRegistry:
     return made
 
 
-def _login(**known: Any) -> kopf.ConnectionInfo | None:
-    return kopf.login_with_service_account(**known) or kopf.login_with_kubeconfig(**known)
+def _login(**_: Any) -> kopf.ConnectionInfo:
+    return log_in()
 
 
 def _handler(kind: Kind, take: Taken) -> Any:
@@ -145,7 +147,7 @@ class Watch:
         Raises:
             WatchEnded: It was not told to stop.
         """
-        why = await asyncio.to_thread(asyncio.run, self._operate())
+        why = await asyncio.to_thread(uvloop.run, self._operate())
         if not self._told_to_stop:
             raise WatchEnded(f"a watch stream cannot go on: {why}")
 

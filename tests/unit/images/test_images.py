@@ -123,7 +123,7 @@ def test_images_for_cpus_leave_cuda_to_others(name: str) -> None:
 
 def test_only_the_operators_image_has_what_talks_to_kubernetes() -> None:
     for name in set(FILES) - set(THIN):
-        assert ({"kopf", "lightkube"} <= exported(FILES[name])) == (name == "operator"), name
+        assert ({"kopf"} <= exported(FILES[name])) == (name == "operator"), name
 
 
 def test_images_of_a_kind_differ_in_what_they_run_alone() -> None:

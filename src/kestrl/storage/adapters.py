@@ -59,7 +59,7 @@ def adapter_folder(policy: PolicyVersion) -> str:
     return f"adapters/{policy.step:06d}-{policy.sha256[:12]}"
 
 
-def digest(content: bytes) -> str:
+def digest(content: bytes | memoryview) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
@@ -122,7 +122,7 @@ def fetch_adapter(store: ObjectStore, target: Path, folder: str = "") -> Adapter
 
 def _download(store: ObjectStore, path: str, target: Path) -> str:
     """Copies an object into a file and returns its digest."""
-    content = store.get(path)
+    content = store.view(path)
     with ThreadPoolExecutor(1) as writer:
         # Written while the digest is taken: both let go of the interpreter.
         written = writer.submit(_write, target, content)
@@ -131,8 +131,7 @@ def _download(store: ObjectStore, path: str, target: Path) -> str:
     return taken
 
 
-def _write(target: Path, content: bytes) -> None:
-    view = memoryview(content)
+def _write(target: Path, content: memoryview) -> None:
     with target.open("wb", buffering=0) as file:
-        while view:
-            view = view[file.write(view[:PIECE_BYTES]) :]
+        while content:
+            content = content[file.write(content[:PIECE_BYTES]) :]

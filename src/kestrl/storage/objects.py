@@ -102,8 +102,12 @@ class ObjectStore:
         Raises:
             StorageError: It is missing (code `not_found`) or the store refused.
         """
+        return bytes(self.view(path))
+
+    def view(self, path: str) -> memoryview:
+        """Reads an object whole, without a copy of it: of 20 MB that would take twice as long as to read them. Raises as `get` does."""
         try:
-            return bytes(obstore.get(self._store, path).bytes())
+            return memoryview(obstore.get(self._store, path).bytes())
         except FileNotFoundError as error:
             raise self._missing(path, error) from error
         except (BaseError, OSError) as error:

@@ -193,17 +193,20 @@ def test_another_adapter_behind_the_agents_back_is_caught_within_a_step(tmp_path
 def assert_prometheus_can_read(run: RunDir) -> None:
     """Every service of a live run, and its engine; what they tell is what went on."""
     components = (run.read_json("run.json") or {})["components"]
-    pages: dict[str, str] = {}
-    for name, seen in components.items():
-        port = seen["ports"].get("metrics", seen["ports"].get("http"))
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
-            pages[name.rsplit("-", 1)[0]] = answer.read().decode()
+    ports = {
+        name.rsplit("-", 1)[0]: seen["ports"].get("metrics", seen["ports"].get("http"))
+        for name, seen in components.items()
+    }
 
     def told(role: str, name: str) -> float:
-        return float(next(re.finditer(rf"^{name}(?:{{.*}})? (.*)$", pages[role], re.MULTILINE))[1])
+        with urllib.request.urlopen(f"http://127.0.0.1:{ports[role]}/metrics", timeout=10) as answer:
+            page = answer.read().decode()
+        return float(next(re.finditer(rf"^{name}(?:{{.*}})? (.*)$", page, re.MULTILINE))[1])
 
     assert told("learner", "kestrl_learner_step") >= 1
-    assert told("learner", "kestrl_learner_engines_proved") == told("learner", "kestrl_learner_engines") == 1
+    assert told("learner", "kestrl_learner_engines") == 1
+    # None has, for as long as a version just published is on its way.
+    eventually(lambda: told("learner", "kestrl_learner_engines_proved") == 1, 15)
     assert 0 < told("learner", "kestrl_learner_logprob_gap") < 1
     assert told("rollout", "kestrl_rollout_episodes_total") >= 24
     assert told("rollout", "kestrl_rollout_tokens_total") > 100

@@ -202,7 +202,7 @@ class Api:
         return await self._whole("GET", f"get {kind.name} {name}", path(kind, namespace, name), {})
 
     async def create(self, kind: Kind, wanted: Mapping[str, Any]) -> Object:
-        place = path(kind, wanted["metadata"].get("namespace") if "metadata" in wanted else None)
+        place = path(kind, wanted.get("metadata", {}).get("namespace"))
         return await self._whole("POST", f"create {kind.name}", place, {"fieldManager": MANAGER}, wanted)
 
     async def replace(self, kind: Kind, wanted: Mapping[str, Any]) -> Object:

@@ -50,7 +50,9 @@ def secure(known: kopf.ConnectionInfo) -> ssl.SSLContext | bool:
 
 def _unusable(error: Exception) -> UserInputError:
     what = " ".join(f"{type(error).__name__}: {error}".split())
-    return UserInputError(f"no cluster: {what}; mend the file that KUBECONFIG names")
+    return UserInputError(
+        f"no cluster: {what}; mend the file that KUBECONFIG names, or in a pod its service account's token"
+    )
 
 
 def _by_address(pod: kopf.ConnectionInfo) -> kopf.ConnectionInfo:

@@ -27,6 +27,7 @@ class Sessions:
 
     @property
     def count(self) -> int:
+        """Sessions that have begun and not ended, on all engines."""
         return len(self._engine)
 
     def active(self, engine: str) -> int:

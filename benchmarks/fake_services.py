@@ -87,9 +87,6 @@ class Tools(tstubs.ToolServiceServicer):
         schema = tpb.ToolSchema(name="look_up", description="Looks a word up.", parameters_json=json.dumps(TOOL))
         return tpb.ListToolsResponse(tools=[schema])
 
-    async def Open(self, request: tpb.OpenRequest, context: Any) -> tpb.OpenResponse:
-        return tpb.OpenResponse(session_id=request.episode_id)
-
     async def Call(self, request: tpb.CallRequest, context: Any) -> tpb.CallResponse:
         return tpb.CallResponse(outcome="ok", text='{"meaning": "a small falcon"}', data_json="{}")
 

@@ -247,7 +247,7 @@ class Deadlines(Model):
     """They nest: tool < turn < episode < group."""
 
     tool: Duration = 30.0
-    """Of one tool call."""
+    """Of one tool call; an episode's first, before which its tools are made, has as long again."""
     turn: Duration = 120.0
     """Of one completion; a tool service that is being started again is waited for within it."""
     episode: Duration = 600.0

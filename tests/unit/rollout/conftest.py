@@ -167,7 +167,8 @@ class FakeTools(tools_pb2_grpc.ToolServiceServicer):
             tool("search", "Searches.", word={"type": "string", "description": "What to look for."}),
             tool("answer", "Ends.", text={"type": "string"}),
         ]
-        self.opened: list[tools_pb2.OpenRequest] = []
+        self.opened: dict[str, tools_pb2.Opening] = {}
+        """By session, in order."""
         self.calls: list[tools_pb2.CallRequest] = []
         self.closed: list[str] = []
         self.open_error: Exception | None = None
@@ -178,13 +179,12 @@ class FakeTools(tools_pb2_grpc.ToolServiceServicer):
     async def ListTools(self, request: Any, context: Any) -> tools_pb2.ListToolsResponse:
         return tools_pb2.ListToolsResponse(tools=self.schemas)
 
-    async def Open(self, request: tools_pb2.OpenRequest, context: Any) -> tools_pb2.OpenResponse:
-        if self.open_error is not None:
-            raise self.open_error
-        self.opened.append(request)
-        return tools_pb2.OpenResponse(session_id=f"session-{request.episode_id}")
-
     async def Call(self, request: tools_pb2.CallRequest, context: Any) -> tools_pb2.CallResponse:
+        if self.open_error is not None and request.HasField("opening"):
+            raise self.open_error
+        if request.session_id not in self.opened:
+            assert request.HasField("opening")
+            self.opened[request.session_id] = request.opening
         self.calls.append(request)
         answer = self.handlers[request.name](json.loads(request.arguments_json))
         if isinstance(answer, Awaitable):
@@ -194,7 +194,8 @@ class FakeTools(tools_pb2_grpc.ToolServiceServicer):
     async def Close(self, request: tools_pb2.CloseRequest, context: Any) -> tools_pb2.CloseResponse:
         if self.close_gate is not None:
             await self.close_gate.wait()
-        self.closed.append(request.session_id)
+        if request.session_id in self.opened:
+            self.closed.append(self.opened[request.session_id].episode_id)
         if len(self.closed) == len(self.opened):
             self.all_closed.set()
         if self.close_error is not None:
@@ -302,7 +303,7 @@ class Stage:
         return group
 
     async def closed(self) -> list[str]:
-        """The tool sessions that were closed; those that are being closed are waited for."""
+        """The episodes whose tool sessions were closed; those that are being closed are waited for."""
         await self.groups._episodes.closed()
         return sorted(self.tools.closed)
 

@@ -128,10 +128,15 @@ async def test_calls_of_one_turn_run_at_once_and_keep_their_order(stage: Any, ca
         return f"found {arguments['word']}"
 
     stage.tools.handlers["search"] = search
-    stage.says(call_text("search", word="first") + call_text("search", word="second"), "Done.")
+    stage.says(
+        call_text("search", word="first") + call_text("search", word="second"), call_text("search", word="x"), "Done."
+    )
     episode = await stage.episode()
-    assert [call.text for call in episode.tool_calls] == ["found first", "found second"]
+    assert [call.text for call in episode.tool_calls] == ["found first", "found second", "found x"]
     assert len(stage.tools.opened) == 1
+    # Both of the first turn may be the one that opens the session; after that it is open.
+    assert [call.HasField("opening") for call in stage.tools.calls] == [True, True, False]
+    assert len(stage.tools.calls[0].session_id) >= 32
 
 
 async def test_calls_beyond_the_limit_are_refused_by_name(make_stage: Any, call_text: Callable[..., str]) -> None:
@@ -163,7 +168,7 @@ async def test_a_malformed_call_goes_back_to_the_model(
     assert episode.metrics[f"tool_errors.{outcome}"] == 1
     assert told in stage.face.vocabulary.decode(stage.engine.prompts[1].token_ids)
     assert episode.failure is None
-    assert stage.tools.opened == []
+    assert stage.tools.opened == {}
 
 
 async def test_arguments_that_the_service_refuses_go_back_to_the_model(
@@ -195,11 +200,12 @@ async def test_a_long_result_is_cut_on_tokens_with_a_marker(make_stage: Any, cal
 async def test_the_session_gets_the_scenarios_kwargs_and_is_closed(stage: Any, call_text: Callable[..., str]) -> None:
     stage.says(call_text("search", word="a"), "Done.")
     await stage.run(size=2)
-    assert {request.episode_id for request in stage.tools.opened} == {"g-1/0", "g-1/1"}
-    assert json.loads(stage.tools.opened[0].tools_kwargs_json) == {"search": {"create_kwargs": {"inbox": "a"}}}
-    assert list(stage.tools.opened[0].tools) == ["search", "answer"]
-    assert stage.tools.opened[0].lifetime > 30
-    assert await stage.closed() == ["session-g-1/0", "session-g-1/1"]
+    assert {request.episode_id for request in stage.tools.opened.values()} == {"g-1/0", "g-1/1"}
+    first = next(iter(stage.tools.opened.values()))
+    assert json.loads(first.tools_kwargs_json) == {"search": {"create_kwargs": {"inbox": "a"}}}
+    assert list(first.tools) == ["search", "answer"]
+    assert first.lifetime > 30
+    assert await stage.closed() == ["g-1/0", "g-1/1"]
 
 
 async def test_a_session_that_cannot_be_closed_does_not_harm_the_episode(

@@ -149,7 +149,21 @@ async def test_a_tool_that_hangs(stage: Any, call_text: Callable[..., str]) -> N
     stage.tools.handlers["search"] = hang
     stage.says(call_text("search", word="a"))
     assert failure(await stage.episode(deadlines={"tool": 0.05})) == (Boundary.TOOL, "tool_deadline")
-    assert await stage.closed() == ["session-g-1/0"]
+    assert await stage.closed() == ["g-1/0"]
+
+
+async def test_the_first_call_has_as_long_again_for_the_tools_to_be_made(
+    stage: Any, call_text: Callable[..., str]
+) -> None:
+    async def longer(arguments: dict[str, str]) -> str:
+        await asyncio.sleep(0.45)
+        return "late"
+
+    stage.tools.handlers["search"] = longer
+    stage.says(call_text("search", word="a"), call_text("search", word="b"))
+    episode = await stage.episode(deadlines={"tool": 0.35})
+    assert [call.text for call in episode.tool_calls] == ["late"]
+    assert failure(episode) == (Boundary.TOOL, "tool_deadline")
 
 
 async def test_an_engine_that_hangs(stage: Any) -> None:

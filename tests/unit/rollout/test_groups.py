@@ -85,7 +85,7 @@ async def test_nobody_waits_for_the_end_of_a_tool_session_but_its_slot(
     assert len(stage.tools.opened) == 1
     stage.tools.close_gate.set()
     assert (await second).episodes[0].failure is None
-    assert await stage.closed() == ["session-g-1/0", "session-g-2/0"]
+    assert await stage.closed() == ["g-1/0", "g-2/0"]
 
 
 async def test_turns_of_one_episode_stay_on_one_engine_and_sessions_end(
@@ -126,7 +126,7 @@ async def test_the_episodes_deadline_counts_all_turns(stage: Any, call_text: Cal
     assert episode.failure.code == "episode_deadline"
     assert episode.failure.boundary in {Boundary.TOOL, Boundary.ENGINE}
     assert len(episode.turns) > 1
-    assert await stage.closed() == ["session-g-1/0"]
+    assert await stage.closed() == ["g-1/0"]
 
 
 async def test_the_groups_deadline_ends_those_that_never_got_a_slot(make_stage: Any) -> None:
@@ -167,7 +167,7 @@ async def test_a_client_that_goes_cancels_episodes_and_closes_their_sessions(
     with pytest.raises(asyncio.CancelledError):
         await client
     await stage.tools.all_closed.wait()
-    assert stage.tools.closed == ["session-g-1/0"]
+    assert stage.tools.closed == ["g-1/0"]
     groups = {task for task in asyncio.all_tasks() if task.get_name() == "group-g-1"}
     if groups:
         await asyncio.wait(groups)

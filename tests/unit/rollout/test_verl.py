@@ -111,7 +111,7 @@ async def test_a_loop_with_tools(make_stage: Any, tool_loop: Callable[..., str])
     assert [call.text for call in episode.tool_calls] == ["found a"]
     assert "\n<tool_response>\nfound a\n</tool_response>" in stage.face.vocabulary.decode(row.token_ids)
     assert episode.metrics["verl.reward_score"] == 0.5
-    assert await stage.closed() == ["session-g-1/0"]
+    assert await stage.closed() == ["g-1/0"]
 
 
 @pytest.mark.parametrize(

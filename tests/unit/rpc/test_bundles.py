@@ -241,6 +241,16 @@ async def test_nobody_there_is_retryable(calls: Bundle) -> None:
     assert (caught.value.code, caught.value.retryable) == ("unavailable", True)
 
 
+async def test_the_server_can_be_waited_for(tools: Tools, listen: str, calls: Bundle) -> None:
+    ready = asyncio.create_task(calls.ready())
+    with pytest.raises(FailureError):
+        await ask(calls, "echo")
+    assert not ready.done()
+    async with asyncio.timeout(10), served(tools, listen):
+        await ready
+        assert await ask(calls, "echo") == "echo "
+
+
 async def test_waiting_has_an_end(calls: Bundle) -> None:
     with pytest.raises(FailureError) as caught:
         await ask(calls, "echo", timeout=0.2, wait=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib
 import json
+import secrets
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
@@ -41,18 +42,30 @@ class Client:
         answer = await call(self._stub.ListTools, request, pb.ListToolsResponse, timeout=10, peer="tools", wait=True)
         return list(answer.tools)
 
-    async def open(
+    def opening(
         self, *tools: str, kwargs: Mapping[str, Any] | None = None, lifetime: float = 60, raw: str | None = None
-    ) -> str:
+    ) -> pb.Opening:
         text = json.dumps(kwargs or {}) if raw is None else raw
-        request = pb.OpenRequest(episode_id="episode-1", tools=tools, tools_kwargs_json=text, lifetime=lifetime)
-        answer = await call(self._stub.Open, request, pb.OpenResponse, timeout=10, peer="tools", wait=True)
-        return answer.session_id
+        return pb.Opening(episode_id="episode-1", tools=tools, tools_kwargs_json=text, lifetime=lifetime)
 
-    async def call(self, session: str, name: str, arguments: Any = None, *, raw: str | None = None) -> pb.CallResponse:
+    async def open(self, *tools: str, **options: Any) -> str:
+        """Opens a session and returns its id: a call of no tool opens it and does no more."""
+        session = secrets.token_urlsafe(24)
+        assert (await self.call(session, "", opening=self.opening(*tools, **options))).outcome == "unknown_tool"
+        return session
+
+    async def call(
+        self,
+        session: str,
+        name: str,
+        arguments: Any = None,
+        *,
+        raw: str | None = None,
+        opening: pb.Opening | None = None,
+    ) -> pb.CallResponse:
         text = json.dumps({} if arguments is None else arguments) if raw is None else raw
-        request = pb.CallRequest(session_id=session, name=name, arguments_json=text)
-        return await call(self._stub.Call, request, pb.CallResponse, timeout=10, peer="tools")
+        request = pb.CallRequest(session_id=session, name=name, arguments_json=text, opening=opening)
+        return await call(self._stub.Call, request, pb.CallResponse, timeout=10, peer="tools", wait=opening is not None)
 
     async def close(self, session: str) -> None:
         await call(self._stub.Close, pb.CloseRequest(session_id=session), pb.CloseResponse, timeout=10, peer="tools")

@@ -225,6 +225,49 @@ async def test_a_session_ends_with_its_lifetime(serve: Any, samples: Any) -> Non
     assert samples.events.closed == ["ann"]
 
 
+async def test_the_calls_that_open_a_session_share_its_tools(serve: Any, samples: Any) -> None:
+    async with serve(tool("slowly", "MadeSlowly"), GREET, max_sessions=1) as client:
+        opening, calls = client.opening(), [("slowly", {}), ("greet", {"name": "you"})]
+        answers = [asyncio.create_task(client.call("mine", *said, opening=opening)) for said in calls]
+        await asyncio.to_thread(samples.events.started.wait)
+        samples.events.release.set()
+        assert [(await answer).text for answer in answers] == ["ready", "hello you"]
+        assert samples.events.made == 1
+        await client.close("mine")
+    assert samples.events.closed == ["slowly"]
+
+
+async def test_who_stops_waiting_for_a_session_leaves_it_to_the_others(serve: Any, samples: Any) -> None:
+    async with serve(tool("slowly", "MadeSlowly")) as client:
+        opening = client.opening()
+        first, second = (asyncio.create_task(client.call("mine", "slowly", opening=opening)) for _ in range(2))
+        await asyncio.to_thread(samples.events.started.wait)
+        first.cancel()
+        samples.events.release.set()
+        assert (await second).text == "ready"
+        assert samples.events.made == 1
+
+
+@pytest.mark.parametrize("end", ["close", "stop"])
+async def test_a_session_that_ends_while_its_tools_are_made_says_so_and_closes_them(
+    serve: Any, samples: Any, end: str
+) -> None:
+    async with serve(NOTEBOOK, tool("slowly", "MadeSlowly"), max_sessions=1) as client:
+        opening = client.opening(kwargs={"notebook": {"create_kwargs": {"owner": "ann"}}})
+        call = asyncio.create_task(client.call("mine", "notebook", {"note": "one"}, opening=opening))
+        await asyncio.to_thread(samples.events.started.wait)
+        try:
+            await (client.close("mine") if end == "close" else client.stop())
+        finally:
+            samples.events.release.set()
+        with pytest.raises(FailureError, match="the session was closed") as caught:
+            await call
+        assert (caught.value.code, caught.value.retryable) == ("unknown_session", True)
+        assert samples.events.closed == ["ann"]
+        if end == "close":  # and there is room again
+            await client.open("slowly")
+
+
 async def test_sessions_are_bounded(serve: Any) -> None:
     async with serve(GREET, max_sessions=2) as client:
         first, _ = await client.open(), await client.open()

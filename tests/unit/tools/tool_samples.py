@@ -23,6 +23,7 @@ class Events:
         self.any_closed = threading.Event()
         self.started = threading.Event()
         self.release = threading.Event()
+        self.made = 0
         self.running = 0
         self.most = 0
         self.lock = threading.Lock()
@@ -147,6 +148,19 @@ class Refuses:
 
     def __call__(self) -> str:
         return "never"
+
+
+class MadeSlowly:
+    def __init__(self) -> None:
+        events.made += 1
+        events.started.set()
+        events.release.wait()
+
+    def __call__(self) -> str:
+        return "ready"
+
+    def close(self) -> None:
+        events.closed.append("slowly")
 
 
 class VerlCounter:

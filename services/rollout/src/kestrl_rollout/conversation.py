@@ -317,11 +317,13 @@ class EpisodeConversation:
 
     async def _dispatch(self, name: str, arguments: Mapping[str, Json]) -> ToolAnswer:
         with self._waiting.on(Boundary.TOOL):
+            seconds = self._deadlines.tool
             if not self._tools.opened:
                 # Within the turn's deadline, not the tool's: a service that is being started again has not failed at anything.
                 async with deadline(Scope.TURN, self._turn_ends, self._waiting):
-                    await self._tools.open(seconds=max(0.0, self._turn_ends - now()))
-            began, seconds = now(), self._deadlines.tool
+                    await self._tools.reachable()
+                seconds *= 2  # as long again for the tools to be made
+            began = now()
             scope = Scope.TOOL if began + seconds < self._turn_ends else Scope.TURN  # one timer: the one that is first
             async with deadline(scope, min(began + seconds, self._turn_ends), self._waiting):
                 return await self._tools.call(name, arguments, seconds=seconds)

@@ -179,7 +179,7 @@ class EpisodeRunner:
         """Gives back what the episode held. It does not wait for its tool session's end: the slot does, so that there are no more sessions than slots."""
         if attempt.engine is not None:
             attempt.engine.finish()
-        if attempt.tools is None or not attempt.tools.opened:
+        if attempt.tools is None or not attempt.tools.used:
             self._slots.release()
             return
         task = asyncio.create_task(self._close_tools(attempt.id, attempt.tools), name=f"close-tools-{attempt.id}")

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
+import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +20,8 @@ from kestrl_rollout.toolset import NO_TOOLS, ToolSet
 SERVICE = "kestrl.api.tools.v1.ToolService"
 LIFETIME_SLACK = 30.0
 """Seconds a session outlives its episode's deadline at the tool service, for the case that this worker is gone."""
+ID_BYTES = 24
+"""Of chance in a session's id: nobody guesses it."""
 RPC_SLACK = 5.0
 """Seconds by which the wire's deadline is later than ours, so that ours decides and says which one it was."""
 
@@ -91,52 +93,53 @@ class Toolbox:
         )
 
     def session(self, episode_id: str, scenario: Scenario, names: Sequence[str], *, seconds: float) -> ToolSession:
-        """A session for an episode; opened at its first call."""
-        request = pb.OpenRequest(
+        """A session for an episode; opened by its first call."""
+        opening = pb.Opening(
             episode_id=episode_id,
             tools=names,
             tools_kwargs_json=dump_json(scenario.tools_kwargs),
             lifetime=seconds + LIFETIME_SLACK,
         )
-        return ToolSession(self._service, request, seconds=self._seconds)
+        return ToolSession(self._service, opening, seconds=self._seconds)
 
 
 class ToolSession:
     """One episode's instances of its tools."""
 
-    def __init__(self, service: rpc.Bundle, request: pb.OpenRequest, *, seconds: float) -> None:
+    def __init__(self, service: rpc.Bundle, opening: pb.Opening, *, seconds: float) -> None:
         self._service = service
-        self._request = request
         self._seconds = seconds
-        self._opening = asyncio.Lock()
         self._id = ""
+        self._opening: pb.Opening | None = opening
+        """Goes with every call until one was answered: those of one turn do not wait for each other."""
 
     @property
     def opened(self) -> bool:
+        """Whether the tools are there for certain."""
+        return self._opening is None
+
+    @property
+    def used(self) -> bool:
+        """Whether the service may hold anything of it."""
         return bool(self._id)
 
-    async def open(self, *, seconds: float) -> None:
-        """Opens the session, once; a service that is being started again is waited for.
-
-        Raises:
-            FailureError: A tool cannot be made, or the service was not there in time.
-        """
-        async with self._opening:
-            if not self._id:
-                opened = await self._service.call(
-                    "Open", self._request, pb.OpenResponse, timeout=seconds + RPC_SLACK, wait=True
-                )
-                self._id = opened.session_id
+    async def reachable(self) -> None:
+        """Waits for the service, if it is not there: the caller bounds it."""
+        await self._service.ready()
 
     async def call(self, name: str, arguments: Mapping[str, Any], *, seconds: float) -> ToolAnswer:
-        """Calls a tool of the opened session.
+        """Calls a tool; the first call has the tools made.
 
         Raises:
-            FailureError: The tool broke, or the service cannot be reached.
+            FailureError: A tool cannot be made, or broke, or the service cannot be reached.
             ToolFailure: The service answered what cannot be read.
         """
-        request = pb.CallRequest(session_id=self._id, name=name, arguments_json=dump_json(arguments))
+        self._id = self._id or secrets.token_urlsafe(ID_BYTES)
+        request = pb.CallRequest(
+            session_id=self._id, name=name, arguments_json=dump_json(arguments), opening=self._opening
+        )
         answer = await self._service.call("Call", request, pb.CallResponse, timeout=seconds + RPC_SLACK)
+        self._opening = None
         try:
             data: dict[str, Any] = json.loads(answer.data_json or "{}")
             return ToolAnswer(outcome=CallOutcome(answer.outcome), text=answer.text, final=answer.final, data=data)
@@ -144,7 +147,7 @@ class ToolSession:
             raise ToolFailure(f"tools: the answer of {name!r} cannot be read: {error}", code="bad_answer") from error
 
     async def close(self) -> None:
-        """Ends the session, if it was opened.
+        """Ends the session, if there may be one.
 
         Raises:
             FailureError: The service cannot be reached; it will end the session by itself after its lifetime.

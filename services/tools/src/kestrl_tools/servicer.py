@@ -11,11 +11,11 @@ from kestrl.api.tools.v1 import tools_pb2 as pb
 from kestrl.api.tools.v1 import tools_pb2_grpc as stubs
 from kestrl.errors import ToolFailure
 from kestrl_tools.catalogue import Tool
-from kestrl_tools.sessions import Sessions
+from kestrl_tools.sessions import Opening, Sessions
 
 
 class ToolServicer(stubs.ToolServiceServicer):
-    """ListTools, Open, Call, Close."""
+    """ListTools, Call, Close."""
 
     def __init__(self, tools: Mapping[str, Tool], sessions: Sessions) -> None:
         self._schemas = [
@@ -31,14 +31,11 @@ class ToolServicer(stubs.ToolServiceServicer):
     async def ListTools(self, request: pb.ListToolsRequest, context: Any) -> pb.ListToolsResponse:
         return pb.ListToolsResponse(tools=self._schemas)
 
-    async def Open(self, request: pb.OpenRequest, context: Any) -> pb.OpenResponse:
-        session_id = await self._sessions.open(
-            request.episode_id, request.tools, _kwargs(request), lifetime=request.lifetime
-        )
-        return pb.OpenResponse(session_id=session_id)
-
     async def Call(self, request: pb.CallRequest, context: Any) -> pb.CallResponse:
-        answer = await self._sessions.call(request.session_id, request.name, _arguments(request.arguments_json))
+        opening = _opening(request.opening) if request.HasField("opening") else None
+        answer = await self._sessions.call(
+            request.session_id, request.name, _arguments(request.arguments_json), opening
+        )
         return pb.CallResponse(outcome=answer.outcome, text=answer.text, final=answer.final, data_json=answer.data_json)
 
     async def Close(self, request: pb.CloseRequest, context: Any) -> pb.CloseResponse:
@@ -58,16 +55,22 @@ def _refuse(constant: str) -> NoReturn:
     raise ValueError(f"{constant} is not JSON")
 
 
-def _kwargs(request: pb.OpenRequest) -> Mapping[str, Any]:
+def _opening(opening: pb.Opening) -> Opening:
+    return Opening(
+        episode_id=opening.episode_id, tools=opening.tools, kwargs=_kwargs(opening), lifetime=opening.lifetime
+    )
+
+
+def _kwargs(opening: pb.Opening) -> Mapping[str, Any]:
     try:
-        kwargs: Any = json.loads(request.tools_kwargs_json or "{}")
+        kwargs: Any = json.loads(opening.tools_kwargs_json or "{}")
     except ValueError as error:
         raise ToolFailure(
-            f"{request.episode_id}: tools_kwargs: not JSON: {error}", code="tool_kwargs_invalid"
+            f"{opening.episode_id}: tools_kwargs: not JSON: {error}", code="tool_kwargs_invalid"
         ) from error
     if not isinstance(kwargs, dict) or not all(_is_kwargs(value) for value in cast(dict[str, Any], kwargs).values()):
         raise ToolFailure(
-            f"{request.episode_id}: tools_kwargs: must be an object of tool name to {{create_kwargs, execute_kwargs}}, "
+            f"{opening.episode_id}: tools_kwargs: must be an object of tool name to {{create_kwargs, execute_kwargs}}, "
             "each of those an object",
             code="tool_kwargs_invalid",
         )

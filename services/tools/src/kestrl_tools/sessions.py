@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, cast
 
 from kestrl.episode import CallOutcome
@@ -43,13 +43,27 @@ class Seat:
         return self.tool.schema.name
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Opening:
+    """What a session is opened with."""
+
+    episode_id: str
+    """For messages."""
+    tools: Sequence[str]
+    """Wanted; none means all."""
+    kwargs: Mapping[str, Any]
+    """Per tool, `create_kwargs` and `execute_kwargs`."""
+    lifetime: float
+    """Seconds after which the session is closed by itself."""
+
+
 @dataclass(eq=False, slots=True)
 class Session:
     """The tools of one episode."""
 
     id: str
     episode_id: str
-    seats: Mapping[str, Seat]
+    making: asyncio.Task[Mapping[str, Seat]]
     timer: asyncio.TimerHandle
     running: set[asyncio.Task[object]] = field(default_factory=set[asyncio.Task[object]])
     closed: bool = False
@@ -64,7 +78,6 @@ class Sessions:
         self._call_seconds = call_seconds
         self._max = max_sessions
         self._open: dict[str, Session] = {}
-        self._opening = 0
         self._closing: set[asyncio.Task[None]] = set()
         self._draining = False
         self.close_errors = 0
@@ -73,53 +86,22 @@ class Sessions:
     def __len__(self) -> int:
         return len(self._open)
 
-    async def open(self, episode_id: str, names: Sequence[str], kwargs: Mapping[str, Any], *, lifetime: float) -> str:
-        """Makes the instances of one episode; returns the session's id, which cannot be guessed.
-
-        Args:
-            episode_id: For messages.
-            names: Tools wanted; none means all.
-            kwargs: Per tool, `create_kwargs` and `execute_kwargs`.
-            lifetime: Seconds after which the session is closed by itself.
+    async def call(self, session_id: str, name: str, arguments: object, opening: Opening | None = None) -> Answer:
+        """Calls a tool of a session, which `opening` opens if there is none of this id.
 
         Raises:
-            KestrlError: No room, a tool that is not the job's, or one that could not be made (boundary `tool`).
-        """
-        self._admit()
-        if not 0 < lifetime < float("inf"):
-            raise KestrlError(
-                f"{episode_id}: a session's lifetime must be above 0, is {lifetime}", code="invalid_request"
-            )
-        wanted = list(dict.fromkeys(names)) or list(self._tools)
-        unknown = sorted({*wanted, *kwargs} - set(self._tools))
-        if unknown:
-            raise ToolFailure(
-                f"{episode_id}: the row names tools that the job does not have: {', '.join(unknown)} "
-                f"(it has: {', '.join(self._tools) or 'none'})",
-                code="unknown_tool",
-            )
-        self._opening += 1
-        try:
-            seats = await self._make(episode_id, wanted, kwargs)
-        finally:
-            self._opening -= 1
-        if self._draining:
-            await self._close_all(seats.values())
-            self._admit()
-        return self._enter(episode_id, seats, lifetime)
-
-    async def call(self, session_id: str, name: str, arguments: object) -> Answer:
-        """Calls a tool.
-
-        Raises:
-            KestrlError: There is no such session, or the tool broke (boundary `tool`).
+            KestrlError: There is no such session, no room for it, or an `opening` that names tools that are not the job's; a tool
+                could not be made or broke (boundary `tool`).
         """
         session = self._open.get(session_id)
+        if session is None and opening is not None:
+            session = self._begin(session_id, opening)
         if session is None:
             raise KestrlError("the session is closed, expired or unknown", code="unknown_session", retryable=True)
-        seat = session.seats.get(name)
+        seats = await self._made(session)
+        seat = seats.get(name)
         if seat is None:
-            known = ", ".join(session.seats) or "none"
+            known = ", ".join(seats) or "none"
             return Answer(outcome=CallOutcome.UNKNOWN_TOOL, text=f"There is no tool {name!r}. The tools are: {known}.")
         try:
             checked = seat.tool.arguments.parse(arguments, filled=frozenset(seat.filled))
@@ -148,10 +130,45 @@ class Sessions:
         if self.close_errors:
             log.warning("%d tools could not be closed in all", self.close_errors)
 
+    def _begin(self, session_id: str, opening: Opening) -> Session:
+        """Enters a session whose tools are being made."""
+        self._admit()
+        episode_id, lifetime = opening.episode_id, opening.lifetime
+        if not 0 < lifetime < float("inf"):
+            raise KestrlError(
+                f"{episode_id}: a session's lifetime must be above 0, is {lifetime}", code="invalid_request"
+            )
+        wanted = list(dict.fromkeys(opening.tools)) or list(self._tools)
+        unknown = sorted({*wanted, *opening.kwargs} - set(self._tools))
+        if unknown:
+            raise ToolFailure(
+                f"{episode_id}: the row names tools that the job does not have: {', '.join(unknown)} "
+                f"(it has: {', '.join(self._tools) or 'none'})",
+                code="unknown_tool",
+            )
+        making = asyncio.create_task(self._make(episode_id, wanted, opening.kwargs), name=f"open-{episode_id}")
+        timer = asyncio.get_running_loop().call_later(lifetime, self._expire, session_id)
+        session = self._open[session_id] = Session(session_id, episode_id, making, timer)
+        making.add_done_callback(partial(self._made_or_gone, session))
+        return session
+
+    def _made_or_gone(self, session: Session, making: asyncio.Task[Mapping[str, Seat]]) -> None:
+        if not _succeeded(making) and self._open.get(session.id) is session:
+            del self._open[session.id]
+            session.timer.cancel()
+
+    async def _made(self, session: Session) -> Mapping[str, Seat]:
+        """The tools, once they are made: for all calls that came meanwhile, whichever of them is taken back."""
+        if not session.making.done():
+            await asyncio.wait({session.making})
+        if session.closed or session.making.cancelled():
+            raise _closed()
+        return session.making.result()
+
     def _admit(self) -> None:
         if self._draining:
             raise KestrlError("the tool service is shutting down", code="draining", retryable=True)
-        if len(self._open) + self._opening >= self._max:
+        if len(self._open) >= self._max:
             raise KestrlError(
                 f"all {self._max} sessions are taken; sessions are closed by Close or at the end of their lifetime",
                 code="too_many_sessions",
@@ -165,7 +182,7 @@ class Sessions:
                 code="tool_hangs",
             )
 
-    async def _make(self, episode_id: str, wanted: Sequence[str], kwargs: Mapping[str, Any]) -> dict[str, Seat]:
+    async def _make(self, episode_id: str, wanted: Sequence[str], kwargs: Mapping[str, Any]) -> Mapping[str, Seat]:
         seats: dict[str, Seat] = {}
         try:
             for name in wanted:
@@ -190,12 +207,6 @@ class Sessions:
             raise ToolFailure(f"{episode_id}: {name}: {error}") from error
         return Seat(tool, cast(Instance, made), filled)
 
-    def _enter(self, episode_id: str, seats: Mapping[str, Seat], lifetime: float) -> str:
-        session_id = secrets.token_urlsafe(24)
-        timer = asyncio.get_running_loop().call_later(lifetime, self._expire, session_id)
-        self._open[session_id] = Session(session_id, episode_id, seats, timer)
-        return session_id
-
     def _expire(self, session_id: str) -> None:
         log.warning("the session of episode %s outlived its lifetime and is closed", self._open[session_id].episode_id)
         self._begin_end(session_id)
@@ -215,7 +226,7 @@ class Sessions:
             return for_model(error)
         except ToolFailure as error:
             if session.closed and work.cancelled():
-                raise KestrlError("the session was closed", code="unknown_session", retryable=True) from error
+                raise _closed() from error
             raise
 
     async def _within(self, work: asyncio.Task[object], name: str, what: str) -> object:
@@ -234,12 +245,15 @@ class Sessions:
     async def _end(self, session: Session) -> None:
         session.closed = True
         session.timer.cancel()
+        session.making.cancel()  # of no effect on what is made; what was made so far is closed there
+        await asyncio.wait({session.making})
         running = set(session.running)
         for work in running:
             work.cancel()
         if running:
             await asyncio.wait(running, timeout=self._call_seconds)
-        await self._close_all(session.seats.values())
+        if _succeeded(session.making):
+            await self._close_all(session.making.result().values())
 
     async def _close_all(self, seats: Any) -> None:
         closing = [asyncio.create_task(self._close_one(seat), name=f"close-{seat.name}") for seat in seats]
@@ -253,6 +267,14 @@ class Sessions:
         except (ToolError, KestrlError) as error:
             self.close_errors += 1
             log.error("tool %s could not be closed: %s", seat.name, error)
+
+
+def _succeeded(work: asyncio.Task[Any]) -> bool:
+    return not work.cancelled() and work.exception() is None
+
+
+def _closed() -> KestrlError:
+    return KestrlError("the session was closed", code="unknown_session", retryable=True)
 
 
 def _retrieved(work: asyncio.Task[object]) -> None:

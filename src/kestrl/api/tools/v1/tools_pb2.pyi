@@ -90,8 +90,8 @@ class ListToolsResponse(_message.Message):
 Global___ListToolsResponse: _TypeAlias = ListToolsResponse  # noqa: Y015
 
 @_typing.final
-class OpenRequest(_message.Message):
-    """A session to open."""
+class Opening(_message.Message):
+    """How to open a session."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -123,29 +123,7 @@ class OpenRequest(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___OpenRequest: _TypeAlias = OpenRequest  # noqa: Y015
-
-@_typing.final
-class OpenResponse(_message.Message):
-    """An open session."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    SESSION_ID_FIELD_NUMBER: _builtins.int
-    session_id: _builtins.str
-    """Unguessable."""
-    def __init__(
-        self,
-        *,
-        session_id: _builtins.str = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["session_id", b"session_id"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___OpenResponse: _TypeAlias = OpenResponse  # noqa: Y015
+Global___Opening: _TypeAlias = Opening  # noqa: Y015
 
 @_typing.final
 class CallRequest(_message.Message):
@@ -156,22 +134,28 @@ class CallRequest(_message.Message):
     SESSION_ID_FIELD_NUMBER: _builtins.int
     NAME_FIELD_NUMBER: _builtins.int
     ARGUMENTS_JSON_FIELD_NUMBER: _builtins.int
+    OPENING_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
-    """From Open."""
+    """The caller's choice, unguessable: so that it can close what it never heard of as opened."""
     name: _builtins.str
     """The tool."""
     arguments_json: _builtins.str
     """JSON object."""
+    @_builtins.property
+    def opening(self) -> Global___Opening:
+        """Opens the session unless it is open: goes with every call until one was answered. Without it, an unknown session fails the call."""
+
     def __init__(
         self,
         *,
         session_id: _builtins.str = ...,
         name: _builtins.str = ...,
         arguments_json: _builtins.str = ...,
+        opening: Global___Opening | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["opening", b"opening"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["arguments_json", b"arguments_json", "name", b"name", "session_id", b"session_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arguments_json", b"arguments_json", "name", b"name", "opening", b"opening", "session_id", b"session_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -219,7 +203,7 @@ class CloseRequest(_message.Message):
 
     SESSION_ID_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
-    """From Open."""
+    """As in its calls."""
     def __init__(
         self,
         *,

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class ToolServiceStub(object):
-    """Opens a session, calls its tools, closes it.
+    """Calls the tools of a session, which its first call opens, and closes it.
     """
 
     def __init__(self, channel):
@@ -39,11 +39,6 @@ class ToolServiceStub(object):
                 '/kestrl.api.tools.v1.ToolService/ListTools',
                 request_serializer=kestrl_dot_api_dot_tools_dot_v1_dot_tools__pb2.ListToolsRequest.SerializeToString,
                 response_deserializer=kestrl_dot_api_dot_tools_dot_v1_dot_tools__pb2.ListToolsResponse.FromString,
-                _registered_method=True)
-        self.Open = channel.unary_unary(
-                '/kestrl.api.tools.v1.ToolService/Open',
-                request_serializer=kestrl_dot_api_dot_tools_dot_v1_dot_tools__pb2.OpenRequest.SerializeToString,
-                response_deserializer=kestrl_dot_api_dot_tools_dot_v1_dot_tools__pb2.OpenResponse.FromString,
                 _registered_method=True)
         self.Call = channel.unary_unary(
                 '/kestrl.api.tools.v1.ToolService/Call',
@@ -58,7 +53,7 @@ class ToolServiceStub(object):
 
 
 class ToolServiceServicer(object):
-    """Opens a session, calls its tools, closes it.
+    """Calls the tools of a session, which its first call opens, and closes it.
     """
 
     def ListTools(self, request, context):
@@ -68,15 +63,8 @@ class ToolServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def Open(self, request, context):
-        """Makes the instances of one episode.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
     def Call(self, request, context):
-        """Validates the arguments, then calls a tool.
+        """Makes the episode's instances if the session is new, validates the arguments, then calls a tool.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -97,11 +85,6 @@ def add_ToolServiceServicer_to_server(servicer, server):
                     request_deserializer=kestrl_dot_api_dot_tools_dot_v1_dot_tools__pb2.ListToolsRequest.FromString,
                     response_serializer=kestrl_dot_api_dot_tools_dot_v1_dot_tools__pb2.ListToolsResponse.SerializeToString,
             ),
-            'Open': grpc.unary_unary_rpc_method_handler(
-                    servicer.Open,
-                    request_deserializer=kestrl_dot_api_dot_tools_dot_v1_dot_tools__pb2.OpenRequest.FromString,
-                    response_serializer=kestrl_dot_api_dot_tools_dot_v1_dot_tools__pb2.OpenResponse.SerializeToString,
-            ),
             'Call': grpc.unary_unary_rpc_method_handler(
                     servicer.Call,
                     request_deserializer=kestrl_dot_api_dot_tools_dot_v1_dot_tools__pb2.CallRequest.FromString,
@@ -121,7 +104,7 @@ def add_ToolServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class ToolService(object):
-    """Opens a session, calls its tools, closes it.
+    """Calls the tools of a session, which its first call opens, and closes it.
     """
 
     @staticmethod
@@ -141,33 +124,6 @@ class ToolService(object):
             '/kestrl.api.tools.v1.ToolService/ListTools',
             kestrl_dot_api_dot_tools_dot_v1_dot_tools__pb2.ListToolsRequest.SerializeToString,
             kestrl_dot_api_dot_tools_dot_v1_dot_tools__pb2.ListToolsResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def Open(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/kestrl.api.tools.v1.ToolService/Open',
-            kestrl_dot_api_dot_tools_dot_v1_dot_tools__pb2.OpenRequest.SerializeToString,
-            kestrl_dot_api_dot_tools_dot_v1_dot_tools__pb2.OpenResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -27,7 +27,7 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class ToolServiceStub:
-    """Opens a session, calls its tools, closes it."""
+    """Calls the tools of a session, which its first call opens, and closes it."""
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
@@ -35,29 +35,25 @@ class ToolServiceStub:
     def __new__(cls, channel: _aio.Channel) -> ToolServiceAsyncStub: ...
     ListTools: _grpc.UnaryUnaryMultiCallable[_tools_pb2.ListToolsRequest, _tools_pb2.ListToolsResponse]
     """Every tool of the job, as the model is told of it."""
-    Open: _grpc.UnaryUnaryMultiCallable[_tools_pb2.OpenRequest, _tools_pb2.OpenResponse]
-    """Makes the instances of one episode."""
     Call: _grpc.UnaryUnaryMultiCallable[_tools_pb2.CallRequest, _tools_pb2.CallResponse]
-    """Validates the arguments, then calls a tool."""
+    """Makes the episode's instances if the session is new, validates the arguments, then calls a tool."""
     Close: _grpc.UnaryUnaryMultiCallable[_tools_pb2.CloseRequest, _tools_pb2.CloseResponse]
     """Ends a session; closing one twice is no error."""
 
 @_typing.type_check_only
 class ToolServiceAsyncStub(ToolServiceStub):
-    """Opens a session, calls its tools, closes it."""
+    """Calls the tools of a session, which its first call opens, and closes it."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     ListTools: _aio.UnaryUnaryMultiCallable[_tools_pb2.ListToolsRequest, _tools_pb2.ListToolsResponse]  # type: ignore[assignment]
     """Every tool of the job, as the model is told of it."""
-    Open: _aio.UnaryUnaryMultiCallable[_tools_pb2.OpenRequest, _tools_pb2.OpenResponse]  # type: ignore[assignment]
-    """Makes the instances of one episode."""
     Call: _aio.UnaryUnaryMultiCallable[_tools_pb2.CallRequest, _tools_pb2.CallResponse]  # type: ignore[assignment]
-    """Validates the arguments, then calls a tool."""
+    """Makes the episode's instances if the session is new, validates the arguments, then calls a tool."""
     Close: _aio.UnaryUnaryMultiCallable[_tools_pb2.CloseRequest, _tools_pb2.CloseResponse]  # type: ignore[assignment]
     """Ends a session; closing one twice is no error."""
 
 class ToolServiceServicer(metaclass=_abc_1.ABCMeta):
-    """Opens a session, calls its tools, closes it."""
+    """Calls the tools of a session, which its first call opens, and closes it."""
 
     @_abc_1.abstractmethod
     def ListTools(
@@ -68,20 +64,12 @@ class ToolServiceServicer(metaclass=_abc_1.ABCMeta):
         """Every tool of the job, as the model is told of it."""
 
     @_abc_1.abstractmethod
-    def Open(
-        self,
-        request: _tools_pb2.OpenRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_tools_pb2.OpenResponse, _abc.Awaitable[_tools_pb2.OpenResponse]]:
-        """Makes the instances of one episode."""
-
-    @_abc_1.abstractmethod
     def Call(
         self,
         request: _tools_pb2.CallRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_tools_pb2.CallResponse, _abc.Awaitable[_tools_pb2.CallResponse]]:
-        """Validates the arguments, then calls a tool."""
+        """Makes the episode's instances if the session is new, validates the arguments, then calls a tool."""
 
     @_abc_1.abstractmethod
     def Close(

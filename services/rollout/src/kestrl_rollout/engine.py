@@ -100,9 +100,8 @@ class EngineClient:
         assert self._session is not None
         url = f"{engine.url.rstrip('/')}/inference/v1/generate"
         try:
-            async with self._session.post(
-                url, data=msgspec.json.encode(request.body()), headers=trace_headers()
-            ) as response:
+            body = aiohttp.BytesPayload(msgspec.json.encode(request.body()))  # else aiohttp finds out what it is
+            async with self._session.post(url, data=body, headers=trace_headers()) as response:
                 payload = await response.read()
                 status = response.status
         except aiohttp.ClientConnectorError as error:

@@ -81,26 +81,28 @@ class HermesParser:
         calls: list[Call] = []
         content: list[str] = []
         state = _Reading(thinking=reasoning)
-        for piece in self._pieces(ids):
+        text = self._vocabulary.decode(ids)
+        for piece in self._pieces(ids, text):
             self._read(piece, state, content, calls, tools)
         if state.call is not None:
             calls.append(_unfinished("".join(state.call), cut=cut))
-        text = self._vocabulary.decode(ids)
         return Parsed(text=text, content="".join(content).strip(), calls=calls, message=self._message(ids, text))
 
-    def _pieces(self, ids: Sequence[int]) -> Iterator[Marker | str]:
+    def _pieces(self, ids: Sequence[int], whole: str) -> Iterator[Marker | str]:
+        if self._by_id.keys().isdisjoint(ids):
+            yield from self._texts(whole)
+            return
         start = 0
         for index, token in enumerate(ids):
             if token in self._by_id:
-                yield from self._texts(ids[start:index])
+                yield from self._texts(self._vocabulary.decode(ids[start:index]))
                 yield self._by_id[token]
                 start = index + 1
-        yield from self._texts(ids[start:])
+        yield from self._texts(self._vocabulary.decode(ids[start:]))
 
-    def _texts(self, ids: Sequence[int]) -> Iterator[Marker | str]:
-        if not ids:
+    def _texts(self, text: str) -> Iterator[Marker | str]:
+        if not text:
             return
-        text = self._vocabulary.decode(ids)
         if self._textual is None:
             yield text
             return

@@ -48,9 +48,12 @@ class Judge:
         if not judged:
             return
         with span(SpanName.SCORE, {Attr.GROUP_ID: group.id}):
-            asked = common.Group(id=group.id, scenario=group.scenario, episodes=judged)
+            request = pb.ScoreGroupRequest(group=group, max_turns=max_turns)
+            if len(judged) < len(group.episodes):
+                del request.group.episodes[:]
+                request.group.episodes.extend(judged)
             try:
-                scores = await self._ask(asked, max_turns=max_turns, ends=ends)
+                scores = await self._ask(request, ends=ends)
             except KestrlError as error:
                 failure = failure_to_proto(error.failure(component=self._component))
                 for episode in judged:
@@ -59,13 +62,13 @@ class Judge:
         for episode in judged:
             self._write(episode, scores.get(episode.id))
 
-    async def _ask(self, group: common.Group, *, max_turns: int, ends: float) -> dict[str, Score]:
+    async def _ask(self, request: pb.ScoreGroupRequest, *, ends: float) -> dict[str, Score]:
         waiting = Waiting(self._alarms)
         with waiting.on(Boundary.JUDGE):
             async with deadline(Scope.GROUP, ends, waiting):
                 answer = await self._service.call(
                     "ScoreGroup",
-                    pb.ScoreGroupRequest(group=group, max_turns=max_turns),
+                    request,
                     pb.ScoreGroupResponse,
                     timeout=max(0.0, ends - now()) + RPC_SLACK,
                     wait=True,

@@ -12,7 +12,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 
-FEW = 2
+FEW = 3
 """That go on in one round, at the least; of a crowd a quarter."""
 BUSY = 96
 """With more episodes than this a core has no time to spare (docs/performance.md)."""

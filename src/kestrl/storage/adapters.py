@@ -29,6 +29,18 @@ class Probe(BaseModel):
     base_logprobs: tuple[float, ...]
     """The same under the base model: an engine that answers these has not applied the adapter."""
 
+    def apart(self, other: Probe) -> float:
+        """Largest difference of two versions' log-probs, in nats: where it is below an engine's bound, its proof cannot tell them apart.
+
+        Raises:
+            ValueError: Their sequences differ.
+        """
+        if self.token_ids != other.token_ids:
+            raise ValueError("probes of different sequences")
+        return max(
+            (abs(ours - theirs) for ours, theirs in zip(self.logprobs, other.logprobs, strict=True)), default=0.0
+        )
+
 
 class AdapterManifest(BaseModel):
     """What readers trust."""

@@ -111,6 +111,9 @@ class Metric:
     PUBLISH_SECONDS = Instrument(
         "kestrl.learner.publish.seconds", "From weights to engines that proved them, last time", "s"
     )
+    PROBE_DISTANCE = Instrument(
+        "kestrl.learner.probe.distance", "Of the newest version's probe log-probs from those of the one before, in nats"
+    )
     FAILURES = Instrument(
         "kestrl.learner.failures", "Failed episodes and groups", labels=("boundary", "code"), counts=True
     )

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kestrl.plan.planning import PROBE_BOUND
-from kestrl.storage import open_store
+from kestrl.storage import Probe, open_store
 from kestrl_email.model_path import tiny
 from kestrl_inference.proof import judge
 from kestrl_learner import adapters
@@ -41,6 +41,7 @@ def test_no_version_passes_for_another(policy_of: Maker, tmp_path: Path) -> None
             trainer.step(make_groups(seed=step), step)
         published.append(adapters.publish(store, policy, job="job", step=step, base="tiny", parent=None)[0])
     for before, now in itertools.pairwise(published):
+        assert now.probe.apart(before.probe) > PROBE_BOUND["float32"]
         for scores, code in (
             (now.probe.logprobs, ""),
             (before.probe.logprobs, "adapter_not_applied" if before.step == 0 else "probe_failed"),
@@ -48,3 +49,10 @@ def test_no_version_passes_for_another(policy_of: Maker, tmp_path: Path) -> None
         ):
             failure = judge("now", "engine-0", now.probe, scores, PROBE_BOUND["float32"]).failure
             assert ("" if failure is None else failure.code) == code, (before.step, scores, now.probe)
+
+
+def test_probes_of_different_sequences_are_not_compared() -> None:
+    one, other = (Probe(token_ids=ids, logprobs=(-1.0,), base_logprobs=(-1.0,)) for ids in ((1, 2), (1, 3)))
+    assert one.apart(one) == 0
+    with pytest.raises(ValueError, match="different sequences"):
+        one.apart(other)

@@ -14,7 +14,7 @@ from kestrl.data import load_scenarios
 from kestrl.episode import PolicyVersion, Scenario
 from kestrl.errors import PlaceError, StorageError, UserInputError
 from kestrl.plan.settings import LearnerSettings
-from kestrl.storage import ObjectStore
+from kestrl.storage import ObjectStore, Probe
 from kestrl.telemetry import span
 from kestrl.telemetry.names import Attr, SpanName
 from kestrl_learner import adapters
@@ -73,6 +73,8 @@ class Context:
         """Kept in every checkpoint: before, after, evaluations, gap, seconds."""
         self.newest: tuple[PolicyVersion, str] | None = None
         """The newest published version and where it lies."""
+        self._probe: Probe | None = None
+        """Of the newest published version."""
         self._began = time.monotonic()
 
     def _refused(self, why: str) -> None:
@@ -108,6 +110,9 @@ class Context:
                     self.store, model, job=settings.job, step=step, base=settings.model, parent=parent
                 )
             )
+            if self._probe is not None:
+                self.progress.probe_distance = manifest.probe.apart(self._probe)
+            self._probe = manifest.probe
             await unless(self.drain, self.engines.publish(manifest.policy, uri, parent=manifest.parent))
             self.progress.publish_seconds = time.monotonic() - began
         self.newest = manifest.policy, uri

@@ -327,6 +327,13 @@ async def test_a_lifetime_is_a_number_of_seconds(serve: Any, lifetime: float) ->
             await client.open(lifetime=lifetime)
 
 
+async def test_a_session_needs_an_id_of_its_own(serve: Any) -> None:
+    async with serve(GREET) as client:
+        with pytest.raises(FailureError, match="episode-1: session_id: must be chosen") as caught:
+            await client.call("", "greet", {"name": "you"}, opening=client.opening())
+        assert (caught.value.code, caught.value.retryable) == ("invalid_request", False)
+
+
 async def test_a_tool_that_cannot_be_closed_is_logged_and_counted(serve: Any, caplog: pytest.LogCaptureFixture) -> None:
     async with serve(tool("bad", "BadCloser")) as client:
         session = await client.open()

@@ -134,6 +134,8 @@ class Sessions:
         """Enters a session whose tools are being made."""
         self._admit()
         episode_id, lifetime = opening.episode_id, opening.lifetime
+        if not session_id:  # all who forget it would share one
+            raise KestrlError(f"{episode_id}: session_id: must be chosen, and hard to guess", code="invalid_request")
         if not 0 < lifetime < float("inf"):
             raise KestrlError(
                 f"{episode_id}: a session's lifetime must be above 0, is {lifetime}", code="invalid_request"

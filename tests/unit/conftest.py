@@ -5,11 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import HealthCheck, settings
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from kestrl import telemetry
+
+# For every property: how fast a busy machine is does not matter. Time is measured in `benchmarks/`.
+settings.register_profile("kestrl", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("kestrl")
 
 
 @pytest.fixture

@@ -1,7 +1,8 @@
 """Many small calls over one stream: both ends.
 
 A unary call of grpc.aio costs 150 us here and as much there, in objects and in passes between threads: a thousand of them a second are a fifth of a
-core. What comes together within a millisecond goes in one message, so a call costs the less the more there are. Failures, credential and trace context are as in calls of their own.
+core. What comes together within a millisecond goes in one message, so a call costs the less the more there are. Failures, credential and trace
+context are as in calls of their own.
 """
 
 from __future__ import annotations
@@ -89,6 +90,8 @@ class _Stream:
         self._more = asyncio.Event()
         self._call = stub.Run(metadata=credential())
         self._running = asyncio.create_task(self._run(), name=f"bundle-{peer}")
+        self._cut = False
+        """Whether it ended while it was written to. grpc.aio then says INTERNAL of its own, and not what the server said."""
         self.ended = False
 
     async def ask(self, method: str, request: bytes, *, ends: float) -> pb.Answer:
@@ -125,7 +128,8 @@ class _Stream:
         try:
             await self._read()
         except grpc.aio.AioRpcError as error:
-            failure, nobody = failure_of(error, peer=self._peer), went_away(error)
+            if not (self._cut and error.code() is grpc.StatusCode.INTERNAL):
+                failure, nobody = failure_of(error, peer=self._peer), went_away(error)
         finally:
             self.ended = True
             writing.cancel()
@@ -148,15 +152,18 @@ class _Stream:
                     asked.answer.set_result(answer)
 
     async def _write(self) -> None:
+        company = 0.0  # a stream's first message waits for none: a server that refuses it does so within a millisecond
         while True:
             await self._more.wait()
             self._more.clear()
             while self._waiting or self._cancelled:
-                await asyncio.sleep(COMPANY_SECONDS)
+                await asyncio.sleep(company)
+                company = COMPANY_SECONDS
                 cancelled, self._cancelled = self._cancelled, []
                 try:
                     await self._call.write(pb.RunRequest(calls=take(self._waiting), cancelled=cancelled))
                 except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+                    self._cut = True
                     return  # it has ended; what is read says why
 
 

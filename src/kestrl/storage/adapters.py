@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -19,6 +19,11 @@ PIECE_BYTES = 1024 * 1024
 """Written at once: ext4 of Linux 6.18 takes 7 ms for 20 MB in pieces of this size, and 57 ms where they come whole."""
 
 
+def largest_gap(ours: Sequence[float], theirs: Sequence[float]) -> float:
+    """Largest |ours - theirs| over a probe, in nats."""
+    return max((abs(a - b) for a, b in zip(ours, theirs, strict=True)), default=0.0)
+
+
 class Probe(BaseModel):
     """A fixed sequence with the learner's log-probabilities: what an engine must reproduce to prove that it serves the version."""
 
@@ -29,17 +34,12 @@ class Probe(BaseModel):
     base_logprobs: tuple[float, ...]
     """The same under the base model: an engine that answers these has not applied the adapter."""
 
-    def apart(self, other: Probe) -> float:
+    def apart(self, other: Probe) -> float | None:
         """Largest difference of two versions' log-probs, in nats: where it is below an engine's bound, its proof cannot tell them apart.
 
-        Raises:
-            ValueError: Their sequences differ.
+        None where their sequences differ, as those of a run that is resumed by another version of KestRL may.
         """
-        if self.token_ids != other.token_ids:
-            raise ValueError("probes of different sequences")
-        return max(
-            (abs(ours - theirs) for ours, theirs in zip(self.logprobs, other.logprobs, strict=True)), default=0.0
-        )
+        return largest_gap(self.logprobs, other.logprobs) if self.token_ids == other.token_ids else None
 
 
 class AdapterManifest(BaseModel):

@@ -7,7 +7,8 @@ import re
 import pytest
 
 from kestrl.storage import Probe
-from kestrl_inference.proof import judge, largest_gap
+from kestrl.storage.adapters import largest_gap
+from kestrl_inference.proof import judge
 
 BOUND = 1e-3
 

@@ -39,7 +39,7 @@ def slow_advantages(name: str, given_rewards: list[float]) -> list[float]:
 
 @pytest.mark.parametrize("name", sorted(ADVANTAGES))
 @given(given_rewards=rewards)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_advantages_are_what_their_formulas_say(name: str, given_rewards: list[float]) -> None:
     if max(given_rewards) - min(given_rewards) <= 1e-6:
         return
@@ -87,7 +87,7 @@ def slow_gradient(rows: list[tuple[float, float, float]], cap: float | None) -> 
 
 @pytest.mark.parametrize("cap", [None, 2.0], ids=["bypass", "decoupled"])
 @given(rows=tokens)
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_the_loss_and_its_gradient_are_what_the_formula_says(
     cap: float | None, rows: list[tuple[float, float, float]]
 ) -> None:
@@ -142,7 +142,7 @@ def cost(lengths: list[int], parts: list[slice], prompt: int) -> int:
     return sum(PASS_COST + prompt + len(lengths[part]) * max(lengths[part]) for part in parts)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     lengths=st.lists(st.integers(1, 900), max_size=9).map(sorted),
     prompt=st.integers(0, 300),
@@ -172,7 +172,7 @@ def test_steps_in_all_are_whole_batches_of_all_epochs() -> None:
 
 
 @given(seed=st.integers(0, 2**40), epoch=st.integers(0, 50), size=st.integers(1, 60))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_an_epoch_is_an_order_of_every_scenario_and_the_same_each_time(seed: int, epoch: int, size: int) -> None:
     order = epoch_order(seed, epoch, size)
     assert sorted(order) == list(range(size))

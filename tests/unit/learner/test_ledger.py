@@ -156,13 +156,13 @@ class LedgerMachine(RuleBasedStateMachine):
 
 
 TestLedgerMachine = LedgerMachine.TestCase
-TestLedgerMachine.settings = settings(max_examples=12, stateful_step_count=20, deadline=None)
+TestLedgerMachine.settings = settings(max_examples=12, stateful_step_count=20)
 
 
 @pytest.mark.servers
 def test_the_ledger_machine_on_postgresql(postgres: str) -> None:
     machine = type("OnPostgres", (LedgerMachine,), {"url": postgres})
-    run_state_machine_as_test(machine, settings=settings(max_examples=12, stateful_step_count=20, deadline=None))
+    run_state_machine_as_test(machine, settings=settings(max_examples=12, stateful_step_count=20))
 
 
 @pytest.fixture

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
 from kestrl.api.learner.v1 import learner_pb2 as pb
@@ -17,8 +16,6 @@ from kestrl_operator.observe import ATTEMPTS, QUEUE_LABEL, RESTARTS, Memory, Pod
 
 from .seen import NOW, at, condition, ended, engine, failed, job, over, pod, report, snapshot, told, version, waiting
 
-WHATEVER = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
-"""For these properties: how fast a busy machine is does not matter."""
 JOBS = (
     None,
     job(),

@@ -12,8 +12,6 @@ from hypothesis import strategies as st
 from kestrl.errors import UserInputError
 from kestrl_operator.render.patching import HELD, MERGE_KEYS, patched
 
-from .looks import WHATEVER
-
 TEMPLATE: dict[str, Any] = {
     "metadata": {"labels": {"kestrl.dev/role": "tools"}, "annotations": {"kestrl.dev/settings": "01"}},
     "spec": {
@@ -236,14 +234,12 @@ def test_an_empty_patch_changes_nothing(patch: dict[str, Any]) -> None:
     assert merged(patch) == merged() == TEMPLATE
 
 
-@WHATEVER
 @given(anything())
 def test_patching_twice_is_patching_once(patch: dict[str, Any]) -> None:
     once = merged(patch)
     assert merged(patch, base=once) == once
 
 
-@WHATEVER
 @given(anything(), anything())
 def test_patches_one_after_another_are_the_same_as_together(one: dict[str, Any], two: dict[str, Any]) -> None:
     assert merged(one, two) == merged(two, base=merged(one))
@@ -256,7 +252,6 @@ def holes(value: Any) -> bool:
     return isinstance(value, list) and any(holes(item) for item in value)
 
 
-@WHATEVER
 @given(anything())
 def test_nothing_that_only_a_patch_may_say_is_left_in_the_template(patch: dict[str, Any]) -> None:
     made = merged(patch)

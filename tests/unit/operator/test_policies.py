@@ -26,7 +26,7 @@ from kestrl_operator.policies import (
 )
 from kestrl_operator.status import status_of
 
-from .looks import WHATEVER, snapshots
+from .looks import snapshots
 from .seen import (
     NOW,
     all_pods,
@@ -595,7 +595,6 @@ def test_a_drain_that_is_taken_up_again_has_its_whole_time() -> None:
     assert running.memory == Memory()
 
 
-@WHATEVER
 @given(snapshots())
 def test_whatever_is_seen_something_is_decided_and_counts_only_grow(seen: Snapshot) -> None:
     decision = decide(seen)
@@ -614,7 +613,6 @@ def test_whatever_is_seen_something_is_decided_and_counts_only_grow(seen: Snapsh
         assert not seen.present
 
 
-@WHATEVER
 @given(snapshots(), st.sampled_from([SUCCEEDED, FAILED]))
 def test_what_has_ended_stays_ended(seen: Snapshot, end: dict[str, Any]) -> None:
     stands = [item for item in seen.status.get("conditions", ()) if item["type"] != "Succeeded"]

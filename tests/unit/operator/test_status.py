@@ -22,7 +22,7 @@ from kestrl_operator.policies import decide
 from kestrl_operator.status import ENGINES_TOLD, FAILURES_TOLD, status_of, with_failure
 from kestrl_operator.status import LONGEST_MESSAGE as LONGEST_OF_ENGINE
 
-from .looks import WHATEVER, snapshots
+from .looks import snapshots
 from .seen import (
     NOW,
     all_pods,
@@ -696,7 +696,6 @@ def test_a_status_is_one_that_the_apiserver_takes_and_that_is_read_again(given: 
     assert JobStatus.model_validate(again).model_dump(by_alias=True, exclude_none=True) == written
 
 
-@WHATEVER
 @given(snapshots())
 def test_whatever_is_seen_the_apiserver_takes_the_status(seen: Snapshot) -> None:
     written = seen_as(seen)
@@ -706,7 +705,6 @@ def test_whatever_is_seen_the_apiserver_takes_the_status(seen: Snapshot) -> None
     assert max(len(item["message"]) for item in written["conditions"]) <= LONGEST_MESSAGE
 
 
-@WHATEVER
 @given(snapshots())
 def test_it_has_converged_only_by_the_proof_of_every_engine_and_in_silence_nobody_knows(seen: Snapshot) -> None:
     decision = decide(seen)
@@ -726,7 +724,6 @@ def test_it_has_converged_only_by_the_proof_of_every_engine_and_in_silence_nobod
         assert speaks.report.policy.sha256
 
 
-@WHATEVER
 @given(snapshots())
 def test_a_status_that_is_written_again_at_once_is_the_same(seen: Snapshot) -> None:
     """Or every pass would write, and every write is an event that calls for a pass."""

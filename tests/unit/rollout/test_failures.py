@@ -156,12 +156,12 @@ async def test_the_first_call_has_as_long_again_for_the_tools_to_be_made(
     stage: Any, call_text: Callable[..., str]
 ) -> None:
     async def longer(arguments: dict[str, str]) -> str:
-        await asyncio.sleep(0.45)
+        await asyncio.sleep(0.9)
         return "late"
 
     stage.tools.handlers["search"] = longer
     stage.says(call_text("search", word="a"), call_text("search", word="b"))
-    episode = await stage.episode(deadlines={"tool": 0.35})
+    episode = await stage.episode(deadlines={"tool": 0.8})
     assert [call.text for call in episode.tool_calls] == ["late"]
     assert failure(episode) == (Boundary.TOOL, "tool_deadline")
 

@@ -26,7 +26,6 @@ from kestrl_rollout.toolset import NO_TOOLS
 
 FAST = settings(
     max_examples=4,
-    deadline=None,
     database=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],

@@ -315,7 +315,7 @@ def _tool_of(hints: dict[str, Any]) -> Arguments:
 EVERYTHING = _tool_of(HINTS)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.dictionaries(st.sampled_from(sorted(HINTS)), json_values))
 def test_what_the_schema_accepts_is_accepted_unchanged_and_all_else_is_refused(sent: dict[str, Any]) -> None:
     strict = jsonschema.validators.extend(

@@ -8,6 +8,7 @@ from types import MappingProxyType
 
 from kestrl.errors import Boundary, Failure
 from kestrl.storage import Probe
+from kestrl.storage.adapters import largest_gap
 
 CLEARLY = 2.0
 """How many times nearer to the base, or to another version, an answer must be to count as theirs. Where they differ by less than the
@@ -23,10 +24,6 @@ class Verdict:
     gap: float
     """Largest |engine - learner| over the probe."""
     failure: Failure | None
-
-
-def largest_gap(ours: Sequence[float], theirs: Sequence[float]) -> float:
-    return max((abs(a - b) for a, b in zip(ours, theirs, strict=True)), default=0.0)
 
 
 def judge(

@@ -110,8 +110,7 @@ class Context:
                     self.store, model, job=settings.job, step=step, base=settings.model, parent=parent
                 )
             )
-            if self._probe is not None:
-                self.progress.probe_distance = manifest.probe.apart(self._probe)
+            self.progress.probe_distance = None if self._probe is None else manifest.probe.apart(self._probe)
             self._probe = manifest.probe
             await unless(self.drain, self.engines.publish(manifest.policy, uri, parent=manifest.parent))
             self.progress.publish_seconds = time.monotonic() - began

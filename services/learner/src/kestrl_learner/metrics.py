@@ -31,5 +31,5 @@ def observe_progress(progress: Progress) -> None:
     observe(Metric.GROUPS_RUNNING, lambda: progress.groups_running)
     observe(Metric.GROUPS_READY, lambda: progress.groups_ready)
     observe(Metric.PUBLISH_SECONDS, lambda: progress.publish_seconds)
-    observe(Metric.PROBE_DISTANCE, lambda: progress.probe_distance)
+    observe(Metric.PROBE_DISTANCE, lambda: {} if progress.probe_distance is None else progress.probe_distance)
     observe(Metric.FAILURES, failures)

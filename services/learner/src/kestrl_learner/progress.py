@@ -78,8 +78,8 @@ class Progress:
         self.failure: Failure | None = None
         self.groups_running = self.groups_ready = self.workers = 0
         self.publish_seconds = 0.0
-        self.probe_distance = 0.0
-        """Between the newest version and the one before; 0 until this process has published two."""
+        self.probe_distance: float | None = None
+        """Between the newest version and the one before, once this process has published two that can be compared."""
         self.last_step: Mapping[str, Any] = {}
         """What `metrics/` holds of the last step."""
         self._recent: deque[dict[str, float]] = deque(maxlen=STEPS_SEEN * episodes_per_step)

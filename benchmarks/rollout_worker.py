@@ -121,7 +121,7 @@ def request(number: int, engine: int) -> pb.RunGroupRequest:
 
 
 class Slots:
-    """Places for episodes; who asks for many waits until there are so many, in the order of asking."""
+    """Places for episodes; who asks for many waits until one is free, in the order of asking, and has the next before anyone else."""
 
     def __init__(self, count: int) -> None:
         self._free = count
@@ -135,14 +135,14 @@ class Slots:
 
     def give_back(self, count: int) -> None:
         self._free += count
-        while self._waiting and self._waiting[0][0] <= self._free:
+        while self._waiting and self._free > 0:
             wanted, taken = self._waiting.popleft()
             self._free -= wanted
             taken.set_result(None)
 
 
 async def drive(address: str, pid: int, engine: int, concurrency: int, episodes: int) -> Measured:
-    """Closed loop, as a learner does it: a group starts as soon as `concurrency` leaves room for it; a group that is being judged needs none."""
+    """Closed loop, as a learner does it: a group starts as soon as one of `concurrency` slots is free; a group that is being judged needs none."""
     async with rpc.channel(address) as channel:
         stub: Any = stubs.RolloutServiceStub(channel)
         numbers = iter(range(1_000_000))

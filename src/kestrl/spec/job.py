@@ -253,7 +253,7 @@ class Deadlines(Model):
     episode: Duration = 600.0
     """Of all turns of an episode."""
     group: Duration | None = None
-    """The episodes and their scoring; without it the episode's deadline plus every reward's timeout for each episode."""
+    """The episodes and their scoring, once the last has a slot. Without it the episode's deadline plus every reward's timeout for each."""
 
 
 class Rollout(Model):

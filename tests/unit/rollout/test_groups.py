@@ -132,9 +132,31 @@ async def test_the_episodes_deadline_counts_all_turns(stage: Any, call_text: Cal
 async def test_the_groups_deadline_ends_those_that_never_got_a_slot(make_stage: Any) -> None:
     stage = await make_stage(concurrency=1)
     hold(stage)
-    group = await stage.run(size=2, deadlines={"tool": 0.05, "turn": 0.6, "episode": 0.9, "group": 1.0})
+    group = await stage.run(size=3, deadlines={"tool": 0.05, "turn": 0.6, "episode": 0.9, "group": 1.0})
+    # The second began after 0.6 s and had its time in full.
     codes = sorted(episode.failure.code for episode in group.episodes if episode.failure)
-    assert codes == ["group_deadline", "turn_deadline"]
+    assert codes == ["group_deadline", "turn_deadline", "turn_deadline"]
+
+
+async def test_the_groups_deadline_counts_from_the_last_episode_that_began(make_stage: Any) -> None:
+    stage = await make_stage(concurrency=1)
+    stage.says("Hello.")
+    answer, score = stage.engine.script, stage.judge.score
+
+    async def slowly(prompt: Any) -> Any:
+        await asyncio.sleep(0.4)
+        return answer(prompt)
+
+    async def slow_score(episode: Any) -> Any:
+        await asyncio.sleep(0.1)
+        return score(episode)
+
+    stage.engine.script, stage.judge.score = slowly, slow_score
+    group = await stage.run(size=3, deadlines={"tool": 0.1, "turn": 0.7, "episode": 0.8, "group": 0.9})
+    assert [(episode.failure, episode.reward) for episode in group.episodes] == [(None, 0.0), (None, 1.0), (None, 2.0)]
+    assert all(episode.seconds < 0.8 for episode in group.episodes), (
+        "the time that one waited for its slot is not its own"
+    )
 
 
 async def test_the_groups_deadline_includes_scoring(stage: Any) -> None:

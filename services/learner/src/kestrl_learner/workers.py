@@ -1,6 +1,7 @@
 """The rollout workers: who has room, and one group run on one of them.
 
-Room is counted in episodes, not in groups: one straggler, or a judge that takes its time, holds one slot or none.
+Room is counted in episodes, not in groups: one straggler, or a judge that takes its time, holds one slot or none. A group goes to a
+worker as soon as one slot is free; its other episodes wait there for the next, so that no slot stands idle until there are enough.
 
 A worker whose stream breaks gets nothing more until it has told its capacity again, so that one that was killed, or is draining,
 neither eats scenarios nor stops the run; while none answers, groups wait, and after `start_seconds` the run fails.
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import socket
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -33,7 +35,8 @@ from kestrl_learner.progress import Progress
 
 log = logging.getLogger(__name__)
 GRACE_SECONDS = 15.0
-"""What the stream may take beyond the group's own deadline before it is given up from this side."""
+"""What the stream may take beyond the group's own deadline, twice, before it is given up from this side: its episodes may wait for
+their slots once as long."""
 DNS = "dns://"
 LOOK_SECONDS = 5.0
 RETRY_SECONDS = 0.5
@@ -92,15 +95,16 @@ class _Worker:
     capacity: int = 0
     """As it last told; 0 while it does not answer or drains."""
     used: int = 0
-    """Episodes of ours that it runs; those that ended in a group that has not are none."""
+    """Episodes of ours that it has; those that ended in a group that has not are none."""
     wake: asyncio.Event = field(default_factory=asyncio.Event)
     watching: asyncio.Task[None] | None = None
     leaving: bool = False
     """Its name has gone: it ends what it has and is forgotten."""
 
-    def fits(self, size: int) -> bool:
-        """Whether a group fits now. One larger than the whole worker goes to an idle one, which queues the rest itself."""
-        return self.capacity > 0 and (self.used == 0 or self.capacity - self.used >= size)
+    @property
+    def free(self) -> int:
+        """Slots for which no episode is there."""
+        return max(0, self.capacity - self.used)
 
 
 async def resolved(name: str) -> set[str] | None:
@@ -227,8 +231,7 @@ class Workers:
 
     def room(self, size: int) -> int:
         """Groups of a size that could start now, as far as is known."""
-        free = sum(max(0, worker.capacity - worker.used) // size for worker in self._workers)
-        return free or int(any(worker.fits(size) for worker in self._workers))
+        return sum(math.ceil(worker.free / size) for worker in self._workers)
 
     async def run(self, order: Order, ended: Callable[[int], None] = _ignored) -> Group:
         """Runs a group on the worker with the most room, waiting for room if there is none.
@@ -263,16 +266,13 @@ class Workers:
         finally:
             free(left)
 
-    def _best(self, size: int) -> _Worker | None:
-        able = [worker for worker in self._workers if worker.fits(size)]
-        return max(able, key=lambda worker: worker.capacity - worker.used, default=None)
+    def _best(self) -> _Worker | None:
+        return max((worker for worker in self._workers if worker.free), key=lambda worker: worker.free, default=None)
 
     async def _take(self, size: int) -> _Worker:
-        while (best := self._best(size)) is None:
+        while (best := self._best()) is None:
             await self.connect()
-            await self._changed.wait_for(
-                lambda: self._best(size) or not any(worker.capacity for worker in self._workers)
-            )
+            await self._changed.wait_for(lambda: self._best() or not any(worker.capacity for worker in self._workers))
         best.used += size
         return best
 
@@ -301,7 +301,7 @@ class Workers:
         )
 
     async def _stream(self, worker: _Worker, order: Order, ended: Callable[[int], None]) -> Group:
-        timeout = self._settings.group_seconds + GRACE_SECONDS
+        timeout = 2 * self._settings.group_seconds + GRACE_SECONDS
         peer = f"rollout worker {worker.address}"
         if not await connected(worker.connection, seconds=CONNECT_SECONDS):
             raise WorkerAway(f"{peer} is not there")

@@ -1,7 +1,7 @@
 """Deadlines that say which of them passed and what was being waited for.
 
 They nest: tool < turn < episode < group. Each is an absolute time of the loop's clock, so that an inner one can be entered
-again and again without ever outliving its outer one.
+again and again without ever outliving its outer one. The group's counts from the beginning of its last episode (`GroupClock`).
 """
 
 from __future__ import annotations
@@ -54,6 +54,19 @@ class _On:
 
 def now() -> float:
     return asyncio.get_running_loop().time()
+
+
+class GroupClock:
+    """A group's deadline. Its episodes begin one by one, as slots come free, each within so many seconds or not at all."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self.begin_by = self.ends = now() + seconds
+        """When the last episode must have begun, and when all must be scored. The second moves with every episode that begins."""
+
+    def begun(self) -> None:
+        """An episode has a slot."""
+        self.ends = now() + self._seconds
 
 
 class deadline:  # noqa: N801 - used as a verb: `async with deadline(...)`

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 import traceback
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kestrl.agents import LimitReached
 from kestrl.alarms import Alarms
@@ -16,7 +16,7 @@ from kestrl.telemetry import current_trace_id, span
 from kestrl.telemetry.names import Attr, SpanName
 from kestrl_rollout.agents.loading import LoadedLoop
 from kestrl_rollout.conversation import EpisodeConversation, ToolLimits
-from kestrl_rollout.deadlines import Scope, Waiting, deadline, now
+from kestrl_rollout.deadlines import GroupClock, Scope, Waiting, deadline, now
 from kestrl_rollout.engine import EngineClient
 from kestrl_rollout.engine_session import EngineSession
 from kestrl_rollout.model import ModelFace
@@ -36,6 +36,9 @@ class _Attempt:
     index: int
     seed: int
     waiting: Waiting
+    started_at: float = field(default_factory=time.time)
+    started: float = field(default_factory=time.monotonic)
+    """When it got its slot; of one that never did, when it began to wait."""
     conversation: EpisodeConversation | None = None
     engine: EngineSession | None = None
     tools: ToolSession | None = None
@@ -67,13 +70,12 @@ class EpisodeRunner:
         self.sessions = Sessions()
         self._turnstile = Turnstile(lambda: self.sessions.count)
 
-    async def run(self, request: GroupRequest, index: int, *, group_ends: float) -> Episode:
+    async def run(self, request: GroupRequest, index: int, clock: GroupClock) -> Episode:
         """Runs episode `index` of a group. Raises nothing but a cancellation from outside."""
         attempt = _Attempt(f"{request.id}/{index}", index, request.seed + index, Waiting(self._alarms))
-        started_at, started = time.time(), time.monotonic()
         attributes = {Attr.EPISODE_ID: attempt.id, Attr.SCENARIO_ID: request.scenario.id}
         with span(SpanName.EPISODE, attributes) as current:
-            failure = await self._settle(request, attempt, group_ends)
+            failure = await self._settle(request, attempt, clock)
             conversation = attempt.conversation
             stopped = StopReason.ANSWERED if conversation is None else conversation.finish()
             stop_reason = stopped if failure is None else StopReason.FAILED
@@ -94,23 +96,25 @@ class EpisodeRunner:
                 failure=failure,
                 policy=request.policy,
                 engine="" if attempt.engine is None else attempt.engine.engine,
-                started_at=started_at,
-                seconds=time.monotonic() - started,
+                started_at=attempt.started_at,
+                seconds=time.monotonic() - attempt.started,
                 trace_id=current_trace_id(),
                 metrics={} if conversation is None else dict(conversation.metrics),
             )
 
-    async def _settle(self, request: GroupRequest, attempt: _Attempt, group_ends: float) -> Failure | None:
+    async def _settle(self, request: GroupRequest, attempt: _Attempt, clock: GroupClock) -> Failure | None:
         """Runs to the end and says what broke, if anything."""
         try:
-            async with deadline(Scope.GROUP, group_ends, attempt.waiting):
+            async with deadline(Scope.GROUP, clock.begin_by, attempt.waiting):
                 await self._slots.acquire()
-                try:
-                    async with deadline(Scope.EPISODE, now() + request.deadlines.episode, attempt.waiting):
-                        await self._open(request, attempt)
-                        await self._drive(attempt)
-                finally:
-                    self._leave(attempt)
+            try:
+                clock.begun()
+                attempt.started_at, attempt.started = time.time(), time.monotonic()
+                async with deadline(Scope.EPISODE, now() + request.deadlines.episode, attempt.waiting):
+                    await self._open(request, attempt)
+                    await self._drive(attempt)
+            finally:
+                self._leave(attempt)
         except KestrlError as error:
             return error.failure(component=self._component)
         except Exception as error:

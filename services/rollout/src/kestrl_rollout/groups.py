@@ -14,7 +14,7 @@ from kestrl.rpc.codec import group_to_proto
 from kestrl.telemetry import span
 from kestrl.telemetry.metrics import observe
 from kestrl.telemetry.names import Attr, Metric, SpanName
-from kestrl_rollout.deadlines import now
+from kestrl_rollout.deadlines import GroupClock
 from kestrl_rollout.episodes import EpisodeRunner
 from kestrl_rollout.metrics import Counts
 from kestrl_rollout.requests import GroupRequest
@@ -103,7 +103,7 @@ class GroupRunner:
             await asyncio.wait([task])
 
     async def _run(self, request: GroupRequest, ended: Callable[[], None]) -> common.Group:
-        ends = now() + request.deadlines.group
+        clock = GroupClock(request.deadlines.group)
         attributes = {
             Attr.GROUP_ID: request.id,
             Attr.SCENARIO_ID: request.scenario.id,
@@ -112,18 +112,20 @@ class GroupRunner:
         with span(SpanName.GROUP, attributes):
             async with asyncio.TaskGroup() as tasks:
                 episodes = [
-                    tasks.create_task(self._episode(request, index, ends, ended), name=f"{request.id}/{index}")
+                    tasks.create_task(self._episode(request, index, clock, ended), name=f"{request.id}/{index}")
                     for index in range(request.size)
                 ]
             whole = Group(id=request.id, scenario=request.scenario, episodes=[task.result() for task in episodes])
             group = group_to_proto(whole)
-            await self._judge.score(group, max_turns=request.limits.max_turns, ends=ends)
+            await self._judge.score(group, max_turns=request.limits.max_turns, ends=clock.ends)
             return group
 
-    async def _episode(self, request: GroupRequest, index: int, ends: float, ended: Callable[[], None]) -> Episode:
+    async def _episode(
+        self, request: GroupRequest, index: int, clock: GroupClock, ended: Callable[[], None]
+    ) -> Episode:
         self._running += 1
         try:
-            episode = await self._episodes.run(request, index, group_ends=ends)
+            episode = await self._episodes.run(request, index, clock)
         finally:
             self._running -= 1
         self._counts.add(episode)

@@ -70,7 +70,7 @@ class Deadlines(_message.Message):
     episode: _builtins.float
     """One episode."""
     group: _builtins.float
-    """The whole group, scoring included."""
+    """The whole group, scoring included, from when its last episode has a slot; one waits for a slot as long at the most."""
     def __init__(
         self,
         *,

@@ -210,8 +210,8 @@ def assert_prometheus_can_read(run: RunDir) -> None:
     # None has, for as long as a version just published is on its way.
     eventually(lambda: told("learner", "kestrl_learner_engines_proved") == 1, 15)
     assert 0 < told("learner", "kestrl_learner_logprob_gap") < 1
-    # A step is told of before its version is written.
-    eventually(lambda: told("learner", "kestrl_learner_probe_distance") > 0, 15)
+    # A step is told of before its version is written; one whose groups were each rewarded alike changes nothing.
+    eventually(lambda: told("learner", "kestrl_learner_probe_distance") >= 0, 15)
     assert told("rollout", "kestrl_rollout_episodes_total") >= 24
     assert told("rollout", "kestrl_rollout_tokens_total") > 100
     assert told("tools", "kestrl_tools_sessions") >= 0

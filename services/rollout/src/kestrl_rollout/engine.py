@@ -1,7 +1,7 @@
 """Talking to inference engines: token ids in, token ids and log-probabilities out, over vLLM's `/inference/v1/generate`.
 
 What an engine answers is not believed before it is checked: the policy it names is the one asked for, every token has a finite
-log-probability. aiohttp on uvloop: other clients cost ten times the CPU (`research/peer-baselines.md` §3).
+log-probability.
 """
 
 from __future__ import annotations
@@ -13,15 +13,13 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
-import aiohttp
 import msgspec
 
 from kestrl.agents import Completion
 from kestrl.errors import EngineFailure
 from kestrl.telemetry import trace_headers
+from kestrl_rollout.http import HttpClient, Lost, Unreachable
 
-KEEPALIVE_SECONDS = 3.0
-"""Below uvicorn's 5 s, so that a connection is never used in the moment the engine closes it."""
 IMPOSSIBLE_LOGPROB = -9998.0
 """vLLM writes -9999 for NaN, -inf and a token it has no value for."""
 MESSAGE_CHARACTERS = 300
@@ -67,28 +65,20 @@ class GenerateRequest:
 
 
 class EngineClient:
-    """One HTTP session for all engines of the worker."""
+    """All engines of the worker. Connections are bounded by the episodes: a queue hidden here would look like a slow engine."""
 
     def __init__(self, key: str | None) -> None:
-        self._headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
-        self._session: aiohttp.ClientSession | None = None
+        authorization = {"authorization": f"Bearer {key}"} if key else {}
+        self._http = HttpClient({"content-type": "application/json", **authorization})
 
     async def __aenter__(self) -> Self:
-        # No limit: concurrency is bounded by the episodes, and a queue hidden here would look like a slow engine.
-        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_SECONDS)
-        self._session = aiohttp.ClientSession(
-            connector=connector,
-            timeout=aiohttp.ClientTimeout(total=None),
-            headers=self._headers,
-            cookie_jar=aiohttp.DummyCookieJar(),
-        )
+        await self._http.__aenter__()
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._session is not None:
-            await self._session.close()
+        await self._http.__aexit__(kind, error, trace)
 
     async def generate(self, engine: EngineAddress, request: GenerateRequest) -> Completion:
         """Samples one turn.
@@ -97,23 +87,15 @@ class EngineClient:
             EngineFailure: The engine cannot be reached, refuses, or answers what cannot be true. `retryable` says whether
                 another engine may do better.
         """
-        assert self._session is not None
         url = f"{engine.url.rstrip('/')}/inference/v1/generate"
         try:
-            body = aiohttp.BytesPayload(msgspec.json.encode(request.body()))  # else aiohttp finds out what it is
-            async with self._session.post(url, data=body, headers=trace_headers()) as response:
-                payload = await response.read()
-                status = response.status
-        except aiohttp.ClientConnectorError as error:
+            status, payload = await self._http.post(url, msgspec.json.encode(request.body()), trace_headers())
+        except Unreachable as error:
             raise EngineFailure(
                 f"{engine.name}: cannot be reached at {engine.url}: {error}", code="unreachable"
             ) from error
-        except (aiohttp.ClientError, ConnectionError) as error:
-            raise EngineFailure(
-                f"{engine.name}: the connection was lost: {type(error).__name__}: {error}", code="connection_lost"
-            ) from error
-        except TimeoutError as error:
-            raise EngineFailure(f"{engine.name}: the connection timed out", code="connection_lost") from error
+        except Lost as error:
+            raise EngineFailure(f"{engine.name}: the connection was lost: {error}", code="connection_lost") from error
         if status != 200:
             raise refusal(engine.name, status, payload)
         return read_completion(engine.name, request.policy, payload)

@@ -156,7 +156,10 @@ async def test_the_clients_end_closes_idle_connections() -> None:
 
 @pytest.mark.parametrize("status", [200, 404, 500])
 async def test_an_error_is_an_answer_too(status: int) -> None:
-    async with serving(saying(f"HTTP/1.1 {status} Whatever\r\nContent-Length: 3\r\n\r\nwhy".encode())) as (server, client):
+    async with serving(saying(f"HTTP/1.1 {status} Whatever\r\nContent-Length: 3\r\n\r\nwhy".encode())) as (
+        server,
+        client,
+    ):
         assert await client.post(server.url, b"", {}) == Answer(status, b"why")
 
 
@@ -248,7 +251,7 @@ async def test_who_waits_no_longer_ends_the_request() -> None:
 
 async def test_nobody_there() -> None:
     async with HttpClient({}) as client:
-        with pytest.raises(Unreachable, match="Connect call failed|refused"):
+        with pytest.raises(Unreachable, match=r"Connect call failed|refused"):
             await client.post(f"http://127.0.0.1:{free_port()}/", b"", {})
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from kestrl_rollout.turnstile import BUSY, FEW, Turnstile
 
-CROWD = 20
+CROWD = 64
 
 
 class Crowd:
@@ -38,7 +38,7 @@ async def test_a_crowd_dissolves_in_the_order_of_coming() -> None:
     assert [number for went in rounds for number in went] == list(range(CROWD))
     assert len(rounds[0]) == FEW
     assert max(map(len, rounds)) <= CROWD // 4
-    assert len(rounds) >= CROWD // 5
+    assert len(rounds) > 4
 
 
 async def test_a_busy_core_takes_all_at_once() -> None:

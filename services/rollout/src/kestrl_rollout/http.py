@@ -77,19 +77,19 @@ class _Connection(asyncio.Protocol):
             self._lose(f"the answer is not understood: {error.__context__ or error}")
 
     def on_message_begin(self) -> None:
-        """httptools' word for the first byte of an answer."""
+        """The parser has the first byte of an answer."""
         if self._answer is None:
             self._lose("an answer that nobody asked for")
 
     def on_body(self, part: bytes) -> None:
-        """httptools' word for a piece of the answer."""
+        """The parser has a piece of it."""
         self._size += len(part)
         if self._size > ANSWER_BYTES:
             raise ValueError(f"it is longer than {ANSWER_BYTES} bytes")
         self._parts.append(part)
 
     def on_message_complete(self) -> None:
-        """httptools' word for the end of the answer."""
+        """The parser has all of it."""
         status = self._parser.get_status_code()
         if status < 200 or self._answer is None:
             return  # "continue", and the like: the answer is yet to come

@@ -2,7 +2,7 @@
 
 Engines answer in crowds: what was asked together is answered together. Worked on in one round of the loop, a crowd's tool calls go out
 together too, in one message after the last answer is read, and nothing can be done until that comes back. So crowds stay crowds, and with 64
-episodes the core idles half of its time. A few a round, the first calls are under way while the next answers are read, and a crowd dissolves.
+or 128 episodes the core idles. A few a round, the first calls are under way while the next answers are read, and a crowd dissolves.
 It costs more messages, and so CPU, which is free only while the core has time to spare: with many episodes all go on at once.
 """
 
@@ -12,9 +12,9 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 
-FEW = 3
+FEW = 8
 """That go on in one round, at the least; of a crowd a quarter."""
-BUSY = 96
+BUSY = 256
 """With more episodes than this a core has no time to spare (docs/performance.md)."""
 
 

@@ -170,6 +170,20 @@ async def test_go_on_is_not_yet_the_answer() -> None:
         assert server.connections == 1
 
 
+class Wire(asyncio.Transport):
+    """A transport that answers in the moment it is written to."""
+
+    def __init__(self, answer: Callable[[], None]) -> None:
+        super().__init__()
+        self._answer, self.ended = answer, False
+
+    def write(self, data: Any) -> None:
+        self._answer()
+
+    def abort(self) -> None:
+        self.ended = True
+
+
 @given(parts=st.lists(st.binary(min_size=1, max_size=40), max_size=6), chunked=st.booleans(), data=st.data())
 def test_an_answer_is_whole_however_it_is_cut(parts: list[bytes], chunked: bool, data: st.DataObject) -> None:
     body = b"".join(parts)
@@ -180,26 +194,18 @@ def test_an_answer_is_whole_however_it_is_cut(parts: list[bytes], chunked: bool,
         said = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(body) + body
     cuts = sorted(data.draw(st.sets(st.integers(1, len(said) - 1), max_size=8)))
 
-    class Wire:
-        """A transport that answers at once."""
-
-        closed = False
-
-        def write(self, _: bytes) -> None:
-            for start, end in zip([0, *cuts], [*cuts, len(said)], strict=True):
-                connection.data_received(said[start:end])
-
-        def close(self) -> None:
-            self.closed = True
+    def answer() -> None:
+        for start, end in zip([0, *cuts], [*cuts, len(said)], strict=True):
+            connection.data_received(said[start:end])
 
     async def twice() -> list[Answer]:
         return [await connection.ask(b"") for _ in range(2)]
 
-    connection, wire = http._Connection(), Wire()
-    connection.connection_made(wire)  # type: ignore[arg-type]
+    connection, wire = http._Connection(), Wire(answer)
+    connection.connection_made(wire)
     assert asyncio.run(twice()) == [Answer(200, body)] * 2
     assert connection.open
-    assert not wire.closed
+    assert not wire.ended
 
 
 @pytest.mark.parametrize(
@@ -253,6 +259,30 @@ async def test_nobody_there() -> None:
     async with HttpClient({}) as client:
         with pytest.raises(Unreachable, match=r"Connect call failed|refused"):
             await client.post(f"http://127.0.0.1:{free_port()}/", b"", {})
+
+
+async def test_a_server_that_never_accepts_is_unreachable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http, "CONNECT_SECONDS", 0.05)
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as full:
+        port = full.getsockname()[1]
+        # Those who wait to be accepted fill the queue: whoever comes after them is not answered.
+        crowd = [socket.socket() for _ in range(8)]
+        for waiting in crowd:
+            waiting.setblocking(False)
+            waiting.connect_ex(("127.0.0.1", port))
+        async with HttpClient({}) as client:
+            with pytest.raises(Unreachable, match=r"no answer in 0\.05 s"):
+                await client.post(f"http://127.0.0.1:{port}/", b"", {})
+        for waiting in crowd:
+            waiting.close()
+
+
+async def test_a_connection_that_ends_before_it_was_used_is_lost() -> None:
+    connection = http._Connection()
+    connection.connection_made(Wire(lambda: None))
+    connection.connection_lost(None)
+    with pytest.raises(Lost, match="before it was asked"):
+        await connection.ask(b"")
 
 
 async def test_a_name_is_looked_up_once_for_all_and_again_when_nobody_answers_there(

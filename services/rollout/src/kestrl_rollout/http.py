@@ -20,6 +20,8 @@ KEEPALIVE_SECONDS = 3.0
 """That an idle connection is used again. Below uvicorn's 5 s, so that none is used in the moment the engine closes it."""
 ADDRESS_SECONDS = 10.0
 """That a name's addresses are believed; until a connection fails at the most."""
+CONNECT_SECONDS = 10.0
+"""For a connection to one address: a pod that is gone may answer nothing at all."""
 ANSWER_BYTES = 64 * 1024 * 1024
 """Of one answer at the most: 32,000 tokens with their log-probs are 2 MB."""
 
@@ -61,6 +63,8 @@ class _Connection(asyncio.Protocol):
         Raises:
             Lost: There will be none.
         """
+        if not self.open:
+            raise Lost("the server closed the connection before it was asked")
         answer = self._answer = asyncio.get_running_loop().create_future()
         self._transport.write(request)
         return await answer
@@ -68,7 +72,7 @@ class _Connection(asyncio.Protocol):
     def close(self) -> None:
         self.open = False
         if self._transport is not None:
-            self._transport.close()
+            self._transport.abort()  # `close` would wait for whoever does not read what was written
 
     def data_received(self, data: bytes) -> None:
         try:
@@ -174,15 +178,16 @@ class _Server:
         try:
             for address in await self._addresses(loop):
                 try:
-                    _, connection = await loop.create_connection(_Connection, address, self._port)
-                except OSError as error:
+                    async with asyncio.timeout(CONNECT_SECONDS):
+                        _, connection = await loop.create_connection(_Connection, address, self._port)
+                except OSError as error:  # a timeout is one
                     failed = error
                 else:
                     return connection
         except OSError as error:
             failed = error
         self._looking = None
-        raise Unreachable(str(failed)) from failed
+        raise Unreachable(str(failed) or f"no answer in {CONNECT_SECONDS:g} s") from failed
 
     async def _addresses(self, loop: asyncio.AbstractEventLoop) -> list[str]:
         """Looked up once for all who connect at a time: of five hundred, each with its own question, a cluster's name server would learn to dread us."""
@@ -215,6 +220,7 @@ class HttpClient:
         """`headers` go with every request."""
         self._headers = headers
         self._servers: dict[str, _Server] = {}
+        """By address: as many as the job has engines."""
 
     async def __aenter__(self) -> Self:
         return self

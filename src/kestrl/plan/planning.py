@@ -217,6 +217,7 @@ def _learner(job: AgentRLJob, site: Site) -> Component:
             "turn_seconds": spec.rollout.deadlines.turn,
             "episode_seconds": spec.rollout.deadlines.episode,
             "group_seconds": group_seconds(spec),
+            "step_seconds": spec.rollout.deadlines.step,
             "algorithm": algorithm_settings(spec),
             "storage": site.storage,
             "database": site.database,

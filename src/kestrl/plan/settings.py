@@ -228,6 +228,8 @@ class LearnerSettings(ServiceSettings):
     turn_seconds: float
     episode_seconds: float
     group_seconds: float
+    step_seconds: float | None = None
+    """That a step waits for its groups; None: for as long as they take."""
     algorithm: AlgorithmSettings
     storage: str
     """Object-store address of the run's folder: adapters/, checkpoints/, episodes/, summary.json lie beneath."""

@@ -76,14 +76,23 @@ SPEC_RULES = (
 PLACED_RULES: Mapping[tuple[str, ...], tuple[dict[str, str], ...]] = {
     ("spec",): SPEC_RULES,
     ("spec", "rollout", "deadlines"): (
-        rule("duration(self.tool) < duration(self.turn)", "deadlines nest: tool < turn < episode < group", ".turn"),
         rule(
-            "duration(self.turn) < duration(self.episode)", "deadlines nest: tool < turn < episode < group", ".episode"
+            "duration(self.tool) < duration(self.turn)", "deadlines nest: tool < turn < episode < group < step", ".turn"
+        ),
+        rule(
+            "duration(self.turn) < duration(self.episode)",
+            "deadlines nest: tool < turn < episode < group < step",
+            ".episode",
         ),
         rule(
             "!has(self.group) || duration(self.episode) < duration(self.group)",
-            "deadlines nest: tool < turn < episode < group",
+            "deadlines nest: tool < turn < episode < group < step",
             ".group",
+        ),
+        rule(
+            "!has(self.step) || duration(has(self.group) ? self.group : self.episode) < duration(self.step)",
+            "deadlines nest: tool < turn < episode < group < step",
+            ".step",
         ),
     ),
     ("spec", "algorithm"): (

@@ -244,7 +244,7 @@ class Inference(Model):
 
 
 class Deadlines(Model):
-    """They nest: tool < turn < episode < group."""
+    """They nest: tool < turn < episode < group < step."""
 
     tool: Duration = 30.0
     """Of one tool call; an episode's first, before which its tools are made, has as long again."""
@@ -254,6 +254,8 @@ class Deadlines(Model):
     """Of all turns of an episode."""
     group: Duration | None = None
     """The episodes and their scoring, once the last has a slot. Without it the episode's deadline plus every reward's timeout for each."""
+    step: Duration | None = None
+    """A step's wait for its groups: then it trains on those that are whole, and the others are attempted again. Without it each group's own counts."""
 
 
 class Rollout(Model):

@@ -35,14 +35,13 @@ Rule = Callable[[JobSpec], Iterator[Problem]]
 def deadlines_nest(spec: JobSpec) -> Iterator[Problem]:
     limits = spec.rollout.deadlines
     chain = [("tool", limits.tool), ("turn", limits.turn), ("episode", limits.episode)]
-    if limits.group is not None:
-        chain.append(("group", limits.group))
+    chain += [(name, given) for name, given in (("group", limits.group), ("step", limits.step)) if given is not None]
     for (inner, short), (outer, long) in pairwise(chain):
         if short >= long:
             yield Problem(
                 f"spec.rollout.deadlines.{outer}",
                 f"{format_duration(long)} does not leave room for {inner} ({format_duration(short)}); deadlines nest: "
-                f"tool < turn < episode < group, so raise {outer} or lower {inner}",
+                f"tool < turn < episode < group < step, so raise {outer} or lower {inner}",
             )
     if spec.active_deadline is not None and spec.active_deadline <= limits.episode:
         yield Problem("spec.activeDeadline", "must be longer than rollout.deadlines.episode, or no episode can end")

@@ -7,8 +7,9 @@ run's log-prob gap is a fact about what was published, not a constant.
 from __future__ import annotations
 
 import json
+import sqlite3
 from collections.abc import AsyncGenerator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -93,6 +94,12 @@ class Stage:
     def adapter_bytes(self, step: int) -> bytes:
         (folder,) = (self.folder / "store" / "adapters").glob(f"{step:06d}-*")
         return (folder / "adapter_model.safetensors").read_bytes()
+
+    @property
+    def states(self) -> dict[str, int]:
+        """The ledger's scenarios by state."""
+        with closing(sqlite3.connect(self.folder / "ledger.db")) as connection:
+            return dict(connection.execute("SELECT state, count(*) FROM work GROUP BY state").fetchall())
 
     def asked(self, purpose: str = "train") -> list[rpb.RunGroupRequest]:
         """Requests of all workers."""

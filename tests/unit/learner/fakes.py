@@ -226,6 +226,8 @@ class FakeWorker(rstubs.RolloutServiceServicer):
         self.running = self.most_running = 0
         self.gate: asyncio.Event | None = None
         """A training group waits for it before it ends."""
+        self.hangs: Callable[[rpb.RunGroupRequest], bool] = lambda _: False
+        """Groups that never end."""
         self.judging: asyncio.Event | None = None
         """Groups whose episodes ended wait for it."""
         self.stragglers = 0
@@ -242,6 +244,8 @@ class FakeWorker(rstubs.RolloutServiceServicer):
         try:
             if self.gate is not None and request.purpose == "train":
                 await self.gate.wait()
+            if self.hangs(request):
+                await asyncio.Event().wait()
             # Later groups often end first, as in life.
             await asyncio.sleep(random.random() * 0.01)
             made = self.script(request, self._group(request))

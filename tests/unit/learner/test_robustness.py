@@ -14,6 +14,7 @@ from kestrl.api.learner.v1 import learner_pb2_grpc as lstubs
 from kestrl.errors import EngineFailure, KestrlError, UserInputError
 from kestrl.plan.settings import EvaluateSettings
 from kestrl_learner.__main__ import work
+from kestrl_learner.collect import StepDeadline
 from kestrl_learner.run import Run
 
 from .fakes import running, until
@@ -52,9 +53,47 @@ async def test_a_worker_is_given_a_group_while_a_slot_is_free_and_none_beyond(st
         stage.workers[0].concurrency = 4
         async with running(stage.but(max_steps=2)):
             pass
-        assert (
-            stage.workers[0].most_running == 6
-        )  # two groups of three: the second has one slot and waits there for the others
+        # Two groups of three: the second has one slot and waits there for the others.
+        assert stage.workers[0].most_running == 6
+
+
+async def test_a_step_goes_on_without_a_group_that_is_late_and_the_group_is_attempted_again(staged: Any) -> None:
+    async with staged() as stage:
+        hung = list[str]()
+
+        def the_second(request: Any) -> bool:
+            if len(stage.asked()) != 2:
+                return False
+            hung.append(request.scenario.id)
+            return True
+
+        stage.workers[0].hangs = the_second
+        async with running(stage.but(validation=None, epochs=1, step_seconds=2.0)):
+            pass
+        assert stage.summary["status"] == "succeeded"
+        assert stage.summary["failures"] == {"infrastructure/step_deadline": 1}
+        trained = [[group.scenario.id for group in stage.groups(f"episodes/train/{step:06d}.pb")] for step in range(3)]
+        assert [len(groups) for groups in trained] == [1, 2, 2]
+        assert hung[0] in trained[1], "what was late is the next to be attempted"
+        assert stage.workers[0].running == 0
+        assert stage.states == {"trained": 5, "dropped": 1}, "what a short step leaves over is dropped at the end"
+
+
+async def test_a_step_for_which_nothing_comes_ends_the_run_with_a_reason(staged: Any) -> None:
+    async with staged() as stage:
+        stage.workers[0].hangs = lambda request: request.purpose == "train" and len(stage.asked()) > 2
+        settings = stage.but(validation=None, step_seconds=1.0)
+        with pytest.raises(
+            StepDeadline, match=r"step 1 waited 1 s for its groups and none was whole; .*deadlines\.step"
+        ):
+            async with running(settings):
+                pass
+        assert stage.summary["status"] == "failed"
+        assert "step_deadline" in stage.summary["reason"]
+        stage.workers[0].hangs = lambda _: False
+        async with running(settings):
+            pass
+        assert (stage.summary["status"], stage.summary["steps"]) == ("succeeded", 6)
 
 
 async def test_without_any_worker_the_run_fails_with_a_typed_reason(staged: Any) -> None:

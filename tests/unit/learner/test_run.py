@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import sqlite3
 from dataclasses import replace
 from typing import Any
 
@@ -12,12 +11,6 @@ import pytest
 from kestrl.episode import StopReason
 from kestrl.errors import Boundary, EngineFailure, Failure, KestrlError
 from kestrl_learner.run import Run
-
-
-def states(stage: Any) -> dict[str, int]:
-    """The ledger's scenarios by state."""
-    with sqlite3.connect(stage.folder / "ledger.db") as connection:
-        return dict(connection.execute("SELECT state, count(*) FROM work GROUP BY state").fetchall())
 
 
 async def train(settings: Any) -> Run:
@@ -33,7 +26,7 @@ async def test_a_synchronous_run_trains_every_scenario_of_every_epoch_once(stage
         summary = stage.summary
         assert summary["status"] == "succeeded"
         assert summary["steps"] == 6
-        assert states(stage) == {"trained": 12}
+        assert stage.states == {"trained": 12}
         assert len(stage.asked()) == 12
         assert summary["logprob_gap"]["worst"] <= 1e-4
         assert summary["failures"] == {}
@@ -59,7 +52,7 @@ async def test_with_staleness_rollouts_overlap_training_and_none_is_older_than_a
         settings = stage.but(algorithm={"max_staleness": 1, "importance_cap": 2.0})
         await train(settings)
         assert stage.summary["status"] == "succeeded"
-        assert states(stage) == {"trained": 12}
+        assert stage.states == {"trained": 12}
         staleness = [stage.read(f"metrics/{step:06d}.json")["staleness"] for step in range(1, 7)]
         assert max(staleness) == 1
         assert all(agent.most_held <= 3 for agent in stage.agents)
@@ -78,7 +71,7 @@ async def test_a_resumed_run_ends_with_the_very_bytes_of_an_uninterrupted_one(st
         await train(stage.but(max_steps=4))
         assert stage.summary["steps"] == 4
         assert {path.name for path in (tmp_path / "store" / "adapters").iterdir()} == expected
-        assert states(stage)["trained"] == 8
+        assert stage.states["trained"] == 8
 
 
 async def test_evaluations_between_are_kept_over_a_resume(staged: Any) -> None:
@@ -118,7 +111,7 @@ async def test_a_group_with_a_lasting_failure_is_dropped_with_its_reason_and_the
 
         stage.workers[0].script = break_one
         await train(stage.settings)
-        assert states(stage) == {"trained": 10, "dropped": 2}
+        assert stage.states == {"trained": 10, "dropped": 2}
         assert stage.summary["failures"] == {"tool/tool_raised": 2}
         assert stage.summary["steps"] == 5
 
@@ -151,7 +144,7 @@ async def test_a_broken_stream_is_attempted_again_with_the_same_seed(staged: Any
 
         stage.workers[0].script = break_once
         await train(stage.but(epochs=1, max_failed_share=0.0))
-        assert states(stage) == {"trained": 6}
+        assert stage.states == {"trained": 6}
         seeds: dict[str, set[int]] = {}
         ids: list[str] = []
         for request in stage.asked():
@@ -252,7 +245,7 @@ async def test_told_to_drain_it_checkpoints_and_a_resume_finishes_the_run(staged
         await train(stage.settings)
         assert stage.summary["status"] == "succeeded"
         assert stage.summary["steps"] == 6
-        assert states(stage) == {"trained": 12}
+        assert stage.states == {"trained": 12}
 
 
 async def test_told_to_drain_it_does_not_wait_for_rollouts(staged: Any) -> None:

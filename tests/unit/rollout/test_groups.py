@@ -37,8 +37,9 @@ async def test_episodes_are_told_of_when_they_end_and_the_scored_group_comes_las
             group = event
         else:
             ended += event
-            assert (await stage.capacity()).running == 3 - ended
-        if ended == 2:
+            assert (await stage.capacity()).running <= 3 - ended
+        if ended == 2 and not slow.is_set():
+            assert (await stage.capacity()).running == 1
             slow.set()
     assert (ended, slow.is_set()) == (3, True)
     assert group is not None

@@ -73,6 +73,8 @@ def test_a_missing_field_is_named() -> None:
         (["rollout.deadlines.turn=20s"], "spec.rollout.deadlines.turn"),
         (["rollout.deadlines.episode=1m"], "spec.rollout.deadlines.episode"),
         (["rollout.deadlines.group=5m"], "spec.rollout.deadlines.group"),
+        (["rollout.deadlines.step=10m"], "spec.rollout.deadlines.step"),
+        (["rollout.deadlines.group=20m", "rollout.deadlines.step=15m"], "spec.rollout.deadlines.step"),
         (["activeDeadline=1m"], "spec.activeDeadline"),
         (["sampling.temperature=0"], "spec.sampling.temperature"),
         (["algorithm.groupSize=1"], "spec.algorithm.groupSize"),

@@ -34,6 +34,13 @@ class TooManyFailures(KestrlError):
     code = "too_many_failures"
 
 
+class StepDeadline(KestrlError):
+    """A step has waited for its groups for as long as the job lets it."""
+
+    code = "step_deadline"
+    retryable = True
+
+
 @dataclass(frozen=True, slots=True)
 class Ready:
     """A group that waits to be trained on."""
@@ -72,6 +79,7 @@ class Trouble:
 class _Running:
     """A group that runs."""
 
+    position: int
     policy: PolicyVersion
     episodes: int
     """Those of it that have not ended."""
@@ -102,6 +110,8 @@ class Collector:
         self._exhausted = False
         self._wake = asyncio.Event()
         self._outdated: set[asyncio.Task[None]] = set()
+        self._late: set[asyncio.Task[None]] = set()
+        """Cancelled, since their step waited long enough."""
         self._trouble = Trouble()
         self._admission = Admission(settings.algorithm.group_size)
         self._lowest: int | None = None
@@ -190,7 +200,7 @@ class Collector:
                 self._progress.update()
                 return
             task = tasks.create_task(self._run(lease, policy), name=f"group-{lease.position}")
-            self._running[task] = _Running(policy, algorithm.group_size)
+            self._running[task] = _Running(lease.position, policy, algorithm.group_size)
             task.add_done_callback(self._ended)
             self._progress.update(groups_running=len(self._running))
 
@@ -201,6 +211,7 @@ class Collector:
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._running.pop(task, None)
         self._outdated.discard(task)
+        self._late.discard(task)
         self._progress.update(groups_running=len(self._running))
         self._wake.set()
 
@@ -221,9 +232,12 @@ class Collector:
         try:
             group = await self._workers.run(order, lambda count: self._episodes_ended(task, count))
         except asyncio.CancelledError:
+            # By `advance` or a step's deadline alone: the task ends in order. Nothing below this awaits, so it cannot come elsewhere.
+            if task in self._late:
+                self._lost(lease, StepDeadline(f"not whole after the {settings.step_seconds:g} s that its step waits"))
+                return
             if task not in self._outdated:
                 raise
-            # Cancelled by `advance` alone: the task ends in order. Nothing below this awaits, so it cannot come elsewhere.
             self._ledger.release(lease, f"stale: version {policy.step} while it ran")
             self._exhausted = False
             return
@@ -304,16 +318,27 @@ class Collector:
     async def take(self, step: int) -> list[Ready]:
         """The groups of a step, by position; fewer than groups_per_step only when scenarios have run out, none while draining.
 
-        Too stale ones are given back on the way, so that each is refilled exactly once.
+        Too stale ones are given back on the way, so that each is refilled exactly once. At the step's deadline those that the step still waits for
+        are given up, to be attempted again, and fewer are taken.
+
+        Raises:
+            StepDeadline: None was whole by then.
         """
-        wanted = self._settings.algorithm.groups_per_step
-        while True:
+        wanted, seconds = self._settings.algorithm.groups_per_step, self._settings.step_seconds
+        try:
+            async with asyncio.timeout(seconds):
+                while not self._enough(step, wanted):
+                    if self.draining:
+                        return []
+                    await self._progress.changed()
+        except TimeoutError:
+            await self._give_up(wanted)
             self._evict(step)
-            if len(self._ready) >= wanted or (self._exhausted and not self._running):
-                break
-            if self.draining:
-                return []
-            await self._progress.changed()
+            if not self._ready:
+                raise StepDeadline(
+                    f"step {step} waited {seconds:g} s for its groups and none was whole; see what they wait for, or raise "
+                    "spec.rollout.deadlines.step"
+                ) from None
         self._ready.sort(key=lambda ready: ready.lease.position)
         taken, self._ready = self._ready[:wanted], self._ready[wanted:]
         self._consumed += wanted
@@ -321,6 +346,22 @@ class Collector:
         self._seen = self._failed = 0
         self._wake.set()
         return taken
+
+    def _enough(self, step: int, wanted: int) -> bool:
+        """Whether a step has all it can have."""
+        self._evict(step)
+        return len(self._ready) >= wanted or (self._exhausted and not self._running)
+
+    async def _give_up(self, wanted: int) -> None:
+        """Ends the groups that a step lacks, the first begun first: the others are the next step's."""
+        running = sorted(self._running.keys() - self._outdated, key=lambda task: self._running[task].position)
+        late = running[: max(0, wanted - len(self._ready))]
+        self._late.update(late)
+        for task in late:
+            task.cancel()
+        if late:
+            log.warning("the step goes on with %d of %d groups: the others are late", len(self._ready), wanted)
+            await asyncio.wait(late)
 
     def _evict(self, step: int) -> None:
         for ready in [item for item in self._ready if step - item.policy.step > self._settings.algorithm.max_staleness]:

@@ -2,7 +2,8 @@
 
 Real engines with their agents, as the plan of each demo starts them, side by side as often as the demo has replicas. Each version is new;
 medians over `VERSIONS` of them. The token is asked for with the prompt of the demo's first episode, and again with one of 40 tokens: a request
-that costs no more than the proof.
+that costs no more than the proof. `proof_by_hand` is the least that a proof by a request can cost: the same files loaded by hand, the proof's
+request by the same client, then the token.
 """
 
 from __future__ import annotations
@@ -50,8 +51,16 @@ from kestrl_tools.lanes import Lanes
 EXAMPLES = Path(__file__).parents[1] / "examples" / "email-search"
 JOBS = {"tiny": EXAMPLES / "quickstart.yaml", "smollm2": EXAMPLES / "smollm2.yaml"}
 """By the name of their model."""
-VERSIONS, LOAD_SECONDS = 7, 120.0
+VERSIONS, LOAD_SECONDS = 13, 120.0
 SHORT = list(range(300, 340))
+PROOF = {
+    "max_tokens": 1,
+    "temperature": 1.0,
+    "prompt_logprobs": 0,
+    "detokenize": False,
+    "skip_reading_prefix_cache": True,
+}
+"""What an agent's proof asks for (`kestrl_inference.engine`)."""
 
 
 def first_prompt(job: AgentRLJob, site: Site) -> list[int]:
@@ -98,8 +107,11 @@ class Engine:
         request = pb.RetirePolicyRequest(policy=policy_to_proto(policy))
         await rpc.call(self._stub.RetirePolicy, request, pb.RetirePolicyResponse, timeout=LOAD_SECONDS, peer="agent")
 
-    async def bare(self, name: str, folder: Path) -> None:
+    async def bare(self, name: str, folder: Path, *, probe: Sequence[int] = ()) -> None:
+        """By hand; with a probe, its log-probs are asked for as an agent does, and not looked at."""
         await self.post("/v1/load_lora_adapter", lora_name=name, lora_path=str(folder))
+        if probe:
+            await self.post("/inference/v1/generate", model=name, token_ids=list(probe), sampling_params=PROOF)
         await self.first_token(name)
 
 
@@ -146,9 +158,9 @@ async def figures(model_name: str, manifest: Path) -> AsyncIterator[Row]:
             store = open_store((folder / "store").as_uri())
             versions = itertools.count()
 
-            async def latencies(prompt: list[int]) -> tuple[float, float, float]:
-                """By one engine, by all, by hand; in ms."""
-                one, all_, bare = list[float](), list[float](), list[float]()
+            async def latencies(prompt: list[int]) -> tuple[float, float, float, float]:
+                """By one engine, by all, by hand, by hand with a proof's request; in ms."""
+                one, all_, bare, floor = list[float](), list[float](), list[float](), list[float]()
                 for engine in engines:
                     engine.prompt = prompt
                 for version in itertools.islice(versions, VERSIONS):
@@ -157,19 +169,25 @@ async def figures(model_name: str, manifest: Path) -> AsyncIterator[Row]:
                             weight.add_(torch.randn_like(weight) * 0.01)
                     published, uri = adapters.publish(store, model, job="bench", step=version, base=base, parent=None)
                     files = Path(uri.removeprefix("file://"))
-                    bare.append(await timed([engines[0].bare(f"bare-{version}", files)]))
-                    await engines[0].post("/v1/unload_lora_adapter", lora_name=f"bare-{version}")
+                    for taken, name, probe in ((bare, "bare", ()), (floor, "floor", published.probe.token_ids)):
+                        taken.append(await timed([engines[0].bare(f"{name}-{version}", files, probe=probe)]))
+                        await engines[0].post("/v1/unload_lora_adapter", lora_name=f"{name}-{version}")
                     for taken, some in ((one, engines[:1]), (all_, engines)):
                         taken.append(await timed([engine.ours(published.policy, uri) for engine in some]))
                         await asyncio.gather(*(engine.forget(published.policy) for engine in some))
-                ours, together, by_hand = (statistics.median(taken[1:]) * 1000 for taken in (one, all_, bare))
-                return ours, together, by_hand
+                ours, together, by_hand, least = (
+                    statistics.median(taken[1:]) * 1000 for taken in (one, all_, bare, floor)
+                )
+                return ours, together, by_hand, least
 
             at = f"adapter_latency/{model_name}"
             for prompt in (own, SHORT):
-                ours, together, by_hand = await latencies(prompt)
+                ours, together, by_hand, least = await latencies(prompt)
                 name = f"{at}/prompt_of_{len(prompt)}"
                 yield Row(name=f"{name}/one_engine", value=ours, unit="ms", reference=by_hand, against="load by hand")
+                yield Row(
+                    name=f"{name}/proof_by_hand", value=least, unit="ms", reference=by_hand, against="load by hand"
+                )
                 if len(engines) > 1:
                     both = f"{name}/{len(engines)}_engines"
                     yield Row(name=both, value=together, unit="ms", reference=ours, against="one engine")

@@ -41,6 +41,7 @@ from kestrl.rpc.codec import policy_to_proto
 from kestrl.spec import AgentRLJob
 from kestrl.spec.load import read_job
 from kestrl.storage import open_store
+from kestrl_inference.engine import SCORING
 from kestrl_learner import adapters
 from kestrl_learner.model import PolicyModel
 from kestrl_rollout.chat import Message
@@ -53,14 +54,6 @@ JOBS = {"tiny": EXAMPLES / "quickstart.yaml", "smollm2": EXAMPLES / "smollm2.yam
 """By the name of their model."""
 VERSIONS, LOAD_SECONDS = 13, 120.0
 SHORT = list(range(300, 340))
-PROOF = {
-    "max_tokens": 1,
-    "temperature": 1.0,
-    "prompt_logprobs": 0,
-    "detokenize": False,
-    "skip_reading_prefix_cache": True,
-}
-"""What an agent's proof asks for (`kestrl_inference.engine`)."""
 
 
 def first_prompt(job: AgentRLJob, site: Site) -> list[int]:
@@ -111,7 +104,7 @@ class Engine:
         """By hand; with a probe, its log-probs are asked for as an agent does, and not looked at."""
         await self.post("/v1/load_lora_adapter", lora_name=name, lora_path=str(folder))
         if probe:
-            await self.post("/inference/v1/generate", model=name, token_ids=list(probe), sampling_params=PROOF)
+            await self.post("/inference/v1/generate", model=name, token_ids=list(probe), sampling_params=SCORING)
         await self.first_token(name)
 
 

@@ -319,6 +319,18 @@ async def test_a_header_cannot_smuggle_another(value: str) -> None:
         assert server.connections == 0
 
 
+@pytest.mark.parametrize(("after", "target"), [("", "/"), ("/", "/"), ("/a/t?t=1", "/a/t?t=1")])
+async def test_the_path_is_what_follows_the_address(monkeypatch: pytest.MonkeyPatch, after: str, target: str) -> None:
+    async def look_up(host: str, port: int, **_: Any) -> list[Any]:
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", port))]
+
+    async with serving(saying(OK)) as (server, client):
+        monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", look_up)
+        # A host whose name stands in the address twice.
+        await client.post(f"http://t:{server.port}{after}", b"", {})
+        assert server.heads[0].startswith(f"POST {target} HTTP/1.1\r\nhost: t:{server.port}\r\n")
+
+
 @pytest.mark.parametrize("url", ["https://127.0.0.1:1/", "engine:8000", "http:///generate"])
 async def test_what_is_no_address_is_refused(url: str) -> None:
     async with HttpClient({}) as client:

@@ -27,6 +27,15 @@ LOOKED_AT = frozenset({START_METRIC, *LOAD_METRICS})
 LOOK_SECONDS = 15.0
 """An engine that does not answer a look in this time counts as down: above any pause of a busy server, far below a load's limit."""
 
+SCORING = {
+    "max_tokens": 1,
+    "temperature": 1.0,
+    "prompt_logprobs": 0,
+    "detokenize": False,
+    "skip_reading_prefix_cache": True,
+}
+"""Sampling parameters that make vLLM tell log-probs of a prompt, computed anew."""
+
 
 class EngineRefused(EngineFailure):
     """The engine answered, and said no."""
@@ -159,14 +168,7 @@ class Engine:
         Raises:
             EngineFailure: The answer is not one finite number for each token, code `engine_nonsense`.
         """
-        sampling = {
-            "max_tokens": 1,
-            "temperature": 1.0,
-            "prompt_logprobs": 0,
-            "detokenize": False,
-            "skip_reading_prefix_cache": True,
-        }
-        body = {"model": model, "token_ids": list(token_ids), "sampling_params": sampling}
+        body = {"model": model, "token_ids": list(token_ids), "sampling_params": SCORING}
         answer = read_json(await self._call("POST", "/inference/v1/generate", body))
         scores = prompt_scores(answer.get("prompt_logprobs"), token_ids)
         if not all(math.isfinite(value) for value in scores):

@@ -360,7 +360,9 @@ class Collector:
         for task in late:
             task.cancel()
         if late:
-            log.warning("the step goes on with %d of %d groups: the others are late", len(self._ready), wanted)
+            log.warning(
+                "the step's deadline: %d of %d groups are whole, the others are given up", len(self._ready), wanted
+            )
             await asyncio.wait(late)
 
     def _evict(self, step: int) -> None:

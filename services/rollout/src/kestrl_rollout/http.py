@@ -124,7 +124,7 @@ class _Server:
             raise ValueError(f"{url}: not an http:// address")
         self._host, self._port = parts.hostname, parts.port or 80
         fixed = _fields({"host": parts.netloc, **headers})
-        target = url.partition(parts.netloc)[2] or "/"
+        target = parts._replace(scheme="", netloc="").geturl() or "/"
         self.head = f"POST {target} HTTP/1.1\r\n{fixed}"
         self._idle: list[tuple[_Connection, float]] = []
         """The longest idle first."""

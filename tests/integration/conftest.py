@@ -88,7 +88,9 @@ class Adapter:
         return torch.log_softmax(logits, -1).gather(1, targets[:, None])[:, 0].tolist()
 
 
-def make_adapter(model: Path, folder: Path, *, seed: int, rank: int = 8, scale: float = 0.05) -> Adapter:
+def make_adapter(
+    model: Path, folder: Path, *, seed: int, rank: int = 8, scale: float = 0.05, targets: str | list[str] = "all-linear"
+) -> Adapter:
     """An adapter with random weights; with `scale` 0 it is the base model."""
     import torch
     from peft import LoraConfig, get_peft_model
@@ -96,12 +98,12 @@ def make_adapter(model: Path, folder: Path, *, seed: int, rank: int = 8, scale: 
 
     torch.manual_seed(seed)
     base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM")
+    config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=targets, task_type="CAUSAL_LM")
     peft = get_peft_model(base, config).eval()
     for name, weight in peft.named_parameters():
-        if "lora_B" in name:
+        if "lora_B" in name or "lora_embedding_" in name:  # of an embedding A is what begins as zeros
             torch.nn.init.normal_(weight, std=scale)
-    peft.save_pretrained(folder)
+    peft.save_pretrained(folder, save_embedding_layers=False)
     return Adapter({name: (folder / name).read_bytes() for name in ("adapter_config.json", WEIGHTS)}, rank, peft)
 
 

@@ -29,6 +29,7 @@ pytestmark = [
 ]
 
 DATA, CONTROL = "test-data-key", "test-control-key"
+EMBEDDED = {28: ["embed_tokens"], 29: ["embed_tokens", "q_proj", "down_proj"]}
 BOUND = 1e-4
 """Twenty times what float32 gives (5e-6): see research/vllm-cpu.md section 3."""
 
@@ -272,6 +273,12 @@ async def test_all_slots_serve_their_own_version_and_a_retired_one_is_gone(
     assert set(await agent.loaded()) == {version.name for version in versions[1:]}
 
 
+async def test_an_adapter_of_the_embedding_is_proved(agent: Agent, adapters: Any, publish: Any, storage: Path) -> None:
+    some, whole = (publish(storage, adapters(seed, targets=targets), step=seed) for seed, targets in EMBEDDED.items())
+    for version in (some, whole, some):
+        assert (await agent.policies.load(version.policy, version.uri)).gap < BOUND
+
+
 async def test_what_runs_at_the_same_time_has_its_own_adapter_or_none(
     agent: Agent, adapters: Any, publish: Any, storage: Path
 ) -> None:
@@ -295,6 +302,26 @@ async def test_what_runs_at_the_same_time_has_its_own_adapter_or_none(
         behaviour = [item["logprob"] for item in choice["logprobs"]["content"]]
         ours = adapter.score([*prompt, *choice["token_ids"]], base=name == "base")[len(prompt) - 1 :]
         assert max(abs(a - b) for a, b in zip(behaviour, ours, strict=True)) < BOUND, name
+
+
+async def test_a_version_is_proved_while_others_are_sampled_from(
+    agent: Agent, adapters: Any, publish: Any, storage: Path
+) -> None:
+    """vLLM 0.32's own way with adapters on a CPU ends the engine here: a proof's log-probs in one batch with a request of its own adapter."""
+    first, second = (publish(storage, adapters(33 + step), step=step) for step in range(2))
+    await agent.policies.load(first.policy, first.uri)
+    sampling = {"max_tokens": 400, "temperature": 1.0, "logprobs": 0, "ignore_eos": True}
+    sampled = [
+        asyncio.create_task(asyncio.to_thread(generate, agent.server, first.name, [100 + place, 60], **sampling))
+        for place in range(3)
+    ]
+    async with asyncio.timeout(60):
+        while (await agent.engine.look()).load.running < len(sampled):
+            pass  # a look is an answer of the engine: it says no more often than it steps
+    assert (await agent.policies.load(second.policy, second.uri)).gap < BOUND
+    assert (await agent.policies.load(first.policy, first.uri)).gap < BOUND
+    assert not any(task.done() for task in sampled), "nothing ran beside the proofs"
+    assert [status for status, _ in await asyncio.gather(*sampled)] == [200] * 3
 
 
 async def test_a_new_agent_clears_what_the_one_before_left(

@@ -82,6 +82,15 @@ def rank_fits_the_engine(spec: JobSpec) -> Iterator[Problem]:
         yield Problem("spec.model.adapter.rank", f"{rank} is above the engine's limit of {ENGINE_RANKS[-1]}; lower it")
 
 
+def adapter_can_be_proved(spec: JobSpec) -> Iterator[Problem]:
+    targets = spec.model.adapter.targets
+    if isinstance(targets, list) and any(target.rpartition(".")[2] == "lm_head" for target in targets):
+        yield Problem(
+            "spec.model.adapter.targets",
+            "lm_head is not applied by vLLM where it computes the log-probs of a prompt, so no version could be proved; leave it out",
+        )
+
+
 def tokens_fit_the_context(spec: JobSpec) -> Iterator[Problem]:
     agent = spec.agent
     if agent.max_tokens >= spec.inference.context_length:
@@ -207,6 +216,7 @@ RULES: tuple[Rule, ...] = (
     group_is_large_enough,
     slots_hold_every_version,
     rank_fits_the_engine,
+    adapter_can_be_proved,
     tokens_fit_the_context,
     names_are_unique,
     loop_is_known,

@@ -135,8 +135,11 @@ def fetch_adapter(store: ObjectStore, target: Path, folder: str = "") -> Adapter
 def _download(store: ObjectStore, path: str, target: Path) -> str:
     """Copies an object into a file and returns its digest."""
     content = store.view(path)
+    if len(content) <= PIECE_BYTES:
+        _write(target, content)
+        return digest(content)
     with ThreadPoolExecutor(1) as writer:
-        # Written while the digest is taken: both let go of the interpreter.
+        # Written while the digest is taken: both let go of the interpreter. A small one takes less time than a thread does to start.
         written = writer.submit(_write, target, content)
         taken = digest(content)
         written.result()

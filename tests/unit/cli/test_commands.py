@@ -97,6 +97,7 @@ def test_a_bad_field_ends_every_command_alike(tmp_path: Path, manifest: dict[str
         ("data.train.uri=none.jsonl", "spec.data.train.uri: "),
         ("agent.template.uri=none.jinja", "spec.agent.template.uri: "),
         ("model.adapter.rank=1024", "spec.model.adapter.rank: 1024 is above the engine's limit of 512"),
+        ("model.adapter.targets=[q_proj, lm_head]", "spec.model.adapter.targets: lm_head is not applied by vLLM"),
     ],
 )
 def test_what_a_run_cannot_find_is_named(tmp_path: Path, manifest: dict[str, Any], override: str, message: str) -> None:

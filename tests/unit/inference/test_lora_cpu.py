@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kestrl_inference.lora_cpu import add_lora, grouped
+from kestrl_inference.lora_cpu import add_embedding, add_lora, grouped
 
 SLOTS = {7: 2, 5: 0, 9: 1}
 PARTS, FEATURES, RANK = (6, 4, 4), 8, 3
@@ -37,6 +37,19 @@ def test_every_row_has_what_its_adapter_says_added(
     add_lora(output, inputs, grouped(adapters, SLOTS), a, b, PARTS, 0.5)
     assert output.dtype is dtype
     assert torch.allclose(output.double(), expected, atol=bound, rtol=0)
+
+
+@given(adapters=st.lists(st.sampled_from([0, *SLOTS]), min_size=1, max_size=12), seed=st.integers(0, 99))
+def test_every_embedding_has_what_its_adapter_says_added(adapters: list[int], seed: int) -> None:
+    random = torch.Generator().manual_seed(seed)
+    looked_up, output = (torch.rand((len(adapters), width), generator=random) for width in (RANK, FEATURES))
+    b = torch.rand((3, 1, FEATURES, RANK), generator=random)
+    expected = output.double()
+    for row, adapter in enumerate(adapters):
+        if adapter:
+            expected[row] += b[SLOTS[adapter], 0].double() @ looked_up[row].double()
+    add_embedding(output, looked_up, grouped(adapters, SLOTS), b)
+    assert torch.allclose(output.double(), expected, atol=1e-6, rtol=0)
 
 
 @given(

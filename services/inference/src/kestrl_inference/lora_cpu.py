@@ -68,18 +68,36 @@ def add_lora(
         scale: Factor of it all.
     """
     for slot, rows in groups:
-        taken = inputs[rows].float()
+        taken = inputs[rows].float().unsqueeze(1)
         start = 0
         for a, b, width in zip(stacked_a, stacked_b, parts, strict=True):
             part = output[:, start : start + width]
-            said = _times(_times(taken, a[slot, 0].float()).to(part.dtype), b[slot, 0])
-            if isinstance(rows, slice):
-                part[rows].add_(said, alpha=scale)
-            else:
-                part.index_add_(0, rows, said, alpha=scale)
+            _add(part, rows, _times(_times(taken, a[slot].float()).to(part.dtype), b[slot]), scale)
             start += width
 
 
+def add_embedding(
+    output: torch.Tensor, looked_up: torch.Tensor, groups: Sequence[Group], stacked_b: torch.Tensor
+) -> None:
+    """Adds what the adapters say to embeddings, in place.
+
+    Args:
+        output: [rows, features].
+        looked_up: What the adapters' own embeddings hold for the rows' tokens, [rows, rank].
+        groups: Which rows are whose.
+        stacked_b: [slots, 1, features, rank].
+    """
+    for slot, rows in groups:
+        _add(output, rows, _times(looked_up[rows].to(output.dtype).unsqueeze(1), stacked_b[slot]), 1.0)
+
+
 def _times(rows: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
-    """`rows @ matrix.T` row by row; the matrix is not copied."""
-    return torch.bmm(rows.unsqueeze(1), matrix.T.expand(len(rows), -1, -1)).squeeze(1)
+    """`rows @ matrix.T` row by row, of [rows, 1, in] and [1, out, in]; the matrix is not copied."""
+    return torch.bmm(rows, matrix.mT.expand(len(rows), -1, -1))
+
+
+def _add(output: torch.Tensor, rows: slice | torch.Tensor, said: torch.Tensor, scale: float) -> None:
+    if isinstance(rows, slice):
+        output[rows].add_(said.squeeze(1), alpha=scale)
+    else:
+        output.index_add_(0, rows, said.squeeze(1), alpha=scale)

@@ -1,4 +1,4 @@
-"""What vLLM loads into each of its processes (`vllm.general_plugins`): on a CPU, `lora_cpu` for the adapters of linear layers."""
+"""What vLLM loads into each of its processes (`vllm.general_plugins`): on a CPU, `lora_cpu` for adapters."""
 
 from __future__ import annotations
 
@@ -7,14 +7,18 @@ from typing import TYPE_CHECKING, Any
 from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 from vllm.platforms import current_platform
 
-from kestrl_inference.lora_cpu import Group, add_lora, grouped
+from kestrl_inference.lora_cpu import Group, add_embedding, add_lora, grouped
 
 if TYPE_CHECKING:
     import torch
 
 
 class GroupedPunica(PunicaWrapperCPU):
-    """vLLM's own, but for linear layers."""
+    """vLLM's own, but for how adapters are multiplied, and for layers that no adapter has a part for: those stay as they are.
+
+    vLLM wraps the embedding and the head of every model, and multiplies the zeros that lie there as if they were an adapter's: for the head
+    once for every token of the vocabulary and every row.
+    """
 
     _groups: tuple[Group, ...] = ()
 
@@ -37,6 +41,29 @@ class GroupedPunica(PunicaWrapperCPU):
         **_: Any,
     ) -> None:
         add_lora(y, x, self._groups, lora_a_stacked, lora_b_stacked, output_slices, scale)
+
+    def add_lora_embedding(
+        self, y: torch.Tensor, x: torch.Tensor, lora_b_stacked: torch.Tensor, add_inputs: bool = True, **_: Any
+    ) -> None:
+        del add_inputs  # vLLM always says so
+        if x.any():
+            add_embedding(y, x, self._groups, lora_b_stacked)
+
+    def add_lora_logits(
+        self,
+        y: torch.Tensor,
+        x: torch.Tensor,
+        lora_a_stacked: torch.Tensor,
+        lora_b_stacked: torch.Tensor,
+        scale: float,
+        **kwargs: Any,
+    ) -> None:
+        """An adapter of the head goes vLLM's way, which ends the engine when a prompt's log-probs are asked for beside another request:
+        nothing says whose rows they are. A job cannot ask for one (`spec.rules`).
+        """
+        if lora_a_stacked.any():
+            inherited: Any = super()
+            inherited.add_lora_logits(y, x, lora_a_stacked, lora_b_stacked, scale, **kwargs)
 
 
 def wrapper() -> str:

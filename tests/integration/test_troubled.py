@@ -220,6 +220,16 @@ def assert_prometheus_can_read(run: RunDir) -> None:
     assert told("engine", "vllm:num_requests_running") >= 0
 
 
+def assert_status_tells_what_goes_on(runs: Path) -> None:
+    printed = kestrl("status", "--runs", runs)
+    assert "email-search-1 running" in printed
+    assert re.search(r"step [1-4]/4 ", printed)
+    assert re.search(r"policy email-search\.\S+ proved [01]/1", printed)
+    assert "end it: kestrl stop email-search-1" in printed
+    for name in ("learner", "rollout-0", "tools", "judge", "inference-0", "engine-0"):
+        assert re.search(rf"{name}\b.*\brunning\b", printed), printed
+
+
 def test_killed_without_a_word_nothing_is_left_and_the_same_command_resumes(tmp_path: Path) -> None:
     arguments = [
         "run",
@@ -237,6 +247,7 @@ def test_killed_without_a_word_nothing_is_left_and_the_same_command_resumes(tmp_
         wait_for_step(run, process, 1)
         assert any("kestrl_inference.vllm_cpu" in line for line in belonging_to(tmp_path))
         assert_prometheus_can_read(run)
+        assert_status_tells_what_goes_on(tmp_path)
         process.kill()
     eventually(lambda: belonging_to(tmp_path) == [], 15)
     assert "email-search-1 dead" in kestrl("status", "--runs", tmp_path)

@@ -88,9 +88,9 @@ def print_report(console: Console, run: RunDir, summary: Mapping[str, Any], stor
     if before and after:
         console.print(comparison(before, after))
         _print_transcripts(console, store, int(summary.get("steps", 0)))
-    if gap:
+    if gap.get("tokens"):
         console.print(
-            f"learner and engines agree on log-probs: mean gap {gap.get('mean', 0.0):.1e}, max {gap.get('max', 0.0):.1e}"
+            f"learner and engines differ on log-probs of the same policy by {gap['mean']:.1e} nats a token, {gap['max']:.1e} at most"
         )
     for name, count in sorted(failures.items()):
         console.print(f"failures {name}: {count}", markup=False)

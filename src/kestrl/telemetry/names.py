@@ -103,7 +103,9 @@ class Metric:
         "Versions that an engine could not prove, tried again later",
         labels=("engine",),
     )
-    GAP = Instrument("kestrl.learner.logprob_gap", "Of the last step's tokens", labels=("statistic",))
+    GAP = Instrument(
+        "kestrl.learner.logprob_gap", "Of the last step's tokens that the newest policy sampled", labels=("statistic",)
+    )
     STEP_SECONDS = Instrument("kestrl.learner.step.seconds", "Parts of the last step", "s", ("part",))
     GROUPS_RUNNING = Instrument("kestrl.learner.groups.running", "Groups at the workers")
     ADMISSION = Instrument("kestrl.learner.admission", "Episodes that may run at once, as the engines' load allows")

@@ -9,6 +9,7 @@ import torch
 
 from kestrl.plan.planning import gap_bounds
 from kestrl_learner.gap import Drift, measure, merged
+from kestrl_learner.metrics import told_gap
 
 BOUNDS = gap_bounds(1e-3)
 
@@ -70,3 +71,11 @@ def test_over_a_run_the_mean_is_of_all_tokens_and_the_rest_the_worst() -> None:
     first = merged(None, Drift(mean=0.1, p99=0.2, max=0.3, ess=0.9, tokens=10))
     both = merged(first, Drift(mean=0.4, p99=0.1, max=0.5, ess=0.95, tokens=20))
     assert both == {"mean": pytest.approx(0.3), "p99": 0.2, "max": 0.5, "ess": 0.9, "tokens": 30}
+
+
+def test_a_metric_tells_the_gap_of_the_newest_policys_tokens_and_none_where_there_are_none() -> None:
+    differences, fresh = torch.tensor([0.5, 0.01]), torch.tensor([False, True])
+    told = told_gap({"gap": measure([differences], [fresh], [["engine-0"] * 2]).facts()})
+    assert told == pytest.approx({"mean": 0.01, "p99": 0.01, "max": 0.01, "ess": 1.0})
+    stale = measure([differences], [torch.tensor([False, False])], [["engine-0"] * 2])
+    assert told_gap({"gap": stale.facts()}) == told_gap({}) == {}

@@ -55,6 +55,10 @@ async def test_with_staleness_rollouts_overlap_training_and_none_is_older_than_a
         assert stage.states == {"trained": 12}
         staleness = [stage.read(f"metrics/{step:06d}.json")["staleness"] for step in range(1, 7)]
         assert max(staleness) == 1
+        gaps = [stage.read(f"metrics/{step:06d}.json")["gap"] for step in range(1, 7)]
+        # What an older policy sampled differs by training too, and says nothing of whether learner and engines agree.
+        assert stage.summary["logprob_gap"]["tokens"] == sum(gap["fresh"]["tokens"] for gap in gaps)
+        assert stage.summary["logprob_gap"]["tokens"] < sum(gap["tokens"] for gap in gaps)
         assert all(agent.most_held <= 3 for agent in stage.agents)
 
 

@@ -93,7 +93,7 @@ def measure(differences: Sequence[Tensor], fresh: Sequence[Tensor], engines: Seq
 
 
 def merged(before: Mapping[str, float] | None, gap: Drift) -> dict[str, float]:
-    """The gap over a run: the mean over all tokens, and the worst of each step's other numbers."""
+    """The gap over a run: the mean over all its tokens, and the worst of each step's other numbers."""
     if before is None:
         return asdict(gap)
     tokens = before["tokens"] + gap.tokens

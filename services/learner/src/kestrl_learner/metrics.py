@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from kestrl.telemetry.metrics import observe
 from kestrl.telemetry.names import Metric
 from kestrl_learner.progress import Progress, means_of
 
 
+def told_gap(step: Mapping[str, Any]) -> dict[str, float]:
+    """The gap by statistic, of what `metrics/` holds of a step: of what the newest policy sampled, as its bounds are.
+
+    Nothing where that policy sampled nothing: a gap nobody measured is another thing than none.
+    """
+    fresh: dict[str, float] = step.get("gap", {}).get("fresh", {})
+    return {name: value for name, value in fresh.items() if name != "tokens"} if fresh.get("tokens") else {}
+
+
 def observe_progress(progress: Progress) -> None:
     """Everything that a learner's progress tells."""
-
-    def gap() -> dict[str, float]:
-        told = progress.last_step.get("gap", {})
-        return {name: told[name] for name in ("mean", "p99", "max", "ess") if name in told}
 
     def failures() -> dict[tuple[str, str], float]:
         split = {name.partition("/"): count for name, count in dict(progress.failures).items()}
@@ -26,7 +34,7 @@ def observe_progress(progress: Progress) -> None:
     observe(Metric.MEAN, lambda: means_of(progress.recent()))
     observe(Metric.TOKENS_PER_SECOND, lambda: progress.tokens_per_second)
     observe(Metric.STALENESS, lambda: progress.last_step.get("staleness", 0))
-    observe(Metric.GAP, gap)
+    observe(Metric.GAP, lambda: told_gap(progress.last_step))
     observe(Metric.STEP_SECONDS, lambda: progress.last_step.get("seconds", {}))
     observe(Metric.GROUPS_RUNNING, lambda: progress.groups_running)
     observe(Metric.GROUPS_READY, lambda: progress.groups_ready)

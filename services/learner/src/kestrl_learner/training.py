@@ -202,7 +202,7 @@ class Training:
             result = await asyncio.to_thread(self._trainer.step, groups, self._done)
         self._weights = self._done + 1
         gap, facts = result.gap, self._context.facts
-        facts["gap"] = merged(facts.get("gap"), gap.all)
+        facts["gap"] = merged(facts.get("gap"), gap.fresh)
         alarms = gap.alarms(self._settings.gap_bounds)
         if alarms:
             raise GapAlarm(

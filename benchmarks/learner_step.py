@@ -70,6 +70,7 @@ def ours(model: str) -> dict[str, float]:
                     behaviour=array("f", [-10.0] * COMPLETION),
                     advantage=advantage,
                     fresh=True,
+                    policy="policy",
                     engines=["engine-0"] * COMPLETION,
                 )
                 for row, advantage in zip(rows, advantages, strict=True)

@@ -104,7 +104,9 @@ class Metric:
         labels=("engine",),
     )
     GAP = Instrument(
-        "kestrl.learner.logprob_gap", "Of the last step's tokens that the newest policy sampled", labels=("statistic",)
+        "kestrl.learner.logprob_gap",
+        "Of the last step's tokens, to the policies that sampled them",
+        labels=("statistic",),
     )
     STEP_SECONDS = Instrument("kestrl.learner.step.seconds", "Parts of the last step", "s", ("part",))
     GROUPS_RUNNING = Instrument("kestrl.learner.groups.running", "Groups at the workers")

@@ -209,4 +209,12 @@ def test_admission(staleness: int, version: int, consumed: int, outstanding: int
 
 
 def test_a_row_knows_nothing_of_algorithms() -> None:
-    assert set(TrainRow.__dataclass_fields__) == {"token_ids", "mask", "behaviour", "advantage", "fresh", "engines"}
+    assert set(TrainRow.__dataclass_fields__) == {
+        "token_ids",
+        "mask",
+        "behaviour",
+        "advantage",
+        "fresh",
+        "policy",
+        "engines",
+    }

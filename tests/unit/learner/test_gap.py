@@ -18,11 +18,11 @@ def test_the_gap_is_told_in_numbers_one_can_check_by_hand() -> None:
     differences = torch.tensor([0.0] * 98 + [0.1, -0.4])
     fresh = torch.tensor([True] * 99 + [False])
     gap = measure([differences], [fresh], [["engine-0"] * 100])
-    assert (gap.all.tokens, gap.fresh.tokens) == (100, 99)
+    assert (gap.all.tokens, gap.own.tokens) == (100, 99)
     assert gap.all.mean == pytest.approx(0.005)
     assert gap.all.max == pytest.approx(0.4)
     assert gap.all.p99 == pytest.approx(0.1)
-    assert gap.fresh.mean == pytest.approx(0.1 / 99)
+    assert gap.own.mean == pytest.approx(0.1 / 99)
     weights = [math.exp(value) for value in differences]
     assert gap.all.ess == pytest.approx(sum(weights) ** 2 / (100 * sum(weight**2 for weight in weights)), rel=1e-5)
 
@@ -63,7 +63,7 @@ def test_a_few_tokens_far_off_are_an_alarm_though_the_mean_is_small() -> None:
 
 def test_nothing_sampled_is_no_gap() -> None:
     gap = measure([], [], [])
-    assert gap.all == gap.fresh == Drift()
+    assert gap.all == gap.own == Drift()
     assert gap.alarms(BOUNDS) == []
 
 
@@ -73,9 +73,14 @@ def test_over_a_run_the_mean_is_of_all_tokens_and_the_rest_the_worst() -> None:
     assert both == {"mean": pytest.approx(0.3), "p99": 0.2, "max": 0.5, "ess": 0.9, "tokens": 30}
 
 
-def test_a_metric_tells_the_gap_of_the_newest_policys_tokens_and_none_where_there_are_none() -> None:
+def test_a_metric_tells_the_gap_to_the_policies_that_sampled_the_tokens_and_none_where_there_are_none() -> None:
     differences, fresh = torch.tensor([0.5, 0.01]), torch.tensor([False, True])
     told = told_gap({"gap": measure([differences], [fresh], [["engine-0"] * 2]).facts()})
     assert told == pytest.approx({"mean": 0.01, "p99": 0.01, "max": 0.01, "ess": 1.0})
+    older = measure(
+        [differences], [torch.tensor([False, False])], [["engine-0"] * 2], [(torch.tensor([0.2]), ["engine-0 on p"])]
+    )
+    assert told_gap({"gap": older.facts()})["max"] == pytest.approx(0.2)
+    assert older.alarms(BOUNDS)[0].startswith("engine-0 on p: mean 0.2 above")
     stale = measure([differences], [torch.tensor([False, False])], [["engine-0"] * 2])
     assert told_gap({"gap": stale.facts()}) == told_gap({}) == {}

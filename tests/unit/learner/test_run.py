@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -56,9 +57,10 @@ async def test_with_staleness_rollouts_overlap_training_and_none_is_older_than_a
         staleness = [stage.read(f"metrics/{step:06d}.json")["staleness"] for step in range(1, 7)]
         assert max(staleness) == 1
         gaps = [stage.read(f"metrics/{step:06d}.json")["gap"] for step in range(1, 7)]
-        # What an older policy sampled differs by training too, and says nothing of whether learner and engines agree.
-        assert stage.summary["logprob_gap"]["tokens"] == sum(gap["fresh"]["tokens"] for gap in gaps)
-        assert stage.summary["logprob_gap"]["tokens"] < sum(gap["tokens"] for gap in gaps)
+        # To the newest policy an older one's tokens differ by what was learned, to their own they do not: of each step some are compared.
+        assert stage.summary["logprob_gap"]["tokens"] == sum(gap["own"]["tokens"] for gap in gaps)
+        assert all(gap["own"]["tokens"] and gap["own"]["max"] <= 1e-4 for gap in gaps)
+        assert max(gap["max"] for gap in gaps) > 1e-4
         assert all(agent.most_held <= 3 for agent in stage.agents)
 
 
@@ -190,8 +192,27 @@ async def test_engines_that_sample_from_something_else_stop_the_run(staged: Any)
         with pytest.raises(KestrlError) as caught:
             await train(stage.settings)
         assert caught.value.code == "logprob_gap"
-        assert "engine-0" in str(caught.value)
-        assert "test.0." in str(caught.value)
+        assert "engine-0 on test.0." in str(caught.value)
+
+
+async def test_with_staleness_an_engine_that_samples_from_something_else_stops_the_run_too(staged: Any) -> None:
+    """Its tokens are of an older policy than the newest, all of them."""
+    async with staged() as stage:
+
+        def lie(request: Any, group: Any) -> Any:
+            for episode in group.episodes:
+                for row in episode.rows:
+                    older = row.policies[0].startswith("test.1.") and request.purpose == "train"
+                    for place, on in enumerate(row.mask):
+                        row.logprobs[place] -= 0.01 if on and older else 0.0
+            return group
+
+        stage.workers[0].script = lie
+        with pytest.raises(KestrlError) as caught:
+            await train(stage.but(algorithm={"max_staleness": 1, "importance_cap": 2.0}))
+        assert caught.value.code == "logprob_gap"
+        assert "step 2: " in str(caught.value)
+        assert re.search(r"engine-\d on test\.1\.\w+: mean 0\.01 above", str(caught.value))
 
 
 async def test_tokens_of_another_policy_are_refused_and_counted(staged: Any) -> None:

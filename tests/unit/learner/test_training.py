@@ -6,6 +6,7 @@ import json
 import random
 from array import array
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,8 @@ def make_groups(
                     behaviour=array("f", [-4.0 if on else 0.0 for on in mask]),
                     advantage=index - 1.5 if advantage is None else advantage,
                     fresh=fresh,
+                    policy="policy",
+                    engines=["engine-0"] * sum(mask),
                 )
             )
         groups.append(TrainGroup(id=f"group-{number}", prompt=prompt, rows=rows))
@@ -63,6 +66,8 @@ def unshared(group: TrainGroup) -> list[TrainGroup]:
                     behaviour=array("f", [0.0] * size) + row.behaviour,
                     advantage=row.advantage,
                     fresh=row.fresh,
+                    policy=row.policy,
+                    engines=row.engines,
                 )
             ],
         )
@@ -369,3 +374,28 @@ def test_a_corrupt_checkpoint_is_named_and_refused(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="corrupt") as caught:
         checkpoint.newest(store)
     assert caught.value.code == "digest_mismatch"
+
+
+def test_scoring_by_an_older_policy_tells_its_own_gap_and_leaves_training_alone(
+    models: dict[str, Path], policy_of: Maker
+) -> None:
+    policies = [policy_of(models["qwen3"], disturb=0.3) for _ in range(2)]
+    trainers = [Trainer(policy, algorithm(max_staleness=1), 1.0) for policy in policies]
+    stale = make_groups(fresh=False)
+    nobodys = [
+        replace(group, rows=[TrainRow(**{**_fields(row), "policy": ""}) for row in group.rows]) for group in stale
+    ]
+    for trainer in trainers:
+        trainer.published("policy")
+        trainer.step(make_groups(seed=1), 0)
+    told, untold = (trainer.step(batch, 1) for trainer, batch in zip(trainers, (stale, nobodys), strict=True))
+    assert untold.gap.own.tokens == 0
+    assert set(told.gap.engines) == {"engine-0 on policy"}
+    assert told.gap.own.tokens == sum(stale[0].rows[0].mask)
+    with torch.no_grad():
+        one = replace(stale[0], rows=stale[0].rows[:1])
+        with policies[0].weighing(trainers[0]._published["policy"]):  # pyright: ignore[reportPrivateUsage]
+            ((_, logprobs),) = policies[0].logprobs(one, 1.0)
+    assert told.gap.own.mean == pytest.approx(float((logprobs + 4.0).abs().mean()), rel=1e-6)
+    states = [policy.adapter_state() for policy in policies]
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])

@@ -21,7 +21,9 @@ class TrainRow:
     """The episode's, the same for all of its sampled tokens and rows."""
     fresh: bool
     """Whether the newest policy sampled all of it."""
-    engines: Sequence[str] = ()
+    policy: str
+    """The one that sampled it; none where several did."""
+    engines: Sequence[str]
     """Which engine sampled each of the sampled tokens."""
 
 
@@ -120,6 +122,7 @@ def train_group(group: Group, estimator: str, policy: str) -> TrainGroup:
             behaviour=row.logprobs[length:],
             advantage=advantage,
             fresh=all(name == policy for name in row.policies),
+            policy=row.policies[0] if len(set(row.policies)) == 1 else "",
             engines=engines,
         )
         for row, advantage, engines in given

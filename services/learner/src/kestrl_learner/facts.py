@@ -60,7 +60,7 @@ def build_summary(
     """`summary.json`.
 
     Args:
-        facts: Kept over resumes: `before`, `after`, `evaluations`, `gap` (of what each newest policy sampled).
+        facts: Kept over resumes: `before`, `after`, `evaluations`, `gap` (to the policies that sampled the tokens).
         status: succeeded, failed or suspended.
         reason: Why it did not succeed.
         steps: Optimiser steps done.

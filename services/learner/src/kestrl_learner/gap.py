@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from itertools import chain
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -36,17 +37,18 @@ class Drift:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gap:
-    """A step's: over all tokens, and what should be 0 but for rounding, the tokens of the newest policy, by engine."""
+    """A step's: of all tokens to the newest policy, and what should be 0 but for rounding, to the policy that sampled them."""
 
     all: Drift
-    fresh: Drift
+    own: Drift
+    """Of all tokens of the newest policy, and of a few of each older one."""
     engines: Mapping[str, Drift]
-    """Of the newest policy's tokens alone."""
+    """The same, by engine and policy."""
 
     def facts(self) -> dict[str, Any]:
         """For `metrics/`."""
         engines = {name: asdict(drift) for name, drift in self.engines.items()}
-        return {**asdict(self.all), "fresh": asdict(self.fresh), "engines": engines}
+        return {**asdict(self.all), "own": asdict(self.own), "engines": engines}
 
     def alarms(self, bounds: GapBounds) -> list[str]:
         """What crosses its bound, by engine."""
@@ -72,23 +74,32 @@ def drift_of(differences: Tensor) -> Drift:
     )
 
 
-def measure(differences: Sequence[Tensor], fresh: Sequence[Tensor], engines: Sequence[Sequence[str]]) -> Gap:
+def measure(
+    differences: Sequence[Tensor],
+    fresh: Sequence[Tensor],
+    engines: Sequence[Sequence[str]],
+    again: Sequence[tuple[Tensor, Sequence[str]]] = (),
+) -> Gap:
     """The gap of a step from its parts.
 
     Args:
         differences: (N,) each: learner minus engine log-probs of sampled tokens.
         fresh: (N,) bool each: whether the newest policy sampled the token.
         engines: N names each: which engine did.
+        again: (M,) differences to the older policy that sampled the tokens, and M names, each.
     """
     every = torch.cat([torch.empty(0), *differences])
     newest = torch.cat([torch.empty(0, dtype=torch.bool), *fresh])
-    names = [name for part in engines for name in part]
+    flags = cast("list[bool]", newest.tolist())  # pyright: ignore[reportUnknownMemberType] - untyped in torch
+    names = [name for name, on in zip(chain.from_iterable(engines), flags, strict=True) if on]
+    names += [name for _, part in again for name in part]
+    own = torch.cat([every[newest], *(part for part, _ in again)])
     numbers = {name: number for number, name in enumerate(sorted(set(names)))}
     by = torch.tensor([numbers[name] for name in names], dtype=torch.long)
     return Gap(
         all=drift_of(every),
-        fresh=drift_of(every[newest]),
-        engines={name: drift_of(every[newest & (by == number)]) for name, number in numbers.items()},
+        own=drift_of(own),
+        engines={name: drift_of(own[by == number]) for name, number in numbers.items()},
     )
 
 

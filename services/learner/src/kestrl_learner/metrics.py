@@ -11,12 +11,12 @@ from kestrl_learner.progress import Progress, means_of
 
 
 def told_gap(step: Mapping[str, Any]) -> dict[str, float]:
-    """The gap by statistic, of what `metrics/` holds of a step: of what the newest policy sampled, as its bounds are.
+    """The gap by statistic, of what `metrics/` holds of a step: to the policies that sampled the tokens, as its bounds are.
 
-    Nothing where that policy sampled nothing: a gap nobody measured is another thing than none.
+    Nothing where there are no tokens: a gap nobody measured is another thing than none.
     """
-    fresh: dict[str, float] = step.get("gap", {}).get("fresh", {})
-    return {name: value for name, value in fresh.items() if name != "tokens"} if fresh.get("tokens") else {}
+    own: dict[str, float] = step.get("gap", {}).get("own", {})
+    return {name: value for name, value in own.items() if name != "tokens"} if own.get("tokens") else {}
 
 
 def observe_progress(progress: Progress) -> None:

@@ -9,7 +9,8 @@ with gradients, and the first token of a row takes its logits from the prompt's 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +109,16 @@ class PolicyModel:
 
     def load_adapter_state(self, state: dict[str, Tensor]) -> None:
         set_peft_model_state_dict(self.peft, state)
+
+    @contextmanager
+    def weighing(self, state: dict[str, Tensor]) -> Generator[None]:
+        """The model with other weights of the adapter for a while."""
+        own = {name: weight.clone() for name, weight in self.adapter_state().items()}
+        self.load_adapter_state(state)
+        try:
+            yield
+        finally:
+            self.load_adapter_state(own)
 
     def logprobs(self, group: TrainGroup, temperature: float) -> Iterator[tuple[Sequence[TrainRow], Tensor]]:
         """Log-probabilities of the sampled tokens, some rows at a time.

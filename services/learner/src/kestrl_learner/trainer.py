@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import io
 import random
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -48,6 +48,11 @@ def stream(rows: Sequence[TrainRow], values: Sequence[Sequence[float]]) -> list[
     ]
 
 
+def who(row: TrainRow) -> list[str]:
+    """Engine and policy of each of a row's sampled tokens, for people."""
+    return [f"{engine} on {row.policy}" for engine in row.engines]
+
+
 class Trainer:
     """Owns the optimiser."""
 
@@ -56,6 +61,16 @@ class Trainer:
         self.optimizer = torch.optim.AdamW(
             model.parameters(), lr=algorithm.learning_rate, betas=(0.9, 0.99), weight_decay=algorithm.weight_decay
         )
+        self._published: dict[str, dict[str, Tensor]] = {}
+        """The adapters that tokens may yet come of, oldest first."""
+
+    def published(self, policy: str) -> None:
+        """Keeps the weights as they are, under the name that they are served by, while rollouts of them may be trained on."""
+        if not self._algorithm.max_staleness:
+            return
+        self._published[policy] = {name: weight.clone() for name, weight in self.model.adapter_state().items()}
+        while len(self._published) > self._algorithm.max_staleness + 1:
+            del self._published[next(iter(self._published))]
 
     def _set_rate(self, step: int) -> None:
         rise = min(1.0, (step + 1) / (self._algorithm.warmup_steps + 1))
@@ -77,6 +92,7 @@ class Trainer:
         drifts: list[Tensor] = []
         fresh: list[Tensor] = []
         engines: list[Sequence[str]] = []
+        again = list(self._scored_again(groups))
         loss = 0.0
         self.optimizer.zero_grad(set_to_none=True)
         for group in groups:
@@ -85,7 +101,7 @@ class Trainer:
                     behaviour = torch.tensor(stream(rows, [row.behaviour for row in rows]), device=logprobs.device)
                     drifts.append((logprobs.detach() - behaviour).cpu())
                     fresh.append(torch.tensor(stream(rows, [[row.fresh] * len(row.mask) for row in rows])) > 0)
-                    engines += [row.engines for row in rows]
+                    engines += [who(row) for row in rows]
                     if not group.idle:
                         loss += self._backward(rows, logprobs, behaviour, tokens)
         norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._algorithm.max_grad_norm))
@@ -97,10 +113,33 @@ class Trainer:
         return StepResult(
             loss=loss,
             grad_norm=norm,
-            gap=measure(drifts, fresh, engines),
+            gap=measure(drifts, fresh, engines, again),
             idle_groups=sum(group.idle for group in groups),
             sampled=tokens,
         )
+
+    def _scored_again(self, groups: Sequence[TrainGroup]) -> Iterator[tuple[Tensor, Sequence[str]]]:
+        """Of each engine and each older policy one row, scored by the policy that sampled it.
+
+        By the newest it differs for what was learned since, which says nothing of the engine; where rollouts overlap training there may
+        be no token of the newest policy at all.
+
+        Yields:
+            (N,) learner minus engine log-probs of a row's sampled tokens, and who sampled them.
+        """
+        chosen: dict[str, dict[str, TrainGroup]] = {}
+        for group in groups:
+            for row in group.rows:
+                if not row.fresh and row.policy:
+                    by_engine = chosen.setdefault(row.policy, {})
+                    for engine in row.engines:
+                        by_engine.setdefault(engine, replace(group, rows=[row]))
+        for policy, by_engine in chosen.items():
+            with self.model.weighing(self._published[policy]), torch.no_grad():
+                for group in by_engine.values():
+                    for rows, logprobs in self.model.logprobs(group, self._temperature):
+                        behaviour = torch.tensor(stream(rows, [row.behaviour for row in rows]), device=logprobs.device)
+                        yield (logprobs - behaviour).cpu(), [name for row in rows for name in who(row)]
 
     def _backward(self, rows: Sequence[TrainRow], logprobs: Tensor, behaviour: Tensor, tokens: int) -> float:
         advantages = torch.tensor(

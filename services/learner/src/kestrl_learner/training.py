@@ -30,7 +30,7 @@ PACE_STEPS = 10
 
 
 class GapAlarm(KestrlError):
-    """Learner and engines disagree on what the newest policy would say: the rollouts are not of this policy."""
+    """Learner and engines disagree on what a policy would say: the rollouts are not of this policy."""
 
     boundary = Boundary.ENGINE
     code = "logprob_gap"
@@ -124,7 +124,7 @@ class Training:
 
     async def _before(self) -> PolicyVersion:
         context = self._context
-        policy = await context.publish(self._model, self._done, None)
+        policy = await self._publish(None)
         if context.facts["before"] is None and context.validation:
             context.facts["before"] = await context.evaluate(policy, sampled=True, when="before")
             await self._save()
@@ -188,7 +188,7 @@ class Training:
                 self._ledger.train([item.lease for item in ready], self._done + 1)
                 self._done += 1
                 await self._record(ready, result, began, collected, trained)
-                policy = await context.publish(self._model, self._done, policy.name)
+                policy = await self._publish(policy.name)
             await self._evaluate_between(policy)
             if self._done % settings.checkpoint_every == 0 or self._done == context.steps:
                 await self._save()
@@ -196,18 +196,23 @@ class Training:
             await self._retire(policy)
             await asyncio.to_thread(self._forget, self._collector.named() | context.engines.wanted() | {policy.name})
 
+    async def _publish(self, parent: str | None) -> PolicyVersion:
+        policy = await self._context.publish(self._model, self._done, parent)
+        self._trainer.published(policy.name)
+        return policy
+
     async def _update(self, ready: Sequence[Ready], policy: PolicyVersion) -> StepResult:
         groups = [train_group(item.group, self._settings.algorithm.advantage, policy.name) for item in ready]
         with span(SpanName.UPDATE, {Attr.STEP: self._done}):
             result = await asyncio.to_thread(self._trainer.step, groups, self._done)
         self._weights = self._done + 1
         gap, facts = result.gap, self._context.facts
-        facts["gap"] = merged(facts.get("gap"), gap.fresh)
+        facts["gap"] = merged(facts.get("gap"), gap.own)
         alarms = gap.alarms(self._settings.gap_bounds)
         if alarms:
             raise GapAlarm(
-                f"step {self._done}: learner and engine differ on {policy.name}, in nats a token: {'; '.join(alarms)}. "
-                "What such an engine samples is not of this policy"
+                f"step {self._done}: learner and engine differ, in nats a token: {'; '.join(alarms)}. "
+                "What such an engine samples is not of the policy it names"
             )
         return result
 

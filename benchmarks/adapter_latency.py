@@ -1,8 +1,12 @@
 """From an adapter's weights in storage to its first token, proved, against loading the same files by hand and asking for a token.
 
-Real engines with their agents, as the plan of each demo starts them, side by side as often as the demo has replicas. Each version is new;
-medians over `VERSIONS` of them. The token is asked for with the prompt of the demo's first episode, and again with one of 40 tokens: a request
-that costs no more than the proof. `proof_by_hand` is the least that a proof by a request can cost: the same files loaded by hand, the proof's
+Real engines with their agents, as the plan of each demo starts them, side by side as often as the demo has replicas; and beside them vLLM alone,
+with the same arguments and without anything of ours: what a person has who loads adapters by hand. Each version is new; medians over
+`VERSIONS` of them, taken in turn. The token is asked for with the prompt of the demo's first episode, and again with one of 40 tokens: a request
+that costs no more than the proof.
+
+Our plugin makes an engine's requests faster, so the same is measured on our own engine too, where only what publication adds is seen:
+`on_our_engine` is by hand there, and `proof_by_hand` the least that a proof by a request can cost: the same files loaded by hand, the proof's
 request by the same client, then the token.
 """
 
@@ -15,11 +19,13 @@ import secrets
 import statistics
 import tempfile
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, fields, replace
 from datetime import datetime
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import aiohttp
 import torch
@@ -40,7 +46,8 @@ from kestrl.plan.site import Site
 from kestrl.rpc.codec import policy_to_proto
 from kestrl.spec import AgentRLJob
 from kestrl.spec.load import read_job
-from kestrl.storage import open_store
+from kestrl.storage import AdapterManifest, open_store
+from kestrl.testing.ports import free_port
 from kestrl_inference.engine import SCORING
 from kestrl_learner import adapters
 from kestrl_learner.model import PolicyModel
@@ -52,8 +59,10 @@ from kestrl_tools.lanes import Lanes
 EXAMPLES = Path(__file__).parents[1] / "examples" / "email-search"
 JOBS = {"tiny": EXAMPLES / "quickstart.yaml", "smollm2": EXAMPLES / "smollm2.yaml"}
 """By the name of their model."""
-VERSIONS, LOAD_SECONDS = 13, 120.0
+VERSIONS, LOAD_SECONDS = 16, 120.0
 SHORT = list(range(300, 340))
+KEPT_SECONDS = 2.0
+"""Less than the 5 s after which vLLM closes an idle connection, so that no request meets one that is closing."""
 
 
 def first_prompt(job: AgentRLJob, site: Site) -> list[int]:
@@ -65,12 +74,28 @@ def first_prompt(job: AgentRLJob, site: Site) -> list[int]:
     return face.chat.prompt([Message(role=said["role"], text=said["content"]) for said in scenario.messages], tools)
 
 
-class Engine:
-    """An engine and its agent."""
+def alone(engine: Component) -> Component:
+    """vLLM's own server with an engine's arguments: no plugin, no guard, no start of ours."""
+    port, args = free_port(), list(engine.args)
+    guard = args.index("--middleware")
+    del args[guard : guard + 2]
+    args[args.index("--port") + 1] = str(port)
+    return replace(
+        engine,
+        name="vllm-alone",
+        module="vllm.entrypoints.openai.api_server",
+        args=tuple(args),
+        env={**engine.env, "VLLM_PLUGINS": ""},
+        ports={"http": port},
+    )
 
-    def __init__(self, engine: Component, session: aiohttp.ClientSession, channel: rpc.Channel) -> None:
+
+class Server:
+    """An engine's server, by hand."""
+
+    def __init__(self, engine: Component, session: aiohttp.ClientSession) -> None:
         self.url = f"http://127.0.0.1:{engine.ports['http']}"
-        self._session, self._stub = session, stubs.EngineAgentServiceStub(channel)
+        self._session = session
         self.prompt = SHORT
 
     async def post(self, path: str, **body: Any) -> None:
@@ -80,6 +105,34 @@ class Engine:
     async def first_token(self, name: str) -> None:
         sampling = {"max_tokens": 1, "temperature": 1.0, "logprobs": 0}
         await self.post("/inference/v1/generate", model=name, token_ids=self.prompt, sampling_params=sampling)
+
+    async def up(self) -> None:
+        while True:
+            try:
+                async with self._session.get(f"{self.url}/health") as answer:
+                    if answer.status == 200:
+                        return
+            except aiohttp.ClientConnectionError:  # not yet
+                pass
+            await asyncio.sleep(0.2)
+
+    async def load(self, name: str, folder: Path, *, probe: Sequence[int] = ()) -> None:
+        """To the first token; with a probe, its log-probs are asked for as an agent does, and not looked at."""
+        await self.post("/v1/load_lora_adapter", lora_name=name, lora_path=str(folder))
+        if probe:
+            await self.post("/inference/v1/generate", model=name, token_ids=list(probe), sampling_params=SCORING)
+        await self.first_token(name)
+
+    async def unload(self, name: str) -> None:
+        await self.post("/v1/unload_lora_adapter", lora_name=name)
+
+
+class Engine(Server):
+    """An engine and its agent."""
+
+    def __init__(self, engine: Component, session: aiohttp.ClientSession, channel: rpc.Channel) -> None:
+        super().__init__(engine, session)
+        self._stub = stubs.EngineAgentServiceStub(channel)
 
     async def up(self) -> None:
         """The agent's own word: it has seen the engine."""
@@ -100,17 +153,24 @@ class Engine:
         request = pb.RetirePolicyRequest(policy=policy_to_proto(policy))
         await rpc.call(self._stub.RetirePolicy, request, pb.RetirePolicyResponse, timeout=LOAD_SECONDS, peer="agent")
 
-    async def bare(self, name: str, folder: Path, *, probe: Sequence[int] = ()) -> None:
-        """By hand; with a probe, its log-probs are asked for as an agent does, and not looked at."""
-        await self.post("/v1/load_lora_adapter", lora_name=name, lora_path=str(folder))
-        if probe:
-            await self.post("/inference/v1/generate", model=name, token_ids=list(probe), sampling_params=SCORING)
-        await self.first_token(name)
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bench:
+    """What is up."""
+
+    engines: list[Engine]
+    vllm: Server
+    base: str
+    """Where the model is."""
+    model: PolicyModel
+    """As the learner has it."""
+    prompt: list[int]
+    """The job's first."""
 
 
 @asynccontextmanager
-async def started(manifest: Path, folder: Path) -> AsyncGenerator[tuple[list[Engine], str, PolicyModel, list[int]]]:
-    """A job's engines that are up, where its model is, the model as the learner has it, and the job's first prompt."""
+async def started(manifest: Path, folder: Path) -> AsyncGenerator[Bench]:
+    """A job's engines, and vLLM alone."""
     job = read_job(manifest)
     run = RunDir(folder / "run")
     for part in ("logs", "settings", "work"):
@@ -119,78 +179,123 @@ async def started(manifest: Path, folder: Path) -> AsyncGenerator[tuple[list[Eng
     keys = {secret.value: secrets.token_urlsafe(16) for secret in Secret}
     launcher = Launcher(folder=run.path, secrets=keys)
     parts = [part for part in plan(job, site) if part.role in {Role.ENGINE, Role.INFERENCE}]
+    servers, agents = ([part for part in parts if part.role is role] for role in (Role.ENGINE, Role.INFERENCE))
+    lone = alone(servers[0])
     headers = {"Authorization": f"Bearer {keys[Secret.ENGINE_CONTROL_KEY.value]}"}
     os.environ[Secret.JOB_TOKEN.value] = keys[Secret.JOB_TOKEN.value]
     async with AsyncExitStack() as stack:
-        running = [await launcher.start(part) for part in parts]
+        running = [await launcher.start(part) for part in (*parts, lone)]
         stack.callback(lambda: [process.let_go() for process in running])
-        session = await stack.enter_async_context(aiohttp.ClientSession(headers=headers))
+        connector = aiohttp.TCPConnector(keepalive_timeout=KEPT_SECONDS)
+        session = await stack.enter_async_context(aiohttp.ClientSession(headers=headers, connector=connector))
         engines: list[Engine] = []
-        servers, agents = ([part for part in parts if part.role is role] for role in (Role.ENGINE, Role.INFERENCE))
         for engine, agent in zip(servers, agents, strict=True):
             channel = await stack.enter_async_context(rpc.channel(f"127.0.0.1:{agent.ports['grpc']}"))
             engines.append(Engine(engine, session, channel))
-        await asyncio.gather(*(engine.up() for engine in engines))
+        vllm = Server(lone, session)
+        await asyncio.gather(*(server.up() for server in (*engines, vllm)))
         lora = job.spec.model.adapter
         learnt = PolicyModel(
             site.model, dtype="float32", rank=lora.rank, alpha=lora.alpha, targets=lora.targets, seed=1
         )
-        yield engines, site.model, learnt, first_prompt(job, site)
+        yield Bench(engines=engines, vllm=vllm, base=site.model, model=learnt, prompt=first_prompt(job, site))
 
 
-async def timed(work: Sequence[Any]) -> float:
-    began = time.perf_counter()
-    await asyncio.gather(*work)
-    return time.perf_counter() - began
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Latencies:
+    """Medians in ms, of the same versions."""
+
+    vllm: float
+    """vLLM alone, by hand."""
+    ours: float
+    """By one engine."""
+    together: float
+    """By all."""
+    by_hand: float
+    """Our engine, by hand."""
+    least: float
+    """The same with a proof's request."""
+
+
+class Way(NamedTuple):
+    """One of the ways to a first token."""
+
+    go: Callable[[], Awaitable[Any]]
+    undo: Callable[[], Awaitable[Any]]
+
+
+def ways(bench: Bench, version: AdapterManifest, uri: str) -> dict[str, Way]:
+    """By the field of `Latencies`."""
+    files, policy = Path(uri.removeprefix("file://")), version.policy
+
+    def by_hand(kind: str, server: Server, *, probe: Sequence[int] = ()) -> Way:
+        name = f"{kind}-{policy.step}"
+        return Way(partial(server.load, name, files, probe=probe), partial(server.unload, name))
+
+    def by_agents(engines: list[Engine]) -> Way:
+        return Way(
+            lambda: asyncio.gather(*(engine.ours(policy, uri) for engine in engines)),
+            lambda: asyncio.gather(*(engine.forget(policy) for engine in engines)),
+        )
+
+    first = bench.engines[0]
+    return {
+        "vllm": by_hand("vllm", bench.vllm),
+        "by_hand": by_hand("by_hand", first),
+        "least": by_hand("least", first, probe=version.probe.token_ids),
+        "ours": by_agents([first]),
+        "together": by_agents(bench.engines),
+    }
+
+
+async def latencies(bench: Bench, folder: Path, prompt: list[int], versions: Iterable[int]) -> Latencies:
+    store = open_store((folder / "store").as_uri())
+    taken = {field.name: list[float]() for field in fields(Latencies)}
+    for server in (*bench.engines, bench.vllm):
+        server.prompt = prompt
+    for version in versions:
+        with torch.no_grad():
+            for weight in bench.model.parameters():
+                weight.add_(torch.randn_like(weight) * 0.01)
+        published, uri = adapters.publish(store, bench.model, job="bench", step=version, base=bench.base, parent=None)
+        in_turn = list(ways(bench, published, uri).items())
+        start = version % len(in_turn)  # who comes first meets caches that the optimiser's step has emptied
+        for kind, way in in_turn[start:] + in_turn[:start]:
+            began = time.perf_counter()
+            await way.go()
+            taken[kind].append((time.perf_counter() - began) * 1000)
+            await way.undo()
+    return Latencies(**{kind: statistics.median(times[1:]) for kind, times in taken.items()})
 
 
 async def figures(model_name: str, manifest: Path) -> AsyncIterator[Row]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        async with started(manifest, folder) as (engines, base, model, own):
-            store = open_store((folder / "store").as_uri())
+        async with started(manifest, folder) as bench:
             versions = itertools.count()
-
-            async def latencies(prompt: list[int]) -> tuple[float, float, float, float]:
-                """By one engine, by all, by hand, by hand with a proof's request; in ms."""
-                one, all_, bare, floor = list[float](), list[float](), list[float](), list[float]()
-                for engine in engines:
-                    engine.prompt = prompt
-                for version in itertools.islice(versions, VERSIONS):
-                    with torch.no_grad():
-                        for weight in model.parameters():
-                            weight.add_(torch.randn_like(weight) * 0.01)
-                    published, uri = adapters.publish(store, model, job="bench", step=version, base=base, parent=None)
-                    files = Path(uri.removeprefix("file://"))
-                    for taken, name, probe in ((bare, "bare", ()), (floor, "floor", published.probe.token_ids)):
-                        taken.append(await timed([engines[0].bare(f"{name}-{version}", files, probe=probe)]))
-                        await engines[0].post("/v1/unload_lora_adapter", lora_name=f"{name}-{version}")
-                    for taken, some in ((one, engines[:1]), (all_, engines)):
-                        taken.append(await timed([engine.ours(published.policy, uri) for engine in some]))
-                        await asyncio.gather(*(engine.forget(published.policy) for engine in some))
-                ours, together, by_hand, least = (
-                    statistics.median(taken[1:]) * 1000 for taken in (one, all_, bare, floor)
-                )
-                return ours, together, by_hand, least
-
-            at = f"adapter_latency/{model_name}"
-            for prompt in (own, SHORT):
-                ours, together, by_hand, least = await latencies(prompt)
-                name = f"{at}/prompt_of_{len(prompt)}"
-                yield Row(name=f"{name}/one_engine", value=ours, unit="ms", reference=by_hand, against="load by hand")
-                yield Row(
-                    name=f"{name}/proof_by_hand", value=least, unit="ms", reference=by_hand, against="load by hand"
-                )
-                if len(engines) > 1:
-                    both = f"{name}/{len(engines)}_engines"
-                    yield Row(name=both, value=together, unit="ms", reference=ours, against="one engine")
+            for prompt in (bench.prompt, SHORT):
+                seen = await latencies(bench, folder, prompt, itertools.islice(versions, VERSIONS))
+                name = f"adapter_latency/{model_name}/prompt_of_{len(prompt)}"
+                yield Row(name=name, value=seen.ours, unit="ms", reference=seen.vllm, against="vLLM alone, by hand")
+                for part, value in (("on_our_engine", seen.ours), ("proof_by_hand", seen.least)):
+                    yield Row(
+                        name=f"{name}/{part}",
+                        value=value,
+                        unit="ms",
+                        reference=seen.by_hand,
+                        against="our engine, by hand",
+                    )
+                if (count := len(bench.engines)) > 1:
+                    both = f"{name}/{count}_engines"
+                    yield Row(name=both, value=seen.together, unit="ms", reference=seen.ours, against="one engine")
 
 
-def measure() -> list[Row]:
-    async def collected() -> list[Row]:
-        return [row for name, manifest in JOBS.items() async for row in figures(name, manifest)]
+def measure() -> Iterator[Row]:
+    async def collected(name: str, manifest: Path) -> list[Row]:
+        return [row async for row in figures(name, manifest)]
 
-    return asyncio.run(collected())
+    for name, manifest in JOBS.items():
+        yield from asyncio.run(collected(name, manifest))
 
 
 if __name__ == "__main__":

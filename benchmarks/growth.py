@@ -1,4 +1,8 @@
-"""What grows with the size of a job: the ledger from 10 to 10,000 steps, a publication from 1 to 8 engines. Against the smallest of each."""
+"""What grows with the size of a job: the ledger from 10 to 10,000 steps, a publication from 1 to 8 engines. Against the smallest of each.
+
+All engines and their agents share one process here, so a publication is measured twice: with engines that answer at once, where all that grows is
+the work of that one core, and with engines that take as long for a proof as a real one does, which shows whether any waits for another.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +26,7 @@ from kestrl.episode import PolicyVersion
 from kestrl.plan.settings import AgentSettings, EngineEntry
 from kestrl.storage import AdapterManifest, Probe, open_store, publish_adapter
 from kestrl.storage.adapters import WEIGHTS, digest
-from kestrl.testing.engine import FakeEngine, score
+from kestrl.testing.engine import Completion, FakeEngine, Prompt, score
 from kestrl.testing.ports import free_port
 from kestrl_inference.engine import Engine
 from kestrl_inference.policies import Policies
@@ -34,6 +38,8 @@ from kestrl_learner.progress import Progress
 
 GROUPS = 8
 ENGINES = (1, 2, 4, 8)
+PROOFS = {"": 0.0, "_of_150_ms": 0.15}
+"""Seconds of a proof, by what the row is called: at once, and SmolLM2's on a CPU."""
 LEDGER_STEPS = (10, 100, 1_000, 10_000)
 LOOKED_AT = 20
 """The last steps of each, which are timed."""
@@ -65,12 +71,12 @@ def alone(steps: int) -> tuple[float, float]:
     return float(first), float(second)
 
 
-async def publish(count: int, versions: int = 9) -> float:
+async def publish(count: int, proof_seconds: float, versions: int = 9) -> float:
     """Milliseconds from a version in storage until so many engines have proved it, as the learner has them do it."""
     with tempfile.TemporaryDirectory() as name:
         folder, progress = Path(name), Progress(1, count, 1)
         async with AsyncExitStack() as stack:
-            entries = [await engine_and_agent(index, folder, stack) for index in range(count)]
+            entries = [await engine_and_agent(index, folder, stack, proof_seconds) for index in range(count)]
             engines = Engines(tuple(entries), progress, 60.0)
             stack.push_async_callback(engines.close)
             watching = asyncio.create_task(engines.watch())
@@ -91,8 +97,15 @@ async def ended(task: asyncio.Task[None]) -> None:
     await asyncio.wait([task])
 
 
-async def engine_and_agent(index: int, folder: Path, stack: AsyncExitStack) -> EngineEntry:
-    engine = await stack.enter_async_context(FakeEngine())
+async def engine_and_agent(index: int, folder: Path, stack: AsyncExitStack, proof_seconds: float) -> EngineEntry:
+    engine = FakeEngine()
+
+    async def after_a_while(prompt: Prompt) -> Completion:
+        await asyncio.sleep(proof_seconds)
+        return engine.sample(prompt)
+
+    engine.script = after_a_while if proof_seconds else None
+    await stack.enter_async_context(engine)
     settings = AgentSettings(
         component=f"inference-{index}",
         job="bench",
@@ -158,10 +171,11 @@ def measure() -> Iterator[Row]:
             name=f"growth/ledger/{steps}/time", value=taken, unit="ms/step", reference=smallest[0], against=against
         )
         yield Row(name=f"growth/ledger/{steps}/memory", value=memory, unit="MB", reference=smallest[1], against=against)
-    one = asyncio.run(publish(1))
-    for count in ENGINES:
-        taken = one if count == 1 else asyncio.run(publish(count))
-        yield Row(name=f"growth/publish/{count}_engines", value=taken, unit="ms", reference=one, against="one engine")
+    for kind, seconds in PROOFS.items():
+        taken = {count: asyncio.run(publish(count, seconds)) for count in ENGINES}
+        for count, value in taken.items():
+            name = f"growth/publish/{count}_engines{kind}"
+            yield Row(name=name, value=value, unit="ms", reference=taken[1], against="one engine")
 
 
 if __name__ == "__main__":

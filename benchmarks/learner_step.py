@@ -1,8 +1,9 @@
 """One optimiser step of the learner on SmolLM2-135M: prompts of 160 tokens, groups of 8 completions of 40.
 
 Against, in the same run: the bare loop (transformers, peft and torch with the prompt shared the same way, and nothing else), the bare
-loop on plain rows (every row with its prompt), and TRL's GRPOTrainer where it is installed. Each in a process of its own, so that its
-memory is its own; the fastest of `REPEATS` after a warm-up counts.
+loop on plain rows (every row with its prompt), and TRL's GRPOTrainer where it is installed. And our own step on rows that an older policy
+sampled on two engines, a row of each of which it scores by that policy too. Each in a process of its own, so that its memory is its own; the
+fastest of `REPEATS` after a warm-up counts.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ def best(step: Callable[[], object]) -> dict[str, float]:
     return {"seconds": min(taken), "mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024}
 
 
-def ours(model: str) -> dict[str, float]:
+def ours(model: str, *, newest: bool) -> dict[str, float]:
     from kestrl.plan.planning import algorithm_settings
     from kestrl.spec import read_job
     from kestrl_learner.batch import TrainGroup, TrainRow
@@ -58,7 +59,7 @@ def ours(model: str) -> dict[str, float]:
     from kestrl_learner.trainer import Trainer
 
     policy = PolicyModel(model, dtype="float32", rank=16, alpha=32.0, targets="all-linear", seed=1)
-    algorithm = algorithm_settings(read_job(JOB).spec)
+    algorithm = algorithm_settings(read_job(JOB).spec).model_copy(update={"max_staleness": 0 if newest else 1})
     groups = [
         TrainGroup(
             id=str(number),
@@ -69,16 +70,17 @@ def ours(model: str) -> dict[str, float]:
                     mask=bytes([1] * COMPLETION),
                     behaviour=array("f", [-10.0] * COMPLETION),
                     advantage=advantage,
-                    fresh=True,
+                    fresh=newest,
                     policy="policy",
-                    engines=["engine-0"] * COMPLETION,
+                    engines=[f"engine-{place % 2}"] * COMPLETION,
                 )
-                for row, advantage in zip(rows, advantages, strict=True)
+                for place, (row, advantage) in enumerate(zip(rows, advantages, strict=True))
             ],
         )
         for number, (prompt, rows, advantages) in enumerate(zip(*tokens(), strict=True))
     ]
     trainer = Trainer(policy, algorithm, 1.0)
+    trainer.published("policy")
     return best(lambda: trainer.step(groups, 0))
 
 
@@ -173,7 +175,8 @@ def trl(model: str) -> dict[str, float]:
 
 
 STEPS: dict[str, Callable[[str], dict[str, float]]] = {
-    "ours": ours,
+    "ours": lambda model: ours(model, newest=True),
+    "older": lambda model: ours(model, newest=False),
     "bare": lambda model: bare(model, shared=True),
     "plain": lambda model: bare(model, shared=False),
     "trl": trl,
@@ -191,7 +194,7 @@ def alone(name: str) -> dict[str, float]:
 
 
 def measure() -> Iterator[Row]:
-    own, plain, loop = alone("ours"), alone("plain"), alone("bare")
+    own, older, plain, loop = alone("ours"), alone("older"), alone("plain"), alone("bare")
     seconds = own["seconds"]
     yield Row(name="learner_step/seconds", value=seconds, unit="s", reference=loop["seconds"], against="bare loop")
     yield Row(
@@ -213,6 +216,11 @@ def measure() -> Iterator[Row]:
             against="goal",
         )
     yield Row(name="learner_step/memory", value=own["mb"], unit="MB", reference=loop["mb"], against="bare loop")
+    fresh = "rows of the newest policy"
+    yield Row(
+        name="learner_step/older_policy/seconds", value=older["seconds"], unit="s", reference=seconds, against=fresh
+    )
+    yield Row(name="learner_step/older_policy/memory", value=older["mb"], unit="MB", reference=own["mb"], against=fresh)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors.torch import load
 
 from kestrl.errors import StorageError
@@ -20,7 +22,7 @@ from kestrl.storage import fetch_adapter, open_store
 from kestrl_learner import adapters, checkpoint
 from kestrl_learner.batch import TrainGroup, TrainRow
 from kestrl_learner.model import PolicyModel
-from kestrl_learner.trainer import NotFinite, Trainer
+from kestrl_learner.trainer import NotFinite, Trainer, of_older_policies
 
 VOCABULARY = 64
 Maker = Callable[..., PolicyModel]
@@ -399,3 +401,56 @@ def test_scoring_by_an_older_policy_tells_its_own_gap_and_leaves_training_alone(
     assert told.gap.own.mean == pytest.approx(float((logprobs + 4.0).abs().mean()), rel=1e-6)
     states = [policy.adapter_state() for policy in policies]
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+
+
+@given(
+    st.lists(
+        st.lists(
+            st.tuples(
+                st.booleans(),
+                st.sampled_from(["", "old", "older"]),
+                st.lists(st.sampled_from(["engine-0", "engine-1", "engine-2"]), min_size=1, max_size=2),
+            ),
+            min_size=1,
+            max_size=4,
+        ),
+        max_size=4,
+    )
+)
+def test_each_engine_of_each_older_policy_is_scored_again_by_no_more_rows_than_it_takes(
+    batch: list[list[tuple[bool, str, list[str]]]],
+) -> None:
+    groups = [
+        TrainGroup(
+            id=str(number),
+            prompt=array("i", [1, 2]),
+            rows=[
+                TrainRow(
+                    token_ids=array("i", [3] * len(engines)),
+                    mask=bytes([1] * len(engines)),
+                    behaviour=array("f", [-1.0] * len(engines)),
+                    advantage=1.0,
+                    fresh=fresh,
+                    policy=policy,
+                    engines=engines,
+                )
+                for fresh, policy, engines in rows
+            ],
+        )
+        for number, rows in enumerate(batch)
+    ]
+    chosen = of_older_policies(groups)
+    asked = {(policy, engine) for rows in batch for fresh, policy, on in rows if policy and not fresh for engine in on}
+    told = {
+        (policy, engine)
+        for policy, some in chosen.items()
+        for group in some
+        for row in group.rows
+        for engine in row.engines
+    }
+    assert told == asked
+    for policy, some in chosen.items():
+        rows = [row for group in some for row in group.rows]
+        assert all(row.policy == policy and not row.fresh for row in rows)
+        assert len(rows) <= len({engine for row in rows for engine in row.engines})
+        assert len({group.id for group in some}) == len(some), "the rows of a group share one pass"

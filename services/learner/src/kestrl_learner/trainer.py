@@ -53,6 +53,24 @@ def who(row: TrainRow) -> list[str]:
     return [f"{engine} on {row.policy}" for engine in row.engines]
 
 
+def of_older_policies(groups: Sequence[TrainGroup]) -> dict[str, list[TrainGroup]]:
+    """By older policy, groups of as few rows as name each of its engines: those of a group together, which share a pass and their prompt."""
+    seen: dict[str, set[str]] = {}
+    chosen: dict[str, list[TrainGroup]] = {}
+    for group in groups:
+        rows: dict[str, list[TrainRow]] = {}
+        for row in group.rows:
+            if row.fresh or not row.policy:
+                continue
+            known = seen.setdefault(row.policy, set())
+            if not known.issuperset(row.engines):
+                known.update(row.engines)
+                rows.setdefault(row.policy, []).append(row)
+        for policy, some in rows.items():
+            chosen.setdefault(policy, []).append(replace(group, rows=some))
+    return chosen
+
+
 class Trainer:
     """Owns the optimiser."""
 
@@ -125,18 +143,11 @@ class Trainer:
         be no token of the newest policy at all.
 
         Yields:
-            (N,) learner minus engine log-probs of a row's sampled tokens, and who sampled them.
+            (N,) learner minus engine log-probs of rows' sampled tokens, and who sampled them.
         """
-        chosen: dict[str, dict[str, TrainGroup]] = {}
-        for group in groups:
-            for row in group.rows:
-                if not row.fresh and row.policy:
-                    by_engine = chosen.setdefault(row.policy, {})
-                    for engine in row.engines:
-                        by_engine.setdefault(engine, replace(group, rows=[row]))
-        for policy, by_engine in chosen.items():
+        for policy, some in of_older_policies(groups).items():
             with self.model.weighing(self._published[policy]), torch.no_grad():
-                for group in by_engine.values():
+                for group in some:
                     for rows, logprobs in self.model.logprobs(group, self._temperature):
                         behaviour = torch.tensor(stream(rows, [row.behaviour for row in rows]), device=logprobs.device)
                         yield (logprobs - behaviour).cpu(), [name for row in rows for name in who(row)]

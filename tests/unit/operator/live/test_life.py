@@ -142,8 +142,8 @@ async def test_the_phase_follows_the_pods(stage: Stage) -> None:
     assert "ImagePullBackOff: no such image" in stage.condition("EnginesReady")[2]
     for pod in stage.cluster.list("pods"):
         controllers.run(pod)
+    await stage.until(lambda: stage.condition("EnginesReady") == ("True", "AllReady", "2/2"), "engines run")
     await stage.until(lambda: stage.phase() == "Starting", "pods run")
-    assert stage.condition("EnginesReady") == ("True", "AllReady", "2/2")
 
 
 async def test_what_a_pod_cannot_find_is_told_as_the_manifests_fault(stage: Stage) -> None:

@@ -101,6 +101,17 @@ def test_a_place_that_cannot_be_written_is_told(monkeypatch: pytest.MonkeyPatch,
         smollm2.smollm2()
 
 
+def test_a_rewriting_that_fails_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    broken = tmp_path / "kestrl_email" / "smollm2.py"
+    broken.parent.mkdir()
+    (broken.parent / "__init__.py").touch()
+    broken.write_text("raise OSError('No space left on device')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with pytest.raises(UserInputError, match=r"(?s)demo://smollm2: .*cannot be written: .*No space left"):
+        smollm2.smollm2()
+
+
 def test_its_address_costs_no_torch(folder: Path) -> None:
     code = "import sys; from kestrl_email.smollm2 import smollm2; print(smollm2()); print('torch' in sys.modules)"
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()

@@ -134,25 +134,12 @@ async def test_an_agent_that_does_not_answer_any_more_is_away_and_one_that_never
             assert report.engines_converged == 0
 
 
-def stop_at(stage: Any, step: int) -> None:
-    """Groups of version `step` do not end."""
-    gate = stage.workers[0].gate = asyncio.Event()
-    gate.set()
-
-    def close(request: Any, group: Any) -> Any:
-        if request.purpose == "train" and request.policy.step == step - 1:
-            gate.clear()
-        return group
-
-    stage.workers[0].script = close
-
-
 async def test_lag_lineage_checkpoint_and_pace_are_told_as_training_goes_on(staged: Any) -> None:
     async with staged() as stage:
         stage.agents[1].fail = lambda policy: (
             EngineFailure("not this one", code="probe_mismatch", retryable=False) if policy.step else None
         )
-        stop_at(stage, 2)
+        stage.workers[0].hangs = lambda request: request.purpose == "train" and request.policy.step == 2
         async with learning(stage.settings) as watcher:
             report = await watcher.told(lambda told: told.step == 2 and told.groups_running == 2)
             assert (report.phase, report.total_steps) == ("training", 6)

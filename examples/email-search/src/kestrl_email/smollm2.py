@@ -53,6 +53,10 @@ def smollm2() -> Path:
     target = cache() / f"smollm2-135m-instruct-v{EDITION}"
     if not target.exists():
         weights()
+        try:  # before half a minute of work
+            target.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserInputError(f"demo://smollm2: {target} cannot be written: {error}") from error
         done = subprocess.run(  # noqa: S603 - our own module
             [sys.executable, "-m", "kestrl_email.smollm2", str(target)],
             capture_output=True,

@@ -52,7 +52,7 @@ def taken(stage: Stage, user: str) -> float | None:
 
 
 async def test_two_operators_watch_and_one_writes(stage: Stage) -> None:
-    first, second = await stage.operator("a"), await stage.operator("b")
+    first, second = await stage.operator("a", lease_seconds=10.0), await stage.operator("b", lease_seconds=10.0)
     leader = stage.holder()
     stage.job()
     await stage.applied()

@@ -14,7 +14,7 @@ from kestrl.api.learner.v1 import learner_pb2_grpc as lstubs
 from kestrl.errors import EngineFailure, KestrlError, UserInputError
 from kestrl.plan.settings import EvaluateSettings
 from kestrl_learner.__main__ import work
-from kestrl_learner.collect import StepDeadline
+from kestrl_learner.collect import Collector, StepDeadline
 from kestrl_learner.run import Run
 
 from .fakes import running, until
@@ -68,7 +68,7 @@ async def test_a_step_goes_on_without_a_group_that_is_late_and_the_group_is_atte
             return True
 
         stage.workers[0].hangs = the_second
-        async with running(stage.but(validation=None, epochs=1, step_seconds=2.0)):
+        async with running(stage.but(validation=None, epochs=1, step_seconds=4.0)):
             pass
         assert stage.summary["status"] == "succeeded"
         assert stage.summary["failures"] == {"infrastructure/step_deadline": 1}
@@ -79,19 +79,43 @@ async def test_a_step_goes_on_without_a_group_that_is_late_and_the_group_is_atte
         assert stage.states == {"trained": 5, "dropped": 1}, "what a short step leaves over is dropped at the end"
 
 
+async def test_a_group_given_up_before_it_began_is_attempted_again(
+    staged: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = Collector._start_what_may
+    given_up = list[Any]()
+
+    def started_too_late(self: Collector, tasks: asyncio.TaskGroup) -> None:
+        start(self, tasks)
+        if not given_up and self._running:
+            given_up.extend(self._running)
+            self._late.update(given_up)
+            for task in given_up:
+                self._end(task)
+
+    monkeypatch.setattr(Collector, "_start_what_may", started_too_late)
+    async with staged() as stage:
+        async with running(stage.but(validation=None, step_seconds=20.0)):
+            pass
+        assert len(given_up) == 2
+        assert not any(task.cancelled() for task in given_up)
+        assert stage.summary["status"] == "succeeded"
+        assert stage.summary["failures"] == {"infrastructure/step_deadline": 2}
+        assert stage.states == {"trained": 12}
+
+
 async def test_a_step_for_which_nothing_comes_ends_the_run_with_a_reason(staged: Any) -> None:
     async with staged() as stage:
         stage.workers[0].hangs = lambda request: request.purpose == "train" and len(stage.asked()) > 2
-        settings = stage.but(validation=None, step_seconds=1.0)
         with pytest.raises(
-            StepDeadline, match=r"step 1 waited 1 s for its groups and none was whole; .*deadlines\.step"
+            StepDeadline, match=r"step 1 waited 3 s for its groups and none was whole; .*deadlines\.step"
         ):
-            async with running(settings):
+            async with running(stage.but(validation=None, step_seconds=3.0)):
                 pass
         assert stage.summary["status"] == "failed"
         assert "step_deadline" in stage.summary["reason"]
         stage.workers[0].hangs = lambda _: False
-        async with running(settings):
+        async with running(stage.but(validation=None)):
             pass
         assert (stage.summary["status"], stage.summary["steps"]) == ("succeeded", 6)
 

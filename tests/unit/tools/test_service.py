@@ -172,7 +172,7 @@ async def test_hanging_calls_use_up_no_other_sessions_threads_and_are_bounded(
 ) -> None:
     monkeypatch.setattr("kestrl_tools.sessions.MAX_HANGING", 3)
     try:
-        async with serve(tool("slow", "hang"), GREET, call_seconds=0.05) as client:
+        async with serve(tool("slow", "hang"), GREET, call_seconds=0.3) as client:
             for _ in range(3):
                 session = await client.open()
                 with pytest.raises(FailureError, match="longer than"):
@@ -266,6 +266,22 @@ async def test_a_session_that_ends_while_its_tools_are_made_says_so_and_closes_t
         assert samples.events.closed == ["ann"]
         if end == "close":  # and there is room again
             await client.open("slowly")
+
+
+@pytest.mark.parametrize("cls", ["MadeSlowly", "ClosedBadly"])
+async def test_a_tool_that_is_made_when_nobody_waits_any_more_is_closed(
+    serve: Any, samples: Any, cls: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with serve(tool("slowly", cls), call_seconds=0.05) as client:
+        try:
+            with pytest.raises(FailureError, match="slowly: making it took longer than"):
+                await client.open()
+            assert samples.events.closed == []
+        finally:
+            samples.events.release.set()
+        assert await asyncio.to_thread(samples.events.any_closed.wait, 10)
+    assert samples.events.closed == ["slowly"]
+    assert ("disk gone" in caplog.text) == (cls == "ClosedBadly")
 
 
 async def test_sessions_are_bounded(serve: Any) -> None:

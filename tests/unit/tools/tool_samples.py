@@ -161,6 +161,13 @@ class MadeSlowly:
 
     def close(self) -> None:
         events.closed.append("slowly")
+        events.any_closed.set()
+
+
+class ClosedBadly(MadeSlowly):
+    async def close(self) -> None:  # type: ignore[override]
+        super().close()
+        raise OSError("disk gone")
 
 
 class VerlCounter:

@@ -83,6 +83,8 @@ class _Running:
     policy: PolicyVersion
     episodes: int
     """Those of it that have not ended."""
+    begun: bool = False
+    """Whether its task ran at all."""
 
 
 class Collector:
@@ -135,7 +137,7 @@ class Collector:
         for task, running in self._running.items():
             if policy.step - running.policy.step > self._settings.algorithm.max_staleness:
                 self._outdated.add(task)
-                task.cancel()
+                self._end(task)
         self._wake.set()
 
     def look_at_engines(self) -> None:
@@ -208,6 +210,11 @@ class Collector:
         self._running[task].episodes -= count
         self._wake.set()
 
+    def _end(self, task: asyncio.Task[None]) -> None:
+        """Ends a group. One that has not begun sees so by itself: cancelled before it ran, it would never give its scenario back."""
+        if self._running[task].begun:
+            task.cancel()
+
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._running.pop(task, None)
         self._outdated.discard(task)
@@ -229,7 +236,10 @@ class Collector:
             seed=group_seed(settings.seed, lease.epoch, lease.ordinal),
             purpose="train",
         )
+        self._running[task].begun = True
         try:
+            if task in self._late or task in self._outdated:
+                raise asyncio.CancelledError
             group = await self._workers.run(order, lambda count: self._episodes_ended(task, count))
         except asyncio.CancelledError:
             # By `advance` or a step's deadline alone: the task ends in order. Nothing below this awaits, so it cannot come elsewhere.
@@ -358,7 +368,7 @@ class Collector:
         late = running[: max(0, wanted - len(self._ready))]
         self._late.update(late)
         for task in late:
-            task.cancel()
+            self._end(task)
         if late:
             log.warning(
                 "the step's deadline: %d of %d groups are whole, the others are given up", len(self._ready), wanted

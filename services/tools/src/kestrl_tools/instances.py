@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
 from typing import Any, Protocol
 
+from kestrl.errors import KestrlError
+from kestrl.tools import ToolError
 from kestrl.tools.verl import VerlTool
+from kestrl_tools.execution import guarded
 from kestrl_tools.lanes import Lane, Lanes
 
 
@@ -47,8 +51,13 @@ class PlainInstance:
 
     async def make(self, factory: Callable[[], Any]) -> None:
         """Makes the object of a class where it will be called."""
-        self._target = await self._do(factory)
+
+        def made() -> None:
+            # Kept by the thread itself: an object that is made when nobody waits for it any more has to be closed too.
+            self._target = factory()
+
         self._owned = True
+        await self._do(made)
 
     def use(self, function: Callable[..., Any]) -> None:
         """Takes a function."""
@@ -61,21 +70,37 @@ class PlainInstance:
             return await self._do(lambda: target(**{**arguments, **filled}))
 
     async def close(self) -> None:
+        lane = self._lane
         try:
-            close = getattr(self._target, "close", None) if self._owned else None
-            if close is not None and self._lane is not None and self._lane.busy:
-                self._lane.post(close)
-            elif close is not None:
+            if self._owned and lane is not None and lane.busy:
+                self._lanes.later(self._name, self._close_later(lane.run(self._closed)))
+            elif self._owned:
                 async with self._turn:
-                    await self._do(close)
+                    await self._do(self._closed)
         finally:
-            if self._lane is not None:
-                self._lanes.end(self._lane, self._name)
+            if lane is not None:
+                self._lanes.end(lane, self._name)
+
+    def _closed(self) -> Any:
+        """Closes the object, if there is one and it has a way to be closed."""
+        close = getattr(self._target, "close", None)
+        return None if close is None else close()
+
+    async def _close_later(self, closing: Awaitable[Any]) -> None:
+        with suppress(KestrlError, ToolError):  # `guarded` has logged it, and there is nobody else to tell
+            await guarded(self._name, _all_of(closing))
 
     async def _do(self, work: Callable[[], Any]) -> Any:
-        result = work() if self._lane is None else await self._lane.run(work)
-        # A function that is not `async` itself may still hand back something to await (a decorator, a partial).
+        if self._lane is not None:
+            return await _all_of(self._lane.run(work))
+        result = work()
         return await result if inspect.isawaitable(result) else result
+
+
+async def _all_of(work: Awaitable[Any]) -> Any:
+    """A function that is not `async` itself may still hand back something to await (a decorator, a partial)."""
+    result = await work
+    return await result if inspect.isawaitable(result) else result
 
 
 class VerlInstance:

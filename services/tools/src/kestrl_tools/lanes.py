@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import contextvars
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Any, TypeVar
@@ -28,18 +28,15 @@ class _Job:
     ended: threading.Event = field(default_factory=threading.Event)
 
     def run(self) -> None:
-        try:
-            if not self.done.cancelled():
-                self._run()
-        finally:
+        if self.done.cancelled():
             self.ended.set()
-
-    def _run(self) -> None:
+            return
         outcome: tuple[Any, BaseException | None]
         try:
             outcome = (self.context.run(self.work), None)
         except BaseException as error:  # noqa: BLE001 - handed to whoever waits, SystemExit of a tool included
             outcome = (None, error)
+        self.ended.set()  # before it is told: who has the outcome must not find a thread that seems to hang
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
             self.loop.call_soon_threadsafe(self._settle, outcome)
 
@@ -67,8 +64,12 @@ class Lane:
         """Whether a call is in it. Its thread is no measure: one that has nothing left to do takes a moment to end."""
         return self._last is not None and not self._last.ended.is_set()
 
-    async def run(self, work: Callable[[], T]) -> T:
-        """Runs it in the thread, after what was asked before, with the caller's context (so that spans nest)."""
+    def run(self, work: Callable[[], T]) -> Coroutine[Any, Any, T]:
+        """Has it run in the thread, after what was asked before, with the caller's context (so that spans nest).
+
+        Returns:
+            What waits for it. It has its place in the row before that is awaited.
+        """
         loop = asyncio.get_running_loop()
         job = _Job(work, contextvars.copy_context(), loop, loop.create_future())
         if self._thread is None:
@@ -76,15 +77,7 @@ class Lane:
             self._thread.start()
         self._last = job
         self._jobs.put(job)
-        result, error = await job.done
-        if error is not None:
-            raise error
-        return result
-
-    def post(self, work: Callable[[], Any]) -> None:
-        """Has it run when the thread comes back, if it ever does; nobody waits for it."""
-        loop = asyncio.get_running_loop()
-        self._jobs.put(_Job(work, contextvars.copy_context(), loop, loop.create_future()))
+        return _outcome(job)
 
     def end(self) -> None:
         """Lets the thread end when it is done."""
@@ -95,11 +88,25 @@ class Lane:
             job.run()
 
 
+async def _outcome(job: _Job) -> Any:
+    result, error = await job.done
+    if error is not None:
+        raise error
+    return result
+
+
 class Lanes:
-    """Makes lanes and knows how many ended ones still have a call in them that never came back."""
+    """Knows how many lanes that ended still have a call in them that never came back, and what such threads have yet to do."""
 
     def __init__(self) -> None:
         self._ended: dict[Lane, str] = {}
+        self._later: set[asyncio.Task[object]] = set()
+
+    def later(self, tool: str, closing: Coroutine[Any, Any, object]) -> None:
+        """Closes what a thread holds that is still in a call, should it ever come back; nobody waits for it."""
+        task = asyncio.create_task(closing, name=f"close-{tool}-later")
+        self._later.add(task)
+        task.add_done_callback(self._later.discard)
 
     def end(self, lane: Lane, tool: str) -> None:
         lane.end()

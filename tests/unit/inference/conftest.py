@@ -140,9 +140,14 @@ class Stage:
         request = pb.RetirePolicyRequest(policy=policy_to_proto(version.policy))
         await rpc.call(self.stub.RetirePolicy, request, pb.RetirePolicyResponse, timeout=10, peer="agent")
 
-    async def seen(self) -> pb.GetEngineResponse:
+    async def seen(self, *, look: bool = False) -> pb.GetEngineResponse:
         return await rpc.call(
-            self.stub.GetEngine, pb.GetEngineRequest(), pb.GetEngineResponse, timeout=10, peer="agent", wait=True
+            self.stub.GetEngine,
+            pb.GetEngineRequest(look=look),
+            pb.GetEngineResponse,
+            timeout=10,
+            peer="agent",
+            wait=True,
         )
 
     async def state(self) -> str:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from kestrl.api.inference.v1 import inference_pb2
 from kestrl.errors import EngineFailure, FailureError
 from kestrl_inference.engine import Pulse
 from kestrl_inference.servicer import patience
@@ -103,6 +104,17 @@ async def test_an_engine_that_died_is_down_and_proves_nothing(stage: Any) -> Non
     assert "stopped answering" in seen.failure.message
     assert await stage.proved() == {1: False}
     assert seen.policies[0].failure.code == "engine_down"
+
+
+async def test_who_doubts_an_engine_is_told_at_once_that_it_died(stage: Any) -> None:
+    await stage.load(stage.publish(1))
+    await stage.look()
+    assert (await stage.seen(look=True)).state == inference_pb2.ENGINE_STATE_READY
+    await stage.engine.stop()
+    assert (await stage.seen()).state == inference_pb2.ENGINE_STATE_READY, "as of the agent's last look"
+    seen = await stage.seen(look=True)
+    assert (seen.state, seen.failure.code) == (inference_pb2.ENGINE_STATE_DOWN, "engine_down")
+    assert await stage.proved() == {1: False}
 
 
 async def test_a_restarted_engine_gets_its_versions_back_from_the_local_copies(stage: Any) -> None:

@@ -168,6 +168,8 @@ class FakeAgent(istubs.EngineAgentServiceServicer):
         self.loads = 0
         self.gate: asyncio.Event | None = None
         """A load waits for it."""
+        self.found: Callable[[], None] = lambda: None
+        """Called when it is asked to look at its engine now."""
 
     async def LoadPolicy(self, request: Any, context: Any) -> ipb.LoadPolicyResponse:
         policy = policy_from_proto(request.policy)
@@ -199,6 +201,8 @@ class FakeAgent(istubs.EngineAgentServiceServicer):
 
     async def GetEngine(self, request: Any, context: Any) -> ipb.GetEngineResponse:
         self.looks += 1
+        if request.look:
+            self.found()
         return ipb.GetEngineResponse(
             name=self.name,
             url=f"http://{self.name}",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,8 +13,9 @@ from kestrl import rpc
 from kestrl.api.inference.v1 import inference_pb2 as ipb
 from kestrl.api.learner.v1 import learner_pb2 as lpb
 from kestrl.api.learner.v1 import learner_pb2_grpc as lstubs
-from kestrl.errors import EngineFailure, KestrlError, UserInputError
+from kestrl.errors import Boundary, EngineFailure, Failure, KestrlError, UserInputError
 from kestrl.plan.settings import EvaluateSettings
+from kestrl_learner import collect
 from kestrl_learner.__main__ import work
 from kestrl_learner.collect import Collector, StepDeadline
 from kestrl_learner.run import Run
@@ -149,6 +152,40 @@ async def test_an_engine_that_restarted_is_named_again_only_when_it_has_proved_t
         assert stage.summary["status"] == "succeeded"
         last = [request for request in stage.asked() if request.policy.step == 5]
         assert {engine.name for request in last for engine in request.engines} == {"engine-0", "engine-1"}
+
+
+async def test_an_engine_that_was_killed_costs_a_scenario_one_attempt(staged: Any) -> None:
+    """Its agent has not found out yet: it is asked to look before the engine is named again."""
+    async with staged() as stage:
+        lost = Failure(boundary=Boundary.ENGINE, code="connection_lost", message="reset by peer", retryable=True)
+        dead, found = True, list[str]()
+
+        def find(agent: Any) -> None:
+            found.append(agent.name)
+            agent.state = ipb.ENGINE_STATE_DOWN
+            agent.held = {name: (policy, False) for name, (policy, _) in agent.held.items()}
+
+        def ask(_: Any, group: Any) -> Any:
+            if not dead:
+                return group
+            failed = [replace(episode, failure=lost, reward=None) for episode in group.episodes]
+            return replace(group, episodes=failed)
+
+        stage.workers[0].script = ask
+        for agent in stage.agents:
+            agent.found = partial(find, agent)
+        async with running(stage.but(validation=None)):
+            await until(lambda: len(found) == 2)
+            await asyncio.sleep(3 * collect.FIRST_PAUSE)  # that nothing happens has no event
+            assert len(stage.asked()) == 2
+            assert sorted(found) == ["engine-0", "engine-1"]
+            dead = False
+            for agent in stage.agents:
+                agent.state = ipb.ENGINE_STATE_READY
+                agent.held = {name: (policy, True) for name, (policy, _) in agent.held.items()}
+        assert stage.summary["status"] == "succeeded"
+        assert set(stage.summary["failures"]) == {"engine/connection_lost"}
+        assert stage.states == {"trained": 12}
 
 
 async def test_an_engine_that_failed_a_proof_is_tried_again_and_used(staged: Any) -> None:

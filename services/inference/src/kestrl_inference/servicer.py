@@ -56,6 +56,8 @@ class EngineAgent(stubs.EngineAgentServiceServicer):
 
     async def GetEngine(self, request: pb.GetEngineRequest, context: Any) -> pb.GetEngineResponse:  # noqa: ARG002 - gRPC's
         watch = self._watch
+        if request.look:
+            await watch.doubt()
         return pb.GetEngineResponse(
             name=self._settings.engine_name,
             url=self._settings.engine_url,

@@ -63,6 +63,11 @@ class Watch:
         # Only what was proved both before and after the look: what was loaded or retired meanwhile may be listed or not.
         await self._is_up(now, before & self.policies.proved())
 
+    async def doubt(self) -> None:
+        """Finds out now whether the engine still answers, for who lost a connection to it. All else is the next look's."""
+        if not (now := await self.engine.look()).healthy:
+            self._is_down(now)
+
     async def _is_up(self, now: Pulse, wanted: frozenset[str]) -> None:
         if self._seen is None or self.state is State.STARTING:
             try:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kestrl.episode import Group, PolicyVersion, Scenario
-from kestrl.errors import Failure, KestrlError
+from kestrl.errors import Boundary, Failure, KestrlError
 from kestrl.plan.settings import LearnerSettings
 from kestrl.telemetry.metrics import observe
 from kestrl.telemetry.names import Metric
@@ -265,6 +265,8 @@ class Collector:
         )
         for failure in verdict.failures:
             self._progress.count_failure(failure)
+        if any(failure.boundary is Boundary.ENGINE and failure.retryable for failure in verdict.failures):
+            self._engines.doubt(engine.name for engine in engines)
         if verdict.fate is not Fate.RETRY:
             self._account(len(group.episodes), verdict.failures)
         if verdict.fate is Fate.TRAIN:

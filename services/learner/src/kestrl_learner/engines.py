@@ -81,6 +81,8 @@ class Known:
     """As its agent last said; unspecified while that does not answer."""
     lost: bool = False
     """Whether its agent answered once and does not now."""
+    doubted: bool = False
+    """Whether a request to it failed since it was looked at."""
     proved: set[str] = field(default_factory=set[str])
     newest: PolicyVersion | None = None
     """The newest version it has proved since it came up, retired or not."""
@@ -167,7 +169,18 @@ class Engines:
 
     def proved(self, policy: PolicyVersion) -> list[EngineEntry]:
         """The engines that have proved a version, now."""
-        return [known.entry for known in self._known if policy.name in known.proved]
+        return [known.entry for known in self._known if policy.name in known.proved and not known.doubted]
+
+    def doubt(self, names: Iterable[str]) -> None:
+        """A request to one of these engines failed: none is named again before its agent has looked at it.
+
+        Else a scenario could use up its attempts on an engine that was killed, before the agent's own look finds out.
+        """
+        doubted = set(names)
+        for known in self._known:
+            if known.entry.name in doubted:
+                known.doubted = True
+                known.wake.set()
 
     def loads(self) -> dict[str, EngineLoad]:
         """How busy the engines are that are up, as they told at the last look."""
@@ -267,11 +280,11 @@ class Engines:
         self.on_change()
 
     async def _look(self, known: Known) -> None:
-        before = known.seen()
+        before, doubted = known.seen(), known.doubted
         try:
             seen = await call(
                 known.stub.GetEngine,
-                pb.GetEngineRequest(),
+                pb.GetEngineRequest(look=doubted),
                 pb.GetEngineResponse,
                 timeout=CALL_SECONDS,
                 peer=known.entry.name,
@@ -282,6 +295,7 @@ class Engines:
                 known.lost = True
             known.state, known.said = pb.ENGINE_STATE_UNSPECIFIED, error.failure(component=known.entry.name)
             known.proved.clear()
+            known.doubted = known.doubted and not doubted
             self._tell()
             return
         held = {policy.name: item for item in seen.policies if (policy := policy_from_proto(item.policy)) is not None}
@@ -300,7 +314,8 @@ class Engines:
         known.proved = {name for name, item in held.items() if item.proved and name in self._wanted}
         for name in known.proved:
             known.trouble.pop(name, None)
-        if known.seen() != before:
+        known.doubted = known.doubted and not doubted
+        if doubted or known.seen() != before:
             self._tell()
         for name in set(held) - set(self._wanted):
             await self._forget(known, name, held[name])

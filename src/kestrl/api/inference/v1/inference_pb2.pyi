@@ -157,16 +157,21 @@ Global___RetirePolicyResponse: _TypeAlias = RetirePolicyResponse  # noqa: Y015
 
 @_typing.final
 class GetEngineRequest(_message.Message):
-    """Nothing to say."""
+    """How to look."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    LOOK_FIELD_NUMBER: _builtins.int
+    look: _builtins.bool
+    """Whether to look at the engine now, for who has a reason to doubt it; otherwise it is as of the agent's last look."""
     def __init__(
         self,
+        *,
+        look: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["look", b"look"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -187,8 +187,6 @@ class Server:
     work: Path
     port: int = field(default_factory=free_port)
     process: subprocess.Popen[bytes] | None = None
-    seconds: float = 0.0
-    """From its last start to its first healthy answer."""
     _began: float = 0.0
 
     @property
@@ -218,7 +216,6 @@ class Server:
             assert self.process.poll() is None, self.log()[-4000:]
             assert time.monotonic() - self._began < START_SECONDS, self.log()[-4000:]
             time.sleep(0.1)
-        self.seconds = time.monotonic() - self._began
 
     def ask(self, method: str, path: str, *, key: str = "", body: bytes | None = None) -> tuple[int, bytes]:
         """Status and body of one request; status 0 where nobody answers."""

@@ -91,8 +91,9 @@ def generate(server: Any, model: str, ids: list[int], key: str = DATA, **samplin
     return status, json.loads(answer)
 
 
-def test_two_servers_side_by_side_are_up_in_time(servers: Any) -> None:
-    assert max(server.seconds for server in servers) < 120  # 22 s on two idle cores
+def test_two_servers_start_side_by_side(servers: Any) -> None:
+    """22 s on two idle cores; how long it may take beside a run that starts two more is the fixture's START_SECONDS."""
+    assert [server.ask("GET", "/health")[0] for server in servers] == [200, 200]
 
 
 def test_a_server_without_the_plugin_does_not_start() -> None:

@@ -137,7 +137,7 @@ def test_jumps_of_the_clock_change_nothing(tmp_path: Path) -> None:
 
 def test_an_engine_that_is_short_of_cache_gets_fewer_episodes(tmp_path: Path) -> None:
     """Room for a dozen sequences, asked for 64: vLLM puts some back for want of cache, and the learner hears of it."""
-    arguments = ["run", QUICKSTART, "--runs", tmp_path, "--set", "inference.replicas=1", "--set", "schedule.maxSteps=3"]
+    arguments = ["run", QUICKSTART, "--runs", tmp_path, "--set", "inference.replicas=1", "--set", "schedule.maxSteps=2"]
     arguments += ["--set", "inference.args.kv-cache-memory-bytes=8388608", "--set", "data.validation.size=4"]
     kestrl(*arguments)
     run = RunDir(tmp_path / "email-search-1")

@@ -81,12 +81,12 @@ layers: $(STAMP)
 
 ## make gen              generated code, anew
 gen: $(STAMP)
-	PATH=$(CURDIR)/$(TOOLS)/bin:$$PATH $(BIN)/python scripts/gen_protos.py
+	PATH="$(CURDIR)/$(TOOLS)/bin:$$PATH" $(BIN)/python scripts/gen_protos.py
 	$(BIN)/python scripts/gen_kubernetes.py
 	$(BIN)/python scripts/gen_chart.py
 
 gen-check: $(STAMP)
-	PATH=$(CURDIR)/$(TOOLS)/bin:$$PATH $(BIN)/python scripts/gen_protos.py --check
+	PATH="$(CURDIR)/$(TOOLS)/bin:$$PATH" $(BIN)/python scripts/gen_protos.py --check
 	$(BIN)/python scripts/gen_kubernetes.py --check
 	$(BIN)/python scripts/gen_chart.py --check
 	$(TOOLS)/bin/uv tool run --quiet --from buf-bin==1.75.0 buf lint proto
@@ -114,7 +114,7 @@ object-check:
 
 ## make crd-check        Kubernetes' own code validates the CRD (needs Go; two minutes the first time)
 crd-check:
-	cd scripts/crdcheck && go run . $(CURDIR)/charts/kestrl/files/agentrljobs.kestrl.dev.yaml
+	cd scripts/crdcheck && go run . "$(CURDIR)/charts/kestrl/files/agentrljobs.kestrl.dev.yaml"
 
 clean:
 	rm -rf .venv $(TOOLS) runs .pytest_cache .ruff_cache .mypy_cache .hypothesis

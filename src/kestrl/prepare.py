@@ -19,6 +19,7 @@ from kestrl.errors import StorageError, UserInputError
 from kestrl.plan.settings import Model, read_settings
 from kestrl.service import exit_code, settings_path
 from kestrl.storage import open_store
+from kestrl.uris import local_path, scheme_of
 
 OBJECT_SCHEMES = frozenset({"s3", "gs", "az"})
 
@@ -66,12 +67,12 @@ def prepare(settings: PrepareSettings) -> None:
 
 def put_model(uri: str, target: Path, volumes: Path) -> None:
     """A model's folder."""
-    parsed = urlparse(uri)
-    if parsed.scheme in OBJECT_SCHEMES:
+    scheme, parsed = scheme_of(uri), urlparse(uri)
+    if scheme in OBJECT_SCHEMES:
         _download_folder(uri, target)
-    elif parsed.scheme == "hf":
+    elif scheme == "hf":
         _download_hub(f"{parsed.netloc}{parsed.path}", target)
-    elif parsed.scheme == "demo":
+    elif scheme == "demo":
         _copy(Path(locate_model(uri, base=Path("/"))), target)
     else:
         found = _in_volume(uri, volumes, "spec.model.base") or Path(locate_model(uri, base=Path("/")))
@@ -83,7 +84,7 @@ def put_model(uri: str, target: Path, volumes: Path) -> None:
 def put_data(source: DataSource, settings: PrepareSettings) -> None:
     """A data set's file."""
     target = Path(source.target)
-    if urlparse(source.uri).scheme != "demo":
+    if scheme_of(source.uri) != "demo":
         put_file(source.uri, target, Path(settings.volumes), source.field)
         return
     made = locate_data(
@@ -99,7 +100,7 @@ def put_data(source: DataSource, settings: PrepareSettings) -> None:
 
 def put_file(uri: str, target: Path, volumes: Path, field: str) -> None:
     """A single file."""
-    scheme = urlparse(uri).scheme
+    scheme = scheme_of(uri)
     if scheme in OBJECT_SCHEMES:
         _download_file(uri, target)
         return
@@ -108,7 +109,7 @@ def put_file(uri: str, target: Path, volumes: Path, field: str) -> None:
         raise UserInputError(
             f"{field}: {uri!r} is a path on the machine that applied the manifest; on a cluster name s3://..., pvc://CLAIM/PATH or demo://..."
         )
-    source = Path(urlparse(uri).path) if found is None else found
+    source = local_path(uri) if found is None else found
     if not source.is_file():
         raise UserInputError(f"{field}: {source} does not exist in the pod")
     _link(source, target)
@@ -120,9 +121,9 @@ def _in_volume(uri: str, volumes: Path, field: str) -> Path | None:
     Raises:
         UserInputError: It leads out of its claim.
     """
-    parsed = urlparse(uri)
-    if parsed.scheme != "pvc":
+    if scheme_of(uri) != "pvc":
         return None
+    parsed = urlparse(uri)
     claim = (volumes / parsed.netloc).resolve()
     found = (claim / parsed.path.lstrip("/")).resolve()
     if not found.is_relative_to(claim):

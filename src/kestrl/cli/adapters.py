@@ -18,7 +18,7 @@ from kestrl.cli.options import DEFAULT_RUNS, Overrides, RunId, Runs
 from kestrl.cli.runs import run_store
 from kestrl.data.locate import locate_model
 from kestrl.errors import StorageError, UserInputError
-from kestrl.local.rundir import RunDir, find_run, make_folders
+from kestrl.local.rundir import RunDir, find_run
 from kestrl.plan.components import Component
 from kestrl.plan.settings import EvaluateSettings, LearnerSettings
 from kestrl.plan.site import Site
@@ -60,13 +60,11 @@ def evaluate(
     from kestrl.local.runner import Options, run_job
 
     run = find_run(runs, run_id)
-    document = run.read_json("job.json")
-    job = parse_job(with_overrides(document, set_ or ()))
+    job = parse_job(with_overrides(run.read_json("job.json"), set_ or ()))
     store = run_store(run)
     address = None if base else store.address(choose_adapter(store, step))
     stamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%S")
     folder = RunDir(run.path / "evaluations" / stamp)
-    make_folders(folder, job, run.manifest_dir)
 
     def only_evaluate(components: Sequence[Component], _site: Site) -> list[Component]:
         return [_evaluating(component, address) for component in components]

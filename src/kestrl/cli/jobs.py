@@ -26,14 +26,16 @@ def run(
     new: Annotated[
         bool, typer.Option("--new", help="Start a new run even if an unfinished one could be resumed.")
     ] = False,
-    base_port: Annotated[int | None, typer.Option(help="First of the ports to use; without it, free ones.")] = None,
+    base_port: Annotated[
+        int | None, typer.Option(min=1, max=65535, help="First of the ports to use; without it, free ones.")
+    ] = None,
 ) -> None:
     """Train: everything the manifest needs, on this machine. Running it again resumes an unfinished run."""
     from kestrl.local.rundir import open_run
     from kestrl.local.runner import Options, run_job
 
     job = read_job(manifest, set_ or ())
-    folder, resumed = open_run(runs, job, manifest.resolve().parent, new=new)
+    folder, resumed = open_run(runs, job, new=new)
     options = Options(
         manifest_dir=manifest.resolve().parent,
         cache_dir=runs.resolve() / ".data",

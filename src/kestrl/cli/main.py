@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from importlib.metadata import entry_points
 from typing import NoReturn
@@ -15,6 +16,9 @@ from kestrl.service import EXIT_FAILED, EXIT_INPUT
 
 COMMANDS_GROUP = "kestrl.commands"
 """Entry points `name -> typer.Typer`: commands an installed application brings."""
+
+EXIT_BROKEN_PIPE = 128 + 13
+"""What a shell shows for a program that SIGPIPE ended."""
 
 app = typer.Typer(
     no_args_is_help=True, pretty_exceptions_enable=False, help="Trains tool-using agents: one job, the whole loop."
@@ -35,15 +39,25 @@ def main() -> None:
     console = Console(stderr=True)
     try:
         app()
+        sys.stdout.flush()
     except UserInputError as error:
         _end(console, str(error), EXIT_INPUT)
     except KestrlError as error:
         _end(console, str(error.failure()), EXIT_FAILED)
+    except BrokenPipeError:
+        _reader_left()
     except OSError as error:
         unusable = place_error(error, str(error.filename or "a file"))
         if unusable is None:
             raise
         _end(console, str(unusable), EXIT_INPUT)
+
+
+def _reader_left() -> NoReturn:
+    """Ends quietly after the reader of the output has gone, as `kestrl episodes list | head` does."""
+    devnull = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(devnull, sys.stdout.fileno())  # what is still buffered is flushed at exit
+    sys.exit(EXIT_BROKEN_PIPE)
 
 
 def _end(console: Console, message: str, code: int) -> NoReturn:

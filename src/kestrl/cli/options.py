@@ -14,6 +14,8 @@ Overrides = Annotated[
         "--set", help="Override a setting, such as algorithm.groupSize=4. May be given again.", metavar="PATH=VALUE"
     ),
 ]
-Runs = Annotated[Path, typer.Option("--runs", envvar="KESTRL_RUNS", help="The folder that holds the runs.")]
+Runs = Annotated[
+    Path, typer.Option("--runs", envvar="KESTRL_RUNS", resolve_path=True, help="The folder that holds the runs.")
+]
 RunId = Annotated[str | None, typer.Argument(help="The run; without it, the latest.", show_default=False)]
 DEFAULT_RUNS = Path("runs")

@@ -6,12 +6,14 @@ import json
 import os
 import signal
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from google.protobuf.message import DecodeError
 from rich.console import Console
 from rich.table import Table
 
@@ -33,7 +35,7 @@ episodes = typer.Typer(no_args_is_help=True, help="Look at the episodes of a run
 
 def run_store(run: RunDir) -> ObjectStore:
     """The storage of a run."""
-    return open_store(storage_address(run.job(), run, run.manifest_dir))
+    return open_store(storage_address(run.job(), run, run.manifest_dir), create=False)
 
 
 def observed_status(run: RunDir) -> dict[str, Any]:
@@ -129,7 +131,7 @@ def logs(
     component: Annotated[
         str | None, typer.Option("--component", "-c", help="Such as learner-0; without it, all.")
     ] = None,
-    lines: Annotated[int, typer.Option("--lines", "-n", help="Last lines of each.")] = 40,
+    lines: Annotated[int, typer.Option("--lines", "-n", min=0, help="Last lines of each.")] = 40,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on as lines are written.")] = False,
     runs: Runs = DEFAULT_RUNS,
 ) -> None:
@@ -140,7 +142,8 @@ def logs(
         raise UserInputError(f"run {run.id} has no log of {component!r} (there are: {', '.join(paths) or 'none'})")
     chosen = {name: path for name, path in paths.items() if component in {None, name}}
     for name, path in chosen.items():
-        for line in path.read_text(errors="replace").splitlines()[-lines:]:
+        kept = deque(path.read_text(errors="replace").splitlines(), maxlen=lines)
+        for line in kept:
             typer.echo(f"{name} | {line}")
     if follow:
         _follow(run, chosen)
@@ -164,7 +167,10 @@ def _follow(run: RunDir, paths: Mapping[str, Path]) -> None:
 
 def _stored(store: ObjectStore, prefix: str) -> Iterator[tuple[str, Group]]:
     for path in store.list(prefix):
-        batch = common_pb2.GroupBatch.FromString(store.get(path))
+        try:
+            batch = common_pb2.GroupBatch.FromString(store.get(path))
+        except DecodeError as error:
+            raise UserInputError(f"{store.address(path)} is damaged: {error}; restore it or remove it") from error
         for group in batch.groups:
             yield path, group_from_proto(group)
 

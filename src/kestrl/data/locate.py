@@ -8,6 +8,7 @@ from pathlib import Path
 from urllib.parse import urlparse
 
 from kestrl.errors import UserInputError
+from kestrl.uris import LOCAL_SCHEMES, local_path, scheme_of
 
 DATA_GROUP = "kestrl.data"
 """Entry points `name -> provide(path, size, seed, cache_dir) -> Path`: data an installed application brings, `demo://name/path`."""
@@ -25,9 +26,7 @@ def _provider(group: str, name: str, field: str) -> Callable[..., Path]:
 
 
 def _local(uri: str, base: Path, field: str) -> Path:
-    parsed = urlparse(uri)
-    path = Path(parsed.path) if parsed.scheme == "file" else Path(uri)
-    path = path if path.is_absolute() else base / path
+    path = base / local_path(uri)
     if not path.exists():
         raise UserInputError(f"{field}: {path} does not exist")
     return path.resolve()
@@ -47,17 +46,16 @@ def locate_data(uri: str, *, size: int | None, base: Path, seed: int, cache_dir:
     Raises:
         UserInputError: Nothing is there, or nobody offers it.
     """
-    parsed = urlparse(uri)
-    if parsed.scheme == "demo":
+    scheme = scheme_of(uri)
+    if scheme == "demo":
         cache_dir.mkdir(parents=True, exist_ok=True)
         if size is None:
             raise UserInputError(f"{field}: demo:// data is generated: give its size")
+        parsed = urlparse(uri)
         return _provider(DATA_GROUP, parsed.netloc, field)(parsed.path.strip("/"), size, seed, cache_dir)
-    if parsed.scheme in {"", "file"}:
+    if scheme in LOCAL_SCHEMES:
         return _local(uri, base, field)
-    raise UserInputError(
-        f"{field}: scheme {parsed.scheme}:// is not one a data set can have here (path, file://, demo://)"
-    )
+    raise UserInputError(f"{field}: scheme {scheme}:// is not one a data set can have here (path, file://, demo://)")
 
 
 def locate_model(uri: str, *, base: Path, field: str = "spec.model.base") -> str:
@@ -66,16 +64,16 @@ def locate_model(uri: str, *, base: Path, field: str = "spec.model.base") -> str
     Raises:
         UserInputError: Nothing is there, or nobody offers it.
     """
-    parsed = urlparse(uri)
-    if parsed.scheme == "hf":
+    scheme, parsed = scheme_of(uri), urlparse(uri)
+    if scheme == "hf":
         return f"{parsed.netloc}{parsed.path}"
-    if parsed.scheme == "demo":
+    if scheme == "demo":
         folder = _provider(MODEL_GROUP, parsed.netloc, field)()
-    elif parsed.scheme in {"", "file", "pvc"}:
+    elif scheme in LOCAL_SCHEMES | {"pvc"}:
         folder = _local(uri, base, field)
     else:
         raise UserInputError(
-            f"{field}: scheme {parsed.scheme}:// is not one a model can have here (path, file://, hf://, demo://)"
+            f"{field}: scheme {scheme}:// is not one a model can have here (path, file://, hf://, demo://)"
         )
     if not (folder / "config.json").is_file():
         raise UserInputError(f"{field}: {folder} holds no model: config.json is missing")

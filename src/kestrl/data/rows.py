@@ -157,8 +157,9 @@ def _jsonl(path: Path) -> Iterator[tuple[int, Any]]:
                 if line.strip():
                     try:
                         yield number, json.loads(line)
-                    except json.JSONDecodeError as error:
-                        raise UserInputError(f"{path}:{number}: not JSON: {error}") from error
+                    except (ValueError, RecursionError) as error:
+                        why = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
+                        raise UserInputError(f"{path}:{number}: not JSON: {why}") from error
     except UnicodeDecodeError as error:
         raise UserInputError(f"{path}: not UTF-8: {error}") from error
     except OSError as error:

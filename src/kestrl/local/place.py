@@ -6,7 +6,6 @@ import socket
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from urllib.parse import urlparse
 
 from kestrl.data import locate_data
 from kestrl.data.locate import locate_model
@@ -15,8 +14,11 @@ from kestrl.local.rundir import RunDir
 from kestrl.plan.components import Role
 from kestrl.plan.site import Endpoint, Site
 from kestrl.spec import AgentRLJob
+from kestrl.uris import file_uri, is_local
+from kestrl.uris import local_path as path_of
 
 LOOPBACK = "127.0.0.1"
+HIGHEST_PORT = 65535
 
 
 METRICS = "metrics"
@@ -49,13 +51,17 @@ def assign_ports(job: AgentRLJob, base_port: int | None) -> dict[Listener, int]:
     """A port for every listener: free ones chosen by the kernel, or `base_port` and those after it.
 
     Raises:
-        UserInputError: A port after `base_port` is taken.
+        UserInputError: A port after `base_port` is taken, or there are not enough ports after it.
     """
     ports: dict[Listener, int] = {}
     with ExitStack() as held:  # all are held until all are chosen, so that no two are the same
         for offset, replica in enumerate(listeners(job)):
             probe = held.enter_context(socket.socket(socket.AF_INET, socket.SOCK_STREAM))
             wanted = 0 if base_port is None else base_port + offset
+            if wanted > HIGHEST_PORT:
+                raise UserInputError(
+                    f"--base-port {base_port}: the job needs {len(list(listeners(job)))} ports, and the highest is {HIGHEST_PORT}"
+                )
             try:
                 probe.bind((LOOPBACK, wanted))
             except OSError as error:
@@ -74,8 +80,7 @@ def local_path(uri: str | None, base: Path, field: str) -> str | None:
     """
     if uri is None:
         return None
-    parsed = urlparse(uri)
-    path = Path(parsed.path) if parsed.scheme == "file" else base / uri
+    path = base / path_of(uri)
     if not path.is_file():
         raise UserInputError(f"{field}: {path} does not exist")
     return str(path.resolve())
@@ -84,16 +89,15 @@ def local_path(uri: str | None, base: Path, field: str) -> str | None:
 def storage_root(job: AgentRLJob, base: Path) -> str | None:
     """What the job names for the objects of all its runs, paths taken relative to the manifest's folder; None if it names nothing."""
     uri = job.spec.storage.uri
-    if uri is None or urlparse(uri).scheme not in {"", "file"}:
+    if uri is None or not is_local(uri):
         return uri and uri.rstrip("/")
-    path = Path(urlparse(uri).path) if uri.startswith("file:") else base / uri
-    return path.resolve().as_uri()
+    return file_uri(base / path_of(uri))
 
 
 def storage_address(job: AgentRLJob, run: RunDir, base: Path) -> str:
     """Where the run's objects go: the run's own folder, or a folder of its id beneath what the job names."""
     root = storage_root(job, base)
-    return run.path.as_uri() if root is None else f"{root}/{run.id}"
+    return file_uri(run.path) if root is None else f"{root}/{run.id}"
 
 
 def site_of(job: AgentRLJob, run: RunDir, manifest_dir: Path, *, base_port: int | None, cache_dir: Path) -> Site:

@@ -15,10 +15,11 @@ import fcntl
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from kestrl.errors import UserInputError
 from kestrl.spec import AgentRLJob, parse_job
@@ -28,9 +29,12 @@ IDENTITY = ("model", "data", "agent", "tools", "rewards", "sampling", "algorithm
 
 
 def write_atomic(path: Path, text: str) -> None:
-    """Replaces a file whole, so that a reader never sees half of it."""
+    """Replaces a file whole: a reader, or who comes after a power cut, sees the old content or the new."""
     partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(text, encoding="utf-8")
+    with partial.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
     partial.replace(path)
 
 
@@ -49,11 +53,23 @@ class RunDir:
         return self.path / "summary.json"
 
     def read_json(self, name: str) -> dict[str, Any] | None:
-        """A JSON file of the run, or None where it is not there yet."""
+        """A JSON file of the run, or None where it is not there yet.
+
+        Raises:
+            UserInputError: It is not a JSON object: it was cut off or edited.
+        """
+        path = self.path / name
         try:
-            return json.loads((self.path / name).read_bytes())  # type: ignore[no-any-return]
+            document = json.loads(path.read_bytes())
         except FileNotFoundError:
             return None
+        except (ValueError, RecursionError) as error:
+            raise UserInputError(f"{path} is damaged: {error}; restore it, or start a new run with --new") from error
+        if not isinstance(document, dict):
+            raise UserInputError(
+                f"{path} is damaged: it holds no JSON object; restore it, or start a new run with --new"
+            )
+        return cast("dict[str, Any]", document)
 
     def job(self) -> AgentRLJob:
         """The job this run was started with.
@@ -76,7 +92,16 @@ class RunDir:
         return summary is not None and summary.get("status") == "succeeded"
 
     def lock(self) -> int | None:
-        """Takes the run; None if another runner holds it. The lock ends with the process, however that ends."""
+        """Takes the run; None if another runner holds it. The lock ends with the process, however that ends.
+
+        Raises:
+            UserInputError: The folder cannot be made or written.
+        """
+        with _making(self.path):
+            self.path.mkdir(parents=True, exist_ok=True)
+            return self._flock()
+
+    def _flock(self) -> int | None:
         handle = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -141,34 +166,41 @@ def find_run(root: Path, run_id: str | None) -> RunDir:
     return RunDir(root / run_id)
 
 
-def open_run(root: Path, job: AgentRLJob, manifest_dir: Path, *, new: bool) -> tuple[RunDir, bool]:
+def open_run(root: Path, job: AgentRLJob, *, new: bool) -> tuple[RunDir, bool]:
     """The folder to run in, and whether it resumes an earlier run: the newest run of the job, if unfinished and the same job.
 
+    Nothing is written: a run that another runner holds stays as it is until `lock` has said so.
+
     Raises:
-        UserInputError: The folder cannot be made.
+        UserInputError: The record of the earlier run is damaged.
     """
-    runs = runs_of(root, job.metadata.name)
-    if runs and not new and not runs[-1].succeeded() and identity(runs[-1].job()) == identity(job):
-        make_folders(runs[-1], job, manifest_dir)
-        return runs[-1], True
+    runs = runs_of(root.resolve(), job.metadata.name)
+    if runs and not new:
+        last = runs[-1]
+        if not (last.path / "job.json").exists():  # it was cut off before it began
+            return last, False
+        if not last.succeeded() and identity(last.job()) == identity(job):
+            return last, True
     number = int(runs[-1].id.rpartition("-")[2]) + 1 if runs else 1
-    run = RunDir((root / f"{job.metadata.name}-{number}").resolve())
-    make_folders(run, job, manifest_dir)
-    return run, False
+    return RunDir((root / f"{job.metadata.name}-{number}").resolve()), False
+
+
+@contextmanager
+def _making(path: Path) -> Generator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise UserInputError(f"{path}: cannot be made: {error.strerror}; choose another folder with --runs") from error
 
 
 def make_folders(run: RunDir, job: AgentRLJob, manifest_dir: Path) -> None:
-    """Makes a run's folders and writes down what it runs.
+    """Makes a run's folders and records what it runs. Only the holder of the run's lock may call this.
 
     Raises:
         UserInputError: The folder cannot be made or written.
     """
-    try:
+    with _making(run.path):
         for part in ("logs", "settings", "work"):
             (run.path / part).mkdir(parents=True, exist_ok=True)
         write_atomic(run.path / "job.json", job.model_dump_json(by_alias=True, indent=2))
         write_atomic(run.path / "origin.json", json.dumps({"manifest_dir": str(manifest_dir.resolve())}))
-    except OSError as error:
-        raise UserInputError(
-            f"{run.path}: cannot be made: {error.strerror}; choose another folder with --runs"
-        ) from error

@@ -22,7 +22,7 @@ from kestrl.local.place import site_of
 from kestrl.local.processes import Launcher
 from kestrl.local.progress import Progress, RunRecord
 from kestrl.local.report import print_report
-from kestrl.local.rundir import RunDir, write_atomic
+from kestrl.local.rundir import RunDir, make_folders, write_atomic
 from kestrl.local.supervisor import Supervisor
 from kestrl.local.view import View, make_view
 from kestrl.plan.components import Component, Role, Secret
@@ -186,6 +186,7 @@ def run_job(
     """
     if run.lock() is None:
         raise UserInputError(f"run {run.id} is going on already (pid {run.runner_pid()}); see `kestrl status {run.id}`")
+    make_folders(run, job, options.manifest_dir)
     site = site_of(job, run, options.manifest_dir, base_port=options.base_port, cache_dir=options.cache_dir)
     store = open_store(site.storage)
     store.check()

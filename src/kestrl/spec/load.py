@@ -16,6 +16,10 @@ from kestrl.errors import UserInputError
 from kestrl.spec.job import AgentRLJob
 from kestrl.spec.rules import Problem, check
 
+UNREADABLE = (yaml.YAMLError, ValueError, RecursionError)
+"""Errors of PyYAML on text that is not YAML; impossible dates and endless numbers are ValueErrors, deep nesting is a RecursionError."""
+LONGEST_SHOWN = 200
+
 
 class ProblemsError(UserInputError):
     """A manifest that cannot be used, with everything that is wrong."""
@@ -119,8 +123,13 @@ def with_overrides(document: Any, overrides: Sequence[str]) -> Any:
 def _yaml_value(override: str, text: str) -> Any:
     try:
         return yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ProblemsError([Problem("--set", f"the value of {override!r} is not YAML: {error}")]) from error
+    except UNREADABLE as error:
+        shown = override if len(override) <= LONGEST_SHOWN else f"{override[:LONGEST_SHOWN]}..."
+        raise ProblemsError([Problem("--set", f"the value of {shown!r} is not YAML: {_reason(error)}")]) from error
+
+
+def _reason(error: Exception) -> str:
+    return "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
 
 
 def _assign(document: Any, path: str, value: Any) -> None:
@@ -163,8 +172,8 @@ def read_job(path: Path, overrides: Sequence[str] = ()) -> AgentRLJob:
         raise UserInputError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
     try:
         documents = [item for item in yaml.safe_load_all(text) if item is not None]
-    except yaml.YAMLError as error:
-        raise UserInputError(f"{path}: not YAML: {error}") from error
+    except UNREADABLE as error:
+        raise UserInputError(f"{path}: not YAML: {_reason(error)}") from error
     if len(documents) != 1:
         raise UserInputError(f"{path}: holds {len(documents)} documents; one AgentRLJob is expected")
     return parse_job(with_overrides(documents[0], overrides))

@@ -5,15 +5,14 @@ from __future__ import annotations
 import os
 import re
 from datetime import timedelta
-from pathlib import Path
 from typing import TYPE_CHECKING
-from urllib.parse import urlparse
 
 import obstore
 from obstore.exceptions import AlreadyExistsError, BaseError, PermissionDeniedError, UnauthenticatedError
 from obstore.store import LocalStore, from_url
 
 from kestrl.errors import PlaceError, StorageError, UserInputError, place_error
+from kestrl.uris import file_uri, is_local, local_path
 
 if TYPE_CHECKING:
     from obstore.store import ClientConfig, RetryConfig
@@ -37,16 +36,26 @@ def _client() -> ClientConfig:
 
 
 class ObjectStore:
-    """Objects under one address. Paths are relative, with `/`."""
+    """Objects under one address. Paths are relative, with `/`.
 
-    def __init__(self, uri: str) -> None:
+    Args:
+        uri: The address; a plain path is one too.
+        create: Whether a local folder that is missing is made.
+
+    Raises:
+        UserInputError: The address cannot be opened.
+    """
+
+    def __init__(self, uri: str, *, create: bool = True) -> None:
         self.uri = uri.rstrip("/")
-        scheme = urlparse(uri).scheme
         try:
-            if scheme in {"", "file"}:
-                folder = Path(urlparse(uri).path if scheme else uri)
-                folder.mkdir(parents=True, exist_ok=True)
-                self.uri = folder.resolve().as_uri()
+            if is_local(uri):
+                folder = local_path(uri)
+                if create:
+                    folder.mkdir(parents=True, exist_ok=True)
+                elif not folder.is_dir():
+                    raise UserInputError(f"storage.uri: the folder {folder} does not exist")
+                self.uri = file_uri(folder)
                 self._store: obstore.store.ObjectStore = LocalStore(folder.resolve())
             else:
                 self._store = from_url(uri, client_options=_client(), retry_config=RETRIES)
@@ -153,10 +162,10 @@ def _short(error: Exception) -> str:
     return f"{said['code']}: {said['message']}" if said else text
 
 
-def open_store(uri: str) -> ObjectStore:
-    """Opens the store at an address.
+def open_store(uri: str, *, create: bool = True) -> ObjectStore:
+    """Opens the store at an address; without `create`, a local folder that is missing is an error.
 
     Raises:
-        UserInputError: The address is malformed or its scheme unknown.
+        UserInputError: The address is malformed, its scheme unknown, or its folder missing.
     """
-    return ObjectStore(uri)
+    return ObjectStore(uri, create=create)

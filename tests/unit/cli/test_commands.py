@@ -198,11 +198,12 @@ def stored_group() -> Group:
 @pytest.fixture
 def finished(tmp_path: Path, manifest: dict[str, Any]) -> Path:
     """The folder of runs, with a run in it as a learner leaves it."""
-    from kestrl.local.rundir import open_run
+    from kestrl.local.rundir import make_folders, open_run
     from kestrl.spec import parse_job
 
     runs = tmp_path / "runs"
-    run, _ = open_run(runs, parse_job(manifest), tmp_path, new=False)
+    run, _ = open_run(runs, parse_job(manifest), new=False)
+    make_folders(run, parse_job(manifest), tmp_path)
     store = open_store(run.path.as_uri())
     batch = common_pb2.GroupBatch(step=0, purpose="train", groups=[group_to_proto(stored_group())])
     store.put("episodes/train/000000.pb", batch.SerializeToString())

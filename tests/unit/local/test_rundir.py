@@ -13,7 +13,7 @@ import pytest
 
 from kestrl.errors import UserInputError
 from kestrl.local.place import assign_ports, listeners, storage_address
-from kestrl.local.rundir import RunDir, find_run, open_run, write_atomic
+from kestrl.local.rundir import RunDir, find_run, make_folders, open_run, write_atomic
 from kestrl.spec import AgentRLJob, parse_job, with_overrides
 
 MANIFEST: dict[str, Any] = {
@@ -38,7 +38,8 @@ def finish(run: RunDir, status: str) -> None:
 
 
 def opened(root: Path, *overrides: str, new: bool = False) -> tuple[str, bool]:
-    run, resumed = open_run(root, job_with(*overrides), root, new=new)
+    run, resumed = open_run(root, job_with(*overrides), new=new)
+    make_folders(run, job_with(*overrides), root)
     return run.id, resumed
 
 
@@ -59,7 +60,7 @@ def test_another_job_of_the_same_name_is_another_run(tmp_path: Path) -> None:
 
 
 def test_only_one_runner_holds_a_run(tmp_path: Path) -> None:
-    run, _ = open_run(tmp_path, job_with(), tmp_path, new=False)
+    run, _ = open_run(tmp_path, job_with(), new=False)
     code = "import sys; from kestrl.local.rundir import RunDir; from pathlib import Path\n"
     code += "handle = RunDir(Path(sys.argv[1])).lock(); print(handle is not None, flush=True); sys.stdin.read()"
     with subprocess.Popen(

@@ -73,7 +73,7 @@ def open_engine(url: str, *, run: str = "") -> Engine:
         if engine.dialect.name == "sqlite":
             event.listen(engine, "connect", _sqlite_durable)
         config = Config()
-        config.set_main_option("script_location", str(files("kestrl_learner.ledger") / "migrations"))
+        config.set_main_option("script_location", str(files("kestrl_learner.ledger") / "migrations").replace("%", "%%"))
         with engine.begin() as connection:
             config.attributes["connection"] = connection
             command.upgrade(config, "head")

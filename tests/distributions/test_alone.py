@@ -1,0 +1,144 @@
+"""Every distribution, built as a wheel and installed alone with what the lock gives it, starts in an environment of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kestrl.plan.components import Component, Secret
+from kestrl.plan.planning import plan
+from kestrl.plan.site import Endpoint, Site
+from kestrl.spec import parse_job
+from kestrl.testing.ports import free_port
+
+pytestmark = [pytest.mark.distributions, pytest.mark.timeout(600)]
+ROOT = Path(__file__).parents[2]
+UV = ROOT / ".tools" / "bin" / "uv"
+SERVICES = {"kestrl-tools": "tools-0", "kestrl-judge": "judge-0", "kestrl-inference": "inference-0"}
+"""They start without a model, and serve until they are told to end."""
+READERS = {"kestrl-rollout": "rollout-0", "kestrl-learner": "learner-0"}
+"""They read the model first: one that is not there ends them with exit code 2 and its name."""
+MANIFEST: dict[str, Any] = {
+    "apiVersion": "kestrl.dev/v1alpha1",
+    "kind": "AgentRLJob",
+    "metadata": {"name": "job"},
+    "spec": {
+        "model": {"base": "/nowhere/model"},
+        "data": {"train": {"uri": "train.jsonl"}},
+        "tools": [{"name": "calculator", "use": "kestrl_tools.calculator:calculator"}],
+        "rewards": [{"rule": "format"}],
+        "algorithm": {"groupsPerStep": 1},
+    },
+}
+
+
+def run(*command: str | Path, cwd: Path = ROOT) -> str:
+    ended = subprocess.run([*map(str, command)], cwd=cwd, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return ended.stdout
+
+
+@pytest.fixture(scope="session")
+def wheels(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("wheels")
+    run(UV, "build", "--all-packages", "--wheel", "--quiet", "--out-dir", folder)
+    return folder
+
+
+def installed(name: str, wheels: Path, folder: Path) -> Path:
+    """The interpreter of an environment with one distribution, the library, and their dependencies by the lock."""
+    python = folder / "env" / "bin" / "python"
+    run(UV, "venv", "--quiet", "--python", "3.11", folder / "env")
+    listed = run(
+        UV,
+        "export",
+        "--frozen",
+        "--no-default-groups",
+        "--no-emit-workspace",
+        "--no-hashes",
+        "--quiet",
+        "--package",
+        name,
+    )
+    (folder / "requirements.txt").write_text(listed)
+    own = [path for path in wheels.iterdir() if path.name.startswith(("kestrl-0", f"{name.replace('-', '_')}-0"))]
+    install = (UV, "pip", "install", "--quiet", "--no-deps", "--python", python)
+    run(*install, "--requirements", folder / "requirements.txt")
+    run(*install, *own)
+    return python
+
+
+def component(name: str, folder: Path, port: int) -> Component:
+    def endpoint(role: Any, index: int) -> Endpoint:
+        return Endpoint(bind="127.0.0.1", host="127.0.0.1", port=port)
+
+    rows = folder / "train.jsonl"
+    rows.write_text(json.dumps({"id": "1", "question": "?", "ground_truth": "1"}) + "\n")
+    site = Site(
+        run="job-1",
+        endpoint=endpoint,
+        model="/nowhere/model",
+        template=None,
+        train=str(rows),
+        validation=None,
+        storage=str(folder / "store"),
+        database=f"sqlite:///{folder}/ledger.db",
+        work_dir=str(folder / "work"),
+    )
+    return next(item for item in plan(parse_job(MANIFEST), site) if item.name == name)
+
+
+def started(python: Path, item: Component, folder: Path) -> subprocess.Popen[str]:
+    assert item.settings is not None
+    (folder / "settings.json").write_text(item.settings.model_dump_json())
+    environment = {name: value for name, value in os.environ.items() if name not in {"PYTHONPATH", "VIRTUAL_ENV"}}
+    environment |= dict.fromkeys((secret.value for secret in Secret), "secret")
+    command = [str(python), "-I", "-m", item.module, "--settings", str(folder / "settings.json")]
+    return subprocess.Popen(command, cwd=folder, env=environment, stderr=subprocess.PIPE, text=True)
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_a_service_alone_serves_and_ends_when_told(name: str, wheels: Path, tmp_path: Path) -> None:
+    port = free_port()
+    process = started(installed(name, wheels, tmp_path), component(SERVICES[name], tmp_path, port), tmp_path)
+    assert process.stderr is not None
+    while process.poll() is None:  # each refused connection is one look; the test's own timeout bounds them
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) == 0:
+                break
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    errors = process.communicate(timeout=60)[1]
+    assert process.returncode == 0, errors
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_a_program_alone_names_the_model_that_is_missing(name: str, wheels: Path, tmp_path: Path) -> None:
+    process = started(installed(name, wheels, tmp_path), component(READERS[name], tmp_path, free_port()), tmp_path)
+    errors = process.communicate(timeout=120)[1]
+    assert (process.returncode, "model.base" in errors) == (2, True), errors
+
+
+@pytest.mark.parametrize(
+    ("name", "command", "expected"),
+    [
+        ("kestrl", ["-m", "kestrl.cli.main", "version"], ""),
+        ("kestrl-operator", ["-m", "kestrl_operator", "--config", "/nowhere/config.yaml"], "/nowhere/config.yaml"),
+        ("kestrl-email", ["-m", "kestrl.cli.main", "email", "--help"], ""),
+    ],
+)
+def test_a_command_alone_answers(name: str, command: list[str], expected: str, wheels: Path, tmp_path: Path) -> None:
+    python = installed(name, wheels, tmp_path)
+    ended = subprocess.run(
+        [str(python), *command], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert "ModuleNotFoundError" not in ended.stderr
+    assert (ended.returncode, expected in ended.stderr) == (2 if expected else 0, True), ended.stderr

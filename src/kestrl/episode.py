@@ -55,6 +55,10 @@ class Scenario:
     metadata: Mapping[str, Json] = field(default_factory=dict[str, Any])
 
 
+LARGEST_REWARD = 1e30
+"""Magnitude above which a reward is refused: float32 and the sums of a group hold it with room to spare."""
+
+
 class StopReason(StrEnum):
     """Why an episode ended."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -19,7 +20,7 @@ from kestrl.cli.runs import run_store
 from kestrl.data.locate import locate_model
 from kestrl.errors import StorageError, UserInputError
 from kestrl.local.rundir import RunDir, find_run
-from kestrl.plan.components import Component
+from kestrl.plan.components import TORCH_DEFAULTS, Component
 from kestrl.plan.settings import EvaluateSettings, LearnerSettings
 from kestrl.plan.site import Site
 from kestrl.spec import parse_job, with_overrides
@@ -122,7 +123,7 @@ def export(
         "--out",
         str(out),
     ]
-    done = subprocess.run(command, check=False)  # noqa: S603 - our own module
+    done = subprocess.run(command, check=False, env={**TORCH_DEFAULTS, **os.environ})  # noqa: S603 - our own module
     for file in scratch.iterdir():
         file.unlink()
     scratch.rmdir()

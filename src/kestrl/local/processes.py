@@ -64,7 +64,7 @@ class Launcher:
     def _environment(self, component: Component) -> dict[str, str]:
         inherited = {key: value for key, value in self.environment.items() if key not in KEPT_OUT}
         granted = {secret.value: self.secrets[secret.value] for secret in component.secrets}
-        return {**inherited, "PYTHONUNBUFFERED": "1", **component.env, **granted}
+        return {**component.env_defaults, **inherited, "PYTHONUNBUFFERED": "1", **component.env, **granted}
 
     def command(self, component: Component) -> list[str]:
         """`python -m MODULE [--settings FILE] ARGS`, the settings written first."""

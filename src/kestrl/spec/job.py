@@ -5,12 +5,12 @@ Cross-field rules are in `rules.py`, so that every problem of a manifest can be 
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic.alias_generators import to_camel
 
-from kestrl.spec.scalars import Address, Duration, ImportPath, Name
+from kestrl.spec.scalars import Address, Duration, DurationOrZero, ImportPath, JsonObject, Name
 
 API_VERSION = "kestrl.dev/v1alpha1"
 KIND = "AgentRLJob"
@@ -27,11 +27,18 @@ class Model(BaseModel):
         validate_by_name=True,
         validate_by_alias=True,
         use_attribute_docstrings=True,
+        allow_inf_nan=False,
     )
 
 
-PositiveInt = Annotated[int, Field(ge=1)]
-NonNegativeInt = Annotated[int, Field(ge=0)]
+LARGEST_INT = 2**31 - 1
+"""The largest count or size without a maximum of its own."""
+LARGEST_CONTEXT = 16 * 1024 * 1024
+"""Tokens."""
+LARGEST_SEED = 2**53 - 1
+"""The largest integer that every JSON reader keeps exactly."""
+PositiveInt = Annotated[int, Field(ge=1, le=LARGEST_INT)]
+NonNegativeInt = Annotated[int, Field(ge=0, le=LARGEST_INT)]
 Positive = Annotated[float, Field(gt=0, strict=False)]
 NonNegative = Annotated[float, Field(ge=0, strict=False)]
 
@@ -79,7 +86,7 @@ class Data(Model):
     train: DataSet
     validation: DataSet | None = None
     """Held out: evaluated before, during and after, never trained on."""
-    seed: NonNegativeInt = 42
+    seed: Annotated[int, Field(ge=0, le=LARGEST_SEED)] = 42
     """Seeds the order of scenarios, the sampling and the adapter's initialisation."""
 
 
@@ -94,15 +101,15 @@ class Agent(Model):
 
     loop: Annotated[str, Field(pattern=r"^([a-z_]+|[A-Za-z_][\w.]*:[A-Za-z_][\w.]*)$")] = "tool_agent"
     """`tool_agent`, `single_turn`, or a class by import path (ours or one written for verl)."""
-    max_turns: PositiveInt = 10
+    max_turns: Annotated[int, Field(ge=1, le=10_000)] = 10
     """Completions of one episode at the most."""
-    max_tokens: PositiveInt = 2048
+    max_tokens: Annotated[int, Field(ge=1, le=LARGEST_CONTEXT)] = 2048
     """Sampled tokens of one episode at the most."""
-    max_tokens_per_turn: PositiveInt | None = None
+    max_tokens_per_turn: Annotated[int, Field(ge=1, le=LARGEST_CONTEXT)] | None = None
     """Sampled tokens of one turn at the most; without it only max_tokens bounds a turn."""
-    max_tool_tokens: PositiveInt = 1024
+    max_tool_tokens: Annotated[int, Field(ge=1, le=LARGEST_CONTEXT)] = 1024
     """Longer observations are cut, with a marker."""
-    max_parallel_calls: PositiveInt = 8
+    max_parallel_calls: Annotated[int, Field(ge=1, le=1024)] = 8
     """Tool calls of one turn that are carried out."""
     template: Template | None = None
 
@@ -114,7 +121,7 @@ class Tool(Model):
     """What the model calls it."""
     use: ImportPath
     """A function, or a class with one instance per episode."""
-    config: dict[str, Any] = {}
+    config: JsonObject = {}
     """Keyword arguments of the class, the same for every episode."""
 
 
@@ -168,18 +175,18 @@ class Algorithm(Model):
 
     name: Literal["grpo", "dr_grpo", "rloo"] = "grpo"
     """The advantage estimator."""
-    group_size: PositiveInt = 8
+    group_size: Annotated[int, Field(ge=1, le=1024)] = 8
     """Episodes of one scenario."""
-    groups_per_step: PositiveInt = 8
+    groups_per_step: Annotated[int, Field(ge=1, le=65_536)] = 8
     """Scenarios of one optimiser step."""
     learning_rate: Positive = 1.2e-5
     """Of AdamW, after the warm-up; it is constant."""
     clip: Clip = Clip()
-    max_staleness: NonNegativeInt = 0
+    max_staleness: Annotated[int, Field(ge=0, le=64)] = 0
     """0: sample and train in turn. 1 or more: rollouts overlap training, and no group older than this many steps is trained on."""
     on_failed_episode: Literal["drop", "shrink"] = "drop"
     """When an episode fails for a reason other than the policy: drop its group, or go on with the rest."""
-    min_group_size: PositiveInt = 2
+    min_group_size: Annotated[int, Field(ge=1, le=1024)] = 2
     """With `shrink`: fewer episodes than this drop the group."""
     max_failed_share: Annotated[float, Field(ge=0, le=1, strict=False)] = 0.2
     """When more of a step's episodes than this fail for reasons other than the policy, the run stops."""
@@ -221,7 +228,7 @@ class Accelerator(Model):
 
     profile: Name = "cpu"
     """cpu, nvidia or ascend; a cluster may know others."""
-    count: PositiveInt = 1
+    count: Annotated[int, Field(ge=1, le=64)] = 1
     """Devices per replica."""
 
 
@@ -230,14 +237,14 @@ class Inference(Model):
 
     engine: Literal["vllm"] = "vllm"
     """What serves the model."""
-    replicas: PositiveInt = 1
+    replicas: Annotated[int, Field(ge=1, le=256)] = 1
     """Engines, each with the whole model."""
     accelerator: Accelerator = Accelerator()
-    context_length: PositiveInt = 4096
+    context_length: Annotated[int, Field(ge=1, le=LARGEST_CONTEXT)] = 4096
     """Tokens of one sequence at the most."""
-    adapter_slots: PositiveInt = 4
+    adapter_slots: Annotated[int, Field(ge=1, le=128)] = 4
     """Adapter versions an engine holds at once; at least maxStaleness + 2."""
-    threads: PositiveInt = 1
+    threads: Annotated[int, Field(ge=1, le=1024)] = 1
     """CPU threads of one engine, on profile cpu. More of them than cores, over all engines, is several times slower."""
     args: dict[str, str | int | float | bool] = {}
     """Further arguments of the engine's server, such as `max-num-seqs: 64`; `true` gives a bare flag."""
@@ -261,9 +268,9 @@ class Deadlines(Model):
 class Rollout(Model):
     """The rollout workers."""
 
-    replicas: PositiveInt = 1
+    replicas: Annotated[int, Field(ge=1, le=1024)] = 1
     """Workers; on a cluster the scale subresource sets it."""
-    concurrency: PositiveInt = 64
+    concurrency: Annotated[int, Field(ge=1, le=16_384)] = 64
     """Episodes one worker runs at once."""
     deadlines: Deadlines = Deadlines()
 
@@ -272,7 +279,7 @@ class Learner(Model):
     """The learner."""
 
     accelerator: Accelerator = Accelerator()
-    threads: PositiveInt | None = None
+    threads: Annotated[int, Field(ge=1, le=1024)] | None = None
     """CPU threads of one process; without it all cores."""
 
 
@@ -319,7 +326,7 @@ class Patch(Model):
 
     role: Literal["inference", "rollout", "tools", "judge", "learner"]
     """Whose pods."""
-    template: dict[str, Any]
+    template: JsonObject
     """Of a PodTemplate: `metadata` (labels, annotations) and `spec`."""
 
 
@@ -344,11 +351,11 @@ class JobSpec(Model):
     failure_policy: FailurePolicy = FailurePolicy()
     patches: list[Patch] = []
     """On a cluster: whatever a pod should have that nothing above has a word for, such as requests, affinity or a volume."""
-    pending_deadline: Duration | None = None
+    pending_deadline: DurationOrZero | None = None
     """A job whose pods could not start for so long is failed (on a cluster); without it it waits."""
     active_deadline: Duration | None = None
     """The run is failed after so long."""
-    ttl_after_finished: Duration | None = None
+    ttl_after_finished: DurationOrZero | None = None
     """The object is deleted so long after it finished (on a cluster)."""
 
 

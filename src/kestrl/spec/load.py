@@ -77,6 +77,8 @@ def _explain(error: ErrorDetails) -> Problem:
         return Problem(path, "is required; add it")
     message = error["msg"].removeprefix("Value error, ")
     given = error.get("input")
+    if len(repr(given)) > LONGEST_SHOWN:
+        return Problem(path, message)
     shown = (
         f" (is {given!r})" if isinstance(given, str | int | float | bool | None) and repr(given) not in message else ""
     )

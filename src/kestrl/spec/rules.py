@@ -151,6 +151,35 @@ def evaluation_has_data(spec: JobSpec) -> Iterator[Problem]:
         yield Problem("spec.schedule.evalEvery", "there is nothing to evaluate on: add data.validation")
 
 
+RESERVED_ARGS = {
+    "model": "set spec.model.base",
+    "tokenizer": "set spec.model.base",
+    "dtype": "set spec.model.dtype",
+    "max-model-len": "set spec.inference.contextLength",
+    "tensor-parallel-size": "set spec.inference.accelerator.count",
+    "max-lora-rank": "set spec.model.adapter.rank",
+    "max-loras": "set spec.inference.adapterSlots",
+    "max-cpu-loras": "set spec.inference.adapterSlots",
+} | dict.fromkeys(
+    (
+        "served-model-name", "host", "port", "uds", "middleware", "root-path", "api-key", "config", "ssl-keyfile",
+        "ssl-certfile", "ssl-ca-certs", "enable-lora", "lora-modules", "logprobs-mode",
+        "generation-config",
+    ),
+    "remove it: KestRL sets it itself",
+)  # fmt: skip
+"""Arguments of the engine's server on which the guard before its control routes, verified adapters or exact log-probs rest, with the fix."""
+
+
+def engine_args_are_free(spec: JobSpec) -> Iterator[Problem]:
+    for name in spec.inference.args:
+        flag = name.lstrip("-").replace("_", "-").lower().partition("=")[0].partition(".")[0].removeprefix("no-")
+        # argparse takes a prefix of a flag for the flag.
+        reserved = next((known for known in RESERVED_ARGS if known.startswith(flag)), None)
+        if reserved is not None:
+            yield Problem(f"spec.inference.args.{name}", f"--{reserved} is reserved; {RESERVED_ARGS[reserved]}")
+
+
 def a_wait_for_pods_can_end(spec: JobSpec) -> Iterator[Problem]:
     limit, active = spec.pending_deadline, spec.active_deadline
     if limit == 0:
@@ -224,6 +253,7 @@ RULES: tuple[Rule, ...] = (
     a_group_fits_a_worker,
     data_fills_a_step,
     evaluation_has_data,
+    engine_args_are_free,
     a_wait_for_pods_can_end,
     failure_rules_can_fit,
     patches_are_of_templates,

@@ -218,3 +218,13 @@ def test_a_row_knows_nothing_of_algorithms() -> None:
         "policy",
         "engines",
     }
+
+
+@given(st.lists(st.floats(-1e30, 1e30), min_size=2, max_size=8))
+def test_every_reward_that_is_accepted_has_a_finite_advantage(rewards: list[float]) -> None:
+    for estimator in ADVANTAGES.values():
+        assert all(math.isfinite(value) for value in estimator(rewards))
+
+
+def test_rewards_whose_squares_overflow_are_standardised() -> None:
+    assert grpo([1e200, -1e200]) == pytest.approx([1.0, -1.0])

@@ -15,9 +15,11 @@ from kestrl.api.learner.v1 import learner_pb2 as lpb
 from kestrl.api.learner.v1 import learner_pb2_grpc as lstubs
 from kestrl.errors import Boundary, EngineFailure, Failure, KestrlError, UserInputError
 from kestrl.plan.settings import EvaluateSettings
-from kestrl_learner import collect
+from kestrl.storage import open_store
+from kestrl_learner import collect, training
 from kestrl_learner.__main__ import work
 from kestrl_learner.collect import Collector, StepDeadline
+from kestrl_learner.facts import step_facts
 from kestrl_learner.run import Run
 
 from .fakes import running, until
@@ -305,5 +307,36 @@ async def test_a_run_whose_ledger_is_gone_is_not_trained_on_anew(staged: Any, tm
         other = {"database": f"sqlite:///{tmp_path}/another.db"}
         with pytest.raises(UserInputError, match="a run at step 2, and its ledger is not here"):
             await Run(stage.but(max_steps=4, **other)).main()
+        await Run(stage.but(max_steps=4)).main()
+        assert stage.summary["steps"] == 4
+
+
+async def test_whatever_ends_a_run_what_it_learned_is_kept(staged: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(step: int, *arguments: Any) -> Any:
+        if step == 2:
+            raise ZeroDivisionError("a bug")
+        return step_facts(step, *arguments)
+
+    async with staged() as stage:
+        monkeypatch.setattr(training, "step_facts", broken)
+        with pytest.raises(ZeroDivisionError):
+            await Run(stage.but(max_steps=4)).main()
+        assert stage.summary["status"] == "failed"
+        assert "[infrastructure/internal] ZeroDivisionError: a bug" in stage.summary["reason"]
+        assert [
+            path
+            for path in open_store(stage.settings.storage).list("checkpoints")
+            if path.endswith("000002/manifest.json")
+        ]
+        monkeypatch.undo()
+        await Run(stage.but(max_steps=4)).main()
+        assert (stage.summary["status"], stage.summary["steps"]) == ("succeeded", 4)
+
+
+async def test_a_ledger_beside_an_empty_storage_is_refused(staged: Any, tmp_path: Any) -> None:
+    async with staged() as stage:
+        await Run(stage.but(max_steps=2)).main()
+        with pytest.raises(UserInputError, match=r"the ledger holds a run at step 2, and .* holds nothing of it"):
+            await Run(stage.but(max_steps=4, storage=(tmp_path / "empty").as_uri())).main()
         await Run(stage.but(max_steps=4)).main()
         assert stage.summary["steps"] == 4

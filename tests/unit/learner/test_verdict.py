@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from array import array
 from dataclasses import replace
 from typing import Any, Literal
@@ -196,3 +197,25 @@ def test_a_group_of_another_scenario_is_refused() -> None:
 
 def test_a_group_that_lacks_an_episode_is_refused() -> None:
     assert judged(episode(0), episode(1)).failures[0].code == "malformed_group"
+
+
+def row(**changes: Any) -> Row:
+    return replace(episode(0).rows[0], **changes)
+
+
+@pytest.mark.parametrize(
+    ("odd", "why"),
+    [
+        (episode(0, rows=[row(mask=b"\0\2\1")]), "mask byte of 2"),
+        (episode(0, turns=[]), "2 sampled tokens that no turn names"),
+        (episode(0, turns=[replace(episode(0).turns[0], start=2)]), "1 sampled tokens that no turn names"),
+        (episode(0, turns=[replace(episode(0).turns[0], end=9)]), "a turn at 1-9 of a row of 3 tokens"),
+        (episode(0, reward=1e200), "reward 1e\\+200"),
+    ],
+    ids=["mask", "no turns", "half a turn", "long turn", "reward"],
+)
+def test_a_group_that_cannot_be_attributed_is_malformed(odd: Episode, why: str) -> None:
+    verdict = judged(odd, episode(1), episode(2))
+    (failure,) = verdict.failures
+    assert (verdict.fate, failure.code) == (Fate.RETRY, "malformed_group")
+    assert re.search(why, failure.message)

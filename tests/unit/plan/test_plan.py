@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kestrl.errors import UserInputError
+from kestrl.local.processes import Launcher
 from kestrl.plan.components import Component, Role, Secret
 from kestrl.plan.engines import engine_rank, serving_command
 from kestrl.plan.planning import group_seconds, plan
@@ -212,3 +214,23 @@ def test_a_place_may_know_other_profiles() -> None:
     settings = parts["learner-0"].settings
     assert isinstance(settings, LearnerSettings)
     assert settings.device == "npu"
+
+
+def test_threads_of_torch_do_not_wait_busily_without_a_bound() -> None:
+    components = by_name(job_with())
+    assert {name for name, component in components.items() if "GOMP_SPINCOUNT" in component.env_defaults} == {
+        "engine-0",
+        "engine-1",
+        "learner-0",
+    }
+
+
+def test_a_variable_that_the_user_set_takes_precedence(tmp_path: Path) -> None:
+    learner = by_name(job_with())["learner-0"]
+    secrets = dict.fromkeys((secret.value for secret in Secret), "x")
+
+    def value(**environment: str) -> str:
+        launcher = Launcher(folder=tmp_path, secrets=secrets, environment=environment)
+        return launcher._environment(learner)["GOMP_SPINCOUNT"]
+
+    assert (value(), value(GOMP_SPINCOUNT="7")) == ("2000", "7")

@@ -242,3 +242,53 @@ def test_durations_round_trip(milliseconds: int) -> None:
 def test_what_is_no_duration_is_refused(text: Any) -> None:
     with pytest.raises(ValueError, match="is not a duration"):
         parse_duration(text)
+
+
+@pytest.mark.parametrize(
+    ("override", "path"),
+    [
+        ("algorithm.maxGradNorm=.inf", "spec.algorithm.maxGradNorm"),
+        ("algorithm.importanceCap=.nan", "spec.algorithm.importanceCap"),
+        ("algorithm.logprobGapBound=.inf", "spec.algorithm.logprobGapBound"),
+        ("rewards=[{rule: 'm:f', weight: -.inf}]", "spec.rewards[0].weight"),
+        ("inference.args.x=.inf", "spec.inference.args.x"),
+        ("tools=[{name: a, use: 'm:f', config: {x: [.inf]}}]", "spec.tools[0].config"),
+        ("tools=[{name: a, use: 'm:f', config: {day: 2026-01-01}}]", "spec.tools[0].config"),
+        ("tools=[{name: a, use: 'm:f', config: {1: x}}]", "spec.tools[0].config"),
+        ("rollout.deadlines.tool=-5.0", "spec.rollout.deadlines.tool"),
+        ("rollout.deadlines.tool=.nan", "spec.rollout.deadlines.tool"),
+        ("rollout.deadlines.tool=0s", "spec.rollout.deadlines.tool"),
+        ("rollout.deadlines.tool=0.1ms", "spec.rollout.deadlines.tool"),
+        (f"activeDeadline={'9' * 400}s", "spec.activeDeadline"),
+        ("data.seed=9223372036854775808", "spec.data.seed"),
+        ("inference.replicas=200000", "spec.inference.replicas"),
+        ("rollout.replicas=1025", "spec.rollout.replicas"),
+        ("inference.contextLength=1000000000", "spec.inference.contextLength"),
+        ("schedule.epochs=99999999999", "spec.schedule.epochs"),
+    ],
+)
+def test_a_value_out_of_its_range_is_refused_by_its_field(override: str, path: str) -> None:
+    problems = refused(override)
+    assert all(problem.startswith(path) for problem in problems)
+    assert all(len(problem) < 300 for problem in problems)
+
+
+def test_a_finished_object_may_be_deleted_at_once() -> None:
+    assert parse_job(with_overrides(MANIFEST, ["ttlAfterFinished=0s"])).spec.ttl_after_finished == 0.0
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["port", "host", "middleware", "--middleware", "no-enable-lora", "served_model_name", "api-key", "middl", "Config"],
+)
+def test_engine_arguments_that_guarantees_rest_on_are_reserved(name: str) -> None:
+    (problem,) = refused(f"inference.args={{'{name}': x}}")
+    assert problem.startswith(f"spec.inference.args.{name}: --")
+    assert "is reserved; " in problem
+
+
+def test_other_engine_arguments_are_the_users() -> None:
+    args = (
+        "inference.args={max-num-seqs: 7, gpu-memory-utilization: 0.4, enable-scale-out: false, tokenizer-mode: slow}"
+    )
+    assert len(parse_job(with_overrides(MANIFEST, [args])).spec.inference.args) == 4

@@ -97,7 +97,7 @@ def _settings_flag(component: Component) -> list[str]:
 
 def environment(job: str, component: Component, profile: Profile) -> list[Object]:
     """Variables: the plan's, the job's credentials that the component lists, who it is, and what its devices need."""
-    plain = [{"name": name, "value": value} for name, value in component.env.items()]
+    plain = [{"name": name, "value": value} for name, value in {**component.env_defaults, **component.env}.items()]
     secret = [
         {"name": item.value, "valueFrom": {"secretKeyRef": {"name": credentials(job), "key": item.value}}}
         for item in component.secrets

@@ -7,12 +7,11 @@ one. Whatever goes wrong is a `Failure`, and an episode for which any component 
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from kestrl.episode import Group
+from kestrl.episode import LARGEST_REWARD, Group
 from kestrl.errors import Boundary, Failure
 from kestrl.rewards import Score
 
@@ -78,8 +77,11 @@ def combine(episode_id: str, parts: Sequence[tuple[Scorer, Verdict | None]]) -> 
         else:
             failure = failure or verdict or _failure("reward_missing", f"{scorer.name} gave no verdict")
     total = sum(scorer.weight * rewards.get(scorer.name, 0.0) for scorer, _ in parts)
-    if failure is None and not math.isfinite(total):
-        failure = _failure("reward_not_finite", f"the weighted sum of {', '.join(rewards)} is {total}")
+    if failure is None and not abs(total) <= LARGEST_REWARD:
+        failure = _failure(
+            "reward_not_finite",
+            f"the weighted sum of {', '.join(rewards)} is {total}; it must be finite, {LARGEST_REWARD:g} at the most",
+        )
     return Judgement(
         episode_id=episode_id,
         reward=total if failure is None else None,

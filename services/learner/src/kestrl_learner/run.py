@@ -17,7 +17,7 @@ import torch
 from opentelemetry import context as otel_context
 from opentelemetry.propagate import extract
 
-from kestrl.errors import KestrlError
+from kestrl.errors import Boundary, Failure, KestrlError
 from kestrl.plan.settings import LearnerSettings
 from kestrl.storage import AdapterManifest, fetch_adapter, open_store
 from kestrl.telemetry import span
@@ -68,14 +68,23 @@ class Run:
             with _traced(self.settings.traceparent), span(SpanName.JOB, self._attributes()):
                 await self._run()
         except KestrlError as error:
-            failure = error.failure(component="learner-0")
-            self._nobody_looks()
-            self.progress.update(phase="failed", failure=failure, message=str(error)[:300])
-            if self._context is not None:
-                await self._context.write_summary("failed", reason=str(failure))
+            await self._failed(error.failure(component="learner-0"))
+            raise
+        except Exception as error:  # reported like any other failure, and raised: it is a bug
+            message = f"{type(error).__name__}: {error}"
+            await self._failed(
+                Failure(boundary=Boundary.INFRASTRUCTURE, code="internal", message=message, component="learner-0")
+            )
             raise
         finally:
             self._context = self._training = None  # what is told from now on needs neither model nor data
+
+    async def _failed(self, failure: Failure) -> None:
+        """Reports the failure to watchers and writes the summary."""
+        self._nobody_looks()
+        self.progress.update(phase="failed", failure=failure, message=failure.message[:300])
+        if self._context is not None:
+            await self._context.write_summary("failed", reason=str(failure))
 
     def _attributes(self) -> dict[str, str]:
         return {Attr.JOB: self.settings.job, Attr.RUN: self.settings.run}

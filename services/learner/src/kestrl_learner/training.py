@@ -85,7 +85,7 @@ class Training:
             await self._after()
         except UserInputError:
             raise
-        except (Interrupted, KestrlError) as cause:
+        except Exception as cause:  # whatever ends a run, what it learned is kept
             await self._keep_what_was_learned(cause)
             raise
         finally:
@@ -96,6 +96,7 @@ class Training:
         context = self._context
         known = checkpoint.newest(context.store)
         if known is None:
+            self._refuse_foreign_storage()
             self._ledger.rewind(0)
             return 0
         if known.facts.get("digest", context.digest) != context.digest:
@@ -110,6 +111,19 @@ class Training:
         self._saved = known.step
         log.info("resumed at step %d; %d scenarios are pending again", known.step, again)
         return known.step
+
+    def _refuse_foreign_storage(self) -> None:
+        """A ledger that knows of steps belongs to a storage that holds at least their versions.
+
+        Raises:
+            UserInputError: The storage is empty: it is another one, and training would begin anew unnoticed.
+        """
+        store, done = self._context.store, self._ledger.frontier()
+        if done and not store.list("adapters"):
+            raise UserInputError(
+                f"the ledger holds a run at step {done}, and {store.uri} holds nothing of it; bring back the storage, or "
+                f"start another run with another metadata.name"
+            )
 
     def _rewind(self, step: int) -> int:
         try:
@@ -161,7 +175,7 @@ class Training:
         context.progress.update(phase="training")
 
     async def _keep_what_was_learned(self, cause: Exception) -> None:
-        """A checkpoint of the last step on which weights and ledger agree. The cause is told, even where this fails too."""
+        """A checkpoint of the last step on which weights and ledger agree. The cause is reported even where this fails too."""
         if self._weights != self._done:
             return
         try:

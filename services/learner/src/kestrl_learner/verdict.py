@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from kestrl.episode import Episode, Group, PolicyVersion, Scenario
+from kestrl.episode import LARGEST_REWARD, Episode, Group, PolicyVersion, Scenario
 from kestrl.errors import Boundary, Failure
 from kestrl.plan.settings import AlgorithmSettings
 
@@ -63,9 +63,13 @@ def malformed(group: Group, *, scenario: Scenario, size: int, vocabulary: int) -
 
 
 def _impossible(episode: Episode, vocabulary: int) -> str:
-    if episode.reward is not None and not math.isfinite(episode.reward):
+    if episode.reward is not None and not abs(episode.reward) <= LARGEST_REWARD:
         return f"{episode.id} has reward {episode.reward}"
-    for row in episode.rows:
+    for number, row in enumerate(episode.rows):
+        if max(row.mask, default=0) > 1:
+            return f"{episode.id} has a mask byte of {max(row.mask)}; it is 0 or 1"
+        if why := _unattested(episode, number):
+            return why
         if not row.token_ids or row.mask[0]:
             return f"{episode.id} has a row that is empty or begins with a sampled token"
         if min(row.token_ids) < 0 or max(row.token_ids) >= vocabulary:
@@ -75,6 +79,20 @@ def _impossible(episode: Episode, vocabulary: int) -> str:
             if on and not (math.isfinite(value) and value < 1e-3):
                 return f"{episode.id} has behaviour log-prob {value} on a sampled token"
     return ""
+
+
+def _unattested(episode: Episode, number: int) -> str:
+    """Why the sampled tokens of a row cannot be attributed to turns, and so to policy versions, if so."""
+    mask = episode.rows[number].mask
+    named = bytearray(len(mask))
+    for turn in episode.turns:
+        if turn.row != number:
+            continue
+        if not 0 <= turn.start <= turn.end <= len(mask):
+            return f"{episode.id} has a turn at {turn.start}-{turn.end} of a row of {len(mask)} tokens"
+        named[turn.start : turn.end] = b"\1" * (turn.end - turn.start)
+    orphans = sum(1 for sampled, known in zip(mask, named, strict=True) if sampled and not known)
+    return f"{episode.id} has {orphans} sampled tokens that no turn names" if orphans else ""
 
 
 def unscored(episode: Episode) -> Failure | None:

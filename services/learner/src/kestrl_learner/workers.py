@@ -21,6 +21,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+from kestrl.api.common.v1 import common_pb2 as common_pb
 from kestrl.api.rollout.v1 import rollout_pb2 as pb
 from kestrl.api.rollout.v1 import rollout_pb2_grpc as stubs
 from kestrl.episode import Group, PolicyVersion, Scenario
@@ -63,6 +64,13 @@ class WorkerAway(KestrlError):
     """A worker went away before it was given the group: the scenario has not failed."""
 
     code = "worker_away"
+    retryable = True
+
+
+class MalformedGroup(KestrlError):
+    """A worker's answer is not a group."""
+
+    code = "malformed_group"
     retryable = True
 
 
@@ -308,6 +316,18 @@ class Workers:
         answers = stream(worker.stub.RunGroup, self._request(order), pb.RunGroupResponse, timeout=timeout, peer=peer)
         async for answer in answers:
             if answer.HasField("group"):
-                return group_from_proto(answer.group)
+                return _decoded(answer.group, peer)
             ended(answer.ended)
         raise BrokenStream(f"{peer} ended the stream of {order.group_id} without its group")
+
+
+def _decoded(message: common_pb.Group, peer: str) -> Group:
+    """A group from the wire.
+
+    Raises:
+        MalformedGroup: It holds what no group can hold, such as an unknown stop reason or half a token id.
+    """
+    try:
+        return group_from_proto(message)
+    except (ValueError, TypeError, KeyError) as error:
+        raise MalformedGroup(f"{peer} answered with a malformed group: {error}") from error

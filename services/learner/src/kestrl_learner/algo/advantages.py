@@ -21,7 +21,8 @@ def grpo(rewards: Sequence[float]) -> list[float]:
     shrank to one into raw reward.
     """
     centred = dr_grpo(rewards)
-    deviation = math.sqrt(_mean([value**2 for value in centred])) if centred else 0.0
+    # math.hypot scales before it squares, so that large finite rewards do not overflow.
+    deviation = math.hypot(*centred) / math.sqrt(len(centred)) if centred else 0.0
     return [value / (deviation + EPSILON) for value in centred]
 
 

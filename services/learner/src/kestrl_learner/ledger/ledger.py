@@ -204,6 +204,11 @@ class Ledger:
         with self._transaction() as connection:
             self._move(connection, [lease.position for lease in leases], "finished", state="trained", step=step)
 
+    def frontier(self) -> int:
+        """The newest optimiser step recorded; 0 for none."""
+        with self._transaction() as connection:
+            return connection.execute(select(func.max(work.c.step))).scalar() or 0
+
     def rewind(self, step: int) -> int:
         """Makes the trained frontier that of a checkpoint.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, WithJsonSchema
 
@@ -46,15 +46,13 @@ def _check_json(value: Any, path: str) -> None:
         ValueError: With the place inside the value.
     """
     if isinstance(value, dict):
-        pairs: dict[Any, Any] = value
-        for key, inner in pairs.items():
+        for key, inner in cast(Any, value).items():
             if not isinstance(key, str):
                 raise ValueError(f"{path}: the key {key!r} is no string; quote it")
             _check_json(key, path)
             _check_json(inner, f"{path}.{key}")
     elif isinstance(value, list):
-        items: list[Any] = value
-        for index, inner in enumerate(items):
+        for index, inner in enumerate(cast(Any, value)):
             _check_json(inner, f"{path}[{index}]")
     elif isinstance(value, float):
         if not math.isfinite(value):

@@ -13,6 +13,7 @@ from rich.console import Console
 from kestrl.cli import adapters, jobs, runs
 from kestrl.errors import KestrlError, UserInputError, place_error
 from kestrl.service import EXIT_FAILED, EXIT_INPUT
+from kestrl.terminal import safe
 
 COMMANDS_GROUP = "kestrl.commands"
 """Entry points `name -> typer.Typer`: commands an installed application brings."""
@@ -61,7 +62,7 @@ def _reader_left() -> NoReturn:
 
 
 def _end(console: Console, message: str, code: int) -> NoReturn:
-    console.print(f"error: {message}", style="red", markup=False, highlight=False, soft_wrap=True)
+    console.print(safe(f"error: {message}"), style="red", markup=False, highlight=False, soft_wrap=True)
     sys.exit(code)
 
 

@@ -16,6 +16,7 @@ import typer
 from google.protobuf.message import DecodeError
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from kestrl.api.common.v1 import common_pb2
 from kestrl.cli.options import DEFAULT_RUNS, RunId, Runs
@@ -27,6 +28,7 @@ from kestrl.local.report import transcript
 from kestrl.local.rundir import RunDir, find_run
 from kestrl.rpc.codec import group_from_proto
 from kestrl.storage import ObjectStore, open_store
+from kestrl.terminal import safe, safe_line
 
 console = Console()
 STOP_SECONDS = 120.0
@@ -83,7 +85,10 @@ def status(
     console.print(f"[bold]{run.id}[/] {known['state']}" + (f" (pid {known['pid']})" if known["pid"] else ""))
     if progress:
         console.print(
-            f"{progress['phase']} step {progress['step']}/{progress['total_steps']}  {means_line(progress['means'])}"
+            safe_line(
+                f"{progress['phase']} step {progress['step']}/{progress['total_steps']}  {means_line(progress['means'])}"
+            ),
+            markup=False,
         )
         converged = f"{progress['engines_converged']}/{progress['engines_total']}"
         console.print(f"policy {progress['policy']} proved {converged}", markup=False)
@@ -92,10 +97,10 @@ def status(
     _print_components(record, alive=known["pid"] is not None)
     failures: dict[str, int] = summary.get("failures") or progress.get("failures") or {}
     for name, count in sorted(failures.items()):
-        console.print(f"failures {name}: {count}", markup=False)
+        console.print(safe_line(f"failures {name}: {count}"), markup=False)
     reason = summary.get("reason") or record.get("reason") or progress.get("failure")
     if reason:
-        console.print(f"reason: {reason}", markup=False, soft_wrap=True)
+        console.print(safe(f"reason: {reason}"), markup=False, soft_wrap=True)
     console.print(_advice(run, known), markup=False, soft_wrap=True, highlight=False)
 
 
@@ -115,7 +120,7 @@ def _print_components(record: Mapping[str, Any], *, alive: bool) -> None:
             _metrics_port(seen) if alive else "",
             str(seen["restarts"]),
             last,
-            seen["last_error"][:200],
+            Text(safe(seen["last_error"][:200])),
         )
     console.print(table)
 
@@ -144,7 +149,7 @@ def logs(
     for name, path in chosen.items():
         kept = deque(path.read_text(errors="replace").splitlines(), maxlen=lines)
         for line in kept:
-            typer.echo(f"{name} | {line}")
+            typer.echo(f"{name} | {safe(line)}")
     if follow:
         _follow(run, chosen)
 
@@ -159,7 +164,7 @@ def _follow(run: RunDir, paths: Mapping[str, Path]) -> None:
         for name, file in files.items():
             for line in file.readlines():
                 quiet = False
-                typer.echo(f"{name} | {line.rstrip()}")
+                typer.echo(f"{name} | {safe(line.rstrip())}")
         if quiet and run.runner_pid() is None:
             return
         time.sleep(0.3)
@@ -191,7 +196,7 @@ def list_episodes(
             continue
         for episode in group.episodes:
             reward = "-" if episode.reward is None else f"{episode.reward:.3f}"
-            failed = f" {episode.failure}" if episode.failure else ""
+            failed = safe_line(f" {episode.failure}") if episode.failure else ""
             typer.echo(
                 f"{episode.id}  step {at}  reward {reward}  turns {episode.num_turns}  {episode.stop_reason}{failed}"
             )
@@ -224,20 +229,24 @@ def show_episode(
     group, episode = find_episode(run_store(run), episode_id)
     began = datetime.fromtimestamp(episode.started_at, UTC).isoformat(timespec="seconds")
     typer.echo(
-        f"episode {episode.id} of scenario {group.scenario.id}, {began}, {episode.seconds:.2f} s, engine {episode.engine}"
+        safe_line(
+            f"episode {episode.id} of scenario {group.scenario.id}, {began}, {episode.seconds:.2f} s, engine {episode.engine}"
+        )
     )
     typer.echo(
         f"policy {episode.policy.name if episode.policy else 'base'}  seed {episode.seed}  trace {episode.trace_id or '-'}"
     )
-    typer.echo(f"ground truth: {json.dumps(group.scenario.ground_truth, ensure_ascii=False)}")
+    typer.echo(safe(f"ground truth: {json.dumps(group.scenario.ground_truth, ensure_ascii=False)}"))
     for line in transcript(episode):
         typer.echo(line)
     for call in episode.tool_calls:
-        typer.echo(f"  turn {call.turn} call {call.name or '?'} {call.outcome} in {call.seconds * 1000:.1f} ms")
+        typer.echo(
+            safe_line(f"  turn {call.turn} call {call.name or '?'} {call.outcome} in {call.seconds * 1000:.1f} ms")
+        )
     for name, value in sorted(episode.rewards.items()):
-        typer.echo(f"  reward {name}: {value:.4f}")
+        typer.echo(safe_line(f"  reward {name}: {value:.4f}"))
     for name, value in sorted(episode.metrics.items()):
-        typer.echo(f"  metric {name}: {value:.4f}")
+        typer.echo(safe_line(f"  metric {name}: {value:.4f}"))
     if tokens:
         for number, row in enumerate(episode.rows):
             for line in _token_lines(number, row, episode):

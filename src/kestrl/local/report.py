@@ -12,6 +12,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from kestrl.api.common.v1 import common_pb2
 from kestrl.episode import Episode, Group
@@ -21,6 +22,7 @@ from kestrl.plan.engines import serving_command
 from kestrl.plan.site import Site
 from kestrl.rpc.codec import group_from_proto
 from kestrl.storage import ObjectStore
+from kestrl.terminal import safe, safe_line
 
 ROWS = ("reward", "sampled_reward", "answer_correct", "sources_correct", "num_turns", "duration", "exceptions")
 LONGEST_LINE = 400
@@ -47,7 +49,7 @@ def comparison(before: Mapping[str, Any], after: Mapping[str, Any]) -> Table:
     for name in (*ROWS, *others):
         old, new = before.get(name), after.get(name)
         if isinstance(old, int | float) and isinstance(new, int | float):
-            table.add_row(name, f"{old:.3f}", f"{new:.3f}", f"{new - old:+.3f}")
+            table.add_row(Text(safe_line(name)), f"{old:.3f}", f"{new:.3f}", f"{new - old:+.3f}")
     return table
 
 
@@ -71,11 +73,11 @@ def transcript(episode: Episode) -> Iterator[str]:
         if calls:
             text += " " + json.dumps(calls, ensure_ascii=False)
         shortened = text if len(text) <= LONGEST_LINE else text[:LONGEST_LINE] + " ..."
-        yield f"  {message.get('role', '?'):>9}: {shortened.strip()}"
+        yield safe(f"  {message.get('role', '?'):>9}: {shortened.strip()}")
     reward = "none" if episode.reward is None else f"{episode.reward:.2f}"
     yield f"  -> reward {reward}, {episode.num_turns} turns, ended by {episode.stop_reason}"
     if episode.failure is not None:
-        yield f"  -> failed: {episode.failure}"
+        yield safe(f"  -> failed: {episode.failure}")
 
 
 def print_report(console: Console, run: RunDir, summary: Mapping[str, Any], store: ObjectStore, site: Site) -> None:
@@ -93,7 +95,7 @@ def print_report(console: Console, run: RunDir, summary: Mapping[str, Any], stor
             f"learner and engines differ on log-probs of the same policy by {gap['mean']:.1e} nats a token, {gap['max']:.1e} at most"
         )
     for name, count in sorted(failures.items()):
-        console.print(f"failures {name}: {count}", markup=False)
+        console.print(safe_line(f"failures {name}: {count}"), markup=False)
     if policy.get("uri"):
         console.print(f"adapter {policy['version']}\n  {policy['uri']}", soft_wrap=True, highlight=False, markup=False)
         console.print(next_commands(run, site, str(policy["version"])), soft_wrap=True, highlight=False, markup=False)
@@ -103,12 +105,12 @@ def _print_transcripts(console: Console, store: ObjectStore, steps: int) -> None
     try:
         pair = most_telling(evaluated_groups(store, 0), evaluated_groups(store, steps))
     except (StorageError, PlaceError) as error:
-        console.print(f"no transcript: {error}", markup=False)
+        console.print(safe(f"no transcript: {error}"), markup=False)
         return
     if pair is None:
         return
     for title, group in zip(("before", "after"), pair, strict=True):
-        console.print(f"\n{title}: {group.scenario.id}", style="bold", markup=False)
+        console.print(f"\n{title}: {safe_line(group.scenario.id)}", style="bold", markup=False)
         for line in transcript(group.episodes[0]):
             console.print(line, soft_wrap=True, highlight=False, markup=False)
     console.print()

@@ -16,6 +16,7 @@ from rich.text import Text
 
 from kestrl.local.progress import SHOWN_FIRST, Progress, clock, one_line
 from kestrl.local.supervisor import Observed, State
+from kestrl.terminal import safe, safe_line
 
 PLAIN_SECONDS = 15.0
 """Without a terminal, a line at every step or phase, and otherwise at most this often."""
@@ -55,7 +56,7 @@ class PlainView:
         return None
 
     def say(self, line: str) -> None:
-        self._console.print(line, highlight=False, markup=False, soft_wrap=True)
+        self._console.print(safe(line), highlight=False, markup=False, soft_wrap=True)
 
     def update(self, progress: Progress, components: Mapping[str, Observed]) -> None:
         for name, seen in components.items():
@@ -89,16 +90,17 @@ class LiveView:
         self._live.stop()
 
     def say(self, line: str) -> None:
-        self._live.console.print(line, highlight=False, markup=False, soft_wrap=True)
+        self._live.console.print(safe(line), highlight=False, markup=False, soft_wrap=True)
 
     def update(self, progress: Progress, components: Mapping[str, Observed]) -> None:
         self._live.update(self._draw(progress, components))
 
     def _draw(self, progress: Progress, components: Mapping[str, Observed]) -> Panel:
-        bar = ProgressBar(total=max(1, progress.total_steps), completed=progress.step)
-        head = Text(f"{progress.phase}   step {progress.step}/{progress.total_steps}   {progress.message}")
+        bar = Table.grid(expand=True)  # a bar by itself ends without a newline, and the next row would be cropped
+        bar.add_row(ProgressBar(total=max(1, progress.total_steps), completed=progress.step))
+        head = Text(safe_line(f"{progress.phase}   step {progress.step}/{progress.total_steps}   {progress.message}"))
         lines = Group(head, bar, _facts(progress, time.monotonic() - self._started), _components(components))
-        return Panel(lines, title=self._title, title_align="left")
+        return Panel(lines, title=Text(self._title), title_align="left")
 
 
 def _facts(progress: Progress, elapsed: float) -> Table:
@@ -113,7 +115,8 @@ def _facts(progress: Progress, elapsed: float) -> Table:
         f"{clock(elapsed)} elapsed" + (f", {clock(progress.eta_seconds)} to go" if progress.eta_seconds else ""),
     )
     if progress.failures:
-        table.add_row("failures " + ", ".join(f"{name} {count}" for name, count in sorted(progress.failures.items())))
+        counts = ", ".join(f"{name} {count}" for name, count in sorted(progress.failures.items()))
+        table.add_row(Text(safe_line(f"failures {counts}")))
     return table
 
 

@@ -164,3 +164,17 @@ def test_rows_that_cannot_be_read_are_named(folder: Path) -> None:
         ended = kestrl(folder, "validate", "job.yaml")
         assert ended.returncode == 2
         assert "train.jsonl:2: not JSON" in ended.stderr
+
+
+def test_stored_text_reaches_the_terminal_written_out(folder: Path) -> None:
+    run = RunDir(folder / "runs" / "job-1")
+    (run.path / "logs" / "learner-0.log").write_text("\x1b]52;c;aGk=\x07\n")
+    seen = {"state": "running", "pid": 1, "last_exit": 1, "restarts": 1, "ports": {}, "last_error": "[/b] [red]\x1b[2J"}
+    progress = {"phase": "x", "step": 0, "total_steps": 1, "means": {"m": 1.0}, "engines_converged": 0}
+    progress |= {"engines_total": 1, "policy": "[/b]", "eta_seconds": 0, "failures": {"engine/x[/b]": 1}}
+    record = {"components": {"learner-0": seen}, "progress": progress, "reason": "[engine/no_engine_proved] x\x1b[2J"}
+    (run.path / "run.json").write_text(json.dumps(record))
+    shown = kestrl(folder, "status")
+    assert shown.returncode == 0, shown.stderr
+    assert "[engine/no_engine_proved] x\\x1b[2J" in shown.stdout
+    assert kestrl(folder, "logs").stdout == "learner-0 | \\x1b]52;c;aGk=\\x07\n"

@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
+from kestrl.api.common.v1 import common_pb2
 from kestrl.api.inference.v1 import inference_pb2 as pb
 from kestrl.episode import PolicyVersion
-from kestrl.errors import FailureError
+from kestrl.errors import FailureError, KestrlError
 from kestrl.rpc import call
 from kestrl.rpc.codec import policy_to_proto
 from kestrl.storage import Probe
@@ -384,3 +385,23 @@ async def test_two_versions_of_one_name_are_never_mixed_up(stage: Any) -> None:
     with pytest.raises(FailureError) as caught:
         await stage.load(type(version)(twin, version.uri, version.folder))
     assert caught.value.code == "wrong_policy"
+
+
+@pytest.mark.parametrize(
+    ("job", "step", "sha256"),
+    [("../..", 1, "ab" * 32), ("a/b", 1, "ab" * 32), ("job", -1, "ab" * 32), ("job", 1, "../x"), ("", 1, "ab" * 32)],
+)
+async def test_a_version_that_would_leave_the_folder_is_refused(
+    make_stage: Any, job: str, step: int, sha256: str
+) -> None:
+    stage = await make_stage()
+    policy = common_pb2.PolicyVersion(job=job, step=step, sha256=sha256)
+    folder = Path(stage.settings.adapters_dir)
+    before = sorted(folder.parent.rglob("*"))
+    for method, request, answer in (
+        (stage.stub.LoadPolicy, pb.LoadPolicyRequest(policy=policy, uri="file:///nowhere"), pb.LoadPolicyResponse),
+        (stage.stub.RetirePolicy, pb.RetirePolicyRequest(policy=policy), pb.RetirePolicyResponse),
+    ):
+        with pytest.raises(KestrlError, match="name no version"):
+            await call(method, request, answer, timeout=20, peer="agent")
+    assert sorted(folder.parent.rglob("*")) == before

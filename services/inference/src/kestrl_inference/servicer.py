@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import asdict
 from typing import Any
 
@@ -22,10 +23,20 @@ STATES = {
 }
 
 
+JOB = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
+SHA256 = re.compile(r"[0-9a-f]{64}")
+
+
 def _policy(message: Any) -> PolicyVersion:
     policy = policy_from_proto(message)
     if policy is None:
         raise UserInputError("policy: a version is required")
+    if not JOB.fullmatch(policy.job) or policy.step < 0 or not SHA256.fullmatch(policy.sha256):
+        # Its name becomes that of a folder, which is written and removed.
+        raise UserInputError(
+            f"policy: job {policy.job!r}, step {policy.step}, sha256 {policy.sha256!r} name no version; "
+            "job is a DNS label, step is not negative, and sha256 has 64 hex digits"
+        )
     return policy
 
 
@@ -41,8 +52,9 @@ class EngineAgent(stubs.EngineAgentServiceServicer):
         self._settings, self._policies, self._watch = settings, policies, watch
 
     async def LoadPolicy(self, request: pb.LoadPolicyRequest, context: Any) -> pb.LoadPolicyResponse:
+        policy = _policy(request.policy)
         await self._watch.wait_until_up(patience(context.time_remaining(), self._settings.load_seconds))
-        loaded = await self._policies.load(_policy(request.policy), request.uri)
+        loaded = await self._policies.load(policy, request.uri)
         return pb.LoadPolicyResponse(
             probe_gap=loaded.gap,
             fetch_seconds=loaded.fetch_seconds,

@@ -1,0 +1,52 @@
+"""Text of models, tools and users on a terminal: nothing of it is obeyed, nothing of it is hidden."""
+
+from __future__ import annotations
+
+import unicodedata
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from kestrl.local.progress import Progress
+from kestrl.local.view import LiveView
+from kestrl.terminal import safe, safe_line
+
+
+@given(st.text(st.characters()))
+def test_no_control_character_is_left(text: str) -> None:
+    kept = set(safe(text)) - {"\n", "\t"}
+    assert not [character for character in kept if unicodedata.category(character) in {"Cc", "Cs"}]
+    assert "\n" not in safe_line(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("\x1b]52;c;aGk=\x07", "\\x1b]52;c;aGk=\\x07"),
+        ("\x9b2J", "\\x9b2J"),
+        ("a\u202eb", "a\\u202eb"),
+        ("ü [b] 世界\tx", "ü [b] 世界\tx"),
+    ],
+)
+def test_what_is_written_out_and_what_stays(text: str, shown: str) -> None:
+    assert safe(text) == shown
+
+
+@pytest.mark.parametrize("width", [80, 160])
+def test_the_panel_shows_every_mean_and_failure_as_it_is(width: int) -> None:
+    console = Console(width=width, record=True, force_terminal=True)
+    progress = Progress(
+        phase="training",
+        step=3,
+        total_steps=10,
+        message="\x1b[2J[/b]",
+        means={"reward": 0.5, "answer_correct": 0.25, "num_turns": 3.0},
+        failures={"engine/no_engine_proved": 2},
+    )
+    console.print(LiveView(console, "job [/b]")._draw(progress, {}))
+    printed = console.export_text()
+    for expected in ("reward 0.500", "answer_correct 0.250", "num_turns 3.000", "engine/no_engine_proved 2", "[/b]"):
+        assert expected in printed
+    assert "\\x1b[2J" in printed

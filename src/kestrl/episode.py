@@ -59,6 +59,12 @@ LARGEST_REWARD = 1e30
 """Magnitude above which a reward is refused: float32 and the sums of a group hold it with room to spare."""
 
 
+RESERVED_METRICS = frozenset(
+    {"reward", "step", "episodes", "duration", "loss", "grad_norm", "gap", "idle_groups", "staleness", "seconds"}
+)
+"""Names of the learner's own numbers beside an episode's metrics; no reward and no agent loop may report others under them."""
+
+
 class StopReason(StrEnum):
     """Why an episode ended."""
 

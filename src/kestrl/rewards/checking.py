@@ -7,12 +7,14 @@ from collections.abc import Mapping
 from numbers import Real
 from typing import Any
 
+from kestrl.episode import RESERVED_METRICS
 from kestrl.errors import JudgeFailure
 from kestrl.rewards import Score
 from kestrl.tools.shapes import is_mapping
 
 NOT_A_NUMBER = "reward_not_a_number"
 NOT_FINITE = "reward_not_finite"
+RESERVED = "reserved_metric"
 
 
 def as_score(name: str, returned: object) -> Score:
@@ -30,6 +32,11 @@ def as_score(name: str, returned: object) -> Score:
 
 
 def _metrics(name: str, metrics: Mapping[Any, Any]) -> dict[str, float]:
+    taken = sorted(RESERVED_METRICS & {str(key) for key in metrics})
+    if taken:
+        raise JudgeFailure(
+            f"{name}: the metric {taken[0]!r} is a number of the learner's own; give it another name", code=RESERVED
+        )
     # In a metric True and False are welcome: they are averaged as 1 and 0, and nothing is trained on them.
     return {
         str(key): _number(name, f"metric {key!r}", float(value) if isinstance(value, bool) else value)

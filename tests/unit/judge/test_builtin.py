@@ -140,6 +140,8 @@ def test_numbers_of_any_kind_are_scores() -> None:
         (float("nan"), "reward_not_finite"),
         (10**400, "reward_not_finite"),
         (Score(value=1, metrics={"a": float("inf")}), "reward_not_finite"),
+        (Score(value=1, metrics={"reward": 5.0}), "reserved_metric"),
+        (Score(value=1, metrics={"step": 5.0}), "reserved_metric"),
     ],
 )
 def test_what_is_no_number_is_a_failure_of_the_judge(returned: Any, code: str) -> None:

@@ -214,3 +214,30 @@ async def test_one_instance_per_episode(make_stage: Any, make_file: MakeFile) ->
     stage.says("Hello.")
     group = await stage.run(size=3)
     assert [episode.metrics["mine"] for episode in group.episodes] == [1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("metric", "why"),
+    [
+        ("'reward'] = 5.0", "a number of the learner's own"),
+        ("'mine'] = 'text'", "is a str; report a number"),
+        ("'mine'] = None", "is a NoneType; report a number"),
+        ("'mine'] = float('nan')", "is not finite"),
+        ("'mine'] = 10 ** 400", "is not finite"),
+        ("5] = 1.0", "no printable string"),
+    ],
+)
+async def test_a_metric_that_cannot_be_averaged_fails_its_episode_alone(
+    make_stage: Any, make_file: MakeFile, metric: str, why: str
+) -> None:
+    source = (
+        "class Agent:\n    made = 0\n    async def run(self, conversation):\n        await conversation.generate()\n"
+        f"        Agent.made += 1\n        if Agent.made == 1:\n            conversation.metrics[{metric}\n"
+    )
+    stage = await make_stage(agent=make_file("reporting", source) + ":Agent")
+    stage.says("Hello.")
+    group = await stage.run(size=3)
+    failures = [episode.failure for episode in group.episodes if episode.failure is not None]
+    assert [(failure.boundary, failure.code) for failure in failures] == [(Boundary.USER_CODE, "metric_invalid")]
+    assert why in failures[0].message
+    assert all("mine" not in episode.metrics and "reward" not in episode.metrics for episode in group.episodes)

@@ -29,9 +29,9 @@ def step_facts(step: int, groups: Sequence[Group], result: StepResult) -> dict[s
     """What a step did, for `metrics/`."""
     scored = [episode for group in groups for episode in group.episodes if episode.reward is not None]
     return {
+        **means_of(map(episode_facts, scored)),
         "step": step,
         "episodes": len(scored),
-        **means_of(map(episode_facts, scored)),
         "loss": result.loss,
         "grad_norm": result.grad_norm,
         "gap": result.gap.facts(),

@@ -41,8 +41,8 @@ def episode_facts(episode: Episode) -> dict[str, float]:
     """What is averaged over episodes. Only of an episode that did not fail: a failure is never a number."""
     assert episode.reward is not None
     return {
-        "reward": episode.reward,
         **episode.metrics,
+        "reward": episode.reward,
         "num_turns": float(episode.num_turns),
         "duration": episode.seconds,
     }

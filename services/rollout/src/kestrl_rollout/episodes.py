@@ -19,6 +19,7 @@ from kestrl_rollout.conversation import EpisodeConversation, ToolLimits
 from kestrl_rollout.deadlines import GroupClock, Scope, Waiting, deadline, now
 from kestrl_rollout.engine import EngineClient
 from kestrl_rollout.engine_session import EngineSession
+from kestrl_rollout.loop_metrics import check_metrics, usable_metrics
 from kestrl_rollout.model import ModelFace
 from kestrl_rollout.requests import GroupRequest
 from kestrl_rollout.sessions import Sessions
@@ -99,7 +100,7 @@ class EpisodeRunner:
                 started_at=attempt.started_at,
                 seconds=time.monotonic() - attempt.started,
                 trace_id=current_trace_id(),
-                metrics={} if conversation is None else dict(conversation.metrics),
+                metrics={} if conversation is None else usable_metrics(conversation.metrics),
             )
 
     async def _settle(self, request: GroupRequest, attempt: _Attempt, clock: GroupClock) -> Failure | None:
@@ -113,6 +114,8 @@ class EpisodeRunner:
                 async with deadline(Scope.EPISODE, now() + request.deadlines.episode, attempt.waiting):
                     await self._open(request, attempt)
                     await self._drive(attempt)
+                assert attempt.conversation is not None
+                check_metrics(attempt.conversation.metrics)
             finally:
                 self._leave(attempt)
         except KestrlError as error:

@@ -1,0 +1,41 @@
+"""What an agent loop reports of an episode: finite numbers under names of its own."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from kestrl.episode import RESERVED_METRICS
+from kestrl.errors import UserCodeError
+
+
+def usable_metrics(metrics: Mapping[Any, Any]) -> dict[str, float]:
+    """The metrics that can be averaged; the others are left out, for the episode fails for them."""
+    return {name: float(value) for name, value in metrics.items() if _problem(name, value) is None}
+
+
+def check_metrics(metrics: Mapping[Any, Any]) -> None:
+    """Checks what a loop reported.
+
+    Raises:
+        UserCodeError: A metric is no finite number, or its name is the learner's (code `metric_invalid`).
+    """
+    for name, value in metrics.items():
+        problem = _problem(name, value)
+        if problem is not None:
+            raise UserCodeError(f"agent loop: the metric {name!r:.100} {problem}", code="metric_invalid")
+
+
+def _problem(name: Any, value: Any) -> str | None:
+    if not isinstance(name, str) or not name.isprintable():
+        return "has a name that is no printable string"
+    if name in RESERVED_METRICS:
+        return "is a number of the learner's own; give it another name"
+    if not isinstance(value, int | float):
+        return f"is a {type(value).__name__}; report a number"
+    try:
+        finite = math.isfinite(value)
+    except OverflowError:
+        finite = False
+    return None if finite else "is not finite; leave it out where there is nothing to report"

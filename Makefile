@@ -7,6 +7,8 @@ TOOLS := .tools
 UV := $(TOOLS)/bin/uv
 BIN := .venv/bin
 STAMP := .venv/.synced
+# libgomp's threads otherwise wait busily, and tests of torch run into their time limits beside other programs.
+export GOMP_SPINCOUNT ?= 2000
 
 .PHONY: help setup demo demo-real test test-all distributions engine-run unit servers engine kit e2e cluster soak lint types layers check gen bench bring-your-own crd-check object-check clean
 

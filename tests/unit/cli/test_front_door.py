@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -94,7 +95,7 @@ def test_reading_commands_work_where_the_run_was_started(folder: Path) -> None:
 
 
 def test_output_whose_reader_leaves_ends_quietly(folder: Path) -> None:
-    command = f"{sys.executable} -m kestrl.cli.main episodes list | head -n 1"
+    command = f"{shlex.quote(sys.executable)} -m kestrl.cli.main episodes list | head -n 1"
     ended = subprocess.run(
         ["bash", "-c", command], cwd=folder, env=ENVIRONMENT, capture_output=True, text=True, timeout=50, check=False
     )

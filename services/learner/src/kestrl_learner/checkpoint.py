@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import logging
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from kestrl.errors import PlaceError, StorageError
 from kestrl.storage import ObjectStore
 from kestrl.storage.adapters import digest
 
+log = logging.getLogger(__name__)
 MANIFEST = "manifest.json"
 WHOLE_BYTES = 8 * 1024 * 1024
 """A state up to this size is read back whole when it is confirmed; of a larger one only that it is there."""
@@ -135,13 +138,19 @@ def _whole(store: ObjectStore, manifest: Manifest) -> bytes:
     return state
 
 
-def newest(store: ObjectStore) -> Checkpoint | None:
+def newest(store: ObjectStore, *, outdated: Callable[[Manifest], bool] = lambda _: False) -> Checkpoint | None:
     """The newest whole checkpoint, or None.
+
+    Args:
+        store: The run's.
+        outdated: Whether a checkpoint is of a branch that was given up; such a one is skipped.
 
     Raises:
         StorageError: It is corrupt: code `digest_mismatch`.
     """
-    manifest = newest_manifest(store)
-    if manifest is None:
-        return None
-    return Checkpoint(step=manifest.step, state=_whole(store, manifest), facts=manifest.facts)
+    for step in reversed(steps(store)):
+        manifest = _manifest(store, step)
+        if not outdated(manifest):
+            return Checkpoint(step=manifest.step, state=_whole(store, manifest), facts=manifest.facts)
+        log.warning("the checkpoint of step %d is of a learner that was replaced before; it is skipped", step)
+    return None

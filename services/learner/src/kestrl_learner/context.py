@@ -22,6 +22,7 @@ from kestrl_learner.aio import unless
 from kestrl_learner.engines import Engines
 from kestrl_learner.evaluate import evaluate
 from kestrl_learner.facts import build_summary, identity_digest, told_means
+from kestrl_learner.ledger import Superseded
 from kestrl_learner.model import PolicyModel
 from kestrl_learner.progress import Progress
 from kestrl_learner.schedule import total_steps
@@ -31,11 +32,21 @@ log = logging.getLogger(__name__)
 
 
 class RunStore(ObjectStore):
-    """The run's storage, which also tells what it refuses."""
+    """The run's storage, which also reports what it refuses and takes nothing from a learner that was replaced."""
 
     def __init__(self, uri: str, tell: Callable[[str], None]) -> None:
         super().__init__(uri)
         self._tell = tell
+        self.fence: Callable[[], None] = lambda: None
+        """Asked before anything is written or deleted; raises `Superseded` once another learner owns the run."""
+
+    def put(self, path: str, content: bytes, *, create: bool = False) -> None:
+        self.fence()
+        super().put(path, content, create=create)
+
+    def delete(self, path: str) -> None:
+        self.fence()
+        super().delete(path)
 
     def _refused(self, verb: str, path: str, error: Exception) -> PlaceError | StorageError:
         refusal = super()._refused(verb, path, error)
@@ -53,7 +64,7 @@ class Context:
             UserInputError: Data, storage and schedule do not make a run.
         """
         self.settings, self.progress, self.drain = settings, progress, drain
-        self.store: ObjectStore = RunStore(settings.storage, self._refused)
+        self.store = RunStore(settings.storage, self._refused)
         self.scenarios = load_scenarios(Path(settings.data.path), size=settings.data.size)
         self.validation: Sequence[Scenario] = (
             load_scenarios(Path(settings.validation.path), size=settings.validation.size) if settings.validation else ()
@@ -174,6 +185,8 @@ class Context:
         )
         try:
             await asyncio.to_thread(self.store.put, "summary.json", json.dumps(summary, indent=2).encode())
+        except Superseded:
+            log.warning("the summary is the other learner's to write")
         except (StorageError, PlaceError) as error:
             log.error("the summary cannot be written: %s", error)
             if status != "failed":

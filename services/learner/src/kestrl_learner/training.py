@@ -19,7 +19,7 @@ from kestrl_learner.context import Context
 from kestrl_learner.evaluate import store_groups
 from kestrl_learner.facts import step_facts
 from kestrl_learner.gap import merged
-from kestrl_learner.ledger import Ledger, LedgerError
+from kestrl_learner.ledger import Ledger, LedgerError, Superseded
 from kestrl_learner.model import PolicyModel
 from kestrl_learner.retention import forget_adapters, forget_episodes
 from kestrl_learner.trainer import StepResult, Trainer
@@ -49,6 +49,7 @@ class Training:
             epochs=self._settings.epochs,
             run=self._settings.run,
         )
+        context.store.fence = self._refuse_if_superseded
         self._collector = Collector(
             self._settings,
             context.scenarios,
@@ -66,6 +67,21 @@ class Training:
         """Steps that the weights have seen."""
         self._saved: int | None = None
         """The step of the newest checkpoint that is surely there."""
+
+    def _refuse_if_superseded(self) -> None:
+        """The fence of the run's storage.
+
+        A database that does not answer stops no writing: what a replaced learner wrote is skipped by the next resume.
+
+        Raises:
+            Superseded: Another learner owns the run.
+        """
+        try:
+            self._ledger.check_owner()
+        except Superseded:
+            raise
+        except KestrlError as error:
+            log.warning("whether this learner still owns the run is not known: %s", error)
 
     def drain(self) -> None:
         """No further group is started."""
@@ -94,7 +110,7 @@ class Training:
     def _resume(self) -> int:
         """Goes on from the newest checkpoint: the trained frontier; returns the steps done."""
         context = self._context
-        known = checkpoint.newest(context.store)
+        known = checkpoint.newest(context.store, outdated=self._outdated)
         if known is None:
             self._refuse_foreign_storage()
             self._ledger.rewind(0)
@@ -111,6 +127,10 @@ class Training:
         self._saved = known.step
         log.info("resumed at step %d; %d scenarios are pending again", known.step, again)
         return known.step
+
+    def _outdated(self, made: checkpoint.Manifest) -> bool:
+        """Whether the ledger says that a later owner resumed from before this checkpoint."""
+        return self._ledger.outdated(made.step, made.facts.get("owner", 0))
 
     def _refuse_foreign_storage(self) -> None:
         """A ledger that knows of steps belongs to a storage that holds at least their versions.
@@ -176,7 +196,7 @@ class Training:
 
     async def _keep_what_was_learned(self, cause: Exception) -> None:
         """A checkpoint of the last step on which weights and ledger agree. The cause is reported even where this fails too."""
-        if self._weights != self._done:
+        if self._weights != self._done or isinstance(cause, Superseded):
             return
         try:
             await asyncio.to_thread(self._checkpoint)
@@ -282,6 +302,7 @@ class Training:
             facts = {
                 **context.facts,
                 "digest": context.digest,
+                "owner": self._ledger.token,
                 "seconds": context.seconds(),
                 "failures": dict(context.progress.failures),
             }

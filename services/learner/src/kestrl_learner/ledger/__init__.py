@@ -1,5 +1,5 @@
 """The ledger: what became of every scenario of every epoch. The only place that speaks SQL."""
 
-from kestrl_learner.ledger.ledger import Lease, Ledger, LedgerError
+from kestrl_learner.ledger.ledger import Lease, Ledger, LedgerError, Superseded
 
-__all__ = ["Lease", "Ledger", "LedgerError"]
+__all__ = ["Lease", "Ledger", "LedgerError", "Superseded"]

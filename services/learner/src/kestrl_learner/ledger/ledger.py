@@ -1,9 +1,15 @@
 """Leases scenarios and records what became of each. Exactly once is enforced here: every transition names the state it leaves,
 and one that finds another state is an error, not a correction.
+
+One learner owns a run. Opening the ledger takes the next fencing token (Kleppmann, "How to do distributed locking", 2016), and
+every transition is conditional on it: a learner that was cut off or replaced cannot change anything any more.
 """
 
 from __future__ import annotations
 
+import os
+import socket
+import time
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from hashlib import sha256
@@ -12,13 +18,13 @@ from typing import Any, NamedTuple
 
 from alembic import command
 from alembic.config import Config
-from sqlalchemy import create_engine, event, func, insert, make_url, select, update
+from sqlalchemy import create_engine, delete, event, func, insert, make_url, select, update
 from sqlalchemy.engine import Connection, Engine
 from sqlalchemy.exc import ArgumentError, SQLAlchemyError
 from sqlalchemy.schema import CreateSchema
 
 from kestrl.errors import KestrlError, UserInputError, place_error
-from kestrl_learner.ledger.tables import work
+from kestrl_learner.ledger.tables import owner, resumption, work
 from kestrl_learner.schedule import epoch_order
 
 
@@ -26,6 +32,12 @@ class LedgerError(KestrlError):
     """The ledger does not allow this: something would be trained twice or lost. Or its database refused."""
 
     code = "ledger_conflict"
+
+
+class Superseded(LedgerError):
+    """Another learner has taken over the run: this one must not change or write anything of it any more."""
+
+    code = "superseded"
 
 
 CONNECT_SECONDS, STATEMENT_SECONDS = 10, 30
@@ -101,7 +113,7 @@ def _schema(url: str, run: str) -> str:
 
 def _options(url: str, settings: str = "") -> dict[str, Any]:
     if make_url(url).get_backend_name() != "postgresql":
-        return {}
+        return {"connect_args": {"timeout": STATEMENT_SECONDS}}
     # A statement or a connection that hangs becomes an error; a connection that the server dropped is replaced unseen.
     limits = f"-cstatement_timeout={STATEMENT_SECONDS * 1000} {settings}"
     return {"pool_pre_ping": True, "connect_args": {"connect_timeout": CONNECT_SECONDS, "options": limits}}
@@ -113,7 +125,7 @@ def _shown(url: str) -> str:
 
 
 class Ledger:
-    """The ledger of one run.
+    """The ledger of one run. Opening it takes the run over from whichever learner owned it before.
 
     Args:
         url: SQLAlchemy address.
@@ -121,10 +133,16 @@ class Ledger:
         size: Scenarios of an epoch.
         epochs: Epochs in all.
         run: The run it is of; keeps runs apart that share a database.
+
+    Raises:
+        UserInputError: The database cannot be used.
+        LedgerError: The database refused.
     """
 
     def __init__(self, url: str, *, seed: int, size: int, epochs: int, run: str = "") -> None:
         self._engine = open_engine(url, run=run)
+        self._token = 0
+        self._take()
         self._seed, self._size, self._epochs = seed, size, epochs
         self._orders: dict[int, list[int]] = {}
 
@@ -146,6 +164,62 @@ class Ledger:
             url = self._engine.url.render_as_string(hide_password=True)
             raise place_error(error, url) or LedgerError(f"{url}: {error}", code="ledger_failed") from error
 
+    def _take(self) -> None:
+        """Makes this process the run's owner: the row's lock orders it against every transition of the owner before."""
+        with self._transaction() as connection:
+            name = f"process {os.getpid()} on {socket.gethostname()}"
+            values = {"token": owner.c.token + 1, "name": name, "taken_at": time.time()}
+            connection.execute(update(owner).values(**values))
+            self._token = connection.execute(select(owner.c.token)).scalar_one()
+
+    @contextmanager
+    def _owned(self) -> Generator[Connection]:
+        """A transaction of the run's owner, which locks the owner's row first.
+
+        Raises:
+            Superseded: Another learner owns the run.
+            PlaceError, LedgerError: As `_transaction` does.
+        """
+        with self._transaction() as connection:
+            # An UPDATE, not a SELECT: SQLite, too, takes its lock with it.
+            mine = update(owner).where(owner.c.token == self._token).values(token=self._token)
+            if connection.execute(mine).rowcount != 1:
+                raise self._superseded(connection)
+            yield connection
+
+    def check_owner(self) -> None:
+        """Whether this process still owns the run.
+
+        Raises:
+            Superseded: Another learner owns it.
+        """
+        with self._transaction() as connection:
+            if connection.execute(select(owner.c.token)).scalar_one() != self._token:
+                raise self._superseded(connection)
+
+    def _superseded(self, connection: Connection) -> Superseded:
+        name, taken_at = connection.execute(select(owner.c.name, owner.c.taken_at)).one()
+        return Superseded(
+            f"another learner ({name}) took over this run {max(0.0, time.time() - taken_at):.0f} s ago; this one stops "
+            "and writes nothing more of it"
+        )
+
+    @property
+    def token(self) -> int:
+        """The fencing token of this owner."""
+        return self._token
+
+    def outdated(self, step: int, token: int) -> bool:
+        """Whether a checkpoint is of a branch that was given up: a later owner resumed from a step before it.
+
+        Args:
+            step: Of the checkpoint.
+            token: Of the owner that wrote it.
+        """
+        with self._transaction() as connection:
+            later = select(resumption.c.token).where(resumption.c.token > token, resumption.c.step < step).limit(1)
+            return connection.execute(later).first() is not None
+
     def _ordinal(self, position: int) -> int:
         epoch = position // self._size
         if epoch not in self._orders:
@@ -154,7 +228,7 @@ class Ledger:
 
     def lease(self, policy_step: int) -> Lease | None:
         """The first pending scenario, or the next that was never handed out; None when there is none left."""
-        with self._transaction() as connection:
+        with self._owned() as connection:
             again = connection.execute(
                 select(work.c.position, work.c.epoch, work.c.ordinal, work.c.attempt, work.c.failures)
                 .where(work.c.state == "pending")
@@ -185,23 +259,23 @@ class Ledger:
 
     def finish(self, lease: Lease) -> None:
         """Its group is complete and waits to be trained on."""
-        with self._transaction() as connection:
+        with self._owned() as connection:
             self._move(connection, [lease.position], "leased", state="finished")
 
     def release(self, lease: Lease, reason: str, *, leaves: str = "leased", failed: bool = False) -> None:
         """Back to pending, to be attempted again; with `failed`, the attempt counts as a failure of the scenario's."""
         values = {"attempt": lease.attempt + 1, "failures": lease.failures + failed, "reason": reason}
-        with self._transaction() as connection:
+        with self._owned() as connection:
             self._move(connection, [lease.position], leaves, state="pending", **values)
 
     def drop(self, lease: Lease, reason: str, *, leaves: str = "leased") -> None:
         """Given up for good."""
-        with self._transaction() as connection:
+        with self._owned() as connection:
             self._move(connection, [lease.position], leaves, state="dropped", reason=reason)
 
     def train(self, leases: Sequence[Lease], step: int) -> None:
         """An optimiser step consumed them: all are recorded or none is."""
-        with self._transaction() as connection:
+        with self._owned() as connection:
             self._move(connection, [lease.position for lease in leases], "finished", state="trained", step=step)
 
     def frontier(self) -> int:
@@ -217,10 +291,12 @@ class Ledger:
         Raises:
             LedgerError: It has never heard of that step: it is not this checkpoint's ledger (code `ledger_behind`).
         """
-        with self._transaction() as connection:
+        with self._owned() as connection:
             frontier = connection.execute(select(func.max(work.c.step))).scalar() or 0
             if frontier < step:
                 raise LedgerError(f"the ledger ends with step {frontier}, before step {step}", code="ledger_behind")
+            connection.execute(delete(resumption).where(resumption.c.token == self._token))
+            connection.execute(insert(resumption).values(token=self._token, step=step))
             flying = update(work).where(work.c.state.in_(["leased", "finished"]))
             later = update(work).where(work.c.state == "trained", work.c.step > step)
             left = update(work).where(work.c.state == "dropped", work.c.reason == END_OF_SCHEDULE)
@@ -234,7 +310,7 @@ class Ledger:
 
     def close_books(self) -> None:
         """At the end of a run: what was never trained on is dropped with a reason, so that every scenario is accounted for."""
-        with self._transaction() as connection:
+        with self._owned() as connection:
             connection.execute(
                 update(work)
                 .where(work.c.state.in_(["pending", "leased", "finished"]))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sqlalchemy import CheckConstraint, Column, Index, Integer, MetaData, String, Table, Text
+from sqlalchemy import CheckConstraint, Column, Float, Index, Integer, MetaData, String, Table, Text
 
 metadata = MetaData()
 STATES = ("pending", "leased", "finished", "trained", "dropped")
@@ -24,4 +24,21 @@ work = Table(
     CheckConstraint("state <> 'dropped' OR reason IS NOT NULL", name="work_dropped_has_reason"),
     Index("work_epoch_ordinal", "epoch", "ordinal", unique=True),
     Index("work_by_state", "state", "position"),
+)
+
+owner = Table(
+    "owner",
+    metadata,
+    Column("id", Integer, primary_key=True, autoincrement=False, doc="1: there is one row"),
+    Column("token", Integer, nullable=False, doc="fencing token of the learner that owns the run"),
+    Column("name", Text, nullable=False, doc="of that learner, for people"),
+    Column("taken_at", Float, nullable=False, doc="seconds since 1970"),
+    CheckConstraint("id = 1", name="owner_is_one"),
+)
+
+resumption = Table(
+    "resumption",
+    metadata,
+    Column("token", Integer, primary_key=True, autoincrement=False, doc="of the learner that resumed"),
+    Column("step", Integer, nullable=False, doc="the newest step it resumed from"),
 )

@@ -80,6 +80,7 @@ def test_a_job_goes_its_way_whatever_is_done_to_it(installation: Installation) -
         assert done["status"]["finishedAt"]
         told = summary(installation, done)
         assert (told["status"], told["steps"]) == ("succeeded", 8)
+        assert done["status"]["result"] == told["policy"]
         versions = [item["step"] for item in done["status"]["history"]]
         assert versions == sorted(versions, reverse=True), "the lineage is in order"
         adapters = [

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import unicodedata
+from dataclasses import replace
+from io import StringIO
 
 import pytest
 from hypothesis import given
@@ -10,7 +12,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from kestrl.local.progress import Progress
-from kestrl.local.view import LiveView
+from kestrl.local.view import LiveView, PlainView
 from kestrl.terminal import safe, safe_line
 
 
@@ -50,3 +52,17 @@ def test_the_panel_shows_every_mean_and_failure_as_it_is(width: int) -> None:
     for expected in ("reward 0.500", "answer_correct 0.250", "num_turns 3.000", "engine/no_engine_proved 2", "[/b]"):
         assert expected in printed
     assert "\\x1b[2J" in printed
+
+
+def test_a_run_that_learns_nothing_is_warned_of_once_and_in_the_panel() -> None:
+    progress = Progress(phase="training", step=2, total_steps=9, not_learned="in 2 steps every reward was [equal]")
+    shown = StringIO()
+    plain = PlainView(Console(file=shown, width=200))
+    plain.update(progress, {})
+    plain.update(replace(progress, step=3), {})
+    assert shown.getvalue().count("warning: nothing is learned: in 2 steps every reward was [equal]") == 1
+    console = Console(file=StringIO(), width=80, record=True)
+    console.print(LiveView(console, "job")._draw(progress, {}))
+    text = console.export_text()
+    assert "nothing is learned: in 2 steps every reward was [equal]" in text
+    assert "policy none yet" in text

@@ -24,6 +24,7 @@ class Type(StrEnum):
     LEARNER_PROGRESSING = "LearnerProgressing"
     CHECKPOINT_DURABLE = "CheckpointDurable"
     REWARD_HEALTHY = "RewardHealthy"
+    LEARNED = "Learned"
     SUSPENDED = "Suspended"
     READY = "Ready"
     SUCCEEDED = "Succeeded"
@@ -92,6 +93,13 @@ REASONS: Mapping[Type, Mapping[str, str]] = {
         "Scoring": "Episodes get rewards.",
         "JudgeFailing": "Episodes stay without a reward because scoring fails.",
         "Degenerate": "Every group of the last steps had equal rewards: there is nothing to learn from.",
+    },
+    Type.LEARNED: {
+        "WeightsChanged": "The newest version differs from version 0.",
+        "NoToolCall": "All rewards of every group were equal, and no episode called a tool.",
+        "NoRewardSpread": "All rewards of every group were equal.",
+        "ZeroGradient": "Rewards differed, and the gradient was 0.",
+        "WeightsUnchanged": "The updates were too small to change any weight.",
     },
     Type.SUSPENDED: {
         "Running": "It is not suspended.",

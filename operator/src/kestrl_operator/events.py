@@ -25,6 +25,7 @@ TOLD: Mapping[Type, Mapping[str, str]] = {
     Type.LEARNER_PROGRESSING: {"Stalled": "Warning", "Unavailable": "Warning", "Failed": "Warning"},
     Type.CHECKPOINT_DURABLE: {"StorageFailed": "Warning"},
     Type.REWARD_HEALTHY: {"JudgeFailing": "Warning", "Degenerate": "Warning"},
+    Type.LEARNED: dict.fromkeys(("NoToolCall", "NoRewardSpread", "ZeroGradient", "WeightsUnchanged"), "Warning"),
     Type.SUSPENDED: {"Draining": "Normal", "Released": "Normal"},
     Type.READY: {"OperatorFailed": "Warning"},
     Type.SUCCEEDED: {

@@ -10,7 +10,7 @@ from kestrl.api.common.v1.common_pb2 import PolicyVersion as PolicyMessage
 from kestrl.api.learner.v1 import learner_pb2 as pb
 from kestrl.plan.components import Role
 from kestrl.rpc.codec import policy_from_proto
-from kestrl.spec.status import Condition, EngineStatus, JobStatus, PolicyStatus, ProgressStatus, Shown
+from kestrl.spec.status import Condition, EngineStatus, JobStatus, PolicyStatus, ProgressStatus, ResultStatus, Shown
 from kestrl_operator.conditions import Observed, Truth, Type, joined, phase, shortened
 from kestrl_operator.observe import Snapshot, Told, number
 from kestrl_operator.policies import Decision, Stage, began, has_ended, held
@@ -45,6 +45,7 @@ def status_of(seen: Snapshot, decision: Decision) -> dict[str, Any]:
         conditions=conditions,
         progress=before.progress if told is None else _progress(told),
         policy=policy,
+        result=_result(before, seen, decision),
         history=history,
         engines=[] if decision.parked else _engines(seen, before),
         rollout_replicas=len(seen.of(Role.ROLLOUT)),
@@ -106,6 +107,14 @@ def _progress(told: Told) -> ProgressStatus:
         eta_seconds=int(report.eta_seconds) or None if 0 < report.eta_seconds < LONGEST_ETA else None,
         failures=dict(sorted(report.failures.items(), key=lambda item: (-item[1], item[0]))[:FAILURES_TOLD]),
     )
+
+
+def _result(before: JobStatus, seen: Snapshot, decision: Decision) -> ResultStatus | None:
+    """The adapter of the run, from the moment the job succeeds."""
+    told = seen.speaking
+    if decision.ended is None or decision.ended[0] != "Completed" or told is None or told.policy is None:
+        return before.result
+    return ResultStatus(version=told.policy.name, sha256=told.policy.sha256, uri=told.report.policy_uri)
 
 
 def _lineage(before: JobStatus, seen: Snapshot, now: str) -> tuple[PolicyStatus | None, list[PolicyStatus]]:

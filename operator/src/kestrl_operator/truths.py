@@ -31,6 +31,7 @@ def observed(seen: Snapshot, decision: Decision) -> Iterator[Observed]:
         _suspension(seen, decision),
         *(_released(seen) if decision.parked else _at_work(seen, decision, spec)),
         *_of_storage(seen.speaking),
+        *_learned(seen.speaking),
         _success(seen, decision),
     ]
     yield from made
@@ -250,6 +251,27 @@ def _reward(told: Told) -> Iterator[Observed]:
         yield _is(kind, "Scoring", f"mean {mean:.3f}")
     elif judging:
         yield _not(kind, "JudgeFailing", ", ".join(f"{name} {count} times" for name, count in sorted(judging.items())))
+
+
+NOT_LEARNED = {
+    "no_tool_call": "NoToolCall",
+    "no_reward_spread": "NoRewardSpread",
+    "zero_gradient": "ZeroGradient",
+    "weights_unchanged": "WeightsUnchanged",
+}
+"""Reasons of the condition by the learner's own."""
+
+
+def _learned(told: Told | None) -> Iterator[Observed]:
+    """Kept after the end: a job may succeed and have learned nothing."""
+    if told is None or not told.report.HasField("learned"):
+        return
+    report = told.report
+    if report.learned:
+        yield _is(Type.LEARNED, "WeightsChanged")
+    else:
+        reason = NOT_LEARNED.get(report.not_learned_reason, "WeightsUnchanged")
+        yield _not(Type.LEARNED, reason, report.not_learned)
 
 
 def _success(seen: Snapshot, decision: Decision) -> Observed:

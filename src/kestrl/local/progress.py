@@ -36,6 +36,8 @@ class Progress:
     failure: Failure | None = None
     message: str = ""
     groups_running: int = 0
+    not_learned: str = ""
+    """Why nothing was learned so far; empty when something was, or when it is too early to say."""
 
     @staticmethod
     def from_proto(message: learner_pb2.WatchProgressResponse) -> Progress:
@@ -53,6 +55,7 @@ class Progress:
             failure=failure_from_proto(message.failure) if message.HasField("failure") else None,
             message=message.message,
             groups_running=message.groups_running,
+            not_learned=message.not_learned,
         )
 
     def as_json(self) -> dict[str, Any]:
@@ -70,6 +73,7 @@ class Progress:
             "failure": str(self.failure) if self.failure else None,
             "message": self.message,
             "groups_running": self.groups_running,
+            "not_learned": self.not_learned,
         }
 
 

@@ -96,6 +96,10 @@ def print_report(console: Console, run: RunDir, summary: Mapping[str, Any], stor
         )
     for name, count in sorted(failures.items()):
         console.print(safe_line(f"failures {name}: {count}"), markup=False)
+    if summary.get("learned") is False:
+        reason: dict[str, str] = summary.get("not_learned") or {}
+        why = reason.get("message", "")
+        console.print(safe_line(f"warning: nothing was learned: {why}"), style="yellow", markup=False, soft_wrap=True)
     if policy.get("uri"):
         console.print(f"adapter {policy['version']}\n  {policy['uri']}", soft_wrap=True, highlight=False, markup=False)
         console.print(next_commands(run, site, str(policy["version"])), soft_wrap=True, highlight=False, markup=False)

@@ -46,6 +46,7 @@ class PlainView:
         self._shown: tuple[str, int, str] | None = None
         self._restarts: dict[str, int] = {}
         self._at = 0.0
+        self._warned = False
 
     def __enter__(self) -> Self:
         return self
@@ -63,6 +64,9 @@ class PlainView:
             if seen.restarts > self._restarts.get(name, 0):
                 self._restarts[name] = seen.restarts
                 self.say(f"{name} ended ({seen.last_exit}) and is started again: {seen.last_error}")
+        if progress.not_learned and not self._warned:
+            self._warned = True
+            self.say(f"warning: nothing is learned: {progress.not_learned}")
         key = (progress.phase, progress.step, progress.message)
         if key == self._shown and time.monotonic() - self._at < PLAIN_SECONDS:
             return
@@ -99,7 +103,11 @@ class LiveView:
         bar = Table.grid(expand=True)  # a bar by itself ends without a newline, and the next row would be cropped
         bar.add_row(ProgressBar(total=max(1, progress.total_steps), completed=progress.step))
         head = Text(safe_line(f"{progress.phase}   step {progress.step}/{progress.total_steps}   {progress.message}"))
-        lines = Group(head, bar, _facts(progress, time.monotonic() - self._started), _components(components))
+        # A line of its own: a long cell would squeeze the columns beside it.
+        why = f"nothing is learned: {progress.not_learned}"
+        warning = [Text(safe_line(why), style="yellow")] if progress.not_learned else []
+        facts = _facts(progress, time.monotonic() - self._started)
+        lines = Group(head, bar, facts, *warning, _components(components))
         return Panel(lines, title=Text(self._title), title_align="left")
 
 

@@ -236,6 +236,7 @@ def _learner(job: AgentRLJob, site: Site) -> Component:
             "max_failed_share": spec.algorithm.max_failed_share,
             "threads": spec.learner.threads,
             "device": site.build(spec.learner.accelerator, "learner").device,
+            "tools": bool(spec.tools),
             "linger": site.linger,
             "traceparent": site.traceparent,
         }

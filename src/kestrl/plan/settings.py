@@ -248,6 +248,8 @@ class LearnerSettings(ServiceSettings):
     device: str = "cpu"
     start_seconds: float = 600.0
     """How long to wait for engines and workers to come up."""
+    tools: bool = False
+    """Whether the job offers any tool."""
     linger: bool = False
     """Whether the program stays when the run has ended, and tells how it ended until it is told to go: on a cluster the pod of a
     StatefulSet is started again when its program ends."""

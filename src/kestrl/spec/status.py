@@ -43,6 +43,14 @@ class PolicyStatus(Model):
     """When every engine had proved it."""
 
 
+class ResultStatus(Model):
+    """The adapter that a job ended with, as `summary.json` names it."""
+
+    version: str
+    sha256: str
+    uri: str
+
+
 class EngineStatus(Model):
     """One engine, as its agent told."""
 
@@ -100,6 +108,8 @@ class JobStatus(Model):
     progress: ProgressStatus = ProgressStatus()
     policy: PolicyStatus | None = None
     """The newest version that every engine has proved."""
+    result: ResultStatus | None = None
+    """The adapter of a job that has succeeded. Of the last version nobody waits for every engine's proof: `policy` may be older."""
     history: Annotated[list[PolicyStatus], Field(max_length=10)] = Field(default_factory=list[PolicyStatus])
     """The last versions, newest first."""
     engines: Annotated[

@@ -505,6 +505,36 @@ TABLE: list[tuple[str, dict[str, Any], str, Expected]] = [
         {"RewardHealthy": ("False", "Degenerate")},
     ),
     (
+        "it has learned nothing so far",
+        {"told": told(report(learned=False, not_learned_reason="no_tool_call", not_learned="in 2 steps ..."))},
+        "Running",
+        {"Learned": ("False", "NoToolCall", "in 2 steps ...")},
+    ),
+    (
+        "its gradient is 0",
+        {"told": told(report(learned=False, not_learned_reason="zero_gradient"))},
+        "Running",
+        {"Learned": ("False", "ZeroGradient")},
+    ),
+    (
+        "its updates are too small",
+        {"told": told(report(learned=False, not_learned_reason="weights_unchanged"))},
+        "Running",
+        {"Learned": ("False", "WeightsUnchanged")},
+    ),
+    (
+        "it has learned something",
+        {"told": told(report(learned=True))},
+        "Running",
+        {"Learned": ("True", "WeightsChanged")},
+    ),
+    (
+        "it has succeeded and learned nothing",
+        {"told": told(over("succeeded", learned=False, not_learned_reason="no_reward_spread", not_learned="why"))},
+        "Succeeded",
+        {"Learned": ("False", "NoRewardSpread", "why")},
+    ),
+    (
         "it drains",
         {"job": job("suspend=true")},
         "Suspending",
@@ -950,3 +980,20 @@ def test_a_message_is_cut_where_nobody_reads_on() -> None:
     assert len(message) == LONGEST_MESSAGE
     assert message.startswith("spec.field0: unknown field\n")
     assert message.endswith("...")
+
+
+def test_the_result_of_a_job_that_succeeded_is_the_newest_version_and_stays() -> None:
+    before = seen_as(snapshot())
+    assert "result" not in before
+    last = snapshot(
+        status=before, told=told(over("succeeded", policy=policy_to_proto(version(26)), policy_uri="s3://b/26"))
+    )
+    after = seen_as(last)
+    assert after["policy"]["version"] == version(14).name  # nobody waited for the engines' proof of the last one
+    expected = {"version": version(26).name, "sha256": version(26).sha256, "uri": "s3://b/26"}
+    assert after["result"] == expected
+    assert seen_as(snapshot(status=after, told=None, pods=[]))["result"] == expected
+
+
+def test_a_job_that_failed_has_no_result() -> None:
+    assert "result" not in seen_as(snapshot(told=told(failed(boundary=Boundary.ENGINE, code="logprob_gap"))))

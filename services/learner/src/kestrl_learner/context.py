@@ -22,6 +22,7 @@ from kestrl_learner.aio import unless
 from kestrl_learner.engines import Engines
 from kestrl_learner.evaluate import evaluate
 from kestrl_learner.facts import build_summary, identity_digest, told_means
+from kestrl_learner.learning import Learning, learning
 from kestrl_learner.ledger import Superseded
 from kestrl_learner.model import PolicyModel
 from kestrl_learner.progress import Progress
@@ -133,6 +134,18 @@ class Context:
         """Means over the held-out scenarios by the step they were taken at."""
         return self.facts.setdefault("evaluations", {})
 
+    def learning(self) -> Learning | None:
+        """Whether the run has learned anything; None before its first step."""
+        settings, newest = self.settings, self.newest
+        if newest is None or settings.evaluate is not None:
+            return None
+        return learning(
+            self.facts.get("learning", {}),
+            newest[0].sha256,
+            tools=settings.tools,
+            learning_rate=settings.algorithm.learning_rate,
+        )
+
     async def evaluate(self, policy: PolicyVersion, *, sampled: bool, when: str) -> dict[str, float] | None:
         """Means over the held-out scenarios, if there are any; kept under `metrics/eval/` and in the summary.
 
@@ -182,6 +195,7 @@ class Context:
             seconds=self.seconds(),
             failures=self.progress.failures,
             gap_bound=self.settings.gap_bounds.mean,
+            learning=self.learning(),
         )
         try:
             await asyncio.to_thread(self.store.put, "summary.json", json.dumps(summary, indent=2).encode())

@@ -10,6 +10,7 @@ from typing import Any
 
 from kestrl.episode import Group, PolicyVersion, Scenario
 from kestrl.plan.settings import LearnerSettings
+from kestrl_learner.learning import Learning
 from kestrl_learner.progress import episode_facts, means_of
 from kestrl_learner.trainer import StepResult
 
@@ -56,6 +57,7 @@ def build_summary(
     seconds: float,
     failures: Mapping[str, int],
     gap_bound: float,
+    learning: Learning | None,
 ) -> dict[str, Any]:
     """`summary.json`.
 
@@ -69,6 +71,7 @@ def build_summary(
         seconds: Spent on the run, all its processes together.
         failures: By `boundary/code`.
         gap_bound: The bound on the mean gap of a step.
+        learning: Whether anything was learned; None where nothing was trained.
     """
     gap: dict[str, float] = facts.get("gap") or {}
     policy = None if newest is None else {"version": newest[0].name, "sha256": newest[0].sha256, "uri": newest[1]}
@@ -80,6 +83,10 @@ def build_summary(
         "after": facts.get("after"),
         "evaluations": [{"step": int(step), **means} for step, means in facts.get("evaluations", {}).items()],
         "policy": policy,
+        "learned": None if learning is None else learning.learned,
+        "not_learned": None
+        if learning is None or learning.learned
+        else {"reason": learning.reason, "message": learning.message},
         "seconds": seconds,
         "logprob_gap": {**gap, "worst": gap.get("max", 0.0), "bound": gap_bound},
         "failures": dict(failures),

@@ -13,6 +13,7 @@ from kestrl.errors import StorageError
 from kestrl.storage import ObjectStore, adapter_folder, read_manifest
 from kestrl_learner import checkpoint
 from kestrl_learner.facts import told_means
+from kestrl_learner.learning import Learning
 
 log = logging.getLogger(__name__)
 
@@ -67,9 +68,17 @@ def ended(
         "policy": adapter.policy,
         "policy_uri": store.address(folder),
         "policy_parent": adapter.parent or "",
+        "learning": _learning(summary),
         "failures": Counter(summary["failures"]),
         "message": "it had succeeded before" + (f"; held-out, after: {told_means(after)}" if after else ""),
     }
+
+
+def _learning(summary: Mapping[str, Any]) -> Learning | None:
+    """What the summary says of it; None in one that an older learner wrote."""
+    if summary.get("learned") is None:
+        return None
+    return Learning(bool(summary["learned"]), **(summary.get("not_learned") or {}))
 
 
 def _summary(store: ObjectStore) -> dict[str, Any]:

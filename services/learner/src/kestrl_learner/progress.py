@@ -15,6 +15,7 @@ from kestrl.api.learner.v1 import learner_pb2_grpc as stubs
 from kestrl.episode import Episode, PolicyVersion
 from kestrl.errors import Failure
 from kestrl.rpc.codec import failure_to_proto, policy_to_proto
+from kestrl_learner.learning import Learning
 
 STEPS_SEEN = 2
 """Steps that the running means look back on, and so does who says that there is nothing to learn."""
@@ -80,6 +81,8 @@ class Progress:
         self.publish_seconds = 0.0
         self.probe_distance: float | None = None
         """Between the newest version and the one before, once this process has published two that can be compared."""
+        self.learning: Learning | None = None
+        """Whether anything was learned yet, once that can be said."""
         self.last_step: Mapping[str, Any] = {}
         """What `metrics/` holds of the last step."""
         self._recent: deque[dict[str, float]] = deque(maxlen=STEPS_SEEN * episodes_per_step)
@@ -156,6 +159,9 @@ class Progress:
             groups_ready=self.groups_ready,
             degenerate=self.degenerate,
             storage_failure=self.storage_failure,
+            learned=None if self.learning is None else self.learning.learned,
+            not_learned_reason="" if self.learning is None else self.learning.reason,
+            not_learned="" if self.learning is None else self.learning.message,
         )
 
 

@@ -19,8 +19,10 @@ from kestrl_learner.context import Context
 from kestrl_learner.evaluate import store_groups
 from kestrl_learner.facts import step_facts
 from kestrl_learner.gap import merged
+from kestrl_learner.learning import tallied
 from kestrl_learner.ledger import Ledger, LedgerError, Superseded
 from kestrl_learner.model import PolicyModel
+from kestrl_learner.progress import STEPS_SEEN
 from kestrl_learner.retention import forget_adapters, forget_episodes
 from kestrl_learner.trainer import StepResult, Trainer
 
@@ -231,7 +233,15 @@ class Training:
             await asyncio.to_thread(self._forget, self._collector.named() | context.engines.wanted() | {policy.name})
 
     async def _publish(self, parent: str | None) -> PolicyVersion:
-        policy = await self._context.publish(self._model, self._done, parent)
+        context = self._context
+        policy = await context.publish(self._model, self._done, parent)
+        if self._done == 0:
+            context.facts["learning"] = {"first": policy.sha256}
+        learning = context.learning()
+        if learning is not None and (learning.learned or self._done >= min(STEPS_SEEN, context.steps)):
+            if not learning.learned:
+                log.warning("nothing is learned: %s", learning.message)
+            context.progress.update(learning=learning)
         self._trainer.published(policy.name)
         return policy
 
@@ -264,6 +274,7 @@ class Training:
             "staleness": max(done - 1 - item.policy.step for item in ready),
             "seconds": {"collect": collected - began, "update": trained - collected, "rest": now - trained},
         }
+        context.facts["learning"] = tallied(context.facts.get("learning", {}), groups, result)
         await context.keep(f"metrics/{done:06d}.json", facts)
         log.info("step %d: %s", done, facts)
         context.progress.stepped(idle=result.idle_groups == len(groups))

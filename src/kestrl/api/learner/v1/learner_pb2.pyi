@@ -157,6 +157,9 @@ class WatchProgressResponse(_message.Message):
     GROUPS_READY_FIELD_NUMBER: _builtins.int
     DEGENERATE_FIELD_NUMBER: _builtins.int
     STORAGE_FAILURE_FIELD_NUMBER: _builtins.int
+    LEARNED_FIELD_NUMBER: _builtins.int
+    NOT_LEARNED_REASON_FIELD_NUMBER: _builtins.int
+    NOT_LEARNED_FIELD_NUMBER: _builtins.int
     phase: _builtins.str
     """starting, evaluating, training, draining, succeeded, failed or suspended."""
     step: _builtins.int
@@ -191,6 +194,12 @@ class WatchProgressResponse(_message.Message):
     """Whether every group of the last steps had equal rewards: there was nothing to learn from."""
     storage_failure: _builtins.str
     """What storage refused last; empty once a checkpoint has been written and read back since."""
+    learned: _builtins.bool
+    """Whether the weights have changed since version 0; not set before that can be said."""
+    not_learned_reason: _builtins.str
+    """Why they have not: no_tool_call, no_reward_spread, zero_gradient or weights_unchanged."""
+    not_learned: _builtins.str
+    """The same for a person, with what to look at."""
     @_builtins.property
     def means(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
         """Running means: reward, answer_correct, num_turns and whatever rewards report."""
@@ -236,14 +245,22 @@ class WatchProgressResponse(_message.Message):
         groups_ready: _builtins.int = ...,
         degenerate: _builtins.bool = ...,
         storage_failure: _builtins.str = ...,
+        learned: _builtins.bool | None = ...,
+        not_learned_reason: _builtins.str = ...,
+        not_learned: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_checkpoint_step", b"_checkpoint_step", "checkpoint_step", b"checkpoint_step", "failure", b"failure", "policy", b"policy"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_checkpoint_step", b"_checkpoint_step", "_learned", b"_learned", "checkpoint_step", b"checkpoint_step", "failure", b"failure", "learned", b"learned", "policy", b"policy"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_checkpoint_step", b"_checkpoint_step", "checkpoint_step", b"checkpoint_step", "degenerate", b"degenerate", "engines", b"engines", "engines_converged", b"engines_converged", "engines_total", b"engines_total", "episodes_per_second", b"episodes_per_second", "eta_seconds", b"eta_seconds", "failure", b"failure", "failures", b"failures", "groups_ready", b"groups_ready", "groups_running", b"groups_running", "means", b"means", "message", b"message", "phase", b"phase", "policy", b"policy", "policy_parent", b"policy_parent", "policy_uri", b"policy_uri", "step", b"step", "storage_failure", b"storage_failure", "tokens_per_second", b"tokens_per_second", "total_steps", b"total_steps", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_checkpoint_step", b"_checkpoint_step", "_learned", b"_learned", "checkpoint_step", b"checkpoint_step", "degenerate", b"degenerate", "engines", b"engines", "engines_converged", b"engines_converged", "engines_total", b"engines_total", "episodes_per_second", b"episodes_per_second", "eta_seconds", b"eta_seconds", "failure", b"failure", "failures", b"failures", "groups_ready", b"groups_ready", "groups_running", b"groups_running", "learned", b"learned", "means", b"means", "message", b"message", "not_learned", b"not_learned", "not_learned_reason", b"not_learned_reason", "phase", b"phase", "policy", b"policy", "policy_parent", b"policy_parent", "policy_uri", b"policy_uri", "step", b"step", "storage_failure", b"storage_failure", "tokens_per_second", b"tokens_per_second", "total_steps", b"total_steps", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__checkpoint_step: _TypeAlias = _typing.Literal["checkpoint_step"]  # noqa: Y015
     _WhichOneofArgType__checkpoint_step: _TypeAlias = _typing.Literal["_checkpoint_step", b"_checkpoint_step"]  # noqa: Y015
+    _WhichOneofReturnType__learned: _TypeAlias = _typing.Literal["learned"]  # noqa: Y015
+    _WhichOneofArgType__learned: _TypeAlias = _typing.Literal["_learned", b"_learned"]  # noqa: Y015
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__checkpoint_step) -> _WhichOneofReturnType__checkpoint_step | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__learned) -> _WhichOneofReturnType__learned | None: ...
 
 Global___WatchProgressResponse: _TypeAlias = WatchProgressResponse  # noqa: Y015
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from kestrl.errors import KestrlError, UserInputError, place_error
 from kestrl.plan.settings import Settings
+from kestrl.stopping import leave
 from kestrl.telemetry import set_up
 
 EXIT_INPUT = 2
@@ -45,7 +46,7 @@ def run_service(
         else:
             asyncio.run(_finish(work(settings)))
 
-    return exit_code(run)
+    return leave(exit_code(run))
 
 
 def collect_rarely() -> None:

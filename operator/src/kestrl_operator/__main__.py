@@ -10,6 +10,7 @@ from pathlib import Path
 
 import uvloop
 
+import kestrl.stopping  # noqa: F401  # pyright: ignore[reportUnusedImport] - it takes SIGTERM from here on
 from kestrl.service import collect_rarely, exit_code
 from kestrl.telemetry import set_up
 from kestrl_operator.config import Config, read_config

@@ -253,12 +253,12 @@ async def serve(
         raise UserInputError(f"{component}: cannot listen on {listen}: the port is taken or not ours") from error
     if bound == 0:
         raise UserInputError(f"{component}: cannot listen on {listen}: the port is taken or not ours")
-    await server.start()
-    await healthy.set("", health_pb2.HealthCheckResponse.SERVING)
     stopping = asyncio.Event()
     loop = asyncio.get_running_loop()
     for name in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(name, stopping.set)
+    await server.start()
+    await healthy.set("", health_pb2.HealthCheckResponse.SERVING)
     log.info("%s serves on %s", component, listen)
     waits: list[asyncio.Future[Any]] = [asyncio.create_task(stopping.wait(), name="stop-signal")]
     if until is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 
+import kestrl.stopping  # noqa: F401  # pyright: ignore[reportUnusedImport] - it takes SIGTERM from here on
 from kestrl.api.inference.v1 import inference_pb2_grpc as stubs
 from kestrl.episode import BASE_MODEL_NAME
 from kestrl.plan.settings import AgentSettings

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 
+import kestrl.stopping  # noqa: F401  # pyright: ignore[reportUnusedImport] - it takes SIGTERM from here on
 from kestrl.plan.settings import JudgeSettings
 from kestrl.service import run_service
 from kestrl_judge.service import run_judge

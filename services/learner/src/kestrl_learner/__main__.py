@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 
+import kestrl.stopping  # noqa: F401  # pyright: ignore[reportUnusedImport] - it takes SIGTERM from here on
 from kestrl.api.learner.v1 import learner_pb2_grpc as stubs
 from kestrl.plan.settings import LearnerSettings
 from kestrl.rpc import serve

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
+from contextvars import copy_context
 from typing import Any, TypeVar
+
+from kestrl.stopping import ABANDONED
 
 Result = TypeVar("Result")
 
@@ -30,6 +35,32 @@ class Signal:
         while not (answer := predicate()):
             await self._event.wait()
         return answer
+
+
+async def abandonable(work: Callable[[], Result], *, name: str) -> Result:
+    """The result of blocking work, in a thread that a process which ends does not wait for (see `kestrl.stopping.leave`)."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[Result] = loop.create_future()
+    context = copy_context()
+
+    def settle(take: Callable[[Any], None], outcome: Any) -> None:
+        def unless_cancelled() -> None:
+            if not future.done():
+                take(outcome)
+
+        with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            loop.call_soon_threadsafe(unless_cancelled)
+
+    def run() -> None:
+        try:
+            result = context.run(work)
+        except BaseException as error:  # noqa: BLE001 - raised again where it is awaited
+            settle(future.set_exception, error)
+        else:
+            settle(future.set_result, result)
+
+    threading.Thread(target=run, name=f"{ABANDONED}{name}", daemon=True).start()
+    return await future
 
 
 async def unless(event: asyncio.Event, work: Coroutine[Any, Any, Result]) -> Result:

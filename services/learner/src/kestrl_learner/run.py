@@ -23,7 +23,7 @@ from kestrl.storage import AdapterManifest, fetch_adapter, open_store
 from kestrl.telemetry import span
 from kestrl.telemetry.names import Attr, SpanName
 from kestrl_learner import past
-from kestrl_learner.aio import Interrupted, guarded, unless
+from kestrl_learner.aio import Interrupted, abandonable, guarded, unless
 from kestrl_learner.context import Context
 from kestrl_learner.model import PolicyModel
 from kestrl_learner.progress import Progress
@@ -96,7 +96,7 @@ class Run:
     async def _run(self) -> None:
         settings, progress = self.settings, self.progress
         progress.update(message="reading the data")
-        context = self._context = await asyncio.to_thread(Context, settings, progress, self._drain)
+        context = self._context = await abandonable(lambda: Context(settings, progress, self._drain), name="read-data")
         progress.update(total_steps=context.steps)
         if settings.evaluate is None and await self._has_ended(context):
             return
@@ -154,7 +154,7 @@ class Run:
         """The model, loaded while the workers come up."""
         try:
             async with asyncio.TaskGroup() as tasks:
-                loading = tasks.create_task(asyncio.to_thread(self._load), name="load-model")
+                loading = tasks.create_task(abandonable(self._load, name="load-model"), name="load-model")
                 tasks.create_task(unless(self._drain, context.workers.connect()), name="connect-workers")
         except* KestrlError as errors:
             raise errors.exceptions[0] from errors

@@ -11,6 +11,7 @@ from datetime import datetime
 
 import grpc
 
+import kestrl.stopping  # noqa: F401  # pyright: ignore[reportUnusedImport] - it takes SIGTERM from here on
 from kestrl import rpc
 from kestrl.api.rollout.v1 import rollout_pb2_grpc as stubs
 from kestrl.plan.settings import RolloutSettings, ServiceSettings

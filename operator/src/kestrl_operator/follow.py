@@ -27,6 +27,8 @@ FIRST_WORD = 3.0
 """Seconds in which a learner that can be reached is heard; until then nothing follows from its silence."""
 DRAIN_CALL_SECONDS = 10.0
 PACES = 5
+LARGEST_REPORT = 4 * 1024 * 1024
+"""Bytes: a learner runs a user's job, and its reports are held by the operator of all jobs."""
 
 
 class Follower:
@@ -54,7 +56,7 @@ class Follower:
 
     async def _follow(self) -> None:
         wait = FIRST_RETRY
-        async with channel(self.address) as connection:
+        async with channel(self.address, largest_answer=LARGEST_REPORT) as connection:
             stub = stubs.LearnerServiceStub(connection)
             request = pb.WatchProgressRequest(min_interval_seconds=INTERVAL)
             while True:

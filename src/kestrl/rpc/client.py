@@ -29,9 +29,15 @@ OPTIONS: list[tuple[str, int]] = [
 ]
 
 
-def channel(address: str) -> Channel:
-    """A channel to `host:port`; connects when first used and reconnects by itself."""
-    return grpc.aio.insecure_channel(address, options=OPTIONS)
+def channel(address: str, *, largest_answer: int = MAX_MESSAGE_BYTES) -> Channel:
+    """A channel to `host:port`; connects when first used and reconnects by itself.
+
+    Args:
+        address: `host:port`.
+        largest_answer: Bytes of a message from there; a call whose answer is larger fails.
+    """
+    options = [*OPTIONS, ("grpc.max_receive_message_length", largest_answer)]
+    return grpc.aio.insecure_channel(address, options=options)
 
 
 def credential(token: str | None = None) -> tuple[tuple[str, str], ...]:

@@ -178,7 +178,12 @@ def crd() -> dict[str, Any]:
                                 rule(
                                     "size(self.metadata.name) <= 40",
                                     "metadata.name may have 40 characters: the names of pods are made of it",
-                                )
+                                ),
+                                rule(
+                                    "self.metadata.name.matches('^[a-z]([-a-z0-9]*[a-z0-9])?$')",
+                                    "metadata.name must begin with a letter and have only lower-case letters, "
+                                    "digits and -: Services are named after it",
+                                ),
                             ],
                         }
                     },

@@ -10,7 +10,7 @@ from typing import Annotated, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic.alias_generators import to_camel
 
-from kestrl.spec.scalars import Address, Duration, DurationOrZero, ImportPath, JsonObject, Name
+from kestrl.spec.scalars import Address, Duration, DurationOrZero, ImportPath, JobName, JsonObject, Name
 
 API_VERSION = "kestrl.dev/v1alpha1"
 KIND = "AgentRLJob"
@@ -363,7 +363,7 @@ class Metadata(BaseModel):
     """The part of Kubernetes' ObjectMeta that KestRL reads; the rest is kept, not looked at."""
 
     model_config = ConfigDict(frozen=True, extra="allow")
-    name: Name
+    name: JobName
     namespace: str | None = None
     labels: dict[str, str] = {}
     annotations: dict[str, str] = {}

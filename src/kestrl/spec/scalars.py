@@ -104,5 +104,8 @@ ImportPath = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$")]
 Name = Annotated[str, Field(pattern=r"^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?$")]
 """A DNS label, as Kubernetes wants names."""
 
+JobName = Annotated[str, Field(pattern=r"^[a-z]([-a-z0-9]{0,61}[a-z0-9])?$")]
+"""A DNS label that begins with a letter, as Kubernetes wants the names of Services, which are made of it."""
+
 Address = Annotated[str, Field(min_length=1)]
 """A path, or scheme://..."""

@@ -177,6 +177,8 @@ class Episode:
     rewards: Mapping[str, float] = field(default_factory=dict[str, float])
     """Each reward component before weighting."""
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])
+    loop_reward: float | None = None
+    """What the agent loop returned, if anything; the rule `loop_reward` makes it a component of the reward."""
 
     @property
     def final_text(self) -> str:

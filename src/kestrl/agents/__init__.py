@@ -1,13 +1,17 @@
 """What an agent loop is: code that decides when the model speaks, which tools run, and when the episode is over.
 
 A loop is an `async` function of a `Conversation`, or a class with `async def run(self, conversation)`; one instance is made per
-episode, without arguments. Nothing needs to be subclassed. The whole of the built-in `tool_agent`:
+episode, with the manifest's `agent.config` as keyword arguments (those of a function stand beside the conversation). Nothing
+needs to be subclassed. The whole of the built-in `tool_agent`:
 
     async def run(self, conversation: Conversation) -> None:
         while reply := await conversation.generate():
             if not reply.calls:
                 return
             await conversation.call_tools(reply.calls)
+
+A loop may return the episode's reward, a finite number or a `Score`: it is recorded as `Episode.loop_reward`, and the rule
+`loop_reward` makes it a component of the reward.
 
 The conversation owns the tokens: a loop never renders history and never sees a mask. What the platform breaks (an engine, a
 tool, a deadline) is raised as a `KestrlError` and ends the episode as failed whatever the loop does about it; what a loop
@@ -22,6 +26,7 @@ from typing import Any, Protocol
 
 from kestrl.episode import CallOutcome, Json, Scenario, StopReason, ToolCall
 from kestrl.errors import Boundary, KestrlError
+from kestrl.rewards import Score
 from kestrl.tools import ToolSchema
 
 __all__ = ["AgentLoop", "Call", "Completion", "Conversation", "LimitReached", "Limits", "Loop", "Reply", "Tokenizer"]
@@ -204,10 +209,10 @@ class Conversation(Protocol):
 class AgentLoop(Protocol):
     """A loop as a class."""
 
-    async def run(self, conversation: Conversation) -> None:
-        """Runs one episode to its end."""
+    async def run(self, conversation: Conversation) -> float | Score | None:
+        """Runs one episode to its end; returns its reward, if the loop is what knows it."""
         ...
 
 
-Loop = Callable[[Conversation], Awaitable[None]]
+Loop = Callable[[Conversation], Awaitable[object]]
 """A loop as a function: what the worker makes of either form."""

@@ -80,8 +80,8 @@ def is_loop(found: Any) -> bool:
     )
 
 
-def adapt(loop: type[Any]) -> Loop:
-    """The class as a loop of ours."""
+def adapt(loop: type[Any], config: Mapping[str, Any]) -> Loop:
+    """The class as a loop of ours; `config` are further arguments of its constructor, as in verl's agent loop configuration."""
 
     async def run(conversation: Conversation) -> None:
         instance = loop(
@@ -93,6 +93,7 @@ def adapt(loop: type[Any]) -> Loop:
             data_config=names.DictConfigWrap(Config()),
             hf_model_type=None,
             tools=names.ToolListWrap([RemoteTool(conversation, tool.to_openai()) for tool in conversation.tools]),
+            **config,
         )
         sampling = {
             "temperature": conversation.limits.temperature,

@@ -127,7 +127,11 @@ def _judge(job: AgentRLJob, site: Site) -> Component:
             **_service(Role.JUDGE, 0, job, site),
             "rewards": tuple(
                 RewardEntry(
-                    name=rule.rpartition(":")[2] or rule, rule=rule, weight=reward.weight, seconds=reward.timeout
+                    name=rule.rpartition(":")[2] or rule,
+                    rule=rule,
+                    config=reward.config,
+                    weight=reward.weight,
+                    seconds=reward.timeout,
                 )
                 for rule, reward in rules
             ),
@@ -144,6 +148,7 @@ def _rollout(job: AgentRLJob, site: Site, index: int) -> Component:
             "tokenizer": site.model,
             "template": site.template,
             "agent": spec.agent.loop,
+            "agent_config": spec.agent.config,
             "tools_address": site.endpoint(Role.TOOLS, 0).address,
             "judge_address": site.endpoint(Role.JUDGE, 0).address,
             "concurrency": spec.rollout.concurrency,

@@ -93,6 +93,7 @@ class RewardEntry(Model):
     name: str
     rule: str
     """Import path of a function, or the name of a built-in."""
+    config: dict[str, Any] = {}
     weight: float = 1.0
     seconds: float = 10.0
     """Its time limit for one episode."""
@@ -115,6 +116,7 @@ class RolloutSettings(ServiceSettings):
     """File of a chat template that replaces the model's own."""
     agent: str
     """`tool_agent`, `single_turn`, or an import path."""
+    agent_config: dict[str, Any] = {}
     tools_address: str
     judge_address: str
     concurrency: int

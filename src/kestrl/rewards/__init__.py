@@ -1,7 +1,8 @@
 """What a reward is: a plain function of a finished episode.
 
-`def reward(attempt: Attempt) -> float | Score`, sync or async. It runs in its own process with a time limit. What it raises is
-a typed judge failure: the episode then has no reward, and is never scored 0 for it.
+`def reward(attempt: Attempt) -> float | Score`, sync or async; further parameters are set by the manifest's `rewards[].config`.
+It runs in its own process with a time limit. What it raises is a typed failure: the episode then has no reward, and is never
+scored 0 for it.
 """
 
 from __future__ import annotations

@@ -59,9 +59,24 @@ def tool_format(attempt: Attempt) -> Score:
     return Score(value=share, metrics={"malformed_calls": float(malformed)})
 
 
+def loop_reward(attempt: Attempt) -> Score:
+    """The reward that the agent loop returned.
+
+    Raises:
+        ValueError: It returned none.
+    """
+    if attempt.episode.loop_reward is None:
+        raise ValueError(
+            f"the agent loop returned no reward (the episode ended as {attempt.episode.stop_reason}); return a number on "
+            "every path, also where LimitReached is raised"
+        )
+    return Score(value=attempt.episode.loop_reward)
+
+
 BUILT_IN: dict[str, Callable[[Attempt], Score]] = {
     "exact_answer": exact_answer,
     "flexible_answer": flexible_answer,
     "format": tool_format,
+    "loop_reward": loop_reward,
 }
 """By the name a manifest uses."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 from typing import Any, cast
 
 from kestrl.errors import UserInputError
@@ -19,16 +20,29 @@ def is_built_in(rule: str) -> bool:
     return ":" not in rule
 
 
-def resolve(rule: str, *, field: str) -> Reward:
-    """The function a rule names.
+def resolve(rule: str, *, field: str, config: Mapping[str, Any] | None = None) -> Reward:
+    """The function a rule names, with its configuration applied.
 
     Args:
         rule: Name of a built-in, or `module:function`.
-        field: The manifest field it stands in, for the message.
+        field: The manifest field it stands in, such as `spec.rewards[0].rule`, for the message.
+        config: Keyword arguments beside the attempt.
 
     Raises:
-        UserInputError: There is none, or it does not take an attempt.
+        UserInputError: There is none, or it does not take an attempt and this configuration.
     """
+    function = _named(rule, field)
+    given = dict(config or {})
+    try:
+        inspect.signature(function).bind(object(), **given)
+    except TypeError as error:
+        raise UserInputError(f"{field.rpartition('.')[0]}.config: does not fit {rule}: {error}") from error
+    except ValueError:  # a callable without a readable signature: its first call shows it
+        pass
+    return partial(function, **given) if given else function
+
+
+def _named(rule: str, field: str) -> Reward:
     if is_built_in(rule):
         if rule not in BUILT_IN:
             raise UserInputError(
@@ -39,10 +53,10 @@ def resolve(rule: str, *, field: str) -> Reward:
     if not callable(function):
         raise UserInputError(f"{field}: {rule} is a {type(function).__name__}; a reward is a function of an attempt")
     try:
-        inspect.signature(function).bind(object())
+        inspect.signature(function).bind_partial(object())
     except TypeError as error:
         raise UserInputError(
-            f"{field}: {rule} must take one argument, the attempt: def reward(attempt) -> float ({error})"
+            f"{field}: {rule} must take the attempt as its first argument: def reward(attempt) -> float ({error})"
         ) from error
     except ValueError:  # a callable without a readable signature (an extension module's): its first call will tell
         pass

@@ -184,6 +184,7 @@ def episode_to_proto(episode: Episode) -> pb.Episode:
         reward=episode.reward,
         rewards=dict(episode.rewards),
         metrics=dict(episode.metrics),
+        loop_reward=episode.loop_reward,
     )
 
 
@@ -208,6 +209,7 @@ def episode_from_proto(message: pb.Episode) -> Episode:
         reward=message.reward if message.HasField("reward") else None,
         rewards=dict(message.rewards),
         metrics=dict(message.metrics),
+        loop_reward=message.loop_reward if message.HasField("loop_reward") else None,
     )
 
 

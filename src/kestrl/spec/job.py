@@ -101,6 +101,8 @@ class Agent(Model):
 
     loop: Annotated[str, Field(pattern=r"^([a-z_]+|[A-Za-z_][\w.]*:[A-Za-z_][\w.]*)$")] = "tool_agent"
     """`tool_agent`, `single_turn`, or a class by import path (ours or one written for verl)."""
+    config: JsonObject = {}
+    """Keyword arguments of the loop's class (or of the function, beside the conversation), the same for every episode."""
     max_turns: Annotated[int, Field(ge=1, le=10_000)] = 10
     """Completions of one episode at the most."""
     max_tokens: Annotated[int, Field(ge=1, le=LARGEST_CONTEXT)] = 2048
@@ -140,7 +142,9 @@ class Reward(Model):
     """One component of the reward."""
 
     rule: str | None = None
-    """`exact_answer`, `flexible_answer`, `format`, or a function by import path."""
+    """`exact_answer`, `flexible_answer`, `format`, `loop_reward` (what the agent loop returned), or a function by import path."""
+    config: JsonObject = {}
+    """Keyword arguments of the function, beside the attempt."""
     ruler: RulerSpec | None = None
     weight: Annotated[float, Field(strict=False)] = 1.0
     """The reward of an episode is the weighted sum of its components."""

@@ -14,7 +14,7 @@ from kestrl.spec.scalars import format_duration
 ENGINE_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """What vLLM's --max-lora-rank accepts."""
 BUILT_IN_LOOPS = ("tool_agent", "single_turn")
-BUILT_IN_RULES = ("exact_answer", "flexible_answer", "format")
+BUILT_IN_RULES = ("exact_answer", "flexible_answer", "format", "loop_reward")
 
 
 class Problem(NamedTuple):
@@ -116,6 +116,8 @@ def loop_is_known(spec: JobSpec) -> Iterator[Problem]:
             "spec.agent.loop",
             f"{loop!r} is not one of {', '.join(BUILT_IN_LOOPS)}, nor an import path package.module:Class",
         )
+    if loop in BUILT_IN_LOOPS and spec.agent.config:
+        yield Problem("spec.agent.config", f"{loop} takes none: remove it, or name a loop of your own")
 
 
 def rewards_are_known(spec: JobSpec) -> Iterator[Problem]:
@@ -126,6 +128,13 @@ def rewards_are_known(spec: JobSpec) -> Iterator[Problem]:
             yield Problem(
                 f"spec.rewards[{index}].rule",
                 f"{reward.rule!r} is not one of {', '.join(BUILT_IN_RULES)}, nor an import path package.module:function",
+            )
+        if reward.rule in BUILT_IN_RULES and reward.config:
+            yield Problem(f"spec.rewards[{index}].config", f"{reward.rule} takes none; remove it")
+        if reward.rule == "loop_reward" and spec.agent.loop in BUILT_IN_LOOPS:
+            yield Problem(
+                f"spec.rewards[{index}].rule",
+                f"{spec.agent.loop} returns no reward: name a loop of your own in agent.loop, or another rule",
             )
 
 

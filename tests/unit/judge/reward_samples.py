@@ -20,6 +20,11 @@ def length(attempt: Attempt) -> float:
     return float(len(attempt.episode.final_text))
 
 
+def bounded(attempt: Attempt, limits: list[int], scale: float = 1.0) -> float:
+    low, high = limits
+    return scale * min(max(len(attempt.episode.final_text), low), high)
+
+
 async def thoughtful(attempt: Attempt) -> Score:
     await asyncio.sleep(0)
     return Score(value=0.5, metrics={"turns": attempt.max_turns, "long": True})

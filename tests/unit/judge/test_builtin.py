@@ -153,7 +153,9 @@ def test_what_is_no_number_is_a_failure_of_the_judge(returned: Any, code: str) -
 def test_names_and_import_paths_are_resolved(monkeypatch: pytest.MonkeyPatch) -> None:
     assert resolve("format", field="f") is tool_format
     assert resolve("kestrl.rewards.builtin:exact_answer", field="f") is exact_answer
-    with pytest.raises(UserInputError, match="f: 'exact' is not one of exact_answer, flexible_answer, format, nor"):
+    with pytest.raises(
+        UserInputError, match="f: 'exact' is not one of exact_answer, flexible_answer, format, loop_reward, nor"
+    ):
         resolve("exact", field="f")
     with pytest.raises(UserInputError, match="is a dict; a reward is a function"):
         resolve("kestrl.rewards.builtin:BUILT_IN", field="f")

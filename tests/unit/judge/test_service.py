@@ -95,6 +95,33 @@ async def test_a_late_reward_is_killed_with_all_it_started_and_the_next_is_score
     assert counted.reward == 1.0  # a new process
 
 
+async def test_config_is_given_to_the_reward(judge: Any) -> None:
+    entry = RewardEntry(name="bounded", rule="reward_samples:bounded", config={"limits": [1, 3], "scale": 2.0})
+    async with judge(entry) as client:
+        scores = await client.told("", "12345")
+    assert [score.reward for score in scores] == [2.0, 6.0]
+
+
+@pytest.mark.parametrize("config", [{"limits": [1, 3], "sale": 2.0}, {"scale": 2.0}, {"attempt": 1, "limits": [1, 3]}])
+async def test_config_that_does_not_fit_is_refused_by_field(settings: Any, config: dict[str, Any]) -> None:
+    entry = RewardEntry(name="bounded", rule="reward_samples:bounded", config=config)
+    with pytest.raises(UserInputError, match=r"^spec\.rewards\[0\]\.config: does not fit reward_samples:bounded: "):
+        await run_judge(settings(entry))
+
+
+async def test_the_loops_reward_is_a_component(judge: Any, group: Callable[..., Group]) -> None:
+    attempts = group("a", "b")
+    returned = [
+        replace(episode, loop_reward=value) for episode, value in zip(attempts.episodes, (0.25, None), strict=True)
+    ]
+    async with judge(RewardEntry(name="loop_reward", rule="loop_reward", weight=2.0)) as client:
+        scored, failed = await client.score(replace(attempts, episodes=returned))
+    assert (scored.reward, dict(scored.rewards)) == (0.5, {"loop_reward": 0.25})
+    assert not failed.HasField("reward")
+    assert failure(failed.failure) == (Boundary.JUDGE, "reward_raised")
+    assert "returned no reward" in failed.failure.message
+
+
 async def test_a_process_keeps_what_it_loaded_from_one_episode_to_the_next(judge: Any) -> None:
     async with judge(rule("told")) as client:
         assert [score.reward for score in await client.told("count", "count", "count")] == [1.0, 2.0, 3.0]
@@ -148,7 +175,11 @@ async def test_a_caller_that_gave_up_leaves_the_judge_as_it_was(judge: Any, grou
     ("rules", "told"),
     [
         (["absent"], ["spec.rewards[0].rule: module 'reward_samples' has no 'absent'"]),
-        (["takes_nothing"], ["spec.rewards[0].rule: reward_samples:takes_nothing must take one argument"]),
+        (["bounded"], ["spec.rewards[0].config: does not fit reward_samples:bounded: missing a required argument"]),
+        (
+            ["takes_nothing"],
+            ["spec.rewards[0].rule: reward_samples:takes_nothing must take the attempt as its first argument"],
+        ),
         (
             ["length", "constant", "absent"],
             ["spec.rewards[1].rule: reward_samples:constant is a float", "spec.rewards[2].rule: module"],

@@ -13,7 +13,7 @@ from kestrl.local.processes import Launcher
 from kestrl.plan.components import Component, Role, Secret
 from kestrl.plan.engines import engine_rank, serving_command
 from kestrl.plan.planning import group_seconds, plan
-from kestrl.plan.settings import AgentSettings, LearnerSettings, RolloutSettings
+from kestrl.plan.settings import AgentSettings, JudgeSettings, LearnerSettings, RolloutSettings
 from kestrl.plan.site import Build, Endpoint, Site
 from kestrl.spec import AgentRLJob, parse_job, with_overrides
 
@@ -52,6 +52,18 @@ SITE = Site(
     work_dir="/run/work",
     python_path=("/mine",),
 )
+
+
+def test_config_reaches_the_loop_and_the_rewards() -> None:
+    job = job_with(
+        "agent.loop=mine:Agent", "agent.config={depth: 2}", "rewards=[{rule: 'mine:near', config: {scale: 3}}]"
+    )
+    components = by_name(job)
+    rollout, judge = components["rollout-0"].settings, components["judge-0"].settings
+    assert isinstance(rollout, RolloutSettings)
+    assert isinstance(judge, JudgeSettings)
+    assert rollout.agent_config == {"depth": 2}
+    assert [entry.config for entry in judge.rewards] == [{"scale": 3}]
 
 
 def by_name(job: AgentRLJob) -> dict[str, Component]:

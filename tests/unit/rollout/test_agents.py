@@ -188,7 +188,7 @@ async def test_tokens_by_hand_end_at_the_limit_without_a_failure(make_stage: Any
         ("loops:Missing", "has no 'Missing'"),
         ("loops:number", "neither a class nor an async function"),
         ("loops:NoRun", "has no `async def run"),
-        ("loops:Greedy", "cannot be made without arguments"),
+        ("loops:Greedy", "cannot be made from agent.config alone"),
         ("broken:Agent", "ZeroDivisionError"),
     ],
 )
@@ -203,6 +203,73 @@ def test_a_loop_that_cannot_be_used_is_told_at_the_start(make_file: MakeFile, pa
         load_loop(path)
     assert told in str(refused.value)
     assert "agent.loop" in str(refused.value)
+
+
+CONFIGURED = """
+from kestrl.rewards import Score
+
+class Agent:
+    def __init__(self, reward, *, metrics=None):
+        self.reward, self.metrics = reward, metrics
+
+    async def run(self, conversation):
+        await conversation.generate()
+        return self.reward if self.metrics is None else Score(value=self.reward, metrics=self.metrics)
+
+async def agent(conversation, reward=None):
+    await conversation.generate()
+    return float(reward) if isinstance(reward, str) else reward
+"""
+
+
+@pytest.mark.parametrize(
+    ("loop", "config", "reward"),
+    [
+        ("Agent", {"reward": 0.5}, 0.5),
+        ("Agent", {"reward": -2, "metrics": {"solved": True}}, -2.0),
+        ("agent", {"reward": 1}, 1.0),
+        ("agent", {}, None),
+    ],
+)
+async def test_a_loop_is_configured_and_may_return_the_reward(
+    make_stage: Any, make_file: MakeFile, loop: str, config: dict[str, Any], reward: float | None
+) -> None:
+    stage = await make_stage(agent=f"{make_file('configured', CONFIGURED)}:{loop}", agent_config=config)
+    stage.says("Hello.")
+    episode = await stage.episode()
+    assert episode.failure is None
+    assert episode.loop_reward == reward
+    assert episode.metrics.get("loop_reward") == reward
+    assert episode.metrics.get("solved") == (1.0 if "metrics" in config else None)
+    (request,) = stage.judge.requests
+    assert request.group.episodes[0].HasField("loop_reward") == (reward is not None)
+
+
+@pytest.mark.parametrize("reward", ["nan", "inf", "1e31", True, [1.0]])
+async def test_a_returned_reward_that_is_no_usable_number_fails_the_episode(
+    make_stage: Any, make_file: MakeFile, reward: Any
+) -> None:
+    agent = make_file("configured", CONFIGURED) + ":agent"
+    stage = await make_stage(agent=agent, agent_config={"reward": reward})
+    stage.says("Hello.")
+    episode = await stage.episode()
+    assert episode.failure is not None
+    assert (episode.failure.boundary, episode.failure.code) == (Boundary.USER_CODE, "loop_reward_invalid")
+    assert "agent.loop configured:agent" in episode.failure.message
+    assert episode.loop_reward is None
+    assert episode.reward is None
+
+
+@pytest.mark.parametrize(
+    ("loop", "config"),
+    [("Agent", {"reward": 1, "more": 2}), ("agent", {"more": 2}), ("agent", {"conversation": 2, "more": 1})],
+)
+def test_config_that_does_not_fit_the_loop_is_refused_by_field(
+    make_file: MakeFile, loop: str, config: dict[str, Any]
+) -> None:
+    path = f"{make_file('configured', CONFIGURED)}:{loop}"
+    with pytest.raises(UserInputError, match=rf"^agent\.config: does not fit {path}: "):
+        load_loop(path, config)
 
 
 async def test_one_instance_per_episode(make_stage: Any, make_file: MakeFile) -> None:

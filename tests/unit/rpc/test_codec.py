@@ -80,6 +80,7 @@ episodes = st.builds(
     seconds=floats,
     trace_id=text,
     reward=st.none() | floats,
+    loop_reward=st.none() | floats,
     rewards=st.dictionaries(text, floats, max_size=2),
     metrics=st.dictionaries(text, floats, max_size=2),
 )

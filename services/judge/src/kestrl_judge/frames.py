@@ -1,7 +1,7 @@
 """What goes between the judge and its reward processes: protobuf messages, each behind its length.
 
-Of the judge's own wire: a request is a `ScoreGroupRequest` with one episode, its answer an `EpisodeScore`. The first message of
-a process is an `EpisodeScore` too: without a failure it says that the reward is loaded.
+Of the judge's own wire: a request is a `ScoreGroupRequest` with one episode, its answer an `EpisodeScore`. The judge's first message
+is the reward's configuration as JSON, the process' first an `EpisodeScore`: without a failure it says that the reward is loaded.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import signal
 import socket
@@ -11,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from kestrl.api.judge.v1 import judge_pb2 as pb
 from kestrl.errors import JudgeFailure, UserInputError
@@ -29,6 +31,8 @@ class Command:
     rule: str
     field: str
     python_path: Sequence[str]
+    config: Mapping[str, Any]
+    """Sent as the first frame: it may hold more than a command line, which every user of the machine can read."""
 
     def arguments(self, inherited: int) -> list[str]:
         paths = [part for path in self.python_path for part in ("--path", path)]
@@ -128,6 +132,7 @@ class RewardProcess:
         field = self._command.field
         try:
             async with asyncio.timeout(START_SECONDS):
+                await send(self._writer, json.dumps(dict(self._command.config)).encode())
                 greeting = pb.EpisodeScore.FromString(await receive(self._reader))
         except TimeoutError as error:
             raise UserInputError(f"{field}: {self._command.rule} is not imported after {START_SECONDS:g} s") from error

@@ -161,7 +161,13 @@ def rule_scorers(settings: JudgeSettings) -> list[RuleScorer]:
     return [
         RuleScorer(
             entry,
-            Command(name=name, rule=entry.rule, field=f"spec.rewards[{index}].rule", python_path=settings.python_path),
+            Command(
+                name=name,
+                rule=entry.rule,
+                field=f"spec.rewards[{index}].rule",
+                python_path=settings.python_path,
+                config=entry.config,
+            ),
             processes=settings.processes,
         )
         for index, (name, entry) in enumerate(zip(names, settings.rewards, strict=True))

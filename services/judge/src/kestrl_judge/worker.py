@@ -11,6 +11,7 @@ import argparse
 import asyncio
 import ctypes
 import inspect
+import json
 import os
 import signal
 import socket
@@ -100,7 +101,7 @@ def main() -> None:
     with socket.socket(fileno=options.socket) as judge, judge.makefile("rwb") as stream, asyncio.Runner() as runner:
         judge.set_inheritable(False)
         try:
-            function = resolve(options.rule, field=options.field)
+            function = resolve(options.rule, field=options.field, config=json.loads(read_frame(stream) or b"{}"))
         except UserInputError as error:
             failure = Failure(boundary=Boundary.USER_CODE, code="reward_not_loaded", message=str(error))
             write_frame(stream, pb.EpisodeScore(failure=failure_to_proto(failure)).SerializeToString())

@@ -38,7 +38,7 @@ async def group_runner(settings: RolloutSettings) -> AsyncGenerator[GroupRunner]
     Raises:
         UserInputError: Model, template or agent cannot be used.
     """
-    loop = load_loop(settings.agent)
+    loop = load_loop(settings.agent, settings.agent_config)
     # In a thread: reading a large tokenizer takes seconds, and signals should be heard meanwhile.
     face = await asyncio.to_thread(
         load_model,

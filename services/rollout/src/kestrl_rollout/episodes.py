@@ -19,7 +19,7 @@ from kestrl_rollout.conversation import EpisodeConversation, ToolLimits
 from kestrl_rollout.deadlines import GroupClock, Scope, Waiting, deadline, now
 from kestrl_rollout.engine import EngineClient
 from kestrl_rollout.engine_session import EngineSession
-from kestrl_rollout.loop_metrics import check_metrics, usable_metrics
+from kestrl_rollout.loop_metrics import REWARD, check_metrics, returned_reward, usable_metrics
 from kestrl_rollout.model import ModelFace
 from kestrl_rollout.requests import GroupRequest
 from kestrl_rollout.sessions import Sessions
@@ -43,6 +43,8 @@ class _Attempt:
     conversation: EpisodeConversation | None = None
     engine: EngineSession | None = None
     tools: ToolSession | None = None
+    reward: float | None = None
+    """What the loop returned."""
 
 
 class EpisodeRunner:
@@ -101,6 +103,7 @@ class EpisodeRunner:
                 seconds=time.monotonic() - attempt.started,
                 trace_id=current_trace_id(),
                 metrics={} if conversation is None else usable_metrics(conversation.metrics),
+                loop_reward=attempt.reward,
             )
 
     async def _settle(self, request: GroupRequest, attempt: _Attempt, clock: GroupClock) -> Failure | None:
@@ -160,9 +163,9 @@ class EpisodeRunner:
         assert conversation is not None
         try:
             with attempt.waiting.on(Boundary.INFRASTRUCTURE if self._loop.built_in else Boundary.USER_CODE):
-                await self._loop.run(conversation)
+                returned = await self._loop.run(conversation)
         except LimitReached:
-            pass  # the conversation has noted which limit
+            returned = None  # the conversation has noted which limit
         except KestrlError as error:
             raise conversation.broken or error from error.__cause__
         except asyncio.CancelledError:
@@ -178,6 +181,10 @@ class EpisodeRunner:
             raise self._raised_by_loop(_describe(error)) from error
         if conversation.broken is not None:
             raise conversation.broken
+        score = returned_reward(self._loop.name, returned)
+        if score is not None:
+            attempt.reward = score.value
+            conversation.metrics.update({**score.metrics, REWARD: score.value})
 
     def _raised_by_loop(self, what: str) -> UserCodeError:
         return UserCodeError(f"agent.loop {self._loop.name}: raised {what}", code="agent_raised")

@@ -1,4 +1,4 @@
-"""What an agent loop reports of an episode: finite numbers under names of its own."""
+"""What an agent loop reports of an episode: finite numbers under names of its own, and perhaps the reward."""
 
 from __future__ import annotations
 
@@ -6,8 +6,13 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from kestrl.episode import RESERVED_METRICS
-from kestrl.errors import UserCodeError
+from kestrl.episode import LARGEST_REWARD, RESERVED_METRICS
+from kestrl.errors import JudgeFailure, UserCodeError
+from kestrl.rewards import Score
+from kestrl.rewards.checking import as_score
+
+REWARD = "loop_reward"
+"""The metric under which a returned reward is averaged and shown."""
 
 
 def usable_metrics(metrics: Mapping[Any, Any]) -> dict[str, float]:
@@ -25,6 +30,28 @@ def check_metrics(metrics: Mapping[Any, Any]) -> None:
         problem = _problem(name, value)
         if problem is not None:
             raise UserCodeError(f"agent loop: the metric {name!r:.100} {problem}", code="metric_invalid")
+
+
+def returned_reward(loop: str, returned: object) -> Score | None:
+    """The reward that a loop returned, or None if it returned nothing.
+
+    Raises:
+        UserCodeError: It is not a number, not finite or too large (code `loop_reward_invalid`).
+    """
+    if returned is None:
+        return None
+    try:
+        score = as_score(f"agent.loop {loop}", returned)
+    except JudgeFailure as error:
+        raise UserCodeError(
+            f"{error}; a loop returns its reward as a number or a Score, or nothing", code="loop_reward_invalid"
+        ) from error
+    if abs(score.value) > LARGEST_REWARD:
+        raise UserCodeError(
+            f"agent.loop {loop}: returned the reward {score.value:g}; at most {LARGEST_REWARD:g} is taken",
+            code="loop_reward_invalid",
+        )
+    return score
 
 
 def _problem(name: Any, value: Any) -> str | None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from kestrl import importing
@@ -13,6 +15,7 @@ from kestrl_rollout.agents.single_turn import single_turn
 from kestrl_rollout.agents.tool_agent import tool_agent
 
 FIELD = "agent.loop"
+CONFIG_FIELD = "agent.config"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,11 +35,15 @@ BUILT_IN = {
 }
 
 
-def load_loop(path: str) -> LoadedLoop:
+def load_loop(path: str, config: Mapping[str, Any] | None = None) -> LoadedLoop:
     """The loop that `agent.loop` names: a built-in, or `module:Class` or `module:function`.
 
+    Args:
+        path: As in the manifest.
+        config: `agent.config`, its keyword arguments.
+
     Raises:
-        UserInputError: There is no such thing, or it is no agent loop.
+        UserInputError: There is no such thing, or it is not an agent loop, or it does not take the configuration.
     """
     if path in BUILT_IN:
         return BUILT_IN[path]
@@ -51,28 +58,40 @@ def load_loop(path: str) -> LoadedLoop:
             raise
         verl.install()
         found = importing.load(path, field=FIELD)
-    return LoadedLoop(run=_runnable(found, path), name=path, built_in=False, uses_tools=True)
+    return LoadedLoop(run=_runnable(found, path, config or {}), name=path, built_in=False, uses_tools=True)
 
 
-def _runnable(found: Any, path: str) -> Loop:
+def _runnable(found: Any, path: str, config: Mapping[str, Any]) -> Loop:
     if verl.is_loop(found):
-        return verl.adapt(found)
+        _check_config(found, path, config)
+        return verl.adapt(found, config)
     if inspect.isclass(found):
-        return _from_class(found, path)
+        return _from_class(found, path, config)
     if inspect.iscoroutinefunction(found):
-        return found
+        _check_config(found, path, config)
+        return partial(found, **config) if config else found
     raise UserInputError(f"{FIELD}: {path!r} is neither a class nor an async function")
 
 
-def _from_class(found: type[Any], path: str) -> Loop:
+def _check_config(found: Any, path: str, config: Mapping[str, Any]) -> None:
+    try:
+        inspect.signature(found).bind_partial(**config)
+    except TypeError as error:
+        raise UserInputError(f"{CONFIG_FIELD}: does not fit {path}: {error}") from error
+
+
+def _from_class(found: type[Any], path: str, config: Mapping[str, Any]) -> Loop:
     if not inspect.iscoroutinefunction(getattr(found, "run", None)):
         raise UserInputError(f"{FIELD}: {path!r} has no `async def run(self, conversation)`")
+    _check_config(found, path, config)
     try:
-        inspect.signature(found).bind()
-    except (TypeError, ValueError) as error:
-        raise UserInputError(f"{FIELD}: {path!r} cannot be made without arguments: {error}") from error
+        inspect.signature(found).bind(**config)
+    except TypeError as error:
+        raise UserInputError(
+            f"{FIELD}: {path!r} cannot be made from agent.config alone ({', '.join(config) or 'empty'}): {error}"
+        ) from error
 
-    async def run(conversation: Conversation) -> None:
-        await found().run(conversation)
+    async def run(conversation: Conversation) -> object:
+        return await found(**config).run(conversation)
 
     return run

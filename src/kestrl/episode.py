@@ -45,11 +45,13 @@ class Scenario:
     ordinal: int
     """Position in its data set, from 0; the ledger accounts for every ordinal of every epoch."""
     messages: Sequence[Mapping[str, str]]
-    """The prompt: `{"role": "system"|"user", "content": text}` each."""
+    """The prompt: `{"role": "system"|"user"|"assistant"|"tool", "content": text}` each."""
     tools: Sequence[str] | None = None
     """Names of the tools offered; None offers every tool of the job."""
     tools_kwargs: Mapping[str, Mapping[str, Mapping[str, Json]]] = field(default_factory=dict[str, Any])
     """Per tool: `create_kwargs` for the session's instance, `execute_kwargs` merged into every call. Hidden from the model."""
+    agent: str = ""
+    """Name of the agent loop that attempts it; empty for the job's own."""
     ground_truth: Json = None
     """What rewards compare with. Never shown to the model."""
     metadata: Mapping[str, Json] = field(default_factory=dict[str, Any])

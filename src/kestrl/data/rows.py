@@ -1,153 +1,79 @@
-"""Reading rows and turning each into a `Scenario`, or into an error that names file, line and field."""
+"""Reading data sets: each row a `Scenario`, or an error that names file, line and field."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
-
+from kestrl.data.forms import BadRow, scenario
+from kestrl.data.values import columns_as_json, without_nulls
 from kestrl.episode import Scenario
 from kestrl.errors import UserInputError
+from kestrl.tools.shapes import is_mapping
 
 MAX_PROBLEMS = 20
 """Problems reported at once; a file of the wrong shape has as many as it has rows."""
-Text = Annotated[str, Field(min_length=1)]
+ROWS_AT_ONCE = 1024
+"""Rows of a Parquet file held in memory as Python values beside the scenarios."""
 
 
-class _Message(BaseModel):
-    model_config = ConfigDict(extra="ignore", strict=True)
-    role: Annotated[str, Field(pattern="^(system|user)$")]
-    content: Text
+class DataRow(NamedTuple):
+    """A row that can be used."""
 
-
-class _Kwargs(BaseModel):
-    model_config = ConfigDict(extra="ignore", strict=True)
-    create_kwargs: dict[str, Any] = {}
-    execute_kwargs: dict[str, Any] = {}
-
-
-class _PlainRow(BaseModel):
-    """`{id, prompt|question, tools?, ground_truth?, metadata?}`; `tools` is a list of names or an object of kwargs by name."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
-    id: Text | int
-    prompt: Text | Annotated[list[_Message], Field(min_length=1)] | None = None
-    question: Text | None = None
-    tools: list[Text] | dict[Text, _Kwargs] | None = None
-    ground_truth: Any = None
-    metadata: dict[str, Any] = {}
-
-
-class _RewardModel(BaseModel):
-    model_config = ConfigDict(extra="allow", strict=True)
-    style: str = "rule"
-    ground_truth: Any
-
-
-class _ExtraInfo(BaseModel):
-    model_config = ConfigDict(extra="allow", strict=True)
-    index: int | str | None = None
-    need_tools_kwargs: bool = False
-    tools_kwargs: dict[str, _Kwargs | None] | None = None
-
-
-class _VerlRow(BaseModel):
-    """verl's form. Its Parquet files fill absent struct members with null, which is why nulls are taken for absent."""
-
-    model_config = ConfigDict(extra="allow", strict=True)
-    data_source: Text
-    agent_name: str | None = None
-    prompt: Annotated[list[_Message], Field(min_length=1)]
-    reward_model: _RewardModel
-    extra_info: _ExtraInfo = _ExtraInfo()
-
-
-class _Place(NamedTuple):
     path: Path
     line: int
+    """Line of a JSONL file, row of a Parquet file, from 1."""
+    scenario: Scenario
 
-    def __str__(self) -> str:
+    @property
+    def place(self) -> str:
+        """File and line, for messages."""
         return f"{self.path}:{self.line}"
 
 
-def _problems(place: _Place, error: ValidationError) -> list[str]:
-    return [
-        f"{place}: {'.'.join(str(part) for part in item['loc']) or 'row'}: {item['msg']}" for item in error.errors()
-    ]
-
-
-def _from_plain(row: _PlainRow, ordinal: int, place: _Place) -> Scenario:
-    if (row.prompt is None) == (row.question is None):
-        raise UserInputError(f"{place}: prompt: give either `prompt` or `question`, and one of them only")
-    asked = row.question if row.question is not None else row.prompt
-    messages = (
-        [{"role": "user", "content": asked}]
-        if isinstance(asked, str)
-        else [{"role": item.role, "content": item.content} for item in asked or ()]
-    )
-    by_name = row.tools if isinstance(row.tools, dict) else {}
-    return Scenario(
-        id=str(row.id),
-        ordinal=ordinal,
-        messages=messages,
-        tools=None if row.tools is None else list(row.tools),
-        tools_kwargs={name: kwargs.model_dump() for name, kwargs in by_name.items()},
-        ground_truth=row.ground_truth,
-        metadata=row.metadata,
-    )
-
-
-def _from_verl(row: _VerlRow, ordinal: int) -> Scenario:
-    given = row.extra_info.tools_kwargs or {}
-    kwargs = {name: value.model_dump() for name, value in given.items() if value is not None}
-    extra = row.extra_info.model_dump(exclude={"tools_kwargs", "need_tools_kwargs"})
-    index = row.extra_info.index
-    return Scenario(
-        id=f"{row.data_source}/{ordinal if index is None else index}",
-        ordinal=ordinal,
-        messages=[{"role": item.role, "content": item.content} for item in row.prompt],
-        tools_kwargs=kwargs,
-        ground_truth=row.reward_model.ground_truth,
-        metadata={"data_source": row.data_source, **extra},
-    )
-
-
-def _scenario(raw: Any, ordinal: int, place: _Place) -> Scenario:
-    """One row as a scenario. Raises UserInputError with one line a problem."""
-    if not isinstance(raw, Mapping):
-        raise UserInputError(f"{place}: row: must be an object, is {type(raw).__name__}")
-    try:
-        if "reward_model" in raw or "data_source" in raw:
-            return _from_verl(_VerlRow.model_validate(raw), ordinal)
-        return _from_plain(_PlainRow.model_validate(raw), ordinal, place)
-    except ValidationError as error:
-        raise UserInputError("\n".join(_problems(place, error))) from error
-
-
-def _without_nulls(value: Any) -> Any:
-    """Parquet gives every member of a struct in every row; one that is null was not there."""
-    if isinstance(value, dict):
-        members = cast("dict[str, Any]", value)
-        return {key: _without_nulls(item) for key, item in members.items() if item is not None}
-    if isinstance(value, list):
-        return [_without_nulls(item) for item in cast("Sequence[Any]", value)]
-    return value
+def _read_row(path: Path, line: int, raw: object, ordinal: int) -> DataRow:
+    """One row. Raises BadRow."""
+    if not is_mapping(raw):
+        raise BadRow([f"row: must be an object, is {type(raw).__name__}"])
+    columns, problems = columns_as_json({str(name): value for name, value in raw.items()})
+    if problems:
+        raise BadRow(problems)
+    return DataRow(path, line, scenario(columns, ordinal))
 
 
 def _parquet(path: Path) -> Iterator[tuple[int, Any]]:
     try:
-        import pyarrow.parquet as parquet
+        import pyarrow
+        from pyarrow import parquet
     except ImportError as error:
         raise UserInputError(f"{path}: reading Parquet needs pyarrow: pip install 'kestrl[parquet]'") from error
+    damaged = cast("type[Exception]", cast(Any, pyarrow).ArrowException)
+    number = 1
     try:
-        rows = cast("list[Any]", parquet.read_table(path).to_pylist())  # pyright: ignore[reportUnknownMemberType] - untyped
-    except (OSError, ValueError) as error:
+        with cast(Any, parquet.ParquetFile(path)) as file:
+            for batch in file.iter_batches(batch_size=ROWS_AT_ONCE):
+                names: list[str] = batch.schema.names
+                columns = [_column(path, name, batch.column(name), number) for name in names]
+                for values in zip(*columns, strict=True):
+                    yield number, without_nulls(dict(zip(names, values, strict=True)))
+                    number += 1
+    except (OSError, ValueError, damaged) as error:
         raise UserInputError(f"{path}: not readable as Parquet: {error}") from error
-    for number, row in enumerate(rows, start=1):
-        yield number, _without_nulls(row)
+
+
+def _column(path: Path, name: str, values: Any, first: int) -> list[object]:
+    """A column's values; where one has no Python form, the error names its row."""
+    try:
+        return cast("list[object]", values.to_pylist())
+    except (ValueError, OverflowError):
+        for row, value in enumerate(values, start=first):
+            try:
+                value.as_py()
+            except (ValueError, OverflowError) as error:
+                raise UserInputError(f"{path}:{row}: {name}: cannot be read: {error}") from error
+        raise
 
 
 def _jsonl(path: Path) -> Iterator[tuple[int, Any]]:
@@ -174,7 +100,7 @@ def _rows(path: Path) -> Iterator[tuple[int, Any]]:
     raise UserInputError(f"{path}: a data set is a .jsonl or .parquet file")
 
 
-def load_scenarios(path: Path, *, size: int | None = None) -> list[Scenario]:
+def read_rows(path: Path, *, size: int | None = None) -> list[DataRow]:
     """Reads a data set; ordinals count from 0 in file order.
 
     Args:
@@ -182,30 +108,37 @@ def load_scenarios(path: Path, *, size: int | None = None) -> list[Scenario]:
         size: Rows used; None uses all.
 
     Raises:
-        UserInputError: The file or a row cannot be used; one line for each problem, up to 20, each naming file, line and field.
+        UserInputError: The file or a row cannot be used; one line for each problem, up to 20, each naming file, line
+            and field.
     """
-    scenarios: list[Scenario] = []
+    rows: list[DataRow] = []
     problems: list[str] = []
     seen: dict[str, int] = {}
     for number, raw in _rows(path):
-        if size is not None and len(scenarios) >= size:
+        if size is not None and len(rows) >= size:
             break
         try:
-            scenario = _scenario(raw, len(scenarios), _Place(path, number))
-        except UserInputError as error:
-            problems += str(error).splitlines()
+            row = _read_row(path, number, raw, len(rows))
+        except BadRow as error:
+            problems += [f"{path}:{number}: {problem}" for problem in error.problems]
             if len(problems) >= MAX_PROBLEMS:
-                problems.append("... and perhaps more; mend these first")
+                problems.append("... and perhaps more; fix these first")
                 break
             continue
-        if scenario.id in seen:
-            problems.append(f"{path}:{number}: id: {scenario.id!r} is already the id of line {seen[scenario.id]}")
-        seen[scenario.id] = number
-        scenarios.append(scenario)
+        id_ = row.scenario.id
+        if id_ in seen:
+            problems.append(f"{path}:{number}: id: {id_!r} is already the id of line {seen[id_]}")
+        seen[id_] = number
+        rows.append(row)
     if problems:
         raise UserInputError("\n".join(problems))
-    if not scenarios:
+    if not rows:
         raise UserInputError(f"{path}: holds no rows")
-    if size is not None and len(scenarios) < size:
-        raise UserInputError(f"{path}: holds {len(scenarios)} rows, the manifest asks for size {size}")
-    return scenarios
+    if size is not None and len(rows) < size:
+        raise UserInputError(f"{path}: holds {len(rows)} rows, the manifest asks for size {size}")
+    return rows
+
+
+def load_scenarios(path: Path, *, size: int | None = None) -> list[Scenario]:
+    """The scenarios of a data set, as `read_rows` reads it."""
+    return [row.scenario for row in read_rows(path, size=size)]

@@ -81,6 +81,7 @@ def scenario_to_proto(scenario: Scenario) -> pb.Scenario:
         tools_kwargs_json=dump_json(scenario.tools_kwargs),
         ground_truth_json=dump_json(scenario.ground_truth),
         metadata_json=dump_json(scenario.metadata),
+        agent=scenario.agent,
     )
 
 
@@ -93,6 +94,7 @@ def scenario_from_proto(message: pb.Scenario) -> Scenario:
         tools_kwargs=_load(message.tools_kwargs_json, {}),
         ground_truth=_load(message.ground_truth_json, None),
         metadata=_load(message.metadata_json, {}),
+        agent=message.agent,
     )
 
 

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import json
+from datetime import UTC, date, datetime, time, timedelta
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
+import hypothesis.strategies as st
 import pyarrow as pa
 import pyarrow.parquet as parquet
 import pytest
+from hypothesis import given, settings
 
 from kestrl.data import load_scenarios, locate_data
+from kestrl.data.forms import BadRow, scenario
 from kestrl.data.locate import locate_model
+from kestrl.data.values import columns_as_json
 from kestrl.errors import UserInputError
+from kestrl.rpc.codec import scenario_from_proto, scenario_to_proto
 
 VERL = {
     "data_source": "openai/gsm8k",
@@ -87,16 +94,16 @@ def test_every_bad_row_is_told_with_line_and_field(tmp_path: Path) -> None:
         {"id": "a", "question": "ok"},
         {"id": "b", "question": "x", "prompt": "y"},
         {"question": "no id"},
-        {"id": "c", "question": "x", "oops": 1},
+        {"id": "c", "question": "x", "metdata": {}},
         ["not", "an", "object"],
-        {**VERL, "prompt": [{"role": "assistant", "content": "x"}]},
+        {**VERL, "prompt": [{"role": "developer", "content": "x"}]},
         {"id": "a", "question": "again"},
     )
     found = problems(path)
     assert [line.removeprefix(str(path))[1:2] for line in found] == ["2", "3", "4", "5", "6", "7"]
     assert "prompt: give either `prompt` or `question`" in found[0]
     assert "id: Field required" in found[1]
-    assert "oops: Extra inputs are not permitted" in found[2]
+    assert "metdata: no such field; is metadata meant?" in found[2]
     assert "row: must be an object, is list" in found[3]
     assert "prompt.0.role" in found[4]
     assert "id: 'a' is already the id of line 1" in found[5]
@@ -128,6 +135,134 @@ def test_a_missing_file_and_too_few_rows(tmp_path: Path) -> None:
     assert "cannot be read" in problems(tmp_path / "none.jsonl")[0]
     path = write(tmp_path / "a.jsonl", {"id": 1, "question": "x"})
     assert "holds 1 rows, the manifest asks for size 2" in problems(path, size=2)[0]
+
+
+def test_further_columns_and_the_agents_name_are_kept(tmp_path: Path) -> None:
+    plain = {"id": 1, "question": "x", "agent_name": "mine", "difficulty": 3, "metadata": {"split": "a"}}
+    first, second = load_scenarios(write(tmp_path / "a.jsonl", plain, {**VERL, "source": "web"}))
+    assert (first.agent, dict(first.metadata)) == ("mine", {"difficulty": 3, "split": "a"})
+    assert second.agent == "tool_agent"
+    assert dict(second.metadata) == {
+        "data_source": "openai/gsm8k", "ability": "math", "source": "web", "index": 7, "split": "train"
+    }  # fmt: skip
+    assert scenario_from_proto(scenario_to_proto(second)) == second
+
+
+def test_a_column_and_a_member_that_differ_are_refused(tmp_path: Path) -> None:
+    same = {**VERL, "split": "train"}
+    assert load_scenarios(write(tmp_path / "a.jsonl", same))[0].metadata["split"] == "train"
+    found = problems(write(tmp_path / "b.jsonl", {**VERL, "split": "test"}))
+    assert found == [f"{tmp_path}/b.jsonl:1: split: differs from extra_info.split; rename one of them"]
+
+
+@pytest.mark.parametrize("column", ["images", "videos"])
+def test_multimodal_rows_are_refused_by_name(tmp_path: Path, column: str) -> None:
+    path = write(tmp_path / "a.jsonl", {**VERL, column: []}, {**VERL, column: [{"path": "a.png"}]})
+    assert problems(path) == [f"{path}:2: {column}: only text can be trained on; this row has {column}"]
+
+
+def test_literal_prompts_may_hold_assistant_and_tool_turns(tmp_path: Path) -> None:
+    roles = ["system", "user", "assistant", "tool", "assistant", "user"]
+    prompt = [{"role": role, "content": role} for role in roles]
+    (row,) = load_scenarios(write(tmp_path / "a.jsonl", {"id": 1, "prompt": prompt}))
+    assert [message["role"] for message in row.messages] == roles
+
+
+@pytest.mark.parametrize(
+    ("prompt", "problem"),
+    [
+        (["user", "assistant"], "prompt.1.role: a prompt cannot end with an assistant turn"),
+        (["user", "tool"], "prompt.1.role: a tool turn must follow an assistant turn"),
+        ([("user", {"tool_calls": [{"function": {}}]})], "prompt.0.tool_calls: calls of a literal assistant turn"),
+        (5, "prompt: must be text or a list of messages"),
+        ([], "prompt: List should have at least 1 item"),
+    ],
+)
+def test_literal_prompts_that_cannot_be_used(tmp_path: Path, prompt: Any, problem: str) -> None:
+    if isinstance(prompt, list):
+        turns = [(turn, {}) if isinstance(turn, str) else turn for turn in prompt]
+        prompt = [{"role": role, "content": "x", **more} for role, more in turns]
+    path = write(tmp_path / "a.jsonl", {"id": 1, "prompt": prompt})
+    (found,) = problems(path)
+    assert found.startswith(f"{path}:1: {problem}")
+
+
+def test_values_of_parquet_that_have_an_exact_form(tmp_path: Path) -> None:
+    table = tmp_path / "a.parquet"
+    when = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
+    columns = {"when": when, "day": date(2026, 1, 2), "at": time(3, 4), "price": Decimal("1.10")}
+    row = {"id": 1, "question": "x", "ground_truth": {"at": [when]}, **columns}
+    parquet.write_table(pa.Table.from_pylist([row]), table)
+    (read,) = load_scenarios(table)
+    assert read.ground_truth == {"at": ["2026-01-02T03:04:05+00:00"]}
+    assert dict(read.metadata) == {
+        "when": "2026-01-02T03:04:05+00:00", "day": "2026-01-02", "at": "03:04:00", "price": "1.10"
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("value", "problem"),
+    [(b"\x00", "is of type bytes"), (timedelta(seconds=1), "is of type timedelta"), (float("nan"), "is nan")],
+)
+def test_values_of_parquet_that_have_none_are_refused(tmp_path: Path, value: Any, problem: str) -> None:
+    table = tmp_path / "a.parquet"
+    rows = [
+        {"id": name, "question": "x", "metadata": {"thing": things}} for name, things in (("a", []), ("b", [value]))
+    ]
+    parquet.write_table(pa.Table.from_pylist(rows), table)
+    (found,) = problems(table)
+    assert found.startswith(f"{table}:2: metadata.thing.0: {problem}"), found
+
+
+def test_a_parquet_value_that_python_cannot_hold_names_its_row(tmp_path: Path) -> None:
+    table = tmp_path / "a.parquet"
+    days = pa.array([0, 2**31 - 1], pa.date32())
+    parquet.write_table(pa.table({"id": ["a", "b"], "question": ["x", "y"], "day": days}), table)
+    (found,) = problems(table)
+    assert found.startswith(f"{table}:2: day: cannot be read: ")
+
+
+@pytest.mark.parametrize(
+    ("columns", "field"),
+    [
+        ({"ground_truth": "\ud800"}, "ground_truth"),
+        ({"metadata": {"a": ["\udc00"]}}, "metadata.a.0"),
+        ({"metadata": {"\ud800": 1}}, "metadata.'\\ud800'"),
+        ({"tools": {"calc": {"create_kwargs": {"x": "\ud800"}}}}, "tools.calc.create_kwargs.x"),
+        ({"question": "\ud800"}, "question"),
+    ],
+)
+def test_a_lone_surrogate_is_refused_with_its_field(tmp_path: Path, columns: Any, field: str) -> None:
+    path = write(tmp_path / "a.jsonl", {"id": "ok", "question": "x"}, {"id": 1, "question": "x", **columns})
+    (found,) = problems(path)
+    assert found.startswith(f"{path}:2: {field}: holds the lone surrogate U+D")
+
+
+def test_a_row_nested_too_deeply_is_refused(tmp_path: Path) -> None:
+    deep = "[" * 200 + "]" * 200
+    path = write(tmp_path / "a.jsonl", f'{{"id": 1, "question": "x", "ground_truth": {deep}}}')
+    assert "is nested more than 100 levels deep" in problems(path)[0]
+
+
+ANY_JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(st.characters(exclude_categories=())),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(st.characters(exclude_categories=())), inner),
+    max_leaves=8,
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(ANY_JSON, st.dictionaries(st.text(st.characters(exclude_categories=())), ANY_JSON, max_size=3))
+def test_a_row_that_is_accepted_goes_over_the_wire_unchanged(truth: Any, metadata: dict[str, Any]) -> None:
+    columns, refused = columns_as_json({"id": 1, "question": "x", "ground_truth": truth, "metadata": metadata})
+    if refused:
+        return
+    try:
+        row = scenario(columns, 0)
+    except BadRow:
+        return
+    sent = type(scenario_to_proto(row)).FromString(scenario_to_proto(row).SerializeToString())
+    assert scenario_from_proto(sent) == row
 
 
 def test_size_takes_the_first_rows(tmp_path: Path) -> None:

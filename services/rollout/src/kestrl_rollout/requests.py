@@ -11,7 +11,7 @@ from kestrl.errors import UserInputError
 from kestrl.rpc.codec import policy_from_proto, scenario_from_proto
 from kestrl_rollout.engine import EngineAddress
 
-ROLES = frozenset({"system", "user", "assistant"})
+ROLES = frozenset({"system", "user", "assistant", "tool"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -171,6 +171,7 @@ class Scenario(_message.Message):
     TOOLS_KWARGS_JSON_FIELD_NUMBER: _builtins.int
     GROUND_TRUTH_JSON_FIELD_NUMBER: _builtins.int
     METADATA_JSON_FIELD_NUMBER: _builtins.int
+    AGENT_FIELD_NUMBER: _builtins.int
     id: _builtins.str
     """Unique in its data set."""
     ordinal: _builtins.int
@@ -183,6 +184,8 @@ class Scenario(_message.Message):
     """JSON value that rewards compare with."""
     metadata_json: _builtins.str
     """JSON object."""
+    agent: _builtins.str
+    """Name of the agent loop that attempts it; empty for the job's own."""
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___Message]:
         """The prompt."""
@@ -202,10 +205,11 @@ class Scenario(_message.Message):
         tools_kwargs_json: _builtins.str = ...,
         ground_truth_json: _builtins.str = ...,
         metadata_json: _builtins.str = ...,
+        agent: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ground_truth_json", b"ground_truth_json", "id", b"id", "messages", b"messages", "metadata_json", b"metadata_json", "ordinal", b"ordinal", "tools", b"tools", "tools_kwargs_json", b"tools_kwargs_json", "tools_restricted", b"tools_restricted"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent", b"agent", "ground_truth_json", b"ground_truth_json", "id", b"id", "messages", b"messages", "metadata_json", b"metadata_json", "ordinal", b"ordinal", "tools", b"tools", "tools_kwargs_json", b"tools_kwargs_json", "tools_restricted", b"tools_restricted"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

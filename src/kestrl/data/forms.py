@@ -1,0 +1,202 @@
+"""The two forms of a row, the plain one and verl's, and the scenario that each gives."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError, field_validator
+
+from kestrl.episode import Json, Scenario
+
+Text = Annotated[str, Field(min_length=1)]
+MEDIA = ("images", "videos", "audios", "multi_modal_data")
+"""Columns of multimodal rows. Their text alone would be another task."""
+SIMILAR = 0.8
+"""Similarity (difflib's ratio) from which an unknown column is taken for a known one misspelt."""
+
+
+class BadRow(ValueError):
+    """A row that cannot be used; `problems` has one line for each field at fault."""
+
+    def __init__(self, problems: Sequence[str]) -> None:
+        super().__init__("\n".join(problems))
+        self.problems = problems
+
+
+class _Message(BaseModel):
+    model_config = ConfigDict(extra="ignore", strict=True)
+    role: Annotated[str, Field(pattern="^(system|user|assistant|tool)$")]
+    content: Text
+    tool_calls: Any = None
+
+    @field_validator("tool_calls")
+    @classmethod
+    def _no_calls(cls, value: Any) -> Any:
+        if value:
+            raise ValueError("calls of a literal assistant turn are not supported; leave the turn and its results out")
+        return value
+
+
+class _Kwargs(BaseModel):
+    model_config = ConfigDict(extra="ignore", strict=True)
+    create_kwargs: dict[str, Any] = {}
+    execute_kwargs: dict[str, Any] = {}
+
+
+def _kind(value: object) -> str | None:
+    """Which form of a field a value has, so that one form's problems are reported and not every form's."""
+    for form, name in ((str, "=text"), (int, "=int"), (list, "=list"), (dict, "=object")):
+        if type(value) is form:  # a bool is no number here
+            return name
+    return None
+
+
+def _either(what: str) -> Discriminator:
+    return Discriminator(_kind, custom_error_type="form", custom_error_message=f"must be {what}")
+
+
+IdField = Annotated[Annotated[Text, Tag("=text")] | Annotated[int, Tag("=int")], _either("text or a whole number")]
+PromptField = Annotated[
+    Annotated[Text, Tag("=text")] | Annotated[list[_Message], Field(min_length=1), Tag("=list")],
+    _either("text or a list of messages"),
+]
+ToolsField = Annotated[
+    Annotated[list[Text], Tag("=list")] | Annotated[dict[Text, _Kwargs], Tag("=object")],
+    _either("a list of names, or an object of keyword arguments by name"),
+]
+
+
+class _PlainRow(BaseModel):
+    """`{id, prompt|question, tools?, agent_name?, ground_truth?, metadata?}` and further columns, kept in the metadata.
+
+    `tools` is a list of names, or an object of keyword arguments by name.
+    """
+
+    model_config = ConfigDict(extra="allow", strict=True)
+    id: IdField
+    prompt: PromptField | None = None
+    question: Text | None = None
+    tools: ToolsField | None = None
+    agent_name: Text | None = None
+    ground_truth: Any = None
+    metadata: dict[str, Any] = {}
+
+
+class _RewardModel(BaseModel):
+    model_config = ConfigDict(extra="allow", strict=True)
+    style: str = "rule"
+    ground_truth: Any
+
+    @field_validator("ground_truth")
+    @classmethod
+    def _given(cls, value: Any) -> Any:
+        if value is None:
+            raise ValueError("is null; give what the answer is compared with")
+        return value
+
+
+class _ExtraInfo(BaseModel):
+    model_config = ConfigDict(extra="allow", strict=True)
+    index: int | str | None = None
+    need_tools_kwargs: bool = False
+    tools_kwargs: dict[str, _Kwargs | None] | None = None
+
+
+class _VerlRow(BaseModel):
+    """verl's form. Its Parquet files fill absent struct members with null, which is why nulls are taken for absent."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+    data_source: Text
+    agent_name: str | None = None
+    prompt: Annotated[list[_Message], Field(min_length=1)]
+    reward_model: _RewardModel
+    extra_info: _ExtraInfo = _ExtraInfo()
+
+
+def scenario(columns: Mapping[str, Json], ordinal: int) -> Scenario:
+    """The scenario of a row.
+
+    Args:
+        columns: JSON values by column.
+        ordinal: Position in the data set, from 0.
+
+    Raises:
+        BadRow: Fields are missing, of a wrong type, or not supported.
+    """
+    media = [f"{name}: only text can be trained on; this row has {name}" for name in MEDIA if columns.get(name)]
+    if media:
+        raise BadRow(media)
+    try:
+        if "reward_model" in columns or "data_source" in columns:
+            return _from_verl(_VerlRow.model_validate(columns), ordinal)
+        return _from_plain(_PlainRow.model_validate(columns), ordinal)
+    except ValidationError as error:
+        raise BadRow([_problem(item) for item in error.errors()]) from error
+
+
+def _problem(item: Mapping[str, Any]) -> str:
+    where = [str(part) for part in item["loc"] if not str(part).startswith("=")]  # the tags of `_kind` are no fields
+    return f"{'.'.join(where) or 'row'}: {str(item['msg']).removeprefix('Value error, ')}"
+
+
+def _from_plain(row: _PlainRow, ordinal: int) -> Scenario:
+    columns = row.model_extra or {}
+    misspelt = list(_misspelt(columns, _PlainRow))
+    if misspelt:
+        raise BadRow(misspelt)
+    if (row.prompt is None) == (row.question is None):
+        raise BadRow(["prompt: give either `prompt` or `question`, and one of them only"])
+    asked = row.question if row.question is not None else row.prompt
+    messages = [{"role": "user", "content": asked}] if isinstance(asked, str) else _messages(asked or ())
+    by_name = row.tools if isinstance(row.tools, dict) else {}
+    return Scenario(
+        id=str(row.id),
+        ordinal=ordinal,
+        messages=messages,
+        tools=None if row.tools is None else list(row.tools),
+        tools_kwargs={name: kwargs.model_dump() for name, kwargs in by_name.items()},
+        agent=row.agent_name or "",
+        ground_truth=row.ground_truth,
+        metadata=_merged(columns, row.metadata, "metadata"),
+    )
+
+
+def _from_verl(row: _VerlRow, ordinal: int) -> Scenario:
+    given = row.extra_info.tools_kwargs or {}
+    extra = row.extra_info.model_dump(exclude={"tools_kwargs", "need_tools_kwargs"})
+    index = row.extra_info.index
+    columns = {name: value for name, value in (row.model_extra or {}).items() if name not in MEDIA}
+    return Scenario(
+        id=f"{row.data_source}/{ordinal if index is None else index}",
+        ordinal=ordinal,
+        messages=_messages(row.prompt),
+        tools_kwargs={name: value.model_dump() for name, value in given.items() if value is not None},
+        agent=row.agent_name or "",
+        ground_truth=row.reward_model.ground_truth,
+        metadata=_merged({"data_source": row.data_source, **columns}, extra, "extra_info"),
+    )
+
+
+def _messages(said: Sequence[_Message]) -> list[dict[str, str]]:
+    if said[-1].role == "assistant":
+        raise BadRow([f"prompt.{len(said) - 1}.role: a prompt cannot end with an assistant turn; the model's follows"])
+    for index, message in enumerate(said):
+        if message.role == "tool" and (index == 0 or said[index - 1].role not in {"assistant", "tool"}):
+            raise BadRow([f"prompt.{index}.role: a tool turn must follow an assistant turn"])
+    return [{"role": message.role, "content": message.content} for message in said]
+
+
+def _misspelt(columns: Mapping[str, Json], form: type[BaseModel]) -> Iterator[str]:
+    for name in columns:
+        for known in difflib.get_close_matches(name, form.model_fields, n=1, cutoff=SIMILAR):
+            yield f"{name}: no such field; is {known} meant? Rename a column of your own that is so alike"
+
+
+def _merged(columns: Mapping[str, Json], members: Mapping[str, Json], field: str) -> dict[str, Json]:
+    """Further columns and the members of the field for such facts, as one object."""
+    apart = [name for name in columns if members.get(name, columns[name]) != columns[name]]
+    if apart:
+        raise BadRow([f"{name}: differs from {field}.{name}; rename one of them" for name in apart])
+    return {**columns, **members}

@@ -106,12 +106,17 @@ def _agent(job: AgentRLJob, site: Site, index: int) -> Component:
     return _component(Role.INFERENCE, index, settings, site, Secret.ENGINE_KEY, Secret.ENGINE_CONTROL_KEY)
 
 
+def tool_entries(spec: JobSpec) -> tuple[ToolEntry, ...]:
+    """The job's tools as the tool service gets them."""
+    return tuple(ToolEntry(name=tool.name, use=tool.use, config=tool.config) for tool in spec.tools)
+
+
 def _tools(job: AgentRLJob, site: Site) -> Component:
     spec = job.spec
     settings = ToolsSettings.model_validate(
         {
             **_service(Role.TOOLS, 0, job, site),
-            "tools": tuple(ToolEntry(name=tool.name, use=tool.use, config=tool.config) for tool in spec.tools),
+            "tools": tool_entries(spec),
             "call_seconds": spec.rollout.deadlines.tool,
             # The same for any usual number of workers, so that scaling them does not start the tools anew.
             "max_sessions": 2 * max(spec.rollout.replicas, USUAL_WORKERS) * spec.rollout.concurrency,

@@ -79,6 +79,7 @@ REASONS: Mapping[Type, Mapping[str, str]] = {
     Type.LEARNER_PROGRESSING: {
         "Stepping": "Steps follow one another.",
         "Starting": "The learner loads its model or its last checkpoint.",
+        "StorageUnavailable": "Object storage does not answer; the learner waits and tries again. The message says since and until when.",
         "Stalled": "No step has ended for five times as long as the longest of the last ones took.",
         "Unavailable": "The learner does not answer, or cannot start; the message says why.",
         "Failed": "The learner told of a failure; the message is its own, and says what follows.",

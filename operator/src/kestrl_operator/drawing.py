@@ -116,6 +116,7 @@ class Drawing:
                 parked=decision.parked,
                 attempts=decision.attempts,
                 restarts=decision.restarts,
+                forgiven=decision.forgiven,
                 queue=queue,
             )
         )

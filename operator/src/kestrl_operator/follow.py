@@ -38,6 +38,8 @@ class Follower:
         self.key, self.pod, self.address = key, pod, address
         self._token, self._changed = token, changed
         self._paces: deque[float] = deque(maxlen=PACES)
+        self._first_step: int | None = None
+        """Of the first report that it trains."""
         self.told: Told | None = None
         self.silent: str = ""
         """Why it does not tell anything now."""
@@ -93,8 +95,17 @@ class Follower:
             stepped = now
         if old is not None and old.report.phase != report.phase:
             stepped = now
+        if report.phase == "training" and (self._first_step is None or report.step < self._first_step):
+            self._first_step = report.step
         self._tried, self.silent = True, ""
-        self.told = Told(pod=self.pod, at=now, report=report, stepped=stepped, pace=max(self._paces, default=0.0))
+        self.told = Told(
+            pod=self.pod,
+            at=now,
+            report=report,
+            stepped=stepped,
+            pace=max(self._paces, default=0.0),
+            gained=0 if self._first_step is None else max(0, report.step - self._first_step),
+        )
         self._changed(self.key)
 
     async def drain(self) -> None:

@@ -17,11 +17,13 @@ from kestrl.spec import AgentRLJob
 from kestrl_operator.accelerators import Node
 
 Object = Mapping[str, Any]
-ATTEMPTS, RESTARTS, RENDERED, STORAGE, STATE = (
-    f"kestrl.dev/{name}" for name in ("attempts", "restarts", "rendered", "storage", "learner-state")
+ATTEMPTS, RESTARTS, FORGIVEN, RENDERED, ACCEPTED, STORAGE, STATE = (
+    f"kestrl.dev/{name}"
+    for name in ("attempts", "restarts", "forgiven", "rendered", "accepted", "storage", "learner-state")
 )
-"""Annotations of the learner's StatefulSet: how often the learner and the whole job were started again, what was applied, where the run
-is stored, and what volume its learner got. They are the operator's only memory: whoever leads next reads them there."""
+"""Annotations of the learner's StatefulSet: how often the learner and the whole job were started again, how many attempts count no more,
+the digest of what was applied, the newest spec that was, where the run is stored, and what volume its learner got. They are the
+operator's only memory: the next leader reads them there."""
 QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
 UNSTARTABLE = frozenset(
     {"ErrImagePull", "ImagePullBackOff", "ErrImageNeverPull", "ImageInspectError", "InvalidImageName", "RegistryUnavailable",
@@ -111,6 +113,8 @@ class Told:
     """When its step last changed."""
     pace: float
     """Seconds that the longest of its last steps took."""
+    gained: int = 0
+    """Steps that this pod's learner has done since it was first seen training."""
     connected: bool = True
 
     @property
@@ -206,6 +210,15 @@ class Snapshot:
     @property
     def attempts(self) -> int:
         return 0 if self.learner is None else self.learner.count(ATTEMPTS)
+
+    @property
+    def forgiven(self) -> int:
+        return 0 if self.learner is None else self.learner.count(FORGIVEN)
+
+    @property
+    def counted(self) -> int:
+        """Attempts that count against `failurePolicy.backoffLimit`."""
+        return max(0, self.attempts - self.forgiven)
 
     @property
     def restarts(self) -> int:

@@ -18,12 +18,19 @@ from kestrl_operator.observe import NOTHING, Ended, Memory, Pod, Snapshot, secon
 
 FIRST_WAIT, LONGEST_WAIT = 10.0, 300.0
 """Seconds before the learner is started again after a failure it told of; doubled each time."""
+GOOD_STEPS = 10
+"""Steps of one start of the learner after which the restarts before it count no more against `backoffLimit`."""
 DRAIN_SECONDS = 180.0
 """A drain may take this and a group's deadline; then pods are ended with whatever is checkpointed."""
 KUBERNETES_OWN = frozenset({"ContainerStatusUnknown", "Unknown"})
 """Ends of a container that are none of its doing: kubelet lost it, or its node started anew."""
-BUILT_IN = (FailureRule(role="learner", reason="engine/logprob_gap", action="Fail"),)
-"""After the user's own rules: training on rollouts of another policy than the one named is not a thing to try again."""
+BUILT_IN = (
+    # Training on rollouts of another policy than the one named is not a thing to try again.
+    FailureRule(role="learner", reason="engine/logprob_gap", action="Fail"),
+    # The learner has retried for minutes, and the fault is not the job's: started again as often as it takes.
+    FailureRule(role="learner", reason="infrastructure/storage_unavailable", action="Ignore"),
+)
+"""Rules that apply after the user's own."""
 
 
 class Stage(StrEnum):
@@ -48,6 +55,8 @@ class Decision:
     """Whether no pod is to run."""
     attempts: int = 0
     restarts: int = 0
+    forgiven: int = 0
+    """Attempts that count no more against `backoffLimit`."""
     drain: bool = False
     """Tell the learner to finish its step, checkpoint and stop."""
     delete: bool = False
@@ -68,13 +77,18 @@ def decide(seen: Snapshot) -> Decision:
     if has_ended(seen):
         return _after_the_end(seen, None if seen.job is None else seen.job.spec)
     if seen.job is None:
-        return Decision(stage=Stage.REJECTED, parked=False, attempts=seen.attempts, restarts=seen.restarts)
+        return _standing(seen, Stage.REJECTED)
     end = _end(seen, seen.job.spec)
     if end is not None:
-        return Decision(stage=Stage.ENDED, parked=True, attempts=seen.attempts, restarts=seen.restarts, ended=end)
+        return replace(_standing(seen, Stage.ENDED, parked=True), ended=end)
     if seen.job.spec.suspend:
         return _suspended(seen, seen.job.spec)
     return _running(seen, seen.job.spec)
+
+
+def _standing(seen: Snapshot, stage: Stage, *, parked: bool = False) -> Decision:
+    """The decision that restarts nothing."""
+    return Decision(stage=stage, parked=parked, attempts=seen.attempts, restarts=seen.restarts, forgiven=seen.forgiven)
 
 
 def has_ended(seen: Snapshot) -> bool:
@@ -95,11 +109,8 @@ def _after_the_end(seen: Snapshot, spec: JobSpec | None) -> Decision:
     left = None
     if spec is not None and spec.ttl_after_finished is not None and ended is not None:
         left = ended + spec.ttl_after_finished - seen.now
-    return Decision(
-        stage=Stage.ENDED,
-        parked=True,
-        attempts=seen.attempts,
-        restarts=seen.restarts,
+    return replace(
+        _standing(seen, Stage.ENDED, parked=True),
         delete=left is not None and left <= 0,
         look_again=left if left is not None and left > 0 else None,
     )
@@ -121,7 +132,7 @@ def _end(seen: Snapshot, spec: JobSpec) -> tuple[str, str] | None:
             return "LearnerFailed" if role is Role.LEARNER else "BackoffExceeded", f"{role}: {item}"
     if spec.suspend:
         return None
-    if seen.attempts >= spec.failure_policy.backoff_limit:
+    if seen.counted >= spec.failure_policy.backoff_limit:
         for item in _endings_of_the_whole(seen, spec):
             return "BackoffExceeded", f"{_too_often(seen, spec, 'a part of the job failed')}: {item}"
     return _past_a_deadline(seen, spec)
@@ -171,7 +182,8 @@ def lacking(seen: Snapshot) -> float | None:
 
 def _too_often(seen: Snapshot, spec: JobSpec, what: str) -> str:
     limit = spec.failure_policy.backoff_limit
-    return f"{what} {seen.attempts + 1} times, failurePolicy.backoffLimit is {limit}; the last time"
+    since = f" since {GOOD_STEPS} steps in a row went well" if seen.forgiven else ""
+    return f"{what} {seen.counted + 1} times{since}, failurePolicy.backoffLimit is {limit}; the last time"
 
 
 def _failed(seen: Snapshot, spec: JobSpec) -> tuple[str, str] | None:
@@ -182,7 +194,7 @@ def _failed(seen: Snapshot, spec: JobSpec) -> tuple[str, str] | None:
     rule = rule_for(spec, failure)
     if rule.action == "Fail":
         return "LearnerFailed", str(failure)
-    if rule.action != "Ignore" and seen.attempts >= spec.failure_policy.backoff_limit:
+    if rule.action != "Ignore" and seen.counted >= spec.failure_policy.backoff_limit:
         return "BackoffExceeded", f"{_too_often(seen, spec, 'the learner failed')}: {failure}"
     return None
 
@@ -240,7 +252,7 @@ def stuck(seen: Snapshot) -> list[Pod]:
 
 def _suspended(seen: Snapshot, spec: JobSpec) -> Decision:
     """Drain, checkpoint, confirm, and only then let go of the pods."""
-    standing = Decision(stage=Stage.RELEASING, parked=True, attempts=seen.attempts, restarts=seen.restarts)
+    standing = _standing(seen, Stage.RELEASING, parked=True)
     if not seen.present:
         return replace(standing, stage=Stage.RELEASED)
     if not _has_something_to_put_away(seen):
@@ -265,14 +277,14 @@ def _running(seen: Snapshot, spec: JobSpec) -> Decision:
     failure = told_failure(seen)
     if failure is None:
         return _restarted_pods(seen, spec, deadline)
-    standing = Decision(stage=Stage.RUNNING, parked=False, attempts=seen.attempts, restarts=seen.restarts)
+    standing = _standing(seen, Stage.RUNNING)
     action = rule_for(spec, failure).action
     what = "the whole job" if action == "RestartJob" else "the learner"
-    nth = f", for time {seen.attempts + 1} of {spec.failure_policy.backoff_limit}"
+    nth = f", for time {seen.counted + 1} of {spec.failure_policy.backoff_limit}"
     if action == "Ignore":
         nth = "; this failure does not count"
     since = seen.now if seen.memory.failed is None else seen.memory.failed
-    left = since + back_off(seen.attempts) - seen.now
+    left = since + back_off(seen.counted) - seen.now
     if left > 0:
         retry = f"{what} is started again in {left:.0f} s{nth}"
         return replace(standing, retry=retry, memory=Memory(failed=since), look_again=_earliest(left, deadline))
@@ -282,22 +294,29 @@ def _running(seen: Snapshot, spec: JobSpec) -> Decision:
     return replace(again, attempts=seen.attempts + 1, restarts=seen.restarts + int(action == "RestartJob"))
 
 
-def back_off(attempts: int) -> float:
-    """Seconds between a failure that was told and the next start."""
-    return min(LONGEST_WAIT, FIRST_WAIT * 2.0 ** min(attempts, 16))
+def back_off(counted: int) -> float:
+    """Seconds between a failure that the learner reported and the next start, after so many that count."""
+    return min(LONGEST_WAIT, FIRST_WAIT * 2.0 ** min(counted, 16))
 
 
 def _restarted_pods(seen: Snapshot, spec: JobSpec, deadline: float | None) -> Decision:
     """Running; where a rule wants the whole job started again because a container ended, it is."""
     again = int(any(_endings_of_the_whole(seen, spec)))
-    return Decision(
-        stage=Stage.RUNNING,
-        parked=False,
+    return replace(
+        _standing(seen, Stage.RUNNING),
         attempts=seen.attempts + again,
         restarts=seen.restarts + again,
+        forgiven=seen.attempts if _goes_well(seen) else seen.forgiven,
         remove=_resumed(seen),
         look_again=deadline,
     )
+
+
+def _goes_well(seen: Snapshot) -> bool:
+    """Whether the learner of the last start has done enough steps for the restarts before it to be forgiven."""
+    told = seen.speaking
+    pod = None if told is None else next((pod for pod in seen.of(Role.LEARNER) if pod.uid == told.pod), None)
+    return told is not None and told.gained >= GOOD_STEPS and pod is not None and pod.attempts == seen.attempts
 
 
 def _resumed(seen: Snapshot) -> tuple[tuple[str, str], ...]:

@@ -69,6 +69,7 @@ class Drawn(NamedTuple):
     parked: bool
     attempts: int
     restarts: int
+    forgiven: int
     queue: str | None
     digest: str = ""
     children: frozenset[Child] = frozenset()
@@ -223,7 +224,15 @@ class Reconciler:
     async def _apply(self, key: Key, seen: Snapshot, job: AgentRLJob, decision: Decision) -> bool:
         """Applies all objects unless they stand as they are to be; False if the job is not there any more."""
         queue = seen.queue
-        wanted = Drawn(seen.uid, seen.generation, decision.parked, decision.attempts, decision.restarts, queue)
+        wanted = Drawn(
+            seen.uid,
+            seen.generation,
+            decision.parked,
+            decision.attempts,
+            decision.restarts,
+            decision.forgiven,
+            queue,
+        )
         known = self._drawn.get(key)
         standing = seen.learner.annotations.get(RENDERED, "") if seen.learner is not None else ""
         there, untouched = self._store.children(key), key not in self._drifted

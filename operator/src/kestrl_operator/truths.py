@@ -221,6 +221,8 @@ def _progressing(seen: Snapshot, decision: Decision) -> Observed:
     if report.phase == "failed":
         what = told.failure or report.message
         return _not(kind, "Failed", f"{what}; {decision.retry}" if decision.retry else str(what))
+    if report.storage_wait and report.phase not in OVER:
+        return _not(kind, "StorageUnavailable", report.storage_wait)
     if report.phase in {"starting", "suspended"}:
         return _not(kind, "Starting", report.message)
     quiet = seen.now - told.stepped

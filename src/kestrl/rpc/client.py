@@ -36,7 +36,8 @@ def channel(address: str, *, largest_answer: int = MAX_MESSAGE_BYTES) -> Channel
         address: `host:port`.
         largest_answer: Bytes of a message from there; a call whose answer is larger fails.
     """
-    options = [*OPTIONS, ("grpc.max_receive_message_length", largest_answer)]
+    # Of an option that is given twice, grpc takes the first.
+    options = [("grpc.max_receive_message_length", largest_answer), *OPTIONS]
     return grpc.aio.insecure_channel(address, options=options)
 
 

@@ -14,7 +14,7 @@ from kestrl.errors import Boundary, Failure
 from kestrl.plan.components import Role
 from kestrl.rpc.codec import failure_to_proto, policy_to_proto
 from kestrl.spec import AgentRLJob, read_job
-from kestrl_operator.observe import ATTEMPTS, RESTARTS, Ended, Pod, Snapshot, Told, Workload
+from kestrl_operator.observe import ATTEMPTS, FORGIVEN, RESTARTS, Ended, Pod, Snapshot, Told, Workload
 
 QUICKSTART = Path(__file__).parents[3] / "examples" / "email-search" / "quickstart.yaml"
 NOW = 1_800_000_000.0
@@ -76,8 +76,10 @@ def all_pods(*others: Pod) -> list[Pod]:
     return list((made | {item.name: item for item in others}).values())
 
 
-def workloads(attempts: int = 0, restarts: int = 0, learner_replicas: int = 1) -> dict[Role, Workload]:
-    counts = {ATTEMPTS: str(attempts), RESTARTS: str(restarts)}
+def workloads(
+    attempts: int = 0, restarts: int = 0, learner_replicas: int = 1, forgiven: int = 0
+) -> dict[Role, Workload]:
+    counts = {ATTEMPTS: str(attempts), RESTARTS: str(restarts), FORGIVEN: str(forgiven)}
     learner = Workload(role=Role.LEARNER, replicas=learner_replicas, annotations=counts)
     others = (Role.INFERENCE, Role.ROLLOUT, Role.TOOLS, Role.JUDGE)
     return {Role.LEARNER: learner, **{role: Workload(role=role, replicas=1, annotations={}) for role in others}}

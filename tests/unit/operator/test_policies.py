@@ -9,12 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kestrl.errors import Boundary
 from kestrl.plan.components import Role
 from kestrl.plan.planning import group_seconds
 from kestrl_operator.conditions import REASONS, Type
 from kestrl_operator.observe import QUEUE_LABEL, Memory, Pod, Snapshot
 from kestrl_operator.policies import (
     DRAIN_SECONDS,
+    GOOD_STEPS,
     LONGEST_WAIT,
     Decision,
     Stage,
@@ -323,6 +325,43 @@ def test_the_wait_doubles_up_to_its_longest() -> None:
     waits = [back_off(attempts) for attempts in range(8)]
     assert waits == [10, 20, 40, 80, 160, 300, 300, 300]
     assert back_off(10**8) == LONGEST_WAIT
+
+
+AWAY = {"boundary": Boundary.INFRASTRUCTURE, "code": "storage_unavailable"}
+
+
+def test_storage_that_does_not_answer_counts_against_no_limit() -> None:
+    decision = decide(failing(attempts=3, since=80.0, **AWAY))
+    assert decision.stage is Stage.RUNNING
+    assert (decision.attempts, decision.remove) == (3, (("email-search-learner-0", "learner-0"),))
+    counted = rules("{reason: infrastructure/storage_unavailable, action: RestartComponent}")
+    assert decide(failing(*counted, attempts=3, since=80.0, **AWAY)).ended is not None
+
+
+@pytest.mark.parametrize(
+    ("gained", "attempts", "of_pod", "forgiven"),
+    [(GOOD_STEPS, 2, 2, 2), (GOOD_STEPS - 1, 2, 2, 0), (GOOD_STEPS, 2, 1, 0), (GOOD_STEPS, 0, 0, 0)],
+    ids=["after enough steps", "one step too few", "steps of the start before", "nothing to forgive"],
+)
+def test_steps_that_go_well_forgive_restarts(gained: int, attempts: int, of_pod: int, forgiven: int) -> None:
+    seen = snapshot(
+        pods=all_pods(pod(Role.LEARNER, attempts=of_pod)),
+        workloads=workloads(attempts=attempts),
+        told=told(report(), gained=gained),
+    )
+    decision = decide(seen)
+    assert (decision.attempts, decision.forgiven) == (attempts, forgiven)
+
+
+def test_what_is_forgiven_counts_no_more_and_waits_no_longer() -> None:
+    seen = failing(attempts=3, since=0.0)
+    forgiven = replace(seen, workloads=workloads(attempts=3, forgiven=2))
+    decision = decide(forgiven)
+    assert decision.retry == "the learner is started again in 20 s, for time 2 of 3"
+    assert (decision.attempts, decision.forgiven) == (3, 2)
+    over = decide(replace(failing(attempts=5), workloads=workloads(attempts=5, forgiven=2)))
+    assert over.ended is not None
+    assert over.ended[1].startswith(f"the learner failed 4 times since {GOOD_STEPS} steps in a row went well,")
 
 
 LIMIT = "failurePolicy.backoffLimit is"

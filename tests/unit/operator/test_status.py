@@ -412,6 +412,12 @@ TABLE: list[tuple[str, dict[str, Any], str, Expected]] = [
         },
     ),
     (
+        "storage does not answer, and the learner retries",
+        {"told": told(report(storage_wait="writing step 7: no answer since 21:03:10Z"), stepped=NOW - 3000)},
+        "Starting",
+        {"LearnerProgressing": ("False", "StorageUnavailable", "writing step 7: no answer since 21:03:10Z")},
+    ),
+    (
         "its steps are long ones",
         {"told": told(report(), stepped=NOW - 500, pace=100.0)},
         "Running",

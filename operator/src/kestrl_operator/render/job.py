@@ -14,7 +14,7 @@ from kestrl.prepare import OBJECT_SCHEMES, DataSource, PrepareSettings
 from kestrl.spec import AgentRLJob
 from kestrl_operator.accelerators import Profile
 from kestrl_operator.cluster import DATA, MODEL, Cluster, prepared, workload
-from kestrl_operator.observe import ATTEMPTS, QUEUE_LABEL, RENDERED, RESTARTS, STATE, STORAGE
+from kestrl_operator.observe import ATTEMPTS, FORGIVEN, QUEUE_LABEL, RENDERED, RESTARTS, STATE, STORAGE
 from kestrl_operator.render import network
 from kestrl_operator.render.patching import patched
 from kestrl_operator.render.pods import Object, account, checksum, container, credentials, settings_map, template
@@ -48,6 +48,8 @@ class Given:
     """How often the learner was started again after a failure."""
     restarts: int = 0
     """The same of the whole job."""
+    forgiven: int = 0
+    """Attempts that count no more."""
     queue: str | None = None
     """Kueue's queue that the pods wait in."""
 
@@ -105,9 +107,11 @@ def render(given: Given) -> list[Object]:
     kept = {
         ATTEMPTS: str(given.attempts),
         RESTARTS: str(given.restarts),
+        FORGIVEN: str(given.forgiven),
         STORAGE: given.storage,
         STATE: given.cluster.learner_state.model_dump_json(exclude_none=True),
     }
+    objects[-1]["metadata"]["annotations"] = kept
     objects[-1]["metadata"]["annotations"] = {**kept, RENDERED: digest(objects)}
     return objects
 

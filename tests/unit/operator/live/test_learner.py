@@ -301,3 +301,40 @@ async def test_versions_are_named_as_the_learner_names_them(stage: Stage) -> Non
         await stage.until(lambda: stage.status().get("policy", {}).get("step") == 7, "it is told")
         assert stage.status()["policy"]["version"] == f"{JOB}.7.{'ab' * 6}"
         assert stage.status()["policy"]["sha256"] == "ab" * 32
+
+
+async def test_good_steps_forgive_restarts_and_roll_no_pod(stage: Stage) -> None:
+    async with scene(stage, report("training", 3)) as running:
+        stage.cluster.edit(
+            "statefulsets",
+            NAMESPACE,
+            f"{JOB}-learner",
+            {"metadata": {"annotations": {"kestrl.dev/attempts": "2"}}},
+            manager="kestrl-operator",
+        )
+        await stage.until(lambda: stage.status().get("restarts") == 2, "two restarts are remembered")
+        await stage.until(
+            lambda: stage.pods("learner")[0]["metadata"]["annotations"]["kestrl.dev/attempts"] == "2", "it runs"
+        )
+        pod = stage.pods("learner")[0]["metadata"]["uid"]
+        running.learner.tell(report("training", 4))
+        await stage.until(lambda: stage.status()["progress"]["step"] == 4, "the new pod is followed")
+        running.learner.tell(report("training", 4 + policies.GOOD_STEPS))
+
+        def forgiven() -> bool:
+            learner = stage.learner()
+            return learner is not None and learner["metadata"]["annotations"]["kestrl.dev/forgiven"] == "2"
+
+        await stage.until(forgiven, "they are forgiven")
+        await stage.quiet()
+        assert stage.pods("learner")[0]["metadata"]["uid"] == pod
+        assert running.attempts() == 2
+
+
+async def test_a_report_that_is_too_large_is_reported_and_the_operator_lives(stage: Stage) -> None:
+    large = report("training", 3, message="x" * (follow.LARGEST_REPORT + 1))
+    async with scene(stage, large) as running:
+        await stage.until(lambda: stage.condition("LearnerProgressing")[1] == "Unavailable", "it is reported")
+        assert "larger than max" in stage.condition("LearnerProgressing")[2]
+        running.learner.tell(report("training", 4))
+        await stage.until(lambda: stage.phase() == "Running", "a report of a usual size is taken again")

@@ -34,12 +34,13 @@ from benchmarks.report import Row, main
 from kestrl import rpc
 from kestrl.api.inference.v1 import inference_pb2 as pb
 from kestrl.api.inference.v1 import inference_pb2_grpc as stubs
+from kestrl.credentials import Secret
 from kestrl.data import load_scenarios
 from kestrl.episode import PolicyVersion
 from kestrl.local.place import site_of
 from kestrl.local.processes import Launcher
 from kestrl.local.rundir import RunDir
-from kestrl.plan.components import Component, Role, Secret
+from kestrl.plan.components import Component, Role
 from kestrl.plan.planning import plan
 from kestrl.plan.settings import ToolEntry
 from kestrl.plan.site import Site
@@ -138,7 +139,13 @@ class Engine(Server):
         """The agent's own word: it has seen the engine."""
         while True:
             seen = await rpc.call(
-                self._stub.GetEngine, pb.GetEngineRequest(), pb.GetEngineResponse, timeout=300, peer="agent", wait=True
+                self._stub.GetEngine,
+                pb.GetEngineRequest(),
+                pb.GetEngineResponse,
+                timeout=300,
+                peer="agent",
+                token=Secret.LEARNER_TO_INFERENCE.here(),
+                wait=True,
             )
             if seen.state == pb.ENGINE_STATE_READY:
                 return
@@ -146,12 +153,26 @@ class Engine(Server):
 
     async def ours(self, policy: PolicyVersion, uri: str) -> None:
         request = pb.LoadPolicyRequest(policy=policy_to_proto(policy), uri=uri)
-        await rpc.call(self._stub.LoadPolicy, request, pb.LoadPolicyResponse, timeout=LOAD_SECONDS, peer="agent")
+        await rpc.call(
+            self._stub.LoadPolicy,
+            request,
+            pb.LoadPolicyResponse,
+            timeout=LOAD_SECONDS,
+            peer="agent",
+            token=Secret.LEARNER_TO_INFERENCE.here(),
+        )
         await self.first_token(policy.name)
 
     async def forget(self, policy: PolicyVersion) -> None:
         request = pb.RetirePolicyRequest(policy=policy_to_proto(policy))
-        await rpc.call(self._stub.RetirePolicy, request, pb.RetirePolicyResponse, timeout=LOAD_SECONDS, peer="agent")
+        await rpc.call(
+            self._stub.RetirePolicy,
+            request,
+            pb.RetirePolicyResponse,
+            timeout=LOAD_SECONDS,
+            peer="agent",
+            token=Secret.LEARNER_TO_INFERENCE.here(),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,7 +203,7 @@ async def started(manifest: Path, folder: Path) -> AsyncGenerator[Bench]:
     servers, agents = ([part for part in parts if part.role is role] for role in (Role.ENGINE, Role.INFERENCE))
     lone = alone(servers[0])
     headers = {"Authorization": f"Bearer {keys[Secret.ENGINE_CONTROL_KEY.value]}"}
-    os.environ[Secret.JOB_TOKEN.value] = keys[Secret.JOB_TOKEN.value]
+    os.environ[Secret.LEARNER_TO_INFERENCE.value] = keys[Secret.LEARNER_TO_INFERENCE.value]
     async with AsyncExitStack() as stack:
         running = [await launcher.start(part) for part in (*parts, lone)]
         stack.callback(lambda: [process.let_go() for process in running])

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
+from kestrl.credentials import require
 from kestrl.errors import KestrlError, UserInputError, place_error
 from kestrl.plan.settings import Settings
 from kestrl.stopping import leave
@@ -31,6 +32,7 @@ def run_service(
 
     def run() -> None:
         settings = settings_type.read(path)
+        require(settings.component.partition("-")[0])
         sys.path[:0] = settings.python_path
         set_up(
             settings.component,

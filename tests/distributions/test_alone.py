@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from kestrl.plan.components import Component, Secret
+from kestrl.credentials import Secret
+from kestrl.plan.components import Component
 from kestrl.plan.planning import plan
 from kestrl.plan.site import Endpoint, Site
 from kestrl.spec import parse_job

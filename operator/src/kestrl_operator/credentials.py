@@ -6,7 +6,7 @@ import hashlib
 import hmac
 from base64 import urlsafe_b64encode
 
-from kestrl.plan.components import Secret
+from kestrl.credentials import Secret
 
 
 def derive(key: bytes, uid: str) -> dict[str, str]:

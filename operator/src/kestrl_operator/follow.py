@@ -1,6 +1,7 @@
 """Following the learners: one stream for each job that runs, by which its progress reaches the status.
 
-The operator asks; a learner has no right in the cluster at all. The call carries the job's own credential, which the operator derives.
+The operator asks; a learner has no right in the cluster at all. The call carries the credential that opens this job's
+learner and nothing else, which the operator derives.
 """
 
 from __future__ import annotations

@@ -12,8 +12,9 @@ from dataclasses import replace
 from time import time
 from typing import Any, NamedTuple
 
+from kestrl.credentials import Secret
 from kestrl.errors import KestrlError, UserInputError
-from kestrl.plan.components import Role, Secret
+from kestrl.plan.components import Role
 from kestrl.spec import AgentRLJob
 from kestrl.telemetry import beginning, span, within
 from kestrl.telemetry.names import Attr, SpanName
@@ -307,7 +308,7 @@ class Reconciler:
         if not pods:
             self._followers.stop(key)
             return
-        token = derive(self._key, seen.uid)[Secret.JOB_TOKEN.value]
+        token = derive(self._key, seen.uid)[Secret.CONTROLLER_TO_LEARNER.value]
         self._followers.want(key, pods[0].uid, f"{pods[0].address}:{GRPC_PORT}", token)
 
     async def _write_status(self, key: Key, seen: Snapshot, decision: Decision) -> bool:

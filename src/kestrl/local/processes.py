@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from kestrl.credentials import Secret
 from kestrl.local import leash
 from kestrl.local.rundir import write_atomic
 from kestrl.plan.components import Component
@@ -17,8 +18,9 @@ LOG_BYTES = 8 * 1024 * 1024
 """A log is turned over to NAME.log.1 when it is longer than this at a start of its component."""
 STOP_SECONDS = 40.0
 """Between SIGTERM and SIGKILL: longer than any component takes to drain."""
-KEPT_OUT = ("VLLM_CPU_KVCACHE_SPACE", "PYTHONDONTWRITEBYTECODE")
-"""Variables of this shell that no component gets: an empty one of the first stops vLLM, the second makes each start compile anew."""
+KEPT_OUT = frozenset({"VLLM_CPU_KVCACHE_SPACE", "PYTHONDONTWRITEBYTECODE", *(secret.value for secret in Secret)})
+"""Variables of this shell that no component gets: an empty one of the first stops vLLM, the second makes each start compile anew, and
+credentials are the run's own."""
 
 
 @dataclass(slots=True)

@@ -17,6 +17,7 @@ from typing import Any
 from rich.console import Console
 
 from kestrl.api.learner.v1 import learner_pb2, learner_pb2_grpc
+from kestrl.credentials import Secret
 from kestrl.errors import KestrlError, StorageError, UserInputError
 from kestrl.local.place import site_of
 from kestrl.local.processes import Launcher
@@ -25,7 +26,7 @@ from kestrl.local.report import print_report
 from kestrl.local.rundir import RunDir, make_folders, write_atomic
 from kestrl.local.supervisor import Supervisor
 from kestrl.local.view import View, make_view
-from kestrl.plan.components import Component, Role, Secret
+from kestrl.plan.components import Component, Role
 from kestrl.plan.planning import plan
 from kestrl.plan.site import Site
 from kestrl.rpc import channel, stream
@@ -68,7 +69,7 @@ class Runner:
         self._progress = Progress()
         self._record = RunRecord(run.path / "run.json")
         self._record.content |= {"pid": os.getpid(), "run": run.id, "job": job.metadata.name}
-        os.environ[Secret.JOB_TOKEN.value] = credentials[Secret.JOB_TOKEN.value]
+        self._token = credentials[Secret.CONTROLLER_TO_LEARNER.value]
         self._supervisor = Supervisor(components, Launcher(folder=run.path, secrets=credentials), self._changed)
         self._interrupts = 0
 
@@ -144,6 +145,7 @@ class Runner:
                         learner_pb2.WatchProgressResponse,
                         timeout=None,
                         peer="learner",
+                        token=self._token,
                     ):
                         self._progress = Progress.from_proto(report)
                         self._changed()

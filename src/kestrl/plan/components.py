@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from kestrl.credentials import Secret, held_by
 from kestrl.plan.settings import ServiceSettings
 
 
@@ -20,17 +21,6 @@ class Role(StrEnum):
     TOOLS = "tools"
     JUDGE = "judge"
     LEARNER = "learner"
-
-
-class Secret(StrEnum):
-    """Credentials made for each run, as the environment variables that carry them. A component gets only what it lists."""
-
-    JOB_TOKEN = "KESTRL_JOB_TOKEN"  # noqa: S105 - the name of a variable
-    """Calls between components carry it."""
-    ENGINE_KEY = "KESTRL_ENGINE_KEY"
-    """Opens an engine's data routes."""
-    ENGINE_CONTROL_KEY = "KESTRL_ENGINE_CONTROL_KEY"
-    """Opens an engine's control routes: only engine and engine agent have it."""
 
 
 TORCH_DEFAULTS: Mapping[str, str] = {"GOMP_SPINCOUNT": "2000"}
@@ -69,9 +59,13 @@ class Component:
     env: Mapping[str, str] = field(default_factory=dict[str, str])
     env_defaults: Mapping[str, str] = field(default_factory=dict[str, str])
     """Variables that one of the same name in the user's environment takes precedence over."""
-    secrets: tuple[Secret, ...] = ()
     ports: Mapping[str, int] = field(default_factory=dict[str, int])
     ready: Ready | None = None
     device: Device = Device(profile="cpu", count=0)
     restarts: bool = True
     """Whether it is started again when it exits by itself; whatever is killed is. The learner's exit is the run's end."""
+
+    @property
+    def secrets(self) -> tuple[Secret, ...]:
+        """The credentials that it is given: those of its role."""
+        return held_by(self.role)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kestrl.episode import BASE_MODEL_NAME
-from kestrl.plan.components import TORCH_DEFAULTS, Component, Device, Ready, Role, Secret
+from kestrl.plan.components import TORCH_DEFAULTS, Component, Device, Ready, Role
 from kestrl.plan.site import Site
 from kestrl.spec.job import AgentRLJob
 from kestrl.spec.rules import ENGINE_RANKS
@@ -68,7 +68,6 @@ def engine_component(job: AgentRLJob, site: Site, index: int) -> Component:
             "OTEL_SERVICE_NAME": "kestrl-engine",
         },
         env_defaults=TORCH_DEFAULTS,
-        secrets=(Secret.ENGINE_KEY, Secret.ENGINE_CONTROL_KEY),
         ports={"http": endpoint.port},
         ready=Ready(port=endpoint.port, http_path="/health"),
         device=Device(profile=spec.inference.accelerator.profile, count=spec.inference.accelerator.count),

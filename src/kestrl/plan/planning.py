@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from kestrl.plan.components import TORCH_DEFAULTS, Component, Device, Ready, Role, Secret
+from kestrl.plan.components import TORCH_DEFAULTS, Component, Device, Ready, Role
 from kestrl.plan.engines import engine_component
 from kestrl.plan.settings import (
     AgentSettings,
@@ -68,16 +68,13 @@ def _service(role: Role, index: int, job: AgentRLJob, site: Site) -> dict[str, o
     }
 
 
-def _component(
-    role: Role, index: int, settings: ServiceSettings, site: Site, *secrets: Secret, restarts: bool = True
-) -> Component:
+def _component(role: Role, index: int, settings: ServiceSettings, site: Site, *, restarts: bool = True) -> Component:
     endpoint = site.endpoint(role, index)
     return Component(
         name=f"{role}-{index}",
         role=role,
         module=f"kestrl_{role}",
         settings=settings,
-        secrets=(Secret.JOB_TOKEN, *secrets),
         ports={
             "grpc": endpoint.port,
             **({} if endpoint.metrics_port is None else {"metrics": endpoint.metrics_port}),
@@ -103,7 +100,7 @@ def _agent(job: AgentRLJob, site: Site, index: int) -> Component:
             "probe_bound": PROBE_BOUND[job.spec.model.dtype],
         }
     )
-    return _component(Role.INFERENCE, index, settings, site, Secret.ENGINE_KEY, Secret.ENGINE_CONTROL_KEY)
+    return _component(Role.INFERENCE, index, settings, site)
 
 
 def tool_entries(spec: JobSpec) -> tuple[ToolEntry, ...]:
@@ -163,7 +160,7 @@ def _rollout(job: AgentRLJob, site: Site, index: int) -> Component:
             "call_seconds": spec.rollout.deadlines.tool,
         }
     )
-    return _component(Role.ROLLOUT, index, settings, site, Secret.ENGINE_KEY)
+    return _component(Role.ROLLOUT, index, settings, site)
 
 
 def gap_bounds(mean: float) -> GapBounds:

@@ -1,8 +1,7 @@
 """What each service is told when it starts: one model a service, written by `plan`, read by the service's `main`.
 
-The local runner writes it to a file, a cluster to a ConfigMap; both pass `--settings PATH`. Secrets are never in it: the
-job's credential is in the environment variable `KESTRL_JOB_TOKEN`, an engine's keys in `KESTRL_ENGINE_KEY` (data) and
-`KESTRL_ENGINE_CONTROL_KEY` (control).
+The local runner writes it to a file, a cluster to a ConfigMap; both pass `--settings PATH`. Secrets are never in it:
+they are in the environment variables of `kestrl.credentials`.
 """
 
 from __future__ import annotations

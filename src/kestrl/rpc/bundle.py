@@ -23,7 +23,7 @@ from kestrl.alarms import Alarms
 from kestrl.api.bundle.v1 import bundle_pb2 as pb
 from kestrl.api.bundle.v1 import bundle_pb2_grpc as stubs
 from kestrl.errors import Boundary, Failure, FailureError
-from kestrl.rpc.client import Channel, credential
+from kestrl.rpc.client import Channel, shown
 from kestrl.rpc.codec import failure_from_proto
 from kestrl.rpc.status import failure_of, went_away
 
@@ -79,7 +79,7 @@ class _Asked:
 class _Stream:
     """One stream, from its first call to its end."""
 
-    def __init__(self, channel: Channel, peer: str) -> None:
+    def __init__(self, channel: Channel, peer: str, token: str | None) -> None:
         stub: Any = stubs.BundleServiceStub(channel)
         self._peer = peer
         self._ids = itertools.count(1)
@@ -88,7 +88,7 @@ class _Stream:
         self._asked: dict[int, _Asked] = {}
         self._alarms = Alarms()
         self._more = asyncio.Event()
-        self._call = stub.Run(metadata=credential())
+        self._call = stub.Run(metadata=shown(token))
         self._running = asyncio.create_task(self._run(), name=f"bundle-{peer}")
         self._cut = False
         """Whether it ended while it was written to. grpc.aio then says INTERNAL of its own, and not what the server said."""
@@ -176,8 +176,9 @@ def _unavailable(peer: str, message: str, code: str = "unavailable") -> Failure:
 class Bundle:
     """Calls of one service over one stream of a channel, opened at need and opened again when it ends."""
 
-    def __init__(self, channel: Channel, service: str, *, peer: str) -> None:
-        self._channel, self._service, self._peer = channel, service, peer
+    def __init__(self, channel: Channel, service: str, *, peer: str, token: str | None = None) -> None:
+        """`token` is the credential that the server checks; None shows none."""
+        self._channel, self._service, self._peer, self._token = channel, service, peer, token
         self._stream: _Stream | None = None
 
     async def __aenter__(self) -> Self:
@@ -218,7 +219,7 @@ class Bundle:
                 async with asyncio.timeout_at(ends):
                     await self.ready()
             if self._stream is None or self._stream.ended:
-                self._stream = _Stream(self._channel, self._peer)
+                self._stream = _Stream(self._channel, self._peer, self._token)
             try:
                 return await self._stream.ask(path, message, ends=ends)
             except _StreamEndedError as ended:

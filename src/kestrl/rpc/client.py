@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any, TypeVar
@@ -17,7 +16,6 @@ from kestrl.rpc.status import TOKEN_KEY, failure_of, went_away
 Channel = grpc.aio.Channel
 Reply = TypeVar("Reply")
 MAX_MESSAGE_BYTES = 256 * 1024 * 1024
-TOKEN_VARIABLE = "KESTRL_JOB_TOKEN"  # noqa: S105 - the name of a variable
 OPTIONS: list[tuple[str, int]] = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -41,16 +39,15 @@ def channel(address: str, *, largest_answer: int = MAX_MESSAGE_BYTES) -> Channel
     return grpc.aio.insecure_channel(address, options=options)
 
 
-def credential(token: str | None = None) -> tuple[tuple[str, str], ...]:
-    """Metadata that shows a token, or else this process's own."""
-    shown = os.environ.get(TOKEN_VARIABLE) if token is None else token
-    return ((TOKEN_KEY, shown),) if shown else ()
+def shown(token: str | None) -> tuple[tuple[str, str], ...]:
+    """Metadata that shows a credential."""
+    return ((TOKEN_KEY, token),) if token else ()
 
 
 def _metadata(token: str | None) -> tuple[tuple[str, str], ...]:
     carrier: dict[str, str] = {}
     inject(carrier)
-    return (*carrier.items(), *credential(token))
+    return (*carrier.items(), *shown(token))
 
 
 async def connected(channel: Channel, *, seconds: float) -> bool:
@@ -83,7 +80,7 @@ async def call(
         peer: Who is called, for messages: `tools`.
         wait: Whether to wait for a server that is not up, and to ask again when it goes away meanwhile, until the time is over. Only
             for what may be asked twice.
-        token: The credential of the callee's job, for who calls many jobs; None takes this process's own.
+        token: The credential that the callee checks; None shows none.
 
     Raises:
         FailureError: The call failed; carries the server's failure, or one made from the status.

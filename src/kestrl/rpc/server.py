@@ -5,10 +5,9 @@ from __future__ import annotations
 import asyncio
 import hmac
 import logging
-import os
 import signal
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from importlib import import_module
 from typing import Any, cast
 
@@ -19,9 +18,10 @@ from opentelemetry.propagate import extract
 
 from kestrl.api.bundle.v1 import bundle_pb2
 from kestrl.api.bundle.v1 import bundle_pb2_grpc as bundle_grpc
+from kestrl.credentials import checked_by
 from kestrl.errors import Boundary, Failure, KestrlError, UserInputError
 from kestrl.rpc.bundle import BundleServicer
-from kestrl.rpc.client import OPTIONS, TOKEN_VARIABLE
+from kestrl.rpc.client import OPTIONS
 from kestrl.rpc.codec import failure_to_proto
 from kestrl.rpc.status import FAILURE_KEY, STATUS_BY_BOUNDARY, TOKEN_KEY
 from kestrl.telemetry.metrics import observe
@@ -63,14 +63,18 @@ class _Calls:
 class _Door(grpc.aio.ServerInterceptor):
     """What every call passes: credential, trace context, the translation of errors, and the count of them."""
 
-    def __init__(self, component: str, token: str | None) -> None:
+    def __init__(self, component: str, tokens: Sequence[str]) -> None:
+        """`tokens` are those that callers may show; without any, nobody is asked."""
         self._component = component
-        self._token = token
+        self._tokens = [token.encode() for token in tokens]
         self._calls = _Calls()
 
     async def _admit(self, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-        if self._token is not None and not hmac.compare_digest(_carrier(context).get(TOKEN_KEY, ""), self._token):
-            await context.abort(grpc.StatusCode.UNAUTHENTICATED, "the job's credential is missing or wrong")
+        shown = _carrier(context).get(TOKEN_KEY, "").encode()
+        # All are compared, each in constant time: how long it takes says nothing about any of them.
+        if self._tokens and not sum(hmac.compare_digest(shown, token) for token in self._tokens):
+            message = f"the credential for calls to {self._component} is missing or another one's"
+            await context.abort(grpc.StatusCode.UNAUTHENTICATED, message)
 
     def _failure(self, error: Exception) -> Failure:
         if isinstance(error, KestrlError):
@@ -213,7 +217,7 @@ async def serve(
     """Serves until SIGTERM or SIGINT (or until `until` is done), then drains: unhealthy first, then `drain`, then the port.
 
     Args:
-        component: Name for failures and logs.
+        component: Role and ordinal. Callers must show a credential for calls to this role, where this process has one to check.
         listen: `host:port`.
         register: Adds the services to the server.
         drain: Awaited before the server stops taking calls away: finish or hand back what is in flight.
@@ -225,7 +229,8 @@ async def serve(
     Raises:
         UserInputError: The port is taken.
     """
-    door = _Door(component, os.environ.get(TOKEN_VARIABLE) or None)
+    checked = [secret.here() for secret in checked_by(component.partition("-")[0])]
+    door = _Door(component, [token for token in checked if token])
     server = grpc.aio.server(
         interceptors=[door],
         options=[

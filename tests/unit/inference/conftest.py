@@ -18,6 +18,7 @@ from aiohttp import web
 from kestrl import rpc
 from kestrl.api.inference.v1 import inference_pb2 as pb
 from kestrl.api.inference.v1 import inference_pb2_grpc as stubs
+from kestrl.credentials import Secret
 from kestrl.episode import BASE_MODEL_NAME, PolicyVersion
 from kestrl.plan.settings import AgentSettings
 from kestrl.rpc.codec import policy_to_proto
@@ -134,11 +135,25 @@ class Stage:
 
     async def load(self, version: Published, *, timeout: float = 10) -> pb.LoadPolicyResponse:
         request = pb.LoadPolicyRequest(policy=policy_to_proto(version.policy), uri=version.uri)
-        return await rpc.call(self.stub.LoadPolicy, request, pb.LoadPolicyResponse, timeout=timeout, peer="agent")
+        return await rpc.call(
+            self.stub.LoadPolicy,
+            request,
+            pb.LoadPolicyResponse,
+            timeout=timeout,
+            peer="agent",
+            token=Secret.LEARNER_TO_INFERENCE.here(),
+        )
 
     async def retire(self, version: Published) -> None:
         request = pb.RetirePolicyRequest(policy=policy_to_proto(version.policy))
-        await rpc.call(self.stub.RetirePolicy, request, pb.RetirePolicyResponse, timeout=10, peer="agent")
+        await rpc.call(
+            self.stub.RetirePolicy,
+            request,
+            pb.RetirePolicyResponse,
+            timeout=10,
+            peer="agent",
+            token=Secret.LEARNER_TO_INFERENCE.here(),
+        )
 
     async def seen(self, *, look: bool = False) -> pb.GetEngineResponse:
         return await rpc.call(
@@ -147,6 +162,7 @@ class Stage:
             pb.GetEngineResponse,
             timeout=10,
             peer="agent",
+            token=Secret.LEARNER_TO_INFERENCE.here(),
             wait=True,
         )
 

@@ -12,6 +12,7 @@ import pytest
 
 from kestrl.api.common.v1 import common_pb2
 from kestrl.api.inference.v1 import inference_pb2 as pb
+from kestrl.credentials import Secret
 from kestrl.episode import PolicyVersion
 from kestrl.errors import FailureError, KestrlError
 from kestrl.rpc import call
@@ -203,7 +204,14 @@ async def test_another_version_than_the_one_asked_for_is_refused(stage: Any) -> 
     one, two = stage.publish(1), stage.publish(2)
     request = pb.LoadPolicyRequest(policy=policy_to_proto(one.policy), uri=two.uri)
     with pytest.raises(FailureError) as caught:
-        await call(stage.stub.LoadPolicy, request, pb.LoadPolicyResponse, timeout=10, peer="agent")
+        await call(
+            stage.stub.LoadPolicy,
+            request,
+            pb.LoadPolicyResponse,
+            timeout=10,
+            peer="agent",
+            token=Secret.LEARNER_TO_INFERENCE.here(),
+        )
     assert caught.value.code == "wrong_policy"
     assert stage.folders() == []
 
@@ -250,7 +258,14 @@ async def test_a_disk_that_cannot_be_written_is_a_typed_failure(stage: Any, monk
 
 async def test_a_request_without_a_version_is_the_callers_mistake(stage: Any) -> None:
     with pytest.raises(FailureError) as caught:
-        await call(stage.stub.LoadPolicy, pb.LoadPolicyRequest(), pb.LoadPolicyResponse, timeout=10, peer="agent")
+        await call(
+            stage.stub.LoadPolicy,
+            pb.LoadPolicyRequest(),
+            pb.LoadPolicyResponse,
+            timeout=10,
+            peer="agent",
+            token=Secret.LEARNER_TO_INFERENCE.here(),
+        )
     assert caught.value.code == "invalid_input"
 
 
@@ -403,5 +418,5 @@ async def test_a_version_that_would_leave_the_folder_is_refused(
         (stage.stub.RetirePolicy, pb.RetirePolicyRequest(policy=policy), pb.RetirePolicyResponse),
     ):
         with pytest.raises(KestrlError, match="name no version"):
-            await call(method, request, answer, timeout=20, peer="agent")
+            await call(method, request, answer, timeout=20, peer="agent", token=Secret.LEARNER_TO_INFERENCE.here())
     assert sorted(folder.parent.rglob("*")) == before

@@ -14,6 +14,7 @@ import pytest
 
 from kestrl.api.inference.v1 import inference_pb2 as pb
 from kestrl.api.inference.v1 import inference_pb2_grpc as stubs
+from kestrl.credentials import Secret
 from kestrl.rpc import call, channel
 
 
@@ -38,7 +39,13 @@ async def test_it_watches_loads_and_ends_when_asked(make_stage: Any, tmp_path: P
     async with channel(settings.listen) as connection:
         stage.stub = stubs.EngineAgentServiceStub(connection)
         await call(
-            stage.stub.GetEngine, pb.GetEngineRequest(), pb.GetEngineResponse, timeout=20, peer="agent", wait=True
+            stage.stub.GetEngine,
+            pb.GetEngineRequest(),
+            pb.GetEngineResponse,
+            timeout=20,
+            peer="agent",
+            token=Secret.LEARNER_TO_INFERENCE.here(),
+            wait=True,
         )
         await stage.load(version)
         assert await stage.proved() == {1: True}

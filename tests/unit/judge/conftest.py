@@ -13,6 +13,7 @@ import pytest
 
 from kestrl.api.judge.v1 import judge_pb2 as pb
 from kestrl.api.judge.v1 import judge_pb2_grpc as stubs
+from kestrl.credentials import Secret
 from kestrl.episode import CallOutcome, Episode, Group, Row, Scenario, StopReason, ToolCall, Turn
 from kestrl.errors import Failure
 from kestrl.plan.settings import JudgeSettings, RewardEntry
@@ -89,7 +90,13 @@ class Client:
     async def score(self, group: Group, *, timeout: float = 20) -> list[pb.EpisodeScore]:
         request = pb.ScoreGroupRequest(group=group_to_proto(group), max_turns=5)
         answer = await call(
-            self._stub.ScoreGroup, request, pb.ScoreGroupResponse, timeout=timeout, peer="judge", wait=True
+            self._stub.ScoreGroup,
+            request,
+            pb.ScoreGroupResponse,
+            timeout=timeout,
+            peer="judge",
+            token=Secret.ROLLOUT_TO_JUDGE.here(),
+            wait=True,
         )
         return list(answer.scores)
 

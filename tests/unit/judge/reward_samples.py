@@ -74,7 +74,7 @@ def told(attempt: Attempt) -> Any:
         case "count":
             return calls
         case "token":
-            return float("KESTRL_JOB_TOKEN" in os.environ)
+            return float("KESTRL_ROLLOUT_TO_JUDGE_TOKEN" in os.environ)
         case text if text.startswith("pid "):
             Path(text[4:]).write_text(str(os.getpid()))
             return 1.0

@@ -78,8 +78,7 @@ async def test_what_a_reward_prints_goes_nowhere_near_the_answer(judge: Any) -> 
     assert [score.reward for score in scores] == [1.0, 0.25]
 
 
-async def test_a_reward_never_sees_the_jobs_credential(judge: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("KESTRL_JOB_TOKEN", "secret")
+async def test_a_reward_never_sees_the_judges_credential(judge: Any) -> None:
     async with judge(rule("told")) as client:
         assert (await client.told("token"))[0].reward == 0.0
 

@@ -21,6 +21,7 @@ from kestrl.api.learner.v1 import learner_pb2 as lpb
 from kestrl.api.learner.v1 import learner_pb2_grpc as lstubs
 from kestrl.api.rollout.v1 import rollout_pb2 as rpb
 from kestrl.api.rollout.v1 import rollout_pb2_grpc as rstubs
+from kestrl.credentials import Secret
 from kestrl.episode import Episode, Group, PolicyVersion, Row, StopReason, Turn
 from kestrl.errors import EngineFailure, Failure, KestrlError
 from kestrl.rpc.codec import failure_to_proto, group_to_proto, policy_from_proto, policy_to_proto, scenario_from_proto
@@ -103,14 +104,28 @@ class Watcher:
         return self.last
 
     async def follow(self, request: lpb.WatchProgressRequest) -> None:
-        answers = rpc.stream(self.stub.WatchProgress, request, lpb.WatchProgressResponse, timeout=None, peer="learner")
+        answers = rpc.stream(
+            self.stub.WatchProgress,
+            request,
+            lpb.WatchProgressResponse,
+            timeout=None,
+            peer="learner",
+            token=Secret.CONTROLLER_TO_LEARNER.here(),
+        )
         async for report in answers:
             self.reports.append(report)
             self.changed.set()
         self.ended = True
 
     async def drain(self) -> None:
-        await rpc.call(self.stub.Drain, lpb.DrainRequest(), lpb.DrainResponse, timeout=5, peer="learner")
+        await rpc.call(
+            self.stub.Drain,
+            lpb.DrainRequest(),
+            lpb.DrainResponse,
+            timeout=5,
+            peer="learner",
+            token=Secret.CONTROLLER_TO_LEARNER.here(),
+        )
 
 
 @asynccontextmanager

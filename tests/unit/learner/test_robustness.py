@@ -13,6 +13,7 @@ from kestrl import rpc
 from kestrl.api.inference.v1 import inference_pb2 as ipb
 from kestrl.api.learner.v1 import learner_pb2 as lpb
 from kestrl.api.learner.v1 import learner_pb2_grpc as lstubs
+from kestrl.credentials import Secret
 from kestrl.errors import Boundary, EngineFailure, Failure, KestrlError, UserInputError
 from kestrl.plan.settings import EvaluateSettings
 from kestrl.storage import open_store
@@ -287,10 +288,22 @@ async def test_the_service_tells_of_its_progress_and_takes_the_order_to_drain(st
             await until(lambda: len(stage.asked()) == 2)
             request = lpb.WatchProgressRequest()
             async for report in rpc.stream(
-                stub.WatchProgress, request, lpb.WatchProgressResponse, timeout=10, peer="learner"
+                stub.WatchProgress,
+                request,
+                lpb.WatchProgressResponse,
+                timeout=10,
+                peer="learner",
+                token=Secret.CONTROLLER_TO_LEARNER.here(),
             ):
                 if not seen:
-                    await rpc.call(stub.Drain, lpb.DrainRequest(), lpb.DrainResponse, timeout=5, peer="learner")
+                    await rpc.call(
+                        stub.Drain,
+                        lpb.DrainRequest(),
+                        lpb.DrainResponse,
+                        timeout=5,
+                        peer="learner",
+                        token=Secret.CONTROLLER_TO_LEARNER.here(),
+                    )
                 seen.append(report)
         async with asyncio.timeout(10):
             await serving

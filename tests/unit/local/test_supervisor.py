@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 from pathlib import Path
 
 import pytest
 
+from kestrl.credentials import CALLS, Secret, held_by
 from kestrl.errors import UserInputError
 from kestrl.local import supervisor
 from kestrl.local.processes import Launcher, last_error
 from kestrl.local.supervisor import ComponentFailed, State, Supervisor, backoff
-from kestrl.plan.components import Component, Role, Secret
+from kestrl.plan.components import Component, Role
 
 SLEEPER = "import time; time.sleep(600)"
 
 
 def component(name: str, role: Role, *, module: str, restarts: bool = True) -> Component:
-    return Component(name=name, role=role, module=module, restarts=restarts, secrets=(Secret.JOB_TOKEN,))
+    return Component(name=name, role=role, module=module, restarts=restarts)
 
 
 @pytest.fixture
@@ -134,11 +136,17 @@ async def test_draining_asks_the_learner_first(launcher: Launcher) -> None:
     assert (launcher.folder / "drained").exists()
 
 
-async def test_a_component_gets_its_own_credentials_only(launcher: Launcher) -> None:
-    tells = "import os, json; print(json.dumps(sorted(key for key in os.environ if key.startswith('KESTRL_'))))"
-    learner = component("learner-0", Role.LEARNER, module=module(launcher, "tells", tells), restarts=False)
-    await make(launcher, learner).run()
-    assert launcher.log_path("learner-0").read_text().strip() == '["KESTRL_JOB_TOKEN"]'
+@pytest.mark.parametrize("role", list(Role))
+async def test_a_component_gets_its_own_credentials_only(launcher: Launcher, role: Role) -> None:
+    """Those of this shell are nobody's, such as of a run that was started in an environment of another."""
+    tells = (
+        "import os, json; print(json.dumps({key: os.environ[key] for key in os.environ if key.startswith('KESTRL_')}))"
+    )
+    assert set(CALLS) <= set(launcher.environment)
+    running = await launcher.start(component(f"{role}-0", role, module=module(launcher, "tells", tells)))
+    assert await running.wait() == 0
+    told = json.loads(launcher.log_path(f"{role}-0").read_text())
+    assert told == {secret.value: launcher.secrets[secret.value] for secret in held_by(role)}
 
 
 def test_backoff_doubles_up_to_a_bound() -> None:

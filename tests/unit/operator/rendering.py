@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from kestrl.credentials import Secret
 from kestrl.plan.planning import plan
 from kestrl_operator.cluster import read_cluster, site_of
 from kestrl_operator.render import Given, render
@@ -28,11 +29,7 @@ NVIDIA = ("inference.accelerator={profile: nvidia, count: 2}", "learner.accelera
 ASCEND = ("inference.accelerator={profile: ascend, count: 1}", "learner.accelerator={profile: ascend}")
 
 
-SECRETS = {
-    "KESTRL_JOB_TOKEN": "of-the-job",
-    "KESTRL_ENGINE_KEY": "of-the-engine",
-    "KESTRL_ENGINE_CONTROL_KEY": "of-its-control",
-}
+SECRETS = {secret.value: f"value-of-{secret.name}" for secret in Secret}
 ROLES = ("inference", "tools", "judge", "rollout", "learner")
 
 

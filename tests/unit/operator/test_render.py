@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from kestrl.credentials import held_by
 from kestrl.errors import UserInputError
 from kestrl.plan.components import Role
 from kestrl.prepare import PrepareSettings
@@ -105,7 +106,7 @@ def test_the_learner_carries_what_the_operator_remembers() -> None:
         ((), {"restarts": 1}),
         ((), {"queue": "gpus"}),
         ((), {"store": "s3"}),
-        ((), {"secrets": {**SECRETS, "KESTRL_JOB_TOKEN": "another"}}),
+        ((), {"secrets": {**SECRETS, "KESTRL_LEARNER_TO_ROLLOUT_TOKEN": "another"}}),
         (("rollout.replicas=3",), {}),
         (("patches=[{role: judge, template: {spec: {nodeSelector: {a: b}}}}]",), {}),
     ],
@@ -284,20 +285,26 @@ def test_credentials_are_references_and_each_has_only_its_own() -> None:
     for item in workloads(objects).values():
         for held in containers(item["spec"]["template"]["spec"]).values():
             for variable in held.get("env", ()):
-                if variable["name"] in {"KESTRL_JOB_TOKEN", "KESTRL_ENGINE_KEY", "KESTRL_ENGINE_CONTROL_KEY"}:
+                if variable["name"] in SECRETS:
                     assert variable["valueFrom"]["secretKeyRef"] == {
                         "name": "email-search-agentrljob",
                         "key": variable["name"],
                     }
-    held_by = {
+    seen = {
         name: {variable["name"] for variable in held["env"] if "secretKeyRef" in variable.get("valueFrom", {})}
         for role in ROLES
         for name, held in containers(pod(objects, role)).items()
         if name != "prepare"
     }
-    assert held_by["tools"] == held_by["judge"] == held_by["learner"] == {"KESTRL_JOB_TOKEN"}
-    assert held_by["rollout"] == {"KESTRL_JOB_TOKEN", "KESTRL_ENGINE_KEY"}
-    assert held_by["engine"] == {"KESTRL_ENGINE_KEY", "KESTRL_ENGINE_CONTROL_KEY"}
+    assert seen == {role: {secret.value for secret in held_by(role)} for role in (*ROLES, "engine")}
+    assert seen["tools"] == {"KESTRL_ROLLOUT_TO_TOOLS_TOKEN"}
+    assert seen["judge"] == {"KESTRL_ROLLOUT_TO_JUDGE_TOKEN"}
+    assert not [
+        kind
+        for pods in workloads(objects).values()
+        for kind in pods["spec"]["template"]["spec"]["volumes"]
+        if "secret" in kind
+    ]
     elsewhere = json.dumps([item for item in objects if item["kind"] != "Secret"])
     assert not [name for name, value in SECRETS.items() if value in elsewhere]
 
@@ -361,7 +368,7 @@ def test_scaling_rolls_no_replica_but_changes_the_count(scaled: str, role: str, 
 def test_other_credentials_roll_every_pod() -> None:
     """A running pod keeps its variables: half of them would not be let in by the other half."""
     before = workloads(rendered())
-    after = workloads(rendered(secrets={**SECRETS, "KESTRL_JOB_TOKEN": "another"}))
+    after = workloads(rendered(secrets={**SECRETS, "KESTRL_LEARNER_TO_ROLLOUT_TOKEN": "another"}))
     assert all(before[name]["spec"]["template"] != after[name]["spec"]["template"] for name in before)
 
 

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
+from kestrl.credentials import Secret
 from kestrl.errors import UserInputError
 from kestrl.local.processes import Launcher
-from kestrl.plan.components import Component, Role, Secret
+from kestrl.plan.components import Component, Role
 from kestrl.plan.engines import engine_rank, serving_command
 from kestrl.plan.planning import group_seconds, plan
 from kestrl.plan.settings import AgentSettings, JudgeSettings, LearnerSettings, RolloutSettings
@@ -125,7 +126,7 @@ def test_only_the_engine_and_its_agent_hold_the_control_key() -> None:
     holders = {item.role for item in plan(job_with(), SITE) if Secret.ENGINE_CONTROL_KEY in item.secrets}
     assert holders == {Role.ENGINE, Role.INFERENCE}
     tools = by_name(job_with())["tools-0"]
-    assert tools.secrets == (Secret.JOB_TOKEN,)
+    assert tools.secrets == (Secret.ROLLOUT_TO_TOOLS,)
 
 
 def test_only_the_learner_is_not_started_again() -> None:

@@ -21,6 +21,7 @@ from kestrl.api.judge.v1 import judge_pb2, judge_pb2_grpc
 from kestrl.api.rollout.v1 import rollout_pb2 as pb
 from kestrl.api.rollout.v1 import rollout_pb2_grpc as stubs
 from kestrl.api.tools.v1 import tools_pb2, tools_pb2_grpc
+from kestrl.credentials import Secret
 from kestrl.episode import Episode, Group, Scenario
 from kestrl.plan.settings import RolloutSettings
 from kestrl.rpc.codec import group_from_proto, policy_to_proto, scenario_to_proto
@@ -290,7 +291,14 @@ class Stage:
 
     async def stream(self, request: pb.RunGroupRequest) -> AsyncIterator[int | Group]:
         stub: Any = stubs.RolloutServiceStub(self.channel)
-        async for answer in rpc.stream(stub.RunGroup, request, pb.RunGroupResponse, timeout=50, peer="rollout"):
+        async for answer in rpc.stream(
+            stub.RunGroup,
+            request,
+            pb.RunGroupResponse,
+            timeout=50,
+            peer="rollout",
+            token=Secret.LEARNER_TO_ROLLOUT.here(),
+        ):
             kind = answer.WhichOneof("event")
             yield answer.ended if kind == "ended" else group_from_proto(answer.group)
 
@@ -315,7 +323,13 @@ class Stage:
     async def capacity(self) -> pb.GetCapacityResponse:
         stub: Any = stubs.RolloutServiceStub(self.channel)
         return await rpc.call(
-            stub.GetCapacity, pb.GetCapacityRequest(), pb.GetCapacityResponse, timeout=5, peer="rollout", wait=True
+            stub.GetCapacity,
+            pb.GetCapacityRequest(),
+            pb.GetCapacityResponse,
+            timeout=5,
+            peer="rollout",
+            token=Secret.LEARNER_TO_ROLLOUT.here(),
+            wait=True,
         )
 
 

@@ -17,6 +17,7 @@ from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags
 from kestrl.api.bundle.v1 import bundle_pb2
 from kestrl.api.tools.v1 import tools_pb2 as pb
 from kestrl.api.tools.v1 import tools_pb2_grpc as stubs
+from kestrl.credentials import Secret
 from kestrl.errors import Boundary, FailureError, ToolFailure
 from kestrl.rpc import Bundle, bundle, channel, serve
 from kestrl.telemetry import current_trace_id
@@ -91,7 +92,10 @@ def tools() -> Tools:
 
 @pytest.fixture
 async def calls(listen: str) -> AsyncIterator[Bundle]:
-    async with channel(listen) as connection, Bundle(connection, SERVICE, peer="tools") as made:
+    async with (
+        channel(listen) as connection,
+        Bundle(connection, SERVICE, peer="tools", token=Secret.ROLLOUT_TO_TOOLS.here()) as made,
+    ):
         yield made
 
 
@@ -213,19 +217,17 @@ async def test_the_trace_crosses(running: Any) -> None:
         context.detach(token)
 
 
-async def test_a_stream_without_the_jobs_credential_is_refused(
-    tools: Tools, listen: str, calls: Bundle, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("shown", [None, "wrong"])
+async def test_a_stream_without_the_callers_credential_is_refused(
+    tools: Tools, listen: str, calls: Bundle, shown: str | None
 ) -> None:
-    monkeypatch.setenv("KESTRL_JOB_TOKEN", "right")
     async with served(tools, listen):
         assert await ask(calls, "echo", wait=True) == "echo "
-        monkeypatch.setenv("KESTRL_JOB_TOKEN", "wrong")
-        async with channel(listen) as connection, Bundle(connection, SERVICE, peer="tools") as others:
+        async with channel(listen) as connection, Bundle(connection, SERVICE, peer="tools", token=shown) as others:
             with pytest.raises(FailureError) as caught:
                 await ask(others, "echo", wait=True)
-            assert caught.value.code == "unauthenticated"
-            monkeypatch.setenv("KESTRL_JOB_TOKEN", "right")
-            assert await ask(others, "echo", said="a") == "echo a"
+        assert caught.value.code == "unauthenticated"
+        assert await ask(calls, "echo", said="a") == "echo a"
 
 
 async def test_a_server_without_bundles_says_so(tools: Tools, listen: str, calls: Bundle) -> None:

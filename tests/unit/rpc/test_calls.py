@@ -13,6 +13,7 @@ import pytest
 
 from kestrl.api.rollout.v1 import rollout_pb2 as pb
 from kestrl.api.rollout.v1 import rollout_pb2_grpc as stubs
+from kestrl.credentials import Secret
 from kestrl.errors import Boundary, EngineFailure, FailureError, KestrlError, UserInputError
 from kestrl.rpc import call, channel, serve, stream
 from kestrl.testing.ports import free_port
@@ -56,7 +57,13 @@ async def ask(address: Address) -> pb.GetCapacityResponse:
     async with channel(address) as connection:
         stub = stubs.RolloutServiceStub(connection)
         return await call(
-            stub.GetCapacity, pb.GetCapacityRequest(), pb.GetCapacityResponse, timeout=5, peer="rollout", wait=True
+            stub.GetCapacity,
+            pb.GetCapacityRequest(),
+            pb.GetCapacityResponse,
+            timeout=5,
+            peer="rollout",
+            token=Secret.LEARNER_TO_ROLLOUT.here(),
+            wait=True,
         )
 
 
@@ -66,7 +73,14 @@ async def run_group(address: Address, group_id: str, timeout: float = 5) -> int:
         stub = stubs.RolloutServiceStub(connection)
         request = pb.RunGroupRequest(group_id=group_id)
         await ask(address)
-        async for _ in stream(stub.RunGroup, request, pb.RunGroupResponse, timeout=timeout, peer="rollout"):
+        async for _ in stream(
+            stub.RunGroup,
+            request,
+            pb.RunGroupResponse,
+            timeout=timeout,
+            peer="rollout",
+            token=Secret.LEARNER_TO_ROLLOUT.here(),
+        ):
             seen += 1
     return seen
 
@@ -100,35 +114,25 @@ async def test_nobody_there_is_retryable() -> None:
     async with channel(f"127.0.0.1:{free_port()}") as connection:
         stub = stubs.RolloutServiceStub(connection)
         with pytest.raises(FailureError) as caught:
-            await call(stub.GetCapacity, pb.GetCapacityRequest(), pb.GetCapacityResponse, timeout=5, peer="rollout")
+            await call(
+                stub.GetCapacity,
+                pb.GetCapacityRequest(),
+                pb.GetCapacityResponse,
+                timeout=5,
+                peer="rollout",
+                token=Secret.LEARNER_TO_ROLLOUT.here(),
+            )
     assert (caught.value.code, caught.value.retryable) == ("unavailable", True)
 
 
-async def test_a_call_without_the_jobs_credential_is_refused(
-    monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
-) -> None:
-    monkeypatch.setenv("KESTRL_JOB_TOKEN", "right")
-    listen = f"127.0.0.1:{free_port()}"
-    server = asyncio.create_task(
-        serve("rollout-0", listen, lambda server: stubs.add_RolloutServiceServicer_to_server(Worker(), server))
-    )
-    assert (await ask(listen)).concurrency == 7
-    monkeypatch.setenv("KESTRL_JOB_TOKEN", "wrong")
-    with pytest.raises(FailureError) as caught:
-        await ask(listen)
-    assert caught.value.code == "unauthenticated"
-    os.kill(os.getpid(), signal.SIGTERM)
-    await server
-
-
 async def test_who_calls_many_jobs_names_the_credential_of_each(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("KESTRL_JOB_TOKEN", "theirs")
+    monkeypatch.setenv("KESTRL_LEARNER_TO_ROLLOUT_TOKEN", "theirs")
     listen = f"127.0.0.1:{free_port()}"
     server = asyncio.create_task(
         serve("rollout-0", listen, lambda server: stubs.add_RolloutServiceServicer_to_server(Worker(), server))
     )
     await ask(listen)
-    monkeypatch.setenv("KESTRL_JOB_TOKEN", "ours")
+    monkeypatch.setenv("KESTRL_LEARNER_TO_ROLLOUT_TOKEN", "ours")
 
     async def both(token: str | None) -> int:
         async with channel(listen) as connection:
@@ -234,7 +238,15 @@ async def test_who_waits_does_not_ask_again_for_what_was_answered_with_a_failure
             return stub.GetCapacity(request, **options)
 
         with pytest.raises(FailureError) as caught:
-            await call(counting, pb.GetCapacityRequest(), pb.GetCapacityResponse, timeout=5, peer="rollout", wait=True)
+            await call(
+                counting,
+                pb.GetCapacityRequest(),
+                pb.GetCapacityResponse,
+                timeout=5,
+                peer="rollout",
+                token=Secret.LEARNER_TO_ROLLOUT.here(),
+                wait=True,
+            )
         assert caught.value.code == "engine_lost"
         assert asked == 1
 
@@ -249,6 +261,7 @@ async def test_waiting_has_an_end() -> None:
                 pb.GetCapacityResponse,
                 timeout=0.3,
                 peer="rollout",
+                token=Secret.LEARNER_TO_ROLLOUT.here(),
                 wait=True,
             )
         assert caught.value.code == "deadline_exceeded"

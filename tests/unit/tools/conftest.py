@@ -16,6 +16,7 @@ import pytest
 
 from kestrl.api.tools.v1 import tools_pb2 as pb
 from kestrl.api.tools.v1 import tools_pb2_grpc as stubs
+from kestrl.credentials import Secret
 from kestrl.plan.settings import ToolEntry, ToolsSettings
 from kestrl.rpc import call, channel
 from kestrl.testing.ports import free_port
@@ -39,7 +40,15 @@ class Client:
 
     async def list(self) -> list[pb.ToolSchema]:
         request = pb.ListToolsRequest()
-        answer = await call(self._stub.ListTools, request, pb.ListToolsResponse, timeout=10, peer="tools", wait=True)
+        answer = await call(
+            self._stub.ListTools,
+            request,
+            pb.ListToolsResponse,
+            timeout=10,
+            peer="tools",
+            token=Secret.ROLLOUT_TO_TOOLS.here(),
+            wait=True,
+        )
         return list(answer.tools)
 
     def opening(
@@ -65,10 +74,25 @@ class Client:
     ) -> pb.CallResponse:
         text = json.dumps({} if arguments is None else arguments) if raw is None else raw
         request = pb.CallRequest(session_id=session, name=name, arguments_json=text, opening=opening)
-        return await call(self._stub.Call, request, pb.CallResponse, timeout=10, peer="tools", wait=opening is not None)
+        return await call(
+            self._stub.Call,
+            request,
+            pb.CallResponse,
+            timeout=10,
+            peer="tools",
+            token=Secret.ROLLOUT_TO_TOOLS.here(),
+            wait=opening is not None,
+        )
 
     async def close(self, session: str) -> None:
-        await call(self._stub.Close, pb.CloseRequest(session_id=session), pb.CloseResponse, timeout=10, peer="tools")
+        await call(
+            self._stub.Close,
+            pb.CloseRequest(session_id=session),
+            pb.CloseResponse,
+            timeout=10,
+            peer="tools",
+            token=Secret.ROLLOUT_TO_TOOLS.here(),
+        )
 
 
 @asynccontextmanager

@@ -17,6 +17,7 @@ from typing import Any
 
 from kestrl.api.inference.v1 import inference_pb2 as pb
 from kestrl.api.inference.v1 import inference_pb2_grpc as stubs
+from kestrl.credentials import Secret
 from kestrl.episode import PolicyVersion
 from kestrl.errors import Boundary, Failure, KestrlError, PlaceError
 from kestrl.plan.settings import EngineEntry
@@ -288,6 +289,7 @@ class Engines:
                 pb.GetEngineResponse,
                 timeout=CALL_SECONDS,
                 peer=known.entry.name,
+                token=Secret.LEARNER_TO_INFERENCE.here(),
             )
         except KestrlError as error:
             if known.state != pb.ENGINE_STATE_UNSPECIFIED:
@@ -335,7 +337,12 @@ class Engines:
         request = pb.RetirePolicyRequest(policy=item.policy)
         try:
             await call(
-                known.stub.RetirePolicy, request, pb.RetirePolicyResponse, timeout=CALL_SECONDS, peer=known.entry.name
+                known.stub.RetirePolicy,
+                request,
+                pb.RetirePolicyResponse,
+                timeout=CALL_SECONDS,
+                peer=known.entry.name,
+                token=Secret.LEARNER_TO_INFERENCE.here(),
             )
         except KestrlError as error:
             log.warning("%s did not retire %s, it is asked again: %s", known.entry.name, name, error)
@@ -346,7 +353,12 @@ class Engines:
         try:
             await asyncio.create_task(
                 call(
-                    known.stub.LoadPolicy, request, pb.LoadPolicyResponse, timeout=LOAD_SECONDS, peer=known.entry.name
+                    known.stub.LoadPolicy,
+                    request,
+                    pb.LoadPolicyResponse,
+                    timeout=LOAD_SECONDS,
+                    peer=known.entry.name,
+                    token=Secret.LEARNER_TO_INFERENCE.here(),
                 ),
                 context=published.context.copy(),
             )

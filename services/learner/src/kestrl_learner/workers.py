@@ -24,6 +24,7 @@ from typing import Any
 from kestrl.api.common.v1 import common_pb2 as common_pb
 from kestrl.api.rollout.v1 import rollout_pb2 as pb
 from kestrl.api.rollout.v1 import rollout_pb2_grpc as stubs
+from kestrl.credentials import Secret
 from kestrl.episode import Group, PolicyVersion, Scenario
 from kestrl.errors import KestrlError
 from kestrl.plan.settings import EngineEntry, LearnerSettings
@@ -225,6 +226,7 @@ class Workers:
                 pb.GetCapacityResponse,
                 timeout=CALL_SECONDS,
                 peer=f"rollout worker {worker.address}",
+                token=Secret.LEARNER_TO_ROLLOUT.here(),
             )
         except KestrlError as error:
             if worker.capacity:
@@ -313,7 +315,8 @@ class Workers:
         peer = f"rollout worker {worker.address}"
         if not await connected(worker.connection, seconds=CONNECT_SECONDS):
             raise WorkerAway(f"{peer} is not there")
-        answers = stream(worker.stub.RunGroup, self._request(order), pb.RunGroupResponse, timeout=timeout, peer=peer)
+        request, token = self._request(order), Secret.LEARNER_TO_ROLLOUT.here()
+        answers = stream(worker.stub.RunGroup, request, pb.RunGroupResponse, timeout=timeout, peer=peer, token=token)
         async for answer in answers:
             if answer.HasField("group"):
                 return _decoded(answer.group, peer)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import sys
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
@@ -14,6 +13,7 @@ import grpc
 import kestrl.stopping  # noqa: F401  # pyright: ignore[reportUnusedImport] - it takes SIGTERM from here on
 from kestrl import rpc
 from kestrl.api.rollout.v1 import rollout_pb2_grpc as stubs
+from kestrl.credentials import Secret
 from kestrl.plan.settings import RolloutSettings, ServiceSettings
 from kestrl.service import collect_rarely, run_service
 from kestrl_rollout.agents.loading import load_loop
@@ -27,8 +27,6 @@ from kestrl_rollout.scoring import Judge
 from kestrl_rollout.service import RolloutServicer
 from kestrl_rollout.tool_session import SERVICE as TOOL_SERVICE
 from kestrl_rollout.tool_session import Toolbox
-
-ENGINE_KEY_VARIABLE = "KESTRL_ENGINE_KEY"
 
 
 @asynccontextmanager
@@ -48,11 +46,11 @@ async def group_runner(settings: RolloutSettings) -> AsyncGenerator[GroupRunner]
         started=datetime.now().astimezone(),
     )
     async with (
-        EngineClient(os.environ.get(ENGINE_KEY_VARIABLE)) as client,
+        EngineClient(Secret.ENGINE_KEY.here()) as client,
         rpc.channel(settings.tools_address) as to_tools,
-        rpc.Bundle(to_tools, TOOL_SERVICE, peer="tools") as tools,
+        rpc.Bundle(to_tools, TOOL_SERVICE, peer="tools", token=Secret.ROLLOUT_TO_TOOLS.here()) as tools,
         rpc.channel(settings.judge_address) as to_judge,
-        rpc.Bundle(to_judge, JUDGE_SERVICE, peer="judge") as judge,
+        rpc.Bundle(to_judge, JUDGE_SERVICE, peer="judge", token=Secret.ROLLOUT_TO_JUDGE.here()) as judge,
     ):
         episodes = EpisodeRunner(
             component=settings.component,

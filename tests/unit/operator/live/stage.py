@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import random
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, suppress
@@ -18,9 +17,8 @@ from kestrl import rpc
 from kestrl.api.common.v1 import common_pb2
 from kestrl.api.learner.v1 import learner_pb2 as pb
 from kestrl.api.learner.v1 import learner_pb2_grpc as stubs
+from kestrl.credentials import Secret
 from kestrl.errors import StorageError
-from kestrl.plan.components import Secret
-from kestrl.rpc.client import TOKEN_VARIABLE
 from kestrl.spec.crd import crd
 from kestrl.testing.kubernetes import Controllers, FakeKubernetes
 from kestrl.testing.ports import free_port
@@ -325,22 +323,20 @@ async def learning(
     """A fake learner that takes calls with this credential."""
     learner = FakeLearner(next(addresses()), first)
     stop = asyncio.Event()
-    before = os.environ.get(TOKEN_VARIABLE)
-    os.environ[TOKEN_VARIABLE] = token
     listen = f"{learner.address}:{GRPC_PORT}"
-    server = asyncio.create_task(
-        rpc.serve(
-            "learner-0",
-            listen,
-            lambda made: stubs.add_LearnerServiceServicer_to_server(learner, made),
-            until=stop.wait(),
-            grace=0.05,
+    with patch.context() as there:
+        there.setenv(Secret.CONTROLLER_TO_LEARNER.value, token)
+        server = asyncio.create_task(
+            rpc.serve(
+                "learner-0",
+                listen,
+                lambda made: stubs.add_LearnerServiceServicer_to_server(learner, made),
+                until=stop.wait(),
+                grace=0.05,
+            )
         )
-    )
-    async with rpc.channel(listen) as connection:
-        assert await rpc.connected(connection, seconds=5.0)
-    if before is None:
-        del os.environ[TOKEN_VARIABLE]
+        async with rpc.channel(listen) as connection:
+            assert await rpc.connected(connection, seconds=5.0)
     try:
         yield learner
     finally:
@@ -348,5 +344,5 @@ async def learning(
         await server
 
 
-def job_token(uid: str) -> str:
-    return derive(KEY, uid)[Secret.JOB_TOKEN.value]
+def learner_token(uid: str) -> str:
+    return derive(KEY, uid)[Secret.CONTROLLER_TO_LEARNER.value]

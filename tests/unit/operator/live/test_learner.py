@@ -16,7 +16,7 @@ from kestrl.rpc.codec import failure_to_proto
 from kestrl.testing.kubernetes import Controllers
 from kestrl_operator import follow, policies
 
-from .stage import JOB, NAMESPACE, FakeLearner, Object, Running, Stage, job_token, learning, ready, report, version
+from .stage import JOB, NAMESPACE, FakeLearner, Object, Running, Stage, learner_token, learning, ready, report, version
 
 
 class Scene:
@@ -45,7 +45,7 @@ async def scene(
     token: str = "",
 ) -> AsyncGenerator[Scene]:
     uid = stage.job(**(spec or {}))["metadata"]["uid"]
-    async with learning(stage.patch, token or job_token(uid), first) as learner:
+    async with learning(stage.patch, token or learner_token(uid), first) as learner:
 
         def started(controllers: Controllers, pod: Object) -> None:
             ready(controllers, pod)

@@ -159,3 +159,10 @@ class StorageError(KestrlError):
     """An object store refused, or an object is missing or corrupt."""
 
     code = "storage_failed"
+
+
+class StorageUnavailable(StorageError):
+    """An object store does not answer for now: the connection, a 5xx, or a request to slow down. The same call may succeed later."""
+
+    code = "storage_unavailable"
+    retryable = True

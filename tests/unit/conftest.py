@@ -11,6 +11,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from kestrl import telemetry
+from kestrl.testing.s3 import S3Server, serving_s3
 
 # For every property: how fast a busy machine is does not matter. Time is measured in `benchmarks/`.
 settings.register_profile("kestrl", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -27,3 +28,17 @@ def exporter(monkeypatch: pytest.MonkeyPatch) -> Iterator[InMemorySpanExporter]:
     monkeypatch.setattr(telemetry, "_tracer", provider.get_tracer("kestrl"))
     yield memory
     provider.shutdown()
+
+
+@pytest.fixture(scope="session")
+def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+    with serving_s3(tmp_path_factory.mktemp("s3")) as server:
+        server.create_bucket("runs")
+        yield server
+
+
+@pytest.fixture
+def s3_environment(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> S3Server:
+    for name, value in s3.environment().items():
+        monkeypatch.setenv(name, value)
+    return s3

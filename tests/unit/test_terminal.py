@@ -66,3 +66,18 @@ def test_a_run_that_learns_nothing_is_warned_of_once_and_in_the_panel() -> None:
     text = console.export_text()
     assert "nothing is learned: in 2 steps every reward was [equal]" in text
     assert "policy none yet" in text
+
+
+def test_an_outage_of_the_storage_is_shown_while_it_lasts() -> None:
+    shown = StringIO()
+    plain = PlainView(Console(file=shown, width=200))
+    waiting = Progress(phase="training", step=2, total_steps=9, storage_wait="storage does not answer: [refused]")
+    for _ in range(2):
+        plain.update(waiting, {})
+    assert shown.getvalue().count("waiting: storage does not answer: [refused]") == 1
+    console = Console(file=StringIO(), width=200, force_terminal=True)
+    console.print(LiveView(console, "job")._draw(waiting, {}))
+    assert "waiting: storage does not answer: [refused]" in console.file.getvalue()
+    plain.update(replace(waiting, storage_wait=""), {})
+    assert "storage is waited for no longer" in shown.getvalue()
+    assert waiting.as_json()["storage_wait"] == "storage does not answer: [refused]"

@@ -94,6 +94,8 @@ def status(
         console.print(f"policy {progress['policy']} proved {converged}", markup=False)
         if known["pid"] and progress["eta_seconds"]:
             console.print(f"{clock(progress['eta_seconds'])} to go")
+        if known["pid"] and progress.get("storage_wait"):
+            console.print(safe(f"waiting: {progress['storage_wait']}"), markup=False, soft_wrap=True)
     _print_components(record, alive=known["pid"] is not None)
     failures: dict[str, int] = summary.get("failures") or progress.get("failures") or {}
     for name, count in sorted(failures.items()):

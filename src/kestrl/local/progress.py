@@ -38,6 +38,8 @@ class Progress:
     groups_running: int = 0
     not_learned: str = ""
     """Why nothing was learned so far; empty when something was, or when it is too early to say."""
+    storage_wait: str = ""
+    """That storage does not answer and the learner waits for it; empty when it does not wait."""
 
     @staticmethod
     def from_proto(message: learner_pb2.WatchProgressResponse) -> Progress:
@@ -56,6 +58,7 @@ class Progress:
             message=message.message,
             groups_running=message.groups_running,
             not_learned=message.not_learned,
+            storage_wait=message.storage_wait,
         )
 
     def as_json(self) -> dict[str, Any]:
@@ -74,6 +77,7 @@ class Progress:
             "message": self.message,
             "groups_running": self.groups_running,
             "not_learned": self.not_learned,
+            "storage_wait": self.storage_wait,
         }
 
 

@@ -47,6 +47,7 @@ class PlainView:
         self._restarts: dict[str, int] = {}
         self._at = 0.0
         self._warned = False
+        self._waiting = ""
 
     def __enter__(self) -> Self:
         return self
@@ -67,6 +68,9 @@ class PlainView:
         if progress.not_learned and not self._warned:
             self._warned = True
             self.say(f"warning: nothing is learned: {progress.not_learned}")
+        if progress.storage_wait != self._waiting:
+            self._waiting = progress.storage_wait
+            self.say(f"waiting: {self._waiting}" if self._waiting else "storage is waited for no longer")
         key = (progress.phase, progress.step, progress.message)
         if key == self._shown and time.monotonic() - self._at < PLAIN_SECONDS:
             return
@@ -104,10 +108,11 @@ class LiveView:
         bar.add_row(ProgressBar(total=max(1, progress.total_steps), completed=progress.step))
         head = Text(safe_line(f"{progress.phase}   step {progress.step}/{progress.total_steps}   {progress.message}"))
         # A line of its own: a long cell would squeeze the columns beside it.
-        why = f"nothing is learned: {progress.not_learned}"
-        warning = [Text(safe_line(why), style="yellow")] if progress.not_learned else []
+        warnings = [f"waiting: {progress.storage_wait}"] if progress.storage_wait else []
+        warnings += [f"nothing is learned: {progress.not_learned}"] if progress.not_learned else []
         facts = _facts(progress, time.monotonic() - self._started)
-        lines = Group(head, bar, facts, *warning, _components(components))
+        told = [Text(safe_line(warning), style="yellow") for warning in warnings]
+        lines = Group(head, bar, facts, *told, _components(components))
         return Panel(lines, title=Text(self._title), title_align="left")
 
 

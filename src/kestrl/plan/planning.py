@@ -227,6 +227,7 @@ def _learner(job: AgentRLJob, site: Site) -> Component:
             "step_seconds": spec.rollout.deadlines.step,
             "algorithm": algorithm_settings(spec),
             "storage": site.storage,
+            "storage_seconds": spec.storage.retry_timeout,
             "database": site.database,
             "rollout_addresses": site.workers
             or tuple(site.endpoint(Role.ROLLOUT, index).address for index in range(spec.rollout.replicas)),

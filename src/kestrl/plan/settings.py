@@ -234,6 +234,8 @@ class LearnerSettings(ServiceSettings):
     algorithm: AlgorithmSettings
     storage: str
     """Object-store address of the run's folder: adapters/, checkpoints/, episodes/, summary.json lie beneath."""
+    storage_seconds: float = 600.0
+    """How long a storage that does not answer is waited for, an outage."""
     database: str
     """SQLAlchemy address of the ledger."""
     rollout_addresses: tuple[str, ...]

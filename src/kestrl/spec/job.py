@@ -294,6 +294,8 @@ class Storage(Model):
     """file://..., s3://bucket/prefix, gs://..., az://...; each run gets a folder beneath. Without it the run's own folder."""
     secret_ref: SecretRef | None = None
     """A Secret of the job's namespace whose entries become environment variables, such as AWS_ACCESS_KEY_ID."""
+    retry_timeout: DurationOrZero = 600.0
+    """How long the learner waits for a storage that does not answer (refused connections, 5xx) before the run stops. Refusals are not retried."""
 
 
 class Telemetry(Model):

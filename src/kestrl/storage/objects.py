@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import obstore
-from obstore.exceptions import AlreadyExistsError, BaseError, PermissionDeniedError, UnauthenticatedError
+from obstore.exceptions import AlreadyExistsError, BaseError, GenericError, PermissionDeniedError, UnauthenticatedError
 from obstore.store import LocalStore, from_url
 
-from kestrl.errors import PlaceError, StorageError, UserInputError, place_error
+from kestrl.errors import PlaceError, StorageError, StorageUnavailable, UserInputError, place_error
 from kestrl.uris import file_uri, is_local, local_path
 
 if TYPE_CHECKING:
@@ -26,6 +27,16 @@ RETRIES: RetryConfig = {
 REQUEST_SECONDS = 60
 REFUSED = re.compile(r"status code: 40[13]\b")
 """How obstore tells of a listing that is not allowed; other requests have a type for it."""
+ATTEMPTS = re.compile(r" in \S+s, after \d+ retries, max_retries: \d+, retry_timeout: \S+ +")
+CAUSE = re.compile(r'\bmessage: "(?P<message>[^"]+)"')
+STATUS = re.compile(r"status code: (?P<status>\d{3})\b")
+LATER = frozenset({408, 425, 429})
+"""HTTP statuses below 500 that say: not now."""
+OS_ERROR = re.compile(r"\(os error (?P<number>\d+)\)")
+AWAY = frozenset(
+    {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENOTCONN, errno.EREMOTEIO}
+)
+"""What a network file system answers while its server is away."""
 S3_ERROR = re.compile(r"<Error>\s*<Code>(?P<code>[^<]*)</Code>\s*<Message>(?P<message>[^<]*)</Message>")
 
 
@@ -67,11 +78,11 @@ class ObjectStore:
         return f"{self.uri}/{path}"
 
     def check(self) -> None:
-        """Asks the store once, so that what a person has to mend is told before anything starts.
+        """Asks the store once, so that what a person has to fix is reported before anything starts.
 
         Raises:
             PlaceError: The bucket or the right to it is missing.
-            StorageError: It does not answer.
+            StorageUnavailable: It does not answer.
         """
         self.list("checkpoints")
 
@@ -85,6 +96,7 @@ class ObjectStore:
 
         Raises:
             PlaceError: It is full, read-only, not ours or not there.
+            StorageUnavailable: It does not answer for now.
             StorageError: There is one already (code `exists`), or the store refused for another reason.
         """
         try:
@@ -103,13 +115,30 @@ class ObjectStore:
             )
         if "NoSuchBucket" in told:
             return PlaceError(f"{where}: there is no such bucket; create it, or name another in storage.uri")
-        return place_error(error, where) or StorageError(f"cannot {verb} {where}: {told}", retryable=True)
+        kind = StorageUnavailable if self._may_pass(error) else StorageError
+        return place_error(error, where) or kind(f"cannot {verb} {where}: {told}")
+
+    def _may_pass(self, error: Exception) -> bool:
+        """Whether the same request may succeed later."""
+        text = str(error)
+        if is_local(self.uri):
+            named = OS_ERROR.search(text)
+            number = error.errno if isinstance(error, OSError) and error.errno else int(named["number"]) if named else 0
+            return number in AWAY
+        answered = STATUS.search(text)
+        if answered is not None:
+            status = int(answered["status"])
+            return status >= 500 or status in LATER
+        # Of what is no answer, only the transport's failures come as this type.
+        return isinstance(error, GenericError)
 
     def get(self, path: str) -> bytes:
         """Reads an object whole.
 
         Raises:
-            StorageError: It is missing (code `not_found`) or the store refused.
+            PlaceError: It is not ours, or there is no such bucket.
+            StorageUnavailable: The store does not answer for now.
+            StorageError: The object is missing (code `not_found`), or the store refused.
         """
         return bytes(self.view(path))
 
@@ -156,10 +185,13 @@ class ObjectStore:
 
 
 def _short(error: Exception) -> str:
-    """What the store said, without the request it was said to."""
-    text = str(error).partition("\n\nDebug source")[0]
-    said = S3_ERROR.search(text)
-    return f"{said['code']}: {said['message']}" if said else text
+    """What the store answered, or why it could not be asked; without the request and the count of attempts."""
+    text, _, source = str(error).partition("\n\nDebug source")
+    answered = S3_ERROR.search(text)
+    if answered is not None:
+        return f"{answered['code']}: {answered['message']}"
+    cause = CAUSE.search(source)
+    return ATTEMPTS.sub("", text) + (f" ({cause['message']})" if cause else "")
 
 
 def open_store(uri: str, *, create: bool = True) -> ObjectStore:

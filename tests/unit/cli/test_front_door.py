@@ -15,6 +15,8 @@ import yaml
 
 from kestrl.api.common.v1 import common_pb2
 from kestrl.episode import Episode, Group, Scenario, StopReason
+from kestrl.local.progress import Progress as LocalProgress
+from kestrl.local.progress import RunRecord
 from kestrl.local.rundir import RunDir, make_folders
 from kestrl.rpc.codec import group_to_proto
 from kestrl.spec import parse_job
@@ -179,3 +181,16 @@ def test_stored_text_reaches_the_terminal_written_out(folder: Path) -> None:
     assert shown.returncode == 0, shown.stderr
     assert "[engine/no_engine_proved] x\\x1b[2J" in shown.stdout
     assert kestrl(folder, "logs").stdout == "learner-0 | \\x1b]52;c;aGk=\\x07\n"
+
+
+def test_status_says_that_a_live_run_waits_for_its_storage(folder: Path) -> None:
+    run = RunDir(folder / "runs" / "job-1")
+    progress = LocalProgress(phase="training", storage_wait="storage does not answer: [refused]")
+    RunRecord(run.path / "run.json").update(progress=progress.as_json())
+    assert "waiting:" not in kestrl(folder, "status").stdout
+    handle = run.lock()
+    assert handle is not None
+    try:
+        assert "waiting: storage does not answer: [refused]" in kestrl(folder, "status").stdout
+    finally:
+        os.close(handle)

@@ -129,10 +129,10 @@ class Watcher:
 
 
 @asynccontextmanager
-async def watched(address: str, *, min_interval: float = 0.0) -> AsyncGenerator[Watcher]:
+async def watched(address: str, *, min_interval: float = 0.0, seconds: float = 20) -> AsyncGenerator[Watcher]:
     """Follows a learner, as the operator does."""
     async with rpc.channel(address) as connection:
-        assert await rpc.connected(connection, seconds=20)
+        assert await rpc.connected(connection, seconds=seconds)
         watcher = Watcher(lstubs.LearnerServiceStub(connection))
         following = asyncio.create_task(watcher.follow(lpb.WatchProgressRequest(min_interval_seconds=min_interval)))
         try:

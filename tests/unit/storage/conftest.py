@@ -12,21 +12,7 @@ from pathlib import Path
 import pytest
 
 from kestrl.storage import ObjectStore, open_store
-from kestrl.testing.s3 import S3Server, serving_s3
-
-
-@pytest.fixture(scope="session")
-def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
-    with serving_s3(tmp_path_factory.mktemp("s3")) as server:
-        server.create_bucket("runs")
-        yield server
-
-
-@pytest.fixture
-def s3_environment(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> S3Server:
-    for name, value in s3.environment().items():
-        monkeypatch.setenv(name, value)
-    return s3
+from kestrl.testing.s3 import S3Server
 
 
 @pytest.fixture(params=["file", pytest.param("s3", marks=pytest.mark.servers)])

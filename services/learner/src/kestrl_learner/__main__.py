@@ -28,6 +28,7 @@ async def work(settings: LearnerSettings) -> None:
         if cut_short and run.training:
             run.drain()
         elif cut_short:  # nothing was trained yet, so there is nothing to finish and to checkpoint
+            run.abandon()
             main.cancel()
         await asyncio.wait([main])
 

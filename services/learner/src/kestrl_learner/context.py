@@ -6,7 +6,7 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from kestrl.data import load_scenarios
 from kestrl.episode import PolicyVersion, Scenario
 from kestrl.errors import PlaceError, StorageError, UserInputError
 from kestrl.plan.settings import LearnerSettings
-from kestrl.storage import ObjectStore, Probe
+from kestrl.storage import Probe
 from kestrl.telemetry import span
 from kestrl.telemetry.names import Attr, SpanName
 from kestrl_learner import adapters
@@ -26,46 +26,23 @@ from kestrl_learner.learning import Learning, learning
 from kestrl_learner.ledger import Superseded
 from kestrl_learner.model import PolicyModel
 from kestrl_learner.progress import Progress
+from kestrl_learner.runstore import RunStore
 from kestrl_learner.schedule import total_steps
 from kestrl_learner.workers import Workers
 
 log = logging.getLogger(__name__)
 
 
-class RunStore(ObjectStore):
-    """The run's storage, which also reports what it refuses and takes nothing from a learner that was replaced."""
-
-    def __init__(self, uri: str, tell: Callable[[str], None]) -> None:
-        super().__init__(uri)
-        self._tell = tell
-        self.fence: Callable[[], None] = lambda: None
-        """Asked before anything is written or deleted; raises `Superseded` once another learner owns the run."""
-
-    def put(self, path: str, content: bytes, *, create: bool = False) -> None:
-        self.fence()
-        super().put(path, content, create=create)
-
-    def delete(self, path: str) -> None:
-        self.fence()
-        super().delete(path)
-
-    def _refused(self, verb: str, path: str, error: Exception) -> PlaceError | StorageError:
-        refusal = super()._refused(verb, path, error)
-        self._tell(str(refusal))
-        return refusal
-
-
 class Context:
     """One run's data, storage, engines, workers, progress, and what is written down of it."""
 
-    def __init__(self, settings: LearnerSettings, progress: Progress, drain: asyncio.Event) -> None:
-        """Reads the data and opens the storage.
+    def __init__(self, settings: LearnerSettings, progress: Progress, drain: asyncio.Event, store: RunStore) -> None:
+        """Reads the data.
 
         Raises:
-            UserInputError: Data, storage and schedule do not make a run.
+            UserInputError: Data and schedule do not make a run.
         """
-        self.settings, self.progress, self.drain = settings, progress, drain
-        self.store = RunStore(settings.storage, self._refused)
+        self.settings, self.progress, self.drain, self.store = settings, progress, drain, store
         self.scenarios = load_scenarios(Path(settings.data.path), size=settings.data.size)
         self.validation: Sequence[Scenario] = (
             load_scenarios(Path(settings.validation.path), size=settings.validation.size) if settings.validation else ()
@@ -88,9 +65,6 @@ class Context:
         self._probe: Probe | None = None
         """Of the newest published version."""
         self._began = time.monotonic()
-
-    def _refused(self, why: str) -> None:
-        self.progress.storage_failure = why
 
     def connect(self) -> None:
         """Opens the channels; to be called in the loop that uses them."""
@@ -175,7 +149,7 @@ class Context:
         return means
 
     async def keep(self, path: str, facts: Mapping[str, Any]) -> None:
-        """Writes facts to storage, beside the loop: a store that must be asked again for a minute holds up nobody else.
+        """Writes facts to storage, beside the loop: a store that must be asked again holds up nobody else.
 
         Raises:
             StorageError: It could not be written.

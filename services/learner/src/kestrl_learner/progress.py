@@ -8,6 +8,7 @@ from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from kestrl.api.learner.v1 import learner_pb2 as pb
@@ -74,7 +75,9 @@ class Progress:
         self.checkpoint_step: int | None = None
         """Of the newest checkpoint that was read back from storage."""
         self.storage_failure = ""
-        """What storage refused last, until a checkpoint is in it. Set from any thread; who waits for the storage's answer tells."""
+        """What storage refused last, until a checkpoint is in it."""
+        self.storage_wait = ""
+        """That storage does not answer and is waited for, with the reason."""
         self.failures: Counter[str] = Counter()
         self.failure: Failure | None = None
         self.groups_running = self.groups_ready = self.workers = 0
@@ -88,6 +91,7 @@ class Progress:
         self._recent: deque[dict[str, float]] = deque(maxlen=STEPS_SEEN * episodes_per_step)
         self._idle: deque[bool] = deque(maxlen=STEPS_SEEN)
         self._changed = asyncio.Event()
+        self._loop: asyncio.AbstractEventLoop | None = None
         self.ended = False
         """Whether watchers are let go: nothing more is to be told."""
 
@@ -108,6 +112,16 @@ class Progress:
             setattr(self, name, value)
         self._changed.set()
         self._changed = asyncio.Event()
+
+    def begin(self) -> None:
+        """Takes the running loop as the one whose watchers `update_soon` wakes."""
+        self._loop = asyncio.get_running_loop()
+
+    def update_soon(self, **facts: Any) -> None:
+        """`update` from any thread."""
+        assert self._loop is not None
+        with suppress(RuntimeError):  # the loop is closed: nobody watches any more
+            self._loop.call_soon_threadsafe(partial(self.update, **facts))
 
     def count_failure(self, failure: Failure) -> None:
         self.failures[f"{failure.boundary}/{failure.code}"] += 1
@@ -159,6 +173,7 @@ class Progress:
             groups_ready=self.groups_ready,
             degenerate=self.degenerate,
             storage_failure=self.storage_failure,
+            storage_wait=self.storage_wait,
             learned=None if self.learning is None else self.learning.learned,
             not_learned_reason="" if self.learning is None else self.learning.reason,
             not_learned="" if self.learning is None else self.learning.message,

@@ -27,6 +27,7 @@ from kestrl_learner.aio import Interrupted, abandonable, guarded, unless
 from kestrl_learner.context import Context
 from kestrl_learner.model import PolicyModel
 from kestrl_learner.progress import Progress
+from kestrl_learner.runstore import DRAIN_SECONDS, Patience, RunStore
 from kestrl_learner.training import Training
 
 log = logging.getLogger(__name__)
@@ -41,6 +42,7 @@ class Run:
         self.progress = Progress(0, len(settings.engines), algorithm.groups_per_step * algorithm.group_size)
         """For those who watch."""
         self._drain = asyncio.Event()
+        self._patience = Patience(settings.storage_seconds)
         self._context: Context | None = None
         self._training: Training | None = None
 
@@ -54,9 +56,14 @@ class Run:
         if self.progress.final:
             return
         self._drain.set()
+        self._patience.hurry(DRAIN_SECONDS)
         if self._training is not None:
             self._training.drain()
         self.progress.update(phase="draining", message="finishing the step at hand")
+
+    def abandon(self) -> None:
+        """Nothing that is waited for in a thread is waited for any longer: the run is being cancelled."""
+        self._patience.hurry()
 
     async def main(self) -> None:
         """The whole run. Its end, good or bad, is told to watchers and written to `summary.json`.
@@ -77,6 +84,7 @@ class Run:
             )
             raise
         finally:
+            self.abandon()
             self._context = self._training = None  # what is told from now on needs neither model nor data
 
     async def _failed(self, failure: Failure) -> None:
@@ -95,8 +103,9 @@ class Run:
 
     async def _run(self) -> None:
         settings, progress = self.settings, self.progress
+        progress.begin()
         progress.update(message="reading the data")
-        context = self._context = await abandonable(lambda: Context(settings, progress, self._drain), name="read-data")
+        context = self._context = await abandonable(self._read, name="read-data")
         progress.update(total_steps=context.steps)
         if settings.evaluate is None and await self._has_ended(context):
             return
@@ -122,6 +131,16 @@ class Run:
         await context.write_summary(status)
         self._nobody_looks()
         progress.update(phase=status, message=message)
+
+    def _read(self) -> Context:
+        settings, progress = self.settings, self.progress
+        store = RunStore(
+            settings.storage,
+            patience=self._patience,
+            refused=lambda why: progress.update_soon(storage_failure=why),
+            waiting=lambda why: progress.update_soon(storage_wait=why),
+        )
+        return Context(settings, progress, self._drain, store)
 
     async def _has_ended(self, context: Context) -> bool:
         """Looks at how far earlier processes of the run came; where the program lingers, a run that has succeeded is not run again."""

@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 
 from kestrl.errors import UserInputError
-from kestrl_rollout.model import load_model
+from kestrl_rollout.chat import Message
+from kestrl_rollout.model import load_model, prove_start
+from kestrl_rollout.toolset import NO_TOOLS
 from kestrl_rollout.vocabulary import Vocabulary
 
 NOW = datetime(2026, 1, 2).astimezone()
@@ -116,6 +118,79 @@ def test_a_template_that_rewrites_history_after_a_tool_result(write_model: Write
     with pytest.raises(UserInputError, match="with a tool's result"):
         load(folder)
     load(folder, tools=False)
+
+
+GEMMA = """\
+{{ bos_token }}{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}\
+{% for message in messages %}\
+{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}\
+{{ raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}{% endif %}\
+{% if (message['role'] == 'assistant') %}{% set role = 'model' %}{% else %}{% set role = message['role'] %}{% endif %}\
+{{ '<start_of_turn>' + role + '\\n' + message['content'] | trim + '<end_of_turn>\\n' }}{% endfor %}\
+{% if add_generation_prompt %}{{ '<start_of_turn>model\\n' }}{% endif %}"""
+"""Gemma-2's published template."""
+MISTRAL = """\
+{{ bos_token }}{% for message in messages %}{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}\
+{{ raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}{% endif %}\
+{% if message['role'] == 'user' %}{{ '[INST] ' + message['content'] + ' [/INST]' }}\
+{% elif message['role'] == 'assistant' %}{{ message['content'] + eos_token + ' ' }}{% endif %}{% endfor %}"""
+"""Mistral-7B-Instruct-v0.1's."""
+USER = [Message(role="user", text="Who?")]
+SYSTEM = [Message(role="system", text="Be brief."), *USER]
+
+
+@pytest.mark.parametrize("template", [GEMMA, MISTRAL], ids=["gemma", "mistral"])
+def test_a_template_without_a_system_role_serves_data_without_one(write_model: WriteModel, template: str) -> None:
+    names = {"bos_token": "<|endoftext|>", "eos_token": "<|im_end|>"}
+    folder = write_model(template=template, config=names)
+    face = load(folder, tools=False)
+    prove_start(face.chat, USER, NO_TOOLS)
+    with pytest.raises(UserInputError, match=r"refuses the conversation: (System role|Conversation roles)"):
+        prove_start(face.chat, SYSTEM, NO_TOOLS)
+    with pytest.raises(UserInputError, match=r"has no place for a tool's result .* leave out spec.tools"):
+        load(folder, tools=True)
+
+
+def bpe(words: list[str], merges: list[str], added: list[tuple[str, bool]]) -> dict[str, Any]:
+    """A tokenizer like Gemma's: added tokens stand in the vocabulary, and merges may make them."""
+    vocab = {word: number for number, word in enumerate(words)}
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    return {
+        "version": "1.0",
+        "added_tokens": [{"id": vocab[text], "content": text, "special": special} | flags for text, special in added],
+        "model": {"type": "BPE", "vocab": vocab, "merges": merges},
+    }
+
+
+LETTERS = [*"<ab>\n"]
+
+
+def test_control_tokens_that_merges_make_are_no_longer_made() -> None:
+    words = [*LETTERS, "<a", "<a>", "<a>b"]
+    vocabulary = Vocabulary(bpe(words, ["< a", "<a >", "<a> b"], [("<a>", True)]))
+    assert vocabulary.whole("<a>") == [6]
+    assert vocabulary.content("<a>b") == [5, 3, 2]
+    assert vocabulary.structure("x<a>") == ("x", 6)
+
+
+def test_white_space_that_is_an_added_token_is_text() -> None:
+    words = [*LETTERS, "\n\n", "\n\n\n"]
+    data = bpe(words, ["\n \n"], [("\n\n", False), ("\n\n\n", False), ("<", True)])
+    data["model"]["vocab"]["<"] = 0
+    vocabulary = Vocabulary(data)
+    assert vocabulary.control_ids == {0}
+    assert list(vocabulary.content("a\n\n\nb\n\n")) == [1, 6, 2, 5] == vocabulary.whole("a\n\n\nb\n\n")
+
+
+def test_a_control_token_of_the_alphabet_is_refused_by_name() -> None:
+    data = bpe([*LETTERS, "ab"], ["a b"], [("a", True)])
+    with pytest.raises(UserInputError, match=r"the text 'a' as a control token .* could forge it"):
+        Vocabulary(data)
+
+
+def test_a_damaged_tokenizer_is_one_error() -> None:
+    with pytest.raises(UserInputError, match=r"model.base: tokenizer.json cannot be used"):
+        Vocabulary(bpe(LETTERS, ["a zz"], []))
 
 
 def test_a_tokenizer_whose_pieces_depend_on_their_place(write_model: WriteModel) -> None:

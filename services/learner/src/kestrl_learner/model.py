@@ -78,7 +78,7 @@ class PolicyModel:
         self._body: nn.Module = getattr(base, base.base_model_prefix)
         self._head: nn.Module = base.get_output_embeddings()
         self.vocabulary = int(config.get_text_config().vocab_size)
-        self.peft.train()
+        self.peft.eval()  # dropout of the base would be noise that the engines do not have
         self._check_head()
 
     def _check_head(self) -> None:

@@ -13,7 +13,7 @@ from typing import Any, cast
 from kestrl.errors import UserInputError
 from kestrl_rollout.chat import Chat, Message
 from kestrl_rollout.parser import HermesParser
-from kestrl_rollout.template import Slot, Template
+from kestrl_rollout.template import Slot, Template, TemplateRefused
 from kestrl_rollout.toolset import NO_TOOLS, ToolSet
 from kestrl_rollout.vocabulary import Vocabulary
 
@@ -59,7 +59,7 @@ def load_model(tokenizer: str, template: str | None, *, tools: bool, started: da
     Args:
         tokenizer: A folder, or a Hugging Face id.
         template: File of a template that replaces the model's own.
-        tools: Whether the agent answers tool calls, so that the template must have a tool role.
+        tools: Whether tools are offered, so that the template must have a place for their results.
         started: What `strftime_now` in a template says.
 
     Raises:
@@ -72,9 +72,10 @@ def load_model(tokenizer: str, template: str | None, *, tools: bool, started: da
             f"model.base: {folder / 'tokenizer.json'} is missing; only models with a fast tokenizer can be used"
         )
     config = _json(folder / "tokenizer_config.json")
+    source = _template(folder, template, config)
     vocabulary = Vocabulary(data)
     special = {**_special(_json(folder / "special_tokens_map.json")), **_special(config)}
-    chat = Chat(Template(_template(folder, template, config), special, started=started), vocabulary)
+    chat = Chat(Template(source, special, started=started), vocabulary)
     closing = prove(chat, tools=tools)
     eos = vocabulary.control(special.get("eos_token", ""))
     stops = [
@@ -94,6 +95,13 @@ def load_model(tokenizer: str, template: str | None, *, tools: bool, started: da
     )
 
 
+STARTS = (
+    (Message(role="system", text="You look words up."), Message(role="user", text="What is a kestrel?")),
+    (Message(role="user", text="What is a kestrel?"),),
+)
+"""Conversations that a template is first tried on: some have no system role, which only matters to data that has one."""
+
+
 def prove(chat: Chat, *, tools: bool) -> int | None:
     """Shows on a made-up conversation that a turn's prompt extends the one before, token for token.
 
@@ -104,19 +112,43 @@ def prove(chat: Chat, *, tools: bool) -> int | None:
         UserInputError: It does not, or harmless text does not get the ids of encoding the whole text.
     """
     toolset = chat.toolset([SYNTHETIC_TOOL]) if tools else NO_TOOLS
-    start = [Message(role="system", text="You look words up."), Message(role="user", text="What is a kestrel?")]
+    for start in STARTS:
+        try:
+            return prove_start(chat, start, toolset)
+        except TemplateRefused:
+            if start is STARTS[-1]:
+                raise
+    raise AssertionError("there is a last start")
+
+
+def prove_start(chat: Chat, start: Sequence[Message], toolset: ToolSet) -> int | None:
+    """The same for one beginning of a conversation, such as a row of data has it.
+
+    Raises:
+        UserInputError: As `prove`.
+    """
     _same_as_whole(chat, start, toolset)
     spoken = [*start, Message(role="assistant", text="One moment.")]
+    closing = chat.extension(spoken, since=len(start), last=None, tools=toolset)
     result = Message(role="tool", text="A small falcon.")
     for what, new in {"a tool's result": [result], "two tools' results": [result, result]}.items():
-        if tools and chat.extension([*spoken, *new], since=len(start), last=None, tools=toolset) is None:
+        if toolset is not NO_TOOLS and not _extends(chat, [*spoken, *new], len(start), what, toolset):
             raise UserInputError(
                 f"the chat template cannot be proven: with {what} after a turn it writes the conversation before that turn "
                 "differently; name another with agent.template"
             )
-    closing = chat.extension(spoken, since=len(start), last=None, tools=toolset)
     first = closing[0] if closing else None
     return first if first in chat.vocabulary.control_ids else None
+
+
+def _extends(chat: Chat, messages: Sequence[Message], since: int, what: str, toolset: ToolSet) -> bool:
+    try:
+        return chat.extension(messages, since=since, last=None, tools=toolset) is not None
+    except TemplateRefused as error:
+        raise UserInputError(
+            f"the chat template has no place for {what} ({error}), so tools cannot be used with it; name another with "
+            "agent.template, or leave out spec.tools"
+        ) from error
 
 
 def _same_as_whole(chat: Chat, messages: Sequence[Message], toolset: ToolSet) -> None:
@@ -193,5 +225,7 @@ def _template(folder: Path, override: str | None, config: Mapping[str, Any]) -> 
         named = {str(each["name"]): str(each["template"]) for each in cast(list[Any], found)}
         found = named.get("tool_use", named.get("default"))
     if not isinstance(found, str):
-        raise UserInputError(f"model.base: {folder} has no chat template; name one with agent.template")
+        raise UserInputError(
+            f"model.base: {folder} has no chat template, as base models often have none; name one with agent.template"
+        )
     return found

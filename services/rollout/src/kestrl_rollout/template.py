@@ -10,18 +10,20 @@ from __future__ import annotations
 import json
 import re
 import secrets
-from collections.abc import Mapping, Sequence
+import signal
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from enum import Enum
 from typing import Any
 
-from jinja2 import Environment, TemplateError, nodes
-from jinja2.ext import Extension, loopcontrols
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-
 from kestrl.errors import UserInputError
+from kestrl_rollout import renderer
 
 EDGE = "\u2003"
 """White space that no template writes. Around a mark it shows whether the template strips."""
@@ -34,6 +36,12 @@ _MARK = re.compile(
     rf"(?P<left>{EDGE}|\\u2003)?{MARK}(?P<name>[a-z]\d+)(?:(?P<raw>é\")|(?P<json>é\\\")|(?P<ascii>\\u00e9\\\"))Z"
     rf"(?P<right>{EDGE}|\\u2003)?"
 )
+
+
+class TemplateRefused(UserInputError):
+    """The template has no form for a conversation, such as one that begins with a system message."""
+
+    code = "template_refuses"
 
 
 class Written(Enum):
@@ -116,41 +124,40 @@ def skeleton(text: str) -> Skeleton:
     return Skeleton(text, tuple(part for part in parts if part != ""))
 
 
-class _Generation(Extension):
-    """`{% generation %}` marks the assistant's part for supervised training; here it only has to be understood."""
-
-    tags = {"generation"}  # noqa: RUF012 - jinja2's own declaration
-
-    def parse(self, parser: Parser) -> nodes.Node | list[nodes.Node]:
-        line = next(parser.stream).lineno
-        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
-
-
-def _raise(message: str) -> None:
-    raise TemplateError(message)
-
-
-def _tojson(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
-    """As transformers has it: jinja2's own escapes HTML."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, **options)
-
-
 class Template:
-    """A chat template in the environment that transformers gives it."""
+    """A chat template, rendered by a process of its own (`renderer.py`). Safe to use from several threads."""
 
-    def __init__(self, source: str, special: Mapping[str, str], *, started: datetime) -> None:
-        environment: Environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
-        )
-        environment.filters["tojson"] = _tojson
-        # The worker's start, not the moment: a prompt must not change while its conversation goes on.
-        added: dict[str, Any] = {"raise_exception": _raise, "strftime_now": started.strftime}
-        environment.globals.update(added)
-        self._special = dict(special)
-        try:
-            self._template = environment.from_string(source)
-        except TemplateError as error:
-            raise UserInputError(f"the chat template cannot be read: {error}") from error
+    def __init__(
+        self,
+        source: str,
+        special: Mapping[str, str],
+        *,
+        started: datetime,
+        cpu_seconds: float = renderer.CPU_SECONDS,
+    ) -> None:
+        """Starts the process and has the template compiled.
+
+        Args:
+            source: The template.
+            special: Special tokens by the names that templates know, such as `bos_token`.
+            started: What `strftime_now` in the template reports.
+            cpu_seconds: Processor time of one rendering.
+
+        Raises:
+            UserInputError: It cannot be compiled, or not within the bounds of time and memory.
+        """
+        self._cpu_seconds = cpu_seconds
+        self._first = {
+            "source": source,
+            "special": dict(special),
+            "started": started.isoformat(),
+            "cpu_seconds": cpu_seconds,
+        }
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[str] | None = None
+        self._end: Callable[[], object] = lambda: None
+        with self._lock:
+            self._running()
 
     def render(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], *, generate: bool
@@ -158,16 +165,60 @@ class Template:
         """The text of a marked conversation.
 
         Raises:
-            UserInputError: The template refuses the conversation or cannot be proven.
+            UserInputError: The template refuses the conversation, cannot be proven, or exceeds the bounds of time and
+                memory (code `template_unbounded`).
         """
+        request = {"messages": list(messages), "tools": list(tools), "generate": generate}
+        with self._lock:
+            answer = self._ask(self._running(), request)
+        if "refused" in answer:
+            raise TemplateRefused(f"the chat template refuses the conversation: {answer['refused']}")
+        return skeleton(answer["text"])
+
+    def _running(self) -> subprocess.Popen[str]:
+        """The process, started again if a rendering ended it."""
+        if self._process is not None:
+            return self._process
+        process = subprocess.Popen(  # noqa: S603 - our own module
+            [sys.executable, "-P", "-m", renderer.__name__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            encoding="utf-8",
+        )
+        self._process, self._end = process, weakref.finalize(self, _finish, process)
+        answer = self._ask(process, self._first)
+        if "refused" in answer:
+            raise UserInputError(f"the chat template cannot be read: {answer['refused']}")
+        return process
+
+    def _ask(self, process: subprocess.Popen[str], request: Mapping[str, Any]) -> dict[str, str]:
+        assert process.stdin is not None
+        assert process.stdout is not None
         try:
-            text = self._template.render(
-                messages=messages,
-                tools=list(tools) or None,
-                documents=None,
-                add_generation_prompt=generate,
-                **self._special,
+            process.stdin.write(json.dumps(request) + "\n")
+            process.stdin.flush()
+            line = process.stdout.readline()
+        except BrokenPipeError:
+            line = ""
+        answer: dict[str, str] = json.loads(line) if line else {"unbounded": self._died()}
+        if "unbounded" in answer:
+            raise UserInputError(
+                f"the chat template cannot be used: {answer['unbounded']}; name another with agent.template",
+                code="template_unbounded",
             )
-        except (TemplateError, TypeError, ValueError, KeyError, AttributeError, IndexError) as error:
-            raise UserInputError(f"the chat template refuses the conversation: {error}") from error
-        return skeleton(text)
+        return answer
+
+    def _died(self) -> str:
+        """Why the process is gone."""
+        process, self._process = self._process, None
+        self._end()
+        assert process is not None
+        if process.returncode == -signal.SIGPROF:
+            return f"it takes more than {self._cpu_seconds:g} s of processor time"
+        return f"its process ended with status {process.returncode}"
+
+
+def _finish(process: subprocess.Popen[str]) -> None:
+    """Ends a renderer and closes its pipes."""
+    with suppress(BrokenPipeError):
+        process.communicate()

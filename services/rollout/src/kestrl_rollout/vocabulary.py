@@ -9,9 +9,9 @@ So content can never become a control token, and harmless text still gets the ve
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, cast
 
 from tokenizers import Tokenizer
 
@@ -19,6 +19,8 @@ from kestrl.errors import KestrlError, UserInputError
 
 Part = int | str
 """A control token by its id, or text to encode without any."""
+WHITE_SPACE = " \t\r\n\u2581"
+"""As text and as sentencepiece writes a space."""
 CACHED_CHARACTERS = 32_768
 """Longer pieces are not kept: the cache's memory stays bounded by its entries."""
 
@@ -30,13 +32,20 @@ class ControlTokenError(KestrlError):
 
 
 class Vocabulary:
-    """A tokenizer twice: with its added tokens for structure, without them for content. Safe to use from several threads."""
+    """A tokenizer twice: with control tokens for structure, without them for content. Safe to use from several threads.
+
+    Raises:
+        UserInputError: It cannot be read, or text could forge a control token.
+    """
 
     def __init__(self, data: dict[str, Any]) -> None:
-        self.added: dict[str, int] = {token["content"]: token["id"] for token in data.get("added_tokens", ())}
+        ordinary = _ordinary(data)
+        self.added: dict[str, int] = {
+            token["content"]: token["id"] for token in data.get("added_tokens") or () if token not in ordinary
+        }
         self.control_ids = frozenset(self.added.values())
-        self._full = Tokenizer.from_str(json.dumps(data))
-        self._plain = Tokenizer.from_str(json.dumps(_without_added(data)))
+        self._full = _tokenizer(data)
+        self._plain = _tokenizer(_without_added(data, ordinary))
         self._check_content()
         self._cached = lru_cache(maxsize=1024)(self._encode_plain)
         self._split = lru_cache(maxsize=1024)(self._split_structure)
@@ -145,17 +154,41 @@ class Vocabulary:
         return self._full.get_vocab_size(with_added_tokens=True)
 
 
-def _without_added(data: dict[str, Any]) -> dict[str, Any]:
-    """The same tokenizer without added tokens: neither matched in text nor found by a whole-word look-up in the vocabulary."""
+def _tokenizer(data: Mapping[str, Any]) -> Tokenizer:
+    try:
+        return Tokenizer.from_str(json.dumps(data))
+    except Exception as error:  # tokenizers raises nothing narrower
+        raise UserInputError(f"model.base: tokenizer.json cannot be used: {error}") from error
+
+
+def _ordinary(data: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Added tokens that are text like any other: runs of white space which the model has tokens for (Gemma's)."""
+    vocab = data["model"].get("vocab")
+    return [
+        token
+        for token in data.get("added_tokens") or ()
+        if not token.get("special")
+        and not token["content"].strip(WHITE_SPACE)
+        and isinstance(vocab, dict)
+        and cast("dict[str, int]", vocab).get(token["content"]) == token["id"]
+    ]
+
+
+def _without_added(data: Mapping[str, Any], ordinary: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The same tokenizer without its control tokens: neither matched in text, nor merged, nor looked up whole.
+
+    What a merge needs and no merge makes is a character of the alphabet, which text cannot do without: it stays, and
+    `_check_content` refuses it by name.
+    """
     model: dict[str, Any] = dict(data["model"])
     if isinstance(model.get("vocab"), dict):
         vocab: dict[str, int] = model["vocab"]
-        in_merges = {
-            side
-            for merge in model.get("merges", ())
-            for side in (merge.split(" ") if isinstance(merge, str) else merge)
-        }
-        doomed = {token["content"] for token in data.get("added_tokens", ())} - in_merges - {model.get("unk_token")}
+        merges = [merge.split(" ") if isinstance(merge, str) else merge for merge in model.get("merges") or ()]
+        needed = {side for merge in merges for side in merge} - {"".join(merge) for merge in merges}
+        control = {token["content"] for token in data.get("added_tokens") or ()}
+        doomed = control - {token["content"] for token in ordinary} - needed - {model.get("unk_token")}
         # Removed rather than hidden: tokenizers with `ignore_merges` look a whole word up before they merge.
         model["vocab"] = {text: token for text, token in vocab.items() if text not in doomed}
-    return {**data, "added_tokens": [], "post_processor": None, "model": model}
+        if merges:
+            model["merges"] = [merge for merge in merges if doomed.isdisjoint((*merge, "".join(merge)))]
+    return {**data, "added_tokens": list(ordinary), "post_processor": None, "model": model}

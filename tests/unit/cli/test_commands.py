@@ -29,6 +29,8 @@ from kestrl.rpc.codec import group_to_proto
 from kestrl.storage import AdapterManifest, Probe, open_store, publish_adapter
 from kestrl.storage.adapters import WEIGHTS, digest
 
+ROOT = Path(__file__).parents[3]
+
 
 def kestrl(*arguments: str | Path, code: int = 0, **environment: str) -> str:
     """Runs the program as a person would; returns what it printed."""
@@ -139,6 +141,14 @@ def test_the_plan_is_printed(tmp_path: Path, manifest: dict[str, Any]) -> None:
     assert [item["name"] for item in components][:2] == ["engine-0", "engine-1"]
     assert components[-1]["settings"]["algorithm"]["group_size"] == 8
     assert "learner-0" in kestrl("plan", write(tmp_path, manifest))
+
+
+def test_the_plan_makes_no_folder_and_names_data_where_a_run_has_it(tmp_path: Path) -> None:
+    quickstart = ROOT / "examples" / "email-search" / "quickstart.yaml"
+    learner = json.loads(kestrl("plan", quickstart, "--json", "--runs", tmp_path / "runs"))[-1]["settings"]
+    for data in (learner["data"], learner["validation"]):
+        assert data["path"].startswith(f"{tmp_path}/runs/.data/")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_schema_and_version() -> None:

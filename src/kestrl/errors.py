@@ -49,6 +49,29 @@ class Failure:
         return f"[{self.boundary}/{self.code}] {self.message}"
 
 
+MAX_DESCRIBED = 500
+"""Characters of an exception's text that a failure's message quotes."""
+
+
+def encodable(text: str) -> str:
+    """The text with lone surrogates, which UTF-8 and so the wire cannot carry, replaced by question marks."""
+    return text.encode("utf-8", "replace").decode("utf-8")
+
+
+def text_of(error: BaseException) -> str:
+    """An exception's own text, as UTF-8 can carry it; says so where its `__str__` raises."""
+    try:
+        return encodable(str(error))
+    except BaseException as raised:  # noqa: BLE001 - a user's `__str__` may raise anything
+        return f"(its __str__ raised {type(raised).__name__})"
+
+
+def described(error: BaseException) -> str:
+    """An exception as `Type: text`, at most `MAX_DESCRIBED` characters."""
+    kind, text = type(error).__name__, text_of(error)
+    return (f"{kind}: {text}" if text else kind)[:MAX_DESCRIBED]
+
+
 class KestrlError(Exception):
     """The root of what KestRL raises on purpose. Subclasses fix the boundary; the code and message say what happened."""
 
@@ -70,7 +93,11 @@ class KestrlError(Exception):
     def failure(self, *, component: str = "") -> Failure:
         """This error as data."""
         return Failure(
-            boundary=self.boundary, code=self.code, message=str(self), retryable=self.retryable, component=component
+            boundary=self.boundary,
+            code=encodable(self.code),
+            message=text_of(self),
+            retryable=self.retryable,
+            component=component,
         )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from kestrl.errors import UserInputError
+from kestrl.errors import UserInputError, described
 
 
 def load(path: str, *, field: str) -> Any:
@@ -23,10 +23,11 @@ def load(path: str, *, field: str) -> Any:
         raise UserInputError(f"{field}: {path!r} is not of the form package.module:Name")
     try:
         module = importlib.import_module(module_name)
-    except Exception as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # a module may also end its process, with SystemExit
         raise UserInputError(
-            f"{field}: cannot import {module_name!r}: {type(error).__name__}: {error}. "
-            "Is it installed, or beside the manifest?"
+            f"{field}: cannot import {module_name!r}: {described(error)}. Is it installed, or beside the manifest?"
         ) from error
     value: Any = module
     for part in attribute.split("."):

@@ -7,6 +7,7 @@ import asyncio
 import gc
 import logging
 import sys
+from asyncio.tasks import _unregister_task as unregister_task  # pyright: ignore[reportPrivateUsage] - documented: "Extending asyncio"
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -16,9 +17,12 @@ from kestrl.plan.settings import Settings
 from kestrl.stopping import leave
 from kestrl.telemetry import set_up
 
+log = logging.getLogger(__name__)
 EXIT_INPUT = 2
 """Exit code for what a person can mend in their input."""
 EXIT_FAILED = 1
+END_SECONDS = 5.0
+"""How long tasks may take to end after their cancellation, when the program ends."""
 YOUNG_OBJECTS = 20_000
 """Objects made between two looks for cycles, in `collect_rarely`; Python's own 700 are a look a few episodes."""
 
@@ -94,4 +98,19 @@ def _end(message: str, code: int) -> int:
 
 
 async def _finish(work: Awaitable[None]) -> None:
-    await work
+    try:
+        await work
+    finally:
+        await _end_tasks()
+
+
+async def _end_tasks() -> None:
+    """Ends what still runs. The event loop waits for its tasks without limit, and a user's may ignore its cancellation."""
+    left = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in left:
+        task.cancel()
+    if left:
+        _, left = await asyncio.wait(left, timeout=END_SECONDS)
+    for task in left:
+        log.error("the task %s ignores its cancellation and is left behind", task.get_name())
+        unregister_task(task)

@@ -17,8 +17,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from kestrl.local.leash import children
 from kestrl.local.rundir import RunDir
+from kestrl.process_guard import children
 
 POLL_SECONDS = 0.002
 PATIENCE_SECONDS = 4.0
@@ -105,9 +105,9 @@ class Killer:
         return Counter(kill.victim for kill in self.done)
 
     def _pid(self, name: str) -> int | None:
-        """Of the component itself: the leash that `run.json` names has it as its only child."""
-        leash = self._told("components").get(name, {}).get("pid", 0)
-        return next(iter(children(leash)), None) if leash else None
+        """Of the component itself: the guard that `run.json` names has it as its only child."""
+        guard = self._told("components").get(name, {}).get("pid", 0)
+        return next(iter(children(guard)), None) if guard else None
 
     def _told(self, part: str) -> dict[str, Any]:
         return (self.run.read_json("run.json") or {}).get(part) or {}

@@ -122,9 +122,8 @@ class Page:
                 asyncio.run(running)
 
     def _yaml(self, block: Block) -> None:
-        content: Any = yaml.safe_load(block.text)
-        if not isinstance(content, dict):
-            return
+        loaded: Any = yaml.safe_load(block.text)
+        content: dict[str, Any] = loaded if isinstance(loaded, dict) else {}
         if content.get("kind") == "AgentRLJob":
             manifest = self._folder / (block.file or f"line-{block.line}.yaml")
             manifest.write_text(block.text, encoding="utf-8")

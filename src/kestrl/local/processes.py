@@ -1,4 +1,4 @@
-"""One component as a process of this machine: on its leash, with its settings file, its credentials and its bounded log."""
+"""One component as a process of this machine: under a process guard, with its settings file, its credentials and its bounded log."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from kestrl import process_guard
 from kestrl.credentials import Secret
-from kestrl.local import leash
 from kestrl.local.rundir import write_atomic
 from kestrl.plan.components import Component
 
@@ -46,7 +46,7 @@ class Running:
             self.tether = -1
 
     def terminate(self) -> None:
-        """Asks it to drain and end; the leash kills it after `STOP_SECONDS`."""
+        """Asks it to drain and end; the guard kills it after `STOP_SECONDS`."""
         if self.process.returncode is None:
             self.process.terminate()
 
@@ -86,7 +86,7 @@ class Launcher:
         try:
             with log.open("ab") as output:
                 process = await asyncio.create_subprocess_exec(
-                    *(sys.executable, "-I", "-S", leash.__file__, str(held), str(STOP_SECONDS)),
+                    *(sys.executable, "-I", "-S", process_guard.__file__, str(held), str(STOP_SECONDS)),
                     *self.command(component),
                     stdin=asyncio.subprocess.DEVNULL,
                     stdout=output,

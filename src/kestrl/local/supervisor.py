@@ -68,7 +68,7 @@ def backoff(restarts_in_row: int) -> float:
 
 
 def was_killed(status: int) -> bool:
-    """Whether a signal ended a process (128 + its number as the leash passes it on, negative if the leash itself was killed)."""
+    """Whether a signal ended a process (128 + its number as the guard passes it on, negative if the guard itself was killed)."""
     return status < 0 or status > 128
 
 
@@ -152,7 +152,7 @@ class Supervisor:
         return status
 
     async def _stop_all(self) -> None:
-        """Ends what still runs: asked first, killed by its leash if it does not listen."""
+        """Ends what still runs: asked first, killed by its guard if it does not listen."""
         self._stopping = True
         live = list(self._live.values())
         for running in live:

@@ -14,7 +14,7 @@ from typing import Any, cast
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from kestrl.errors import UserInputError
+from kestrl.errors import UserInputError, described
 from kestrl.tools import ToolResult, ToolSchema
 
 METHODS = ("create", "execute", "release")
@@ -63,8 +63,10 @@ class VerlTool:
             raise UserInputError(
                 f"tool_schema is not of the form {{type, function: {{name, ...}}}}: {error}"
             ) from error
-        except Exception as error:
-            raise UserInputError(f"{cls.__name__} cannot be made: {type(error).__name__}: {error}") from error
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
+            raise UserInputError(f"{cls.__name__} cannot be made: {described(error)}") from error
         self._own: Any = schema if schema is not None else getattr(self._tool, "tool_schema", None)
         if self._own is None:
             raise UserInputError(f"{cls.__name__} brings no schema of its own: give `tool_schema`")

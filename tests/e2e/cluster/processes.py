@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from kestrl.local.leash import children
+from kestrl.process_guard import children
 
 IGNORED_BY_PYTHON = (signal.SIGPIPE, signal.SIGXFSZ)
 """A started program would inherit that, and its containers with it."""

@@ -16,6 +16,20 @@ from kestrl.rewards import Attempt, Score
 calls = 0
 
 
+class Own(BaseException):
+    pass
+
+
+class Mute(Exception):
+    def __str__(self) -> str:
+        raise KeyboardInterrupt
+
+
+class Unreadable(fractions.Fraction):
+    def __float__(self) -> float:
+        raise Own("no float")
+
+
 def length(attempt: Attempt) -> float:
     return float(len(attempt.episode.final_text))
 
@@ -49,6 +63,27 @@ def told(attempt: Attempt) -> Any:
             child = subprocess.Popen(["sleep", "600"])  # which must go with it
             Path(text.removeprefix("hang with ")).write_text(str(child.pid))
             time.sleep(600)
+        case text if text.startswith("detach with "):
+            shell = [
+                "sh",
+                "-c",
+                "sleep 600 > /dev/null & echo $!",
+            ]  # whose child, in a session of its own, loses its parent
+            detached = subprocess.run(shell, stdout=subprocess.PIPE, start_new_session=True, check=True, text=True)
+            Path(text.removeprefix("detach with ")).write_text(detached.stdout)
+            time.sleep(600)
+        case "interrupt":
+            raise KeyboardInterrupt
+        case "generator":
+            raise GeneratorExit("closed")
+        case "group":
+            raise BaseExceptionGroup("both", [KeyboardInterrupt(), ValueError("x")])
+        case "own":
+            raise Own("base")
+        case "mute":
+            raise Mute
+        case "bad value":
+            return Unreadable()
         case "nan":
             return float("nan")
         case "infinite":

@@ -48,6 +48,12 @@ BROKEN: list[tuple[str, tuple[Boundary, str], str]] = [
     ("raise", (Boundary.USER_CODE, "reward_raised"), "told: KeyError: 'lost'"),
     ("raise badly", (Boundary.USER_CODE, "reward_raised"), "told: ValueError: ?"),
     ("exit", (Boundary.USER_CODE, "reward_raised"), "told: SystemExit: 0"),
+    ("interrupt", (Boundary.USER_CODE, "reward_raised"), "told: KeyboardInterrupt"),
+    ("generator", (Boundary.USER_CODE, "reward_raised"), "told: GeneratorExit: closed"),
+    ("group", (Boundary.USER_CODE, "reward_raised"), "told: BaseExceptionGroup: both (2 sub-exceptions)"),
+    ("own", (Boundary.USER_CODE, "reward_raised"), "told: Own: base"),
+    ("mute", (Boundary.USER_CODE, "reward_raised"), "told: Mute: (its __str__ raised KeyboardInterrupt)"),
+    ("bad value", (Boundary.USER_CODE, "reward_raised"), "told: Own: no float"),
     ("die", (Boundary.JUDGE, "reward_process_died"), "told: its process ended while scoring (exit code 7)"),
     ("nan", (Boundary.JUDGE, "reward_not_finite"), "told: its value is nan"),
     ("infinite", (Boundary.JUDGE, "reward_not_finite"), "told: its value is inf"),
@@ -83,10 +89,13 @@ async def test_a_reward_never_sees_the_judges_credential(judge: Any) -> None:
         assert (await client.told("token"))[0].reward == 0.0
 
 
-async def test_a_late_reward_is_killed_with_all_it_started_and_the_next_is_scored(judge: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", ["hang", "detach"])
+async def test_a_late_reward_is_killed_with_all_it_started_and_the_next_is_scored(
+    judge: Any, tmp_path: Path, how: str
+) -> None:
     file = tmp_path / "pid"
     async with judge(rule("told", seconds=0.5)) as client:
-        late, counted = await client.told(f"hang with {file}", "count")
+        late, counted = await client.told(f"{how} with {file}", "count")
     assert not running(int(file.read_text()))
     assert not late.HasField("reward")
     assert failure(late.failure) == (Boundary.JUDGE, "reward_deadline")

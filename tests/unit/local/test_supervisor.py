@@ -98,7 +98,7 @@ async def test_what_keeps_ending_fails_the_run(launcher: Launcher, monkeypatch: 
 async def test_a_killed_learner_is_started_again_and_goes_on(
     launcher: Launcher, monkeypatch: pytest.MonkeyPatch, victim: str
 ) -> None:
-    """Itself, or the leash that it is on."""
+    """Itself, or the guard above it."""
     monkeypatch.setattr(supervisor, "FIRST_BACKOFF", 0.0)
     killed = (
         "import os, pathlib, time\nmark = pathlib.Path('mark')\n"

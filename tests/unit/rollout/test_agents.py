@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import logging
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
@@ -72,6 +74,17 @@ async def test_a_function_is_a_loop_too(make_stage: Any, make_file: MakeFile) ->
 
 RAISING = """
 import asyncio, sys
+
+class Own(BaseException):
+    pass
+
+class Mute(Exception):
+    def __str__(self):
+        raise KeyboardInterrupt
+
+async def nested():
+    raise KeyError("nested")
+
 class Agent:
     async def run(self, conversation):
         await conversation.generate()
@@ -85,13 +98,22 @@ class Agent:
     [
         ("raise KeyError('answer')", "KeyError: 'answer'"),
         ("sys.exit(3)", "SystemExit: 3"),
+        ("raise KeyboardInterrupt", "KeyboardInterrupt"),
+        ("raise GeneratorExit('closed')", "GeneratorExit: closed"),
+        ("raise BaseExceptionGroup('both', [KeyboardInterrupt(), ValueError()])", "BaseExceptionGroup: both"),
+        ("raise Own('base')", "Own: base"),
+        ("raise Mute", "Mute: (its __str__ raised KeyboardInterrupt)"),
+        ("raise ValueError('a' + chr(0xD800) + 'b')", "ValueError: a?b"),
+        ("await asyncio.gather(nested())", "KeyError: 'nested'"),
         ("raise asyncio.CancelledError", "CancelledError"),
         ("raise TimeoutError('mine')", "TimeoutError: mine"),
     ],
 )
 async def test_a_loop_that_raises_fails_its_episode_and_no_other(
-    make_stage: Any, make_file: MakeFile, raises: str, told: str
+    make_stage: Any, make_file: MakeFile, monkeypatch: pytest.MonkeyPatch, raises: str, told: str
 ) -> None:
+    # pytest-xdist cannot send a captured log with a lone surrogate.
+    monkeypatch.setattr(logging.getLogger("kestrl_rollout.episodes"), "disabled", "D800" in raises)
     name = make_file("raising", RAISING.format(raises=raises))
     stage = await make_stage(agent=f"{name}:Agent")
     stage.says("Hello.")
@@ -128,6 +150,72 @@ async def test_a_loop_cannot_swallow_what_the_platform_broke(make_stage: Any, ma
     assert episode.failure is not None
     assert (episode.failure.boundary, episode.failure.code) == (Boundary.ENGINE, "engine_error")
     assert len(stage.engine.prompts) == 1
+
+
+STUBBORN = """
+import asyncio
+
+going = []
+
+async def agent(conversation):
+    going.append(asyncio.Event())
+    while not going[-1].is_set():
+        try:
+            await going[-1].wait()
+        except asyncio.CancelledError:
+            {after}
+"""
+
+
+@pytest.mark.parametrize("after", ["continue", "await conversation.generate()", "return"])
+async def test_a_loop_that_swallows_its_cancellation_gives_its_slot_back(
+    make_stage: Any, make_file: MakeFile, monkeypatch: pytest.MonkeyPatch, after: str
+) -> None:
+    monkeypatch.setattr("kestrl_rollout.episodes.CANCEL_SECONDS", 0.05)
+    name = make_file("stubborn", STUBBORN.format(after=after))
+    stage = await make_stage(agent=f"{name}:agent", concurrency=1)
+    stage.says("Hello.")
+    limits = {"tool": 0.01, "turn": 0.1, "episode": 0.2}
+    try:
+        for episode in (await stage.run(size=2, deadlines=limits)).episodes:  # one after the other, in the one slot
+            assert episode.failure is not None
+            assert (episode.failure.boundary, episode.failure.code) == (Boundary.USER_CODE, "episode_deadline")
+        assert (await stage.capacity()).running == 0
+    finally:
+        for event in importlib.import_module(name).going:
+            event.set()
+
+
+async def test_loops_that_never_end_are_bounded(
+    make_stage: Any, make_file: MakeFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kestrl_rollout.episodes.CANCEL_SECONDS", 0.01)
+    monkeypatch.setattr("kestrl_rollout.episodes.MAX_ABANDONED", 2)
+    name = make_file("stubborn", STUBBORN.format(after="continue"))
+    stage = await make_stage(agent=f"{name}:agent", concurrency=1)
+    try:
+        group = await stage.run(size=3, deadlines={"tool": 0.01, "turn": 0.1, "episode": 0.2})
+        codes = [episode.failure.code for episode in group.episodes]
+        assert sorted(codes) == ["agent_hangs", "episode_deadline", "episode_deadline"]
+    finally:
+        for event in importlib.import_module(name).going:
+            event.set()
+
+
+@pytest.mark.parametrize(
+    ("says", "code"),
+    [
+        ("append_user('a' + chr(0xD800))", "bad_message"),
+        ("append_user(None)", "bad_message"),
+        ("stop('nonsense')", "bad_stop_reason"),
+        ("stop('failed')", "bad_stop_reason"),
+    ],
+)
+async def test_what_a_loop_cannot_say_is_the_users(make_stage: Any, make_file: MakeFile, says: str, code: str) -> None:
+    name = make_file("odd", f"async def agent(conversation):\n    conversation.{says}\n")
+    episode = await (await make_stage(agent=f"{name}:agent")).episode()
+    assert episode.failure is not None
+    assert (episode.failure.boundary, episode.failure.code) == (Boundary.USER_CODE, code)
 
 
 async def test_a_loop_that_hangs_is_the_users(make_stage: Any, make_file: MakeFile) -> None:

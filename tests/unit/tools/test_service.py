@@ -131,15 +131,28 @@ async def test_a_very_long_observation_is_cut(serve: Any) -> None:
     [
         ("raise", "tool_raised", "moody: KeyError: 'lost'"),
         ("exit", "tool_raised", "moody: SystemExit: 3"),
+        ("interrupt", "tool_raised", "moody: KeyboardInterrupt"),
+        ("generator", "tool_raised", "moody: GeneratorExit: closed"),
+        ("group", "tool_raised", "moody: BaseExceptionGroup: both (2 sub-exceptions)"),
+        ("own", "tool_raised", "moody: Own: base"),
+        ("mute", "tool_raised", "moody: Mute: (its __str__ raised KeyboardInterrupt)"),
+        ("mute refusal", "tool_raised", "moody: the text of its MuteRefusal: ValueError: mute"),
+        ("cancel", "tool_raised", "moody: cancelled itself"),
         ("stop", "tool_raised", "moody: RuntimeError: coroutine raised StopIteration"),
         ("set", "tool_result_invalid", "moody: its result has no JSON form"),
         ("nan", "tool_result_invalid", "moody: its result has no JSON form"),
     ],
 )
+@pytest.mark.parametrize("use", ["moody", "MoodyClass"])
 async def test_what_a_tool_breaks_is_its_own_failure(
-    serve: Any, caplog: pytest.LogCaptureFixture, mood: str, code: str, message: str
+    serve: Any,
+    caplog: pytest.LogCaptureFixture,
+    use: str,
+    mood: str,
+    code: str,
+    message: str,
 ) -> None:
-    async with serve(MOODY) as client:
+    async with serve(tool("moody", use)) as client:
         session = await client.open()
         with pytest.raises(FailureError) as caught:
             await client.call(session, "moody", {"mood": mood})
@@ -149,8 +162,17 @@ async def test_what_a_tool_breaks_is_its_own_failure(
         assert "Traceback" not in failure.message
         # The service and the session are as they were.
         assert (await client.call(session, "moody", {"mood": "calm"})).outcome == "ok"
-    if mood == "raise":
+    if code == "tool_raised" and mood not in ("cancel", "mute refusal"):
         assert any("tool moody raised" in record.message and record.exc_info for record in caplog.records)
+
+
+@pytest.mark.parametrize("mood", ["exit", "interrupt", "generator", "group", "own", "mute"])
+async def test_what_making_a_tool_breaks_is_its_own_failure(serve: Any, mood: str) -> None:
+    async with serve(tool("moody", "MoodyClass"), GREET) as client:
+        with pytest.raises(FailureError, match="moody: ") as caught:
+            await client.open(kwargs={"moody": {"create_kwargs": {"mood": mood}}})
+        assert (caught.value.boundary, caught.value.code) == (Boundary.TOOL, "tool_raised")
+        assert (await client.call(await client.open(), "greet", {"name": "you"})).outcome == "ok"
 
 
 @pytest.mark.parametrize("use", ["hang", "hang_politely", "stubborn"])

@@ -84,6 +84,30 @@ class Finish:
         return ToolResult(text="thank you", final=True, data={"right": answer == truth})
 
 
+class Own(BaseException):
+    pass
+
+
+class Mute(Exception):
+    def __str__(self) -> str:
+        raise KeyboardInterrupt
+
+
+class MuteRefusal(ToolError):
+    def __str__(self) -> str:
+        raise ValueError("mute")
+
+
+class MoodyClass:
+    """As `moody`, async and with a constructor that raises."""
+
+    def __init__(self, mood: str = "") -> None:
+        moody(mood)
+
+    async def __call__(self, mood: str) -> Any:
+        return moody(mood)
+
+
 def moody(mood: str) -> Any:
     match mood:
         case "refuse":
@@ -94,6 +118,20 @@ def moody(mood: str) -> Any:
             sys.exit(3)
         case "stop":
             raise StopIteration
+        case "interrupt":
+            raise KeyboardInterrupt
+        case "generator":
+            raise GeneratorExit("closed")
+        case "group":
+            raise BaseExceptionGroup("both", [KeyboardInterrupt(), ValueError("x")])
+        case "own":
+            raise Own("base")
+        case "mute":
+            raise Mute
+        case "mute refusal":
+            raise MuteRefusal
+        case "cancel":
+            raise asyncio.CancelledError
         case "set":
             return {1, 2}
         case "nan":

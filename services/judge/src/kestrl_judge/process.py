@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -14,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from kestrl import process_guard
 from kestrl.api.judge.v1 import judge_pb2 as pb
 from kestrl.errors import JudgeFailure, UserInputError
 from kestrl.rpc.codec import failure_from_proto
@@ -38,7 +40,7 @@ class Command:
         paths = [part for path in self.python_path for part in ("--path", path)]
         return [
             *("-m", "kestrl_judge.worker", "--name", self.name, "--rule", self.rule, "--field", self.field),
-            *("--socket", str(inherited), "--parent", str(os.getpid()), *paths),
+            *("--socket", str(inherited), *paths),
         ]
 
 
@@ -66,11 +68,14 @@ class RewardProcess:
         self,
         command: Command,
         process: subprocess.Popen[bytes],
+        hold: int,
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
     ) -> None:
         self._command = command
         self._process = process
+        self._hold = hold
+        """Writing end of the process guard's pipe: closing it kills the process and all it started."""
         self._reader = reader
         self._writer = writer
 
@@ -83,9 +88,9 @@ class RewardProcess:
         """
         ours, theirs = socket.socketpair()
         with theirs:
-            process = _spawn(command, theirs.fileno())
+            process, hold = _spawn(command, theirs.fileno())
         reader, writer = await asyncio.open_unix_connection(sock=ours)
-        started = cls(command, process, reader, writer)
+        started = cls(command, process, hold, reader, writer)
         try:
             await started._greeted()
         except BaseException:
@@ -95,7 +100,12 @@ class RewardProcess:
 
     @property
     def alive(self) -> bool:
-        return self._process.poll() is None and not self._reader.at_eof()
+        if self._process.poll() is not None or self._reader.at_eof():
+            return False
+        # What the event loop does not know yet: the process ended, and its guard is about to.
+        hangup = select.poll()
+        hangup.register(self._writer.get_extra_info("socket").fileno(), select.POLLRDHUP)
+        return not hangup.poll(0)
 
     @property
     def pid(self) -> int:
@@ -120,10 +130,9 @@ class RewardProcess:
             raise Died(f"{self._command.name}: its process ended while scoring ({await self._ending()})") from error
 
     async def kill(self) -> None:
-        """Ends it and all it started."""
+        """Ends it and all it started, sessions of their own included."""
         self._writer.close()
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+        os.close(self._hold)
         await asyncio.to_thread(self._process.wait)
         with contextlib.suppress(ConnectionError):
             await self._writer.wait_closed()
@@ -150,17 +159,30 @@ class RewardProcess:
         code = self._process.returncode
         if code is None:
             return "it closed its connection"
-        return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        number = -code if code < 0 else code - 128
+        return f"signal {signal.Signals(number).name}" if number in set(signal.Signals) else f"exit code {code}"
 
 
-def _spawn(command: Command, inherited: int) -> subprocess.Popen[bytes]:
-    # Not asyncio's: uvloop forks and runs Python in the child before exec, which crashes now and then beside gRPC's threads
-    # (seen: SIGSEGV in one start of ten). The standard library's vfork and exec runs nothing in between, and takes a millisecond.
-    return subprocess.Popen(  # noqa: S603 - our own interpreter and module
-        [sys.executable, *command.arguments(inherited)],
-        stdin=subprocess.DEVNULL,
-        stdout=2,  # what a reward prints goes to the judge's log
-        pass_fds=(inherited,),
-        env=_environment(),
-        start_new_session=True,  # so that what the reward starts can be killed with it
-    )
+def _spawn(command: Command, inherited: int) -> tuple[subprocess.Popen[bytes], int]:
+    """Starts the process under a process guard; also returns the writing end of the guard's pipe."""
+    held, hold = os.pipe()
+    try:
+        # Not asyncio's: uvloop forks and runs Python in the child before exec, which crashes now and then beside gRPC's threads
+        # (seen: SIGSEGV in one start of ten). The standard library's vfork and exec runs nothing in between, and takes a millisecond.
+        process = subprocess.Popen(  # noqa: S603 - our own interpreter and modules
+            [
+                *(sys.executable, "-I", "-S", process_guard.__file__, str(held), "0"),
+                *(sys.executable, *command.arguments(inherited)),
+            ],
+            stdin=subprocess.DEVNULL,
+            stdout=2,  # what a reward prints goes to the judge's log
+            pass_fds=(inherited, held),
+            env=_environment(),
+            start_new_session=True,  # the terminal's Ctrl-C is the judge's alone
+        )
+    except OSError:
+        os.close(hold)
+        raise
+    finally:
+        os.close(held)
+    return process, hold

@@ -14,7 +14,7 @@ from types import TracebackType
 
 from kestrl.agents import Call, Completion, LimitReached, Limits, Reply, Tokenizer
 from kestrl.episode import CallOutcome, Json, Row, Scenario, StopReason, ToolCall, Turn
-from kestrl.errors import Boundary, KestrlError, UserCodeError, UserInputError
+from kestrl.errors import Boundary, KestrlError, UserCodeError, UserInputError, described, encodable
 from kestrl.telemetry import span
 from kestrl.telemetry.names import Attr, SpanName
 from kestrl.tools import ToolSchema
@@ -59,7 +59,7 @@ class _Platform:
         if isinstance(error, KestrlError):
             self._note(error)
         elif isinstance(error, Exception):
-            bug = KestrlError(f"{type(error).__name__}: {error}", code="internal")
+            bug = KestrlError(described(error), code="internal")
             self._note(bug)
             raise bug from error
 
@@ -137,13 +137,18 @@ class EpisodeConversation:
         return TokenizerView(self._face)
 
     def append_user(self, text: str) -> None:
+        if not isinstance(text, str) or encodable(text) != text:  # pyright: ignore[reportUnnecessaryIsInstance] - a user's loop
+            raise UserCodeError("append_user() takes text without lone surrogates", code="bad_message")
         self._messages.append(Message(role="user", text=text))
         self._said.append({"role": "user", "content": text})
 
     def stop(self, reason: StopReason) -> None:
-        if reason is StopReason.FAILED:
-            raise UserCodeError("a loop fails by raising, not by stop(FAILED)", code="bad_stop_reason")
-        self._stop = reason
+        if reason not in set(StopReason) - {StopReason.FAILED}:
+            raise UserCodeError(
+                f"stop({reason!r:.100}): give a StopReason; a loop fails by raising, not by stop(FAILED)",
+                code="bad_stop_reason",
+            )
+        self._stop = StopReason(reason)
 
     async def generate(self) -> Reply | None:
         self._check()
@@ -336,6 +341,10 @@ class EpisodeConversation:
         self._metrics["tool_results_cut"] = self._metrics.get("tool_results_cut", 0.0) + 1
         kept, tokens = cut
         return f"{kept}\n[cut here: {tokens} tokens or more, limit {limit}]"
+
+    def abandon(self, error: KestrlError) -> None:
+        """Lets a loop that goes on after its end use nothing any more."""
+        self._breaks(error)
 
     @property
     def broken(self) -> KestrlError | None:

@@ -6,12 +6,13 @@ import asyncio
 import logging
 import time
 import traceback
+from collections.abc import Awaitable
 from dataclasses import dataclass, field
 
 from kestrl.agents import LimitReached
 from kestrl.alarms import Alarms
 from kestrl.episode import Episode, StopReason
-from kestrl.errors import Boundary, Failure, KestrlError, UserCodeError
+from kestrl.errors import Boundary, Failure, KestrlError, UserCodeError, described
 from kestrl.telemetry import current_trace_id, span
 from kestrl.telemetry.names import Attr, SpanName
 from kestrl_rollout.agents.loading import LoadedLoop
@@ -27,6 +28,11 @@ from kestrl_rollout.tool_session import Offer, Toolbox, ToolSession
 from kestrl_rollout.turnstile import Turnstile
 
 log = logging.getLogger(__name__)
+_Contained = tuple[object, BaseException | None]
+CANCEL_SECONDS = 2.0
+"""How long a user's loop may take to end after its cancellation."""
+MAX_ABANDONED = 64
+"""Loops that ignored their cancellation and still run, before no further one is started."""
 
 
 @dataclass(slots=True)
@@ -70,6 +76,8 @@ class EpisodeRunner:
         self._slots = asyncio.Semaphore(concurrency)
         self._alarms = Alarms()
         self._closing: set[asyncio.Task[None]] = set()
+        self._abandoned: set[asyncio.Task[_Contained]] = set()
+        """Loops that were cancelled and still run."""
         self.sessions = Sessions()
         self._turnstile = Turnstile(lambda: self.sessions.count)
 
@@ -126,7 +134,7 @@ class EpisodeRunner:
         except Exception as error:
             # The siblings must not suffer for a bug of ours in this one.
             log.exception("episode %s: unexpected error", attempt.id)
-            return KestrlError(f"{type(error).__name__}: {error}", code="internal").failure(component=self._component)
+            return KestrlError(described(error), code="internal").failure(component=self._component)
         return None
 
     async def _open(self, request: GroupRequest, attempt: _Attempt) -> None:
@@ -163,7 +171,7 @@ class EpisodeRunner:
         assert conversation is not None
         try:
             with attempt.waiting.on(Boundary.INFRASTRUCTURE if self._loop.built_in else Boundary.USER_CODE):
-                returned = await self._loop.run(conversation)
+                returned = await self._run_loop(attempt, conversation)
         except LimitReached:
             returned = None  # the conversation has noted which limit
         except KestrlError as error:
@@ -173,11 +181,12 @@ class EpisodeRunner:
             if task is None or task.cancelling():
                 raise
             raise self._raised_by_loop("CancelledError, though nothing cancelled it") from None
-        except (Exception, SystemExit) as error:
+        except BaseException as error:
             if conversation.broken is not None:
                 raise conversation.broken from error
-            if self._loop.built_in and isinstance(error, Exception):
+            if self._loop.built_in:
                 raise
+            log.warning("episode %s: agent.loop %s raised", attempt.id, self._loop.name, exc_info=error)
             raise self._raised_by_loop(_describe(error)) from error
         if conversation.broken is not None:
             raise conversation.broken
@@ -185,6 +194,43 @@ class EpisodeRunner:
         if score is not None:
             attempt.reward = score.value
             conversation.metrics.update({**score.metrics, REWARD: score.value})
+
+    async def _run_loop(self, attempt: _Attempt, conversation: EpisodeConversation) -> object:
+        """Runs the loop. A user's has a task of its own, so that the episode ends though the loop ignores its cancellation."""
+        if self._loop.built_in:
+            return await self._loop.run(conversation)
+        if len(self._abandoned) >= MAX_ABANDONED:
+            raise UserCodeError(
+                f"agent.loop {self._loop.name}: {MAX_ABANDONED} episodes ignored their cancellation and still run; let "
+                "asyncio.CancelledError pass",
+                code="agent_hangs",
+            )
+        task = asyncio.create_task(_contained(self._loop.run(conversation)), name=f"loop-{attempt.id}")
+        try:
+            await asyncio.wait({task})
+        except asyncio.CancelledError:
+            await self._cancel(task, attempt, conversation)
+            raise
+        returned, error = task.result()
+        if error is not None:
+            raise error
+        return returned
+
+    async def _cancel(
+        self, task: asyncio.Task[_Contained], attempt: _Attempt, conversation: EpisodeConversation
+    ) -> None:
+        """Cancels a loop's task, and leaves it behind if it does not end soon."""
+        waited = attempt.waiting.boundary
+        self._abandoned.add(task)
+        task.add_done_callback(self._abandoned.discard)
+        task.cancel()
+        try:
+            await asyncio.wait({task}, timeout=CANCEL_SECONDS)
+        finally:
+            attempt.waiting.boundary = waited  # the deadline that passed names what was waited for then
+            if not task.done():
+                log.error("episode %s: agent.loop %s ignores its cancellation", attempt.id, self._loop.name)
+                conversation.abandon(UserCodeError(f"agent.loop {self._loop.name}: its episode is over"))
 
     def _raised_by_loop(self, what: str) -> UserCodeError:
         return UserCodeError(f"agent.loop {self._loop.name}: raised {what}", code="agent_raised")
@@ -217,8 +263,18 @@ class EpisodeRunner:
             await asyncio.wait(self._closing)
 
 
+async def _contained(work: Awaitable[object]) -> _Contained:
+    """Awaits a user's code and returns what it raised: a task would let KeyboardInterrupt and SystemExit end the event loop."""
+    try:
+        return await work, None
+    except asyncio.CancelledError:
+        raise
+    except BaseException as error:  # noqa: BLE001 - raised again by whoever waits for it
+        return None, error
+
+
 def _describe(error: BaseException) -> str:
     """The error and the line that raised it."""
     frames = traceback.extract_tb(error.__traceback__)
     where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
-    return f"{type(error).__name__}: {error}{where}"
+    return f"{described(error)}{where}"

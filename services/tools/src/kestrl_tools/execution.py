@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 from collections.abc import Awaitable
@@ -9,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kestrl.episode import CallOutcome
-from kestrl.errors import KestrlError, ToolFailure
+from kestrl.errors import KestrlError, ToolFailure, described, encodable
 from kestrl.tools import ToolError, ToolResult
 
 log = logging.getLogger(__name__)
@@ -17,7 +18,6 @@ MAX_TEXT = 1_000_000
 """Characters of an observation that leave this service; the rollout worker cuts it to the job's maxToolTokens."""
 MAX_DATA = 4_000_000
 """Characters of a call's facts as JSON."""
-MAX_MESSAGE = 500
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,15 +36,15 @@ async def guarded(tool: str, work: Awaitable[object]) -> object:
     Raises:
         ToolError: For the model.
         KestrlError: As the tool raised it, when it knows better what broke (its sandbox, say).
-        ToolFailure: The tool raised anything else, `SystemExit` included: it must not end the service.
+        ToolFailure: The tool raised anything else, be it `SystemExit` or `KeyboardInterrupt`: it must not end the service.
     """
     try:
         return await work
-    except (ToolError, KestrlError):
+    except (ToolError, KestrlError, asyncio.CancelledError):
         raise
-    except (Exception, SystemExit) as error:
+    except BaseException as error:
         log.exception("tool %s raised", tool)
-        raise ToolFailure(_clean(f"{tool}: {type(error).__name__}: {error}"[:MAX_MESSAGE])) from error
+        raise ToolFailure(f"{tool}: {described(error)}") from error
 
 
 def answer_of(tool: str, result: object) -> Answer:
@@ -54,7 +54,7 @@ def answer_of(tool: str, result: object) -> Answer:
         ToolFailure: It is neither text, nor JSON, nor a `ToolResult`.
     """
     if isinstance(result, ToolResult):
-        data = _json(tool, dict(result.data), "data")
+        data = _json(tool, result.data, "data")
         if len(data) > MAX_DATA:
             raise _invalid(tool, f"its data are {len(data)} characters of JSON; at most {MAX_DATA} are kept")
         text = _text(tool, result.text)
@@ -62,9 +62,17 @@ def answer_of(tool: str, result: object) -> Answer:
     return Answer(outcome=CallOutcome.OK, text=_text(tool, result))
 
 
-def for_model(error: ToolError) -> Answer:
-    """What the tool said to the model."""
-    return Answer(outcome=CallOutcome.TOOL_ERROR, text=_clean(str(error)) or "The tool refused without saying why.")
+def for_model(tool: str, error: ToolError) -> Answer:
+    """What the tool said to the model.
+
+    Raises:
+        ToolFailure: The error cannot be read: its own `__str__` raised.
+    """
+    try:
+        text = str(error)
+    except BaseException as raised:
+        raise ToolFailure(f"{tool}: the text of its {type(error).__name__}: {described(raised)}") from raised
+    return Answer(outcome=CallOutcome.TOOL_ERROR, text=_clean(text) or "The tool refused without saying why.")
 
 
 def _text(tool: str, value: object) -> str:
@@ -75,15 +83,15 @@ def _clean(text: str) -> str:
     """Cut to what may travel; a lone surrogate, which UTF-8 and so the wire cannot carry, becomes a question mark."""
     if len(text) > MAX_TEXT:
         text = f"{text[:MAX_TEXT]}\n[cut: {len(text) - MAX_TEXT} more characters]"
-    return text.encode("utf-8", "replace").decode("utf-8")
+    return encodable(text)
 
 
 def _json(tool: str, value: Any, what: str) -> str:
     try:
-        return json.dumps(value, ensure_ascii=False, allow_nan=False).encode("utf-8", "replace").decode("utf-8")
-    except (TypeError, ValueError, RecursionError) as error:
+        return encodable(json.dumps(value, ensure_ascii=False, allow_nan=False))
+    except Exception as error:  # objects of the user's own may raise anything here
         raise _invalid(
-            tool, f"its {what} has no JSON form ({error}); return text, a JSON value or a ToolResult"
+            tool, f"its {what} has no JSON form ({described(error)}); return text, a JSON value or a ToolResult"
         ) from error
 
 

@@ -225,7 +225,7 @@ class Sessions:
         try:
             return answer_of(seat.name, await self._within(work, seat.name, "the call took"))
         except ToolError as error:
-            return for_model(error)
+            return for_model(seat.name, error)
         except ToolFailure as error:
             if session.closed and work.cancelled():
                 raise _closed() from error

@@ -1,4 +1,4 @@
-"""The leash: whatever happens to whoever holds it, nothing below it is left."""
+"""The guard: whatever happens to whoever holds it, nothing below it is left."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from kestrl.local import leash
+from kestrl import process_guard
 
 # Starts a grandchild in a session of its own, which holds the writing end of `alive`: it is readable once all are gone.
 FAMILY = """
@@ -24,7 +24,7 @@ time.sleep(600)
 
 
 @dataclass
-class Leashed:
+class Guarded:
     process: subprocess.Popen[bytes]
     tether: int
     alive: int
@@ -39,36 +39,36 @@ class Leashed:
                 return True
 
 
-def start(code: str, grace: float = 5.0) -> Leashed:
+def start(code: str, grace: float = 5.0) -> Guarded:
     held, tether = os.pipe()
     alive, output = os.pipe()
     process = subprocess.Popen(
-        [sys.executable, "-I", "-S", leash.__file__, str(held), str(grace), sys.executable, "-c", code],
+        [sys.executable, "-I", "-S", process_guard.__file__, str(held), str(grace), sys.executable, "-c", code],
         pass_fds=(held,),
         stdout=output,
     )
     os.close(held)
     os.close(output)
-    return Leashed(process, tether, alive)
+    return Guarded(process, tether, alive)
 
 
 @pytest.fixture
-def family() -> Iterator[Leashed]:
-    leashed = start(FAMILY)
-    assert os.read(leashed.alive, 3) == b"up\n"
-    yield leashed
-    leashed.process.kill()
-    leashed.process.wait()
-    os.close(leashed.alive)
+def family() -> Iterator[Guarded]:
+    guarded = start(FAMILY)
+    assert os.read(guarded.alive, 3) == b"up\n"
+    yield guarded
+    guarded.process.kill()
+    guarded.process.wait()
+    os.close(guarded.alive)
 
 
-def test_when_the_holder_is_gone_the_whole_family_is(family: Leashed) -> None:
+def test_when_the_holder_is_gone_the_whole_family_is(family: Guarded) -> None:
     os.close(family.tether)  # what the kernel does when the runner is killed
     assert family.gone()
     assert family.process.wait(5) == 128 + signal.SIGKILL
 
 
-def test_the_grandchild_does_not_outlive_a_command_that_ends(family: Leashed) -> None:
+def test_the_grandchild_does_not_outlive_a_command_that_ends(family: Guarded) -> None:
     family.process.terminate()
     assert family.gone()
     assert family.process.wait(5) == 128 + signal.SIGTERM
@@ -76,32 +76,32 @@ def test_the_grandchild_does_not_outlive_a_command_that_ends(family: Leashed) ->
 
 
 def test_the_exit_status_is_the_commands() -> None:
-    leashed = start("import sys; sys.exit(3)")
-    assert leashed.process.wait(10) == 3
+    guarded = start("import sys; sys.exit(3)")
+    assert guarded.process.wait(10) == 3
 
 
 def test_what_does_not_listen_is_killed_after_the_grace() -> None:
-    leashed = start(
+    guarded = start(
         "import os, signal, time; signal.signal(15, signal.SIG_IGN); os.write(1, b'up' + bytes([10])); time.sleep(600)",
         0.2,
     )
-    assert os.read(leashed.alive, 3) == b"up\n"
-    leashed.process.terminate()
-    assert leashed.process.wait(10) == 128 + signal.SIGKILL
+    assert os.read(guarded.alive, 3) == b"up\n"
+    guarded.process.terminate()
+    assert guarded.process.wait(10) == 128 + signal.SIGKILL
 
 
-def test_the_command_dies_with_its_leash() -> None:
-    leashed = start("import os, time; os.write(1, b'up' + bytes([10])); time.sleep(600)")
-    assert os.read(leashed.alive, 3) == b"up\n"
-    leashed.process.kill()
-    leashed.process.wait()
-    assert leashed.gone()
+def test_the_command_dies_with_its_guard() -> None:
+    guarded = start("import os, time; os.write(1, b'up' + bytes([10])); time.sleep(600)")
+    assert os.read(guarded.alive, 3) == b"up\n"
+    guarded.process.kill()
+    guarded.process.wait()
+    assert guarded.gone()
 
 
 def test_a_command_that_cannot_start_says_so() -> None:
     held, tether = os.pipe()
     done = subprocess.run(
-        [sys.executable, "-I", "-S", leash.__file__, str(held), "1", "/no/such/program"],
+        [sys.executable, "-I", "-S", process_guard.__file__, str(held), "1", "/no/such/program"],
         pass_fds=(held,),
         capture_output=True,
         check=False,

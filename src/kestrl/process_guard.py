@@ -1,11 +1,11 @@
-"""Holds one component on a leash: when whoever holds the other end is gone, the component and all it started is killed.
+"""A process guard: kills a command and everything it started when whoever started the guard is gone or lets go of it.
 
-Run as `python -I -S leash.py FD GRACE COMMAND...`. FD is the reading end of a pipe whose writing end only the runner has; the kernel
-closes it however the runner ends, SIGKILL included. The leash is the subreaper of everything below it, so that no grandchild
-escapes by losing its parent. SIGTERM is passed on; what has not ended GRACE seconds later is killed. The leash exits with the
-command's status, after every descendant is gone.
+Run as `python -I -S process_guard.py FD GRACE COMMAND...`. FD is the reading end of a pipe whose writing end only the owner has; the
+kernel closes it however the owner ends, SIGKILL included. The guard is the subreaper of everything below it, so that no grandchild
+escapes by losing its parent or by a session of its own. SIGTERM is passed on; what has not ended GRACE seconds later is killed. The
+guard exits with the command's status (128 + the number of the signal that ended it), after every descendant is gone.
 
-Only the standard library, and little of it: one leash runs beside every component.
+Only the standard library, and little of it: one guard runs beside every component of `kestrl run` and every reward process.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def children(pid: int) -> list[int]:
     """Pids of the direct children of a process, as the kernel lists them."""
     found: list[int] = []
     with contextlib.suppress(OSError):
-        for task in os.listdir(f"/proc/{pid}/task"):  # noqa: PTH208 - pathlib costs 20 ms of start-up in every leash
+        for task in os.listdir(f"/proc/{pid}/task"):  # noqa: PTH208 - pathlib costs 20 ms of start-up in every guard
             with contextlib.suppress(OSError), open(f"/proc/{pid}/task/{task}/children") as listing:  # noqa: PTH123
                 found += [int(child) for child in listing.read().split()]
     return found
@@ -55,14 +55,14 @@ def kill_descendants() -> None:
 
 
 def start(command: list[str]) -> int:
-    """Starts the command, which dies with the leash itself."""
+    """Starts the command, which dies with the guard itself."""
     parent = os.getpid()
     pid = os.fork()
     if pid:
         return pid
     try:
         prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # the leash died before the line above
+        if os.getppid() != parent:  # the guard died before the line above
             os._exit(1)
         for name in (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD):
             signal.signal(name, signal.SIG_DFL)
@@ -86,14 +86,14 @@ def reap(main: int) -> int | None:
     return ended
 
 
-def watch(runner: int, main: int, wake: int, grace: float, asked: list[float]) -> int:
-    """Waits until the command has ended, the runner is gone, or the grace after SIGTERM is over."""
+def watch(owner: int, main: int, wake: int, grace: float, asked: list[float]) -> int:
+    """Waits until the command has ended, the owner is gone, or the grace after SIGTERM is over."""
     while True:
-        ready, _, _ = select.select([runner, wake], [], [], POLL_SECONDS)
+        ready, _, _ = select.select([owner, wake], [], [], POLL_SECONDS)
         if wake in ready:
             with contextlib.suppress(BlockingIOError):
                 os.read(wake, 4096)
-        if runner in ready and os.read(runner, 1) == b"":
+        if owner in ready and os.read(owner, 1) == b"":
             return signal.SIGKILL
         status = reap(main)
         if status is not None:
@@ -102,8 +102,17 @@ def watch(runner: int, main: int, wake: int, grace: float, asked: list[float]) -
             return signal.SIGKILL
 
 
+def close_inherited(kept: set[int]) -> None:
+    """Closes what was inherited for the command alone, so that its end closes the command's connections."""
+    for name in os.listdir("/proc/self/fd"):  # noqa: PTH208 - as above
+        descriptor = int(name)
+        if descriptor > 2 and descriptor not in kept:
+            with contextlib.suppress(OSError):  # the listing's own
+                os.close(descriptor)
+
+
 def main() -> int:
-    runner, grace, command = int(sys.argv[1]), float(sys.argv[2]), sys.argv[3:]
+    owner, grace, command = int(sys.argv[1]), float(sys.argv[2]), sys.argv[3:]
     prctl(PR_SET_CHILD_SUBREAPER, 1)
     wake_read, wake_write = os.pipe()
     os.set_blocking(wake_read, False)
@@ -111,6 +120,7 @@ def main() -> int:
     signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
     asked: list[float] = []
     pid = start(command)
+    close_inherited({owner, wake_read, wake_write})
 
     def forward(_number: int, _frame: object) -> None:
         asked.append(time.monotonic())
@@ -120,7 +130,7 @@ def main() -> int:
     signal.signal(signal.SIGTERM, forward)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, lambda _number, _frame: None)
-    status = watch(runner, pid, wake_read, grace, asked)
+    status = watch(owner, pid, wake_read, grace, asked)
     kill_descendants()
     code = os.waitstatus_to_exitcode(status)
     return code if code >= 0 else 128 - code

@@ -94,6 +94,11 @@ BY_CONDITION = [
         [{"role": "tools", "template": {"spec": {"containers": [{"name": "tools", "ports": "many"}]}}}],
         "Kubernetes refuses an object of this job",
     ),
+    Bad(
+        "patches",
+        [{"role": "tools", "template": {"spec": {"contaners": [{"name": "tools"}]}}}],
+        ".spec.template.spec.contaners: field not declared in schema",
+    ),
 ]
 
 
@@ -112,6 +117,22 @@ def test_a_name_that_leaves_no_room_for_those_of_pods_is_refused(control_plane_w
     with pytest.raises(CommandFailed) as refused:
         control_plane_with_crd.apply(quickstart("n" * 41))
     assert "metadata.name may have 40 characters" in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("1st-run", "metadata.name must begin with a letter"),
+        ("a.b", "metadata.name must begin with a letter and have only lower-case letters, digits and -"),
+        ("Run", "RFC 1123"),
+        ("a_b", "RFC 1123"),
+        ("run-", "RFC 1123"),
+    ],
+)
+def test_a_name_that_no_service_can_have_is_refused(name: str, told: str, control_plane_with_crd: Cluster) -> None:
+    with pytest.raises(CommandFailed) as refused:
+        control_plane_with_crd.apply(quickstart(name))
+    assert told in str(refused.value)
 
 
 @pytest.mark.timeout(120)
@@ -135,6 +156,8 @@ def test_what_only_the_operator_can_tell_becomes_a_condition(installation: Insta
             assert reason == "Invalid"
             assert bad.told in message
             assert job["status"]["shown"]["phase"] == "Rejected"
+        for kind in ("statefulsets", "deployments", "services", "pods"):
+            assert cluster.list(kind, namespace) == [], "a job that is refused is half applied"
 
 
 @pytest.mark.long

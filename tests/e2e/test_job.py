@@ -25,6 +25,30 @@ from .installation import (
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 
+@pytest.mark.timeout(900)
+def test_a_job_whose_newest_spec_is_refused_is_suspended_resumed_and_ends(installation: Installation) -> None:
+    cluster, typo = installation.cluster, [{"role": "tools", "template": {"spec": {"contaners": [{"name": "tools"}]}}}]
+    with installation.place() as namespace:
+
+        def edit(**spec: Any) -> None:
+            patch = json.dumps({"spec": spec})
+            cluster.kubectl("patch", JOB, "typo", "--type=merge", f"--patch={patch}", f"--namespace={namespace}")
+
+        cluster.apply(small("typo", schedule__maxSteps=3), namespace)
+        installation.wait("typo", namespace, at_step(1), 300)
+        edit(patches=typo)
+        refused = installation.wait("typo", namespace, lambda job: condition(job, "Accepted")[0] == "False", 60)
+        assert "contaners: field not declared in schema" in condition(refused, "Accepted")[2]
+        edit(suspend=True)
+        installation.wait("typo", namespace, is_true("Suspended"), 240)
+        assert cluster.list("pods", namespace) == []
+        edit(suspend=False)
+        ended = installation.wait("typo", namespace, is_true("Succeeded"), 400)
+        assert condition(ended, "Accepted")[0] == "False"
+        assert condition(ended, "EnginesReady")[1] == "Released"
+        eventually("its pods are gone", lambda: cluster.list("pods", namespace) == [], 240)
+
+
 @pytest.mark.timeout(1200)
 def test_a_job_goes_its_way_whatever_is_done_to_it(installation: Installation) -> None:
     """Scaled, deprived of every one of its pods, of the operator's leader and of the apiserver, suspended and resumed: it succeeds, and

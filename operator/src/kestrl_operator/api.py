@@ -147,15 +147,17 @@ class Api:
         if self._session is not None:
             await self._session.close()
 
-    async def apply(self, wanted: Mapping[str, Any], *, force: bool = True) -> Object:
+    async def apply(self, wanted: Mapping[str, Any], *, force: bool = True, dry_run: bool = False) -> Object:
         """Server-side apply of an object, as ours; returns it as it is now.
 
         Args:
             wanted: The object.
             force: Whether fields that somebody else owns are taken from them. Without it they are left, and a Conflict is raised.
+            dry_run: Whether everything is checked, admission included, and nothing written.
         """
         kind, metadata = _BY_NAME[wanted["apiVersion"], wanted["kind"]], wanted["metadata"]
-        return await self._apply(kind, metadata["namespace"], metadata["name"], "", wanted, force=force)
+        place = (metadata["namespace"], metadata["name"])
+        return await self._apply(kind, *place, "", wanted, force=force, dry_run=dry_run)
 
     async def apply_status(self, namespace: str, name: str, version: int, status: Mapping[str, Any]) -> Object:
         """Server-side apply of a job's status; returns the job as it is now.
@@ -179,13 +181,22 @@ class Api:
         return await self._apply(JOB, namespace, name, "status", wanted, force=True)
 
     async def _apply(
-        self, kind: Kind, namespace: str, name: str, part: str, wanted: Mapping[str, Any], *, force: bool
+        self,
+        kind: Kind,
+        namespace: str,
+        name: str,
+        part: str,
+        wanted: Mapping[str, Any],
+        *,
+        force: bool,
+        dry_run: bool = False,
     ) -> Object:
+        query = {"fieldManager": MANAGER, "force": "true" if force else "false"}
         return await self._whole(
             "PATCH",
             f"apply {kind.name} {namespace}/{name}",
             path(kind, namespace, name, part),
-            {"fieldManager": MANAGER, "force": "true" if force else "false"},
+            {**query, "dryRun": "All"} if dry_run else query,
             wanted,
             form=APPLY,
         )

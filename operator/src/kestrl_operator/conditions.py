@@ -44,7 +44,7 @@ LONGEST_MESSAGE = 4096
 REASONS: Mapping[Type, Mapping[str, str]] = {
     Type.ACCEPTED: {
         "Valid": "The manifest makes a job.",
-        "Invalid": "The manifest makes no job; the message names the field and the mend.",
+        "Invalid": "The spec makes no job, or Kubernetes refuses an object of it; the message names field and fix. A job that runs goes on as it was last accepted.",
         "Unresolvable": "A model, data set or secret that the manifest names is not there.",
     },
     Type.QUOTA_RESERVED: {
@@ -193,15 +193,15 @@ def phase(conditions: Sequence[Condition]) -> str:
         return "Succeeded"
     if succeeded == Truth.FALSE and why != "Running":
         return "Failed"
-    if told(Type.ACCEPTED)[0] == Truth.FALSE:
-        return "Rejected"
     suspended, how = told(Type.SUSPENDED)
     if suspended == Truth.TRUE:
         return "Suspended"
     if how == "Draining":
         return "Suspending"
+    if told(Type.READY)[0] == Truth.TRUE:
+        return "Running"  # be it of the last spec that was accepted
+    if told(Type.ACCEPTED)[0] == Truth.FALSE:
+        return "Rejected"
     if told(Type.QUOTA_RESERVED)[1] == "Waiting":
         return "Queued"
-    if told(Type.READY)[0] == Truth.TRUE:
-        return "Running"
     return "Pending" if told(Type.SCHEDULED)[0] != Truth.TRUE else "Starting"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from kestrl.errors import UserInputError
@@ -12,13 +14,17 @@ from kestrl.spec.load import parse_job
 from kestrl_operator.accelerators import Node, unsatisfiable
 from kestrl_operator.cluster import Cluster, LearnerState, site_of, storage_of
 from kestrl_operator.credentials import derive
-from kestrl_operator.observe import STATE, STORAGE
+from kestrl_operator.observe import ACCEPTED, STATE, STORAGE
 from kestrl_operator.policies import Decision, Stage
 from kestrl_operator.render import Given, render
 from kestrl_operator.store import Key
 
 Object = dict[str, Any]
 NOTHING: Mapping[str, str] = {}
+LIFECYCLE = ("suspend", "activeDeadline", "pendingDeadline", "ttlAfterFinished", "failurePolicy")
+"""Fields of a spec that no object is rendered from: they hold as they are written last, whatever else is wrong with the spec."""
+LARGEST_SPEC = 192 * 1024
+"""Bytes of JSON: the last accepted spec is kept in an annotation, of which Kubernetes takes 256 KiB an object."""
 
 
 class Drawing:
@@ -33,17 +39,44 @@ class Drawing:
         Raises:
             UserInputError: The manifest makes no job on this cluster; the message names the field and the mend.
         """
-        job = parse_job(
-            {
-                "apiVersion": raw["apiVersion"],
-                "kind": raw["kind"],
-                "metadata": {"name": key.name, "namespace": key.namespace},
-                "spec": raw.get("spec"),
-            }
-        )
+        size = len(rendered_from(raw.get("spec") or {}).encode())
+        if size > LARGEST_SPEC:
+            raise UserInputError(
+                f"spec: is {size // 1024} KiB of JSON, and a job on a cluster may have {LARGEST_SPEC // 1024}; "
+                "put large values into files that data or tools name"
+            )
+        job = _parsed(key, raw, raw.get("spec"))
         self._check_builds(job)
         self.objects(key, raw["metadata"]["uid"], job, Decision(stage=Stage.RUNNING, parked=False))
         return job
+
+    def last_accepted(self, key: Key, raw: Mapping[str, Any], kept: Mapping[str, str]) -> AgentRLJob | None:
+        """The job of the spec that was applied last, with the lifecycle of the newest; None if none was.
+
+        Args:
+            key: Where it is.
+            raw: Its object, whose spec makes no job or is refused.
+            kept: Annotations of its learner's StatefulSet.
+        """
+        if ACCEPTED not in kept:
+            return None
+        try:
+            accepted: Object = json.loads(kept[ACCEPTED])
+        except ValueError:
+            return None
+        newest: Object = raw.get("spec") or {}
+        given = {name: newest[name] for name in LIFECYCLE if name in newest}
+        # All of them, or, where one is what is wrong, as many as hold.
+        for added in (given, *({name: value} for name, value in given.items())):
+            with suppress(UserInputError):
+                job = _parsed(key, raw, {**accepted, **added})
+                accepted |= added
+                if added is given:
+                    return job
+        try:
+            return _parsed(key, raw, accepted)
+        except UserInputError:
+            return None
 
     def _check_builds(self, job: AgentRLJob) -> None:
         """Whether there is an image for the devices that the job names; raises `UserInputError`."""
@@ -79,6 +112,7 @@ class Drawing:
         *,
         queue: str | None = None,
         kept: Mapping[str, str] = NOTHING,
+        accepted: str = "",
     ) -> list[Object]:
         """All objects of a job, as `render` gives them.
 
@@ -89,6 +123,7 @@ class Drawing:
             decision: What is to be.
             queue: That its pods wait in.
             kept: Annotations of its learner as it stands: the administrator's choice may have changed since the run began, the run has not.
+            accepted: The spec that it is rendered from, as `rendered_from` gives it.
 
         Raises:
             UserInputError: It has no storage, or a patch that is not a job's to make.
@@ -117,9 +152,22 @@ class Drawing:
                 attempts=decision.attempts,
                 restarts=decision.restarts,
                 forgiven=decision.forgiven,
+                accepted=accepted,
                 queue=queue,
             )
         )
+
+
+def rendered_from(spec: Mapping[str, Any]) -> str:
+    """The part of a spec that objects are rendered from, as JSON."""
+    kept = {name: value for name, value in spec.items() if name not in LIFECYCLE}
+    return json.dumps(kept, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+
+
+def _parsed(key: Key, raw: Mapping[str, Any], spec: Any) -> AgentRLJob:
+    """The job of a spec; raises `UserInputError`."""
+    metadata = {"name": key.name, "namespace": key.namespace}
+    return parse_job({"apiVersion": raw["apiVersion"], "kind": raw["kind"], "metadata": metadata, "spec": spec})
 
 
 def traceparent(uid: str) -> str:

@@ -168,8 +168,9 @@ class Snapshot:
     uid: str
     generation: int
     job: AgentRLJob | None
-    """None: the manifest makes no job, and `problem` says why."""
+    """The job that is in force: of the newest spec, or of the last accepted one with the newest's lifecycle. None: there is none."""
     problem: str = ""
+    """Why the newest spec is not in force."""
     labels: Mapping[str, str] = field(default_factory=dict[str, str])
     status: Object = field(default_factory=dict[str, Any])
     """As it stands."""

@@ -22,7 +22,7 @@ from kestrl_operator.config import Config
 from kestrl_operator.events import Events
 from kestrl_operator.follow import Followers
 from kestrl_operator.lease import Lease
-from kestrl_operator.reconcile import ObjectRefused, Reconciler
+from kestrl_operator.reconcile import Reconciler
 from kestrl_operator.store import WORKLOADS, Key, Store
 from kestrl_operator.work import Queue
 
@@ -166,7 +166,7 @@ class Operator:
                     look_again = await self._reconciler.reconcile(key)
             except (KestrlError, TimeoutError) as error:
                 why = str(error) or f"a pass took longer than {LONGEST_PASS:g} s"
-                if self._queue.failures(key) + 1 >= TOLD_FROM and not isinstance(error, ObjectRefused):
+                if self._queue.failures(key) + 1 >= TOLD_FROM:
                     await self._tell(key, why)
                 wait = self._queue.failed(key)
                 self._passes["failed"] += 1

@@ -19,14 +19,14 @@ from kestrl.spec import AgentRLJob
 from kestrl.telemetry import beginning, span, within
 from kestrl.telemetry.names import Attr, SpanName
 from kestrl_operator.accelerators import Node
-from kestrl_operator.api import JOB, POD, Api, ApiProblem, Conflict, Gone
+from kestrl_operator.api import DEPLOYMENT, JOB, POD, STATEFUL_SET, Api, ApiProblem, Conflict, Gone
 from kestrl_operator.cluster import GRPC_PORT, Cluster
 from kestrl_operator.credentials import derive
-from kestrl_operator.drawing import Drawing, traceparent
+from kestrl_operator.drawing import Drawing, rendered_from, traceparent
 from kestrl_operator.events import Events
 from kestrl_operator.follow import FIRST_WORD, Followers
 from kestrl_operator.lacks import Lacks
-from kestrl_operator.observe import RENDERED, Memory, Snapshot, Told, seconds_of
+from kestrl_operator.observe import ACCEPTED, RENDERED, Memory, Snapshot, Told, seconds_of
 from kestrl_operator.policies import Decision, Stage, decide
 from kestrl_operator.shell import WATCHED
 from kestrl_operator.status import status_of, with_failure, without_empties
@@ -45,12 +45,9 @@ REFUSED = frozenset({400, 403, 413, 422})
 TAKEN = "Apply failed with"
 """The apiserver's words where a field is somebody else's: an object of that name was there before the job."""
 HEARD_OF = frozenset(kind.name for kind in WATCHED)
-
-
-class ObjectRefused(KestrlError):
-    """Kubernetes does not take an object of the job; the job's status tells of it already."""
-
-    code = "object_refused"
+FIRST_RETRY, LONGEST_RETRY = 5.0, 120.0
+"""Seconds until what the apiserver refused is tried again, doubled each time: a quota or an admission may have changed."""
+REFUSALS_SHOWN = 3
 
 
 class Parsed(NamedTuple):
@@ -60,6 +57,36 @@ class Parsed(NamedTuple):
     generation: int
     job: AgentRLJob | None
     problem: str
+    accepted: str
+    """What is rendered from it, to be kept once it is applied."""
+
+
+class Refusal(NamedTuple):
+    """What the apiserver refused of a generation."""
+
+    uid: str
+    generation: int
+    problem: str
+    digest: str
+    """Of what was applied as far as it was taken; empty where nothing was."""
+    wait: float
+    until: float
+    """When it is tried again."""
+
+
+NO_REFUSAL = Refusal("", 0, "", "", 0.0, 0.0)
+
+
+class Due(NamedTuple):
+    """Objects to apply."""
+
+    objects: list[Object]
+    digest: str
+    standing: str
+    """The digest of what was applied last."""
+    there: frozenset[Child]
+    whole: bool
+    """Whether every object that is watched is there, and nobody else has changed one."""
 
 
 class Drawn(NamedTuple):
@@ -72,6 +99,8 @@ class Drawn(NamedTuple):
     restarts: int
     forgiven: int
     queue: str | None
+    fallback: bool
+    """Whether the last accepted spec was rendered instead of the newest."""
     digest: str = ""
     children: frozenset[Child] = frozenset()
     """Those that we are told of when somebody changes them."""
@@ -87,6 +116,9 @@ class Reconciler:
         self._drawing, self._key = Drawing(cluster, key), key
         self._parsed: dict[Key, Parsed] = {}
         self._drawn: dict[Key, Drawn] = {}
+        self._fallbacks: dict[Key, tuple[str, int, str, AgentRLJob | None]] = {}
+        """The last accepted jobs of those whose newest spec is not in force, by uid, generation and what was accepted."""
+        self._refusals: dict[Key, Refusal] = {}
         self._memory: dict[Key, Memory] = {}
         self._drifted: set[Key] = set()
         self._lacks = Lacks(api)
@@ -102,6 +134,8 @@ class Reconciler:
         self._followers.stop(key)
         self._parsed.pop(key, None)
         self._drawn.pop(key, None)
+        self._refusals.pop(key, None)
+        self._fallbacks.pop(key, None)
         self._lacks.forget(key)
         self._memory.pop(key, None)
         self._drifted.discard(key)
@@ -111,7 +145,6 @@ class Reconciler:
 
         Raises:
             ApiProblem: The apiserver did not do what was asked; another pass is due later.
-            ObjectRefused: It never will, until a person mends something.
         """
         raw = self._store.jobs.get(key)
         if raw is None or "deletionTimestamp" in raw["metadata"]:
@@ -126,12 +159,20 @@ class Reconciler:
             return FIRST_WORD
         seen = replace(seen, unmade=await self._lacks.unmade(key, seen))
         decision = decide(seen)
+        due = self._due(key, seen, decision)
+        refused = "" if due is None else await self._refused_of(key, seen, due)
+        if refused:
+            # Nothing of it was written: the job goes on as it was accepted last.
+            seen = replace(self._snapshot(key, raw, refused), unmade=seen.unmade)
+            decision = decide(seen)
+            due = self._due(key, seen, decision)
         self._memory[key] = decision.memory
         if decision.delete:
             await self._api.delete(JOB, *key, uid=seen.uid)
             return None
-        if seen.job is not None and not await self._carried_out(key, seen, seen.job, decision):
+        if not await self._carried_out(key, seen, decision, due):
             return None
+        seen = replace(seen, problem=seen.problem or self._refused_now(key, seen.uid, seen.generation, seen.now))
         self._follow(key, seen, decision)
         if not await self._write_status(key, seen, decision):
             return CONFLICT_LOOK
@@ -161,25 +202,30 @@ class Reconciler:
         waiting = replace(seen, job=None, problem=problem)
         await self._write_status(key, waiting, decide(waiting))
 
-    def _snapshot(self, key: Key, raw: Mapping[str, Any]) -> Snapshot:
+    def _snapshot(self, key: Key, raw: Mapping[str, Any], refused: str = "") -> Snapshot:
+        """What is known of a job now; `refused` is why the apiserver refuses the newest spec, if it has just said so."""
         metadata = raw["metadata"]
-        parsed = self._read(key, raw)
-        job, nodes = parsed.job, self.nodes
+        parsed, workloads, nodes = self._read(key, raw), self._store.workloads(key), self.nodes
+        job, now = parsed.job, time()
+        problem = parsed.problem or refused or self._refused_now(key, parsed.uid, parsed.generation, now)
+        if problem:
+            kept: Mapping[str, str] = workloads[Role.LEARNER].annotations if Role.LEARNER in workloads else {}
+            job = self._last_accepted(key, raw, kept) or (job if workloads else None)
         return Snapshot(
-            now=time(),
+            now=now,
             name=key.name,
             namespace=key.namespace,
             uid=metadata["uid"],
             generation=metadata.get("generation", 0),
             job=job,
-            problem=parsed.problem,
+            problem=problem,
             labels=metadata.get("labels", {}),
             status=raw.get("status", {}),
             pods=self._store.pods(key),
-            workloads=self._store.workloads(key),
+            workloads=workloads,
             told=self._followers.told(key),
             silent=self._followers.silent(key),
-            unsatisfiable="" if job is None or nodes is None else self._drawing.unsatisfiable(job, nodes),
+            unsatisfiable="" if job is None or nodes is None or problem else self._drawing.unsatisfiable(job, nodes),
             memory=self._memory.get(key, Memory()),
         )
 
@@ -190,41 +236,54 @@ class Reconciler:
         if known is not None and (known.uid, known.generation) == (uid, generation):
             return known
         try:
-            parsed = Parsed(uid, generation, self._drawing.read(key, raw), "")
+            parsed = Parsed(uid, generation, self._drawing.read(key, raw), "", rendered_from(raw.get("spec") or {}))
         except UserInputError as error:
-            parsed = Parsed(uid, generation, None, str(error))
+            parsed = Parsed(uid, generation, None, str(error), "")
         self._parsed[key] = parsed
         return parsed
 
-    async def _carried_out(self, key: Key, seen: Snapshot, job: AgentRLJob, decision: Decision) -> bool:
-        """Does what was decided; False if the job is not there any more.
+    def _last_accepted(self, key: Key, raw: Mapping[str, Any], kept: Mapping[str, str]) -> AgentRLJob | None:
+        """The last accepted job with the newest lifecycle, parsed once a generation."""
+        metadata = raw["metadata"]
+        made_of = (metadata["uid"], metadata.get("generation", 0), kept.get(ACCEPTED, ""))
+        known = self._fallbacks.get(key)
+        if known is None or known[:3] != made_of:
+            known = self._fallbacks[key] = (*made_of, self._drawing.last_accepted(key, raw, kept))
+        return known[3]
 
-        An object that the apiserver refuses is told of as the manifest's problem.
-        """
+    def _refusal(self, key: Key, uid: str, generation: int) -> Refusal | None:
+        """What the apiserver refused last of this generation."""
+        known = self._refusals.get(key)
+        return known if known is not None and (known.uid, known.generation) == (uid, generation) else None
+
+    def _refused_now(self, key: Key, uid: str, generation: int, now: float) -> str:
+        """Why this generation cannot be applied, until it is tried again."""
+        refusal = self._refusal(key, uid, generation)
+        return refusal.problem if refusal is not None and now < refusal.until else ""
+
+    async def _carried_out(self, key: Key, seen: Snapshot, decision: Decision, due: Due | None) -> bool:
+        """Does what was decided; False if the job is not there any more."""
         if decision.drain:
             await self._drain(key)
-        if self._lacks.until_mended(key, seen) == 0:
-            self._lacks.mended(key, seen)
-            self._drifted.add(key)
-        try:
-            if not await self._apply(key, seen, job, decision):
-                return False
-        except Gone:
-            raise
-        except ApiProblem as error:
-            if error.status not in REFUSED and TAKEN not in str(error):
-                raise
-            log.warning("%s: %s", key, error)
-            refused = replace(seen, job=None, problem=f"Kubernetes refuses an object of this job: {error}")
-            await self._write_status(key, refused, decide(refused))
-            raise ObjectRefused(str(error)) from error
+        if due is not None and not await self._apply(key, seen, decision, due):
+            return False
+        if decision.parked:
+            await self._park(key)
         for name, uid in decision.remove:
             await self._api.delete(POD, key.namespace, name, uid=uid)
         return True
 
-    async def _apply(self, key: Key, seen: Snapshot, job: AgentRLJob, decision: Decision) -> bool:
-        """Applies all objects unless they stand as they are to be; False if the job is not there any more."""
-        queue = seen.queue
+    def _due(self, key: Key, seen: Snapshot, decision: Decision) -> Due | None:
+        """The objects to apply; None if all stand as they are to be."""
+        if seen.job is None:
+            return None
+        if self._lacks.until_mended(key, seen) == 0:
+            self._lacks.mended(key, seen)
+            self._drifted.add(key)
+        kept: Mapping[str, str] = seen.learner.annotations if seen.learner is not None else {}
+        if seen.problem and ACCEPTED not in kept:
+            return None  # what was applied of it stays as it is
+        accepted = kept[ACCEPTED] if seen.problem else self._parsed[key].accepted
         wanted = Drawn(
             seen.uid,
             seen.generation,
@@ -232,41 +291,107 @@ class Reconciler:
             decision.attempts,
             decision.restarts,
             decision.forgiven,
-            queue,
+            seen.queue,
+            bool(seen.problem),
         )
-        known = self._drawn.get(key)
-        standing = seen.learner.annotations.get(RENDERED, "") if seen.learner is not None else ""
+        known, standing = self._drawn.get(key), kept.get(RENDERED, "")
         there, untouched = self._store.children(key), key not in self._drifted
         same = known is not None and known == wanted._replace(digest=standing, children=known.children)
         if untouched and known is not None and same and known.children <= there:
-            return True
-        kept: Mapping[str, str] = seen.learner.annotations if seen.learner is not None else {}
-        objects = self._drawing.objects(key, seen.uid, job, decision, queue=queue, kept=kept)
+            return None
+        try:
+            objects = self._drawing.objects(
+                key, seen.uid, seen.job, decision, queue=seen.queue, kept=kept, accepted=accepted
+            )
+        except UserInputError:
+            if seen.problem:
+                return None  # the administrator's choices have changed since; `problem` says what is wrong now
+            raise
         digest = objects[-1]["metadata"]["annotations"][RENDERED]
         children = frozenset(
             Child(item["kind"], item["metadata"]["name"]) for item in objects if item["kind"] in HEARD_OF
         )
         self._drawn[key] = wanted._replace(digest=digest, children=children)
-        whole = untouched and children <= there
-        if whole and digest == standing:
-            return True
-        if not whole and seen.status and not await self._still_there(key, seen):
+        whole, refusal = untouched and children <= there, self._refusal(key, seen.uid, seen.generation)
+        waits = refusal is not None and refusal.digest == digest and seen.now < refusal.until
+        return None if waits or (whole and digest == standing) else Due(objects, digest, standing, there, whole)
+
+    async def _refused_of(self, key: Key, seen: Snapshot, due: Due) -> str:
+        """Why the apiserver refuses objects of what is newly rendered; empty if none. All are asked about before any is written.
+
+        What is rendered from the last accepted spec is applied as far as it is taken: an object that is refused keeps no other from its upkeep.
+        """
+        if seen.problem or due.digest == due.standing:
+            return ""
+        refused: list[ApiProblem] = []
+        for item in due.objects:
+            problem = await self._try(item, due, dry_run=True)
+            refused += [] if problem is None else [problem]
+        return self._note_refusal(key, seen, refused) if refused else ""
+
+    async def _try(self, item: Object, due: Due, *, dry_run: bool = False) -> ApiProblem | None:
+        """Applies an object; why the apiserver does not want it, if so.
+
+        Raises:
+            ApiProblem: It did not do what was asked for another reason.
+        """
+        try:
+            made = await self._api.apply(
+                item, force=self._is_ours(item, due.there, begun=bool(due.standing)), dry_run=dry_run
+            )
+        except Gone:
+            raise
+        except ApiProblem as error:
+            if error.status in REFUSED or TAKEN in str(error):
+                return error
+            raise
+        if item["kind"] in HEARD_OF and not dry_run:
+            self._store.child(item["kind"], made)
+        return None
+
+    def _note_refusal(self, key: Key, seen: Snapshot, refused: Sequence[ApiProblem], digest: str = "") -> str:
+        """Keeps in mind until when nothing of it is tried again; returns what a person is to know."""
+        before = self._refusal(key, seen.uid, seen.generation)
+        wait = FIRST_RETRY if before is None else min(LONGEST_RETRY, 2 * before.wait)
+        shown = "; ".join(str(error) for error in refused[:REFUSALS_SHOWN])
+        what = "an object" if len(refused) == 1 else f"{len(refused)} objects"
+        problem = f"Kubernetes refuses {what} of this job: {shown}"
+        log.warning("%s: tried again in %.0f s: %s", key, wait, problem)
+        self._refusals[key] = Refusal(seen.uid, seen.generation, problem, digest, wait, time() + wait)
+        return problem
+
+    async def _apply(self, key: Key, seen: Snapshot, decision: Decision, due: Due) -> bool:
+        """Applies all objects; False if the job is not there any more."""
+        if not due.whole and seen.status and not await self._still_there(key, seen):
             return False
         self._drifted.discard(key)
         # The first application is the root of the job's trace; later ones, and all that the pods do, hang on it.
         traced = beginning if seen.learner is None else within
         facts = {Attr.JOB: str(key), Attr.ATTEMPTS: decision.attempts, Attr.PARKED: decision.parked}
+        refused: list[ApiProblem] = []
         try:
             with traced(traceparent(seen.uid)), span(SpanName.RECONCILE, facts):
                 # One after another: jobs are worked on side by side, and a wide pool of connections costs more than it gains.
-                for item in objects:
-                    made = await self._api.apply(item, force=self._is_ours(item, there, begun=bool(standing)))
-                    if item["kind"] in HEARD_OF:
-                        self._store.child(item["kind"], made)
+                for item in due.objects:
+                    if refused and item is due.objects[-1]:
+                        item["metadata"]["annotations"][RENDERED] = ""  # it is not all there
+                    problem = await self._try(item, due)
+                    refused += [] if problem is None else [problem]
         except ApiProblem:
             self._drifted.add(key)
             raise
+        if refused:
+            self._note_refusal(key, seen, refused, due.digest)
+        elif not seen.problem or self._refusals.get(key, NO_REFUSAL).digest == due.digest:
+            self._refusals.pop(key, None)
         return True
+
+    async def _park(self, key: Key) -> None:
+        """Scales workloads to no pod that could not be applied so: pods are let go whatever else the apiserver refuses."""
+        for child in self._store.scaled_up(key):
+            kind = STATEFUL_SET if child.kind == STATEFUL_SET.name else DEPLOYMENT
+            log.warning("%s: %s %s is scaled to 0 alone", key, child.kind, child.name)
+            await self._api.merge(kind, key.namespace, child.name, {"spec": {"replicas": 0}})
 
     def _is_ours(self, item: Object, there: Collection[Child], *, begun: bool) -> bool:
         """Whether an object of this name can only be the job's: it was seen to be, or, of kinds that are not watched, the job has begun."""
@@ -334,6 +459,9 @@ class Reconciler:
         waits = [LOOK_AGAIN] if speaking is not None and decision.stage in {Stage.RUNNING, Stage.DRAINING} else []
         if decision.look_again is not None:
             waits.append(decision.look_again)
+        refusal = self._refusal(Key(seen.namespace, seen.name), seen.uid, seen.generation)
+        if refusal is not None and refusal.until > seen.now:
+            waits.append(refusal.until - seen.now)
         if decision.stage is Stage.RUNNING:
             waits += self._lacks.waits(Key(seen.namespace, seen.name), seen)
         return min(waits, default=None)

@@ -87,7 +87,8 @@ def without_empties(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _started(seen: Snapshot, before: JobStatus, *, running: bool, now: str) -> str | None:
-    return now if running and began(seen) is None and not held(seen) else before.started_at
+    begins = running and began(seen) is None and not held(seen) and (not seen.problem or bool(seen.workloads))
+    return now if begins else before.started_at
 
 
 def written(seconds: float) -> str:

@@ -63,6 +63,11 @@ class Store:
     def workloads(self, key: Key) -> dict[Role, Workload]:
         return {workload.role: workload for workload in self._workloads.get(key, {}).values()}
 
+    def scaled_up(self, key: Key) -> list[Child]:
+        """Its workloads that are to have pods."""
+        children = self._children.get(key, {})
+        return [children[uid] for uid, workload in self._workloads.get(key, {}).items() if workload.replicas > 0]
+
     def children(self, key: Key) -> frozenset[Child]:
         """What is there of a job."""
         return frozenset(self._children.get(key, {}).values())

@@ -52,6 +52,10 @@ def _unknown(kind: Type, message: str) -> Observed:
 
 def _accepted(seen: Snapshot) -> Observed:
     """What a manifest names is looked for by the pods themselves, before their programs start."""
+    if seen.problem:
+        return _not(
+            Type.ACCEPTED, "Invalid", f"{seen.problem}; until that is fixed, the job goes on as it was accepted last"
+        )
     for pod in seen.staying:
         for item in pod.ended:
             if item.container == "prepare" and _is_missing(item):

@@ -14,7 +14,7 @@ from kestrl.prepare import OBJECT_SCHEMES, DataSource, PrepareSettings
 from kestrl.spec import AgentRLJob
 from kestrl_operator.accelerators import Profile
 from kestrl_operator.cluster import DATA, MODEL, Cluster, prepared, workload
-from kestrl_operator.observe import ATTEMPTS, FORGIVEN, QUEUE_LABEL, RENDERED, RESTARTS, STATE, STORAGE
+from kestrl_operator.observe import ACCEPTED, ATTEMPTS, FORGIVEN, QUEUE_LABEL, RENDERED, RESTARTS, STATE, STORAGE
 from kestrl_operator.render import network
 from kestrl_operator.render.patching import patched
 from kestrl_operator.render.pods import Object, account, checksum, container, credentials, settings_map, template
@@ -50,6 +50,8 @@ class Given:
     """The same of the whole job."""
     forgiven: int = 0
     """Attempts that count no more."""
+    accepted: str = ""
+    """The spec that is rendered, as JSON: kept for when a later one makes no job."""
     queue: str | None = None
     """Kueue's queue that the pods wait in."""
 
@@ -110,6 +112,7 @@ def render(given: Given) -> list[Object]:
         FORGIVEN: str(given.forgiven),
         STORAGE: given.storage,
         STATE: given.cluster.learner_state.model_dump_json(exclude_none=True),
+        ACCEPTED: given.accepted,
     }
     objects[-1]["metadata"]["annotations"] = kept
     objects[-1]["metadata"]["annotations"] = {**kept, RENDERED: digest(objects)}

@@ -124,7 +124,11 @@ class FakeKubernetes(ApiServer):
     def writes(self, *, user: str | None = None) -> Sequence[Request]:
         """Requests that write, but for leases and access reviews: what an operator does to people's objects."""
         aside = {"leases", "selfsubjectaccessreviews"}
-        return [item for item in self.requests(user=user) if item.verb in WRITING and item.resource not in aside]
+        return [
+            item
+            for item in self.requests(user=user)
+            if item.verb in WRITING and item.resource not in aside and not item.dry_run
+        ]
 
     async def until(self, holds: Callable[[], Found], what: str = "it holds", *, seconds: float = 10.0) -> Found:
         """Waits until something holds, looked at after every change, request, and 20 ms; returns what it gave.
@@ -156,6 +160,7 @@ class FakeKubernetes(ApiServer):
         delay: float = 0.0,
         late: bool = False,
         drop: bool = False,
+        dry_run: bool | None = None,
     ) -> Fault:
         """The next requests of a kind fail, or are slow; see `Fault`. The first fault that meets a request decides."""
         made = Fault(
@@ -170,6 +175,7 @@ class FakeKubernetes(ApiServer):
             delay=delay,
             late=late,
             drop=drop,
+            dry_run=dry_run,
         )
         self._faults.append(made)
         return made

@@ -11,6 +11,7 @@ from uuid import uuid4
 
 from jsonschema import Draft4Validator
 
+from kestrl.testing.kubernetes.declared import undeclared
 from kestrl.testing.kubernetes.fields import Ownership, at_place, cut, fitted, merged, merged_by_keys, now, owned
 from kestrl.testing.kubernetes.resources import BUILT_IN, OWN_METADATA, Change, Object, Place, Refused, Resource
 
@@ -32,6 +33,8 @@ class Objects:
         """Whether a deleted pod stays, marked, until `remove` ends it."""
         self.collecting = True
         """Whether what an object owned goes with it at once; else with `collect_orphans`, as by a collector that lags behind."""
+        self._dry = False
+        """Whether what is carried out now is to leave no trace."""
         self.told: list[Callable[[Change], None]] = []
         """Called at every change."""
 
@@ -119,9 +122,31 @@ class Objects:
         *,
         force: bool,
         subresource: str = "",
+        dry_run: bool = False,
     ) -> tuple[Object, bool]:
-        """Server-side apply; the object, and whether it was made."""
+        """Server-side apply; the object, and whether it was made. A dry run is checked in the same way and changes nothing."""
+        self._dry = dry_run
+        try:
+            return self._applied(resource, namespace, name, given, manager, force=force, subresource=subresource)
+        finally:
+            self._dry = False
+
+    def _applied(
+        self,
+        resource: Resource,
+        namespace: str,
+        name: str,
+        given: Object,
+        manager: str,
+        *,
+        force: bool,
+        subresource: str,
+    ) -> tuple[Object, bool]:
         wanted = _converted(copy.deepcopy(given))
+        for field in undeclared(resource.kind, wanted):
+            # As in earnest: a typed patch with a field that the kind does not declare is answered with 500.
+            told = f"{namespace}/{name}; {resource.api_version}, Kind={resource.kind}"
+            raise Refused(500, f"failed to create typed patch object ({told}): {field}: field not declared in schema")
         live = self._items.get((resource.full, namespace, name))
         if live is None:
             if subresource:
@@ -292,6 +317,9 @@ class Objects:
         return str(self.version)
 
     def _stored(self, resource: Resource, before: Object | None, made: Object) -> Object:
+        if self._dry:
+            made["metadata"].setdefault("resourceVersion", "")
+            return made
         made["metadata"]["resourceVersion"] = self._next()
         self._items[resource.full, made["metadata"].get("namespace", ""), made["metadata"]["name"]] = made
         if resource.plural == "customresourcedefinitions":

@@ -22,6 +22,8 @@ class Request:
     """By the loop's clock."""
     accepts: str = ""
     """The forms of an answer that it takes."""
+    dry_run: bool = False
+    """Whether nothing is written."""
     body: Any = None
     status: int = 0
     """What was answered; 0 while nothing is."""
@@ -46,6 +48,8 @@ class Fault:
     """Whether the request is carried out before the delay or the failure: then only the answer is late, or lost."""
     drop: bool = False
     """Whether the connection is closed without an answer."""
+    dry_run: bool | None = None
+    """Whether it meets dry runs alone, or none of them; None: both."""
     left: int | None = None
     """Requests that it still meets; None for all until `end`."""
     hits: int = 0
@@ -61,6 +65,7 @@ class Fault:
             and self.resource in {"*", asked.resource}
             and self.user in {None, asked.user}
             and self.name in {None, asked.name}
+            and self.dry_run in {None, asked.dry_run}
         )
 
     def hit(self) -> None:

@@ -116,6 +116,7 @@ class ApiServer:
             user=request.headers.get("Authorization", "").removeprefix("Bearer "),
             at=asyncio.get_running_loop().time(),
             accepts=request.headers.get("Accept", ""),
+            dry_run=request.query.get("dryRun", "") == "All",
         )
         return asked, (resource, subresource)
 
@@ -169,8 +170,8 @@ class ApiServer:
                 f'{resource.full} "{asked.name}" is forbidden: User "{asked.user}" cannot {asked.verb} resource '
                 f'"{asked.resource}" in API group "{resource.group}"{place}',
             )
-        if request.query.get("dryRun"):
-            raise Refused(400, "the fake knows no dry run")
+        if asked.dry_run and request.content_type != APPLY:
+            raise Refused(400, "the fake knows dry runs of server-side apply alone")
         if asked.verb == "watch":
             return await self._watched(request, asked, resource)
         if asked.verb == "list":
@@ -223,8 +224,9 @@ class ApiServer:
             manager,
             force=request.query.get("force") in {"1", "true"},
             subresource=subresource,
+            dry_run=asked.dry_run,
         )
-        if new:
+        if new and not asked.dry_run:
             self._collect_soon()
         return 201 if new else 200, made
 

@@ -116,6 +116,10 @@ class RolloutSettings(ServiceSettings):
     agent: str
     """`tool_agent`, `single_turn`, or an import path."""
     agent_config: dict[str, Any] = {}
+    tool_call_format: str | None = None
+    """Name or import path; None chooses it from the template."""
+    offers_tools: bool = False
+    """Whether the job has tools."""
     tools_address: str
     judge_address: str
     concurrency: int

@@ -96,6 +96,10 @@ class Template(Model):
     uri: Address
 
 
+TOOL_CALL_FORMAT = r"^(hermes|qwen_xml|llama3_json|mistral|harmony|pythonic|[A-Za-z_][\w.]*:[A-Za-z_][\w.]*)$"
+"""A built-in tool-call format, or `package.module:Format`."""
+
+
 class Agent(Model):
     """How a scenario is attempted."""
 
@@ -114,6 +118,9 @@ class Agent(Model):
     max_parallel_calls: Annotated[int, Field(ge=1, le=1024)] = 8
     """Tool calls of one turn that are carried out."""
     template: Template | None = None
+    tool_call_format: Annotated[str, Field(pattern=TOOL_CALL_FORMAT)] | None = None
+    """How the model writes tool calls: hermes, qwen_xml, llama3_json, mistral, harmony, pythonic, or a format of your own by import
+    path. Without it the chat template decides; one whose format is unknown is refused when tools are offered."""
 
 
 class Tool(Model):

@@ -19,7 +19,6 @@ from kestrl_email.tools import SearchEmails
 from kestrl_email.world import Split, make_tasks
 from kestrl_rollout.chat import Message
 from kestrl_rollout.model import ModelFace, load_model
-from kestrl_rollout.parser import HermesParser
 
 TEMPLATE = Path(__file__).parents[3] / "examples" / "email-search" / "smollm2.jinja"
 SEARCH = describe(SearchEmails, "search_emails")
@@ -63,7 +62,7 @@ def test_the_prompt_shows_the_tool_and_two_calls_that_the_parser_reads(face: Mod
     shown = re.findall(r"<\|im_start\|>assistant\n(<tool_call>.*?</tool_call>)<\|im_end\|>", prompt, re.DOTALL)
     assert len(shown) == 2
     for text in shown:
-        (call,) = HermesParser(face.vocabulary).parse(face.vocabulary.whole(text), ["search_emails"]).calls
+        (call,) = face.reader.parse(face.vocabulary.whole(text), {"search_emails": {}}).calls
         assert call.problem is None
         assert call.arguments is not None
         assert len(call.arguments["keywords"]) == 2

@@ -154,7 +154,7 @@ async def test_calls_beyond_the_limit_are_refused_by_name(make_stage: Any, call_
     [
         ("<tool_call>{'name'}</tool_call>", CallOutcome.INVALID_JSON, "cannot be read"),
         ('<tool_call>{"name": "fly", "arguments": {}}</tool_call>', CallOutcome.UNKNOWN_TOOL, "search, answer"),
-        ('<tool_call>{"name": "search"', CallOutcome.TRUNCATED, "no </tool_call>"),
+        ('<tool_call>{"name": "search"', CallOutcome.TRUNCATED, "its end is missing"),
     ],
 )
 async def test_a_malformed_call_goes_back_to_the_model(

@@ -10,9 +10,11 @@ import pytest
 
 from kestrl.agents import Call
 from kestrl.episode import CallOutcome
-from kestrl_rollout.parser import HermesParser, Parsed, read_call
+from kestrl.formats.registry import BUILT_IN
+from kestrl_rollout.parser import Parsed, TurnReader
 
-TOOLS = ("search", "answer")
+TOOLS: dict[str, Any] = {"search": {}, "answer": {}}
+HERMES = BUILT_IN["hermes"]
 CALL = '<tool_call>\n{"name": "search", "arguments": {"word": "a"}}\n</tool_call>'
 
 
@@ -20,7 +22,7 @@ CALL = '<tool_call>\n{"name": "search", "arguments": {"word": "a"}}\n</tool_call
 def read(request: pytest.FixtureRequest, load: Callable[..., Any]) -> Callable[..., Parsed]:
     """Parses what a model sampled when it wrote the given text."""
     vocabulary = load(markers=request.param).vocabulary
-    parser = HermesParser(vocabulary)
+    parser = TurnReader(vocabulary, HERMES)
     return lambda text, **options: parser.parse(vocabulary.whole(text), TOOLS, **options)
 
 
@@ -59,7 +61,7 @@ def test_reasoning_that_the_prompt_opened(read: Callable[..., Parsed]) -> None:
     assert read(CALL, reasoning=True).calls == []
 
 
-@pytest.mark.parametrize(("cut", "why"), [(True, "length limit"), (False, "no </tool_call>")])
+@pytest.mark.parametrize(("cut", "why"), [(True, "length limit"), (False, "its end is missing")])
 def test_an_unfinished_call(read: Callable[..., Parsed], cut: bool, why: str) -> None:
     (call,) = read('<tool_call>{"name": "sea', cut=cut).calls
     assert call.problem is CallOutcome.TRUNCATED
@@ -80,13 +82,13 @@ def test_stray_markers_are_ignored(read: Callable[..., Parsed]) -> None:
 
 def test_characters_are_no_call_where_the_marker_is_a_token(load: Callable[..., Any]) -> None:
     vocabulary = load().vocabulary
-    assert HermesParser(vocabulary).parse(list(vocabulary.content(CALL)), TOOLS).calls == []
+    assert TurnReader(vocabulary, HERMES).parse(list(vocabulary.content(CALL)), TOOLS).calls == []
 
 
 def test_reasoning_keeps_its_sampled_tokens(load: Callable[..., Any]) -> None:
     vocabulary = load().vocabulary
     ids = vocabulary.whole("<think>\nSo.\n</think>\n\nYes.")
-    message = HermesParser(vocabulary).parse(ids, TOOLS).message
+    message = TurnReader(vocabulary, HERMES).parse(ids, TOOLS).message
     assert (message.reasoning, message.text) == ("So.", "Yes.")
     assert list(message.reasoning_ids or ()) == vocabulary.whole("So.")
     assert list(message.ids or ()) == vocabulary.whole("Yes.")
@@ -107,20 +109,24 @@ def test_reasoning_keeps_its_sampled_tokens(load: Callable[..., Any]) -> None:
         ('{"name": "search", "arguments": {"x": ' + "9" * 5_000 + "}}", "digit"),
     ],
 )
-def test_what_cannot_be_read_says_why(raw: str, told: str) -> None:
-    call = read_call(raw, TOOLS)
+def test_what_cannot_be_read_says_why(read: Callable[..., Parsed], raw: str, told: str) -> None:
+    (call,) = read(f"<tool_call>{raw}</tool_call>").calls
     assert call.problem is CallOutcome.INVALID_JSON
     assert told in call.message
     assert '<tool_call>{"name"' in call.message
     assert call.arguments is None
 
 
-def test_an_unknown_tool_is_told_the_known_ones() -> None:
-    call = read_call('{"name": "fly", "arguments": {}}', TOOLS)
+def test_an_unknown_tool_is_told_the_known_ones(load: Callable[..., Any]) -> None:
+    vocabulary = load().vocabulary
+    ids = vocabulary.whole('<tool_call>{"name": "fly", "arguments": {}}</tool_call>')
+    reader = TurnReader(vocabulary, HERMES)
+    (call,) = reader.parse(ids, TOOLS).calls
     assert (call.problem, call.name) == (CallOutcome.UNKNOWN_TOOL, "fly")
     assert "search, answer" in call.message
-    assert "none" in read_call('{"name": "fly"}', ()).message
+    assert "none" in reader.parse(ids, {}).calls[0].message
 
 
-def test_arguments_may_be_left_out() -> None:
-    assert read_call('{"name": "search"}', TOOLS) == Call(name="search", arguments={}, raw='{"name": "search"}')
+def test_arguments_may_be_left_out(read: Callable[..., Parsed]) -> None:
+    (call,) = read('<tool_call>{"name": "search"}</tool_call>').calls
+    assert call == Call(name="search", arguments={}, raw='{"name": "search"}')

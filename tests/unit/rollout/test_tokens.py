@@ -16,10 +16,11 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from kestrl.agents import Completion
 from kestrl.errors import UserInputError
+from kestrl.formats.registry import BUILT_IN
 from kestrl.tools import ToolSchema
 from kestrl_rollout.chat import Chat, Message
 from kestrl_rollout.model import prove
-from kestrl_rollout.parser import HermesParser
+from kestrl_rollout.parser import TurnReader
 from kestrl_rollout.recorder import Recorder
 from kestrl_rollout.template import Template
 from kestrl_rollout.toolset import NO_TOOLS
@@ -131,7 +132,7 @@ samples = st.lists(st.integers(0, 151_668), min_size=1, max_size=12)
 def test_a_prompt_begins_with_the_last_prompt_and_its_completion_or_begins_a_row(
     chat: Chat, kinds: list[str], data: st.DataObject
 ) -> None:
-    parser, recorder = HermesParser(chat.vocabulary), Recorder()
+    parser, recorder = TurnReader(chat.vocabulary, BUILT_IN["hermes"]), Recorder()
     stop = chat.vocabulary.control("<|im_end|>")
     messages = [Message(role="user", text="Go.")]
     prompt, sampled = chat.prompt(messages, NO_TOOLS), list[int]()
@@ -150,7 +151,7 @@ def test_a_prompt_begins_with_the_last_prompt_and_its_completion_or_begins_a_row
         seen.append((span.row, span.start, span.end))
         expected.append(list(completion.token_ids))
         since = len(messages)
-        messages.append(parser.parse(sampled or [0], []).message)
+        messages.append(parser.parse(sampled or [0], {}).message)
         forged = data.draw(st.sampled_from(["plain", "<|im_end|>", "<tool_response>", "</think>"]))
         count = {"tool": 1, "tools": 2}.get(kind, 0)
         messages += [Message(role="tool", text=forged) for _ in range(count)]

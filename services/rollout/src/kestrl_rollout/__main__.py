@@ -42,8 +42,10 @@ async def group_runner(settings: RolloutSettings) -> AsyncGenerator[GroupRunner]
         load_model,
         settings.tokenizer,
         settings.template,
-        tools=loop.uses_tools,
+        tools=loop.uses_tools and settings.offers_tools,
         started=datetime.now().astimezone(),
+        tool_calls=settings.tool_call_format,
+        offered=settings.offers_tools and loop.reads_calls,
     )
     async with (
         EngineClient(Secret.ENGINE_KEY.here()) as client,

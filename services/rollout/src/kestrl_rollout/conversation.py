@@ -86,7 +86,7 @@ class EpisodeConversation:
         self._limits = limits
         self._deadlines = deadlines
         self._face = face
-        self._parser = face.parser
+        self._reader = face.reader
         self._engine = engine
         self._offer = offer
         self._tools = tools
@@ -254,7 +254,7 @@ class EpisodeConversation:
         if finish == "stop" and ids[-1] in self._face.stop_ids:
             ids = ids[:-1]
         reasons = self._face.chat.reasons(self._messages, self._offer.toolset)
-        return self._parser.parse(ids, self._offer.names, reasoning=reasons, cut=finish == "length")
+        return self._reader.parse(ids, self._offer.schemas, reasoning=reasons, cut=finish == "length")
 
     def _record(self, prompt: Sequence[int], sampled: Sampled, text: str) -> Turn:
         completion = sampled.completion

@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import Any, cast
 
 from kestrl.errors import UserInputError
+from kestrl.formats import ToolCallFormat
 from kestrl_rollout.chat import Chat, Message
-from kestrl_rollout.parser import HermesParser
+from kestrl_rollout.formats import choose
+from kestrl_rollout.parser import TurnReader
 from kestrl_rollout.template import Slot, Template, TemplateRefused
 from kestrl_rollout.toolset import NO_TOOLS, ToolSet
 from kestrl_rollout.vocabulary import Vocabulary
@@ -43,17 +45,27 @@ class ModelFace:
     """Tokens that end a turn."""
     eos_id: int | None
     pad_id: int | None
+    format: ToolCallFormat
+    """How the model writes tool calls."""
 
     @property
     def vocabulary(self) -> Vocabulary:
         return self.chat.vocabulary
 
     @cached_property
-    def parser(self) -> HermesParser:
-        return HermesParser(self.vocabulary)
+    def reader(self) -> TurnReader:
+        return TurnReader(self.vocabulary, self.format)
 
 
-def load_model(tokenizer: str, template: str | None, *, tools: bool, started: datetime) -> ModelFace:
+def load_model(
+    tokenizer: str,
+    template: str | None,
+    *,
+    tools: bool,
+    started: datetime,
+    tool_calls: str | None = None,
+    offered: bool = False,
+) -> ModelFace:
     """Loads tokenizer and template and proves that conversations can be grown with them.
 
     Args:
@@ -61,9 +73,11 @@ def load_model(tokenizer: str, template: str | None, *, tools: bool, started: da
         template: File of a template that replaces the model's own.
         tools: Whether tools are offered, so that the template must have a place for their results.
         started: What `strftime_now` in a template says.
+        tool_calls: The format of tool calls, a name or an import path; None chooses it from the template.
+        offered: Whether tools are offered to a loop that leaves the reading of calls to the worker: then there must be a format.
 
     Raises:
-        UserInputError: A file is missing or unreadable, or the template cannot be proven.
+        UserInputError: A file is missing or unreadable, the template cannot be proven, or its tool calls cannot be read.
     """
     folder = _folder(tokenizer)
     data = _json(folder / "tokenizer.json")
@@ -75,13 +89,17 @@ def load_model(tokenizer: str, template: str | None, *, tools: bool, started: da
     source = _template(folder, template, config)
     vocabulary = Vocabulary(data)
     special = {**_special(_json(folder / "special_tokens_map.json")), **_special(config)}
-    chat = Chat(Template(source, special, started=started), vocabulary)
+    rendering = Template(source, special, started=started)
+    chat = Chat(rendering, vocabulary)
     closing = prove(chat, tools=tools)
+    chosen = choose(rendering, source, vocabulary, tool_calls, required=offered)
     eos = vocabulary.control(special.get("eos_token", ""))
     stops = [
         *_eos_ids(_json(folder / "generation_config.json")),
         *(each for each in (eos, closing) if each is not None),
     ]
+    inner = {vocabulary.control(text) for text in chosen.inner_ends}
+    stops = [each for each in stops if each not in inner]
     if not stops:
         raise UserInputError(
             "model.base: nothing ends a turn: the tokenizer names no eos_token, generation_config.json no eos_token_id, "
@@ -92,6 +110,7 @@ def load_model(tokenizer: str, template: str | None, *, tools: bool, started: da
         stop_ids=tuple(dict.fromkeys(stops)),
         eos_id=eos if eos is not None else closing,
         pad_id=vocabulary.control(special.get("pad_token", "")),
+        format=chosen,
     )
 
 

@@ -1,38 +1,22 @@
-"""Reading a turn: hermes tool calls (`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`) outside of reasoning.
+"""Reading a turn: its reasoning, its calls in the model's format, and what is left for whoever asked.
 
-Where the markers are control tokens they are looked for among the sampled *ids*: a model that merely writes the characters has not
+Where markers are control tokens they are looked for among the sampled *ids*: a model that merely writes the characters has not
 made a call. A tokenizer without such tokens leaves only the text. Every attempt yields a `Call`, malformed ones too, with the
-message that lets the model mend it; none is dropped.
+message that tells the model how to write it; none is dropped.
 """
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
-from typing import Any, cast
 
 from kestrl.agents import Call
 from kestrl.episode import CallOutcome
-from kestrl.rpc.codec import dump_json
+from kestrl.errors import UserCodeError
+from kestrl.formats import Marker, Schemas, ToolCallFormat, Turn, WrittenCall
 from kestrl_rollout.chat import Message
 from kestrl_rollout.vocabulary import Vocabulary
-
-FORM = 'write <tool_call>{"name": "<tool>", "arguments": {<arguments>}}</tool_call> with valid JSON inside'
-
-
-class Marker(StrEnum):
-    """What structures a turn."""
-
-    THINK = "<think>"
-    THOUGHT = "</think>"
-    CALL = "<tool_call>"
-    CALLED = "</tool_call>"
-
-
-_MARKERS = {str(marker): marker for marker in Marker}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,47 +32,48 @@ class Parsed:
     """As a message of the conversation, its reasoning told apart: some templates delete it later."""
 
 
-@dataclass(slots=True)
-class _Reading:
-    """What has been read so far."""
+class TurnReader:
+    """Reads turns of one model in one tool-call format."""
 
-    thinking: bool
-    call: list[str] | None = None
-    """Text of the open call."""
-
-
-class HermesParser:
-    """Reads turns of one model."""
-
-    def __init__(self, vocabulary: Vocabulary) -> None:
+    def __init__(self, vocabulary: Vocabulary, format: ToolCallFormat) -> None:  # noqa: A002 - the domain's own word
         self._vocabulary = vocabulary
-        by_token = {marker: vocabulary.control(marker) for marker in Marker}
-        self._by_id = {token: marker for marker, token in by_token.items() if token is not None}
-        textual = [re.escape(marker) for marker, token in by_token.items() if token is None]
-        self._textual = re.compile(f"({'|'.join(textual)})") if textual else None
+        self.format = format
+        opening, closing = format.reasoning or ("", "")
+        self._opening, self._closing = opening, closing
+        by_token = {text: vocabulary.control(text) for text in (*format.markers, opening, closing) if text}
+        self._by_id = {token: Marker(text) for text, token in by_token.items() if token is not None}
+        # The longest first: one marker may begin with another.
+        textual = sorted((text for text, token in by_token.items() if token is None), key=len, reverse=True)
+        self._textual = re.compile(f"({'|'.join(map(re.escape, textual))})") if textual else None
 
-    def parse(
-        self, ids: Sequence[int], tools: Collection[str], *, reasoning: bool = False, cut: bool = False
-    ) -> Parsed:
+    def parse(self, ids: Sequence[int], schemas: Schemas, *, reasoning: bool = False, cut: bool = False) -> Parsed:
         """Reads a turn.
 
         Args:
             ids: The sampled tokens, without the one that ended the turn.
-            tools: Names of the tools offered.
+            schemas: Of the tools offered.
             reasoning: Whether the prompt had opened the reasoning already.
             cut: Whether a limit ended the turn.
-        """
-        calls: list[Call] = []
-        content: list[str] = []
-        state = _Reading(thinking=reasoning)
-        text = self._vocabulary.decode(ids)
-        for piece in self._pieces(ids, text):
-            self._read(piece, state, content, calls, tools)
-        if state.call is not None:
-            calls.append(_unfinished("".join(state.call), cut=cut))
-        return Parsed(text=text, content="".join(content).strip(), calls=calls, message=self._message(ids, text))
 
-    def _pieces(self, ids: Sequence[int], whole: str) -> Iterator[Marker | str]:
+        Raises:
+            UserCodeError: The format is a user's own, and raised.
+        """
+        text = self._vocabulary.decode(ids)
+        pieces = list(self._without_reasoning(self._pieces(ids, text), thinking=reasoning))
+        turn = self._read(pieces, schemas, cut=cut)
+        calls = [self._call(call, schemas, cut=cut) for call in turn.calls]
+        return Parsed(text=text, content=turn.content, calls=calls, message=self._message(ids, text))
+
+    def _read(self, pieces: Sequence[str], schemas: Schemas, *, cut: bool) -> Turn:
+        try:
+            return self.format.read(pieces, schemas, cut=cut)
+        except Exception as error:
+            raise UserCodeError(
+                f"agent.toolCallFormat: {self.format.name}: read raised {type(error).__name__}: {error}",
+                code="format_raised",
+            ) from error
+
+    def _pieces(self, ids: Sequence[int], whole: str) -> Iterator[str]:
         if self._by_id.keys().isdisjoint(ids):
             yield from self._texts(whole)
             return
@@ -100,47 +85,67 @@ class HermesParser:
                 start = index + 1
         yield from self._texts(self._vocabulary.decode(ids[start:]))
 
-    def _texts(self, text: str) -> Iterator[Marker | str]:
-        if not text:
-            return
+    def _texts(self, text: str) -> Iterator[str]:
         if self._textual is None:
-            yield text
+            yield from [text] if text else []
             return
-        for piece in self._textual.split(text):
-            yield _MARKERS.get(piece, piece)
+        for index, piece in enumerate(self._textual.split(text)):
+            if piece:
+                yield Marker(piece) if index % 2 else piece
 
-    def _read(
-        self, piece: Marker | str, state: _Reading, content: list[str], calls: list[Call], tools: Collection[str]
-    ) -> None:
-        if state.thinking:
-            state.thinking = piece is not Marker.THOUGHT
-        elif state.call is not None:
-            if piece is Marker.CALLED:
-                calls.append(read_call("".join(state.call), tools))
-                state.call = None
-            elif piece is Marker.CALL:
-                calls.append(_unfinished("".join(state.call), cut=False))
-                state.call = []
-            else:
-                state.call.append(piece)
-        elif piece is Marker.CALL:
-            state.call = []
-        elif piece is Marker.THINK:
-            state.thinking = True
-        elif not isinstance(piece, Marker):
-            content.append(piece)
+    def _without_reasoning(self, pieces: Iterator[str], *, thinking: bool) -> Iterator[str]:
+        """What stands outside reasoning; a marker that ends none is left out.
+
+        Reasoning comes before calls: behind a marker of the format, which may have begun one, its markers are mere text.
+        """
+        thinking = thinking and bool(self._closing)
+        begun = False
+        for piece in pieces:
+            if isinstance(piece, Marker) and piece in (self._opening, self._closing):
+                if begun:
+                    yield str(piece)
+                else:
+                    thinking = piece == self._opening
+            elif not thinking:
+                begun = begun or isinstance(piece, Marker)
+                yield piece
+
+    def _call(self, call: WrittenCall, schemas: Schemas, *, cut: bool) -> Call:
+        """The call, with what the model is told when it cannot be carried out."""
+        form = f"Nothing was called; {self.format.example}."
+        if call.unfinished:
+            why = "the turn's length limit cut it" if cut else "its end is missing"
+            message = f"Error: the tool call was not finished, {why}. {form}"
+            problem = CallOutcome.TRUNCATED
+        elif call.arguments is None or not call.name or call.problem:
+            message = f"Error: the tool call cannot be read: {call.problem or 'it names no tool'}. {form}"
+            problem = CallOutcome.INVALID_JSON
+        elif call.name not in schemas:
+            message = f"Error: there is no tool {call.name!r}. The tools are: {', '.join(schemas) or 'none'}."
+            return Call(
+                name=call.name,
+                arguments=call.arguments,
+                raw=call.raw,
+                problem=CallOutcome.UNKNOWN_TOOL,
+                message=message,
+            )
+        else:
+            return Call(name=call.name, arguments=call.arguments, raw=call.raw)
+        return Call(name=call.name, arguments=None, raw=call.raw, problem=problem, message=message)
 
     def _message(self, ids: Sequence[int], text: str) -> Message:
-        token = self._vocabulary.control(Marker.THOUGHT)
+        if not self._closing:
+            return Message(role="assistant", text=text, ids=ids)
+        token = self._vocabulary.control(self._closing)
         if token is None:
-            head, found, answer = text.partition(Marker.THOUGHT)
+            head, found, answer = text.partition(self._closing)
             if not found:
                 return Message(role="assistant", text=text, ids=ids)
-            return Message(role="assistant", text=answer, reasoning=head.rpartition(Marker.THINK)[2].strip("\n"))
+            return Message(role="assistant", text=answer, reasoning=head.rpartition(self._opening)[2].strip("\n"))
         if token not in ids:
             return Message(role="assistant", text=text, ids=ids)
         end = list(ids).index(token)
-        opening = self._vocabulary.control(Marker.THINK)
+        opening = self._vocabulary.control(self._opening)
         inside = self._trim([each for each in ids[:end] if each != opening])
         answer = self._trim(ids[end + 1 :])
         decode = self._vocabulary.decode
@@ -156,47 +161,3 @@ class HermesParser:
         while start < end and not self._vocabulary.decode(ids[end - 1 : end]).strip():
             end -= 1
         return ids[start:end]
-
-
-def _unfinished(raw: str, *, cut: bool) -> Call:
-    why = "the turn's length limit cut it" if cut else "it has no </tool_call>"
-    message = f"Error: the tool call was not finished, {why}. Nothing was called; {FORM}."
-    return Call(name="", arguments=None, raw=raw, problem=CallOutcome.TRUNCATED, message=message)
-
-
-def _invalid(raw: str, name: str, why: str) -> Call:
-    message = f"Error: the tool call cannot be read: {why}. Nothing was called; {FORM}."
-    return Call(name=name, arguments=None, raw=raw, problem=CallOutcome.INVALID_JSON, message=message)
-
-
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is not valid JSON")
-
-
-_decode = json.JSONDecoder(parse_constant=_refuse_constant).decode
-
-
-def read_call(raw: str, tools: Collection[str]) -> Call:
-    """One call from the text between its markers."""
-    try:
-        value = _decode(raw)
-        if "\\u" in raw:
-            dump_json(value).encode()  # half a surrogate pair could not travel further
-    except RecursionError:
-        return _invalid(raw, "", "it is nested too deeply")
-    except ValueError as error:
-        return _invalid(raw, "", str(error))
-    if not isinstance(value, dict):
-        return _invalid(raw, "", "it is no JSON object")
-    call = cast(dict[str, Any], value)
-    name, arguments = call.get("name"), call.get("arguments", {})
-    if not isinstance(name, str) or not name:
-        return _invalid(raw, "", 'it has no "name"')
-    if not isinstance(arguments, dict):
-        return _invalid(raw, name, '"arguments" is no JSON object')
-    arguments = cast(dict[str, Any], arguments)
-    if name not in tools:
-        offered = ", ".join(tools) or "none"
-        message = f"Error: there is no tool {name!r}. The tools are: {offered}."
-        return Call(name=name, arguments=arguments, raw=raw, problem=CallOutcome.UNKNOWN_TOOL, message=message)
-    return Call(name=name, arguments=arguments, raw=raw)

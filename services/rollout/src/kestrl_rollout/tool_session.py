@@ -12,6 +12,7 @@ from kestrl import rpc
 from kestrl.api.tools.v1 import tools_pb2 as pb
 from kestrl.episode import CallOutcome, Scenario
 from kestrl.errors import ToolFailure, UserInputError
+from kestrl.formats import Schemas
 from kestrl.rpc.codec import dump_json
 from kestrl.tools import ToolSchema
 from kestrl_rollout.chat import Chat
@@ -33,6 +34,11 @@ class Offer:
     tools: tuple[ToolSchema, ...] = ()
     toolset: ToolSet = NO_TOOLS
     names: tuple[str, ...] = ()
+
+    @property
+    def schemas(self) -> Schemas:
+        """What the parameters of each tool are, by its name."""
+        return {tool.name: tool.parameters for tool in self.tools}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,11 +27,13 @@ class LoadedLoop:
     built_in: bool
     """What a built-in raises is our bug, not the user's."""
     uses_tools: bool
+    reads_calls: bool
+    """Whether it leaves the reading of tool calls to the worker (`Reply.calls`)."""
 
 
 BUILT_IN = {
-    "tool_agent": LoadedLoop(run=tool_agent, name="tool_agent", built_in=True, uses_tools=True),
-    "single_turn": LoadedLoop(run=single_turn, name="single_turn", built_in=True, uses_tools=False),
+    "tool_agent": LoadedLoop(run=tool_agent, name="tool_agent", built_in=True, uses_tools=True, reads_calls=True),
+    "single_turn": LoadedLoop(run=single_turn, name="single_turn", built_in=True, uses_tools=False, reads_calls=False),
 }
 
 
@@ -58,7 +60,13 @@ def load_loop(path: str, config: Mapping[str, Any] | None = None) -> LoadedLoop:
             raise
         verl.install()
         found = importing.load(path, field=FIELD)
-    return LoadedLoop(run=_runnable(found, path, config or {}), name=path, built_in=False, uses_tools=True)
+    return LoadedLoop(
+        run=_runnable(found, path, config or {}),
+        name=path,
+        built_in=False,
+        uses_tools=True,
+        reads_calls=not verl.is_loop(found),
+    )
 
 
 def _runnable(found: Any, path: str, config: Mapping[str, Any]) -> Loop:

@@ -1,0 +1,51 @@
+"""From a name to a format: the one place that knows both built-in formats and import paths."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any, cast
+
+from kestrl import importing
+from kestrl.errors import UserInputError
+from kestrl.formats import ToolCallFormat
+from kestrl.formats.harmony import Harmony
+from kestrl.formats.llama import Llama3Json
+from kestrl.formats.mistral import Mistral
+from kestrl.formats.pythonic import Pythonic
+from kestrl.formats.tagged import Hermes, QwenXml
+
+FIELD = "agent.toolCallFormat"
+MEMBERS = ("name", "markers", "example", "reasoning", "hints", "inner_ends", "read", "write")
+BUILT_IN: dict[str, ToolCallFormat] = {
+    each.name: each for each in (Harmony(), Mistral(), QwenXml(), Hermes(), Pythonic(), Llama3Json())
+}
+"""By name. The order is that in which a template is tried: one that a later format could read, too, comes first."""
+
+
+def resolve(name: str) -> ToolCallFormat:
+    """The format of a name or an import path, `module:Format` (a class made without arguments, or an object).
+
+    Raises:
+        UserInputError: There is none, or it is no format.
+    """
+    if name in BUILT_IN:
+        return BUILT_IN[name]
+    if ":" not in name:
+        raise UserInputError(
+            f"{FIELD}: {name!r} is neither built in ({', '.join(BUILT_IN)}) nor of the form package.module:Format"
+        )
+    found: Any = importing.load(name, field=FIELD)
+    if inspect.isclass(found):
+        try:
+            found = found()
+        except Exception as error:
+            raise UserInputError(
+                f"{FIELD}: {name} cannot be made without arguments: {type(error).__name__}: {error}"
+            ) from error
+    missing = [each for each in MEMBERS if not hasattr(found, each)]
+    if missing:
+        raise UserInputError(
+            f"{FIELD}: {name} is no ToolCallFormat: it has no {', '.join(missing)}; subclass kestrl.formats.ToolCallFormat "
+            "for the defaults"
+        )
+    return cast(ToolCallFormat, found)

@@ -1,0 +1,200 @@
+"""Calls between `<tool_call>` and `</tool_call>`: JSON objects (hermes), or XML (Qwen3-Coder and Qwen3.5 on)."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, cast
+
+from kestrl.formats import Marker, Schemas, ToolCallFormat, Turn, WrittenCall
+from kestrl.formats.objects import read_json, read_object, write_json, write_object
+
+BEGIN, END = "<tool_call>", "</tool_call>"
+MAX_LITERAL = 65_536
+"""Characters of a Python literal that are parsed: the parser's memory grows with them."""
+
+
+def between(
+    pieces: Sequence[str], begin: str, end: str, read: Callable[[str], Sequence[WrittenCall]]
+) -> tuple[str, list[WrittenCall]]:
+    """What stands outside a pair of markers, and the calls inside. One that is never closed is unfinished."""
+    content: list[str] = []
+    calls: list[WrittenCall] = []
+    inside: list[str] | None = None
+    for piece in pieces:
+        marker = piece if isinstance(piece, Marker) else ""
+        if marker == begin:
+            if inside is not None:
+                calls.append(WrittenCall(raw="".join(inside), unfinished=True))
+            inside = []
+        elif inside is None:
+            content += [] if marker == end else [piece]
+        elif marker == end:
+            calls += read("".join(inside))
+            inside = None
+        else:
+            inside.append(piece)
+    if inside is not None:
+        calls.append(WrittenCall(raw="".join(inside), unfinished=True))
+    return "".join(content).strip(), calls
+
+
+class Hermes(ToolCallFormat):
+    """One JSON object with `name` and `arguments` in each pair of markers: Qwen2.5, Qwen3, Hermes and many others."""
+
+    name = "hermes"
+    markers = (BEGIN, END)
+    example = 'write <tool_call>{"name": "<tool>", "arguments": {<arguments>}}</tool_call> with valid JSON inside'
+    hints = (BEGIN, "arguments")
+
+    def read(self, pieces: Sequence[str], schemas: Schemas, *, cut: bool) -> Turn:
+        del schemas, cut
+        content, calls = between(pieces, BEGIN, END, lambda raw: [read_object(raw)])
+        return Turn(content=content, calls=calls)
+
+    def write(self, calls: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
+        return "\n".join(f"{BEGIN}\n{write_object(name, arguments)}\n{END}" for name, arguments in calls)
+
+
+_FUNCTION = re.compile(r"\s*<function=(?P<name>[^>\n]+)>(?P<body>.*)</function>\s*", re.DOTALL)
+_PARAMETER = re.compile(
+    r"\s*<parameter=(?P<name>[^>\n]+)>(?P<value>.*?)</parameter>(?=\s*(?:<parameter=|$))", re.DOTALL
+)
+
+
+class QwenXml(ToolCallFormat):
+    """A function and its parameters as XML in each pair of markers: Qwen3-Coder, Qwen3.5, Qwen3.6, Nemotron 3.
+
+    Values are text; the tool's JSON Schema says what they are read as.
+    """
+
+    name = "qwen_xml"
+    markers = (BEGIN, END)
+    example = (
+        "write <tool_call>\n<function=<tool>>\n<parameter=<name>>\n<value>\n</parameter>\n</function>\n</tool_call>, "
+        "one <parameter=...> for each argument"
+    )
+    hints = (BEGIN, "<function=")
+
+    def read(self, pieces: Sequence[str], schemas: Schemas, *, cut: bool) -> Turn:
+        del cut
+        content, calls = between(pieces, BEGIN, END, lambda raw: [_read_xml(raw, schemas)])
+        return Turn(content=content, calls=calls)
+
+    def write(self, calls: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
+        return "\n".join(_write_xml(name, arguments) for name, arguments in calls)
+
+
+def _write_xml(name: str, arguments: Mapping[str, Any]) -> str:
+    written = "".join(
+        f"<parameter={key}>\n{value if isinstance(value, str) else write_json(value)}\n</parameter>\n"
+        for key, value in arguments.items()
+    )
+    return f"{BEGIN}\n<function={name}>\n{written}</function>\n{END}"
+
+
+def _read_xml(raw: str, schemas: Schemas) -> WrittenCall:
+    function = _FUNCTION.fullmatch(raw)
+    if function is None:
+        return WrittenCall(raw=raw, problem="it is not of the form <function=...> ... </function>")
+    name, body = function["name"].strip(), function["body"]
+    schema = schemas.get(name, {})
+    properties: Mapping[str, Any] = schema.get("properties", {})
+    arguments: dict[str, Any] = {}
+    done = 0
+    for match in _PARAMETER.finditer(body):
+        if match.start() != done:
+            break
+        done = match.end()
+        key = match["name"].strip()
+        if key in arguments:
+            return WrittenCall(raw=raw, name=name, problem=f"the parameter {key!r} is there twice")
+        arguments[key] = _value(_without_frame(match["value"]), properties.get(key, {}), schema)
+    if body[done:].strip():
+        return WrittenCall(
+            raw=raw,
+            name=name,
+            problem=f"what follows is no <parameter=...> ... </parameter>: {body[done:].strip()[:80]}",
+        )
+    return WrittenCall(raw=raw, name=name, arguments=arguments)
+
+
+def _without_frame(text: str) -> str:
+    """A value without the line breaks that templates write around it."""
+    return text.removeprefix("\n").removesuffix("\n")
+
+
+def _value(text: str, schema: Any, root: Mapping[str, Any]) -> Any:
+    """The text as what the schema asks for; as it is where it can be nothing of that: the tool's check then says why."""
+    kinds = set(_kinds(schema, root, depth=8))
+    if not kinds or kinds == {"string"}:
+        return text
+    bare = text.strip()
+    for read in (read_json, _literal):
+        try:
+            value = read(bare)
+        except ValueError:
+            continue
+        if isinstance(value, str):
+            continue  # its quotes are part of the text
+        if _kind(value) in kinds or (_kind(value) == "integer" and "number" in kinds):
+            return value
+    lowered = bare.lower()
+    if "boolean" in kinds and lowered in ("true", "false"):
+        return lowered == "true"
+    if "null" in kinds and lowered in ("null", "none"):
+        return None
+    return text
+
+
+def _literal(text: str) -> Any:
+    """A Python literal: models write single quotes and True, too."""
+    if len(text) > MAX_LITERAL or text[:1] not in ("[", "{"):
+        raise ValueError("no literal")
+    try:
+        value = ast.literal_eval(text)
+    except (SyntaxError, TypeError, RecursionError, MemoryError) as error:
+        raise ValueError("no literal") from error
+    # By way of JSON, so that sets, bytes and numbers without a JSON form are none.
+    try:
+        return read_json(write_json(value))
+    except TypeError as error:
+        raise ValueError("no JSON value") from error
+
+
+def _kinds(schema: Any, root: Mapping[str, Any], *, depth: int) -> Iterator[str]:
+    """The JSON types that a schema allows, as far as it says so; an enumeration's are those of its values."""
+    if not isinstance(schema, dict) or depth == 0:
+        return
+    entries = cast(dict[str, Any], schema)
+    declared: Any = entries.get("type")
+    yield from [declared] if isinstance(declared, str) else cast(list[str], declared or [])
+    if declared is None:
+        yield from (
+            _kind(value) for value in [*entries.get("enum", ()), *([entries["const"]] if "const" in entries else [])]
+        )
+    for key in ("anyOf", "oneOf", "allOf"):
+        for each in entries.get(key, ()):
+            yield from _kinds(each, root, depth=depth - 1)
+    reference = entries.get("$ref")
+    if isinstance(reference, str) and reference.startswith("#/$defs/"):
+        yield from _kinds(root.get("$defs", {}).get(reference.removeprefix("#/$defs/")), root, depth=depth - 1)
+
+
+def _kind(value: Any) -> str:
+    match value:
+        case bool():
+            return "boolean"
+        case int():
+            return "integer"
+        case float():
+            return "number"
+        case str():
+            return "string"
+        case list():
+            return "array"
+        case dict():
+            return "object"
+        case _:
+            return "null"

@@ -1,0 +1,129 @@
+"""The conformance suite of tool-call formats: `check_format(MyFormat())` in a test of one's own.
+
+It writes calls and reads them again, cuts and damages them, and tells by `AssertionError` what does not hold. The same seed always tries
+the same texts.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from kestrl.formats import Marker, Schemas, ToolCallFormat, Turn
+from kestrl.formats.registry import MEMBERS
+
+SCHEMAS: Schemas = {
+    "search": {
+        "type": "object",
+        "properties": {
+            "word": {"type": "string"},
+            "limit": {"type": "integer"},
+            "share": {"type": "number"},
+            "exact": {"type": "boolean"},
+            "tags": {"type": "array", "items": {"type": "string"}},
+            "where": {"type": "object"},
+            "note": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+        },
+    },
+    "get_time": {"type": "object", "properties": {}},
+}
+"""Of the tools that the suite calls."""
+ARGUMENTS: Sequence[Mapping[str, Any]] = (
+    {"word": "kestrel"},
+    {"word": "", "limit": 0},
+    {"word": "two words, \"quoted\" and 'quoted'", "limit": -12, "exact": True},
+    {"word": "line\nbreak\tand tab", "share": 0.25, "exact": False},
+    {"word": "é 鳥 \U0001f985", "tags": ["a", "b c", ""], "where": {"deep": {"list": [1, 2.5, None, True]}}},
+    {"word": "a < b && c > d; {x: [1]} \\ end", "note": None},
+    {"word": "12", "note": "true"},
+)
+
+
+def check_format(format: ToolCallFormat, *, seed: int = 0, damaged: int = 300) -> None:  # noqa: A002 - the domain's own word
+    """Checks a format.
+
+    Args:
+        format: The format.
+        seed: Of the damage done to texts.
+        damaged: Texts that are damaged.
+
+    Raises:
+        AssertionError: What does not hold, with the text.
+    """
+    missing = [each for each in MEMBERS if not hasattr(format, each)]
+    assert not missing, f"{format!r} has no {', '.join(missing)}"
+    assert format.example, "the example is empty: the model is shown it when a call cannot be read"
+    for arguments in ARGUMENTS:
+        _check_calls(format, [("search", arguments)])
+    _check_calls(format, [("get_time", {})])
+    several = [("search", {"word": "a"}), ("get_time", {}), ("search", {"word": "b", "limit": 2})]
+    if _written(format, several) is not None:
+        _check_calls(format, several)
+    _check_answers(format)
+    _check_damage(format, random.Random(seed), damaged)  # noqa: S311 - chance for tests
+
+
+def pieces_of(format: ToolCallFormat, text: str) -> list[str]:  # noqa: A002
+    """A text as the worker cuts it where every marker is a control token."""
+    markers = sorted(format.markers, key=len, reverse=True)
+    if not markers:
+        return [text] if text else []
+    found = re.split(f"({'|'.join(map(re.escape, markers))})", text)
+    return [Marker(piece) if index % 2 else piece for index, piece in enumerate(found) if piece]
+
+
+def _written(format: ToolCallFormat, calls: Sequence[tuple[str, Mapping[str, Any]]]) -> str | None:  # noqa: A002
+    """The calls' text; None where the format cannot say them."""
+    try:
+        return format.write(calls)
+    except ValueError:
+        return None
+
+
+def _read(format: ToolCallFormat, text: str, *, cut: bool) -> Turn:  # noqa: A002
+    try:
+        return format.read(pieces_of(format, text), SCHEMAS, cut=cut)
+    except Exception as error:
+        raise AssertionError(f"{format.name}: read raised {type(error).__name__}: {error} for {text!r}") from error
+
+
+def _check_calls(format: ToolCallFormat, calls: Sequence[tuple[str, Mapping[str, Any]]]) -> None:  # noqa: A002
+    text = _written(format, calls)
+    if text is None:
+        assert len(calls) > 1, f"{format.name}: write refuses one call, {calls[0]!r}"
+        return
+    read = _read(format, text, cut=False).calls
+    told = [(call.name, call.arguments, call.problem, call.unfinished) for call in read]
+    assert told == [(name, arguments, "", False) for name, arguments in calls], (
+        f"{format.name}: wrote {text!r} for {calls!r} and read {told!r}"
+    )
+    for end in range(len(text)):
+        for call in _read(format, text[:end], cut=True).calls:
+            whole = call.arguments is not None and not call.problem and not call.unfinished
+            assert not whole or (call.name, call.arguments) in [(name, dict(given)) for name, given in calls], (
+                f"{format.name}: cut at {end}, {text!r} is read as the call {call!r}, which nobody wrote"
+            )
+
+
+def _check_answers(format: ToolCallFormat) -> None:  # noqa: A002
+    for text in ("", "A small falcon.", 'The answer is {"value": 4}.', "[1, 2, 3]", "f(x) = x + 1", "a < b"):
+        turn = _read(format, text, cut=False)
+        assert not turn.calls, f"{format.name}: the answer {text!r} is read as the call {turn.calls[0]!r}"
+        assert turn.content == text, f"{format.name}: of the answer {text!r} only {turn.content!r} is left"
+
+
+def _check_damage(format: ToolCallFormat, chance: random.Random, count: int) -> None:  # noqa: A002
+    for _ in range(count):
+        text = format.write([("search", chance.choice(ARGUMENTS))])
+        for _ in range(chance.randint(1, 4)):
+            at = chance.randrange(len(text) + 1)
+            text = (
+                text[:at]
+                + chance.choice(["", "{", "}", '"', "\\", "\n", "<", *format.markers])
+                + text[at + chance.randint(0, 3) :]
+            )
+        for call in _read(format, text, cut=chance.random() < 0.5).calls:
+            told = call.arguments is not None or call.problem or call.unfinished
+            assert told, f"{format.name}: {text!r} is read as {call!r}: neither arguments nor a problem"

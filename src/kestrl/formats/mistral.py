@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 from kestrl.formats import Marker, Schemas, ToolCallFormat, Turn, WrittenCall
 from kestrl.formats.objects import call_of, read_json, with_arguments, write_object
+from kestrl.tools.shapes import is_list
 
 CALLS, ARGS, ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
 _NAMED = re.compile(r"\s*(?P<name>[A-Za-z_][\w.-]*)\s*(?P<arguments>\{.*)", re.DOTALL)
@@ -60,7 +61,7 @@ def _read(pieces: Sequence[str]) -> list[WrittenCall]:
         value = read_json(raw)
     except ValueError as error:
         return [WrittenCall(raw=raw, problem=str(error))]
-    found: list[Any] = cast(list[Any], value) if isinstance(value, list) else [value]
+    found = value if is_list(value) else [value]
     return [call_of(each, raw) for each in found] or [WrittenCall(raw=raw, problem="the array is empty")]
 
 

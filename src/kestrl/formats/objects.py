@@ -73,7 +73,7 @@ def call_of(value: Any, raw: str, keys: Sequence[str] = ARGUMENTS) -> WrittenCal
     name = call.get("name")
     if not isinstance(name, str) or not name:
         return WrittenCall(raw=raw, problem='it has no "name"')
-    arguments: Any = next((call[key] for key in keys if key in call), {})
+    arguments: Any = next((call[key] for key in keys if key in call), dict[str, Any]())
     return with_arguments(name, arguments, raw, f'"{keys[0]}" is no JSON object')
 
 

@@ -58,7 +58,11 @@ def check_format(format: ToolCallFormat, *, seed: int = 0, damaged: int = 300) -
     for arguments in ARGUMENTS:
         _check_calls(format, [("search", arguments)])
     _check_calls(format, [("get_time", {})])
-    several = [("search", {"word": "a"}), ("get_time", {}), ("search", {"word": "b", "limit": 2})]
+    several: list[tuple[str, dict[str, Any]]] = [
+        ("search", {"word": "a"}),
+        ("get_time", {}),
+        ("search", {"word": "b", "limit": 2}),
+    ]
     if _written(format, several) is not None:
         _check_calls(format, several)
     _check_answers(format)

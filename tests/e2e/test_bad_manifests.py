@@ -47,7 +47,7 @@ AT_ADMISSION = [
     Bad("agent__maxTokens", 4096, "leaves no room for a prompt"),
     Bad("sampling__temperature", 0, "nothing to learn from"),
     Bad("sampling__temperature", 6, "spec.sampling.temperature"),
-    Bad("algorithm__name", "ppo", 'supported values: "grpo", "dr_grpo", "rloo"'),
+    Bad("algorithm__name", "ppo", "spec.algorithm.name"),
     Bad("algorithm__groupSize", 1, "needs at least 2"),
     Bad("algorithm__groupSize", 128, "cannot hold one group"),
     Bad("algorithm__groupsPerStep", 0, "spec.algorithm.groupsPerStep"),

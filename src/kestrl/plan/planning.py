@@ -21,6 +21,7 @@ from kestrl.plan.settings import (
     ToolsSettings,
 )
 from kestrl.plan.site import Site
+from kestrl.spec.algorithms import PRESETS
 from kestrl.spec.job import AgentRLJob, JobSpec
 
 GAP_BOUND = {"float32": 1e-3, "bfloat16": 0.1}
@@ -172,23 +173,33 @@ def gap_bounds(mean: float) -> GapBounds:
 
 
 def algorithm_settings(spec: JobSpec) -> AlgorithmSettings:
-    """The algorithm's part of the learner's settings."""
+    """The algorithm's part of the learner's settings: what the manifest sets, on top of the preset that it names."""
     algorithm = spec.algorithm
+    preset = PRESETS.get(algorithm.name, PRESETS["grpo"])
+    clip, dynamic = algorithm.clip, algorithm.dynamic_sampling
     return AlgorithmSettings(
         name=algorithm.name,
+        config=dict(algorithm.config),
         group_size=algorithm.group_size,
         groups_per_step=algorithm.groups_per_step,
         learning_rate=algorithm.learning_rate,
-        clip_low=algorithm.clip.low,
-        clip_high=algorithm.clip.high,
+        clip_low=preset.clip_low if clip.low is None else clip.low,
+        clip_high=preset.clip_high if clip.high is None else clip.high,
+        clip_dual=clip.dual,
         max_staleness=algorithm.max_staleness,
         on_failed_episode=algorithm.on_failed_episode,
         min_group_size=algorithm.min_group_size,
         max_grad_norm=algorithm.max_grad_norm,
         weight_decay=algorithm.weight_decay,
         warmup_steps=algorithm.warmup_steps,
-        advantage=algorithm.name,
-        loss="ppo_clip",
+        advantage=algorithm.advantage or preset.advantage,
+        loss=algorithm.loss or preset.loss,
+        aggregation=algorithm.aggregation or preset.aggregation,
+        horizon=spec.agent.max_tokens,
+        kl_coefficient=algorithm.kl.coefficient,
+        kl_estimator=algorithm.kl.estimator,
+        dynamic_sampling=preset.dynamic_sampling if dynamic is None else dynamic,
+        max_sampled_batches=algorithm.max_sampled_batches,
         importance_cap=algorithm.importance_cap if algorithm.max_staleness > 0 else None,
     )
 

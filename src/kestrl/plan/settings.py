@@ -169,6 +169,7 @@ class AlgorithmSettings(Model):
     """How a batch becomes a gradient."""
 
     name: str
+    """Of a preset, or a class by import path."""
     group_size: int
     groups_per_step: int
     learning_rate: float
@@ -184,6 +185,16 @@ class AlgorithmSettings(Model):
     loss: str
     importance_cap: float | None
     """Token TIS bound C, when staleness is above 0."""
+    config: dict[str, Any] = {}
+    """Keyword arguments of a class by import path."""
+    aggregation: str = "token_mean"
+    horizon: int = 1
+    """Tokens that `seq_mean_token_sum_norm` divides by."""
+    clip_dual: float | None = None
+    kl_coefficient: float = 0.0
+    kl_estimator: str = "k3"
+    dynamic_sampling: bool = False
+    max_sampled_batches: int = 10
 
 
 class EvaluateSettings(Model):

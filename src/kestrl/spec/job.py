@@ -10,6 +10,7 @@ from typing import Annotated, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic.alias_generators import to_camel
 
+from kestrl.spec.algorithms import AdvantageName, AggregationName, AlgorithmName, KlEstimatorName, LossName
 from kestrl.spec.scalars import Address, Duration, DurationOrZero, ImportPath, JobName, JsonObject, Name
 
 API_VERSION = "kestrl.dev/v1alpha1"
@@ -173,19 +174,43 @@ class Sampling(Model):
 
 
 class Clip(Model):
-    """The trust region of the ratio: [1 - low, 1 + high]."""
+    """The trust region of the ratio: [1 - low, 1 + high]. Each has the preset's value unless it is set."""
 
-    low: Annotated[float, Field(gt=0, lt=1, strict=False)] = 0.2
-    """How far below 1 the ratio counts."""
-    high: Positive = 0.28
+    low: Annotated[float, Field(gt=0, le=1, strict=False)] | None = None
+    """How far below 1 the ratio counts; 1 sets no lower bound."""
+    high: Positive | None = None
     """How far above; more than `low` leaves unlikely tokens room to rise (DAPO's clip-higher)."""
+    dual: Annotated[float, Field(gt=1, strict=False)] | None = None
+    """Dual clip c: a token with a negative advantage A costs at most -c A. Without it there is none."""
+
+
+class Kl(Model):
+    """A penalty on the distance from the base model (the adapter switched off), added to the loss."""
+
+    coefficient: NonNegative = 0.0
+    """0 computes no reference log-probabilities; above, a step needs one more forward pass."""
+    estimator: KlEstimatorName = "k3"
+    """Of the KL divergence a token; k2 has the exact gradient on policy."""
 
 
 class Algorithm(Model):
     """How episodes become a gradient."""
 
-    name: Literal["grpo", "dr_grpo", "rloo"] = "grpo"
-    """The advantage estimator."""
+    name: AlgorithmName = "grpo"
+    """A preset (`grpo`, `dapo`, `dr_grpo`, `gspo`, `cispo`, `rloo`, `reinforce++`), or a class by import path."""
+    config: JsonObject = {}
+    """Keyword arguments of a class by import path."""
+    advantage: AdvantageName | None = None
+    """The advantage estimator; without it the preset's."""
+    loss: LossName | None = None
+    """The policy loss; without it the preset's."""
+    aggregation: AggregationName | None = None
+    """How token losses add up over the whole batch; without it the preset's. The horizon of `..._norm` is agent.maxTokens."""
+    kl: Kl = Kl()
+    dynamic_sampling: bool | None = None
+    """Replace groups with equal rewards by other scenarios' groups; without it the preset's choice."""
+    max_sampled_batches: Annotated[int, Field(ge=1, le=1000)] = 10
+    """With dynamic sampling: a step that refuses as many groups as this many batches hold ends the run."""
     group_size: Annotated[int, Field(ge=1, le=1024)] = 8
     """Episodes of one scenario."""
     groups_per_step: Annotated[int, Field(ge=1, le=65_536)] = 8

@@ -101,6 +101,13 @@ class Stage:
         with closing(sqlite3.connect(self.folder / "ledger.db")) as connection:
             return dict(connection.execute("SELECT state, count(*) FROM work GROUP BY state").fetchall())
 
+    @property
+    def reasons(self) -> list[str]:
+        """Why scenarios were dropped, in the order of their positions."""
+        with closing(sqlite3.connect(self.folder / "ledger.db")) as connection:
+            rows = connection.execute("SELECT reason FROM work WHERE state = 'dropped' ORDER BY position").fetchall()
+        return [row[0] for row in rows]
+
     def asked(self, purpose: str = "train") -> list[rpb.RunGroupRequest]:
         """Requests of all workers."""
         return [request for worker in self.workers for request in worker.requests if request.purpose == purpose]

@@ -1,11 +1,10 @@
-"""Advantages and losses against slow transcriptions of their formulas, loop by loop, in float64."""
+"""Algorithms against slow transcriptions of their papers' formulas, token by token in float64, and the conformance suite."""
 
 from __future__ import annotations
 
 import math
 import statistics
-from array import array
-from itertools import pairwise, product
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,218 +12,323 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kestrl_learner.algo.advantages import ADVANTAGES, dr_grpo, grpo, rloo
-from kestrl_learner.algo.losses import Clip, ppo_clip
-from kestrl_learner.batch import PASS_COST, TrainRow, cut, shared_prompt
-from kestrl_learner.schedule import admissible, epoch_order, group_seed, total_steps
+from kestrl.algorithms import ScoredEpisode, TokenBatch, Totals
+from kestrl.errors import UserInputError
+from kestrl.plan.planning import algorithm_settings
+from kestrl.spec import AgentRLJob
+from kestrl.spec.algorithms import ADVANTAGES as ADVANTAGE_NAMES
+from kestrl.spec.algorithms import AGGREGATIONS as AGGREGATION_NAMES
+from kestrl.spec.algorithms import KL_ESTIMATORS as KL_NAMES
+from kestrl.spec.algorithms import LOSSES as LOSS_NAMES
+from kestrl.spec.algorithms import PRESETS
+from kestrl.testing.algorithms import check_algorithm
+from kestrl_learner.algorithms import ADVANTAGES, AGGREGATIONS, KL_ESTIMATORS, LOSSES, Bounds, make_algorithm
+from kestrl_learner.algorithms.advantages import equal, grpo, rloo
+from kestrl_learner.algorithms.losses import ppo_clip
 
-CLIP = Clip(low=0.2, high=0.28)
+BOUNDS = Bounds(low=0.2, high=0.28)
+Token = tuple[float, float, float, int]
+"""Log-probability, behaviour, advantage, episode."""
 rewards = st.lists(st.floats(-10, 10, allow_nan=False), min_size=2, max_size=16)
-tokens = st.lists(st.tuples(st.floats(-8, -0.01), st.floats(-8, -0.01), st.floats(-3, 3)), min_size=1, max_size=12)
-
-
-def slow_advantages(name: str, given_rewards: list[float]) -> list[float]:
-    count = len(given_rewards)
-    mean = sum(given_rewards) / count
-    if name == "grpo":
-        deviation = statistics.pstdev(given_rewards)
-        return [(reward - mean) / (deviation + 1e-6) for reward in given_rewards]
-    if name == "dr_grpo":
-        return [reward - mean for reward in given_rewards]
-    return [
-        reward - sum(other for place, other in enumerate(given_rewards) if place != index) / (count - 1)
-        for index, reward in enumerate(given_rewards)
-    ]
-
-
-@pytest.mark.parametrize("name", sorted(ADVANTAGES))
-@given(given_rewards=rewards)
-@settings(max_examples=60)
-def test_advantages_are_what_their_formulas_say(name: str, given_rewards: list[float]) -> None:
-    if max(given_rewards) - min(given_rewards) <= 1e-6:
-        return
-    assert ADVANTAGES[name](given_rewards) == pytest.approx(slow_advantages(name, given_rewards), rel=1e-6, abs=1e-9)
-
-
-@pytest.mark.parametrize("name", sorted(ADVANTAGES))
-@pytest.mark.parametrize(
-    "given_rewards",
-    [[], [0.7], [0.1 + 0.2, 0.3], [1.0] * 5],
-    ids=["no episode", "one", "equal but for rounding", "equal"],
+tokens = st.lists(
+    st.tuples(st.floats(-8, -0.01), st.floats(-8, -0.01), st.floats(-3, 3), st.integers(0, 2)), min_size=1, max_size=12
 )
-def test_where_there_is_nothing_to_compare_there_is_no_advantage(name: str, given_rewards: list[float]) -> None:
-    assert ADVANTAGES[name](given_rewards) == [0.0] * len(given_rewards)
 
 
-def test_advantages_of_a_group_one_knows_by_heart() -> None:
-    assert grpo([0.0, 1.0]) == pytest.approx([-1.0, 1.0], abs=1e-5)
-    assert dr_grpo([0.0, 1.0]) == [-0.5, 0.5]
-    assert rloo([0.0, 1.0]) == [-1.0, 1.0]
-
-
-def slow_loss(rows: list[tuple[float, float, float]], cap: float | None) -> float:
-    """-sum w min(r A, clip(r) A), one token at a time."""
-    total = 0.0
-    for new, behaviour, advantage in rows:
-        drift = min(20.0, max(-20.0, new - behaviour))
-        weight = 1.0 if cap is None else min(math.exp(drift), cap)
-        r = math.exp(drift) if cap is None else 1.0
-        bounded = min(max(r, 1 - CLIP.low), 1 + CLIP.high)
-        total -= weight * min(r * advantage, bounded * advantage)
-    return total
-
-
-def slow_gradient(rows: list[tuple[float, float, float]], cap: float | None) -> list[float]:
-    """d loss / d new of each token, by hand: r' = r, and a weight has none."""
-    gradient: list[float] = []
-    for new, behaviour, advantage in rows:
-        r = math.exp(new - behaviour) if cap is None else 1.0
-        weight = 1.0 if cap is None else min(math.exp(new - behaviour), cap)
-        stopped = (advantage > 0 and r > 1 + CLIP.high) or (advantage < 0 and r < 1 - CLIP.low)
-        gradient.append(0.0 if stopped else -weight * r * advantage)
-    return gradient
-
-
-@pytest.mark.parametrize("cap", [None, 2.0], ids=["bypass", "decoupled"])
-@given(rows=tokens)
-@settings(max_examples=80)
-def test_the_loss_and_its_gradient_are_what_the_formula_says(
-    cap: float | None, rows: list[tuple[float, float, float]]
-) -> None:
-    new, behaviour, advantages = (torch.tensor(column, dtype=torch.float64) for column in zip(*rows, strict=True))
-    new.requires_grad_()
-    loss = ppo_clip(new, behaviour, advantages, clip=CLIP, importance_cap=cap)
-    assert float(loss.detach()) == pytest.approx(slow_loss(rows, cap), rel=1e-9, abs=1e-12)
-    loss.backward()
-    assert new.grad is not None
-    assert new.grad.tolist() == pytest.approx(slow_gradient(rows, cap), rel=1e-9, abs=1e-12)
-
-
-def test_the_gradient_agrees_with_finite_differences() -> None:
-    new = torch.tensor([-1.0, -2.0, -0.5, -1.2], dtype=torch.float64, requires_grad=True)
-    behaviour = torch.tensor([-1.1, -1.0, -0.9, -1.25], dtype=torch.float64)
-    advantages = torch.tensor([1.0, -0.5, 2.0, -1.0], dtype=torch.float64)
-
-    def loss(values: torch.Tensor) -> torch.Tensor:
-        return ppo_clip(values, behaviour, advantages, clip=CLIP, importance_cap=None)
-
-    assert torch.autograd.gradcheck(loss, (new,))
-
-
-def row(ids: list[int], mask: list[int]) -> tuple[array[int], bytes]:
-    return array("i", ids), bytes(mask)
-
-
-@pytest.mark.parametrize(
-    ("rows", "length"),
-    [
-        ([row([1, 2, 3, 4], [0, 0, 1, 1]), row([1, 2, 5, 6], [0, 0, 1, 1])], 2),
-        ([row([1, 2, 3, 4], [0, 0, 0, 1]), row([1, 9, 3, 4], [0, 0, 0, 1])], 1),
-        ([row([1, 2, 3], [0, 0, 1]), row([1, 2, 3], [0, 1, 1])], 1),
-        ([row([9, 2], [0, 1]), row([1, 2], [0, 1])], 0),
-        ([row([1, 2, 3], [0, 0, 0]), row([1, 2, 3], [0, 0, 1])], 2),
-        ([], 0),
-    ],
-    ids=[
-        "up to the first sampled token",
-        "only as far as all agree",
-        "up to the first sampled token of any",
-        "nothing in common",
-        "a row without sampled tokens keeps one",
-        "no rows",
-    ],
-)
-def test_the_shared_prompt(rows: list[Any], length: int) -> None:
-    assert shared_prompt(rows) == length
-
-
-def cost(lengths: list[int], parts: list[slice], prompt: int) -> int:
-    return sum(PASS_COST + prompt + len(lengths[part]) * max(lengths[part]) for part in parts)
-
-
-@settings(max_examples=200)
-@given(
-    lengths=st.lists(st.integers(1, 900), max_size=9).map(sorted),
-    prompt=st.integers(0, 300),
-    limit=st.integers(1, 3000),
-)
-def test_rows_are_cut_into_the_cheapest_parts(lengths: list[int], prompt: int, limit: int) -> None:
-    parts = cut(lengths, prompt=prompt, limit=limit)
-    assert [length for part in parts for length in lengths[part]] == lengths
-    for part in parts:
-        held = lengths[part]
-        assert len(held) == 1 or prompt + len(held) * max(held) <= limit
-    for borders in product([False, True], repeat=max(0, len(lengths) - 1)):
-        begins = [0, *(index + 1 for index, border in enumerate(borders) if border)] if lengths else []
-        other = [slice(begin, end) for begin, end in pairwise([*begins, len(lengths)])]
-        allowed = all(len(lengths[p]) == 1 or prompt + len(lengths[p]) * max(lengths[p]) <= limit for p in other)
-        assert not allowed or cost(lengths, parts, prompt) <= cost(lengths, other, prompt)
-
-
-def test_a_straggler_does_not_pad_the_others() -> None:
-    assert cut([160] * 7 + [800], prompt=80, limit=10_000) == [slice(0, 7), slice(7, 8)]
-
-
-def test_steps_in_all_are_whole_batches_of_all_epochs() -> None:
-    assert total_steps(10, 3, 4, None) == 7
-    assert total_steps(10, 3, 4, 5) == 5
-    assert total_steps(3, 1, 4, None) == 0
-
-
-@given(seed=st.integers(0, 2**40), epoch=st.integers(0, 50), size=st.integers(1, 60))
-@settings(max_examples=40)
-def test_an_epoch_is_an_order_of_every_scenario_and_the_same_each_time(seed: int, epoch: int, size: int) -> None:
-    order = epoch_order(seed, epoch, size)
-    assert sorted(order) == list(range(size))
-    assert order == epoch_order(seed, epoch, size)
-    assert 0 <= group_seed(seed, epoch, order[0]) < 2**31
-
-
-@pytest.mark.parametrize(
-    ("staleness", "version", "consumed", "outstanding", "may"),
-    [
-        (0, 0, 0, 0, 4),
-        (0, 0, 4, 0, 0),
-        (0, 1, 4, 1, 3),
-        (1, 0, 0, 0, 8),
-        (1, 0, 4, 4, 0),
-        (1, 1, 4, 4, 4),
-        (0, 0, 4, 4, 0),
-    ],
-    ids=[
-        "synchronous: one step's groups",
-        "synchronous: none while a step trains",
-        "synchronous: the rest of a step",
-        "asynchronous: two steps' groups",
-        "asynchronous: one ahead while a step trains",
-        "asynchronous: the next when it is published",
-        "never below nothing",
-    ],
-)
-def test_admission(staleness: int, version: int, consumed: int, outstanding: int, may: int) -> None:
-    found = admissible(
-        version=version, max_staleness=staleness, groups_per_step=4, consumed=consumed, outstanding=outstanding
-    )
-    assert found == may
-
-
-def test_a_row_knows_nothing_of_algorithms() -> None:
-    assert set(TrainRow.__dataclass_fields__) == {
-        "token_ids",
-        "mask",
-        "behaviour",
-        "advantage",
-        "fresh",
-        "policy",
-        "engines",
+def settings_of(**algorithm: Any) -> Any:
+    """Settings as a manifest makes them."""
+    manifest = {
+        "apiVersion": "kestrl.dev/v1alpha1",
+        "kind": "AgentRLJob",
+        "metadata": {"name": "test"},
+        "spec": {
+            "model": {"base": "/model"},
+            "data": {"train": {"uri": "/data.jsonl"}},
+            "rewards": [{"rule": "exact_answer"}],
+            "algorithm": algorithm,
+        },
     }
+    return algorithm_settings(AgentRLJob.model_validate(manifest).spec)
+
+
+def batch_of(given_tokens: list[Token], reference: list[float] | None = None, **changes: Any) -> TokenBatch:
+    columns = [torch.tensor(column, dtype=torch.float64) for column in zip(*given_tokens, strict=True)]
+    logprobs, behaviour, advantages, sequences = columns
+    count = len(given_tokens)
+    made = TokenBatch(
+        logprobs=logprobs.clone().requires_grad_(),
+        behaviour=behaviour,
+        reference=None if reference is None else torch.tensor(reference, dtype=torch.float64),
+        advantages=advantages,
+        weights=torch.full((count,), 1.0 / count, dtype=torch.float64),
+        sequences=torch.unique(sequences.long(), return_inverse=True)[1],
+        groups=torch.zeros(count, dtype=torch.long),
+        totals=Totals(tokens=count, sequences=3, groups=1),
+    )
+    return replace(made, **changes)
+
+
+# Advantages
+
+
+def slow_advantages(name: str, batch: list[list[float]]) -> list[list[float]]:
+    every = [reward - statistics.fmean(group) for group in batch for reward in group]
+    found: list[list[float]] = []
+    for group in batch:
+        mean = statistics.fmean(group)
+        if name == "grpo":
+            found.append([(reward - mean) / (statistics.pstdev(group) + 1e-6) for reward in group])
+        elif name == "dr_grpo":
+            found.append([reward - mean for reward in group])
+        elif name == "reinforce++":
+            found.append([(reward - mean) / (statistics.pstdev(every) + 1e-6) for reward in group])
+        elif name == "maxrl":
+            found.append([(reward - mean) / mean if mean > 1e-6 else 0.0 for reward in group])
+        else:
+            others = [[value for place, value in enumerate(group) if place != own] for own in range(len(group))]
+            found.append([reward - statistics.fmean(rest) for reward, rest in zip(group, others, strict=True)])
+    return found
+
+
+@pytest.mark.parametrize("name", sorted(ADVANTAGES))
+@given(batch=st.lists(rewards, min_size=1, max_size=4))
+@settings(max_examples=60, deadline=None)
+def test_advantages_follow_their_formulas(name: str, batch: list[list[float]]) -> None:
+    if any(max(group) - min(group) <= 1e-3 for group in batch):
+        return
+    for found, expected in zip(ADVANTAGES[name](batch), slow_advantages(name, batch), strict=True):
+        assert found == pytest.approx(expected, rel=1e-6, abs=1e-9)
+
+
+@pytest.mark.parametrize("name", sorted(ADVANTAGES))
+@pytest.mark.parametrize("group", [[], [0.7], [0.1 + 0.2, 0.3], [1.0] * 5], ids=["none", "one", "rounding", "equal"])
+def test_a_group_with_nothing_to_compare_has_no_advantage(name: str, group: list[float]) -> None:
+    assert ADVANTAGES[name]([group]) == [[0.0] * len(group)]
+
+
+def test_known_advantages_of_two_episodes() -> None:
+    assert grpo([[0.0, 1.0]])[0] == pytest.approx([-1.0, 1.0], abs=1e-5)
+    assert rloo([[0.0, 1.0]]) == [[-1.0, 1.0]]
 
 
 @given(st.lists(st.floats(-1e30, 1e30), min_size=2, max_size=8))
-def test_every_reward_that_is_accepted_has_a_finite_advantage(rewards: list[float]) -> None:
+def test_every_accepted_reward_has_a_finite_advantage(group: list[float]) -> None:
     for estimator in ADVANTAGES.values():
-        assert all(math.isfinite(value) for value in estimator(rewards))
+        assert all(math.isfinite(value) for value in estimator([group])[0])
 
 
 def test_rewards_whose_squares_overflow_are_standardised() -> None:
-    assert grpo([1e200, -1e200]) == pytest.approx([1.0, -1.0])
+    assert grpo([[1e200, -1e200]])[0] == pytest.approx([1.0, -1.0])
+
+
+# Losses
+
+
+def slow_loss(name: str, given_tokens: list[Token], cap: float | None) -> list[float]:
+    """The loss of each token, one at a time, as the papers write it."""
+    found: list[float] = []
+    for new, behaviour, advantage, sequence in given_tokens:
+        old = behaviour if cap is None else new
+        weight = 1.0 if cap is None else min(math.exp(new - behaviour), cap)
+        ratio = math.exp(new - old)
+        if name == "gspo":
+            log_ratios = [n - (b if cap is None else n) for n, b, _, s in given_tokens if s == sequence]
+            ratio = math.exp(sum(log_ratios) / len(log_ratios))
+        low, high = 1 - BOUNDS.low, 1 + BOUNDS.high
+        inside = min(max(ratio, low), high)
+        if name in ("ppo_clip", "gspo"):
+            found.append(-weight * min(ratio * advantage, inside * advantage))
+        elif name == "cispo":
+            found.append(-weight * inside * advantage * new)
+        elif name == "sapo":
+            gate = 1.0 if advantage > 0 else 1.05
+            found.append(-weight * 4 / gate / (1 + math.exp(-gate * (ratio - 1))) * advantage)
+        else:
+            moved = math.exp(new) - math.exp(behaviour)
+            dropped = (advantage > 0 and moved > 0.2) or (advantage < 0 and moved < -0.2)
+            kept = 0.0 if dropped else -advantage * math.exp(new - behaviour)
+            found.append(kept + 1e-3 * (new - behaviour) ** 2)
+    return found
+
+
+@pytest.mark.parametrize("cap", [None, 2.0], ids=["bypass", "decoupled"])
+@pytest.mark.parametrize("name", sorted(LOSSES))
+@given(given_tokens=tokens)
+@settings(max_examples=60, deadline=None)
+def test_losses_follow_their_formulas(name: str, cap: float | None, given_tokens: list[Token]) -> None:
+    found = LOSSES[name](batch_of(given_tokens), replace(BOUNDS, importance_cap=cap))
+    assert found.tolist() == pytest.approx(slow_loss(name, given_tokens, cap), rel=1e-9, abs=1e-9)
+
+
+@pytest.mark.parametrize("cap", [None, 2.0], ids=["bypass", "decoupled"])
+@given(given_tokens=tokens)
+@settings(max_examples=60, deadline=None)
+def test_the_gradient_of_the_clipped_loss_is_exact(cap: float | None, given_tokens: list[Token]) -> None:
+    batch = batch_of(given_tokens)
+    ppo_clip(batch, replace(BOUNDS, importance_cap=cap)).sum().backward()
+    expected: list[float] = []
+    for new, behaviour, advantage, _ in given_tokens:
+        ratio = math.exp(new - behaviour) if cap is None else 1.0
+        weight = 1.0 if cap is None else min(math.exp(new - behaviour), cap)
+        stopped = (advantage > 0 and ratio > 1.28) or (advantage < 0 and ratio < 0.8)
+        expected.append(0.0 if stopped else -weight * ratio * advantage)
+    assert batch.logprobs.grad is not None
+    assert batch.logprobs.grad.tolist() == pytest.approx(expected, rel=1e-9, abs=1e-12)
+
+
+def test_cispo_keeps_the_gradient_of_clipped_tokens() -> None:
+    batch = batch_of([(-0.1, -3.0, 1.0, 0), (-3.0, -0.1, -1.0, 1)])
+    LOSSES["cispo"](batch, BOUNDS).sum().backward()
+    assert batch.logprobs.grad is not None
+    assert batch.logprobs.grad.tolist() == pytest.approx([-1.28, 0.8])
+
+
+def test_gspo_gives_every_token_of_an_episode_its_ratio() -> None:
+    batch = batch_of([(-1.0, -1.1, 2.0, 0), (-2.0, -2.1, 2.0, 0), (-1.0, -1.0, 2.0, 1)])
+    LOSSES["gspo"](batch, BOUNDS).sum().backward()
+    ratio = math.exp(0.1)
+    assert batch.logprobs.grad is not None
+    assert batch.logprobs.grad.tolist() == pytest.approx([-2 * ratio, -2 * ratio, -2.0])
+
+
+def test_a_dual_clip_bounds_the_cost_of_a_negative_advantage() -> None:
+    batch = batch_of([(-0.1, -5.0, -1.0, 0), (-0.1, -5.0, 1.0, 1)])
+    found = ppo_clip(batch, replace(BOUNDS, dual=3.0)).tolist()
+    assert found == pytest.approx([3.0, -1.28])
+
+
+# Aggregation and KL
+
+
+def test_aggregations_are_the_menu_of_verl() -> None:
+    """Episodes of 1, 2 and 5 tokens; the same token losses by hand."""
+    lengths, losses = [1, 2, 5], [[0.5], [1.0, -2.0], [0.1, 0.2, 0.3, 0.4, 0.5]]
+    totals = Totals(tokens=8, sequences=3, groups=1)
+    expected = {
+        "token_mean": sum(map(sum, losses)) / 8,
+        "token_sum": sum(map(sum, losses)),
+        "seq_mean_token_sum": sum(map(sum, losses)) / 3,
+        "seq_mean_token_sum_norm": sum(map(sum, losses)) / 3 / 16,
+        "seq_mean_token_mean": sum(sum(values) / len(values) for values in losses) / 3,
+    }
+    for name, value in expected.items():
+        weights = [AGGREGATIONS[name](length, totals, 16) for length in lengths]
+        assert sum(w * sum(values) for w, values in zip(weights, losses, strict=True)) == pytest.approx(value)
+
+
+@given(x=st.floats(-5, 5))
+def test_kl_estimators_follow_their_formulas(x: float) -> None:
+    policy, reference = torch.tensor([-6.0], dtype=torch.float64), torch.tensor([-6.0 + x], dtype=torch.float64)
+    found = {name: float(estimator(policy, reference)) for name, estimator in KL_ESTIMATORS.items()}
+    assert found == pytest.approx({"k1": -x, "k2": x * x / 2, "k3": math.exp(x) - x - 1}, rel=1e-9, abs=1e-12)
+
+
+def test_the_kl_term_is_added_to_the_loss() -> None:
+    given_tokens, reference = [(-1.0, -1.0, 1.0, 0), (-2.0, -2.0, -1.0, 0)], [-1.5, -2.5]
+    penalised = make_algorithm(settings_of(kl={"coefficient": 0.1, "estimator": "k2"}))
+    plain = make_algorithm(settings_of())
+    assert penalised.needs_reference
+    assert not plain.needs_reference
+    difference = penalised.loss(batch_of(given_tokens, reference)) - plain.loss(batch_of(given_tokens))
+    assert float(difference.detach()) == pytest.approx(0.1 * 0.125)
+
+
+# Algorithms of a job
+
+
+def test_the_spec_names_what_the_learner_implements() -> None:
+    assert set(ADVANTAGE_NAMES) == set(ADVANTAGES)
+    assert set(LOSS_NAMES) == set(LOSSES)
+    assert set(AGGREGATION_NAMES) == set(AGGREGATIONS)
+    assert set(KL_NAMES) == set(KL_ESTIMATORS)
+
+
+@pytest.mark.parametrize("name", sorted(PRESETS))
+@pytest.mark.parametrize("kl", [0.0, 0.05])
+def test_every_preset_conforms(name: str, kl: float) -> None:
+    check_algorithm(make_algorithm(settings_of(name=name, kl={"coefficient": kl})))
+
+
+def test_presets_are_the_documented_bundles_and_settings_override_them() -> None:
+    gspo, dapo = settings_of(name="gspo"), settings_of(name="dapo")
+    assert (gspo.loss, gspo.aggregation, gspo.clip_low) == ("gspo", "seq_mean_token_mean", 3e-4)
+    assert dapo.dynamic_sampling
+    assert settings_of(name="dapo", dynamicSampling=False, clip={"high": 0.3}).clip_high == 0.3
+    assert not settings_of(name="dapo", dynamicSampling=False).dynamic_sampling
+
+
+def test_dynamic_sampling_refuses_groups_of_equal_rewards() -> None:
+    assert not make_algorithm(settings_of(name="dapo")).accept([1.0, 1.0])
+    assert make_algorithm(settings_of(name="dapo")).accept([1.0, 0.0])
+    assert make_algorithm(settings_of(name="grpo")).accept([1.0, 1.0])
+
+
+class Reinforce:
+    """A user's algorithm: REINFORCE with a constant baseline."""
+
+    needs_reference = False
+    aggregation = "token_mean"
+
+    def __init__(self, baseline: float = 0.0) -> None:
+        self.baseline = baseline
+
+    def advantages(self, batch: Any) -> Any:
+        return [
+            [
+                [0.0 if equal([e.reward for e in group]) else episode.reward - self.baseline] * episode.tokens
+                for episode in group
+            ]
+            for group in batch
+        ]
+
+    def loss(self, batch: TokenBatch) -> torch.Tensor:
+        return -(batch.weights * batch.advantages * batch.logprobs).sum()
+
+    def accept(self, rewards: Any) -> bool:
+        return True
+
+
+class Raw(Reinforce):
+    """Breaks the suite: equal rewards keep an advantage."""
+
+    def advantages(self, batch: Any) -> Any:
+        return [[[episode.reward] * episode.tokens for episode in group] for group in batch]
+
+
+class PerEpisode(Reinforce):
+    """Breaks the suite: one advantage an episode."""
+
+    def advantages(self, batch: Any) -> Any:
+        return [[[episode.reward] for episode in group] for group in batch]
+
+
+class PerMicroBatch(Reinforce):
+    """Breaks the suite: a mean over the micro-batch."""
+
+    def loss(self, batch: TokenBatch) -> torch.Tensor:
+        return -(batch.advantages * batch.logprobs).mean()
+
+
+def test_the_suite_names_what_does_not_hold() -> None:
+    check_algorithm(Reinforce())
+    for made, message in (
+        (Raw(), "equal rewards have no advantage"),
+        (PerEpisode(), "an advantage for each sampled token"),
+        (PerMicroBatch(), "micro-batches do not change the loss"),
+    ):
+        with pytest.raises(AssertionError, match=message):
+            check_algorithm(made)
+
+
+def test_a_users_class_is_made_from_its_config() -> None:
+    path = f"{__name__}:Reinforce"
+    made = make_algorithm(settings_of(name=path, config={"baseline": 0.5}))
+    batch = [[ScoredEpisode(reward=1.0, turns=[2]), ScoredEpisode(reward=0.0, turns=[1])]]
+    assert made.advantages(batch) == [[[0.5, 0.5], [-0.5]]]
+    with pytest.raises(UserInputError, match=r"spec\.algorithm\.config.*unexpected"):
+        make_algorithm(settings_of(name=path, config={"unexpected": 1}))
+
+
+def test_an_unknown_name_is_refused_with_the_presets() -> None:
+    with pytest.raises(ValueError, match="neither a preset"):
+        settings_of(name="ppo")

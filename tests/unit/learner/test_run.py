@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from kestrl.episode import StopReason
+from kestrl.episode import Group, StopReason
 from kestrl.errors import Boundary, EngineFailure, Failure, KestrlError
+from kestrl.spec.algorithms import PRESETS
 from kestrl_learner.run import Run
 
 
@@ -285,3 +286,39 @@ async def test_told_to_drain_it_does_not_wait_for_rollouts(staged: Any) -> None:
             await task
         assert stage.summary["status"] == "suspended"
         assert stage.summary["steps"] == 0
+
+
+@pytest.mark.parametrize("name", ["gspo", "cispo", "dr_grpo", "reinforce++"])
+async def test_a_run_trains_with_each_kind_of_algorithm(staged: Any, name: str) -> None:
+    preset = PRESETS[name]
+    changes = {"name": name, "advantage": preset.advantage, "loss": preset.loss, "aggregation": preset.aggregation}
+    async with staged() as stage:
+        await train(stage.but(max_steps=2, algorithm={**changes, "kl_coefficient": 0.01, "horizon": 64}))
+        assert stage.summary["learned"] is True
+        assert stage.states["trained"] == 4
+
+
+async def test_dynamic_sampling_replaces_groups_of_equal_rewards(staged: Any) -> None:
+    """The refused scenarios are dropped with a reason, and each step still has its whole number of groups."""
+    async with staged() as stage:
+        stage.workers[0].script = lambda request, group: equal_rewards(group, request.scenario.ordinal % 2)
+        await train(stage.but(validation=None, max_steps=3, algorithm={"name": "dapo", "dynamic_sampling": True}))
+        groups = [group for step in range(3) for group in stage.groups(f"episodes/train/{step:06d}.pb")]
+        assert len(groups) == 6
+        assert all(group.scenario.ordinal % 2 == 0 for group in groups)
+        assert "dynamic sampling" in stage.reasons[0]
+
+
+async def test_a_step_that_refuses_every_group_ends_the_run(staged: Any) -> None:
+    async with staged() as stage:
+        stage.workers[0].script = lambda _, group: equal_rewards(group, 1)
+        settings = stage.but(validation=None, algorithm={"dynamic_sampling": True, "max_sampled_batches": 2})
+        with pytest.raises(KestrlError, match=r"refused 4 groups.*maxSampledBatches"):
+            await train(settings)
+        assert "user_code/nothing_to_compare" in stage.summary["reason"]
+
+
+def equal_rewards(group: Group, wanted: int) -> Group:
+    if not wanted:
+        return group
+    return replace(group, episodes=[replace(episode, reward=0.5) for episode in group.episodes])

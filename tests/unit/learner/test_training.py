@@ -44,7 +44,8 @@ def make_groups(
                     token_ids=array("i", [chance.randrange(VOCABULARY) for _ in mask]),
                     mask=mask,
                     behaviour=array("f", [-4.0 if on else 0.0 for on in mask]),
-                    advantage=index - 1.5 if advantage is None else advantage,
+                    advantages=on_sampled(mask, index - 1.5 if advantage is None else advantage),
+                    sequence=index,
                     fresh=fresh,
                     policy="policy",
                     engines=["engine-0"] * sum(mask),
@@ -52,6 +53,10 @@ def make_groups(
             )
         groups.append(TrainGroup(id=f"group-{number}", prompt=prompt, rows=rows))
     return groups
+
+
+def on_sampled(mask: bytes, value: float) -> array[float]:
+    return array("d", [value if on else 0.0 for on in mask])
 
 
 def unshared(group: TrainGroup) -> list[TrainGroup]:
@@ -66,7 +71,8 @@ def unshared(group: TrainGroup) -> list[TrainGroup]:
                     token_ids=group.prompt + row.token_ids,
                     mask=bytes(size) + row.mask,
                     behaviour=array("f", [0.0] * size) + row.behaviour,
-                    advantage=row.advantage,
+                    advantages=array("d", [0.0] * size) + row.advantages,
+                    sequence=row.sequence,
                     fresh=row.fresh,
                     policy=row.policy,
                     engines=row.engines,
@@ -185,7 +191,7 @@ def test_an_update_raises_the_log_probs_of_what_was_better(models: dict[str, Pat
     with torch.no_grad():
         ((rows, first),) = policy.logprobs(group, 1.0)
     trainer = Trainer(policy, algorithm(clip_high=5.0, clip_low=0.9), 1.0)
-    better = [TrainRow(**{**_fields(row), "advantage": 1.0}) for row in rows]
+    better = [TrainRow(**{**_fields(row), "advantages": on_sampled(row.mask, 1.0)}) for row in rows]
     for step in range(5):
         with torch.no_grad():
             ((_, now),) = policy.logprobs(group, 1.0)
@@ -429,12 +435,13 @@ def test_each_engine_of_each_older_policy_is_scored_again_by_no_more_rows_than_i
                     token_ids=array("i", [3] * len(engines)),
                     mask=bytes([1] * len(engines)),
                     behaviour=array("f", [-1.0] * len(engines)),
-                    advantage=1.0,
+                    advantages=array("d", [1.0] * len(engines)),
+                    sequence=place,
                     fresh=fresh,
                     policy=policy,
                     engines=engines,
                 )
-                for fresh, policy, engines in rows
+                for place, (fresh, policy, engines) in enumerate(rows)
             ],
         )
         for number, rows in enumerate(batch)
@@ -454,3 +461,38 @@ def test_each_engine_of_each_older_policy_is_scored_again_by_no_more_rows_than_i
         assert all(row.policy == policy and not row.fresh for row in rows)
         assert len(rows) <= len({engine for row in rows for engine in row.engines})
         assert len({group.id for group in some}) == len(some), "the rows of a group share one pass"
+
+
+@pytest.mark.parametrize("loss", ["ppo_clip", "gspo"])
+def test_neither_parts_nor_rows_change_what_an_episode_weighs(
+    models: dict[str, Path], policy_of: Maker, monkeypatch: pytest.MonkeyPatch, loss: str
+) -> None:
+    """An episode split into rows keeps its statistics and its weight, however the batch is cut."""
+    groups = make_groups()
+    joined = [replace(group, rows=[replace(row, sequence=row.sequence // 2) for row in group.rows]) for group in groups]
+    settings = algorithm(loss=loss, aggregation="seq_mean_token_mean", kl_coefficient=0.1, kl_estimator="k3")
+    results: list[tuple[float, float]] = []
+    for limit in (16_384, 20):
+        monkeypatch.setattr("kestrl_learner.model.TOKENS_AT_ONCE", limit)
+        result = Trainer(policy_of(models["qwen3"], disturb=0.3), settings, 1.0).step(joined, 0)
+        results.append((result.loss, result.grad_norm))
+    assert results[0] == pytest.approx(results[1], rel=1e-4)
+    apart = Trainer(policy_of(models["qwen3"], disturb=0.3), settings, 1.0).step(groups, 0)
+    assert apart.loss != pytest.approx(results[0][0], rel=1e-3)
+
+
+def test_a_kl_term_trains_groups_without_an_advantage(models: dict[str, Path], policy_of: Maker) -> None:
+    policy = policy_of(models["qwen3"], disturb=0.3)
+    before = {name: weight.clone() for name, weight in policy.adapter_state().items()}
+    result = Trainer(policy, algorithm(kl_coefficient=0.1, kl_estimator="k2"), 1.0).step(make_groups(advantage=0.0), 0)
+    assert result.loss > 0
+    assert any(not torch.equal(weight, before[name]) for name, weight in policy.adapter_state().items())
+
+
+def test_the_reference_is_the_base_model(models: dict[str, Path], policy_of: Maker) -> None:
+    changed, base = policy_of(models["qwen3"], disturb=0.3), policy_of(models["qwen3"])
+    (group,) = make_groups(count=1)
+    with torch.no_grad():
+        expected = [logprobs for _, logprobs in base.logprobs(group, 0.7)]
+    for found, wanted in zip(changed.reference_logprobs(group, 0.7), expected, strict=True):
+        assert torch.allclose(found, wanted, atol=1e-5)

@@ -104,7 +104,7 @@ def with_defaults(value: Any, schema: dict[str, Any]) -> Any:
     [
         ({"algorithm": {"learningRate": 0}}, "learningRate"),
         ({"algorithm": {"name": "ppo"}}, "name"),
-        ({"algorithm": {"clip": {"low": 1.0}}}, "low"),
+        ({"algorithm": {"clip": {"low": 1.5}}}, "low"),
         ({"rollout": {"deadlines": {"tool": "soon"}}}, "tool"),
         ({"rollout": {"deadlines": {"episode": "1d"}}}, "episode"),
         ({"inference": {"replicas": 0}}, "replicas"),

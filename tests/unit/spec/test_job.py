@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 
 from kestrl.errors import UserInputError
+from kestrl.plan.planning import algorithm_settings
 from kestrl.spec import ProblemsError, job_schema, parse_job, read_job, with_overrides
 from kestrl.spec.scalars import format_duration, parse_duration
 
@@ -39,7 +40,7 @@ def refused(*overrides: str, document: Any = None) -> list[str]:
 def test_a_minimal_manifest_gets_the_vetted_defaults() -> None:
     spec = parse_job(MANIFEST).spec
     assert spec.algorithm.name == "grpo"
-    assert spec.algorithm.clip.high == 0.28
+    assert algorithm_settings(spec).clip_high == 0.28
     assert spec.sampling.temperature == 1.0
     assert spec.rollout.deadlines.turn == 120.0
 

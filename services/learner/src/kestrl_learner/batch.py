@@ -5,9 +5,10 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
+from kestrl.algorithms import Algorithm, ScoredEpisode
 from kestrl.episode import Episode, Group
-from kestrl_learner.algo.advantages import ADVANTAGES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,8 +18,10 @@ class TrainRow:
     token_ids: array[int]
     mask: bytes
     behaviour: array[float]
-    advantage: float
-    """The episode's, the same for all of its sampled tokens and rows."""
+    advantages: array[float]
+    """Of the sampled tokens; 0 elsewhere."""
+    sequence: int
+    """The row's episode: its place in the group."""
     fresh: bool
     """Whether the newest policy sampled all of it."""
     policy: str
@@ -43,7 +46,7 @@ class TrainGroup:
     @property
     def idle(self) -> bool:
         """Whether no row has an advantage: nothing to learn, only to compare."""
-        return all(row.advantage == 0.0 for row in self.rows)
+        return not any(any(row.advantages) for row in self.rows)
 
 
 def shared_prompt(rows: Sequence[tuple[array[int], bytes]]) -> int:
@@ -59,25 +62,31 @@ def shared_prompt(rows: Sequence[tuple[array[int], bytes]]) -> int:
 
 
 PASS_COST = 128
-"""What a forward and backward pass costs beside its tokens, in tokens (measured on a CPU: some 30 ms of small operations)."""
+"""Fixed cost of a forward and backward pass, in tokens (measured on a CPU: some 30 ms of small operations)."""
 
 
-def cut(lengths: Sequence[int], *, prompt: int, limit: int) -> list[slice]:
-    """Cuts rows into the parts that together cost least: few passes, little padding.
+def cut(lengths: Sequence[int], *, prompt: int, limit: int, rows: Sequence[int] | None = None) -> list[slice]:
+    """Cuts episodes into the parts that together cost least: few passes, little padding.
 
     A part costs its prompt and its rows, each padded to the longest of them. Exact, by dynamic programming over where the last part begins.
 
     Args:
-        lengths: Of the rows after the prompt, ascending.
+        lengths: The longest row of each episode after the prompt, ascending.
         prompt: Length of the prompt, computed once a part.
-        limit: Tokens of a part at most, padding included; a single row may have more.
+        limit: Tokens of a part at most, padding included; a single episode may have more.
+        rows: Rows of each episode, one each by default; the rows of an episode stay together.
     """
+    counts = [0, *accumulate(rows or [1] * len(lengths))]
     best: list[tuple[int, int]] = [(0, 0)]
     for end in range(1, len(lengths) + 1):
         longest = lengths[end - 1]
-        most = max(1, (limit - prompt) // max(1, longest))
-        begins = range(max(0, end - most), end)
-        best.append(min((best[begin][0] + PASS_COST + prompt + (end - begin) * longest, begin) for begin in begins))
+        options: list[tuple[int, int]] = []
+        for begin in range(end - 1, -1, -1):
+            size = prompt + (counts[end] - counts[begin]) * longest
+            if size > limit and begin < end - 1:
+                break
+            options.append((best[begin][0] + PASS_COST + size, begin))
+        best.append(min(options))
     parts: list[slice] = []
     end = len(lengths)
     while end:
@@ -88,7 +97,7 @@ def cut(lengths: Sequence[int], *, prompt: int, limit: int) -> list[slice]:
 
 
 def sampled_by(episode: Episode, row: int) -> Sequence[str]:
-    """The engine of each sampled token of a row, as the episode's turns tell."""
+    """The engine of each sampled token of a row, as the episode's turns name it."""
     mask = episode.rows[row].mask
     names = [""] * len(mask)
     for turn in episode.turns:
@@ -97,22 +106,34 @@ def sampled_by(episode: Episode, row: int) -> Sequence[str]:
     return [name for name, on in zip(names, mask, strict=True) if on]
 
 
-def train_group(group: Group, estimator: str, policy: str) -> TrainGroup:
-    """A group for the trainer: advantages over its episodes, each episode's copied to all of its rows.
+def scored_episode(episode: Episode) -> ScoredEpisode:
+    """An episode as an advantage estimator sees it."""
+    assert episode.reward is not None, "an episode without a reward is never trained on"
+    turns = sorted(episode.turns, key=lambda turn: (turn.row, turn.start))
+    sampled = [sum(episode.rows[turn.row].mask[turn.start : turn.end]) for turn in turns]
+    return ScoredEpisode(reward=episode.reward, turns=sampled)
+
+
+def train_batch(groups: Sequence[Group], algorithm: Algorithm, policy: str) -> list[TrainGroup]:
+    """The groups of a step for the trainer, with the advantages of every sampled token.
 
     Args:
-        group: Scored; every episode has a reward.
-        estimator: Name in `ADVANTAGES`.
+        groups: Scored; every episode has a reward.
+        algorithm: Estimates the advantages over the whole batch.
         policy: Name of the newest policy version.
+
+    Raises:
+        ValueError: The algorithm returned another number of advantages than an episode has sampled tokens.
     """
-    rewards = [episode.reward for episode in group.episodes]
-    known = [reward for reward in rewards if reward is not None]
-    assert len(known) == len(rewards), "an episode without a reward never comes here"
-    advantages = ADVANTAGES[estimator](known)
+    advantages = algorithm.advantages([[scored_episode(episode) for episode in group.episodes] for group in groups])
+    return [_train_group(group, given, policy) for group, given in zip(groups, advantages, strict=True)]
+
+
+def _train_group(group: Group, advantages: Sequence[Sequence[float]], policy: str) -> TrainGroup:
     given = [
-        (row, advantage, sampled_by(episode, index))
-        for episode, advantage in zip(group.episodes, advantages, strict=True)
-        for index, row in enumerate(episode.rows)
+        (row, placed, number, sampled_by(episode, index))
+        for number, (episode, values) in enumerate(zip(group.episodes, advantages, strict=True))
+        for index, (row, placed) in enumerate(zip(episode.rows, _placed(episode, values), strict=True))
     ]
     length = shared_prompt([(row.token_ids, row.mask) for row, *_ in given])
     rows = [
@@ -120,11 +141,21 @@ def train_group(group: Group, estimator: str, policy: str) -> TrainGroup:
             token_ids=row.token_ids[length:],
             mask=row.mask[length:],
             behaviour=row.logprobs[length:],
-            advantage=advantage,
+            advantages=placed[length:],
+            sequence=number,
             fresh=all(name == policy for name in row.policies),
             policy=row.policies[0] if len(set(row.policies)) == 1 else "",
             engines=engines,
         )
-        for row, advantage, engines in given
+        for row, placed, number, engines in given
     ]
     return TrainGroup(id=group.id, prompt=given[0][0].token_ids[:length] if given else array("i"), rows=rows)
+
+
+def _placed(episode: Episode, values: Sequence[float]) -> list[array[float]]:
+    """The advantages of an episode's sampled tokens at their places in its rows."""
+    sampled = sum(sum(row.mask) for row in episode.rows)
+    if len(values) != sampled:
+        raise ValueError(f"{episode.id} has {sampled} sampled tokens and the algorithm gave {len(values)} advantages")
+    remaining = iter(values)
+    return [array("d", (next(remaining) if on else 0.0 for on in row.mask)) for row in episode.rows]

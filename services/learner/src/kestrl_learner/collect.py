@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from kestrl.algorithms import Algorithm
 from kestrl.episode import Group, PolicyVersion, Scenario
 from kestrl.errors import Boundary, Failure, KestrlError
 from kestrl.plan.settings import LearnerSettings
@@ -39,6 +40,13 @@ class StepDeadline(KestrlError):
 
     code = "step_deadline"
     retryable = True
+
+
+class NothingToCompare(KestrlError):
+    """Dynamic sampling refused too many groups in a row: the data or the reward gives the algorithm nothing to learn from."""
+
+    boundary = Boundary.USER_CODE
+    code = "nothing_to_compare"
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,11 +107,14 @@ class Collector:
         engines: Engines,
         progress: Progress,
         vocabulary: int,
+        algorithm: Algorithm,
         *,
         steps: int,
     ) -> None:
         self._settings, self._scenarios, self._ledger = settings, scenarios, ledger
-        self._vocabulary = vocabulary
+        self._vocabulary, self._algorithm = vocabulary, algorithm
+        self._refused = 0
+        """Groups that the algorithm refused since the last step."""
         self._groups = steps * settings.algorithm.groups_per_step
         self._workers, self._engines, self._progress = workers, engines, progress
         self._ready: list[Ready] = []
@@ -271,16 +282,37 @@ class Collector:
             self._account(len(group.episodes), verdict.failures)
         if verdict.fate is Fate.TRAIN:
             self._trouble.over()
-            self._ledger.finish(lease)
-            self._ready.append(Ready(lease, verdict.group, policy))
-            self._progress.groups_ready = len(self._ready)
             self._progress.add(verdict.group.episodes)
+            if self._accepted(lease, verdict.group):
+                self._ledger.finish(lease)
+                self._ready.append(Ready(lease, verdict.group, policy))
+                self._progress.groups_ready = len(self._ready)
             self._wake.set()
         elif verdict.fate is Fate.RETRY:
             self._give_back(lease, verdict.reason)
         else:
             self._ledger.drop(lease, verdict.reason)
             log.warning("scenario %d of epoch %d is dropped: %s", lease.ordinal, lease.epoch, verdict.reason)
+
+    def _accepted(self, lease: Lease, group: Group) -> bool:
+        """Whether the algorithm trains on a group; a refused one is recorded as dropped, and another scenario takes its place.
+
+        Raises:
+            NothingToCompare: As many groups were refused since the last step as the job allows.
+        """
+        rewards = [episode.reward for episode in group.episodes if episode.reward is not None]
+        if self._algorithm.accept(rewards):
+            return True
+        self._refused += 1
+        self._ledger.drop(lease, "dynamic sampling: the algorithm refused the group's rewards")
+        log.debug("group %s is refused by the algorithm: rewards %s", group.id, rewards)
+        algorithm = self._settings.algorithm
+        if self._refused >= algorithm.max_sampled_batches * algorithm.groups_per_step:
+            raise NothingToCompare(
+                f"the algorithm refused {self._refused} groups since the last step, the last with rewards {rewards[:8]}; take "
+                "easier or harder data, a reward with more steps, or raise spec.algorithm.maxSampledBatches"
+            )
+        return False
 
     def _lost(self, lease: Lease, error: KestrlError) -> None:
         """The group as a whole did not come: the worker, the stream or a deadline failed."""
@@ -355,7 +387,7 @@ class Collector:
         taken, self._ready = self._ready[:wanted], self._ready[wanted:]
         self._consumed += wanted
         self._progress.update(groups_ready=len(self._ready))
-        self._seen = self._failed = 0
+        self._seen = self._failed = self._refused = 0
         self._wake.set()
         return taken
 

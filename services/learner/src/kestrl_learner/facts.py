@@ -20,7 +20,8 @@ IDENTITY = ("model", "dtype", "rank", "alpha", "targets", "seed", "temperature",
 
 def identity_digest(settings: LearnerSettings, scenarios: Sequence[Scenario]) -> str:
     """Of what must not change under a run: the identity's settings and every training scenario."""
-    hashed = hashlib.sha256(settings.model_dump_json(include=set(IDENTITY)).encode())
+    # Without defaults, so that a setting added by a later version does not make another run of this one.
+    hashed = hashlib.sha256(settings.model_dump_json(include=set(IDENTITY), exclude_defaults=True).encode())
     for scenario in scenarios:
         hashed.update(json.dumps(asdict(scenario), sort_keys=True, default=str).encode())
     return hashed.hexdigest()

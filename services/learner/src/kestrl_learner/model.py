@@ -11,6 +11,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -121,7 +122,7 @@ class PolicyModel:
             self.load_adapter_state(own)
 
     def logprobs(self, group: TrainGroup, temperature: float) -> Iterator[tuple[Sequence[TrainRow], Tensor]]:
-        """Log-probabilities of the sampled tokens, some rows at a time.
+        """Log-probabilities of the sampled tokens, some rows at a time; the rows of an episode come together.
 
         Args:
             group: Rows with their shared prompt.
@@ -130,9 +131,23 @@ class PolicyModel:
         Yields:
             Rows, and a tensor (sampled tokens of these rows,) in row order, with gradient unless it is disabled.
         """
-        rows = sorted(group.rows, key=lambda row: len(row.token_ids))
-        for part in cut([len(row.token_ids) for row in rows], prompt=len(group.prompt), limit=TOKENS_AT_ONCE):
-            yield rows[part], self._part(group.prompt, rows[part], temperature)
+        episodes = [list(rows) for _, rows in groupby(group.rows, key=lambda row: row.sequence)]
+        longest = {id(rows): max(len(row.token_ids) for row in rows) for rows in episodes}
+        episodes.sort(key=lambda rows: longest[id(rows)])
+        parts = cut(
+            [longest[id(rows)] for rows in episodes],
+            prompt=len(group.prompt),
+            limit=TOKENS_AT_ONCE,
+            rows=[len(rows) for rows in episodes],
+        )
+        for part in parts:
+            rows = [row for episode in episodes[part] for row in episode]
+            yield rows, self._part(group.prompt, rows, temperature)
+
+    def reference_logprobs(self, group: TrainGroup, temperature: float) -> list[Tensor]:
+        """Log-probabilities under the base model, in the parts that `logprobs` yields, without gradient."""
+        with torch.no_grad(), self.peft.disable_adapter():
+            return [logprobs for _, logprobs in self.logprobs(group, temperature)]
 
     def _part(self, prompt: array[int], rows: Sequence[TrainRow], temperature: float) -> Tensor:
         ids, padding, wanted = self._padded(rows)

@@ -1,19 +1,22 @@
-"""One optimiser step over a batch of groups. Blind to the algorithm: it gets advantages and behaviour log-probs a token."""
+"""One optimiser step over a batch of groups. Blind to the algorithm, which turns token streams into a loss."""
 
 from __future__ import annotations
 
 import io
 import random
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import repeat
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from kestrl.algorithms import Algorithm, TokenBatch, Totals
 from kestrl.errors import KestrlError
 from kestrl.plan.settings import AlgorithmSettings
-from kestrl_learner.algo.losses import LOSSES, Clip
+from kestrl_learner.algorithms import AGGREGATIONS, make_algorithm
 from kestrl_learner.batch import TrainGroup, TrainRow
 from kestrl_learner.gap import Gap, measure
 from kestrl_learner.model import PolicyModel
@@ -48,6 +51,24 @@ def stream(rows: Sequence[TrainRow], values: Sequence[Sequence[float]]) -> list[
     ]
 
 
+def sequence_tokens(group: TrainGroup) -> dict[int, int]:
+    """Sampled tokens of each episode of a group that has any."""
+    tokens: Counter[int] = Counter()
+    for row in group.rows:
+        tokens[row.sequence] += sum(row.mask)
+    return {sequence: count for sequence, count in tokens.items() if count}
+
+
+def totals_of(groups: Sequence[TrainGroup]) -> Totals:
+    """Counts over a batch."""
+    episodes = [sequence_tokens(group) for group in groups]
+    return Totals(
+        tokens=sum(sum(tokens.values()) for tokens in episodes),
+        sequences=sum(map(len, episodes)),
+        groups=len(groups),
+    )
+
+
 def who(row: TrainRow) -> list[str]:
     """Engine and policy of each of a row's sampled tokens, for people."""
     return [f"{engine} on {row.policy}" for engine in row.engines]
@@ -75,7 +96,8 @@ class Trainer:
     """Owns the optimiser."""
 
     def __init__(self, model: PolicyModel, algorithm: AlgorithmSettings, temperature: float) -> None:
-        self.model, self._algorithm, self._temperature = model, algorithm, temperature
+        self.model, self._settings, self._temperature = model, algorithm, temperature
+        self.algorithm: Algorithm = make_algorithm(algorithm)
         self.optimizer = torch.optim.AdamW(
             model.parameters(), lr=algorithm.learning_rate, betas=(0.9, 0.99), weight_decay=algorithm.weight_decay
         )
@@ -84,16 +106,16 @@ class Trainer:
 
     def published(self, policy: str) -> None:
         """Keeps the weights as they are, under the name that they are served by, while rollouts of them may be trained on."""
-        if not self._algorithm.max_staleness:
+        if not self._settings.max_staleness:
             return
         self._published[policy] = {name: weight.clone() for name, weight in self.model.adapter_state().items()}
-        while len(self._published) > self._algorithm.max_staleness + 1:
+        while len(self._published) > self._settings.max_staleness + 1:
             del self._published[next(iter(self._published))]
 
     def _set_rate(self, step: int) -> None:
-        rise = min(1.0, (step + 1) / (self._algorithm.warmup_steps + 1))
+        rise = min(1.0, (step + 1) / (self._settings.warmup_steps + 1))
         for group in self.optimizer.param_groups:
-            group["lr"] = self._algorithm.learning_rate * rise
+            group["lr"] = self._settings.learning_rate * rise
 
     def step(self, groups: Sequence[TrainGroup], step: int) -> StepResult:
         """Forward, backward, clip, update.
@@ -106,7 +128,7 @@ class Trainer:
             NotFinite: Loss or gradient is not finite; nothing was changed.
         """
         self._set_rate(step)
-        tokens = sum(group.sampled for group in groups)
+        totals = totals_of(groups)
         drifts: list[Tensor] = []
         fresh: list[Tensor] = []
         engines: list[Sequence[str]] = []
@@ -114,26 +136,29 @@ class Trainer:
         loss = 0.0
         self.optimizer.zero_grad(set_to_none=True)
         for group in groups:
-            with torch.set_grad_enabled(not group.idle):
+            trained = self._trained(group)
+            references = self._references(group) if trained else iter(())
+            with torch.set_grad_enabled(trained):
                 for rows, logprobs in self.model.logprobs(group, self._temperature):
                     behaviour = torch.tensor(stream(rows, [row.behaviour for row in rows]), device=logprobs.device)
                     drifts.append((logprobs.detach() - behaviour).cpu())
                     fresh.append(torch.tensor(stream(rows, [[row.fresh] * len(row.mask) for row in rows])) > 0)
                     engines += [who(row) for row in rows]
-                    if not group.idle:
-                        loss += self._backward(rows, logprobs, behaviour, tokens)
-        norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._algorithm.max_grad_norm))
+                    if trained:
+                        batch = self._token_batch(group, rows, logprobs, behaviour, next(references), totals)
+                        loss += self._backward(batch)
+        norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._settings.max_grad_norm))
         if not torch.isfinite(torch.tensor([loss, norm])).all():
             self.optimizer.zero_grad(set_to_none=True)
             raise NotFinite(f"step {step}: loss {loss}, gradient norm {norm}; lower algorithm.learningRate")
-        if any(not group.idle for group in groups):
+        if any(map(self._trained, groups)):
             self.optimizer.step()  # pyright: ignore[reportUnknownMemberType] - untyped in torch
         return StepResult(
             loss=loss,
             grad_norm=norm,
             gap=measure(drifts, fresh, engines, again),
             idle_groups=sum(group.idle for group in groups),
-            sampled=tokens,
+            sampled=totals.tokens,
         )
 
     def _scored_again(self, groups: Sequence[TrainGroup]) -> Iterator[tuple[Tensor, Sequence[str]]]:
@@ -152,19 +177,52 @@ class Trainer:
                         behaviour = torch.tensor(stream(rows, [row.behaviour for row in rows]), device=logprobs.device)
                         yield (logprobs - behaviour).cpu(), [name for row in rows for name in who(row)]
 
-    def _backward(self, rows: Sequence[TrainRow], logprobs: Tensor, behaviour: Tensor, tokens: int) -> float:
-        advantages = torch.tensor(
-            stream(rows, [[row.advantage] * len(row.mask) for row in rows]), device=logprobs.device
+    def _trained(self, group: TrainGroup) -> bool:
+        """Whether a group has a part in the gradient; a KL term has one in every group."""
+        return self.algorithm.needs_reference or not group.idle
+
+    def _references(self, group: TrainGroup) -> Iterator[Tensor | None]:
+        """The reference of each part of a group, in the order of `PolicyModel.logprobs`."""
+        if not self.algorithm.needs_reference:
+            return repeat(None)
+        return iter(self.model.reference_logprobs(group, self._temperature))
+
+    def _token_batch(
+        self,
+        group: TrainGroup,
+        rows: Sequence[TrainRow],
+        logprobs: Tensor,
+        behaviour: Tensor,
+        reference: Tensor | None,
+        totals: Totals,
+    ) -> TokenBatch:
+        weigh, horizon, tokens = (
+            AGGREGATIONS[self.algorithm.aggregation],
+            self._settings.horizon,
+            sequence_tokens(group),
         )
-        algorithm = self._algorithm
-        total = LOSSES[algorithm.loss](
-            logprobs,
-            behaviour,
-            advantages,
-            clip=Clip(low=algorithm.clip_low, high=algorithm.clip_high),
-            importance_cap=algorithm.importance_cap,
+        sampled = [sum(row.mask) for row in rows]
+        numbers = {sequence: number for number, sequence in enumerate(dict.fromkeys(row.sequence for row in rows))}
+
+        def per_token(values: Sequence[float], dtype: torch.dtype) -> Tensor:
+            given = [value for value, count in zip(values, sampled, strict=True) for _ in range(count)]
+            return torch.tensor(given, dtype=dtype, device=logprobs.device)
+
+        return TokenBatch(
+            logprobs=logprobs,
+            behaviour=behaviour,
+            reference=reference,
+            advantages=torch.tensor(
+                stream(rows, [row.advantages for row in rows]), dtype=logprobs.dtype, device=logprobs.device
+            ),
+            weights=per_token([weigh(tokens.get(row.sequence, 1), totals, horizon) for row in rows], logprobs.dtype),
+            sequences=per_token([numbers[row.sequence] for row in rows], torch.long),
+            groups=per_token([0] * len(rows), torch.long),
+            totals=totals,
         )
-        loss = total / tokens
+
+    def _backward(self, batch: TokenBatch) -> float:
+        loss = self.algorithm.loss(batch)
         loss.backward()  # pyright: ignore[reportUnknownMemberType] - untyped in torch
         return float(loss.detach())
 

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Collection, Sequence
+from functools import partial
 
 from kestrl.episode import PolicyVersion
 from kestrl.errors import Boundary, KestrlError, UserInputError
@@ -13,7 +14,7 @@ from kestrl.telemetry import span
 from kestrl.telemetry.names import Attr, SpanName
 from kestrl_learner import checkpoint
 from kestrl_learner.aio import Interrupted, guarded
-from kestrl_learner.batch import train_group
+from kestrl_learner.batch import train_batch
 from kestrl_learner.collect import Collector, Ready
 from kestrl_learner.context import Context
 from kestrl_learner.evaluate import store_groups
@@ -38,6 +39,22 @@ class GapAlarm(KestrlError):
     code = "logprob_gap"
 
 
+def refuse_if_superseded(ledger: Ledger) -> None:
+    """The fence of the run's storage.
+
+    A database that does not answer stops no writing: what a replaced learner wrote is skipped by the next resume.
+
+    Raises:
+        Superseded: Another learner owns the run.
+    """
+    try:
+        ledger.check_owner()
+    except Superseded:
+        raise
+    except KestrlError as error:
+        log.warning("whether this learner still owns the run is not known: %s", error)
+
+
 class Training:
     """The training of one run. Make it in the running loop; `run` it once."""
 
@@ -51,7 +68,8 @@ class Training:
             epochs=self._settings.epochs,
             run=self._settings.run,
         )
-        context.store.fence = self._refuse_if_superseded
+        # Of the ledger alone: a method of this object would make a cycle that keeps the model until the next garbage collection.
+        context.store.fence = partial(refuse_if_superseded, self._ledger)
         self._collector = Collector(
             self._settings,
             context.scenarios,
@@ -60,6 +78,7 @@ class Training:
             context.engines,
             context.progress,
             model.vocabulary,
+            self._trainer.algorithm,
             steps=context.steps,
         )
         self._pace: list[float] = []
@@ -69,21 +88,6 @@ class Training:
         """Steps that the weights have seen."""
         self._saved: int | None = None
         """The step of the newest checkpoint that is surely there."""
-
-    def _refuse_if_superseded(self) -> None:
-        """The fence of the run's storage.
-
-        A database that does not answer stops no writing: what a replaced learner wrote is skipped by the next resume.
-
-        Raises:
-            Superseded: Another learner owns the run.
-        """
-        try:
-            self._ledger.check_owner()
-        except Superseded:
-            raise
-        except KestrlError as error:
-            log.warning("whether this learner still owns the run is not known: %s", error)
 
     def drain(self) -> None:
         """No further group is started."""
@@ -246,7 +250,7 @@ class Training:
         return policy
 
     async def _update(self, ready: Sequence[Ready], policy: PolicyVersion) -> StepResult:
-        groups = [train_group(item.group, self._settings.algorithm.advantage, policy.name) for item in ready]
+        groups = train_batch([item.group for item in ready], self._trainer.algorithm, policy.name)
         with span(SpanName.UPDATE, {Attr.STEP: self._done}):
             result = await asyncio.to_thread(self._trainer.step, groups, self._done)
         self._weights = self._done + 1

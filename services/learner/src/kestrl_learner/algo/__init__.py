@@ -1,1 +1,0 @@
-"""Algorithms as small pure functions, a registry entry each. The trainer sees only per-token streams."""

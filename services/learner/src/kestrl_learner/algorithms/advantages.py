@@ -1,0 +1,85 @@
+"""Advantage estimators: from the rewards of a batch of groups to one number an episode."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+Rewards = Sequence[Sequence[float]]
+"""By group and episode."""
+Advantages = list[list[float]]
+
+TOLERANCE = 1e-8
+"""Rewards within this are equal: dividing by a standard deviation of rounding errors would amplify them to size 1."""
+EPSILON = 1e-6
+
+
+def _mean(values: Sequence[float]) -> float:
+    return math.fsum(values) / len(values)
+
+
+def _deviation(centred: Sequence[float]) -> float:
+    """Population standard deviation of centred values; `math.hypot` scales before it squares, so that large values do not overflow."""
+    return math.hypot(*centred) / math.sqrt(len(centred)) if centred else 0.0
+
+
+def equal(rewards: Sequence[float]) -> bool:
+    """Whether a group has nothing to compare: fewer than two episodes, or rewards within `TOLERANCE`."""
+    return len(rewards) < 2 or max(rewards) - min(rewards) <= TOLERANCE
+
+
+def _centred(rewards: Sequence[float]) -> list[float]:
+    if equal(rewards):
+        return [0.0] * len(rewards)
+    mean = _mean(rewards)
+    return [reward - mean for reward in rewards]
+
+
+def grpo(batch: Rewards) -> Advantages:
+    """(R - mean) / (std + 1e-6), population standard deviation; 0 for a group of one or of equal rewards.
+
+    Source: DeepSeekMath (arXiv 2402.03300) eq. 10; the singleton rule is ART's, since verl's (A = R) turns a group that failures
+    shrank to one into raw reward.
+    """
+    groups = dr_grpo(batch)
+    return [[value / (_deviation(centred) + EPSILON) for value in centred] for centred in groups]
+
+
+def dr_grpo(batch: Rewards) -> Advantages:
+    """R - mean; 0 for a group of one or of equal rewards. Source: Understanding R1-Zero-like training (arXiv 2503.20783)."""
+    return [_centred(rewards) for rewards in batch]
+
+
+def rloo(batch: Rewards) -> Advantages:
+    """R minus the mean of the others = G / (G - 1) (R - mean); 0 for a group of one. Source: arXiv 2402.14740."""
+    return [[len(group) / max(1, len(group) - 1) * value for value in group] for group in dr_grpo(batch)]
+
+
+def reinforce_plus_plus(batch: Rewards) -> Advantages:
+    """R - group mean, divided by the standard deviation over all episodes of the batch + 1e-6.
+
+    The mean over the batch of group-centred rewards is 0, so whitening is the division alone. Source: REINFORCE++ (arXiv 2501.03262),
+    the variant with a group baseline.
+    """
+    centred = dr_grpo(batch)
+    scale = _deviation([value for group in centred for value in group]) + EPSILON
+    return [[value / scale for value in group] for group in centred]
+
+
+def maxrl(batch: Rewards) -> Advantages:
+    """(R - mean) / mean for rewards in [0, inf); 0 where the mean is not positive. Source: prime-rl's MaxRL."""
+    return [
+        [value / mean for value in centred]
+        if (mean := _mean(rewards) if rewards else 0.0) > EPSILON
+        else [0.0] * len(rewards)
+        for rewards, centred in zip(batch, dr_grpo(batch), strict=True)
+    ]
+
+
+ADVANTAGES: dict[str, Callable[[Rewards], Advantages]] = {
+    "grpo": grpo,
+    "dr_grpo": dr_grpo,
+    "rloo": rloo,
+    "reinforce++": reinforce_plus_plus,
+    "maxrl": maxrl,
+}

@@ -1,7 +1,7 @@
 """The protocol of a training algorithm: advantages over a batch, a loss over sampled tokens, a filter of groups.
 
-The learner is blind to which algorithm runs. Built-in ones are named by `spec.algorithm.name`; a class by import path takes part in the
-same way. `kestrl.testing.algorithms` is the conformance suite for either.
+The learner is blind to which algorithm runs. Built-in ones are named by `spec.algorithm.name`; a class by import path
+takes part in the same way. `kestrl.testing.algorithms` is the conformance suite for either.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ class Totals:
 class TokenBatch:
     """The sampled tokens of one micro-batch. Every tensor is one-dimensional, (N,), in the same order.
 
-    All sampled tokens of an episode are in the same micro-batch, also where its context was rewritten and it has several rows.
+    All sampled tokens of an episode are in the same micro-batch, also where its context was rewritten and it has
+    several rows.
     """
 
     logprobs: Tensor
@@ -54,7 +55,8 @@ class TokenBatch:
     """Log-probabilities under the base model without the adapter; None unless the algorithm needs them."""
     advantages: Tensor
     weights: Tensor
-    """Aggregation weights. Summing weighted token losses over all micro-batches gives the aggregated loss of the step."""
+    """Aggregation weights. Summing weighted token losses over all micro-batches gives the aggregated loss of the
+    step."""
     sequences: Tensor
     """int64: the episode of each token, numbered from 0 within the micro-batch."""
     groups: Tensor
@@ -82,8 +84,8 @@ class Algorithm(Protocol):
             batch: Groups of episodes; each episode has a finite reward.
 
         Returns:
-            For each group and episode as many finite numbers as the episode has sampled tokens. A group whose numbers are all 0
-            is excluded from the gradient, unless `needs_reference`.
+            For each group and episode as many finite numbers as the episode has sampled tokens. A group whose numbers
+            are all 0 is excluded from the gradient, unless `needs_reference`.
         """
         ...
 
@@ -92,5 +94,7 @@ class Algorithm(Protocol):
         ...
 
     def accept(self, rewards: Sequence[float]) -> bool:
-        """Whether a group with these rewards takes part in training; a refused one is replaced by another scenario's."""
+        """Whether a group with these rewards takes part in training; a refused one is replaced by another
+        scenario's.
+        """
         ...

@@ -1,7 +1,7 @@
 """Conformance suite of training algorithms: the properties that every `kestrl.algorithms.Algorithm` has.
 
-A user's test calls `check_algorithm(MyAlgorithm())`; torch is imported when it runs. It raises AssertionError with the property
-that does not hold.
+A user's test calls `check_algorithm(MyAlgorithm())`; torch is imported when it runs. It raises AssertionError with the
+property that does not hold.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ def _summed(algorithm: Algorithm, batches: Sequence[TokenBatch]) -> tuple[float,
         logprobs = batch.logprobs.detach().clone().requires_grad_()
         value = algorithm.loss(replace(batch, logprobs=logprobs))
         assert value.ndim == 0, "a loss is a scalar"
-        value.backward()
+        value.backward()  # pyright: ignore[reportUnknownMemberType] - untyped in torch
         assert logprobs.grad is not None, "a loss has a gradient"
         loss += float(value.detach())
         gradient += [float(part) for part in logprobs.grad]

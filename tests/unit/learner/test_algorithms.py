@@ -1,4 +1,5 @@
-"""Algorithms against slow transcriptions of their papers' formulas, token by token in float64, and the conformance suite."""
+"""Algorithms against slow transcriptions of their papers' formulas, token by token in float64, and the conformance
+suite."""
 
 from __future__ import annotations
 

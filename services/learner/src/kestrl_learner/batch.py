@@ -1,4 +1,6 @@
-"""From scored groups to what the trainer sees: rows with per-token streams, the group's shared prompt beside them. No torch here."""
+"""From scored groups to what the trainer sees: rows with per-token streams, the group's shared prompt beside them. No
+torch here.
+"""
 
 from __future__ import annotations
 
@@ -68,7 +70,8 @@ PASS_COST = 128
 def cut(lengths: Sequence[int], *, prompt: int, limit: int, rows: Sequence[int] | None = None) -> list[slice]:
     """Cuts episodes into the parts that together cost least: few passes, little padding.
 
-    A part costs its prompt and its rows, each padded to the longest of them. Exact, by dynamic programming over where the last part begins.
+    A part costs its prompt and its rows, each padded to the longest of them. Exact, by dynamic programming over where
+    the last part begins.
 
     Args:
         lengths: The longest row of each episode after the prompt, ascending.

@@ -75,7 +75,9 @@ def who(row: TrainRow) -> list[str]:
 
 
 def of_older_policies(groups: Sequence[TrainGroup]) -> dict[str, list[TrainGroup]]:
-    """By older policy, groups of as few rows as name each of its engines: those of a group together, which share a pass and their prompt."""
+    """By older policy, groups of as few rows as name each of its engines: those of a group together, which share a pass
+    and their prompt.
+    """
     seen: dict[str, set[str]] = {}
     chosen: dict[str, list[TrainGroup]] = {}
     for group in groups:
@@ -105,7 +107,9 @@ class Trainer:
         """The adapters that tokens may yet come of, oldest first."""
 
     def published(self, policy: str) -> None:
-        """Keeps the weights as they are, under the name that they are served by, while rollouts of them may be trained on."""
+        """Keeps the weights as they are, under the name that they are served by, while rollouts of them may be trained
+        on.
+        """
         if not self._settings.max_staleness:
             return
         self._published[policy] = {name: weight.clone() for name, weight in self.model.adapter_state().items()}
@@ -164,7 +168,8 @@ class Trainer:
     def _scored_again(self, groups: Sequence[TrainGroup]) -> Iterator[tuple[Tensor, Sequence[str]]]:
         """Of each engine and each older policy one row, scored by the policy that sampled it.
 
-        By the newest it differs for what was learned since, which says nothing of the engine; where rollouts overlap training there may
+        By the newest it differs for what was learned since, which says nothing of the engine; where rollouts overlap
+        training there may
         be no token of the newest policy at all.
 
         Yields:

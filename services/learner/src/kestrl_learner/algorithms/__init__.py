@@ -1,4 +1,6 @@
-"""Training algorithms: small pure functions with a registry entry each, and the algorithm that a job's settings compose of them."""
+"""Training algorithms: small pure functions with a registry entry each, and the algorithm that a job's settings compose
+of them.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,8 @@ class ComposedAlgorithm:
 
 
 def make_algorithm(settings: AlgorithmSettings) -> Algorithm:
-    """The algorithm that the settings name: a composed one, or a user's class by import path with `config` as keyword arguments.
+    """The algorithm that the settings name: a composed one, or a user's class by import path with `config` as keyword
+    arguments.
 
     Raises:
         UserInputError: The class cannot be imported or made, or its aggregation is unknown.
@@ -74,7 +77,8 @@ def make_algorithm(settings: AlgorithmSettings) -> Algorithm:
         ) from error
     if algorithm.aggregation not in AGGREGATIONS:
         raise UserInputError(
-            f"spec.algorithm.name: {settings.name} has aggregation {algorithm.aggregation!r}; use one of {', '.join(AGGREGATIONS)}"
+            f"spec.algorithm.name: {settings.name} has aggregation {algorithm.aggregation!r}; "
+            f"use one of {', '.join(AGGREGATIONS)}"
         )
     return algorithm
 

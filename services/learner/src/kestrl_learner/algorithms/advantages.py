@@ -19,7 +19,9 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _deviation(centred: Sequence[float]) -> float:
-    """Population standard deviation of centred values; `math.hypot` scales before it squares, so that large values do not overflow."""
+    """Population standard deviation of centred values; `math.hypot` scales before it squares, so that large values do
+    not overflow.
+    """
     return math.hypot(*centred) / math.sqrt(len(centred)) if centred else 0.0
 
 
@@ -38,15 +40,17 @@ def _centred(rewards: Sequence[float]) -> list[float]:
 def grpo(batch: Rewards) -> Advantages:
     """(R - mean) / (std + 1e-6), population standard deviation; 0 for a group of one or of equal rewards.
 
-    Source: DeepSeekMath (arXiv 2402.03300) eq. 10; the singleton rule is ART's, since verl's (A = R) turns a group that failures
-    shrank to one into raw reward.
+    Source: DeepSeekMath (arXiv 2402.03300) eq. 10; the singleton rule is ART's, since verl's (A = R) turns a group that
+    failures shrank to one into raw reward.
     """
     groups = dr_grpo(batch)
     return [[value / (_deviation(centred) + EPSILON) for value in centred] for centred in groups]
 
 
 def dr_grpo(batch: Rewards) -> Advantages:
-    """R - mean; 0 for a group of one or of equal rewards. Source: Understanding R1-Zero-like training (arXiv 2503.20783)."""
+    """R - mean; 0 for a group of one or of equal rewards. Source: Understanding R1-Zero-like training (arXiv
+    2503.20783).
+    """
     return [_centred(rewards) for rewards in batch]
 
 
@@ -58,8 +62,8 @@ def rloo(batch: Rewards) -> Advantages:
 def reinforce_plus_plus(batch: Rewards) -> Advantages:
     """R - group mean, divided by the standard deviation over all episodes of the batch + 1e-6.
 
-    The mean over the batch of group-centred rewards is 0, so whitening is the division alone. Source: REINFORCE++ (arXiv 2501.03262),
-    the variant with a group baseline.
+    The mean over the batch of group-centred rewards is 0, so whitening is the division alone. Source: REINFORCE++
+    (arXiv 2501.03262), the variant with a group baseline.
     """
     centred = dr_grpo(batch)
     scale = _deviation([value for group in centred for value in group]) + EPSILON

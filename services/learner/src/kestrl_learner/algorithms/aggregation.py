@@ -1,6 +1,7 @@
 """How token losses add up to the loss of a step: the weight of each sampled token, from counts over the whole batch.
 
-A weight depends on global counts alone, so micro-batches, their order and the number of ranks do not change loss or gradient.
+A weight depends on global counts alone, so micro-batches, their order and the number of ranks do not change loss or
+gradient.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ AGGREGATIONS: dict[str, Aggregation] = {
     "seq_mean_token_sum_norm": lambda _tokens, totals, horizon: 1.0 / (totals.sequences * horizon),
     "seq_mean_token_mean": lambda tokens, totals, _horizon: 1.0 / (totals.sequences * tokens),
 }
-"""The names are verl's `loss_agg_mode`s. token_mean: DAPO (arXiv 2503.14476). seq_mean_token_sum_norm: Dr.GRPO (arXiv 2503.20783),
-divided by a constant horizon. seq_mean_token_mean: GRPO (arXiv 2402.03300) and GSPO (arXiv 2507.18071). An episode without a sampled
-token has no weight and is not counted; an episode in several rows weighs as one.
+"""The names are verl's `loss_agg_mode`s. token_mean: DAPO (arXiv 2503.14476). seq_mean_token_sum_norm: Dr.GRPO (arXiv
+2503.20783), divided by a constant horizon. seq_mean_token_mean: GRPO (arXiv 2402.03300) and GSPO (arXiv 2507.18071). An
+episode without a sampled token has no weight and is not counted; an episode in several rows weighs as one.
 """

@@ -1,4 +1,6 @@
-"""Estimators of KL(policy || reference) a token, with x = reference - policy log-probability (J. Schulman, Approximating KL divergence)."""
+"""Estimators of KL(policy || reference) a token, with x = reference - policy log-probability (J. Schulman,
+Approximating KL divergence).
+"""
 
 from __future__ import annotations
 

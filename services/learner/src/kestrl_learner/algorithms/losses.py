@@ -35,9 +35,9 @@ def bounded(log_ratio: Tensor) -> Tensor:
 def old_policy(batch: TokenBatch, cap: float | None) -> tuple[Tensor, Tensor]:
     """Log-probabilities of the old policy and the weights that correct for the behaviour policy.
 
-    Without a cap ("bypass") the behaviour policy is the old one: the ratio holds the whole correction and no weight applies it again.
-    With a cap C ("decoupled", one update a batch) the old policy is the current one, and a token weighs
-    sg min(exp(logprob - behaviour), C): token-level truncated importance sampling.
+    Without a cap ("bypass") the behaviour policy is the old one: the ratio holds the whole correction and no weight
+    applies it again. With a cap C ("decoupled", one update a batch) the old policy is the current one, and a token
+    weighs sg min(exp(logprob - behaviour), C): token-level truncated importance sampling.
     """
     if cap is None:
         return batch.behaviour, torch.ones_like(batch.behaviour)
@@ -54,7 +54,9 @@ def _clipped(ratio: Tensor, advantages: Tensor, bounds: Bounds) -> Tensor:
 
 
 def ppo_clip(batch: TokenBatch, bounds: Bounds) -> Tensor:
-    """PPO's clipped surrogate with the ratio of each token; clip-higher where high > low (DAPO). Source: arXiv 1707.06347."""
+    """PPO's clipped surrogate with the ratio of each token; clip-higher where high > low (DAPO). Source: arXiv
+    1707.06347.
+    """
     old, weights = old_policy(batch, bounds.importance_cap)
     return weights * _clipped(bounded(batch.logprobs - old).exp(), batch.advantages, bounds)
 
@@ -80,7 +82,9 @@ def gspo(batch: TokenBatch, bounds: Bounds) -> Tensor:
 
 
 def cispo(batch: TokenBatch, bounds: Bounds) -> Tensor:
-    """-sg[clip(r, 1 - low, 1 + high)] A log pi: every token keeps its gradient. Source: MiniMax-M1 (arXiv 2506.13585)."""
+    """-sg[clip(r, 1 - low, 1 + high)] A log pi: every token keeps its gradient. Source: MiniMax-M1 (arXiv
+    2506.13585).
+    """
     old, weights = old_policy(batch, bounds.importance_cap)
     ratio = bounded(batch.logprobs - old).exp().detach().clamp(1.0 - bounds.low, 1.0 + bounds.high)
     return -weights * ratio * batch.advantages * batch.logprobs
@@ -91,7 +95,9 @@ SAPO_POSITIVE, SAPO_NEGATIVE = 1.0, 1.05
 
 
 def sapo(batch: TokenBatch, bounds: Bounds) -> Tensor:
-    """-f(r) A with the soft gate f(r) = 4 / t sigmoid(t (r - 1)), t by the sign of A. Source: SAPO (arXiv 2511.20347)."""
+    """-f(r) A with the soft gate f(r) = 4 / t sigmoid(t (r - 1)), t by the sign of A. Source: SAPO (arXiv
+    2511.20347).
+    """
     old, weights = old_policy(batch, bounds.importance_cap)
     ratio = bounded(batch.logprobs - old).exp()
     # torch.where of two numbers is float32 whatever the advantages are.
@@ -105,8 +111,9 @@ DPPO_BOUND = 0.2
 DPPO_PENALTY = 1e-3
 
 
-def dppo_tv(batch: TokenBatch, bounds: Bounds) -> Tensor:
-    """-keep A pi / mu + 1e-3 log^2(pi / mu); a token is dropped where pi - mu moved by more than 0.2 along its advantage.
+def dppo_tv(batch: TokenBatch, bounds: Bounds) -> Tensor:  # noqa: ARG001 - its trust region is fixed
+    """-keep A pi / mu + 1e-3 log^2(pi / mu); a token is dropped where pi - mu moved by more than 0.2 along its
+    advantage.
 
     mu is the behaviour policy, so no importance cap applies. Source: DPPO-TV (arXiv 2602.04879), prime-rl.
     """

@@ -148,7 +148,7 @@ def _summed(algorithm: Algorithm, batches: Sequence[TokenBatch]) -> tuple[float,
         logprobs = batch.logprobs.detach().clone().requires_grad_()
         value = algorithm.loss(replace(batch, logprobs=logprobs))
         assert value.ndim == 0, "a loss is a scalar"
-        value.backward()  # pyright: ignore[reportUnknownMemberType] - untyped in torch
+        value.backward()  # type: ignore[no-untyped-call]  # untyped in torch
         assert logprobs.grad is not None, "a loss has a gradient"
         loss += float(value.detach())
         gradient += [float(part) for part in logprobs.grad]

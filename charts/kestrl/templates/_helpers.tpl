@@ -68,6 +68,7 @@ app.kubernetes.io/name: kestrl-operator
   "lease" $lease
   "healthListen" "0.0.0.0:8080"
   "metricsListen" "0.0.0.0:9464"
+  "workFile" "/tmp/at-work"
   "otlp" .Values.operator.otlp
   "auditSeconds" .Values.operator.auditSeconds
   "workers" .Values.operator.workers | toYaml -}}

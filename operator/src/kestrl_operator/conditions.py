@@ -39,6 +39,7 @@ class Truth(StrEnum):
 
 
 NOT_OBSERVED = "NotObserved"
+QUARANTINED = "Quarantined"
 LONGEST_MESSAGE = 4096
 """An eighth of what the CRD allows: what is longer nobody reads, and a status of twelve such messages is still a small object."""
 REASONS: Mapping[Type, Mapping[str, str]] = {
@@ -111,6 +112,7 @@ REASONS: Mapping[Type, Mapping[str, str]] = {
         "Training": "Engines, rollouts and learner work.",
         "NotReady": "One of them does not; its own condition says why.",
         "Finished": "The job has ended.",
+        "Quarantined": "The operator was killed while it handled this spec, and looks at the job again when its spec changes. All else is as it was seen before.",
         "OperatorFailed": "The operator cannot do its work on this job; the message says why. All else is as it was seen before.",
     },
     Type.SUCCEEDED: {
@@ -198,6 +200,8 @@ def phase(conditions: Sequence[Condition]) -> str:
         return "Suspended"
     if how == "Draining":
         return "Suspending"
+    if told(Type.READY)[1] == QUARANTINED:
+        return "Quarantined"
     if told(Type.READY)[0] == Truth.TRUE:
         return "Running"  # be it of the last spec that was accepted
     if told(Type.ACCEPTED)[0] == Truth.FALSE:

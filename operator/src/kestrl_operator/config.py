@@ -42,6 +42,8 @@ class Config(_Given):
     health_listen: str = "0.0.0.0:8080"
     metrics_listen: str = "0.0.0.0:9464"
     otlp: str | None = None
+    work_file: Path | None = None
+    """Where the job that is being handled is named, in a volume that outlives the container; see `at_work`."""
     workers: int = 8
     audit_seconds: float = 60.0
     """How often the watch streams are compared with lists; see `audit`."""

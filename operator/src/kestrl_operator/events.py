@@ -27,7 +27,7 @@ TOLD: Mapping[Type, Mapping[str, str]] = {
     Type.REWARD_HEALTHY: {"JudgeFailing": "Warning", "Degenerate": "Warning"},
     Type.LEARNED: dict.fromkeys(("NoToolCall", "NoRewardSpread", "ZeroGradient", "WeightsUnchanged"), "Warning"),
     Type.SUSPENDED: {"Draining": "Normal", "Released": "Normal"},
-    Type.READY: {"OperatorFailed": "Warning"},
+    Type.READY: {"OperatorFailed": "Warning", "Quarantined": "Warning"},
     Type.SUCCEEDED: {
         "Completed": "Normal", "LearnerFailed": "Warning", "BackoffExceeded": "Warning", "DeadlineExceeded": "Warning",
         "PendingTooLong": "Warning",

@@ -24,6 +24,8 @@ ATTEMPTS, RESTARTS, FORGIVEN, RENDERED, ACCEPTED, STORAGE, STATE = (
 """Annotations of the learner's StatefulSet: how often the learner and the whole job were started again, how many attempts count no more,
 the digest of what was applied, the newest spec that was, where the run is stored, and what volume its learner got. They are the
 operator's only memory: the next leader reads them there."""
+UID_LABEL = "kestrl.dev/job-uid"
+"""Of pods: the job's uid. Labels with its name alone are those of a former job of the name, too."""
 QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
 UNSTARTABLE = frozenset(
     {"ErrImagePull", "ImagePullBackOff", "ErrImageNeverPull", "ImageInspectError", "InvalidImageName", "RegistryUnavailable",
@@ -79,6 +81,10 @@ class Pod:
     ended: tuple[Ended, ...]
     """Containers whose last run ended with a failure."""
     restarts: int
+    owner: tuple[str, str] = ("", "")
+    """Kind and uid of the workload that made it."""
+    job: str = ""
+    """The uid of its job, as its template says."""
 
     @property
     def over(self) -> bool:
@@ -278,7 +284,15 @@ def pod_of(given: Object) -> Pod | None:
         unstartable=next(_waiting(statuses), ""),
         ended=tuple(_ended(statuses)),
         restarts=sum(item.get("restartCount", 0) for item in statuses),
+        owner=next(
+            (_kind_and_uid(item) for item in metadata.get("ownerReferences", ()) if item.get("controller")), ("", "")
+        ),
+        job=metadata["labels"].get(UID_LABEL, ""),
     )
+
+
+def _kind_and_uid(reference: Object) -> tuple[str, str]:
+    return reference.get("kind", ""), reference.get("uid", "")
 
 
 def _count(text: str) -> int:

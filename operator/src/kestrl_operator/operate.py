@@ -16,6 +16,7 @@ from kestrl.telemetry.metrics import observe
 from kestrl.telemetry.names import Metric
 from kestrl_operator import health, shell
 from kestrl_operator.api import JOB, MANAGER, POD, Api, ApiProblem, Kind
+from kestrl_operator.at_work import AtWork
 from kestrl_operator.audit import Audit
 from kestrl_operator.checks import preflight
 from kestrl_operator.config import Config
@@ -44,8 +45,10 @@ class Operator:
         self._identity = os.environ.get("POD_NAME", f"{os.uname().nodename}-{os.getpid()}")
         self._store, self._queue = Store(), Queue[Key]()
         self._followers = Followers(self._queue.add)
+        self._at_work = AtWork(config.work_file)
+        events = Events(api, self._identity)
         self._reconciler = Reconciler(
-            api, self._store, self._followers, Events(api, self._identity), config.jobs, config.key()
+            api, self._store, self._followers, events, config.jobs, config.key(), self._at_work
         )
         self._changes: OrderedDict[str, str] = OrderedDict()
         self._passes: Counter[str] = Counter()
@@ -97,6 +100,7 @@ class Operator:
             await self._followers.close()
             await asyncio.wait([watching])
             await probes.cleanup()
+            self._at_work.close()
 
     def _take(self, kind: Kind, given: Mapping[str, Any], deleted: bool) -> None:
         """An event of a watch stream."""

@@ -20,7 +20,9 @@ from kestrl.telemetry import beginning, span, within
 from kestrl.telemetry.names import Attr, SpanName
 from kestrl_operator.accelerators import Node
 from kestrl_operator.api import DEPLOYMENT, JOB, POD, STATEFUL_SET, Api, ApiProblem, Conflict, Gone
+from kestrl_operator.at_work import AtWork
 from kestrl_operator.cluster import GRPC_PORT, Cluster
+from kestrl_operator.conditions import QUARANTINED, Type
 from kestrl_operator.credentials import derive
 from kestrl_operator.drawing import Drawing, rendered_from, traceparent
 from kestrl_operator.events import Events
@@ -110,10 +112,18 @@ class Reconciler:
     """All jobs of this operator."""
 
     def __init__(
-        self, api: Api, store: Store, followers: Followers, events: Events, cluster: Cluster, key: bytes
+        self,
+        api: Api,
+        store: Store,
+        followers: Followers,
+        events: Events,
+        cluster: Cluster,
+        key: bytes,
+        at_work: AtWork,
     ) -> None:
         self._api, self._store, self._followers, self._events = api, store, followers, events
         self._drawing, self._key = Drawing(cluster, key), key
+        self._at_work = at_work
         self._parsed: dict[Key, Parsed] = {}
         self._drawn: dict[Key, Drawn] = {}
         self._fallbacks: dict[Key, tuple[str, int, str, AgentRLJob | None]] = {}
@@ -150,7 +160,11 @@ class Reconciler:
         if raw is None or "deletionTimestamp" in raw["metadata"]:
             self.forget(key)
             return None
-        seen = self._snapshot(key, raw)
+        if self._is_quarantined(raw):
+            await self._quarantine(key, raw)
+            return None
+        with self._at_work.on(raw):
+            seen = self._snapshot(key, raw)
         left = self._store.strangers(key, seen.uid)
         if left:
             await self._tell_of_strangers(key, seen, left, since=seconds_of(raw["metadata"].get("creationTimestamp")))
@@ -158,14 +172,16 @@ class Reconciler:
         if self._awaits_a_word(key, seen):
             return FIRST_WORD
         seen = replace(seen, unmade=await self._lacks.unmade(key, seen))
-        decision = decide(seen)
-        due = self._due(key, seen, decision)
+        with self._at_work.on(raw):
+            decision = decide(seen)
+            due = self._due(key, seen, decision)
         refused = "" if due is None else await self._refused_of(key, seen, due)
         if refused:
             # Nothing of it was written: the job goes on as it was accepted last.
-            seen = replace(self._snapshot(key, raw, refused), unmade=seen.unmade)
-            decision = decide(seen)
-            due = self._due(key, seen, decision)
+            with self._at_work.on(raw):
+                seen = replace(self._snapshot(key, raw, refused), unmade=seen.unmade)
+                decision = decide(seen)
+                due = self._due(key, seen, decision)
         self._memory[key] = decision.memory
         if decision.delete:
             await self._api.delete(JOB, *key, uid=seen.uid)
@@ -174,7 +190,9 @@ class Reconciler:
             return None
         seen = replace(seen, problem=seen.problem or self._refused_now(key, seen.uid, seen.generation, seen.now))
         self._follow(key, seen, decision)
-        if not await self._write_status(key, seen, decision):
+        with self._at_work.on(raw):
+            status = without_empties(status_of(seen, decision))
+        if not await self._write_status(key, seen, status):
             return CONFLICT_LOOK
         return self._look_again(seen, decision)
 
@@ -191,6 +209,36 @@ class Reconciler:
         status = with_failure(before, why, generation=metadata.get("generation", 0), now=time())
         await self._write(key, metadata["uid"], before, without_empties(status))
 
+    def _is_quarantined(self, raw: Mapping[str, Any]) -> bool:
+        """Whether this very spec killed an operator: this one, as its record says, or another, as the job's status says."""
+        metadata, killed_by = raw["metadata"], self._at_work.killed_by
+        generation = metadata.get("generation", 0)
+        if killed_by is not None and (killed_by.uid, killed_by.generation) == (metadata["uid"], generation):
+            return True
+        return any(
+            item["type"] == Type.READY
+            and item["reason"] == QUARANTINED
+            and item.get("observedGeneration") == generation
+            for item in raw.get("status", {}).get("conditions", ())
+        )
+
+    async def _quarantine(self, key: Key, raw: Mapping[str, Any]) -> None:
+        """Says so in the job's status; nothing else of it is looked at."""
+        self._followers.stop(key)
+        metadata, before = raw["metadata"], raw.get("status", {})
+        generation = metadata.get("generation", 0)
+        why = (
+            f"an operator was killed while it handled generation {generation} of the spec; the job is left as it is until its spec "
+            "changes, any field of it: see the operator's memory limit and log, and report the spec if it is not absurd"
+        )
+        if any(
+            item["type"] == Type.READY and item["reason"] == QUARANTINED and item["message"] == why
+            for item in before.get("conditions", ())
+        ):
+            return
+        status = with_failure(before, why, generation=generation, now=time(), reason=QUARANTINED)
+        await self._write(key, metadata["uid"], before, without_empties(status))
+
     async def _tell_of_strangers(
         self, key: Key, seen: Snapshot, left: Collection[Child], *, since: float | None
     ) -> None:
@@ -200,7 +248,7 @@ class Reconciler:
         what = ", ".join(sorted(f"{child.kind} {child.name}" for child in left))
         problem = f"another job of this name has left {what}; Kubernetes deletes them, unless a finalizer holds them: see to that"
         waiting = replace(seen, job=None, problem=problem)
-        await self._write_status(key, waiting, decide(waiting))
+        await self._write_status(key, waiting, without_empties(status_of(waiting, decide(waiting))))
 
     def _snapshot(self, key: Key, raw: Mapping[str, Any], refused: str = "") -> Snapshot:
         """What is known of a job now; `refused` is why the apiserver refuses the newest spec, if it has just said so."""
@@ -221,7 +269,7 @@ class Reconciler:
             problem=problem,
             labels=metadata.get("labels", {}),
             status=raw.get("status", {}),
-            pods=self._store.pods(key),
+            pods=self._store.pods(key, metadata["uid"]),
             workloads=workloads,
             told=self._followers.told(key),
             silent=self._followers.silent(key),
@@ -436,10 +484,10 @@ class Reconciler:
         token = derive(self._key, seen.uid)[Secret.CONTROLLER_TO_LEARNER.value]
         self._followers.want(key, pods[0].uid, f"{pods[0].address}:{GRPC_PORT}", token)
 
-    async def _write_status(self, key: Key, seen: Snapshot, decision: Decision) -> bool:
+    async def _write_status(self, key: Key, seen: Snapshot, status: Mapping[str, Any]) -> bool:
         """Writes the status if it differs; False if the job is not what it was any more."""
         try:
-            await self._write(key, seen.uid, seen.status, without_empties(status_of(seen, decision)))
+            await self._write(key, seen.uid, seen.status, status)
         except Conflict:
             return False
         return True

@@ -58,7 +58,9 @@ def status_of(seen: Snapshot, decision: Decision) -> dict[str, Any]:
     return status.model_dump(by_alias=True, exclude_none=True)
 
 
-def with_failure(status: Mapping[str, Any], why: str, *, generation: int, now: float) -> dict[str, Any]:
+def with_failure(
+    status: Mapping[str, Any], why: str, *, generation: int, now: float, reason: str = "OperatorFailed"
+) -> dict[str, Any]:
     """A status as it stands, but for one thing: the operator fails at its work on this job. Pure.
 
     Args:
@@ -66,9 +68,10 @@ def with_failure(status: Mapping[str, Any], why: str, *, generation: int, now: f
         why: What a person is to know.
         generation: Of the spec that it failed for.
         now: Seconds since 1970.
+        reason: Of the condition Ready.
     """
     before = JobStatus.model_validate(dict(status))
-    failed = Observed(type=Type.READY, truth=Truth.FALSE, reason="OperatorFailed", message=why)
+    failed = Observed(type=Type.READY, truth=Truth.FALSE, reason=reason, message=why)
     conditions = joined(before.conditions, [failed], generation=generation, now=written(now))
     after = before.model_copy(
         update={"conditions": conditions, "shown": before.shown.model_copy(update={"phase": phase(conditions)})}

@@ -43,6 +43,12 @@ class Known(NamedTuple):
     children: frozenset[str]
 
 
+def _belongs(pod: Pod, workloads: Collection[str], uid: str) -> bool:
+    """Whether a pod is of the job with these workloads. ReplicaSets, which stand between Deployments and pods, are not watched."""
+    kind, owner = pod.owner
+    return owner in workloads or (kind == "ReplicaSet" and pod.job == uid)
+
+
 class Store:
     """The newest that is known of each object. An event that is older than what is known already changes nothing."""
 
@@ -57,8 +63,10 @@ class Store:
         self._versions: dict[str, int] = {}
         self._deleted: OrderedDict[str, int] = OrderedDict()
 
-    def pods(self, key: Key) -> list[Pod]:
-        return list(self._pods.get(key, {}).values())
+    def pods(self, key: Key, uid: str) -> list[Pod]:
+        """The pods that workloads of this very job made. What has its labels alone is another's: a former job's, or anybody's."""
+        made_by = {child for child in self._children.get(key, {}) if self._owners[child] == uid}
+        return [pod for pod in self._pods.get(key, {}).values() if _belongs(pod, made_by, uid)]
 
     def workloads(self, key: Key) -> dict[Role, Workload]:
         return {workload.role: workload for workload in self._workloads.get(key, {}).values()}

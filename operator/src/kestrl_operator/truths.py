@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from kestrl.plan.components import Role
 from kestrl.service import EXIT_INPUT
 from kestrl.spec.job import JobSpec
-from kestrl_operator.conditions import NOT_OBSERVED, Observed, Truth, Type
+from kestrl_operator.conditions import NOT_OBSERVED, QUARANTINED, Observed, Truth, Type
 from kestrl_operator.observe import Ended, Pod, Snapshot, Told, is_input
 from kestrl_operator.policies import Decision, Stage, has_ended, stuck, told_failure
 
@@ -21,7 +21,7 @@ def observed(seen: Snapshot, decision: Decision) -> Iterator[Observed]:
     """All that was observed now."""
     if seen.job is None:
         yield _not(Type.ACCEPTED, "Invalid", seen.problem)
-        if seen.condition(Type.READY)[1] == "OperatorFailed":
+        if seen.condition(Type.READY)[1] in {"OperatorFailed", QUARANTINED}:
             yield _not(Type.READY, "NotReady", "not Accepted")  # the operator works again: it has just found that out
         return
     spec = seen.job.spec

@@ -14,7 +14,17 @@ from kestrl.prepare import OBJECT_SCHEMES, DataSource, PrepareSettings
 from kestrl.spec import AgentRLJob
 from kestrl_operator.accelerators import Profile
 from kestrl_operator.cluster import DATA, MODEL, Cluster, prepared, workload
-from kestrl_operator.observe import ACCEPTED, ATTEMPTS, FORGIVEN, QUEUE_LABEL, RENDERED, RESTARTS, STATE, STORAGE
+from kestrl_operator.observe import (
+    ACCEPTED,
+    ATTEMPTS,
+    FORGIVEN,
+    QUEUE_LABEL,
+    RENDERED,
+    RESTARTS,
+    STATE,
+    STORAGE,
+    UID_LABEL,
+)
 from kestrl_operator.render import network
 from kestrl_operator.render.patching import patched
 from kestrl_operator.render.pods import Object, account, checksum, container, credentials, settings_map, template
@@ -208,7 +218,7 @@ def _workload_spec(given: Given, role: Role, settings: Mapping[str, str]) -> Obj
         containers,
         cluster=given.cluster,
         profile=profile,
-        labels={**labels(given.name, role), **selector},
+        labels={**labels(given.name, role), **selector, UID_LABEL: given.uid},
         annotations=_annotations(given, role, read),
         store=given.store if role in network.FAR else None,
         claims=claims,

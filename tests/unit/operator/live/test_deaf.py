@@ -157,7 +157,7 @@ async def test_a_pod_that_vanished_unheard_does_not_hold_up_a_suspension(stage: 
 
 async def test_a_job_that_is_made_while_an_audit_lists_is_not_forgotten(stage: Stage) -> None:
     running = await stage.operator(audit_seconds=OFTEN)
-    late = stage.cluster.fail("list", "agentrljobs", delay=1.0, late=True, times=1)
+    late = stage.cluster.fail("list", "agentrljobs", delay=3.0, late=True, times=1)
     await stage.until(lambda: late.hits, "a list is on its way")
     stage.job()
     await stage.applied()
@@ -170,7 +170,7 @@ async def test_a_job_that_is_made_while_an_audit_lists_is_not_forgotten(stage: S
 async def test_a_job_that_is_made_while_an_audit_lists_and_then_left_alone_was_told_of(stage: Stage) -> None:
     running = await stage.operator(audit_seconds=OFTEN)
     stage.cluster.fail("patch", "agentrljobs/status", status=503)  # nothing changes it, so nothing is told again
-    late = stage.cluster.fail("list", "agentrljobs", delay=1.0, late=True, times=1)
+    late = stage.cluster.fail("list", "agentrljobs", delay=3.0, late=True, times=1)
     await stage.until(lambda: late.hits, "a list is on its way")
     stage.job()
     await stage.until(running.jobs, "the stream has told of the job")
@@ -212,7 +212,7 @@ async def test_a_job_that_is_deleted_while_an_audit_lists_does_not_come_back(sta
     running = await stage.operator(audit_seconds=OFTEN)
     stage.job()
     await stage.applied()
-    late = stage.cluster.fail("list", "agentrljobs", delay=1.0, late=True, times=1)
+    late = stage.cluster.fail("list", "agentrljobs", delay=3.0, late=True, times=1)
     await stage.until(lambda: late.hits, "a list is on its way")
     stage.cluster.delete("agentrljobs", NAMESPACE, JOB)
     await stage.until(lambda: not running.jobs(), "the job is forgotten")

@@ -338,3 +338,39 @@ async def test_a_report_that_is_too_large_is_reported_and_the_operator_lives(sta
         assert "larger than max" in stage.condition("LearnerProgressing")[2]
         running.learner.tell(report("training", 4))
         await stage.until(lambda: stage.phase() == "Running", "a report of a usual size is taken again")
+
+
+@pytest.mark.parametrize(
+    "owners",
+    [
+        [],
+        [
+            {
+                "apiVersion": "apps/v1",
+                "kind": "StatefulSet",
+                "name": f"{JOB}-learner",
+                "uid": "another",
+                "controller": True,
+            }
+        ],
+    ],
+    ids=["of nobody", "of a former job's workload"],
+)
+async def test_a_pod_with_the_labels_alone_is_neither_called_nor_believed(stage: Stage, owners: list[Object]) -> None:
+    uid = stage.job()["metadata"]["uid"]
+    async with learning(stage.patch, job_token(uid), report("succeeded", 26)) as stranger:
+        controllers = Controllers(stage.cluster, started=ready)
+        await stage.operator()
+        await stage.applied()
+        labels = stage.pods("learner")[0]["metadata"]["labels"]
+        metadata = {"name": "stranger", "namespace": NAMESPACE, "labels": labels, "ownerReferences": owners}
+        pod = stage.cluster.create("pods", {"metadata": metadata, "spec": {"containers": [{"name": "learner"}]}})
+        controllers.run(pod, address=stranger.address)
+        learner = stage.pods("learner")[0]
+        controllers.image_missing(learner, "no such image")
+        await stage.until(
+            lambda: "no such image" in stage.condition("LearnerProgressing")[2], "its own pod is looked at"
+        )
+        await stage.quiet()
+        assert stranger.watchers == 0, "the job's credential was sent to a stranger"
+        assert stage.condition("Succeeded")[1] == "Running"

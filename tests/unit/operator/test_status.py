@@ -16,7 +16,7 @@ from kestrl.plan.components import Role
 from kestrl.rpc.codec import policy_to_proto
 from kestrl.spec.crd import crd
 from kestrl.spec.status import JobStatus
-from kestrl_operator.conditions import LONGEST_MESSAGE, NOT_OBSERVED, REASONS, Type
+from kestrl_operator.conditions import LONGEST_MESSAGE, NOT_OBSERVED, QUARANTINED, REASONS, Type
 from kestrl_operator.observe import QUEUE_LABEL, Memory, Pod, Snapshot
 from kestrl_operator.policies import decide
 from kestrl_operator.status import ENGINES_TOLD, FAILURES_TOLD, status_of, with_failure
@@ -686,7 +686,8 @@ def test_every_reason_of_the_closed_list_is_said_of_some_job() -> None:
     for _, changes, _, _ in TABLE:
         for item in seen_as(snapshot(**changes))["conditions"]:
             heard[item["type"]].add(item["reason"])
-    heard["Ready"].add(said(with_failure({}, "no", generation=1, now=NOW), "Ready")[1])
+    for reason in ("OperatorFailed", QUARANTINED):
+        heard["Ready"].add(said(with_failure({}, "no", generation=1, now=NOW, reason=reason), "Ready")[1])
     assert {kind: reasons - {NOT_OBSERVED} for kind, reasons in heard.items()} == {
         str(kind): set(reasons) for kind, reasons in REASONS.items()
     }

@@ -358,7 +358,7 @@ async def test_a_report_that_is_too_large_is_reported_and_the_operator_lives(sta
 )
 async def test_a_pod_with_the_labels_alone_is_neither_called_nor_believed(stage: Stage, owners: list[Object]) -> None:
     uid = stage.job()["metadata"]["uid"]
-    async with learning(stage.patch, job_token(uid), report("succeeded", 26)) as stranger:
+    async with learning(stage.patch, learner_token(uid), report("succeeded", 26)) as stranger:
         controllers = Controllers(stage.cluster, started=ready)
         await stage.operator()
         await stage.applied()

@@ -49,7 +49,8 @@ class Scenario:
     tools: Sequence[str] | None = None
     """Names of the tools offered; None offers every tool of the job."""
     tools_kwargs: Mapping[str, Mapping[str, Mapping[str, Json]]] = field(default_factory=dict[str, Any])
-    """Per tool: `create_kwargs` for the session's instance, `execute_kwargs` merged into every call. Hidden from the model."""
+    """Per tool: `create_kwargs` for the episode's instance, `execute_kwargs` merged into every call. Those of an environment's
+    instance stand under the environment's name. Hidden from the model."""
     agent: str = ""
     """Name of the agent loop that attempts it; empty for the job's own."""
     ground_truth: Json = None
@@ -181,6 +182,9 @@ class Episode:
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])
     loop_reward: float | None = None
     """What the agent loop returned, if anything; the rule `loop_reward` makes it a component of the reward."""
+
+    environments: Mapping[str, Json] = field(default_factory=dict[str, Any])
+    """The final state of each environment that has a `state()`, by its name."""
 
     @property
     def final_text(self) -> str:

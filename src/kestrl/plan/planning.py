@@ -106,7 +106,15 @@ def _agent(job: AgentRLJob, site: Site, index: int) -> Component:
 
 def tool_entries(spec: JobSpec) -> tuple[ToolEntry, ...]:
     """The job's tools as the tool service gets them."""
-    return tuple(ToolEntry(name=tool.name, use=tool.use, config=tool.config) for tool in spec.tools)
+    return tuple(
+        ToolEntry(
+            name=tool.label,
+            use=tool.use,
+            methods=None if tool.methods is None else tuple(tool.methods),
+            config=tool.config,
+        )
+        for tool in spec.tools
+    )
 
 
 def _tools(job: AgentRLJob, site: Site) -> Component:

@@ -69,11 +69,13 @@ class ServiceSettings(Model):
 
 
 class ToolEntry(Model):
-    """One tool of the manifest."""
+    """One tool or environment of the manifest."""
 
     name: str
     use: str
     """Import path of a function or class."""
+    methods: tuple[str, ...] | None = None
+    """Of an environment: its methods that are tools; None for all public ones, or for what is not an environment."""
     config: dict[str, Any] = {}
 
 

@@ -187,6 +187,7 @@ def episode_to_proto(episode: Episode) -> pb.Episode:
         rewards=dict(episode.rewards),
         metrics=dict(episode.metrics),
         loop_reward=episode.loop_reward,
+        environments_json=dump_json(episode.environments) if episode.environments else "",
     )
 
 
@@ -212,6 +213,7 @@ def episode_from_proto(message: pb.Episode) -> Episode:
         rewards=dict(message.rewards),
         metrics=dict(message.metrics),
         loop_reward=message.loop_reward if message.HasField("loop_reward") else None,
+        environments=_load(message.environments_json, {}),
     )
 
 

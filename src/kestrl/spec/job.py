@@ -124,15 +124,25 @@ class Agent(Model):
     path. Without it the chat template decides; one whose format is unknown is refused when tools are offered."""
 
 
-class Tool(Model):
-    """One tool."""
+ToolName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_-]{0,63}$")]
 
-    name: Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_-]{0,63}$")]
-    """What the model calls it."""
+
+class Tool(Model):
+    """One tool, or one environment whose methods are tools."""
+
+    name: ToolName | None = None
+    """What the model calls it; of an environment, what rows call it. Without it the last part of `use`."""
     use: ImportPath
-    """A function, or a class with one instance per episode."""
+    """A function, a class whose instances are called, or an environment: a class whose methods are tools. One instance per episode."""
+    methods: Annotated[list[ToolName], Field(min_length=1, max_length=64)] | None = None
+    """The environment's methods that are tools; without it, of a class without `__call__`, all public ones."""
     config: JsonObject = {}
-    """Keyword arguments of the class, the same for every episode."""
+    """Keyword arguments of the function or class, the same for every episode; rows cannot change them."""
+
+    @property
+    def label(self) -> str:
+        """`name`, or the last part of `use`."""
+        return self.name or self.use.rpartition(":")[2].rpartition(".")[2]
 
 
 class RulerSpec(Model):

@@ -104,7 +104,8 @@ def tokens_fit_the_context(spec: JobSpec) -> Iterator[Problem]:
 
 
 def names_are_unique(spec: JobSpec) -> Iterator[Problem]:
-    for name, count in Counter(tool.name for tool in spec.tools).items():
+    named = (name for tool in spec.tools for name in tool.methods or [tool.label])
+    for name, count in Counter(named).items():
         if count > 1:
             yield Problem("spec.tools", f"{count} tools are called {name!r}; the model could not tell them apart")
 

@@ -4,9 +4,12 @@
   them for the whole job; the model is not told of those.
 * A **class** is a tool with a session: one instance per episode, made with the manifest's `config` and the scenario's
   `create_kwargs`; calling the instance is calling the tool. `close()`, if there is one, ends the session.
+* An **environment** is a class whose methods are tools that share one instance per episode: those that the manifest lists under
+  `methods`, or all public ones of a class without `__call__`. It is made with `config`; `reset(**create_kwargs)`, if there is one,
+  begins the episode; `state()`, if there is one, gives the reward its final state as a JSON value (`Episode.environments`).
 
-Either may be `async`. What is not runs in a thread of its own: the instance is made, called and closed in the same one, so a
-database connection may stay in it. Calls of one session to the same tool never overlap.
+What `config` sets, no row can change. Each may be `async`. What is not runs in a thread of its own: the instance is made, called and closed in the same one, so a
+database connection may stay in it. Calls of one session to the same tool or environment never overlap.
 
 The JSON Schema comes from the type hints, descriptions from the docstring (Google style). A parameter marked
 `Annotated[T, Hidden()]` is filled by the scenario's `execute_kwargs` and the model is not told of it; where `execute_kwargs`

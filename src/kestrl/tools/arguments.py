@@ -7,17 +7,19 @@ argument, what it is, what it must be.
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any
 
-from kestrl.tools.shapes import is_mapping
+from kestrl.tools.shapes import is_list, is_mapping
 
 # The stubs leave most of it unknown, so the library and its errors are taken as what they are.
 jsonschema: Any = import_module("jsonschema")
 MAX_COMPLAINTS = 3
 """Problems told at once; a small model mends three better than thirty."""
+LARGEST_NUMBER = sys.float_info.max
 MAX_SHOWN = 80
 """Characters of a wrong value that are shown back."""
 
@@ -80,7 +82,7 @@ class Arguments:
         if not is_mapping(arguments):
             raise ArgumentsInvalid(f"the arguments must be an object, but are {_shown(arguments)}")
         given = {str(name): value for name, value in arguments.items() if name not in filled}
-        problems = complaints(self._without(filled), given)
+        problems = _out_of_range(given) or complaints(self._without(filled), given)
         if problems:
             raise ArgumentsInvalid("; ".join(problems))
         return {name: self._convert(name, value) for name, value in given.items()}
@@ -99,6 +101,19 @@ class Arguments:
             return converter(value)
         except ValueError as error:
             raise ArgumentsInvalid(f"argument {name!r} {_reason(error)}, but is {_shown(value)}") from error
+
+
+def _out_of_range(value: object, path: str = "") -> list[str]:
+    """Numbers that no float holds, wherever they stand: checks and tools would overflow on them."""
+    if is_mapping(value):
+        parts = [(f"{path}.{name}" if path else str(name), inner) for name, inner in value.items()]
+    elif is_list(value):
+        parts = [(f"{path}[{index}]", inner) for index, inner in enumerate(value)]
+    elif isinstance(value, int | float) and not -LARGEST_NUMBER <= value <= LARGEST_NUMBER:
+        return [f"argument {path!r} is a number out of range: its magnitude must be below 1.8e308"]
+    else:
+        return []
+    return [problem for place, inner in parts for problem in _out_of_range(inner, place)][:MAX_COMPLAINTS]
 
 
 def complaints(schema: Mapping[str, Any], instance: object) -> list[str]:

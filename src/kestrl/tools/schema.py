@@ -63,15 +63,25 @@ def describe(obj: Any, name: str, *, hidden: Collection[str] = ()) -> ToolSchema
     return read(obj, name, fixed=hidden).schema
 
 
-def read(obj: Any, name: str, *, fixed: Collection[str] = ()) -> Described:
-    """As `describe`, with the check of arguments. `fixed` are parameters that the manifest fills."""
-    target = _target(obj, name)
+def read(obj: Any, name: str, *, fixed: Collection[str] = (), method: str | None = None) -> Described:
+    """As `describe`, with the check of arguments.
+
+    Args:
+        obj: A function or class.
+        name: What the model calls the tool.
+        fixed: Parameters that the manifest fills.
+        method: The method of the class that is called; None for `__call__`.
+    """
+    target: Callable[..., Any] = _target(obj, name) if method is None else getattr(obj, method)
     hints = _hints(target, name)
-    documentation = _documentation(obj, target)
+    documentation = _documentation(obj, target) if method is None else parse(_source(target).__doc__)
+    bound = inspect.isclass(obj) and not (
+        method is not None and isinstance(inspect.getattr_static(obj, method), staticmethod | classmethod)
+    )
     shown: list[_Parameter] = []
     fillable: set[str] = set()
     required: set[str] = set()
-    for parameter in _parameters(obj, target, name):
+    for parameter in _parameters(target, name, bound=bound):
         if parameter.name in fixed:
             continue
         fillable.add(parameter.name)
@@ -98,8 +108,8 @@ def _target(obj: Any, name: str) -> Callable[..., Any]:
     if inspect.isclass(obj):
         if not any("__call__" in vars(base) for base in obj.__mro__):
             raise UserInputError(
-                f"{name}: the class {obj.__name__} has no __call__; write `def __call__(self, ...)`: calling the instance "
-                "is calling the tool"
+                f"{name}: the class {obj.__name__} has neither __call__ nor public methods; write `def __call__(self, ...)` "
+                "for one tool, or methods for several"
             )
         obj = cast(Any, obj).__call__
     elif not inspect.isroutine(obj) and not _is_partial(obj):
@@ -120,14 +130,15 @@ def _source(target: Any) -> Callable[..., Any]:
     return written
 
 
-def _parameters(obj: Any, target: Callable[..., Any], name: str) -> list[inspect.Parameter]:
+def _parameters(target: Callable[..., Any], name: str, *, bound: bool) -> list[inspect.Parameter]:
+    """What is sent by name; of what is `bound` to an instance the first parameter is the instance."""
     try:
         found = list(inspect.signature(target).parameters.values())
     except (TypeError, ValueError) as error:
         raise UserInputError(
             f"{name}: has no readable signature ({error}); wrap it in a function with type hints"
         ) from error
-    for parameter in found[inspect.isclass(obj) :]:
+    for parameter in found[bound:]:
         stars = (
             "*"
             if parameter.kind is parameter.VAR_POSITIONAL
@@ -140,7 +151,7 @@ def _parameters(obj: Any, target: Callable[..., Any], name: str) -> list[inspect
                 f"{name}: the parameter {stars + parameter.name!r} cannot be described to the model, which sends arguments by name; "
                 "write each one out, with its type"
             )
-    return found[inspect.isclass(obj) :]
+    return found[bound:]
 
 
 def _hints(target: Callable[..., Any], name: str) -> Mapping[str, Any]:

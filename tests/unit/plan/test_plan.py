@@ -14,7 +14,7 @@ from kestrl.local.processes import Launcher
 from kestrl.plan.components import Component, Role
 from kestrl.plan.engines import engine_rank, serving_command
 from kestrl.plan.planning import group_seconds, plan
-from kestrl.plan.settings import AgentSettings, JudgeSettings, LearnerSettings, RolloutSettings
+from kestrl.plan.settings import AgentSettings, JudgeSettings, LearnerSettings, RolloutSettings, ToolsSettings
 from kestrl.plan.site import Build, Endpoint, Site
 from kestrl.spec import AgentRLJob, parse_job, with_overrides
 
@@ -53,6 +53,13 @@ SITE = Site(
     work_dir="/run/work",
     python_path=("/mine",),
 )
+
+
+def test_a_tool_without_a_name_is_called_as_in_its_module() -> None:
+    job = job_with("tools=[{use: 'mine:look'}, {use: 'mine:Shop', methods: [buy]}, {name: s, use: 'mine:Shop'}]")
+    tools = by_name(job)["tools-0"].settings
+    assert isinstance(tools, ToolsSettings)
+    assert [(tool.name, tool.methods) for tool in tools.tools] == [("look", None), ("Shop", ("buy",)), ("s", None)]
 
 
 def test_config_reaches_the_loop_and_the_rewards() -> None:

@@ -173,6 +173,8 @@ class FakeTools(tools_pb2_grpc.ToolServiceServicer):
         self.calls: list[tools_pb2.CallRequest] = []
         self.closed: list[str] = []
         self.open_error: Exception | None = None
+        self.states: dict[str, Any] | Exception = {}
+        """What GetState answers."""
         self.close_error: Exception | None = None
         self.close_gate: asyncio.Event | None = None
         self.all_closed = asyncio.Event()
@@ -191,6 +193,14 @@ class FakeTools(tools_pb2_grpc.ToolServiceServicer):
         if isinstance(answer, Awaitable):
             answer = await answer
         return tools_pb2.CallResponse(outcome="ok", text=answer) if isinstance(answer, str) else answer
+
+    async def GetState(self, request: tools_pb2.GetStateRequest, context: Any) -> tools_pb2.GetStateResponse:
+        if request.session_id not in self.opened:
+            assert request.HasField("opening")
+            self.opened[request.session_id] = request.opening
+        if isinstance(self.states, Exception):
+            raise self.states
+        return tools_pb2.GetStateResponse(state_json=json.dumps(self.states))
 
     async def Close(self, request: tools_pb2.CloseRequest, context: Any) -> tools_pb2.CloseResponse:
         if self.close_gate is not None:

@@ -85,6 +85,8 @@ def test_a_missing_field_is_named() -> None:
         (["agent.maxTokens=4096"], "spec.agent.maxTokens"),
         (["agent.maxTokensPerTurn=4000"], "spec.agent.maxTokensPerTurn"),
         (["tools=[{name: a, use: 'm:f'}, {name: a, use: 'm:g'}]"], "spec.tools"),
+        (["tools=[{use: 'm:a'}, {name: a, use: 'm:g'}]"], "spec.tools"),
+        (["tools=[{use: 'm:Env', methods: [a, b]}, {name: b, use: 'm:g'}]"], "spec.tools"),
         (["agent.loop=toolagent"], "spec.agent.loop"),
         (["agent.config={depth: 2}"], "spec.agent.config"),
         (["rewards=[{rule: exactly}]"], "spec.rewards[0].rule"),

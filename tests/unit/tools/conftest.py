@@ -84,6 +84,19 @@ class Client:
             wait=opening is not None,
         )
 
+    async def state(self, session: str, opening: pb.Opening | None = None) -> Any:
+        request = pb.GetStateRequest(session_id=session, opening=opening)
+        answer = await call(
+            self._stub.GetState,
+            request,
+            pb.GetStateResponse,
+            timeout=10,
+            peer="tools",
+            wait=True,
+            token=Secret.ROLLOUT_TO_TOOLS.here(),
+        )
+        return json.loads(answer.state_json)
+
     async def close(self, session: str) -> None:
         await call(
             self._stub.Close,

@@ -7,6 +7,7 @@ import datetime
 import enum
 import functools
 import json
+import re
 import sqlite3
 from typing import Annotated, Any, Literal
 
@@ -150,6 +151,21 @@ def test_what_does_not_fit_is_told_so_that_it_can_be_mended(sent: dict[str, Any]
     assert str(caught.value).startswith(told)
 
 
+HUGE = int("9" * 400)
+
+
+@pytest.mark.parametrize("hint", [float, int, Any, Annotated[float, Field(multiple_of=0.5)], list[float] | None])
+@pytest.mark.parametrize("value", [HUGE, -HUGE, float("inf"), float("-inf")], ids=["huge", "-huge", "inf", "-inf"])
+def test_a_number_that_no_float_holds_is_out_of_range(hint: Any, value: float) -> None:
+    def tool(x: Any) -> None: ...
+
+    tool.__annotations__["x"] = hint
+    arguments = read(tool, "tool").arguments
+    for sent, place in [(value, "x"), ([1, value], "x[1]"), ({"a": [value]}, "x.a[0]")]:
+        with pytest.raises(ArgumentsInvalid, match=re.escape(f"argument '{place}' is a number out of range")):
+            arguments.parse({"x": sent})
+
+
 def test_several_problems_are_told_at_once_but_not_too_many() -> None:
     with pytest.raises(ArgumentsInvalid) as caught:
         read(search, "search").arguments.parse({"a": 1, "b": 2, "c": 3, "limit": 0})
@@ -256,7 +272,7 @@ class _Silent:
         (_rest, r"t: the parameter '\*\*options'"),
         (_opaque, "t: the parameter 'connection' has a type without a JSON form"),
         (_unknown, "t: its type hints cannot be read: name 'Nowhere' is not defined"),
-        (_Silent, "t: the class _Silent has no __call__"),
+        (_Silent, "t: the class _Silent has neither __call__ nor public methods"),
         (5, "t: a tool is a function or a class, this is int"),
     ],
 )

@@ -33,7 +33,7 @@ def load(*entries: ToolEntry) -> dict[str, Any]:
         ),
         ("tool_samples:untyped", {}, "'query' has no type hint"),
         ("tool_samples:opaque", {}, "has a type without a JSON form"),
-        ("tool_samples:NotCallable", {}, "has no __call__"),
+        ("tool_samples:NotCallable", {}, "has neither __call__ nor public methods"),
         ("tool_samples:greet", {"nam": "x"}, "its config does not fit: got an unexpected keyword argument 'nam'"),
         ("tool_samples:Notebook", {"ownr": "x"}, "its config does not fit"),
         ("tool_samples:VerlCounter", {"label": "x"}, "its settings go under `config`"),

@@ -84,6 +84,71 @@ class Finish:
         return ToolResult(text="thank you", final=True, data={"right": answer == truth})
 
 
+class Shop:
+    """An environment: two tools that share a basket."""
+
+    def __init__(self, currency: str = "EUR", stock: dict[str, int] | None = None) -> None:
+        self.currency, self.stock = currency, stock
+        self.thread = threading.get_ident()
+
+    def reset(self, stock: dict[str, int], broken: bool = False, greeting: bool = False) -> Any:
+        if broken:
+            raise KeyError("no stock")
+        self.stock, self.basket = dict(stock), dict[str, int]()
+        return "Welcome." if greeting else None
+
+    def search(self, word: str) -> list[str]:
+        """Finds items by a part of their name.
+
+        Args:
+            word: Part of a name.
+        """
+        assert threading.get_ident() == self.thread
+        with events.counted():
+            return [name for name in self.stock or {} if word in name]
+
+    def buy(self, item: str, count: int = 1, discount: Annotated[float, Hidden()] = 0.0) -> str:
+        """Puts an item into the basket."""
+        if item == "hang":
+            events.started.set()
+            events.release.wait()
+        with events.counted():
+            if (self.stock or {}).get(item, 0) < count:
+                raise ToolError(f"there are not {count} of {item}")
+            self.basket[item] = self.basket.get(item, 0) + count
+            return f"{count} {item} at {discount:g} off"
+
+    def state(self) -> Any:
+        if "huge" in self.basket:
+            return "x" * 2_000_000
+        if "odd" in self.basket:
+            return {"basket": {1, 2}}
+        return {"basket": self.basket, "currency": self.currency}
+
+    def close(self) -> None:
+        events.closed.append(f"shop {self.basket}")
+        events.any_closed.set()
+
+    def _private(self) -> None: ...
+
+
+class AsyncShop:
+    """An environment without reset and state; its constructor takes the row's kwargs."""
+
+    def __init__(self, owner: str) -> None:
+        self.owner = owner
+
+    async def who(self) -> str:
+        return self.owner
+
+    @staticmethod
+    async def double(number: int) -> int:
+        return 2 * number
+
+    async def __call__(self) -> str:
+        return "called"
+
+
 class Own(BaseException):
     pass
 

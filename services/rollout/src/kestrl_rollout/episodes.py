@@ -6,12 +6,13 @@ import asyncio
 import logging
 import time
 import traceback
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from kestrl.agents import LimitReached
 from kestrl.alarms import Alarms
-from kestrl.episode import Episode, StopReason
+from kestrl.episode import Episode, Json, StopReason
 from kestrl.errors import Boundary, Failure, KestrlError, UserCodeError, described
 from kestrl.telemetry import current_trace_id, span
 from kestrl.telemetry.names import Attr, SpanName
@@ -49,8 +50,11 @@ class _Attempt:
     conversation: EpisodeConversation | None = None
     engine: EngineSession | None = None
     tools: ToolSession | None = None
+    has_state: bool = False
+    """Whether an environment has a state for the reward."""
     reward: float | None = None
     """What the loop returned."""
+    environments: Mapping[str, Json] = field(default_factory=dict[str, Any])
 
 
 class EpisodeRunner:
@@ -112,6 +116,7 @@ class EpisodeRunner:
                 trace_id=current_trace_id(),
                 metrics={} if conversation is None else usable_metrics(conversation.metrics),
                 loop_reward=attempt.reward,
+                environments=attempt.environments,
             )
 
     async def _settle(self, request: GroupRequest, attempt: _Attempt, clock: GroupClock) -> Failure | None:
@@ -125,6 +130,7 @@ class EpisodeRunner:
                 async with deadline(Scope.EPISODE, now() + request.deadlines.episode, attempt.waiting):
                     await self._open(request, attempt)
                     await self._drive(attempt)
+                    await self._take_state(attempt, request.deadlines.tool)
                 assert attempt.conversation is not None
                 check_metrics(attempt.conversation.metrics)
             finally:
@@ -151,6 +157,7 @@ class EpisodeRunner:
             sessions=self.sessions,
             turnstile=self._turnstile,
         )
+        attempt.has_state = offer.has_state
         attempt.tools = self._toolbox.session(attempt.id, scenario, offer.names, seconds=request.deadlines.episode)
         attempt.conversation = EpisodeConversation(
             scenario=scenario,
@@ -164,6 +171,16 @@ class EpisodeRunner:
             tool_limits=self._tool_limits,
             waiting=attempt.waiting,
         )
+
+    async def _take_state(self, attempt: _Attempt, seconds: float) -> None:
+        """Asks the environments for what the reward may know of them."""
+        if not attempt.has_state:
+            return
+        assert attempt.tools is not None
+        seconds *= 1 if attempt.tools.opened else 2  # as long again for them to be made
+        with attempt.waiting.on(Boundary.TOOL):
+            async with deadline(Scope.TOOL, now() + seconds, attempt.waiting):
+                attempt.environments = await attempt.tools.state(seconds=seconds)
 
     async def _drive(self, attempt: _Attempt) -> None:
         """Runs the loop and attributes what it raises."""

@@ -6,7 +6,7 @@ import json
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from kestrl import rpc
 from kestrl.api.tools.v1 import tools_pb2 as pb
@@ -34,6 +34,8 @@ class Offer:
     tools: tuple[ToolSchema, ...] = ()
     toolset: ToolSet = NO_TOOLS
     names: tuple[str, ...] = ()
+    has_state: bool = False
+    """Whether an environment among them has a state for the reward."""
 
     @property
     def schemas(self) -> Schemas:
@@ -59,6 +61,8 @@ class Toolbox:
         self._chat = chat
         self._seconds = seconds
         self._listed: tuple[ToolSchema, ...] | None = None
+        self._with_state: frozenset[str] = frozenset()
+        """Tools whose environment has a state for the reward."""
         self._offers: dict[tuple[str, ...] | None, Offer] = {}
 
     async def offer(self, scenario: Scenario) -> Offer:
@@ -82,7 +86,12 @@ class Toolbox:
                     code="unknown_tool",
                 )
         tools = tuple(by_name[name] for name in names)
-        offer = Offer(tools=tools, toolset=self._chat.toolset([tool.to_openai() for tool in tools]), names=names)
+        offer = Offer(
+            tools=tools,
+            toolset=self._chat.toolset([tool.to_openai() for tool in tools]),
+            names=names,
+            has_state=not self._with_state.isdisjoint(names),
+        )
         if len(self._offers) < 256:  # data sets offer few combinations; a pathological one is only slower
             self._offers[wanted] = offer
         return offer
@@ -91,6 +100,7 @@ class Toolbox:
         answer = await self._service.call(
             "ListTools", pb.ListToolsRequest(), pb.ListToolsResponse, timeout=self._seconds, wait=True
         )
+        self._with_state = frozenset(tool.name for tool in answer.tools if tool.has_state)
         return tuple(
             ToolSchema(
                 name=tool.name, description=tool.description, parameters=json.loads(tool.parameters_json or "{}")
@@ -151,6 +161,22 @@ class ToolSession:
             return ToolAnswer(outcome=CallOutcome(answer.outcome), text=answer.text, final=answer.final, data=data)
         except ValueError as error:
             raise ToolFailure(f"tools: the answer of {name!r} cannot be read: {error}", code="bad_answer") from error
+
+    async def state(self, *, seconds: float) -> Mapping[str, Any]:
+        """The final state of the episode's environments; they are made if no call has made them.
+
+        Raises:
+            FailureError: One cannot be made or asked, or the service cannot be reached.
+            ToolFailure: The service answered what cannot be read.
+        """
+        self._id = self._id or secrets.token_urlsafe(ID_BYTES)
+        request = pb.GetStateRequest(session_id=self._id, opening=self._opening)
+        answer = await self._service.call("GetState", request, pb.GetStateResponse, timeout=seconds + RPC_SLACK)
+        self._opening = None
+        try:
+            return cast(dict[str, Any], json.loads(answer.state_json or "{}"))
+        except ValueError as error:
+            raise ToolFailure(f"tools: the environments' state cannot be read: {error}", code="bad_answer") from error
 
     async def close(self) -> None:
         """Ends the session, if there may be one.

@@ -3,22 +3,42 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from types import FunctionType
 from typing import Any
 
-from kestrl.errors import ToolFailure, UserInputError
+from kestrl.errors import KestrlError, ToolFailure, UserInputError
 from kestrl.importing import load
 from kestrl.plan.settings import ToolEntry
-from kestrl.tools import ToolSchema
+from kestrl.tools import ToolError, ToolSchema
 from kestrl.tools.arguments import Arguments
-from kestrl.tools.schema import read
+from kestrl.tools.schema import Described, read
 from kestrl.tools.verl import VerlTool, is_verl_tool
+from kestrl_tools.execution import guarded
 from kestrl_tools.instances import Instance, PlainInstance, VerlInstance, is_async
 from kestrl_tools.lanes import Lanes
 
 Kwargs = Mapping[str, Any]
+NO_KWARGS: Kwargs = {}
+HOOKS = ("reset", "state", "close")
+"""Methods of an environment that the session calls, not the model."""
+METHOD_KINDS = (FunctionType, staticmethod, classmethod)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Origin:
+    """What an episode makes one instance of: a function, a class, or an environment with several tools."""
+
+    name: str
+    """As rows call it in `tools_kwargs`."""
+    make: Callable[[Kwargs], Awaitable[Instance]]
+    """From `create_kwargs` to the session's instance. Raises ToolFailure for kwargs that it does not take."""
+    environment: bool = False
+    has_state: bool = False
+    """Whether the instance has a `state()` for the reward."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,12 +47,15 @@ class Tool:
 
     schema: ToolSchema
     arguments: Arguments
-    make: Callable[[Kwargs], Awaitable[Instance]]
-    """From `create_kwargs` to the session's instance. Raises ToolFailure for kwargs that it does not take."""
+    origin: Origin
+    method: str | None = None
+    """Of an environment: the method that is called."""
     fillable: frozenset[str] | None
     """What `execute_kwargs` may name; None takes anything."""
     required: frozenset[str]
     """What they must name."""
+    fixed: frozenset[str] = frozenset()
+    """What the manifest's `config` sets."""
 
     def check_fill(self, execute_kwargs: Kwargs) -> None:
         """Whether the scenario's `execute_kwargs` fit.
@@ -40,6 +63,7 @@ class Tool:
         Raises:
             ToolFailure: They do not.
         """
+        _refuse_fixed(self.schema.name, "execute_kwargs", self.fixed, execute_kwargs)
         unknown = [] if self.fillable is None else sorted(set(execute_kwargs) - self.fillable)
         if unknown:
             raise _kwargs_failure(self.schema.name, "execute_kwargs", f"it has no parameter {', '.join(unknown)}")
@@ -54,6 +78,17 @@ def _kwargs_failure(tool: str, which: str, reason: str) -> ToolFailure:
     return ToolFailure(f"{tool}: the row's {which} do not fit: {reason}", code="tool_kwargs_invalid")
 
 
+def _refuse_fixed(tool: str, which: str, fixed: Collection[str], given: Kwargs) -> None:
+    """The one rule for `config` and rows: what the manifest sets holds for every episode."""
+    taken = sorted(set(fixed) & set(given))
+    if taken:
+        raise _kwargs_failure(
+            tool,
+            which,
+            f"the manifest's config sets {', '.join(taken)} for every episode; remove it from one of the two",
+        )
+
+
 def load_tools(entries: Sequence[ToolEntry], lanes: Lanes) -> dict[str, Tool]:
     """Every tool by name, in manifest order.
 
@@ -61,25 +96,60 @@ def load_tools(entries: Sequence[ToolEntry], lanes: Lanes) -> dict[str, Tool]:
         UserInputError: Some cannot be used; one line each, naming the field and the mend.
     """
     tools: dict[str, Tool] = {}
+    origins: set[str] = set()
     problems: list[str] = []
     for index, entry in enumerate(entries):
+        field = f"spec.tools[{index}]"
         try:
-            tools[entry.name] = _tool(entry, f"spec.tools[{index}]", lanes)
+            found = _load(entry, field, lanes)
         except UserInputError as error:
             problems.append(str(error))
+            continue
+        names = {tool.schema.name for tool in found}
+        taken = (names & (set(tools) | origins)) | ({entry.name} & (set(tools) | origins))
+        if taken:
+            problems.append(f"{field}: there is another tool or environment called {', '.join(sorted(taken))}")
+        tools |= {tool.schema.name: tool for tool in found}
+        origins.add(entry.name)
     if problems:
         raise UserInputError("\n".join(problems))
     return tools
 
 
-def _tool(entry: ToolEntry, field: str, lanes: Lanes) -> Tool:
+def _load(entry: ToolEntry, field: str, lanes: Lanes) -> list[Tool]:
+    """The tools of one entry."""
     obj = load(entry.use, field=f"{field}.use")
+    _refuse_method(obj, entry, field)
     try:
         if is_verl_tool(obj):
-            return _verl(obj, entry)
-        return _class(obj, entry, lanes) if inspect.isclass(obj) else _function(obj, entry, lanes)
+            found = _verl(obj, entry)
+        elif _is_environment(obj, entry):
+            return _environment(obj, entry, lanes)
+        else:
+            found = _class(obj, entry, lanes) if inspect.isclass(obj) else _function(obj, entry, lanes)
     except UserInputError as error:
         raise UserInputError(f"{field}.use: {entry.use}: {error}") from error
+    if entry.methods is not None:
+        raise UserInputError(
+            f"{field}.methods: {entry.use} is not an environment: its methods cannot be tools; remove it"
+        )
+    return [found]
+
+
+def _refuse_method(obj: Any, entry: ToolEntry, field: str) -> None:
+    owner, _, method = entry.use.rpartition(".")
+    if ":" in owner and inspect.isfunction(obj) and inspect.isclass(load(owner, field=f"{field}.use")):
+        raise UserInputError(
+            f"{field}.use: {entry.use} is a method, which needs an instance: write `use: {owner}` and `methods: [{method}]`, "
+            "and each episode has one"
+        )
+
+
+def _is_environment(obj: Any, entry: ToolEntry) -> bool:
+    if not inspect.isclass(obj):
+        return False
+    callable_ = any("__call__" in vars(base) for base in obj.__mro__)
+    return entry.methods is not None or (not callable_ and bool(_public_methods(obj)))
 
 
 def _function(obj: Any, entry: ToolEntry, lanes: Lanes) -> Tool:
@@ -94,13 +164,7 @@ def _function(obj: Any, entry: ToolEntry, lanes: Lanes) -> Tool:
         instance.use(target)
         return instance
 
-    return Tool(
-        schema=described.schema,
-        arguments=described.arguments,
-        make=make,
-        fillable=described.fillable,
-        required=described.required,
-    )
+    return _described(described, Origin(name=entry.name, make=make), fixed=frozenset(entry.config))
 
 
 def _class(cls: type, entry: ToolEntry, lanes: Lanes) -> Tool:
@@ -108,26 +172,122 @@ def _class(cls: type, entry: ToolEntry, lanes: Lanes) -> Tool:
     _bind(cls, entry)
 
     async def make(create_kwargs: Kwargs) -> Instance:
-        kwargs = {**entry.config, **create_kwargs}
-        try:
-            inspect.signature(cls).bind(**kwargs)
-        except TypeError as error:
-            raise _kwargs_failure(entry.name, "create_kwargs", f"{cls.__name__}: {error}") from error
         instance = PlainInstance(entry.name, lanes, sync=not is_async(cls))
-        try:
-            await instance.make(partial(cls, **kwargs))
-        except BaseException:
-            await instance.close()  # ends its thread
-            raise
+        return await _made(instance, partial(cls, **_arguments(cls, entry, create_kwargs)))
+
+    return _described(described, Origin(name=entry.name, make=make))
+
+
+def _environment(cls: type, entry: ToolEntry, lanes: Lanes) -> list[Tool]:
+    names = _methods(cls, entry)
+    resets = _has(cls, "reset")
+    if resets:
+        _bind(cls, entry, whole=True)
+    else:
+        _bind(cls, entry)
+    used = [*names, *(hook for hook in HOOKS if _has(cls, hook))]
+    sync = not all(inspect.iscoroutinefunction(getattr(cls, name)) for name in used)
+
+    async def make(create_kwargs: Kwargs) -> Instance:
+        factory = partial(cls, **_arguments(cls, entry, NO_KWARGS if resets else create_kwargs))
+        if resets:
+            _check_reset(cls, entry, create_kwargs)
+        instance = await _made(PlainInstance(entry.name, lanes, sync=sync), factory)
+        if resets:
+            await _begun(instance, entry, create_kwargs)
         return instance
 
+    origin = Origin(name=entry.name, make=make, environment=True, has_state=_has(cls, "state"))
+    return [_described(read(cls, name, method=name), origin, method=name) for name in names]
+
+
+def _described(
+    described: Described, origin: Origin, *, method: str | None = None, fixed: frozenset[str] = frozenset()
+) -> Tool:
     return Tool(
         schema=described.schema,
         arguments=described.arguments,
-        make=make,
+        origin=origin,
+        method=method,
         fillable=described.fillable,
         required=described.required,
+        fixed=fixed,
     )
+
+
+def _has(cls: type, name: str) -> bool:
+    return callable(getattr(cls, name, None))
+
+
+def _methods(cls: type, entry: ToolEntry) -> Sequence[str]:
+    """The methods that are tools.
+
+    Raises:
+        UserInputError: A listed one is not a method, or has a meaning of its own.
+    """
+    if entry.methods is None:
+        return _public_methods(cls)
+    for name in entry.methods:
+        if name in HOOKS or name.startswith("_"):
+            raise UserInputError(
+                f"the method {name!r} is not for the model: {', '.join(HOOKS)} and private ones are not tools"
+            )
+        if not _has(cls, name):
+            raise UserInputError(
+                f"{cls.__name__} has no method {name!r} (it has: {', '.join(_public_methods(cls)) or 'none'})"
+            )
+    return entry.methods
+
+
+def _public_methods(cls: type) -> list[str]:
+    """Methods that its author wrote: those of bases from other modules are not meant for the model."""
+    found: dict[str, None] = {}
+    for base in reversed(cls.__mro__):
+        if base.__module__ == cls.__module__:
+            found |= {name: None for name, value in vars(base).items() if isinstance(value, METHOD_KINDS)}
+    return [name for name in found if not name.startswith("_") and name not in HOOKS]
+
+
+def _arguments(cls: type, entry: ToolEntry, create_kwargs: Kwargs) -> dict[str, Any]:
+    """The constructor's arguments. Raises ToolFailure where the row's do not fit."""
+    _refuse_fixed(entry.name, "create_kwargs", entry.config, create_kwargs)
+    kwargs = {**entry.config, **create_kwargs}
+    try:
+        inspect.signature(cls).bind(**kwargs)
+    except TypeError as error:
+        raise _kwargs_failure(entry.name, "create_kwargs", f"{cls.__name__}: {error}") from error
+    return kwargs
+
+
+async def _made(instance: PlainInstance, factory: Callable[[], Any]) -> PlainInstance:
+    try:
+        await instance.make(factory)
+    except BaseException:
+        await instance.close()  # ends its thread
+        raise
+    return instance
+
+
+def _check_reset(cls: Any, entry: ToolEntry, create_kwargs: Kwargs) -> None:
+    try:
+        inspect.signature(cls.reset).bind(object(), **create_kwargs)
+    except TypeError as error:
+        raise _kwargs_failure(entry.name, "create_kwargs", f"{cls.__name__}.reset: {error}") from error
+
+
+async def _begun(instance: PlainInstance, entry: ToolEntry, create_kwargs: Kwargs) -> None:
+    try:
+        returned = await instance.invoke("reset", create_kwargs)
+        if returned is not None:
+            raise ToolFailure(
+                f"{entry.name}: reset() returned a {type(returned).__name__}; the model's first prompt is the row's, so that "
+                "nobody would see it: return None",
+                code="tool_result_invalid",
+            )
+    except BaseException:
+        with suppress(KestrlError, ToolError):  # `guarded` has logged it; what reset() raised counts
+            await guarded(entry.name, instance.close())
+        raise
 
 
 def _verl(cls: type, entry: ToolEntry) -> Tool:
@@ -137,12 +297,19 @@ def _verl(cls: type, entry: ToolEntry) -> Tool:
     async def make(create_kwargs: Kwargs) -> Instance:
         return VerlInstance(tool, await tool.create(create_kwargs))
 
-    return Tool(schema=schema, arguments=Arguments(schema.parameters), make=make, fillable=None, required=frozenset())
+    return Tool(
+        schema=schema,
+        arguments=Arguments(schema.parameters),
+        origin=Origin(name=entry.name, make=make),
+        fillable=None,
+        required=frozenset(),
+    )
 
 
-def _bind(obj: Any, entry: ToolEntry) -> None:
-    """Whether the manifest's `config` fits; what a scenario's `create_kwargs` add is not known yet."""
+def _bind(obj: Any, entry: ToolEntry, *, whole: bool = False) -> None:
+    """Whether the manifest's `config` fits; what a scenario's `create_kwargs` add is not known yet, unless it is the `whole`."""
+    signature = inspect.signature(obj)
     try:
-        inspect.signature(obj).bind_partial(**entry.config)
+        (signature.bind if whole else signature.bind_partial)(**entry.config)
     except TypeError as error:
         raise UserInputError(f"its config does not fit: {error}") from error

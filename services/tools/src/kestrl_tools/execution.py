@@ -18,6 +18,8 @@ MAX_TEXT = 1_000_000
 """Characters of an observation that leave this service; the rollout worker cuts it to the job's maxToolTokens."""
 MAX_DATA = 4_000_000
 """Characters of a call's facts as JSON."""
+MAX_STATE = 1_000_000
+"""Characters of an environment's final state as JSON."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +62,20 @@ def answer_of(tool: str, result: object) -> Answer:
         text = _text(tool, result.text)
         return Answer(outcome=CallOutcome.OK, text=text, final=bool(result.final), data_json=data)
     return Answer(outcome=CallOutcome.OK, text=_text(tool, result))
+
+
+def state_of(environment: str, state: object) -> object:
+    """An environment's state, as JSON can carry it.
+
+    Raises:
+        ToolFailure: It has no JSON form, or is too large.
+    """
+    text = _json(environment, state, "state")
+    if len(text) > MAX_STATE:
+        raise _invalid(
+            environment, f"its state is {len(text)} characters of JSON; at most {MAX_STATE} go to the reward"
+        )
+    return json.loads(text)
 
 
 def for_model(tool: str, error: ToolError) -> Answer:

@@ -16,15 +16,20 @@ from kestrl_tools.lanes import Lane, Lanes
 
 
 class Instance(Protocol):
-    """What a session calls. Both raise whatever the tool raises."""
+    """What a session calls. All raise whatever the tool raises."""
 
-    async def call(self, arguments: Mapping[str, Any], filled: Mapping[str, Any]) -> object:
+    async def call(self, method: str | None, arguments: Mapping[str, Any], filled: Mapping[str, Any]) -> object:
         """Calls the tool.
 
         Args:
+            method: Of an environment; None calls the instance.
             arguments: From the model, checked.
             filled: From the scenario.
         """
+        ...
+
+    async def state(self) -> object:
+        """What the reward may know of it at the end."""
         ...
 
     async def close(self) -> None:
@@ -63,11 +68,18 @@ class PlainInstance:
         """Takes a function."""
         self._target = function
 
-    async def call(self, arguments: Mapping[str, Any], filled: Mapping[str, Any]) -> object:
+    async def call(self, method: str | None, arguments: Mapping[str, Any], filled: Mapping[str, Any]) -> object:
+        return await self.invoke(method, {**arguments, **filled})
+
+    async def invoke(self, method: str | None, arguments: Mapping[str, Any]) -> object:
+        """Calls the object or a method of it."""
         target = self._target
         assert target is not None
         async with self._turn:
-            return await self._do(lambda: target(**{**arguments, **filled}))
+            return await self._do(lambda: (target if method is None else getattr(target, method))(**arguments))
+
+    async def state(self) -> object:
+        return await self.invoke("state", {})
 
     async def close(self) -> None:
         lane = self._lane
@@ -111,9 +123,13 @@ class VerlInstance:
         self._id = instance_id
         self._turn = asyncio.Lock()
 
-    async def call(self, arguments: Mapping[str, Any], filled: Mapping[str, Any]) -> object:
+    async def call(self, method: str | None, arguments: Mapping[str, Any], filled: Mapping[str, Any]) -> object:
+        del method  # a tool of its own
         async with self._turn:
             return await self._tool.execute(self._id, arguments, filled)
+
+    async def state(self) -> object:
+        return None
 
     async def close(self) -> None:
         async with self._turn:

@@ -15,7 +15,7 @@ from kestrl_tools.sessions import Opening, Sessions
 
 
 class ToolServicer(stubs.ToolServiceServicer):
-    """ListTools, Call, Close."""
+    """ListTools, Call, GetState, Close."""
 
     def __init__(self, tools: Mapping[str, Tool], sessions: Sessions) -> None:
         self._schemas = [
@@ -23,6 +23,8 @@ class ToolServicer(stubs.ToolServiceServicer):
                 name=tool.schema.name,
                 description=tool.schema.description,
                 parameters_json=json.dumps(tool.schema.parameters, ensure_ascii=False),
+                environment=tool.origin.name if tool.origin.environment else "",
+                has_state=tool.origin.has_state,
             )
             for tool in tools.values()
         ]
@@ -37,6 +39,11 @@ class ToolServicer(stubs.ToolServiceServicer):
             request.session_id, request.name, _arguments(request.arguments_json), opening
         )
         return pb.CallResponse(outcome=answer.outcome, text=answer.text, final=answer.final, data_json=answer.data_json)
+
+    async def GetState(self, request: pb.GetStateRequest, context: Any) -> pb.GetStateResponse:
+        opening = _opening(request.opening) if request.HasField("opening") else None
+        state = await self._sessions.state(request.session_id, opening)
+        return pb.GetStateResponse(state_json=json.dumps(state, ensure_ascii=False))
 
     async def Close(self, request: pb.CloseRequest, context: Any) -> pb.CloseResponse:
         await self._sessions.close(request.session_id)

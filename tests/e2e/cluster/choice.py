@@ -2,6 +2,7 @@
 
 `E2E_KUBECONFIG` names a cluster of somebody else's: never the default context by accident. What it offers beyond the API is told by
 `E2E_CAPABILITIES` (such as `node,network_policies`), and the image that its nodes can run by `E2E_IMAGE`.
+`KESTRL_E2E_IMAGES` names an archive of `tests/e2e/kit/images`, whose images a node of our own then runs where it can.
 `KESTRL_E2E_KEEP=1` uses this checkout's running cluster, brings it up if there is none, and leaves it running.
 """
 
@@ -16,11 +17,11 @@ from pathlib import Path
 
 from .capabilities import ANYWHERE, OWN, Capability
 from .client import Cluster
-from .images import KESTRL
+from .images import BUILT, KESTRL, built_names
 from .kit import Kit, cache_folder, find_kit
 from .layout import default_name
 from .node import Node
-from .up import bring_up, find, missing
+from .up import bring_up, find, import_images, missing
 
 BRIDGED = Path("/proc/sys/net/bridge")
 """There when the kernel filters what goes over a bridge, as services and policies need it to."""
@@ -78,8 +79,13 @@ def usable_kit() -> Kit:
 
 
 def facade(node: Node) -> Cluster:
-    """What tests use of a node."""
+    """What tests use of a node, which is given the images that were built for it."""
     state = node.state
+    archive = os.environ.get("KESTRL_E2E_IMAGES")
+    built = frozenset[str]()
+    if archive and not state.layout.control_plane_only:
+        import_images(state.layout, state.kit, [Path(archive)], "--base-name", BUILT)
+        built = built_names(Path(archive))
     return Cluster(
         kubeconfig=state.layout.kubeconfig(),
         kubectl_program=state.kit.program("kubectl"),
@@ -88,6 +94,7 @@ def facade(node: Node) -> Cluster:
         capabilities=ANYWHERE if state.layout.control_plane_only else OWN,
         cache=state.layout.folder / "cache",
         own=node,
+        built=built,
     )
 
 

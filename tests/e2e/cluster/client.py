@@ -18,6 +18,7 @@ from uuid import uuid4
 from . import devices, kwok, objects
 from .capabilities import Capability
 from .commands import COMMAND_SECONDS, CommandFailed, eventually, run
+from .images import BUILT
 from .layout import NODE_NAME
 from .node import Node
 
@@ -41,12 +42,18 @@ class Cluster:
     kubectl_program: str
     helm_program: str
     image: str
-    """One that all components can run in."""
+    """One that all components can run in: this checkout's environment."""
     capabilities: frozenset[Capability]
     cache: Path
     """Where kubectl and helm keep what they know of it: not in the home of who runs the tests."""
     own: Node | None = None
     """The node, where the harness brought it up."""
+    built: frozenset[str] = frozenset()
+    """Names of the images of `Dockerfiles/` that its nodes have."""
+
+    def image_of(self, name: str) -> str:
+        """A component's own image if the nodes have it, or else the one that all can run in."""
+        return f"{BUILT}:{name}" if name in self.built else self.image
 
     @property
     def node(self) -> Node:

@@ -26,6 +26,8 @@ from .commands import run
 
 PAUSE = "localhost/pause:1"
 KESTRL = "localhost/kestrl:e2e"
+BUILT = "localhost/kestrl-built"
+"""Of which the images of `Dockerfiles/` are tags by their names; `tests/e2e/kit/images` builds them."""
 USER = 10001
 KEPT = 4
 """Archives of each name that are kept; each checkout has its own."""
@@ -139,6 +141,15 @@ def kestrl_archive(cache: Path, environment: Path) -> Path:
     path = f"{environment}/bin:/usr/bin:/bin:/sbin"
     variables = [f"PATH={path}", "LANG=C.UTF-8", "PYTHONUNBUFFERED=1", "PYTHONDONTWRITEBYTECODE=1"]
     return _cached(cache, KESTRL, layer, {"Env": variables, "Cmd": ["/usr/bin/python3"]})
+
+
+def built_names(archive: Path) -> frozenset[str]:
+    """The names in an archive of built images."""
+    with tarfile.open(archive) as opened:
+        index = opened.extractfile("./index.json")
+        assert index is not None
+        manifests = json.load(index)["manifests"]
+    return frozenset(item["annotations"]["org.opencontainers.image.ref.name"] for item in manifests)
 
 
 def _add_python(layer: Layer) -> None:

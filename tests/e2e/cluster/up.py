@@ -197,7 +197,7 @@ def _bring_up(node: Node, layout: Layout, kit: Kit, images: Future[list[Path]] |
     api = node.api()
     _furnish(api, layout)
     if images is not None:
-        _import(layout, kit, images.result())
+        import_images(layout, kit, images.result())
         eventually("the node is ready", lambda: node_is_ready(api), START_SECONDS)
         eventually("names are resolved", lambda: _accepts(layout.node_address, 53), START_SECONDS)
         eventually("services are routed", lambda: _accepts(layout.kubernetes_service, 443), START_SECONDS)
@@ -206,11 +206,12 @@ def _bring_up(node: Node, layout: Layout, kit: Kit, images: Future[list[Path]] |
     state.save()
 
 
-def _import(layout: Layout, kit: Kit, archives: Sequence[Path]) -> None:
+def import_images(layout: Layout, kit: Kit, archives: Sequence[Path], *named: str) -> None:
+    """Gives the node images; `named` are further arguments of `ctr images import`."""
     ctr = (kit.program("ctr"), "--address", str(layout.containerd_socket), "--namespace", "k8s.io")
     eventually("containerd answers", lambda: _succeeds(*ctr, "version"), START_SECONDS)
     for archive in archives:
-        run(*ctr, "images", "import", "--local", archive)
+        run(*ctr, "images", "import", "--local", *named, archive)
 
 
 def _furnish(api: Api, layout: Layout) -> None:

@@ -119,10 +119,10 @@ async def test_each_credential_opens_its_callee_alone(role: Role, monkeypatch: p
                     getattr(SERVICES[role][0], item.name) for item in (unary.input_type, unary.output_type)
                 )
                 if name in opens:
-                    assert await calls.call(unary.name, request(), reply, timeout=20) == reply()
+                    assert await calls.call(unary.name, request(), reply, timeout=20, wait=True) == reply()
                     continue
                 with pytest.raises(FailureError) as caught:
-                    await calls.call(unary.name, request(), reply, timeout=20)
+                    await calls.call(unary.name, request(), reply, timeout=20, wait=True)
                 assert caught.value.code == "unauthenticated"
 
 

@@ -26,8 +26,9 @@ from kestrl.local.place import storage_address
 from kestrl.local.progress import clock, means_line
 from kestrl.local.report import transcript
 from kestrl.local.rundir import RunDir, find_run
+from kestrl.local.secrets import open_storage
 from kestrl.rpc.codec import group_from_proto
-from kestrl.storage import ObjectStore, open_store
+from kestrl.storage import ObjectStore
 from kestrl.terminal import safe, safe_line
 
 console = Console()
@@ -37,7 +38,8 @@ episodes = typer.Typer(no_args_is_help=True, help="Look at the episodes of a run
 
 def run_store(run: RunDir) -> ObjectStore:
     """The storage of a run."""
-    return open_store(storage_address(run.job(), run, run.manifest_dir), create=False)
+    job, base = run.job(), run.manifest_dir
+    return open_storage(job, base, storage_address(job, run, base), create=False)
 
 
 def observed_status(run: RunDir) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import tempfile
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,8 +20,9 @@ from urllib.parse import urlparse
 from kestrl.data.locate import locate_model
 from kestrl.errors import KestrlError, place_error
 from kestrl.local.place import storage_root
+from kestrl.local.secrets import open_storage
 from kestrl.spec import AgentRLJob
-from kestrl.storage import open_store
+from kestrl.storage import ObjectStore
 from kestrl.uris import file_uri, is_local, local_path
 
 SERVICES = ("kestrl_inference", "kestrl_judge", "kestrl_learner", "kestrl_rollout", "kestrl_tools")
@@ -58,7 +60,8 @@ def examine(job: AgentRLJob | None, *, base: Path, runs: Path) -> Iterator[Findi
         return
     yield accelerator(job)
     yield _tried("model", lambda: locate_model(job.spec.model.base, base=base))
-    yield _tried("storage", lambda: storage(storage_root(job, base) or file_uri(runs)))
+    opened = partial(open_storage, job, base)
+    yield _tried("storage", lambda: storage(storage_root(job, base) or file_uri(runs), opened))
     if job.spec.telemetry.otlp:
         yield collector(job.spec.telemetry.otlp)
 
@@ -150,18 +153,17 @@ def accelerator(job: AgentRLJob) -> Finding:
     )
 
 
-def storage(uri: str) -> str:
+def storage(uri: str, opened: Callable[[str], ObjectStore]) -> str:
     """Writes, reads and removes an object where the run's will lie; beside a local folder, so that none is made."""
     if not is_local(uri):
-        return round_trip(uri)
+        return round_trip(opened(uri))
     with tempfile.TemporaryDirectory(dir=nearest_folder(local_path(uri)), prefix=".doctor-") as beside:
-        round_trip(file_uri(Path(beside)))
+        round_trip(opened(file_uri(Path(beside))))
     return f"{uri}, a file was written and read back"
 
 
-def round_trip(uri: str) -> str:
+def round_trip(store: ObjectStore) -> str:
     """Writes, reads and removes an object."""
-    store = open_store(uri)
     path, content = f".doctor/{uuid.uuid4().hex}", os.urandom(1024)
     store.put(path, content)
     intact = store.get(path) == content

@@ -12,7 +12,7 @@ from pathlib import Path
 from kestrl import process_guard
 from kestrl.credentials import Secret
 from kestrl.local.rundir import write_atomic
-from kestrl.plan.components import Component
+from kestrl.plan.components import Component, Role
 
 LOG_BYTES = 8 * 1024 * 1024
 """A log is turned over to NAME.log.1 when it is longer than this at a start of its component."""
@@ -58,6 +58,8 @@ class Launcher:
     folder: Path
     secrets: Mapping[str, str]
     """Every credential of the run, by variable."""
+    granted: Mapping[Role, Mapping[str, str]] = field(default_factory=dict[Role, Mapping[str, str]])
+    """Variables of the secrets that the job refers to, by who gets them."""
     environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
 
     def log_path(self, name: str) -> Path:
@@ -66,7 +68,8 @@ class Launcher:
     def _environment(self, component: Component) -> dict[str, str]:
         inherited = {key: value for key, value in self.environment.items() if key not in KEPT_OUT}
         granted = {secret.value: self.secrets[secret.value] for secret in component.secrets}
-        return {**component.env_defaults, **inherited, "PYTHONUNBUFFERED": "1", **component.env, **granted}
+        own = self.granted.get(component.role, {})
+        return {**component.env_defaults, **inherited, **own, "PYTHONUNBUFFERED": "1", **component.env, **granted}
 
     def command(self, component: Component) -> list[str]:
         """`python -m MODULE [--settings FILE] ARGS`, the settings written first."""

@@ -24,6 +24,7 @@ from kestrl.local.processes import Launcher
 from kestrl.local.progress import Progress, RunRecord
 from kestrl.local.report import print_report
 from kestrl.local.rundir import RunDir, make_folders, write_atomic
+from kestrl.local.secrets import Secrets, open_storage
 from kestrl.local.supervisor import Supervisor
 from kestrl.local.view import View, make_view
 from kestrl.plan.components import Component, Role
@@ -32,7 +33,7 @@ from kestrl.plan.site import Site
 from kestrl.rpc import channel, stream
 from kestrl.service import EXIT_FAILED, EXIT_INPUT
 from kestrl.spec import AgentRLJob
-from kestrl.storage import ObjectStore, open_store
+from kestrl.storage import ObjectStore
 
 log = logging.getLogger(__name__)
 EXIT_INTERRUPTED = 130
@@ -70,7 +71,9 @@ class Runner:
         self._record = RunRecord(run.path / "run.json")
         self._record.content |= {"pid": os.getpid(), "run": run.id, "job": job.metadata.name}
         self._token = credentials[Secret.CONTROLLER_TO_LEARNER.value]
-        self._supervisor = Supervisor(components, Launcher(folder=run.path, secrets=credentials), self._changed)
+        granted = Secrets(job, options.manifest_dir).by_role()
+        launcher = Launcher(folder=run.path, secrets=credentials, granted=granted)
+        self._supervisor = Supervisor(components, launcher, self._changed)
         self._interrupts = 0
 
     def _changed(self, *, force: bool = False) -> None:
@@ -190,7 +193,7 @@ def run_job(
         raise UserInputError(f"run {run.id} is going on already (pid {run.runner_pid()}); see `kestrl status {run.id}`")
     make_folders(run, job, options.manifest_dir)
     site = site_of(job, run, options.manifest_dir, base_port=options.base_port, cache_dir=options.cache_dir)
-    store = open_store(site.storage)
+    store = open_storage(job, options.manifest_dir, site.storage)
     store.check()
     components: Sequence[Component] = plan(job, site)
     if replan is not None:

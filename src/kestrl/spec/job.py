@@ -48,7 +48,7 @@ class SecretRef(Model):
     """A secret by reference: its keys become environment variables of the processes that need it."""
 
     name: Name
-    """Name of a Secret (on one machine: of a file `NAME.env` beside the manifest)."""
+    """Name of a Secret; on one machine of the file `NAME.env` beside the manifest, with NAME=VALUE a line."""
 
 
 class Adapter(Model):
@@ -398,7 +398,9 @@ class JobSpec(Model):
     """Drain, checkpoint and release everything until it is false again."""
     failure_policy: FailurePolicy = FailurePolicy()
     patches: list[Patch] = []
-    """On a cluster: whatever a pod should have that nothing above has a word for, such as requests, affinity or a volume."""
+    """On a cluster: whatever a pod should have that nothing above has a word for, such as requests, affinity or a volume.
+
+    On one machine only the variables that a container takes from secrets count: `envFrom` and `env` with a secretKeyRef, from `NAME.env`."""
     pending_deadline: DurationOrZero | None = None
     """A job whose pods could not start for so long is failed (on a cluster); without it it waits."""
     active_deadline: Duration | None = None

@@ -1,0 +1,181 @@
+"""Secrets on one machine: the file `NAME.env` beside the manifest stands for the Kubernetes Secret NAME.
+
+Each component gets the variables of the secrets that the job refers to for it, as on a cluster: the storage's go to the learner and the
+engine agents, and those that `patches` name to their container. No value is ever printed.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, cast
+
+from kestrl.errors import UserInputError
+from kestrl.plan.components import Role
+from kestrl.spec import AgentRLJob
+from kestrl.storage import ObjectStore, open_store
+
+LARGEST_FILE = 1024 * 1024
+"""Bytes, as of a Kubernetes Secret."""
+STORAGE_ROLES = (Role.LEARNER, Role.INFERENCE)
+"""Who reads or writes the run's storage."""
+ASSIGNMENT = re.compile(r"(?:export\s+)?(?P<name>[A-Za-z_][A-Za-z0-9_.-]*)\s*=\s*(?P<value>.*)")
+SINGLE = re.compile(r"'(?P<text>[^']*)'\s*(?:#.*)?")
+DOUBLE = re.compile(r'"(?P<text>(?:[^"\\]|\\.)*)"\s*(?:#.*)?')
+COMMENT = re.compile(r"(?:^|\s+)#.*$")
+ESCAPES = {"n": "\n", "r": "\r", "t": "\t", '"': '"', "\\": "\\", "$": "$"}
+Variables = Mapping[str, str]
+
+
+def read_env(path: Path, field: str) -> dict[str, str]:
+    """The variables of a `.env` file: `NAME=VALUE` a line, values bare, in single quotes, or in double quotes with escapes.
+
+    Args:
+        path: The file.
+        field: Where the manifest refers to it.
+
+    Raises:
+        UserInputError: It is missing, not readable or malformed; names file and line, never a value.
+    """
+    try:
+        content = path.read_bytes()
+        if len(content) > LARGEST_FILE:
+            raise UserInputError(f"{path}: is longer than {LARGEST_FILE} bytes, the most that a Secret holds")
+        lines = content.decode("utf-8-sig").splitlines()
+    except FileNotFoundError as error:
+        raise UserInputError(
+            f"{field}: {path} does not exist; on one machine it holds the secret, NAME=VALUE a line"
+        ) from error
+    except OSError as error:
+        raise UserInputError(f"{field}: {path} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError:
+        raise UserInputError(f"{field}: {path} is not UTF-8") from None  # the error's text holds the file's bytes
+    variables: dict[str, str] = {}
+    for number, line in enumerate(lines, start=1):
+        if not line.strip() or line.lstrip().startswith("#"):
+            continue
+        name, value = _assignment(line.strip(), f"{path}:{number}")
+        if name in variables:
+            raise UserInputError(f"{path}:{number}: {name} stands here twice; remove one")
+        variables[name] = value
+    return variables
+
+
+def _assignment(line: str, where: str) -> tuple[str, str]:
+    found = ASSIGNMENT.fullmatch(line)
+    if found is None:
+        raise UserInputError(f"{where}: is not NAME=VALUE")
+    name, value = found["name"], found["value"]
+    if "\0" in value:
+        raise UserInputError(f"{where}: the value of {name} holds a NUL, which no variable can")
+    if value.startswith(("'", '"')):
+        quoted = (SINGLE if value[0] == "'" else DOUBLE).fullmatch(value)
+        if quoted is None:
+            raise UserInputError(
+                f"{where}: the quotes of {name} do not enclose one value on one line; write a line break as \\n"
+            )
+        return name, quoted["text"] if value[0] == "'" else _unescaped(quoted["text"])
+    return name, COMMENT.sub("", value)
+
+
+def _unescaped(text: str) -> str:
+    """Escapes replaced; a backslash before any other character stays."""
+    return re.sub(r"\\(.)", lambda found: ESCAPES.get(found[1], found[0]), text)
+
+
+class Secrets:
+    """The secrets that a job refers to, each read from its file once."""
+
+    def __init__(self, job: AgentRLJob, manifest_dir: Path) -> None:
+        self._job, self._folder = job, manifest_dir
+        self._read: dict[str, dict[str, str]] = {}
+
+    def _secret(self, name: str, field: str) -> dict[str, str]:
+        if name not in self._read:
+            self._read[name] = read_env(self._folder / f"{name}.env", field)
+        return self._read[name]
+
+    def storage(self) -> Variables:
+        """Of the storage; none where the job names none.
+
+        Raises:
+            UserInputError: The file is missing or malformed.
+        """
+        reference = self._job.spec.storage.secret_ref
+        return {} if reference is None else self._secret(reference.name, "spec.storage.secretRef")
+
+    def by_role(self) -> Mapping[Role, Variables]:
+        """What each component gets.
+
+        Raises:
+            UserInputError: A file is missing or malformed, or holds no key that is referred to.
+        """
+        granted: dict[Role, dict[str, str]] = {role: dict(self.storage()) for role in STORAGE_ROLES}
+        for number, patch in enumerate(self._job.spec.patches):
+            field = f"spec.patches[{number}].template.spec.containers"
+            for container in _objects(_object(patch.template.get("spec")).get("containers")):
+                name = container.get("name")
+                if isinstance(name, str) and name in set(Role):
+                    granted.setdefault(Role(name), {}).update(self._of_container(container, field))
+        return granted
+
+    def _of_container(self, container: Mapping[str, Any], field: str) -> dict[str, str]:
+        """The variables that a container takes from secrets: `envFrom`, then `env`, as Kubernetes has it."""
+        variables: dict[str, str] = {}
+        for source in _objects(container.get("envFrom")):
+            if "secretRef" in source:
+                found = self._secret(_text(_object(source["secretRef"]), "name", field), field)
+                variables |= {f"{source.get('prefix', '')}{name}": value for name, value in found.items()}
+        for entry in _objects(container.get("env")):
+            reference = _object(_object(entry.get("valueFrom")).get("secretKeyRef"))
+            if reference:
+                secret, key = _text(reference, "name", field), _text(reference, "key", field)
+                found = self._secret(secret, field)
+                if key not in found:
+                    raise UserInputError(f"{field}: {self._folder / secret}.env holds no {key}")
+                variables[_text(entry, "name", field)] = found[key]
+        return variables
+
+
+def _object(value: Any) -> Mapping[str, Any]:
+    """A JSON object of a patch; an empty one where it is something else, which only a cluster can judge."""
+    return cast("Mapping[str, Any]", value) if isinstance(value, dict) else {}
+
+
+def _objects(value: Any) -> list[Mapping[str, Any]]:
+    return [_object(item) for item in cast(Any, value)] if isinstance(value, list) else []
+
+
+def _text(reference: Mapping[str, Any], key: str, field: str) -> str:
+    value = reference.get(key)
+    if not isinstance(value, str) or not value or "/" in value:
+        raise UserInputError(f"{field}: a reference to a secret has no usable `{key}`: {value!r}")
+    return value
+
+
+@contextmanager
+def _set(variables: Variables) -> Generator[None]:
+    """Variables of this process within a block."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def open_storage(job: AgentRLJob, manifest_dir: Path, uri: str, *, create: bool = True) -> ObjectStore:
+    """The store at an address, with the job's credentials for it. What this process starts later does not inherit them.
+
+    Raises:
+        UserInputError: The address cannot be opened, or the credentials' file is missing or malformed.
+    """
+    with _set(Secrets(job, manifest_dir).storage()):
+        return open_store(uri, create=create)

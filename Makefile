@@ -74,7 +74,7 @@ soak: $(STAMP)
 	KESTRL_KILL_ROUNDS=7 KESTRL_SOAK_REPORT=docs/measured/soak.json $(BIN)/python -m pytest -q tests/integration/test_killed.py
 
 ## make bench            the benchmarks that this machine can run; what was measured goes to docs/measured
-BENCHMARKS := rollout_worker learner_step adapter_latency cost_of_truth slow_tools growth
+BENCHMARKS := rollout_worker learner_step adapter_latency cost_of_truth slow_tools stale_groups growth
 bench: $(STAMP)
 	mkdir -p docs/measured
 	set -e; for name in $(BENCHMARKS); do \

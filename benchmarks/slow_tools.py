@@ -1,7 +1,7 @@
 """Asynchronous against synchronous training with slow tools: the same number of steps of the same job, real engines and all.
 
 A tool call takes 2 s and one in five takes 10 s (`benchmarks/slow`). With staleness 0 a step waits for its slowest episode; with
-staleness, further groups run meanwhile, and what would be too old is given up and attempted again.
+staleness, further groups run meanwhile; what would be too old is waited for, or given up and attempted again (`schedule.staleGroups`).
 """
 
 from __future__ import annotations
@@ -16,15 +16,22 @@ from typing import Any
 
 from benchmarks.report import Row, main
 
+from kestrl.spec import read_job
+
 JOB = Path(__file__).parent / "slow" / "job.yaml"
 STALENESS = 3
 AGAINST = "staleness 0"
+GROUP_SIZE = read_job(JOB).spec.algorithm.group_size
 
 
-def train(runs: Path, staleness: int) -> tuple[float, list[dict[str, Any]]]:
+def train(runs: Path, staleness: int, stale_groups: str) -> tuple[float, list[dict[str, Any]]]:
     """Seconds from the first group to the last step, and each step's facts."""
-    name = f"stale-{staleness}"
-    settings = (f"metadata.name={name}", f"algorithm.maxStaleness={staleness}")
+    name = f"stale-{staleness}-{stale_groups}"
+    settings = (
+        f"metadata.name={name}",
+        f"algorithm.maxStaleness={staleness}",
+        f"schedule.staleGroups={stale_groups}",
+    )
     flags = [flag for item in settings for flag in ("--set", item)]
     done = subprocess.run(
         [sys.executable, "-m", "kestrl.cli.main", "run", str(JOB), "--runs", str(runs), *flags],
@@ -38,14 +45,32 @@ def train(runs: Path, staleness: int) -> tuple[float, list[dict[str, Any]]]:
 
 def measure() -> Iterator[Row]:
     with tempfile.TemporaryDirectory() as folder:
-        sync, _ = train(Path(folder), 0)
-        overlapped, steps = train(Path(folder), STALENESS)
-        yield Row(name="slow_tools/seconds", value=overlapped, unit="s", reference=sync, against=AGAINST)
-        yield Row(name="slow_tools/speed_up", value=sync / overlapped, unit="x", reference=2.0, against="goal")
-        staleness = max(step["staleness"] for step in steps)
-        yield Row(
-            name="slow_tools/staleness", value=staleness, unit="steps", reference=STALENESS, against="maxStaleness"
-        )
+        sync, _ = train(Path(folder), 0, "wait")
+        for kind in ("wait", "release"):
+            overlapped, steps = train(Path(folder), STALENESS, kind)
+            name = f"slow_tools/{kind}"
+            yield Row(name=f"{name}/seconds", value=overlapped, unit="s", reference=sync, against=AGAINST)
+            yield Row(name=f"{name}/speed_up", value=sync / overlapped, unit="x", reference=2.0, against="goal")
+            staleness = max(step["staleness"] for step in steps)
+            yield Row(
+                name=f"{name}/staleness", value=staleness, unit="steps", reference=STALENESS, against="maxStaleness"
+            )
+            stale = [step["stale"] for step in steps]
+            trained = sum(step["episodes"] for step in steps) / GROUP_SIZE
+            yield Row(
+                name=f"{name}/given_up",
+                value=sum(facts["groups"] for facts in stale),
+                unit="groups",
+                reference=trained,
+                against="groups trained on",
+            )
+            yield Row(
+                name=f"{name}/given_up_seconds",
+                value=sum(facts["seconds"] for facts in stale),
+                unit="s",
+                reference=sum(step["duration"] for step in steps) / len(steps) * trained,
+                against="mean episode x groups trained on",
+            )
 
 
 if __name__ == "__main__":

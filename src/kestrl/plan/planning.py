@@ -246,6 +246,7 @@ def _learner(job: AgentRLJob, site: Site) -> Component:
             "episode_seconds": spec.rollout.deadlines.episode,
             "group_seconds": group_seconds(spec),
             "step_seconds": spec.rollout.deadlines.step,
+            "stale_groups": spec.schedule.stale_groups,
             "algorithm": algorithm_settings(spec),
             "storage": site.storage,
             "storage_seconds": spec.storage.retry_timeout,

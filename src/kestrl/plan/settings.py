@@ -248,6 +248,8 @@ class LearnerSettings(ServiceSettings):
     group_seconds: float
     step_seconds: float | None = None
     """That a step waits for its groups; None: for as long as they take."""
+    stale_groups: Literal["wait", "release"] = "release"
+    """What becomes of a running group that the next version would make too old."""
     algorithm: AlgorithmSettings
     storage: str
     """Object-store address of the run's folder: adapters/, checkpoints/, episodes/, summary.json lie beneath."""

@@ -257,6 +257,9 @@ class Schedule(Model):
     """How often every scenario is attempted."""
     max_steps: PositiveInt | None = None
     """Optimiser steps at the most, whatever the epochs say."""
+    stale_groups: Literal["release", "wait"] = "release"
+    """What becomes of a running group that the next version would make too old: `release` gives it up, to be attempted again; `wait` has the
+    step wait for it. Releasing is faster while engines have room, waiting spends no engine time in vain."""
     eval_every: PositiveInt | None = None
     """Steps between evaluations; without it only before and after."""
     checkpoint_every: PositiveInt = 10

@@ -122,6 +122,16 @@ class Metric:
         "kestrl.learner.failures", "Failed episodes and groups", labels=("boundary", "code"), counts=True
     )
 
+    STALE = Instrument(
+        "kestrl.learner.stale", "Groups given up as too old, by age in steps", labels=("age",), counts=True
+    )
+    STALE_SECONDS = Instrument(
+        "kestrl.learner.stale.seconds", "That groups given up as too old had run", "s", counts=True
+    )
+    STALE_TOKENS = Instrument(
+        "kestrl.learner.stale.tokens", "Sampled tokens of ended groups given up as too old", "{token}", counts=True
+    )
+
     EPISODES_RUNNING = Instrument("kestrl.rollout.episodes.running", "Episodes taken on and not ended")
     EPISODES_LIMIT = Instrument("kestrl.rollout.episodes.limit", "Episodes at once at the most")
     EPISODES = Instrument("kestrl.rollout.episodes", "Ended episodes", labels=("stop_reason", "failure"), counts=True)

@@ -91,6 +91,8 @@ class _Running:
     policy: PolicyVersion
     episodes: int
     """Those of it that have not ended."""
+    at: float
+    """When it was handed out, by the loop's clock."""
     begun: bool = False
     """Whether its task ran at all."""
 
@@ -213,7 +215,9 @@ class Collector:
                 self._progress.update()
                 return
             task = tasks.create_task(self._run(lease, policy), name=f"group-{lease.position}")
-            self._running[task] = _Running(lease.position, policy, algorithm.group_size)
+            self._running[task] = _Running(
+                lease.position, policy, algorithm.group_size, asyncio.get_running_loop().time()
+            )
             task.add_done_callback(self._ended)
             self._progress.update(groups_running=len(self._running))
 
@@ -259,8 +263,7 @@ class Collector:
                 return
             if task not in self._outdated:
                 raise
-            self._ledger.release(lease, f"stale: version {policy.step} while it ran")
-            self._exhausted = False
+            self._outgrown(lease, policy, self._running[task])
             return
         except KestrlError as error:
             self._lost(lease, error)
@@ -314,6 +317,22 @@ class Collector:
             )
         return False
 
+    def _outgrown(self, lease: Lease, policy: PolicyVersion, running: _Running) -> None:
+        """Gives back the scenario of a group that grew too old while it ran."""
+        assert self.policy is not None
+        self._ledger.release(lease, f"stale: version {policy.step} while it ran")
+        self._exhausted = False
+        seconds = asyncio.get_running_loop().time() - running.at
+        self._count_stale(lease, age=self.policy.step - policy.step, seconds=seconds, tokens=0)
+
+    def _count_stale(self, lease: Lease, *, age: int, seconds: float, tokens: int) -> None:
+        self._progress.gave_up(age=age, seconds=seconds, tokens=tokens)
+        log.info(
+            "scenario %d of epoch %d is attempted again: its group was %d steps old, after %.1f s and %s",
+            *(lease.ordinal, lease.epoch, age, seconds),
+            f"{tokens} sampled tokens" if tokens else "before its end",
+        )
+
     def _lost(self, lease: Lease, error: KestrlError) -> None:
         """The group as a whole did not come: the worker, the stream or a deadline failed."""
         failure = error.failure(component="rollout")
@@ -360,7 +379,7 @@ class Collector:
             )
 
     async def take(self, step: int) -> list[Ready]:
-        """The groups of a step, by position; fewer than groups_per_step only when scenarios have run out, none while draining.
+        """The groups of a step, the oldest policy's first, then by position; fewer than groups_per_step only when scenarios have run out, none while draining.
 
         Too stale ones are given back on the way, so that each is refilled exactly once. At the step's deadline those that the step still waits for
         are given up, to be attempted again, and fewer are taken.
@@ -383,7 +402,7 @@ class Collector:
                     f"step {step} waited {seconds:g} s for its groups and none was whole; see what they wait for, or raise "
                     "spec.rollout.deadlines.step"
                 ) from None
-        self._ready.sort(key=lambda ready: ready.lease.position)
+        self._ready.sort(key=lambda ready: (ready.policy.step, ready.lease.position))
         taken, self._ready = self._ready[:wanted], self._ready[wanted:]
         self._consumed += wanted
         self._progress.update(groups_ready=len(self._ready))
@@ -392,9 +411,22 @@ class Collector:
         return taken
 
     def _enough(self, step: int, wanted: int) -> bool:
-        """Whether a step has all it can have."""
+        """Whether a step has all it can have, and where the job wants that, makes no running group too old."""
         self._evict(step)
-        return len(self._ready) >= wanted or (self._exhausted and not self._running)
+        if self._exhausted and not self._running:
+            return True
+        return len(self._ready) >= wanted and not self._awaited(step)
+
+    def _awaited(self, step: int) -> bool:
+        """Whether the step waits for a running group that would be too old for the version it makes.
+
+        Once that has ended, it is among the step's: there are at most groups_per_step as old as that (`schedule.admissible`).
+        """
+        if self._settings.stale_groups == "release":
+            return False
+        given_up = self._outdated | self._late
+        oldest = step + 1 - self._settings.algorithm.max_staleness
+        return any(running.policy.step < oldest for task, running in self._running.items() if task not in given_up)
 
     async def _give_up(self, wanted: int) -> None:
         """Ends the groups that a step lacks, the first begun first: the others are the next step's."""
@@ -414,4 +446,10 @@ class Collector:
             self._ready.remove(ready)
             self._ledger.release(ready.lease, f"stale: version {ready.policy.step} at step {step}", leaves="finished")
             self._exhausted = False
+            self._count_stale(
+                ready.lease,
+                age=step - ready.policy.step,
+                seconds=max((episode.seconds for episode in ready.group.episodes), default=0.0),
+                tokens=sum(sum(row.mask) for episode in ready.group.episodes for row in episode.rows),
+            )
             self._wake.set()

@@ -170,6 +170,7 @@ class Context:
             failures=self.progress.failures,
             gap_bound=self.settings.gap_bounds.mean,
             learning=self.learning(),
+            stale=self.progress.stale,
         )
         try:
             await asyncio.to_thread(self.store.put, "summary.json", json.dumps(summary, indent=2).encode())

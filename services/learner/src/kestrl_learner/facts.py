@@ -12,6 +12,7 @@ from kestrl.episode import Group, PolicyVersion, Scenario
 from kestrl.plan.settings import LearnerSettings
 from kestrl_learner.learning import Learning
 from kestrl_learner.progress import episode_facts, means_of
+from kestrl_learner.stale import Stale
 from kestrl_learner.trainer import StepResult
 
 IDENTITY = ("model", "dtype", "rank", "alpha", "targets", "seed", "temperature", "algorithm", "max_tokens", "max_turns")
@@ -59,6 +60,7 @@ def build_summary(
     failures: Mapping[str, int],
     gap_bound: float,
     learning: Learning | None,
+    stale: Stale,
 ) -> dict[str, Any]:
     """`summary.json`.
 
@@ -73,6 +75,7 @@ def build_summary(
         failures: By `boundary/code`.
         gap_bound: The bound on the mean gap of a step.
         learning: Whether anything was learned; None where nothing was trained.
+        stale: Groups that were given up as too old.
     """
     gap: dict[str, float] = facts.get("gap") or {}
     policy = None if newest is None else {"version": newest[0].name, "sha256": newest[0].sha256, "uri": newest[1]}
@@ -91,5 +94,6 @@ def build_summary(
         "seconds": seconds,
         "logprob_gap": {**gap, "worst": gap.get("max", 0.0), "bound": gap_bound},
         "failures": dict(failures),
+        "stale": stale.facts(),
         "reason": reason,
     }

@@ -17,6 +17,7 @@ from kestrl.episode import Episode, PolicyVersion
 from kestrl.errors import Failure
 from kestrl.rpc.codec import failure_to_proto, policy_to_proto
 from kestrl_learner.learning import Learning
+from kestrl_learner.stale import Stale
 
 STEPS_SEEN = 2
 """Steps that the running means look back on, and so does who says that there is nothing to learn."""
@@ -80,6 +81,8 @@ class Progress:
         """That storage does not answer and is waited for, with the reason."""
         self.failures: Counter[str] = Counter()
         self.failure: Failure | None = None
+        self.stale, self.stale_in_step = Stale(), Stale()
+        """Groups given up as too old: of the run, and since the last step."""
         self.groups_running = self.groups_ready = self.workers = 0
         self.publish_seconds = 0.0
         self.probe_distance: float | None = None
@@ -126,6 +129,11 @@ class Progress:
     def count_failure(self, failure: Failure) -> None:
         self.failures[f"{failure.boundary}/{failure.code}"] += 1
         self.update()
+
+    def gave_up(self, *, age: int, seconds: float, tokens: int) -> None:
+        """A group had grown too old to be trained on."""
+        for count in (self.stale, self.stale_in_step):
+            count.add(age=age, seconds=seconds, tokens=tokens)
 
     def add(self, episodes: Iterable[Episode]) -> None:
         """Episodes that were scored."""

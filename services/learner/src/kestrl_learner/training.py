@@ -25,6 +25,7 @@ from kestrl_learner.ledger import Ledger, LedgerError, Superseded
 from kestrl_learner.model import PolicyModel
 from kestrl_learner.progress import STEPS_SEEN
 from kestrl_learner.retention import forget_adapters, forget_episodes
+from kestrl_learner.stale import Stale
 from kestrl_learner.trainer import StepResult, Trainer
 
 log = logging.getLogger(__name__)
@@ -129,6 +130,7 @@ class Training:
         self._trainer.restore(known.state)
         context.facts |= known.facts
         context.progress.failures.update(known.facts.get("failures", {}))
+        context.progress.stale = Stale.of(known.facts.get("stale", {}))
         again = self._rewind(known.step)
         self._saved = known.step
         log.info("resumed at step %d; %d scenarios are pending again", known.step, again)
@@ -277,7 +279,9 @@ class Training:
         facts = step_facts(done, groups, result) | {
             "staleness": max(done - 1 - item.policy.step for item in ready),
             "seconds": {"collect": collected - began, "update": trained - collected, "rest": now - trained},
+            "stale": context.progress.stale_in_step.facts(),
         }
+        context.progress.stale_in_step = Stale()
         context.facts["learning"] = tallied(context.facts.get("learning", {}), groups, result)
         await context.keep(f"metrics/{done:06d}.json", facts)
         log.info("step %d: %s", done, facts)
@@ -320,6 +324,7 @@ class Training:
                 "owner": self._ledger.token,
                 "seconds": context.seconds(),
                 "failures": dict(context.progress.failures),
+                "stale": context.progress.stale.facts(),
             }
             made = checkpoint.Checkpoint(step=self._done, state=self._trainer.state(), facts=facts)
             try:

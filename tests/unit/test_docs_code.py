@@ -5,6 +5,7 @@ Of each page, in order:
 * a block whose preceding line ends with a file's name in backticks and a colon is written to that file, in a folder of the page's own,
   which is the working directory and is on `sys.path`; a Python file is imported;
 * any other Python block is executed, all in one namespace (`await` works at the top level); with `>>>` it is a doctest;
+* a JSONL block is read as a data set;
 * a YAML block with `kind: AgentRLJob` is validated by `kestrl validate`;
 * the tools, rewards and agent loop that a YAML block with `spec` names by import path are loaded from the page's own files.
 """
@@ -21,13 +22,14 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import yaml
 
+from kestrl.data.rows import read_rows
 from kestrl.errors import UserInputError
 from kestrl.plan.planning import tool_entries
 from kestrl.rewards.resolving import resolve
@@ -79,6 +81,15 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
             del sys.modules[name]
 
 
+def merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """The quickstart's manifest with a page's piece of one; a list is replaced."""
+    made = dict(base)
+    for name, value in changes.items():
+        inner = made.get(name)
+        made[name] = merged(inner, value) if isinstance(inner, dict) and isinstance(value, dict) else value
+    return made
+
+
 class Page:
     """One page, while its blocks are carried out."""
 
@@ -96,9 +107,12 @@ class Page:
             self._python(block)
         elif block.language == "yaml":
             self._yaml(block)
-        elif block.language in ("json", "jsonl"):
-            for line in block.text.splitlines() if block.language == "jsonl" else [block.text]:
-                json.loads(line)
+        elif block.language == "json":
+            json.loads(block.text)
+        elif block.language == "jsonl":
+            file = self._folder / f"line-{block.line}.jsonl"
+            file.write_text(block.text, encoding="utf-8")
+            read_rows(file)
 
     def _python(self, block: Block) -> None:
         where = f"{self._path.name}:{block.line}"
@@ -142,8 +156,7 @@ class Page:
 
     def _load(self, spec: dict[str, Any]) -> None:
         """Loads what the specification names, as each component does when it starts."""
-        whole = {**QUICKSTART, "spec": {**QUICKSTART["spec"], **spec}}
-        job = parse_job(whole).spec
+        job = parse_job(merged(QUICKSTART, {"spec": spec})).spec
         own = job.model_copy(update={"tools": [tool for tool in job.tools if self._has(tool.use)]})
         load_tools(tool_entries(own), Lanes())
         if self._has(job.agent.loop):
@@ -184,6 +197,7 @@ FILE_BLOCK = "`mine.py`:\n\n```python\ndef add(a: int) -> int:\n    return a + 1
         ("```python\nimport asyncio\nawait asyncio.sleep(0)\nassert False\n```\n", AssertionError),
         ("```python\n>>> 1 + 1\n3\n```\n", AssertionError),
         ("```json\n{]\n```\n", ValueError),
+        ('```jsonl\n{"id": "a"}\n```\n', UserInputError),
         (FILE_BLOCK + "```python\nfrom mine import add\nassert add(1) == 3\n```\n", AssertionError),
         (FILE_BLOCK + '```yaml\nspec: {tools: [{name: sub, use: "mine:sub"}]}\n```\n', UserInputError),
         (FILE_BLOCK + '```yaml\nspec: {tools: [{name: add, use: "mine:add", config: {b: 2}}]}\n```\n', UserInputError),

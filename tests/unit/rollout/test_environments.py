@@ -33,6 +33,18 @@ async def test_the_reward_gets_the_final_state_also_of_an_episode_without_calls(
     assert len(stage.tools.opened) == 1
 
 
+@pytest.mark.parametrize(
+    ("tools", "offered"),
+    [(["Shop"], ["search", "answer"]), (["answer", "Shop"], ["answer", "search"]), (["answer"], ["answer"])],
+)
+async def test_a_row_may_offer_an_environment_by_its_name(stage: Any, tools: list[str], offered: list[str]) -> None:
+    with_state(stage).says("Done.")
+    episode = await stage.episode(tools=tools)
+    assert episode.failure is None
+    (opening,) = stage.tools.opened.values()
+    assert list(opening.tools) == offered
+
+
 async def test_a_state_that_cannot_be_had_fails_the_episode(stage: Any) -> None:
     with_state(stage).says("Done.")
     stage.tools.states = ToolFailure("Shop: KeyError: 'basket'")

@@ -63,6 +63,8 @@ class Toolbox:
         self._listed: tuple[ToolSchema, ...] | None = None
         self._with_state: frozenset[str] = frozenset()
         """Tools whose environment has a state for the reward."""
+        self._environments: dict[str, list[str]] = {}
+        """The tools of each environment."""
         self._offers: dict[tuple[str, ...] | None, Offer] = {}
 
     async def offer(self, scenario: Scenario) -> Offer:
@@ -78,7 +80,7 @@ class Toolbox:
         if self._listed is None:
             self._listed = await self._list()
         by_name = {tool.name: tool for tool in self._listed}
-        names = tuple(by_name) if wanted is None else wanted
+        names = tuple(by_name) if wanted is None else self._expanded(wanted)
         for name in names:
             if name not in by_name:
                 raise UserInputError(
@@ -96,10 +98,17 @@ class Toolbox:
             self._offers[wanted] = offer
         return offer
 
+    def _expanded(self, names: Sequence[str]) -> tuple[str, ...]:
+        """The tools that a row names, an environment's name standing for all of its tools."""
+        return tuple(dict.fromkeys(tool for name in names for tool in self._environments.get(name, [name])))
+
     async def _list(self) -> tuple[ToolSchema, ...]:
         answer = await self._service.call(
             "ListTools", pb.ListToolsRequest(), pb.ListToolsResponse, timeout=self._seconds, wait=True
         )
+        for tool in answer.tools:
+            if tool.environment:
+                self._environments.setdefault(tool.environment, []).append(tool.name)
         self._with_state = frozenset(tool.name for tool in answer.tools if tool.has_state)
         return tuple(
             ToolSchema(

@@ -14,6 +14,7 @@ from kestrl.plan.components import Role
 from kestrl.plan.settings import Model
 from kestrl.plan.site import Build, Endpoint, Site
 from kestrl.spec import AgentRLJob
+from kestrl.spec.job import JobSpec
 from kestrl_operator.accelerators import Profile, profiles
 
 GRPC_PORT, HTTP_PORT, METRICS_PORT = 7000, 8000, 9464
@@ -100,6 +101,12 @@ def read_cluster(values: Mapping[str, Any]) -> Cluster:
     return cluster
 
 
+def replicas(spec: JobSpec) -> Mapping[Role, int]:
+    """Pods of a job that runs; an engine lives in its agent's."""
+    single = dict.fromkeys((Role.TOOLS, Role.JUDGE, Role.LEARNER), 1)
+    return {Role.INFERENCE: spec.inference.replicas, Role.ROLLOUT: spec.rollout.replicas, **single}
+
+
 def workload(job: str, role: Role) -> str:
     """The name of a role's workload and Service: engines live in the pods of their agents."""
     return f"{job}-{Role.INFERENCE if role is Role.ENGINE else role}"
@@ -169,6 +176,7 @@ def site_of(
             name: Build(profile.image, profile.spare_slots, profile.scale_out)
             for name, profile in profiles(cluster.accelerators).items()
         },
+        templates=True,
         linger=True,
         traceparent=traceparent,
         workers=(f"dns://{workload(name, Role.ROLLOUT)}.{namespace}.{cluster.domain}:{GRPC_PORT}",),

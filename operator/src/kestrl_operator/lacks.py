@@ -6,12 +6,11 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from kestrl_operator.api import OLD_EVENT, Api
-from kestrl_operator.cluster import workload
+from kestrl_operator.cluster import replicas, workload
 from kestrl_operator.observe import Snapshot
 from kestrl_operator.policies import lacking
 from kestrl_operator.render.job import ROLES
 from kestrl_operator.store import Key
-from kestrl_operator.truths import expected
 
 ASKING_SECONDS = 15.0
 """Pods are made in less; then it is asked why there are too few, and now and then again."""
@@ -48,7 +47,7 @@ class Lacks:
             ApiProblem: The apiserver does not tell.
         """
         running = seen.job is not None and any(item.replicas for item in seen.workloads.values())
-        if seen.job is None or not running or len(seen.staying) >= sum(expected(seen.job.spec).values()):
+        if seen.job is None or not running or len(seen.staying) >= sum(replicas(seen.job.spec).values()):
             self._lacking.pop(key, None)
             return None
         lack = self._lacking.setdefault(key, Lack(seen.now, seen.now, ""))

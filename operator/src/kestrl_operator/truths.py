@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 from kestrl.plan.components import Role
 from kestrl.service import EXIT_INPUT
 from kestrl.spec.job import JobSpec
+from kestrl_operator.cluster import replicas
 from kestrl_operator.conditions import NOT_OBSERVED, QUARANTINED, Observed, Truth, Type
 from kestrl_operator.observe import Ended, Pod, Snapshot, Told, is_input
 from kestrl_operator.policies import Decision, Stage, has_ended, stuck, told_failure
@@ -116,14 +117,8 @@ def _at_work(seen: Snapshot, decision: Decision, spec: JobSpec) -> Iterator[Obse
         yield from _reward(told)
 
 
-def expected(spec: JobSpec) -> Mapping[Role, int]:
-    """Pods of a job that runs; an engine lives in its agent's."""
-    single = dict.fromkeys((Role.TOOLS, Role.JUDGE, Role.LEARNER), 1)
-    return {Role.INFERENCE: spec.inference.replicas, Role.ROLLOUT: spec.rollout.replicas, **single}
-
-
 def _scheduled(seen: Snapshot, spec: JobSpec) -> Observed:
-    wanted = expected(spec)
+    wanted = replicas(spec)
     placed = {role: len([pod for pod in seen.of(role) if pod.scheduled]) for role in wanted}
     if all(placed[role] >= number for role, number in wanted.items()):
         return _is(Type.SCHEDULED, "PodsScheduled")

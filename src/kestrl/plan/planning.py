@@ -36,14 +36,15 @@ SCORING_SLACK = 10.0
 
 
 def plan(job: AgentRLJob, site: Site) -> tuple[Component, ...]:
-    """The components of a job, engines first since they take longest to start."""
+    """The components of a job, engines first since they take longest to start: one a replica, or one a role where the site has templates."""
     spec = job.spec
+    engines, workers = (1, 1) if site.templates else (spec.inference.replicas, spec.rollout.replicas)
     return (
-        *(engine_component(job, site, index) for index in range(spec.inference.replicas)),
-        *(_agent(job, site, index) for index in range(spec.inference.replicas)),
+        *(engine_component(job, site, index) for index in range(engines)),
+        *(_agent(job, site, index) for index in range(engines)),
         _tools(job, site),
         _judge(job, site),
-        *(_rollout(job, site, index) for index in range(spec.rollout.replicas)),
+        *(_rollout(job, site, index) for index in range(workers)),
         _learner(job, site),
     )
 
@@ -94,7 +95,9 @@ def _agent(job: AgentRLJob, site: Site, index: int) -> Component:
         {
             **_service(Role.INFERENCE, index, job, site),
             "engine_name": f"engine-{index}",
-            "engine_url": engine_url(site, index),
+            "engine_url": f"http://127.0.0.1:{site.endpoint(Role.ENGINE, index).port}"
+            if site.templates
+            else engine_url(site, index),
             "base_model": site.model,
             "adapters_dir": f"{site.work_dir}/adapters-{index}",
             "slots": job.spec.inference.adapter_slots,

@@ -15,6 +15,8 @@ from pydantic import BaseModel, ConfigDict
 from kestrl.errors import UserInputError
 
 REPLICA_VARIABLE = "KESTRL_REPLICA"
+INDEX_VARIABLE = "KESTRL_INDEX"
+"""The ordinal of an engine agent's pod."""
 Settings = TypeVar("Settings", bound="ServiceSettings")
 
 
@@ -149,6 +151,16 @@ class AgentSettings(ServiceSettings):
     """Largest accepted difference between the engine's and the learner's probe log-probs."""
     load_seconds: float = 60.0
     poll_seconds: float = 1.0
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """Reads the settings file. Where agents share one, KESTRL_INDEX says whose engine it is.
+
+        Raises:
+            UserInputError: It is missing or not what this version expects.
+        """
+        settings, index = super().read(path), os.environ.get(INDEX_VARIABLE)
+        return settings.model_copy(update={"engine_name": f"engine-{index}"}) if index else settings
 
 
 class EngineEntry(Model):

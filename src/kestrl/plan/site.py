@@ -77,6 +77,9 @@ class Site:
     """By accelerator profile: a cluster's administrator may have added some."""
     workers: tuple[str, ...] | None = None
     """Where the learner finds rollout workers, where their number may change: `dns://host:port`. None: each replica's own address."""
+    templates: bool = False
+    """Whether one component stands for all replicas of its role, as a pod template does: each reads its ordinal where it runs, and finds
+    its engine beside it."""
     linger: bool = False
     """Whether the learner stays when the run has ended, to tell how: where a program that ends is started again."""
     traceparent: str | None = None

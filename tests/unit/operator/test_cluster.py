@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -55,31 +54,34 @@ def test_workers_find_tools_and_judge_by_their_services() -> None:
     assert (settings.listen, settings.metrics_listen) == ("0.0.0.0:7000", "0.0.0.0:9464")
 
 
-def test_replicas_of_a_role_differ_in_nothing_but_their_names() -> None:
-    """So that one pod template serves them all."""
-    parts = planned("rollout.replicas=2")
-    engines = [parts["engine-0"], parts["engine-1"]]
-    assert engines[0].args == engines[1].args
-    assert engines[0].env == engines[1].env
-    agents = [parts["inference-0"].settings, parts["inference-1"].settings]
-    assert isinstance(agents[0], AgentSettings)
-    differing = {
-        name
-        for name, value in json.loads(agents[0].model_dump_json()).items()
-        if agents[1] is not None and json.loads(agents[1].model_dump_json())[name] != value
-    }
-    assert differing == {"component", "engine_name", "engine_url", "adapters_dir"}
-    assert all(part.ports == {"grpc": 7000, "metrics": 9464} for part in parts.values() if part.role is not Role.ENGINE)
+def test_one_component_stands_for_all_replicas_of_a_role() -> None:
+    """So that one pod template serves them all, and a job of many costs the operator no more than one of few."""
+    few, many = planned(), planned("inference.replicas=256", "rollout.replicas=1024")
+    assert list(many) == list(few) == ["engine-0", "inference-0", "tools-0", "judge-0", "rollout-0", "learner-0"]
+    for name in ("engine-0", "inference-0", "rollout-0", "judge-0"):
+        assert many[name] == few[name]
+    learner = many["learner-0"].settings
+    assert isinstance(learner, LearnerSettings)
+    assert len(learner.engines) == 256
+    assert all(part.ports == {"grpc": 7000, "metrics": 9464} for part in few.values() if part.role is not Role.ENGINE)
 
 
-def test_a_pods_name_tells_replicas_of_one_settings_file_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = planned()["rollout-0"].settings
-    assert settings is not None
-    path = tmp_path / "rollout.json"
-    path.write_text(settings.model_dump_json())
-    assert RolloutSettings.read(path).component == "rollout-0"
+def test_a_pods_name_and_ordinal_tell_replicas_of_one_settings_file_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts, paths = planned(), dict[str, Path]()
+    for name in ("rollout", "inference"):
+        settings = parts[f"{name}-0"].settings
+        assert settings is not None
+        paths[name] = tmp_path / f"{name}.json"
+        paths[name].write_text(settings.model_dump_json())
+    assert RolloutSettings.read(paths["rollout"]).component == "rollout-0"
+    assert AgentSettings.read(paths["inference"]).engine_name == "engine-0"
     monkeypatch.setenv("KESTRL_REPLICA", "email-search-rollout-7d4-x2x")
-    assert RolloutSettings.read(path).component == "rollout-email-search-rollout-7d4-x2x"
+    assert RolloutSettings.read(paths["rollout"]).component == "rollout-email-search-rollout-7d4-x2x"
+    monkeypatch.setenv("KESTRL_INDEX", "17")
+    agent = AgentSettings.read(paths["inference"])
+    assert (agent.engine_name, agent.engine_url) == ("engine-17", "http://127.0.0.1:8000")
 
 
 def test_data_keeps_its_kind() -> None:

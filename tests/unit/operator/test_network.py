@@ -104,7 +104,7 @@ def may(one: Party, other: Party, port: int, protocol: str = "TCP") -> bool:
         (ROLLOUT, JUDGE, GRPC, True),
         (ROLLOUT, LEARNER, GRPC, False),
         (ROLLOUT, ROLLOUT, GRPC, False),
-        (ENGINE, ENGINE, HTTP, True),
+        (ENGINE, ENGINE, HTTP, False),
         (ENGINE, LEARNER, GRPC, False),
         (ENGINE, ROLLOUT, GRPC, False),
         (JUDGE, LEARNER, GRPC, False),
@@ -139,7 +139,6 @@ ARROWS = {
     ("rollout", "engine"),
     ("rollout", "tools"),
     ("rollout", "judge"),
-    ("engine", "engine"),
 }
 
 

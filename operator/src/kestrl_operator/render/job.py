@@ -13,7 +13,7 @@ from kestrl.plan.components import Component, Role
 from kestrl.prepare import OBJECT_SCHEMES, DataSource, PrepareSettings
 from kestrl.spec import AgentRLJob
 from kestrl_operator.accelerators import Profile
-from kestrl_operator.cluster import DATA, MODEL, Cluster, prepared, workload
+from kestrl_operator.cluster import DATA, MODEL, Cluster, prepared, replicas, workload
 from kestrl_operator.observe import (
     ACCEPTED,
     ATTEMPTS,
@@ -135,13 +135,11 @@ def digest(objects: Sequence[Object]) -> str:
 
 
 def all_settings(given: Given) -> dict[str, str]:
-    """Every file of the ConfigMap: a component's settings, one file a role where its replicas share one, and what pods prepare."""
+    """Every file of the ConfigMap: the settings of each role, which its replicas share, and what pods prepare."""
     files: dict[str, str] = {}
     for component in given.components:
-        if component.settings is None:
-            continue
-        name = component.name if component.role is Role.INFERENCE else str(component.role)
-        files.setdefault(f"{name}.json", component.settings.model_dump_json(indent=2))
+        if component.settings is not None:
+            files[f"{component.role}.json"] = component.settings.model_dump_json(indent=2)
     for role in ROLES:
         if role is not Role.JUDGE:
             files[f"prepare-{role}.json"] = preparation(given.job, role).model_dump_json(indent=2)
@@ -209,9 +207,7 @@ def _workload_spec(given: Given, role: Role, settings: Mapping[str, str]) -> Obj
         )
         for part in parts
     ]
-    # Agents' files differ by their numbers alone: another replica is no reason to roll those that are there.
-    own = f"{role}-0.json" if role is Role.INFERENCE else f"{role}.json"
-    read = {name: settings[name] for name in (own, f"prepare-{role}.json") if name in settings}
+    read = {name: settings[name] for name in (f"{role}.json", f"prepare-{role}.json") if name in settings}
     pods = template(
         given.name,
         role,
@@ -224,7 +220,7 @@ def _workload_spec(given: Given, role: Role, settings: Mapping[str, str]) -> Obj
         claims=claims,
     )
     spec: Object = {
-        "replicas": 0 if given.parked else len(given.of(role)),
+        "replicas": 0 if given.parked else replicas(given.job.spec)[role],
         "selector": {"matchLabels": selector},
         "template": patched(pods, _patches(given.job, role)),
     }

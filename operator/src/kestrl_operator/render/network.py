@@ -80,8 +80,6 @@ def _ingress(job: str, role: Role, callers: tuple[Role, ...]) -> list[Object]:
     sources = [_pods(job, caller) for caller in callers]
     if role is Role.LEARNER:
         sources.append({"namespaceSelector": {}, "podSelector": {"matchLabels": OPERATOR}})
-    if role is Role.INFERENCE:
-        sources.append(_pods(job, role))  # the agent reaches its own engine by the pod's name
     if sources:
         rules.append({"from": sources, "ports": _ports(role)})
     return rules
@@ -89,8 +87,6 @@ def _ingress(job: str, role: Role, callers: tuple[Role, ...]) -> list[Object]:
 
 def _egress(job: str, role: Role, called: list[Role], far_ports: Sequence[int]) -> list[Object]:
     rules: list[Object] = [{"to": [_pods(job, callee)], "ports": _ports(callee)} for callee in called]
-    if role is Role.INFERENCE:
-        rules.append({"to": [_pods(job, role)], "ports": _ports(role)})
     if role in FAR:
         rules.append({"ports": _dns()})
         # Object storage is wherever it is; pods of the cluster's other workloads are not meant, nor the nodes' metadata services.

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kestrl.plan.components import Component, Role
-from kestrl.plan.settings import REPLICA_VARIABLE
+from kestrl.plan.settings import INDEX_VARIABLE, REPLICA_VARIABLE
 from kestrl.prepare import PrepareSettings
 from kestrl_operator.accelerators import Profile
 from kestrl_operator.cluster import HOME, SETTINGS, STATE, WORK, Cluster
@@ -34,7 +34,6 @@ GRACE_SECONDS = {Role.ROLLOUT: 90, Role.LEARNER: 180}
 START_SECONDS = 1200
 """An engine that loads a large model may take so long before it counts as failed."""
 CLAIMS = PrepareSettings().volumes
-INDEX_VARIABLE = "KESTRL_INDEX"
 KEEPERS = frozenset({Role.LEARNER, Role.INFERENCE})
 """Roles whose programs read and write object storage. A tool never sees its credentials."""
 
@@ -91,8 +90,7 @@ def with_devices(asked: Mapping[str, Any], devices: Mapping[str, str]) -> Object
 def _settings_flag(component: Component) -> list[str]:
     if component.settings is None:
         return []
-    name = f"{component.role}-$({INDEX_VARIABLE})" if component.role is Role.INFERENCE else str(component.role)
-    return ["--settings", f"{SETTINGS}/{name}.json"]
+    return ["--settings", f"{SETTINGS}/{component.role}.json"]
 
 
 def environment(job: str, component: Component, profile: Profile) -> list[Object]:

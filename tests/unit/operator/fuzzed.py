@@ -1,0 +1,110 @@
+"""Passes of the operator over random jobs, in a process of its own whose memory is measured.
+
+Run as a program with the numbers of valid and of mutated jobs, and a seed; prints one JSON object.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import resource
+import sys
+from collections import Counter
+from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from kestrl_operator.api import Api, Kind
+from kestrl_operator.at_work import AtWork
+from kestrl_operator.cluster import read_cluster
+from kestrl_operator.events import Events
+from kestrl_operator.follow import Followers
+from kestrl_operator.operate import Operator  # all that the operator loads
+from kestrl_operator.reconcile import Reconciler
+from kestrl_operator.store import Store
+
+sys.path.insert(0, str(Path(__file__).parent))
+from fuzz import job_of, mutated, valid
+
+QUICKSTART = Path(__file__).parents[3] / "examples" / "email-search" / "quickstart.yaml"
+IMAGES = {
+    "engine": {"cpu": "r/e:1"},
+    "learner": {"cpu": "r/l:1"},
+    "agent": "r/a:1",
+    "rollout": "r/r:1",
+    "tools": "r/t:1",
+    "judge": "r/j:1",
+}
+Object = dict[str, Any]
+
+
+class Taking(Api):
+    """An API server that takes everything, in memory."""
+
+    def __init__(self) -> None:
+        self.version, self.requests = 1, 0
+        self.jobs: dict[str, Object] = {}
+
+    def _made(self, given: Mapping[str, Any]) -> Object:
+        self.version += 1
+        self.requests += 1
+        metadata = given["metadata"]
+        uid = metadata.get("uid", f"{given['kind']}/{metadata['name']}")
+        return {**given, "metadata": {**metadata, "uid": uid, "resourceVersion": str(self.version)}}
+
+    async def apply(self, wanted: Mapping[str, Any], *, force: bool = True, dry_run: bool = False) -> Object:
+        return self._made(wanted)
+
+    async def apply_status(self, namespace: str, name: str, version: int, status: Mapping[str, Any]) -> Object:
+        return self._made({**self.jobs[name], "status": status})
+
+    async def create(self, kind: Kind, wanted: Mapping[str, Any]) -> Object:
+        return self._made(wanted)
+
+    async def list(
+        self, kind: Kind, namespace: str | None, *, labels: str = "", fields: Mapping[str, str] | None = None
+    ) -> AsyncIterator[Object]:
+        for nothing in ():
+            yield nothing
+
+
+async def passes(given: int, wrong: int, seed: int) -> Object:
+    """All valid jobs stay; of those with something wrong one is there at a time."""
+    rng, api, store = random.Random(seed), Taking(), Store()
+    base = yaml.safe_load(QUICKSTART.read_text())["spec"]
+    cluster = read_cluster({"images": IMAGES, "storage": {"uri": "s3://bucket/runs"}})
+    followers = Followers(lambda _: None)
+    reconciler = Reconciler(api, store, followers, Events(api, "fuzzed"), cluster, b"k" * 32, AtWork(None))
+    seen = Counter[str]()
+
+    async def handle(name: str, spec: object) -> None:
+        job = api.jobs[name] = job_of(spec, name)
+        key = store.job(job)
+        for _ in range(2):
+            await reconciler.reconcile(key)
+        conditions = {item["type"]: item for item in store.jobs[key]["status"]["conditions"]}
+        accepted = conditions["Accepted"]
+        seen[f"{accepted['status']}/{accepted['reason']}"] += 1
+        assert accepted["status"] == "True" or accepted["message"], spec
+
+    for number in range(given):
+        await handle(f"valid-{number}", valid(rng, base))
+    for number in range(wrong):
+        name = f"wrong-{number}"
+        await handle(name, mutated(rng, base))
+        job = api.jobs.pop(name)
+        key = store.job({**job, "metadata": {**job["metadata"], "resourceVersion": str(api.version + 1)}}, deleted=True)
+        reconciler.forget(key)
+    return {
+        "seen": dict(seen),
+        "mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+        "requests": api.requests,
+    }
+
+
+if __name__ == "__main__":
+    assert Operator is not None
+    sys.stdout.write(json.dumps(asyncio.run(passes(*map(int, sys.argv[1:4])))))

@@ -45,11 +45,12 @@ def test_the_panel_shows_every_mean_and_failure_as_it_is(width: int) -> None:
         total_steps=10,
         message="\x1b[2J[/b]",
         means={"reward": 0.5, "answer_correct": 0.25, "num_turns": 3.0},
-        failures={"engine/no_engine_proved": 2},
+        failures={"engine/no_engine_proved": 2, "tool/tool_raised": 3},
     )
     console.print(LiveView(console, "job [/b]")._draw(progress, {}))
     printed = console.export_text()
-    for expected in ("reward 0.500", "answer_correct 0.250", "num_turns 3.000", "engine/no_engine_proved 2", "[/b]"):
+    failures = "failures engine/no_engine_proved 2, tool/tool_raised 3"  # a line of its own, which squeezes no column
+    for expected in ("reward 0.500", "answer_correct 0.250", "num_turns 3.000", failures, "[/b]"):
         assert expected in printed
     assert "\\x1b[2J" in printed
 

@@ -111,8 +111,9 @@ class LiveView:
         warnings = [f"waiting: {progress.storage_wait}"] if progress.storage_wait else []
         warnings += [f"nothing is learned: {progress.not_learned}"] if progress.not_learned else []
         facts = _facts(progress, time.monotonic() - self._started)
+        failures = [Text(safe_line(_failures(progress)))] if progress.failures else []
         told = [Text(safe_line(warning), style="yellow") for warning in warnings]
-        lines = Group(head, bar, facts, *told, _components(components))
+        lines = Group(head, bar, facts, *failures, *told, _components(components))
         return Panel(lines, title=Text(self._title), title_align="left")
 
 
@@ -127,10 +128,12 @@ def _facts(progress: Progress, elapsed: float) -> Table:
         f"{progress.tokens_per_second:.0f} tokens/s",
         f"{clock(elapsed)} elapsed" + (f", {clock(progress.eta_seconds)} to go" if progress.eta_seconds else ""),
     )
-    if progress.failures:
-        counts = ", ".join(f"{name} {count}" for name, count in sorted(progress.failures.items()))
-        table.add_row(Text(safe_line(f"failures {counts}")))
     return table
+
+
+def _failures(progress: Progress) -> str:
+    counts = ", ".join(f"{name} {count}" for name, count in sorted(progress.failures.items()))
+    return f"failures {counts}"
 
 
 def _components(components: Mapping[str, Observed]) -> Text:

@@ -247,6 +247,8 @@ def show_episode(
         typer.echo(
             safe_line(f"  turn {call.turn} call {call.name or '?'} {call.outcome} in {call.seconds * 1000:.1f} ms")
         )
+    for name, state in sorted(episode.environments.items()):
+        typer.echo(safe_line(f"  environment {name}: {json.dumps(state, ensure_ascii=False)}"))
     for name, value in sorted(episode.rewards.items()):
         typer.echo(safe_line(f"  reward {name}: {value:.4f}"))
     for name, value in sorted(episode.metrics.items()):

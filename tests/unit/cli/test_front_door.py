@@ -76,6 +76,7 @@ def folder(tmp_path: Path) -> Path:
         failure=None,
         policy=None,
         engine="e",
+        environments={"Shop": {"basket": {"lamp\x1b": 2}}},
     )
     scenario = Scenario(id="0", ordinal=0, messages=[{"role": "user", "content": "?"}], ground_truth="1")
     group = Group(id="job-1/0-0-0", scenario=scenario, episodes=[episode])
@@ -167,6 +168,11 @@ def test_rows_that_cannot_be_read_are_named(folder: Path) -> None:
         ended = kestrl(folder, "validate", "job.yaml")
         assert ended.returncode == 2
         assert "train.jsonl:2: not JSON" in ended.stderr
+
+
+def test_an_episodes_environments_are_shown(folder: Path) -> None:
+    shown = kestrl(folder, "episodes", "show", "job-1/0-0-0/0")
+    assert '  environment Shop: {"basket": {"lamp\\u001b": 2}}' in shown.stdout.splitlines(), shown.stdout
 
 
 def test_stored_text_reaches_the_terminal_written_out(folder: Path) -> None:

@@ -204,6 +204,20 @@ def test_a_run_can_be_named_by_an_override() -> None:
     assert parse_job(with_overrides(MANIFEST, ["metadata.name=seed-43"])).metadata.name == "seed-43"
 
 
+@pytest.mark.parametrize("name", ["", "Run", "1st-run", "a.b", "a_b", "-run", "run-", "r" * 64, "lauf-ä", "2026", "run\n"])
+def test_a_name_that_no_service_can_have_is_refused(name: str) -> None:
+    document = copy.deepcopy(MANIFEST)
+    document["metadata"]["name"] = name
+    assert refused(document=document)[0].startswith("metadata.name: ")
+
+
+@pytest.mark.parametrize("name", ["r", "run-1", "a1", "r" * 63, "x--y"])
+def test_a_name_that_a_service_can_have_is_taken(name: str) -> None:
+    document = copy.deepcopy(MANIFEST)
+    document["metadata"]["name"] = name
+    assert parse_job(document).metadata.name == name
+
+
 @pytest.mark.parametrize("override", ["nonsense", "=1", "rewards[7].weight=1", "data.train.uri.x=1", "data.seed=[1"])
 def test_a_malformed_override_is_refused(override: str) -> None:
     assert refused(override)[0].startswith("--set:")

@@ -41,7 +41,7 @@ def test_a_job_whose_newest_spec_is_refused_is_suspended_resumed_and_ends(instal
         assert "contaners: field not declared in schema" in condition(refused, "Accepted")[2]
         edit(suspend=True)
         installation.wait("typo", namespace, is_true("Suspended"), 240)
-        assert cluster.list("pods", namespace) == []
+        eventually("its pods are gone", lambda: cluster.list("pods", namespace) == [], 240)
         edit(suspend=False)
         ended = installation.wait("typo", namespace, is_true("Succeeded"), 400)
         assert condition(ended, "Accepted")[0] == "False"

@@ -83,7 +83,7 @@ REASONS: Mapping[Type, Mapping[str, str]] = {
         "StorageUnavailable": "Object storage does not answer; the learner waits and tries again. The message says since and until when.",
         "Stalled": "No step has ended for five times as long as the longest of the last ones took.",
         "Unavailable": "The learner does not answer, or cannot start; the message says why.",
-        "Failed": "The learner told of a failure; the message is its own, and says what follows.",
+        "Failed": "The learner reported a failure; the message says which, and what follows.",
         "Released": "It is not to run: the job is suspended or has ended.",
     },
     Type.CHECKPOINT_DURABLE: {

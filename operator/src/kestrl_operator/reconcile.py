@@ -85,7 +85,9 @@ class Due(NamedTuple):
     objects: list[Object]
     digest: str
     standing: str
-    """The digest of what was applied last."""
+    """The digest of what was applied last; empty where not all of it was, or nothing."""
+    begun: bool
+    """Whether anything was applied before."""
     there: frozenset[Child]
     whole: bool
     """Whether every object that is watched is there, and nobody else has changed one."""
@@ -362,7 +364,11 @@ class Reconciler:
         self._drawn[key] = wanted._replace(digest=digest, children=children)
         whole, refusal = untouched and children <= there, self._refusal(key, seen.uid, seen.generation)
         waits = refusal is not None and refusal.digest == digest and seen.now < refusal.until
-        return None if waits or (whole and digest == standing) else Due(objects, digest, standing, there, whole)
+        return (
+            None
+            if waits or (whole and digest == standing)
+            else Due(objects, digest, standing, RENDERED in kept, there, whole)
+        )
 
     async def _refused_of(self, key: Key, seen: Snapshot, due: Due) -> str:
         """Why the apiserver refuses objects of what is newly rendered; empty if none. All are asked about before any is written.
@@ -384,9 +390,7 @@ class Reconciler:
             ApiProblem: It did not do what was asked for another reason.
         """
         try:
-            made = await self._api.apply(
-                item, force=self._is_ours(item, due.there, begun=bool(due.standing)), dry_run=dry_run
-            )
+            made = await self._api.apply(item, force=self._is_ours(item, due.there, begun=due.begun), dry_run=dry_run)
         except Gone:
             raise
         except ApiProblem as error:

@@ -204,7 +204,9 @@ def test_a_run_can_be_named_by_an_override() -> None:
     assert parse_job(with_overrides(MANIFEST, ["metadata.name=seed-43"])).metadata.name == "seed-43"
 
 
-@pytest.mark.parametrize("name", ["", "Run", "1st-run", "a.b", "a_b", "-run", "run-", "r" * 64, "lauf-ä", "2026", "run\n"])
+@pytest.mark.parametrize(
+    "name", ["", "Run", "1st-run", "a.b", "a_b", "-run", "run-", "r" * 64, "lauf-ä", "2026", "run\n"]
+)
 def test_a_name_that_no_service_can_have_is_refused(name: str) -> None:
     document = copy.deepcopy(MANIFEST)
     document["metadata"]["name"] = name

@@ -14,8 +14,10 @@ from rich.table import Table
 from kestrl.cli.options import DEFAULT_RUNS, Manifest, Overrides, Runs
 from kestrl.service import EXIT_INPUT
 from kestrl.spec import job_schema, read_job
+from kestrl.terminal import safe_line
 
 console = Console()
+errors = Console(stderr=True)
 PLAIN: dict[str, Any] = {"soft_wrap": True, "markup": False, "highlight": False}
 
 
@@ -49,29 +51,22 @@ def validate(
     manifest: Manifest,
     set_: Overrides = None,
     data: Annotated[bool, typer.Option("--data/--no-data", help="Also read the data, row by row.")] = True,
+    model: Annotated[
+        bool, typer.Option("--model/--no-model", help="Also load the model's tokenizer and chat template.")
+    ] = True,
 ) -> None:
-    """Say everything that is wrong with a manifest and its data, with the mend; exit code 2 if anything is."""
+    """Report everything that is wrong with a manifest, what it names and its data; exit code 2 if anything is."""
     from tempfile import TemporaryDirectory
 
-    from kestrl.data import load_scenarios, locate_data
+    from kestrl.local.check import check_job
 
     job = read_job(manifest, set_ or ())
-    base = manifest.resolve().parent
-    sets = {"train": job.spec.data.train, "validation": job.spec.data.validation}
-    counts: list[str] = []
     with TemporaryDirectory() as cache:
-        for name, data_set in sets.items():
-            if not data or data_set is None:
-                continue
-            path = locate_data(
-                data_set.uri,
-                size=data_set.size,
-                base=base,
-                seed=job.spec.data.seed,
-                cache_dir=Path(cache),
-                field=f"spec.data.{name}.uri",
-            )
-            counts.append(f"{len(load_scenarios(path, size=data_set.size))} {name} scenarios")
+        found = check_job(job, base=manifest.resolve().parent, cache_dir=Path(cache), data=data, model=model)
+    for warning in found.warnings:
+        errors.print(f"warning: {safe_line(warning)}", **PLAIN)
+    found.raise_problems()
+    counts = [f"{count} {name} scenarios" for name, count in found.rows.items()]
     console.print(f"{manifest}: {', '.join(['valid', *counts])}", soft_wrap=True, markup=False)
 
 

@@ -19,6 +19,7 @@ from urllib.parse import urlparse
 
 from kestrl.data.locate import locate_model
 from kestrl.errors import KestrlError, place_error
+from kestrl.local.check import check_job
 from kestrl.local.place import storage_root
 from kestrl.local.secrets import open_storage
 from kestrl.spec import AgentRLJob
@@ -62,6 +63,7 @@ def examine(job: AgentRLJob | None, *, base: Path, runs: Path) -> Iterator[Findi
     yield _tried("model", lambda: locate_model(job.spec.model.base, base=base))
     opened = partial(open_storage, job, base)
     yield _tried("storage", lambda: storage(storage_root(job, base) or file_uri(runs), opened))
+    yield named(job, base)
     if job.spec.telemetry.otlp:
         yield collector(job.spec.telemetry.otlp)
 
@@ -76,6 +78,15 @@ def _tried(name: str, look: Callable[[], str]) -> Finding:
         if unusable is None:
             raise
         return Finding(name=name, told="unusable", mend=str(unusable))
+
+
+def named(job: AgentRLJob, base: Path) -> Finding:
+    """Whether what the job names can be loaded and fits together: user code, template, rows."""
+    with tempfile.TemporaryDirectory() as cache:
+        found = check_job(job, base=base, cache_dir=Path(cache))
+    counts = ", ".join(f"{count} {name} scenarios" for name, count in found.rows.items())
+    told = "; ".join([f"can be loaded, {counts}" if counts else "can be loaded", *found.warnings])
+    return Finding(name="job", told="unusable" if found.problems else told, mend="\n".join(found.problems))
 
 
 def machine() -> Finding:

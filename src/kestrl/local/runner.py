@@ -19,6 +19,7 @@ from rich.console import Console
 from kestrl.api.learner.v1 import learner_pb2, learner_pb2_grpc
 from kestrl.credentials import Secret
 from kestrl.errors import KestrlError, StorageError, UserInputError
+from kestrl.local.check import check_job
 from kestrl.local.place import site_of
 from kestrl.local.processes import Launcher
 from kestrl.local.progress import Progress, RunRecord
@@ -193,6 +194,8 @@ def run_job(
         raise UserInputError(f"run {run.id} is going on already (pid {run.runner_pid()}); see `kestrl status {run.id}`")
     make_folders(run, job, options.manifest_dir)
     site = site_of(job, run, options.manifest_dir, base_port=options.base_port, cache_dir=options.cache_dir)
+    found = check_job(job, base=options.manifest_dir, cache_dir=options.cache_dir)
+    found.raise_problems()
     store = open_storage(job, options.manifest_dir, site.storage)
     store.check()
     components: Sequence[Component] = plan(job, site)
@@ -200,6 +203,8 @@ def run_job(
         components = replan(components, site)
     with make_view(console, f"{job.metadata.name} ({run.id})") as view:
         view.say(f"{'resuming' if resumed else 'starting'} run {run.id} in {run.path}")
+        for warning in found.warnings:
+            view.say(f"warning: {warning}")
         outcome = asyncio.run(Runner(job, run, site, components, view, options).run())
     summary = read_summary(run, store)
     if outcome.code == 0 and replan is None:

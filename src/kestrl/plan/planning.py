@@ -164,6 +164,7 @@ def _rollout(job: AgentRLJob, site: Site, index: int) -> Component:
             "agent": spec.agent.loop,
             "agent_config": spec.agent.config,
             "tool_call_format": spec.agent.tool_call_format,
+            "agents": spec.agent.loops,
             "offers_tools": bool(spec.tools),
             "tools_address": site.endpoint(Role.TOOLS, 0).address,
             "judge_address": site.endpoint(Role.JUDGE, 0).address,

@@ -122,6 +122,8 @@ class RolloutSettings(ServiceSettings):
     agent_config: dict[str, Any] = {}
     tool_call_format: str | None = None
     """Name or import path; None chooses it from the template."""
+    agents: dict[str, str] = {}
+    """Further loops, by the name that rows select them with."""
     offers_tools: bool = False
     """Whether the job has tools."""
     tools_address: str

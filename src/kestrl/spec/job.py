@@ -99,13 +99,17 @@ class Template(Model):
 
 TOOL_CALL_FORMAT = r"^(hermes|qwen_xml|llama3_json|mistral|harmony|pythonic|[A-Za-z_][\w.]*:[A-Za-z_][\w.]*)$"
 """A built-in tool-call format, or `package.module:Format`."""
+LoopPath = Annotated[str, Field(pattern=r"^([a-z_]+|[A-Za-z_][\w.]*:[A-Za-z_][\w.]*)$")]
+LoopName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}$")]
 
 
 class Agent(Model):
     """How a scenario is attempted."""
 
-    loop: Annotated[str, Field(pattern=r"^([a-z_]+|[A-Za-z_][\w.]*:[A-Za-z_][\w.]*)$")] = "tool_agent"
+    loop: LoopPath = "tool_agent"
     """`tool_agent`, `single_turn`, or a class by import path (ours or one written for verl)."""
+    loops: dict[LoopName, LoopPath] = {}
+    """Further loops by name. A row's `agent_name` selects one of these, or a built-in one; without it `loop` is used."""
     config: JsonObject = {}
     """Keyword arguments of the loop's class (or of the function, beside the conversation), the same for every episode."""
     max_turns: Annotated[int, Field(ge=1, le=10_000)] = 10

@@ -112,11 +112,13 @@ def names_are_unique(spec: JobSpec) -> Iterator[Problem]:
 
 def loop_is_known(spec: JobSpec) -> Iterator[Problem]:
     loop = spec.agent.loop
-    if ":" not in loop and loop not in BUILT_IN_LOOPS:
-        yield Problem(
-            "spec.agent.loop",
-            f"{loop!r} is not one of {', '.join(BUILT_IN_LOOPS)}, nor an import path package.module:Class",
-        )
+    paths = {"loop": loop, **{f"loops.{name}": path for name, path in spec.agent.loops.items()}}
+    for field, path in paths.items():
+        if ":" not in path and path not in BUILT_IN_LOOPS:
+            yield Problem(
+                f"spec.agent.{field}",
+                f"{path!r} is not one of {', '.join(BUILT_IN_LOOPS)}, nor an import path package.module:Class",
+            )
     if loop in BUILT_IN_LOOPS and spec.agent.config:
         yield Problem("spec.agent.config", f"{loop} takes none: remove it, or name a loop of your own")
 

@@ -50,8 +50,6 @@ def kestrl(*arguments: str | Path, code: int = 0, **environment: str) -> str:
 
 @pytest.fixture
 def manifest(tmp_path: Path) -> dict[str, Any]:
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text("{}")
     rows = [{"id": number, "question": f"{number}?", "ground_truth": number} for number in range(8)]
     (tmp_path / "train.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
     return {
@@ -59,7 +57,7 @@ def manifest(tmp_path: Path) -> dict[str, Any]:
         "kind": "AgentRLJob",
         "metadata": {"name": "job"},
         "spec": {
-            "model": {"base": "model"},
+            "model": {"base": "demo://tiny"},
             "data": {"train": {"uri": "train.jsonl"}},
             "rewards": [{"rule": "exact_answer"}],
         },
@@ -110,7 +108,7 @@ def test_what_a_run_cannot_find_is_named(tmp_path: Path, manifest: dict[str, Any
 def test_a_bad_row_is_named_with_file_line_and_field(tmp_path: Path, manifest: dict[str, Any]) -> None:
     (tmp_path / "train.jsonl").write_text('{"id": 1, "question": "x"}\n{"id": 2, "oops": 1}\n')
     printed = kestrl("validate", write(tmp_path, manifest), code=2)
-    assert "train.jsonl:2: oops: Extra inputs are not permitted" in printed
+    assert "train.jsonl:2: prompt: give either `prompt` or `question`" in printed
 
 
 def test_a_taken_port_is_named(tmp_path: Path, manifest: dict[str, Any]) -> None:

@@ -48,6 +48,7 @@ def test_a_machine_that_can_run_the_quickstart(tmp_path: Path) -> None:
         "accelerator",
         "model",
         "storage",
+        "job",
         "telemetry",
     ]
     assert all(lines[0].startswith("ok|") for lines in found.values())

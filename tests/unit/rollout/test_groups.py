@@ -240,7 +240,7 @@ async def test_what_does_not_finish_in_time_is_cut_off_with_a_typed_failure(stag
 
 
 def blank(text: str = "") -> Scenario:
-    return Scenario(id="s", ordinal=0, messages=[{"role": "tool", "content": text}])
+    return Scenario(id="s", ordinal=0, messages=[{"role": "developer", "content": text}])
 
 
 @pytest.mark.parametrize(

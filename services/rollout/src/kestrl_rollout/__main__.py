@@ -16,12 +16,11 @@ from kestrl.api.rollout.v1 import rollout_pb2_grpc as stubs
 from kestrl.credentials import Secret
 from kestrl.plan.settings import RolloutSettings, ServiceSettings
 from kestrl.service import collect_rarely, run_service
-from kestrl_rollout.agents.loading import load_loop
 from kestrl_rollout.conversation import ToolLimits
 from kestrl_rollout.engine import EngineClient
 from kestrl_rollout.episodes import EpisodeRunner
 from kestrl_rollout.groups import GroupRunner
-from kestrl_rollout.model import load_model
+from kestrl_rollout.loading import load_face, load_job_loops
 from kestrl_rollout.scoring import SERVICE as JUDGE_SERVICE
 from kestrl_rollout.scoring import Judge
 from kestrl_rollout.service import RolloutServicer
@@ -36,17 +35,9 @@ async def group_runner(settings: RolloutSettings) -> AsyncGenerator[GroupRunner]
     Raises:
         UserInputError: Model, template or agent cannot be used.
     """
-    loop = load_loop(settings.agent, settings.agent_config)
-    # In a thread: reading a large tokenizer takes seconds, and signals should be heard meanwhile.
-    face = await asyncio.to_thread(
-        load_model,
-        settings.tokenizer,
-        settings.template,
-        tools=loop.uses_tools and settings.offers_tools,
-        started=datetime.now().astimezone(),
-        tool_calls=settings.tool_call_format,
-        offered=settings.offers_tools and loop.reads_calls,
-    )
+    loops = load_job_loops(settings)
+    # In a thread: reading a large tokenizer takes seconds, and signals are handled meanwhile.
+    face = await asyncio.to_thread(load_face, settings, loops, started=datetime.now().astimezone())
     async with (
         EngineClient(Secret.ENGINE_KEY.here()) as client,
         rpc.channel(settings.tools_address) as to_tools,
@@ -57,7 +48,7 @@ async def group_runner(settings: RolloutSettings) -> AsyncGenerator[GroupRunner]
         episodes = EpisodeRunner(
             component=settings.component,
             face=face,
-            loop=loop,
+            loops=loops,
             client=client,
             toolbox=Toolbox(tools, face.chat, seconds=settings.call_seconds),
             tool_limits=ToolLimits(

@@ -81,6 +81,21 @@ class Chat:
         """A conversation as the template writes it, its slots not filled yet."""
         return skeleton(self._prompt(shape(messages), tools).text).parts
 
+    def text(self, messages: Sequence[Message], tools: ToolSet) -> str:
+        """A conversation as text, up to where the model's turn begins.
+
+        Raises:
+            UserInputError: As `prompt`.
+        """
+        return "".join(
+            part
+            if isinstance(part, str)
+            else part.fill(
+                tools.words[int(part.name[1:])] if part.name[0] == "t" else messages[int(part.name[1:])].text
+            )
+            for part in self.rendered(messages, tools)
+        )
+
     def reasons(self, messages: Sequence[Message], tools: ToolSet) -> bool:
         """Whether the turn after these messages begins inside the model's reasoning."""
         return self._prompt(shape(messages), tools).reasons

@@ -12,11 +12,12 @@ from typing import Any
 
 from kestrl.agents import LimitReached
 from kestrl.alarms import Alarms
-from kestrl.episode import Episode, Json, StopReason
-from kestrl.errors import Boundary, Failure, KestrlError, UserCodeError, described
+from kestrl.episode import Episode, Json, Scenario, StopReason
+from kestrl.errors import Boundary, Failure, KestrlError, UserCodeError, UserInputError, described
 from kestrl.telemetry import current_trace_id, span
 from kestrl.telemetry.names import Attr, SpanName
-from kestrl_rollout.agents.loading import LoadedLoop
+from kestrl_rollout.agents.loading import LoadedLoop, Loops
+from kestrl_rollout.chat import Message
 from kestrl_rollout.conversation import EpisodeConversation, ToolLimits
 from kestrl_rollout.deadlines import GroupClock, Scope, Waiting, deadline, now
 from kestrl_rollout.engine import EngineClient
@@ -25,7 +26,7 @@ from kestrl_rollout.loop_metrics import REWARD, check_metrics, returned_reward, 
 from kestrl_rollout.model import ModelFace
 from kestrl_rollout.requests import GroupRequest
 from kestrl_rollout.sessions import Sessions
-from kestrl_rollout.tool_session import Offer, Toolbox, ToolSession
+from kestrl_rollout.tool_session import Offer, Toolbox, ToolSession, unrendered
 from kestrl_rollout.turnstile import Turnstile
 
 log = logging.getLogger(__name__)
@@ -44,6 +45,7 @@ class _Attempt:
     index: int
     seed: int
     waiting: Waiting
+    loop: LoadedLoop | None = None
     started_at: float = field(default_factory=time.time)
     started: float = field(default_factory=time.monotonic)
     """When it got its slot; of one that never did, when it began to wait."""
@@ -65,7 +67,7 @@ class EpisodeRunner:
         *,
         component: str,
         face: ModelFace,
-        loop: LoadedLoop,
+        loops: Loops,
         client: EngineClient,
         toolbox: Toolbox,
         tool_limits: ToolLimits,
@@ -73,7 +75,7 @@ class EpisodeRunner:
     ) -> None:
         self._component = component
         self._face = face
-        self._loop = loop
+        self._loops = loops
         self._client = client
         self._toolbox = toolbox
         self._tool_limits = tool_limits
@@ -145,8 +147,11 @@ class EpisodeRunner:
 
     async def _open(self, request: GroupRequest, attempt: _Attempt) -> None:
         scenario = request.scenario
+        loop = attempt.loop = self._loops.of(scenario.agent)
         with attempt.waiting.on(Boundary.TOOL):
-            offer = await self._toolbox.offer(scenario) if self._loop.uses_tools else Offer()
+            offer = await self._toolbox.offer(scenario) if loop.uses_tools else Offer()
+        if loop.built_in:  # a loop of the user's own may write its prompts itself
+            self._check_rendered(scenario, offer)
         attempt.engine = EngineSession(
             episode_id=attempt.id,
             engines=request.engines,
@@ -182,13 +187,23 @@ class EpisodeRunner:
             async with deadline(Scope.TOOL, now() + seconds, attempt.waiting):
                 attempt.environments = await attempt.tools.state(seconds=seconds)
 
+    def _check_rendered(self, scenario: Scenario, offer: Offer) -> None:
+        """Refuses a prompt that does not name the tools on offer. Raises UserInputError with code `tools_not_rendered`."""
+        if not offer.names:
+            return
+        messages = [Message(role=said["role"], text=said["content"]) for said in scenario.messages]
+        problem = unrendered(self._face.chat.text(messages, offer.toolset), offer.names)
+        if problem is not None:
+            raise UserInputError(f"scenario {scenario.id}: {problem}", code="tools_not_rendered")
+
     async def _drive(self, attempt: _Attempt) -> None:
         """Runs the loop and attributes what it raises."""
-        conversation = attempt.conversation
+        conversation, loop = attempt.conversation, attempt.loop
         assert conversation is not None
+        assert loop is not None
         try:
-            with attempt.waiting.on(Boundary.INFRASTRUCTURE if self._loop.built_in else Boundary.USER_CODE):
-                returned = await self._run_loop(attempt, conversation)
+            with attempt.waiting.on(Boundary.INFRASTRUCTURE if loop.built_in else Boundary.USER_CODE):
+                returned = await self._run_loop(loop, attempt, conversation)
         except LimitReached:
             returned = None  # the conversation has noted which limit
         except KestrlError as error:
@@ -197,36 +212,36 @@ class EpisodeRunner:
             task = asyncio.current_task()
             if task is None or task.cancelling():
                 raise
-            raise self._raised_by_loop("CancelledError, though nothing cancelled it") from None
+            raise _raised_by_loop(loop, "CancelledError, though nothing cancelled it") from None
         except BaseException as error:
             if conversation.broken is not None:
                 raise conversation.broken from error
-            if self._loop.built_in:
+            if loop.built_in:
                 raise
-            log.warning("episode %s: agent.loop %s raised", attempt.id, self._loop.name, exc_info=error)
-            raise self._raised_by_loop(_describe(error)) from error
+            log.warning("episode %s: agent.loop %s raised", attempt.id, loop.name, exc_info=error)
+            raise _raised_by_loop(loop, _describe(error)) from error
         if conversation.broken is not None:
             raise conversation.broken
-        score = returned_reward(self._loop.name, returned)
+        score = returned_reward(loop.name, returned)
         if score is not None:
             attempt.reward = score.value
             conversation.metrics.update({**score.metrics, REWARD: score.value})
 
-    async def _run_loop(self, attempt: _Attempt, conversation: EpisodeConversation) -> object:
+    async def _run_loop(self, loop: LoadedLoop, attempt: _Attempt, conversation: EpisodeConversation) -> object:
         """Runs the loop. A user's has a task of its own, so that the episode ends though the loop ignores its cancellation."""
-        if self._loop.built_in:
-            return await self._loop.run(conversation)
+        if loop.built_in:
+            return await loop.run(conversation)
         if len(self._abandoned) >= MAX_ABANDONED:
             raise UserCodeError(
-                f"agent.loop {self._loop.name}: {MAX_ABANDONED} episodes ignored their cancellation and still run; let "
+                f"agent.loop {loop.name}: {MAX_ABANDONED} episodes ignored their cancellation and still run; let "
                 "asyncio.CancelledError pass",
                 code="agent_hangs",
             )
-        task = asyncio.create_task(_contained(self._loop.run(conversation)), name=f"loop-{attempt.id}")
+        task = asyncio.create_task(_contained(loop.run(conversation)), name=f"loop-{attempt.id}")
         try:
             await asyncio.wait({task})
         except asyncio.CancelledError:
-            await self._cancel(task, attempt, conversation)
+            await self._cancel(loop, task, attempt, conversation)
             raise
         returned, error = task.result()
         if error is not None:
@@ -234,7 +249,7 @@ class EpisodeRunner:
         return returned
 
     async def _cancel(
-        self, task: asyncio.Task[_Contained], attempt: _Attempt, conversation: EpisodeConversation
+        self, loop: LoadedLoop, task: asyncio.Task[_Contained], attempt: _Attempt, conversation: EpisodeConversation
     ) -> None:
         """Cancels a loop's task, and leaves it behind if it does not end soon."""
         waited = attempt.waiting.boundary
@@ -246,11 +261,8 @@ class EpisodeRunner:
         finally:
             attempt.waiting.boundary = waited  # the deadline that passed names what was waited for then
             if not task.done():
-                log.error("episode %s: agent.loop %s ignores its cancellation", attempt.id, self._loop.name)
-                conversation.abandon(UserCodeError(f"agent.loop {self._loop.name}: its episode is over"))
-
-    def _raised_by_loop(self, what: str) -> UserCodeError:
-        return UserCodeError(f"agent.loop {self._loop.name}: raised {what}", code="agent_raised")
+                log.error("episode %s: agent.loop %s ignores its cancellation", attempt.id, loop.name)
+                conversation.abandon(UserCodeError(f"agent.loop {loop.name}: its episode is over"))
 
     def _leave(self, attempt: _Attempt) -> None:
         """Gives back what the episode held. It does not wait for its tool session's end: the slot does, so that there are no more sessions than slots."""
@@ -288,6 +300,10 @@ async def _contained(work: Awaitable[object]) -> _Contained:
         raise
     except BaseException as error:  # noqa: BLE001 - raised again by whoever waits for it
         return None, error
+
+
+def _raised_by_loop(loop: LoadedLoop, what: str) -> UserCodeError:
+    return UserCodeError(f"agent.loop {loop.name}: raised {what}", code="agent_raised")
 
 
 def _describe(error: BaseException) -> str:

@@ -15,7 +15,7 @@ from kestrl.formats import ToolCallFormat
 from kestrl_rollout.chat import Chat, Message
 from kestrl_rollout.formats import choose
 from kestrl_rollout.parser import TurnReader
-from kestrl_rollout.template import Slot, Template, TemplateRefused
+from kestrl_rollout.template import Template, TemplateRefused
 from kestrl_rollout.toolset import NO_TOOLS, ToolSet
 from kestrl_rollout.vocabulary import Vocabulary
 
@@ -171,13 +171,7 @@ def _extends(chat: Chat, messages: Sequence[Message], since: int, what: str, too
 
 
 def _same_as_whole(chat: Chat, messages: Sequence[Message], toolset: ToolSet) -> None:
-    text = "".join(
-        part.fill(toolset.words[int(part.name[1:])] if part.name[0] == "t" else messages[int(part.name[1:])].text)
-        if isinstance(part, Slot)
-        else part
-        for part in chat.rendered(messages, toolset)
-    )
-    if chat.prompt(messages, toolset) != chat.vocabulary.whole(text):
+    if chat.prompt(messages, toolset) != chat.vocabulary.whole(chat.text(messages, toolset)):
         raise UserInputError(
             "the tokenizer cannot be used: it encodes a text differently when cut at control tokens "
             "(a pre-tokenizer that looks at the position in the whole text)"

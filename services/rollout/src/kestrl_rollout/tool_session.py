@@ -43,6 +43,18 @@ class Offer:
         return {tool.name: tool.parameters for tool in self.tools}
 
 
+def unrendered(text: str, names: Sequence[str]) -> str | None:
+    """Why the model could not know of some tools, if so: the prompt does not name them."""
+    absent = [name for name in names if name not in text]
+    if not absent:
+        return None
+    return (
+        f"spec.tools: the chat template does not render {', '.join(absent)}, so the model would never call "
+        f"{'them' if len(absent) > 1 else 'it'}; name a template that renders tools with spec.agent.template, or describe "
+        "each tool by its name in the prompt"
+    )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolAnswer:
     """What a tool said."""

@@ -15,6 +15,9 @@ from kestrl_rollout.agents.single_turn import single_turn
 from kestrl_rollout.agents.tool_agent import tool_agent
 
 FIELD = "agent.loop"
+LOOPS_FIELD = "agent.loops"
+VERL_NAMES = {"single_turn_agent": "single_turn"}
+"""What verl calls a built-in loop, where that differs."""
 CONFIG_FIELD = "agent.config"
 
 
@@ -37,12 +40,71 @@ BUILT_IN = {
 }
 
 
-def load_loop(path: str, config: Mapping[str, Any] | None = None) -> LoadedLoop:
+@dataclass(frozen=True, slots=True)
+class Loops:
+    """The loops of a job."""
+
+    default: LoadedLoop
+    """`agent.loop`."""
+    named: Mapping[str, LoadedLoop]
+    """Those that rows may name in `agent_name`: of `agent.loops`, and the built-in ones."""
+    use_tools: bool
+    """Whether a loop that the manifest names calls tools."""
+    read_calls: bool
+    """Whether one of them leaves the reading of tool calls to the worker."""
+
+    def of(self, agent: str) -> LoadedLoop:
+        """The loop of a scenario.
+
+        Raises:
+            UserInputError: The job has none of this name (code `unknown_agent`).
+        """
+        if not agent:
+            return self.default
+        if agent not in self.named:
+            raise UserInputError(
+                f"agent_name: the job has no agent loop {agent!r} (it has: {', '.join(self.named)}); add it to spec.{LOOPS_FIELD}",
+                code="unknown_agent",
+            )
+        return self.named[agent]
+
+
+def load_loops(path: str, config: Mapping[str, Any], named: Mapping[str, str]) -> Loops:
+    """`agent.loop` and `agent.loops`.
+
+    Raises:
+        UserInputError: One cannot be loaded; one line for each.
+    """
+    problems: list[str] = []
+
+    def load(path: str, field: str, config: Mapping[str, Any] | None = None) -> LoadedLoop:
+        try:
+            return load_loop(path, config, field=field)
+        except UserInputError as error:
+            problems.append(str(error))
+            return BUILT_IN["single_turn"]
+
+    default = load(path, FIELD, config)
+    own = {name: load(one, f"{LOOPS_FIELD}.{name}") for name, one in named.items()}
+    if problems:
+        raise UserInputError("\n".join(problems))
+    built_in = {**BUILT_IN, **{name: BUILT_IN[ours] for name, ours in VERL_NAMES.items()}}
+    in_use = (default, *own.values())
+    return Loops(
+        default,
+        {**built_in, **own},
+        use_tools=any(loop.uses_tools for loop in in_use),
+        read_calls=any(loop.reads_calls for loop in in_use),
+    )
+
+
+def load_loop(path: str, config: Mapping[str, Any] | None = None, *, field: str = FIELD) -> LoadedLoop:
     """The loop that `agent.loop` names: a built-in, or `module:Class` or `module:function`.
 
     Args:
         path: As in the manifest.
         config: `agent.config`, its keyword arguments.
+        field: The manifest field that names it, for messages.
 
     Raises:
         UserInputError: There is no such thing, or it is not an agent loop, or it does not take the configuration.
@@ -51,17 +113,17 @@ def load_loop(path: str, config: Mapping[str, Any] | None = None) -> LoadedLoop:
         return BUILT_IN[path]
     if ":" not in path:
         raise UserInputError(
-            f"{FIELD}: {path!r} is neither built in ({', '.join(BUILT_IN)}) nor of the form package.module:Name"
+            f"{field}: {path!r} is neither built in ({', '.join(BUILT_IN)}) nor of the form package.module:Name"
         )
     try:
-        found = importing.load(path, field=FIELD)
+        found = importing.load(path, field=field)
     except UserInputError as error:
         if not verl.is_missing(error.__cause__):
             raise
         verl.install()
-        found = importing.load(path, field=FIELD)
+        found = importing.load(path, field=field)
     return LoadedLoop(
-        run=_runnable(found, path, config or {}),
+        run=_runnable(found, path, config or {}, field),
         name=path,
         built_in=False,
         uses_tools=True,
@@ -69,16 +131,16 @@ def load_loop(path: str, config: Mapping[str, Any] | None = None) -> LoadedLoop:
     )
 
 
-def _runnable(found: Any, path: str, config: Mapping[str, Any]) -> Loop:
+def _runnable(found: Any, path: str, config: Mapping[str, Any], field: str) -> Loop:
     if verl.is_loop(found):
         _check_config(found, path, config)
         return verl.adapt(found, config)
     if inspect.isclass(found):
-        return _from_class(found, path, config)
+        return _from_class(found, path, config, field)
     if inspect.iscoroutinefunction(found):
         _check_config(found, path, config)
         return partial(found, **config) if config else found
-    raise UserInputError(f"{FIELD}: {path!r} is neither a class nor an async function")
+    raise UserInputError(f"{field}: {path!r} is neither a class nor an async function")
 
 
 def _check_config(found: Any, path: str, config: Mapping[str, Any]) -> None:
@@ -88,15 +150,15 @@ def _check_config(found: Any, path: str, config: Mapping[str, Any]) -> None:
         raise UserInputError(f"{CONFIG_FIELD}: does not fit {path}: {error}") from error
 
 
-def _from_class(found: type[Any], path: str, config: Mapping[str, Any]) -> Loop:
+def _from_class(found: type[Any], path: str, config: Mapping[str, Any], field: str) -> Loop:
     if not inspect.iscoroutinefunction(getattr(found, "run", None)):
-        raise UserInputError(f"{FIELD}: {path!r} has no `async def run(self, conversation)`")
+        raise UserInputError(f"{field}: {path!r} has no `async def run(self, conversation)`")
     _check_config(found, path, config)
     try:
         inspect.signature(found).bind(**config)
     except TypeError as error:
         raise UserInputError(
-            f"{FIELD}: {path!r} cannot be made from agent.config alone ({', '.join(config) or 'empty'}): {error}"
+            f"{field}: {path!r} cannot be made from agent.config alone ({', '.join(config) or 'empty'}): {error}"
         ) from error
 
     async def run(conversation: Conversation) -> object:

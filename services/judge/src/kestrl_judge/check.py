@@ -1,0 +1,35 @@
+"""`python -m kestrl_judge.check`: whether the job's rewards can be loaded."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from kestrl.checking import run_check
+from kestrl.errors import UserInputError
+from kestrl.plan.settings import JudgeSettings
+from kestrl.rewards.resolving import resolve
+from kestrl_judge.rules import rule_scorers
+
+
+def check(settings: JudgeSettings) -> dict[str, Any]:
+    """No facts.
+
+    Raises:
+        UserInputError: Some cannot be loaded, one line each, or one is listed twice.
+    """
+    sys.path[:0] = settings.python_path
+    rule_scorers(settings)
+    problems: list[str] = []
+    for index, entry in enumerate(settings.rewards):
+        try:
+            resolve(entry.rule, field=f"spec.rewards[{index}].rule", config=entry.config)
+        except UserInputError as error:
+            problems.append(str(error))
+    if problems:
+        raise UserInputError("\n".join(problems))
+    return {}
+
+
+if __name__ == "__main__":
+    run_check(JudgeSettings, check)

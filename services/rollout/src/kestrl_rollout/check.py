@@ -1,0 +1,117 @@
+"""`python -m kestrl_rollout.check`: whether loops, tokenizer and chat template can be used, and how long the prompts are."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from kestrl.checking import RolloutCheck, run_check
+from kestrl.data.rows import DataRow, read_rows
+from kestrl.errors import UserInputError
+from kestrl.tools import ToolSchema
+from kestrl_rollout.agents.loading import LoadedLoop, Loops
+from kestrl_rollout.chat import Chat, Message
+from kestrl_rollout.loading import load_face, load_job_loops
+from kestrl_rollout.model import prove_start
+from kestrl_rollout.tool_session import unrendered
+from kestrl_rollout.toolset import NO_TOOLS, ToolSet
+
+MOST_PROBLEMS = 20
+
+
+@dataclass(slots=True)
+class _Seen:
+    """What was found in the rows so far."""
+
+    problems: list[str] = field(default_factory=list[str])
+    warnings: dict[str, None] = field(default_factory=dict[str, None])
+    starts: set[Any] = field(default_factory=set[Any])
+    """Roles and tools that were tried, so that each combination is reported once."""
+
+
+class RowCheck:
+    """Rows, as the worker would begin their episodes."""
+
+    def __init__(self, chat: Chat, loops: Loops, tools: Sequence[ToolSchema], context_length: int) -> None:
+        self._chat, self._loops, self._context_length = chat, loops, context_length
+        self._tools = {tool.name: tool for tool in tools}
+        self._toolsets: dict[tuple[str, ...], ToolSet] = {(): NO_TOOLS}
+        self.seen = _Seen()
+
+    def overlong(self, rows: Sequence[DataRow]) -> Iterator[tuple[int, int]]:
+        """Ordinal and tokens of each row whose prompt leaves no room in the context."""
+        for row in rows:
+            try:
+                tokens = self._tokens(row)
+            except UserInputError as error:
+                self.seen.problems.append(f"{row.place}: {error}")
+                if len(self.seen.problems) >= MOST_PROBLEMS:
+                    return
+                continue
+            if tokens >= self._context_length:
+                yield row.scenario.ordinal, tokens
+
+    def _tokens(self, row: DataRow) -> int:
+        """Tokens of a row's prompt, or a bound on them where that is enough. Raises UserInputError."""
+        scenario = row.scenario
+        loop = self._loops.of(scenario.agent)
+        names = tuple(scenario.tools if scenario.tools is not None else self._tools) if loop.uses_tools else ()
+        names = tuple(name for name in names if name in self._tools)
+        toolset = self._toolset(names)
+        messages = [Message(role=said["role"], text=said["content"]) for said in scenario.messages]
+        start = (tuple(message.role for message in messages), names, loop.name)
+        if start not in self.seen.starts:
+            self.seen.starts.add(start)
+            prove_start(self._chat, [Message(role=message.role, text="Some text.") for message in messages], toolset)
+        text = self._chat.text(messages, toolset)
+        self._check_names(loop, names, text, row)
+        # A token is a byte at least, so that most rows need not be encoded to be known short.
+        size = len(text.encode())
+        return size if size < self._context_length else len(self._chat.prompt(messages, toolset))
+
+    def _toolset(self, names: tuple[str, ...]) -> ToolSet:
+        if names not in self._toolsets:
+            self._toolsets[names] = self._chat.toolset([self._tools[name].to_openai() for name in names])
+        return self._toolsets[names]
+
+    def _check_names(self, loop: LoadedLoop, names: Sequence[str], text: str, row: DataRow) -> None:
+        problem = unrendered(text, names)
+        if problem is None:
+            return
+        key = (loop.name, problem)
+        if key in self.seen.starts:
+            return
+        self.seen.starts.add(key)
+        if loop.built_in:
+            raise UserInputError(problem)
+        # A loop of the user's own may write its prompts itself.
+        self.seen.warnings[f"{row.place}: {problem}"] = None
+
+
+def check(settings: RolloutCheck) -> dict[str, Any]:
+    """Overlong rows by data set, as ordinal and tokens, and warnings.
+
+    Raises:
+        UserInputError: A loop, the tokenizer or the template cannot be used, or not with the roles, loops and tools that
+            the rows name.
+    """
+    rollout = settings.rollout
+    sys.path[:0] = rollout.python_path
+    loops = load_job_loops(rollout)
+    face = load_face(rollout, loops, started=datetime.now().astimezone())
+    tools = [ToolSchema(**tool) for tool in settings.tools]
+    rows = RowCheck(face.chat, loops, tools, rollout.context_length)
+    overlong = {
+        name: list(rows.overlong(read_rows(Path(file.path), size=file.size))) for name, file in settings.data.items()
+    }
+    if rows.seen.problems:
+        raise UserInputError("\n".join(rows.seen.problems))
+    return {"overlong": overlong, "warnings": list(rows.seen.warnings)}
+
+
+if __name__ == "__main__":
+    run_check(RolloutCheck, check)

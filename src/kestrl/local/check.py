@@ -1,0 +1,239 @@
+"""What can be known of a job before anything is started: everything it names is there, can be loaded, and fits together.
+
+`kestrl validate`, `kestrl doctor` and the start of `kestrl run` share it, so that no engine starts for a job that cannot
+run. User code, tokenizer and template are looked at by the parts that use them, in child processes (`kestrl.checking`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+from kestrl.checking import Report, RolloutCheck, ask
+from kestrl.data import locate_data
+from kestrl.data.locate import locate_model
+from kestrl.data.rows import DataRow, read_rows
+from kestrl.errors import UserInputError
+from kestrl.local.place import local_path
+from kestrl.plan.components import Role
+from kestrl.plan.planning import plan
+from kestrl.plan.settings import DataSettings, JudgeSettings, Model, RolloutSettings, ToolsSettings
+from kestrl.plan.site import Endpoint, Site
+from kestrl.spec import AgentRLJob
+from kestrl.uris import LOCAL_SCHEMES, scheme_of
+
+LOAD_SECONDS = 120.0
+"""For importing the user's code, or loading a tokenizer and proving the template."""
+ROW_SECONDS = 0.02
+"""Beside, for measuring a row."""
+MOST_PROBLEMS = 20
+"""Reported of one kind."""
+HERE = LOCAL_SCHEMES | {"demo", "hf"}
+"""Schemes of what one machine can look at; a cluster knows others."""
+COMPARING = frozenset({"exact_answer", "flexible_answer"})
+"""Built-in rewards that compare an answer with the row's ground truth."""
+NAMELESS = Endpoint(bind="", host="", port=0)
+
+Found = TypeVar("Found")
+
+
+@dataclass(slots=True)
+class Findings:
+    """What a check of a job found."""
+
+    problems: list[str] = field(default_factory=list[str])
+    """Each names the field, or file, row and field, and the fix. The job cannot run."""
+    warnings: list[str] = field(default_factory=list[str])
+    """The job can run; a person should know."""
+    rows: dict[str, int] = field(default_factory=dict[str, int])
+    """Rows that can be used, by data set."""
+
+    def raise_problems(self) -> None:
+        """Raises UserInputError with every problem on a line of its own, if there is any."""
+        if self.problems:
+            raise UserInputError("\n".join(self.problems))
+
+
+def check_job(job: AgentRLJob, *, base: Path, cache_dir: Path, data: bool = True, model: bool = True) -> Findings:
+    """Looks at all that a job names.
+
+    Args:
+        job: The job; its manifest was read without a problem.
+        base: The manifest's folder.
+        cache_dir: Where generated data goes.
+        data: Whether to read the data sets.
+        model: Whether to load tokenizer and chat template.
+    """
+    return _Check(job, base, cache_dir).run(data=data, model=model)
+
+
+class _Check:
+    def __init__(self, job: AgentRLJob, base: Path, cache_dir: Path) -> None:
+        self._job, self._base, self._cache_dir = job, base, cache_dir
+        self._found = Findings()
+
+    def run(self, *, data: bool, model: bool) -> Findings:
+        spec, found = self._job.spec, self._found
+        folder = self._try(self._model) if model else None
+        template = self._try(self._template)
+        files = self._files() if data else {}
+        rows = {name: read for name, file in files.items() if (read := self._try(partial(_read, file)))}
+        found.rows = {name: len(read) for name, read in rows.items()}
+        settings = self._settings(folder or "", template)
+        with ThreadPoolExecutor(max_workers=2) as threads:
+            asked = threads.submit(self._ask, "kestrl_tools.check", settings[Role.TOOLS], "spec.tools")
+            judged = threads.submit(self._ask, "kestrl_judge.check", settings[Role.JUDGE], "spec.rewards")
+            tools, judge = asked.result(), judged.result()
+        self._take(judge)
+        self._take(tools)
+        names = [str(tool["name"]) for tool in tools.facts.get("tools", ())]
+        for read in rows.values():
+            if not (tools.problems or tools.missing):
+                found.problems += _few(_unknown_tools(read, names, [tool.label for tool in spec.tools]))
+            found.problems += _few(_without_truth(read, [reward.rule for reward in spec.rewards]))
+        self._step_can_be_filled(rows.get("train", ()), 0)
+        if folder is not None and not tools.problems:
+            self._rollout(settings[Role.ROLLOUT], tools.facts.get("tools", ()), files, rows)
+        return found
+
+    def _try(self, look: Callable[[], Found]) -> Found | None:
+        try:
+            return look()
+        except UserInputError as error:
+            self._found.problems += str(error).splitlines()
+            return None
+
+    def _away(self, uri: str, field: str) -> bool:
+        """Whether something lies where only a cluster's pods can look."""
+        if scheme_of(uri) in HERE:
+            return False
+        self._found.warnings.append(f"{field}: {uri} is not on this machine; not checked")
+        return True
+
+    def _model(self) -> str | None:
+        uri = self._job.spec.model.base
+        return None if self._away(uri, "spec.model.base") else locate_model(uri, base=self._base)
+
+    def _template(self) -> str | None:
+        given = self._job.spec.agent.template
+        field = "spec.agent.template.uri"
+        if given is None or self._away(given.uri, field):
+            return None
+        return local_path(given.uri, self._base, field)
+
+    def _files(self) -> dict[str, DataSettings]:
+        given = self._job.spec.data
+        files: dict[str, DataSettings] = {}
+        for name, data_set in {"train": given.train, "validation": given.validation}.items():
+            field = f"spec.data.{name}.uri"
+            if data_set is None or self._away(data_set.uri, field):
+                continue
+            look = partial(
+                locate_data,
+                data_set.uri,
+                size=data_set.size,
+                base=self._base,
+                seed=given.seed,
+                cache_dir=self._cache_dir,
+                field=field,
+            )
+            path = self._try(look)
+            if path is not None:
+                files[name] = DataSettings(path=str(path), size=data_set.size)
+        return files
+
+    def _settings(self, model: str, template: str | None) -> dict[Role, Model]:
+        """Each part's settings as a run would have them, at a place with no addresses."""
+        site = Site(
+            run="check",
+            endpoint=lambda _role, _index: NAMELESS,
+            model=model,
+            template=template,
+            train="",
+            validation=None,
+            storage="",
+            database="",
+            work_dir="",
+            python_path=(str(self._base.resolve()),),
+        )
+        components = plan(self._job, site)
+        return {item.role: item.settings for item in components if item.settings is not None}
+
+    def _ask(self, module: str, settings: Model, subject: str, seconds: float = LOAD_SECONDS) -> Report:
+        assert isinstance(settings, ToolsSettings | JudgeSettings | RolloutCheck)
+        return ask(module, settings, subject=subject, seconds=seconds)
+
+    def _take(self, report: Report) -> None:
+        self._found.problems += report.problems
+        self._found.warnings += report.facts.get("warnings", ())
+        if report.missing:
+            self._found.warnings.append(f"{report.missing} is not installed; what it loads was not checked")
+
+    def _rollout(
+        self, settings: Model, tools: Sequence[Any], files: dict[str, DataSettings], rows: dict[str, Sequence[DataRow]]
+    ) -> None:
+        assert isinstance(settings, RolloutSettings)
+        check = RolloutCheck(rollout=settings, tools=tuple(tools), data={name: files[name] for name in rows})
+        seconds = LOAD_SECONDS + ROW_SECONDS * sum(map(len, rows.values()))
+        report = self._ask("kestrl_rollout.check", check, "spec.model.base, spec.agent", seconds)
+        self._take(report)
+        for name, read in rows.items():
+            self._overlong(name, read, report.facts.get("overlong", {}).get(name, ()))
+
+    def _overlong(self, name: str, rows: Sequence[DataRow], overlong: Sequence[Sequence[int]]) -> None:
+        """Rows whose prompts leave no room in the context are skipped; a data set of nothing else cannot be used."""
+        if not overlong:
+            return
+        found, length = self._found, self._job.spec.inference.context_length
+        ordinal, tokens = overlong[0]
+        what = (
+            f"{len(overlong)} of {len(rows)} {name} rows do not fit inference.contextLength ({length}), the first at "
+            f"{rows[ordinal].place} with {tokens} tokens"
+        )
+        found.rows[name] = len(rows) - len(overlong)
+        if found.rows[name] == 0:
+            found.problems.append(f"spec.data.{name}: {what}; raise it or shorten the rows")
+            return
+        found.warnings.append(f"spec.data.{name}: {what}; they are skipped")
+        if name == "train":
+            self._step_can_be_filled(rows, len(overlong))
+
+    def _step_can_be_filled(self, rows: Sequence[DataRow], skipped: int) -> None:
+        spec = self._job.spec
+        usable, wanted = (len(rows) - skipped) * spec.schedule.epochs, spec.algorithm.groups_per_step
+        if rows and usable < wanted:
+            self._found.problems.append(
+                f"spec.data.train: {len(rows) - skipped} usable rows x {spec.schedule.epochs} epochs do not fill one "
+                f"step of {wanted} groups; lower spec.algorithm.groupsPerStep, or give more rows"
+            )
+
+
+def _read(file: DataSettings) -> Sequence[DataRow]:
+    return read_rows(Path(file.path), size=file.size)
+
+
+def _few(problems: Iterator[str]) -> list[str]:
+    listed = list(problems)
+    more = len(listed) - MOST_PROBLEMS
+    return listed if more <= 0 else [*listed[:MOST_PROBLEMS], f"... and {more} more of this kind"]
+
+
+def _unknown_tools(rows: Sequence[DataRow], names: Sequence[str], labels: Sequence[str]) -> Iterator[str]:
+    """Names that are not tools; keyword arguments may also be given under the name of an environment, a label."""
+    known = ", ".join(names) or "none"
+    for row in rows:
+        offered = [name for name in row.scenario.tools or () if name not in names]
+        configured = [name for name in row.scenario.tools_kwargs if name not in names and name not in labels]
+        for name in dict.fromkeys([*offered, *configured]):
+            yield f"{row.place}: tools: the job has no tool {name!r} (it has: {known}); add it to spec.tools"
+
+
+def _without_truth(rows: Sequence[DataRow], rules: Sequence[str | None]) -> Iterator[str]:
+    comparing = next((rule for rule in rules if rule in COMPARING), None)
+    for row in rows:
+        if comparing is not None and row.scenario.ground_truth is None:
+            yield f"{row.place}: ground_truth: is null or missing, and the reward {comparing} compares with it"

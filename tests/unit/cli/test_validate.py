@@ -1,0 +1,212 @@
+"""`kestrl validate`: what can be known without an engine, and a start that never reaches one for a job that cannot run."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from kestrl import checking
+from kestrl.plan.settings import ToolEntry, ToolsSettings
+
+CODE = """\
+import sys
+print("noise of the user's module")
+
+def add(a: int, b: int) -> int:
+    '''Adds.
+
+    Args:
+        a: One.
+        b: Other.
+    '''
+    return a + b
+
+def reward(attempt) -> float:
+    return 1.0
+
+async def loop(conversation) -> None:
+    await conversation.generate()
+"""
+GEMMA = """\
+{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}\
+{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}{% endfor %}\
+{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
+
+
+class Project:
+    """A folder as a user has it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        (folder / "mine.py").write_text(CODE)
+        self.rows: list[dict[str, Any]] = [
+            {"id": number, "question": f"{number}?", "ground_truth": str(number)} for number in range(8)
+        ]
+        self.spec: dict[str, Any] = {
+            "model": {"base": "demo://tiny"},
+            "data": {"train": {"uri": "train.jsonl"}},
+            "tools": [{"name": "add", "use": "mine:add"}],
+            "rewards": [{"rule": "exact_answer"}],
+        }
+
+    def kestrl(self, command: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+        (self.folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in self.rows))
+        manifest = {"apiVersion": "kestrl.dev/v1alpha1", "kind": "AgentRLJob", "metadata": {"name": "job"}}
+        (self.folder / "job.yaml").write_text(yaml.safe_dump({**manifest, "spec": self.spec}))
+        return subprocess.run(
+            [sys.executable, "-m", "kestrl.cli.main", command, "job.yaml", *arguments],
+            cwd=self.folder,
+            capture_output=True,
+            text=True,
+            timeout=50,
+            check=False,
+        )
+
+    def refused(self, *arguments: str) -> str:
+        ended = self.kestrl("validate", *arguments)
+        assert ended.returncode == 2, ended.stdout + ended.stderr
+        assert "noise" not in ended.stdout + ended.stderr
+        return ended.stderr
+
+    def valid(self, *arguments: str) -> str:
+        ended = self.kestrl("validate", *arguments)
+        assert ended.returncode == 0, ended.stdout + ended.stderr
+        return ended.stdout + ended.stderr
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Project:
+    return Project(tmp_path)
+
+
+def test_a_job_whose_parts_all_load_is_valid(project: Project) -> None:
+    project.spec |= {"rewards": [{"rule": "mine:reward"}], "agent": {"loop": "mine:loop"}}
+    assert project.valid() == "job.yaml: valid, 8 train scenarios\n"
+
+
+def test_everything_that_a_job_names_and_is_not_there(project: Project) -> None:
+    project.spec |= {
+        "tools": [{"name": "add", "use": "nosuch:f"}, {"name": "b", "use": "mine:nosuch"}],
+        "rewards": [{"rule": "nosuch:f"}],
+        "model": {"base": "/nope"},
+    }
+    printed = project.refused()
+    assert "spec.model.base: /nope does not exist" in printed
+    assert "spec.tools[0].use: cannot import 'nosuch'" in printed
+    assert "spec.tools[1].use: module 'mine' has no 'nosuch'" in printed
+    assert "spec.rewards[0].rule: cannot import 'nosuch'" in printed
+
+
+def test_loops_that_cannot_be_loaded(project: Project) -> None:
+    project.spec["agent"] = {"loop": "nosuch:L", "loops": {"mine": "mine:nosuch"}}
+    printed = project.refused()
+    assert "agent.loop: cannot import 'nosuch'" in printed
+    assert "agent.loops.mine: module 'mine' has no 'nosuch'" in printed
+
+
+def test_rows_that_do_not_fit_the_job(project: Project) -> None:
+    project.rows[1]["tools"] = ["add", "subtract"]
+    project.rows[2]["ground_truth"] = None
+    project.rows[3]["agent_name"] = "other"
+    printed = project.refused()
+    assert "train.jsonl:2: tools: the job has no tool 'subtract' (it has: add)" in printed
+    assert "train.jsonl:3: ground_truth: is null or missing, and the reward exact_answer compares with it" in printed
+    assert "train.jsonl:4: agent_name: the job has no agent loop 'other'" in printed
+
+
+def test_a_row_may_select_its_loop(project: Project) -> None:
+    project.spec["agent"] = {"loops": {"mine": "mine:loop"}}
+    project.rows[0]["agent_name"], project.rows[1]["agent_name"] = "mine", "single_turn_agent"
+    project.valid()
+
+
+def test_overlong_rows_are_counted_and_a_set_of_nothing_else_refused(project: Project) -> None:
+    project.rows[2]["question"] = "word " * 400_000
+    project.spec["algorithm"] = {"groupsPerStep": 4}
+    printed = project.valid()
+    assert (
+        "warning: spec.data.train: 1 of 8 train rows do not fit inference.contextLength (4096), the first at" in printed
+    )
+    assert "train.jsonl:3 with" in printed
+    assert "valid, 7 train scenarios" in printed
+    project.spec["algorithm"] = {"groupsPerStep": 8}
+    assert "7 usable rows x 1 epochs do not fill one step of 8 groups" in project.refused()
+    project.rows = project.rows[2:3]
+    project.spec["algorithm"] = {"groupsPerStep": 1}
+    assert "1 of 1 train rows do not fit" in project.refused()
+
+
+def test_tools_that_the_template_does_not_render_are_refused(project: Project) -> None:
+    (project.folder / "plain.jinja").write_text(GEMMA)
+    project.spec["agent"] = {"template": {"uri": "plain.jinja"}, "toolCallFormat": "hermes"}
+    assert "spec.tools: the chat template does not render add, so the model would never call it" in project.refused()
+    for row in project.rows:
+        row["question"] += " Call add for sums."
+    project.valid()
+
+
+def test_a_template_is_proven_with_the_roles_of_the_data(project: Project) -> None:
+    (project.folder / "plain.jinja").write_text(GEMMA)
+    project.spec |= {"agent": {"template": {"uri": "plain.jinja"}}, "tools": []}
+    project.valid()
+    said = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Who?"}]
+    project.rows[4] = {"id": "s", "prompt": said, "ground_truth": "x"}
+    printed = project.refused()
+    assert "train.jsonl:5: the chat template refuses the conversation: System role not supported" in printed
+
+
+def test_what_only_a_cluster_can_look_at_is_said_to_be_unchecked(project: Project) -> None:
+    project.spec["model"] = {"base": "s3://bucket/model"}
+    assert "warning: spec.model.base: s3://bucket/model is not on this machine; not checked" in project.valid()
+
+
+def test_no_engine_starts_for_a_job_that_cannot_run(project: Project) -> None:
+    project.spec["rewards"] = [{"rule": "nosuch:f"}]
+    ended = project.kestrl("run", "--runs", "runs")
+    assert ended.returncode == 2, ended.stderr
+    assert "spec.rewards[0].rule: cannot import 'nosuch'" in ended.stderr
+    assert not list(project.folder.glob("runs/**/engine-0*"))
+
+
+def settings_for(folder: Path, code: str) -> ToolsSettings:
+    (folder / "odd.py").write_text(code)
+    return ToolsSettings(
+        component="tools-0",
+        job="j",
+        run="r",
+        listen="",
+        python_path=(str(folder),),
+        tools=(ToolEntry(name="x", use="odd:x"),),
+        call_seconds=1.0,
+    )
+
+
+@pytest.mark.parametrize(
+    ("code", "problem"),
+    [
+        (
+            "print('on it', flush=True)\nimport time\nwhile True: time.sleep(1)",
+            "not loaded within 3 s; its last output: on it",
+        ),
+        ("import os\nprint('bye', flush=True)\nos._exit(7)", "ended the process with status 7; its last output: bye"),
+        ("import os\nos.kill(os.getpid(), 11)", "ended the process with status -11"),
+    ],
+    ids=["hangs", "exits", "crashes"],
+)
+def test_a_module_that_hangs_or_ends_the_process_is_one_problem(tmp_path: Path, code: str, problem: str) -> None:
+    settings = settings_for(tmp_path, code)
+    report = checking.ask("kestrl_tools.check", settings, subject="spec.tools", seconds=3)
+    (found,) = report.problems
+    assert found.startswith("spec.tools: ")
+    assert problem in found
+
+
+def test_a_part_that_is_not_installed_is_reported(tmp_path: Path) -> None:
+    report = checking.ask("kestrl_nowhere.check", settings_for(tmp_path, ""), subject="spec.tools", seconds=3)
+    assert (report.missing, report.problems) == ("kestrl-nowhere", ())

@@ -32,7 +32,7 @@ from kestrl_operator.observe import ACCEPTED, RENDERED, Memory, Snapshot, Told, 
 from kestrl_operator.policies import Decision, Stage, decide
 from kestrl_operator.shell import WATCHED
 from kestrl_operator.status import status_of, with_failure, without_empties
-from kestrl_operator.store import Child, Key, Store
+from kestrl_operator.store import WORKLOADS, Child, Key, Store
 
 log = logging.getLogger(__name__)
 Object = dict[str, Any]
@@ -46,6 +46,8 @@ REFUSED = frozenset({400, 403, 413, 422})
 """The apiserver's answers to an object that it does not want: a person has to mend something."""
 TAKEN = "Apply failed with"
 """The apiserver's words where a field is somebody else's: an object of that name was there before the job."""
+FROM_SPEC = WORKLOADS | {"ConfigMap"}
+"""Kinds of objects that hold anything of the spec but the job's name."""
 HEARD_OF = frozenset(kind.name for kind in WATCHED)
 FIRST_RETRY, LONGEST_RETRY = 5.0, 120.0
 """Seconds until what the apiserver refused is tried again, doubled each time: a quota or an admission may have changed."""
@@ -371,17 +373,20 @@ class Reconciler:
         )
 
     async def _refused_of(self, key: Key, seen: Snapshot, due: Due) -> str:
-        """Why the apiserver refuses objects of what is newly rendered; empty if none. All are asked about before any is written.
+        """Why the apiserver refuses objects of what is newly rendered; empty if none. All that hold anything of the spec are asked about
+        before any object is written; the others hold the job's name alone, and a dry run of them would cost as much as all else.
 
         What is rendered from the last accepted spec is applied as far as it is taken: an object that is refused keeps no other from its upkeep.
         """
         if seen.problem or due.digest == due.standing:
             return ""
-        refused: list[ApiProblem] = []
-        for item in due.objects:
-            problem = await self._try(item, due, dry_run=True)
-            refused += [] if problem is None else [problem]
+        refused = await self._try_all([item for item in due.objects if item["kind"] in FROM_SPEC], due, dry_run=True)
         return self._note_refusal(key, seen, refused) if refused else ""
+
+    async def _try_all(self, objects: Sequence[Object], due: Due, *, dry_run: bool = False) -> list[ApiProblem]:
+        """Applies objects one after another: jobs are worked on side by side, and a wide pool of connections costs more than it gains."""
+        tried = [await self._try(item, due, dry_run=dry_run) for item in objects]
+        return [problem for problem in tried if problem is not None]
 
     async def _try(self, item: Object, due: Due, *, dry_run: bool = False) -> ApiProblem | None:
         """Applies an object; why the apiserver does not want it, if so.
@@ -420,15 +425,16 @@ class Reconciler:
         # The first application is the root of the job's trace; later ones, and all that the pods do, hang on it.
         traced = beginning if seen.learner is None else within
         facts = {Attr.JOB: str(key), Attr.ATTEMPTS: decision.attempts, Attr.PARKED: decision.parked}
-        refused: list[ApiProblem] = []
+        *needed, last = due.objects
+        inert = [item for item in needed if item["kind"] not in WORKLOADS]
         try:
             with traced(traceparent(seen.uid)), span(SpanName.RECONCILE, facts):
-                # One after another: jobs are worked on side by side, and a wide pool of connections costs more than it gains.
-                for item in due.objects:
-                    if refused and item is due.objects[-1]:
-                        item["metadata"]["annotations"][RENDERED] = ""  # it is not all there
-                    problem = await self._try(item, due)
-                    refused += [] if problem is None else [problem]
+                refused = await self._try_all(inert, due)
+                if due.begun or not refused:  # else a first pod would lack something
+                    refused += await self._try_all([item for item in needed if item["kind"] in WORKLOADS], due)
+                    if refused:
+                        last["metadata"]["annotations"][RENDERED] = ""  # not all of it is there
+                    refused += await self._try_all([last], due)
         except ApiProblem:
             self._drifted.add(key)
             raise

@@ -166,6 +166,15 @@ async def test_what_a_tool_breaks_is_its_own_failure(
         assert any("tool moody raised" in record.message and record.exc_info for record in caplog.records)
 
 
+async def test_a_task_of_a_tool_cannot_end_the_service(serve: Any) -> None:
+    async with serve(tool("nested", "nested"), GREET) as client:
+        session = await client.open()
+        with pytest.raises(FailureError, match="KeyboardInterrupt") as caught:
+            await client.call(session, "nested")
+        assert (caught.value.boundary, caught.value.code) == (Boundary.USER_CODE, "user_code_raised")
+        assert (await client.call(session, "greet", {"name": "you"})).outcome == "ok"
+
+
 @pytest.mark.parametrize("mood", ["exit", "interrupt", "generator", "group", "own", "mute"])
 async def test_what_making_a_tool_breaks_is_its_own_failure(serve: Any, mood: str) -> None:
     async with serve(tool("moody", "MoodyClass"), GREET) as client:

@@ -149,6 +149,13 @@ class AsyncShop:
         return "called"
 
 
+async def nested() -> None:
+    async def inner() -> None:
+        raise KeyboardInterrupt
+
+    await asyncio.gather(inner(), asyncio.sleep(0))
+
+
 class Own(BaseException):
     pass
 

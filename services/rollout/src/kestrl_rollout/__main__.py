@@ -16,6 +16,7 @@ from kestrl.api.rollout.v1 import rollout_pb2_grpc as stubs
 from kestrl.credentials import Secret
 from kestrl.plan.settings import RolloutSettings, ServiceSettings
 from kestrl.service import collect_rarely, run_service
+from kestrl.user_tasks import contain_user_tasks
 from kestrl_rollout.conversation import ToolLimits
 from kestrl_rollout.engine import EngineClient
 from kestrl_rollout.episodes import EpisodeRunner
@@ -67,6 +68,7 @@ async def group_runner(settings: RolloutSettings) -> AsyncGenerator[GroupRunner]
 async def work(settings: ServiceSettings) -> None:
     """Serves until told to stop."""
     assert isinstance(settings, RolloutSettings)
+    contain_user_tasks()
     async with group_runner(settings) as groups:
         collect_rarely()
         servicer = RolloutServicer(groups, context_length=settings.context_length)

@@ -16,6 +16,7 @@ from kestrl.episode import Episode, Json, Scenario, StopReason
 from kestrl.errors import Boundary, Failure, KestrlError, UserCodeError, UserInputError, described
 from kestrl.telemetry import current_trace_id, span
 from kestrl.telemetry.names import Attr, SpanName
+from kestrl.user_tasks import enter_user_code
 from kestrl_rollout.agents.loading import LoadedLoop, Loops
 from kestrl_rollout.chat import Message
 from kestrl_rollout.conversation import EpisodeConversation, ToolLimits
@@ -294,6 +295,7 @@ class EpisodeRunner:
 
 async def _contained(work: Awaitable[object]) -> _Contained:
     """Awaits a user's code and returns what it raised: a task would let KeyboardInterrupt and SystemExit end the event loop."""
+    enter_user_code()
     try:
         return await work, None
     except asyncio.CancelledError:

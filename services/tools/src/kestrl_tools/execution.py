@@ -12,6 +12,7 @@ from typing import Any
 from kestrl.episode import CallOutcome
 from kestrl.errors import KestrlError, ToolFailure, described, encodable
 from kestrl.tools import ToolError, ToolResult
+from kestrl.user_tasks import enter_user_code
 
 log = logging.getLogger(__name__)
 MAX_TEXT = 1_000_000
@@ -40,6 +41,7 @@ async def guarded(tool: str, work: Awaitable[object]) -> object:
         KestrlError: As the tool raised it, when it knows better what broke (its sandbox, say).
         ToolFailure: The tool raised anything else, be it `SystemExit` or `KeyboardInterrupt`: it must not end the service.
     """
+    enter_user_code()
     try:
         return await work
     except (ToolError, KestrlError, asyncio.CancelledError):

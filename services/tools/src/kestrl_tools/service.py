@@ -10,6 +10,7 @@ from kestrl.plan.settings import ToolsSettings
 from kestrl.rpc import serve
 from kestrl.telemetry.metrics import observe
 from kestrl.telemetry.names import Metric
+from kestrl.user_tasks import contain_user_tasks
 from kestrl_tools.catalogue import load_tools
 from kestrl_tools.lanes import Lanes
 from kestrl_tools.servicer import ToolServicer
@@ -22,6 +23,7 @@ async def run_tools(settings: ToolsSettings, *, until: Awaitable[object] | None 
     Raises:
         UserInputError: A tool cannot be loaded, or the port is taken.
     """
+    contain_user_tasks()
     lanes = Lanes()
     tools = load_tools(settings.tools, lanes)
     sessions = Sessions(tools, lanes, call_seconds=settings.call_seconds, max_sessions=settings.max_sessions)

@@ -1,0 +1,42 @@
+"""Tasks that a user's code starts. asyncio lets KeyboardInterrupt and SystemExit of a task end the event loop, and the service with it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Generator
+from contextvars import Context, ContextVar
+from typing import Any, TypeVar, cast
+
+from kestrl.errors import UserCodeError, described
+
+T = TypeVar("T")
+_in_user_code: ContextVar[bool] = ContextVar("kestrl_in_user_code", default=False)
+
+
+def enter_user_code() -> None:
+    """Marks the current task's context: the tasks that are started from it are a user's."""
+    _in_user_code.set(True)
+
+
+def contain_user_tasks() -> None:
+    """Has the running event loop turn KeyboardInterrupt and SystemExit of users' tasks into `UserCodeError`."""
+    asyncio.get_running_loop().set_task_factory(_task)
+
+
+def _task(
+    loop: asyncio.AbstractEventLoop,
+    work: Coroutine[Any, Any, T] | Generator[Any, None, T],
+    context: Context | None = None,
+) -> asyncio.Task[T]:
+    if not _in_user_code.get():
+        return asyncio.Task(work, loop=loop, context=context)
+    task = asyncio.Task(_contained(work), loop=loop, context=context)
+    task.add_done_callback(lambda _: work.close())  # of effect only on what was cancelled before it began
+    return task
+
+
+async def _contained(work: Coroutine[Any, Any, T] | Generator[Any, None, T]) -> T:
+    try:
+        return await cast(Coroutine[Any, Any, T], work)
+    except (KeyboardInterrupt, SystemExit) as error:
+        raise UserCodeError(described(error)) from error

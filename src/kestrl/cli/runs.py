@@ -22,6 +22,7 @@ from kestrl.api.common.v1 import common_pb2
 from kestrl.cli.options import DEFAULT_RUNS, RunId, Runs
 from kestrl.episode import Episode, Group, Row
 from kestrl.errors import KestrlError, UserInputError
+from kestrl.local.logs import LOG_BYTES, Follower, tail
 from kestrl.local.place import storage_address
 from kestrl.local.progress import clock, means_line
 from kestrl.local.report import transcript
@@ -150,26 +151,26 @@ def logs(
     if component is not None and component not in paths:
         raise UserInputError(f"run {run.id} has no log of {component!r} (there are: {', '.join(paths) or 'none'})")
     chosen = {name: path for name, path in paths.items() if component in {None, name}}
+    followers = {name: Follower(path, at_end=True) for name, path in chosen.items()} if follow else {}
     for name, path in chosen.items():
-        kept = deque(path.read_text(errors="replace").splitlines(), maxlen=lines)
+        kept = deque(tail(path, LOG_BYTES).decode(errors="replace").splitlines(), maxlen=lines)
         for line in kept:
             typer.echo(f"{name} | {safe(line)}")
     if follow:
-        _follow(run, chosen)
+        _follow(run, followers, only=component)
 
 
-def _follow(run: RunDir, paths: Mapping[str, Path]) -> None:
-    """Prints what is appended, until the run's runner is gone."""
-    files = {name: path.open(errors="replace") for name, path in paths.items()}
-    for file in files.values():
-        file.seek(0, os.SEEK_END)
+def _follow(run: RunDir, followers: dict[str, Follower], *, only: str | None) -> None:
+    """Prints what is appended, over rotations and of components that start later, until the run's runner is gone."""
     while True:
-        quiet = True
-        for name, file in files.items():
-            for line in file.readlines():
-                quiet = False
-                typer.echo(f"{name} | {safe(line.rstrip())}")
-        if quiet and run.runner_pid() is None:
+        gone = run.runner_pid() is None  # asked first: what it wrote until then is still read
+        for path in sorted((run.path / "logs").glob("*.log")):
+            if only in {None, path.stem} and path.stem not in followers:
+                followers[path.stem] = Follower(path, at_end=False)
+        for name, follower in followers.items():
+            for line in follower.lines():
+                typer.echo(f"{name} | {safe(line)}")
+        if gone:
             return
         time.sleep(0.3)
 

@@ -11,11 +11,12 @@ from pathlib import Path
 
 from kestrl import process_guard
 from kestrl.credentials import Secret
+from kestrl.local.logs import Log, tail
 from kestrl.local.rundir import write_atomic
 from kestrl.plan.components import Component, Role
 
-LOG_BYTES = 8 * 1024 * 1024
-"""A log is turned over to NAME.log.1 when it is longer than this at a start of its component."""
+LAST_WORDS_SECONDS = 5.0
+"""For the last lines of a program that has ended: nothing it started is alive then."""
 STOP_SECONDS = 40.0
 """Between SIGTERM and SIGKILL: longer than any component takes to drain."""
 KEPT_OUT = frozenset({"VLLM_CPU_KVCACHE_SPACE", "PYTHONDONTWRITEBYTECODE", *(secret.value for secret in Secret)})
@@ -31,11 +32,15 @@ class Running:
     process: asyncio.subprocess.Process
     tether: int
     """The end of the pipe that keeps it alive."""
+    logging: asyncio.Task[None]
+    """Copies its output into its log."""
 
     async def wait(self) -> int:
-        """Its exit status, once it and everything it started are gone."""
+        """Its exit status, once it and everything it started are gone and its log is whole."""
         try:
-            return await self.process.wait()
+            status = await self.process.wait()
+            await asyncio.wait([self.logging], timeout=LAST_WORDS_SECONDS)
+            return status
         finally:
             self.let_go()
 
@@ -82,39 +87,33 @@ class Launcher:
 
     async def start(self, component: Component) -> Running:
         """Starts a component; it lives until it ends, is terminated, or this process is gone."""
-        log = self.log_path(component.name)
-        if log.exists() and log.stat().st_size > LOG_BYTES:
-            log.replace(log.with_suffix(".log.1"))
+        log = Log(self.log_path(component.name))
         held, tether = os.pipe()
         try:
-            with log.open("ab") as output:
-                process = await asyncio.create_subprocess_exec(
-                    *(sys.executable, "-I", "-S", process_guard.__file__, str(held), str(STOP_SECONDS)),
-                    *self.command(component),
-                    stdin=asyncio.subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=output,
-                    env=self._environment(component),
-                    cwd=self.folder,
-                    pass_fds=(held,),
-                    start_new_session=True,  # Ctrl-C reaches the runner alone, which drains in order
-                )
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-I", "-S", process_guard.__file__, str(held), str(STOP_SECONDS)),
+                *self.command(component),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.STDOUT,
+                env=self._environment(component),
+                cwd=self.folder,
+                pass_fds=(held,),
+                start_new_session=True,  # Ctrl-C reaches the runner alone, which drains in order
+            )
         except BaseException:
             os.close(tether)
             raise
         finally:
             os.close(held)
-        return Running(component=component, process=process, tether=tether)
+        assert process.stdout is not None
+        logging = asyncio.create_task(log.copy(process.stdout), name=f"log-{component.name}")
+        return Running(component=component, process=process, tether=tether, logging=logging)
 
 
 def last_error(log: Path) -> str:
     """The last `error: ...` line of a component's log (with the lines that belong to it), or its last line."""
-    try:
-        with log.open("rb") as file:
-            file.seek(max(0, log.stat().st_size - 16_384))
-            lines = file.read().decode(errors="replace").splitlines()
-    except OSError:
-        return ""
+    lines = tail(log, 16_384).decode(errors="replace").splitlines()
     for position in range(len(lines) - 1, -1, -1):
         if lines[position].startswith("error: "):
             return "\n".join(lines[position:]).removeprefix("error: ")

@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import AsyncIterator
@@ -15,11 +16,18 @@ from typing import Any
 
 import pytest
 
+from kestrl.credentials import Secret
 from kestrl.errors import EngineFailure, FailureError
+from kestrl.local.processes import Launcher
+from kestrl.local.supervisor import ComponentFailed, Supervisor
+from kestrl.plan.components import Component, Role
 from kestrl.plan.settings import AgentSettings
+from kestrl.testing.ports import free_port
 from kestrl_inference.engine import CONTROL_KEY, Engine
 from kestrl_inference.policies import Policies
 from kestrl_inference.watch import State, Watch
+
+from .conftest import planned_engine
 
 pytestmark = [
     pytest.mark.engine,
@@ -379,3 +387,25 @@ async def test_a_killed_engine_leaves_nothing_and_gets_its_versions_back(
     for pidfd in below:
         os.close(pidfd)
     await agent.engine.close()
+
+
+async def test_an_engine_that_can_never_start_ends_the_run_with_its_root_cause(model: Path, tmp_path: Path) -> None:
+    """A model folder without weights: vLLM's last line only says "See root cause above"."""
+    broken, folder = tmp_path / "model", tmp_path / "run"
+    shutil.copytree(model, broken, ignore=shutil.ignore_patterns("*.safetensors"))
+    for part in ("logs", "settings", "code", "work"):
+        (folder / part).mkdir(parents=True)
+    (folder / "code" / "sleeper.py").write_text("import time; time.sleep(600)")
+    planned = planned_engine(broken, folder / "work", free_port())
+    learner = Component(name="learner-0", role=Role.LEARNER, module="sleeper", restarts=False)
+    environment = {**os.environ, "PYTHONPATH": str(folder / "code")}
+    secrets = {secret.value: "a secret" for secret in Secret}
+    launcher = Launcher(folder=folder, secrets=secrets, environment=environment)
+    supervisor = Supervisor([planned, learner], launcher, lambda: None)
+    with pytest.raises(
+        ComponentFailed, match="engine-0 cannot start: RuntimeError: Cannot find any model weights"
+    ) as told:
+        await supervisor.run()
+    assert told.value.code == "engine_cannot_start"
+    assert supervisor.observed["engine-0"].restarts == 0
+    assert "See root cause above" in launcher.log_path("engine-0").read_text()

@@ -8,8 +8,10 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from pathlib import Path
 from typing import Any
 
+from kestrl import engine_failure
 from kestrl.errors import KestrlError, UserInputError
 from kestrl.local.processes import Launcher, Running, last_error
 from kestrl.plan.components import Component, Role
@@ -121,6 +123,9 @@ class Supervisor:
             status = await self._run_once(seen)
             if status == EXIT_INPUT:
                 raise UserInputError(seen.last_error or f"{seen.component.name} refused its input")
+            lasting = self._cannot_start(seen)
+            if lasting is not None and not self._stopping:
+                raise lasting
             if self._stopping or not (seen.component.restarts or was_killed(status)):
                 return status
             in_row = 1 if time.monotonic() - started > STEADY_SECONDS else in_row + 1
@@ -135,7 +140,23 @@ class Supervisor:
             log.warning("%s ended with status %s, starting it again", seen.component.name, status)
             await asyncio.sleep(backoff(in_row))
 
+    def _cannot_start(self, seen: Observed) -> ComponentFailed | None:
+        """The failure of an engine that no further start would help; its root cause is the component's last error in any case."""
+        path = seen.component.env.get(engine_failure.VARIABLE)
+        found = engine_failure.read(Path(path)) if path else None
+        if found is None:
+            return None
+        seen.last_error = found.message
+        self._changed()
+        if not found.lasting:
+            return None
+        log_path = self._launcher.log_path(seen.component.name)
+        return ComponentFailed(
+            f"{seen.component.name} cannot start: {found.message}\nits log: {log_path}", code=engine_failure.CODE
+        )
+
     async def _run_once(self, seen: Observed) -> int:
+        engine_failure.forget(seen.component.env)
         running = await self._launcher.start(seen.component)
         self._live[seen.component.name] = running
         seen.state, seen.pid = State.RUNNING, running.process.pid

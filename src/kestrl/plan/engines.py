@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from kestrl import engine_failure
 from kestrl.episode import BASE_MODEL_NAME
 from kestrl.plan.components import TORCH_DEFAULTS, Component, Device, Ready, Role
 from kestrl.plan.site import Site
@@ -66,12 +67,18 @@ def engine_component(job: AgentRLJob, site: Site, index: int) -> Component:
             **_cpu_environment(job, site),
             "VLLM_CACHE_ROOT": f"{site.work_dir}/vllm-cache",
             "OTEL_SERVICE_NAME": "kestrl-engine",
+            engine_failure.VARIABLE: failure_file(site, index),
         },
         env_defaults=TORCH_DEFAULTS,
         ports={"http": endpoint.port},
         ready=Ready(port=endpoint.port, http_path="/health"),
         device=Device(profile=spec.inference.accelerator.profile, count=spec.inference.accelerator.count),
     )
+
+
+def failure_file(site: Site, index: int) -> str:
+    """Where an engine writes why it could not start, and its agent reads it."""
+    return f"{site.work_dir}/engine-{index}-failure.json"
 
 
 def serving_command(job: AgentRLJob, site: Site, adapter: str, folder: str, *, python: str) -> list[str]:

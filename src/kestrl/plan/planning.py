@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from kestrl.plan.components import TORCH_DEFAULTS, Component, Device, Ready, Role
-from kestrl.plan.engines import engine_component
+from kestrl.plan.engines import engine_component, failure_file
 from kestrl.plan.settings import (
     AgentSettings,
     AlgorithmSettings,
@@ -100,6 +100,7 @@ def _agent(job: AgentRLJob, site: Site, index: int) -> Component:
             else engine_url(site, index),
             "base_model": site.model,
             "adapters_dir": f"{site.work_dir}/adapters-{index}",
+            "failure_file": failure_file(site, index),
             "slots": job.spec.inference.adapter_slots,
             "probe_bound": PROBE_BOUND[job.spec.model.dtype],
         }

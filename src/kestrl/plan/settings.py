@@ -147,6 +147,8 @@ class AgentSettings(ServiceSettings):
     """Name under which the engine serves the base model."""
     adapters_dir: str
     """Folder shared with the engine, emptied of retired versions."""
+    failure_file: str | None = None
+    """Where the engine writes why it could not start."""
     slots: int
     """Adapters the engine can hold at once."""
     probe_bound: float

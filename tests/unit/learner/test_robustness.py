@@ -353,3 +353,16 @@ async def test_a_ledger_beside_an_empty_storage_is_refused(staged: Any, tmp_path
             await Run(stage.but(max_steps=4, storage=(tmp_path / "empty").as_uri())).main()
         await Run(stage.but(max_steps=4)).main()
         assert stage.summary["steps"] == 4
+
+
+async def test_engines_that_can_never_start_end_the_run_at_once(staged: Any) -> None:
+    async with staged() as stage:
+        for agent in stage.agents:
+            agent.state = ipb.ENGINE_STATE_STARTING
+            agent.failure = Failure(
+                boundary=Boundary.ENGINE, code="engine_cannot_start", message="ValueError: the root cause"
+            )
+        async with asyncio.timeout(20):
+            with pytest.raises(KestrlError, match=r"trying again will not help .*ValueError: the root cause") as caught:
+                await Run(stage.but(start_seconds=600.0)).main()
+        assert caught.value.code == "no_engine_proved"

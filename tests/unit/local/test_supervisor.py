@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
+from textwrap import dedent
 
 import pytest
 
+from kestrl import engine_failure
 from kestrl.credentials import CALLS, Secret, held_by
 from kestrl.errors import UserInputError
 from kestrl.local import supervisor
@@ -160,3 +163,41 @@ def test_the_last_error_is_found_in_a_log(tmp_path: Path) -> None:
     assert last_error(log) == "rows:\n  line 1\n  line 2"
     log.write_text("INFO started\nKilled\n")
     assert last_error(log) == "Killed"
+
+
+def engine(launcher: Launcher, *, lasting: bool) -> Component:
+    """An engine that writes why it does not start, counts its starts, and ends."""
+    path = launcher.folder / "failure.json"
+    failure = json.dumps({"message": "ValueError: the root cause", "lasting": lasting})
+    code = f"""
+        from pathlib import Path
+        assert not Path({str(path)!r}).exists(), "what an earlier start wrote is gone"
+        with Path({str(launcher.folder / "starts")!r}).open("a") as starts:
+            starts.write("x")
+        Path({str(path)!r}).write_text({failure!r})
+        raise SystemExit(1)
+    """
+    named = component("engine-0", Role.ENGINE, module=module(launcher, "engine", dedent(code)))
+    return replace(named, env={engine_failure.VARIABLE: str(path)})
+
+
+async def test_an_engine_that_can_never_start_is_started_once(launcher: Launcher) -> None:
+    learner = component("learner-0", Role.LEARNER, module=module(launcher, "sleeper", SLEEPER), restarts=False)
+    watched = make(launcher, engine(launcher, lasting=True), learner)
+    with pytest.raises(ComponentFailed, match="engine-0 cannot start: ValueError: the root cause") as caught:
+        await watched.run()
+    assert caught.value.code == "engine_cannot_start"
+    assert "engine-0.log" in str(caught.value)
+    assert (launcher.folder / "starts").read_text() == "x"
+    assert watched.observed["engine-0"].last_error == "ValueError: the root cause"
+
+
+async def test_an_engine_that_may_start_later_is_started_again(
+    launcher: Launcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor, "FIRST_BACKOFF", 0.01)
+    learner = component("learner-0", Role.LEARNER, module=module(launcher, "sleeper", SLEEPER), restarts=False)
+    watched = make(launcher, engine(launcher, lasting=False), learner)
+    with pytest.raises(ComponentFailed, match=r"ended 6 times in a row .*: ValueError: the root cause"):
+        await watched.run()
+    assert (launcher.folder / "starts").read_text() == "x" * 6

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from pathlib import Path
 
 import kestrl.stopping  # noqa: F401  # pyright: ignore[reportUnusedImport] - it takes SIGTERM from here on
 from kestrl.api.inference.v1 import inference_pb2_grpc as stubs
@@ -23,7 +24,8 @@ async def work(settings: AgentSettings) -> None:
     engine = Engine(settings.engine_url, BASE_MODEL_NAME, timeout=settings.load_seconds)
     policies = Policies(settings, engine)
     policies.prepare()
-    watch = Watch(engine, policies, settings.poll_seconds, settings.component)
+    failure_file = None if settings.failure_file is None else Path(settings.failure_file)
+    watch = Watch(engine, policies, settings.poll_seconds, settings.component, failure_file)
     agent = EngineAgent(settings, policies, watch)
     observe_engine(watch, policies)
     watching = asyncio.create_task(watch.run(), name="watch-engine")

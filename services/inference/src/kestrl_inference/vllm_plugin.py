@@ -1,4 +1,4 @@
-"""What vLLM loads into each of its processes (`vllm.general_plugins`): on a CPU, `lora_cpu` for adapters."""
+"""What vLLM loads into each of its processes (`vllm.general_plugins`): a record of failed starts, and on a CPU `lora_cpu` for adapters."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 from vllm.platforms import current_platform
 
+from kestrl import engine_failure
 from kestrl_inference.lora_cpu import Group, add_embedding, add_lora, grouped
 
 if TYPE_CHECKING:
@@ -72,7 +73,8 @@ def wrapper() -> str:
 
 
 def register() -> None:
-    """Changes nothing where vLLM does not run on a CPU."""
+    """Records what keeps the process from starting; on a CPU, has adapters multiplied our way."""
+    engine_failure.install()
     if current_platform.is_cpu():
         platform: Any = type(current_platform)
         platform.get_punica_wrapper = staticmethod(wrapper)

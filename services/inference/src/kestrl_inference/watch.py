@@ -6,7 +6,10 @@ import asyncio
 import logging
 from dataclasses import dataclass, field
 from enum import StrEnum
+from pathlib import Path
 
+from kestrl import engine_failure
+from kestrl.engine_failure import EngineStartFailure
 from kestrl.errors import Boundary, DeadlineExceeded, EngineFailure, Failure
 from kestrl_inference.engine import Engine, Load, Pulse, until
 from kestrl_inference.policies import Policies
@@ -36,6 +39,8 @@ class Watch:
     policies: Policies
     poll_seconds: float
     component: str
+    failure_file: Path | None = None
+    """Where the engine writes why it could not start."""
     state: State = State.STARTING
     restarts: int = 0
     failure: Failure | None = None
@@ -87,16 +92,20 @@ class Watch:
         self._seen = now
         settled = self.policies.settled()
         self.state, self.failure = State.READY if settled else State.RECOVERING, None
+        if self.failure_file is not None:
+            self.failure_file.unlink(missing_ok=True)  # of an earlier start
         self.up.set()
 
     def _is_down(self, now: Pulse) -> None:
         self._seen = now
+        if self.failure_file is not None and (found := engine_failure.read(self.failure_file)) is not None:
+            self._cannot_start(found)
         if self.state is State.STARTING:
             return
         if self.state is not State.DOWN:
             log.error("%s: the engine stopped answering: %s", self.component, now.reason)
         self.state = State.DOWN
-        self.failure = Failure(
+        self.failure = self.failure or Failure(
             boundary=Boundary.ENGINE,
             code="engine_down",
             message=f"the engine stopped answering: {now.reason}",
@@ -106,12 +115,27 @@ class Watch:
         self.policies.unprove(now.reason)
         self.up.clear()
 
+    def _cannot_start(self, found: EngineStartFailure) -> None:
+        """Takes in what the engine wrote when it ended at its last start."""
+        if self.failure is None or self.failure.code != engine_failure.CODE:
+            log.error("%s: the engine does not start: %s", self.component, found.message)
+        self.failure = Failure(
+            boundary=Boundary.ENGINE,
+            code=engine_failure.CODE,
+            message=f"the engine does not start: {found.message}",
+            retryable=not found.lasting,
+            component=self.component,
+        )
+
     async def wait_until_up(self, seconds: float) -> None:
         """Waits for an engine that is starting or down.
 
         Raises:
+            EngineFailure: It can never start; code `engine_cannot_start`.
             DeadlineExceeded: It did not come up in time.
         """
+        if self.failure is not None and self.failure.code == engine_failure.CODE and not self.failure.retryable:
+            raise EngineFailure(self.failure.message, code=self.failure.code, retryable=False)
         if not await until(seconds, self.up):
             reason = f": {self._seen.reason}" if self._seen is not None and self._seen.reason else ""
             raise DeadlineExceeded(

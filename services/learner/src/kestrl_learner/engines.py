@@ -15,6 +15,7 @@ from contextvars import Context, copy_context
 from dataclasses import dataclass, field
 from typing import Any
 
+from kestrl import engine_failure
 from kestrl.api.inference.v1 import inference_pb2 as pb
 from kestrl.api.inference.v1 import inference_pb2_grpc as stubs
 from kestrl.credentials import Secret
@@ -103,6 +104,12 @@ class Known:
         """Whether a version failed because the disk beside the engine is full or not ours: a person has to act."""
         return name in self.trouble and self.trouble[name].failure.code == PlaceError.code
 
+    def hopeless(self, name: str) -> bool:
+        """Whether it will never serve a version: it cannot load that one, or cannot start at all."""
+        if self.said is not None and self.said.code == engine_failure.CODE and not self.said.retryable:
+            return True
+        return name in self.trouble and not self.trouble[name].failure.retryable
+
     def seen(self) -> tuple[Any, ...]:
         """What others are told of when it changes."""
         return self.state, set(self.proved), self.said, dict(self.unproved)
@@ -144,7 +151,7 @@ class Known:
         )
 
     def __str__(self) -> str:
-        why = "; ".join(str(trouble.failure) for trouble in self.trouble.values())
+        why = "; ".join(str(trouble.failure) for trouble in self.trouble.values()) or (self.said and str(self.said))
         return f"{self.entry.name}: {why or pb.EngineState.Name(self.state)}"  # type: ignore[arg-type]
 
 
@@ -239,8 +246,7 @@ class Engines:
         return proved
 
     def _hopeless(self, name: str) -> bool:
-        found = [known.trouble.get(name) for known in self._known]
-        return all(trouble is not None and not trouble.failure.retryable for trouble in found)
+        return all(known.hopeless(name) for known in self._known)
 
     async def retire(self, names: set[str]) -> None:
         """Versions that nothing names any more: engines forget them in their own time, before they load another."""

@@ -14,6 +14,6 @@ RUN groupadd --gid 10001 kestrl && useradd --uid 10001 --gid 10001 --no-create-h
  && (command -v python || ln -s "$(command -v python3)" /usr/local/bin/python)
 # The guard needs the standard library alone, so nothing of the engine's own environment is touched.
 COPY services/inference/src/kestrl_inference/__init__.py services/inference/src/kestrl_inference/guard.py /opt/kestrl/kestrl_inference/
-ENV PYTHONPATH=/opt/kestrl${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
+ENV PYTHONPATH=/opt/kestrl${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 GOMP_SPINCOUNT=2000
 USER 10001:10001
 ENTRYPOINT ["python", "-m", "vllm.entrypoints.openai.api_server"]

@@ -23,6 +23,6 @@ LABEL org.opencontainers.image.title="kestrl-judge" \
 # Some libraries ask for the user's name, so the user that pods run as has one.
 RUN groupadd --gid 10001 kestrl && useradd --uid 10001 --gid 10001 --no-create-home --home-dir /tmp kestrl
 COPY --from=build /opt/kestrl /opt/kestrl
-ENV PATH=/opt/kestrl/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
+ENV PATH=/opt/kestrl/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 GOMP_SPINCOUNT=2000
 USER 10001:10001
 ENTRYPOINT ["python", "-m", "kestrl_judge"]

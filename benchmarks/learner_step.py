@@ -3,26 +3,32 @@
 Against, in the same run: the bare loop (transformers, peft and torch with the prompt shared the same way, and nothing else), the bare
 loop on plain rows (every row with its prompt), and TRL's GRPOTrainer where it is installed. And our own step on rows that an older policy
 sampled on two engines, a row of each of which it scores by that policy too. Each in a process of its own, so that its memory is its own; the
-fastest of `REPEATS` after a warm-up counts.
+fastest of `REPEATS` after a warm-up counts. And our own step beside `NEIGHBOURS` processes that are busy all the time, as builds or other jobs
+are: threads that wait busily for each other would then wait for the neighbours' time slices.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import resource
 import subprocess
 import sys
 import time
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from benchmarks.report import Row, main
 
+from kestrl.plan.components import TORCH_DEFAULTS
+
 PROMPT, COMPLETION, SIZE, GROUPS = 160, 40, 8, 2
 RATE, REPEATS = 3e-4, 3
+NEIGHBOURS = 2
 JOB = Path(__file__).parents[1] / "examples" / "email-search" / "smollm2.yaml"
 """Whose learning rate and clip the others use too."""
 SHAPE = {"r": 16, "lora_alpha": 32, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
@@ -189,9 +195,22 @@ def alone(name: str) -> dict[str, float]:
     from kestrl_email.smollm2 import smollm2
 
     command = [sys.executable, "-m", "benchmarks.learner_step", "--only", name, str(smollm2())]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    environment = {**TORCH_DEFAULTS, **os.environ}  # as the plan gives it to a learner
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
+
+
+@contextmanager
+def busy_neighbours() -> Generator[None]:
+    """Processes that never rest, within a block."""
+    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(NEIGHBOURS)]
+    try:
+        yield
+    finally:
+        for process in busy:
+            process.kill()
+            process.wait()
 
 
 def measure() -> Iterator[Row]:
@@ -217,6 +236,15 @@ def measure() -> Iterator[Row]:
             against="goal",
         )
     yield Row(name="learner_step/memory", value=own["mb"], unit="MB", reference=loop["mb"], against="bare loop")
+    with busy_neighbours():
+        crowded = alone("ours")
+    yield Row(
+        name=f"learner_step/{NEIGHBOURS}_busy_neighbours/seconds",
+        value=crowded["seconds"],
+        unit="s",
+        reference=seconds,
+        against="alone, goal 3",
+    )
     fresh = "rows of the newest policy"
     yield Row(
         name="learner_step/older_policy/seconds", value=older["seconds"], unit="s", reference=seconds, against=fresh

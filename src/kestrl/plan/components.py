@@ -24,7 +24,10 @@ class Role(StrEnum):
 
 
 TORCH_DEFAULTS: Mapping[str, str] = {"GOMP_SPINCOUNT": "2000"}
-"""libgomp's threads wait busily without a bound by default, which beside other programs makes torch some twenty times slower."""
+"""libgomp's threads wait busily without a bound by default, which beside other programs makes torch some twenty times slower.
+
+torch's matrix products (MKL, oneDNN) use the same threads. Every component has it: a tool, a reward or a loop may use torch too.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +60,7 @@ class Component:
     """Arguments beside `--settings`."""
     settings: ServiceSettings | None = None
     env: Mapping[str, str] = field(default_factory=dict[str, str])
-    env_defaults: Mapping[str, str] = field(default_factory=dict[str, str])
+    env_defaults: Mapping[str, str] = field(default_factory=lambda: TORCH_DEFAULTS)
     """Variables that one of the same name in the user's environment takes precedence over."""
     ports: Mapping[str, int] = field(default_factory=dict[str, int])
     ready: Ready | None = None

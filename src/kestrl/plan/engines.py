@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kestrl import engine_failure
 from kestrl.episode import BASE_MODEL_NAME
-from kestrl.plan.components import TORCH_DEFAULTS, Component, Device, Ready, Role
+from kestrl.plan.components import Component, Device, Ready, Role
 from kestrl.plan.site import Site
 from kestrl.spec.job import AgentRLJob
 from kestrl.spec.rules import ENGINE_RANKS
@@ -69,7 +69,6 @@ def engine_component(job: AgentRLJob, site: Site, index: int) -> Component:
             "OTEL_SERVICE_NAME": "kestrl-engine",
             engine_failure.VARIABLE: failure_file(site, index),
         },
-        env_defaults=TORCH_DEFAULTS,
         ports={"http": endpoint.port},
         ready=Ready(port=endpoint.port, http_path="/health"),
         device=Device(profile=spec.inference.accelerator.profile, count=spec.inference.accelerator.count),

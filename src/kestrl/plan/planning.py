@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from kestrl.plan.components import TORCH_DEFAULTS, Component, Device, Ready, Role
+from kestrl.plan.components import Component, Device, Ready, Role
 from kestrl.plan.engines import engine_component, failure_file
 from kestrl.plan.settings import (
     AgentSettings,
@@ -278,6 +278,4 @@ def _learner(job: AgentRLJob, site: Site) -> Component:
     )
     component = _component(Role.LEARNER, 0, settings, site, restarts=False)
     accelerator = spec.learner.accelerator
-    return replace(
-        component, env_defaults=TORCH_DEFAULTS, device=Device(profile=accelerator.profile, count=accelerator.count)
-    )
+    return replace(component, device=Device(profile=accelerator.profile, count=accelerator.count))

@@ -22,7 +22,7 @@ TOLD: Mapping[Type, Mapping[str, str]] = {
     Type.ENGINES_READY: {"AllReady": "Normal", "Unavailable": "Warning"},
     Type.POLICY_CONVERGED: {"Quarantined": "Warning"},
     Type.ROLLOUTS_FLOWING: {"NoWorker": "Warning", "Failing": "Warning"},
-    Type.LEARNER_PROGRESSING: {"Stalled": "Warning", "Unavailable": "Warning", "Failed": "Warning"},
+    Type.LEARNER_PROGRESSING: {"StorageUnavailable": "Warning", "Stalled": "Warning", "Unavailable": "Warning", "Failed": "Warning"},
     Type.CHECKPOINT_DURABLE: {"StorageFailed": "Warning"},
     Type.REWARD_HEALTHY: {"JudgeFailing": "Warning", "Degenerate": "Warning"},
     Type.LEARNED: dict.fromkeys(("NoToolCall", "NoRewardSpread", "ZeroGradient", "WeightsUnchanged"), "Warning"),

@@ -374,3 +374,15 @@ async def test_a_pod_with_the_labels_alone_is_neither_called_nor_believed(stage:
         await stage.quiet()
         assert stranger.watchers == 0, "the job's credential was sent to a stranger"
         assert stage.condition("Succeeded")[1] == "Running"
+
+
+async def test_a_learner_that_waits_for_storage_is_reported_for_as_long(stage: Stage) -> None:
+    async with scene(stage, report("training", 3)) as running:
+        await stage.until(lambda: stage.phase() == "Running", "it runs")
+        running.learner.tell(report("training", 3, storage_wait="s3://b does not answer since 21:03:10Z"))
+        await stage.until(lambda: stage.condition("LearnerProgressing")[1] == "StorageUnavailable", "it is reported")
+        assert "since 21:03:10Z" in stage.condition("LearnerProgressing")[2]
+        await stage.until(lambda: stage.events("StorageUnavailable"), "an event says so")
+        running.learner.tell(report("training", 4))
+        await stage.until(lambda: stage.phase() == "Running", "storage answers again")
+        assert stage.status()["restarts"] == 0

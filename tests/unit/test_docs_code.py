@@ -29,6 +29,7 @@ from typing import Any, NamedTuple
 import pytest
 import yaml
 
+from kestrl.compat.verl import imports
 from kestrl.data.rows import read_rows
 from kestrl.errors import UserInputError
 from kestrl.plan.planning import tool_entries
@@ -73,6 +74,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """The page's own folder; modules imported meanwhile are forgotten afterwards."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "mine", raising=False)  # an example's, which has the name that pages use
+    imports.install()
     before = set(sys.modules)
     yield tmp_path
     for name in set(sys.modules) - before:

@@ -103,6 +103,27 @@ class Tokenizer(Protocol):
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str: ...
     def convert_tokens_to_ids(self, token: str) -> int | None: ...
+    @property
+    def tool_call_format(self) -> str:
+        """Name of the format in which the model writes tool calls."""
+        ...
+
+    def read_turn(
+        self, token_ids: Sequence[int], schemas: Mapping[str, Mapping[str, Any]]
+    ) -> tuple[str, Sequence[Call]]:
+        """Answer and tool calls of a turn.
+
+        Args:
+            token_ids: The sampled tokens.
+            schemas: JSON Schema of the parameters of each tool offered, by name.
+        """
+        ...
+
+    def continue_chat(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> list[int]:
+        """The ids that follow the model's finished turn when these messages come next, up to where its next turn begins."""
+        ...
 
     def apply_chat_template(
         self,

@@ -426,4 +426,6 @@ def make_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterable[Calla
 
     yield write
     for name in set(sys.modules) - before:
-        del sys.modules[name]
+        file = getattr(sys.modules[name], "__file__", None)
+        if name.partition(".")[0] == "verl" or (file and Path(file).is_relative_to(tmp_path)):
+            del sys.modules[name]

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 from collections.abc import Callable
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kestrl.agents import verl
+from kestrl.compat.verl import imports, names
 from kestrl.episode import StopReason
-from kestrl.errors import Boundary, UserInputError
+from kestrl.errors import Boundary, UserCodeError, UserInputError
 from kestrl_rollout.agents.loading import load_loop
 
-VERLS_OWN = Path(__file__).parents[2] / "data" / "verl" / "single_turn_agent_loop.py.txt"
+VERLS_OWN = Path(__file__).parents[2] / "data" / "verl"
+VERSIONS = ("0.8.0", "0.9.1")
 MakeFile = Callable[[str, str], str]
 
 TOOL_LOOP = """
@@ -60,10 +63,12 @@ class MyLoop(AgentLoopBase):
             messages = before + [{"role": "tool", "content": response.text}]
             merged, mask, _ = await self.ct_merge_context_msg(before, messages, ids, mask, tools=self.schemas)
             ids = merged.token_ids
+        score, facts, turns = 0.5, {"right": True}, turn + 2
         {at_end}
         return AgentLoopOutput(
             prompt_ids=ids[: -len(mask)], response_ids=ids[-len(mask) :], response_mask=mask,
-            num_turns=turn + 2, metrics=metrics, reward_score=0.5,
+            num_turns=turns, metrics=metrics, reward_score=score,
+            extra_fields={"reward_extra_info": facts},
         )
 """
 
@@ -87,17 +92,94 @@ def tool_loop(make_file: MakeFile) -> Callable[[str], str]:
     return lambda at_end="": make_file("my_loop", TOOL_LOOP.replace("{at_end}", at_end)) + ":MyLoop"
 
 
-async def test_verls_own_single_turn_loop_runs_unchanged(make_stage: Any, make_file: MakeFile) -> None:
-    name = make_file("single_turn_agent_loop", VERLS_OWN.read_text(encoding="utf-8"))
+def verls_own(version: str, name: str) -> str:
+    return (VERLS_OWN / version / f"{name}.py.txt").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+async def test_verls_own_single_turn_loop_runs_unchanged(make_stage: Any, make_file: MakeFile, version: str) -> None:
+    name = make_file("single_turn_agent_loop", verls_own(version, "single_turn_agent_loop"))
     stage = await make_stage(agent=f"{name}:SingleTurnAgentLoop")
     stage.says("A small falcon.")
     episode = await stage.episode()
     assert episode.failure is None
     (row,) = episode.rows
-    assert [turn.text for turn in episode.turns] == ["A small falcon.<|im_end|>"]
+    assert episode.final_text == "A small falcon."
     assert list(row.mask[episode.turns[0].start :]) == [1] * len(stage.ids("A small falcon.<|im_end|>"))
     assert episode.metrics["verl.num_turns"] == 2
     assert episode.reward == 0.0
+
+
+@pytest.fixture
+def without_media(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch and PIL are not installed, as in the image of a rollout worker."""
+    find = PathFinder.find_spec
+
+    def found(fullname: str, path: Any = None, target: Any = None) -> Any:
+        return None if fullname in imports.MEDIA else find(fullname, path, target)
+
+    monkeypatch.setattr(PathFinder, "find_spec", found)
+    for name in imports.MEDIA:
+        monkeypatch.delitem(sys.modules, name, raising=False)
+
+
+async def check_tool_agent(stage: Any) -> None:
+    """Two calls at once, one that nobody can read, one of an unknown tool, then the answer."""
+    call = '<tool_call>\n{"name": "search", "arguments": {"word": "%s"}}\n</tool_call>'
+    stage.says(
+        call % "a" + call % "b",
+        '<tool_call>{"name": "search", "arguments": {</tool_call>',
+        '<tool_call>{"name": "fly", "arguments": {}}</tool_call>',
+        "A small falcon.",
+    )
+    episode = await stage.episode(scenario=scenario())
+    assert episode.failure is None
+    assert episode.final_text == "A small falcon."
+    assert sorted(call.text for call in episode.tool_calls) == ["found a", "found b"]
+    (row,) = episode.rows
+    text = stage.face.vocabulary.decode(row.token_ids)
+    assert (
+        "</tool_call><|im_end|>\n<|im_start|>user\n<tool_response>\nfound a\n</tool_response><|im_end|>\n"
+        "<|im_start|>user\n<tool_response>\nfound b\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
+    ) in text
+    assert text.count("Unknown function") == 2
+    assert text.count("Tools, one JSON object a line") == 1
+    sampled = sum(turn.end - turn.start for turn in episode.turns)
+    assert (len(episode.turns), sum(row.mask)) == (4, sampled)
+    assert await stage.closed() == ["g-1/0"]
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.usefixtures("without_media")
+async def test_verls_own_tool_agent_loop_runs_unchanged(make_stage: Any, make_file: MakeFile, version: str) -> None:
+    name = make_file("tool_agent_loop", verls_own(version, "tool_agent_loop"))
+    await check_tool_agent(await make_stage(agent=f"{name}:ToolAgentLoop"))
+    assert not imports.MEDIA & set(sys.modules)
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.usefixtures("without_media")
+async def test_an_installed_verl_is_neither_started_nor_in_the_way(
+    make_stage: Any, tmp_path: Path, make_file: MakeFile, version: str
+) -> None:
+    folder = tmp_path / "verl" / "experimental" / "agent_loop"
+    folder.mkdir(parents=True)
+    (folder / "tool_agent_loop.py").write_text(verls_own(version, "tool_agent_loop"), encoding="utf-8")
+    for package in (tmp_path / "verl", folder.parent, folder):
+        (package / "__init__.py").write_text("raise ImportError('this would start ray')\n", encoding="utf-8")
+    make_file("unrelated", "")
+    await check_tool_agent(await make_stage(agent="verl.experimental.agent_loop.tool_agent_loop:ToolAgentLoop"))
+
+
+@pytest.mark.usefixtures("without_media")
+async def test_verls_tool_agent_reads_the_models_own_format(make_stage: Any, make_file: MakeFile) -> None:
+    name = make_file("tool_agent_loop", verls_own("0.9.1", "tool_agent_loop"))
+    stage = await make_stage(agent=f"{name}:ToolAgentLoop", tool_call_format="qwen_xml")
+    stage.says(
+        "<think>I search.</think><tool_call>\n<function=search>\n<parameter=word>\na\n</parameter>\n</function>\n</tool_call>",
+        "A small falcon.",
+    )
+    assert [call.text for call in (await stage.episode(scenario=scenario())).tool_calls] == ["found a"]
 
 
 async def test_a_loop_with_tools(make_stage: Any, tool_loop: Callable[..., str]) -> None:
@@ -110,7 +192,8 @@ async def test_a_loop_with_tools(make_stage: Any, tool_loop: Callable[..., str])
     assert [token for token, on in zip(row.token_ids, row.mask, strict=True) if on] == sampled
     assert [call.text for call in episode.tool_calls] == ["found a"]
     assert "\n<tool_response>\nfound a\n</tool_response>" in stage.face.vocabulary.decode(row.token_ids)
-    assert episode.metrics["verl.reward_score"] == 0.5
+    assert episode.loop_reward == 0.5
+    assert episode.metrics["right"] == 1.0
     assert await stage.closed() == ["g-1/0"]
 
 
@@ -127,6 +210,12 @@ async def test_a_loop_with_tools(make_stage: Any, tool_loop: Callable[..., str])
         ("await self.server_manager.generate('r', prompt_ids=ids, sampling_params={}, image_data=[1])",
          "unsupported_content"),
         ("return None", "bad_output"),
+        ("score = float('nan')", "loop_reward_invalid"),
+        ("score = 1e300", "loop_reward_invalid"),
+        ("facts = {'reward': 1.0}", "loop_reward_invalid"),
+        ("facts = {'right': float('inf')}", "loop_reward_invalid"),
+        ("facts = {'right': 'yes'}", "loop_reward_invalid"),
+        ("facts = 5", "bad_output"),
         ("self.tokenizer.apply_chat_template(messages)", "unsupported_template_option"),
         ("self.config.trainer.nnodes", "agent_raised"),
         ("self._assert_mm_supported(True)", "unsupported_content"),
@@ -208,10 +297,81 @@ async def test_stand_ins_appear_only_when_a_file_asks_for_verl(make_file: MakeFi
         load_loop(make_file("deep", "from verl.trainer import main_ppo\n") + ":Loop")
 
 
-def test_only_a_missing_verl_is_stood_in_for() -> None:
-    assert verl.is_missing(ModuleNotFoundError("x", name="verl.utils"))
-    assert not verl.is_missing(ModuleNotFoundError("x", name="verlibre"))
-    assert not verl.is_missing(ImportError("x", name="verl"))
-    assert not verl.is_loop(object)
-    real = type("AgentLoopBase", (), {"__module__": "verl.experimental.agent_loop.agent_loop"})
-    assert verl.is_loop(type("Mine", (real,), {}))
+async def test_a_second_system_prompt_is_not_written_mid_row(make_stage: Any, make_file: MakeFile) -> None:
+    source = TOOL_LOOP.replace("{at_end}", "").replace(
+        """            merged, mask, _ = await self.ct_merge_context_msg(before, messages, ids, mask, tools=self.schemas)
+            ids = merged.token_ids
+""",
+        """            new = await self.apply_chat_template(messages[-1:], tools=self.schemas, remove_system_prompt=True)
+            ids, mask = ids + new, mask + [0] * len(new)
+""",
+    )
+    stage = await make_stage(agent=make_file("my_loop", source) + ":MyLoop")
+    stage.says("I search.", "A small falcon.")
+    episode = await stage.episode(scenario=scenario())
+    assert episode.failure is None
+    text = stage.face.vocabulary.decode(episode.rows[0].token_ids)
+    assert text.count("Tools, one JSON object a line") == 1
+    assert "I search.<|im_end|>\n<|im_start|>user\n<tool_response>\nfound a\n</tool_response>" in text
+
+
+async def test_built_in_rewards_see_the_answer_alone(make_stage: Any, make_file: MakeFile) -> None:
+    from kestrl.rewards import Attempt
+    from kestrl.rewards.builtin import exact_answer
+
+    name = make_file("single_turn_agent_loop", verls_own("0.9.1", "single_turn_agent_loop"))
+    stage = await make_stage(agent=f"{name}:SingleTurnAgentLoop")
+    stage.says("42")
+    attempt = Attempt(scenario=scenario(), episode=await stage.episode(scenario=scenario()), max_turns=1)
+    assert exact_answer(attempt).value == 1.0
+
+
+@pytest.mark.usefixtures("without_media")
+async def test_a_parser_that_a_file_registers_goes_first(make_stage: Any, make_file: MakeFile) -> None:
+    source = (
+        verls_own("0.9.1", "tool_agent_loop")
+        + """
+
+@ToolParser.register("hermes")
+class Mine(ToolParser):
+    async def extract_tool_calls(self, responses_ids, tools=None):
+        text = self.tokenizer.decode(responses_ids, skip_special_tokens=True)
+        return text, [FunctionCall(name="search", arguments='{"word": "z"}')] if "go" in text else []
+"""
+    )
+    stage = await make_stage(agent=make_file("tool_agent_loop", source) + ":ToolAgentLoop")
+    stage.says("go", "A small falcon.")
+    try:
+        assert [call.text for call in (await stage.episode(scenario=scenario())).tool_calls] == ["found z"]
+    finally:
+        names.ToolParser._registry.clear()
+
+
+@pytest.mark.usefixtures("without_media")
+def test_a_module_that_a_file_of_ones_own_needs_is_still_missed(make_file: MakeFile) -> None:
+    with pytest.raises(UserInputError, match="torch"):
+        load_loop(make_file("needs", "import torch\n\nasync def agent(conversation): pass\n") + ":agent")
+    assert "torch" not in sys.modules
+
+
+def test_what_is_taken_from_a_missing_module_fails_when_used() -> None:
+    finder = imports._Media()
+    spec = finder.find_spec("torch", None)
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
+    finder.exec_module(module)
+    assert "Tensor" in str(tuple[module.Tensor, dict])
+    with pytest.raises(UserCodeError, match="torch is not installed"):
+        module.Tensor()
+
+
+def test_every_stand_in_holds_what_it_promises() -> None:
+    for exported in imports.MODULES.values():
+        for name in exported:
+            assert hasattr(names, name), name
+
+
+def test_a_loop_is_a_subclass_of_the_stand_in() -> None:
+    assert not imports.is_loop(object)
+    assert not imports.is_loop(names.AgentLoopBase)
+    assert imports.is_loop(type("Mine", (names.AgentLoopBase,), {}))

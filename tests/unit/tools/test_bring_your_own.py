@@ -74,3 +74,90 @@ def attempt(text: str, observed: str) -> Episode:
         started_at=0.0,
         seconds=0.0,
     )
+
+
+VERL_TOOLS = """
+from typing import Any
+
+from verl.tools.base_tool import BaseTool
+from verl.tools.function_tool import function_tool
+from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
+from verl.utils.rollout_trace import rollout_trace_op
+
+
+class Counter(BaseTool):
+    def __init__(self, config: dict, tool_schema: OpenAIFunctionToolSchema):
+        super().__init__(config, tool_schema)
+        self.counts = {}
+
+    def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema:
+        return OpenAIFunctionToolSchema.model_validate(
+            {
+                "type": "function",
+                "function": {
+                    "name": "count",
+                    "description": "Counts.",
+                    "parameters": {
+                        "type": "object",
+                        "properties": {"by": {"type": "integer", "minimum": 1}},
+                        "required": ["by"],
+                    },
+                },
+            }
+        )
+
+    async def create(self, instance_id=None, **kwargs):
+        instance_id, response = await super().create(instance_id, **kwargs)
+        self.counts[instance_id] = kwargs["create_kwargs"]["start"]
+        return instance_id, response
+
+    @rollout_trace_op
+    async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs):
+        self.counts[instance_id] += parameters["by"]
+        return ToolResponse(text=str(self.counts[instance_id])), 0.5, {"by": parameters["by"]}
+
+
+@function_tool("web_search")
+def search(query: str, limit: int = 1):
+    '''Searches the web.
+
+    Args:
+        query: What for.
+        limit: How many.
+    '''
+    return ToolResponse(text=query * limit), 0.25, {"limit": limit}
+"""
+
+
+async def test_tools_that_subclass_verls_base_run_without_verl(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    import sys
+
+    from kestrl.plan.settings import ToolEntry
+    from kestrl_tools.catalogue import load_tools
+    from kestrl_tools.execution import answer_of
+    from kestrl_tools.lanes import Lanes
+
+    (tmp_path / "verl_tools_of_mine.py").write_text(VERL_TOOLS, encoding="utf-8")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    before = set(sys.modules)
+    try:
+        tools = load_tools(
+            [
+                ToolEntry(name="count", use="verl_tools_of_mine:Counter", config={}),
+                ToolEntry(name="search", use="verl_tools_of_mine:search", config={}),
+            ],
+            Lanes(),
+        )
+    finally:
+        for name in set(sys.modules) - before:
+            if name.partition(".")[0] in ("verl", "verl_tools_of_mine"):
+                del sys.modules[name]
+    assert tools["count"].schema.parameters["properties"] == {"by": {"type": "integer", "minimum": 1}}
+    counter = await tools["count"].origin.make({"start": 40})
+    answer = answer_of("count", await counter.call(None, {"by": 2}, {}))
+    assert (answer.text, answer.data_json) == ("42", '{"tool_reward": 0.5, "tool_metrics": {"by": 2}}')
+    await counter.close()
+    function = await tools["search"].origin.make({})
+    answer = answer_of("search", await function.call(None, {"query": "a", "limit": 3}, {}))
+    assert (answer.text, answer.data_json) == ("aaa", '{"tool_reward": 0.25, "tool_metrics": {"limit": 3}}')
+    await function.close()

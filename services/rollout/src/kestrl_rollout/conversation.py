@@ -189,8 +189,13 @@ class EpisodeConversation:
         room = room if max_tokens is None else min(room, max_tokens)
         stops = tuple(dict.fromkeys((*self._face.stop_ids, *stop_token_ids)))
         sampled = await self._sample(prompt_ids, room, stops)
-        self._record(prompt_ids, sampled, self._face.vocabulary.decode(sampled.completion.token_ids))
+        self._record(prompt_ids, sampled, self._said_by(sampled.completion, stops))
         return sampled.completion
+
+    def _said_by(self, completion: Completion, stops: Sequence[int]) -> str:
+        """The text of a turn, without the token that ended it."""
+        ids = completion.token_ids
+        return self._face.vocabulary.decode(ids[:-1] if ids and ids[-1] in stops else ids)
 
     def keep(self, token_ids: Sequence[int], mask: Sequence[int]) -> None:
         self._recorder.keep(token_ids, mask)

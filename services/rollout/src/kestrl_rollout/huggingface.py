@@ -8,9 +8,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from kestrl.agents import Call
 from kestrl.errors import UserCodeError, UserInputError
+from kestrl.formats import Schemas
 from kestrl_rollout.chat import Message
 from kestrl_rollout.model import ModelFace
+
+BEFORE = ({"role": "user", "content": "."}, {"role": "assistant", "content": "."})
+"""A conversation that any messages may follow."""
 
 
 class TokenizerView:
@@ -57,6 +62,20 @@ class TokenizerView:
             )
         ids = self._face.chat.prompt(read_messages(messages), self._face.chat.toolset(list(tools or ())))
         return {"input_ids": ids, "attention_mask": [1] * len(ids)} if return_dict else ids
+
+    @property
+    def tool_call_format(self) -> str:
+        return self._face.format.name
+
+    def read_turn(self, token_ids: Sequence[int], schemas: Schemas) -> tuple[str, Sequence[Call]]:
+        parsed = self._face.read_turn(token_ids, schemas)
+        return parsed.content, parsed.calls
+
+    def continue_chat(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> list[int]:
+        new = self.extend_chat(BEFORE, [*BEFORE, *messages], [], tools)
+        return new[1:] if new and new[0] in self._face.stop_ids else new  # the turn has its own end already
 
     def extend_chat(
         self,

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any, cast
 
 from kestrl.errors import UserInputError
-from kestrl.formats import ToolCallFormat
+from kestrl.formats import Schemas, ToolCallFormat
 from kestrl_rollout.chat import Chat, Message
 from kestrl_rollout.formats import choose
-from kestrl_rollout.parser import TurnReader
+from kestrl_rollout.parser import Parsed, TurnReader
 from kestrl_rollout.template import Template, TemplateRefused
 from kestrl_rollout.toolset import NO_TOOLS, ToolSet
 from kestrl_rollout.vocabulary import Vocabulary
@@ -51,6 +51,16 @@ class ModelFace:
     @property
     def vocabulary(self) -> Vocabulary:
         return self.chat.vocabulary
+
+    def read_turn(self, ids: Sequence[int], schemas: Schemas, *, cut: bool = False) -> Parsed:
+        """A turn of which only the sampled tokens are known, the one that ended it included."""
+        end = len(ids)
+        while end and ids[end - 1] in self.stop_ids:
+            end -= 1
+        opening, closing = self.format.reasoning or ("", "")
+        head, found, _ = self.vocabulary.decode(ids[:end]).partition(closing) if closing else ("", "", "")
+        reasoning = bool(found) and opening not in head
+        return self.reader.parse(ids[:end], schemas, reasoning=reasoning, cut=cut)
 
     @cached_property
     def reader(self) -> TurnReader:

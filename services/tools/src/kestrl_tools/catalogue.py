@@ -10,13 +10,13 @@ from functools import partial
 from types import FunctionType
 from typing import Any
 
+from kestrl.compat.verl.imports import load
+from kestrl.compat.verl.tools import VerlTool, adapt_function, is_function_tool, is_verl_tool
 from kestrl.errors import KestrlError, ToolFailure, UserInputError
-from kestrl.importing import load
 from kestrl.plan.settings import ToolEntry
 from kestrl.tools import ToolError, ToolSchema
 from kestrl.tools.arguments import Arguments
 from kestrl.tools.schema import Described, read
-from kestrl.tools.verl import VerlTool, is_verl_tool
 from kestrl_tools.execution import guarded
 from kestrl_tools.instances import Instance, PlainInstance, VerlInstance, is_async
 from kestrl_tools.lanes import Lanes
@@ -155,7 +155,8 @@ def _is_environment(obj: Any, entry: ToolEntry) -> bool:
 def _function(obj: Any, entry: ToolEntry, lanes: Lanes) -> Tool:
     described = read(obj, entry.name, fixed=tuple(entry.config))
     _bind(obj, entry)
-    target = partial(obj, **entry.config) if entry.config else obj
+    function = adapt_function(obj) if is_function_tool(obj) else obj
+    target = partial(function, **entry.config) if entry.config else function
 
     async def make(create_kwargs: Kwargs) -> Instance:
         if create_kwargs:

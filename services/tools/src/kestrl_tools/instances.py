@@ -8,9 +8,9 @@ from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from typing import Any, Protocol
 
+from kestrl.compat.verl.tools import VerlTool
 from kestrl.errors import KestrlError
 from kestrl.tools import ToolError
-from kestrl.tools.verl import VerlTool
 from kestrl_tools.execution import guarded
 from kestrl_tools.lanes import Lane, Lanes
 

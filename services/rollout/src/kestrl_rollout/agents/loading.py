@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from kestrl import importing
-from kestrl.agents import Conversation, Loop, verl
+from kestrl.agents import Conversation, Loop
+from kestrl.compat.verl import imports
+from kestrl.compat.verl.loops import adapt
 from kestrl.errors import UserInputError
 from kestrl_rollout.agents.single_turn import single_turn
 from kestrl_rollout.agents.tool_agent import tool_agent
@@ -115,26 +116,20 @@ def load_loop(path: str, config: Mapping[str, Any] | None = None, *, field: str 
         raise UserInputError(
             f"{field}: {path!r} is neither built in ({', '.join(BUILT_IN)}) nor of the form package.module:Name"
         )
-    try:
-        found = importing.load(path, field=field)
-    except UserInputError as error:
-        if not verl.is_missing(error.__cause__):
-            raise
-        verl.install()
-        found = importing.load(path, field=field)
+    found = imports.load(path, field=field)
     return LoadedLoop(
         run=_runnable(found, path, config or {}, field),
         name=path,
         built_in=False,
         uses_tools=True,
-        reads_calls=not verl.is_loop(found),
+        reads_calls=not imports.is_loop(found),
     )
 
 
 def _runnable(found: Any, path: str, config: Mapping[str, Any], field: str) -> Loop:
-    if verl.is_loop(found):
+    if imports.is_loop(found):
         _check_config(found, path, config)
-        return verl.adapt(found, config)
+        return adapt(found, config)
     if inspect.isclass(found):
         return _from_class(found, path, config, field)
     if inspect.iscoroutinefunction(found):

@@ -9,11 +9,12 @@ remembered between calls). The step reward and the metrics that `execute` return
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from kestrl.compat.verl import names
 from kestrl.errors import UserInputError, described
 from kestrl.tools import ToolResult, ToolSchema
 
@@ -99,3 +100,25 @@ class VerlTool:
 
     async def release(self, instance_id: str) -> None:
         await self._tool.release(instance_id)
+
+
+def is_function_tool(obj: Any) -> bool:
+    """Whether a function is registered with verl's `function_tool`."""
+    return any(entry.fn is obj for entry in names.FUNCTION_TOOL_REGISTRY.values())
+
+
+def function_result(returned: Any) -> ToolResult:
+    """What such a function returned, as a result of ours."""
+    response, reward, metrics = names.normalize_function_tool_return(returned)
+    return ToolResult(text=response.text or "", data={"tool_reward": reward, "tool_metrics": metrics})
+
+
+def adapt_function(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function with results of ours."""
+    if inspect.iscoroutinefunction(function):
+
+        async def run(*args: Any, **options: Any) -> ToolResult:
+            return function_result(await function(*args, **options))
+
+        return run
+    return lambda *args, **options: function_result(function(*args, **options))

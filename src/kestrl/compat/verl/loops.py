@@ -1,4 +1,4 @@
-"""Runs an agent loop that was written for verl 0.9, unchanged.
+"""Runs an agent loop that was written for verl, unchanged.
 
 The class gets what verl gives it: a server manager, a tokenizer, a configuration, the row's fields. The tokens that are trained on
 are not taken from what it returns but from what went through the server manager; the returned mask may only choose among them.
@@ -7,35 +7,24 @@ So a loop that edits, re-tokenises or mislabels the model's tokens fails by name
 
 from __future__ import annotations
 
-import importlib
-import inspect
 import sys
 from collections.abc import Mapping, Sequence
-from types import ModuleType
 from typing import Any, cast
 
 from kestrl.agents import Call, Conversation, Loop
-from kestrl.agents import verl_names as names
+from kestrl.compat.verl import names
 from kestrl.errors import UserCodeError
+from kestrl.rewards import Score
 
-MODULES: dict[str, tuple[str, ...]] = {
-    "verl.experimental.agent_loop": ("AgentLoopBase", "AgentLoopOutput", "register"),
-    "verl.experimental.agent_loop.agent_loop": (
-        *("AgentLoopBase", "AgentLoopMetrics", "AgentLoopOutput", "DictConfigWrap", "ToolListWrap", "register"),
-        "TokenOutput",
-    ),
-    "verl.utils.profiler": ("simple_timer",),
-    "verl.utils.rollout_trace": ("rollout_trace_op",),
-    "verl.workers.rollout.replica": ("TokenOutput",),
-    "verl.workers.rollout.llm_server": ("LLMServerClient",),
-    "verl.tools.schemas": ("ToolResponse",),
-}
-"""Modules that stand in for verl's, and what each holds."""
 FIXED = {"top_p": (1, 1.0), "top_k": (-1, 0), "min_p": (0, 0.0), "repetition_penalty": (1, 1.0), "n": (1,)}
 """Sampling parameters with the only values that training allows: others would make the log-probabilities those of another
 distribution than the learner computes."""
 IGNORED = frozenset({"logprobs", "stop_token_ids", "max_tokens", "max_new_tokens", "temperature", "seed"})
 """Handled by name, or decided by the platform."""
+
+
+FORMATS = {"harmony": "gpt-oss", "qwen_xml": "qwen3_coder"}
+"""Tool-call formats that verl calls otherwise."""
 
 
 class Config(dict[str, Any]):
@@ -50,40 +39,10 @@ class Config(dict[str, Any]):
             ) from error
 
 
-def is_missing(error: BaseException | None) -> bool:
-    """Whether an import failed because verl is not installed."""
-    return isinstance(error, ModuleNotFoundError) and (error.name or "").split(".")[0] == "verl"
-
-
-def install() -> None:
-    """Puts stand-ins for verl's modules in `sys.modules`. To be used only when verl is not installed."""
-    for path, exported in MODULES.items():
-        parts = path.split(".")
-        for depth in range(1, len(parts) + 1):
-            name = ".".join(parts[:depth])
-            if name not in sys.modules:
-                module = ModuleType(name, "A stand-in by KestRL; see kestrl.agents.verl.")
-                module.__path__ = []
-                sys.modules[name] = module
-                if depth > 1:
-                    setattr(sys.modules[".".join(parts[: depth - 1])], parts[depth - 1], module)
-        for name in exported:
-            setattr(sys.modules[path], name, getattr(names, name))
-    importlib.invalidate_caches()
-
-
-def is_loop(found: Any) -> bool:
-    """Whether this is a class written for verl."""
-    return inspect.isclass(found) and any(
-        base is names.AgentLoopBase or (base.__name__ == "AgentLoopBase" and base.__module__.split(".")[0] == "verl")
-        for base in inspect.getmro(found)[1:]
-    )
-
-
 def adapt(loop: type[Any], config: Mapping[str, Any]) -> Loop:
     """The class as a loop of ours; `config` are further arguments of its constructor, as in verl's agent loop configuration."""
 
-    async def run(conversation: Conversation) -> None:
+    async def run(conversation: Conversation) -> Score | None:
         instance = loop(
             trainer_config=names.DictConfigWrap(_config(conversation)),
             server_manager=ServerManager(conversation),
@@ -103,28 +62,31 @@ def adapt(loop: type[Any], config: Mapping[str, Any]) -> Loop:
             "logprobs": True,
         }
         output = await instance.run(sampling, **_fields(conversation))
-        _keep(conversation, output)
+        return _keep(conversation, output)
 
     return run
 
 
-def _keep(conversation: Conversation, output: Any) -> None:
+def _keep(conversation: Conversation, output: Any) -> Score | None:
+    """Trains on what the loop returned, and hands on the reward that it may have computed, with the facts beside it."""
     try:
         prompt, response = list(output.prompt_ids), list(output.response_ids)
         mask = [*([0] * len(prompt)), *(int(each) for each in output.response_mask)]
+        turns, reward = float(output.num_turns), output.reward_score
+        extra: Any = output.extra_fields
+        facts = cast(dict[str, Any], dict(extra.get("reward_extra_info") or ()) if extra else {})
     except (AttributeError, TypeError, ValueError) as error:
         raise UserCodeError(f"the loop returned no AgentLoopOutput: {error}", code="bad_output") from error
     conversation.keep([*prompt, *response], mask)
-    conversation.metrics["verl.num_turns"] = float(output.num_turns)
-    if output.reward_score is not None:
-        conversation.metrics["verl.reward_score"] = float(output.reward_score)
+    conversation.metrics["verl.num_turns"] = turns
+    return None if reward is None else Score(value=reward, metrics=facts)
 
 
 def _config(conversation: Conversation) -> Config:
     limits = conversation.limits
     multi_turn = Config(
         enable=True,
-        format="hermes",
+        format=FORMATS.get(conversation.tokenizer.tool_call_format, conversation.tokenizer.tool_call_format),
         max_assistant_turns=limits.max_turns,
         max_user_turns=limits.max_turns,
         max_parallel_calls=8,
@@ -235,7 +197,7 @@ class RemoteTool:
         del instance_id, options
         call = Call(name=self.name, arguments=parameters, raw="")
         (result,) = await self._conversation.call_tools([call])
-        return names.ToolResponse(text=result.text), 0.0, dict(result.data)
+        return names.ToolResponse(text=result.text), float(result.data.get("tool_reward") or 0.0), dict(result.data)
 
     async def release(self, instance_id: str, **options: Any) -> None:
         """The session ends with the episode."""

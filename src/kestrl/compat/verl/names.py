@@ -1,0 +1,520 @@
+"""The names that files with agent loops and tools for verl import, with the meanings they rely on.
+
+The signatures are those of verl 0.9.1, with the names of 0.8 and of its main branch beside them; what has no meaning here, such as images,
+fails when used and says so.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import inspect
+import json
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal, TypeGuard, TypeVar
+from uuid import uuid4
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from kestrl.errors import UserCodeError
+from kestrl.tools.shapes import is_mapping
+
+LoopClass = TypeVar("LoopClass", bound="type[Any]")
+
+
+class AgentLoopMetrics(BaseModel):
+    """What a loop measures of itself."""
+
+    model_config = ConfigDict(extra="allow")
+
+    generate_sequences: float = 0.0
+    tool_calls: float = 0.0
+    compute_score: float = 0.0
+    num_preempted: int = -1
+
+
+class AgentLoopOutput(BaseModel):
+    """What a loop returns."""
+
+    model_config = ConfigDict(extra="allow")
+
+    prompt_ids: list[int]
+    response_ids: list[int]
+    response_mask: list[int]
+    """1 on tokens the model generated, 0 on the others."""
+    response_logprobs: list[float] | None = None
+    multi_modal_data: dict[str, Any] | None = None
+    reward_score: float | None = None
+    num_turns: int = 0
+    metrics: AgentLoopMetrics
+    extra_fields: dict[str, Any] = {}
+
+
+class TokenOutput(BaseModel):
+    """What `server_manager.generate` returns."""
+
+    token_ids: list[int]
+    log_probs: list[float] | None = None
+    routed_experts: Any | None = None
+    stop_reason: str | None = None
+    num_preempted: int | None = None
+    extra_fields: dict[str, Any] = {}
+
+
+class ToolResponse(BaseModel):
+    """What a tool returns."""
+
+    text: str | None = None
+    image: list[Any] | None = None
+    video: list[Any] | None = None
+
+    def is_empty(self) -> bool:
+        """Whether it says nothing."""
+        return not self.text and not self.image and not self.video
+
+    def is_text_only(self) -> bool:
+        """Whether it is text and nothing else."""
+        return bool(self.text) and not self.image and not self.video
+
+
+class OpenAIFunctionPropertySchema(BaseModel):
+    """A parameter; further keywords of JSON Schema are kept."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: str | list[str] | None = None
+    description: str | None = None
+    enum: list[Any] | None = None
+
+
+class OpenAIFunctionParametersSchema(BaseModel):
+    """The parameters of a function."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: str = "object"
+    properties: dict[str, OpenAIFunctionPropertySchema] = {}
+    required: list[str] = []
+
+
+class OpenAIFunctionSchema(BaseModel):
+    """A function."""
+
+    model_config = ConfigDict(extra="allow")
+
+    name: str
+    description: str = ""
+    parameters: OpenAIFunctionParametersSchema = Field(default_factory=OpenAIFunctionParametersSchema)
+    strict: bool = False
+
+
+class OpenAIFunctionToolSchema(BaseModel):
+    """A tool."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: str = "function"
+    function: OpenAIFunctionSchema
+
+
+class OpenAIFunctionParsedSchema(BaseModel):
+    """A call with its arguments as JSON text."""
+
+    name: str
+    arguments: str
+
+
+class OpenAIFunctionCallSchema(BaseModel):
+    """A call with its arguments read."""
+
+    name: str
+    arguments: dict[str, Any]
+
+    @staticmethod
+    def from_openai_function_parsed_schema(
+        parsed_schema: OpenAIFunctionParsedSchema,
+    ) -> tuple[OpenAIFunctionCallSchema, bool]:
+        """The call, and whether its arguments are no JSON object."""
+        try:
+            arguments: Any = json.loads(parsed_schema.arguments)
+        except ValueError:
+            arguments = None
+        given = dict[str, Any](arguments) if is_mapping(arguments) else None
+        return OpenAIFunctionCallSchema(name=parsed_schema.name, arguments=given or {}), given is None
+
+
+class OpenAIFunctionToolCall(BaseModel):
+    """A call with its identifier."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: OpenAIFunctionCallSchema
+
+
+class BaseTool:
+    """What a tool for verl subclasses."""
+
+    def __init__(self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None) -> None:
+        self.config = config
+        self.tool_schema = tool_schema or self.get_openai_tool_schema()
+        self.name: str = self.tool_schema.function.name
+
+    def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema:
+        """The tool's own schema, where none is configured."""
+        found: OpenAIFunctionToolSchema | None = getattr(self, "tool_schema", None)
+        if found is None:
+            raise ValueError(
+                f"{type(self).__name__} has no schema: give `tool_schema` or override get_openai_tool_schema"
+            )
+        return found
+
+    async def create(self, instance_id: str | None = None, **kwargs: Any) -> tuple[str, ToolResponse]:
+        """Makes an instance."""
+        del kwargs
+        return instance_id or str(uuid4()), ToolResponse()
+
+    async def execute(
+        self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
+    ) -> tuple[ToolResponse, float, dict[str, Any]]:
+        """Calls the tool."""
+        del instance_id, parameters, kwargs
+        return ToolResponse(text="Updated the tool state."), 0.0, {}
+
+    async def calc_reward(self, instance_id: str, **kwargs: Any) -> float:
+        """The tool's own reward."""
+        del instance_id, kwargs
+        return 0.0
+
+    async def release(self, instance_id: str, **kwargs: Any) -> None:
+        """Ends an instance."""
+
+
+def initialize_tools_from_config(*args: Any, **options: Any) -> list[Any]:
+    """Tools are the manifest's here."""
+    del args, options
+    raise UserCodeError(
+        "the loop reads tools from a file of verl's; list them in the manifest's `tools`, and take them from `tools` of the "
+        "constructor",
+        code="unsupported_tools",
+    )
+
+
+@dataclass
+class FunctionTool:
+    """A registered function."""
+
+    name: str
+    fn: Callable[..., Any]
+    tool_schema: Any = None
+    is_async: bool = False
+
+    async def call(self, parameters: dict[str, Any]) -> Any:
+        """Calls it."""
+        return await self.fn(**parameters) if self.is_async else await asyncio.to_thread(self.fn, **parameters)
+
+
+FUNCTION_TOOL_REGISTRY: dict[str, FunctionTool] = {}
+"""By name. The manifest names the function itself; what it returns is read as verl reads it."""
+
+
+def function_tool(name: str | Callable[..., Any] | None = None, *, schema: Any = None) -> Any:
+    """Registers a function; usable with and without parentheses."""
+
+    def register_function(function: Callable[..., Any], called: str | None) -> Callable[..., Any]:
+        entry = FunctionTool(called or function.__name__, function, schema, inspect.iscoroutinefunction(function))
+        FUNCTION_TOOL_REGISTRY[entry.name] = entry
+        return function
+
+    if callable(name):
+        return register_function(name, None)
+
+    def decorator(function: Callable[..., Any]) -> Callable[..., Any]:
+        return register_function(function, name)
+
+    return decorator
+
+
+def get_function_tool(name: str) -> FunctionTool:
+    """A registered function."""
+    return FUNCTION_TOOL_REGISTRY[name]
+
+
+def normalize_function_tool_return(ret: Any) -> tuple[ToolResponse, float, dict[str, Any]]:
+    """Response, reward and metrics of what a function returned.
+
+    Raises:
+        TypeError: A tuple of another length than 1 to 3.
+    """
+    parts = ret if _is_tuple(ret) else (ret,)
+    if not 1 <= len(parts) <= 3:
+        raise TypeError(f"a function tool returns 1 to 3 values, this returned {len(parts)}")
+    response, reward, metrics = (*parts, None, None)[:3]
+    return _response(response), float(reward or 0.0), dict(metrics or {})
+
+
+def _is_tuple(value: object) -> TypeGuard[tuple[Any, ...]]:
+    return isinstance(value, tuple)
+
+
+def _response(value: Any) -> ToolResponse:
+    if isinstance(value, ToolResponse):
+        return value
+    return ToolResponse(text=json.dumps(value, ensure_ascii=False) if isinstance(value, dict) else str(value))
+
+
+class FunctionCall(BaseModel):
+    """A tool call as a parser finds it."""
+
+    arguments: str
+    """JSON text, as the model wrote it."""
+    name: str
+    tool_call_id: str | None = None
+
+
+class ToolParser(ABC):
+    """What a tool parser for verl subclasses; one that is registered goes before the model's own format."""
+
+    _registry: ClassVar[dict[str, type[ToolParser]]] = {}
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+
+    @property
+    def stop_token_ids(self) -> list[int]:
+        """Further tokens that end a turn."""
+        return []
+
+    @abstractmethod
+    async def extract_tool_calls(
+        self, responses_ids: list[int], tools: list[Any] | None = None
+    ) -> tuple[str, list[FunctionCall]]:
+        """Content and calls of a turn."""
+
+    @classmethod
+    def get_tool_parser(cls, name: str, tokenizer: Any) -> ToolParser:
+        """The parser of a name, or that of the model's tool-call format."""
+        return cls._registry.get(name, _FormatParser)(tokenizer)
+
+    @classmethod
+    def register(cls, name: str) -> Callable[[type[ToolParser]], type[ToolParser]]:
+        """Registers a parser."""
+
+        def decorator(subclass: type[ToolParser]) -> type[ToolParser]:
+            cls._registry[name] = subclass
+            return subclass
+
+        return decorator
+
+
+class _FormatParser(ToolParser):
+    """Reads turns in the job's tool-call format. A call that cannot be read keeps its text, so that the loop answers it as an error."""
+
+    async def extract_tool_calls(
+        self, responses_ids: list[int], tools: list[Any] | None = None
+    ) -> tuple[str, list[FunctionCall]]:
+        definitions = [tool.model_dump(exclude_none=True)["function"] for tool in tools or ()]
+        schemas: dict[str, Mapping[str, Any]] = {each["name"]: each.get("parameters") or {} for each in definitions}
+        content, calls = self.tokenizer.read_turn(responses_ids, schemas)
+        found = [
+            FunctionCall(
+                name=call.name,
+                arguments=call.raw if call.arguments is None else json.dumps(call.arguments, ensure_ascii=False),
+            )
+            for call in calls
+        ]
+        return content, found
+
+
+def build_gpt_oss_tool_response_text(messages: list[dict[str, Any]], tool_call_names: list[str]) -> str:
+    """Tool results in the harmony format, up to the next turn."""
+    results = (
+        f"<|start|>functions.{name} to=assistant<|channel|>commentary<|message|>{message['content']}<|end|>"
+        for name, message in zip(tool_call_names, messages, strict=False)
+    )
+    return "".join(results) + "<|start|>assistant"
+
+
+def get_event_loop() -> asyncio.AbstractEventLoop:
+    """The running event loop."""
+    return asyncio.get_running_loop()
+
+
+@contextmanager
+def rollout_trace_attr(**attributes: Any) -> Generator[None]:
+    """Traces nothing: the worker traces every episode itself."""
+    del attributes
+    yield
+
+
+@dataclass(frozen=True)
+class DictConfigWrap:
+    """Holds a configuration."""
+
+    config: Any
+
+
+@dataclass(frozen=True)
+class ToolListWrap:
+    """Holds tools."""
+
+    tools: list[Any]
+
+
+class LLMServerClient:
+    """Only a name for annotations: the one that a loop is given is made by `kestrl.compat.verl.loops`."""
+
+
+AsyncLLMServerManager = LLMServerClient
+"""Its name before 0.8."""
+
+
+@dataclass(frozen=True)
+class MergeResult:
+    """Token history after something was appended."""
+
+    token_ids: list[int]
+    appended_token_count: int
+    kind: str = "context"
+    inserted_token_ids: list[int] = field(default_factory=list[int])
+    removed_prefix_token_count: int = 0
+
+
+def register(agent_name: str) -> Callable[[LoopClass], LoopClass]:
+    """Registers nothing: the manifest's `agent.loop` names the class."""
+    del agent_name
+    return lambda found: found
+
+
+def rollout_trace_op(function: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+    """Traces nothing: the worker traces every turn and call itself."""
+
+    @functools.wraps(function)
+    async def run(*args: Any, **options: Any) -> Any:
+        return await function(*args, **options)
+
+    return run
+
+
+@contextmanager
+def simple_timer(name: str, timing_raw: dict[str, float]) -> Generator[None]:
+    """Adds the seconds inside to `timing_raw[name]`."""
+    started = time.perf_counter()
+    yield
+    timing_raw[name] = timing_raw.get(name, 0.0) + time.perf_counter() - started
+
+
+class AgentLoopBase(ABC):
+    """What a loop for verl subclasses."""
+
+    def __init__(
+        self,
+        trainer_config: DictConfigWrap,
+        server_manager: Any,
+        tokenizer: Any,
+        processor: Any,
+        dataset_cls: Any,
+        data_config: DictConfigWrap,
+        hf_model_type: str | None = None,
+        **kwargs: Any,
+    ) -> None:
+        del hf_model_type, kwargs
+        self.config = trainer_config.config
+        self.rollout_config = self.config.actor_rollout_ref.rollout
+        self.server_manager = server_manager
+        self.tokenizer = tokenizer
+        self.processor = processor
+        self.dataset_cls = dataset_cls
+        self.data_config = data_config.config
+        self.apply_chat_template_kwargs: dict[str, Any] = self.data_config.get("apply_chat_template_kwargs", {})
+        self.mm_processor_kwargs: dict[str, Any] = {}
+        self.loop = asyncio.get_running_loop()
+
+    @abstractmethod
+    async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
+        """Runs one episode."""
+
+    def _assert_mm_supported(self, has_multi_modal: bool) -> None:
+        if has_multi_modal:
+            raise UserCodeError("images, video and audio are not supported", code="unsupported_content")
+
+    def _get_mm_processor_kwargs(self, audio_data: Any = None) -> dict[str, Any]:
+        self._assert_mm_supported(bool(audio_data))
+        return {}
+
+    async def process_multi_modal_info(self, messages: list[dict[str, Any]]) -> dict[str, Any]:
+        """Text has none; a message that is no text fails when it is rendered."""
+        del messages
+        return {}
+
+    async def process_vision_info(self, messages: list[dict[str, Any]]) -> dict[str, Any]:
+        """The older name."""
+        return await self.process_multi_modal_info(messages)
+
+    @staticmethod
+    def build_sglang_video_payload(videos: Any, mm_inputs: dict[str, Any]) -> None:
+        """There is no video."""
+        del videos, mm_inputs
+
+    async def apply_chat_template(
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]] | None = None,
+        remove_system_prompt: bool = False,
+        **media: Any,
+    ) -> list[int]:
+        """The prompt's ids; with `remove_system_prompt`, what follows the model's turn when these messages come next."""
+        self._assert_mm_supported(any(media.get(kind) for kind in ("images", "videos", "audios")))
+        if remove_system_prompt:
+            following: list[int] = self.tokenizer.continue_chat(messages, tools=tools)
+            return following
+        ids: list[int] = self.tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=True)
+        return ids
+
+    async def ct_build_initial_tokens(
+        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None, **media: Any
+    ) -> list[int]:
+        """The first prompt's ids."""
+        return await self.apply_chat_template(messages, tools, **media)
+
+    async def ct_merge_context_msg(
+        self,
+        previous_messages: list[dict[str, Any]],
+        updated_messages: list[dict[str, Any]],
+        runtime_token_ids: list[int],
+        response_mask: list[int],
+        response_logprobs: list[float] | None = None,
+        tools: list[dict[str, Any]] | None = None,
+    ) -> tuple[MergeResult, list[int], list[float] | None]:
+        """Appends messages that are not the model's."""
+        new: list[int] = self.tokenizer.extend_chat(previous_messages, updated_messages, runtime_token_ids, tools=tools)
+        merged = MergeResult([*runtime_token_ids, *new], len(new))
+        scores = None if response_logprobs is None else [*response_logprobs, *([0.0] * len(new))]
+        return merged, [*response_mask, *([0] * len(new))], scores
+
+    async def ct_merge_non_assistant_msg(
+        self, *args: Any, **options: Any
+    ) -> tuple[MergeResult, list[int], list[float] | None]:
+        """Another name of `ct_merge_context_msg`."""
+        return await self.ct_merge_context_msg(*args, **options)
+
+    async def ct_merge_assistant_token(
+        self,
+        runtime_token_ids: list[int],
+        assistant_token_ids: list[int],
+        response_mask: list[int],
+        response_logprobs: list[float] | None = None,
+        assistant_logprobs: Sequence[float] | None = None,
+    ) -> tuple[MergeResult, list[int], list[float] | None]:
+        """Appends what the model generated."""
+        count = len(assistant_token_ids)
+        merged = MergeResult([*runtime_token_ids, *assistant_token_ids], count, "assistant")
+        scores = None if response_logprobs is None else [*response_logprobs, *(assistant_logprobs or [0.0] * count)]
+        return merged, [*response_mask, *([1] * count)], scores
+
+    def _cap_text_prompt_length(self, prompt_ids: list[int]) -> list[int]:
+        # verl cuts on the left; here a prompt that is too long fails, for a cut one is another task.
+        return prompt_ids

@@ -68,6 +68,10 @@ RESERVED_METRICS = frozenset(
 """Names of the learner's own numbers beside an episode's metrics; no reward and no agent loop may report others under them."""
 
 
+PROMPT_TOO_LONG = "prompt_too_long"
+"""Code of the failure of an episode whose prompt leaves no room in the context: its row is skipped and counted."""
+
+
 class StopReason(StrEnum):
     """Why an episode ended."""
 

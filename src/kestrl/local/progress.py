@@ -36,6 +36,8 @@ class Progress:
     failure: Failure | None = None
     message: str = ""
     groups_running: int = 0
+    skipped_rows: int = 0
+    """Rows whose prompts leave no room in the context."""
     not_learned: str = ""
     """Why nothing was learned so far; empty when something was, or when it is too early to say."""
     storage_wait: str = ""
@@ -57,6 +59,7 @@ class Progress:
             failure=failure_from_proto(message.failure) if message.HasField("failure") else None,
             message=message.message,
             groups_running=message.groups_running,
+            skipped_rows=message.skipped_rows,
             not_learned=message.not_learned,
             storage_wait=message.storage_wait,
         )
@@ -76,6 +79,7 @@ class Progress:
             "failure": str(self.failure) if self.failure else None,
             "message": self.message,
             "groups_running": self.groups_running,
+            "skipped_rows": self.skipped_rows,
             "not_learned": self.not_learned,
             "storage_wait": self.storage_wait,
         }
@@ -105,6 +109,8 @@ def one_line(progress: Progress) -> str:
         parts.append(f"{clock(progress.eta_seconds)} to go")
     if progress.failures:
         parts.append("failures " + ", ".join(f"{name} {count}" for name, count in sorted(progress.failures.items())))
+    if progress.skipped_rows:
+        parts.append(f"skipped rows {progress.skipped_rows}")
     if progress.message:
         parts.append(progress.message)
     return " | ".join(parts)

@@ -96,6 +96,8 @@ def print_report(console: Console, run: RunDir, summary: Mapping[str, Any], stor
         )
     for name, count in sorted(failures.items()):
         console.print(safe_line(f"failures {name}: {count}"), markup=False)
+    if skipped := summary.get("skipped_rows"):
+        console.print(f"skipped rows: {skipped}, whose prompts leave no room in inference.contextLength")
     if summary.get("learned") is False:
         reason: dict[str, str] = summary.get("not_learned") or {}
         why = reason.get("message", "")

@@ -109,6 +109,7 @@ class Metric:
         labels=("statistic",),
     )
     STEP_SECONDS = Instrument("kestrl.learner.step.seconds", "Parts of the last step", "s", ("part",))
+    ROWS_SKIPPED = Instrument("kestrl.learner.rows.skipped", "Rows whose prompts leave no room in the context")
     GROUPS_RUNNING = Instrument("kestrl.learner.groups.running", "Groups at the workers")
     ADMISSION = Instrument("kestrl.learner.admission", "Episodes that may run at once, as the engines' load allows")
     GROUPS_READY = Instrument("kestrl.learner.groups.ready", "Groups that wait to be trained on")

@@ -322,3 +322,22 @@ def equal_rewards(group: Group, wanted: int) -> Group:
     if not wanted:
         return group
     return replace(group, episodes=[replace(episode, reward=0.5) for episode in group.episodes])
+
+
+async def test_an_overlong_row_is_skipped_and_counted(staged: Any) -> None:
+    too_long = Failure(boundary=Boundary.INFRASTRUCTURE, code="prompt_too_long", message="5000 tokens")
+
+    def refuse_two(_: Any, group: Any) -> Any:
+        if group.scenario.ordinal not in {1, 2}:
+            return group
+        broken = {"failure": too_long, "reward": None, "rows": (), "turns": (), "stop_reason": StopReason.FAILED}
+        return replace(group, episodes=[replace(episode, **broken) for episode in group.episodes])
+
+    async with staged(max_failed_share=0.0) as stage:
+        stage.workers[0].script = refuse_two
+        await train(stage.settings)
+        assert stage.summary["status"] == "succeeded"
+        assert stage.summary["failures"] == {}
+        assert stage.summary["skipped_rows"] == 4  # two of the training rows, two of those held out
+        assert stage.states == {"trained": 8, "dropped": 4}
+        assert stage.summary["before"]["episodes"] == 1.0

@@ -281,6 +281,12 @@ class Collector:
             self._progress.count_failure(failure)
         if any(failure.boundary is Boundary.ENGINE and failure.retryable for failure in verdict.failures):
             self._engines.doubt(engine.name for engine in engines)
+        if verdict.fate is Fate.SKIP:
+            self._ledger.drop(lease, verdict.reason)
+            self._progress.skip("train", lease.ordinal)
+            log.warning("scenario %d of epoch %d is skipped: %s", lease.ordinal, lease.epoch, verdict.reason)
+            self._wake.set()
+            return
         if verdict.fate is not Fate.RETRY:
             self._account(len(group.episodes), verdict.failures)
         if verdict.fate is Fate.TRAIN:

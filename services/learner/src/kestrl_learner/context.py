@@ -168,6 +168,7 @@ class Context:
             newest=self.newest,
             seconds=self.seconds(),
             failures=self.progress.failures,
+            skipped=len(self.progress.skipped),
             gap_bound=self.settings.gap_bounds.mean,
             learning=self.learning(),
             stale=self.progress.stale,

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Sequence
 
 from kestrl.api.common.v1 import common_pb2
-from kestrl.episode import Episode, Group, PolicyVersion, Scenario
+from kestrl.episode import PROMPT_TOO_LONG, Episode, Group, PolicyVersion, Scenario
 from kestrl.errors import KestrlError
 from kestrl.rpc.codec import group_to_proto
 from kestrl.storage import ObjectStore
@@ -90,16 +90,22 @@ async def run_all(
 
 
 def summarise(groups: Sequence[Group], asked: int, progress: Progress) -> dict[str, float]:
-    """Means over scored episodes, and how many have none.
+    """Means over scored episodes, and how many have none. Rows whose prompts are too long are not counted among them.
 
     Raises:
         EvaluationFailed: Nothing was scored.
     """
     episodes: list[Episode] = [episode for group in groups for episode in group.episodes]
     scored = [episode for episode in episodes if episode.failure is None and episode.reward is not None]
-    for episode in episodes:
-        if episode.failure is not None:
-            progress.count_failure(episode.failure)
+    for group in groups:
+        for episode in group.episodes:
+            if episode.failure is None:
+                continue
+            if episode.failure.code == PROMPT_TOO_LONG:
+                progress.skip("validation", group.scenario.ordinal)
+                asked -= 1
+            else:
+                progress.count_failure(episode.failure)
     if not scored:
         first = next((episode.failure for episode in episodes if episode.failure), None)
         raise EvaluationFailed(f"none of {asked} episodes was scored; the first failure: {first}")

@@ -58,6 +58,7 @@ def build_summary(
     newest: tuple[PolicyVersion, str] | None,
     seconds: float,
     failures: Mapping[str, int],
+    skipped: int,
     gap_bound: float,
     learning: Learning | None,
     stale: Stale,
@@ -73,6 +74,7 @@ def build_summary(
         newest: The newest version and where it lies.
         seconds: Spent on the run, all its processes together.
         failures: By `boundary/code`.
+        skipped: Rows whose prompts leave no room in the context.
         gap_bound: The bound on the mean gap of a step.
         learning: Whether anything was learned; None where nothing was trained.
         stale: Groups that were given up as too old.
@@ -94,6 +96,7 @@ def build_summary(
         "seconds": seconds,
         "logprob_gap": {**gap, "worst": gap.get("max", 0.0), "bound": gap_bound},
         "failures": dict(failures),
+        "skipped_rows": skipped,
         "stale": stale.facts(),
         "reason": reason,
     }

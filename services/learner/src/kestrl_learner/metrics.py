@@ -41,6 +41,7 @@ def observe_progress(progress: Progress) -> None:
     observe(Metric.PUBLISH_SECONDS, lambda: progress.publish_seconds)
     observe(Metric.PROBE_DISTANCE, lambda: {} if progress.probe_distance is None else progress.probe_distance)
     observe(Metric.FAILURES, failures)
+    observe(Metric.ROWS_SKIPPED, lambda: len(progress.skipped))
     observe(Metric.STALE, lambda: {str(age): count for age, count in dict(progress.stale.by_age).items()})
     observe(Metric.STALE_SECONDS, lambda: progress.stale.seconds)
     observe(Metric.STALE_TOKENS, lambda: progress.stale.tokens)

@@ -80,6 +80,8 @@ class Progress:
         self.storage_wait = ""
         """That storage does not answer and is waited for, with the reason."""
         self.failures: Counter[str] = Counter()
+        self.skipped: set[tuple[str, int]] = set()
+        """Rows whose prompts leave no room in the context, by data set and ordinal."""
         self.failure: Failure | None = None
         self.stale, self.stale_in_step = Stale(), Stale()
         """Groups given up as too old: of the run, and since the last step."""
@@ -135,6 +137,11 @@ class Progress:
         for count in (self.stale, self.stale_in_step):
             count.add(age=age, seconds=seconds, tokens=tokens)
 
+    def skip(self, data_set: str, ordinal: int) -> None:
+        """A row cannot be attempted, since its prompt leaves no room in the context."""
+        self.skipped.add((data_set, ordinal))
+        self.update()
+
     def add(self, episodes: Iterable[Episode]) -> None:
         """Episodes that were scored."""
         self._recent.extend(episode_facts(episode) for episode in episodes if episode.reward is not None)
@@ -169,6 +176,7 @@ class Progress:
             tokens_per_second=self.tokens_per_second,
             eta_seconds=self.eta_seconds,
             failures=dict(self.failures),
+            skipped_rows=len(self.skipped),
             failure=None if self.failure is None else failure_to_proto(self.failure),
             message=self.message,
             groups_running=self.groups_running,

@@ -130,6 +130,7 @@ class Training:
         self._trainer.restore(known.state)
         context.facts |= known.facts
         context.progress.failures.update(known.facts.get("failures", {}))
+        context.progress.skipped |= {(name, ordinal) for name, ordinal in known.facts.get("skipped", ())}
         context.progress.stale = Stale.of(known.facts.get("stale", {}))
         again = self._rewind(known.step)
         self._saved = known.step
@@ -324,6 +325,7 @@ class Training:
                 "owner": self._ledger.token,
                 "seconds": context.seconds(),
                 "failures": dict(context.progress.failures),
+                "skipped": sorted(context.progress.skipped),
                 "stale": context.progress.stale.facts(),
             }
             made = checkpoint.Checkpoint(step=self._done, state=self._trainer.state(), facts=facts)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from kestrl.episode import LARGEST_REWARD, Episode, Group, PolicyVersion, Scenario
+from kestrl.episode import LARGEST_REWARD, PROMPT_TOO_LONG, Episode, Group, PolicyVersion, Scenario
 from kestrl.errors import Boundary, Failure
 from kestrl.plan.settings import AlgorithmSettings
 
@@ -21,6 +21,8 @@ class Fate(StrEnum):
     TRAIN = "train"
     RETRY = "retry"
     DROP = "drop"
+    SKIP = "skip"
+    """Its prompt leaves no room in the context: dropped, and no failure of the run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,6 +138,8 @@ def decide(
     failures = [failure for episode in group.episodes if (failure := unscored(episode)) is not None]
     if not failures:
         return Verdict(fate=Fate.TRAIN, group=group)
+    if any(failure.code == PROMPT_TOO_LONG for failure in failures):
+        return Verdict(fate=Fate.SKIP, group=group, reason=failures[0].message[:500])
     whole = [episode for episode in group.episodes if unscored(episode) is None]
     if algorithm.on_failed_episode == "shrink" and len(whole) >= algorithm.min_group_size:
         return Verdict(fate=Fate.TRAIN, group=replace(group, episodes=whole), failures=failures)

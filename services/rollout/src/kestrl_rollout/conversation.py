@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from types import TracebackType
 
 from kestrl.agents import Call, Completion, LimitReached, Limits, Reply, Tokenizer
-from kestrl.episode import CallOutcome, Json, Row, Scenario, StopReason, ToolCall, Turn
+from kestrl.episode import PROMPT_TOO_LONG, CallOutcome, Json, Row, Scenario, StopReason, ToolCall, Turn
 from kestrl.errors import Boundary, KestrlError, UserCodeError, UserInputError, described, encodable
 from kestrl.telemetry import span
 from kestrl.telemetry.names import Attr, SpanName
@@ -238,7 +238,7 @@ class EpisodeConversation:
             raise UserInputError(
                 f"scenario {self._scenario.id}: its prompt has {prompt_tokens} tokens, the engine holds "
                 f"{limits.context_length}; shorten it or raise inference.contextLength",
-                code="prompt_too_long",
+                code=PROMPT_TOO_LONG,
             )
         room = min(limits.max_tokens - self._sampled, limits.context_length - prompt_tokens)
         if room <= 0:

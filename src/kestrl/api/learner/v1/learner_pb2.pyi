@@ -161,6 +161,7 @@ class WatchProgressResponse(_message.Message):
     NOT_LEARNED_REASON_FIELD_NUMBER: _builtins.int
     NOT_LEARNED_FIELD_NUMBER: _builtins.int
     STORAGE_WAIT_FIELD_NUMBER: _builtins.int
+    SKIPPED_ROWS_FIELD_NUMBER: _builtins.int
     phase: _builtins.str
     """starting, evaluating, training, draining, succeeded, failed or suspended."""
     step: _builtins.int
@@ -203,6 +204,8 @@ class WatchProgressResponse(_message.Message):
     """The same for a person, with what to look at."""
     storage_wait: _builtins.str
     """What the learner waits for because storage does not answer, with since when and until when it tries again; empty while storage answers."""
+    skipped_rows: _builtins.int
+    """Rows that were skipped, since their prompts leave no room in the context."""
     @_builtins.property
     def means(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
         """Running means: reward, answer_correct, num_turns and whatever rewards report."""
@@ -252,10 +255,11 @@ class WatchProgressResponse(_message.Message):
         not_learned_reason: _builtins.str = ...,
         not_learned: _builtins.str = ...,
         storage_wait: _builtins.str = ...,
+        skipped_rows: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_checkpoint_step", b"_checkpoint_step", "_learned", b"_learned", "checkpoint_step", b"checkpoint_step", "failure", b"failure", "learned", b"learned", "policy", b"policy"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_checkpoint_step", b"_checkpoint_step", "_learned", b"_learned", "checkpoint_step", b"checkpoint_step", "degenerate", b"degenerate", "engines", b"engines", "engines_converged", b"engines_converged", "engines_total", b"engines_total", "episodes_per_second", b"episodes_per_second", "eta_seconds", b"eta_seconds", "failure", b"failure", "failures", b"failures", "groups_ready", b"groups_ready", "groups_running", b"groups_running", "learned", b"learned", "means", b"means", "message", b"message", "not_learned", b"not_learned", "not_learned_reason", b"not_learned_reason", "phase", b"phase", "policy", b"policy", "policy_parent", b"policy_parent", "policy_uri", b"policy_uri", "step", b"step", "storage_failure", b"storage_failure", "storage_wait", b"storage_wait", "tokens_per_second", b"tokens_per_second", "total_steps", b"total_steps", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_checkpoint_step", b"_checkpoint_step", "_learned", b"_learned", "checkpoint_step", b"checkpoint_step", "degenerate", b"degenerate", "engines", b"engines", "engines_converged", b"engines_converged", "engines_total", b"engines_total", "episodes_per_second", b"episodes_per_second", "eta_seconds", b"eta_seconds", "failure", b"failure", "failures", b"failures", "groups_ready", b"groups_ready", "groups_running", b"groups_running", "learned", b"learned", "means", b"means", "message", b"message", "not_learned", b"not_learned", "not_learned_reason", b"not_learned_reason", "phase", b"phase", "policy", b"policy", "policy_parent", b"policy_parent", "policy_uri", b"policy_uri", "skipped_rows", b"skipped_rows", "step", b"step", "storage_failure", b"storage_failure", "storage_wait", b"storage_wait", "tokens_per_second", b"tokens_per_second", "total_steps", b"total_steps", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__checkpoint_step: _TypeAlias = _typing.Literal["checkpoint_step"]  # noqa: Y015
     _WhichOneofArgType__checkpoint_step: _TypeAlias = _typing.Literal["_checkpoint_step", b"_checkpoint_step"]  # noqa: Y015

@@ -32,7 +32,7 @@ class RolloutCheck(Model):
 
     rollout: RolloutSettings
     tools: tuple[dict[str, Any], ...]
-    """Name, description and parameters of each tool of the job."""
+    """Name, description, parameters and environment (or an empty text) of each tool of the job."""
     data: dict[str, DataSettings]
     """Data sets by name."""
 

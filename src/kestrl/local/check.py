@@ -90,10 +90,12 @@ class _Check:
             tools, judge = asked.result(), judged.result()
         self._take(judge)
         self._take(tools)
-        names = [str(tool["name"]) for tool in tools.facts.get("tools", ())]
+        offered = tools.facts.get("tools", ())
+        names = [str(tool["name"]) for tool in offered]
+        names += dict.fromkeys(str(tool["environment"]) for tool in offered if tool["environment"])
         for read in rows.values():
             if not (tools.problems or tools.missing):
-                found.problems += _few(_unknown_tools(read, names, [tool.label for tool in spec.tools]))
+                found.problems += _few(_unknown_tools(read, names))
             found.problems += _few(_without_truth(read, [reward.rule for reward in spec.rewards]))
         self._step_can_be_filled(rows.get("train", ()), 0)
         if folder is not None and not tools.problems:
@@ -222,13 +224,12 @@ def _few(problems: Iterator[str]) -> list[str]:
     return listed if more <= 0 else [*listed[:MOST_PROBLEMS], f"... and {more} more of this kind"]
 
 
-def _unknown_tools(rows: Sequence[DataRow], names: Sequence[str], labels: Sequence[str]) -> Iterator[str]:
-    """Names that are not tools; keyword arguments may also be given under the name of an environment, a label."""
+def _unknown_tools(rows: Sequence[DataRow], names: Sequence[str]) -> Iterator[str]:
+    """Names that are neither tools nor environments."""
     known = ", ".join(names) or "none"
     for row in rows:
-        offered = [name for name in row.scenario.tools or () if name not in names]
-        configured = [name for name in row.scenario.tools_kwargs if name not in names and name not in labels]
-        for name in dict.fromkeys([*offered, *configured]):
+        given = dict.fromkeys([*(row.scenario.tools or ()), *row.scenario.tools_kwargs])
+        for name in (name for name in given if name not in names):
             yield f"{row.place}: tools: the job has no tool {name!r} (it has: {known}); add it to spec.tools"
 
 

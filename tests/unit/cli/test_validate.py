@@ -120,6 +120,18 @@ def test_rows_that_do_not_fit_the_job(project: Project) -> None:
     assert "train.jsonl:4: agent_name: the job has no agent loop 'other'" in printed
 
 
+def test_a_row_may_name_an_environment(project: Project) -> None:
+    """`tools` by the environment's name offers its tools, which the template renders."""
+    code = "class Shop:\n    def reset(self, stock): ...\n    def search(self, word: str) -> str: ...\n"
+    (project.folder / "shop.py").write_text(code)
+    project.spec["tools"] = [{"use": "shop:Shop"}]
+    for row in project.rows:
+        row["tools"] = {"Shop": {"create_kwargs": {"stock": {}}}}
+    assert project.valid() == "job.yaml: valid, 8 train scenarios\n"
+    project.rows[0]["tools"] = ["Market"]
+    assert "tools: the job has no tool 'Market' (it has: search, Shop)" in project.refused()
+
+
 def test_a_row_may_select_its_loop(project: Project) -> None:
     project.spec["agent"] = {"loops": {"mine": "mine:loop"}}
     project.rows[0]["agent_name"], project.rows[1]["agent_name"] = "mine", "single_turn_agent"

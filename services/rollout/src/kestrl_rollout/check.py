@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -17,7 +17,7 @@ from kestrl_rollout.agents.loading import LoadedLoop, Loops
 from kestrl_rollout.chat import Chat, Message
 from kestrl_rollout.loading import load_face, load_job_loops
 from kestrl_rollout.model import prove_start
-from kestrl_rollout.tool_session import unrendered
+from kestrl_rollout.tool_session import expanded, unrendered
 from kestrl_rollout.toolset import NO_TOOLS, ToolSet
 
 MOST_PROBLEMS = 20
@@ -36,8 +36,16 @@ class _Seen:
 class RowCheck:
     """Rows, as the worker would begin their episodes."""
 
-    def __init__(self, chat: Chat, loops: Loops, tools: Sequence[ToolSchema], context_length: int) -> None:
+    def __init__(
+        self,
+        chat: Chat,
+        loops: Loops,
+        tools: Sequence[ToolSchema],
+        environments: Mapping[str, Sequence[str]],
+        context_length: int,
+    ) -> None:
         self._chat, self._loops, self._context_length = chat, loops, context_length
+        self._environments = environments
         self._tools = {tool.name: tool for tool in tools}
         self._toolsets: dict[tuple[str, ...], ToolSet] = {(): NO_TOOLS}
         self.seen = _Seen()
@@ -59,8 +67,8 @@ class RowCheck:
         """Tokens of a row's prompt, or a bound on them where that is enough. Raises UserInputError."""
         scenario = row.scenario
         loop = self._loops.of(scenario.agent)
-        names = tuple(scenario.tools if scenario.tools is not None else self._tools) if loop.uses_tools else ()
-        names = tuple(name for name in names if name in self._tools)
+        wanted = (scenario.tools if scenario.tools is not None else tuple(self._tools)) if loop.uses_tools else ()
+        names = tuple(name for name in expanded(wanted, self._environments) if name in self._tools)
         toolset = self._toolset(names)
         messages = [Message(role=said["role"], text=said["content"]) for said in scenario.messages]
         start = (tuple(message.role for message in messages), names, loop.name)
@@ -103,8 +111,13 @@ def check(settings: RolloutCheck) -> dict[str, Any]:
     sys.path[:0] = rollout.python_path
     loops = load_job_loops(rollout)
     face = load_face(rollout, loops, started=datetime.now().astimezone())
-    tools = [ToolSchema(**tool) for tool in settings.tools]
-    rows = RowCheck(face.chat, loops, tools, rollout.context_length)
+    tools: list[ToolSchema] = []
+    environments: dict[str, list[str]] = {}
+    for tool in settings.tools:
+        tools.append(ToolSchema(name=tool["name"], description=tool["description"], parameters=tool["parameters"]))
+        if tool["environment"]:
+            environments.setdefault(tool["environment"], []).append(tool["name"])
+    rows = RowCheck(face.chat, loops, tools, environments, rollout.context_length)
     overlong = {
         name: list(rows.overlong(read_rows(Path(file.path), size=file.size))) for name, file in settings.data.items()
     }

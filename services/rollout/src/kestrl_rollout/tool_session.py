@@ -65,6 +65,11 @@ class ToolAnswer:
     data: Mapping[str, Any]
 
 
+def expanded(names: Sequence[str], environments: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
+    """The tools that a row names, an environment's name standing for all of its tools."""
+    return tuple(dict.fromkeys(tool for name in names for tool in environments.get(name, [name])))
+
+
 class Toolbox:
     """The tool service, as this worker uses it."""
 
@@ -92,7 +97,7 @@ class Toolbox:
         if self._listed is None:
             self._listed = await self._list()
         by_name = {tool.name: tool for tool in self._listed}
-        names = tuple(by_name) if wanted is None else self._expanded(wanted)
+        names = tuple(by_name) if wanted is None else expanded(wanted, self._environments)
         for name in names:
             if name not in by_name:
                 raise UserInputError(
@@ -109,10 +114,6 @@ class Toolbox:
         if len(self._offers) < 256:  # data sets offer few combinations; a pathological one is only slower
             self._offers[wanted] = offer
         return offer
-
-    def _expanded(self, names: Sequence[str]) -> tuple[str, ...]:
-        """The tools that a row names, an environment's name standing for all of its tools."""
-        return tuple(dict.fromkeys(tool for name in names for tool in self._environments.get(name, [name])))
 
     async def _list(self) -> tuple[ToolSchema, ...]:
         answer = await self._service.call(

@@ -25,6 +25,7 @@ def check(settings: ToolsSettings) -> dict[str, Any]:
                 "name": tool.schema.name,
                 "description": tool.schema.description,
                 "parameters": dict(tool.schema.parameters),
+                "environment": tool.origin.name if tool.origin.environment else "",
             }
             for tool in tools.values()
         ]

@@ -37,6 +37,14 @@ class RolloutCheck(Model):
     """Data sets by name."""
 
 
+class DecodeRequest(Model):
+    """Token ids to be written as text."""
+
+    tokenizer: str
+    """Folder or Hugging Face id."""
+    ids: list[list[int]]
+
+
 @dataclass(frozen=True, slots=True)
 class Report:
     """What a check found."""

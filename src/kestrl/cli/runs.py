@@ -9,6 +9,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
+from itertools import groupby
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,6 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kestrl.api.common.v1 import common_pb2
+from kestrl.checking import DecodeRequest, ask
 from kestrl.cli.options import DEFAULT_RUNS, RunId, Runs
 from kestrl.episode import Episode, Group, Row
 from kestrl.errors import KestrlError, UserInputError
@@ -33,6 +35,7 @@ from kestrl.storage import ObjectStore
 from kestrl.terminal import safe, safe_line
 
 console = Console()
+DECODE_SECONDS = 60.0
 STOP_SECONDS = 120.0
 episodes = typer.Typer(no_args_is_help=True, help="Look at the episodes of a run.")
 
@@ -227,6 +230,9 @@ def show_episode(
     tokens: Annotated[
         bool, typer.Option("--tokens", help="Also every token with mask, log-prob and policy version.")
     ] = False,
+    prompt: Annotated[
+        bool, typer.Option("--prompt", help="Also what the engine was given and sampled, control tokens written out.")
+    ] = False,
     runs: Runs = DEFAULT_RUNS,
 ) -> None:
     """Print an episode: its turns, tool calls and rewards."""
@@ -254,10 +260,36 @@ def show_episode(
         typer.echo(safe_line(f"  reward {name}: {value:.4f}"))
     for name, value in sorted(episode.metrics.items()):
         typer.echo(safe_line(f"  metric {name}: {value:.4f}"))
+    if prompt:
+        for line in _engine_lines(run, episode):
+            typer.echo(line)
     if tokens:
         for number, row in enumerate(episode.rows):
             for line in _token_lines(number, row, episode):
                 typer.echo(line)
+
+
+def _engine_lines(run: RunDir, episode: Episode) -> Iterator[str]:
+    """Every row as text, in the parts that the engine was given and that it sampled."""
+    parts: list[tuple[int, bool, list[int]]] = []
+    for number, row in enumerate(episode.rows):
+        start = 0
+        for sampled, places in groupby(row.mask):
+            end = start + sum(1 for _ in places)
+            parts.append((number, bool(sampled), list(row.token_ids[start:end])))
+            start = end
+    settings = run.read_json("settings/rollout-0.json")
+    if settings is None:
+        raise UserInputError(f"--prompt needs {run.path}/settings/rollout-0.json, which names the tokenizer")
+    request = DecodeRequest(tokenizer=str(settings["tokenizer"]), ids=[ids for _, _, ids in parts])
+    report = ask("kestrl_rollout.decode", request, subject="the tokenizer", seconds=DECODE_SECONDS)
+    if report.missing:
+        raise UserInputError(f"--prompt needs the tokenizer of {report.missing}; install it in this environment")
+    if report.problems:
+        raise UserInputError("\n".join(report.problems))
+    for (number, sampled, ids), text in zip(parts, report.facts["texts"], strict=True):
+        yield f"row {number}, {len(ids)} tokens {'sampled' if sampled else 'given'}:"
+        yield safe(str(text))
 
 
 def _token_lines(number: int, row: Row, episode: Episode) -> Iterator[str]:

@@ -248,6 +248,19 @@ def test_logs(finished: Path) -> None:
     assert "no log of 'tools-0' (there are: learner-0)" in kestrl("logs", "--runs", finished, "-c", "tools-0", code=2)
 
 
+def test_an_episode_is_shown_as_the_engine_saw_it(finished: Path) -> None:
+    from kestrl.data.locate import locate_model
+
+    arguments = ["episodes", "show", "job-1/0-3-0/0", "--runs", finished, "--prompt"]
+    assert "settings/rollout-0.json, which names the tokenizer" in kestrl(*arguments, code=2)
+    (finished / "job-1" / "settings").mkdir(exist_ok=True)
+    named = {"tokenizer": locate_model("demo://tiny", base=finished)}
+    (finished / "job-1" / "settings" / "rollout-0.json").write_text(json.dumps(named))
+    shown = kestrl(*arguments)
+    assert "row 0, 1 tokens given:\n" in shown
+    assert "row 0, 2 tokens sampled:\n" in shown
+
+
 def test_episodes(finished: Path) -> None:
     listed = kestrl("episodes", "list", "--runs", finished)
     assert listed.startswith("job-1/0-3-0/0  step 0  reward 0.750  turns 1  answered")

@@ -131,6 +131,15 @@ STARTS = (
 """Conversations that a template is first tried on: some have no system role, which only matters to data that has one."""
 
 
+def load_vocabulary(tokenizer: str) -> Vocabulary:
+    """The tokenizer alone.
+
+    Raises:
+        UserInputError: It is missing or cannot be used.
+    """
+    return Vocabulary(_json(_folder(tokenizer) / "tokenizer.json"))
+
+
 def prove(chat: Chat, *, tools: bool) -> int | None:
     """Shows on a made-up conversation that a turn's prompt extends the one before, token for token.
 

@@ -20,6 +20,8 @@ VARIABLE = "KESTRL_ENGINE_FAILURE"
 CODE = "engine_cannot_start"
 LONGEST = 2000
 """Characters of a message that are kept."""
+STARTERS = ("vllm.v1.engine.core", "vllm.v1.executor.multiproc_executor")
+"""The loggers of vLLM's processes that start."""
 STARTING = "failed to start."
 """How the messages end with which vLLM's processes log what kept them from starting."""
 ELSEWHERE = "root cause"
@@ -106,19 +108,21 @@ def forget(environment: Mapping[str, str]) -> None:
         Path(path).unlink(missing_ok=True)
 
 
-class _Starting(logging.Handler):
-    """Records what vLLM's processes log as the reason that they do not start."""
+class _Starting(logging.Filter):
+    """Records what vLLM's processes log as the reason that they do not start. A filter: vLLM configures its handlers anew later."""
 
-    def emit(self, record: logging.LogRecord) -> None:
+    def filter(self, record: logging.LogRecord) -> bool:
         if record.exc_info and record.exc_info[1] is not None and record.getMessage().endswith(STARTING):
             write_down(record.exc_info[1])
+        return True
 
 
 def install() -> None:
     """Has this process of an engine write down what keeps it from starting."""
     if not os.environ.get(VARIABLE):
         return
-    logging.getLogger("vllm").addHandler(_Starting(logging.ERROR))
+    for name in STARTERS:
+        logging.getLogger(name).addFilter(_Starting())
     shown = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

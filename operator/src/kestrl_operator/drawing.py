@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 from kestrl.errors import UserInputError
 from kestrl.plan.planning import plan
@@ -17,7 +17,7 @@ from kestrl_operator.credentials import derive
 from kestrl_operator.observe import ACCEPTED, STATE, STORAGE
 from kestrl_operator.policies import Decision, Stage
 from kestrl_operator.render import Given, render
-from kestrl_operator.store import Key
+from kestrl_operator.store import Child, Key
 
 Object = dict[str, Any]
 NOTHING: Mapping[str, str] = {}
@@ -25,6 +25,34 @@ LIFECYCLE = ("suspend", "activeDeadline", "pendingDeadline", "ttlAfterFinished",
 """Fields of a spec that no object is rendered from: they hold as they are written last, whatever else is wrong with the spec."""
 LARGEST_SPEC = 192 * 1024
 """Bytes of JSON: the last accepted spec is kept in an annotation, of which Kubernetes takes 256 KiB an object."""
+
+
+class Parsed(NamedTuple):
+    """What a manifest is, for one generation of it: a job, or what is wrong with it."""
+
+    uid: str
+    generation: int
+    job: AgentRLJob | None
+    problem: str
+    accepted: str
+    """What is rendered from it, to be kept once it is applied."""
+
+
+class Drawn(NamedTuple):
+    """What a job was rendered from, and the digest of what came out: most passes need no more of it."""
+
+    uid: str
+    generation: int
+    parked: bool
+    attempts: int
+    restarts: int
+    forgiven: int
+    queue: str | None
+    fallback: bool
+    """Whether the last accepted spec was rendered instead of the newest."""
+    digest: str = ""
+    children: frozenset[Child] = frozenset()
+    """Those that we are told of when somebody changes them."""
 
 
 class Drawing:

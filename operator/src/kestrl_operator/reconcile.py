@@ -10,29 +10,27 @@ import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from time import time
-from typing import Any, NamedTuple
+from typing import Any
 
 from kestrl.credentials import Secret
 from kestrl.errors import KestrlError, UserInputError
 from kestrl.plan.components import Role
 from kestrl.spec import AgentRLJob
-from kestrl.telemetry import beginning, span, within
-from kestrl.telemetry.names import Attr, SpanName
 from kestrl_operator.accelerators import Node
 from kestrl_operator.api import DEPLOYMENT, JOB, POD, STATEFUL_SET, Api, ApiProblem, Conflict, Gone
+from kestrl_operator.applying import HEARD_OF, Applier, Due
 from kestrl_operator.at_work import AtWork
 from kestrl_operator.cluster import GRPC_PORT, Cluster
 from kestrl_operator.conditions import QUARANTINED, Type
 from kestrl_operator.credentials import derive
-from kestrl_operator.drawing import Drawing, rendered_from, traceparent
+from kestrl_operator.drawing import Drawing, Drawn, Parsed, rendered_from
 from kestrl_operator.events import Events
 from kestrl_operator.follow import FIRST_WORD, Followers
 from kestrl_operator.lacks import Lacks
 from kestrl_operator.observe import ACCEPTED, RENDERED, Memory, Snapshot, Told, seconds_of
 from kestrl_operator.policies import Decision, Stage, decide
-from kestrl_operator.shell import WATCHED
 from kestrl_operator.status import status_of, with_failure, without_empties
-from kestrl_operator.store import WORKLOADS, Child, Key, Store
+from kestrl_operator.store import Child, Key, Store
 
 log = logging.getLogger(__name__)
 Object = dict[str, Any]
@@ -42,74 +40,6 @@ CONFLICT_LOOK = 5.0
 """Seconds after which a job is looked at again that changed while its status was made; the stream tells of it before, unless it is deaf."""
 STRANGER_LOOK, STRANGER_SECONDS = 1.0, 20.0
 """How often it is looked whether the objects of a deleted job of the same name are gone, and from when on that is told."""
-REFUSED = frozenset({400, 403, 413, 422})
-"""The apiserver's answers to an object that it does not want: a person has to mend something."""
-TAKEN = "Apply failed with"
-"""The apiserver's words where a field is somebody else's: an object of that name was there before the job."""
-FROM_SPEC = WORKLOADS | {"ConfigMap"}
-"""Kinds of objects that hold anything of the spec but the job's name."""
-HEARD_OF = frozenset(kind.name for kind in WATCHED)
-FIRST_RETRY, LONGEST_RETRY = 5.0, 120.0
-"""Seconds until what the apiserver refused is tried again, doubled each time: a quota or an admission may have changed."""
-REFUSALS_SHOWN = 3
-
-
-class Parsed(NamedTuple):
-    """What a manifest is, for one generation of it: a job, or what is wrong with it."""
-
-    uid: str
-    generation: int
-    job: AgentRLJob | None
-    problem: str
-    accepted: str
-    """What is rendered from it, to be kept once it is applied."""
-
-
-class Refusal(NamedTuple):
-    """What the apiserver refused of a generation."""
-
-    uid: str
-    generation: int
-    problem: str
-    digest: str
-    """Of what was applied as far as it was taken; empty where nothing was."""
-    wait: float
-    until: float
-    """When it is tried again."""
-
-
-NO_REFUSAL = Refusal("", 0, "", "", 0.0, 0.0)
-
-
-class Due(NamedTuple):
-    """Objects to apply."""
-
-    objects: list[Object]
-    digest: str
-    standing: str
-    """The digest of what was applied last; empty where not all of it was, or nothing."""
-    begun: bool
-    """Whether anything was applied before."""
-    there: frozenset[Child]
-    whole: bool
-    """Whether every object that is watched is there, and nobody else has changed one."""
-
-
-class Drawn(NamedTuple):
-    """What a job was rendered from, and the digest of what came out: most passes need no more of it."""
-
-    uid: str
-    generation: int
-    parked: bool
-    attempts: int
-    restarts: int
-    forgiven: int
-    queue: str | None
-    fallback: bool
-    """Whether the last accepted spec was rendered instead of the newest."""
-    digest: str = ""
-    children: frozenset[Child] = frozenset()
-    """Those that we are told of when somebody changes them."""
 
 
 class Reconciler:
@@ -132,7 +62,7 @@ class Reconciler:
         self._drawn: dict[Key, Drawn] = {}
         self._fallbacks: dict[Key, tuple[str, int, str, AgentRLJob | None]] = {}
         """The last accepted jobs of those whose newest spec is not in force, by uid, generation and what was accepted."""
-        self._refusals: dict[Key, Refusal] = {}
+        self._applier = Applier(api, store)
         self._memory: dict[Key, Memory] = {}
         self._drifted: set[Key] = set()
         self._lacks = Lacks(api)
@@ -148,7 +78,7 @@ class Reconciler:
         self._followers.stop(key)
         self._parsed.pop(key, None)
         self._drawn.pop(key, None)
-        self._refusals.pop(key, None)
+        self._applier.forget(key)
         self._fallbacks.pop(key, None)
         self._lacks.forget(key)
         self._memory.pop(key, None)
@@ -179,7 +109,7 @@ class Reconciler:
         with self._at_work.on(raw):
             decision = decide(seen)
             due = self._due(key, seen, decision)
-        refused = "" if due is None else await self._refused_of(key, seen, due)
+        refused = "" if due is None else await self._applier.dry_run(key, seen, due)
         if refused:
             # Nothing of it was written: the job goes on as it was accepted last.
             with self._at_work.on(raw):
@@ -192,7 +122,9 @@ class Reconciler:
             return None
         if not await self._carried_out(key, seen, decision, due):
             return None
-        seen = replace(seen, problem=seen.problem or self._refused_now(key, seen.uid, seen.generation, seen.now))
+        seen = replace(
+            seen, problem=seen.problem or self._applier.refused_now(key, seen.uid, seen.generation, seen.now)
+        )
         self._follow(key, seen, decision)
         with self._at_work.on(raw):
             status = without_empties(status_of(seen, decision))
@@ -259,7 +191,7 @@ class Reconciler:
         metadata = raw["metadata"]
         parsed, workloads, nodes = self._read(key, raw), self._store.workloads(key), self.nodes
         job, now = parsed.job, time()
-        problem = parsed.problem or refused or self._refused_now(key, parsed.uid, parsed.generation, now)
+        problem = parsed.problem or refused or self._applier.refused_now(key, parsed.uid, parsed.generation, now)
         if problem:
             kept: Mapping[str, str] = workloads[Role.LEARNER].annotations if Role.LEARNER in workloads else {}
             job = self._last_accepted(key, raw, kept) or (job if workloads else None)
@@ -302,16 +234,6 @@ class Reconciler:
         if known is None or known[:3] != made_of:
             known = self._fallbacks[key] = (*made_of, self._drawing.last_accepted(key, raw, kept))
         return known[3]
-
-    def _refusal(self, key: Key, uid: str, generation: int) -> Refusal | None:
-        """What the apiserver refused last of this generation."""
-        known = self._refusals.get(key)
-        return known if known is not None and (known.uid, known.generation) == (uid, generation) else None
-
-    def _refused_now(self, key: Key, uid: str, generation: int, now: float) -> str:
-        """Why this generation cannot be applied, until it is tried again."""
-        refusal = self._refusal(key, uid, generation)
-        return refusal.problem if refusal is not None and now < refusal.until else ""
 
     async def _carried_out(self, key: Key, seen: Snapshot, decision: Decision, due: Due | None) -> bool:
         """Does what was decided; False if the job is not there any more."""
@@ -364,7 +286,7 @@ class Reconciler:
             Child(item["kind"], item["metadata"]["name"]) for item in objects if item["kind"] in HEARD_OF
         )
         self._drawn[key] = wanted._replace(digest=digest, children=children)
-        whole, refusal = untouched and children <= there, self._refusal(key, seen.uid, seen.generation)
+        whole, refusal = untouched and children <= there, self._applier.refusal(key, seen.uid, seen.generation)
         waits = refusal is not None and refusal.digest == digest and seen.now < refusal.until
         return (
             None
@@ -372,76 +294,16 @@ class Reconciler:
             else Due(objects, digest, standing, RENDERED in kept, there, whole)
         )
 
-    async def _refused_of(self, key: Key, seen: Snapshot, due: Due) -> str:
-        """Why the apiserver refuses objects of what is newly rendered; empty if none. All that hold anything of the spec are asked about
-        before any object is written; the others hold the job's name alone, and a dry run of them would cost as much as all else.
-
-        What is rendered from the last accepted spec is applied as far as it is taken: an object that is refused keeps no other from its upkeep.
-        """
-        if seen.problem or due.digest == due.standing:
-            return ""
-        refused = await self._try_all([item for item in due.objects if item["kind"] in FROM_SPEC], due, dry_run=True)
-        return self._note_refusal(key, seen, refused) if refused else ""
-
-    async def _try_all(self, objects: Sequence[Object], due: Due, *, dry_run: bool = False) -> list[ApiProblem]:
-        """Applies objects one after another: jobs are worked on side by side, and a wide pool of connections costs more than it gains."""
-        tried = [await self._try(item, due, dry_run=dry_run) for item in objects]
-        return [problem for problem in tried if problem is not None]
-
-    async def _try(self, item: Object, due: Due, *, dry_run: bool = False) -> ApiProblem | None:
-        """Applies an object; why the apiserver does not want it, if so.
-
-        Raises:
-            ApiProblem: It did not do what was asked for another reason.
-        """
-        try:
-            made = await self._api.apply(item, force=self._is_ours(item, due.there, begun=due.begun), dry_run=dry_run)
-        except Gone:
-            raise
-        except ApiProblem as error:
-            if error.status in REFUSED or TAKEN in str(error):
-                return error
-            raise
-        if item["kind"] in HEARD_OF and not dry_run:
-            self._store.child(item["kind"], made)
-        return None
-
-    def _note_refusal(self, key: Key, seen: Snapshot, refused: Sequence[ApiProblem], digest: str = "") -> str:
-        """Keeps in mind until when nothing of it is tried again; returns what a person is to know."""
-        before = self._refusal(key, seen.uid, seen.generation)
-        wait = FIRST_RETRY if before is None else min(LONGEST_RETRY, 2 * before.wait)
-        shown = "; ".join(str(error) for error in refused[:REFUSALS_SHOWN])
-        what = "an object" if len(refused) == 1 else f"{len(refused)} objects"
-        problem = f"Kubernetes refuses {what} of this job: {shown}"
-        log.warning("%s: tried again in %.0f s: %s", key, wait, problem)
-        self._refusals[key] = Refusal(seen.uid, seen.generation, problem, digest, wait, time() + wait)
-        return problem
-
     async def _apply(self, key: Key, seen: Snapshot, decision: Decision, due: Due) -> bool:
         """Applies all objects; False if the job is not there any more."""
         if not due.whole and seen.status and not await self._still_there(key, seen):
             return False
         self._drifted.discard(key)
-        # The first application is the root of the job's trace; later ones, and all that the pods do, hang on it.
-        traced = beginning if seen.learner is None else within
-        facts = {Attr.JOB: str(key), Attr.ATTEMPTS: decision.attempts, Attr.PARKED: decision.parked}
-        *needed, last = due.objects
-        inert = [item for item in needed if item["kind"] not in WORKLOADS]
         try:
-            with traced(traceparent(seen.uid)), span(SpanName.RECONCILE, facts):
-                refused = await self._try_all(inert, due)
-                if due.begun or not refused:  # else a first pod would lack something
-                    refused += await self._try_all([item for item in needed if item["kind"] in WORKLOADS], due)
-                    if refused:
-                        last["metadata"]["annotations"][RENDERED] = ""  # not all of it is there
-                    refused += await self._try_all([last], due)
+            await self._applier.apply(key, seen, decision, due)
         except ApiProblem:
             self._drifted.add(key)
             raise
-        if refused:
-            self._note_refusal(key, seen, refused, due.digest)
-        elif not seen.problem or self._refusals.get(key, NO_REFUSAL).digest == due.digest:
-            self._refusals.pop(key, None)
         return True
 
     async def _park(self, key: Key) -> None:
@@ -450,11 +312,6 @@ class Reconciler:
             kind = STATEFUL_SET if child.kind == STATEFUL_SET.name else DEPLOYMENT
             log.warning("%s: %s %s is scaled to 0 alone", key, child.kind, child.name)
             await self._api.merge(kind, key.namespace, child.name, {"spec": {"replicas": 0}})
-
-    def _is_ours(self, item: Object, there: Collection[Child], *, begun: bool) -> bool:
-        """Whether an object of this name can only be the job's: it was seen to be, or, of kinds that are not watched, the job has begun."""
-        child = Child(item["kind"], item["metadata"]["name"])
-        return child in there if item["kind"] in HEARD_OF else begun
 
     async def _still_there(self, key: Key, seen: Snapshot) -> bool:
         """Whether the job is: the objects of one whose deletion nobody told us of vanish, and are not to be made anew."""
@@ -517,7 +374,7 @@ class Reconciler:
         waits = [LOOK_AGAIN] if speaking is not None and decision.stage in {Stage.RUNNING, Stage.DRAINING} else []
         if decision.look_again is not None:
             waits.append(decision.look_again)
-        refusal = self._refusal(Key(seen.namespace, seen.name), seen.uid, seen.generation)
+        refusal = self._applier.refusal(Key(seen.namespace, seen.name), seen.uid, seen.generation)
         if refusal is not None and refusal.until > seen.now:
             waits.append(refusal.until - seen.now)
         if decision.stage is Stage.RUNNING:

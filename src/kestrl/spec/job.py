@@ -8,40 +8,13 @@ from __future__ import annotations
 from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
-from pydantic.alias_generators import to_camel
 
-from kestrl.spec.algorithms import AdvantageName, AggregationName, AlgorithmName, KlEstimatorName, LossName
+from kestrl.spec.algorithms import Algorithm
+from kestrl.spec.model import LARGEST_CONTEXT, LARGEST_SEED, Model, NonNegativeInt, Positive, PositiveInt
 from kestrl.spec.scalars import Address, Duration, DurationOrZero, ImportPath, JobName, JsonObject, Name
 
 API_VERSION = "kestrl.dev/v1alpha1"
 KIND = "AgentRLJob"
-
-
-class Model(BaseModel):
-    """Frozen, camelCase outside, unknown fields refused, no silent conversion between types."""
-
-    model_config = ConfigDict(
-        frozen=True,
-        extra="forbid",
-        strict=True,
-        alias_generator=to_camel,
-        validate_by_name=True,
-        validate_by_alias=True,
-        use_attribute_docstrings=True,
-        allow_inf_nan=False,
-    )
-
-
-LARGEST_INT = 2**31 - 1
-"""The largest count or size without a maximum of its own."""
-LARGEST_CONTEXT = 16 * 1024 * 1024
-"""Tokens."""
-LARGEST_SEED = 2**53 - 1
-"""The largest integer that every JSON reader keeps exactly."""
-PositiveInt = Annotated[int, Field(ge=1, le=LARGEST_INT)]
-NonNegativeInt = Annotated[int, Field(ge=0, le=LARGEST_INT)]
-Positive = Annotated[float, Field(gt=0, strict=False)]
-NonNegative = Annotated[float, Field(ge=0, strict=False)]
 
 
 class SecretRef(Model):
@@ -185,73 +158,6 @@ class Sampling(Model):
 
     temperature: Annotated[float, Field(ge=0, le=5, strict=False)] = 1.0
     """The logits are divided by it, by engine and learner alike; above 0."""
-
-
-class Clip(Model):
-    """The trust region of the ratio: [1 - low, 1 + high]. Each has the preset's value unless it is set."""
-
-    low: Annotated[float, Field(gt=0, le=1, strict=False)] | None = None
-    """How far below 1 the ratio counts; 1 sets no lower bound."""
-    high: Positive | None = None
-    """How far above; more than `low` leaves unlikely tokens room to rise (DAPO's clip-higher)."""
-    dual: Annotated[float, Field(gt=1, strict=False)] | None = None
-    """Dual clip c: a token with a negative advantage A costs at most -c A. Without it there is none."""
-
-
-class Kl(Model):
-    """A penalty on the distance from the base model (the adapter switched off), added to the loss."""
-
-    coefficient: NonNegative = 0.0
-    """0 computes no reference log-probabilities; above, a step needs one more forward pass."""
-    estimator: KlEstimatorName = "k3"
-    """Of the KL divergence a token; k2 has the exact gradient on policy."""
-
-
-class Algorithm(Model):
-    """How episodes become a gradient."""
-
-    name: AlgorithmName = "grpo"
-    """A preset (`grpo`, `dapo`, `dr_grpo`, `gspo`, `cispo`, `rloo`, `reinforce++`), or a class by import path."""
-    config: JsonObject = {}
-    """Keyword arguments of a class by import path."""
-    advantage: AdvantageName | None = None
-    """The advantage estimator; without it the preset's."""
-    loss: LossName | None = None
-    """The policy loss; without it the preset's."""
-    aggregation: AggregationName | None = None
-    """How token losses add up over the whole batch; without it the preset's. The horizon of `..._norm` is agent.maxTokens."""
-    kl: Kl = Kl()
-    dynamic_sampling: bool | None = None
-    """Replace groups with equal rewards by other scenarios' groups; without it the preset's choice."""
-    max_sampled_batches: Annotated[int, Field(ge=1, le=1000)] = 10
-    """With dynamic sampling: a step that refuses as many groups as this many batches hold ends the run."""
-    group_size: Annotated[int, Field(ge=1, le=1024)] = 8
-    """Episodes of one scenario."""
-    groups_per_step: Annotated[int, Field(ge=1, le=65_536)] = 8
-    """Scenarios of one optimiser step."""
-    learning_rate: Positive = 1.2e-5
-    """Of AdamW, after the warm-up; it is constant."""
-    clip: Clip = Clip()
-    max_staleness: Annotated[int, Field(ge=0, le=64)] = 0
-    """0: sample and train in turn. 1 or more: rollouts overlap training, and no group older than this many steps is trained on."""
-    on_failed_episode: Literal["drop", "shrink"] = "drop"
-    """When an episode fails for a reason other than the policy: drop its group, or go on with the rest."""
-    min_group_size: Annotated[int, Field(ge=1, le=1024)] = 2
-    """With `shrink`: fewer episodes than this drop the group."""
-    max_failed_share: Annotated[float, Field(ge=0, le=1, strict=False)] = 0.2
-    """When more of a step's episodes than this fail for reasons other than the policy, the run stops."""
-    max_grad_norm: Positive = 1.0
-    """A longer gradient is scaled down to it."""
-    weight_decay: NonNegative = 0.0
-    """AdamW's, decoupled."""
-    warmup_steps: NonNegativeInt = 0
-    """Steps over which the learning rate rises from 0."""
-    importance_cap: Positive | None = 2.0
-    """Bound C of the token importance weights (TIS) when staleness is above 0."""
-    logprob_gap_bound: Positive | None = None
-    """Largest accepted mean gap between learner and engine on policy, in nats a token; without it 1e-3 for float32, 0.1 for bfloat16.
-
-    The bounds of the gap's 99th percentile, its maximum and the effective sample size follow from it."""
 
 
 class Schedule(Model):

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from kestrl.spec.job import Model
+from kestrl.spec.model import Model
 
 Time = Annotated[str, Field(json_schema_extra={"format": "date-time"})]
 """RFC 3339, as Kubernetes writes it."""

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kestrl_learner.batch import PASS_COST, TrainRow, cut, shared_prompt
-from kestrl_learner.schedule import admissible, epoch_order, group_seed, total_steps
+from kestrl_learner.schedule import admissible, affordable, epoch_order, group_seed, total_steps
 
 
 def row(ids: list[int], mask: list[int]) -> tuple[array[int], bytes]:
@@ -136,3 +136,37 @@ def test_the_rows_of_an_episode_stay_in_one_part(episodes: list[tuple[int, int]]
     for part in parts:
         held = lengths[part]
         assert len(held) == 1 or 10 + sum(rows[part]) * max(held) <= limit
+
+
+@given(
+    staleness=st.integers(0, 4),
+    per_step=st.integers(1, 4),
+    chances=st.lists(st.tuples(st.integers(0, 3), st.booleans()), min_size=40, max_size=40),
+)
+@settings(max_examples=150)
+def test_a_step_that_waits_makes_no_group_too_old(
+    staleness: int, per_step: int, chances: list[tuple[int, bool]]
+) -> None:
+    """Groups end in any order; a step takes the oldest policy's first, once `affordable` says so."""
+    ready: list[int] = []
+    running: list[int] = []
+    consumed = 0
+    for step, (delay, first) in enumerate(chances):
+        may = admissible(
+            version=step,
+            max_staleness=staleness,
+            groups_per_step=per_step,
+            consumed=consumed,
+            outstanding=len(ready) + len(running),
+        )
+        running += [step] * may
+        # Groups end one by one, any of them first, until the step may take its groups.
+        while len(ready) < per_step or not affordable(
+            step=step, max_staleness=staleness, groups_per_step=per_step, ready=ready, running=running
+        ):
+            assert running, "waiting for groups that run is enough"
+            ready.append(running.pop(0 if first else max(0, len(running) - 1 - delay)))
+        ready.sort()
+        taken, ready = ready[:per_step], ready[per_step:]
+        consumed += per_step
+        assert all(step - version <= staleness for version in taken)

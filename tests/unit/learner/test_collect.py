@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from kestrl.errors import EngineFailure
-from kestrl_learner import collect
-from kestrl_learner.collect import Trouble
+from kestrl_learner import retry_pause
+from kestrl_learner.retry_pause import RetryPause
 from kestrl_learner.run import Run
 
 
@@ -25,24 +25,24 @@ class Clock:
 
 
 async def test_the_pause_doubles_up_to_a_bound_and_success_ends_the_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock, trouble, woken = Clock(), Trouble(), []
-    monkeypatch.setattr(collect.asyncio, "get_running_loop", lambda: clock)
+    clock, pause, woken = Clock(), RetryPause(), []
+    monkeypatch.setattr(retry_pause.asyncio, "get_running_loop", lambda: clock)
     for number in range(9):
         if number == 8:
-            trouble.over()
-        trouble.again(lambda: woken.append(True))
-        assert trouble.pausing
-        trouble.again(lambda: woken.append(True))  # a part of the same trouble
+            pause.reset()
+        pause.start(lambda: woken.append(True))
+        assert pause.active
+        pause.start(lambda: woken.append(True))  # part of the same pause
         assert len(clock.timers) == number + 1
         clock.timers[-1][1]()
-        assert not trouble.pausing
+        assert not pause.active
     assert [delay for delay, _ in clock.timers] == [0.5, 1, 2, 4, 8, 16, 30, 30, 0.5]
     assert len(woken) == 9
 
 
 async def test_while_it_pauses_no_group_is_started(staged: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A service that is away for a while costs attempts of the groups that ran, not of all that might have."""
-    monkeypatch.setattr(collect, "FIRST_PAUSE", 0.4)
+    monkeypatch.setattr(retry_pause, "FIRST_SECONDS", 0.4)
     async with staged() as stage:
         loop = asyncio.get_running_loop()
         asked: list[float] = []

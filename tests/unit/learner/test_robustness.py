@@ -17,7 +17,7 @@ from kestrl.credentials import Secret
 from kestrl.errors import Boundary, EngineFailure, Failure, KestrlError, UserInputError
 from kestrl.plan.settings import EvaluateSettings
 from kestrl.storage import open_store
-from kestrl_learner import collect, training
+from kestrl_learner import retry_pause, training
 from kestrl_learner.__main__ import work
 from kestrl_learner.collect import Collector, StepDeadline
 from kestrl_learner.facts import step_facts
@@ -179,7 +179,7 @@ async def test_an_engine_that_was_killed_costs_a_scenario_one_attempt(staged: An
             agent.found = partial(find, agent)
         async with running(stage.but(validation=None)):
             await until(lambda: len(found) == 2)
-            await asyncio.sleep(3 * collect.FIRST_PAUSE)  # that nothing happens has no event
+            await asyncio.sleep(3 * retry_pause.FIRST_SECONDS)  # that nothing happens has no event
             assert len(stage.asked()) == 2
             assert sorted(found) == ["engine-0", "engine-1"]
             dead = False

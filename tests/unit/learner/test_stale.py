@@ -121,8 +121,10 @@ async def test_the_trained_mix_is_the_sampled_mix(staged: Any, tmp_path: Any, st
         sampled = Counter(request.scenario.ordinal for request in stage.asked())
         assert Counter(group.scenario.ordinal for group in groups) == Counter(range(2 * STEPS))
         assert sampled.keys() == set(range(2 * STEPS))
-        assert sampled.total() - len(groups) == stage.summary["stale"]["groups"]
+        # A group may be given up before its request is sent.
+        assert sampled.total() - len(groups) <= stage.summary["stale"]["groups"]
         if kind == "wait":
             assert sampled.total() == len(groups)
+            assert stage.summary["stale"]["groups"] == 0
         late = [stage.read(f"metrics/{step:06d}.json")["staleness"] for step in range(1, STEPS + 1)]
         assert max(late) <= staleness

@@ -4,35 +4,31 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kestrl.algorithms import Algorithm
 from kestrl.episode import Group, PolicyVersion, Scenario
-from kestrl.errors import Boundary, Failure, KestrlError
+from kestrl.errors import Boundary, KestrlError
 from kestrl.plan.settings import LearnerSettings
 from kestrl.telemetry.metrics import observe
 from kestrl.telemetry.names import Metric
 from kestrl_learner.admission import Admission
+from kestrl_learner.dynamic_sampling import DynamicSampling
 from kestrl_learner.engines import Engines
+from kestrl_learner.failure_share import FailureShare
 from kestrl_learner.ledger import Lease, Ledger
 from kestrl_learner.progress import Progress
-from kestrl_learner.schedule import admissible, group_seed
+from kestrl_learner.retry_pause import RetryPause
+from kestrl_learner.schedule import admissible, affordable, group_seed
 from kestrl_learner.verdict import MAX_ATTEMPTS, Fate, decide
 from kestrl_learner.workers import NoWorker, Order, WorkerAway, Workers
 
 log = logging.getLogger(__name__)
 
 
-FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0
 HANDED_BACK = frozenset({"draining", "drained", WorkerAway.code})
 """Codes of a worker that is leaving or gone before it began: the scenario has not failed."""
-
-
-class TooManyFailures(KestrlError):
-    """More episodes fail for reasons other than the policy than the job allows."""
-
-    code = "too_many_failures"
 
 
 class StepDeadline(KestrlError):
@@ -42,13 +38,6 @@ class StepDeadline(KestrlError):
     retryable = True
 
 
-class NothingToCompare(KestrlError):
-    """Dynamic sampling refused too many groups in a row: the data or the reward gives the algorithm nothing to learn from."""
-
-    boundary = Boundary.USER_CODE
-    code = "nothing_to_compare"
-
-
 @dataclass(frozen=True, slots=True)
 class Ready:
     """A group that waits to be trained on."""
@@ -56,31 +45,6 @@ class Ready:
     lease: Lease
     group: Group
     policy: PolicyVersion
-
-
-class Trouble:
-    """A pause after what may be over soon: something that is being started again must not use up every scenario's attempts meanwhile."""
-
-    def __init__(self) -> None:
-        self._times = 0
-        self.pausing = False
-
-    def again(self, then: Callable[[], None]) -> None:
-        """Something failed: the next pause is twice as long, unless one is going on, which this failure is a part of."""
-        if self.pausing:
-            return
-        pause = min(LONGEST_PAUSE, FIRST_PAUSE * 2.0**self._times)
-        self._times += 1
-        self.pausing = True
-        asyncio.get_running_loop().call_later(pause, self._go_on, then)
-
-    def _go_on(self, then: Callable[[], None]) -> None:
-        self.pausing = False
-        then()
-
-    def over(self) -> None:
-        """Something went well."""
-        self._times = 0
 
 
 @dataclass(slots=True)
@@ -114,9 +78,7 @@ class Collector:
         steps: int,
     ) -> None:
         self._settings, self._scenarios, self._ledger = settings, scenarios, ledger
-        self._vocabulary, self._algorithm = vocabulary, algorithm
-        self._refused = 0
-        """Groups that the algorithm refused since the last step."""
+        self._vocabulary = vocabulary
         self._groups = steps * settings.algorithm.groups_per_step
         self._workers, self._engines, self._progress = workers, engines, progress
         self._ready: list[Ready] = []
@@ -127,12 +89,13 @@ class Collector:
         self._outdated: set[asyncio.Task[None]] = set()
         self._late: set[asyncio.Task[None]] = set()
         """Cancelled, since their step waited long enough."""
-        self._trouble = Trouble()
+        self._pause = RetryPause()
         self._admission = Admission(settings.algorithm.group_size)
         self._lowest: int | None = None
         observe(Metric.ADMISSION, lambda: self._admission.limit or self._workers.capacity)
-        self._seen = self._failed = 0
-        self._last_failure: Failure | None = None
+        per_step = settings.algorithm.groups_per_step
+        self._failure_share = FailureShare(settings.max_failed_share, at_least=per_step * settings.algorithm.group_size)
+        self._dynamic_sampling = DynamicSampling(algorithm, at_most=settings.algorithm.max_sampled_batches * per_step)
         self.policy: PolicyVersion | None = None
         self.draining = False
 
@@ -191,7 +154,7 @@ class Collector:
 
     def _start_what_may(self, tasks: asyncio.TaskGroup) -> None:
         policy = self.policy
-        if policy is None or self.draining or self._exhausted or self._trouble.pausing:
+        if policy is None or self.draining or self._exhausted or self._pause.active:
             return
         engines = self._engines.proved(policy)
         if not engines:
@@ -288,40 +251,22 @@ class Collector:
             self._wake.set()
             return
         if verdict.fate is not Fate.RETRY:
-            self._account(len(group.episodes), verdict.failures)
+            self._failure_share.add(len(group.episodes), verdict.failures)
         if verdict.fate is Fate.TRAIN:
-            self._trouble.over()
+            self._pause.reset()
             self._progress.add(verdict.group.episodes)
-            if self._accepted(lease, verdict.group):
+            if self._dynamic_sampling.accepts(verdict.group):
                 self._ledger.finish(lease)
                 self._ready.append(Ready(lease, verdict.group, policy))
                 self._progress.groups_ready = len(self._ready)
+            else:
+                self._ledger.drop(lease, "dynamic sampling: the algorithm refused the group's rewards")
             self._wake.set()
         elif verdict.fate is Fate.RETRY:
             self._give_back(lease, verdict.reason)
         else:
             self._ledger.drop(lease, verdict.reason)
             log.warning("scenario %d of epoch %d is dropped: %s", lease.ordinal, lease.epoch, verdict.reason)
-
-    def _accepted(self, lease: Lease, group: Group) -> bool:
-        """Whether the algorithm trains on a group; a refused one is recorded as dropped, and another scenario takes its place.
-
-        Raises:
-            NothingToCompare: As many groups were refused since the last step as the job allows.
-        """
-        rewards = [episode.reward for episode in group.episodes if episode.reward is not None]
-        if self._algorithm.accept(rewards):
-            return True
-        self._refused += 1
-        self._ledger.drop(lease, "dynamic sampling: the algorithm refused the group's rewards")
-        log.debug("group %s is refused by the algorithm: rewards %s", group.id, rewards)
-        algorithm = self._settings.algorithm
-        if self._refused >= algorithm.max_sampled_batches * algorithm.groups_per_step:
-            raise NothingToCompare(
-                f"the algorithm refused {self._refused} groups since the last step, the last with rewards {rewards[:8]}; take "
-                "easier or harder data, a reward with more steps, or raise spec.algorithm.maxSampledBatches"
-            )
-        return False
 
     def _outgrown(self, lease: Lease, policy: PolicyVersion, running: _Running) -> None:
         """Gives back the scenario of a group that grew too old while it ran."""
@@ -354,7 +299,7 @@ class Collector:
             self._give_back(lease, reason)
             return
         size = self._settings.algorithm.group_size
-        self._account(size, [failure] * size)
+        self._failure_share.add(size, [failure] * size)
         self._ledger.drop(lease, reason)
         log.warning("scenario %d of epoch %d is dropped: %s", lease.ordinal, lease.epoch, reason)
 
@@ -362,27 +307,7 @@ class Collector:
         log.warning("scenario %d of epoch %d is attempted again: %s", lease.ordinal, lease.epoch, reason)
         self._ledger.release(lease, reason, failed=True)
         self._exhausted = False
-        self._trouble.again(self._wake.set)
-
-    def _account(self, episodes: int, failures: Sequence[Failure]) -> None:
-        """Takes in episodes that are settled, and stops the run when too large a share of the last ones failed.
-
-        What will be attempted again is not settled: a worker that was killed, or an engine that comes back, stops no run.
-
-        Raises:
-            TooManyFailures: The share is above the job's.
-        """
-        self._seen += episodes
-        self._failed += len(failures)
-        for failure in failures:
-            self._last_failure = failure
-        algorithm = self._settings.algorithm
-        enough = algorithm.groups_per_step * algorithm.group_size
-        if self._seen >= enough and self._failed > self._settings.max_failed_share * self._seen:
-            raise TooManyFailures(
-                f"{self._failed} of the last {self._seen} episodes failed for reasons other than the policy "
-                f"(allowed share {self._settings.max_failed_share:g}); the last: {self._last_failure}"
-            )
+        self._pause.start(self._wake.set)
 
     async def take(self, step: int) -> list[Ready]:
         """The groups of a step, the oldest policy's first, then by position; fewer than groups_per_step only when scenarios have run out, none while draining.
@@ -412,7 +337,8 @@ class Collector:
         taken, self._ready = self._ready[:wanted], self._ready[wanted:]
         self._consumed += wanted
         self._progress.update(groups_ready=len(self._ready))
-        self._seen = self._failed = self._refused = 0
+        self._failure_share.reset()
+        self._dynamic_sampling.reset()
         self._wake.set()
         return taken
 
@@ -424,15 +350,17 @@ class Collector:
         return len(self._ready) >= wanted and not self._awaited(step)
 
     def _awaited(self, step: int) -> bool:
-        """Whether the step waits for a running group that would be too old for the version it makes.
-
-        Once that has ended, it is among the step's: there are at most groups_per_step as old as that (`schedule.admissible`).
-        """
+        """Whether the step waits for running groups, or some would be too old for every later step."""
         if self._settings.stale_groups == "release":
             return False
-        given_up = self._outdated | self._late
-        oldest = step + 1 - self._settings.algorithm.max_staleness
-        return any(running.policy.step < oldest for task, running in self._running.items() if task not in given_up)
+        given_up, algorithm = self._outdated | self._late, self._settings.algorithm
+        return not affordable(
+            step=step,
+            max_staleness=algorithm.max_staleness,
+            groups_per_step=algorithm.groups_per_step,
+            ready=[ready.policy.step for ready in self._ready],
+            running=[running.policy.step for task, running in self._running.items() if task not in given_up],
+        )
 
     async def _give_up(self, wanted: int) -> None:
         """Ends the groups that a step lacks, the first begun first: the others are the next step's."""

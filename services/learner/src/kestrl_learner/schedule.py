@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import random
+from collections.abc import Sequence
 
 
 def epoch_order(seed: int, epoch: int, size: int) -> list[int]:
@@ -39,3 +40,23 @@ def admissible(*, version: int, max_staleness: int, groups_per_step: int, consum
         outstanding: Groups running, or finished and waiting.
     """
     return max(0, (max_staleness + version + 1) * groups_per_step - consumed - outstanding)
+
+
+def affordable(
+    *, step: int, max_staleness: int, groups_per_step: int, ready: Sequence[int], running: Sequence[int]
+) -> bool:
+    """Whether a step can take groups now, the oldest policy's first, without making any other too old to be trained on.
+
+    A group sampled by version v can be taken by steps up to v + max_staleness, and each later step takes groups_per_step:
+    what is left must fit into them in the order of these deadlines. Waiting for running groups makes it fit, since admission
+    never starts more groups of a version than the steps up to its deadline take.
+
+    Args:
+        step: The step that would take groups_per_step of the ready groups.
+        max_staleness: Allowed age in steps.
+        groups_per_step: Groups of one step.
+        ready: Policy versions of the groups that have ended.
+        running: Policy versions of the groups that run.
+    """
+    left = sorted([*sorted(ready)[groups_per_step:], *running])
+    return all(place < groups_per_step * (version + max_staleness - step) for place, version in enumerate(left))

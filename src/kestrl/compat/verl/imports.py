@@ -16,7 +16,7 @@ from types import ModuleType
 from typing import Any
 
 from kestrl import importing
-from kestrl.compat.verl import names
+from kestrl.compat.verl import names, tool_names
 from kestrl.errors import UserCodeError, UserInputError
 
 _LOOP = (
@@ -65,7 +65,7 @@ class _StandIn(Loader):
     def exec_module(self, module: ModuleType) -> None:
         module.__doc__ = "A stand-in by KestRL; see kestrl.compat.verl."
         for name in MODULES.get(module.__name__, ()):
-            setattr(module, name, getattr(names, name))
+            setattr(module, name, getattr(names if hasattr(names, name) else tool_names, name))
 
 
 class _Finder(MetaPathFinder):

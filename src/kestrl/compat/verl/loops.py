@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 from kestrl.agents import Call, Conversation, Loop
-from kestrl.compat.verl import names
+from kestrl.compat.verl import names, tool_names
 from kestrl.errors import UserCodeError
 from kestrl.rewards import Score
 
@@ -185,19 +185,23 @@ class RemoteTool:
         self.name = str(schema["function"]["name"])
         self.tool_schema = _Schema(schema)
 
-    async def create(self, instance_id: str | None = None, **options: Any) -> tuple[str, names.ToolResponse]:
+    async def create(self, instance_id: str | None = None, **options: Any) -> tuple[str, tool_names.ToolResponse]:
         """Nothing to make: the worker opens the session with the scenario's `create_kwargs`."""
         del options
-        return instance_id or self.name, names.ToolResponse()
+        return instance_id or self.name, tool_names.ToolResponse()
 
     async def execute(
         self, instance_id: str, parameters: Mapping[str, Any], **options: Any
-    ) -> tuple[names.ToolResponse, float, dict[str, Any]]:
+    ) -> tuple[tool_names.ToolResponse, float, dict[str, Any]]:
         """Calls the tool; what the model got wrong comes back as text."""
         del instance_id, options
         call = Call(name=self.name, arguments=parameters, raw="")
         (result,) = await self._conversation.call_tools([call])
-        return names.ToolResponse(text=result.text), float(result.data.get("tool_reward") or 0.0), dict(result.data)
+        return (
+            tool_names.ToolResponse(text=result.text),
+            float(result.data.get("tool_reward") or 0.0),
+            dict(result.data),
+        )
 
     async def release(self, instance_id: str, **options: Any) -> None:
         """The session ends with the episode."""

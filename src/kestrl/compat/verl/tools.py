@@ -14,7 +14,7 @@ from typing import Any, cast
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from kestrl.compat.verl import names
+from kestrl.compat.verl import tool_names
 from kestrl.errors import UserInputError, described
 from kestrl.tools import ToolResult, ToolSchema
 
@@ -104,12 +104,12 @@ class VerlTool:
 
 def is_function_tool(obj: Any) -> bool:
     """Whether a function is registered with verl's `function_tool`."""
-    return any(entry.fn is obj for entry in names.FUNCTION_TOOL_REGISTRY.values())
+    return any(entry.fn is obj for entry in tool_names.FUNCTION_TOOL_REGISTRY.values())
 
 
 def function_result(returned: Any) -> ToolResult:
     """What such a function returned, as a result of ours."""
-    response, reward, metrics = names.normalize_function_tool_return(returned)
+    response, reward, metrics = tool_names.normalize_function_tool_return(returned)
     return ToolResult(text=response.text or "", data={"tool_reward": reward, "tool_metrics": metrics})
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kestrl.testing.kubernetes import Controllers
-from kestrl_operator import drawing, reconcile
+from kestrl_operator import applying, drawing
 
 from .stage import JOB, NAMESPACE, Stage, ready, report
 from .test_learner import scene
@@ -42,7 +42,7 @@ async def test_nothing_of_a_job_is_applied_if_one_object_is_refused(stage: Stage
 
 
 async def test_what_is_refused_is_tried_again_without_a_change(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reconcile, "FIRST_RETRY", 0.2)
+    monkeypatch.setattr(applying, "FIRST_RETRY", 0.2)
     quota = stage.cluster.fail("patch", "services", status=403, message="exceeded quota: services=2")
     await stage.operator()
     stage.job()
@@ -117,7 +117,7 @@ async def test_one_object_refused_after_all_keeps_no_other_from_being_applied(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A quota on the number of objects: each passes the dry run, and one is too many."""
-    monkeypatch.setattr(reconcile, "FIRST_RETRY", 1.0)
+    monkeypatch.setattr(applying, "FIRST_RETRY", 1.0)
     Controllers(stage.cluster, started=ready)
     quota = stage.cluster.fail(
         "patch", "deployments", name=f"{JOB}-judge", status=403, message="exceeded quota", dry_run=False

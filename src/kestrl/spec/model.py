@@ -1,0 +1,35 @@
+"""What the models of a manifest have in common: strictness, names, and bounded numbers."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field
+from pydantic.alias_generators import to_camel
+
+
+class Model(BaseModel):
+    """Frozen, camelCase outside, unknown fields refused, no silent conversion between types."""
+
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        strict=True,
+        alias_generator=to_camel,
+        validate_by_name=True,
+        validate_by_alias=True,
+        use_attribute_docstrings=True,
+        allow_inf_nan=False,
+    )
+
+
+LARGEST_INT = 2**31 - 1
+"""The largest count or size without a maximum of its own."""
+LARGEST_CONTEXT = 16 * 1024 * 1024
+"""Tokens."""
+LARGEST_SEED = 2**53 - 1
+"""The largest integer that every JSON reader keeps exactly."""
+PositiveInt = Annotated[int, Field(ge=1, le=LARGEST_INT)]
+NonNegativeInt = Annotated[int, Field(ge=0, le=LARGEST_INT)]
+Positive = Annotated[float, Field(gt=0, strict=False)]
+NonNegative = Annotated[float, Field(ge=0, strict=False)]

@@ -72,7 +72,7 @@ def alone(steps: int) -> tuple[float, float]:
 
 
 async def publish(count: int, proof_seconds: float, versions: int = 9) -> float:
-    """Milliseconds from a version in storage until so many engines have proved it, as the learner has them do it."""
+    """Milliseconds from a version in storage until so many engines have verified it, as the learner has them do it."""
     with tempfile.TemporaryDirectory() as name:
         folder, progress = Path(name), Progress(1, count, 1)
         async with AsyncExitStack() as stack:

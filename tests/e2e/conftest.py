@@ -1,4 +1,5 @@
-"""Clusters for tests, and what tests may ask of them. A test that asks for what there is not is skipped, and told why."""
+"""Clusters for tests, and what tests may ask of them. A test that asks for what there is not is skipped, and told
+why."""
 
 from __future__ import annotations
 
@@ -134,5 +135,5 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
     report = yield
     namespace, cluster = (getattr(item, "funcargs", {}).get(name) for name in ("namespace", "cluster"))
     if report.failed and report.when == "call" and namespace and cluster:
-        report.sections.append((f"namespace {namespace}", cluster.tell(namespace)))
+        report.sections.append((f"namespace {namespace}", cluster.describe(namespace)))
     return report

@@ -121,7 +121,7 @@ class Installation:
                 return True
             status, reason, message = condition(found, "Succeeded")
             if status == "False" and reason != "Running":
-                raise AssertionError(f"{name} ended: {reason}: {message}\n{self.cluster.tell(namespace)}")
+                raise AssertionError(f"{name} ended: {reason}: {message}\n{self.cluster.describe(namespace)}")
             return False
 
         return self.cluster.wait_for(JOB, name, seen, namespace, seconds=seconds)
@@ -155,8 +155,8 @@ def at_step(least: int) -> Callable[[Object], bool]:
 def summary(installation: Installation, job: Object) -> Object:
     """What the learner wrote at the end of its run."""
     run = f"{job['metadata']['name']}-{job['metadata']['uid'].partition('-')[0]}"
-    told: Object = json.loads(bytes(obstore.get(installation.bucket, f"e2e/{run}/summary.json").bytes()))
-    return told
+    content: Object = json.loads(bytes(obstore.get(installation.bucket, f"e2e/{run}/summary.json").bytes()))
+    return content
 
 
 def stored(installation: Installation, job: str) -> list[str]:

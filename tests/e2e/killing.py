@@ -1,4 +1,5 @@
-"""A seeded killer on a cluster: every component of a job, and the operator that leads, killed at named moments, by SIGKILL or with its pod.
+"""A seeded killer on a cluster: every component of a job, and the operator that leads, killed at named moments, by
+SIGKILL or with its pod.
 
 It kills as an outage would: a program by its processes on the node, a pod by force, without a word to anybody before.
 """
@@ -51,7 +52,8 @@ class Kill:
 
 
 def schedule(seed: int, *, rounds: int) -> dict[Moment, list[Kill]]:
-    """Every victim at the start, at the drain and at the end, and `rounds` times in training; order and manner are drawn."""
+    """Every victim at the start, at the drain and at the end, and `rounds` times in training; order and manner are
+    drawn."""
     chance = random.Random(seed)
 
     def shuffled(moment: Moment) -> list[Kill]:

@@ -28,7 +28,8 @@ def autoscaler(least: int, most: int) -> dict[str, Any]:
 
 
 def test_an_autoscaler_scales_a_jobs_workers_and_the_operator_lets_it(installation: Installation) -> None:
-    """There are no metrics here, so it moves by its bounds; that it asked for those of the workers' pods shows that it found them."""
+    """There are no metrics here, so it moves by its bounds; that it asked for those of the workers' pods shows that it
+    found them."""
     cluster = installation.cluster
     # Engines that never start: what is looked at is how many workers there are.
     job = small("elastic", inference__accelerator={"profile": "nvidia", "count": 64}, rollout__replicas=None)

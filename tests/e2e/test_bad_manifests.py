@@ -1,4 +1,5 @@
-"""Bad manifests: each is refused at admission with a sentence, or gets a condition that names the field and the mend. Never silence."""
+"""Bad manifests: each is refused at admission with a sentence, or gets a condition that names the field and the mend.
+Never silence."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ class Bad(NamedTuple):
     field: str
     """Its path below `spec`, with `__` between the parts."""
     value: Any
-    told: str
+    text: str
     """What the answer must hold."""
 
 
@@ -113,17 +114,17 @@ def named(bad: Bad) -> str:
 def test_it_is_refused_at_admission_with_the_field(bad: Bad, control_plane_with_crd: Cluster) -> None:
     with pytest.raises(CommandFailed) as refused:
         control_plane_with_crd.apply(quickstart("bad", **{bad.field: bad.value}))
-    assert bad.told in str(refused.value)
+    assert bad.text in str(refused.value)
 
 
-def test_a_name_that_leaves_no_room_for_those_of_pods_is_refused(control_plane_with_crd: Cluster) -> None:
+def test_a_name_too_long_for_pod_names_is_refused(control_plane_with_crd: Cluster) -> None:
     with pytest.raises(CommandFailed) as refused:
         control_plane_with_crd.apply(quickstart("n" * 41))
     assert "metadata.name may have 40 characters" in str(refused.value)
 
 
 @pytest.mark.parametrize(
-    ("name", "told"),
+    ("name", "text"),
     [
         ("1st-run", "metadata.name must begin with a letter"),
         ("a.b", "metadata.name must begin with a letter and have only lower-case letters, digits and -"),
@@ -132,14 +133,14 @@ def test_a_name_that_leaves_no_room_for_those_of_pods_is_refused(control_plane_w
         ("run-", "RFC 1123"),
     ],
 )
-def test_a_name_that_no_service_can_have_is_refused(name: str, told: str, control_plane_with_crd: Cluster) -> None:
+def test_a_name_that_no_service_can_have_is_refused(name: str, text: str, control_plane_with_crd: Cluster) -> None:
     with pytest.raises(CommandFailed) as refused:
         control_plane_with_crd.apply(quickstart(name))
-    assert told in str(refused.value)
+    assert text in str(refused.value)
 
 
 @pytest.mark.timeout(120)
-def test_what_only_the_operator_can_tell_becomes_a_condition(installation: Installation) -> None:
+def test_errors_found_by_the_operator_become_conditions(installation: Installation) -> None:
     """All at once: a bad job never stands in the way of another."""
     cluster = installation.cluster
     with installation.place("bad") as namespace:
@@ -157,7 +158,7 @@ def test_what_only_the_operator_can_tell_becomes_a_condition(installation: Insta
             )
             _, reason, message = condition(job, "Accepted")
             assert reason == "Invalid"
-            assert bad.told in message
+            assert bad.text in message
             assert job["status"]["shown"]["phase"] == "Rejected"
         for kind in ("statefulsets", "deployments", "services", "pods"):
             assert cluster.list(kind, namespace) == [], "a job that is refused is half applied"
@@ -166,7 +167,7 @@ def test_what_only_the_operator_can_tell_becomes_a_condition(installation: Insta
 @pytest.mark.long
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(
-    ("field", "value", "kind", "told"),
+    ("field", "value", "kind", "text"),
     [
         ("model__base", "demo://huge", "Accepted", "demo://huge"),
         ("model__base", "s3://runs/no-such-model", "Accepted", "no-such-model"),
@@ -183,8 +184,8 @@ def test_what_only_the_operator_can_tell_becomes_a_condition(installation: Insta
         ("rewards", [{"rule": "no_such_module:reward"}], "RolloutsFlowing", "no_such_module"),
     ],
 )
-def test_what_only_a_pod_can_tell_becomes_a_condition_within_half_a_minute(
-    installation: Installation, field: str, value: Any, kind: str, told: str
+def test_errors_found_by_pods_become_conditions_within_half_a_minute(
+    installation: Installation, field: str, value: Any, kind: str, text: str
 ) -> None:
     cluster = installation.cluster
     with installation.place("bad") as namespace:
@@ -192,6 +193,6 @@ def test_what_only_a_pod_can_tell_becomes_a_condition_within_half_a_minute(
 
         def says(job: dict[str, Any]) -> bool:
             status, _, message = condition(job, kind)
-            return status == "False" and told in message
+            return status == "False" and text in message
 
         cluster.wait_for("agentrljob", "wrong", says, namespace, seconds=60)

@@ -183,8 +183,8 @@ def test_everything_that_pods_run_can_be_imported_in_one(host_paths: Cluster, na
 
 def test_pods_outside_labelled_namespaces_are_left_alone(host_paths: Cluster) -> None:
     made = json.dumps(pod(host_paths, "plain", "true"))
-    told = host_paths.kubectl("create", "--dry-run=server", "-n", "default", "-o", "json", "-f", "-", given=made)
-    assert not [volume for volume in json.loads(told)["spec"]["volumes"] if "hostPath" in volume]
+    output = host_paths.kubectl("create", "--dry-run=server", "-n", "default", "-o", "json", "-f", "-", given=made)
+    assert not [volume for volume in json.loads(output)["spec"]["volumes"] if "hostPath" in volume]
 
 
 def test_services_have_names(cluster: Cluster, namespace: str, server: str) -> None:
@@ -328,7 +328,7 @@ def test_a_frozen_api_server_answers_when_it_is_thawed(daemons: Cluster) -> None
     eventually("it answers", lambda: daemons.list("node") != [], 30)
 
 
-def test_a_wait_goes_on_over_an_outage(daemons: Cluster, namespace: str) -> None:
+def test_a_wait_survives_an_outage(daemons: Cluster, namespace: str) -> None:
     made = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "late"}, "data": {"key": "value"}}
 
     def trouble() -> None:
@@ -342,7 +342,7 @@ def test_a_wait_goes_on_over_an_outage(daemons: Cluster, namespace: str) -> None
     assert found["metadata"]["name"] == "late"
 
 
-def test_a_wait_in_vain_tells_what_there_is(cluster: Cluster, namespace: str) -> None:
+def test_a_wait_that_times_out_describes_the_namespace(cluster: Cluster, namespace: str) -> None:
     cluster.apply(pod(cluster, "hopeless", "true", container={"image": "localhost/none:1"}), namespace)
     waits = "{.items[*].status.containerStatuses[*].state.waiting.reason}"
     place = ("get", "pods", f"--namespace={namespace}", f"--output=jsonpath={waits}")
@@ -415,7 +415,7 @@ def test_a_second_cluster_beside_the_first_leaves_nothing_behind(daemons: Cluste
     assert daemons.list("node"), "the first is as it was"
 
 
-def test_a_leashed_cluster_ends_with_its_process(tmp_path: Path) -> None:
+def test_a_cluster_bound_to_a_process_ends_with_it(tmp_path: Path) -> None:
     usable_kit()
     name = f"leashed-{os.getpid()}"
     code = f"""

@@ -58,12 +58,12 @@ def running(container: str, pod: dict[str, Any]) -> bool:
     return any(item["name"] == container and "running" in item["state"] for item in statuses)
 
 
-def test_a_profile_that_no_node_can_ever_satisfy_is_told(installation: Installation, fake_devices: Cluster) -> None:
+def test_a_profile_that_no_node_can_satisfy_is_reported(installation: Installation, fake_devices: Cluster) -> None:
     job = small("greedy", inference__accelerator={"profile": "nvidia", "count": 64})
     with installation.place("devices") as namespace:
         installation.cluster.apply(job, namespace)
-        told = "spec.inference.accelerator (profile nvidia): no node has 64 of nvidia.com/gpu"
+        message = "spec.inference.accelerator (profile nvidia): no node has 64 of nvidia.com/gpu"
         seen = fake_devices.wait_for(
-            "agentrljob", "greedy", lambda found: told in condition(found, "Scheduled")[2], namespace, seconds=120
+            "agentrljob", "greedy", lambda found: message in condition(found, "Scheduled")[2], namespace, seconds=120
         )
         assert condition(seen, "Scheduled")[:2] == ("False", "Unsatisfiable")

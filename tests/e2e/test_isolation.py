@@ -29,7 +29,7 @@ def reached(cluster: Cluster, namespace: str, role: str, *targets: str) -> list[
     return json.loads(cluster.exec(pod, "python", "-c", REACH, *targets, namespace=namespace, container=role))
 
 
-def test_a_tools_pod_reaches_nothing_and_nobody_but_its_workers_reaches_it(
+def test_a_tools_pod_has_no_egress_and_only_workers_reach_it(
     installation: Installation, network_policies: Cluster
 ) -> None:
     cluster = network_policies
@@ -72,7 +72,7 @@ def test_a_tools_pod_reaches_nothing_and_nobody_but_its_workers_reaches_it(
         assert reached(cluster, ours, "rollout", f"{address[theirs, 'tools']}:7000", f"{other}:7000") == [False, False]
 
 
-def test_no_pod_of_a_job_has_a_token_or_a_secret_that_is_not_its_own(installation: Installation) -> None:
+def test_no_pod_of_a_job_has_a_token_or_a_secret_of_another(installation: Installation) -> None:
     cluster = installation.cluster
     with installation.place("tokens") as namespace:
         cluster.apply(small("tokens"), namespace)

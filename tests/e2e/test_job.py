@@ -1,4 +1,5 @@
-"""A job on a real cluster from `helm install` to its adapter in object storage, through everything that may befall it on the way."""
+"""A job on a real cluster from `helm install` to its adapter in object storage, through everything that may befall it
+on the way."""
 
 from __future__ import annotations
 
@@ -50,9 +51,9 @@ def test_a_job_whose_newest_spec_is_refused_is_suspended_resumed_and_ends(instal
 
 
 @pytest.mark.timeout(1200)
-def test_a_job_goes_its_way_whatever_is_done_to_it(installation: Installation) -> None:
-    """Scaled, deprived of every one of its pods, of the operator's leader and of the apiserver, suspended and resumed: it succeeds, and
-    trains every step once."""
+def test_a_job_suspends_resumes_and_ends_under_disruptions(installation: Installation) -> None:
+    """Scaled, deprived of every one of its pods, of the operator's leader and of the apiserver, suspended and resumed:
+    it succeeds, and trains every step once."""
     cluster = installation.cluster
     with installation.place() as namespace:
         cluster.apply(small("story", schedule__maxSteps=8, rollout__replicas=2), namespace)
@@ -102,9 +103,9 @@ def test_a_job_goes_its_way_whatever_is_done_to_it(installation: Installation) -
         done = installation.wait("story", namespace, is_true("Succeeded"), 420)
         assert done["status"]["shown"]["step"] == "8/8"
         assert done["status"]["finishedAt"]
-        told = summary(installation, done)
-        assert (told["status"], told["steps"]) == ("succeeded", 8)
-        assert done["status"]["result"] == told["policy"]
+        report = summary(installation, done)
+        assert (report["status"], report["steps"]) == ("succeeded", 8)
+        assert done["status"]["result"] == report["policy"]
         versions = [item["step"] for item in done["status"]["history"]]
         assert versions == sorted(versions, reverse=True), "the lineage is in order"
         adapters = [
@@ -128,9 +129,9 @@ def test_the_quickstart_trains_on_a_cluster_as_it_does_on_one_machine(installati
     with installation.place() as namespace:
         installation.cluster.apply(quickstart(rollout__replicas=2), namespace)
         done = installation.wait("email-search", namespace, is_true("Succeeded"), 1500)
-        told = summary(installation, done)
-        assert told["after"]["reward"] > told["before"]["reward"] + 0.2
-        assert told["failures"] == {}
+        report = summary(installation, done)
+        assert report["after"]["reward"] > report["before"]["reward"] + 0.2
+        assert report["failures"] == {}
         reasons = {
             event["reason"]
             for event in installation.cluster.list("events.events.k8s.io", namespace)
@@ -141,7 +142,7 @@ def test_the_quickstart_trains_on_a_cluster_as_it_does_on_one_machine(installati
 
 @pytest.mark.long
 @pytest.mark.timeout(300)
-def test_a_job_that_is_deleted_in_the_middle_leaves_its_adapters_and_nothing_else(installation: Installation) -> None:
+def test_a_job_deleted_while_it_runs_leaves_its_adapters_and_nothing_else(installation: Installation) -> None:
     cluster = installation.cluster
     with installation.place() as namespace:
         cluster.apply(small("deleted", schedule__maxSteps=100), namespace)

@@ -1,5 +1,5 @@
-"""Every component of a job killed at every moment of its life, the operator and the cluster's own daemons too: it succeeds, and its
-ledger adds up."""
+"""Every component of a job killed at every moment of its life, the operator and the cluster's own daemons too: it
+succeeds, and its ledger adds up."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def work(folder: Path, copy: Path) -> list[tuple[int, str, int | None, str | Non
         return connection.execute("SELECT position, state, step, reason FROM work ORDER BY position").fetchall()
 
 
-def test_a_job_whose_every_part_is_killed_at_every_moment_loses_and_repeats_nothing(
+def test_a_job_whose_every_component_is_killed_loses_and_repeats_nothing(
     installation: Installation, daemons: Cluster, tmp_path: Path
 ) -> None:
     cluster, plan, began = installation.cluster, schedule(SEED, rounds=ROUNDS), time.monotonic()
@@ -100,8 +100,8 @@ def test_a_job_whose_every_part_is_killed_at_every_moment_loses_and_repeats_noth
             killer.carry_out(kill, over=lambda: ended(installation, namespace))
         done = installation.wait("killed", namespace, is_true("Succeeded"), 600)
 
-        told = summary(installation, done)
-        assert (told["status"], told["steps"]) == ("succeeded", STEPS)
+        report = summary(installation, done)
+        assert (report["status"], report["steps"]) == ("succeeded", STEPS)
         assert suspended["status"]["progress"]["step"] < STEPS
         counts = killer.counts()
         assert set(counts["by victim"]) == set(VICTIMS)
@@ -123,7 +123,7 @@ def test_a_job_whose_every_part_is_killed_at_every_moment_loses_and_repeats_noth
             "steps": STEPS,
             "restarts that counted": done["status"].get("restarts", 0),
             "seconds": round(time.monotonic() - began),
-            "failures": told["failures"],
+            "failures": report["failures"],
             "scenarios dropped of those begun": len(
                 [row for row in rows if row[1] == "dropped" and row[0] < GROUPS * STEPS]
             ),

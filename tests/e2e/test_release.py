@@ -12,7 +12,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 OURS = f"app.kubernetes.io/instance={RELEASE},app.kubernetes.io/managed-by=Helm"
 
 
-def test_helm_tells_what_to_do_next_and_its_release_is_sound(installation: Installation) -> None:
+def test_helm_notes_name_the_next_steps_and_the_release_is_valid(installation: Installation) -> None:
     notes = installation.cluster.helm("get", "notes", RELEASE, f"--namespace={SYSTEM}")
     assert "kubectl" in notes
     assert len(installation.operators()) == 2
@@ -21,13 +21,14 @@ def test_helm_tells_what_to_do_next_and_its_release_is_sound(installation: Insta
 @pytest.mark.long
 @pytest.mark.timeout(600)
 def test_helm_test_runs_a_job_to_its_success(installation: Installation) -> None:
-    """In the release's own namespace, by a pod of the operator's image with no right but to make, see and delete a job."""
+    """In the release's own namespace, by a pod of the operator's image with no right but to make, see and delete a
+    job."""
     cluster = installation.cluster
     cluster.apply(credentials(installation.store, SYSTEM))
-    told = cluster.helm("test", RELEASE, f"--namespace={SYSTEM}", "--logs", "--timeout=540s", seconds=560)
-    assert "phase Running" in told
-    assert "phase Succeeded" in told
-    assert "step 2/2" in told
+    output = cluster.helm("test", RELEASE, f"--namespace={SYSTEM}", "--logs", "--timeout=540s", seconds=560)
+    assert "phase Running" in output
+    assert "phase Succeeded" in output
+    assert "step 2/2" in output
     assert cluster.list(JOB, SYSTEM) == [], "it deletes its job"
     eventually("its pods are gone", lambda: not cluster.list("pods", SYSTEM, "kestrl.dev/job"), 120)
 
@@ -45,7 +46,7 @@ def left(cluster: Cluster) -> set[str]:
 
 @pytest.mark.long
 @pytest.mark.timeout(900)
-def test_an_uninstall_leaves_what_it_should_and_jobs_go_on_till_the_next_install(installation: Installation) -> None:
+def test_jobs_survive_an_uninstall_until_the_next_install(installation: Installation) -> None:
     cluster = installation.cluster
     with installation.place() as namespace:
         cluster.apply(small("survivor", schedule__maxSteps=40), namespace)

@@ -1,9 +1,11 @@
-"""A thousand jobs on a real control plane without kubelets: how long until every object of each is there, and what they cost at rest.
+"""A thousand jobs on a real control plane without kubelets: how long until every object of each is there, and what they
+cost at rest.
 
-Twice. With Kubernetes' own controllers held, there are the apiserver, its etcd and the operator, and what is measured is ours; with them
-running, most of the time on few cores is theirs, for the pods and slices and events that they make of our objects. The limit beside it, in the
-same run: a loop that knows all those objects and applies them, as many at once, to as many jobs. KubeRay publishes 258 s for a thousand
-clusters. What is measured goes to KESTRL_SCALE_REPORT; docs/measured/scale.json is such a file.
+Twice. With Kubernetes' own controllers held, there are the apiserver, its etcd and the operator, and what is measured
+is ours; with them running, most of the time on few cores is theirs, for the pods and slices and events that they make
+of our objects. The limit beside it, in the same run: a loop that knows all those objects and applies them, as many at
+once, to as many jobs. KubeRay publishes 258 s for a thousand clusters. What is measured goes to KESTRL_SCALE_REPORT;
+docs/measured/scale.json is such a file.
 """
 
 from __future__ import annotations
@@ -27,8 +29,8 @@ import yaml
 
 from kestrl_operator.api import JOB, POD, STATEFUL_SET, Api
 from kestrl_operator.config import Config, read_config
-from kestrl_operator.drawing import Drawing
-from kestrl_operator.policies import Decision, Stage
+from kestrl_operator.lifecycle import Decision, Stage
+from kestrl_operator.manifests import Manifests
 from kestrl_operator.store import Key
 
 from .cluster.client import Cluster
@@ -39,7 +41,8 @@ COUNT = int(os.environ.get("KESTRL_SCALE_JOBS", "100"))
 GOAL_MIB, GOAL_REQUESTS = 400, 40
 QUIET_SECONDS, LONGEST_SETTLING = 10.0, 600.0
 REST_SECONDS = 330.0 if COUNT >= 1000 else 90.0
-"""Of a thousand jobs a whole round of audits, of which the fifth looks at everything; in the shorter test there is not the time."""
+"""Of a thousand jobs a whole round of audits, of which the fifth looks at everything; in the shorter test there is not
+the time."""
 CONTROLLERS = ("kube-scheduler", "kube-controller-manager")
 PODS = 6
 """Of the quickstart."""
@@ -81,7 +84,8 @@ class Process:
         return int(sum(float(line.rpartition(" ")[2]) for line in text.splitlines() if line.startswith(metric)))
 
     def rest(self) -> None:
-        """Until next to nothing happens any more: the scheduler and the controllers go on long after all pods are made."""
+        """Until next to nothing happens any more: the scheduler and the controllers go on long after all pods are
+        made."""
         deadline, before = time.monotonic() + LONGEST_SETTLING, self.passes()
         while time.monotonic() < deadline:
             time.sleep(QUIET_SECONDS)  # what is awaited is that nothing happens
@@ -153,7 +157,7 @@ async def fill(namespace: str) -> float:
 
 async def fill_barely(namespace: str, config: Config) -> float:
     """As many jobs' objects, drawn beforehand and applied by nothing but a loop; returns the seconds."""
-    api, drawing = Api(), Drawing(config.jobs, config.key())
+    api, drawing = Api(), Manifests(config.jobs, config.key())
     began = time.monotonic()
 
     async def one(job: Object) -> None:
@@ -184,8 +188,8 @@ async def settled(namespace: str) -> None:
     try:
         while True:
             pods = len([item async for item in api.list(POD, namespace, labels="kestrl.dev/job")])
-            told = [item async for item in api.list(JOB, namespace)]
-            if pods == COUNT * PODS and all(item.get("status", {}).get("observedGeneration") for item in told):
+            listed = [item async for item in api.list(JOB, namespace)]
+            if pods == COUNT * PODS and all(item.get("status", {}).get("observedGeneration") for item in listed):
                 return
             await asyncio.sleep(2)  # as above
     finally:
@@ -217,7 +221,8 @@ def held(cluster: Cluster) -> Iterator[None]:
 
 @pytest.fixture
 def by_token(control_plane_with_crd: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cluster:
-    """The control plane, which the operator and the loop beside it speak to as a pod does: with a service account's token.
+    """The control plane, which the operator and the loop beside it speak to as a pod does: with a service account's
+    token.
 
     (An administrator's certificate is verified at each request, for a fifteenth of all that an apiserver does here.)
     """
@@ -257,7 +262,7 @@ def report(situation: str, measured: dict[str, Any]) -> None:
         file.write_text(json.dumps({**known, situation: measured}, indent=1) + "\n")
 
 
-def test_many_jobs_are_taken_on_quickly(by_token: Cluster, tmp_path: Path) -> None:
+def test_many_jobs_are_created_quickly(by_token: Cluster, tmp_path: Path) -> None:
     if by_token.own is None:
         pytest.skip("the controllers of a cluster that is not the harness's own cannot be held")
     with places(by_token, "alone", "alone-bare"), held(by_token):

@@ -20,10 +20,10 @@ from kestrl.telemetry.names import Instrument, Metric
 from kestrl_operator.accelerators import BUILT_IN, Profile
 from kestrl_operator.cluster import GRPC_PORT, HTTP_PORT, METRICS_PORT, Cluster, read_cluster, site_of
 from kestrl_operator.conditions import REASONS, Type
-from kestrl_operator.policies import back_off
+from kestrl_operator.lifecycle import backoff
 from kestrl_operator.render import Given, network, render
 from kestrl_operator.render.patching import HELD
-from kestrl_operator.shell import settings
+from kestrl_operator.watch import settings
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -218,9 +218,9 @@ def test_every_pitfall_is_answered_in_a_file() -> None:
     assert [row[0] for row in table if not FILE.findall(row[3])] == []
 
 
-def test_back_off_times_are_those_of_the_table() -> None:
+def test_backoff_times_are_those_of_the_table() -> None:
     line = next(line for line in page("operations.md").splitlines() if line.startswith("| waits |"))
-    assert [float(number) for number in re.findall(r"(\d+) s", line)] == [back_off(attempts) for attempts in range(6)]
+    assert [float(number) for number in re.findall(r"(\d+) s", line)] == [backoff(attempts) for attempts in range(6)]
 
 
 @pytest.mark.parametrize("name", ["operations.md"])

@@ -1,4 +1,4 @@
-"""`python -m kestrl_operator --config FILE`: the operator."""
+"""`python -m kestrl_operator --config FILE`: runs the operator."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from pathlib import Path
 
 import uvloop
 
-import kestrl.stopping  # noqa: F401  # pyright: ignore[reportUnusedImport] - it takes SIGTERM from here on
+import kestrl.stopping  # noqa: F401  # pyright: ignore[reportUnusedImport] - it handles SIGTERM from here on
 from kestrl.service import collect_rarely, exit_code
 from kestrl.telemetry import set_up
 from kestrl_operator.config import Config, read_config
 
 
 def main() -> int:
-    """Runs the operator to its end; returns the process's exit code: 2 for what a person can mend."""
+    """Runs the operator to its end; returns the exit code of the process: 2 for an error that the user can fix."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--config", type=Path, required=True, help="YAML file made from the chart's values")
+    parser.add_argument("--config", type=Path, required=True, help="YAML file rendered from the chart's values")
     path = parser.parse_args().config
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     logging.getLogger("kopf.objects").setLevel(logging.WARNING)
@@ -35,7 +35,7 @@ def main() -> int:
 
 async def _operate(config: Config) -> None:
     from kestrl_operator.api import Api
-    from kestrl_operator.operate import Operator
+    from kestrl_operator.operator import Operator
 
     api = Api()
     collect_rarely()

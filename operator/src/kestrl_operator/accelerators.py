@@ -1,7 +1,7 @@
-"""Accelerators by profile: what a pod must say to get devices of a kind, as data that Helm values can add to. Pure.
+"""Accelerator profiles: what a pod needs to get devices of a kind, as data that Helm values can extend. Pure.
 
-NVIDIA's names are those of k8s-device-plugin 0.20 and gpu-operator 26.7; Ascend has two families of them, mind-cluster's and Huawei
-Cloud CCE's, so that the resource's name is never assumed.
+NVIDIA's names are those of k8s-device-plugin 0.20 and gpu-operator 26.7. Ascend has two sets of names, mind-cluster's
+and Huawei Cloud CCE's, so the resource name is always part of the profile.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from kestrl.errors import UserInputError
 from kestrl.plan.settings import Model
 
 NO_DEVICES = {"NVIDIA_VISIBLE_DEVICES": "void"}
-"""For pods that ask for none: a CUDA image without a request may otherwise see every GPU of its node."""
+"""Variables of containers without devices: a CUDA image could otherwise see every GPU of its node."""
 
 
 class Toleration(Model):
-    """A taint that pods of the profile bear."""
+    """A taint that pods of the profile tolerate."""
 
     key: str
     operator: str = "Exists"
@@ -31,7 +31,9 @@ class Toleration(Model):
 
 
 class HostMount(Model):
-    """A path of the node that the devices' libraries are in. Pod Security "restricted" forbids it: an exception to be documented."""
+    """A path of the node with the libraries of the devices. Pod Security "restricted" forbids it; docs/accelerators.md
+    documents the exception.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid", alias_generator=to_camel, validate_by_name=True)
 
@@ -45,9 +47,9 @@ class Profile(Model):
     model_config = ConfigDict(frozen=True, extra="forbid", alias_generator=to_camel, validate_by_name=True)
 
     resource: str | None = None
-    """The extended resource that is asked for, such as nvidia.com/gpu or nvidia.com/mig-1g.10gb; None asks for none."""
+    """The extended resource to request, such as nvidia.com/gpu or nvidia.com/mig-1g.10gb; None requests none."""
     image: Literal["cpu", "cuda", "npu"]
-    """Which build of engine and learner."""
+    """The build of engine and learner."""
     env: Mapping[str, str] = {}
     env_from_annotation: Mapping[str, str] = {}
     """Variables whose value a device plugin writes into an annotation of the pod."""
@@ -58,29 +60,32 @@ class Profile(Model):
     labels: Mapping[str, str] = {}
     host_mounts: tuple[HostMount, ...] = ()
     scale_out: bool = True
-    """Whether the engine's token routes are opened by a flag, as since vLLM 0.30; before they were open and knew no such flag."""
+    """Whether a flag enables the engine's token routes, as since vLLM 0.30; earlier versions always serve them and do
+    not know the flag."""
     spare_slots: int = 0
-    """Adapter slots beyond those that live versions need. vLLM before 0.27 may swap an adapter under a running request when a load
-    evicts one in use (vllm#47724): with a spare slot no load ever evicts."""
+    """Adapter slots beyond those that live versions need. vLLM before 0.27 may swap an adapter under a running request
+    when a load evicts one in use (vllm#47724): with a spare slot no load ever evicts."""
 
     def requests(self, count: int) -> dict[str, str]:
-        """What a container asks for; limits and requests are the same for extended resources."""
+        """The resources that a container requests; limits and requests are the same for extended resources."""
         return {} if self.resource is None else {self.resource: str(count)}
 
     def environment(self) -> list[dict[str, Any]]:
-        """The container's variables."""
+        """The environment variables of the container."""
         if self.resource is None:
             return [{"name": name, "value": value} for name, value in {**NO_DEVICES, **self.env}.items()]
         plain = [{"name": name, "value": value} for name, value in self.env.items()]
-        told = [
+        from_annotations = [
             {"name": name, "valueFrom": {"fieldRef": {"fieldPath": f"metadata.annotations['{annotation}']"}}}
             for name, annotation in self.env_from_annotation.items()
         ]
-        return [*plain, *told]
+        return [*plain, *from_annotations]
 
 
 def _ascend(resource: str, **more: Any) -> Profile:
-    """Of vllm-ascend 0.23, which is vLLM 0.23: its device plugin sets ASCEND_VISIBLE_DEVICES, unless Volcano schedules."""
+    """A profile for vllm-ascend 0.23 (vLLM 0.23). Its device plugin sets ASCEND_VISIBLE_DEVICES, unless Volcano
+    schedules.
+    """
     return Profile(
         resource=resource,
         image="npu",
@@ -104,15 +109,15 @@ BUILT_IN: Mapping[str, Profile] = {
     ),
     "ascend-cce": _ascend("huawei.com/ascend-1980"),
 }
-"""`ascend` speaks mind-cluster's names, `ascend-volcano` too where Volcano gives out the devices and writes which in an annotation;
-`ascend-cce` speaks those of Huawei Cloud."""
+"""The built-in profiles. `ascend` uses mind-cluster's names, and so does `ascend-volcano`, for clusters where Volcano
+assigns the devices and writes them into an annotation; `ascend-cce` uses those of Huawei Cloud."""
 
 
 def profiles(values: Mapping[str, Any]) -> dict[str, Profile]:
-    """The built-in profiles with the chart's `accelerators` over them: a profile of the same name is changed, another is added.
+    """The built-in profiles, changed and extended by the chart's `accelerators`.
 
     Raises:
-        UserInputError: A value is not one a profile has; the message names it.
+        UserInputError: A value is invalid; the message names it.
     """
     known = dict(BUILT_IN)
     for name, changes in values.items():
@@ -120,11 +125,11 @@ def profiles(values: Mapping[str, Any]) -> dict[str, Profile]:
         try:
             known[name] = Profile.model_validate({**base, **changes})
         except (ValidationError, TypeError) as error:
-            raise UserInputError(f"accelerators.{name}: {_told(error)}") from error
+            raise UserInputError(f"accelerators.{name}: {_details(error)}") from error
     return known
 
 
-def _told(error: ValidationError | TypeError) -> str:
+def _details(error: ValidationError | TypeError) -> str:
     if isinstance(error, TypeError):
         return "must be a map"
     return "; ".join(f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors())
@@ -132,7 +137,7 @@ def _told(error: ValidationError | TypeError) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Node:
-    """What is known of a node, as its object tells."""
+    """The properties of a node that affect scheduling."""
 
     name: str
     labels: Mapping[str, str]
@@ -145,8 +150,8 @@ def unsatisfiable(profile: Profile, count: int, nodes: Sequence[Node]) -> str:
     """Why no pod of the profile can ever be scheduled on these nodes, whatever runs there now; empty when one could be.
 
     Args:
-        profile: What the pod says.
-        count: Devices of one pod.
+        profile: The profile of the pod.
+        count: Devices per pod.
         nodes: All nodes of the cluster.
     """
     if profile.resource is None:
@@ -157,13 +162,13 @@ def unsatisfiable(profile: Profile, count: int, nodes: Sequence[Node]) -> str:
         return f"no node has the labels {wanted}" if wanted else "the cluster has no node"
     borne = [node for node in selected if all(_bears(profile, taint) for taint in node.taints)]
     if not borne:
-        return f"every node that fits has a taint that the profile does not tolerate ({_taints(selected)})"
+        return f"every matching node has a taint that the profile does not tolerate ({_taints(selected)})"
     most = max((quantity(node.allocatable.get(profile.resource, "0")) for node in borne), default=Fraction(0))
     if most == 0:
         offered = sorted(
             {name for node in nodes for name, amount in node.allocatable.items() if "/" in name and quantity(amount)}
         )
-        return f"no node offers {profile.resource} (extended resources there are: {', '.join(offered) or 'none'})"
+        return f"no node offers {profile.resource} (available extended resources: {', '.join(offered) or 'none'})"
     if most < count:
         return f"no node has {count} of {profile.resource}; the most on one is {int(most)}"
     return ""
@@ -193,10 +198,10 @@ def quantity(text: str) -> Fraction:
     """A Kubernetes quantity such as `8`, `500m` or `16Gi`.
 
     Raises:
-        ValueError: It is not one.
+        ValueError: The text is not a quantity.
     """
     number = text.rstrip("numkKMGTPEi")
     suffix = text[len(number) :]
     if suffix not in _SUFFIXES:
-        raise ValueError(f"{text!r} is no quantity")
+        raise ValueError(f"{text!r} is not a quantity")
     return Fraction(number) * _SUFFIXES[suffix]

@@ -1,4 +1,4 @@
-"""The apiserver, as far as the operator asks anything of it: the few calls, with their failures typed."""
+"""The calls that the operator makes to the API server, with typed failures."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ from kestrl_operator.connection import log_in, secure
 
 Object = dict[str, Any]
 MANAGER = "kestrl-operator"
-"""The field manager of all that is applied."""
+"""The field manager of everything that is applied."""
 REQUEST_SECONDS = 30.0
 PAGE = 500
 LOGIN_SECONDS = 60.0
-"""So long a credential is used before it is read again."""
+"""Seconds for which a credential is used before it is read again."""
 SHOWN_BYTES = 300
 JSON, APPLY, MERGE = "application/json", "application/apply-patch+yaml", "application/merge-patch+json"
 NAMES_ONLY = "application/json;as=PartialObjectMetadataList;v=v1;g=meta.k8s.io,application/json"
 UNTYPED = "failed to create typed patch object"
-"""Server-side apply answers 500 with these words to an object whose fields have other types than the kind's; 422 is what is meant."""
+"""Message of the status 500 with which server-side apply answers an object that has fields of the wrong type; 422 would
+be correct."""
 
 
 class Kind(NamedTuple):
@@ -48,7 +49,7 @@ DEPLOYMENT = Kind("apps", "v1", "Deployment", "deployments")
 LEASE = Kind("coordination.k8s.io", "v1", "Lease", "leases")
 EVENT = Kind("events.k8s.io", "v1", "Event", "events")
 OLD_EVENT = Kind("", "v1", "Event", "events")
-"""The same as the apiserver lets us select by reason."""
+"""The same kind in the API version that supports selection by reason."""
 REVIEW = Kind("authorization.k8s.io", "v1", "SelfSubjectAccessReview", "selfsubjectaccessreviews")
 DEFINITION = Kind("apiextensions.k8s.io", "v1", "CustomResourceDefinition", "customresourcedefinitions")
 NODE = Kind("", "v1", "Node", "nodes")
@@ -67,7 +68,7 @@ _BY_NAME = {(kind.api_version, kind.name): kind for kind in (LEASE, *APPLIED)}
 
 
 class Mark(msgspec.Struct, frozen=True):
-    """An object's name and version, and nothing else of it."""
+    """Name and version of an object, without its content."""
 
     uid: str
     name: str
@@ -90,7 +91,8 @@ class _Rest(msgspec.Struct):
 class _Marks(msgspec.Struct):
     metadata: _Rest
     items: list[_Marked] | None
-    """None where there is none, unlike in lists of whole objects; never left out, so that no other answer is taken for an empty list."""
+    """None where there is none, unlike in lists of whole objects. Required, so that no other answer passes for an empty
+    list."""
 
 
 class _Objects(msgspec.Struct):
@@ -99,7 +101,7 @@ class _Objects(msgspec.Struct):
 
 
 class _Status(msgspec.Struct):
-    """What Kubernetes says of a request that it does not take."""
+    """The Status object with which Kubernetes refuses a request."""
 
     message: str
 
@@ -109,7 +111,7 @@ Page = TypeVar("Page", _Marks, _Objects)
 
 
 class ApiProblem(KestrlError):
-    """The apiserver refused, or did not answer. `retryable` where the same call may do better later."""
+    """The API server refused, or did not answer. `retryable` where the same call may succeed later."""
 
     code = "kubernetes"
 
@@ -119,24 +121,25 @@ class ApiProblem(KestrlError):
 
 
 class Gone(ApiProblem):
-    """The object, or its namespace, is not there any more."""
+    """The object or its namespace does not exist any more."""
 
 
 class Conflict(ApiProblem):
-    """It exists already, or was changed meanwhile."""
+    """The object exists already, or was changed meanwhile."""
 
 
 class Api:
-    """One connection to a cluster. All calls raise `ApiProblem`.
+    """A connection to a cluster. All calls raise `ApiProblem`.
 
-    On aiohttp, as Kopf's own streams are: a request costs a third of the CPU that it does with the clients which know all of Kubernetes.
+    Uses aiohttp, as kopf's streams do: a request costs a third of the CPU time that it costs with the full Kubernetes
+    clients.
     """
 
     def __init__(self) -> None:
-        """Connects as the pod's service account, or as KUBECONFIG says.
+        """Connects with the pod's service account or KUBECONFIG.
 
         Raises:
-            UserInputError: There is neither, or what there is cannot be used.
+            UserInputError: Neither exists, or it cannot be used.
         """
         self._known, self._read_at = log_in(), monotonic()
         self._secure = secure(self._known)
@@ -148,26 +151,27 @@ class Api:
             await self._session.close()
 
     async def apply(self, wanted: Mapping[str, Any], *, force: bool = True, dry_run: bool = False) -> Object:
-        """Server-side apply of an object, as ours; returns it as it is now.
+        """Applies an object server-side as field manager `kestrl-operator`; returns the result.
 
         Args:
             wanted: The object.
-            force: Whether fields that somebody else owns are taken from them. Without it they are left, and a Conflict is raised.
-            dry_run: Whether everything is checked, admission included, and nothing written.
+            force: Whether to take over fields of other managers; otherwise they are kept, and a Conflict is raised.
+            dry_run: Whether to check everything, admission included, without writing.
         """
         kind, metadata = _BY_NAME[wanted["apiVersion"], wanted["kind"]], wanted["metadata"]
         place = (metadata["namespace"], metadata["name"])
         return await self._apply(kind, *place, "", wanted, force=force, dry_run=dry_run)
 
     async def apply_status(self, namespace: str, name: str, version: int, status: Mapping[str, Any]) -> Object:
-        """Server-side apply of a job's status; returns the job as it is now.
+        """Applies a job's status server-side; returns the job.
 
         Args:
-            namespace: Of the job.
-            name: Its name.
-            version: The resourceVersion that the status was made for: of another job of the name, or a later state, it is not written.
-                (The uid would not do: for a subresource the apiserver does not look at it.)
-            status: All of it; nothing in it may be empty, as the apiserver makes null of a map that was not empty before.
+            namespace: Namespace of the job.
+            name: Name of the job.
+            version: The resourceVersion that the status was computed for: it is not written to another job of the name,
+                nor to a later state. (The API server ignores the uid for a subresource.)
+            status: The complete status, without empty values: the API server turns a map into null if it was not empty
+                before.
 
         Raises:
             Conflict: The job has changed meanwhile, or is another one.
@@ -202,7 +206,9 @@ class Api:
         )
 
     async def delete(self, kind: Kind, namespace: str, name: str, *, uid: str) -> None:
-        """Deletes an object and, in the background, what it owns; one that is gone, or another of that name, is left alone."""
+        """Deletes an object and, in the background, its dependents. An object that is gone, or another one of that
+        name, is left alone.
+        """
         only = {"propagationPolicy": "Background", "uid": uid}
         try:
             await self._ask("DELETE", f"delete {kind.name} {namespace}/{name}", path(kind, namespace, name), only)
@@ -217,17 +223,17 @@ class Api:
         return await self._whole("POST", f"create {kind.name}", place, {"fieldManager": MANAGER}, wanted)
 
     async def replace(self, kind: Kind, wanted: Mapping[str, Any]) -> Object:
-        """Writes an object whose resourceVersion says what it replaces.
+        """Replaces an object at the resourceVersion that it names.
 
         Raises:
-            Conflict: Somebody else was faster.
+            Conflict: The object was changed meanwhile.
         """
         metadata = wanted["metadata"]
         place = path(kind, metadata.get("namespace"), metadata["name"])
         return await self._whole("PUT", f"update {kind.name}", place, {"fieldManager": MANAGER}, wanted)
 
     async def merge(self, kind: Kind, namespace: str, name: str, changes: Mapping[str, Any]) -> None:
-        """A merge patch."""
+        """Applies a merge patch."""
         what, place = f"patch {kind.name} {namespace}/{name}", path(kind, namespace, name)
         await self._ask("PATCH", what, place, {"fieldManager": MANAGER}, changes, form=MERGE)
 
@@ -237,17 +243,17 @@ class Api:
         """All objects of a kind.
 
         Args:
-            kind: Which.
-            namespace: Where; None for everywhere.
-            labels: A label that they have, as `name` or `name=value`.
-            fields: Fields that they have.
+            kind: The kind.
+            namespace: The namespace; None for all.
+            labels: A label selector, as `name` or `name=value`.
+            fields: A field selector.
         """
         async for page in self._pages(kind, namespace, _Objects, labels=labels, fields=fields or {}):
             for item in page.items or ():
                 yield item
 
     async def marks(self, kind: Kind, namespace: str | None, *, labels: str = "") -> AsyncIterator[Mark]:
-        """Name and version of all objects that `list` would give."""
+        """Name and version of all objects that `list` would return."""
         async for page in self._pages(kind, namespace, _Marks, labels=labels, fields={}, accept=NAMES_ONLY):
             for item in page.items or ():
                 yield item.metadata
@@ -283,7 +289,7 @@ class Api:
         *,
         form: str = JSON,
     ) -> Object:
-        """An object is answered with."""
+        """Sends a request that is answered with an object."""
         return _read(await self._ask(verb, what, place, query, wanted, form=form), Object, what)
 
     async def _ask(
@@ -307,8 +313,8 @@ class Api:
             ) as answer:
                 said = await answer.read()
         except (aiohttp.ClientError, TimeoutError, ConnectionError) as error:
-            told = f"{what}: {server} does not answer: {type(error).__name__}: {error}"
-            raise ApiProblem(told, status=None, retryable=True) from error
+            message = f"{what}: {server} does not answer: {type(error).__name__}: {error}"
+            raise ApiProblem(message, status=None, retryable=True) from error
         if answer.status >= 300:
             raise problem(answer.status, said, what)
         return said
@@ -325,7 +331,9 @@ class Api:
         return self._session
 
     def _credential(self, what: str) -> Mapping[str, str]:
-        """Who we are, read again now and then: tokens are exchanged under us."""
+        """The request headers with the credential, which is read again periodically because service account tokens are
+        rotated.
+        """
         if monotonic() - self._read_at > LOGIN_SECONDS:
             try:
                 self._known, self._read_at = log_in(), monotonic()
@@ -335,7 +343,7 @@ class Api:
 
 
 def path(kind: Kind, namespace: str | None, name: str = "", part: str = "") -> str:
-    """Of objects of a kind, of one of them, or of a subresource of one; without a namespace, of all."""
+    """The path of a kind, of one object, or of a subresource of one; without a namespace, of all namespaces."""
     api = f"/apis/{kind.group}/{kind.version}" if kind.group else f"/api/{kind.version}"
     within = ("namespaces", namespace) if namespace else ()
     return "/".join(filter(None, (api, *within, kind.plural, name, part)))
@@ -349,12 +357,12 @@ def _read(answer: bytes, form: type[Form], what: str) -> Form:
 
 
 def problem(status: int, said: bytes, doing: str) -> ApiProblem:
-    """What an answer that is none means."""
+    """The exception for an error status."""
     try:
-        told = msgspec.json.decode(said, type=_Status).message
+        reason = msgspec.json.decode(said, type=_Status).message
     except msgspec.MsgspecError:
-        told = f"HTTP {status}: {said[:SHOWN_BYTES].decode(errors='replace')}"
-    message = f"{doing}: {told}"
+        reason = f"HTTP {status}: {said[:SHOWN_BYTES].decode(errors='replace')}"
+    message = f"{doing}: {reason}"
     if status in {404, 410}:
         return Gone(message, status=status, retryable=False)
     if status == 409:

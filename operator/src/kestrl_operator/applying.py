@@ -10,34 +10,35 @@ from typing import Any, NamedTuple
 from kestrl.telemetry import beginning, span, within
 from kestrl.telemetry.names import Attr, SpanName
 from kestrl_operator.api import Api, ApiProblem, Gone
-from kestrl_operator.drawing import traceparent
-from kestrl_operator.observe import RENDERED, Snapshot
-from kestrl_operator.policies import Decision
-from kestrl_operator.shell import WATCHED
+from kestrl_operator.lifecycle import Decision
+from kestrl_operator.manifests import traceparent
+from kestrl_operator.snapshot import RENDERED, Snapshot
 from kestrl_operator.store import WORKLOADS, Child, Key, Store
+from kestrl_operator.watch import WATCHED
 
 log = logging.getLogger(__name__)
 Object = dict[str, Any]
 REFUSED = frozenset({400, 403, 413, 422})
-"""The apiserver's answers to an object that it does not want: a person has to mend something."""
+"""Status codes with which the API server rejects an object that a user has to fix."""
 TAKEN = "Apply failed with"
-"""The apiserver's words where a field is somebody else's: an object of that name was there before the job."""
+"""The API server's message for a field owned by another manager: an object of that name existed before the job."""
 FROM_SPEC = WORKLOADS | {"ConfigMap"}
-"""Kinds of objects that hold anything of the spec but the job's name."""
-HEARD_OF = frozenset(kind.name for kind in WATCHED)
+"""Kinds of objects rendered from more of the spec than the job's name."""
+WATCHED_KINDS = frozenset(kind.name for kind in WATCHED)
 FIRST_RETRY, LONGEST_RETRY = 5.0, 120.0
-"""Seconds until what the apiserver refused is tried again, doubled each time: a quota or an admission may have changed."""
+"""First and longest wait in seconds before a refused object is applied again, doubled each time: a quota or an
+admission webhook may have changed."""
 REFUSALS_SHOWN = 3
 
 
 class Refusal(NamedTuple):
-    """What the apiserver refused of a generation."""
+    """What the API server refused of one generation of a spec."""
 
     uid: str
     generation: int
     problem: str
     digest: str
-    """Of what was applied as far as it was taken; empty where nothing was."""
+    """Digest of the objects that were applied in part; empty where nothing was applied."""
     wait: float
     until: float
     """When it is tried again."""
@@ -52,12 +53,12 @@ class Due(NamedTuple):
     objects: list[Object]
     digest: str
     standing: str
-    """The digest of what was applied last; empty where not all of it was, or nothing."""
+    """Digest of the objects that were applied last; empty if none or not all of them were."""
     begun: bool
     """Whether anything was applied before."""
     there: frozenset[Child]
     whole: bool
-    """Whether every object that is watched is there, and nobody else has changed one."""
+    """Whether every watched object exists, and none was changed by another manager."""
 
 
 class Applier:
@@ -72,7 +73,7 @@ class Applier:
         self._refusals.pop(key, None)
 
     def refusal(self, key: Key, uid: str, generation: int) -> Refusal | None:
-        """What the apiserver refused last of this generation."""
+        """The last refusal of this generation."""
         known = self._refusals.get(key)
         return known if known is not None and (known.uid, known.generation) == (uid, generation) else None
 
@@ -82,10 +83,11 @@ class Applier:
         return refusal.problem if refusal is not None and now < refusal.until else ""
 
     async def dry_run(self, key: Key, seen: Snapshot, due: Due) -> str:
-        """Why the apiserver refuses objects of what is newly rendered; empty if none. All that hold anything of the spec are asked about
-        before any object is written; the others hold the job's name alone, and a dry run of them would cost as much as all else.
+        """Why the API server refuses newly rendered objects; empty if it accepts them. All objects rendered from the
+        spec are tried in a dry run before any is written; the others contain the job's name only, and are left out
+        because of their cost.
 
-        What is rendered from the last accepted spec is applied as far as it is taken: an object that is refused keeps no other from its upkeep.
+        Objects of the last accepted spec are applied without a dry run: a refused one does not prevent the others.
         """
         if seen.problem or due.digest == due.standing:
             return ""
@@ -98,17 +100,18 @@ class Applier:
         Raises:
             ApiProblem: The API server failed for another reason.
         """
-        # The first application is the root of the job's trace; later ones, and all that the pods do, hang on it.
+        # The first application is the root span of the job's trace; later ones, and all spans of the pods, are its
+        # children.
         traced = beginning if seen.learner is None else within
         facts = {Attr.JOB: str(key), Attr.ATTEMPTS: decision.attempts, Attr.PARKED: decision.parked}
         *needed, last = due.objects
         inert = [item for item in needed if item["kind"] not in WORKLOADS]
         with traced(traceparent(seen.uid)), span(SpanName.RECONCILE, facts):
             refused = await self._try_all(inert, due)
-            if due.begun or not refused:  # else something that a first pod needs would be missing
+            if due.begun or not refused:  # otherwise the first pods would miss an object
                 refused += await self._try_all([item for item in needed if item["kind"] in WORKLOADS], due)
                 if refused:
-                    last["metadata"]["annotations"][RENDERED] = ""  # not all of it is there
+                    last["metadata"]["annotations"][RENDERED] = ""  # some objects are missing
                 refused += await self._try_all([last], due)
         if refused:
             self._note_refusal(key, seen, refused, due.digest)
@@ -116,15 +119,17 @@ class Applier:
             self._refusals.pop(key, None)
 
     async def _try_all(self, objects: Sequence[Object], due: Due, *, dry_run: bool = False) -> list[ApiProblem]:
-        """Applies objects one after another: jobs are worked on side by side, and a wide pool of connections costs more than it gains."""
+        """Applies objects one after another: jobs are processed concurrently, and a larger connection pool costs more
+        than it gains.
+        """
         tried = [await self._try(item, due, dry_run=dry_run) for item in objects]
         return [problem for problem in tried if problem is not None]
 
     async def _try(self, item: Object, due: Due, *, dry_run: bool = False) -> ApiProblem | None:
-        """Applies an object; why the apiserver does not want it, if so.
+        """Applies an object; returns the error if the API server refuses it.
 
         Raises:
-            ApiProblem: It did not do what was asked for another reason.
+            ApiProblem: The call failed for another reason.
         """
         try:
             made = await self._api.apply(item, force=self._is_ours(item, due.there, begun=due.begun), dry_run=dry_run)
@@ -134,22 +139,24 @@ class Applier:
             if error.status in REFUSED or TAKEN in str(error):
                 return error
             raise
-        if item["kind"] in HEARD_OF and not dry_run:
+        if item["kind"] in WATCHED_KINDS and not dry_run:
             self._store.child(item["kind"], made)
         return None
 
     def _note_refusal(self, key: Key, seen: Snapshot, refused: Sequence[ApiProblem], digest: str = "") -> str:
-        """Keeps in mind until when nothing of it is tried again; returns what a person is to know."""
+        """Records until when nothing of this spec is tried again; returns the message for the user."""
         before = self.refusal(key, seen.uid, seen.generation)
         wait = FIRST_RETRY if before is None else min(LONGEST_RETRY, 2 * before.wait)
         shown = "; ".join(str(error) for error in refused[:REFUSALS_SHOWN])
         what = "an object" if len(refused) == 1 else f"{len(refused)} objects"
         problem = f"Kubernetes refuses {what} of this job: {shown}"
-        log.warning("%s: tried again in %.0f s: %s", key, wait, problem)
+        log.warning("%s: retried in %.0f s: %s", key, wait, problem)
         self._refusals[key] = Refusal(seen.uid, seen.generation, problem, digest, wait, time() + wait)
         return problem
 
     def _is_ours(self, item: Object, there: Collection[Child], *, begun: bool) -> bool:
-        """Whether an object of this name can only be the job's: it was seen to be, or, of kinds that are not watched, the job has begun."""
+        """Whether an object of this name must be the job's: it was seen to be, or, for kinds that are not watched, the
+        job has begun.
+        """
         child = Child(item["kind"], item["metadata"]["name"])
-        return child in there if item["kind"] in HEARD_OF else begun
+        return child in there if item["kind"] in WATCHED_KINDS else begun

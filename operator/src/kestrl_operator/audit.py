@@ -1,7 +1,8 @@
-"""Whether the watch streams still tell the truth: now and then everything is listed and compared with what they told.
+"""Stale watch detection: all objects are listed periodically and compared with what the watch streams delivered.
 
-A stream that froze behind a load balancer looks exactly like a quiet one. The list mends what was missed at once; and what a stream
-still has not told by the next audit makes the operator deaf, which its liveness probe says, so that the kubelet starts it again.
+A stream that froze behind a load balancer looks exactly like a quiet one. Whatever the list finds missing is delivered
+at once. A change that a stream still has not delivered by the next audit makes the watch stale; the liveness probe then
+fails, and the kubelet restarts the operator.
 """
 
 from __future__ import annotations
@@ -12,19 +13,19 @@ from collections.abc import Callable, Collection
 from functools import partial
 
 from kestrl_operator.api import JOB, NODE, POD, Api, Kind, Mark, Object
-from kestrl_operator.observe import node_of
 from kestrl_operator.reconcile import Reconciler
-from kestrl_operator.shell import MANAGED, WATCHED
+from kestrl_operator.snapshot import node_of
 from kestrl_operator.store import JOB_LABEL, Key, Store
+from kestrl_operator.watch import MANAGED, WATCHED
 
 log = logging.getLogger(__name__)
 PODS_EVERY = 5
-"""Pods, and what else a job has, are more than jobs, so they are listed at every fifth audit only."""
+"""Audits between two lists of pods and other objects, which are more numerous than jobs."""
 CHILDREN = tuple(kind for kind in WATCHED if kind not in {JOB, POD})
 
 
 class Audit:
-    """The comparison, and what it has found."""
+    """Compares lists with what the streams delivered, and keeps the result."""
 
     def __init__(
         self,
@@ -36,36 +37,39 @@ class Audit:
         *,
         may_list_nodes: bool,
     ) -> None:
-        """Nothing is listed yet.
+        """Prepares the audit; nothing is listed yet.
 
         Args:
-            api: Asked.
-            store: Compared with.
-            namespaces: None means all.
-            changed: Called for a job that the stream was late to tell of.
-            child: Called with an object of a job that it was late to tell of, as the stream calls it.
+            api: Connection to the API server.
+            store: Objects that the streams delivered.
+            namespaces: Namespaces to list; empty for all.
+            changed: Called for a job whose change the stream has not delivered.
+            child: Called with an object of a job whose change the stream has not delivered, as the stream would call
+                it.
             may_list_nodes: Whether nodes are listed, too.
         """
         self._api, self._store, self._changed, self._child = api, store, changed, child
         self._namespaces: tuple[str | None, ...] = namespaces or (None,)
         self._may_list_nodes = may_list_nodes
-        self._owed: dict[str, int] = {}
-        """Versions of jobs that the stream had not told of at the last audit, by uid."""
-        self._heard: dict[str, int] = {}
+        self._expected: dict[str, int] = {}
+        """Versions of jobs, by uid, that the stream had not delivered at the last audit."""
+        self._received: dict[str, int] = {}
         self._rounds = 0
-        self.deaf: list[str] = []
-        """Jobs that the stream has not told of for a whole interval."""
+        self.stale: list[str] = []
+        """Jobs whose changes the stream has not delivered for a whole interval."""
         self.done = asyncio.Event()
-        """Set after the first: from then on all is known."""
+        """Set after the first audit, when the store is complete."""
         self.ended = 0.0
         """When the last audit ended, by the loop's clock."""
 
-    def heard(self, uid: str, version: int) -> None:
-        """The stream told of a job."""
-        self._heard[uid] = max(version, self._heard.get(uid, 0))
+    def received(self, uid: str, version: int) -> None:
+        """Records a job version that the stream delivered."""
+        self._received[uid] = max(version, self._received.get(uid, 0))
 
     async def once(self, reconciler: Reconciler) -> None:
-        """Lists, compares, mends. Raises `ApiProblem` if the apiserver does not answer."""
+        """Lists all objects, and hands on what the streams missed. Raises `ApiProblem` if the API server does not
+        answer.
+        """
         await self._jobs()
         if self._rounds % PODS_EVERY == 0:
             await self._pods()
@@ -77,22 +81,22 @@ class Audit:
         self.done.set()
 
     async def _jobs(self) -> None:
-        # What the stream tells while the list is read may be too new to be in it, and is no reason to forget anything.
-        known, heard_before = self._store.known().jobs, frozenset(self._heard)
-        owed, late, present = dict[str, int](), list[str](), set[str]()
+        # Jobs that the stream delivers while the list is read may be too new to be in it; their absence is no deletion.
+        known, received_before = self._store.known().jobs, frozenset(self._received)
+        expected, late, present = dict[str, int](), list[str](), set[str]()
         for mark in await self._look(JOB, "", self._missed_job):
             present.add(mark.uid)
-            heard = self._heard.get(mark.uid, 0)
-            if heard < mark.version:
-                owed[mark.uid] = mark.version
-            if heard < self._owed.get(mark.uid, 0):
+            received = self._received.get(mark.uid, 0)
+            if received < mark.version:
+                expected[mark.uid] = mark.version
+            if received < self._expected.get(mark.uid, 0):
                 late.append(f"{mark.namespace}/{mark.name}")
         self._forget(known - present)
-        for uid in heard_before - present:
-            del self._heard[uid]
+        for uid in received_before - present:
+            del self._received[uid]
         if late:
-            log.error("the watch has not told of %s for a whole audit's interval", ", ".join(late[:5]))
-        self._owed, self.deaf = owed, late
+            log.error("stale watch: no events for %s during a whole audit interval", ", ".join(late[:5]))
+        self._expected, self.stale = expected, late
 
     async def _pods(self) -> None:
         known = self._store.known().pods
@@ -106,10 +110,10 @@ class Audit:
         self._forget(known - present)
 
     async def _look(self, kind: Kind, labels: str, missed: Callable[[Object], None]) -> list[Mark]:
-        """Name and version of all there are of a kind. What is newer than what is known is handed to `missed`.
+        """Name and version of all objects of a kind. Those newer than in the store are handed to `missed`.
 
-        Whole objects are listed only where something is: at rest nothing is, and to read all pods of a thousand jobs to see that would
-        be most of what an operator does.
+        Whole objects are listed only where one is newer: usually none is, and reading all pods of a thousand jobs to
+        find that out would be most of an operator's work.
         """
         marks: list[Mark] = []
         for namespace in self._namespaces:

@@ -1,4 +1,4 @@
-"""A cluster as the place of a job: what its administrator chose, and where each part of a job is found. Pure."""
+"""A cluster as the site of a job: the administrator's settings, and the addresses of the job's components. Pure."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from kestrl_operator.accelerators import Profile, profiles
 GRPC_PORT, HTTP_PORT, METRICS_PORT = 7000, 8000, 9464
 SHARED_SCHEMES = frozenset({"s3", "gs", "az"})
 HOME = "/kestrl"
-"""Beneath it every pod has what `prepare` put there, and the learner its state. The same in every pod: rows name files by their path."""
+"""The folder in every pod with what `prepare` downloaded and, in the learner's, its state. The same in every pod,
+because data rows name files by path."""
 MODEL, DATA, WORK, STATE, SETTINGS = (f"{HOME}/{name}" for name in ("model", "data", "work", "state", "settings"))
 
 
@@ -29,7 +30,7 @@ class _Values(Model):
 
 
 class Images(_Values):
-    """What the pods run. Engine and learner have a build a kind of device: `cpu`, `cuda`, `npu`."""
+    """Images of the pods. Engine and learner have one build per kind of device: `cpu`, `cuda`, `npu`."""
 
     engine: Mapping[str, str]
     learner: Mapping[str, str]
@@ -42,7 +43,7 @@ class Images(_Values):
 
 
 class LearnerState(_Values):
-    """The learner's volume: its ledger, unless a database is named."""
+    """The learner's volume. It holds the ledger, unless a database is configured."""
 
     size: str = "1Gi"
     storage_class: str | None = None
@@ -52,33 +53,34 @@ class DefaultStorage(_Values):
     """Object storage of the jobs that name none."""
 
     uri: str | None = None
-    """s3://bucket/prefix, gs://..., az://...; each job's run gets a folder beneath."""
+    """s3://bucket/prefix, gs://..., az://...; each run gets a folder below it."""
     secret: str | None = None
     """A Secret in the job's namespace whose keys are the credentials' environment variables."""
 
 
 class Cluster(_Values):
-    """The chart's values that concern jobs."""
+    """The chart's values that apply to jobs."""
 
     images: Images
     storage: DefaultStorage = DefaultStorage()
     resources: Mapping[Literal["engine", "inference", "rollout", "tools", "judge", "learner"], Mapping[str, Any]] = {}
-    """Requests and limits of each container, beside its devices; a job's `patches` go over them."""
+    """Requests and limits of each container, without devices; a job's `patches` override them."""
     accelerators: Mapping[str, Any] = {}
     learner_state: LearnerState = LearnerState()
     tools_runtime_class: str | None = None
-    """Such as gvisor: the RuntimeClass of tool pods."""
+    """RuntimeClass of tool pods, such as gvisor."""
     network_policies: bool = True
     egress_ports: tuple[int, ...] = (80, 443, 4317, 5432, 8080, 9000)
-    """Where object storage, model hubs, databases and collectors listen: nothing else beyond the job is reached by its pods."""
+    """Ports of object storage, model hubs, databases and collectors; a job's pods reach nothing else outside the
+    job."""
     domain: str = "svc"
-    """Behind a Service's name and namespace."""
+    """Domain appended to a Service's name and namespace."""
 
     def profile(self, name: str) -> Profile:
-        """An accelerator profile by its name.
+        """The accelerator profile of a name.
 
         Raises:
-            UserInputError: There is none; the message names those there are.
+            UserInputError: There is none; the message lists the existing ones.
         """
         known = profiles(self.accelerators)
         if name not in known:
@@ -87,48 +89,49 @@ class Cluster(_Values):
 
 
 def read_cluster(values: Mapping[str, Any]) -> Cluster:
-    """The values as the chart hands them over.
+    """The settings in the chart's values.
 
     Raises:
-        UserInputError: They are not what this operator expects; the message names the field.
+        UserInputError: A value is invalid; the message names the field.
     """
     try:
         cluster = Cluster.model_validate(values)
     except ValidationError as error:
-        told = "; ".join(f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors())
-        raise UserInputError(f"the operator's values: {told}") from error
+        details = "; ".join(f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors())
+        raise UserInputError(f"the operator's values: {details}") from error
     profiles(cluster.accelerators)
     return cluster
 
 
 def replicas(spec: JobSpec) -> Mapping[Role, int]:
-    """Pods of a job that runs; an engine lives in its agent's."""
+    """Pods of a running job by role. Engines run in the pods of their agents."""
     single = dict.fromkeys((Role.TOOLS, Role.JUDGE, Role.LEARNER), 1)
     return {Role.INFERENCE: spec.inference.replicas, Role.ROLLOUT: spec.rollout.replicas, **single}
 
 
 def workload(job: str, role: Role) -> str:
-    """The name of a role's workload and Service: engines live in the pods of their agents."""
+    """The name of a role's workload and Service. Engines run in the pods of their agents."""
     return f"{job}-{Role.INFERENCE if role is Role.ENGINE else role}"
 
 
 def prepared(name: str, uri: str) -> str:
-    """Where a data set lies in every pod; its kind is told by its suffix."""
+    """The path of a data set in every pod. The suffix names its format."""
     return f"{DATA}/{name}.{'parquet' if uri.endswith('.parquet') else 'jsonl'}"
 
 
 def storage_of(job: AgentRLJob, cluster: Cluster) -> tuple[str, str | None]:
-    """Where a job's runs are stored, and the Secret with the credentials.
+    """The storage of a job's runs, and the Secret with its credentials.
 
     Raises:
-        UserInputError: Neither the job nor the cluster names a place that all of its pods reach.
+        UserInputError: Neither the job nor the cluster names storage that all of its pods can reach.
     """
     own = job.spec.storage
     uri = own.uri or cluster.storage.uri
     secret = own.secret_ref.name if own.secret_ref else None if own.uri else cluster.storage.secret
     if uri is None:
         raise UserInputError(
-            "spec.storage.uri: is required, since this cluster has no default (the chart's jobs.storage.uri); name s3://BUCKET/PREFIX"
+            "spec.storage.uri: is required, since this cluster has no default (the chart's jobs.storage.uri); name "
+            "s3://BUCKET/PREFIX"
         )
     if urlparse(uri).scheme not in SHARED_SCHEMES:
         raise UserInputError(
@@ -140,15 +143,15 @@ def storage_of(job: AgentRLJob, cluster: Cluster) -> tuple[str, str | None]:
 def site_of(
     job: AgentRLJob, namespace: str, cluster: Cluster, *, run: str, storage: str, traceparent: str | None = None
 ) -> Site:
-    """Where the job's parts are found on a cluster: pods of StatefulSets by their own names, others by their Service's.
+    """The addresses of a job's components on a cluster: pods of StatefulSets by pod name, others by Service name.
 
     Args:
         job: The job.
-        namespace: It is in.
-        cluster: The administrator's choices.
+        namespace: Its namespace.
+        cluster: The administrator's settings.
         run: Id of the run.
-        storage: Object-store address of the run's folder.
-        traceparent: W3C context that the run's trace belongs to.
+        storage: Object storage address of the run's folder.
+        traceparent: W3C trace context of the run.
     """
     name = job.metadata.name
 
@@ -157,7 +160,7 @@ def site_of(
         by_pod = role in {Role.ENGINE, Role.INFERENCE, Role.LEARNER}
         host = f"{workload(name, role)}-{index}.{service}" if by_pod else service
         if role is Role.ENGINE:
-            return Endpoint(bind="0.0.0.0", host=host, port=HTTP_PORT)  # noqa: S104 - the pod's own; a NetworkPolicy and keys guard it
+            return Endpoint(bind="0.0.0.0", host=host, port=HTTP_PORT)  # noqa: S104 - NetworkPolicy and keys protect it
         return Endpoint(bind="0.0.0.0", host=host, port=GRPC_PORT, metrics_port=METRICS_PORT)  # noqa: S104 - as above
 
     template = job.spec.agent.template

@@ -1,6 +1,7 @@
-"""The conditions of a job: which there are, the closed list of their reasons, and how a new observation joins the old ones. Pure.
+"""The conditions of a job: their types, the closed list of their reasons, and how new observations are merged. Pure.
 
-A condition says what was observed for a generation of the spec, never what was intended. What was not looked at yet is Unknown.
+A condition reports what was observed for a generation of the spec, never what was intended. What was not observed yet
+is Unknown.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from kestrl.spec.status import Condition
 
 
 class Type(StrEnum):
-    """What can be true of a job."""
+    """The condition types of a job."""
 
     ACCEPTED = "Accepted"
     QUOTA_RESERVED = "QuotaReserved"
@@ -30,7 +31,7 @@ class Type(StrEnum):
     SUCCEEDED = "Succeeded"
 
 
-class Truth(StrEnum):
+class ConditionStatus(StrEnum):
     """The status of a condition."""
 
     TRUE = "True"
@@ -41,15 +42,19 @@ class Truth(StrEnum):
 NOT_OBSERVED = "NotObserved"
 QUARANTINED = "Quarantined"
 LONGEST_MESSAGE = 4096
-"""An eighth of what the CRD allows: what is longer nobody reads, and a status of twelve such messages is still a small object."""
+"""Maximum characters of a message, an eighth of what the CRD allows: a status of twelve such messages is still a small
+object."""
 REASONS: Mapping[Type, Mapping[str, str]] = {
     Type.ACCEPTED: {
-        "Valid": "The manifest makes a job.",
-        "Invalid": "The spec makes no job, or Kubernetes refuses an object of it; the message names field and fix. A job that runs goes on as it was last accepted.",
-        "Unresolvable": "A model, data set or secret that the manifest names is not there.",
+        "Valid": "The manifest is valid.",
+        "Invalid": (
+            "The spec is invalid, or Kubernetes refuses an object of the job; the message names "
+            "the field and the fix. A running job continues with the spec that was accepted last."
+        ),
+        "Unresolvable": "A model, data set or secret that the manifest names does not exist.",
     },
     Type.QUOTA_RESERVED: {
-        "NotQueued": "The job waits for no queue.",
+        "NotQueued": "The job names no queue.",
         "Admitted": "Its queue has admitted it.",
         "Waiting": "It waits in its queue.",
     },
@@ -67,33 +72,35 @@ REASONS: Mapping[Type, Mapping[str, str]] = {
     },
     Type.POLICY_CONVERGED: {
         "AllProved": "Every engine has reproduced the newest version's log-probs.",
-        "Loading": "Engines fetch, load and prove the newest version.",
-        "Quarantined": "An engine could not prove it and is named in no request.",
+        "Loading": "Engines fetch, load and verify the newest version.",
+        "Quarantined": "An engine could not verify it and gets no requests.",
     },
     Type.ROLLOUTS_FLOWING: {
         "Flowing": "Groups are running or being trained on.",
-        "Starting": "No group has been asked for yet.",
-        "NoWorker": "No rollout worker answers; the message says what is wrong with their pods.",
+        "Starting": "No group has been requested yet.",
+        "NoWorker": "No rollout worker answers; the message reports the state of their pods.",
         "Failing": "Workers, tools or judge keep failing; the message says how.",
         "Drained": "No group is started: the job is suspended, draining or at its end.",
     },
     Type.LEARNER_PROGRESSING: {
-        "Stepping": "Steps follow one another.",
+        "Stepping": "Steps are completed.",
         "Starting": "The learner loads its model or its last checkpoint.",
-        "StorageUnavailable": "Object storage does not answer; the learner waits and tries again. The message says since and until when.",
+        "StorageUnavailable": (
+            "Object storage does not answer; the learner waits and retries. The message says since and until when."
+        ),
         "Stalled": "No step has ended for five times as long as the longest of the last ones took.",
         "Unavailable": "The learner does not answer, or cannot start; the message says why.",
         "Failed": "The learner reported a failure; the message says which, and what follows.",
-        "Released": "It is not to run: the job is suspended or has ended.",
+        "Released": "No learner is to run: the job is suspended or has ended.",
     },
     Type.CHECKPOINT_DURABLE: {
         "Confirmed": "The newest checkpoint was read back from storage.",
-        "None": "There is none yet.",
+        "None": "There is no checkpoint yet.",
         "StorageFailed": "Storage refused it.",
     },
     Type.REWARD_HEALTHY: {
         "Scoring": "Episodes get rewards.",
-        "JudgeFailing": "Episodes stay without a reward because scoring fails.",
+        "JudgeFailing": "Episodes get no reward because scoring fails.",
         "Degenerate": "Every group of the last steps had equal rewards: there is nothing to learn from.",
     },
     Type.LEARNED: {
@@ -106,14 +113,19 @@ REASONS: Mapping[Type, Mapping[str, str]] = {
     Type.SUSPENDED: {
         "Running": "It is not suspended.",
         "Draining": "Rollouts end, the learner checkpoints.",
-        "Released": "All is checkpointed and every pod is gone.",
+        "Released": "Everything is checkpointed and every pod is gone.",
     },
     Type.READY: {
-        "Training": "Engines, rollouts and learner work.",
-        "NotReady": "One of them does not; its own condition says why.",
+        "Training": "Engines, rollouts and learner are working.",
+        "NotReady": "One of them is not; its own condition says why.",
         "Finished": "The job has ended.",
-        "Quarantined": "The operator was killed while it handled this spec, and looks at the job again when its spec changes. All else is as it was seen before.",
-        "OperatorFailed": "The operator cannot do its work on this job; the message says why. All else is as it was seen before.",
+        "Quarantined": (
+            "The operator was killed while it worked on this spec; it leaves the job "
+            "alone until the spec changes. The other conditions are as last observed."
+        ),
+        "OperatorFailed": (
+            "The operator fails to reconcile this job; the message says why. The other conditions are as last observed."
+        ),
     },
     Type.SUCCEEDED: {
         "Completed": "Every step was done and the adapter is in storage.",
@@ -124,36 +136,40 @@ REASONS: Mapping[Type, Mapping[str, str]] = {
         "PendingTooLong": "Pods could not start for longer than pendingDeadline.",
     },
 }
-"""The closed list: a reason that is not here is never written. docs/conditions.md is made of it."""
+"""The closed list of reasons; no other reason is ever written. docs/conditions.md is generated from it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Observed:
-    """What was seen of one condition."""
+class Observation:
+    """What was observed of one condition."""
 
     type: Type
-    truth: Truth
+    status: ConditionStatus
     reason: str
     message: str = ""
 
     def __post_init__(self) -> None:
         known = {NOT_OBSERVED, *REASONS[self.type]}
         if self.reason not in known:
-            raise ValueError(f"{self.reason} is no reason of {self.type} (there are: {', '.join(sorted(known))})")
-        if (self.reason == NOT_OBSERVED) != (self.truth is Truth.UNKNOWN):
-            raise ValueError(f"{self.type}: {NOT_OBSERVED} and Unknown go together, not {self.reason} and {self.truth}")
+            raise ValueError(f"{self.reason} is not a reason of {self.type} (reasons: {', '.join(sorted(known))})")
+        if (self.reason == NOT_OBSERVED) != (self.status is ConditionStatus.UNKNOWN):
+            raise ValueError(
+                f"{self.type}: {NOT_OBSERVED} and Unknown go together, not {self.reason} and {self.status}"
+            )
 
 
-def joined(before: Sequence[Condition], observed: Iterable[Observed], *, generation: int, now: str) -> list[Condition]:
+def joined(
+    before: Sequence[Condition], observed: Iterable[Observation], *, generation: int, now: str
+) -> list[Condition]:
     """All conditions after an observation, in a fixed order.
 
-    One that was not observed this time keeps what was seen of it, and the generation that was seen for; one that never was is
-    Unknown. The transition's time changes with the status alone.
+    A condition that was not observed this time keeps its state and its generation; one that never was is Unknown. The
+    transition time changes with the status only.
 
     Args:
-        before: As they stand in the status.
-        observed: What was seen now.
-        generation: Of the spec that it was seen for.
+        before: The conditions in the current status.
+        observed: The new observations.
+        generation: Generation of the spec that was observed.
         now: RFC 3339.
     """
     old = {condition.type: condition for condition in before}
@@ -161,15 +177,15 @@ def joined(before: Sequence[Condition], observed: Iterable[Observed], *, generat
     return [_condition(kind, old.get(kind), seen.get(kind), generation, now) for kind in Type]
 
 
-def _condition(kind: Type, old: Condition | None, seen: Observed | None, generation: int, now: str) -> Condition:
+def _condition(kind: Type, old: Condition | None, seen: Observation | None, generation: int, now: str) -> Condition:
     if seen is None:
         if old is not None:
             return old
-        seen = Observed(type=kind, truth=Truth.UNKNOWN, reason=NOT_OBSERVED, message="not looked at yet")
-    since = old.last_transition_time if old is not None and old.status == seen.truth else now
+        seen = Observation(type=kind, status=ConditionStatus.UNKNOWN, reason=NOT_OBSERVED, message="not observed yet")
+    since = old.last_transition_time if old is not None and old.status == seen.status else now
     return Condition(
         type=kind,
-        status=seen.truth.value,
+        status=seen.status.value,
         reason=seen.reason,
         message=shortened(seen.message, LONGEST_MESSAGE),
         observed_generation=generation,
@@ -178,34 +194,34 @@ def _condition(kind: Type, old: Condition | None, seen: Observed | None, generat
 
 
 def shortened(text: str, longest: int) -> str:
-    """The text, or as much of its beginning as may be written."""
+    """The text, cut to at most `longest` characters."""
     return text if len(text) <= longest else f"{text[: longest - 3]}..."
 
 
 def phase(conditions: Sequence[Condition]) -> str:
-    """One word for people, from the conditions; nothing is ever decided by it."""
+    """A summary of the conditions in one word, for display only; nothing is decided by it."""
     by = {condition.type: condition for condition in conditions}
 
-    def told(kind: Type) -> tuple[str, str]:
+    def current(kind: Type) -> tuple[str, str]:
         condition = by.get(kind)
         return ("Unknown", NOT_OBSERVED) if condition is None else (condition.status, condition.reason)
 
-    succeeded, why = told(Type.SUCCEEDED)
-    if succeeded == Truth.TRUE:
+    succeeded, why = current(Type.SUCCEEDED)
+    if succeeded == ConditionStatus.TRUE:
         return "Succeeded"
-    if succeeded == Truth.FALSE and why != "Running":
+    if succeeded == ConditionStatus.FALSE and why != "Running":
         return "Failed"
-    suspended, how = told(Type.SUSPENDED)
-    if suspended == Truth.TRUE:
+    suspended, how = current(Type.SUSPENDED)
+    if suspended == ConditionStatus.TRUE:
         return "Suspended"
     if how == "Draining":
         return "Suspending"
-    if told(Type.READY)[1] == QUARANTINED:
+    if current(Type.READY)[1] == QUARANTINED:
         return "Quarantined"
-    if told(Type.READY)[0] == Truth.TRUE:
-        return "Running"  # be it of the last spec that was accepted
-    if told(Type.ACCEPTED)[0] == Truth.FALSE:
+    if current(Type.READY)[0] == ConditionStatus.TRUE:
+        return "Running"  # possibly with the last spec that was accepted
+    if current(Type.ACCEPTED)[0] == ConditionStatus.FALSE:
         return "Rejected"
-    if told(Type.QUOTA_RESERVED)[1] == "Waiting":
+    if current(Type.QUOTA_RESERVED)[1] == "Waiting":
         return "Queued"
-    return "Pending" if told(Type.SCHEDULED)[0] != Truth.TRUE else "Starting"
+    return "Pending" if current(Type.SCHEDULED)[0] != ConditionStatus.TRUE else "Starting"

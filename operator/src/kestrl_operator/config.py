@@ -1,4 +1,4 @@
-"""What the operator is told when it starts: one file, made from the chart's values."""
+"""The operator's configuration: one file, rendered from the chart's values."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class _Given(Model):
 
 
 class LeaseSettings(_Given):
-    """The election."""
+    """Settings of the leader election."""
 
     name: str = "kestrl-operator"
     namespace: str
@@ -31,43 +31,45 @@ class LeaseSettings(_Given):
 
 
 class Config(_Given):
-    """All of it."""
+    """The operator's configuration."""
 
     jobs: Cluster
     namespaces: tuple[str, ...] = ()
-    """Watched; none means all."""
+    """Namespaces to watch; empty for all."""
     key_file: Path
-    """Any bytes, the same for all replicas: the jobs' credentials are derived from them."""
+    """File with a secret key, the same for all replicas. The jobs' credentials are derived from it."""
     lease: LeaseSettings
     health_listen: str = "0.0.0.0:8080"
     metrics_listen: str = "0.0.0.0:9464"
     otlp: str | None = None
     work_file: Path | None = None
-    """Where the job that is being handled is named, in a volume that outlives the container; see `at_work`."""
+    """File with the job that is being processed, in a volume that outlives the container; see `work_record`."""
     workers: int = 8
     audit_seconds: float = 60.0
-    """How often the watch streams are compared with lists; see `audit`."""
+    """Seconds between two comparisons of the watch streams with lists; see `audit`."""
 
     def key(self) -> bytes:
-        """The key.
+        """The secret key.
 
         Raises:
-            UserInputError: It cannot be read, or is too short to be one.
+            UserInputError: The file cannot be read, or is too short.
         """
         try:
             key = self.key_file.read_bytes().strip()
         except OSError as error:
             raise UserInputError(f"keyFile: {self.key_file}: {error.strerror}") from error
         if len(key) < SHORTEST_KEY:
-            raise UserInputError(f"keyFile: {self.key_file} holds {len(key)} bytes; {SHORTEST_KEY} are the least")
+            raise UserInputError(
+                f"keyFile: {self.key_file} holds {len(key)} bytes; at least {SHORTEST_KEY} are required"
+            )
         return key
 
 
 def read_config(path: Path) -> Config:
-    """Reads the file.
+    """Reads the configuration file.
 
     Raises:
-        UserInputError: It is not what this operator expects; the message names the field.
+        UserInputError: It is invalid; the message names the field.
     """
     try:
         given: Any = yaml.safe_load(path.read_text())
@@ -80,5 +82,5 @@ def read_config(path: Path) -> Config:
     try:
         return Config.model_validate({**content, "jobs": jobs})
     except ValidationError as error:
-        told = "; ".join(f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors())
-        raise UserInputError(f"{path}: {told}") from error
+        details = "; ".join(f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors())
+        raise UserInputError(f"{path}: {details}") from error

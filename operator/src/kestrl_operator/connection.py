@@ -1,4 +1,4 @@
-"""How this process speaks to the apiserver, for requests and watch streams alike: as the pod's service account, or as KUBECONFIG says."""
+"""Connection parameters for requests and watch streams: the pod's service account, or KUBECONFIG."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ HOST, PORT = "KUBERNETES_SERVICE_HOST", "KUBERNETES_SERVICE_PORT"
 
 
 def log_in() -> kopf.ConnectionInfo:
-    """Where the apiserver is, and who we are. Read anew at each call: a service account's token lives for an hour.
+    """Address of the API server and the client's credential. Read again at each call, because a service account token
+    expires after an hour.
 
     Raises:
-        UserInputError: Neither is there, or it cannot be read.
+        UserInputError: There is neither, or it cannot be read.
     """
     settings = kopf.OperatorSettings()
     try:
@@ -27,7 +28,7 @@ def log_in() -> kopf.ConnectionInfo:
             return _by_address(pod)
         made = kopf.login_with_kubeconfig(settings=settings)
     except (OSError, yaml.YAMLError, kopf.LoginError, LookupError, TypeError, AttributeError, ValueError) as error:
-        # What Kopf's reader raises of a kubeconfig that is none is as various as what can be wrong with it.
+        # Kopf's reader raises many kinds of exceptions for an invalid kubeconfig.
         raise _unusable(error) from error
     if made is None or not made.server:
         raise UserInputError("no cluster: neither a service account nor a kubeconfig; run in a pod, or set KUBECONFIG")
@@ -35,7 +36,7 @@ def log_in() -> kopf.ConnectionInfo:
 
 
 def secure(known: kopf.ConnectionInfo) -> ssl.SSLContext | bool:
-    """How the apiserver shows that it is the one, and we that we are, as aiohttp takes it.
+    """The TLS settings for aiohttp: the authority of the API server, and the client certificate if there is one.
 
     Raises:
         UserInputError: A certificate or a key cannot be read.
@@ -51,12 +52,14 @@ def secure(known: kopf.ConnectionInfo) -> ssl.SSLContext | bool:
 def _unusable(error: Exception) -> UserInputError:
     what = " ".join(f"{type(error).__name__}: {error}".split())
     return UserInputError(
-        f"no cluster: {what}; mend the file that KUBECONFIG names, or in a pod its service account's token"
+        f"no cluster: {what}; fix the file that KUBECONFIG names, or in a pod its service account's token"
     )
 
 
 def _by_address(pod: kopf.ConnectionInfo) -> kopf.ConnectionInfo:
-    """The apiserver by the address that the kubelet tells, as other clients take it; Kopf takes its name, which needs a DNS that works."""
+    """The API server by the address in the pod's environment, as other clients use it. Kopf uses its name, which needs
+    a working DNS.
+    """
     host, port = os.environ.get(HOST, ""), os.environ.get(PORT, "443")
     if not host:
         return pod

@@ -1,4 +1,6 @@
-"""The credentials of a job's components, derived from the operator's key: nothing is stored, and no Secret is ever read. Pure."""
+"""Credentials of a job's components, derived from the operator's key: nothing is stored, and no Secret is read.
+Pure.
+"""
 
 from __future__ import annotations
 

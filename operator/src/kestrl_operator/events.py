@@ -1,4 +1,4 @@
-"""Events: few, each told once for as long as it stands, with the reason of the condition that it comes from."""
+"""Kubernetes events: one for each condition that changes to a listed reason, with that reason."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from kestrl_operator.store import Key
 log = logging.getLogger(__name__)
 REMEMBERED = 2000
 LONGEST_NOTE = 1000
-TOLD: Mapping[Type, Mapping[str, str]] = {
+PUBLISHED: Mapping[Type, Mapping[str, str]] = {
     Type.ACCEPTED: {"Invalid": "Warning", "Unresolvable": "Warning"},
     Type.SCHEDULED: {"PodsScheduled": "Normal", "Unsatisfiable": "Warning"},
     Type.ENGINES_READY: {"AllReady": "Normal", "Unavailable": "Warning"},
     Type.POLICY_CONVERGED: {"Quarantined": "Warning"},
     Type.ROLLOUTS_FLOWING: {"NoWorker": "Warning", "Failing": "Warning"},
-    Type.LEARNER_PROGRESSING: {"StorageUnavailable": "Warning", "Stalled": "Warning", "Unavailable": "Warning", "Failed": "Warning"},
+    Type.LEARNER_PROGRESSING: dict.fromkeys(("StorageUnavailable", "Stalled", "Unavailable", "Failed"), "Warning"),
     Type.CHECKPOINT_DURABLE: {"StorageFailed": "Warning"},
     Type.REWARD_HEALTHY: {"JudgeFailing": "Warning", "Degenerate": "Warning"},
     Type.LEARNED: dict.fromkeys(("NoToolCall", "NoRewardSpread", "ZeroGradient", "WeightsUnchanged"), "Warning"),
@@ -33,11 +33,11 @@ TOLD: Mapping[Type, Mapping[str, str]] = {
         "PendingTooLong": "Warning",
     },
 }  # fmt: skip
-"""Conditions whose change to a reason is told, and how."""
+"""Conditions and reasons whose start is published, with the event type."""
 
 
 class Notice(NamedTuple):
-    """Something to tell."""
+    """An event to publish."""
 
     kind: str
     """Normal or Warning."""
@@ -46,53 +46,57 @@ class Notice(NamedTuple):
 
 
 def notices(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[Notice]:
-    """What changed between two statuses that people should hear of. Pure."""
+    """The events for the difference between two statuses. Pure."""
     old = {item["type"]: item["reason"] for item in before.get("conditions", ())}
     for item in after.get("conditions", ()):
-        kind = TOLD.get(item["type"], {}).get(item["reason"])
+        kind = PUBLISHED.get(item["type"], {}).get(item["reason"])
         if kind is not None and old.get(item["type"]) != item["reason"]:
             yield Notice(kind, item["reason"], item.get("message") or f"{item['type']}: {item['reason']}")
 
 
 class Events:
-    """Tells them; the same one again is counted in its series."""
+    """Publishes events; the same event again is counted in its series."""
 
     def __init__(self, api: Api, instance: str) -> None:
         self._api, self._instance = api, instance
-        self._told: OrderedDict[str, int] = OrderedDict()
+        self._published: OrderedDict[str, int] = OrderedDict()
 
-    async def tell(self, key: Key, uid: str, before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
-        """Tells of all that changed between two statuses of a job. An event that cannot be written is logged: no pass fails for it."""
+    async def publish(self, key: Key, uid: str, before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
+        """Publishes the events for the difference between two statuses of a job. An event that cannot be written is
+        logged and fails no pass.
+        """
         for notice in notices(before, after):
             log.info("%s: %s: %s", key, notice.reason, notice.note)
             try:
-                await self._one(key, uid, notice)
+                await self._publish(key, uid, notice)
             except ApiProblem as error:
-                log.warning("%s: event %s is not written: %s", key, notice.reason, error)
+                log.warning("%s: event %s was not written: %s", key, notice.reason, error)
 
-    async def _one(self, key: Key, uid: str, notice: Notice) -> None:
-        # Kubernetes lets nobody change an event's note: another note is another event.
+    async def _publish(self, key: Key, uid: str, notice: Notice) -> None:
+        # Kubernetes does not allow changes to an event's note: another note is another event.
         digest = hashlib.sha256(f"{uid}/{notice.reason}/{notice.note}".encode()).hexdigest()[:16]
         name = f"{key.name}.{digest}"
         now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
-        self._told[name] = await self._write(key, self._event(key, uid, name, notice, now), self._told.get(name, 0) + 1)
-        self._told.move_to_end(name)
-        while len(self._told) > REMEMBERED:
-            self._told.popitem(last=False)
+        self._published[name] = await self._write(
+            key, self._event(key, uid, name, notice, now), self._published.get(name, 0) + 1
+        )
+        self._published.move_to_end(name)
+        while len(self._published) > REMEMBERED:
+            self._published.popitem(last=False)
 
     async def _write(self, key: Key, event: Mapping[str, Any], times: int) -> int:
-        """Makes the event, or counts it; returns how often it has been told then."""
+        """Creates the event, or increases its count; returns the new count."""
         if times > 1:
             try:
                 await self._count(key, event, times)
             except Gone:
-                times = 1  # Kubernetes keeps an event for an hour or so
+                times = 1  # Kubernetes keeps an event for about an hour
             else:
                 return times
         try:
             await self._api.create(EVENT, event)
         except Conflict:
-            # The process that led before has told it.
+            # The previous leader has published it.
             await self._count(key, event, times := 2)
         return times
 

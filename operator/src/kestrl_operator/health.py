@@ -1,4 +1,4 @@
-"""What the kubelet asks: `/healthz` fails when the operator is deaf or stuck, `/readyz` until it knows all there is."""
+"""Probes: `/healthz` fails when the watch is stale, `/readyz` until all objects are known."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from aiohttp import web
 from kestrl.errors import UserInputError
 
 Check = Callable[[], str]
-"""Says what is wrong; nothing when all is well."""
+"""Returns what is wrong; an empty string when nothing is."""
 
 
 async def serve(listen: str, *, alive: Check, ready: Check) -> web.AppRunner:
-    """Serves both; `cleanup()` of what is returned ends it.
+    """Serves both probes; `cleanup()` of the result ends it.
 
     Raises:
-        UserInputError: The port is taken.
+        UserInputError: The port is in use.
     """
 
     def answer(check: Check) -> Callable[[web.Request], object]:
@@ -28,14 +28,15 @@ async def serve(listen: str, *, alive: Check, ready: Check) -> web.AppRunner:
         return handle
 
     app = web.Application()
-    app.router.add_get("/healthz", answer(alive))  # pyright: ignore[reportArgumentType] - aiohttp's handler type is wider
-    app.router.add_get("/readyz", answer(ready))  # pyright: ignore[reportArgumentType] - as above
+    # aiohttp's handler type is wider
+    app.router.add_get("/healthz", answer(alive))  # pyright: ignore[reportArgumentType]
+    app.router.add_get("/readyz", answer(ready))  # pyright: ignore[reportArgumentType]
     runner = web.AppRunner(app, access_log=None)
     await runner.setup()
     host, _, port = listen.rpartition(":")
     try:
         await web.TCPSite(runner, host, int(port)).start()
     except OSError as error:
-        why = os.strerror(error.errno) if error.errno else str(error)  # asyncio's own words repeat the address
+        why = os.strerror(error.errno) if error.errno else str(error)  # asyncio's message repeats the address
         raise UserInputError(f"healthListen: cannot listen on {listen}: {why}") from error
     return runner

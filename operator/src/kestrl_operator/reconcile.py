@@ -1,7 +1,7 @@
-"""One pass over one job: observe, decide, render, apply, follow, write the status. The only path by which a job is ever touched.
+"""One pass over one job: observe, decide, render, apply, follow, write the status. Jobs are changed nowhere else.
 
-Level-based: a pass looks at what is, never at what happened, so any number of events may be missed or doubled, and any process may take
-over after any line of it.
+Level-based: a pass uses the current state, not the events that led to it, so events may be lost or duplicated, and
+another process may take over at any point.
 """
 
 from __future__ import annotations
@@ -18,77 +18,79 @@ from kestrl.plan.components import Role
 from kestrl.spec import AgentRLJob
 from kestrl_operator.accelerators import Node
 from kestrl_operator.api import DEPLOYMENT, JOB, POD, STATEFUL_SET, Api, ApiProblem, Conflict, Gone
-from kestrl_operator.applying import HEARD_OF, Applier, Due
-from kestrl_operator.at_work import AtWork
+from kestrl_operator.applying import WATCHED_KINDS, Applier, Due
 from kestrl_operator.cluster import GRPC_PORT, Cluster
 from kestrl_operator.conditions import QUARANTINED, Type
 from kestrl_operator.credentials import derive
-from kestrl_operator.drawing import Drawing, Drawn, Parsed, rendered_from
 from kestrl_operator.events import Events
-from kestrl_operator.follow import FIRST_WORD, Followers
-from kestrl_operator.lacks import Lacks
-from kestrl_operator.observe import ACCEPTED, RENDERED, Memory, Snapshot, Told, seconds_of
-from kestrl_operator.policies import Decision, Stage, decide
+from kestrl_operator.learner_stream import FIRST_REPORT_SECONDS, LearnerStreams
+from kestrl_operator.lifecycle import Decision, Stage, decide
+from kestrl_operator.manifests import Manifests, Parsed, Rendered, rendered_from
+from kestrl_operator.missing_pods import MissingPods
+from kestrl_operator.snapshot import ACCEPTED, RENDERED, LearnerReport, Memory, Snapshot, seconds_of
 from kestrl_operator.status import status_of, with_failure, without_empties
 from kestrl_operator.store import Child, Key, Store
+from kestrl_operator.work_record import WorkRecord
 
 log = logging.getLogger(__name__)
 Object = dict[str, Any]
-LOOK_AGAIN = 60.0
-"""Seconds between two looks at a job whose learner speaks: a stall is told by the clock alone."""
-CONFLICT_LOOK = 5.0
-"""Seconds after which a job is looked at again that changed while its status was made; the stream tells of it before, unless it is deaf."""
-STRANGER_LOOK, STRANGER_SECONDS = 1.0, 20.0
-"""How often it is looked whether the objects of a deleted job of the same name are gone, and from when on that is told."""
+RECHECK_SECONDS = 60.0
+"""Seconds between two passes over a job whose learner reports: a stall is detected by time alone."""
+CONFLICT_RECHECK_SECONDS = 5.0
+"""Seconds until the next pass over a job that changed while its status was computed; the watch event normally causes
+one before, unless the watch is stale."""
+LEFTOVER_RECHECK_SECONDS, LEFTOVER_SECONDS = 1.0, 20.0
+"""How often the objects of a deleted job of the same name are looked for, and after how many seconds they are
+reported."""
 
 
 class Reconciler:
-    """All jobs of this operator."""
+    """Reconciles all jobs of this operator."""
 
     def __init__(
         self,
         api: Api,
         store: Store,
-        followers: Followers,
+        learner_streams: LearnerStreams,
         events: Events,
         cluster: Cluster,
         key: bytes,
-        at_work: AtWork,
+        work_record: WorkRecord,
     ) -> None:
-        self._api, self._store, self._followers, self._events = api, store, followers, events
-        self._drawing, self._key = Drawing(cluster, key), key
-        self._at_work = at_work
+        self._api, self._store, self._learner_streams, self._events = api, store, learner_streams, events
+        self._manifests, self._key = Manifests(cluster, key), key
+        self._work_record = work_record
         self._parsed: dict[Key, Parsed] = {}
-        self._drawn: dict[Key, Drawn] = {}
+        self._rendered: dict[Key, Rendered] = {}
         self._fallbacks: dict[Key, tuple[str, int, str, AgentRLJob | None]] = {}
-        """The last accepted jobs of those whose newest spec is not in force, by uid, generation and what was accepted."""
+        """The last accepted job where the newest spec is not in force, by uid, generation and accepted spec."""
         self._applier = Applier(api, store)
         self._memory: dict[Key, Memory] = {}
         self._drifted: set[Key] = set()
-        self._lacks = Lacks(api)
+        self._missing_pods = MissingPods(api)
         self.nodes: Sequence[Node] | None = None
-        """As last listed; None where this operator may not."""
+        """The nodes as last listed; None where this operator may not list them."""
 
     def drifted(self, key: Key) -> None:
-        """Something of this job was changed or deleted by somebody else: all is applied anew."""
+        """Marks a job of which an object was changed or deleted by another manager: all objects are applied again."""
         self._drifted.add(key)
 
     def forget(self, key: Key) -> None:
-        """The job is gone; Kubernetes deletes what it owned."""
-        self._followers.stop(key)
+        """Drops the state of a job that is deleted; Kubernetes deletes the objects it owned."""
+        self._learner_streams.stop(key)
         self._parsed.pop(key, None)
-        self._drawn.pop(key, None)
+        self._rendered.pop(key, None)
         self._applier.forget(key)
         self._fallbacks.pop(key, None)
-        self._lacks.forget(key)
+        self._missing_pods.forget(key)
         self._memory.pop(key, None)
         self._drifted.discard(key)
 
     async def reconcile(self, key: Key) -> float | None:
-        """One pass; returns the seconds after which time alone calls for another.
+        """Runs one pass; returns the seconds after which another is due without an event.
 
         Raises:
-            ApiProblem: The apiserver did not do what was asked; another pass is due later.
+            ApiProblem: The API server did not do what was asked; the caller retries later.
         """
         raw = self._store.jobs.get(key)
         if raw is None or "deletionTimestamp" in raw["metadata"]:
@@ -97,22 +99,22 @@ class Reconciler:
         if self._is_quarantined(raw):
             await self._quarantine(key, raw)
             return None
-        with self._at_work.on(raw):
+        with self._work_record.on(raw):
             seen = self._snapshot(key, raw)
-        left = self._store.strangers(key, seen.uid)
+        left = self._store.leftovers(key, seen.uid)
         if left:
-            await self._tell_of_strangers(key, seen, left, since=seconds_of(raw["metadata"].get("creationTimestamp")))
-            return STRANGER_LOOK
-        if self._awaits_a_word(key, seen):
-            return FIRST_WORD
-        seen = replace(seen, unmade=await self._lacks.unmade(key, seen))
-        with self._at_work.on(raw):
+            await self._report_leftovers(key, seen, left, since=seconds_of(raw["metadata"].get("creationTimestamp")))
+            return LEFTOVER_RECHECK_SECONDS
+        if self._awaits_first_report(key, seen):
+            return FIRST_REPORT_SECONDS
+        seen = replace(seen, unmade=await self._missing_pods.unmade(key, seen))
+        with self._work_record.on(raw):
             decision = decide(seen)
             due = self._due(key, seen, decision)
         refused = "" if due is None else await self._applier.dry_run(key, seen, due)
         if refused:
-            # Nothing of it was written: the job goes on as it was accepted last.
-            with self._at_work.on(raw):
+            # Nothing of it was written: the job continues with the spec that was accepted last.
+            with self._work_record.on(raw):
                 seen = replace(self._snapshot(key, raw, refused), unmade=seen.unmade)
                 decision = decide(seen)
                 due = self._due(key, seen, decision)
@@ -120,23 +122,23 @@ class Reconciler:
         if decision.delete:
             await self._api.delete(JOB, *key, uid=seen.uid)
             return None
-        if not await self._carried_out(key, seen, decision, due):
+        if not await self._carry_out(key, seen, decision, due):
             return None
         seen = replace(
             seen, problem=seen.problem or self._applier.refused_now(key, seen.uid, seen.generation, seen.now)
         )
         self._follow(key, seen, decision)
-        with self._at_work.on(raw):
+        with self._work_record.on(raw):
             status = without_empties(status_of(seen, decision))
         if not await self._write_status(key, seen, status):
-            return CONFLICT_LOOK
-        return self._look_again(seen, decision)
+            return CONFLICT_RECHECK_SECONDS
+        return self._requeue_after(seen, decision)
 
-    async def tell_of_failure(self, key: Key, why: str) -> None:
+    async def report_failure(self, key: Key, why: str) -> None:
         """Writes into a job's status that a pass over it failed.
 
         Raises:
-            ApiProblem: The apiserver does not take that either.
+            ApiProblem: The API server refuses that as well.
         """
         raw = self._store.jobs.get(key)
         if raw is None or "deletionTimestamp" in raw["metadata"]:
@@ -146,8 +148,10 @@ class Reconciler:
         await self._write(key, metadata["uid"], before, without_empties(status))
 
     def _is_quarantined(self, raw: Mapping[str, Any]) -> bool:
-        """Whether this very spec killed an operator: this one, as its record says, or another, as the job's status says."""
-        metadata, killed_by = raw["metadata"], self._at_work.killed_by
+        """Whether this spec killed an operator: this one, according to its record, or another, according to the job's
+        status.
+        """
+        metadata, killed_by = raw["metadata"], self._work_record.killed_by
         generation = metadata.get("generation", 0)
         if killed_by is not None and (killed_by.uid, killed_by.generation) == (metadata["uid"], generation):
             return True
@@ -159,13 +163,14 @@ class Reconciler:
         )
 
     async def _quarantine(self, key: Key, raw: Mapping[str, Any]) -> None:
-        """Says so in the job's status; nothing else of it is looked at."""
-        self._followers.stop(key)
+        """Reports the quarantine in the job's status and leaves the rest of the job alone."""
+        self._learner_streams.stop(key)
         metadata, before = raw["metadata"], raw.get("status", {})
         generation = metadata.get("generation", 0)
         why = (
-            f"an operator was killed while it handled generation {generation} of the spec; the job is left as it is until its spec "
-            "changes, any field of it: see the operator's memory limit and log, and report the spec if it is not absurd"
+            f"an operator was killed while it worked on generation {generation} of the spec; the job is left as it is "
+            "until its spec changes, any field of it: see the operator's memory limit and log, and report the spec if "
+            "it is a reasonable one"
         )
         if any(
             item["type"] == Type.READY and item["reason"] == QUARANTINED and item["message"] == why
@@ -175,19 +180,26 @@ class Reconciler:
         status = with_failure(before, why, generation=generation, now=time(), reason=QUARANTINED)
         await self._write(key, metadata["uid"], before, without_empties(status))
 
-    async def _tell_of_strangers(
+    async def _report_leftovers(
         self, key: Key, seen: Snapshot, left: Collection[Child], *, since: float | None
     ) -> None:
-        """Objects of a deleted job of the same name: they are going, and must not be taken for this one's, as its ledger would be."""
-        if since is not None and seen.now < since + STRANGER_SECONDS:
+        """Reports the remaining objects of a deleted job of the same name: they are being deleted, and must not be used
+        for this job.
+        """
+        if since is not None and seen.now < since + LEFTOVER_SECONDS:
             return
         what = ", ".join(sorted(f"{child.kind} {child.name}" for child in left))
-        problem = f"another job of this name has left {what}; Kubernetes deletes them, unless a finalizer holds them: see to that"
+        problem = (
+            f"another job of this name has left {what}; Kubernetes "
+            "deletes them, unless a finalizer blocks that: remove it"
+        )
         waiting = replace(seen, job=None, problem=problem)
         await self._write_status(key, waiting, without_empties(status_of(waiting, decide(waiting))))
 
     def _snapshot(self, key: Key, raw: Mapping[str, Any], refused: str = "") -> Snapshot:
-        """What is known of a job now; `refused` is why the apiserver refuses the newest spec, if it has just said so."""
+        """The current snapshot of a job; `refused` is why the API server refuses the newest spec, if this pass found
+        that out.
+        """
         metadata = raw["metadata"]
         parsed, workloads, nodes = self._read(key, raw), self._store.workloads(key), self.nodes
         job, now = parsed.job, time()
@@ -207,36 +219,36 @@ class Reconciler:
             status=raw.get("status", {}),
             pods=self._store.pods(key, metadata["uid"]),
             workloads=workloads,
-            told=self._followers.told(key),
-            silent=self._followers.silent(key),
-            unsatisfiable="" if job is None or nodes is None or problem else self._drawing.unsatisfiable(job, nodes),
+            last_report=self._learner_streams.report(key),
+            unreachable=self._learner_streams.unreachable(key),
+            unsatisfiable="" if job is None or nodes is None or problem else self._manifests.unsatisfiable(job, nodes),
             memory=self._memory.get(key, Memory()),
         )
 
     def _read(self, key: Key, raw: Mapping[str, Any]) -> Parsed:
-        """A manifest, read once a generation."""
+        """The parsed manifest, cached by generation."""
         uid, generation = raw["metadata"]["uid"], raw["metadata"].get("generation", 0)
         known = self._parsed.get(key)
         if known is not None and (known.uid, known.generation) == (uid, generation):
             return known
         try:
-            parsed = Parsed(uid, generation, self._drawing.read(key, raw), "", rendered_from(raw.get("spec") or {}))
+            parsed = Parsed(uid, generation, self._manifests.read(key, raw), "", rendered_from(raw.get("spec") or {}))
         except UserInputError as error:
             parsed = Parsed(uid, generation, None, str(error), "")
         self._parsed[key] = parsed
         return parsed
 
     def _last_accepted(self, key: Key, raw: Mapping[str, Any], kept: Mapping[str, str]) -> AgentRLJob | None:
-        """The last accepted job with the newest lifecycle, parsed once a generation."""
+        """The last accepted job with the newest lifecycle fields, cached by generation."""
         metadata = raw["metadata"]
         made_of = (metadata["uid"], metadata.get("generation", 0), kept.get(ACCEPTED, ""))
         known = self._fallbacks.get(key)
         if known is None or known[:3] != made_of:
-            known = self._fallbacks[key] = (*made_of, self._drawing.last_accepted(key, raw, kept))
+            known = self._fallbacks[key] = (*made_of, self._manifests.last_accepted(key, raw, kept))
         return known[3]
 
-    async def _carried_out(self, key: Key, seen: Snapshot, decision: Decision, due: Due | None) -> bool:
-        """Does what was decided; False if the job is not there any more."""
+    async def _carry_out(self, key: Key, seen: Snapshot, decision: Decision, due: Due | None) -> bool:
+        """Carries out a decision; False if the job no longer exists."""
         if decision.drain:
             await self._drain(key)
         if due is not None and not await self._apply(key, seen, decision, due):
@@ -248,17 +260,17 @@ class Reconciler:
         return True
 
     def _due(self, key: Key, seen: Snapshot, decision: Decision) -> Due | None:
-        """The objects to apply; None if all stand as they are to be."""
+        """The objects to apply; None if all are up to date."""
         if seen.job is None:
             return None
-        if self._lacks.until_mended(key, seen) == 0:
-            self._lacks.mended(key, seen)
+        if self._missing_pods.seconds_until_reapply(key, seen) == 0:
+            self._missing_pods.reapplied(key, seen)
             self._drifted.add(key)
         kept: Mapping[str, str] = seen.learner.annotations if seen.learner is not None else {}
         if seen.problem and ACCEPTED not in kept:
-            return None  # what was applied of it stays as it is
+            return None  # what was applied stays as it is
         accepted = kept[ACCEPTED] if seen.problem else self._parsed[key].accepted
-        wanted = Drawn(
+        wanted = Rendered(
             seen.uid,
             seen.generation,
             decision.parked,
@@ -268,24 +280,24 @@ class Reconciler:
             seen.queue,
             bool(seen.problem),
         )
-        known, standing = self._drawn.get(key), kept.get(RENDERED, "")
+        known, standing = self._rendered.get(key), kept.get(RENDERED, "")
         there, untouched = self._store.children(key), key not in self._drifted
         same = known is not None and known == wanted._replace(digest=standing, children=known.children)
         if untouched and known is not None and same and known.children <= there:
             return None
         try:
-            objects = self._drawing.objects(
+            objects = self._manifests.objects(
                 key, seen.uid, seen.job, decision, queue=seen.queue, kept=kept, accepted=accepted
             )
         except UserInputError:
             if seen.problem:
-                return None  # the administrator's choices have changed since; `problem` says what is wrong now
+                return None  # the administrator's settings have changed since; `problem` reports the current error
             raise
         digest = objects[-1]["metadata"]["annotations"][RENDERED]
         children = frozenset(
-            Child(item["kind"], item["metadata"]["name"]) for item in objects if item["kind"] in HEARD_OF
+            Child(item["kind"], item["metadata"]["name"]) for item in objects if item["kind"] in WATCHED_KINDS
         )
-        self._drawn[key] = wanted._replace(digest=digest, children=children)
+        self._rendered[key] = wanted._replace(digest=digest, children=children)
         whole, refusal = untouched and children <= there, self._applier.refusal(key, seen.uid, seen.generation)
         waits = refusal is not None and refusal.digest == digest and seen.now < refusal.until
         return (
@@ -295,7 +307,7 @@ class Reconciler:
         )
 
     async def _apply(self, key: Key, seen: Snapshot, decision: Decision, due: Due) -> bool:
-        """Applies all objects; False if the job is not there any more."""
+        """Applies all objects; False if the job no longer exists."""
         if not due.whole and seen.status and not await self._still_there(key, seen):
             return False
         self._drifted.discard(key)
@@ -307,14 +319,16 @@ class Reconciler:
         return True
 
     async def _park(self, key: Key) -> None:
-        """Scales workloads to no pod that could not be applied so: pods are let go whatever else the apiserver refuses."""
+        """Scales workloads that could not be applied to 0 replicas, so that their pods end whatever else the API server
+        refuses.
+        """
         for child in self._store.scaled_up(key):
             kind = STATEFUL_SET if child.kind == STATEFUL_SET.name else DEPLOYMENT
-            log.warning("%s: %s %s is scaled to 0 alone", key, child.kind, child.name)
+            log.warning("%s: %s %s is scaled to 0 without its other changes", key, child.kind, child.name)
             await self._api.merge(kind, key.namespace, child.name, {"spec": {"replicas": 0}})
 
     async def _still_there(self, key: Key, seen: Snapshot) -> bool:
-        """Whether the job is: the objects of one whose deletion nobody told us of vanish, and are not to be made anew."""
+        """Whether the job still exists: after a missed deletion its objects vanish, and must not be created again."""
         version = self._store.version(seen.uid)
         try:
             await self._api.apply_status(key.namespace, key.name, version, seen.status)
@@ -326,33 +340,35 @@ class Reconciler:
 
     async def _drain(self, key: Key) -> None:
         try:
-            await self._followers.drain(key)
+            await self._learner_streams.drain(key)
         except KestrlError as error:
-            log.warning("%s: the learner does not take the order to drain, it is given again: %s", key, error)
+            log.warning("%s: the learner did not accept the drain request, which is repeated: %s", key, error)
 
-    def _awaits_a_word(self, key: Key, seen: Snapshot) -> bool:
-        """Whether the learner has neither spoken yet nor been found silent: who has just begun must not tell of that, nor act on it."""
+    def _awaits_first_report(self, key: Key, seen: Snapshot) -> bool:
+        """Whether the learner may still send its first report: a process that has just started must not report an
+        unreachable learner, nor act on that.
+        """
         if seen.learner is not None and seen.learner.replicas > 0:
             self._listen(key, seen)
-        return self._followers.expects(key)
+        return self._learner_streams.awaits_first_report(key)
 
     def _follow(self, key: Key, seen: Snapshot, decision: Decision) -> None:
-        """Listens to the learner for as long as it should run."""
+        """Follows the learner while it should run."""
         if decision.parked and decision.stage is not Stage.ENDED:
-            self._followers.stop(key)
+            self._learner_streams.stop(key)
         else:
             self._listen(key, seen)
 
     def _listen(self, key: Key, seen: Snapshot) -> None:
         pods = [pod for pod in seen.of(Role.LEARNER) if pod.phase == "Running" and pod.address]
         if not pods:
-            self._followers.stop(key)
+            self._learner_streams.stop(key)
             return
         token = derive(self._key, seen.uid)[Secret.CONTROLLER_TO_LEARNER.value]
-        self._followers.want(key, pods[0].uid, f"{pods[0].address}:{GRPC_PORT}", token)
+        self._learner_streams.want(key, pods[0].uid, f"{pods[0].address}:{GRPC_PORT}", token)
 
     async def _write_status(self, key: Key, seen: Snapshot, status: Mapping[str, Any]) -> bool:
-        """Writes the status if it differs; False if the job is not what it was any more."""
+        """Writes the status if it differs; False if the job has changed meanwhile."""
         try:
             await self._write(key, seen.uid, seen.status, status)
         except Conflict:
@@ -367,16 +383,18 @@ class Reconciler:
             self._store.job(await self._api.apply_status(key.namespace, key.name, version, status))
         except Gone:
             return  # deleted meanwhile
-        await self._events.tell(key, uid, before, status)
+        await self._events.publish(key, uid, before, status)
 
-    def _look_again(self, seen: Snapshot, decision: Decision) -> float | None:
-        speaking: Told | None = seen.speaking
-        waits = [LOOK_AGAIN] if speaking is not None and decision.stage in {Stage.RUNNING, Stage.DRAINING} else []
-        if decision.look_again is not None:
-            waits.append(decision.look_again)
+    def _requeue_after(self, seen: Snapshot, decision: Decision) -> float | None:
+        live_report: LearnerReport | None = seen.live_report
+        waits = (
+            [RECHECK_SECONDS] if live_report is not None and decision.stage in {Stage.RUNNING, Stage.DRAINING} else []
+        )
+        if decision.requeue_after is not None:
+            waits.append(decision.requeue_after)
         refusal = self._applier.refusal(Key(seen.namespace, seen.name), seen.uid, seen.generation)
         if refusal is not None and refusal.until > seen.now:
             waits.append(refusal.until - seen.now)
         if decision.stage is Stage.RUNNING:
-            waits += self._lacks.waits(Key(seen.namespace, seen.name), seen)
+            waits += self._missing_pods.waits(Key(seen.namespace, seen.name), seen)
         return min(waits, default=None)

@@ -1,4 +1,6 @@
-"""`python -m kestrl_operator.selftest --namespace NS --manifest FILE`: runs a job on the cluster and says how it ended; `helm test` runs it."""
+"""`python -m kestrl_operator.selftest --namespace NS --manifest FILE`: runs a job on the cluster and reports its
+result, for `helm test`.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ class SelfTestFailed(KestrlError):
 
 
 def main() -> int:
-    """Runs it; the exit code is 0 only if the job succeeded."""
+    """Runs the self-test; the exit code is 0 only if the job succeeded."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--namespace", required=True)
     parser.add_argument("--manifest", type=Path, required=True)
@@ -35,7 +37,7 @@ def main() -> int:
     given = parser.parse_args()
 
     def run() -> None:
-        read_job(given.manifest)  # told here, before the cluster is asked
+        read_job(given.manifest)  # validated here, before the cluster is called
         job: dict[str, Any] = yaml.safe_load(given.manifest.read_text())
         asyncio.run(_run(given.namespace, job, given.timeout, keep=given.keep))
 
@@ -67,7 +69,7 @@ async def _succeeded(api: Api, namespace: str, name: str, timeout: float) -> Non
         async with asyncio.timeout(timeout):
             while True:
                 status = (await api.get(JOB, name, namespace)).get("status", {})
-                shown = _say(status, shown)
+                shown = _print(status, shown)
                 accepted = _condition(status, "Accepted")
                 if accepted["reason"] == "Invalid":
                     raise SelfTestFailed(f"the job is not accepted: {accepted['message']}")
@@ -86,8 +88,8 @@ def _condition(status: Mapping[str, Any], kind: str) -> Mapping[str, str]:
     return next((item for item in status.get("conditions", ()) if item["type"] == kind), unknown)
 
 
-def _say(status: Mapping[str, Any], before: str) -> str:
-    """Prints what `kubectl get` would show, when it has changed."""
+def _print(status: Mapping[str, Any], before: str) -> str:
+    """Prints the columns of `kubectl get` when they have changed."""
     shown = status.get("shown", {})
     line = "  ".join(
         f"{name} {shown[name]}" for name in ("phase", "step", "policy", "converged", "reward") if shown.get(name)
@@ -98,7 +100,7 @@ def _say(status: Mapping[str, Any], before: str) -> str:
 
 
 def table(status: Mapping[str, Any]) -> str:
-    """The conditions, for a person."""
+    """The conditions as a table."""
     return "\n".join(
         f"  {item['type']:20} {item['status']:8} {item['reason']:16} {item.get('message', '')}"
         for item in status.get("conditions", ())

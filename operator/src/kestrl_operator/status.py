@@ -1,4 +1,4 @@
-"""The status of a job, from what was observed: conditions, progress, lineage and what `kubectl get` prints. Pure."""
+"""The status of a job, from its snapshot: conditions, progress, lineage and what `kubectl get` prints. Pure."""
 
 from __future__ import annotations
 
@@ -11,39 +11,39 @@ from kestrl.api.learner.v1 import learner_pb2 as pb
 from kestrl.plan.components import Role
 from kestrl.rpc.codec import policy_from_proto
 from kestrl.spec.status import Condition, EngineStatus, JobStatus, PolicyStatus, ProgressStatus, ResultStatus, Shown
-from kestrl_operator.conditions import Observed, Truth, Type, joined, phase, shortened
-from kestrl_operator.observe import Snapshot, Told, number
-from kestrl_operator.policies import Decision, Stage, began, has_ended, held
+from kestrl_operator.conditions import ConditionStatus, Observation, Type, joined, phase, shortened
+from kestrl_operator.lifecycle import Decision, Stage, began, has_ended, held
+from kestrl_operator.observations import observed, verified_by_all
 from kestrl_operator.render.network import selector
-from kestrl_operator.truths import observed, proved_by_all
+from kestrl_operator.snapshot import LearnerReport, Snapshot, number
 
 HISTORY = 10
-ENGINES_TOLD = 100
-"""More of them are counted, not listed: an object has a largest size."""
+ENGINES_SHOWN = 100
+"""Engines listed in the status; all are counted. Kubernetes limits the size of an object."""
 LONGEST_MESSAGE = 1000
-"""Of an engine."""
-FAILURES_TOLD = 64
-"""Kinds of them: as many as the CRD takes, the most frequent ones."""
+"""Maximum characters of an engine's message."""
+FAILURES_SHOWN = 64
+"""Kinds of failures listed, the most frequent first: as many as the CRD allows."""
 LONGEST_ETA = 1e9
 
 
 def status_of(seen: Snapshot, decision: Decision) -> dict[str, Any]:
-    """The status as it is to be written.
+    """The complete status to write.
 
     Args:
-        seen: What is known.
-        decision: What is done about it.
+        seen: Snapshot of the job.
+        decision: The decision about it.
     """
     before = JobStatus.model_validate(dict(seen.status))
     now = written(seen.now)
     conditions = joined(before.conditions, observed(seen, decision), generation=seen.generation, now=now)
-    told = seen.speaking
+    live = seen.live_report
     policy, history = _lineage(before, seen, now)
     running = decision.stage is Stage.RUNNING
     status = JobStatus(
         observed_generation=seen.generation,
         conditions=conditions,
-        progress=before.progress if told is None else _progress(told),
+        progress=before.progress if live is None else _progress(live),
         policy=policy,
         result=_result(before, seen, decision),
         history=history,
@@ -54,24 +54,24 @@ def status_of(seen: Snapshot, decision: Decision) -> dict[str, Any]:
         finished_at=before.finished_at if has_ended(seen) else now if decision.ended else None,
         restarts=decision.attempts,
     )
-    status = status.model_copy(update={"shown": _shown(status, conditions, told)})
+    status = status.model_copy(update={"shown": _shown(status, conditions, live)})
     return status.model_dump(by_alias=True, exclude_none=True)
 
 
 def with_failure(
     status: Mapping[str, Any], why: str, *, generation: int, now: float, reason: str = "OperatorFailed"
 ) -> dict[str, Any]:
-    """A status as it stands, but for one thing: the operator fails at its work on this job. Pure.
+    """The current status with a failed reconciliation in condition Ready, and no other change. Pure.
 
     Args:
-        status: As it stands.
-        why: What a person is to know.
-        generation: Of the spec that it failed for.
+        status: The current status.
+        why: Message for the user.
+        generation: Generation of the spec for which it failed.
         now: Seconds since 1970.
-        reason: Of the condition Ready.
+        reason: Reason of condition Ready.
     """
     before = JobStatus.model_validate(dict(status))
-    failed = Observed(type=Type.READY, truth=Truth.FALSE, reason=reason, message=why)
+    failed = Observation(type=Type.READY, status=ConditionStatus.FALSE, reason=reason, message=why)
     conditions = joined(before.conditions, [failed], generation=generation, now=written(now))
     after = before.model_copy(
         update={"conditions": conditions, "shown": before.shown.model_copy(update={"phase": phase(conditions)})}
@@ -80,7 +80,7 @@ def with_failure(
 
 
 def without_empties(given: Mapping[str, Any]) -> dict[str, Any]:
-    """A map without what is empty in it: what is not there means the same, and can always be applied. Pure."""
+    """A copy of a map without empty values: a missing value means the same, and can always be applied. Pure."""
     made: dict[str, Any] = {}
     for name, value in given.items():
         kept = without_empties(cast("dict[str, Any]", value)) if isinstance(value, dict) else value
@@ -95,41 +95,43 @@ def _started(seen: Snapshot, before: JobStatus, *, running: bool, now: str) -> s
 
 
 def written(seconds: float) -> str:
-    """A time as Kubernetes writes it."""
+    """A timestamp in Kubernetes' format."""
     return datetime.fromtimestamp(int(seconds), UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
-def _progress(told: Told) -> ProgressStatus:
-    report = told.report
+def _progress(live: LearnerReport) -> ProgressStatus:
+    report = live.report
     return ProgressStatus(
         step=report.step,
         total_steps=report.total_steps,
-        reward=told.mean("reward"),
-        answer_correct=told.mean("answer_correct"),
+        reward=live.mean("reward"),
+        answer_correct=live.mean("answer_correct"),
         episodes_per_second=number(report.episodes_per_second, 2) or None,
         tokens_per_second=number(report.tokens_per_second, 1) or None,
         eta_seconds=int(report.eta_seconds) or None if 0 < report.eta_seconds < LONGEST_ETA else None,
-        failures=dict(sorted(report.failures.items(), key=lambda item: (-item[1], item[0]))[:FAILURES_TOLD]),
+        failures=dict(sorted(report.failures.items(), key=lambda item: (-item[1], item[0]))[:FAILURES_SHOWN]),
     )
 
 
 def _result(before: JobStatus, seen: Snapshot, decision: Decision) -> ResultStatus | None:
     """The adapter of the run, from the moment the job succeeds."""
-    told = seen.speaking
-    if decision.ended is None or decision.ended[0] != "Completed" or told is None or told.policy is None:
+    live = seen.live_report
+    if decision.ended is None or decision.ended[0] != "Completed" or live is None or live.policy is None:
         return before.result
-    return ResultStatus(version=told.policy.name, sha256=told.policy.sha256, uri=told.report.policy_uri)
+    return ResultStatus(version=live.policy.name, sha256=live.policy.sha256, uri=live.report.policy_uri)
 
 
 def _lineage(before: JobStatus, seen: Snapshot, now: str) -> tuple[PolicyStatus | None, list[PolicyStatus]]:
-    """The newest version that every engine has proved, and the last ones; a version is dated when it was first seen so."""
-    told = seen.speaking
-    newest = None if told is None else told.policy
-    if told is None or newest is None or seen.job is None or not proved_by_all(seen, seen.job.spec):
+    """The newest version that every engine has verified, and the previous ones; a version is dated when it was first
+    seen so.
+    """
+    live = seen.live_report
+    newest = None if live is None else live.policy
+    if live is None or newest is None or seen.job is None or not verified_by_all(seen, seen.job.spec):
         return before.policy, before.history
     if before.policy is not None and before.policy.version == newest.name:
         return before.policy, before.history
-    report = told.report
+    report = live.report
     policy = PolicyStatus(
         version=newest.name,
         parent=report.policy_parent or None,
@@ -142,9 +144,9 @@ def _lineage(before: JobStatus, seen: Snapshot, now: str) -> tuple[PolicyStatus 
 
 
 def _engines(seen: Snapshot, before: JobStatus) -> list[EngineStatus]:
-    """As the learner tells; of what it does not answer for, nothing is claimed."""
-    told = seen.speaking
-    if told is None or not told.report.engines:
+    """The engines as the learner reports them; their state is unknown while it does not report."""
+    live = seen.live_report
+    if live is None or not live.report.engines:
         return [EngineStatus(name=engine.name, state="unknown") for engine in before.engines]
     return [
         EngineStatus(
@@ -154,7 +156,7 @@ def _engines(seen: Snapshot, before: JobStatus) -> list[EngineStatus]:
             state=engine.state,
             message=shortened(engine.message, LONGEST_MESSAGE),
         )
-        for engine in report_engines(told.report)
+        for engine in report_engines(live.report)
     ]
 
 
@@ -164,18 +166,18 @@ def _name(message: PolicyMessage) -> str | None:
 
 
 def report_engines(report: pb.WatchProgressResponse) -> list[pb.EngineProgress]:
-    """The engines that are told of: those with trouble first where there are too many."""
+    """The engines to list, those with problems first if there are too many."""
     engines = sorted(report.engines, key=lambda engine: (engine.state == "serving", -engine.lag))
-    return sorted(engines[:ENGINES_TOLD], key=lambda engine: engine.name)
+    return sorted(engines[:ENGINES_SHOWN], key=lambda engine: engine.name)
 
 
-def _shown(status: JobStatus, conditions: list[Condition], told: Told | None) -> Shown:
+def _shown(status: JobStatus, conditions: list[Condition], live: LearnerReport | None) -> Shown:
     progress, policy = status.progress, status.policy
     return Shown(
         phase=phase(conditions),
         step=f"{progress.step}/{progress.total_steps}" if progress.total_steps else "",
         policy="" if policy is None else f"v{policy.step}",
-        converged="" if told is None or not told.report.engines else f"{told.proved}/{told.report.engines_total}",
+        converged="" if live is None or not live.report.engines else f"{live.verified}/{live.report.engines_total}",
         lag=max((engine.lag for engine in status.engines), default=0),
         reward="" if progress.reward is None else f"{progress.reward:.2f}",
     )

@@ -1,4 +1,6 @@
-"""What the watch streams told, kept small: jobs as they are, pods and workloads as far as they are looked at, of the rest the names."""
+"""The objects that the watch streams delivered, kept small: jobs in full, the used fields of pods and workloads, names
+of the rest.
+"""
 
 from __future__ import annotations
 
@@ -8,18 +10,18 @@ from typing import Any, NamedTuple
 
 from kestrl.plan.components import Role
 from kestrl.spec.job import KIND
-from kestrl_operator.observe import Pod, Workload, pod_of, workload_of
+from kestrl_operator.snapshot import Pod, Workload, pod_of, workload_of
 
 Object = Mapping[str, Any]
 JOB_LABEL = "kestrl.dev/job"
 INSTANCE_LABEL = "app.kubernetes.io/instance"
 WORKLOADS = frozenset({"StatefulSet", "Deployment"})
 REMEMBERED = 10_000
-"""Deletions: a list that was asked for before one may be read after it."""
+"""Remembered deletions: a list that was requested before a deletion may be read after it."""
 
 
 class Key(NamedTuple):
-    """A job."""
+    """Namespace and name of a job."""
 
     namespace: str
     name: str
@@ -29,14 +31,14 @@ class Key(NamedTuple):
 
 
 class Child(NamedTuple):
-    """One of a job's objects that are watched."""
+    """A watched object that belongs to a job."""
 
     kind: str
     name: str
 
 
 class Known(NamedTuple):
-    """Uids."""
+    """Uids of all objects in the store."""
 
     jobs: frozenset[str]
     pods: frozenset[str]
@@ -44,13 +46,15 @@ class Known(NamedTuple):
 
 
 def _belongs(pod: Pod, workloads: Collection[str], uid: str) -> bool:
-    """Whether a pod is of the job with these workloads. ReplicaSets, which stand between Deployments and pods, are not watched."""
+    """Whether a pod belongs to the job with these workloads. ReplicaSets, which own the pods of Deployments, are not
+    watched.
+    """
     kind, owner = pod.owner
     return owner in workloads or (kind == "ReplicaSet" and pod.job == uid)
 
 
 class Store:
-    """The newest that is known of each object. An event that is older than what is known already changes nothing."""
+    """The newest known state of each object. An event older than that state changes nothing."""
 
     def __init__(self) -> None:
         self.jobs: dict[Key, Object] = {}
@@ -59,12 +63,14 @@ class Store:
         self._children: dict[Key, dict[str, Child]] = {}
         """Both by uid."""
         self._owners: dict[str, str] = {}
-        """Uids of the jobs that children belong to, by the child's; empty for one that was orphaned."""
+        """Uid of the owning job by uid of the child; empty for an orphaned child."""
         self._versions: dict[str, int] = {}
         self._deleted: OrderedDict[str, int] = OrderedDict()
 
     def pods(self, key: Key, uid: str) -> list[Pod]:
-        """The pods that workloads of this very job made. What has its labels alone is another's: a former job's, or anybody's."""
+        """Pods created by workloads of this job. Pods that only carry its labels belong to a deleted job of the name,
+        or to somebody else.
+        """
         made_by = {child for child in self._children.get(key, {}) if self._owners[child] == uid}
         return [pod for pod in self._pods.get(key, {}).values() if _belongs(pod, made_by, uid)]
 
@@ -72,21 +78,21 @@ class Store:
         return {workload.role: workload for workload in self._workloads.get(key, {}).values()}
 
     def scaled_up(self, key: Key) -> list[Child]:
-        """Its workloads that are to have pods."""
+        """Workloads of a job with more than 0 replicas."""
         children = self._children.get(key, {})
         return [children[uid] for uid, workload in self._workloads.get(key, {}).items() if workload.replicas > 0]
 
     def children(self, key: Key) -> frozenset[Child]:
-        """What is there of a job."""
+        """The watched objects of a job that exist."""
         return frozenset(self._children.get(key, {}).values())
 
-    def strangers(self, key: Key, uid: str) -> frozenset[Child]:
-        """What is still there of another job of this name."""
+    def leftovers(self, key: Key, uid: str) -> frozenset[Child]:
+        """The objects that remain of another job of this name."""
         children = self._children.get(key, {}).items()
         return frozenset(child for name, child in children if self._owners[name] not in {"", uid})
 
     def version(self, uid: str) -> int:
-        """The resourceVersion that is known of an object; 0 for none."""
+        """The known resourceVersion of an object; 0 for none."""
         return self._versions.get(uid, 0)
 
     def _newer(self, given: Object) -> bool:
@@ -104,7 +110,7 @@ class Store:
             self._deleted.popitem(last=False)
 
     def job(self, given: Object, *, deleted: bool = False) -> Key:
-        """Takes in a job; returns its key."""
+        """Stores a job; returns its key."""
         metadata = given["metadata"]
         key = Key(metadata["namespace"], metadata["name"])
         if deleted:
@@ -116,14 +122,14 @@ class Store:
         return key
 
     def drop(self, key: Key, uid: str) -> None:
-        """A job is not there any more."""
+        """Removes a job that no longer exists."""
         known = self.jobs.get(key)
         if known is not None and known["metadata"]["uid"] == uid:
             del self.jobs[key]
         self._versions.pop(uid, None)
 
     def pod(self, given: Object, *, deleted: bool = False) -> Key | None:
-        """Takes in a pod; returns the key of its job."""
+        """Stores a pod; returns the key of its job."""
         metadata = given["metadata"]
         job = metadata.get("labels", {}).get(JOB_LABEL)
         pod = pod_of(given)
@@ -146,7 +152,7 @@ class Store:
         self._versions.pop(uid, None)
 
     def child(self, kind: str, given: Object, *, deleted: bool = False) -> Key | None:
-        """Takes in a workload, or another object of a job that is watched; returns the key of its job."""
+        """Stores a workload or another watched object of a job; returns the key of its job."""
         metadata = given["metadata"]
         job = metadata.get("labels", {}).get(INSTANCE_LABEL)
         if job is None:
@@ -174,7 +180,7 @@ class Store:
         self._versions.pop(uid, None)
 
     def known(self) -> Known:
-        """All there is: what a list that is asked for now does not hold was deleted."""
+        """Uids of everything in the store: whatever a list requested from now on does not contain was deleted."""
         return Known(
             jobs=frozenset(job["metadata"]["uid"] for job in self.jobs.values()),
             pods=frozenset(pod.uid for pods in self._pods.values() for pod in pods.values()),
@@ -182,7 +188,7 @@ class Store:
         )
 
     def forget(self, gone: Collection[str]) -> Iterator[Key]:
-        """Forgets objects that a list did not hold, by uid; yields the keys of their jobs."""
+        """Removes objects that a list did not contain, by uid; yields the keys of their jobs."""
         for key, job in list(self.jobs.items()):
             if job["metadata"]["uid"] in gone:
                 self.drop(key, job["metadata"]["uid"])

@@ -1,4 +1,5 @@
-"""A real Kubernetes on this machine: `python -m tests.e2e.cluster up|down|status|start|stop|kill|restart|freeze|thaw|exec|kubectl`."""
+"""A real Kubernetes on this machine: `python -m tests.e2e.cluster
+up|down|status|start|stop|kill|restart|freeze|thaw|exec|kubectl`."""
 
 from __future__ import annotations
 

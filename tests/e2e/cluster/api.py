@@ -1,4 +1,5 @@
-"""A small client of the Kubernetes API, for what must be quick or lasting: the standard library, as the cluster's administrator."""
+"""A small client of the Kubernetes API, for what must be quick or lasting: the standard library, as the cluster's
+administrator."""
 
 from __future__ import annotations
 

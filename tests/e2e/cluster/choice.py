@@ -1,9 +1,10 @@
 """Which cluster tests get: one that a person names, else one that is brought up here, else none and a reason.
 
-`E2E_KUBECONFIG` names a cluster of somebody else's: never the default context by accident. What it offers beyond the API is told by
-`E2E_CAPABILITIES` (such as `node,network_policies`), and the image that its nodes can run by `E2E_IMAGE`.
-`KESTRL_E2E_IMAGES` names an archive of `tests/e2e/kit/images`, whose images a node of our own then runs where it can.
-`KESTRL_E2E_KEEP=1` uses this checkout's running cluster, brings it up if there is none, and leaves it running.
+`E2E_KUBECONFIG` names a cluster of somebody else's: never the default context by accident. What it offers beyond the
+API is told by `E2E_CAPABILITIES` (such as `node,network_policies`), and the image that its nodes can run by
+`E2E_IMAGE`. `KESTRL_E2E_IMAGES` names an archive of `tests/e2e/kit/images`, whose images a node of our own then runs
+where it can. `KESTRL_E2E_KEEP=1` uses this checkout's running cluster, brings it up if there is none, and leaves it
+running.
 """
 
 from __future__ import annotations
@@ -40,14 +41,14 @@ def foreign() -> Cluster | None:
     kubeconfig = os.environ.get("E2E_KUBECONFIG")
     if not kubeconfig:
         return None
-    told = [name.strip() for name in os.environ.get("E2E_CAPABILITIES", "").split(",")]
+    names = [name.strip() for name in os.environ.get("E2E_CAPABILITIES", "").split(",")]
     kit = find_kit()
     return Cluster(
         kubeconfig=Path(kubeconfig).absolute(),
         kubectl_program=_program("kubectl", kit),
         helm_program=_program("helm", kit),
         image=os.environ.get("E2E_IMAGE", KESTRL),
-        capabilities=frozenset(Capability(name) for name in told if name),
+        capabilities=frozenset(Capability(name) for name in names if name),
         cache=cache_folder() / "e2e",
     )
 
@@ -67,9 +68,9 @@ def usable_kit() -> Kit:
     """
     if not sys.platform.startswith("linux") or os.geteuid() != 0:
         raise Unavailable("a node of our own needs root on Linux; or set E2E_KUBECONFIG")
-    lacking = missing()
-    if lacking:
-        raise Unavailable(f"a node of our own needs {', '.join(lacking)}; or set E2E_KUBECONFIG")
+    absent = missing()
+    if absent:
+        raise Unavailable(f"a node of our own needs {', '.join(absent)}; or set E2E_KUBECONFIG")
     if not BRIDGED.exists():
         raise Unavailable("a node of our own needs the kernel's br_netfilter; or set E2E_KUBECONFIG")
     kit = find_kit()

@@ -172,13 +172,13 @@ class Cluster:
             last = None if event == "DELETED" else found
             if last is not None and condition(last):
                 return last
-        told = (
+        state = (
             json.dumps(last.get("status"), indent=1)
             if last
-            else self._told("get", kind, name, f"--namespace={namespace}")
+            else self._output_of("get", kind, name, f"--namespace={namespace}")
         )
-        error = TimeoutError(f"{kind} {name}: the condition does not hold after {seconds:.0f} s: {told}")
-        error.add_note(self.tell(namespace))
+        error = TimeoutError(f"{kind} {name}: the condition does not hold after {seconds:.0f} s: {state}")
+        error.add_note(self.describe(namespace))
         raise error
 
     def wait_ready(self, pod: str, namespace: str = DEFAULT_NAMESPACE, *, seconds: float = WAIT_SECONDS) -> Object:
@@ -198,17 +198,17 @@ class Cluster:
         limit = f"--timeout={seconds:.0f}s"
         self.kubectl("wait", "--for=delete", f"{kind}/{name}", f"--namespace={namespace}", limit, seconds=seconds + 10)
 
-    def tell(self, namespace: str) -> str:
+    def describe(self, namespace: str) -> str:
         """What a person would look at when something in a namespace does not work."""
         parts = [
-            self._told("get", "all,pvc", "-o", "wide", f"--namespace={namespace}"),
-            self._told("get", "events", "--sort-by=.lastTimestamp", f"--namespace={namespace}"),
+            self._output_of("get", "all,pvc", "-o", "wide", f"--namespace={namespace}"),
+            self._output_of("get", "events", "--sort-by=.lastTimestamp", f"--namespace={namespace}"),
         ]
         with suppress(CommandFailed):
             for pod in self.list("pods", namespace):
                 name = pod["metadata"]["name"]
                 place = (name, f"--namespace={namespace}", "--all-containers", "--prefix", f"--tail={TOLD_LINES}")
-                parts += [f"--- {name}", self._told("logs", *place)]
+                parts += [f"--- {name}", self._output_of("logs", *place)]
         return "\n".join(parts)
 
     # --- places and volumes
@@ -299,7 +299,7 @@ class Cluster:
         homes = {f"HELM_{name}_HOME": str(self.cache / "helm" / name.lower()) for name in ("CACHE", "CONFIG", "DATA")}
         return {"KUBECACHEDIR": str(self.cache / "kube"), **homes}
 
-    def _told(self, *arguments: str) -> str:
+    def _output_of(self, *arguments: str) -> str:
         try:
             return self.kubectl(*arguments)
         except CommandFailed as error:

@@ -1,4 +1,5 @@
-"""Other programs: run to their end, with what they said in the error when they fail; and waiting for what has no event."""
+"""Other programs: run to their end, with what they said in the error when they fail; and waiting for what has no
+event."""
 
 from __future__ import annotations
 

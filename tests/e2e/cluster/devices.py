@@ -1,7 +1,8 @@
 """Devices that do not exist, for the kubelet: `python -m tests.e2e.cluster.devices NAME=COUNT:VARIABLE ...`.
 
-A device plugin (v1beta1) for each resource. It runs in the node's namespaces, and registers again whenever the kubelet has a new socket:
-a kubelet that starts forgets its plugins and removes their sockets. The messages are described here, so that no generator is needed.
+A device plugin (v1beta1) for each resource. It runs in the node's namespaces, and registers again whenever the kubelet
+has a new socket: a kubelet that starts forgets its plugins and removes their sockets. The messages are described here,
+so that no generator is needed.
 """
 
 from __future__ import annotations
@@ -157,8 +158,8 @@ def _unary(method: Any, request: str, answer: str) -> Any:
 def kubelet_socket() -> tuple[int, int] | None:
     """Tells one socket of the kubelet from the next."""
     with suppress(FileNotFoundError):
-        told = (PLUGINS / "kubelet.sock").stat()
-        return told.st_ino, told.st_ctime_ns
+        found = (PLUGINS / "kubelet.sock").stat()
+        return found.st_ino, found.st_ctime_ns
     return None
 
 

@@ -1,8 +1,8 @@
 """Images out of this machine's own files: no registry, no base image, no daemon.
 
-`pause` is Debian's static catatonit. `kestrl` holds this interpreter, the shared libraries that it and wheels from PyPI link to, a
-static busybox and the certificate authorities. The virtual environment is no part of it: pods find it at its own place on the host,
-first on their PATH, so that `python` in a pod is the environment's.
+`pause` is Debian's static catatonit. `kestrl` holds this interpreter, the shared libraries that it and wheels from PyPI
+link to, a static busybox and the certificate authorities. The virtual environment is no part of it: pods find it at its
+own place on the host, first on their PATH, so that `python` in a pod is the environment's.
 """
 
 from __future__ import annotations
@@ -78,8 +78,8 @@ class Layer:
     def key(self) -> str:
         """Changes when the layer's content does, as far as sizes and times tell."""
         sizes = {inside: (path.stat().st_size, path.stat().st_mtime_ns) for inside, path in self.files.items()}
-        told = [sorted(part.items()) for part in (sizes, self.texts, self.links, self.folders)]
-        return hashlib.sha256(json.dumps(told).encode()).hexdigest()
+        content = [sorted(part.items()) for part in (sizes, self.texts, self.links, self.folders)]
+        return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
     def tar(self) -> bytes:
         buffer = io.BytesIO()
@@ -193,9 +193,9 @@ def _program(name: str) -> Path:
 
 def _cached(cache: Path, name: str, layer: Layer, config: dict[str, Any]) -> Path:
     """The archive of an image, made unless there is one of the same content."""
-    told = [layer.key(), name, config, Path(__file__).read_text()]
+    content = [layer.key(), name, config, Path(__file__).read_text()]
     short = name.rpartition("/")[2].replace(":", "-")
-    path = cache / f"{short}-{hashlib.sha256(json.dumps(told).encode()).hexdigest()[:16]}.tar"
+    path = cache / f"{short}-{hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]}.tar"
     if path.exists():
         path.touch()
         return path

@@ -53,5 +53,5 @@ def build_kit() -> Kit:
 
 def module_folder(module: str) -> Path:
     """Where a Go module of the kit lies, downloaded if it is not there."""
-    told = json.loads(run("go", "-C", SOURCES, "mod", "download", "-json", module))
-    return Path(told["Dir"])
+    output = json.loads(run("go", "-C", SOURCES, "mod", "download", "-json", module))
+    return Path(output["Dir"])

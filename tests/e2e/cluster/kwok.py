@@ -1,4 +1,5 @@
-"""Nodes and pods that exist only in the API, by kwok: for what is about numbers, such as scheduling and the operator's own speed."""
+"""Nodes and pods that exist only in the API, by kwok: for what is about numbers, such as scheduling and the operator's
+own speed."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """Where everything of one cluster is: its folder, its addresses, its names on this machine.
 
-A cluster with net number N has 10.N.0.0/24 between host and node, 10.(N-1).0.0/16 for pods and 10.(N+1).0.0/16 for services.
+A cluster with net number N has 10.N.0.0/24 between host and node, 10.(N-1).0.0/16 for pods and 10.(N+1).0.0/16 for
+services.
 """
 
 from __future__ import annotations
@@ -132,7 +133,8 @@ def free_net() -> int:
 
 @contextmanager
 def locked_runs() -> Generator[None]:
-    """Alone while a name or a net number is chosen. The folder is root's own: others could put links into one of theirs."""
+    """Alone while a name or a net number is chosen. The folder is root's own: others could put links into one of
+    theirs."""
     RUNS.mkdir(mode=0o711, parents=True, exist_ok=True)
     if RUNS.lstat().st_uid != os.getuid():
         raise PermissionError(f"{RUNS} belongs to somebody else")

@@ -1,9 +1,9 @@
 """A Kubernetes node in namespaces of its own, on this machine.
 
-Process 1 of these namespaces is `catatonit -P`. Killing it ends every daemon and container, and frees the mounts, links, rules and
-sysctls that they made: nothing clashes with the machine's own ports and nothing stays behind. Daemons are entered into the namespaces
-by `nsenter`, which waits outside for each of them. A veth pair joins node and machine: from the machine, pods and services are reached
-by their own addresses; from pods, the machine by `Layout.host_address`.
+Process 1 of these namespaces is `catatonit -P`. Killing it ends every daemon and container, and frees the mounts,
+links, rules and sysctls that they made: nothing clashes with the machine's own ports and nothing stays behind. Daemons
+are entered into the namespaces by `nsenter`, which waits outside for each of them. A veth pair joins node and machine:
+from the machine, pods and services are reached by their own addresses; from pods, the machine by `Layout.host_address`.
 
 Everything about a running cluster is in its folder's `state.json`, so that any process can find it.
 """
@@ -59,26 +59,26 @@ class State:
     """Whether it came up altogether."""
 
     def save(self) -> None:
-        told = asdict(self)
+        state = asdict(self)
         unfinished = self.layout.folder / "state.json.new"
-        unfinished.write_text(json.dumps(told, default=str, indent=1))
+        unfinished.write_text(json.dumps(state, default=str, indent=1))
         unfinished.rename(_state_file(self.layout.folder))
 
     @staticmethod
     def load(folder: Path) -> State | None:
         """None where there is no cluster, or one that did not get as far as having processes."""
         try:
-            told: dict[str, Any] = json.loads(_state_file(folder).read_text())
+            state: dict[str, Any] = json.loads(_state_file(folder).read_text())
         except FileNotFoundError:
             return None
-        layout = told["layout"] | {name: Path(told["layout"][name]) for name in ("checkout", "environment")}
+        layout = state["layout"] | {name: Path(state["layout"][name]) for name in ("checkout", "environment")}
         return State(
             Layout(**layout),
-            Kit(Path(told["kit"]["folder"])),
-            Process(**told["keeper"]),
-            Process(**told["first"]),
-            {name: Daemon(one["command"], Process(**one["process"])) for name, one in told["daemons"].items()},
-            told.get("complete", True),
+            Kit(Path(state["kit"]["folder"])),
+            Process(**state["keeper"]),
+            Process(**state["first"]),
+            {name: Daemon(one["command"], Process(**one["process"])) for name, one in state["daemons"].items()},
+            state.get("complete", True),
         )
 
 
@@ -162,7 +162,8 @@ class Node:
         eventually(f"{name} goes on", lambda: not own.is_stopped() and not waiting.is_stopped(), STOP_SECONDS)
 
     def revive(self) -> None:
-        """Waits for a cluster that somebody is just bringing up, and undoes what was done to the daemons: all run, and answer.
+        """Waits for a cluster that somebody is just bringing up, and undoes what was done to the daemons: all run, and
+        answer.
 
         Raises:
             TimeoutError: The node did not get ready again.
@@ -179,7 +180,8 @@ class Node:
 
     @contextmanager
     def cut_off(self, address: str) -> Generator[None]:
-        """What a pod of this address sends the API server is lost, as behind a broken switch: its connections stay open, and silent."""
+        """What a pod of this address sends the API server is lost, as behind a broken switch: its connections stay
+        open, and silent."""
         rule = ("INPUT", "--source", address, "--protocol", "tcp", "--dport", str(API_PORT), "--jump", "DROP")
         run(*self.entering("iptables", "--wait", "--insert", *rule))
         try:
@@ -188,7 +190,8 @@ class Node:
             run(*self.entering("iptables", "--wait", "--delete", *rule))
 
     def kill_container(self, container: str) -> int:
-        """SIGKILLs every process of a container, by its id: kubelet hears of it as of any crash. Returns how many there were."""
+        """SIGKILLs every process of a container, by its id: kubelet hears of it as of any crash. Returns how many there
+        were."""
         found = in_cgroup(container)
         for process in found:
             process.send(signal.SIGKILL)
@@ -284,7 +287,8 @@ def node_is_ready(api: Api) -> bool:
 
 
 def _end(state: State) -> None:
-    """Kills process 1. The kernel ends everything else in its namespace, and who waits for it outside then ends by itself.
+    """Kills process 1. The kernel ends everything else in its namespace, and who waits for it outside then ends by
+    itself.
 
     Killing those who wait would leave what they wait for to the machine's process 1, which may take its time.
     """

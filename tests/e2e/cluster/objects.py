@@ -1,8 +1,8 @@
 """What a fresh cluster is given: the checkout in its pods, and volumes for claims.
 
-A mutating admission policy mounts the checkout and its virtual environment, read-only and at their own paths, into every pod of a
-namespace that carries the label, so that chart and operator under test need know nothing of it. Pod Security "restricted" forbids
-such volumes: these namespaces do not enforce it.
+A mutating admission policy mounts the checkout and its virtual environment, read-only and at their own paths, into
+every pod of a namespace that carries the label, so that chart and operator under test need know nothing of it. Pod
+Security "restricted" forbids such volumes: these namespaces do not enforce it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Enforces NetworkPolicy in the node with nftables: `python -m tests.e2e.cluster.policies SERVER CERTIFICATES`.
 
-The pods' bridge knows nothing of policies. This program runs in the node's network namespace, watches pods, namespaces and policies,
-and swaps one table at every change. What a pod sends to its own node (the names and the API on the node's address) is judged as well;
-what the node sends to a pod (probes) is not, and a connection that stands is not cut. A new pod is covered once its address is in the API.
+The pods' bridge knows nothing of policies. This program runs in the node's network namespace, watches pods, namespaces
+and policies, and swaps one table at every change. What a pod sends to its own node (the names and the API on the node's
+address) is judged as well; what the node sends to a pod (probes) is not, and a connection that stands is not cut. A new
+pod is covered once its address is in the API.
 """
 
 from __future__ import annotations

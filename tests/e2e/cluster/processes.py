@@ -26,18 +26,18 @@ class Process:
 
     @staticmethod
     def of(pid: int) -> Process | None:
-        told = _stat(pid)
-        return None if told is None else Process(pid, told[1])
+        status = _stat(pid)
+        return None if status is None else Process(pid, status[1])
 
     def is_alive(self) -> bool:
         """Whether it runs, or is stopped; one that has ended and was not collected is not alive."""
-        told = _stat(self.pid)
-        return told is not None and told[1] == self.started and told[0] != "Z"
+        status = _stat(self.pid)
+        return status is not None and status[1] == self.started and status[0] != "Z"
 
     def is_stopped(self) -> bool:
         """Whether SIGSTOP holds it."""
-        told = _stat(self.pid)
-        return told is not None and told[1] == self.started and told[0] == "T"
+        status = _stat(self.pid)
+        return status is not None and status[1] == self.started and status[0] == "T"
 
     def child(self) -> Process | None:
         """Its first child."""

@@ -1,4 +1,5 @@
-"""Bringing a cluster up: its namespaces, its link to this machine, its daemons, and the objects that tests find in it."""
+"""Bringing a cluster up: its namespaces, its link to this machine, its daemons, and the objects that tests find in
+it."""
 
 from __future__ import annotations
 
@@ -191,7 +192,8 @@ def _bring_up(node: Node, layout: Layout, kit: Kit, images: Future[list[Path]] |
     make_certificates(layout)
     write_configuration(layout)
     lines = command_lines(layout, kit)
-    # What asks nobody starts beside the API server, and the others when it is ready: they would give up, or try again ever later.
+    # What asks nobody starts beside the API server, and the others when it is ready: they would give up, or try again
+    # ever later.
     for name in sorted(lines, key=("etcd", "containerd", "kube-apiserver", *lines).index):
         node.start(name, lines[name])
     api = node.api()

@@ -13,9 +13,9 @@ import pytest
 import yaml
 
 from kestrl.telemetry.names import Instrument, Metric
-from kestrl_operator.checks import needed
 from kestrl_operator.cluster import read_cluster
 from kestrl_operator.config import read_config
+from kestrl_operator.preflight import needed
 from kestrl_operator.render.network import OPERATOR
 
 from .conftest import CHART, PROMETHEUS, Helm, Rendered

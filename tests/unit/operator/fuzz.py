@@ -1,4 +1,4 @@
-"""Random jobs, made from the CRD's schema: specs that make a job, and specs with something wrong in them."""
+"""Random jobs from the CRD's schema: valid specs, and specs with errors in them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ TRIES = 200
 
 
 def valid(rng: random.Random, base: Mapping[str, Any]) -> Object:
-    """A spec that makes a job: the base with up to eight fields at other values that the schema allows, its bounds most of all."""
+    """A valid spec: the base with up to eight fields changed to other values that the schema allows, preferably its
+    bounds."""
     spec = copy.deepcopy(dict(base))
     wanted = rng.randint(1, 8)
     for _ in range(TRIES):
@@ -54,7 +55,7 @@ def valid(rng: random.Random, base: Mapping[str, Any]) -> Object:
 
 
 def mutated(rng: random.Random, base: Mapping[str, Any]) -> Object:
-    """A spec with up to three things wrong that no schema allows: other types, absurd sizes, fields too many or too few."""
+    """A spec with up to three errors that no schema allows: wrong types, absurd sizes, too many or too few fields."""
     spec = copy.deepcopy(dict(base))
     for _ in range(rng.randint(1, 3)):
         parent, name = rng.choice(_places(spec))
@@ -92,7 +93,7 @@ def _nested(depth: int) -> Object:
 
 
 def _places(given: Any) -> list[tuple[Any, Any]]:
-    """Every place of a spec, as its parent and its name or index there."""
+    """Every location in a spec, as its parent and its name or index there."""
     items = given.items() if isinstance(given, dict) else enumerate(given) if isinstance(given, list) else ()
     found = [(given, name) for name, _ in items]
     return found + [place for _, value in items for place in _places(value)]

@@ -17,13 +17,13 @@ from typing import Any
 import yaml
 
 from kestrl_operator.api import Api, Kind
-from kestrl_operator.at_work import AtWork
 from kestrl_operator.cluster import read_cluster
 from kestrl_operator.events import Events
-from kestrl_operator.follow import Followers
-from kestrl_operator.operate import Operator  # all that the operator loads
+from kestrl_operator.learner_stream import LearnerStreams
+from kestrl_operator.operator import Operator  # everything that the operator loads
 from kestrl_operator.reconcile import Reconciler
 from kestrl_operator.store import Store
+from kestrl_operator.work_record import WorkRecord
 
 sys.path.insert(0, str(Path(__file__).parent))
 from fuzz import job_of, mutated, valid
@@ -41,7 +41,7 @@ Object = dict[str, Any]
 
 
 class Taking(Api):
-    """An API server that takes everything, in memory."""
+    """An API server that accepts everything, in memory."""
 
     def __init__(self) -> None:
         self.version, self.requests = 1, 0
@@ -71,12 +71,12 @@ class Taking(Api):
 
 
 async def passes(given: int, wrong: int, seed: int) -> Object:
-    """All valid jobs stay; of those with something wrong one is there at a time."""
+    """Reconciles valid jobs, which all stay, and mutated jobs, which exist one at a time."""
     rng, api, store = random.Random(seed), Taking(), Store()
     base = yaml.safe_load(QUICKSTART.read_text())["spec"]
     cluster = read_cluster({"images": IMAGES, "storage": {"uri": "s3://bucket/runs"}})
-    followers = Followers(lambda _: None)
-    reconciler = Reconciler(api, store, followers, Events(api, "fuzzed"), cluster, b"k" * 32, AtWork(None))
+    learner_streams = LearnerStreams(lambda _: None)
+    reconciler = Reconciler(api, store, learner_streams, Events(api, "fuzzed"), cluster, b"k" * 32, WorkRecord(None))
     seen = Counter[str]()
 
     async def handle(name: str, spec: object) -> None:
@@ -105,7 +105,7 @@ async def passes(given: int, wrong: int, seed: int) -> Object:
 
 
 def largest_mib() -> float:
-    """The largest resident set of this program; that of getrusage is its parent's, where that was larger."""
+    """The largest resident set of this program. getrusage would return its parent's, if that was larger."""
     status = Path("/proc/self/status").read_text()
     return int(next(line for line in status.splitlines() if line.startswith("VmHWM:")).split()[1]) / 1024
 

@@ -1,4 +1,4 @@
-"""Rendering as tests ask for it: the quickstart on a cluster."""
+"""Rendering of the quickstart for a cluster, as tests need it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kestrl.plan.planning import plan
 from kestrl_operator.cluster import read_cluster, site_of
 from kestrl_operator.render import Given, render
 
-from .seen import job
+from .samples import job
 
 VALUES: dict[str, Any] = {
     "images": {
@@ -34,7 +34,7 @@ ROLES = ("inference", "tools", "judge", "rollout", "learner")
 
 
 def given(*overrides: str, values: dict[str, Any] | None = None, **changes: Any) -> Given:
-    """What is rendered from: the quickstart with overrides, the chart's values with changes."""
+    """Inputs of rendering: the quickstart with overrides, the chart's values with changes."""
     one, cluster = job(*overrides), read_cluster({**VALUES, **(values or {})})
     site = site_of(one, "team-a", cluster, run="email-search-1", storage="s3://bucket/email-search-1")
     plain: dict[str, Any] = {"job": one, "namespace": "team-a", "uid": "u-1", "cluster": cluster, "secrets": SECRETS}

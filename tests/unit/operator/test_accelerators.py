@@ -1,4 +1,4 @@
-"""Accelerator profiles: what pods say for their devices, and whether any node could ever give them."""
+"""Accelerator profiles: what pods request for their devices, and whether any node could ever provide them."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ def test_each_profile_asks_for_its_own_resource() -> None:
     assert BUILT_IN["cpu"].requests(1) == {}
 
 
-def test_who_asks_for_no_device_sees_none() -> None:
+def test_a_container_without_a_device_sees_none() -> None:
     assert {"name": "NVIDIA_VISIBLE_DEVICES", "value": "void"} in BUILT_IN["cpu"].environment()
     assert all(item["name"] != "NVIDIA_VISIBLE_DEVICES" for item in BUILT_IN["nvidia"].environment())
 
 
-def test_an_npus_number_comes_from_the_annotation_where_volcano_writes_one_and_from_the_plugin_elsewhere() -> None:
+def test_npu_numbers_come_from_volcanos_annotation_or_the_device_plugin() -> None:
     assert BUILT_IN["ascend"].environment() == []
     (variable,) = BUILT_IN["ascend-volcano"].environment()
     assert variable["name"] == "ASCEND_VISIBLE_DEVICES"
@@ -70,7 +70,7 @@ def test_values_change_a_profile_and_add_others() -> None:
 
 
 @pytest.mark.parametrize(
-    ("values", "told"),
+    ("values", "message"),
     [
         ({"nvidia": {"runtimeclass": "x"}}, "accelerators.nvidia: runtimeclass: Extra inputs"),
         ({"mine": {"resource": "a/b"}}, "accelerators.mine: image: Field required"),
@@ -78,8 +78,8 @@ def test_values_change_a_profile_and_add_others() -> None:
         ({"nvidia": {"tolerations": [{"effect": "x"}]}}, "accelerators.nvidia: tolerations.0.key: Field required"),
     ],
 )
-def test_a_value_that_no_profile_has_is_named(values: dict[str, Any], told: str) -> None:
-    with pytest.raises(UserInputError, match=told):
+def test_an_invalid_profile_value_is_named(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserInputError, match=message):
         profiles(values)
 
 
@@ -88,30 +88,30 @@ def test_a_value_that_no_profile_has_is_named(values: dict[str, Any], told: str)
     [
         ("nvidia", 8, [node(allocatable=GPUS)], ""),
         ("nvidia", 8, [node(allocatable=GPUS, taints=[TAINT])], ""),
-        ("nvidia", 1, [node(allocatable=GPUS, schedulable=False)], ""),  # cordoned for now, not for ever
+        ("nvidia", 1, [node(allocatable=GPUS, schedulable=False)], ""),  # cordoned for now only
         ("cpu", 1, [], ""),
         ("nvidia", 1, [], "the cluster has no node"),
-        ("nvidia", 1, [node()], "no node offers nvidia.com/gpu (extended resources there are: none)"),
+        ("nvidia", 1, [node()], "no node offers nvidia.com/gpu (available extended resources: none)"),
         (
             "ascend",
             1,
             [node(allocatable={"huawei.com/ascend-1980": "8"})],
-            "no node offers huawei.com/Ascend910 (extended resources there are: huawei.com/ascend-1980)",
+            "no node offers huawei.com/Ascend910 (available extended resources: huawei.com/ascend-1980)",
         ),
         ("nvidia", 16, [node(allocatable=GPUS)], "no node has 16 of nvidia.com/gpu; the most on one is 8"),
         (
             "nvidia",
             1,
             [node(allocatable=GPUS, taints=[{"key": "team", "value": "a", "effect": "NoSchedule"}])],
-            "every node that fits has a taint that the profile does not tolerate (team:NoSchedule)",
+            "every matching node has a taint that the profile does not tolerate (team:NoSchedule)",
         ),
     ],
 )
-def test_what_can_never_be_scheduled_is_told(profile: str, count: int, nodes: list[Node], why: str) -> None:
+def test_unsatisfiable_pods_are_reported(profile: str, count: int, nodes: list[Node], why: str) -> None:
     assert unsatisfiable(BUILT_IN[profile], count, nodes) == why
 
 
-def test_a_selector_that_no_node_matches_is_told() -> None:
+def test_a_selector_that_no_node_matches_is_reported() -> None:
     picky = Profile.model_validate({**BUILT_IN["nvidia"].model_dump(), "node_selector": {"pool": "h200"}})
     assert unsatisfiable(picky, 1, [node(allocatable=GPUS)]) == "no node has the labels pool=h200"
     assert unsatisfiable(picky, 1, [node(allocatable=GPUS, labels={"pool": "h200", "zone": "a"})]) == ""
@@ -120,7 +120,8 @@ def test_a_selector_that_no_node_matches_is_told() -> None:
 @pytest.mark.parametrize(
     ("text", "value"),
     [
-        ("8", 8), ("0", 0), ("500m", Fraction(1, 2)), ("16Gi", 2**34), ("2k", 2000), ("1.5", Fraction(3, 2)), ("1e3", 1000),
+        ("8", 8), ("0", 0), ("500m", Fraction(1, 2)), ("16Gi", 2**34), ("2k", 2000), ("1.5", Fraction(3, 2)),
+        ("1e3", 1000),
         ("2E", 2 * 10**18), ("2E3", 2000), ("1Pi", 2**50), ("100n", Fraction(1, 10**7)), ("131992Ki", 131992 * 1024),
     ],
 )  # fmt: skip
@@ -129,6 +130,6 @@ def test_quantities_are_read_as_kubernetes_writes_them(text: str, value: Fractio
 
 
 @pytest.mark.parametrize("text", ["", "many", "5X", "Gi", "1iK"])
-def test_what_is_no_quantity_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match=r"Invalid literal|is no quantity"):
+def test_an_invalid_quantity_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"Invalid literal|is not a quantity"):
         quantity(text)

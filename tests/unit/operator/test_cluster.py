@@ -1,4 +1,4 @@
-"""A cluster as a place: the same plan as on one machine, with the addresses of Services and pods."""
+"""A cluster as a site: the same plan as on one machine, with the addresses of Services and pods."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_workers_find_tools_and_judge_by_their_services() -> None:
 
 
 def test_one_component_stands_for_all_replicas_of_a_role() -> None:
-    """So that one pod template serves them all, and a job of many costs the operator no more than one of few."""
+    """One pod template serves all replicas, so a job of many costs the operator no more than one of few."""
     few, many = planned(), planned("inference.replicas=256", "rollout.replicas=1024")
     assert list(many) == list(few) == ["engine-0", "inference-0", "tools-0", "judge-0", "rollout-0", "learner-0"]
     for name in ("engine-0", "inference-0", "rollout-0", "judge-0"):
@@ -92,7 +92,7 @@ def test_data_keeps_its_kind() -> None:
     assert settings.validation.path == "/kestrl/data/validation.jsonl"
 
 
-def test_a_profile_of_the_chart_is_known_beside_the_built_in_ones() -> None:
+def test_a_profile_of_the_chart_adds_to_the_built_in_ones() -> None:
     cluster: Cluster = read_cluster(
         {**VALUES, "accelerators": {"mig": {"resource": "nvidia.com/mig-1g.10gb", "image": "cuda"}}}
     )
@@ -117,31 +117,32 @@ OWN = "storage={uri: 'gs://mine'}"
         (DEFAULT, (OWN,), ("gs://mine", None)),
         (DEFAULT, ("storage={secretRef: {name: keys}}",), ("s3://house/jobs", "keys")),
     ],
-    ids=["the default", "a default that needs no key", "its own", "its own with a key", "its own never with the house's key",
+    ids=["the default", "a default that needs no key", "its own", "its own with a key",
+    "its own never with the house's key",
          "the house's with its own key"],
 )  # fmt: skip
-def test_a_job_is_stored_where_it_says_and_else_where_the_house_does(
+def test_a_job_uses_its_own_storage_or_the_clusters_default(
     values: dict[str, Any], overrides: tuple[str, ...], found: tuple[str, str | None]
 ) -> None:
     assert storage_of(read_job(QUICKSTART, overrides), read_cluster({**VALUES, **values})) == found
 
 
 @pytest.mark.parametrize(
-    ("overrides", "told"),
+    ("overrides", "message"),
     [
         ((), "spec.storage.uri: is required, since this cluster has no default"),
         (("storage={uri: /tmp/runs}",), "spec.storage.uri: '/tmp/runs' is a place on one machine"),
         (("storage={uri: 'file:///tmp/runs'}",), "spec.storage.uri: 'file:///tmp/runs' is a place on one machine"),
     ],
 )
-def test_a_place_that_only_one_machine_has_is_refused(overrides: tuple[str, ...], told: str) -> None:
+def test_storage_on_one_machine_is_refused(overrides: tuple[str, ...], message: str) -> None:
     with pytest.raises(UserInputError) as caught:
         storage_of(read_job(QUICKSTART, overrides), read_cluster(VALUES))
-    assert str(caught.value).startswith(told)
+    assert str(caught.value).startswith(message)
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "message"),
     [
         ({"images": {}}, "images.engine: Field required"),
         ({"image": "x"}, "image: Extra inputs"),
@@ -151,6 +152,6 @@ def test_a_place_that_only_one_machine_has_is_refused(overrides: tuple[str, ...]
         ({"storage": {"url": "s3://x"}}, "storage.url: Extra inputs"),
     ],
 )
-def test_values_that_mean_nothing_are_told(changes: dict[str, Any], told: str) -> None:
-    with pytest.raises(UserInputError, match=told):
+def test_invalid_values_are_reported(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserInputError, match=message):
         read_cluster({**VALUES, **changes})

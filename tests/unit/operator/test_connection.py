@@ -1,4 +1,4 @@
-"""How the operator comes to the apiserver and speaks to it, against a server of the tests' own that notes what it is asked."""
+"""The operator's connection to the API server, against a server that records its requests."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from kestrl_operator.api import JOB, NODE, Api, ApiProblem, Conflict, Gone, path
 from kestrl_operator.connection import log_in
 
 PREFIX = "/k8s/clusters/c-1"
-"""Some clusters are reached by way of a proxy, beneath a path."""
+"""Some clusters are reached through a proxy, below a path."""
 
 
 class Server:
-    """Answers every request with what it is told to, and keeps them."""
+    """Answers every request as configured, and records it."""
 
     def __init__(self, folder: Path) -> None:
         self.asked: list[web.Request] = []
@@ -80,13 +80,13 @@ async def client(server: Server) -> AsyncIterator[Api]:
     await made.close()
 
 
-async def test_a_request_names_the_object_and_us(server: Server, client: Api) -> None:
+async def test_a_request_names_the_object_and_the_field_manager(server: Server, client: Api) -> None:
     await client.get(JOB, "it", "team-a")
     assert server.asked[0].path == f"{PREFIX}/apis/kestrl.dev/v1alpha1/namespaces/team-a/agentrljobs/it"
     assert server.asked[0].headers["Authorization"] == "Bearer first"
 
 
-async def test_a_token_that_was_exchanged_is_used_before_the_old_one_ends(
+async def test_a_rotated_token_is_used_before_the_old_one_expires(
     server: Server, client: Api, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await client.get(JOB, "it", "team-a")
@@ -101,14 +101,14 @@ async def test_a_token_that_was_exchanged_is_used_before_the_old_one_ends(
     ]
 
 
-async def test_a_credential_that_vanishes_is_a_problem_of_the_request(
+async def test_a_credential_that_disappears_fails_the_request(
     server: Server, client: Api, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "LOGIN_SECONDS", 0.0)
     server.kubeconfig.unlink()
-    with pytest.raises(ApiProblem, match="get AgentRLJob it: no cluster") as told:
+    with pytest.raises(ApiProblem, match="get AgentRLJob it: no cluster") as raised:
         await client.get(JOB, "it", "team-a")
-    assert told.value.retryable
+    assert raised.value.retryable
 
 
 @pytest.mark.parametrize(
@@ -123,19 +123,19 @@ async def test_a_credential_that_vanishes_is_a_problem_of_the_request(
         (200, "<html>a proxy's page</html>", ApiProblem, True, "DecodeError"),
     ],
 )
-async def test_what_is_no_object_is_told_with_its_words(
+async def test_an_answer_that_is_not_an_object_is_in_the_message(
     server: Server, client: Api, status: int, body: str, kind: type[ApiProblem], *, retryable: bool, words: str
 ) -> None:
     server.status, server.body = status, body
-    with pytest.raises(ApiProblem) as told:
+    with pytest.raises(ApiProblem) as raised:
         await client.get(JOB, "it", "team-a")
-    assert type(told.value) is kind
-    assert told.value.retryable is retryable
-    assert words in str(told.value)
-    assert str(told.value).startswith("get AgentRLJob it: ")
+    assert type(raised.value) is kind
+    assert raised.value.retryable is retryable
+    assert words in str(raised.value)
+    assert str(raised.value).startswith("get AgentRLJob it: ")
 
 
-async def test_a_list_goes_on_to_its_last_page(server: Server, client: Api) -> None:
+async def test_a_list_reads_all_pages(server: Server, client: Api) -> None:
     server.body = '{"metadata": {"continue": "more"}, "items": [{"metadata": {"name": "a"}}]}'
     names = []
     async for item in client.list(NODE, None, labels="x=y", fields={"spec.z": "1"}):
@@ -150,12 +150,12 @@ async def test_a_list_goes_on_to_its_last_page(server: Server, client: Api) -> N
     }
 
 
-async def test_nobody_there_is_told_with_the_address(server: Server, client: Api) -> None:
+async def test_a_refused_connection_is_reported_with_the_address(server: Server, client: Api) -> None:
     await server.stop()
-    with pytest.raises(ApiProblem, match=r"127\.0\.0\.1") as told:
+    with pytest.raises(ApiProblem, match=r"127\.0\.0\.1") as raised:
         await client.get(JOB, "it", "team-a")
-    assert told.value.retryable
-    assert told.value.status is None
+    assert raised.value.retryable
+    assert raised.value.status is None
 
 
 @pytest.mark.parametrize(
@@ -171,9 +171,7 @@ async def test_nobody_there_is_told_with_the_address(server: Server, client: Api
         "",
     ],
 )
-def test_a_kubeconfig_that_is_none_is_the_persons_to_mend(
-    content: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_invalid_kubeconfig_is_a_user_error(content: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "kubeconfig"
     file.write_text(content)
     monkeypatch.setenv("KUBECONFIG", str(file))
@@ -181,7 +179,7 @@ def test_a_kubeconfig_that_is_none_is_the_persons_to_mend(
         log_in()
 
 
-def test_a_certificate_that_is_none_is_the_persons_to_mend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_invalid_certificate_is_a_user_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = kubeconfig("https://127.0.0.1:1", "t")
     config["clusters"][0]["cluster"]["certificate-authority"] = str(tmp_path / "nowhere.crt")
     (tmp_path / "kubeconfig").write_text(yaml.safe_dump(config))
@@ -205,7 +203,7 @@ def test_neither_a_pod_nor_a_kubeconfig(tmp_path: Path, monkeypatch: pytest.Monk
         ("", "https://kubernetes.default.svc"),
     ],
 )
-def test_a_pod_takes_the_address_that_its_kubelet_tells(
+def test_a_pod_uses_the_api_server_address_of_its_environment(
     host: str, server: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pod = kopf.ConnectionInfo(server="https://kubernetes.default.svc", token="pods")

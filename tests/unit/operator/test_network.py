@@ -1,4 +1,4 @@
-"""Who may talk to whom: the rendered policies, judged as Kubernetes judges them."""
+"""Network isolation: the rendered policies, evaluated like Kubernetes evaluates them."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def is_peer(peer: Mapping[str, Any], party: Party, namespace: str) -> bool:
 
 
 def lets_through(party: Party, other: Party, direction: str, port: int, protocol: str) -> bool:
-    """Whether a pod's own policies let it talk to, or be talked to by, another; all may who no policy selects."""
+    """Whether a pod's own policies allow traffic to or from another; a pod that no policy selects allows all."""
     chosen = [
         policy["spec"]
         for policy in POLICIES
@@ -87,7 +87,7 @@ def lets_through(party: Party, other: Party, direction: str, port: int, protocol
 
 
 def may(one: Party, other: Party, port: int, protocol: str = "TCP") -> bool:
-    """Whether a packet gets there: by the rules of both ends."""
+    """Whether a connection is allowed by the policies of both ends."""
     return lets_through(one, other, "Egress", port, protocol) and lets_through(other, one, "Ingress", port, protocol)
 
 
@@ -129,7 +129,7 @@ def may(one: Party, other: Party, port: int, protocol: str = "TCP") -> bool:
         (ROLLOUT, STRANGER, GRPC, False),
     ],
 )
-def test_only_the_arrows_of_the_house_are_open(one: Party, other: Party, port: int, allowed: bool) -> None:
+def test_only_the_connections_of_the_architecture_are_open(one: Party, other: Party, port: int, allowed: bool) -> None:
     assert may(one, other, port) is allowed
 
 
@@ -144,13 +144,13 @@ ARROWS = {
 
 @pytest.mark.parametrize("one", MINE)
 @pytest.mark.parametrize("other", MINE)
-def test_each_end_of_an_arrow_opens_it_and_neither_end_opens_another(one: str, other: str) -> None:
+def test_each_allowed_connection_is_open_at_both_ends_and_no_other(one: str, other: str) -> None:
     for direction, party, peer in (("Egress", one, other), ("Ingress", other, one)):
         assert lets_through(MINE[party], MINE[peer], direction, GRPC, "TCP") is ((one, other) in ARROWS)
 
 
 @pytest.mark.parametrize("name", MINE)
-def test_whoever_gathers_metrics_reads_them_and_nothing_else(name: str) -> None:
+def test_metrics_collectors_reach_the_metrics_port_and_nothing_else(name: str) -> None:
     assert may(PROMETHEUS, MINE[name], METRICS)
     assert not may(PROMETHEUS, MINE[name], GRPC)
     assert not may(PROMETHEUS, MINE[name], HTTP)
@@ -161,13 +161,13 @@ PORTS = (22, 53, 80, 443, 4317, 5432, GRPC, HTTP, METRICS, 8080, 9000)
 
 @pytest.mark.parametrize("who", [TOOLS, JUDGE], ids=["tools", "judge"])
 @pytest.mark.parametrize("protocol", ["TCP", "UDP"])
-def test_tools_and_judge_reach_nobody(who: Party, protocol: str) -> None:
+def test_tools_and_judge_have_no_egress(who: Party, protocol: str) -> None:
     everybody = (*MINE.values(), *OTHERS.values(), OPERATOR, PROMETHEUS, STRANGER, NEIGHBOUR, NAMES, STORAGE, METADATA)
     assert [(other, port) for other in everybody for port in PORTS if may(who, other, port, protocol)] == []
 
 
 @pytest.mark.parametrize("name", MINE)
-def test_nobody_asks_the_clouds_metadata_services(name: str) -> None:
+def test_cloud_metadata_services_are_not_reachable(name: str) -> None:
     for service_address in (METADATA, ALIBABAS, AZURES):
         assert not [port for port in PORTS if port != 53 and may(MINE[name], service_address, port)]
 
@@ -179,12 +179,12 @@ def test_pods_of_another_job_are_strangers(name: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "asks"), [(name, name in {"learner", "rollout", "engine"}) for name in MINE])
-def test_who_calls_others_may_ask_for_their_names(name: str, asks: bool) -> None:
+def test_callers_may_resolve_names(name: str, asks: bool) -> None:
     assert may(MINE[name], NAMES, 53, "UDP") is asks
     assert may(MINE[name], NAMES, 53) is asks
 
 
-def test_a_pod_of_the_job_that_no_role_has_reaches_and_is_reached_by_nobody() -> None:
+def test_a_pod_of_the_job_without_a_role_is_isolated() -> None:
     odd = Party(labels={"kestrl.dev/job": "email-search"})
     assert not [port for port in PORTS if may(odd, STORAGE, port) or may(odd, NAMES, port) or may(STRANGER, odd, port)]
 
@@ -198,7 +198,7 @@ def test_a_role_is_found_by_the_pods_that_its_policy_is_for() -> None:
         assert chosen.items() <= workloads[name]["spec"]["template"]["metadata"]["labels"].items()
 
 
-def test_an_administrator_says_on_which_ports_the_world_is_reached() -> None:
+def test_the_chart_sets_the_ports_of_egress() -> None:
     policies = of_kind(rendered(values={"egressPorts": [8443]}), "NetworkPolicy")
     for role in ("learner", "rollout", "inference"):
         (far,) = (
@@ -223,7 +223,7 @@ def test_without_policies_there_are_none() -> None:
         (Role.JUDGE, False, False),
     ],
 )
-def test_pods_are_found_one_by_one_where_they_are_called_so(role: Role, headless: bool, early: bool) -> None:
+def test_roles_called_pod_by_pod_have_headless_services(role: Role, headless: bool, early: bool) -> None:
     made = SERVICES[f"email-search-{role}"]["spec"]
     assert (made.get("clusterIP") == "None", made.get("publishNotReadyAddresses", False)) == (headless, early)
     ports = {item["name"]: item["port"] for item in made["ports"]}

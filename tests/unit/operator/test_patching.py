@@ -1,4 +1,4 @@
-"""A person's changes to pods: merged as `kubectl patch` merges them, and refused where they are not a job's to make."""
+"""Patches of pods: merged like `kubectl patch`, and refused where they change a reserved field."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def merged(*patches: dict[str, Any], base: dict[str, Any] = TEMPLATE) -> dict[st
 
 
 def at(made: Any, path: str) -> Any:
-    """What stands somewhere; items of lists by their name, None for what is not there."""
+    """The value at a path; items of lists by their name, None for a missing one."""
     for part in path.split("."):
         if isinstance(made, list):
             made = next((item for item in made if part in {str(value) for value in item.values()}), None)
@@ -78,7 +78,8 @@ def tools(**fields: Any) -> dict[str, Any]:
         (tools(env=[{"name": "A", "value": "2"}]), "spec.containers.tools.env.A.value", "2"),
         (tools(env=[{"name": "A", "value": "2"}]), "spec.containers.tools.env.HOME.value", "/tmp"),
         (tools(env=[{"name": "B", "value": "3"}]), "spec.containers.tools.env.B.value", "3"),
-        (tools(env=[{"name": "A", "$patch": "delete"}]), "spec.containers.tools.env", [{"name": "HOME", "value": "/tmp"}]),
+        (tools(env=[{"name": "A", "$patch": "delete"}]), "spec.containers.tools.env",
+         [{"name": "HOME", "value": "/tmp"}]),
         (tools(env=[{"name": "Z", "$patch": "delete"}]), "spec.containers.tools.env.Z", None),
         (
             tools(ports=[{"containerPort": 7000, "hostPort": 7}]),
@@ -110,7 +111,7 @@ def test_maps_are_merged_and_lists_by_the_keys_of_their_items(patch: dict[str, A
     assert at(merged(patch), path) == found
 
 
-def test_what_is_ours_stays_beside_what_is_theirs() -> None:
+def test_existing_items_stay_beside_patched_ones() -> None:
     made = merged({"metadata": {"labels": {"team": "search"}, "annotations": {"sidecar.istio.io/inject": "false"}}})
     assert made["metadata"] == {
         "labels": {"kestrl.dev/role": "tools", "team": "search"},
@@ -131,28 +132,28 @@ def test_an_item_that_is_replaced_keeps_its_place() -> None:
 def test_a_patch_brings_no_token_of_the_account() -> None:
     token = [{"name": "t", "projected": {"sources": [{"serviceAccountToken": {"path": "token"}}]}}]
     with pytest.raises(
-        UserInputError, match=r"^spec\.patches\[0\]\.template\.spec\.volumes: a pod of a job has no token"
+        UserInputError, match=r"^spec\.patches\[0\]\.template\.spec\.volumes: a pod of a job gets no token"
     ):
         merged(spec(volumes=token))
 
 
-def test_later_patches_go_over_earlier_ones() -> None:
+def test_later_patches_override_earlier_ones() -> None:
     made = merged(tools(image="two", args=["2"]), tools(image="three"))
     assert (at(made, "spec.containers.tools.image"), at(made, "spec.containers.tools.args")) == ("three", ["2"])
 
 
-def test_the_template_that_was_given_stays_as_it_was() -> None:
+def test_the_given_template_is_not_modified() -> None:
     before = copy.deepcopy(TEMPLATE)
     merged(tools(image="two", env=[{"name": "A", "$patch": "delete"}]), {"metadata": {"labels": {"a": "b"}}})
     assert before == TEMPLATE
 
 
-OURS = "is the operator's; use another name"
-NOT_THEIRS = "is not a job's to change"
+OURS = "is reserved for the operator; use another name"
+NOT_THEIRS = "cannot be changed by a job"
 
 
 @pytest.mark.parametrize(
-    ("patch", "told"),
+    ("patch", "message"),
     [
         ({"containers": []}, ".containers: a pod template has metadata and spec, nothing else"),
         *((spec(**{field: "x"}), f".spec.{field}: {NOT_THEIRS}; remove it") for field in HELD),
@@ -164,8 +165,8 @@ NOT_THEIRS = "is not a job's to change"
         ({"metadata": {"labels": None}}, ".metadata.labels: must be a map"),
         ({"metadata": {"annotations": None}}, ".metadata.annotations: must be a map"),
         ({"metadata": {"labels": "x"}}, ".metadata.labels: must be a map"),
-        ({"metadata": {"name": "x"}}, f".metadata.name: {NOT_THEIRS}; labels and annotations are"),
-        ({"metadata": {"finalizers": ["x/y"]}}, f".metadata.finalizers: {NOT_THEIRS}; labels and annotations are"),
+        ({"metadata": {"name": "x"}}, f".metadata.name: {NOT_THEIRS}; labels and annotations can"),
+        ({"metadata": {"finalizers": ["x/y"]}}, f".metadata.finalizers: {NOT_THEIRS}; labels and annotations can"),
         ({"metadata": {"labels": {"kestrl.dev/role": "learner"}}}, f".metadata.labels.kestrl.dev/role: {OURS}"),
         ({"metadata": {"labels": {"kestrl.dev/job": None}}}, f".metadata.labels.kestrl.dev/job: {OURS}"),
         (
@@ -176,25 +177,25 @@ NOT_THEIRS = "is not a job's to change"
             {"metadata": {"annotations": {"kestrl.dev/attempts": "0"}}},
             f".metadata.annotations.kestrl.dev/attempts: {OURS}",
         ),
-        (spec(containers=["tools"]), ".spec.containers[0]: must be a map with name, by which it is merged"),
+        (spec(containers=["tools"]), ".spec.containers[0]: must be a map with name, the merge key"),
         (
             spec(containers=[{"name": "tools"}, {"image": "x"}]),
-            ".spec.containers[1]: must be a map with name, by which it is merged",
+            ".spec.containers[1]: must be a map with name, the merge key",
         ),
         (
             tools(ports=[{"name": "grpc"}]),
-            ".spec.containers[0].ports[0]: must be a map with containerPort, by which it is merged",
+            ".spec.containers[0].ports[0]: must be a map with containerPort, the merge key",
         ),
         (tools(env=[{"name": {"a": "b"}}]), ".spec.containers[0].env[0]: must be a map with name"),
-        (tools(env=[{"name": "A", "$patch": "replace"}]), ".spec.containers[0].env[0].$patch: is not known here"),
-        (spec(nodeSelector={"$patch": "replace"}), ".spec.nodeSelector.$patch: is not known here"),
-        (spec(**{"$setElementOrder/containers": []}), ".spec.$setElementOrder/containers: is not known here"),
+        (tools(env=[{"name": "A", "$patch": "replace"}]), ".spec.containers[0].env[0].$patch: is not supported"),
+        (spec(nodeSelector={"$patch": "replace"}), ".spec.nodeSelector.$patch: is not supported"),
+        (spec(**{"$setElementOrder/containers": []}), ".spec.$setElementOrder/containers: is not supported"),
     ],
 )  # fmt: skip
-def test_what_is_not_a_jobs_to_change_is_refused_with_its_place(patch: dict[str, Any], told: str) -> None:
+def test_a_reserved_field_is_refused_with_its_path(patch: dict[str, Any], message: str) -> None:
     with pytest.raises(UserInputError) as caught:
         merged({}, patch)
-    assert str(caught.value).startswith(f"spec.patches[1].template{told}")
+    assert str(caught.value).startswith(f"spec.patches[1].template{message}")
 
 
 NAMES = st.sampled_from(["a", "b", "image", "pool", "nodeSelector", "args"])
@@ -218,7 +219,7 @@ def items(draw: Any, key: str) -> dict[str, Any]:
 
 @st.composite
 def anything(draw: Any) -> dict[str, Any]:
-    """A patch with whatever a person may write."""
+    """Any patch that a user may write."""
     inside: dict[str, Any] = draw(st.dictionaries(NAMES, VALUES, max_size=3))
     for field in draw(st.lists(st.sampled_from(sorted(MERGE_KEYS)), max_size=2, unique=True)):
         inside[field] = draw(st.lists(items(MERGE_KEYS[field]), max_size=3))
@@ -246,14 +247,14 @@ def test_patches_one_after_another_are_the_same_as_together(one: dict[str, Any],
 
 
 def holes(value: Any) -> bool:
-    """Whether there is a null in a map, or a directive, somewhere outside of lists that are taken as they are."""
+    """Whether there is a null in a map, or a directive, anywhere outside of lists that are replaced as a whole."""
     if isinstance(value, dict):
         return any(item is None or name.startswith("$") or holes(item) for name, item in value.items())
     return isinstance(value, list) and any(holes(item) for item in value)
 
 
 @given(anything())
-def test_nothing_that_only_a_patch_may_say_is_left_in_the_template(patch: dict[str, Any]) -> None:
+def test_patch_directives_are_not_left_in_the_template(patch: dict[str, Any]) -> None:
     made = merged(patch)
     assert not holes(made)
     assert made["metadata"]["labels"]["kestrl.dev/role"] == "tools"

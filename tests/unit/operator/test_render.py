@@ -1,4 +1,4 @@
-"""Rendering: which objects a job becomes, what its pods are held to, and who may talk to whom."""
+"""Rendering: the objects of a job, the restrictions of its pods, and their connections."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from kestrl.credentials import held_by
 from kestrl.errors import UserInputError
 from kestrl.plan.components import Role
 from kestrl.prepare import PrepareSettings
-from kestrl_operator.observe import workload_of
 from kestrl_operator.render.job import preparation
+from kestrl_operator.snapshot import workload_of
 
 from .rendering import ASCEND, NVIDIA, ROLES, SECRETS, VALUES, given, of_kind, rendered
-from .seen import job
+from .samples import job
 
 
 def workloads(objects: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
@@ -43,8 +43,8 @@ def test_a_job_becomes_these_objects() -> None:
     }
 
 
-def test_what_pods_need_is_there_before_them_and_the_learner_is_the_last() -> None:
-    """Who asks whether all is applied looks at the learner's StatefulSet alone."""
+def test_objects_come_before_the_pods_that_need_them_and_the_learner_last() -> None:
+    """Whether all objects were applied is read from the learner's StatefulSet alone."""
     kinds = [item["kind"] for item in rendered()]
     first = {kind: kinds.index(kind) for kind in kinds}
     last = {kind: len(kinds) - 1 - kinds[::-1].index(kind) for kind in kinds}
@@ -53,7 +53,7 @@ def test_what_pods_need_is_there_before_them_and_the_learner_is_the_last() -> No
     assert [item["metadata"]["name"].removeprefix("email-search-") for item in rendered()[-5:]] == list(ROLES)
 
 
-def test_pods_that_are_called_one_by_one_are_of_stateful_sets_that_start_them_all_at_once() -> None:
+def test_pods_called_by_name_are_of_parallel_stateful_sets() -> None:
     for name, item in workloads(rendered()).items():
         stateful = name.endswith(("inference", "learner"))
         assert item["kind"] == ("StatefulSet" if stateful else "Deployment")
@@ -86,7 +86,7 @@ def test_pods_have_an_account_without_a_token() -> None:
     assert {pod(objects, role)["serviceAccountName"] for role in ROLES} == {"email-search-agentrljob"}
 
 
-def test_the_learner_carries_what_the_operator_remembers() -> None:
+def test_the_learners_annotations_hold_the_operators_state() -> None:
     objects = rendered(attempts=2, restarts=1)
     marks = objects[-1]["metadata"]["annotations"]
     assert (marks["kestrl.dev/attempts"], marks["kestrl.dev/restarts"]) == ("2", "1")
@@ -111,7 +111,7 @@ def test_the_learner_carries_what_the_operator_remembers() -> None:
         (("patches=[{role: judge, template: {spec: {nodeSelector: {a: b}}}}]",), {}),
     ],
 )
-def test_whatever_changes_changes_the_digest(overrides: tuple[str, ...], changes: dict[str, Any]) -> None:
+def test_every_change_changes_the_digest(overrides: tuple[str, ...], changes: dict[str, Any]) -> None:
     def digest(objects: list[dict[str, Any]]) -> str:
         return str(objects[-1]["metadata"]["annotations"]["kestrl.dev/rendered"])
 
@@ -142,7 +142,7 @@ def test_pods_wait_in_the_jobs_queue() -> None:
     assert "kueue.x-k8s.io" not in json.dumps(rendered())
 
 
-def test_every_container_asks_for_what_the_administrator_says_and_its_devices() -> None:
+def test_every_container_requests_its_configured_resources_and_devices() -> None:
     asked = {"requests": {"cpu": "4", "memory": "16Gi"}, "limits": {"memory": "16Gi"}}
     objects = rendered(*NVIDIA, values={"resources": {"engine": asked, "judge": {"limits": {"memory": "1Gi"}}}})
     parts = containers(pod(objects, "inference"))
@@ -176,16 +176,16 @@ def test_patches_are_merged_onto_the_pods_of_their_role_alone() -> None:
         assert pod(changed, role) == pod(plain, role)
 
 
-def test_a_patch_over_a_patch_wins_and_its_place_is_told() -> None:
+def test_a_later_patch_wins_and_errors_name_its_index() -> None:
     one = "{role: tools, template: {spec: {nodeSelector: {pool: a, zone: x}}}}"
     two = "{role: tools, template: {spec: {nodeSelector: {pool: b}}}}"
     assert pod(rendered(f"patches=[{one}, {two}]"), "tools")["nodeSelector"] == {"pool": "b", "zone": "x"}
     bad = "{role: judge, template: {spec: {hostNetwork: true}}}"
-    with pytest.raises(UserInputError, match=r"^spec\.patches\[1\]\.template\.spec\.hostNetwork: is not a job's"):
+    with pytest.raises(UserInputError, match=r"^spec\.patches\[1\]\.template\.spec\.hostNetwork: cannot be changed"):
         rendered(f"patches=[{one}, {bad}]")
 
 
-def test_claims_that_addresses_name_are_mounted_where_they_are_read() -> None:
+def test_claims_in_addresses_are_mounted_where_they_are_read() -> None:
     objects = rendered("model.base=pvc://models/qwen", "data.train.uri=pvc://sets/train.jsonl", "data.validation=null")
     mounted = {
         role: {
@@ -208,7 +208,7 @@ def test_claims_that_addresses_name_are_mounted_where_they_are_read() -> None:
             assert {f"/kestrl/pvc/{claim}": True for claim in claims}.items() <= paths.items()
 
 
-def test_everything_is_owned_by_the_job_and_a_dead_operator_holds_up_no_deletion() -> None:
+def test_every_object_is_owned_by_the_job_and_blocks_no_deletion() -> None:
     for item in rendered():
         (owner,) = item["metadata"]["ownerReferences"]
         assert (owner["kind"], owner["name"], owner["uid"], owner["controller"]) == (
@@ -313,7 +313,7 @@ def test_credentials_are_not_in_what_is_printed() -> None:
     assert not [name for name, value in SECRETS.items() if value in repr(given())]
 
 
-def test_the_storages_credentials_are_where_storage_is_used_and_nowhere_near_a_tool() -> None:
+def test_storage_credentials_are_only_in_pods_that_use_storage() -> None:
     objects = rendered(store="s3")
     held_by = {
         (role, name)
@@ -359,20 +359,20 @@ def test_changed_settings_roll_the_pods_that_read_them_and_no_others() -> None:
     [("rollout.replicas=3", "rollout", set()), ("inference.replicas=3", "inference", {"email-search-learner"})],
 )
 def test_scaling_rolls_no_replica_but_changes_the_count(scaled: str, role: str, rolled: set[str]) -> None:
-    """The learner is told which engines there are; workers it finds by their name."""
+    """Engines are listed in the learner's settings; workers are found by their Service."""
     few, many = workloads(rendered()), workloads(rendered(scaled))
     assert many[f"email-search-{role}"]["spec"]["replicas"] == 3
     assert {name for name in few if few[name]["spec"]["template"] != many[name]["spec"]["template"]} == rolled
 
 
 def test_other_credentials_roll_every_pod() -> None:
-    """A running pod keeps its variables: half of them would not be let in by the other half."""
+    """A running pod keeps its variables, so pods with new credentials would refuse those with old ones."""
     before = workloads(rendered())
     after = workloads(rendered(secrets={**SECRETS, "KESTRL_LEARNER_TO_ROLLOUT_TOKEN": "another"}))
     assert all(before[name]["spec"]["template"] != after[name]["spec"]["template"] for name in before)
 
 
-def test_where_the_run_is_stored_is_written_where_its_state_is() -> None:
+def test_the_storage_of_a_run_is_recorded_beside_its_state() -> None:
     kept = [
         item["metadata"]["annotations"] for item in rendered(storage="s3://b/x") if "annotations" in item["metadata"]
     ]
@@ -385,7 +385,7 @@ def test_a_parked_job_keeps_its_objects_and_runs_nothing() -> None:
     assert len(objects) == len(rendered())
 
 
-def test_what_pods_prepare_is_what_they_need() -> None:
+def test_pods_prepare_what_they_need() -> None:
     files = of_kind(rendered(), "ConfigMap")["email-search-agentrljob"]["data"]
     needs = {
         name: PrepareSettings.model_validate_json(text) for name, text in files.items() if name.startswith("prepare-")
@@ -402,7 +402,7 @@ def test_what_pods_prepare_is_what_they_need() -> None:
     assert {item.template for item in needs.values()} == {None}
 
 
-def test_a_chat_template_is_put_where_prompts_are_made() -> None:
+def test_a_chat_template_is_prepared_in_the_pods_that_render_prompts() -> None:
     own = job("agent.template={uri: 's3://bucket/chat.jinja'}")
     needs = {role: preparation(own, role) for role in Role}
     assert {role for role, need in needs.items() if need.template == "s3://bucket/chat.jinja"} == {Role.ROLLOUT}
@@ -433,7 +433,7 @@ def test_the_administrators_choices_are_in_the_pods() -> None:
     assert of_kind(objects, "NetworkPolicy") == {}
 
 
-def test_a_profile_that_the_chart_added_is_as_good_as_a_built_in_one() -> None:
+def test_a_profile_of_the_chart_is_rendered_like_a_built_in_one() -> None:
     values = {
         "accelerators": {"mig": {"resource": "nvidia.com/mig-1g.10gb", "image": "cuda", "labels": {"pool": "mig"}}}
     }

@@ -1,4 +1,4 @@
-"""The status: what is claimed of a job, from what is seen of it and from nothing else."""
+"""The status of a job: everything in it comes from the snapshot."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from kestrl.rpc.codec import policy_to_proto
 from kestrl.spec.crd import crd
 from kestrl.spec.status import JobStatus
 from kestrl_operator.conditions import LONGEST_MESSAGE, NOT_OBSERVED, QUARANTINED, REASONS, Type
-from kestrl_operator.observe import QUEUE_LABEL, Memory, Pod, Snapshot
-from kestrl_operator.policies import decide
-from kestrl_operator.status import ENGINES_TOLD, FAILURES_TOLD, status_of, with_failure
+from kestrl_operator.lifecycle import decide
+from kestrl_operator.snapshot import QUEUE_LABEL, Memory, Pod, Snapshot
+from kestrl_operator.status import ENGINES_SHOWN, FAILURES_SHOWN, status_of, with_failure
 from kestrl_operator.status import LONGEST_MESSAGE as LONGEST_OF_ENGINE
 
-from .looks import snapshots
-from .seen import (
+from .generated import snapshots
+from .samples import (
     NOW,
     all_pods,
     at,
@@ -32,12 +32,12 @@ from .seen import (
     engine,
     failed,
     job,
+    learner_report,
     over,
     pod,
     report,
     snapshot,
     status,
-    told,
     version,
     waiting,
     workloads,
@@ -55,7 +55,7 @@ Expected = dict[str, tuple[str, ...]]
 
 
 def seen_as(seen: Snapshot) -> dict[str, Any]:
-    """The status that is written of it."""
+    """The status for a snapshot."""
     return status_of(seen, decide(seen))
 
 
@@ -71,14 +71,14 @@ def unready(role: Role, number: int = 0, **changes: Any) -> Pod:
 NOT_READY = ("False", "NotReady")
 TABLE: list[tuple[str, dict[str, Any], str, Expected]] = [
     (
-        "the manifest makes no job",
-        {"job": None, "problem": "spec.rewards: is required; add it", "pods": [], "told": None},
+        "the manifest is invalid",
+        {"job": None, "problem": "spec.rewards: is required; add it", "pods": [], "last_report": None},
         "Rejected",
         {"Accepted": ("False", "Invalid", "spec.rewards: is required; add it"), "Ready": ("Unknown", NOT_OBSERVED)},
     ),
     (
-        "nothing is there yet",
-        {"pods": [], "workloads": {}, "told": None},
+        "nothing exists yet",
+        {"pods": [], "workloads": {}, "last_report": None},
         "Pending",
         {
             "Accepted": ("True", "Valid"),
@@ -88,7 +88,7 @@ TABLE: list[tuple[str, dict[str, Any], str, Expected]] = [
             "PolicyConverged": (
                 "Unknown",
                 NOT_OBSERVED,
-                "the learner, which hears it from every engine, does not answer",
+                "the learner, which reports it for every engine, does not answer",
             ),
             "RolloutsFlowing": ("False", "Starting"),
             "LearnerProgressing": ("False", "Starting"),
@@ -104,7 +104,7 @@ TABLE: list[tuple[str, dict[str, Any], str, Expected]] = [
         {
             "labels": QUEUED,
             "pods": [waiting(Role.TOOLS, gated=True), waiting(Role.LEARNER, gated=True)],
-            "told": None,
+            "last_report": None,
         },
         "Queued",
         {
@@ -113,14 +113,14 @@ TABLE: list[tuple[str, dict[str, Any], str, Expected]] = [
         },
     ),
     (
-        "its queue has let it in",
+        "its queue has admitted it",
         {"labels": QUEUED},
         "Running",
         {"QuotaReserved": ("True", "Admitted")},
     ),
     (
-        "it has no pod yet that its queue could let in",
-        {"labels": QUEUED, "pods": [], "told": None},
+        "it has no pod yet that its queue could admit",
+        {"labels": QUEUED, "pods": [], "last_report": None},
         "Pending",
         {"QuotaReserved": ("Unknown", NOT_OBSERVED, "there is no pod that queue gpus could admit")},
     ),
@@ -135,13 +135,13 @@ TABLE: list[tuple[str, dict[str, Any], str, Expected]] = [
         },
     ),
     (
-        "Kubernetes makes no pods of it",
-        {"pods": [], "told": None, "unmade": (NOW - 60, "email-search-tools: exceeded quota: pods=0")},
+        "Kubernetes creates no pods of it",
+        {"pods": [], "last_report": None, "unmade": (NOW - 60, "email-search-tools: exceeded quota: pods=0")},
         "Pending",
         {"Scheduled": ("False", "Pending", "email-search-tools: exceeded quota: pods=0")},
     ),
     (
-        "a worker too many does not stand in for an engine without a node",
+        "a surplus worker does not replace an engine without a node",
         {"pods": [*all_pods(waiting(Role.INFERENCE, 1)), pod(Role.ROLLOUT, 1)]},
         "Pending",
         {"Scheduled": ("False", "Pending", "5 of 6 pods have a node")},
@@ -162,14 +162,14 @@ TABLE: list[tuple[str, dict[str, Any], str, Expected]] = [
         },
     ),
     (
-        "its nodes would not take it again, but it has them",
-        {"unsatisfiable": "every node that fits has a taint"},
+        "no node could take it again, but its pods have nodes",
+        {"unsatisfiable": "every matching node has a taint"},
         "Running",
         {"Scheduled": ("True", "PodsScheduled")},
     ),
     (
         "the model is not where the manifest says",
-        {"pods": all_pods(waiting(Role.LEARNER, scheduled=True, ended=(NO_MODEL,))), "told": None},
+        {"pods": all_pods(waiting(Role.LEARNER, scheduled=True, ended=(NO_MODEL,))), "last_report": None},
         "Rejected",
         {
             "Accepted": ("False", "Unresolvable", f"email-search-learner-0: {NO_MODEL.message}"),
@@ -187,7 +187,7 @@ TABLE: list[tuple[str, dict[str, Any], str, Expected]] = [
         {"Accepted": ("False", "Unresolvable", f"email-search-inference-0: {NO_OBJECT.message}")},
     ),
     (
-        "storage does not answer the preparation, which says nothing of the manifest",
+        "storage does not answer the preparation, which is no error of the manifest",
         {"pods": all_pods(waiting(Role.INFERENCE, scheduled=True, ended=(NO_STORE,), restarts=2))},
         "Starting",
         {
@@ -200,7 +200,7 @@ TABLE: list[tuple[str, dict[str, Any], str, Expected]] = [
         },
     ),
     (
-        "the preparation of a pod that is going says nothing",
+        "the preparation of a pod that is being deleted does not count",
         {"pods": all_pods(waiting(Role.INFERENCE, 2, deleting=True, ended=(NO_MODEL,)))},
         "Running",
         {"Accepted": ("True", "Valid"), "EnginesReady": ("True", "AllReady", "2/2")},
@@ -215,7 +215,7 @@ TABLE: list[tuple[str, dict[str, Any], str, Expected]] = [
                     unstartable='learner: CreateContainerConfigError: secret "s3" not found',
                 )
             ),
-            "told": None,
+            "last_report": None,
         },
         "Rejected",
         {
@@ -240,21 +240,21 @@ TABLE: list[tuple[str, dict[str, Any], str, Expected]] = [
         },
     ),
     (
-        "the learner failed of what a person wrote",
-        {"told": told(failed(Boundary.USER_CODE, "user_code_raised"))},
+        "the learner failed because of user code",
+        {"last_report": learner_report(failed(Boundary.USER_CODE, "user_code_raised"))},
         "Rejected",
         {
             "Accepted": ("False", "Unresolvable", "the learner: it went wrong"),
             "LearnerProgressing": (
                 "False",
                 "Failed",
-                "[user_code/user_code_raised] it went wrong; the learner is started again in 10 s, for time 1 of 3",
+                "[user_code/user_code_raised] it went wrong; the learner is restarted in 10 s, for time 1 of 3",
             ),
         },
     ),
     (
         "all starts",
-        {"pods": all_pods(unready(Role.INFERENCE), unready(Role.LEARNER)), "told": None},
+        {"pods": all_pods(unready(Role.INFERENCE), unready(Role.LEARNER)), "last_report": None},
         "Starting",
         {
             "Scheduled": ("True", "PodsScheduled"),
@@ -265,7 +265,7 @@ TABLE: list[tuple[str, dict[str, Any], str, Expected]] = [
     (
         "the learner loads its model",
         {
-            "told": told(
+            "last_report": learner_report(
                 report(
                     "starting",
                     message="loading the model; engines start",
@@ -279,7 +279,7 @@ TABLE: list[tuple[str, dict[str, Any], str, Expected]] = [
         },
         "Starting",
         {
-            "PolicyConverged": ("False", "Loading", "0/2 engines have proved no version yet"),
+            "PolicyConverged": ("False", "Loading", "0/2 engines have verified no version yet"),
             "RolloutsFlowing": ("False", "Starting"),
             "LearnerProgressing": ("False", "Starting", "loading the model; engines start"),
             "CheckpointDurable": ("False", "None"),
@@ -294,7 +294,7 @@ TABLE: list[tuple[str, dict[str, Any], str, Expected]] = [
             "Accepted": ("True", "Valid"),
             "Scheduled": ("True", "PodsScheduled"),
             "EnginesReady": ("True", "AllReady", "2/2"),
-            "PolicyConverged": ("True", "AllProved", f"2/2 engines have proved {version(14).name}"),
+            "PolicyConverged": ("True", "AllProved", f"2/2 engines have verified {version(14).name}"),
             "RolloutsFlowing": ("True", "Flowing", "1 workers, 8 groups run, 0 wait"),
             "LearnerProgressing": ("True", "Stepping"),
             "CheckpointDurable": ("True", "Confirmed", "step 10"),
@@ -306,7 +306,7 @@ TABLE: list[tuple[str, dict[str, Any], str, Expected]] = [
     ),
     (
         "it evaluates",
-        {"told": told(report("evaluating", message="120 held-out scenarios"), stepped=NOW - 9000)},
+        {"last_report": learner_report(report("evaluating", message="120 held-out scenarios"), stepped=NOW - 9000)},
         "Running",
         {"LearnerProgressing": ("True", "Stepping", "120 held-out scenarios"), "RolloutsFlowing": ("True", "Flowing")},
     ),
@@ -314,7 +314,9 @@ TABLE: list[tuple[str, dict[str, Any], str, Expected]] = [
         "an engine was killed for memory",
         {
             "pods": all_pods(unready(Role.INFERENCE, 1, ended=(OOM,), restarts=4)),
-            "told": told(report(engines=[engine(0), engine(1, 13, state="away", lag=1)], engines_converged=1)),
+            "last_report": learner_report(
+                report(engines=[engine(0), engine(1, 13, state="away", lag=1)], engines_converged=1)
+            ),
         },
         "Starting",
         {
@@ -323,14 +325,16 @@ TABLE: list[tuple[str, dict[str, Any], str, Expected]] = [
                 "Unavailable",
                 "1/2; email-search-inference-1: engine ended with OOMKilled (137) (restarted 4 times)",
             ),
-            "PolicyConverged": ("False", "Loading", f"1/2 engines have proved {version(14).name}"),
+            "PolicyConverged": ("False", "Loading", f"1/2 engines have verified {version(14).name}"),
         },
     ),
     (
         "an engine stopped answering",
         {
             "pods": all_pods(unready(Role.INFERENCE, 1)),
-            "told": told(report(engines=[engine(0), engine(1, 13, state="away", lag=1, message="(no reply)")])),
+            "last_report": learner_report(
+                report(engines=[engine(0), engine(1, 13, state="away", lag=1, message="(no reply)")])
+            ),
         },
         "Starting",
         {"EnginesReady": ("False", "Unavailable", "1/2; engine-1 does not answer (no reply)")},
@@ -343,14 +347,18 @@ TABLE: list[tuple[str, dict[str, Any], str, Expected]] = [
     ),
     (
         "an engine loads",
-        {"told": told(report(engines=[engine(0), engine(1, 13, state="loading", lag=1)], engines_converged=1))},
+        {
+            "last_report": learner_report(
+                report(engines=[engine(0), engine(1, 13, state="loading", lag=1)], engines_converged=1)
+            )
+        },
         "Running",
-        {"PolicyConverged": ("False", "Loading", f"1/2 engines have proved {version(14).name}")},
+        {"PolicyConverged": ("False", "Loading", f"1/2 engines have verified {version(14).name}")},
     ),
     (
-        "an engine could not prove it",
+        "an engine could not verify it",
         {
-            "told": told(
+            "last_report": learner_report(
                 report(
                     engines=[engine(0), engine(1, 13, state="quarantined", lag=1, message="log-probs differ by 0.3")],
                     engines_converged=1,
@@ -362,19 +370,19 @@ TABLE: list[tuple[str, dict[str, Any], str, Expected]] = [
             "PolicyConverged": (
                 "False",
                 "Quarantined",
-                f"1/2 engines have proved {version(14).name}; engine-1: log-probs differ by 0.3",
+                f"1/2 engines have verified {version(14).name}; engine-1: log-probs differ by 0.3",
             )
         },
     ),
     (
-        "a third engine is wanted, of which the learner does not know yet",
+        "a third engine is wanted, which the learner does not know yet",
         {"job": job("inference.replicas=3"), "pods": [*all_pods(), pod(Role.INFERENCE, 2)]},
         "Running",
-        {"PolicyConverged": ("False", "Loading", f"2/3 engines have proved {version(14).name}")},
+        {"PolicyConverged": ("False", "Loading", f"2/3 engines have verified {version(14).name}")},
     ),
     (
         "no worker answers",
-        {"pods": all_pods(unready(Role.ROLLOUT)), "told": told(report(workers=0))},
+        {"pods": all_pods(unready(Role.ROLLOUT)), "last_report": learner_report(report(workers=0))},
         "Starting",
         {"RolloutsFlowing": ("False", "NoWorker", "0 of 1 workers' pods are ready")},
     ),
@@ -382,7 +390,7 @@ TABLE: list[tuple[str, dict[str, Any], str, Expected]] = [
         "a worker keeps ending",
         {
             "pods": all_pods(unready(Role.ROLLOUT, ended=(ended("rollout", message="ImportError: x"),), restarts=3)),
-            "told": told(report(workers=0)),
+            "last_report": learner_report(report(workers=0)),
         },
         "Starting",
         {
@@ -401,7 +409,7 @@ TABLE: list[tuple[str, dict[str, Any], str, Expected]] = [
     ),
     (
         "no step has ended for long",
-        {"told": told(report(failures={"tool/tool_raised": 7, "judge/late": 2}), stepped=NOW - 301)},
+        {"last_report": learner_report(report(failures={"tool/tool_raised": 7, "judge/late": 2}), stepped=NOW - 301)},
         "Starting",
         {
             "LearnerProgressing": (
@@ -413,39 +421,43 @@ TABLE: list[tuple[str, dict[str, Any], str, Expected]] = [
     ),
     (
         "storage does not answer, and the learner retries",
-        {"told": told(report(storage_wait="writing step 7: no answer since 21:03:10Z"), stepped=NOW - 3000)},
+        {
+            "last_report": learner_report(
+                report(storage_wait="writing step 7: no answer since 21:03:10Z"), stepped=NOW - 3000
+            )
+        },
         "Starting",
         {"LearnerProgressing": ("False", "StorageUnavailable", "writing step 7: no answer since 21:03:10Z")},
     ),
     (
         "its steps are long ones",
-        {"told": told(report(), stepped=NOW - 500, pace=100.0)},
+        {"last_report": learner_report(report(), stepped=NOW - 500, pace=100.0)},
         "Running",
         {"LearnerProgressing": ("True", "Stepping")},
     ),
     (
         "the learner's steps were short ones",
-        {"told": told(report(), stepped=NOW - 300, pace=1.0)},
+        {"last_report": learner_report(report(), stepped=NOW - 300, pace=1.0)},
         "Running",
         {"LearnerProgressing": ("True", "Stepping")},
     ),
     (
-        "nobody hears the learner",
+        "the learner does not report",
         {
-            "told": told(report(), connected=False),
+            "last_report": learner_report(report(), connected=False),
             "status": status(condition("CheckpointDurable", "True", "Confirmed")),
         },
         "Starting",
         {
             "PolicyConverged": ("Unknown", NOT_OBSERVED),
             "LearnerProgressing": ("False", "Unavailable", "it does not answer"),
-            "RolloutsFlowing": ("Unknown", NOT_OBSERVED, "the learner, which asks for them, does not answer"),
+            "RolloutsFlowing": ("Unknown", NOT_OBSERVED, "the learner, which requests them, does not answer"),
             "CheckpointDurable": ("True", "Confirmed"),
         },
     ),
     (
         "the learner was killed for memory",
-        {"pods": all_pods(unready(Role.LEARNER, ended=(ended("learner", "OOMKilled", 137),))), "told": None},
+        {"pods": all_pods(unready(Role.LEARNER, ended=(ended("learner", "OOMKilled", 137),))), "last_report": None},
         "Starting",
         {
             "LearnerProgressing": (
@@ -456,29 +468,29 @@ TABLE: list[tuple[str, dict[str, Any], str, Expected]] = [
         },
     ),
     (
-        "the learner failed and is started again",
-        {"told": told(failed()), "memory": Memory(failed=NOW - 4)},
+        "the learner failed and is restarted",
+        {"last_report": learner_report(failed()), "memory": Memory(failed=NOW - 4)},
         "Starting",
         {
             "LearnerProgressing": (
                 "False",
                 "Failed",
-                "[engine/no_engine_proved] it went wrong; the learner is started again in 6 s, for time 1 of 3",
+                "[engine/no_engine_proved] it went wrong; the learner is restarted in 6 s, for time 1 of 3",
             ),
-            "PolicyConverged": ("Unknown", NOT_OBSERVED, "the learner has ended its run and hears of no engine"),
+            "PolicyConverged": ("Unknown", NOT_OBSERVED, "the learner has ended its run and no longer reports engines"),
             "RolloutsFlowing": ("False", "Drained"),
             "Succeeded": ("False", "Running"),
         },
     ),
     (
-        "the learner of an earlier attempt tells of its failure for the last time",
-        {"told": told(failed()), "workloads": workloads(1)},
+        "the learner of an earlier attempt reports its failure for the last time",
+        {"last_report": learner_report(failed()), "workloads": workloads(1)},
         "Starting",
         {"LearnerProgressing": ("False", "Failed", "[engine/no_engine_proved] it went wrong")},
     ),
     (
-        "it drained, was resumed, and is started again",
-        {"told": told(over("suspended", message="at step 14"))},
+        "it drained, was resumed, and is restarted",
+        {"last_report": learner_report(over("suspended", message="at step 14"))},
         "Starting",
         {
             "LearnerProgressing": ("False", "Starting", "at step 14"),
@@ -488,55 +500,63 @@ TABLE: list[tuple[str, dict[str, Any], str, Expected]] = [
     ),
     (
         "storage refuses checkpoints",
-        {"told": told(report(storage_failure="s3://bucket: access denied"))},
+        {"last_report": learner_report(report(storage_failure="s3://bucket: access denied"))},
         "Running",
         {"CheckpointDurable": ("False", "StorageFailed", "s3://bucket: access denied")},
     ),
     (
         "scoring fails",
-        {"told": told(report(means={}, failures={"judge/late": 3, "tool/x": 1}))},
+        {"last_report": learner_report(report(means={}, failures={"judge/late": 3, "tool/x": 1}))},
         "Running",
         {"RewardHealthy": ("False", "JudgeFailing", "judge/late 3 times")},
     ),
     (
         "rewards are no numbers",
-        {"told": told(report(means={"reward": float("nan")}))},
+        {"last_report": learner_report(report(means={"reward": float("nan")}))},
         "Running",
         {"RewardHealthy": ("Unknown", NOT_OBSERVED)},
     ),
     (
         "there is nothing to learn from",
-        {"told": told(report(degenerate=True))},
+        {"last_report": learner_report(report(degenerate=True))},
         "Running",
         {"RewardHealthy": ("False", "Degenerate")},
     ),
     (
         "it has learned nothing so far",
-        {"told": told(report(learned=False, not_learned_reason="no_tool_call", not_learned="in 2 steps ..."))},
+        {
+            "last_report": learner_report(
+                report(learned=False, not_learned_reason="no_tool_call", not_learned="in 2 steps ...")
+            )
+        },
         "Running",
         {"Learned": ("False", "NoToolCall", "in 2 steps ...")},
     ),
     (
         "its gradient is 0",
-        {"told": told(report(learned=False, not_learned_reason="zero_gradient"))},
+        {"last_report": learner_report(report(learned=False, not_learned_reason="zero_gradient"))},
         "Running",
         {"Learned": ("False", "ZeroGradient")},
     ),
     (
         "its updates are too small",
-        {"told": told(report(learned=False, not_learned_reason="weights_unchanged"))},
+        {"last_report": learner_report(report(learned=False, not_learned_reason="weights_unchanged"))},
         "Running",
         {"Learned": ("False", "WeightsUnchanged")},
     ),
     (
         "it has learned something",
-        {"told": told(report(learned=True))},
+        {"last_report": learner_report(report(learned=True))},
         "Running",
         {"Learned": ("True", "WeightsChanged")},
     ),
     (
         "it has succeeded and learned nothing",
-        {"told": told(over("succeeded", learned=False, not_learned_reason="no_reward_spread", not_learned="why"))},
+        {
+            "last_report": learner_report(
+                over("succeeded", learned=False, not_learned_reason="no_reward_spread", not_learned="why")
+            )
+        },
         "Succeeded",
         {"Learned": ("False", "NoRewardSpread", "why")},
     ),
@@ -553,7 +573,7 @@ TABLE: list[tuple[str, dict[str, Any], str, Expected]] = [
     ),
     (
         "it has drained and its pods are going",
-        {"job": job("suspend=true"), "told": told(over("suspended")), "labels": QUEUED},
+        {"job": job("suspend=true"), "last_report": learner_report(over("suspended")), "labels": QUEUED},
         "Suspending",
         {
             "Suspended": ("False", "Draining", "6 pods are going"),
@@ -569,7 +589,7 @@ TABLE: list[tuple[str, dict[str, Any], str, Expected]] = [
         "it is suspended",
         {
             "job": job("suspend=true"),
-            "told": None,
+            "last_report": None,
             "pods": [],
             "labels": QUEUED,
             "status": status(progress={"step": 14, "totalSteps": 26}),
@@ -583,14 +603,14 @@ TABLE: list[tuple[str, dict[str, Any], str, Expected]] = [
         },
     ),
     (
-        "it is suspended and an evicted pod lies about",
-        {"job": job("suspend=true"), "told": None, "pods": [pod(Role.ROLLOUT, phase="Failed")]},
+        "it is suspended and an evicted pod remains",
+        {"job": job("suspend=true"), "last_report": None, "pods": [pod(Role.ROLLOUT, phase="Failed")]},
         "Suspended",
         {"Suspended": ("True", "Released", "at step 0; suspend: false goes on from there")},
     ),
     (
         "it has succeeded",
-        {"told": told(over("succeeded", step=26))},
+        {"last_report": learner_report(over("succeeded", step=26))},
         "Succeeded",
         {
             "Succeeded": ("True", "Completed", "26 steps; the adapter is s3://bucket/email-search/adapters/14"),
@@ -603,7 +623,7 @@ TABLE: list[tuple[str, dict[str, Any], str, Expected]] = [
     (
         "it succeeded before",
         {
-            "told": None,
+            "last_report": None,
             "pods": [],
             "status": status(condition("Succeeded", "True", "Completed", message="26 steps")),
         },
@@ -615,9 +635,9 @@ TABLE: list[tuple[str, dict[str, Any], str, Expected]] = [
         },
     ),
     (
-        "it failed before, of what it could not find, and that stays written",
+        "it failed before because of a missing input, which stays in the status",
         {
-            "told": None,
+            "last_report": None,
             "pods": [],
             "status": status(
                 condition("Accepted", "False", "Unresolvable", message="no model"),
@@ -628,9 +648,9 @@ TABLE: list[tuple[str, dict[str, Any], str, Expected]] = [
         {"Succeeded": ("False", "BackoffExceeded", "4 times"), "Accepted": ("False", "Unresolvable", "no model")},
     ),
     (
-        "it ended before, and its manifest makes no job any more",
+        "it ended before, and its manifest is invalid now",
         {
-            "told": None,
+            "last_report": None,
             "pods": [],
             "job": None,
             "problem": "spec.bogus: unknown field",
@@ -645,14 +665,14 @@ TABLE: list[tuple[str, dict[str, Any], str, Expected]] = [
     ),
     (
         "learner and engines disagree",
-        {"told": told(failed(code="logprob_gap"))},
+        {"last_report": learner_report(failed(code="logprob_gap"))},
         "Failed",
         {"Succeeded": ("False", "LearnerFailed", "[engine/logprob_gap] it went wrong")},
     ),
     (
         "the learner failed too often",
         {
-            "told": told(failed()),
+            "last_report": learner_report(failed()),
             "workloads": workloads(3),
             "pods": all_pods(pod(Role.LEARNER, attempts=3)),
         },
@@ -667,7 +687,7 @@ TABLE: list[tuple[str, dict[str, Any], str, Expected]] = [
     ),
     (
         "its pods could not start in time",
-        {"job": job("pendingDeadline=10m"), "pods": [waiting(Role.LEARNER, made=NOW - 601)], "told": None},
+        {"job": job("pendingDeadline=10m"), "pods": [waiting(Role.LEARNER, made=NOW - 601)], "last_report": None},
         "Failed",
         {"Succeeded": ("False", "PendingTooLong")},
     ),
@@ -675,13 +695,13 @@ TABLE: list[tuple[str, dict[str, Any], str, Expected]] = [
 
 
 @pytest.mark.parametrize(("given", "word", "claims"), [line[1:] for line in TABLE], ids=[line[0] for line in TABLE])
-def test_a_status_claims_what_was_seen(given: dict[str, Any], word: str, claims: Expected) -> None:
+def test_a_status_reports_what_was_observed(given: dict[str, Any], word: str, claims: Expected) -> None:
     written = seen_as(snapshot(**given))
     assert {kind: said(written, kind)[: len(claim)] for kind, claim in claims.items()} == claims
     assert written["shown"]["phase"] == word
 
 
-def test_every_reason_of_the_closed_list_is_said_of_some_job() -> None:
+def test_every_reason_of_the_closed_list_is_used() -> None:
     heard: dict[str, set[str]] = {str(kind): set() for kind in Type}
     for _, changes, _, _ in TABLE:
         for item in seen_as(snapshot(**changes))["conditions"]:
@@ -693,7 +713,7 @@ def test_every_reason_of_the_closed_list_is_said_of_some_job() -> None:
     }
 
 
-def test_a_pass_that_fails_is_told_beside_all_that_was_seen_before() -> None:
+def test_a_failed_pass_is_reported_beside_the_earlier_conditions() -> None:
     before = seen_as(snapshot())
     after = with_failure(before, "no answer", generation=7, now=NOW + 9)
     assert said(after, "Ready") == ("False", "OperatorFailed", "no answer")
@@ -705,13 +725,15 @@ def test_a_pass_that_fails_is_told_beside_all_that_was_seen_before() -> None:
         name: value for name, value in before.items() if name not in {"conditions", "shown"}
     }
     assert (before["shown"]["phase"], after["shown"]["phase"]) == ("Running", "Starting")
-    assert with_failure(after, "no answer", generation=7, now=NOW + 99) == after, "told again and again"
+    assert with_failure(after, "no answer", generation=7, now=NOW + 99) == after, "written again and again"
     for changes in ({}, {"job": None, "problem": "spec.model: no such model"}):
-        assert said(seen_as(snapshot(status=after, **changes)), "Ready")[1] != "OperatorFailed", "told though it works"
+        assert said(seen_as(snapshot(status=after, **changes)), "Ready")[1] != "OperatorFailed", (
+            "reported though it works"
+        )
 
 
 def problems(written: dict[str, Any]) -> list[str]:
-    """What the apiserver would refuse of a status."""
+    """What the API server would refuse in a status."""
     json.dumps(written, allow_nan=False)
     return [
         f"{'.'.join(map(str, error.path))}: {error.message}" for error in Draft4Validator(SCHEMA).iter_errors(written)
@@ -725,7 +747,7 @@ def times(written: dict[str, Any]) -> list[str]:
 
 
 @pytest.mark.parametrize("given", [line[1] for line in TABLE], ids=[line[0] for line in TABLE])
-def test_a_status_is_one_that_the_apiserver_takes_and_that_is_read_again(given: dict[str, Any]) -> None:
+def test_a_status_is_valid_and_can_be_read_again(given: dict[str, Any]) -> None:
     written = seen_as(snapshot(**given))
     assert problems(written) == []
     assert {datetime.fromisoformat(time).tzinfo is not None for time in times(written)} == {True}
@@ -734,7 +756,7 @@ def test_a_status_is_one_that_the_apiserver_takes_and_that_is_read_again(given: 
 
 
 @given(snapshots())
-def test_whatever_is_seen_the_apiserver_takes_the_status(seen: Snapshot) -> None:
+def test_the_status_of_any_snapshot_is_valid(seen: Snapshot) -> None:
     written = seen_as(seen)
     assert problems(written) == []
     assert [item["type"] for item in written["conditions"]] == list(Type)
@@ -743,38 +765,40 @@ def test_whatever_is_seen_the_apiserver_takes_the_status(seen: Snapshot) -> None
 
 
 @given(snapshots())
-def test_it_has_converged_only_by_the_proof_of_every_engine_and_in_silence_nobody_knows(seen: Snapshot) -> None:
+def test_convergence_needs_every_engine_and_is_unknown_without_a_report(seen: Snapshot) -> None:
     decision = decide(seen)
-    truth, reason, _ = said(status_of(seen, decision), "PolicyConverged")
+    status, reason, _ = said(status_of(seen, decision), "PolicyConverged")
     before = seen.condition("PolicyConverged")[0]
     if seen.job is None:
-        assert truth == before  # nothing was looked at, and the generation that it was seen for says so
+        assert status == before  # nothing was observed, as the observed generation shows
         return
-    speaks = seen.speaking
-    if speaks is None or decision.parked:
-        assert (truth, reason) == ("Unknown", NOT_OBSERVED)
-    if truth == "True":
-        assert speaks is not None
-        wanted = max(seen.job.spec.inference.replicas, speaks.report.engines_total)
-        proved = {item.name for item in speaks.report.engines if item.policy == speaks.report.policy}
-        assert min(len(proved), speaks.report.engines_converged) >= wanted
-        assert speaks.report.policy.sha256
+    latest = seen.live_report
+    if latest is None or decision.parked:
+        assert (status, reason) == ("Unknown", NOT_OBSERVED)
+    if status == "True":
+        assert latest is not None
+        wanted = max(seen.job.spec.inference.replicas, latest.report.engines_total)
+        proved = {item.name for item in latest.report.engines if item.policy == latest.report.policy}
+        assert min(len(proved), latest.report.engines_converged) >= wanted
+        assert latest.report.policy.sha256
 
 
 @given(snapshots())
-def test_a_status_that_is_written_again_at_once_is_the_same(seen: Snapshot) -> None:
-    """Or every pass would write, and every write is an event that calls for a pass."""
+def test_a_status_computed_again_is_the_same(seen: Snapshot) -> None:
+    """A different status would be written in every pass, and every write is an event that causes a pass."""
     decision = decide(seen)
     if decision.ended is None and decision.parked is False:
         written = status_of(seen, decision)
         standing = replace(seen, status=written)
         again = decide(standing)
-        if replace(again, look_again=None) == replace(decision, look_again=None):
+        if replace(again, requeue_after=None) == replace(decision, requeue_after=None):
             assert status_of(standing, again) == written
 
 
-def test_the_generation_is_that_of_the_spec_it_was_seen_for() -> None:
-    written = seen_as(snapshot(generation=7, told=None, status=status(condition("RewardHealthy", "True", "Scoring"))))
+def test_the_observed_generation_is_that_of_the_observed_spec() -> None:
+    written = seen_as(
+        snapshot(generation=7, last_report=None, status=status(condition("RewardHealthy", "True", "Scoring")))
+    )
     seen_for = {item["type"]: item["observedGeneration"] for item in written["conditions"]}
     assert written["observedGeneration"] == 7
     assert seen_for.pop("RewardHealthy") == 1
@@ -797,13 +821,13 @@ def test_the_time_of_a_condition_is_of_its_last_change() -> None:
         ({"status": status(startedAt=at(-500))}, at(-500)),
         ({"status": status(SUSPENDED, startedAt=at(-500))}, at(0)),
         ({"job": job("suspend=true"), "status": status(startedAt=at(-500))}, at(-500)),
-        ({"job": job("suspend=true"), "pods": [], "told": None}, None),
+        ({"job": job("suspend=true"), "pods": [], "last_report": None}, None),
         ({"job": None, "problem": "x"}, None),
-        ({"told": told(over("succeeded")), "status": status(startedAt=at(-500))}, at(-500)),
+        ({"last_report": learner_report(over("succeeded")), "status": status(startedAt=at(-500))}, at(-500)),
     ],
     ids=["it begins", "it runs", "it is resumed", "it drains", "suspended from the start", "rejected", "it ends"],
 )
-def test_it_started_when_it_last_began_to_run(given: dict[str, Any], started: str | None) -> None:
+def test_the_start_time_is_of_the_last_start(given: dict[str, Any], started: str | None) -> None:
     assert seen_as(snapshot(**given)).get("startedAt") == started
 
 
@@ -813,17 +837,17 @@ def test_a_resumed_job_keeps_its_new_start() -> None:
     assert later["startedAt"] == resumed["startedAt"] == at(0)
 
 
-def test_it_finished_when_it_ended_and_never_again() -> None:
-    first = seen_as(snapshot(told=told(over("succeeded"))))
+def test_the_finish_time_is_set_once() -> None:
+    first = seen_as(snapshot(last_report=learner_report(over("succeeded"))))
     assert first["finishedAt"] == at(0)
-    later = seen_as(snapshot(now=NOW + 60, told=None, pods=[], status=first))
+    later = seen_as(snapshot(now=NOW + 60, last_report=None, pods=[], status=first))
     assert later["finishedAt"] == at(0)
     assert "finishedAt" not in seen_as(snapshot())
 
 
-def test_a_version_is_dated_when_every_engine_has_proved_it() -> None:
-    loading = told(report(engines=[engine(0), engine(1, 13)], engines_converged=1))
-    first = seen_as(snapshot(told=loading))
+def test_a_version_is_dated_when_every_engine_has_verified_it() -> None:
+    loading = learner_report(report(engines=[engine(0), engine(1, 13)], engines_converged=1))
+    first = seen_as(snapshot(last_report=loading))
     assert ("policy" in first, first["history"]) == (False, [])
     proved = seen_as(snapshot(now=NOW + 5, status=first))
     assert proved["policy"] == {
@@ -839,28 +863,28 @@ def test_a_version_is_dated_when_every_engine_has_proved_it() -> None:
     assert (later["policy"], later["history"]) == (proved["policy"], proved["history"])
 
 
-def test_the_lineage_has_the_last_versions_and_no_more_of_them() -> None:
+def test_the_lineage_is_bounded() -> None:
     written: dict[str, Any] = {}
     for step in range(1, 13):
-        told_of = report(
+        progress = report(
             step=step,
             policy=policy_to_proto(version(step)),
             policy_parent=version(step - 1).name,
             engines=[engine(0, step), engine(1, step)],
         )
-        written = seen_as(snapshot(now=NOW + step, told=told(told_of), status=written))
+        written = seen_as(snapshot(now=NOW + step, last_report=learner_report(progress), status=written))
     assert [item["step"] for item in written["history"]] == list(range(12, 2, -1))
     assert [item["parent"] for item in written["history"]] == [version(step).name for step in range(11, 1, -1)]
     assert written["policy"] == written["history"][0]
-    silent = seen_as(snapshot(told=None, status=written))
+    silent = seen_as(snapshot(last_report=None, status=written))
     assert (silent["policy"], silent["history"]) == (written["policy"], written["history"])
 
 
-def test_engines_are_told_of_as_the_learner_tells_of_them() -> None:
-    told_of = report(
+def test_engines_are_listed_as_the_learner_reports_them() -> None:
+    progress = report(
         engines=[engine(0), engine(1, None, state="starting", lag=15, message="x" * 3000)], engines_converged=1
     )
-    written = seen_as(snapshot(told=told(told_of)))
+    written = seen_as(snapshot(last_report=learner_report(progress)))
     assert written["engines"][0] == {
         "name": "engine-0", "version": version(14).name, "lag": 0, "state": "serving", "message": "",
     }  # fmt: skip
@@ -872,10 +896,14 @@ def test_engines_are_told_of_as_the_learner_tells_of_them() -> None:
 
 @pytest.mark.parametrize(
     "given",
-    [{"told": None}, {"told": told(failed())}, {"told": told(report("starting", engines=[]))}],
-    ids=["the learner is silent", "its run is over", "it starts"],
+    [
+        {"last_report": None},
+        {"last_report": learner_report(failed())},
+        {"last_report": learner_report(report("starting", engines=[]))},
+    ],
+    ids=["the learner does not report", "its run is over", "it starts"],
 )
-def test_of_engines_that_nobody_looks_at_nothing_is_claimed(given: dict[str, Any]) -> None:
+def test_engines_are_unknown_without_a_report(given: dict[str, Any]) -> None:
     written = seen_as(snapshot(status=seen_as(snapshot()), **given))
     assert [(item["name"], item["state"], "version" in item) for item in written["engines"]] == [
         ("engine-0", "unknown", False),
@@ -885,33 +913,35 @@ def test_of_engines_that_nobody_looks_at_nothing_is_claimed(given: dict[str, Any
 
 
 def test_a_suspended_job_has_no_engines() -> None:
-    written = seen_as(snapshot(job=job("suspend=true"), pods=[], told=None, status=seen_as(snapshot())))
+    written = seen_as(snapshot(job=job("suspend=true"), pods=[], last_report=None, status=seen_as(snapshot())))
     assert written["engines"] == []
 
 
-def test_of_too_many_engines_those_with_trouble_are_told_of() -> None:
+def test_of_too_many_engines_those_with_problems_are_listed() -> None:
     engines = [engine(number) for number in range(150)]
     engines[140] = engine(140, 13, state="quarantined", lag=1)
     engines[141] = engine(141, 3, state="loading", lag=11)
-    written = seen_as(snapshot(told=told(report(engines=engines, engines_total=150, engines_converged=148))))
-    assert len(written["engines"]) == ENGINES_TOLD
+    written = seen_as(
+        snapshot(last_report=learner_report(report(engines=engines, engines_total=150, engines_converged=148)))
+    )
+    assert len(written["engines"]) == ENGINES_SHOWN
     troubled = [item["name"] for item in written["engines"] if item["state"] != "serving"]
     assert troubled == ["engine-140", "engine-141"]
     assert written["engines"] == sorted(written["engines"], key=lambda item: item["name"])
     assert (written["shown"]["converged"], written["shown"]["lag"]) == ("148/150", 11)
-    proved = f"148/150 engines have proved {version(14).name}"
-    assert said(written, "PolicyConverged")[2] == f"{proved}; engine-140: it does not say why"
+    proved = f"148/150 engines have verified {version(14).name}"
+    assert said(written, "PolicyConverged")[2] == f"{proved}; engine-140: no reason was reported"
 
 
-def test_progress_is_told_in_numbers_that_a_person_reads() -> None:
-    told_of = report(
+def test_progress_is_rounded() -> None:
+    progress = report(
         means={"reward": 0.123456, "answer_correct": 0.987654, "num_turns": 3.2},
         episodes_per_second=1.239,
         tokens_per_second=812.34,
         eta_seconds=90.7,
         failures={"tool/tool_raised": 3},
     )
-    assert seen_as(snapshot(told=told(told_of)))["progress"] == {
+    assert seen_as(snapshot(last_report=learner_report(progress)))["progress"] == {
         "step": 14,
         "totalSteps": 26,
         "reward": 0.1235,
@@ -923,18 +953,18 @@ def test_progress_is_told_in_numbers_that_a_person_reads() -> None:
     }
 
 
-def test_what_the_learner_said_last_stays_while_it_is_silent() -> None:
+def test_the_last_progress_stays_while_the_learner_does_not_report() -> None:
     before = seen_as(snapshot())
-    silent = seen_as(snapshot(told=None, status=before))
+    silent = seen_as(snapshot(last_report=None, status=before))
     assert silent["progress"] == before["progress"]
     assert silent["shown"]["step"] == "14/26"
 
 
-def test_of_too_many_kinds_of_failures_the_frequent_ones_are_told() -> None:
+def test_of_too_many_kinds_of_failures_the_frequent_ones_are_listed() -> None:
     failures = {f"tool/code_{number}": number + 1 for number in range(200)}
-    told_of = seen_as(snapshot(told=told(report(failures=failures))))["progress"]["failures"]
-    assert len(told_of) == FAILURES_TOLD
-    assert min(told_of.values()) == 200 - FAILURES_TOLD + 1
+    progress = seen_as(snapshot(last_report=learner_report(report(failures=failures))))["progress"]["failures"]
+    assert len(progress) == FAILURES_SHOWN
+    assert min(progress.values()) == 200 - FAILURES_SHOWN + 1
 
 
 @pytest.mark.parametrize(
@@ -945,15 +975,19 @@ def test_of_too_many_kinds_of_failures_the_frequent_ones_are_told() -> None:
             {"phase": "Running", "step": "14/26", "policy": "v14", "converged": "2/2", "lag": 0, "reward": "0.50"},
         ),
         (
-            {"told": told(report(engines=[engine(0), engine(1, 12, lag=2, state="loading")], engines_converged=1))},
+            {
+                "last_report": learner_report(
+                    report(engines=[engine(0), engine(1, 12, lag=2, state="loading")], engines_converged=1)
+                )
+            },
             {"phase": "Running", "step": "14/26", "policy": "", "converged": "1/2", "lag": 2, "reward": "0.50"},
         ),
         (
-            {"told": None, "pods": []},
+            {"last_report": None, "pods": []},
             {"phase": "Pending", "step": "", "policy": "", "converged": "", "lag": 0, "reward": ""},
         ),
         (
-            {"told": told(report(means={"reward": float("inf")}))},
+            {"last_report": learner_report(report(means={"reward": float("inf")}))},
             {"phase": "Running", "step": "14/26", "policy": "v14", "converged": "2/2", "lag": 0, "reward": ""},
         ),
     ],
@@ -963,7 +997,7 @@ def test_what_kubectl_prints(given: dict[str, Any], shown: dict[str, Any]) -> No
     assert seen_as(snapshot(**given))["shown"] == shown
 
 
-def test_workers_are_counted_for_who_scales_them() -> None:
+def test_workers_are_counted_for_the_scale_subresource() -> None:
     pods = [
         *all_pods(),
         waiting(Role.ROLLOUT, 1),
@@ -975,13 +1009,13 @@ def test_workers_are_counted_for_who_scales_them() -> None:
     assert written["rolloutSelector"] == "kestrl.dev/job=email-search,kestrl.dev/role=rollout"
 
 
-def test_restarts_are_counted_as_they_are_decided() -> None:
-    again = snapshot(told=told(failed()), memory=Memory(failed=NOW - 10))
+def test_restarts_are_those_of_the_decision() -> None:
+    again = snapshot(last_report=learner_report(failed()), memory=Memory(failed=NOW - 10))
     assert seen_as(again)["restarts"] == 1
     assert seen_as(snapshot(workloads=workloads(2)))["restarts"] == 2
 
 
-def test_a_message_is_cut_where_nobody_reads_on() -> None:
+def test_long_messages_are_cut() -> None:
     problem = "\n".join(f"spec.field{number}: unknown field" for number in range(5000))
     message = said(seen_as(snapshot(job=None, problem=problem)), "Accepted")[2]
     assert len(message) == LONGEST_MESSAGE
@@ -993,14 +1027,17 @@ def test_the_result_of_a_job_that_succeeded_is_the_newest_version_and_stays() ->
     before = seen_as(snapshot())
     assert "result" not in before
     last = snapshot(
-        status=before, told=told(over("succeeded", policy=policy_to_proto(version(26)), policy_uri="s3://b/26"))
+        status=before,
+        last_report=learner_report(over("succeeded", policy=policy_to_proto(version(26)), policy_uri="s3://b/26")),
     )
     after = seen_as(last)
-    assert after["policy"]["version"] == version(14).name  # nobody waited for the engines' proof of the last one
+    assert after["policy"]["version"] == version(14).name  # not all engines have verified the last one
     expected = {"version": version(26).name, "sha256": version(26).sha256, "uri": "s3://b/26"}
     assert after["result"] == expected
-    assert seen_as(snapshot(status=after, told=None, pods=[]))["result"] == expected
+    assert seen_as(snapshot(status=after, last_report=None, pods=[]))["result"] == expected
 
 
 def test_a_job_that_failed_has_no_result() -> None:
-    assert "result" not in seen_as(snapshot(told=told(failed(boundary=Boundary.ENGINE, code="logprob_gap"))))
+    assert "result" not in seen_as(
+        snapshot(last_report=learner_report(failed(boundary=Boundary.ENGINE, code="logprob_gap")))
+    )

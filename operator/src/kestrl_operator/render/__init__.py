@@ -1,4 +1,4 @@
-"""From a plan to Kubernetes objects. Pure: the same job gives the same objects, whatever the cluster does."""
+"""From a plan to Kubernetes objects. Pure: the same job gives the same objects."""
 
 from kestrl_operator.render.job import Given, render
 

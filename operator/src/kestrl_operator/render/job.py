@@ -14,7 +14,10 @@ from kestrl.prepare import OBJECT_SCHEMES, DataSource, PrepareSettings
 from kestrl.spec import AgentRLJob
 from kestrl_operator.accelerators import Profile
 from kestrl_operator.cluster import DATA, MODEL, Cluster, prepared, replicas, workload
-from kestrl_operator.observe import (
+from kestrl_operator.render import network
+from kestrl_operator.render.patching import patched
+from kestrl_operator.render.pods import Object, account, checksum, container, credentials, settings_map, template
+from kestrl_operator.snapshot import (
     ACCEPTED,
     ATTEMPTS,
     FORGIVEN,
@@ -25,45 +28,42 @@ from kestrl_operator.observe import (
     STORAGE,
     UID_LABEL,
 )
-from kestrl_operator.render import network
-from kestrl_operator.render.patching import patched
-from kestrl_operator.render.pods import Object, account, checksum, container, credentials, settings_map, template
 
 SETTINGS_DIGEST = "kestrl.dev/settings"
 CREDENTIALS_DIGEST = "kestrl.dev/credentials"
 STATEFUL = (Role.INFERENCE, Role.LEARNER)
 ROLES = (Role.INFERENCE, Role.TOOLS, Role.JUDGE, Role.ROLLOUT, Role.LEARNER)
-"""That have pods of their own: an engine lives in its agent's."""
+"""Roles with pods of their own. Engines run in the pods of their agents."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Given:
-    """What is rendered from."""
+    """The inputs of rendering."""
 
     job: AgentRLJob
     namespace: str
     uid: str
-    """Of the job's object: everything is owned by it, so that Kubernetes deletes it all."""
+    """Uid of the job object, which owns all objects, so that Kubernetes deletes them with it."""
     components: Sequence[Component]
     cluster: Cluster
     secrets: Mapping[str, str] = field(repr=False)
     """Credentials by variable."""
     storage: str
-    """Where all runs of the cluster or job are stored: kept where the learner's state is, so that a run is never begun anew elsewhere."""
+    """Storage of the runs. Recorded beside the learner's state, so that a run never restarts from nothing elsewhere."""
     store: str | None = None
     """The Secret with the object storage's credentials."""
     parked: bool = False
     """Whether no pod is to run: suspended, or ended."""
     attempts: int = 0
-    """How often the learner was started again after a failure."""
+    """Restarts of the learner after a failure."""
     restarts: int = 0
-    """The same of the whole job."""
+    """Restarts of the whole job."""
     forgiven: int = 0
-    """Attempts that count no more."""
+    """Attempts that no longer count."""
     accepted: str = ""
-    """The spec that is rendered, as JSON: kept for when a later one makes no job."""
+    """The rendered spec as JSON, recorded in case a later spec is invalid."""
     queue: str | None = None
-    """Kueue's queue that the pods wait in."""
+    """Kueue queue of the pods."""
 
     @property
     def name(self) -> str:
@@ -73,14 +73,14 @@ class Given:
         return [component for component in self.components if component.role is role]
 
     def profile(self, role: Role) -> Profile:
-        """The devices of a role's pods."""
+        """The accelerator profile of a role's pods."""
         spec = self.job.spec
         if role in {Role.ENGINE, Role.INFERENCE}:
             return self.cluster.profile(spec.inference.accelerator.profile)
         return self.cluster.profile(spec.learner.accelerator.profile if role is Role.LEARNER else "cpu")
 
     def image(self, role: Role) -> str:
-        """What a role's container runs."""
+        """The image of a role's container."""
         images, build = self.cluster.images, self.profile(role).image
         by_role = {
             Role.INFERENCE: images.agent,
@@ -94,20 +94,20 @@ class Given:
 
 
 def render(given: Given) -> list[Object]:
-    """Every object of the job, its owner and labels in place; the learner's StatefulSet last, with the digest of all.
+    """Every object of the job, with owner and labels; the learner's StatefulSet last, with the digest of all.
 
     Raises:
-        UserInputError: A patch of the manifest changes what is not a job's to change.
+        UserInputError: A patch of the manifest changes a field that jobs must not change.
     """
     settings = all_settings(given)
     objects: list[Object] = [
         _object(given, "v1", "Secret", credentials(given.name), type="Opaque", stringData=dict(given.secrets)),
         _object(given, "v1", "ConfigMap", settings_map(given.name), data=settings),
-        # One for all pods: it has no rights, and no pod has its token.
+        # One for all pods: it has no rights, and its token is not mounted.
         _object(given, "v1", "ServiceAccount", account(given.name), automountServiceAccountToken=False),
     ]
     if given.cluster.network_policies:
-        # Before any pod: none is to run for a moment with nothing in its way.
+        # Before any pod, so that no pod ever runs without its policy.
         objects += [
             _object(given, "networking.k8s.io/v1", "NetworkPolicy", name, spec=spec)
             for name, spec in network.policies(given.name, given.cluster.egress_ports)
@@ -130,12 +130,14 @@ def render(given: Given) -> list[Object]:
 
 
 def digest(objects: Sequence[Object]) -> str:
-    """Of all objects: what was applied last is told by it, without asking for any of them."""
+    """Digest of all objects: it identifies what was applied last without reading the objects."""
     return hashlib.sha256(json.dumps(objects, sort_keys=True).encode()).hexdigest()[:32]
 
 
 def all_settings(given: Given) -> dict[str, str]:
-    """Every file of the ConfigMap: the settings of each role, which its replicas share, and what pods prepare."""
+    """Every file of the ConfigMap: the settings of each role, which its replicas share, and of the preparation in each
+    pod.
+    """
     files: dict[str, str] = {}
     for component in given.components:
         if component.settings is not None:
@@ -147,9 +149,10 @@ def all_settings(given: Given) -> dict[str, str]:
 
 
 def preparation(job: AgentRLJob, role: Role) -> PrepareSettings:
-    """What a role's pods need: the model where it is loaded or its tokenizer read, data where it is trained on or searched.
+    """What the pods of a role prepare: the model where it or its tokenizer is loaded, data where it is trained on or
+    searched.
 
-    Tools search what data is generated with, or what lies in a volume beside it; object storage they do not reach.
+    Tools search the data that prompts are generated from, or files in a volume; they cannot reach object storage.
     """
     spec = job.spec
     sets = {"train": spec.data.train, "validation": spec.data.validation}
@@ -185,7 +188,7 @@ def _queued(given: Given) -> dict[str, str]:
 def _of_role(given: Given, role: Role) -> Iterator[Object]:
     name = workload(given.name, role)
     yield _object(given, "v1", "Service", name, spec=network.service(given.name, role))
-    # Of roles that have one pod, a budget would hold up a node's drain for ever, or nothing at all.
+    # For a role with one pod, a budget would block a node's drain forever, or have no effect.
     if role in {Role.INFERENCE, Role.ROLLOUT}:
         budget = {"maxUnavailable": 1, "selector": {"matchLabels": network.selector(given.name, role)}}
         yield _object(given, "policy/v1", "PodDisruptionBudget", name, spec=budget)
@@ -233,7 +236,9 @@ def _workload_spec(given: Given, role: Role, settings: Mapping[str, str]) -> Obj
 
 
 def _annotations(given: Given, role: Role, read: Mapping[str, str]) -> dict[str, str]:
-    """What rolls the pods of a role: what they read, a restart of the job, and for the learner its own."""
+    """The annotations that roll the pods of a role: digests of what they read, restarts of the job, and attempts of the
+    learner.
+    """
     made = {
         SETTINGS_DIGEST: checksum(read),
         CREDENTIALS_DIGEST: checksum(given.secrets),
@@ -251,7 +256,7 @@ def _patches(job: AgentRLJob, role: Role) -> list[tuple[str, Mapping[str, Any]]]
 
 
 def claims_of(job: AgentRLJob, role: Role) -> list[str]:
-    """The claims that a role's pods mount: those of the pvc:// addresses that it reads."""
+    """The claims that a role's pods mount, from the pvc:// addresses that the role reads."""
     reads = preparation(job, role)
     addresses = [reads.model, reads.template, *(item.uri for item in reads.data)]
     parsed = [urlparse(address) for address in addresses if address]
@@ -271,7 +276,7 @@ def _claim(given: Given) -> Object:
 
 
 def labels(job: str, role: Role | None = None) -> dict[str, str]:
-    """The labels that Kubernetes recommends."""
+    """The labels recommended by Kubernetes."""
     common = {
         "app.kubernetes.io/name": "kestrl",
         "app.kubernetes.io/instance": job,
@@ -288,7 +293,7 @@ def _object(given: Given, api: str, kind: str, name: str, **content: object) -> 
         "name": given.name,
         "uid": given.uid,
         "controller": True,
-        "blockOwnerDeletion": False,  # a dead operator must not hold up a deletion
+        "blockOwnerDeletion": False,  # a stopped operator must not block a deletion
     }
     metadata = {"name": name, "namespace": given.namespace, "labels": labels(given.name), "ownerReferences": [owner]}
     return {"apiVersion": api, "kind": kind, "metadata": metadata, **content}

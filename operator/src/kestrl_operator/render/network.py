@@ -1,4 +1,4 @@
-"""Services, and who may talk to whom: nothing but the arrows of the house."""
+"""Services and NetworkPolicies: only the connections of the architecture are allowed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kestrl_operator.cluster import GRPC_PORT, HTTP_PORT, METRICS_PORT, workload
 
 Object = dict[str, Any]
 BY_POD = frozenset({Role.INFERENCE, Role.LEARNER, Role.ROLLOUT})
-"""Addressed pod by pod, through a headless Service."""
+"""Roles addressed pod by pod, through a headless Service."""
 CALLERS: dict[Role, tuple[Role, ...]] = {
     Role.INFERENCE: (Role.LEARNER, Role.ROLLOUT),
     Role.TOOLS: (Role.ROLLOUT,),
@@ -18,17 +18,17 @@ CALLERS: dict[Role, tuple[Role, ...]] = {
     Role.ROLLOUT: (Role.LEARNER,),
     Role.LEARNER: (),
 }
-"""Who calls a role. The operator, which asks the learner for its progress, is let in by its own label."""
+"""Callers of each role. The operator, which calls the learner for its progress, is allowed by its own label."""
 FAR = frozenset({Role.INFERENCE, Role.LEARNER, Role.ROLLOUT})
-"""Roles that may ask for names and leave the cluster's pods: to object storage, for models, adapters and checkpoints. Tools may not: with a
-question for a name a secret leaves as well as with any other message."""
+"""Roles that may resolve names and leave the cluster: for object storage, models, adapters and checkpoints. Tools may
+not: a DNS query can leak a secret like any other message."""
 METADATA = ("169.254.0.0/16", "100.100.100.200/32", "168.63.129.16/32")
-"""Where clouds tell a node who it is and give it credentials: nearly all of them, Alibaba's, Azure's."""
+"""Metadata services, with which clouds give a node its identity and credentials: most clouds, Alibaba's, Azure's."""
 OPERATOR = {"app.kubernetes.io/name": "kestrl-operator"}
 
 
 def selector(job: str, role: Role) -> dict[str, str]:
-    """What tells a role's pods from all others."""
+    """The labels that select a role's pods."""
     return {"kestrl.dev/job": job, "kestrl.dev/role": str(role)}
 
 
@@ -41,12 +41,12 @@ def service(job: str, role: Role) -> Object:
     if role in BY_POD:
         spec["clusterIP"] = "None"
     if role in {Role.INFERENCE, Role.LEARNER}:
-        spec["publishNotReadyAddresses"] = True  # who is starting is asked how far it is
+        spec["publishNotReadyAddresses"] = True  # a starting component reports its progress
     return spec
 
 
 def policies(job: str, far_ports: Sequence[int]) -> Iterator[tuple[str, Object]]:
-    """Nothing for all pods of the job, then what each role needs."""
+    """A policy that denies everything for all pods of the job, then what each role needs."""
     everyone = {"matchLabels": {"kestrl.dev/job": job}}
     yield f"{job}-all", {"podSelector": everyone, "policyTypes": ["Ingress", "Egress"]}
     for role, callers in CALLERS.items():
@@ -89,7 +89,8 @@ def _egress(job: str, role: Role, called: list[Role], far_ports: Sequence[int]) 
     rules: list[Object] = [{"to": [_pods(job, callee)], "ports": _ports(callee)} for callee in called]
     if role in FAR:
         rules.append({"ports": _dns()})
-        # Object storage is wherever it is; pods of the cluster's other workloads are not meant, nor the nodes' metadata services.
+        # Object storage may have any address, except those of other pods in the cluster and the metadata services of
+        # nodes.
         rules.append(
             {
                 "to": [{"ipBlock": {"cidr": "0.0.0.0/0", "except": list(METADATA)}}],

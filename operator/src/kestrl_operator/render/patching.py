@@ -1,4 +1,4 @@
-"""Changes that a person makes to the pods of a part, merged as `kubectl patch` merges them. Pure."""
+"""Patches of a component's pods, merged like a strategic merge patch of `kubectl patch`. Pure."""
 
 from __future__ import annotations
 
@@ -19,23 +19,24 @@ MERGE_KEYS: Mapping[str, str] = {
     "hostAliases": "ip",
     "topologySpreadConstraints": "topologyKey",
 }
-"""Lists of a pod that are merged item by item, and by what; any other list is replaced."""
+"""Lists of a pod that are merged item by item, with their merge key; any other list is replaced."""
 HELD = ("serviceAccountName", "serviceAccount", "automountServiceAccountToken", "hostNetwork", "hostPID", "hostIPC")
-"""What a pod may do in the cluster is not a job's to say: with another service account it would have that one's rights."""
+"""Fields that jobs must not change: with another service account, for example, a pod would get the rights of that
+account."""
 OURS = ("kestrl.dev/", "app.kubernetes.io/")
 OPEN = ("labels", "annotations")
-"""Of a template's metadata."""
+"""Fields of a template's metadata that a patch may change."""
 
 
 def patched(template: Object, patches: Sequence[tuple[str, Mapping[str, Any]]]) -> Object:
-    """The template with all patches on it, in their order.
+    """The template with all patches applied in order.
 
     Args:
         template: A PodTemplate.
-        patches: Each with its place in the manifest, for messages.
+        patches: Each with its path in the manifest, for messages.
 
     Raises:
-        UserInputError: One changes what is not a job's to change, or is no patch; the message names the field.
+        UserInputError: A patch is invalid or changes a field that jobs must not change; the message names the field.
     """
     for place, patch in patches:
         _check(place, patch)
@@ -49,21 +50,21 @@ def _check(place: str, patch: Mapping[str, Any]) -> None:
     spec = _map(patch, "spec", place)
     volumes: object = spec.get("volumes", ())
     if "serviceAccountToken" in repr(volumes):
-        raise UserInputError(f"{place}.spec.volumes: a pod of a job has no token of its ServiceAccount; remove it")
+        raise UserInputError(f"{place}.spec.volumes: a pod of a job gets no token of its ServiceAccount; remove it")
     for field in spec:
         if field in HELD:
-            raise UserInputError(f"{place}.spec.{field}: is not a job's to change; remove it")
+            raise UserInputError(f"{place}.spec.{field}: cannot be changed by a job; remove it")
     metadata = _map(patch, "metadata", place)
     for field in sorted(set(metadata) - set(OPEN)):
-        raise UserInputError(f"{place}.metadata.{field}: is not a job's to change; {' and '.join(OPEN)} are")
+        raise UserInputError(f"{place}.metadata.{field}: cannot be changed by a job; {' and '.join(OPEN)} can")
     for field in OPEN:
         for name in _map(metadata, field, f"{place}.metadata"):
             if name.startswith(OURS):
-                raise UserInputError(f"{place}.metadata.{field}.{name}: is the operator's; use another name")
+                raise UserInputError(f"{place}.metadata.{field}.{name}: is reserved for the operator; use another name")
 
 
 def _map(parent: Mapping[str, Any], field: str, place: str) -> Mapping[str, Any]:
-    """A field that is a map, or is left out. Null would take away what is the operator's."""
+    """A field that is a map, or is missing. Null is refused, since it would remove the operator's own values."""
     value: object = parent.get(field, {})
     if not isinstance(value, Mapping):
         raise UserInputError(f"{place}.{field}: must be a map")
@@ -75,7 +76,7 @@ def _merged(base: Object, change: Mapping[str, Any], place: str) -> Object:
     for name, value in change.items():
         old, here = made.get(name), f"{place}.{name}"
         if name.startswith("$"):
-            raise UserInputError(f"{here}: is not known here; an item of a list is removed by `$patch: delete`")
+            raise UserInputError(f"{here}: is not supported; use `$patch: delete` to remove an item of a list")
         if value is None:
             made.pop(name, None)
         elif isinstance(value, Mapping):
@@ -95,9 +96,9 @@ def _merged_list(base: Sequence[Object], change: Sequence[object], key: str, pla
         item = cast("Object", given) if isinstance(given, dict) else {}
         name: object = item.get(key)
         if not isinstance(name, str | int):
-            raise UserInputError(f"{place}[{index}]: must be a map with {key}, by which it is merged")
+            raise UserInputError(f"{place}[{index}]: must be a map with {key}, the merge key")
         if item.get("$patch") == "delete":
-            made[name] = None  # its place is kept for one that takes its place
+            made[name] = None  # keeps its position for a replacement
         else:
             made[name] = _merged(made.get(name) or {}, item, f"{place}[{index}]")
     return [item for item in made.values() if item is not None]

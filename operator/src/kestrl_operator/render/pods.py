@@ -1,4 +1,4 @@
-"""Pods: what every one of them is held to, and how a component of the plan becomes a container."""
+"""Pods: their common restrictions, and how a component of the plan becomes a container."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ CONTAINER_SECURITY: Object = {
     "readOnlyRootFilesystem": True,
     "capabilities": {"drop": ["ALL"]},
 }
-"""With `POD_SECURITY` what Pod Security "restricted" asks for, and a read-only root."""
+"""With `POD_SECURITY`, what Pod Security "restricted" requires, and a read-only root file system."""
 GRACE_SECONDS = {Role.ROLLOUT: 90, Role.LEARNER: 180}
-"""Between SIGTERM and SIGKILL: longer than a drain takes. 30 for the others, Kubernetes' own."""
+"""Seconds between SIGTERM and SIGKILL, longer than a drain takes; 30 for the others, Kubernetes' default."""
 START_SECONDS = 1200
-"""An engine that loads a large model may take so long before it counts as failed."""
+"""Seconds in which an engine loads a large model before its start counts as failed."""
 CLAIMS = PrepareSettings().volumes
 KEEPERS = frozenset({Role.LEARNER, Role.INFERENCE})
-"""Roles whose programs read and write object storage. A tool never sees its credentials."""
+"""Roles whose programs read and write object storage. A tool never gets its credentials."""
 
 
 def container(
@@ -47,15 +47,15 @@ def container(
     store: str | None,
     claims: Sequence[str],
 ) -> Object:
-    """A component as a container.
+    """The container of a component.
 
     Args:
-        job: The job's name.
-        component: As planned.
-        image: What it runs.
-        cluster: The administrator's choices.
-        profile: Its devices.
-        store: The Secret with the object storage's credentials, which only learner and engine agent get.
+        job: Name of the job.
+        component: The component of the plan.
+        image: Its image.
+        cluster: The administrator's settings.
+        profile: Its accelerator profile.
+        store: The Secret with the object storage's credentials, for learner and engine agent only.
         claims: Volumes with models or data that it finds links into.
     """
     ports = [{"name": name, "containerPort": port} for name, port in component.ports.items()]
@@ -81,7 +81,7 @@ def container(
 
 
 def with_devices(asked: Mapping[str, Any], devices: Mapping[str, str]) -> Object:
-    """Requests and limits with the devices among both."""
+    """Requests and limits with the devices added to both."""
     if not devices:
         return dict(asked)
     return {**asked, **{kind: {**asked.get(kind, {}), **devices} for kind in ("limits", "requests")}}
@@ -94,22 +94,25 @@ def _settings_flag(component: Component) -> list[str]:
 
 
 def environment(job: str, component: Component, profile: Profile) -> list[Object]:
-    """Variables: the plan's, the job's credentials that the component lists, who it is, and what its devices need."""
+    """Environment variables: those of the plan, the credentials that the component lists, its identity, and those of
+    its accelerator profile.
+    """
     plain = [{"name": name, "value": value} for name, value in {**component.env_defaults, **component.env}.items()]
     secret = [
         {"name": item.value, "valueFrom": {"secretKeyRef": {"name": credentials(job), "key": item.value}}}
         for item in component.secrets
     ]
-    who = [_from_field(REPLICA_VARIABLE, "metadata.name"), {"name": "HOME", "value": "/tmp"}]  # noqa: S108 - the pod's own
+    identity = [_from_field(REPLICA_VARIABLE, "metadata.name"), {"name": "HOME", "value": "/tmp"}]  # noqa: S108
     if component.role is Role.INFERENCE:
-        who.append(_from_field(INDEX_VARIABLE, "metadata.labels['apps.kubernetes.io/pod-index']"))
-    return [*plain, *secret, *who, *profile.environment()]
+        identity.append(_from_field(INDEX_VARIABLE, "metadata.labels['apps.kubernetes.io/pod-index']"))
+    return [*plain, *secret, *identity, *profile.environment()]
 
 
 def credentials(job: str) -> str:
-    """The Secret with what the job's components prove themselves with.
+    """The Secret with the credentials of the job's components.
 
-    What is not watched has a name that nobody gives to things of their own: an object that is there already would become the job's.
+    Objects that are not watched have a suffix that makes a clash unlikely: an existing object of that name would become
+    the job's.
     """
     return f"{job}-agentrljob"
 
@@ -120,7 +123,7 @@ def account(job: str) -> str:
 
 
 def from_secret(name: str | None) -> Object:
-    """All of a Secret's keys as variables."""
+    """All keys of a Secret as environment variables."""
     return {} if name is None else {"envFrom": [{"secretRef": {"name": name}}]}
 
 
@@ -129,7 +132,7 @@ def _from_field(name: str, path: str) -> Object:
 
 
 def probes(component: Component) -> Object:
-    """Ready when it says so; alive while it answers; and time to start that a large model needs."""
+    """The probes of a component, with enough time to start for a large model."""
     ready = component.ready
     if ready is None:
         return {}
@@ -146,13 +149,13 @@ def probes(component: Component) -> Object:
 
 
 def claimed(claims: Sequence[str]) -> list[Object]:
-    """Where a container finds the claims that the manifest's pvc:// addresses name."""
+    """Mounts of the claims that the manifest's pvc:// addresses name."""
     return [{"name": f"claim-{claim}", "mountPath": f"{CLAIMS}/{claim}", "readOnly": True} for claim in claims]
 
 
 def mounts(role: Role, profile: Profile) -> list[Object]:
-    """Where a container finds its volumes."""
-    inside = [("settings", SETTINGS, True), ("home", HOME, False), ("tmp", "/tmp", False)]  # noqa: S108 - the pod's own
+    """The mounts of a container."""
+    inside = [("settings", SETTINGS, True), ("home", HOME, False), ("tmp", "/tmp", False)]  # noqa: S108
     if role in {Role.ENGINE, Role.INFERENCE}:
         inside.append(("work", WORK, False))
     if role is Role.LEARNER:
@@ -161,7 +164,7 @@ def mounts(role: Role, profile: Profile) -> list[Object]:
         {"name": name, "mountPath": path, **({"readOnly": True} if fixed else {})} for name, path, fixed in inside
     ]
     if role in {Role.ENGINE, Role.LEARNER}:
-        listed.append({"name": "shared-memory", "mountPath": "/dev/shm"})  # noqa: S108 - the pod's own
+        listed.append({"name": "shared-memory", "mountPath": "/dev/shm"})  # noqa: S108
         listed += [
             {"name": f"devices-{number}", "mountPath": mount.path, "readOnly": mount.read_only}
             for number, mount in enumerate(profile.host_mounts)
@@ -196,18 +199,18 @@ def settings_map(job: str) -> str:
 
 
 def preparing(image: str, role: Role, cluster: Cluster, store: str | None, claims: Sequence[str]) -> Object:
-    """The init container that puts model, data and template in place. It runs the image of the pod's own program."""
+    """The init container that downloads model, data and template. It runs the image of the pod's own program."""
     return {
         "name": "prepare",
         "image": image,
         "imagePullPolicy": cluster.images.pull_policy,
         "command": ["python", "-m", "kestrl.prepare", "--settings", f"{SETTINGS}/prepare-{role}.json"],
-        "env": [{"name": "HOME", "value": "/tmp"}],  # noqa: S108 - the pod's own
+        "env": [{"name": "HOME", "value": "/tmp"}],  # noqa: S108
         "securityContext": CONTAINER_SECURITY,
         "volumeMounts": [
             {"name": "settings", "mountPath": SETTINGS, "readOnly": True},
             {"name": "home", "mountPath": HOME},
-            {"name": "tmp", "mountPath": "/tmp"},  # noqa: S108 - the pod's own
+            {"name": "tmp", "mountPath": "/tmp"},  # noqa: S108
             *claimed(claims),
         ],
         "terminationMessagePolicy": "FallbackToLogsOnError",
@@ -227,7 +230,7 @@ def template(
     store: str | None,
     claims: Sequence[str],
 ) -> Object:
-    """The pod template of a role: rolled when what its pods read changes, and by nothing else."""
+    """The pod template of a role. It changes only with what its pods read, so that nothing else rolls them."""
     prepares = role is not Role.JUDGE
     spec: Object = {
         "serviceAccountName": account(job),
@@ -255,5 +258,5 @@ def template(
 
 
 def checksum(settings: Mapping[str, str]) -> str:
-    """Of the settings that a role's pods read."""
+    """Digest of the settings that a role's pods read."""
     return hashlib.sha256(json.dumps(dict(settings), sort_keys=True).encode()).hexdigest()[:16]

@@ -1,23 +1,24 @@
 """A fake Kubernetes: an API server on loopback that a real operator with a real client runs against, with no cluster.
 
-It speaks the API as clients see it: discovery, lists in pages, watch streams with bookmarks, server-side apply with its managed fields,
-resource versions, generations, the status subresource, custom resources by the schema of their definition, and the deletion of what an
-object owns. And it fails when a test wants it to:
+It implements the API as clients see it: discovery, lists in pages, watch streams with bookmarks, server-side apply with
+its managed fields, resource versions, generations, the status subresource, custom resources by the schema of their
+definition, and the deletion of dependents. Tests can inject failures:
 
     async with FakeKubernetes() as cluster:
         cluster.create("customresourcedefinitions", definition)
         monkeypatch.setenv("KUBECONFIG", str(cluster.write_kubeconfig(tmp_path)))
-        ...                                                      # start what is to be tested; it finds an API server
+        ...                                                      # start the program under test
         cluster.fail("patch", "deployments", status=503, times=3)
-        cluster.freeze("pods")                                   # its watch streams stay open and say nothing
-        await cluster.until(lambda: cluster.find("deployments", "team-a", "web"), "a Deployment is made")
+        cluster.freeze("pods")                                   # its watch streams stay open and send nothing
+        await cluster.until(lambda: cluster.find("deployments", "team-a", "web"), "a Deployment is created")
         assert cluster.requests("patch", "deployments")[-1].status == 201
 
-A test reads and changes objects by plain calls (`get`, `create`, `edit`, `delete`), from the loop that the server runs in. `Controllers`
-plays what is behind the API: it makes pods of StatefulSets and Deployments, and a test says what becomes of each.
+Tests read and change objects by plain calls (`get`, `create`, `edit`, `delete`), from the event loop that the server
+runs in. `Controllers` simulates the controllers: it creates the pods of StatefulSets and Deployments, and the test sets
+their further states.
 
-What it does not do, so that nobody takes a pass here for more than it is: it checks no token and no namespace, runs no admission and no
-CEL rules, fills in no defaults of built-in kinds, and takes every list of an object as one value (Kubernetes merges some by their keys).
+Limits: tokens and namespaces are not checked, there is no admission and there are no CEL rules, built-in kinds get no
+defaults, and every list of an object is one value (Kubernetes merges some by their keys).
 """
 
 from __future__ import annotations

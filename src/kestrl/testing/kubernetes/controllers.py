@@ -1,4 +1,4 @@
-"""What is behind the API, as far as pods show it."""
+"""The controllers behind the API, as far as pods show their work."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from kestrl.testing.kubernetes.resources import Change, Object
 
 
 class Controllers:
-    """What is behind the API, as far as pods show it: the controllers of StatefulSets and Deployments, the scheduler, the kubelets.
+    """The controllers of StatefulSets and Deployments, the scheduler and the kubelets, as far as pods show their work.
 
-    Pods follow their workloads by themselves: made, replaced when the template changes, deleted when there are too many. A pod is
-    Pending when it is made, or what `started` makes of it; from then on the test says what becomes of it.
+    Pods follow their workloads automatically: created, replaced when the template changes, deleted when there are too
+    many. A new pod is Pending, unless `started` changes that; its further states are set by the test.
     """
 
     def __init__(
@@ -33,7 +33,7 @@ class Controllers:
         self._cluster, self._started = cluster, started
         self._addresses = 0
         self._due = False
-        cluster.objects.told.append(self._seen)
+        cluster.objects.listeners.append(self._seen)
 
     def _seen(self, change: Change) -> None:
         if change.resource.plural in {"statefulsets", "deployments", "pods"} and not self._due:
@@ -41,7 +41,7 @@ class Controllers:
             asyncio.get_running_loop().call_soon(self.sync)
 
     def sync(self) -> None:
-        """Makes pods what the workloads want."""
+        """Creates and deletes pods to match the workloads."""
         self._due = False
         for plural in ("statefulsets", "deployments"):
             for workload in self._cluster.objects.list(self._cluster.objects.resource(plural)):
@@ -111,14 +111,14 @@ class Controllers:
             self._started(self, pod)
 
     def run(self, pod: Object, *, address: str | None = None, ready: bool = True) -> None:
-        """It has a node and an address, and its containers run."""
+        """Gives a pod a node and an address, and runs its containers."""
         self._addresses += 1
         containers = [
             {"name": item["name"], "ready": ready, "restartCount": 0, "state": {"running": {"startedAt": now()}}}
             for item in pod["spec"]["containers"]
         ]
         self._place(pod)
-        self._tell(
+        self._set_status(
             pod,
             phase="Running",
             podIP=address or f"10.244.0.{self._addresses}",
@@ -128,16 +128,16 @@ class Controllers:
         )
 
     def unschedulable(self, pod: Object, message: str) -> None:
-        """The scheduler finds no node."""
+        """Marks a pod as unschedulable."""
         condition = _condition("PodScheduled", "False", reason="Unschedulable", message=message)
-        self._tell(pod, phase="Pending", conditions=[condition])
+        self._set_status(pod, phase="Pending", conditions=[condition])
 
     def image_missing(self, pod: Object, message: str, *, container: str | None = None) -> None:
-        """An image cannot be pulled."""
+        """Marks a pod as waiting for an image that cannot be pulled."""
         waiting = {"reason": "ImagePullBackOff", "message": message}
         name = container or pod["spec"]["containers"][0]["name"]
         self._place(pod)
-        self._tell(
+        self._set_status(
             pod,
             phase="Pending",
             conditions=[_condition("PodScheduled"), _condition("Ready", "False")],
@@ -145,10 +145,10 @@ class Controllers:
         )
 
     def init_failed(self, pod: Object, message: str, *, container: str | None = None, code: int = 2) -> None:
-        """An init container ended with a failure, and its last words."""
+        """Ends an init container with a failure and a termination message."""
         name = container or pod["spec"]["initContainers"][0]["name"]
         self._place(pod)
-        self._tell(
+        self._set_status(
             pod,
             phase="Pending",
             conditions=[_condition("PodScheduled"), _condition("Ready", "False")],
@@ -165,10 +165,10 @@ class Controllers:
         code: int = 1,
         restarts: int = 0,
     ) -> None:
-        """A container ended with a failure; reason is Kubernetes' word, as OOMKilled."""
+        """Ends a container with a failure; the reason is Kubernetes', such as OOMKilled."""
         name = container or pod["spec"]["containers"][0]["name"]
         self._place(pod)
-        self._tell(
+        self._set_status(
             pod,
             phase="Running",
             conditions=[_condition("PodScheduled"), _condition("Ready", "False")],
@@ -176,7 +176,7 @@ class Controllers:
         )
 
     def gone(self, pod: Object) -> None:
-        """The kubelet has ended it: a pod that lingered after its deletion is there no more."""
+        """Removes a pod that was kept after its deletion, as the kubelet does once its containers have ended."""
         metadata = pod["metadata"]
         self._cluster.objects.remove(self._cluster.objects.resource("pods"), metadata["namespace"], metadata["name"])
 
@@ -185,7 +185,7 @@ class Controllers:
         changes = {"spec": {"nodeName": "node-1"}}
         self._cluster.edit("pods", metadata["namespace"], metadata["name"], changes, manager="kube-scheduler")
 
-    def _tell(self, pod: Object, **status: Any) -> None:
+    def _set_status(self, pod: Object, **status: Any) -> None:
         metadata = pod["metadata"]
         self._cluster.edit(
             "pods", metadata["namespace"], metadata["name"], {"status": status}, manager="kubelet", subresource="status"

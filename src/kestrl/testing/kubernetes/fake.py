@@ -1,4 +1,4 @@
-"""The server as tests see it."""
+"""The server, as used by tests."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kestrl.testing.kubernetes.server import ApiServer
 
 
 class FakeKubernetes(ApiServer):
-    """The server. `async with` starts it on an ephemeral port of 127.0.0.1."""
+    """A fake Kubernetes API server. `async with` starts it on an ephemeral port of 127.0.0.1."""
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -31,7 +31,7 @@ class FakeKubernetes(ApiServer):
         await self.stop()
 
     async def start(self) -> None:
-        """Listens, on the former port after a `stop`."""
+        """Starts listening, on the former port after a `stop`."""
         app = web.Application(client_max_size=16 * 1024 * 1024)
         app.router.add_route("*", "/{tail:.*}", self._handle)
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.01, handler_cancellation=True)
@@ -40,7 +40,7 @@ class FakeKubernetes(ApiServer):
         self.port = int(self._runner.addresses[0][1])
 
     async def stop(self) -> None:
-        """Open requests lose their connection. What the server holds stays."""
+        """Closes all connections. The objects are kept."""
         if self._runner is not None:
             await self._runner.cleanup()
             self._runner = None
@@ -50,7 +50,7 @@ class FakeKubernetes(ApiServer):
         return f"http://127.0.0.1:{self.port}"
 
     def write_kubeconfig(self, folder: Path, *, user: str = "tester") -> Path:
-        """A file for KUBECONFIG; requests made with it are logged as this user's."""
+        """Writes a file for KUBECONFIG; requests made with it are logged under this user."""
         path = folder / f"kubeconfig-{user}"
         named = {"name": "fake", "cluster": {"server": self.url}}
         context = {"name": "fake", "context": {"cluster": "fake", "user": user, "namespace": "default"}}
@@ -65,32 +65,32 @@ class FakeKubernetes(ApiServer):
         path.write_text(yaml.safe_dump(content))
         return path
 
-    # What a test reads and changes.
+    # Objects.
 
     def get(self, resource: str, namespace: str, name: str) -> Object:
         """An object, as a copy.
 
         Raises:
-            Refused: It is not there.
+            Refused: It does not exist.
         """
         return copy.deepcopy(self.objects.get(self.objects.resource(resource), namespace, name))
 
     def find(self, resource: str, namespace: str, name: str) -> Object | None:
-        """The same, or None."""
+        """An object, as a copy; None if it does not exist."""
         try:
             return self.get(resource, namespace, name)
         except Refused:
             return None
 
     def list(self, resource: str, namespace: str = "", *, labels: str = "") -> list[Object]:
-        """All of a kind, as copies."""
+        """All objects of a kind, as copies."""
         fits = selector(labels)
         return [
             copy.deepcopy(item) for item in self.objects.list(self.objects.resource(resource), namespace) if fits(item)
         ]
 
     def create(self, resource: str, given: Mapping[str, Any], *, manager: str = "kubectl") -> Object:
-        """Makes an object, its status included."""
+        """Creates an object, its status included."""
         namespace = given.get("metadata", {}).get("namespace", "")
         return copy.deepcopy(
             self.objects.create(self.objects.resource(resource), namespace, dict(given), manager, own_status=True)
@@ -106,23 +106,25 @@ class FakeKubernetes(ApiServer):
         manager: str = "kubectl",
         subresource: str = "",
     ) -> Object:
-        """Changes an object as somebody would, by a merge patch; `subresource` is `status` for its status, `scale` for replicas."""
+        """Changes an object like another client, by a merge patch; `subresource` is `status` for its status, `scale`
+        for replicas.
+        """
         kind = self.objects.resource(resource)
         return copy.deepcopy(self.objects.merge(kind, namespace, name, dict(changes), manager, subresource))
 
     def delete(self, resource: str, namespace: str, name: str) -> None:
-        """Deletes an object and what it owns."""
+        """Deletes an object and its dependents."""
         self.objects.delete(self.objects.resource(resource), namespace, name)
 
     def requests(
         self, verb: str = "*", resource: str = "*", *, user: str | None = None, name: str | None = None
     ) -> Sequence[Request]:
-        """Requests received, in order."""
+        """The received requests, in order."""
         wanted = Fault(verb=verb, resource=resource, user=user, name=name)
         return [item for item in self.log if wanted.meets(item)]
 
     def writes(self, *, user: str | None = None) -> Sequence[Request]:
-        """Requests that write, but for leases and access reviews: what an operator does to people's objects."""
+        """The received write requests, except those for leases and access reviews."""
         aside = {"leases", "selfsubjectaccessreviews"}
         return [
             item
@@ -131,10 +133,10 @@ class FakeKubernetes(ApiServer):
         ]
 
     async def until(self, holds: Callable[[], Found], what: str = "it holds", *, seconds: float = 10.0) -> Found:
-        """Waits until something holds, looked at after every change, request, and 20 ms; returns what it gave.
+        """Waits until a condition holds, checked after every change and request and every 20 ms; returns its result.
 
         Raises:
-            TimeoutError: It does not, and says what.
+            TimeoutError: It does not hold in time; the message says what was awaited.
         """
         loop = asyncio.get_running_loop()
         ends = loop.time() + seconds
@@ -144,7 +146,7 @@ class FakeKubernetes(ApiServer):
             await self._rung(0.02)
         return found
 
-    # What goes wrong.
+    # Failures.
 
     def fail(
         self,
@@ -155,14 +157,16 @@ class FakeKubernetes(ApiServer):
         times: int | None = None,
         user: str | None = None,
         name: str | None = None,
-        message: str = "the fake API server was told to fail",
+        message: str = "the fake API server was made to fail",
         retry_after: float | None = None,
         delay: float = 0.0,
         late: bool = False,
         drop: bool = False,
         dry_run: bool | None = None,
     ) -> Fault:
-        """The next requests of a kind fail, or are slow; see `Fault`. The first fault that meets a request decides."""
+        """Makes the next requests of a kind fail or wait; see `Fault`. The first fault that matches a request
+        applies.
+        """
         made = Fault(
             verb=verb,
             resource=resource,
@@ -181,26 +185,28 @@ class FakeKubernetes(ApiServer):
         return made
 
     def freeze(self, resource: str) -> None:
-        """Watch streams of a resource, open ones and new, say nothing, not even bookmarks, as behind a dead load balancer."""
+        """Stops all watch streams of a resource, new ones included, from sending anything, even bookmarks, as behind a
+        dead load balancer.
+        """
         self._frozen.add(resource)
 
     def thaw(self, resource: str) -> None:
-        """They go on, with all that they have not told."""
+        """Lets frozen watch streams continue, with all pending events."""
         self._frozen.discard(resource)
         self._wake()
 
     def lose(self, resource: str, count: int = 1) -> None:
-        """The next changes of a resource are told by no watch stream."""
+        """Drops the next changes of a resource from all watch streams."""
         self.objects.lost[resource] += count
 
     def end_streams(self, resource: str = "*", *, error: int | None = None) -> None:
-        """Open watch streams end; with an error told before, as 410 for a version that is too old."""
+        """Ends open watch streams; optionally after an error event, such as 410 for a version that is too old."""
         for stream in self._streams:
             if resource in {"*", stream.resource.plural}:
                 stream.closed, stream.error = True, error
         self._wake()
 
     def compact(self) -> None:
-        """No older version can be watched from, and no list be continued: both are answered with 410."""
+        """Drops the history: watches from older versions and continued lists are answered with 410."""
         self.objects.compact()
         self._pages.clear()

@@ -1,4 +1,4 @@
-"""Fields: who owns what, and how an object is merged, selected and fitted to a schema. Pure."""
+"""Fields: their owners, and how an object is merged, selected and validated against a schema. Pure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kestrl.testing.kubernetes.resources import OWN_METADATA, Object, Place, Ref
 
 
 def leaves(value: Any, place: Place = ()) -> Iterator[Place]:
-    """The places of all that an object says: lists and empty maps are values, as numbers are."""
+    """The paths of all values in an object; lists and empty maps count as values."""
     if isinstance(value, dict) and (value or not place):
         for name, inner in cast("Object", value).items():
             yield from leaves(inner, (*place, name))
@@ -21,7 +21,7 @@ def leaves(value: Any, place: Place = ()) -> Iterator[Place]:
 
 
 def owned(given: Object) -> set[Place]:
-    """What who writes an object owns of it."""
+    """The fields that a writer of this object owns."""
     return {
         place
         for place in leaves(given)
@@ -38,7 +38,7 @@ def at_place(given: Any, place: Place) -> Any:
 
 
 def cut(given: Object, place: Place) -> None:
-    """Removes a field, and maps above it that are empty then."""
+    """Removes a field, and the maps above it that become empty."""
     above = at_place(given, place[:-1])
     if isinstance(above, dict) and place[-1] in above:
         del above[place[-1]]
@@ -47,7 +47,7 @@ def cut(given: Object, place: Place) -> None:
 
 
 def merged(base: Any, change: Any, *, null_removes: bool) -> Any:
-    """A map with the changes over it; anything else is the change itself."""
+    """A map with the changes merged into it; for other types, the change itself."""
     if not isinstance(change, dict):
         return copy.deepcopy(change)
     made: Object = dict(cast("Object", base)) if isinstance(base, dict) else {}
@@ -60,7 +60,7 @@ def merged(base: Any, change: Any, *, null_removes: bool) -> Any:
 
 
 def _written_fields(places: set[Place]) -> Object:
-    """As fieldsV1."""
+    """Paths as fieldsV1."""
     made: Object = {}
     for place in sorted(places):
         here = made
@@ -81,7 +81,7 @@ class Ownership:
     """The managed fields of an object while it is changed."""
 
     sets: dict[tuple[str, str, str], set[Place]]
-    """By manager, operation and subresource."""
+    """Owned paths by manager, operation and subresource."""
 
     @classmethod
     def of(cls, given: Object) -> Ownership:
@@ -94,7 +94,7 @@ class Ownership:
         )
 
     def written(self, api_version: str, before: Object) -> list[Object]:
-        """As entries; one that says what it said keeps its time."""
+        """The managedFields entries; an unchanged entry keeps its time."""
         old = {
             (item["manager"], item["operation"], item.get("subresource", "")): item
             for item in before.get("metadata", {}).get("managedFields", [])
@@ -117,7 +117,7 @@ class Ownership:
         return listed
 
     def take(self, who: tuple[str, str, str], places: set[Place]) -> None:
-        """These are this one's and nobody else's."""
+        """Makes this manager the only owner of the paths."""
         for other, theirs in self.sets.items():
             if other != who:
                 theirs -= places
@@ -127,7 +127,7 @@ class Ownership:
 
 
 def now() -> str:
-    """The time as Kubernetes writes it."""
+    """The current time in Kubernetes' format."""
     return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
@@ -135,7 +135,7 @@ def selector(text: str) -> Callable[[Object], bool]:
     """A label selector: equality and existence, as `a=b,c!=d,e,!f`.
 
     Raises:
-        Refused: It is of another kind.
+        Refused: The selector is of another form.
     """
     if "(" in text:
         raise Refused(400, f"the fake knows no set-based selectors: {text!r}")
@@ -170,7 +170,7 @@ def field_selector(text: str) -> Callable[[Object], bool]:
 
 
 def merged_by_keys(schema: Mapping[str, Any] | None, place: Place) -> bool:
-    """Whether the list at a place is one that is merged item by item."""
+    """Whether the list at a path is merged item by item."""
     here = schema
     for name in place:
         here = None if here is None else here.get("properties", {}).get(name)
@@ -178,7 +178,7 @@ def merged_by_keys(schema: Mapping[str, Any] | None, place: Place) -> bool:
 
 
 def fitted(given: Any, schema: Mapping[str, Any]) -> Any:
-    """A value as a structural schema wants it: unknown fields dropped, defaults filled in."""
+    """A value as stored under a structural schema: unknown fields dropped, defaults filled in."""
     kind, value = schema.get("type"), given
     if kind == "array" and isinstance(given, list) and "items" in schema:
         return [fitted(item, schema["items"]) for item in value]

@@ -1,4 +1,4 @@
-"""The objects that the server holds, and every rule by which they change."""
+"""The stored objects, and the rules by which they change."""
 
 from __future__ import annotations
 
@@ -17,29 +17,31 @@ from kestrl.testing.kubernetes.resources import BUILT_IN, OWN_METADATA, Change, 
 
 
 class Objects:
-    """What the API server holds, by its rules. No network."""
+    """The objects of the API server and their rules, without the network."""
 
     def __init__(self) -> None:
         self.resources: dict[tuple[str, str], Resource] = {(item.group, item.plural): item for item in BUILT_IN}
         self._items: dict[tuple[str, str, str], Object] = {}
-        """By full plural, namespace and name."""
+        """Objects by full plural, namespace and name."""
         self.version = 1000
         self.compacted = self.version
-        """Changes up to this version are not remembered any more."""
+        """The version up to which changes are no longer kept."""
         self.history: list[Change] = []
         self.lost: Counter[str] = Counter()
-        """By plural: so many of the next changes are told by no stream."""
-        self.lingering = False
+        """Number of next changes that no stream delivers, by plural."""
+        self.keep_deleted_pods = False
         """Whether a deleted pod stays, marked, until `remove` ends it."""
         self.collecting = True
-        """Whether what an object owned goes with it at once; else with `collect_orphans`, as by a collector that lags behind."""
+        """Whether dependents are deleted at once with their owner; otherwise by `collect_orphans`, like a garbage
+        collector with a delay."""
         self._dry = False
-        """Whether what is carried out now is to leave no trace."""
-        self.told: list[Callable[[Change], None]] = []
-        """Called at every change."""
+        """Whether the current request is a dry run."""
+        self.listeners: list[Callable[[Change], None]] = []
+        """Callbacks for every change."""
 
     def resource(self, name: str) -> Resource:
-        """By plural, or by `plural.group`, or `plural.` for the core group, where two groups have one.
+        """The resource of a plural, of `plural.group`, or of `plural.` for the core group, where two groups have the
+        same plural.
 
         Raises:
             KeyError: It is not served.
@@ -67,14 +69,14 @@ class Objects:
         return self.history[version - self.compacted :]
 
     def compact(self) -> None:
-        """Forgets all changes so far: who asks for what came after an older version is told that it is gone."""
+        """Drops all changes so far: watches from an older version are answered with 410."""
         self.compacted = self.version
         self.history.clear()
 
     def create(
         self, resource: Resource, namespace: str, given: Object, manager: str, *, own_status: bool = False
     ) -> Object:
-        """Makes an object. Its status is dropped where that is a subresource, unless `own_status`."""
+        """Creates an object. Its status is dropped where that is a subresource, unless `own_status`."""
         made = copy.deepcopy(given)
         metadata = made.setdefault("metadata", {})
         metadata.setdefault("name", f"{metadata.get('generateName', '')}{uuid4().hex[:5]}")
@@ -95,7 +97,7 @@ class Objects:
         return self._stored(resource, None, made)
 
     def replace(self, resource: Resource, namespace: str, given: Object, manager: str, subresource: str = "") -> Object:
-        """Writes an object whole, or its status."""
+        """Replaces an object, or its status."""
         name = given["metadata"]["name"]
         live = self.get(resource, namespace, name)
         uid = given["metadata"].get("uid")
@@ -107,7 +109,7 @@ class Objects:
     def merge(
         self, resource: Resource, namespace: str, name: str, changes: Object, manager: str, subresource: str = ""
     ) -> Object:
-        """A merge patch."""
+        """Applies a merge patch."""
         live = self.get(resource, namespace, name)
         self._same(resource, live, changes, subresource)
         return self._updated(resource, live, merged(live, changes, null_removes=True), manager, subresource)
@@ -124,7 +126,9 @@ class Objects:
         subresource: str = "",
         dry_run: bool = False,
     ) -> tuple[Object, bool]:
-        """Server-side apply; the object, and whether it was made. A dry run is checked in the same way and changes nothing."""
+        """Applies an object server-side; returns the object, and whether it was created. A dry run is validated in the
+        same way and changes nothing.
+        """
         self._dry = dry_run
         try:
             return self._applied(resource, namespace, name, given, manager, force=force, subresource=subresource)
@@ -144,9 +148,11 @@ class Objects:
     ) -> tuple[Object, bool]:
         wanted = _converted(copy.deepcopy(given))
         for field in undeclared(resource.kind, wanted):
-            # As in earnest: a typed patch with a field that the kind does not declare is answered with 500.
-            told = f"{namespace}/{name}; {resource.api_version}, Kind={resource.kind}"
-            raise Refused(500, f"failed to create typed patch object ({told}): {field}: field not declared in schema")
+            # As the real API server: a typed patch with a field that the kind does not declare is answered with 500.
+            subject = f"{namespace}/{name}; {resource.api_version}, Kind={resource.kind}"
+            raise Refused(
+                500, f"failed to create typed patch object ({subject}): {field}: field not declared in schema"
+            )
         live = self._items.get((resource.full, namespace, name))
         if live is None:
             if subresource:
@@ -154,7 +160,8 @@ class Objects:
             if wanted["metadata"].get("uid"):
                 raise Refused(
                     409,
-                    f'Operation cannot be fulfilled on {resource.full} "{name}": uid mismatch: the provided object specified '
+                    f'Operation cannot be fulfilled on {resource.full} "{name}": uid mismatch: the provided object '
+                    "specified "
                     f"uid {wanted['metadata']['uid']}, and no existing object was found",
                 )
             made = self.create(
@@ -174,8 +181,8 @@ class Objects:
         places = owned(wanted)
         clashing = {place for place in places & owners.others(who) if at_place(live, place) != at_place(wanted, place)}
         if clashing and not force:
-            told = f"{len(clashing)} conflict{'s' if len(clashing) > 1 else ''}"
-            raise Refused(409, f"Apply failed with {told}: {', '.join('.' + '.'.join(p) for p in sorted(clashing))}")
+            subject = f"{len(clashing)} conflict{'s' if len(clashing) > 1 else ''}"
+            raise Refused(409, f"Apply failed with {subject}: {', '.join('.' + '.'.join(p) for p in sorted(clashing))}")
         made, theirs, before = copy.deepcopy(live), owners.others(who), owners.sets.get(who, set())
         for place in before - places:
             if not any(other[: len(place)] == place for other in theirs):
@@ -187,11 +194,13 @@ class Objects:
         return self._changed(resource, live, made, owners), False
 
     def delete(self, resource: Resource, namespace: str, name: str, *, uid: str = "", orphan: bool = False) -> Object:
-        """Deletes an object and what it owns; one with finalizers, and a pod that lingers, is only marked."""
+        """Deletes an object and its dependents. An object with finalizers is only marked, and so is a pod if deleted
+        pods are kept.
+        """
         live = self.get(resource, namespace, name)
         if uid and live["metadata"]["uid"] != uid:
             raise _other(resource, live, uid)
-        if live["metadata"].get("finalizers") or (self.lingering and resource.plural == "pods"):
+        if live["metadata"].get("finalizers") or (self.keep_deleted_pods and resource.plural == "pods"):
             if "deletionTimestamp" in live["metadata"]:
                 return live
             marked = {
@@ -202,15 +211,15 @@ class Objects:
         return self.remove(resource, namespace, name, orphan=orphan)
 
     def remove(self, resource: Resource, namespace: str, name: str, *, orphan: bool = False) -> Object:
-        """Ends an object at once, whatever holds it; the garbage collector follows."""
+        """Removes an object at once, whatever its finalizers; the garbage collector follows."""
         gone = self._items.pop((resource.full, namespace, name))
-        told = {**gone, "metadata": {**gone["metadata"], "resourceVersion": self._next()}}
-        self._tell("DELETED", resource, gone, told)
+        last = {**gone, "metadata": {**gone["metadata"], "resourceVersion": self._next()}}
+        self._notify("DELETED", resource, gone, last)
         if resource.plural == "customresourcedefinitions":
             self.resources.pop((gone["spec"]["group"], gone["spec"]["names"]["plural"]), None)
         if self.collecting:
             self._collect(gone["metadata"]["uid"], orphan=orphan)
-        return told
+        return last
 
     def _collect(self, uid: str, *, orphan: bool) -> None:
         for (full, namespace, name), item in list(self._items.items()):
@@ -226,19 +235,21 @@ class Objects:
                 self.delete(resource, namespace, name)
 
     def collect_orphans(self) -> None:
-        """Deletes what names an owner that is not there: it was made after the owner's deletion."""
+        """Deletes objects whose owner does not exist: they were created after its deletion."""
         alive = {item["metadata"]["uid"] for item in self._items.values()}
         named = {owner["uid"] for item in self._items.values() for owner in item["metadata"].get("ownerReferences", [])}
         for uid in named - alive:
             self._collect(uid, orphan=False)
 
     def _same(self, resource: Resource, live: Object, given: Object, subresource: str) -> None:
-        """Whether a patch means this very object, as it is now. A patch of the status may name another uid: nobody looks."""
+        """Whether a patch refers to this object in its current state. A status patch may name another uid, which is not
+        checked.
+        """
         uid = given.get("metadata", {}).get("uid")
         if uid and uid != live["metadata"]["uid"] and not subresource:
             name = live["metadata"]["name"]
             raise Refused(
-                422, f'{_told(resource, name)} is invalid: metadata.uid: Invalid value: "{uid}": field is immutable'
+                422, f'{_subject(resource, name)} is invalid: metadata.uid: Invalid value: "{uid}": field is immutable'
             )
         self._unchanged(resource, live, given)
 
@@ -247,12 +258,15 @@ class Objects:
         if version and version != live["metadata"]["resourceVersion"]:
             raise Refused(
                 409,
-                f'Operation cannot be fulfilled on {resource.full} "{live["metadata"]["name"]}": the object has been modified; '
+                f'Operation cannot be fulfilled on {resource.full} "{live["metadata"]["name"]}": the object has been '
+                "modified; "
                 "please apply your changes to the latest version and try again",
             )
 
     def _empty(self, resource: Resource, made: Object, live: Object, places: set[Place], before: set[Place]) -> None:
-        """What is applied as empty where it was not: as in earnest (seen of 1.36) a map becomes null, and a list merged by keys goes."""
+        """Handles an empty value applied over a value as the real API server does (seen with 1.36): a map becomes null,
+        and a list merged by keys is removed.
+        """
         for place in places:
             value = at_place(made, place)
             was_map = any(old[: len(place)] == place and len(old) > len(place) for old in before)
@@ -260,8 +274,8 @@ class Objects:
                 cut(made, place)
             elif value == {} and was_map:
                 path = ".".join(place)
-                told = f'{path}: Invalid value: "null": {path} in body must be of type object: "null"'
-                raise Refused(422, f"{_told(resource, made['metadata']['name'])} is invalid: {told}")
+                reason = f'{path}: Invalid value: "null": {path} in body must be of type object: "null"'
+                raise Refused(422, f"{_subject(resource, made['metadata']['name'])} is invalid: {reason}")
             elif value == [] and at_place(live, place) and merged_by_keys(resource.schema, place):
                 cut(made, place)
 
@@ -279,14 +293,14 @@ class Objects:
         return self._changed(resource, live, made, owners)
 
     def _changed(self, resource: Resource, live: Object, made: Object, owners: Ownership) -> Object:
-        """Stores a new state if it is one."""
+        """Stores a new state if it differs."""
         metadata = {name: item for name, item in made.get("metadata", {}).items() if name not in OWN_METADATA}
         kept = {name: item for name, item in live["metadata"].items() if name in OWN_METADATA}
         made = self._checked(resource, {**_converted(made), "metadata": {**metadata, **kept}})
         for path in resource.fixed:
             if at_place(live, tuple(path.split("."))) != at_place(made, tuple(path.split("."))):
                 name = kept["name"]
-                raise Refused(422, f"{_told(resource, name)} is invalid: {path}: Invalid value: field is immutable")
+                raise Refused(422, f"{_subject(resource, name)} is invalid: {path}: Invalid value: field is immutable")
         if resource.generation and live.get("spec") != made.get("spec"):
             made["metadata"]["generation"] = live["metadata"]["generation"] + 1
         made["metadata"]["managedFields"] = owners.written(resource.api_version, live)
@@ -305,11 +319,11 @@ class Objects:
             return _converted(given)
         loose = {"metadata": given["metadata"], "apiVersion": given["apiVersion"], "kind": given["kind"]}
         made = {**fitted(given, resource.schema), **loose}
-        validator: Any = Draft4Validator(cast("Any", resource.schema))  # OpenAPI's bounds are those of draft 4
+        validator: Any = Draft4Validator(cast("Any", resource.schema))  # OpenAPI uses the bounds of draft 4
         wrong: list[Any] = sorted(validator.iter_errors(made), key=lambda item: str(item.path))
         if wrong:
-            told = ", ".join(f"{'.'.join(map(str, item.path))}: Invalid value: {item.message}" for item in wrong)
-            raise Refused(422, f"{_told(resource, given['metadata']['name'])} is invalid: {told}")
+            reason = ", ".join(f"{'.'.join(map(str, item.path))}: Invalid value: {item.message}" for item in wrong)
+            raise Refused(422, f"{_subject(resource, given['metadata']['name'])} is invalid: {reason}")
         return made
 
     def _next(self) -> str:
@@ -324,21 +338,21 @@ class Objects:
         self._items[resource.full, made["metadata"].get("namespace", ""), made["metadata"]["name"]] = made
         if resource.plural == "customresourcedefinitions":
             self._serve(made)
-        self._tell("ADDED" if before is None else "MODIFIED", resource, before, made)
+        self._notify("ADDED" if before is None else "MODIFIED", resource, before, made)
         return made
 
-    def _tell(
+    def _notify(
         self, kind: Literal["ADDED", "MODIFIED", "DELETED"], resource: Resource, before: Object | None, after: Object
     ) -> None:
         lost = self.lost[resource.plural] > 0
         self.lost[resource.plural] -= int(lost)
         change = Change(version=self.version, type=kind, resource=resource, before=before, after=after, lost=lost)
         self.history.append(change)
-        for tell in list(self.told):
-            tell(change)
+        for listener in list(self.listeners):
+            listener(change)
 
     def _serve(self, definition: Object) -> None:
-        """A CustomResourceDefinition's kind."""
+        """Serves the kind of a CustomResourceDefinition."""
         spec = definition["spec"]
         version = next(item for item in spec["versions"] if item["storage"])
         self.resources[spec["group"], spec["names"]["plural"]] = Resource(
@@ -353,22 +367,23 @@ class Objects:
         )
 
 
-def _told(resource: Resource, name: str) -> str:
-    """An object as messages name it."""
+def _subject(resource: Resource, name: str) -> str:
+    """The name of an object in messages."""
     return f'{resource.kind}{"." if resource.group else ""}{resource.group} "{name}"'
 
 
 def _other(resource: Resource, live: Object, uid: str) -> Refused:
-    """That there is another object of the name."""
+    """The error for a uid that is another object's."""
     return Refused(
         409,
-        f'Operation cannot be fulfilled on {resource.full} "{live["metadata"]["name"]}": Precondition failed: UID in precondition: '
+        f'Operation cannot be fulfilled on {resource.full} "{live["metadata"]["name"]}": Precondition failed: UID in '
+        "precondition: "
         f"{uid}, UID in object meta: {live['metadata']['uid']}",
     )
 
 
 def _converted(given: Object) -> Object:
-    """A Secret's stringData is kept as data."""
+    """The object with a Secret's stringData converted to data."""
     if given.get("kind") != "Secret" or "stringData" not in given:
         return given
     coded = {name: base64.b64encode(text.encode()).decode() for name, text in given["stringData"].items()}

@@ -1,4 +1,4 @@
-"""What was asked of the server, and what is to go wrong with it."""
+"""Received requests, and injected faults."""
 
 from __future__ import annotations
 
@@ -8,54 +8,54 @@ from typing import Any
 
 @dataclass(slots=True, kw_only=True)
 class Request:
-    """A request that was received."""
+    """A received request."""
 
     verb: str
-    """As RBAC names it: get, list, watch, create, update, patch, delete."""
+    """The verb as in RBAC: get, list, watch, create, update, patch, delete."""
     resource: str
-    """With its subresource: `deployments`, `agentrljobs/status`."""
+    """The resource with its subresource: `deployments`, `agentrljobs/status`."""
     namespace: str
     name: str
     user: str
-    """Who: the bearer token as it was sent, since tokens are not checked."""
+    """The bearer token; tokens are not checked."""
     at: float
-    """By the loop's clock."""
+    """Time of arrival, by the loop's clock."""
     accepts: str = ""
-    """The forms of an answer that it takes."""
+    """The Accept header."""
     dry_run: bool = False
     """Whether nothing is written."""
     body: Any = None
     status: int = 0
-    """What was answered; 0 while nothing is."""
+    """The status of the answer; 0 while there is none."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Fault:
-    """What goes wrong with requests of a kind."""
+    """A fault of requests of a kind."""
 
     verb: str = "*"
     resource: str = "*"
     user: str | None = None
     name: str | None = None
     status: int | None = None
-    """What is answered instead; None: the real answer."""
-    message: str = "the fake API server was told to fail"
+    """The status of the answer; None for the real answer."""
+    message: str = "the fake API server was made to fail"
     retry_after: float | None = None
-    """Seconds, as the header of a 429 says."""
+    """Seconds in the Retry-After header of a 429."""
     delay: float = 0.0
     """Seconds before the answer."""
     late: bool = False
-    """Whether the request is carried out before the delay or the failure: then only the answer is late, or lost."""
+    """Whether the request is carried out before the delay or the failure, so that only the answer is late or lost."""
     drop: bool = False
     """Whether the connection is closed without an answer."""
     dry_run: bool | None = None
-    """Whether it meets dry runs alone, or none of them; None: both."""
+    """Whether only dry runs match, or none; None for both."""
     left: int | None = None
-    """Requests that it still meets; None for all until `end`."""
+    """Requests that it still applies to; None for all until `end`."""
     hits: int = 0
 
     def end(self) -> None:
-        """Meets no more requests."""
+        """Stops matching requests."""
         self.left = 0
 
     def meets(self, asked: Request) -> bool:

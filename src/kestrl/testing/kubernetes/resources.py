@@ -1,4 +1,4 @@
-"""What is served: kinds of objects, refusals, and changes as watch streams tell them."""
+"""Served kinds, refusals, and changes as watch streams deliver them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, Literal, TypeVar
 
 Object = dict[str, Any]
 Place = tuple[str, ...]
-"""The way to a field, through maps."""
+"""The path to a field, through maps."""
 Found = TypeVar("Found")
 REASONS: Mapping[int, str] = {
     400: "BadRequest", 401: "Unauthorized", 403: "Forbidden", 404: "NotFound", 405: "MethodNotAllowed", 409: "Conflict",
@@ -18,7 +18,7 @@ REASONS: Mapping[int, str] = {
 OWN_METADATA = frozenset(
     {"name", "namespace", "uid", "resourceVersion", "generation", "creationTimestamp", "managedFields"}
 )
-"""What the server writes of an object, and nobody owns."""
+"""Metadata that the server writes and no manager owns."""
 APPLY, MERGE = "application/apply-patch+yaml", "application/merge-patch+json"
 WRITING = frozenset({"create", "update", "patch", "delete"})
 
@@ -33,13 +33,13 @@ class Resource:
     plural: str
     namespaced: bool = True
     status: bool = False
-    """Whether the status is a subresource: then nothing else writes it."""
+    """Whether the status is a subresource, which only status requests write."""
     generation: bool = False
-    """Whether changes of the spec are counted."""
+    """Whether changes of the spec increase the generation."""
     fixed: tuple[str, ...] = ()
-    """Fields that cannot change, as `spec.selector`."""
+    """Immutable fields, such as `spec.selector`."""
     schema: Mapping[str, Any] | None = None
-    """OpenAPI; unknown fields are dropped, defaults filled in, what does not fit refused."""
+    """OpenAPI schema; unknown fields are dropped, defaults filled in, invalid values refused."""
 
     @property
     def api_version(self) -> str:
@@ -47,7 +47,7 @@ class Resource:
 
     @property
     def full(self) -> str:
-        """As in messages: `deployments.apps`."""
+        """The full plural, as in messages: `deployments.apps`."""
         return f"{self.plural}.{self.group}" if self.group else self.plural
 
 
@@ -72,8 +72,10 @@ BUILT_IN: tuple[Resource, ...] = (
     Resource(kind="ServiceAccount", plural="serviceaccounts"),
     Resource(kind="Service", plural="services", status=True),
     Resource(kind="PersistentVolumeClaim", plural="persistentvolumeclaims", status=True),
-    Resource(group="apps", kind="StatefulSet", plural="statefulsets", status=True, generation=True, fixed=_OF_STATEFUL_SET),
-    Resource(group="apps", kind="Deployment", plural="deployments", status=True, generation=True, fixed=("spec.selector",)),
+    Resource(group="apps", kind="StatefulSet", plural="statefulsets", status=True, generation=True,
+             fixed=_OF_STATEFUL_SET),
+    Resource(group="apps", kind="Deployment", plural="deployments", status=True, generation=True,
+             fixed=("spec.selector",)),
     Resource(group="policy", kind="PodDisruptionBudget", plural="poddisruptionbudgets", status=True, generation=True),
     Resource(group="networking.k8s.io", kind="NetworkPolicy", plural="networkpolicies", generation=True),
     Resource(group="coordination.k8s.io", kind="Lease", plural="leases"),
@@ -94,11 +96,11 @@ BUILT_IN: tuple[Resource, ...] = (
         generation=True,
     ),
 )  # fmt: skip
-"""Served from the start; a CustomResourceDefinition that is created adds its own."""
+"""The built-in kinds; a CustomResourceDefinition that is created adds its own."""
 
 
 class Refused(Exception):
-    """What the server answers instead of doing what it was asked."""
+    """An error answer of the server."""
 
     def __init__(self, status: int, message: str, *, reason: str = "", retry_after: float | None = None) -> None:
         super().__init__(message)
@@ -106,7 +108,7 @@ class Refused(Exception):
         self.reason = reason or REASONS.get(status, "Unknown")
 
     def body(self) -> Object:
-        """As a Status object."""
+        """The error as a Status object."""
         return {
             "kind": "Status",
             "apiVersion": "v1",
@@ -120,13 +122,13 @@ class Refused(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """One change of one object: what a watch stream tells."""
+    """One change of one object, as delivered by watch streams."""
 
     version: int
     type: Literal["ADDED", "MODIFIED", "DELETED"]
     resource: Resource
     before: Object | None
     after: Object
-    """For a deletion, the object as it was last."""
+    """The new state; for a deletion, the last one."""
     lost: bool = False
-    """Whether no stream tells it."""
+    """Whether no stream delivers it."""

@@ -1,4 +1,4 @@
-"""The server as clients see it."""
+"""The HTTP server."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kestrl.testing.kubernetes.requests import Fault, Request
 from kestrl.testing.kubernetes.resources import APPLY, BUILT_IN, MERGE, Change, Object, Refused, Resource
 
 NAMES_ONLY = "application/json;as=PartialObjectMetadataList;"
-"""How a list of metadata alone is asked for."""
+"""Media type of a list of metadata only."""
 NAMED = {"apiVersion": "meta.k8s.io/v1", "kind": "PartialObjectMetadata"}
 
 
@@ -32,18 +32,18 @@ class _Stream:
 
 
 class ApiServer:
-    """The HTTP half: discovery, lists, watches and writes over `Objects`."""
+    """The HTTP API over `Objects`: discovery, lists, watches and writes."""
 
     def __init__(self, *, bookmark_seconds: float = 60.0, denied: Sequence[tuple[str, str]] = ()) -> None:
-        """Nothing listens before `start`.
+        """Creates the server, which listens after `start`.
 
         Args:
-            bookmark_seconds: How often a quiet watch stream that asked for it is told where it is.
-            denied: Verbs and resources that nobody may, as `("patch", "agentrljobs/status")`: an access review says so, and so does
-                the request itself, with 403.
+            bookmark_seconds: Interval of bookmarks on a quiet watch stream that asked for them.
+            denied: Verbs and resources that are denied to every user, as `("patch", "agentrljobs/status")`, by access
+                reviews and by the request itself with 403.
         """
         self.objects = Objects()
-        self.objects.told.append(lambda _: self._wake())
+        self.objects.listeners.append(lambda _: self._wake())
         self.denied = set(denied)
         self.log: list[Request] = []
         """Every request received, in order."""
@@ -92,7 +92,7 @@ class ApiServer:
         return answer
 
     def _asked(self, request: web.Request, parts: list[str]) -> tuple[Request | None, tuple[Resource, str]]:
-        """What a request asks for; None where its path names no resource."""
+        """The parsed request; None where its path names no resource."""
         nothing = (None, (BUILT_IN[0], ""))
         group = "".join(parts[1:2]) if parts[:1] == ["apis"] else ""
         version, *rest = (parts[2:] if group else parts[1:]) or [""]
@@ -121,7 +121,7 @@ class ApiServer:
         return asked, (resource, subresource)
 
     def _discovered(self, parts: list[str]) -> Object | None:
-        """What `/version`, `/api` and `/apis` tell."""
+        """The answer of `/version`, `/api` and `/apis`."""
         served = list(self.objects.resources.values())
         groups = sorted({item.group for item in served if item.group})
         match parts:
@@ -182,7 +182,7 @@ class ApiServer:
     def _carried_out(
         self, request: web.Request, asked: Request, resource: Resource, subresource: str
     ) -> tuple[int, Object]:
-        """A request for one object."""
+        """Carries out a request for one object."""
         if subresource and not (subresource == "status" and resource.status):
             raise Refused(404, "the server could not find the requested resource")
         objects, body = self.objects, asked.body
@@ -235,7 +235,7 @@ class ApiServer:
             asyncio.get_running_loop().call_soon(self.objects.collect_orphans)
 
     def _reviewed(self, body: Object) -> Object:
-        """An access review: what is not denied is allowed."""
+        """Answers an access review: what is not denied is allowed."""
         asked = body["spec"]["resourceAttributes"]
         subresource = asked.get("subresource")
         named = f"{asked['resource']}/{subresource}" if subresource else asked["resource"]
@@ -255,13 +255,13 @@ class ApiServer:
         names_only = asked.accepts.startswith(NAMES_ONLY)
         if names_only:
             page = [{**NAMED, "metadata": item["metadata"]} for item in page]
-        elif resource.schema is None:  # as in earnest: what is in a list of a built-in kind does not name it
+        elif resource.schema is None:  # as the real API server: items in a list of a built-in kind have no kind
             page = [{name: item[name] for name in item if name not in {"apiVersion", "kind"}} for item in page]
         metadata: Object = {"resourceVersion": version}
         if rest:
             metadata |= {"continue": uuid4().hex, "remainingItemCount": len(rest)}
             self._pages[metadata["continue"]] = (rest, version)
-        if names_only:  # as in earnest: one that holds nothing has null for its items
+        if names_only:  # as the real API server: an empty list has null for its items
             return {**NAMED, "kind": "PartialObjectMetadataList", "metadata": metadata, "items": page or None}
         return {"apiVersion": resource.api_version, "kind": f"{resource.kind}List", "metadata": metadata, "items": page}
 
@@ -276,28 +276,28 @@ class ApiServer:
         self._streams.add(stream)
         loop = asyncio.get_running_loop()
         ends = loop.time() + float(request.query.get("timeoutSeconds") or 1800)
-        mark, told = loop.time() + self._bookmarks, -1
+        mark, sent = loop.time() + self._bookmarks, -1
         if given in {"", "0"}:
-            told = self.objects.version
+            sent = self.objects.version
             for item in self.objects.list(resource, asked.namespace):
                 if fits(item):
                     await _line(answer, "ADDED", item)
         else:
-            told = int(given)
+            sent = int(given)
         try:
             while not stream.closed and loop.time() < ends:
                 if resource.plural not in self._frozen:
-                    if told < self.objects.compacted:
+                    if sent < self.objects.compacted:
                         stream.error = 410
                         break
-                    changes = self.objects.since(told)
-                    told += len(changes)
+                    changes = self.objects.since(sent)
+                    sent += len(changes)
                     for change in changes:
-                        await _tell_change(answer, change, resource, asked.namespace, fits)
+                        await _send_change(answer, change, resource, asked.namespace, fits)
                     if marks and loop.time() >= mark:
                         mark = loop.time() + self._bookmarks
-                        await _line(answer, "BOOKMARK", _bookmark(resource, told))
-                if told >= self.objects.version or resource.plural in self._frozen:
+                        await _line(answer, "BOOKMARK", _bookmark(resource, sent))
+                if sent >= self.objects.version or resource.plural in self._frozen:
                     await self._rung(min(ends, mark if mark > loop.time() else ends) - loop.time())
             if stream.error is not None:
                 await _line(answer, "ERROR", Refused(stream.error, "too old resource version").body())
@@ -320,7 +320,7 @@ async def _body(request: web.Request) -> Any:
 
 
 def _answer(status: int, body: Object, headers: Mapping[str, str] | None = None) -> web.Response:
-    """Kubernetes names no charset, and clients look."""
+    """The answer, without a charset, as the real API server sends it."""
     return web.Response(
         status=status, body=json.dumps(body).encode(), headers={"Content-Type": "application/json", **(headers or {})}
     )
@@ -357,10 +357,10 @@ async def _line(answer: web.StreamResponse, kind: str, given: Object) -> None:
     await answer.write(json.dumps({"type": kind, "object": given}).encode() + b"\n")
 
 
-async def _tell_change(
+async def _send_change(
     answer: web.StreamResponse, change: Change, resource: Resource, namespace: str, fits: Callable[[Object], bool]
 ) -> None:
-    """A change as a stream with this selector sees it: an object that fits no more is deleted for it."""
+    """Sends a change to a stream with a selector: an object that no longer matches is sent as deleted."""
     here = namespace in {"", change.after["metadata"].get("namespace", "")}
     if change.lost or change.resource.full != resource.full or not here:
         return

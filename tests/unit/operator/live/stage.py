@@ -1,4 +1,5 @@
-"""The stage of these tests: a fake API server, real operators that run against it in this process, and fake learners over real gRPC."""
+"""The setting of these tests: a fake API server, real operators that run against it in this process, and fake learners
+over real gRPC."""
 
 from __future__ import annotations
 
@@ -26,8 +27,8 @@ from kestrl_operator.api import Api
 from kestrl_operator.cluster import GRPC_PORT, read_cluster
 from kestrl_operator.config import Config, LeaseSettings
 from kestrl_operator.credentials import derive
-from kestrl_operator.operate import Operator
-from kestrl_operator.shell import WATCHED
+from kestrl_operator.operator import Operator
+from kestrl_operator.watch import WATCHED
 
 Object = dict[str, Any]
 ROOT = Path(__file__).parents[4]
@@ -48,7 +49,7 @@ VALUES: Object = {
 CHILDREN = ("secrets", "configmaps", "serviceaccounts", "services", "poddisruptionbudgets", "networkpolicies")
 WORKLOADS = ("statefulsets", "deployments")
 LEASE_SECONDS = 6.0
-"""A busy machine keeps an operator from renewing for longer than it should; tests of the lease itself have a shorter one."""
+"""Long enough for a busy machine, on which an operator may renew late; tests of the lease itself use a shorter one."""
 DEFINITION = crd()
 
 
@@ -62,22 +63,22 @@ class Running:
         self.task = asyncio.create_task(self.operator.run(), name=f"operator-{user}")
 
     async def stop(self) -> None:
-        """As SIGTERM does."""
+        """Stops it like SIGTERM."""
         self.task.cancel()
         with suppress(asyncio.CancelledError):
             await self.task
         await self.api.close()
 
     def jobs(self) -> set[str]:
-        """What it believes that there is; its metric kestrl_operator_jobs counts them."""
+        """Names of the jobs in its store, which its metric kestrl_operator_jobs counts."""
         return {key.name for key in self.operator._store.jobs}
 
     def passes(self) -> int:
-        """How often it has looked at a job without trouble."""
+        """Number of passes without an error."""
         return self.operator._passes["ok"]
 
     async def asked(self, path: str = "healthz") -> tuple[int, str]:
-        """What a probe of the kubelet is answered."""
+        """Status and text that a probe of the kubelet gets."""
         async with (
             aiohttp.ClientSession() as session,
             session.get(f"http://127.0.0.1:{self.port}/{path}") as answer,
@@ -86,7 +87,7 @@ class Running:
 
 
 class Stage:
-    """Everything, with the questions that tests ask."""
+    """The cluster with its operators, and the queries of tests."""
 
     def __init__(self, cluster: FakeKubernetes, folder: Path, patch: pytest.MonkeyPatch) -> None:
         self.cluster, self.folder, self.patch = cluster, folder, patch
@@ -105,7 +106,7 @@ class Stage:
         )
 
     def begin(self, user: str = "a", values: Mapping[str, Any] | None = None, **changes: Any) -> Running:
-        """Starts an operator; its requests are those of this user."""
+        """Starts an operator; its requests are logged under this user."""
         self.patch.setenv("KUBECONFIG", str(self.cluster.write_kubeconfig(self.folder, user=user)))
         self.patch.setenv("POD_NAME", user)
         running = Running(user, self.config(values, **changes))
@@ -113,7 +114,7 @@ class Stage:
         return running
 
     async def operator(self, user: str = "a", values: Mapping[str, Any] | None = None, **changes: Any) -> Running:
-        """Starts one and waits until it watches; until it leads, if nobody else does."""
+        """Starts an operator and waits until it watches, and until it leads if nobody else does."""
         running = self.begin(user, values, **changes)
         await self.until(lambda: self.watches(user), f"{user} watches")
         if len(self.running) == 1:
@@ -130,27 +131,27 @@ class Stage:
         await running.stop()
 
     async def until(self, holds: Callable[[], Any], what: str, *, seconds: float = 20.0) -> Any:
-        """Waits; an operator that ends meanwhile says why."""
+        """Waits for a condition; if an operator ends meanwhile, its error is raised."""
 
         def looked() -> Any:
             for running in self.running:
                 if running.task.done():
                     running.task.result()
                     raise AssertionError(f"{running.user} has ended")
-                assert not running.operator._passes["bug"], "a pass raised what nobody expects; see the log"
+                assert not running.operator._passes["bug"], "a pass raised an unexpected error; see the log"
             return holds()
 
         return await self.cluster.until(looked, what, seconds=seconds)
 
     async def until_asked(self, running: Running, code: int, *, seconds: float = 30.0) -> str:
-        """Waits until /healthz answers so; returns its words."""
+        """Waits until /healthz answers with this status; returns its text."""
         async with asyncio.timeout(seconds):
-            while (answer := await running.asked())[0] != code:  # noqa: ASYNC110 - a probe is asked, it does not tell
+            while (answer := await running.asked())[0] != code:  # noqa: ASYNC110 - a probe can only be polled
                 await asyncio.sleep(0.02)
         return answer[1]
 
     def job(self, name: str = JOB, namespace: str = NAMESPACE, **spec: Any) -> Object:
-        """Applies the quickstart, changed."""
+        """Applies the quickstart with changes."""
         made = yaml.safe_load(QUICKSTART.read_text())
         made["metadata"] = {"name": name, "namespace": namespace}
         made["spec"] |= spec
@@ -174,7 +175,7 @@ class Stage:
         return self.status(name).get("shown", {}).get("phase", "")
 
     def children(self, name: str = JOB) -> list[str]:
-        """What is there of a job, as `kind/name`."""
+        """The objects of a job, as `kind/name`."""
         return sorted(
             f"{item['kind']}/{item['metadata']['name']}"
             for plural in (*CHILDREN, *WORKLOADS)
@@ -185,7 +186,7 @@ class Stage:
         return self.cluster.list("pods", NAMESPACE, labels=f"kestrl.dev/job={name},kestrl.dev/role={role}")
 
     def learner(self, name: str = JOB) -> Object | None:
-        """The StatefulSet, which is made last."""
+        """The learner's StatefulSet, which is created last."""
         return self.cluster.find("statefulsets", NAMESPACE, f"{name}-learner")
 
     def holder(self) -> str:
@@ -193,7 +194,7 @@ class Stage:
         return "" if found is None else found["spec"].get("holderIdentity") or ""
 
     def writes(self, user: str | None = None) -> list[str]:
-        """What operators wrote, as `verb resource/name`; what the API server refused is not written."""
+        """Successful writes by operators, as `verb resource/name`."""
         return [
             f"{item.verb} {item.resource}/{item.name}"
             for item in self.cluster.writes(user=user)
@@ -205,14 +206,14 @@ class Stage:
         await self.until(lambda: self.phase(name), f"{name} has a status")
 
     async def quiet(self, seconds: float = 0.25, *, within: float = 30.0) -> None:
-        """Waits until nobody has written for a while."""
+        """Waits until nothing has been written for a while."""
         loop = asyncio.get_running_loop()
 
         def still() -> bool:
             written = self.cluster.writes()
             return not written or loop.time() - written[-1].at > seconds
 
-        await self.until(still, "nobody writes any more", seconds=within)
+        await self.until(still, "no more writes", seconds=within)
 
     def events(self, reason: str = "") -> list[Object]:
         return [item for item in self.cluster.list("events.events.k8s.io", NAMESPACE) if reason in {"", item["reason"]}]
@@ -220,7 +221,7 @@ class Stage:
 
 @asynccontextmanager
 async def staged(folder: Path, patch: pytest.MonkeyPatch) -> AsyncGenerator[Stage]:
-    """The stage, without any operator yet; all that run end with it."""
+    """A stage without an operator; all operators end with it."""
     async with FakeKubernetes() as cluster:
         cluster.create("customresourcedefinitions", DEFINITION)
         stage = Stage(cluster, folder, patch)
@@ -231,7 +232,7 @@ async def staged(folder: Path, patch: pytest.MonkeyPatch) -> AsyncGenerator[Stag
 
 
 def ready(controllers: Controllers, pod: Object) -> None:
-    """A pod that runs as soon as it is made; a learner's is nowhere until a test says where."""
+    """Runs a pod as soon as it is created; the address of a learner's is set by a test."""
     if pod["metadata"]["labels"]["kestrl.dev/role"] != "learner":
         controllers.run(pod)
 
@@ -244,7 +245,7 @@ def version(step: int) -> common_pb2.PolicyVersion:
 
 
 def report(phase: str = "training", step: int = 0, **fields: Any) -> pb.WatchProgressResponse:
-    """What a learner tells: by default, every engine has proved the newest version, which is the step's."""
+    """A learner's report: by default, every engine has verified the newest version, which is the step's."""
     made = pb.WatchProgressResponse(
         phase=phase,
         step=step,
@@ -270,7 +271,7 @@ def report(phase: str = "training", step: int = 0, **fields: Any) -> pb.WatchPro
 
 
 class FakeLearner(stubs.LearnerServiceServicer):
-    """A learner that tells what a test says, on an address of its own at the port that the operator dials."""
+    """A learner that sends the reports of a test, on an address of its own at the port that the operator calls."""
 
     def __init__(self, address: str, first: pb.WatchProgressResponse) -> None:
         self.address = address
@@ -280,12 +281,12 @@ class FakeLearner(stubs.LearnerServiceServicer):
         self._changed = asyncio.Event()
         self._breaks = 0
 
-    def tell(self, told: pb.WatchProgressResponse) -> None:
-        self._report = told
+    def report(self, report: pb.WatchProgressResponse) -> None:
+        self._report = report
         self._ring()
 
     def break_streams(self) -> None:
-        """All open streams end with an error."""
+        """Ends all open streams with an error."""
         self._breaks += 1
         self._ring()
 
@@ -311,7 +312,7 @@ class FakeLearner(stubs.LearnerServiceServicer):
 
 
 def addresses() -> Iterator[str]:
-    """Loopback addresses that nobody else is likely to use: the port is given."""
+    """Loopback addresses that are unlikely to be in use, since the port is fixed."""
     while True:
         yield f"127.{random.randint(1, 250)}.{random.randint(1, 250)}.{random.randint(2, 250)}"
 
@@ -320,7 +321,7 @@ def addresses() -> Iterator[str]:
 async def learning(
     patch: pytest.MonkeyPatch, token: str, first: pb.WatchProgressResponse
 ) -> AsyncGenerator[FakeLearner]:
-    """A fake learner that takes calls with this credential."""
+    """A fake learner that accepts calls with this credential."""
     learner = FakeLearner(next(addresses()), first)
     stop = asyncio.Event()
     listen = f"{learner.address}:{GRPC_PORT}"

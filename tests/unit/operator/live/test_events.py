@@ -1,4 +1,4 @@
-"""Events: one for each turn that people should hear of, counted when it comes again, and never in the way."""
+"""Events: one for each published transition, counted when it comes again; their failures block nothing."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from kestrl.testing.kubernetes import Controllers
 from .stage import JOB, Stage, ready
 
 
-async def test_a_turn_is_told_once_with_the_job_as_what_it_regards(stage: Stage) -> None:
+async def test_a_transition_is_published_once_regarding_the_job(stage: Stage) -> None:
     Controllers(stage.cluster, started=ready)
     await stage.operator()
     uid = stage.job()["metadata"]["uid"]
-    await stage.until(lambda: stage.events("AllReady"), "it is told")
+    await stage.until(lambda: stage.events("AllReady"), "it is reported")
     await stage.quiet()
     (event,) = stage.events("AllReady")
     assert event["regarding"] == {
@@ -27,7 +27,7 @@ async def test_a_turn_is_told_once_with_the_job_as_what_it_regards(stage: Stage)
     assert len(reasons) == len(set(reasons))
 
 
-async def test_the_same_turn_again_is_counted_in_its_series(stage: Stage) -> None:
+async def test_the_same_transition_again_is_counted_in_its_series(stage: Stage) -> None:
     controllers = Controllers(stage.cluster, started=ready)
     await stage.operator()
     stage.job()
@@ -40,7 +40,7 @@ async def test_the_same_turn_again_is_counted_in_its_series(stage: Stage) -> Non
 
 
 def count(stage: Stage, reason: str) -> int:
-    """How often something was told; 0 if it was not."""
+    """How often an event was published; 0 if it was not."""
     return next((item.get("series", {}).get("count", 1) for item in stage.events(reason)), 0)
 
 
@@ -51,19 +51,19 @@ async def away_and_back(stage: Stage, controllers: Controllers) -> None:
     await stage.until(lambda: stage.condition("EnginesReady")[1] == "AllReady", "it is back")
 
 
-async def test_an_event_that_kubernetes_has_forgotten_is_told_anew(stage: Stage) -> None:
+async def test_an_expired_event_is_published_again(stage: Stage) -> None:
     controllers = Controllers(stage.cluster, started=ready)
     await stage.operator()
     stage.job()
-    await stage.until(lambda: count(stage, "AllReady"), "it is told")
+    await stage.until(lambda: count(stage, "AllReady"), "it is reported")
     stage.cluster.delete("events.events.k8s.io", "team-a", stage.events("AllReady")[0]["metadata"]["name"])
     await away_and_back(stage, controllers)
-    await stage.until(lambda: count(stage, "AllReady") == 1, "it is told anew")
+    await stage.until(lambda: count(stage, "AllReady") == 1, "it is published again")
     await away_and_back(stage, controllers)
     await stage.until(lambda: count(stage, "AllReady") == 2, "and counted")
 
 
-async def test_an_event_that_could_not_be_written_is_told_the_next_time(stage: Stage) -> None:
+async def test_an_event_that_was_not_written_is_published_the_next_time(stage: Stage) -> None:
     controllers = Controllers(stage.cluster, started=ready)
     await stage.operator()
     trouble = stage.cluster.fail("create", "events", status=503)
@@ -73,10 +73,10 @@ async def test_an_event_that_could_not_be_written_is_told_the_next_time(stage: S
     trouble.end()
     assert count(stage, "AllReady") == 0
     await away_and_back(stage, controllers)
-    await stage.until(lambda: count(stage, "AllReady") == 1, "it is told now")
+    await stage.until(lambda: count(stage, "AllReady") == 1, "it is published now")
 
 
-async def test_the_same_turn_for_another_reason_is_told_too(stage: Stage) -> None:
+async def test_the_same_transition_with_another_message_is_published_too(stage: Stage) -> None:
     controllers = Controllers(stage.cluster, started=ready)
     await stage.operator()
     stage.job()
@@ -92,11 +92,11 @@ async def test_the_same_turn_for_another_reason_is_told_too(stage: Stage) -> Non
     assert any("registry is down" in note for note in notes)
 
 
-async def test_another_process_goes_on_with_the_series(stage: Stage) -> None:
+async def test_another_process_continues_the_series(stage: Stage) -> None:
     controllers = Controllers(stage.cluster, started=ready)
     first = await stage.operator("a")
     stage.job()
-    await stage.until(lambda: stage.events("AllReady"), "it is told")
+    await stage.until(lambda: stage.events("AllReady"), "it is reported")
     await stage.stop(first)
     await stage.operator("b")
     controllers.image_missing(stage.pods("inference")[0], "no such image")
@@ -115,4 +115,4 @@ async def test_events_that_cannot_be_written_fail_no_pass(stage: Stage) -> None:
     await stage.quiet()
     assert refused.hits >= 1
     assert stage.events() == []
-    assert refused.hits <= 4, "tried again and again"
+    assert refused.hits <= 4, "retried"

@@ -1,4 +1,4 @@
-"""The fake API server itself: what a client of Kubernetes counts on, it does."""
+"""The fake API server: it behaves as clients of Kubernetes expect."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ async def cluster() -> AsyncGenerator[FakeKubernetes]:
 
 
 class Client:
-    """A plain client: no library's help, no library's ways."""
+    """A plain HTTP client, without a Kubernetes library."""
 
     def __init__(self, session: aiohttp.ClientSession, url: str) -> None:
         self.session, self.url = session, url
@@ -54,32 +54,32 @@ async def client(cluster: FakeKubernetes) -> AsyncGenerator[Client]:
 
 @asynccontextmanager
 async def watching(client: Client, path: str) -> AsyncGenerator[asyncio.Queue[Object]]:
-    """What a watch stream tells."""
-    told: asyncio.Queue[Object] = asyncio.Queue()
+    """The events of a watch stream."""
+    events: asyncio.Queue[Object] = asyncio.Queue()
 
     async def read() -> None:
         async with client.session.get(client.url + path, headers={"Authorization": "Bearer me"}) as answer:
             async for line in answer.content:
-                told.put_nowait(json.loads(line))
-        told.put_nowait({"type": "END"})
+                events.put_nowait(json.loads(line))
+        events.put_nowait({"type": "END"})
 
     task = asyncio.create_task(read())
     try:
-        yield told
+        yield events
     finally:
         task.cancel()
         await asyncio.wait([task])
 
 
-async def next_of(told: asyncio.Queue[Object]) -> tuple[str, str]:
-    """The next event that is no bookmark: its type and the object's name."""
+async def next_of(events: asyncio.Queue[Object]) -> tuple[str, str]:
+    """Type and object name of the next event other than a bookmark."""
     while True:
-        event = await asyncio.wait_for(told.get(), 5)
+        event = await asyncio.wait_for(events.get(), 5)
         if event["type"] != "BOOKMARK":
             return event["type"], event.get("object", {}).get("metadata", {}).get("name", "")
 
 
-async def test_it_tells_what_it_serves(client: Client) -> None:
+async def test_discovery_lists_the_resources(client: Client) -> None:
     assert (await client.ask("GET", "/api"))[1]["versions"] == ["v1"]
     groups = {item["name"] for item in (await client.ask("GET", "/apis"))[1]["groups"]}
     assert {"apps", "coordination.k8s.io", "networking.k8s.io"} <= groups
@@ -107,59 +107,59 @@ async def test_lists_come_in_pages_of_one_moment(cluster: FakeKubernetes, client
     assert (await client.ask("GET", f"/api/v1/configmaps?continue={token}"))[0] == 410
 
 
-async def test_a_watch_goes_on_from_a_version_by_its_selector(cluster: FakeKubernetes, client: Client) -> None:
+async def test_a_watch_continues_from_a_version_by_its_selector(cluster: FakeKubernetes, client: Client) -> None:
     cluster.create("configmaps", {"metadata": {"name": "old", "namespace": "a", "labels": {"mine": "1"}}})
     since = cluster.objects.version
     path = f"/api/v1/configmaps?watch=true&resourceVersion={since}&labelSelector=mine&allowWatchBookmarks=true"
-    async with watching(client, path) as told:
+    async with watching(client, path) as events:
         cluster.create("configmaps", {"metadata": {"name": "other", "namespace": "a"}})
         cluster.create("configmaps", {"metadata": {"name": "new", "namespace": "a", "labels": {"mine": "1"}}})
-        assert await next_of(told) == ("ADDED", "new")
+        assert await next_of(events) == ("ADDED", "new")
         cluster.edit("configmaps", "a", "old", {"data": {"x": "1"}})
-        assert await next_of(told) == ("MODIFIED", "old")
+        assert await next_of(events) == ("MODIFIED", "old")
         cluster.edit("configmaps", "a", "old", {"metadata": {"labels": {"mine": None}}})
-        assert await next_of(told) == ("DELETED", "old")
+        assert await next_of(events) == ("DELETED", "old")
         cluster.delete("configmaps", "a", "new")
-        assert await next_of(told) == ("DELETED", "new")
-        mark = await asyncio.wait_for(told.get(), 5)
+        assert await next_of(events) == ("DELETED", "new")
+        mark = await asyncio.wait_for(events.get(), 5)
         assert mark["type"] == "BOOKMARK"
         assert mark["object"]["metadata"]["resourceVersion"] == str(cluster.objects.version)
 
 
-async def test_a_watch_ends_in_time_and_begins_with_all_there_is_if_no_version_is_named(
+async def test_a_watch_without_a_version_starts_with_all_objects_and_times_out(
     cluster: FakeKubernetes, client: Client
 ) -> None:
     cluster.create("configmaps", {"metadata": {"name": "old", "namespace": "a"}})
-    async with watching(client, "/api/v1/configmaps?watch=true&timeoutSeconds=1") as told:
-        assert await next_of(told) == ("ADDED", "old")
-        assert await next_of(told) == ("END", "")
+    async with watching(client, "/api/v1/configmaps?watch=true&timeoutSeconds=1") as events:
+        assert await next_of(events) == ("ADDED", "old")
+        assert await next_of(events) == ("END", "")
 
 
 async def test_a_version_that_is_too_old_is_gone(cluster: FakeKubernetes, client: Client) -> None:
     since = cluster.objects.version
     cluster.create("configmaps", {"metadata": {"name": "c", "namespace": "a"}})
     cluster.compact()
-    async with watching(client, f"/api/v1/configmaps?watch=true&resourceVersion={since}") as told:
-        event = await asyncio.wait_for(told.get(), 5)
+    async with watching(client, f"/api/v1/configmaps?watch=true&resourceVersion={since}") as events:
+        event = await asyncio.wait_for(events.get(), 5)
         assert (event["type"], event["object"]["code"]) == ("ERROR", 410)
-        assert await next_of(told) == ("END", "")
+        assert await next_of(events) == ("END", "")
 
 
-async def test_streams_freeze_lose_what_they_are_told_to_lose_and_end(cluster: FakeKubernetes, client: Client) -> None:
+async def test_streams_can_freeze_lose_events_and_end(cluster: FakeKubernetes, client: Client) -> None:
     path = f"/api/v1/configmaps?watch=true&resourceVersion={cluster.objects.version}&allowWatchBookmarks=true"
-    async with watching(client, path) as told:
+    async with watching(client, path) as events:
         cluster.freeze("configmaps")
         cluster.create("configmaps", {"metadata": {"name": "one", "namespace": "a"}})
         await asyncio.sleep(0.3)
-        assert told.empty(), "a frozen stream spoke"
+        assert events.empty(), "a frozen stream delivered an event"
         cluster.thaw("configmaps")
-        assert await next_of(told) == ("ADDED", "one")
+        assert await next_of(events) == ("ADDED", "one")
         cluster.lose("configmaps")
         cluster.create("configmaps", {"metadata": {"name": "two", "namespace": "a"}})
         cluster.create("configmaps", {"metadata": {"name": "three", "namespace": "a"}})
-        assert await next_of(told) == ("ADDED", "three")
+        assert await next_of(events) == ("ADDED", "three")
         cluster.end_streams("configmaps")
-        assert await next_of(told) == ("END", "")
+        assert await next_of(events) == ("END", "")
 
 
 async def test_a_write_with_an_old_version_or_of_another_object_conflicts(
@@ -187,10 +187,12 @@ async def test_apply_makes_merges_removes_and_counts_generations(cluster: FakeKu
     cluster.edit("deployments", "a", "d", {"spec": {"minReadySeconds": 5}})
     code, made = await client.apply("d", {"replicas": 2}, labels={"a": "1"})
     assert (code, made["metadata"]["generation"]) == (200, 3)
-    assert made["spec"] == {"replicas": 2, "minReadySeconds": 5}, "what is applied no more goes, what others made stays"
+    assert made["spec"] == {"replicas": 2, "minReadySeconds": 5}, (
+        "fields that are no longer applied are removed, those of others stay"
+    )
     before = cluster.objects.version
     assert (await client.apply("d", {"replicas": 2}, labels={"a": "1"}))[1] == made
-    assert cluster.objects.version == before, "nothing changed, and yet it has another version"
+    assert cluster.objects.version == before, "nothing changed, but the version did"
 
 
 async def test_apply_owns_fields(cluster: FakeKubernetes, client: Client) -> None:
@@ -225,7 +227,7 @@ async def test_status_is_a_subresource(cluster: FakeKubernetes, client: Client) 
     assert (await client.ask("PATCH", f"{APPS}/none/status?fieldManager=me", body, APPLY))[0] == 404
 
 
-async def test_what_an_object_owns_goes_with_it(cluster: FakeKubernetes, client: Client) -> None:
+async def test_dependents_are_deleted_with_their_owner(cluster: FakeKubernetes, client: Client) -> None:
     _, owner = await client.apply("d", {"replicas": 1})
     reference = {"apiVersion": "apps/v1", "kind": "Deployment", "name": "d", "uid": owner["metadata"]["uid"]}
     for name, references in (("child", [reference]), ("shared", [reference, {**reference, "uid": "x"}]), ("free", [])):
@@ -235,7 +237,7 @@ async def test_what_an_object_owns_goes_with_it(cluster: FakeKubernetes, client:
     assert [item["metadata"]["name"] for item in cluster.list("configmaps")] == ["free", "shared"]
     orphan = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "late", "ownerReferences": [reference]}}
     assert (await client.ask("POST", "/api/v1/namespaces/a/configmaps", orphan))[0] == 201
-    await cluster.until(lambda: cluster.find("configmaps", "a", "late") is None, "made too late, and collected")
+    await cluster.until(lambda: cluster.find("configmaps", "a", "late") is None, "created too late, and collected")
 
 
 async def test_custom_resources_are_held_to_their_schema(cluster: FakeKubernetes, client: Client) -> None:
@@ -259,10 +261,10 @@ async def test_custom_resources_are_held_to_their_schema(cluster: FakeKubernetes
     assert "spec.size" in body["message"]
 
 
-async def test_what_is_applied_as_empty_where_it_was_not_is_null_or_gone(
+async def test_an_empty_value_applied_over_a_value_becomes_null_or_is_removed(
     cluster: FakeKubernetes, client: Client
 ) -> None:
-    """As Kubernetes 1.36 does it: found by comparing, and what nobody expects."""
+    """Unexpected, but found by comparison with Kubernetes 1.36."""
     items = {"type": "object", "properties": {"name": {"type": "string"}}}
     by_name = {"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["name"]}
     counts = {"type": "object", "additionalProperties": {"type": "integer"}}
@@ -290,7 +292,7 @@ async def test_what_is_applied_as_empty_where_it_was_not_is_null_or_gone(
     assert code == 422
     assert 'status.counts: Invalid value: "null"' in refusal["message"]
     assert await applied({"keyed": full["keyed"]}) == (200, {"keyed": full["keyed"]})
-    assert (await applied(full, uid="another"))[0] == 200, "a status is taken for whatever uid"
+    assert (await applied(full, uid="another"))[0] == 200, "a status is accepted for any uid"
     assert (await applied(empty, resourceVersion="1"))[0] == 409
 
 
@@ -327,10 +329,10 @@ async def test_pods_follow_their_workloads(cluster: FakeKubernetes, client: Clie
         controllers.run(pod)
     await cluster.until(lambda: cluster.get("deployments", "a", "d")["status"]["readyReplicas"] == 2, "both are ready")
     old = {pod["metadata"]["uid"] for pod in controllers.pods("a", "d")}
-    cluster.objects.lingering = True
+    cluster.objects.keep_deleted_pods = True
     template["spec"]["containers"][0]["image"] = "new"
     await client.apply("d", {"replicas": 1, "template": template})
-    await cluster.until(lambda: len(controllers.pods("a", "d")) == 3, "the old ones linger, a new one is made")
+    await cluster.until(lambda: len(controllers.pods("a", "d")) == 3, "the old ones stay, a new one is made")
     going = [pod for pod in controllers.pods("a", "d") if "deletionTimestamp" in pod["metadata"]]
     assert {pod["metadata"]["uid"] for pod in going} == old
     for pod in going:

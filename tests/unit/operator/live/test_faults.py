@@ -1,4 +1,5 @@
-"""An API server that fails, refuses, is slow or loses its answers: all is well in the end, and nobody hammers it."""
+"""An API server that fails, refuses, is slow or loses answers: everything is done in the end, at a bounded rate of
+calls."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ import pytest
 
 from kestrl.testing.kubernetes import Controllers
 from kestrl_operator import api as api_module
-from kestrl_operator import drawing, lacks, operate, work
+from kestrl_operator import manifests, missing_pods, operator, workqueue
 from kestrl_operator.api import JOB as JOB_KIND
 from kestrl_operator.api import Api, ApiProblem
 from kestrl_operator.store import Key
@@ -36,7 +37,7 @@ def applies(stage: Stage) -> int:
     ],
     ids=["conflict", "too many requests", "error", "unavailable", "done but answered with an error", "cut"],
 )
-async def test_what_fails_is_done_in_the_end(stage: Stage, fault: dict[str, Any]) -> None:
+async def test_failed_calls_are_retried_until_they_succeed(stage: Stage, fault: dict[str, Any]) -> None:
     await stage.operator()
     troubles = [
         stage.cluster.fail("patch", resource, times=1, **fault)
@@ -45,7 +46,7 @@ async def test_what_fails_is_done_in_the_end(stage: Stage, fault: dict[str, Any]
     stage.job()
     await stage.applied()
     await stage.quiet()
-    await stage.until(lambda: stage.condition("Ready")[1] == "NotReady", "it is told")
+    await stage.until(lambda: stage.condition("Ready")[1] == "NotReady", "it is reported")
     assert all(trouble.hits for trouble in troubles)
     assert stage.condition("Accepted")[:2] == ("True", "Valid")
     assert len({item.partition("/")[0] for item in stage.children()}) == len(OBJECTS)
@@ -53,7 +54,7 @@ async def test_what_fails_is_done_in_the_end(stage: Stage, fault: dict[str, Any]
     assert applies(stage) <= 4 * len(stage.children())
 
 
-async def test_failures_are_answered_with_patience(stage: Stage) -> None:
+async def test_failures_are_retried_with_backoff(stage: Stage) -> None:
     await stage.operator()
     trouble = stage.cluster.fail("patch", "agentrljobs/status", status=503)
     stage.job()
@@ -66,7 +67,7 @@ async def test_failures_are_answered_with_patience(stage: Stage) -> None:
     await stage.applied()
 
 
-async def test_events_do_not_undo_the_patience(stage: Stage) -> None:
+async def test_watch_events_do_not_reset_the_backoff(stage: Stage) -> None:
     controllers = Controllers(stage.cluster)
     await stage.operator()
     stage.job()
@@ -80,9 +81,9 @@ async def test_events_do_not_undo_the_patience(stage: Stage) -> None:
         await asyncio.sleep(0.02)
     took = asyncio.get_running_loop().time() - began
     # Each wait is twice the one before; from the third pass on, a pass writes twice.
-    assert trouble.hits <= 2 * (1 + log2(1 + took / work.FIRST_BACKOFF)), "tried again at every event"
+    assert trouble.hits <= 2 * (1 + log2(1 + took / workqueue.FIRST_BACKOFF)), "tried again at every event"
     trouble.end()
-    await stage.until(lambda: "look 59" in stage.condition("Scheduled")[2], "the last is told")
+    await stage.until(lambda: "look 59" in stage.condition("Scheduled")[2], "the last is reported")
 
 
 async def test_a_status_is_never_written_to_another_job_of_the_name(stage: Stage) -> None:
@@ -92,7 +93,7 @@ async def test_a_status_is_never_written_to_another_job_of_the_name(stage: Stage
     await stage.applied()
     await stage.until(lambda: stage.condition("EnginesReady")[0] == "True", "pods run")
     await stage.quiet()
-    stage.cluster.freeze("agentrljobs")  # nobody tells that the job is another one now
+    stage.cluster.freeze("agentrljobs")  # no event reports that the job is another one now
     stage.cluster.delete("agentrljobs", NAMESPACE, JOB)
     pod = stage.cluster.create(
         "pods",
@@ -103,7 +104,7 @@ async def test_a_status_is_never_written_to_another_job_of_the_name(stage: Stage
     )
     stage.job()
     controllers.image_missing(pod, "no such image")
-    await asyncio.sleep(0.5)  # that nothing happens has no event
+    await asyncio.sleep(0.5)  # there is no event to await for nothing happening
     assert stage.status() == {}, "the old job's status was written to the new one"
     stage.cluster.thaw("agentrljobs")
     await stage.applied()
@@ -116,39 +117,39 @@ def labels(role: str) -> dict[str, str]:
     return {"kestrl.dev/job": JOB, "kestrl.dev/role": role}
 
 
-async def test_an_api_server_that_keeps_failing_is_told_of_until_it_does_better(stage: Stage) -> None:
+async def test_repeated_api_failures_are_reported_until_a_pass_succeeds(stage: Stage) -> None:
     await stage.operator()
     trouble = stage.cluster.fail("patch", "statefulsets", status=503, message="etcdserver: leader changed")
     stage.job()
-    await stage.until(lambda: stage.condition("Ready")[1] == "OperatorFailed", "it is told")
-    assert trouble.hits >= operate.TOLD_FROM, "a hiccup is told of"
+    await stage.until(lambda: stage.condition("Ready")[1] == "OperatorFailed", "it is reported")
+    assert trouble.hits >= operator.REPORT_AFTER_FAILURES, "a transient failure is reported"
     assert "etcdserver: leader changed" in stage.condition("Ready")[2]
     await stage.until(lambda: stage.events("OperatorFailed"), "people hear of it")
     written, hits = stage.cluster.get("agentrljobs", NAMESPACE, JOB), trouble.hits
     await stage.until(lambda: trouble.hits > hits, "it is tried again")
-    assert stage.cluster.get("agentrljobs", NAMESPACE, JOB) == written, "told again and again"
+    assert stage.cluster.get("agentrljobs", NAMESPACE, JOB) == written, "written again and again"
     trouble.end()
     await stage.until(lambda: stage.condition("Ready")[1] == "NotReady", "it works")
     assert len(stage.events("OperatorFailed")) == 1
 
 
-async def test_a_bug_with_one_job_is_told_in_its_status_and_stops_no_other(
+async def test_a_bug_with_one_job_is_in_its_status_and_stops_no_other_job(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     running = await stage.operator()
-    drawn = drawing.Drawing.objects
+    drawn = manifests.Manifests.objects
 
     def buggy(self: Any, key: Key, *given: Any, **more: Any) -> Any:
         if key.name == "bad":
             raise KeyError("nobody thought of this")
         return drawn(self, key, *given, **more)
 
-    monkeypatch.setattr(drawing.Drawing, "objects", buggy)
+    monkeypatch.setattr(manifests.Manifests, "objects", buggy)
     stage.job("bad")
     stage.job()
-    await stage.cluster.until(lambda: stage.condition("Ready", "bad")[1] == "OperatorFailed", "it is told")
+    await stage.cluster.until(lambda: stage.condition("Ready", "bad")[1] == "OperatorFailed", "it is reported")
     assert stage.condition("Ready", "bad")[2] == (
-        "a bug of the operator's, its log has more: KeyError: 'nobody thought of this'"
+        "a bug in the operator, see its log: KeyError: 'nobody thought of this'"
     )
     await stage.cluster.until(stage.learner, "the other is applied")
     monkeypatch.undo()
@@ -157,7 +158,7 @@ async def test_a_bug_with_one_job_is_told_in_its_status_and_stops_no_other(
     await stage.until(lambda: stage.condition("Ready", "bad")[1] == "NotReady", "it works again")
 
 
-async def test_a_status_that_was_made_of_an_older_state_is_made_again_and_no_failure(stage: Stage) -> None:
+async def test_a_conflict_of_the_status_is_retried_and_is_no_failure(stage: Stage) -> None:
     running = await stage.operator()
     conflict = stage.cluster.fail("patch", "agentrljobs/status", status=409, times=1)
     stage.job()
@@ -166,10 +167,10 @@ async def test_a_status_that_was_made_of_an_older_state_is_made_again_and_no_fai
     assert running.operator._passes["failed"] == 0
 
 
-async def test_an_object_that_nobody_watches_comes_back_when_a_pod_lacks_it(
+async def test_an_unwatched_object_is_created_again_when_a_pod_needs_it(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lacks, "MEND_SECONDS", 2.0)
+    monkeypatch.setattr(missing_pods, "REAPPLY_SECONDS", 2.0)
     controllers = Controllers(stage.cluster, started=ready)
     await stage.operator()
     stage.job()
@@ -184,7 +185,7 @@ async def test_an_object_that_nobody_watches_comes_back_when_a_pod_lacks_it(
     assert applies(stage) - before <= len(stage.children()), "made more than once"
 
 
-async def test_only_the_very_object_that_was_meant_is_deleted(stage: Stage) -> None:
+async def test_a_deletion_is_bound_to_the_uid(stage: Stage) -> None:
     old = stage.job()["metadata"]["uid"]
     stage.cluster.delete("agentrljobs", NAMESPACE, JOB)
     stage.job()
@@ -209,7 +210,7 @@ async def test_a_slow_api_server_is_waited_for(stage: Stage) -> None:
     assert applies(stage) == len(stage.children())
 
 
-async def test_one_job_in_trouble_holds_up_no_other(stage: Stage) -> None:
+async def test_a_failing_job_delays_no_other(stage: Stage) -> None:
     await stage.operator(workers=2)
     held = stage.cluster.fail("patch", "statefulsets", name="bad-inference", delay=30.0)
     stage.job("bad")
@@ -220,49 +221,45 @@ async def test_one_job_in_trouble_holds_up_no_other(stage: Stage) -> None:
 
 
 @pytest.mark.parametrize("code", [422, 403])
-async def test_an_object_that_the_api_server_refuses_is_told_in_its_words_and_tried_again(
-    stage: Stage, code: int
-) -> None:
+async def test_a_refused_object_is_reported_and_retried(stage: Stage, code: int) -> None:
     await stage.operator()
     words = 'StatefulSet.apps "email-search-inference" is invalid: spec.template: Invalid value: "cpus": no such thing'
     trouble = stage.cluster.fail("patch", "statefulsets", status=code, message=words)
     stage.job()
-    await stage.until(lambda: stage.condition("Accepted")[1] == "Invalid", "it is told")
-    truth, _, message = stage.condition("Accepted")
-    assert truth == "False"
+    await stage.until(lambda: stage.condition("Accepted")[1] == "Invalid", "it is reported")
+    status, _, message = stage.condition("Accepted")
+    assert status == "False"
     assert words in message
     assert stage.phase() == "Rejected"
     await stage.until(lambda: [item["reason"] for item in stage.events()] == ["Invalid"], "people hear of it")
     written, hits = stage.cluster.get("agentrljobs", NAMESPACE, JOB), trouble.hits
     await stage.until(lambda: trouble.hits >= hits + 2, "it is tried again")
-    assert stage.cluster.get("agentrljobs", NAMESPACE, JOB) == written, "told again and again"
+    assert stage.cluster.get("agentrljobs", NAMESPACE, JOB) == written, "written again and again"
     trouble.end()
     await stage.until(lambda: stage.condition("Accepted")[1] == "Valid", "it is taken now")
     assert stage.learner() is not None
 
 
-async def test_a_manifest_that_changes_is_looked_at_at_once_however_often_it_failed_before(
-    stage: Stage, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(work, "FIRST_BACKOFF", 60.0)
+async def test_a_changed_manifest_resets_the_backoff(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workqueue, "FIRST_BACKOFF", 60.0)
     await stage.operator()
     stage.cluster.fail("patch", "statefulsets", status=422, times=1)
     stage.job()
-    await stage.until(lambda: stage.condition("Accepted")[1] == "Invalid", "it is told")
+    await stage.until(lambda: stage.condition("Accepted")[1] == "Invalid", "it is reported")
     stage.cluster.edit("agentrljobs", NAMESPACE, JOB, {"spec": {"rollout": {"replicas": 2}}})
     await stage.until(lambda: stage.condition("Accepted")[1] == "Valid", "it is taken now")
 
 
-async def test_a_field_that_cannot_change_is_told_of(stage: Stage) -> None:
+async def test_a_change_of_an_immutable_field_is_reported(stage: Stage) -> None:
     await stage.operator()
     stage.job()
     await stage.applied()
-    # As after an upgrade with another size of volumes: Kubernetes lets nobody change a StatefulSet's claims.
+    # As after an upgrade with another size of volumes: the claims of a StatefulSet are immutable.
     stage.cluster.objects.get(stage.cluster.objects.resource("statefulsets"), NAMESPACE, f"{JOB}-learner")["spec"][
         "volumeClaimTemplates"
     ][0]["spec"]["resources"]["requests"]["storage"] = "7Gi"
     stage.cluster.edit("agentrljobs", NAMESPACE, JOB, {"spec": {"rollout": {"replicas": 2}}})
-    await stage.until(lambda: stage.condition("Accepted")[1] == "Invalid", "it is told")
+    await stage.until(lambda: stage.condition("Accepted")[1] == "Invalid", "it is reported")
     assert "spec.volumeClaimTemplates: Invalid value: field is immutable" in stage.condition("Accepted")[2]
 
 
@@ -273,30 +270,30 @@ async def test_an_answer_that_is_late_is_not_a_second_write(stage: Stage) -> Non
     stage.job()
     await stage.applied()
     await stage.quiet(0.6)
-    told = [item.body["status"] for item in stage.cluster.requests("patch", "agentrljobs/status")]
-    for number, status in enumerate(told):
-        assert status not in told[:number], "written twice"
+    statuses = [item.body["status"] for item in stage.cluster.requests("patch", "agentrljobs/status")]
+    for number, status in enumerate(statuses):
+        assert status not in statuses[:number], "written twice"
 
 
-async def test_what_was_written_is_known_before_the_stream_tells_of_it(stage: Stage) -> None:
+async def test_a_write_is_known_before_the_watch_delivers_it(stage: Stage) -> None:
     controllers = Controllers(stage.cluster, started=ready)
     await stage.operator()
     stage.job()
     await stage.applied()
     await stage.until(lambda: stage.condition("EnginesReady")[0] == "True", "pods run")
     await stage.quiet()
-    stage.cluster.freeze("agentrljobs")  # the stream lags behind what is written
+    stage.cluster.freeze("agentrljobs")  # the stream is later than the write
     before = len(stage.events())
     for number in range(5):
         controllers.crashed(stage.pods("tools")[0], "no such file", restarts=number)
         await asyncio.sleep(0.1)
-    await stage.until(lambda: stage.condition("RolloutsFlowing")[1] == "Failing", "it is told")
+    await stage.until(lambda: stage.condition("RolloutsFlowing")[1] == "Failing", "it is reported")
     await stage.quiet()
     since = {item["lastTransitionTime"] for item in stage.status()["conditions"] if item["type"] == "RolloutsFlowing"}
     assert len(since) == 1
     failing = stage.events("Failing")
     assert len(failing) == 1
-    assert "series" not in failing[0], "told more than once"
+    assert "series" not in failing[0], "published more than once"
     assert len(stage.events()) == before + 1
 
 

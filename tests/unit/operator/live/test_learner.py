@@ -1,4 +1,4 @@
-"""What a learner tells, over real gRPC: how it reaches the status, and what is done about it."""
+"""Reports of learners, over real gRPC: how they reach the status, and the operator's reactions."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from kestrl.api.learner.v1 import learner_pb2 as pb
 from kestrl.errors import Boundary, Failure
 from kestrl.rpc.codec import failure_to_proto
 from kestrl.testing.kubernetes import Controllers
-from kestrl_operator import follow, policies
+from kestrl_operator import learner_stream, lifecycle
 
 from .stage import JOB, NAMESPACE, FakeLearner, Object, Running, Stage, learner_token, learning, ready, report, version
 
 
 class Scene:
-    """A job that runs, with a learner that speaks."""
+    """A running job with a learner that reports."""
 
     def __init__(self, stage: Stage, learner: FakeLearner, controllers: Controllers, running: Running) -> None:
         self.stage, self.learner, self.controllers, self.running = stage, learner, controllers, running
@@ -31,7 +31,7 @@ class Scene:
         return int(learner["metadata"]["annotations"]["kestrl.dev/attempts"])
 
     def replicas(self) -> set[int]:
-        """Wanted, of all workloads."""
+        """The replica counts of all workloads."""
         workloads = [*self.stage.cluster.list("statefulsets"), *self.stage.cluster.list("deployments")]
         return {item["spec"]["replicas"] for item in workloads}
 
@@ -59,7 +59,7 @@ async def scene(
 
 
 async def test_progress_reaches_the_status(stage: Stage) -> None:
-    told = report(
+    first = report(
         step=14,
         means={"reward": 0.51234, "answer_correct": 0.25},
         episodes_per_second=3.14159,
@@ -69,7 +69,7 @@ async def test_progress_reaches_the_status(stage: Stage) -> None:
         groups_running=4,
         failures={"tool/tool_raised": 3},
     )
-    async with scene(stage, told):
+    async with scene(stage, first):
         await stage.until(lambda: stage.phase() == "Running", "the job runs")
         status = stage.status()
         assert status["progress"] == {
@@ -96,33 +96,33 @@ async def test_progress_reaches_the_status(stage: Stage) -> None:
         assert [engine["state"] for engine in status["engines"]] == ["serving", "serving"]
 
 
-async def test_counts_that_are_gone_after_a_restart_are_gone_from_the_status(stage: Stage) -> None:
+async def test_counts_lost_in_a_restart_are_gone_from_the_status(stage: Stage) -> None:
     async with scene(stage, report(step=5, failures={"tool/tool_raised": 3})) as on:
         await stage.until(lambda: stage.status().get("progress", {}).get("failures"), "it has counted")
-        on.learner.tell(report(step=6))
-        await stage.until(lambda: stage.status()["progress"]["step"] == 6, "the next step is told")
+        on.learner.report(report(step=6))
+        await stage.until(lambda: stage.status()["progress"]["step"] == 6, "the next step is reported")
         assert not stage.status()["progress"].get("failures")
 
 
-async def test_the_lineage_has_each_version_that_all_engines_have_proved(stage: Stage) -> None:
+async def test_the_lineage_has_each_version_that_all_engines_have_verified(stage: Stage) -> None:
     async with scene(stage, report(step=1)) as on:
         await stage.until(lambda: stage.status().get("policy", {}).get("step") == 1, "version 1")
         engines = [
             pb.EngineProgress(name="engine-0", policy=version(2), state="serving"),
             pb.EngineProgress(name="engine-1", policy=version(1), lag=1, state="loading", message="it fetches"),
         ]
-        on.learner.tell(report(step=2, engines=engines, engines_converged=1, policy_parent="one"))
+        on.learner.report(report(step=2, engines=engines, engines_converged=1, policy_parent="one"))
         await stage.until(lambda: stage.condition("PolicyConverged")[1] == "Loading", "one engine is behind")
         assert "1/2" in stage.condition("PolicyConverged")[2]
         assert stage.status()["policy"]["step"] == 1, "named though one engine has not proved it"
         assert stage.status()["shown"]["lag"] == 1
-        on.learner.tell(report(step=2, policy_parent="one"))
+        on.learner.report(report(step=2, policy_parent="one"))
         await stage.until(lambda: stage.status()["policy"]["step"] == 2, "version 2")
         assert [item["step"] for item in stage.status()["history"]] == [2, 1]
         assert stage.status()["policy"]["parent"] == "one"
 
 
-async def test_a_learner_with_another_credential_is_not_believed_and_not_heard(stage: Stage) -> None:
+async def test_reports_of_a_learner_with_another_credential_are_ignored(stage: Stage) -> None:
     async with scene(stage, report(step=14), token="another job's") as on:
         await stage.until(lambda: stage.condition("LearnerProgressing")[1] == "Unavailable", "it does not answer")
         await stage.quiet()
@@ -133,7 +133,7 @@ async def test_a_learner_with_another_credential_is_not_believed_and_not_heard(s
         assert stage.condition("PolicyConverged")[0] == "Unknown"
 
 
-async def test_a_broken_stream_makes_what_it_told_unknown_until_it_speaks_again(stage: Stage) -> None:
+async def test_a_broken_stream_makes_its_conditions_unknown_until_it_reconnects(stage: Stage) -> None:
     async with scene(stage, report(step=5)) as on:
         await stage.until(lambda: stage.phase() == "Running", "the job runs")
         on.learner.break_streams()
@@ -144,34 +144,34 @@ async def test_a_broken_stream_makes_what_it_told_unknown_until_it_speaks_again(
         assert on.learner.watchers == 1
 
 
-async def test_a_bug_of_ours_does_not_pass_for_a_silent_learner(stage: Stage) -> None:
+async def test_an_operator_bug_is_not_reported_as_an_unreachable_learner(stage: Stage) -> None:
     async with scene(stage, report(step=5)) as on:
         await stage.until(lambda: stage.phase() == "Running", "the job runs")
 
         def bug(*_: Any) -> None:
             raise ZeroDivisionError("no such thing")
 
-        taken = follow.Follower._take
-        stage.patch.setattr(follow.Follower, "_take", bug)
-        on.learner.tell(report(step=6))
+        taken = learner_stream.LearnerStream._take
+        stage.patch.setattr(learner_stream.LearnerStream, "_take", bug)
+        on.learner.report(report(step=6))
         await stage.until(lambda: stage.condition("PolicyConverged")[0] == "Unknown", "nothing is claimed")
         assert "a bug of the operator's" in stage.condition("LearnerProgressing")[2]
         assert "ZeroDivisionError: no such thing" in stage.condition("LearnerProgressing")[2]
-        stage.patch.setattr(follow.Follower, "_take", taken)
-        await stage.until(lambda: stage.status()["progress"]["step"] == 6, "it is heard again")
+        stage.patch.setattr(learner_stream.LearnerStream, "_take", taken)
+        await stage.until(lambda: stage.status()["progress"]["step"] == 6, "it reports again")
 
 
-async def test_a_suspension_drains_and_lets_go_of_pods_only_when_all_is_put_away(stage: Stage) -> None:
+async def test_a_suspension_deletes_pods_only_after_the_checkpoint(stage: Stage) -> None:
     async with scene(stage, report(step=5, checkpoint_step=4)) as on:
         await stage.until(lambda: stage.phase() == "Running", "the job runs")
         stage.cluster.edit("agentrljobs", NAMESPACE, JOB, {"spec": {"suspend": True}})
-        await stage.until(lambda: on.learner.drains, "it is told to drain")
-        on.learner.tell(report("draining", step=6))
-        await stage.until(lambda: stage.condition("Suspended")[1] == "Draining", "it is told")
+        await stage.until(lambda: on.learner.drains, "it is asked to drain")
+        on.learner.report(report("draining", step=6))
+        await stage.until(lambda: stage.condition("Suspended")[1] == "Draining", "it is reported")
         await stage.quiet()
         assert 0 not in on.replicas(), "pods were let go while the learner drains"
         assert stage.phase() == "Suspending"
-        on.learner.tell(report("suspended", step=6, checkpoint_step=6))
+        on.learner.report(report("suspended", step=6, checkpoint_step=6))
         await stage.until(lambda: stage.phase() == "Suspended", "it is suspended")
         assert on.replicas() == {0}
         assert stage.cluster.list("pods") == []
@@ -182,29 +182,29 @@ async def test_a_suspension_drains_and_lets_go_of_pods_only_when_all_is_put_away
         await stage.until(lambda: on.running.passes() > passes, "it is looked at again")
         assert len(stage.cluster.writes()) == written, "written again though nothing changed"
         assert "at step 6" in stage.condition("Suspended")[2]
-        on.learner.tell(report(step=6, checkpoint_step=6))
+        on.learner.report(report(step=6, checkpoint_step=6))
         stage.cluster.edit("agentrljobs", NAMESPACE, JOB, {"spec": {"suspend": False}})
         await stage.until(lambda: stage.phase() == "Running", "it goes on")
 
 
-async def test_pods_that_take_their_time_to_go_are_waited_for(stage: Stage) -> None:
+async def test_pods_that_terminate_slowly_are_waited_for(stage: Stage) -> None:
     async with scene(stage, report("suspended", step=6)) as on:
         await stage.until(lambda: len(stage.cluster.list("pods")) == 6, "pods run")
-        stage.cluster.objects.lingering = True
+        stage.cluster.objects.keep_deleted_pods = True
         stage.cluster.edit("agentrljobs", NAMESPACE, JOB, {"spec": {"suspend": True}})
         await stage.until(lambda: on.replicas() == {0}, "workloads are to have none")
-        await stage.until(lambda: stage.condition("Suspended")[2] == "6 pods are going", "it is told")
+        await stage.until(lambda: stage.condition("Suspended")[2] == "6 pods are going", "it is reported")
         assert stage.condition("Suspended")[:2] == ("False", "Draining")
         for pod in stage.cluster.list("pods"):
             on.controllers.gone(pod)
         await stage.until(lambda: stage.condition("Suspended")[:2] == ("True", "Released"), "all are gone")
 
 
-async def test_a_run_that_succeeds_ends_the_job_lets_go_of_its_pods_and_is_deleted_in_time(stage: Stage) -> None:
+async def test_a_job_that_succeeds_releases_its_pods_and_is_deleted_after_its_ttl(stage: Stage) -> None:
     async with scene(stage, report(step=25), {"ttlAfterFinished": "2s"}) as on:
         await stage.until(lambda: stage.phase() == "Running", "the job runs")
-        on.learner.tell(report("succeeded", step=26))
-        await stage.until(lambda: stage.condition("Succeeded")[:2] == ("True", "Completed"), "it is told")
+        on.learner.report(report("succeeded", step=26))
+        await stage.until(lambda: stage.condition("Succeeded")[:2] == ("True", "Completed"), "it is reported")
         assert "s3://bucket/runs/policies/26" in stage.condition("Succeeded")[2]
         assert stage.phase() == "Succeeded"
         assert stage.status()["finishedAt"]
@@ -219,15 +219,15 @@ def failed(code: str, boundary: Boundary = Boundary.INFRASTRUCTURE) -> pb.WatchP
     return report("failed", step=3, failure=failure_to_proto(failure))
 
 
-async def test_a_learner_that_fails_is_started_again_until_it_has_failed_too_often(
+async def test_a_failing_learner_is_restarted_until_its_backoff_limit(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(policies, "FIRST_WAIT", 0.3)
+    monkeypatch.setattr(lifecycle, "FIRST_WAIT", 0.3)
     async with scene(stage, report(step=3), {"failurePolicy": {"backoffLimit": 2}}) as on:
         await stage.until(lambda: stage.phase() == "Running", "the job runs")
         pods = {stage.pods("learner")[0]["metadata"]["uid"]}
-        on.learner.tell(failed("storage_failed"))
-        await stage.until(lambda: stage.condition("LearnerProgressing")[1] == "Failed", "it is told")
+        on.learner.report(failed("storage_failed"))
+        await stage.until(lambda: stage.condition("LearnerProgressing")[1] == "Failed", "it is reported")
         assert "it broke" in stage.condition("LearnerProgressing")[2]
         assert "started again in" in stage.condition("LearnerProgressing")[2]
         began = asyncio.get_running_loop().time()
@@ -247,17 +247,17 @@ def ids(stage: Stage) -> set[str]:
     return {pod["metadata"]["uid"] for pod in stage.pods("learner")}
 
 
-async def test_training_on_rollouts_of_another_policy_ends_the_job_at_once(stage: Stage) -> None:
+async def test_a_logprob_gap_ends_the_job_at_once(stage: Stage) -> None:
     async with scene(stage, report(step=3)) as on:
         await stage.until(lambda: stage.phase() == "Running", "the job runs")
-        on.learner.tell(failed("logprob_gap", Boundary.ENGINE))
+        on.learner.report(failed("logprob_gap", Boundary.ENGINE))
         await stage.until(lambda: stage.phase() == "Failed", "it is given up")
         assert stage.condition("Succeeded")[1] == "LearnerFailed"
         assert "[engine/logprob_gap] it broke" in stage.condition("Succeeded")[2]
         assert on.attempts() == 0
 
 
-async def test_a_new_process_hears_the_learner_before_it_says_that_it_does_not_answer(stage: Stage) -> None:
+async def test_a_new_process_waits_for_the_learner_before_it_reports_on_it(stage: Stage) -> None:
     async with scene(stage, report(step=5)) as on:
         await stage.until(lambda: stage.phase() == "Running", "the job runs")
         await stage.quiet()
@@ -265,30 +265,30 @@ async def test_a_new_process_hears_the_learner_before_it_says_that_it_does_not_a
         before = stage.cluster.get("agentrljobs", NAMESPACE, JOB)
         events = len(stage.events())
         second = await stage.operator("b")
-        await stage.until(lambda: on.learner.watchers, "it is heard")
+        await stage.until(lambda: on.learner.watchers, "it reports")
         await stage.until(lambda: second.passes() >= 1, "and looked at")
         await stage.quiet()
         assert stage.cluster.get("agentrljobs", NAMESPACE, JOB) == before
         assert len(stage.events()) == events
 
 
-async def test_a_new_process_goes_on_with_a_drain_that_another_began(stage: Stage) -> None:
+async def test_a_new_process_continues_a_drain_that_another_began(stage: Stage) -> None:
     async with scene(stage, report(step=5)) as on:
         await stage.until(lambda: stage.phase() == "Running", "the job runs")
         stage.cluster.edit("agentrljobs", NAMESPACE, JOB, {"spec": {"suspend": True}})
-        await stage.until(lambda: on.learner.drains, "it is told to drain")
-        on.learner.tell(report("draining", step=6))
+        await stage.until(lambda: on.learner.drains, "it is asked to drain")
+        on.learner.report(report("draining", step=6))
         await stage.until(lambda: stage.phase() == "Suspending", "it drains")
         await stage.stop(on.running)
         second = await stage.operator("b")
         await stage.until(lambda: second.passes() >= 1, "it is looked at")
         await stage.quiet()
         assert 0 not in on.replicas(), "pods were let go while the learner drains"
-        on.learner.tell(report("suspended", step=6))
+        on.learner.report(report("suspended", step=6))
         await stage.until(lambda: stage.phase() == "Suspended", "it is suspended")
 
 
-async def test_a_learner_that_cannot_be_reached_does_not_hold_up_a_suspension(stage: Stage) -> None:
+async def test_an_unreachable_learner_does_not_block_a_suspension(stage: Stage) -> None:
     async with scene(stage, report(step=5), token="another job's"):
         stage.cluster.edit("agentrljobs", NAMESPACE, JOB, {"spec": {"suspend": True}})
         await stage.until(lambda: stage.phase() == "Suspended", "it is suspended")
@@ -298,12 +298,12 @@ async def test_versions_are_named_as_the_learner_names_them(stage: Stage) -> Non
     named = common_pb2.PolicyVersion(job=JOB, step=7, sha256="ab" * 32)
     engines = [pb.EngineProgress(name=name, policy=named, state="serving") for name in ("engine-0", "engine-1")]
     async with scene(stage, report(step=7, policy=named, engines=engines)):
-        await stage.until(lambda: stage.status().get("policy", {}).get("step") == 7, "it is told")
+        await stage.until(lambda: stage.status().get("policy", {}).get("step") == 7, "it is reported")
         assert stage.status()["policy"]["version"] == f"{JOB}.7.{'ab' * 6}"
         assert stage.status()["policy"]["sha256"] == "ab" * 32
 
 
-async def test_good_steps_forgive_restarts_and_roll_no_pod(stage: Stage) -> None:
+async def test_stable_steps_reset_restarts_and_roll_no_pod(stage: Stage) -> None:
     async with scene(stage, report("training", 3)) as running:
         stage.cluster.edit(
             "statefulsets",
@@ -317,9 +317,9 @@ async def test_good_steps_forgive_restarts_and_roll_no_pod(stage: Stage) -> None
             lambda: stage.pods("learner")[0]["metadata"]["annotations"]["kestrl.dev/attempts"] == "2", "it runs"
         )
         pod = stage.pods("learner")[0]["metadata"]["uid"]
-        running.learner.tell(report("training", 4))
+        running.learner.report(report("training", 4))
         await stage.until(lambda: stage.status()["progress"]["step"] == 4, "the new pod is followed")
-        running.learner.tell(report("training", 4 + policies.GOOD_STEPS))
+        running.learner.report(report("training", 4 + lifecycle.STABLE_STEPS))
 
         def forgiven() -> bool:
             learner = stage.learner()
@@ -331,12 +331,12 @@ async def test_good_steps_forgive_restarts_and_roll_no_pod(stage: Stage) -> None
         assert running.attempts() == 2
 
 
-async def test_a_report_that_is_too_large_is_reported_and_the_operator_lives(stage: Stage) -> None:
-    large = report("training", 3, message="x" * (follow.LARGEST_REPORT + 1))
+async def test_a_report_that_is_too_large_does_not_kill_the_operator(stage: Stage) -> None:
+    large = report("training", 3, message="x" * (learner_stream.LARGEST_REPORT + 1))
     async with scene(stage, large) as running:
         await stage.until(lambda: stage.condition("LearnerProgressing")[1] == "Unavailable", "it is reported")
         assert "larger than max" in stage.condition("LearnerProgressing")[2]
-        running.learner.tell(report("training", 4))
+        running.learner.report(report("training", 4))
         await stage.until(lambda: stage.phase() == "Running", "a report of a usual size is taken again")
 
 
@@ -356,7 +356,7 @@ async def test_a_report_that_is_too_large_is_reported_and_the_operator_lives(sta
     ],
     ids=["of nobody", "of a former job's workload"],
 )
-async def test_a_pod_with_the_labels_alone_is_neither_called_nor_believed(stage: Stage, owners: list[Object]) -> None:
+async def test_a_pod_that_only_has_the_labels_is_not_called(stage: Stage, owners: list[Object]) -> None:
     uid = stage.job()["metadata"]["uid"]
     async with learning(stage.patch, learner_token(uid), report("succeeded", 26)) as stranger:
         controllers = Controllers(stage.cluster, started=ready)
@@ -376,13 +376,13 @@ async def test_a_pod_with_the_labels_alone_is_neither_called_nor_believed(stage:
         assert stage.condition("Succeeded")[1] == "Running"
 
 
-async def test_a_learner_that_waits_for_storage_is_reported_for_as_long(stage: Stage) -> None:
+async def test_a_learner_that_waits_for_storage_is_reported_while_it_waits(stage: Stage) -> None:
     async with scene(stage, report("training", 3)) as running:
         await stage.until(lambda: stage.phase() == "Running", "it runs")
-        running.learner.tell(report("training", 3, storage_wait="s3://b does not answer since 21:03:10Z"))
+        running.learner.report(report("training", 3, storage_wait="s3://b does not answer since 21:03:10Z"))
         await stage.until(lambda: stage.condition("LearnerProgressing")[1] == "StorageUnavailable", "it is reported")
         assert "since 21:03:10Z" in stage.condition("LearnerProgressing")[2]
         await stage.until(lambda: stage.events("StorageUnavailable"), "an event says so")
-        running.learner.tell(report("training", 4))
+        running.learner.report(report("training", 4))
         await stage.until(lambda: stage.phase() == "Running", "storage answers again")
         assert stage.status()["restarts"] == 0

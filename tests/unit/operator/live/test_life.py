@@ -1,4 +1,4 @@
-"""A job's life as the API shows it: what is applied, written, put back and forgotten, with the real operator."""
+"""A job's life as the API shows it: objects applied, written, restored and forgotten by the real operator."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ async def test_a_job_becomes_its_objects_and_the_learner_is_made_last(stage: Sta
     assert (made[-1].resource, made[-1].name) == ("statefulsets", f"{JOB}-learner")
 
 
-async def test_all_that_is_made_is_owned_by_the_job_and_goes_with_it(stage: Stage) -> None:
+async def test_every_object_is_owned_by_the_job_and_deleted_with_it(stage: Stage) -> None:
     Controllers(stage.cluster, started=ready)
     running = await stage.operator()
     uid = stage.job()["metadata"]["uid"]
@@ -48,24 +48,22 @@ async def test_all_that_is_made_is_owned_by_the_job_and_goes_with_it(stage: Stag
     await stage.quiet()
     written = len(stage.writes())
     await stage.until(lambda: not running.jobs(), "the job is forgotten")
-    await asyncio.sleep(0.2)  # that nothing happens has no event
+    await asyncio.sleep(0.2)  # there is no event to await for nothing happening
     assert stage.children() == []
     assert len(stage.writes()) == written
 
 
-async def test_a_job_that_is_made_anew_takes_nothing_of_the_old_one(
-    stage: Stage, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(reconcile, "STRANGER_SECONDS", 0.3)
+async def test_a_recreated_job_takes_nothing_of_the_old_one(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reconcile, "LEFTOVER_SECONDS", 0.3)
     await stage.operator()
     old = stage.job()["metadata"]["uid"]
     await stage.applied()
     await stage.quiet()
-    stage.cluster.objects.collecting = False  # the garbage collector lags behind
+    stage.cluster.objects.collecting = False  # the garbage collector is delayed
     before = {item["metadata"]["uid"] for plural in WORKLOADS for item in stage.cluster.list(plural)}
     stage.cluster.delete("agentrljobs", NAMESPACE, JOB)
     new = stage.job()["metadata"]["uid"]
-    await stage.until(lambda: stage.condition("Accepted")[1] == "Invalid", "what it waits for is told")
+    await stage.until(lambda: stage.condition("Accepted")[1] == "Invalid", "what it waits for is reported")
     assert f"StatefulSet {JOB}-learner" in stage.condition("Accepted")[2]
     assert {owner(item) for plural in WORKLOADS for item in stage.cluster.list(plural)} == {old}, "taken over"
     stage.cluster.objects.collecting = True
@@ -77,7 +75,7 @@ async def test_a_job_that_is_made_anew_takes_nothing_of_the_old_one(
     assert before.isdisjoint(item["metadata"]["uid"] for item in after)
 
 
-async def test_what_a_deleted_job_left_on_purpose_is_taken_by_the_next(stage: Stage) -> None:
+async def test_orphaned_objects_of_a_deleted_job_are_adopted_by_the_next(stage: Stage) -> None:
     await stage.operator()
     stage.job()
     await stage.applied()
@@ -101,7 +99,7 @@ async def test_the_status_is_written_when_it_changes_and_not_otherwise(stage: St
     await stage.applied()
     await stage.quiet()
     seen = []
-    stage.cluster.objects.told.append(
+    stage.cluster.objects.listeners.append(
         lambda change: seen.append(change.after["status"]) if change.resource.plural == "agentrljobs" else None
     )
     for pod in stage.cluster.list("pods"):
@@ -112,9 +110,9 @@ async def test_the_status_is_written_when_it_changes_and_not_otherwise(stage: St
     for earlier, later in pairwise(seen):
         assert earlier != later
     assert 1 <= len(seen) <= 6
-    # A change of a pod that changes nothing for the job.
+    # A change of a pod that is irrelevant to the job.
     stage.cluster.edit("pods", NAMESPACE, f"{JOB}-inference-0", {"metadata": {"annotations": {"a": "b"}}})
-    await asyncio.sleep(0.2)  # that nothing happens has no event
+    await asyncio.sleep(0.2)  # there is no event to await for nothing happening
     assert len(stage.cluster.requests("patch", "agentrljobs/status")) == statuses
 
 
@@ -136,9 +134,11 @@ async def test_the_phase_follows_the_pods(stage: Stage) -> None:
     await stage.until(lambda: stage.phase() == "Pending", "pods wait")
     await stage.until(lambda: stage.pods("inference"), "there are engines")
     controllers.unschedulable(stage.pods("inference")[0], "0/3 nodes are available: 3 Insufficient cpu.")
-    await stage.until(lambda: "Insufficient cpu" in stage.condition("Scheduled")[2], "the scheduler's words are told")
+    await stage.until(
+        lambda: "Insufficient cpu" in stage.condition("Scheduled")[2], "the scheduler's message is reported"
+    )
     controllers.image_missing(stage.pods("inference")[1], "no such image")
-    await stage.until(lambda: stage.condition("EnginesReady")[1] == "Unavailable", "the image is told of")
+    await stage.until(lambda: stage.condition("EnginesReady")[1] == "Unavailable", "the image is reported")
     assert "ImagePullBackOff: no such image" in stage.condition("EnginesReady")[2]
     for pod in stage.cluster.list("pods"):
         controllers.run(pod)
@@ -146,18 +146,18 @@ async def test_the_phase_follows_the_pods(stage: Stage) -> None:
     await stage.until(lambda: stage.phase() == "Starting", "pods run")
 
 
-async def test_what_a_pod_cannot_find_is_told_as_the_manifests_fault(stage: Stage) -> None:
+async def test_a_missing_input_of_a_pod_is_reported_as_unresolvable(stage: Stage) -> None:
     controllers = Controllers(stage.cluster)
     await stage.operator()
     stage.job()
     await stage.until(lambda: stage.pods("learner"), "there is a learner")
     words = "loading\nerror: spec.data.train.uri: s3://bucket/none is not there; put it there or name another"
     controllers.init_failed(stage.pods("learner")[0], words)
-    await stage.until(lambda: stage.condition("Accepted")[1] == "Unresolvable", "it is told")
+    await stage.until(lambda: stage.condition("Accepted")[1] == "Unresolvable", "it is reported")
     assert "spec.data.train.uri: s3://bucket/none is not there" in stage.condition("Accepted")[2]
 
 
-async def test_a_child_that_somebody_deletes_is_put_back(stage: Stage) -> None:
+async def test_a_deleted_child_is_created_again(stage: Stage) -> None:
     await stage.operator()
     stage.job()
     await stage.applied()
@@ -175,7 +175,7 @@ async def test_a_child_that_somebody_deletes_is_put_back(stage: Stage) -> None:
         await stage.quiet(0.1)
 
 
-async def test_a_child_that_somebody_scales_is_put_back_once(stage: Stage) -> None:
+async def test_a_child_scaled_by_another_manager_is_restored_once(stage: Stage) -> None:
     await stage.operator()
     stage.job()
     await stage.applied()
@@ -195,7 +195,7 @@ async def test_a_child_that_somebody_scales_is_put_back_once(stage: Stage) -> No
     assert len(again) == 1, "answered more than once"
 
 
-async def test_kubernetes_own_controllers_change_nothing_that_is_answered(stage: Stage) -> None:
+async def test_changes_by_kubernetes_controllers_are_ignored(stage: Stage) -> None:
     Controllers(stage.cluster)
     await stage.operator()
     stage.job()
@@ -208,7 +208,7 @@ async def test_kubernetes_own_controllers_change_nothing_that_is_answered(stage:
     stage.cluster.edit(
         "deployments", NAMESPACE, f"{JOB}-tools", status, manager="kube-controller-manager", subresource="status"
     )
-    await asyncio.sleep(0.3)  # that nothing happens has no event
+    await asyncio.sleep(0.3)  # there is no event to await for nothing happening
     assert [item for item in stage.writes() if "agentrljobs" not in item] == before
 
 
@@ -243,7 +243,7 @@ async def test_an_operator_of_some_namespaces_leaves_the_others_alone(stage: Sta
     assert asked == {"team-b", "team-c"}
 
 
-async def test_a_new_process_writes_nothing_where_nothing_has_changed(stage: Stage) -> None:
+async def test_a_new_process_writes_nothing_if_nothing_has_changed(stage: Stage) -> None:
     Controllers(stage.cluster, started=ready)
     first = await stage.operator("a")
     stage.job()
@@ -255,11 +255,11 @@ async def test_a_new_process_writes_nothing_where_nothing_has_changed(stage: Sta
     before = len(stage.writes())
     second = await stage.operator("b")
     await stage.until(lambda: second.passes() >= 2, "both are looked at")
-    await asyncio.sleep(0.5)  # that nothing happens has no event
+    await asyncio.sleep(0.5)  # there is no event to await for nothing happening
     assert stage.writes()[before:] == []
 
 
-async def test_what_changed_while_no_operator_ran_is_done_by_the_next(stage: Stage) -> None:
+async def test_changes_made_while_no_operator_ran_are_reconciled(stage: Stage) -> None:
     first = await stage.operator("a")
     stage.job()
     stage.job("deleted")
@@ -280,7 +280,7 @@ async def test_what_changed_while_no_operator_ran_is_done_by_the_next(stage: Sta
     assert stage.children("deleted") == []
 
 
-async def test_what_a_run_began_with_it_keeps_whatever_the_administrator_chooses_since(stage: Stage) -> None:
+async def test_a_run_keeps_its_storage_when_the_default_changes(stage: Stage) -> None:
     before = {"storage": {"uri": "s3://first/runs"}, "learnerState": {"size": "1Gi", "storageClass": "slow"}}
     after = {"storage": {"uri": "s3://second/runs"}, "learnerState": {"size": "7Gi", "storageClass": "fast"}}
 

@@ -1,4 +1,5 @@
-"""Before the operator begins: what the cluster lacks is named, each in a line of its own, and the exit code says whose mend it is."""
+"""Preflight checks: each thing missing in the cluster is named on a line of its own, and the exit code tells user
+errors from others."""
 
 from __future__ import annotations
 
@@ -13,14 +14,14 @@ import yaml
 from kestrl.errors import UserInputError
 from kestrl.testing.ports import free_port
 from kestrl_operator.api import Api
-from kestrl_operator.checks import needed, preflight
 from kestrl_operator.config import Config
+from kestrl_operator.preflight import needed, preflight
 
 from .stage import DEFINITION, KEY, VALUES, Stage
 
 
 async def ended(stage: Stage, *, url: str | None = None, **changes: Any) -> tuple[int, str]:
-    """The operator as a process of its own: exit code and what it said."""
+    """Runs the operator as a process of its own; returns exit code and output."""
     config = {
         "jobs": VALUES,
         "keyFile": str(stage.folder / "key"),
@@ -44,13 +45,13 @@ async def ended(stage: Stage, *, url: str | None = None, **changes: Any) -> tupl
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
     )
-    told, _ = await process.communicate()
+    output, _ = await process.communicate()
     assert process.returncode is not None
-    return process.returncode, told.decode()
+    return process.returncode, output.decode()
 
 
 def named(config: Config) -> list[tuple[str, str]]:
-    """All rights that are needed, as the fake knows them."""
+    """All required rights, as verbs and resources of the fake."""
     return [
         (right.verb, f"{right.kind.plural}/{right.subresource}" if right.subresource else right.kind.plural)
         for right in needed(config)
@@ -59,22 +60,22 @@ def named(config: Config) -> list[tuple[str, str]]:
 
 async def test_a_missing_right_ends_the_process_with_its_name_and_exit_code_2(stage: Stage) -> None:
     stage.cluster.denied |= {("watch", "pods"), ("patch", "agentrljobs/status")}
-    code, told = await ended(stage)
+    code, output = await ended(stage)
     assert code == 2
-    lines = told.splitlines()
+    lines = output.splitlines()
     assert "error: not allowed: patch agentrljobs/status.kestrl.dev" in lines
     assert "not allowed: watch pods" in lines
     assert "ClusterRole" in lines[-1]
     assert len(lines) == 3
-    assert "Traceback" not in told
+    assert "Traceback" not in output
     assert stage.cluster.writes() == []
 
 
-async def test_an_api_server_that_is_not_there_ends_it_with_one_clear_line(stage: Stage) -> None:
+async def test_an_unreachable_api_server_ends_the_start_with_one_line(stage: Stage) -> None:
     url = f"http://127.0.0.1:{free_port()}"
-    code, told = await ended(stage, url=url)
-    assert code == 1, "not a thing to mend in one's input: the kubelet starts it again"
-    (line,) = told.splitlines()
+    code, output = await ended(stage, url=url)
+    assert code == 1, "not a user error: the kubelet restarts it"
+    (line,) = output.splitlines()
     assert line.startswith("error: ")
     assert url in line
     assert "connect" in line.lower()
@@ -92,7 +93,7 @@ async def test_each_right_that_is_missing_is_named(stage: Stage, namespaces: tup
             await preflight(api, config)
     finally:
         await api.close()
-    *lines, mend = str(refused.value).splitlines()
+    *lines, hint = str(refused.value).splitlines()
     assert len(lines) == len(rights)
     for (verb, resource), line in zip(rights, lines, strict=True):
         plural, _, subresource = resource.partition("/")
@@ -100,10 +101,10 @@ async def test_each_right_that_is_missing_is_named(stage: Stage, namespaces: tup
         what = f"{plural}{f'/{subresource}' if subresource else ''}{f'.{group}' if group else ''}"
         assert line.startswith(f"not allowed: {verb} {what}")
         assert (" in namespace " in line) == (bool(namespaces) or plural == "leases")
-    assert "ClusterRole" in mend
+    assert "ClusterRole" in hint
 
 
-async def test_what_the_operator_asks_for_while_it_works_is_what_it_was_checked_for(stage: Stage) -> None:
+async def test_every_call_of_the_operator_is_covered_by_a_checked_right(stage: Stage) -> None:
     config = stage.config()
     await stage.operator(audit_seconds=0.2)
     stage.job()
@@ -123,24 +124,24 @@ async def test_nodes_are_not_needed(stage: Stage) -> None:
     assert stage.cluster.requests("list", "nodes") == []
 
 
-async def test_a_cluster_without_the_crd_is_told_to_install_it(stage: Stage) -> None:
+async def test_a_missing_crd_is_reported_with_how_to_install_it(stage: Stage) -> None:
     stage.cluster.delete("customresourcedefinitions", "", "agentrljobs.kestrl.dev")
-    code, told = await ended(stage)
+    code, output = await ended(stage)
     assert code == 2
-    (line,) = told.splitlines()
+    (line,) = output.splitlines()
     assert "agentrljobs.kestrl.dev is not installed" in line
     assert "kubectl apply" in line
 
 
-async def test_a_crd_that_lacks_a_field_is_told_to_be_upgraded(stage: Stage) -> None:
+async def test_a_crd_without_a_field_is_reported_as_outdated(stage: Stage) -> None:
     old: Any = copy.deepcopy(DEFINITION)
     schema = old["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
     del schema["properties"]["status"]["properties"]["shown"]["properties"]["lag"]
     stage.cluster.objects.replace(stage.cluster.objects.resource("customresourcedefinitions"), "", old, "kubectl")
-    code, told = await ended(stage)
+    code, output = await ended(stage)
     assert code == 2
-    assert "lacks status.shown.lag" in told
-    assert "upgrade" in told
+    assert "has no status.shown.lag" in output
+    assert "upgrade" in output
 
 
 async def test_a_right_to_read_the_crd_is_not_needed(stage: Stage) -> None:
@@ -148,7 +149,7 @@ async def test_a_right_to_read_the_crd_is_not_needed(stage: Stage) -> None:
     await stage.operator()
 
 
-async def test_no_cluster_at_all_is_told_with_the_mend(stage: Stage) -> None:
+async def test_no_cluster_at_all_is_reported_with_the_fix(stage: Stage) -> None:
     stage.patch.delenv("KUBECONFIG", raising=False)
     stage.patch.setenv("HOME", str(stage.folder))
     with pytest.raises(UserInputError, match="KUBECONFIG"):
@@ -157,12 +158,12 @@ async def test_no_cluster_at_all_is_told_with_the_mend(stage: Stage) -> None:
 
 async def test_a_port_that_is_taken_is_named(stage: Stage) -> None:
     running = await stage.operator()
-    code, told = await ended(stage, healthListen=f"127.0.0.1:{running.port}")
+    code, output = await ended(stage, healthListen=f"127.0.0.1:{running.port}")
     assert code == 2
-    assert f"healthListen: cannot listen on 127.0.0.1:{running.port}: Address already in use" in told
+    assert f"healthListen: cannot listen on 127.0.0.1:{running.port}: Address already in use" in output
 
 
-async def test_sigterm_ends_the_process_well_and_gives_the_lease_back(stage: Stage) -> None:
+async def test_sigterm_ends_the_process_and_releases_the_lease(stage: Stage) -> None:
     place = stage.folder / "config.yaml"
     kubeconfig = stage.cluster.write_kubeconfig(stage.folder)
     config = {

@@ -1,4 +1,5 @@
-"""A job whose handling kills the operator: the next start finds out which, and leaves it alone until its spec changes."""
+"""A job that kills the operator: the next start finds out which one it was, and leaves it alone until its spec
+changes."""
 
 from __future__ import annotations
 
@@ -20,26 +21,26 @@ from .stage import JOB, NAMESPACE, VALUES, Stage
 
 KILLED = """
 import os, signal, sys
-from kestrl_operator import drawing
+from kestrl_operator import manifests
 from kestrl_operator.__main__ import main
 
-read = drawing.Drawing.read
+read = manifests.Manifests.read
 
 def deadly(self, key, raw):
     if raw["spec"]["data"]["train"].get("size") == 666:
         os.kill(os.getpid(), signal.SIGKILL)
     return read(self, key, raw)
 
-drawing.Drawing.read = deadly
+manifests.Manifests.read = deadly
 sys.exit(main())
 """
-"""The operator, with a bug as memory makes it: it is killed by one spec, in the middle of its own code."""
+"""The operator, with a simulated bug: one spec kills it in the middle of its own code."""
 DEADLY = {"data": {"train": {"uri": "demo://email/train", "size": 666}}}
 
 
 @asynccontextmanager
 async def process(stage: Stage, work_file: Path) -> AsyncGenerator[asyncio.subprocess.Process]:
-    """An operator of its own process, as a container runs it."""
+    """An operator in a process of its own, as in a container."""
     config = {
         "jobs": VALUES,
         "keyFile": str(stage.folder / "key"),
@@ -61,7 +62,7 @@ async def process(stage: Stage, work_file: Path) -> AsyncGenerator[asyncio.subpr
             await made.wait()
 
 
-async def test_what_killed_the_operator_is_left_alone_by_the_next_start(stage: Stage) -> None:
+async def test_a_spec_that_killed_the_operator_is_quarantined(stage: Stage) -> None:
     work_file = stage.folder / "at-work"
     stage.job("killer", **DEADLY)
     async with process(stage, work_file) as first:
@@ -102,7 +103,7 @@ async def test_another_replica_takes_the_quarantine_from_the_status(stage: Stage
     ["", "[", json.dumps([NAMESPACE, JOB, "another", 1]), json.dumps([NAMESPACE, JOB]), '"team-a"', "null"],
     ids=["nothing", "cut", "another job of the name", "another form", "a word", "null"],
 )
-async def test_what_names_no_spec_of_a_job_quarantines_none(stage: Stage, left: str) -> None:
+async def test_an_invalid_work_record_quarantines_nothing(stage: Stage, left: str) -> None:
     work_file = stage.folder / "at-work"
     work_file.write_text(left)
     await stage.operator(work_file=work_file)

@@ -1,4 +1,4 @@
-"""A spec that the API server refuses: nothing of it is applied, and the job goes on to its end as it was accepted last."""
+"""A spec that the API server refuses: nothing of it is applied, and the job continues with the spec accepted last."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kestrl.testing.kubernetes import Controllers
-from kestrl_operator import applying, drawing
+from kestrl_operator import applying, manifests
 
 from .stage import JOB, NAMESPACE, Stage, ready, report
 from .test_learner import scene
@@ -41,7 +41,7 @@ async def test_nothing_of_a_job_is_applied_if_one_object_is_refused(stage: Stage
     await stage.until(lambda: stage.condition("Accepted")[:2] == ("True", "Valid"), "it is accepted")
 
 
-async def test_what_is_refused_is_tried_again_without_a_change(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_refused_object_is_retried_without_a_change(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(applying, "FIRST_RETRY", 0.2)
     quota = stage.cluster.fail("patch", "services", status=403, message="exceeded quota: services=2")
     await stage.operator()
@@ -50,7 +50,7 @@ async def test_what_is_refused_is_tried_again_without_a_change(stage: Stage, mon
     assert "exceeded quota" in stage.condition("Accepted")[2]
     await stage.until(lambda: quota.hits > 10, "it is tried again")
     assert not [child for child in stage.children() if child.startswith(("StatefulSet", "Deployment"))], (
-        "a pod lacks a Service"
+        "a pod misses a Service"
     )
     assert "startedAt" not in stage.status()
     quota.end()
@@ -67,7 +67,7 @@ async def test_a_finished_job_ends_whatever_its_newest_spec_is(stage: Stage, pat
         await stage.until(lambda: stage.condition("Ready")[0] == "True", "it goes on")
         assert stage.phase() == "Running"
         assert "the job goes on as it was accepted last" in stage.condition("Accepted")[2]
-        running.learner.tell(report("succeeded", 26))
+        running.learner.report(report("succeeded", 26))
         await stage.until(lambda: stage.phase() == "Succeeded", "it ends")
         await stage.until(lambda: running.replicas() == {0}, "its pods are let go")
         assert stage.condition("EnginesReady")[:2] == ("False", "Released")
@@ -80,14 +80,14 @@ async def test_a_job_is_suspended_whatever_else_its_spec_says(stage: Stage, patc
         await stage.until(lambda: stage.phase() == "Running", "it runs")
         edit(stage, patches=patches, suspend=True)
         await stage.until(lambda: running.learner.drains, "it drains")
-        running.learner.tell(report("suspended", 9))
+        running.learner.report(report("suspended", 9))
         await stage.until(lambda: running.replicas() == {0}, "its pods are let go")
         await stage.until(lambda: stage.phase() == "Suspended", "it is suspended")
         assert stage.condition("Accepted")[1] == "Invalid"
 
 
 async def test_a_deadline_of_a_refused_spec_counts_for_the_next_operator(stage: Stage) -> None:
-    """What is in force is kept with the job's objects: another process, which has seen no other spec, finds it."""
+    """The spec in force is kept with the job's objects, where another process finds it that has seen no other spec."""
     async with scene(stage, report("training", 9)) as running:
         await stage.until(lambda: stage.phase() == "Running", "it runs")
         await stage.stop(running.running)
@@ -99,7 +99,7 @@ async def test_a_deadline_of_a_refused_spec_counts_for_the_next_operator(stage: 
         await stage.until(lambda: running.replicas() == {0}, "its pods are let go")
 
 
-async def test_objects_are_kept_up_while_the_newest_spec_is_refused(stage: Stage) -> None:
+async def test_objects_are_maintained_while_the_newest_spec_is_refused(stage: Stage) -> None:
     Controllers(stage.cluster, started=ready)
     await stage.operator()
     stage.job()
@@ -113,9 +113,7 @@ async def test_objects_are_kept_up_while_the_newest_spec_is_refused(stage: Stage
     assert stage.cluster.get("deployments", NAMESPACE, f"{JOB}-tools")["spec"] == before
 
 
-async def test_one_object_refused_after_all_keeps_no_other_from_being_applied(
-    stage: Stage, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_late_refusal_does_not_stop_the_other_objects(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     """A quota on the number of objects: each passes the dry run, and one is too many."""
     monkeypatch.setattr(applying, "FIRST_RETRY", 1.0)
     Controllers(stage.cluster, started=ready)
@@ -134,19 +132,19 @@ async def test_one_object_refused_after_all_keeps_no_other_from_being_applied(
     await stage.until(lambda: stage.condition("Accepted")[0] == "True", "it is accepted")
 
 
-async def test_pods_are_let_go_even_if_their_workload_cannot_be_applied(stage: Stage) -> None:
+async def test_pods_are_released_even_if_their_workload_is_refused(stage: Stage) -> None:
     async with scene(stage, report("training", 9)) as running:
         await stage.until(lambda: stage.phase() == "Running", "it runs")
         stage.cluster.fail("patch", "deployments", times=1, status=422, message="no longer valid", dry_run=True)
         stage.cluster.fail("patch", "deployments", times=1, status=422, message="no longer valid", dry_run=False)
-        running.learner.tell(report("succeeded", 26))
+        running.learner.report(report("succeeded", 26))
         await stage.until(lambda: running.replicas() == {0}, "its pods are let go")
         await stage.until(lambda: stage.phase() == "Succeeded", "it has ended")
 
 
-async def test_a_spec_that_is_too_large_to_be_kept_is_refused(stage: Stage) -> None:
+async def test_a_spec_too_large_for_an_annotation_is_refused(stage: Stage) -> None:
     await stage.operator()
-    stage.job(tools=[{"name": "search", "use": "m:f", "config": {"text": "x" * drawing.LARGEST_SPEC}}])
+    stage.job(tools=[{"name": "search", "use": "m:f", "config": {"text": "x" * manifests.LARGEST_SPEC}}])
     await stage.until(lambda: stage.phase() == "Rejected", "it is refused")
     assert "spec: is 19" in stage.condition("Accepted")[2]
     assert stage.children() == []
@@ -155,6 +153,6 @@ async def test_a_spec_that_is_too_large_to_be_kept_is_refused(stage: Stage) -> N
 async def test_a_wrong_lifecycle_field_leaves_the_others_in_force(stage: Stage) -> None:
     async with scene(stage, report("training", 9)) as running:
         await stage.until(lambda: stage.phase() == "Running", "it runs")
-        edit(stage, activeDeadline="1s", suspend=True)  # no episode could end within a second
+        edit(stage, activeDeadline="1s", suspend=True)  # no episode can end within a second
         await until_refused(stage)
         await stage.until(lambda: running.learner.drains, "it drains")

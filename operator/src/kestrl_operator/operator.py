@@ -1,4 +1,4 @@
-"""The operator as a whole: watch always, write only while leading."""
+"""The operator process: always watches, writes only while it is the leader."""
 
 from __future__ import annotations
 
@@ -14,46 +14,47 @@ from typing import Any
 from kestrl.errors import KestrlError
 from kestrl.telemetry.metrics import observe
 from kestrl.telemetry.names import Metric
-from kestrl_operator import health, shell
+from kestrl_operator import health, watch
 from kestrl_operator.api import JOB, MANAGER, POD, Api, ApiProblem, Kind
-from kestrl_operator.at_work import AtWork
 from kestrl_operator.audit import Audit
-from kestrl_operator.checks import preflight
 from kestrl_operator.config import Config
 from kestrl_operator.events import Events
-from kestrl_operator.follow import Followers
-from kestrl_operator.lease import Lease
+from kestrl_operator.leader_election import LeaderElection
+from kestrl_operator.learner_stream import LearnerStreams
+from kestrl_operator.preflight import preflight
 from kestrl_operator.reconcile import Reconciler
 from kestrl_operator.store import WORKLOADS, Key, Store
-from kestrl_operator.work import Queue
+from kestrl_operator.work_record import WorkRecord
+from kestrl_operator.workqueue import Queue
 
 log = logging.getLogger(__name__)
-LONGEST_PASS = 120.0
-"""Seconds of one pass: every call within has a shorter time-out, so this ends what hangs for a reason nobody thought of."""
+PASS_SECONDS = 120.0
+"""Maximum seconds of one pass. Every call within it has a shorter time-out, so this ends passes that hang for an
+unforeseen reason."""
 REMEMBERED_CHANGES = 10_000
-TELLING = 15.0
-"""Seconds for telling of a pass that failed."""
-TOLD_FROM = 3
-"""An apiserver that fails so many passes of a job one after another is told of in its status; before, it is a hiccup."""
+REPORT_SECONDS = 15.0
+"""Maximum seconds to report a failed pass."""
+REPORT_AFTER_FAILURES = 3
+"""Consecutive failed passes of a job before its status reports them; fewer are considered transient."""
 
 
 class Operator:
-    """One process of it."""
+    """One operator process."""
 
     def __init__(self, config: Config, api: Api) -> None:
         self._config, self._api = config, api
         self._identity = os.environ.get("POD_NAME", f"{os.uname().nodename}-{os.getpid()}")
         self._store, self._queue = Store(), Queue[Key]()
-        self._followers = Followers(self._queue.add)
-        self._at_work = AtWork(config.work_file)
+        self._learner_streams = LearnerStreams(self._queue.add)
+        self._work_record = WorkRecord(config.work_file)
         events = Events(api, self._identity)
         self._reconciler = Reconciler(
-            api, self._store, self._followers, events, config.jobs, config.key(), self._at_work
+            api, self._store, self._learner_streams, events, config.jobs, config.key(), self._work_record
         )
         self._changes: OrderedDict[str, str] = OrderedDict()
         self._passes: Counter[str] = Counter()
-        self._watch = shell.Watch(self._take, config.namespaces)
-        self._lease = Lease(
+        self._watch = watch.Watch(self._take, config.namespaces)
+        self._election = LeaderElection(
             api,
             namespace=config.lease.namespace,
             name=config.lease.name,
@@ -62,11 +63,11 @@ class Operator:
         )
 
     async def run(self) -> None:
-        """Until SIGTERM.
+        """Runs until SIGTERM.
 
         Raises:
-            UserInputError: The cluster lacks something, or a port is taken.
-            ApiProblem: The apiserver does not answer at the start.
+            UserInputError: The cluster is missing something the operator needs, or a port is in use.
+            ApiProblem: The API server does not answer at the start.
         """
         may_list_nodes = await preflight(self._api, self._config)
         self._audit = Audit(
@@ -77,15 +78,17 @@ class Operator:
             lambda kind, given: self._take(kind, given, deleted=False),
             may_list_nodes=may_list_nodes,
         )
-        self._observe()
-        probes = await health.serve(self._config.health_listen, alive=self._wrong, ready=self._missing)
+        self._register_metrics()
+        probes = await health.serve(
+            self._config.health_listen, alive=self._unhealthy_reason, ready=self._not_ready_reason
+        )
         watching = asyncio.create_task(self._watch.run(), name="watch")
         auditing = asyncio.create_task(self._keep_auditing(), name="audit")
-        leading = asyncio.create_task(self._lease.hold(self._lead), name="lead")
-        told_to_go = asyncio.Event()
+        leading = asyncio.create_task(self._election.hold(self._lead), name="lead")
+        stop_requested = asyncio.Event()
         for name in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(name, told_to_go.set)
-        stopping = asyncio.create_task(told_to_go.wait(), name="stop-signal")
+            asyncio.get_running_loop().add_signal_handler(name, stop_requested.set)
+        stopping = asyncio.create_task(stop_requested.wait(), name="stop-signal")
         try:
             done, _ = await asyncio.wait([watching, auditing, leading, stopping], return_when=asyncio.FIRST_COMPLETED)
             for task in done:
@@ -95,47 +98,49 @@ class Operator:
             for task in (auditing, leading, stopping):
                 task.cancel()
             await asyncio.wait([auditing, leading, stopping])
-            # The lease first: whoever waits for it need not wait for the streams to close.
-            await self._lease.release()
-            await self._followers.close()
+            # The lease first: the next leader need not wait for the streams to close.
+            await self._election.release()
+            await self._learner_streams.close()
             await asyncio.wait([watching])
             await probes.cleanup()
-            self._at_work.close()
+            self._work_record.close()
 
     def _take(self, kind: Kind, given: Mapping[str, Any], deleted: bool) -> None:
-        """An event of a watch stream."""
+        """Handles an event of a watch stream."""
         if kind == JOB:
             before = self._generation(given)
             key: Key | None = self._store.job(given, deleted=deleted)
             if self._generation(given) != before:
                 self._queue.forgive(key)
-            self._audit.heard(given["metadata"]["uid"], int(given["metadata"]["resourceVersion"]))
+            self._audit.received(given["metadata"]["uid"], int(given["metadata"]["resourceVersion"]))
         elif kind == POD:
             key = self._store.pod(given, deleted=deleted)
         else:
-            key = self._take_ours(kind, given, deleted)
+            key = self._take_child(kind, given, deleted)
         if key is not None:
             self._queue.add(key)
 
     def _generation(self, given: Mapping[str, Any]) -> tuple[str, int] | None:
-        """Which job is known by a name, and which spec of it."""
+        """The uid and generation of the job that is known by this name."""
         metadata = self._store.jobs.get(Key(given["metadata"]["namespace"], given["metadata"]["name"]), {}).get(
             "metadata"
         )
         return None if metadata is None else (metadata["uid"], metadata.get("generation", 0))
 
-    def _take_ours(self, kind: Kind, given: Mapping[str, Any], deleted: bool) -> Key | None:
-        """What we applied, as somebody changed it: a deletion, or a generation that no apply of ours made."""
+    def _take_child(self, kind: Kind, given: Mapping[str, Any], deleted: bool) -> Key | None:
+        """Handles a change of an applied object: a deletion, or a change of its spec by another manager."""
         key = self._store.child(kind.name, given, deleted=deleted)
         if key is None:
             return None
-        touched = deleted or self._touched(given["metadata"]["uid"], changed_by_another(given))
+        touched = deleted or self._changed_by_others(given["metadata"]["uid"], changed_by_another(given))
         if touched:
             self._reconciler.drifted(key)
         return key if touched or kind.name in WORKLOADS else None
 
-    def _touched(self, uid: str, mark: str) -> bool:
-        """Whether somebody else changed an object since it was looked at last; a change that stands is answered once."""
+    def _changed_by_others(self, uid: str, mark: str) -> bool:
+        """Whether another manager changed the object since the last look at it; a change that persists is reacted to
+        once.
+        """
         if not mark or self._changes.get(uid) == mark:
             return False
         self._changes[uid] = mark
@@ -151,10 +156,10 @@ class Operator:
             except ApiProblem as error:
                 log.warning("%s", error)
                 wait = self._config.audit_seconds / 10
-            await asyncio.sleep(wait * random.uniform(0.9, 1.1))  # noqa: S311 - so that replicas do not ask together
+            await asyncio.sleep(wait * random.uniform(0.9, 1.1))  # noqa: S311 - spreads the replicas' lists
 
     async def _lead(self) -> None:
-        """Everything is looked at once, then whatever changes."""
+        """Reconciles every job once, then each job that changes."""
         await self._audit.done.wait()
         for key in self._store.jobs:
             self._queue.add(key)
@@ -166,19 +171,20 @@ class Operator:
         while True:
             key = await self._queue.take()
             try:
-                async with asyncio.timeout(LONGEST_PASS):
-                    look_again = await self._reconciler.reconcile(key)
+                async with asyncio.timeout(PASS_SECONDS):
+                    requeue_after = await self._reconciler.reconcile(key)
             except (KestrlError, TimeoutError) as error:
-                why = str(error) or f"a pass took longer than {LONGEST_PASS:g} s"
-                if self._queue.failures(key) + 1 >= TOLD_FROM:
-                    await self._tell(key, why)
+                why = str(error) or f"a pass took longer than {PASS_SECONDS:g} s"
+                if self._queue.failures(key) + 1 >= REPORT_AFTER_FAILURES:
+                    await self._report_failure(key, why)
                 wait = self._queue.failed(key)
                 self._passes["failed"] += 1
-                log.warning("%s: looked at again in %.1f s: %s", key, wait, why)
+                log.warning("%s: retried in %.1f s: %s", key, wait, why)
             except Exception as error:
-                # A bug of ours with one job must not take all others down; it is told with its traceback and tried again.
+                # A bug triggered by one job must not stop the others; it is logged with its traceback and the job is
+                # retried.
                 log.exception("%s: a bug", key)
-                await self._tell(key, f"a bug of the operator's, its log has more: {type(error).__name__}: {error}")
+                await self._report_failure(key, f"a bug in the operator, see its log: {type(error).__name__}: {error}")
                 self._queue.failed(key)
                 self._passes["bug"] += 1
             except BaseException:
@@ -186,39 +192,39 @@ class Operator:
                 raise
             else:
                 self._passes["ok"] += 1
-                self._queue.done(key, look_again)
+                self._queue.done(key, requeue_after)
 
-    async def _tell(self, key: Key, why: str) -> None:
-        """Tells of a pass that failed where the person who can act looks; what keeps that from being told is logged."""
+    async def _report_failure(self, key: Key, why: str) -> None:
+        """Reports a failed pass in the job's status; if that fails too, it is logged."""
         try:
-            async with asyncio.timeout(TELLING):
-                await self._reconciler.tell_of_failure(key, why)
+            async with asyncio.timeout(REPORT_SECONDS):
+                await self._reconciler.report_failure(key, why)
         except (KestrlError, TimeoutError) as error:
-            log.warning("%s: its status does not tell that %s: %s", key, why, error)
+            log.warning("%s: its status does not report this failure: %s: %s", key, why, error)
         except Exception:
-            log.exception("%s: its status does not tell that %s", key, why)
+            log.exception("%s: its status does not report this failure: %s", key, why)
 
-    def _wrong(self) -> str:
-        """Why this process should be started again."""
-        if self._audit.deaf:
-            return f"deaf: the watch does not tell of {', '.join(self._audit.deaf[:3])}"
+    def _unhealthy_reason(self) -> str:
+        """Why this process should be restarted; empty if it is healthy."""
+        if self._audit.stale:
+            return f"stale watch: no events for {', '.join(self._audit.stale[:3])}"
         return ""
 
-    def _missing(self) -> str:
-        """Why it is not ready."""
+    def _not_ready_reason(self) -> str:
+        """Why this process is not ready; empty if it is."""
         if not self._audit.done.is_set():
             return "the first list is not done"
-        return "" if self._watch.begun.is_set() else "the watch has not begun"
+        return "" if self._watch.begun.is_set() else "the watch has not started"
 
-    def _observe(self) -> None:
+    def _register_metrics(self) -> None:
         loop = asyncio.get_running_loop()
         observe(Metric.RECONCILES, lambda: self._passes)
         observe(Metric.OPERATOR_QUEUE, lambda: len(self._queue))
-        observe(Metric.OPERATOR_LEADER, lambda: int(self._lease.leading))
+        observe(Metric.OPERATOR_LEADER, lambda: int(self._election.leading))
         observe(Metric.OPERATOR_REQUESTS, lambda: self._api.requests)
-        observe(Metric.OPERATOR_FOLLOWED, lambda: len(self._followers))
+        observe(Metric.OPERATOR_FOLLOWED, lambda: len(self._learner_streams))
         observe(Metric.WATCH_AGE, lambda: loop.time() - self._audit.ended)
-        observe(Metric.OPERATOR_DEAF, lambda: len(self._audit.deaf))
+        observe(Metric.OPERATOR_DEAF, lambda: len(self._audit.stale))
         observe(Metric.OPERATOR_JOBS, self._phases)
 
     def _phases(self) -> dict[str, int]:
@@ -229,10 +235,10 @@ class Operator:
 
 
 def changed_by_another(given: Mapping[str, Any]) -> str:
-    """A mark of the last change to an object's spec by somebody but us; empty when there was none. Pure.
+    """A digest of the changes to an object's spec by other managers; empty when there are none. Pure.
 
-    Kubernetes' own controllers write status and annotations of ours, never the spec. A change by way of the scale subresource has no
-    time, so the generation is part of the mark.
+    Kubernetes' own controllers write status and annotations of applied objects, never the spec. A change through the
+    scale subresource has no time, so the generation is part of the digest.
     """
     metadata = given["metadata"]
     foreign = sorted(

@@ -1,6 +1,7 @@
-"""What is to be done with a job, from what is seen of it. Pure: every rule of its life is here, and nowhere else.
+"""The decision about a job, from its snapshot. Pure: every rule of a job's lifecycle is in this module.
 
-A job that has ended stays ended: its `Succeeded` condition says so, as a Kubernetes Job's does. Everything else is decided anew each time.
+A job that has ended stays ended, as recorded in its `Succeeded` condition, like a Kubernetes Job. Everything else is
+decided anew in each pass.
 """
 
 from __future__ import annotations
@@ -13,42 +14,44 @@ from kestrl.errors import Failure
 from kestrl.plan.components import Role
 from kestrl.plan.planning import group_seconds
 from kestrl.spec.job import FailureRule, JobSpec
-from kestrl_operator.conditions import Truth, Type
-from kestrl_operator.observe import NOTHING, Ended, Memory, Pod, Snapshot, seconds_of
+from kestrl_operator.conditions import ConditionStatus, Type
+from kestrl_operator.snapshot import NOTHING, Ended, Memory, Pod, Snapshot, seconds_of
 
 FIRST_WAIT, LONGEST_WAIT = 10.0, 300.0
-"""Seconds before the learner is started again after a failure it told of; doubled each time."""
-GOOD_STEPS = 10
-"""Steps of one start of the learner after which the restarts before it count no more against `backoffLimit`."""
+"""First and longest wait in seconds before the learner is restarted after a failure that it reported; doubled each
+time."""
+STABLE_STEPS = 10
+"""Steps since a start of the learner after which the earlier restarts no longer count against `backoffLimit`."""
 DRAIN_SECONDS = 180.0
-"""A drain may take this and a group's deadline; then pods are ended with whatever is checkpointed."""
-KUBERNETES_OWN = frozenset({"ContainerStatusUnknown", "Unknown"})
-"""Ends of a container that are none of its doing: kubelet lost it, or its node started anew."""
+"""Seconds that a drain may take, beside the deadline of a group; after that, pods are deleted with the last
+checkpoint."""
+CAUSED_BY_KUBERNETES = frozenset({"ContainerStatusUnknown", "Unknown"})
+"""Reasons of container ends that the container did not cause: the kubelet lost it, or its node restarted."""
 BUILT_IN = (
-    # Training on rollouts of another policy than the one named is not a thing to try again.
+    # Training on rollouts of another policy than the recorded one is a defect that a retry does not fix.
     FailureRule(role="learner", reason="engine/logprob_gap", action="Fail"),
-    # The learner has retried for minutes, and the fault is not the job's: started again as often as it takes.
+    # The learner has retried for minutes, and the job is not at fault: it is restarted without a limit.
     FailureRule(role="learner", reason="infrastructure/storage_unavailable", action="Ignore"),
 )
 """Rules that apply after the user's own."""
 
 
 class Stage(StrEnum):
-    """Where a job is."""
+    """The stage of a job's lifecycle."""
 
     REJECTED = "rejected"
     RUNNING = "running"
     DRAINING = "draining"
-    """Suspended, and the learner still has something to put away."""
+    """Suspended, and the learner still has state to save."""
     RELEASING = "releasing"
-    """Suspended, nothing left to put away, pods still going."""
+    """Suspended with all state saved, while pods terminate."""
     RELEASED = "released"
     ENDED = "ended"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """What is to be done."""
+    """What the next pass does with a job."""
 
     stage: Stage
     parked: bool
@@ -56,20 +59,20 @@ class Decision:
     attempts: int = 0
     restarts: int = 0
     forgiven: int = 0
-    """Attempts that count no more against `backoffLimit`."""
+    """Attempts that no longer count against `backoffLimit`."""
     drain: bool = False
-    """Tell the learner to finish its step, checkpoint and stop."""
+    """Whether the learner is asked to finish its step, checkpoint and stop."""
     delete: bool = False
-    """Its time to live is over."""
+    """Whether the job object is deleted because `ttlAfterFinished` has passed."""
     remove: tuple[tuple[str, str], ...] = ()
-    """Pods to delete, by name and uid: their program has ended well and is to run again."""
+    """Pods to delete, by name and uid: their program has exited normally and is to run again."""
     ended: tuple[str, str] | None = None
     """Reason and message of the end, if it ends now."""
     retry: str = ""
-    """What follows a failure, for a person."""
+    """What follows a failure, for the condition's message."""
     memory: Memory = NOTHING
-    look_again: float | None = None
-    """Seconds until time alone may change the decision."""
+    requeue_after: float | None = None
+    """Seconds after which another pass is due without an event."""
 
 
 def decide(seen: Snapshot) -> Decision:
@@ -87,19 +90,21 @@ def decide(seen: Snapshot) -> Decision:
 
 
 def _standing(seen: Snapshot, stage: Stage, *, parked: bool = False) -> Decision:
-    """The decision that restarts nothing."""
+    """A decision that restarts nothing."""
     return Decision(stage=stage, parked=parked, attempts=seen.attempts, restarts=seen.restarts, forgiven=seen.forgiven)
 
 
 def has_ended(seen: Snapshot) -> bool:
-    """Whether its end is written down."""
+    """Whether the end of the job is recorded in its status."""
     status, reason = seen.condition(Type.SUCCEEDED)
     return status == "True" or (status == "False" and reason != "Running")
 
 
 def began(seen: Snapshot) -> float | None:
-    """When it last began to run: a suspended job's deadline does not run on, as a Kubernetes Job's does not."""
-    if seen.condition(Type.SUSPENDED)[0] == Truth.TRUE:
+    """When it last began to run; None while it is suspended, since the deadline of a suspended job does not run, like a
+    Kubernetes Job's.
+    """
+    if seen.condition(Type.SUSPENDED)[0] == ConditionStatus.TRUE:
         return None
     return seconds_of(seen.status.get("startedAt"))
 
@@ -112,29 +117,29 @@ def _after_the_end(seen: Snapshot, spec: JobSpec | None) -> Decision:
     return replace(
         _standing(seen, Stage.ENDED, parked=True),
         delete=left is not None and left <= 0,
-        look_again=left if left is not None and left > 0 else None,
+        requeue_after=left if left is not None and left > 0 else None,
     )
 
 
 def _end(seen: Snapshot, spec: JobSpec) -> tuple[str, str] | None:
     """Reason and message of the job's end, if it ends now."""
-    told = seen.speaking
-    if told is not None and told.report.phase == "succeeded":
+    live = seen.live_report
+    if live is not None and live.report.phase == "succeeded":
         return (
             "Completed",
-            f"{told.report.step} steps; the adapter is {told.report.policy_uri}",
+            f"{live.report.step} steps; the adapter is {live.report.policy_uri}",
         )
     failed = _failed(seen, spec)
     if failed is not None:
         return failed
-    for item, role in _endings(seen):
+    for item, role in _container_failures(seen):
         if _rule(spec, role, item.reason).action == "Fail":
             return "LearnerFailed" if role is Role.LEARNER else "BackoffExceeded", f"{role}: {item}"
     if spec.suspend:
         return None
     if seen.counted >= spec.failure_policy.backoff_limit:
-        for item in _endings_of_the_whole(seen, spec):
-            return "BackoffExceeded", f"{_too_often(seen, spec, 'a part of the job failed')}: {item}"
+        for item in _job_restart_causes(seen, spec):
+            return "BackoffExceeded", f"{_too_often(seen, spec, 'a component failed')}: {item}"
     return _past_a_deadline(seen, spec)
 
 
@@ -148,32 +153,36 @@ def _past_a_deadline(seen: Snapshot, spec: JobSpec) -> tuple[str, str] | None:
 
 
 def pending(seen: Snapshot) -> tuple[float, str] | None:
-    """Since when the job waits for a pod that cannot start or is not even made, and why; None if it waits for none."""
+    """Since when the job waits for a pod that cannot start or has not been created, and why; None if it waits for
+    none.
+    """
     if held(seen):
         return None
     admitted = 0.0 if seen.queue is None else began(seen) or seen.now
-    waiting = [(max(pod.made, admitted), f"{pod.name}: {_what_for(pod)}") for pod in stuck(seen)[:1]]
+    waiting = [(max(pod.made, admitted), f"{pod.name}: {_waits_for(pod)}") for pod in stuck(seen)[:1]]
     if seen.unmade is not None:
         waiting.append(seen.unmade)
     return min(waiting, default=None)
 
 
-def _what_for(pod: Pod) -> str:
-    """What a pod that has not started waits for."""
+def _waits_for(pod: Pod) -> str:
+    """The reason why a pod has not started."""
     if pod.unstartable or pod.unscheduled or pod.ended:
         return pod.unstartable or pod.unscheduled or str(pod.ended[0])
-    return "its containers are not made; its events say why" if pod.scheduled else "it is not scheduled"
+    return "its containers are not created; see its events" if pod.scheduled else "it is not scheduled"
 
 
 def held(seen: Snapshot) -> bool:
-    """Whether a queue has not admitted the job yet: that wait is the queue's, and no deadline of the job's runs."""
+    """Whether a queue has not admitted the job yet. No deadline of the job runs during that wait."""
     if seen.queue is None or seen.unmade is not None:
-        return False  # pods that are refused wait for no queue
+        return False  # pods that cannot be created are not waiting for a queue
     return not seen.present or any(pod.gated for pod in seen.staying)
 
 
-def lacking(seen: Snapshot) -> float | None:
-    """Since when pods cannot start or are not even made, so that an object of ours that is not watched may be missing; None if none is."""
+def short_of_pods_since(seen: Snapshot) -> float | None:
+    """Since when pods cannot start or have not been created, which a missing object that is not watched may cause; None
+    if all have started.
+    """
     since = [pod.made for pod in stuck(seen) if pod.scheduled]
     if seen.unmade is not None:
         since.append(seen.unmade[0])
@@ -182,13 +191,15 @@ def lacking(seen: Snapshot) -> float | None:
 
 def _too_often(seen: Snapshot, spec: JobSpec, what: str) -> str:
     limit = spec.failure_policy.backoff_limit
-    since = f" since {GOOD_STEPS} steps in a row went well" if seen.forgiven else ""
+    since = f" since {STABLE_STEPS} successful steps in a row" if seen.forgiven else ""
     return f"{what} {seen.counted + 1} times{since}, failurePolicy.backoffLimit is {limit}; the last time"
 
 
 def _failed(seen: Snapshot, spec: JobSpec) -> tuple[str, str] | None:
-    """The end that a failure of the learner is, by its rule or because there were too many."""
-    failure = told_failure(seen)
+    """Reason and message of the end that a learner failure causes, by its rule or because the limit is reached; None if
+    it causes none.
+    """
+    failure = reported_failure(seen)
     if failure is None:
         return None
     rule = rule_for(spec, failure)
@@ -199,17 +210,17 @@ def _failed(seen: Snapshot, spec: JobSpec) -> tuple[str, str] | None:
     return None
 
 
-def told_failure(seen: Snapshot) -> Failure | None:
-    """What the learner of this very attempt failed of."""
-    told = seen.speaking
-    if told is None:
+def reported_failure(seen: Snapshot) -> Failure | None:
+    """The failure that the learner of this attempt reported, if any."""
+    live = seen.live_report
+    if live is None:
         return None
-    pod = next((pod for pod in seen.of(Role.LEARNER) if pod.uid == told.pod), None)
-    return told.failure if pod is not None and pod.attempts == seen.attempts else None
+    pod = next((pod for pod in seen.of(Role.LEARNER) if pod.uid == live.pod), None)
+    return live.failure if pod is not None and pod.attempts == seen.attempts else None
 
 
 def rule_for(spec: JobSpec, failure: Failure) -> FailureRule:
-    """The first rule that fits a failure the learner told of."""
+    """The first rule that matches a failure reported by the learner."""
     return _rule(spec, Role.LEARNER, f"{failure.boundary}/{failure.code}")
 
 
@@ -223,24 +234,25 @@ def _fits(pattern: str, reason: str) -> bool:
     return pattern in {"*", reason} or (pattern.endswith("/*") and reason.startswith(pattern[:-1]))
 
 
-def _endings(seen: Snapshot) -> Iterator[tuple[Ended, Role]]:
+def _container_failures(seen: Snapshot) -> Iterator[tuple[Ended, Role]]:
     for pod in seen.staying:
         for item in pod.ended:
-            if item.reason not in KUBERNETES_OWN and pod.job_restarts == seen.restarts:
+            if item.reason not in CAUSED_BY_KUBERNETES and pod.job_restarts == seen.restarts:
                 yield item, pod.role
 
 
-def _endings_of_the_whole(seen: Snapshot, spec: JobSpec) -> Iterator[str]:
-    """Those for which a rule wants the whole job started again."""
-    for item, role in _endings(seen):
+def _job_restart_causes(seen: Snapshot, spec: JobSpec) -> Iterator[str]:
+    """Container failures for which a rule restarts the whole job."""
+    for item, role in _container_failures(seen):
         if _rule(spec, role, item.reason).action == "RestartJob":
             yield f"{role}: {item}"
 
 
 def stuck(seen: Snapshot) -> list[Pod]:
-    """Pods that have not started and wait for a node, an image, a volume or a secret, or whose preparation fails; the longest first.
+    """Pods that have not started and wait for a node, an image, a volume or a secret, or whose preparation fails; the
+    longest waiting first.
 
-    One that a queue holds back waits for none of these.
+    A pod that a queue holds back waits for none of these.
     """
     waiting = [
         pod
@@ -251,30 +263,30 @@ def stuck(seen: Snapshot) -> list[Pod]:
 
 
 def _suspended(seen: Snapshot, spec: JobSpec) -> Decision:
-    """Drain, checkpoint, confirm, and only then let go of the pods."""
+    """The decision for a suspended job: drain, checkpoint, confirm, and only then delete the pods."""
     standing = _standing(seen, Stage.RELEASING, parked=True)
     if not seen.present:
         return replace(standing, stage=Stage.RELEASED)
-    if not _has_something_to_put_away(seen):
+    if not _must_drain(seen):
         return standing
     since = seen.now if seen.memory.draining is None else seen.memory.draining
     left = since + DRAIN_SECONDS + group_seconds(spec) - seen.now
     if left <= 0:
         return standing
     memory = Memory(draining=since, failed=seen.memory.failed)
-    return replace(standing, stage=Stage.DRAINING, parked=False, drain=True, memory=memory, look_again=left)
+    return replace(standing, stage=Stage.DRAINING, parked=False, drain=True, memory=memory, requeue_after=left)
 
 
-def _has_something_to_put_away(seen: Snapshot) -> bool:
+def _must_drain(seen: Snapshot) -> bool:
     if seen.learner is not None and seen.learner.replicas == 0:
-        return False  # it was let go before: pods that are still there are on their way out
-    told = seen.speaking
-    return told is not None and told.report.phase not in {"starting", "suspended", "failed", "succeeded"}
+        return False  # it was scaled down before: the remaining pods are terminating
+    live = seen.live_report
+    return live is not None and live.report.phase not in {"starting", "suspended", "failed", "succeeded"}
 
 
 def _running(seen: Snapshot, spec: JobSpec) -> Decision:
     deadline = _until_a_deadline(seen, spec)
-    failure = told_failure(seen)
+    failure = reported_failure(seen)
     if failure is None:
         return _restarted_pods(seen, spec, deadline)
     standing = _standing(seen, Stage.RUNNING)
@@ -284,50 +296,52 @@ def _running(seen: Snapshot, spec: JobSpec) -> Decision:
     if action == "Ignore":
         nth = "; this failure does not count"
     since = seen.now if seen.memory.failed is None else seen.memory.failed
-    left = since + back_off(seen.counted) - seen.now
+    left = since + backoff(seen.counted) - seen.now
     if left > 0:
-        retry = f"{what} is started again in {left:.0f} s{nth}"
-        return replace(standing, retry=retry, memory=Memory(failed=since), look_again=_earliest(left, deadline))
-    again = replace(standing, retry=f"{what} is started again{nth}", look_again=deadline)
+        retry = f"{what} is restarted in {left:.0f} s{nth}"
+        return replace(standing, retry=retry, memory=Memory(failed=since), requeue_after=_earliest(left, deadline))
+    again = replace(standing, retry=f"{what} is restarted{nth}", requeue_after=deadline)
     if action == "Ignore":
-        return replace(again, remove=_who_speaks(seen))
+        return replace(again, remove=_reporting_pod(seen))
     return replace(again, attempts=seen.attempts + 1, restarts=seen.restarts + int(action == "RestartJob"))
 
 
-def back_off(counted: int) -> float:
-    """Seconds between a failure that the learner reported and the next start, after so many that count."""
+def backoff(counted: int) -> float:
+    """Seconds between a failure that the learner reported and its restart, after `counted` failures that count."""
     return min(LONGEST_WAIT, FIRST_WAIT * 2.0 ** min(counted, 16))
 
 
 def _restarted_pods(seen: Snapshot, spec: JobSpec, deadline: float | None) -> Decision:
-    """Running; where a rule wants the whole job started again because a container ended, it is."""
-    again = int(any(_endings_of_the_whole(seen, spec)))
+    """The decision for a running job without a learner failure: the whole job is restarted if a rule asks for that
+    after a container failure.
+    """
+    again = int(any(_job_restart_causes(seen, spec)))
     return replace(
         _standing(seen, Stage.RUNNING),
         attempts=seen.attempts + again,
         restarts=seen.restarts + again,
-        forgiven=seen.attempts if _goes_well(seen) else seen.forgiven,
+        forgiven=seen.attempts if _is_stable(seen) else seen.forgiven,
         remove=_resumed(seen),
-        look_again=deadline,
+        requeue_after=deadline,
     )
 
 
-def _goes_well(seen: Snapshot) -> bool:
-    """Whether the learner of the last start has done enough steps for the restarts before it to be forgiven."""
-    told = seen.speaking
-    pod = None if told is None else next((pod for pod in seen.of(Role.LEARNER) if pod.uid == told.pod), None)
-    return told is not None and told.gained >= GOOD_STEPS and pod is not None and pod.attempts == seen.attempts
+def _is_stable(seen: Snapshot) -> bool:
+    """Whether the learner has done enough steps since its last start for earlier restarts to no longer count."""
+    live = seen.live_report
+    pod = None if live is None else next((pod for pod in seen.of(Role.LEARNER) if pod.uid == live.pod), None)
+    return live is not None and live.gained >= STABLE_STEPS and pod is not None and pod.attempts == seen.attempts
 
 
 def _resumed(seen: Snapshot) -> tuple[tuple[str, str], ...]:
-    """The learner's pod, if it drained for a suspension that was taken back before the pod was let go."""
-    told = seen.speaking
-    return _who_speaks(seen) if told is not None and told.report.phase == "suspended" else ()
+    """The learner's pod, if it drained for a suspension that was revoked before the pod was deleted."""
+    live = seen.live_report
+    return _reporting_pod(seen) if live is not None and live.report.phase == "suspended" else ()
 
 
-def _who_speaks(seen: Snapshot) -> tuple[tuple[str, str], ...]:
-    told = seen.speaking
-    return tuple((pod.name, pod.uid) for pod in seen.of(Role.LEARNER) if told is not None and pod.uid == told.pod)
+def _reporting_pod(seen: Snapshot) -> tuple[tuple[str, str], ...]:
+    live = seen.live_report
+    return tuple((pod.name, pod.uid) for pod in seen.of(Role.LEARNER) if live is not None and pod.uid == live.pod)
 
 
 def _until_a_deadline(seen: Snapshot, spec: JobSpec) -> float | None:

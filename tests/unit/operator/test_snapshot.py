@@ -1,4 +1,4 @@
-"""From objects as Kubernetes really writes them to what the operator knows."""
+"""From objects as Kubernetes writes them to the operator's snapshot."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import pytest
 from kestrl.api.learner.v1 import learner_pb2 as pb
 from kestrl.errors import Boundary, Failure
 from kestrl.plan.components import Role
-from kestrl_operator.observe import Ended, Pod, is_input, last_words, node_of, pod_of, seconds_of, workload_of
+from kestrl_operator.snapshot import Ended, Pod, is_input, node_of, pod_of, seconds_of, termination_message, workload_of
 
-from .seen import NOW, all_pods, at, engine, failed, over, pod, report, snapshot, told, version, workloads
+from .samples import NOW, all_pods, at, engine, failed, learner_report, over, pod, report, snapshot, version, workloads
 
 MADE = "2026-03-01T10:00:00Z"
 
@@ -26,13 +26,13 @@ def written(
     metadata: dict[str, Any] | None = None,
     **status: Any,
 ) -> dict[str, Any]:
-    """A pod of the engines as the apiserver gives it."""
+    """An engine pod as returned by the API server."""
     spec: dict[str, Any] = {"containers": [{"name": "engine"}, {"name": "inference"}]}
     if node is not None:
         spec["nodeName"] = node
     if gates:
         spec["schedulingGates"] = [{"name": name} for name in gates]
-    told_of = [{"type": kind, **rest} for kind, rest in (conditions or {}).items()]
+    progress = [{"type": kind, **rest} for kind, rest in (conditions or {}).items()]
     made: dict[str, Any] = {
         "name": "email-search-inference-0",
         "namespace": "team-a",
@@ -41,7 +41,7 @@ def written(
         "labels": {"kestrl.dev/job": "email-search", "kestrl.dev/role": "inference"},
         "annotations": {"kestrl.dev/restarts": "2"},
     }
-    now: dict[str, Any] = {"phase": phase, "conditions": told_of, **status}
+    now: dict[str, Any] = {"phase": phase, "conditions": progress, **status}
     if init is not None:
         now["initContainerStatuses"] = [init]
     if containers:
@@ -54,13 +54,13 @@ def container(name: str = "engine", *, ready: bool = False, restarts: int = 0, *
 
 
 def waits(reason: str, message: str | None = None, **others: Any) -> dict[str, Any]:
-    told = {"reason": reason} if message is None else {"reason": reason, "message": message}
-    return container(**({"state": {"waiting": told}} | others))
+    state = {"reason": reason} if message is None else {"reason": reason, "message": message}
+    return container(**({"state": {"waiting": state}} | others))
 
 
 def terminated(code: int, reason: str = "Error", message: str | None = None) -> dict[str, Any]:
-    told = {"exitCode": code, "reason": reason, "startedAt": MADE, "finishedAt": MADE, "containerID": "containerd://1"}
-    return {"terminated": told if message is None else {**told, "message": message}}
+    state = {"exitCode": code, "reason": reason, "startedAt": MADE, "finishedAt": MADE, "containerID": "containerd://1"}
+    return {"terminated": state if message is None else {**state, "message": message}}
 
 
 RUNS = {"running": {"startedAt": MADE}}
@@ -186,7 +186,7 @@ STATES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
         {"ended": (Ended(container="engine", reason="Error", code=1, message="KeyError: 'x'"),)},
     ),
     (
-        "a signal ended it and no code is told",
+        "a signal ended it and there is no exit code",
         written(container(state={"terminated": {"signal": 9, "exitCode": 0}}), conditions=NOT_READY),
         {"ended": (Ended(container="engine", reason="Error", code=0, message=""),)},
     ),
@@ -196,19 +196,19 @@ STATES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
         {"ended": (Ended(container="engine", reason="OOMKilled", code=137, message=""),), "restarts": 1},
     ),
     (
-        "it runs well again after a restart",
+        "it runs again after a restart",
         written(
             container(ready=True, restarts=1, state=RUNS, lastState=terminated(137, "OOMKilled")), conditions=READY
         ),
         {"ended": (), "restarts": 1, "ready": True},
     ),
     (
-        "it was told to end and ended well",
+        "it was asked to end and ended without an error",
         written(container(state=terminated(0, "Completed")), conditions=NOT_READY),
         {"ended": ()},
     ),
     (
-        "it ends well again and again, which nothing of a job should",
+        "it ends without an error again and again",
         written(
             container(
                 restarts=5, state={"waiting": {"reason": "CrashLoopBackOff"}}, lastState=terminated(0, "Completed")
@@ -244,7 +244,7 @@ STATES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
         {"deleting": True, "over": False},
     ),
     (
-        "its node answers no more",
+        "its node does not answer",
         written(phase="Unknown", conditions={"Ready": {"status": "Unknown"}}),
         {"ready": False, "over": False},
     ),
@@ -252,7 +252,7 @@ STATES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("given", "known"), [state[1:] for state in STATES], ids=[state[0] for state in STATES])
-def test_a_pod_is_known_for_what_it_is(given: dict[str, Any], known: dict[str, Any]) -> None:
+def test_a_pod_is_read_with_its_state(given: dict[str, Any], known: dict[str, Any]) -> None:
     found = pod_of(given)
     assert found is not None
     assert {name: getattr(found, name) for name in known} == known
@@ -275,14 +275,14 @@ def test_a_pod_is_known_for_what_it_is(given: dict[str, Any], known: dict[str, A
         ("RunContainerError", "failed to create shim task: OCI runtime create failed"),
     ],
 )
-def test_a_container_that_waiting_alone_does_not_start_is_told_of(reason: str, message: str) -> None:
+def test_a_container_that_waiting_does_not_start_is_reported(reason: str, message: str) -> None:
     found = pod_of(written(waits(reason, message), container("inference", ready=True, state=RUNS), phase="Pending"))
     assert found is not None
     assert found.unstartable == f"engine: {reason}: {message}"
 
 
 @pytest.mark.parametrize("reason", ["ContainerCreating", "PodInitializing", "CrashLoopBackOff"])
-def test_a_container_that_waits_as_all_do_can_start(reason: str) -> None:
+def test_a_container_that_is_being_created_can_start(reason: str) -> None:
     found = pod_of(written(waits(reason), phase="Pending"))
     assert found is not None
     assert found.unstartable == ""
@@ -291,7 +291,7 @@ def test_a_container_that_waits_as_all_do_can_start(reason: str) -> None:
 @pytest.mark.parametrize(
     ("annotation", "count"), [("7", 7), ("", 0), ("-1", 0), ("many", 0), ("²", 0), ("9" * 5000, 0), ("12 ", 0)]
 )
-def test_counts_that_somebody_spoiled_are_none(annotation: str, count: int) -> None:
+def test_invalid_counts_are_zero(annotation: str, count: int) -> None:
     marks = {"kestrl.dev/attempts": annotation, "kestrl.dev/restarts": annotation}
     found = pod_of(written(metadata={"annotations": marks}))
     assert found is not None
@@ -304,7 +304,7 @@ def test_counts_that_somebody_spoiled_are_none(annotation: str, count: int) -> N
 
 
 @pytest.mark.parametrize("labels", [{}, {"app": "nginx"}, {"kestrl.dev/role": "cook"}])
-def test_a_pod_of_nobodys_is_none(labels: dict[str, str]) -> None:
+def test_a_pod_of_no_job_is_ignored(labels: dict[str, str]) -> None:
     assert pod_of({"metadata": {"name": "x", "uid": "u", "labels": labels}}) is None
     assert pod_of({"metadata": {"name": "x", "uid": "u"}}) is None
 
@@ -321,11 +321,11 @@ def test_a_pod_of_nobodys_is_none(labels: dict[str, str]) -> None:
         (f"error: {'x' * 4000}", "x" * 500),
     ],
 )
-def test_the_last_words_of_a_program_are_its_error(text: str, words: str) -> None:
-    assert last_words(text) == words
+def test_the_termination_message_is_the_last_error(text: str, words: str) -> None:
+    assert termination_message(text) == words
 
 
-def test_an_end_reads_as_a_sentence() -> None:
+def test_a_container_end_has_a_readable_message() -> None:
     assert str(Ended(container="engine", reason="OOMKilled", code=137, message="")) == (
         "engine ended with OOMKilled (137)"
     )
@@ -334,7 +334,7 @@ def test_an_end_reads_as_a_sentence() -> None:
     )
 
 
-def test_a_workload_tells_what_the_operator_wrote_on_it_and_nothing_else() -> None:
+def test_a_workload_keeps_only_the_operators_annotations() -> None:
     found = workload_of(
         {
             "metadata": {
@@ -365,7 +365,7 @@ def test_a_job_without_a_learner_was_never_started_again() -> None:
     assert (snapshot(workloads={}).attempts, snapshot(workloads={}).restarts) == (0, 0)
 
 
-def test_a_node_is_known_by_what_it_has_and_not_by_how_it_feels_now() -> None:
+def test_a_node_has_its_resources_and_no_transient_taints() -> None:
     found = node_of(
         {
             "metadata": {"name": "gpu-1", "labels": {"pool": "a100"}},
@@ -401,14 +401,14 @@ GOING = pod(Role.LEARNER, deleting=True)
         (all_pods(pod(Role.LEARNER, uid="another")), True, False),
         ([], True, False),
     ],
-    ids=["it is there", "its stream broke", "it is going", "it was evicted", "another was made", "it is gone"],
+    ids=["it exists", "its stream broke", "it is being deleted", "it was evicted", "another was created", "it is gone"],
 )
-def test_only_a_learner_that_is_there_is_heard(pods: list[Pod], connected: bool, heard: bool) -> None:
-    speaks = told(report(), connected=connected)
-    assert snapshot(pods=pods, told=speaks).speaking is (speaks if heard else None)
+def test_only_reports_of_an_existing_learner_pod_count(pods: list[Pod], connected: bool, heard: bool) -> None:
+    latest = learner_report(report(), connected=connected)
+    assert snapshot(pods=pods, last_report=latest).live_report is (latest if heard else None)
 
 
-def test_pods_that_are_over_are_of_no_role_any_more_and_hold_no_place() -> None:
+def test_ended_pods_count_for_no_role() -> None:
     evicted, going = pod(Role.ROLLOUT, 1, phase="Failed"), pod(Role.ROLLOUT, 2, deleting=True)
     seen = snapshot(pods=[pod(Role.ROLLOUT), evicted, going])
     assert [item.name for item in seen.of(Role.ROLLOUT)] == ["email-search-rollout-0"]
@@ -429,29 +429,38 @@ def test_pods_that_are_over_are_of_no_role_any_more_and_hold_no_place() -> None:
         (report(policy=None), 0),
         (pb.WatchProgressResponse(engines=[engine(0, None)], engines_converged=1), 0),
     ],
-    ids=["both", "the count says one", "one lags", "one twice", "one has none", "nobody looks", "none new", "nothing"],
+    ids=[
+        "both",
+        "the count says one",
+        "one lags",
+        "one twice",
+        "one has none",
+        "no engine is listed",
+        "none new",
+        "nothing",
+    ],
 )
-def test_a_version_is_proved_by_an_engines_own_word(given: pb.WatchProgressResponse, proved: int) -> None:
-    assert told(given).proved == proved
+def test_a_version_is_verified_by_each_engines_own_report(given: pb.WatchProgressResponse, proved: int) -> None:
+    assert learner_report(given).verified == proved
 
 
-def test_a_policy_is_the_one_that_was_told() -> None:
-    assert told(report()).policy == version(14)
-    assert told(report(policy=None)).policy is None
+def test_the_policy_is_the_one_in_the_report() -> None:
+    assert learner_report(report()).policy == version(14)
+    assert learner_report(report(policy=None)).policy is None
 
 
-def test_a_learner_that_failed_and_does_not_say_why_has_failed_nonetheless() -> None:
-    failure = told(over("failed", message="half a sentence")).failure
+def test_a_learner_that_failed_without_a_reason_has_failed() -> None:
+    failure = learner_report(over("failed", message="half a sentence")).failure
     assert failure is not None
     assert (str(failure.boundary), failure.code, failure.message) == ("infrastructure", "internal", "half a sentence")
-    assert told(report()).failure is None
-    known = told(failed(Boundary.ENGINE, "logprob_gap")).failure
+    assert learner_report(report()).failure is None
+    known = learner_report(failed(Boundary.ENGINE, "logprob_gap")).failure
     assert known is not None
     assert known.code == "logprob_gap"
 
 
-def test_a_failure_on_the_way_is_not_the_runs_end() -> None:
-    assert told(report(failure=failed().failure)).failure is None
+def test_a_failure_of_a_running_learner_does_not_end_the_run() -> None:
+    assert learner_report(report(failure=failed().failure)).failure is None
 
 
 @pytest.mark.parametrize(
@@ -465,11 +474,11 @@ def test_a_failure_on_the_way_is_not_the_runs_end() -> None:
         (Boundary.TOOL, "tool_raised", False),
     ],
 )
-def test_a_failure_is_a_persons_to_mend_or_not(boundary: Boundary, code: str, persons: bool) -> None:
+def test_user_errors_are_distinguished_from_other_failures(boundary: Boundary, code: str, persons: bool) -> None:
     assert is_input(Failure(boundary=boundary, code=code, message="")) is persons
 
 
-def test_a_condition_that_does_not_stand_is_unknown() -> None:
+def test_a_condition_that_is_not_in_the_status_is_unknown() -> None:
     stands = {"conditions": [{"type": "Ready", "status": "True", "reason": "Training"}]}
     assert snapshot(status=stands).condition("Ready") == ("True", "Training")
     assert snapshot(status=stands).condition("Suspended") == ("Unknown", "")

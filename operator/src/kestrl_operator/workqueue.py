@@ -1,4 +1,6 @@
-"""What is to be looked at next: each key once, at its time, by one worker at a time, later and later when it keeps failing."""
+"""A rate-limited work queue: each key once, when it is due, on one worker at a time, with back-off while it keeps
+failing.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ FIRST_BACKOFF, LONGEST_BACKOFF = 0.5, 120.0
 
 
 class Queue(Generic[Key]):
-    """Keys that wait. A key that is worked on and added meanwhile waits until that work is done, and is then taken once more."""
+    """Keys that wait for a worker. A key added while it is being processed is queued again when that processing
+    ends.
+    """
 
     def __init__(self) -> None:
         self._due: dict[Key, float] = {}
@@ -21,9 +25,10 @@ class Queue(Generic[Key]):
         self._again: dict[Key, float] = {}
         self._failures: dict[Key, int] = {}
         self._patience: dict[Key, float] = {}
-        """Until when a key that failed is left alone."""
+        """The time before which a failed key is not processed again."""
         self._forgiven: set[Key] = set()
-        """Keys that were forgiven while they were worked on: how that work ends says nothing of what they are now."""
+        """Keys whose failures were reset while they were being processed: the result of that processing does not apply
+        to their new state."""
         self._count = 0
         self._changed = asyncio.Event()
 
@@ -31,7 +36,9 @@ class Queue(Generic[Key]):
         return len(self._due) + len(self._taken)
 
     def add(self, key: Key, delay: float = 0.0) -> None:
-        """Wants a key looked at, so many seconds from now; an earlier wish stands. One that failed is not taken before its time."""
+        """Queues a key to be due after `delay` seconds; an earlier due time is kept. A failed key is not due before its
+        back-off ends.
+        """
         due = max(asyncio.get_running_loop().time() + delay, self._patience.get(key, 0.0))
         if key in self._taken:
             self._again[key] = min(due, self._again.get(key, due))
@@ -42,7 +49,7 @@ class Queue(Generic[Key]):
             self._changed.set()
 
     async def take(self) -> Key:
-        """The next key whose time has come; `done`, `failed` or `forget` gives it back."""
+        """The next key that is due; the caller returns it with `done` or `failed`."""
         while True:
             self._changed.clear()
             wait = self._until_next()
@@ -62,25 +69,25 @@ class Queue(Generic[Key]):
     def _until_next(self) -> float | None:
         return None if not self._order else self._order[0][0] - asyncio.get_running_loop().time()
 
-    def done(self, key: Key, look_again: float | None = None) -> None:
-        """The work on a key went well."""
+    def done(self, key: Key, requeue_after: float | None = None) -> None:
+        """Returns a key that was processed without an error."""
         self.forgive(key)
         self._forgiven.discard(key)
-        self._give_back(key, look_again)
+        self._give_back(key, requeue_after)
 
     def forgive(self, key: Key) -> None:
-        """Something changed that may have mended a key: what failed before does not count."""
+        """Resets the failures of a key, after a change that may have fixed it."""
         self._failures.pop(key, None)
         self._patience.pop(key, None)
         if key in self._taken:
             self._forgiven.add(key)
 
     def failures(self, key: Key) -> int:
-        """How often the work on a key has failed since it last went well, or was forgiven."""
+        """Consecutive failures of a key since its last success or reset."""
         return self._failures.get(key, 0)
 
     def failed(self, key: Key) -> float:
-        """It did not; returns the seconds after which the key is taken again."""
+        """Returns a key whose processing failed; returns the seconds until it is due again."""
         if key in self._forgiven:
             self._forgiven.discard(key)
             self._give_back(key, 0.0)

@@ -1,4 +1,4 @@
-"""The election: one writes at a time, whatever becomes of its requests and whatever the clocks say."""
+"""Leader election: one operator writes at a time, whatever happens to its requests and clocks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .stage import NAMESPACE, Stage
 
 PLACE = ("leases", "kestrl-system", "kestrl-operator")
 SECONDS = 1.0
-"""Of the lease, where a test does not say otherwise."""
+"""Duration of the lease, where a test does not set another."""
 
 
 @pytest.fixture(autouse=True)
@@ -26,7 +26,7 @@ def short(stage: Stage) -> None:
 
 @asynccontextmanager
 async def stirring(stage: Stage, controllers: Controllers) -> AsyncGenerator[None]:
-    """Something that the leader must write about, all the time."""
+    """Changes that the leader must write about, all the time."""
 
     async def stir() -> None:
         for number in count():
@@ -44,7 +44,7 @@ async def stirring(stage: Stage, controllers: Controllers) -> AsyncGenerator[Non
 
 
 def taken(stage: Stage, user: str) -> float | None:
-    """When a user's first successful write of the lease was asked for."""
+    """When a user's first successful write of the lease was requested."""
     writes = [
         item for item in stage.cluster.requests(resource="leases", user=user) if item.verb in {"create", "update"}
     ]
@@ -108,7 +108,7 @@ async def test_a_leader_that_stops_hands_over_at_once(stage: Stage) -> None:
     assert {item.user for item in stage.cluster.writes()} == {"b"}
 
 
-async def test_who_cannot_give_the_lease_back_does_not_wait_for_long(stage: Stage) -> None:
+async def test_a_failed_release_of_the_lease_does_not_wait_long(stage: Stage) -> None:
     running = await stage.operator("a")
     stage.cluster.fail(resource="leases", delay=60.0)
     began = asyncio.get_running_loop().time()
@@ -123,18 +123,18 @@ async def test_the_clocks_of_two_machines_are_never_compared(stage: Stage) -> No
     stage.begin("a")
     await stage.until(lambda: stage.cluster.requests("get", "leases"), "it is looked at")
     for number in range(8):
-        # Renewed, by a clock that stands elsewhere: it is held.
+        # Renewed, by a clock with another time: it is held.
         stage.cluster.edit(*PLACE, {"spec": {"renewTime": (past, future)[number % 2].format(number)}})
         await asyncio.sleep(0.2)
         assert stage.holder() == "ghost"
-    # No more, though by that clock it has decades to go.
+    # Expired, although it is valid for decades by that clock.
     renewed = asyncio.get_running_loop().time()
     await stage.until(lambda: stage.holder() == "a", "the lease has run out")
     assert asyncio.get_running_loop().time() - renewed > 0.9 * SECONDS - 0.2
     assert stage.cluster.get(*PLACE)["spec"]["leaseTransitions"] == 4
 
 
-async def test_who_loses_the_lease_writes_no_more_and_leads_again_when_it_is_free(stage: Stage) -> None:
+async def test_a_leader_that_loses_its_lease_stops_and_leads_again_when_it_is_free(stage: Stage) -> None:
     controllers = Controllers(stage.cluster)
     await stage.operator("a")
     stage.job()

@@ -1,4 +1,4 @@
-"""Snapshots of any kind, for properties that must hold whatever is seen."""
+"""Hypothesis strategies for snapshots, for properties that must hold for each of them."""
 
 from __future__ import annotations
 
@@ -11,10 +11,25 @@ from kestrl.api.learner.v1 import learner_pb2 as pb
 from kestrl.errors import Boundary
 from kestrl.plan.components import Role
 from kestrl.rpc.codec import policy_to_proto
-from kestrl_operator.conditions import NOT_OBSERVED, REASONS, Truth
-from kestrl_operator.observe import ATTEMPTS, QUEUE_LABEL, RESTARTS, Memory, Pod, Snapshot, Workload
+from kestrl_operator.conditions import NOT_OBSERVED, REASONS, ConditionStatus
+from kestrl_operator.snapshot import ATTEMPTS, QUEUE_LABEL, RESTARTS, Memory, Pod, Snapshot, Workload
 
-from .seen import NOW, at, condition, ended, engine, failed, job, over, pod, report, snapshot, told, version, waiting
+from .samples import (
+    NOW,
+    at,
+    condition,
+    ended,
+    engine,
+    failed,
+    job,
+    learner_report,
+    over,
+    pod,
+    report,
+    snapshot,
+    version,
+    waiting,
+)
 
 JOBS = (
     None,
@@ -63,12 +78,12 @@ ENGINES = [
     (13, "quarantined", 1, "x" * 3000),
     (None, "starting", 15, ""),
 ]
-"""The version that one has proved, and how it stands: mostly well, so that all of them do now and then."""
+"""Verified version and state of an engine: mostly healthy, so that sometimes all of them are."""
 STANDING = [
-    condition(str(kind), str(truth), reason, seconds)
+    condition(str(kind), str(status), reason, seconds)
     for kind, reasons in REASONS.items()
-    for truth in Truth
-    for reason in ((NOT_OBSERVED,) if truth is Truth.UNKNOWN else reasons)
+    for status in ConditionStatus
+    for reason in ((NOT_OBSERVED,) if status is ConditionStatus.UNKNOWN else reasons)
     for seconds in (-5000, -60)
 ]
 TEXTS = ("", "it went wrong", "ü" * 10_000)
@@ -92,12 +107,12 @@ def reports(draw: Any) -> pb.WatchProgressResponse:
     made = pb.WatchProgressResponse()
     made.CopyFrom(draw(st.sampled_from(REPORTS)))
     engines = [draw(st.sampled_from(ENGINES)) for _ in range(draw(st.sampled_from([2, 2, 2, 0, 1, 3])))]
-    told_of = [
+    progress = [
         engine(number, proved, state=state, lag=lag, message=message)
         for number, (proved, state, lag, message) in enumerate(engines)
     ]
     del made.engines[:]
-    made.engines.extend(told_of)
+    made.engines.extend(progress)
     made.engines_total, made.engines_converged = (draw(st.sampled_from([2, 2, 2, 0, 1, 3])) for _ in range(2))
     newest = draw(st.sampled_from([14, 14, 14, 13, None]))
     made.ClearField("policy")
@@ -138,7 +153,7 @@ def snapshots(draw: Any) -> Snapshot:
     learner = Workload(role=Role.LEARNER, replicas=draw(st.sampled_from([1, 1, 0])), annotations=marks)
     if draw(st.sampled_from([True, True, False])):
         found.append(pod(Role.LEARNER, attempts=learner.count(ATTEMPTS), job_restarts=learner.count(RESTARTS)))
-    speaks = told(
+    latest = learner_report(
         draw(reports()),
         stepped=NOW + draw(st.sampled_from(MOMENTS)),
         connected=draw(st.sampled_from([True, True, False])),
@@ -152,7 +167,7 @@ def snapshots(draw: Any) -> Snapshot:
         status=draw(statuses()),
         pods=list({item.name: item for item in found}.values()),
         workloads=draw(st.sampled_from([{Role.LEARNER: learner}, {Role.LEARNER: learner}, {}])),
-        told=draw(st.sampled_from([speaks, speaks, speaks, None])),
+        last_report=draw(st.sampled_from([latest, latest, latest, None])),
         unmade=draw(st.sampled_from([None, (NOW - 100, "exceeded quota: gpus")])),
         unsatisfiable=draw(st.sampled_from(["", "no node has 2 of nvidia.com/gpu"])),
         memory=Memory(draining=draw(first_seen), failed=draw(first_seen)),

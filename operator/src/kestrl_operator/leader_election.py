@@ -1,7 +1,7 @@
-"""Who leads: a coordination.k8s.io Lease, held by one operator at a time.
+"""Leader election with a coordination.k8s.io Lease, held by one operator at a time.
 
-Whether a lease has run out is told by this machine's own clock from when it saw the record change, never by comparing the times of two
-machines. A leader that cannot renew stops leading before anybody else may begin.
+Whether a lease has expired is measured with the local clock, from when this process saw the record change; the clocks
+of two machines are never compared. A leader that cannot renew stops leading before another may begin.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ from kestrl_operator.api import LEASE, Api, ApiProblem, Conflict, Gone
 
 log = logging.getLogger(__name__)
 RENEW_SHARE, GIVE_UP_SHARE = 0.2, 0.66
-"""Of the lease's duration: how often it is renewed, and after how long without a renewal a leader stops."""
+"""Shares of the lease's duration: the interval of renewals, and the time without a renewal after which a leader
+stops."""
 NO_ANSWER = "no answer in time"
 
 
-class Lease:
-    """This process's part in the election."""
+class LeaderElection:
+    """The election from the view of one process."""
 
     def __init__(self, api: Api, *, namespace: str, name: str, identity: str, seconds: float) -> None:
         self._api, self._namespace, self._name = api, namespace, name
@@ -30,13 +31,14 @@ class Lease:
         self._seen_at = 0.0
         self.leading = False
         self.renewed = 0.0
-        """When it was last renewed or looked at, by the loop's clock."""
+        """When the lease was last renewed or looked at, by the loop's clock."""
 
     async def hold(self, lead: Callable[[], Awaitable[None]]) -> None:
-        """Waits to become leader, leads while it is, and begins anew when it is not any more. Ends when `lead` does.
+        """Waits until this process is the leader, runs `lead` while it is, and waits again when it no longer is. Ends
+        when `lead` does.
 
         Raises:
-            Whatever `lead` raises.
+            Any exception that `lead` raises.
         """
         while True:
             await self._win()
@@ -47,7 +49,7 @@ class Lease:
                 self.leading = False
                 if leading.done():
                     return await leading
-                log.error("%s is not ours any more: nothing is written until it is again", self._name)
+                log.error("%s is lost: nothing is written until it is acquired again", self._name)
             finally:
                 self.leading = False
                 for task in (leading, keeping):
@@ -55,23 +57,27 @@ class Lease:
                 await asyncio.wait([leading, keeping])
 
     async def release(self) -> None:
-        """Lets another one lead at once. That it cannot be told costs the others the lease's duration, so it takes no longer itself."""
+        """Releases the lease, so that another process can lead at once. If that fails, the others wait for the lease's
+        duration, so this call takes no longer than that.
+        """
         try:
             async with asyncio.timeout(self._seconds):
                 record = await self._api.get(LEASE, self._name, self._namespace)
                 if record["spec"].get("holderIdentity") == self._identity:
                     await self._write(record, holder="")
         except (ApiProblem, TimeoutError) as error:
-            log.warning("the lease is not given back: %s", str(error) or NO_ANSWER)
+            log.warning("the lease was not released: %s", str(error) or NO_ANSWER)
 
     async def _win(self) -> None:
-        while not await self._tried():  # noqa: ASYNC110 - another machine's act, which no event of ours tells
+        while not await self._tried():  # noqa: ASYNC110 - there is no event for another machine's release
             await asyncio.sleep(self._seconds * RENEW_SHARE)
         self.leading = True
         log.info("%s leads", self._identity)
 
     async def _keep(self) -> None:
-        """Renews, until the lease is lost or has not been renewed for too long; a renewal that gets no answer waits no longer either."""
+        """Renews the lease until it is lost or has not been renewed for too long; a renewal without an answer waits no
+        longer either.
+        """
         loop = asyncio.get_running_loop()
         pause, longest = self._seconds * RENEW_SHARE, self._seconds * GIVE_UP_SHARE
         while (left := self.renewed + longest - loop.time()) > 0:
@@ -90,11 +96,11 @@ class Lease:
             async with asyncio.timeout(self._seconds):
                 return await self._attempt()
         except (ApiProblem, TimeoutError) as error:
-            log.warning("the lease cannot be had: %s", str(error) or NO_ANSWER)
+            log.warning("the lease cannot be acquired: %s", str(error) or NO_ANSWER)
             return False
 
     async def _attempt(self) -> bool:
-        """Takes or renews the lease if it is free or ours; whether it is ours now."""
+        """Takes or renews the lease if it is free or held by this process; returns whether it is held now."""
         began = asyncio.get_running_loop().time()
         try:
             record = await self._api.get(LEASE, self._name, self._namespace)
@@ -113,7 +119,7 @@ class Lease:
         return True
 
     def _look(self, record: dict[str, Any]) -> bool:
-        """Whether somebody else holds it: their record changed less than a lease's duration ago, by our clock."""
+        """Whether another process holds it: its record changed less than a lease's duration ago, by the local clock."""
         spec = record.get("spec", {})
         holder, mark = spec.get("holderIdentity") or "", str(record["metadata"].get("resourceVersion", ""))
         now = asyncio.get_running_loop().time()

@@ -1,4 +1,6 @@
-"""Before the operator begins: whether the cluster has what it needs and lets it do what it must. One clear line for each thing missing."""
+"""Checks before the operator starts: the cluster has what the operator needs, and grants its rights. One line for each
+problem.
+"""
 
 from __future__ import annotations
 
@@ -24,21 +26,21 @@ from kestrl_operator.api import (
     Kind,
 )
 from kestrl_operator.config import Config
-from kestrl_operator.shell import WATCHED
+from kestrl_operator.watch import WATCHED
 
 WRITTEN = ("create", "patch")
 
 
 class Right(NamedTuple):
-    """One thing the operator must be allowed."""
+    """A right that the operator needs."""
 
     verb: str
     kind: Kind
     subresource: str = ""
     namespace: str | None = None
-    """None: everywhere."""
+    """The namespace; None for all."""
     name: str = ""
-    """Of the one object that it is wanted for; empty for all."""
+    """The name of the one object that the right is for; empty for all."""
 
     def __str__(self) -> str:
         what = f"{self.kind.plural}{'/' if self.subresource else ''}{self.subresource}"
@@ -48,7 +50,7 @@ class Right(NamedTuple):
 
 
 def needed(config: Config) -> Iterator[Right]:
-    """All rights without which the operator would not do its work. Pure."""
+    """All rights that the operator cannot work without. Pure."""
     for namespace in config.namespaces or (None,):
         yield from (Right(verb, JOB, "", namespace) for verb in ("list", "watch", "delete"))
         yield Right("patch", JOB, "status", namespace)
@@ -61,11 +63,11 @@ def needed(config: Config) -> Iterator[Right]:
 
 
 async def preflight(api: Api, config: Config) -> bool:
-    """Checks all of it; returns whether nodes may be looked at, which is not needed.
+    """Runs all checks; returns whether nodes may be listed, which is optional.
 
     Raises:
         UserInputError: Something is missing; the message has a line for each.
-        ApiProblem: The apiserver does not answer.
+        ApiProblem: The API server does not answer.
     """
     rights = list(needed(config))
     allowed = await asyncio.gather(*(_may(api, right) for right in (*rights, Right("list", NODE))))
@@ -91,7 +93,7 @@ async def _may(api: Api, right: Right) -> bool:
 
 
 async def _definition(api: Api) -> None:
-    """Whether the CRD is there and knows every field that this operator reads and writes."""
+    """Checks that the CRD is installed and has every field that this operator reads and writes."""
     name = f"{PLURAL}.{GROUP}"
     try:
         found = await api.get(DEFINITION, name)
@@ -103,15 +105,15 @@ async def _definition(api: Api) -> None:
         if error.status == 403:
             return
         raise
-    lacking = missing_fields(crd(), found)
-    if lacking:
+    missing = missing_fields(crd(), found)
+    if missing:
         raise UserInputError(
-            f"the CRD {name} is older than this operator: it lacks {', '.join(lacking[:5])}; upgrade it with the chart"
+            f"the CRD {name} is older than this operator: it has no {', '.join(missing[:5])}; upgrade it with the chart"
         )
 
 
 def missing_fields(ours: Any, theirs: Any) -> list[str]:
-    """Fields that our version of the CRD has and another has not. Pure."""
+    """Fields that this version of the CRD has and another does not. Pure."""
     have = {
         path
         for version in theirs["spec"]["versions"]

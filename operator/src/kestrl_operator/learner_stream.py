@@ -1,7 +1,7 @@
-"""Following the learners: one stream for each job that runs, by which its progress reaches the status.
+"""Progress streams from the learners: one for each running job, from which its status is updated.
 
-The operator asks; a learner has no right in the cluster at all. The call carries the credential that opens this job's
-learner and nothing else, which the operator derives.
+The operator calls the learner; a learner has no rights in the cluster. The call carries a credential that the operator
+derives and that is valid for this job's learner only.
 """
 
 from __future__ import annotations
@@ -17,44 +17,45 @@ from kestrl.api.learner.v1 import learner_pb2 as pb
 from kestrl.api.learner.v1 import learner_pb2_grpc as stubs
 from kestrl.errors import KestrlError
 from kestrl.rpc import call, channel, stream
-from kestrl_operator.observe import Told
+from kestrl_operator.snapshot import LearnerReport
 from kestrl_operator.store import Key
 
 log = logging.getLogger(__name__)
 INTERVAL = 2.0
-"""Seconds between two reports at the least."""
+"""Minimum seconds between two reports."""
 FIRST_RETRY, LONGEST_RETRY = 0.5, 15.0
-FIRST_WORD = 3.0
-"""Seconds in which a learner that can be reached is heard; until then nothing follows from its silence."""
+FIRST_REPORT_SECONDS = 3.0
+"""Seconds in which a learner that can be reached sends its first report; before that, it is not considered
+unreachable."""
 DRAIN_CALL_SECONDS = 10.0
 PACES = 5
 LARGEST_REPORT = 4 * 1024 * 1024
-"""Bytes: a learner runs a user's job, and its reports are held by the operator of all jobs."""
+"""Maximum bytes of a report: a learner runs a user's job, and the operator of all jobs keeps its reports in memory."""
 
 
-class Follower:
-    """The stream of one learner's pod."""
+class LearnerStream:
+    """The progress stream of one learner pod."""
 
     def __init__(self, key: Key, pod: str, address: str, token: str, changed: Callable[[Key], None]) -> None:
         self.key, self.pod, self.address = key, pod, address
         self._token, self._changed = token, changed
         self._paces: deque[float] = deque(maxlen=PACES)
         self._first_step: int | None = None
-        """Of the first report that it trains."""
-        self.told: Told | None = None
-        self.silent: str = ""
-        """Why it does not tell anything now."""
-        self._tried, self._ends = False, asyncio.get_running_loop().time() + FIRST_WORD
+        """Step of the first report in phase `training`."""
+        self.report: LearnerReport | None = None
+        self.unreachable: str = ""
+        """Why the learner does not report now; empty while it does."""
+        self._tried, self._ends = False, asyncio.get_running_loop().time() + FIRST_REPORT_SECONDS
         self.task = asyncio.create_task(self._follow(), name=f"follow-{key}")
 
     @property
-    def expected(self) -> bool:
-        """Whether its first word is on its way: it has neither spoken nor been found silent."""
+    def awaits_first_report(self) -> bool:
+        """Whether neither a first report nor a failed call has been seen, and there is still time for one."""
         return not self._tried and asyncio.get_running_loop().time() < self._ends
 
-    def _fall_silent(self, why: str) -> None:
-        self._tried, self.silent = True, why
-        self.told = None if self.told is None else replace(self.told, connected=False)
+    def _mark_unreachable(self, why: str) -> None:
+        self._tried, self.unreachable = True, why
+        self.report = None if self.report is None else replace(self.report, connected=False)
         self._changed(self.key)
 
     async def _follow(self) -> None:
@@ -74,22 +75,22 @@ class Follower:
                     ):
                         self._take(report)
                         wait = FIRST_RETRY
-                    why = "it has ended the stream"
+                    why = "it ended the stream"
                 except KestrlError as error:
                     why = str(error)
                 except Exception as error:
-                    # A bug of ours must neither look like a silent learner nor end the listening.
-                    log.exception("%s: a bug in following its learner", self.key)
-                    why = f"a bug of the operator's, its log has more: {type(error).__name__}: {error}"
-                speaks = not self._tried or (self.told is not None and self.told.connected)
-                if speaks or why != self.silent:
+                    # A bug of the operator must neither look like an unreachable learner nor end the stream for good.
+                    log.exception("%s: a bug while following its learner", self.key)
+                    why = f"a bug in the operator, see its log: {type(error).__name__}: {error}"
+                was_reachable = not self._tried or (self.report is not None and self.report.connected)
+                if was_reachable or why != self.unreachable:
                     log.info("%s: the learner does not answer: %s", self.key, why)
-                    self._fall_silent(why)
+                    self._mark_unreachable(why)
                 await asyncio.sleep(wait)
                 wait = min(LONGEST_RETRY, 2 * wait)
 
     def _take(self, report: pb.WatchProgressResponse) -> None:
-        now, old = time(), self.told
+        now, old = time(), self.report
         stepped = now if old is None else old.stepped
         if old is not None and old.report.step != report.step:
             self._paces.append(now - old.stepped)
@@ -98,8 +99,8 @@ class Follower:
             stepped = now
         if report.phase == "training" and (self._first_step is None or report.step < self._first_step):
             self._first_step = report.step
-        self._tried, self.silent = True, ""
-        self.told = Told(
+        self._tried, self.unreachable = True, ""
+        self.report = LearnerReport(
             pod=self.pod,
             at=now,
             report=report,
@@ -110,7 +111,7 @@ class Follower:
         self._changed(self.key)
 
     async def drain(self) -> None:
-        """Tells the learner to finish its step, checkpoint and stop.
+        """Asks the learner to finish its step, checkpoint and stop.
 
         Raises:
             KestrlError: It does not answer.
@@ -127,45 +128,45 @@ class Follower:
             )
 
 
-class Followers:
-    """All streams."""
+class LearnerStreams:
+    """The progress streams of all jobs."""
 
     def __init__(self, changed: Callable[[Key], None]) -> None:
         self._changed = changed
-        self._by_key: dict[Key, Follower] = {}
+        self._by_key: dict[Key, LearnerStream] = {}
 
     def __len__(self) -> int:
         return len(self._by_key)
 
     def want(self, key: Key, pod: str, address: str, token: str) -> None:
-        """Follows this pod; another one of the same job is followed no more."""
+        """Follows this pod, and stops following any other pod of the same job."""
         known = self._by_key.get(key)
         if known is not None and (known.pod, known.address) == (pod, address):
             return
         self.stop(key)
-        self._by_key[key] = Follower(key, pod, address, token, self._changed)
+        self._by_key[key] = LearnerStream(key, pod, address, token, self._changed)
 
     def stop(self, key: Key) -> None:
         known = self._by_key.pop(key, None)
         if known is not None:
             known.task.cancel()
 
-    def told(self, key: Key) -> Told | None:
+    def report(self, key: Key) -> LearnerReport | None:
         known = self._by_key.get(key)
-        return None if known is None else known.told
+        return None if known is None else known.report
 
-    def silent(self, key: Key) -> str:
-        """Why a learner that is listened to does not tell anything now."""
+    def unreachable(self, key: Key) -> str:
+        """Why a followed learner does not report now; empty while it does."""
         known = self._by_key.get(key)
-        return "" if known is None else known.silent
+        return "" if known is None else known.unreachable
 
-    def expects(self, key: Key) -> bool:
-        """Whether a learner's first word is on its way."""
+    def awaits_first_report(self, key: Key) -> bool:
+        """Whether a followed learner may still send its first report."""
         known = self._by_key.get(key)
-        return known is not None and known.expected
+        return known is not None and known.awaits_first_report
 
     async def drain(self, key: Key) -> None:
-        """Raises `KestrlError` if the learner does not answer."""
+        """Asks the learner to drain. Raises `KestrlError` if it does not answer."""
         known = self._by_key.get(key)
         if known is not None:
             await known.drain()

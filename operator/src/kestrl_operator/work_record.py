@@ -1,8 +1,9 @@
-"""The job that this process works on at a moment, in a file that outlives the process: what killed it is known at the next start.
+"""The job that this process is working on, in a file that outlives the process: the next start knows what killed the
+last one.
 
-The file lies in a volume of the pod, so a container that is started again finds it, and a pod that is deleted takes it along. It names a
-job only while code of ours runs on that job, never while something is awaited: at most one job at a time, and none when the
-operator ends in an orderly way. Written without fsync: it is the process that may die, not the machine.
+The file is in a volume of the pod, so a restarted container finds it, and it is deleted with the pod. It names a job
+only while code runs on that job, never while something is awaited: at most one job at a time, and none after a regular
+end of the operator. It is written without fsync, because only the process may die, not the machine.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ LARGEST_RECORD = 4096
 
 
 class Handled(NamedTuple):
-    """A spec of a job, as it was being handled."""
+    """A spec of a job, as it was being processed."""
 
     namespace: str
     name: str
@@ -30,8 +31,8 @@ class Handled(NamedTuple):
     generation: int
 
 
-class AtWork:
-    """The record, and what a former process left in it."""
+class WorkRecord:
+    """The record of this process, and what the previous process left in it."""
 
     def __init__(self, path: Path | None) -> None:
         """Reads the record and clears it.
@@ -43,7 +44,7 @@ class AtWork:
             UserInputError: It cannot be written.
         """
         self.killed_by: Handled | None = None
-        """What a former process was handling when it was killed."""
+        """What the previous process was working on when it was killed."""
         self._file: int | None = None
         if path is None:
             return
@@ -56,12 +57,14 @@ class AtWork:
         self.killed_by = _read(left)
         if self.killed_by is not None:
             log.error(
-                "a former process was killed while it handled %s/%s", self.killed_by.namespace, self.killed_by.name
+                "the previous process was killed while it worked on %s/%s",
+                self.killed_by.namespace,
+                self.killed_by.name,
             )
 
     @contextmanager
     def on(self, job: Mapping[str, Any]) -> Generator[None]:
-        """Names a job for as long as code runs on it; nothing may be awaited within."""
+        """Records a job while code runs on it; nothing may be awaited within."""
         if self._file is None:
             yield
             return
@@ -80,7 +83,7 @@ class AtWork:
 
 
 def _read(left: bytes) -> Handled | None:
-    """A record; None for none, and for one that was cut."""
+    """The parsed record; None for an empty or truncated one."""
     try:
         namespace, name, uid, generation = json.loads(left)
     except (ValueError, TypeError):

@@ -1,4 +1,4 @@
-"""From a job's object to the objects that it becomes on this cluster, or to what is wrong with it. Pure."""
+"""From a job object to the Kubernetes objects it becomes on this cluster, or to the error in it. Pure."""
 
 from __future__ import annotations
 
@@ -14,32 +14,33 @@ from kestrl.spec.load import parse_job
 from kestrl_operator.accelerators import Node, unsatisfiable
 from kestrl_operator.cluster import Cluster, LearnerState, site_of, storage_of
 from kestrl_operator.credentials import derive
-from kestrl_operator.observe import ACCEPTED, STATE, STORAGE
-from kestrl_operator.policies import Decision, Stage
+from kestrl_operator.lifecycle import Decision, Stage
 from kestrl_operator.render import Given, render
+from kestrl_operator.snapshot import ACCEPTED, STATE, STORAGE
 from kestrl_operator.store import Child, Key
 
 Object = dict[str, Any]
 NOTHING: Mapping[str, str] = {}
 LIFECYCLE = ("suspend", "activeDeadline", "pendingDeadline", "ttlAfterFinished", "failurePolicy")
-"""Fields of a spec that no object is rendered from: they hold as they are written last, whatever else is wrong with the spec."""
+"""Spec fields that no object is rendered from: their newest values apply even if the rest of the spec is invalid."""
 LARGEST_SPEC = 192 * 1024
-"""Bytes of JSON: the last accepted spec is kept in an annotation, of which Kubernetes takes 256 KiB an object."""
+"""Bytes of JSON. The last accepted spec is kept in an annotation, and Kubernetes allows 256 KiB of annotations per
+object."""
 
 
 class Parsed(NamedTuple):
-    """What a manifest is, for one generation of it: a job, or what is wrong with it."""
+    """One generation of a manifest, parsed: a job, or the error in it."""
 
     uid: str
     generation: int
     job: AgentRLJob | None
     problem: str
     accepted: str
-    """What is rendered from it, to be kept once it is applied."""
+    """The spec that objects are rendered from, to be stored once it is applied."""
 
 
-class Drawn(NamedTuple):
-    """What a job was rendered from, and the digest of what came out: most passes need no more of it."""
+class Rendered(NamedTuple):
+    """The inputs of the last rendering of a job, and its digest; most passes need nothing else."""
 
     uid: str
     generation: int
@@ -52,20 +53,21 @@ class Drawn(NamedTuple):
     """Whether the last accepted spec was rendered instead of the newest."""
     digest: str = ""
     children: frozenset[Child] = frozenset()
-    """Those that we are told of when somebody changes them."""
+    """The watched ones among the objects."""
 
 
-class Drawing:
-    """What the administrator chose, and the key that credentials are derived from."""
+class Manifests:
+    """Renders jobs with the administrator's choices and the key that credentials are derived from."""
 
     def __init__(self, cluster: Cluster, key: bytes) -> None:
         self._cluster, self._key = cluster, key
 
     def read(self, key: Key, raw: Mapping[str, Any]) -> AgentRLJob:
-        """The job of an object, of which everything can be rendered here.
+        """The job described by an object, validated for this cluster.
 
         Raises:
-            UserInputError: The manifest makes no job on this cluster; the message names the field and the mend.
+            UserInputError: The manifest does not describe a job for this cluster; the message names the field and the
+                fix.
         """
         size = len(rendered_from(raw.get("spec") or {}).encode())
         if size > LARGEST_SPEC:
@@ -79,12 +81,12 @@ class Drawing:
         return job
 
     def last_accepted(self, key: Key, raw: Mapping[str, Any], kept: Mapping[str, str]) -> AgentRLJob | None:
-        """The job of the spec that was applied last, with the lifecycle of the newest; None if none was.
+        """The job of the spec that was applied last, with the lifecycle fields of the newest; None if none was applied.
 
         Args:
-            key: Where it is.
-            raw: Its object, whose spec makes no job or is refused.
-            kept: Annotations of its learner's StatefulSet.
+            key: Namespace and name of the job.
+            raw: The job object, whose spec is invalid or refused.
+            kept: Annotations of the learner's StatefulSet.
         """
         if ACCEPTED not in kept:
             return None
@@ -94,7 +96,7 @@ class Drawing:
             return None
         newest: Object = raw.get("spec") or {}
         given = {name: newest[name] for name in LIFECYCLE if name in newest}
-        # All of them, or, where one is what is wrong, as many as hold.
+        # All lifecycle fields, or, where one of them is invalid, the longest prefix that is valid.
         for added in (given, *({name: value} for name, value in given.items())):
             with suppress(UserInputError):
                 job = _parsed(key, raw, {**accepted, **added})
@@ -107,7 +109,7 @@ class Drawing:
             return None
 
     def _check_builds(self, job: AgentRLJob) -> None:
-        """Whether there is an image for the devices that the job names; raises `UserInputError`."""
+        """Checks that there is an image for the devices of the job; raises `UserInputError`."""
         spec, images = job.spec, self._cluster.images
         for part, profile, builds, key in (
             ("inference", spec.inference.accelerator.profile, images.engine, "engine"),
@@ -116,12 +118,13 @@ class Drawing:
             build = self._cluster.profile(profile).image
             if build not in builds:
                 raise UserInputError(
-                    f"spec.{part}.accelerator.profile: {profile!r} runs the build {build!r}, of which this cluster has no image "
+                    f"spec.{part}.accelerator.profile: {profile!r} runs the build {build!r}, for which this cluster "
+                    "has no image "
                     f"(the chart's jobs.images.{key}.{build}); there are: {', '.join(sorted(builds))}"
                 )
 
     def unsatisfiable(self, job: AgentRLJob, nodes: Sequence[Node]) -> str:
-        """Why no node could ever take a pod of the job; empty when one could be."""
+        """Why no node could ever run a pod of the job; empty when one could."""
         for part, accelerator in (
             ("inference", job.spec.inference.accelerator),
             ("learner", job.spec.learner.accelerator),
@@ -142,19 +145,20 @@ class Drawing:
         kept: Mapping[str, str] = NOTHING,
         accepted: str = "",
     ) -> list[Object]:
-        """All objects of a job, as `render` gives them.
+        """All objects of a job, as returned by `render`.
 
         Args:
-            key: Where it is.
-            uid: Of its object.
+            key: Namespace and name of the job.
+            uid: Uid of the job object.
             job: The job.
-            decision: What is to be.
-            queue: That its pods wait in.
-            kept: Annotations of its learner as it stands: the administrator's choice may have changed since the run began, the run has not.
-            accepted: The spec that it is rendered from, as `rendered_from` gives it.
+            decision: The decision that the objects carry out.
+            queue: Kueue queue of the pods; None for none.
+            kept: Current annotations of the learner's StatefulSet: the storage of a run stays even if the
+                administrator's default has changed since.
+            accepted: The spec that is rendered, as returned by `rendered_from`.
 
         Raises:
-            UserInputError: It has no storage, or a patch that is not a job's to make.
+            UserInputError: The job has no storage, or a patch changes a field that jobs must not change.
         """
         uri, secret = storage_of(job, self._cluster)
         if job.spec.storage.uri is None:
@@ -199,6 +203,8 @@ def _parsed(key: Key, raw: Mapping[str, Any], spec: Any) -> AgentRLJob:
 
 
 def traceparent(uid: str) -> str:
-    """The W3C context of the job's root: its trace id is the job's uid, so that it needs no memory and can be found by it."""
+    """The W3C trace context of the job's root span. The trace id is the job's uid, so it needs no storage and can be
+    looked up.
+    """
     trace = uid.replace("-", "").ljust(32, "0")[:32]
     return f"00-{trace}-{trace[:16]}-01"

@@ -1,4 +1,4 @@
-"""From what the apiserver and the learner told to a typed snapshot of one job. Pure: nothing is asked for here."""
+"""A typed snapshot of one job, from what the API server and the learner reported. Pure: nothing is requested here."""
 
 from __future__ import annotations
 
@@ -21,21 +21,22 @@ ATTEMPTS, RESTARTS, FORGIVEN, RENDERED, ACCEPTED, STORAGE, STATE = (
     f"kestrl.dev/{name}"
     for name in ("attempts", "restarts", "forgiven", "rendered", "accepted", "storage", "learner-state")
 )
-"""Annotations of the learner's StatefulSet: how often the learner and the whole job were started again, how many attempts count no more,
-the digest of what was applied, the newest spec that was, where the run is stored, and what volume its learner got. They are the
-operator's only memory: the next leader reads them there."""
+"""Annotations of the learner's StatefulSet: restarts of the learner and of the whole job, restarts that no longer
+count, the digest of the applied objects, the newest applied spec, the storage of the run, and the volume of its
+learner. They are the only state of the operator: the next leader reads them."""
 UID_LABEL = "kestrl.dev/job-uid"
-"""Of pods: the job's uid. Labels with its name alone are those of a former job of the name, too."""
+"""Pod label with the job's uid. Labels with the job's name alone also match pods of a deleted job of that name."""
 QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
 UNSTARTABLE = frozenset(
-    {"ErrImagePull", "ImagePullBackOff", "ErrImageNeverPull", "ImageInspectError", "InvalidImageName", "RegistryUnavailable",
-     "SignatureValidationFailed", "CreateContainerConfigError", "PreCreateHookError", "CreateContainerError",
-     "PreStartHookError", "RunContainerError"}
+    {"ErrImagePull", "ImagePullBackOff", "ErrImageNeverPull", "ImageInspectError", "InvalidImageName",
+     "RegistryUnavailable", "SignatureValidationFailed", "CreateContainerConfigError", "PreCreateHookError",
+     "CreateContainerError", "PreStartHookError", "RunContainerError"}
 )  # fmt: skip
-"""Why a container waits, where waiting alone helps nobody."""
+"""Waiting reasons of a container that waiting alone does not resolve."""
 GATES = "schedulingGates"
 PASSING_TAINTS = ("node.kubernetes.io/", "node.cloudprovider.kubernetes.io/")
-"""Kubernetes' own, of a node that is not ready now: they say nothing of what can ever be scheduled."""
+"""Prefixes of the taints that Kubernetes sets on a node that is not ready now; they do not affect what can ever be
+scheduled."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +45,7 @@ class Ended:
 
     container: str
     reason: str
-    """Kubernetes' word: Error, OOMKilled, ContainerCannotRun."""
+    """Kubernetes' reason: Error, OOMKilled, ContainerCannotRun."""
     code: int
     message: str
 
@@ -64,33 +65,34 @@ class Pod:
     address: str
     scheduled: bool
     unscheduled: str
-    """The scheduler's words while it finds no node."""
+    """The scheduler's message while it finds no node."""
     gated: bool
     """Whether a queue holds it back."""
     begun: bool
-    """Whether any container of it has ever started."""
+    """Whether any of its containers has ever started."""
     deleting: bool
     made: float
-    """When, in seconds since 1970."""
+    """Creation time in seconds since 1970."""
     attempts: int
-    """How often the learner had been started again when it was made; told of learners alone."""
+    """Restarts of the learner before this pod was created; set on learner pods only."""
     job_restarts: int
-    """The same of the whole job, told of every pod."""
+    """Restarts of the whole job before this pod was created; set on every pod."""
     unstartable: str
-    """Why a container of it cannot start; empty when it can."""
+    """Why one of its containers cannot start; empty when all can."""
     ended: tuple[Ended, ...]
     """Containers whose last run ended with a failure."""
     restarts: int
     owner: tuple[str, str] = ("", "")
-    """Kind and uid of the workload that made it."""
+    """Kind and uid of the workload that created it."""
     job: str = ""
-    """The uid of its job, as its template says."""
+    """Uid of its job, from the pod template."""
 
     @property
     def over(self) -> bool:
-        """Whether it has ended for good, which is Kubernetes' own doing, such as an eviction: a workload's pods restart their containers.
+        """Whether it has ended for good, by eviction for example: the containers of a workload's pod are restarted
+        otherwise.
 
-        Another is made in its place; it may lie about for long.
+        Its workload creates another pod in its place; the ended one may remain for long.
         """
         return self.phase in {"Failed", "Succeeded"}
 
@@ -108,11 +110,11 @@ class Workload:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Told:
-    """What the learner told last."""
+class LearnerReport:
+    """The latest report of the learner."""
 
     pod: str
-    """The uid of its pod."""
+    """Uid of the learner's pod."""
     at: float
     report: pb.WatchProgressResponse
     stepped: float
@@ -120,7 +122,7 @@ class Told:
     pace: float
     """Seconds that the longest of its last steps took."""
     gained: int = 0
-    """Steps that this pod's learner has done since it was first seen training."""
+    """Steps that the learner has done in this pod since it was first seen training."""
     connected: bool = True
 
     @property
@@ -129,8 +131,10 @@ class Told:
         return policy_from_proto(self.report.policy)
 
     @property
-    def proved(self) -> int:
-        """Engines that have proved it: each by its own word, and the learner's count does not say otherwise."""
+    def verified(self) -> int:
+        """Engines that have verified it: the engines listed with that version, at most as many as the learner
+        counts.
+        """
         newest = self.policy
         if newest is None:
             return 0
@@ -138,27 +142,29 @@ class Told:
         return min(len(by_name), self.report.engines_converged)
 
     def mean(self, name: str) -> float | None:
-        """Of the last episodes, if there is one."""
+        """A mean over the last episodes; None if there is none."""
         return number(self.report.means[name], 4) if name in self.report.means else None
 
     @property
     def failure(self) -> Failure | None:
-        """Why the run failed, if it did."""
+        """Why the run failed; None if it did not."""
         if self.report.phase != "failed":
             return None
         if self.report.HasField("failure"):
             return failure_from_proto(self.report.failure)
-        message = self.report.message or "it did not say why"
+        message = self.report.message or "no reason was reported"
         return Failure(boundary=Boundary.INFRASTRUCTURE, code="internal", message=message, component="learner-0")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
-    """When something was first seen by this process; it starts anew when another process leads, which costs a wait at the most."""
+    """When something was first seen by this process. It is lost when another process becomes the leader, which costs a
+    longer wait at most.
+    """
 
     draining: float | None = None
     failed: float | None = None
-    """When the learner of this attempt told of its failure."""
+    """When the learner of this attempt reported its failure."""
 
 
 NOTHING = Memory()
@@ -166,7 +172,7 @@ NOTHING = Memory()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """All that is known of a job at a moment."""
+    """Everything known about a job at one moment."""
 
     now: float
     name: str
@@ -174,35 +180,37 @@ class Snapshot:
     uid: str
     generation: int
     job: AgentRLJob | None
-    """The job that is in force: of the newest spec, or of the last accepted one with the newest's lifecycle. None: there is none."""
+    """The job that is in force: the newest spec, or the last accepted one with the newest lifecycle fields. None if
+    there is neither."""
     problem: str = ""
     """Why the newest spec is not in force."""
     labels: Mapping[str, str] = field(default_factory=dict[str, str])
     status: Object = field(default_factory=dict[str, Any])
-    """As it stands."""
+    """The current status of the job."""
     pods: Sequence[Pod] = ()
     workloads: Mapping[Role, Workload] = field(default_factory=dict[Role, Workload])
-    told: Told | None = None
-    silent: str = ""
-    """Why the learner does not tell anything now, as the call to it ended."""
+    last_report: LearnerReport | None = None
+    unreachable: str = ""
+    """Why the learner reports nothing now: the error of the last call."""
     unmade: tuple[float, str] | None = None
-    """Since when Kubernetes makes too few pods of a running job, and why: a quota, an admission. None while it makes them."""
+    """Since when too few pods of a running job have been created, and why, such as a quota or an admission webhook.
+    None while enough are created."""
     unsatisfiable: str = ""
-    """Why no node could ever take the job's pods; empty when one could, or when this operator may not look at nodes."""
+    """Why no node could ever run the job's pods; empty when one could, or when this operator may not list nodes."""
     memory: Memory = NOTHING
 
     @property
     def present(self) -> list[Pod]:
-        """Pods that have a place on a node, or want one."""
+        """Pods that occupy a place on a node, or wait for one."""
         return [pod for pod in self.pods if not pod.over]
 
     @property
     def staying(self) -> list[Pod]:
-        """Pods that are not going away."""
+        """Pods that are not being deleted."""
         return [pod for pod in self.present if not pod.deleting]
 
     def of(self, role: Role) -> list[Pod]:
-        """A role's pods that are not going away."""
+        """Pods of a role that are not being deleted."""
         return [pod for pod in self.staying if pod.role is role]
 
     @property
@@ -232,15 +240,15 @@ class Snapshot:
         return 0 if self.learner is None else self.learner.count(RESTARTS)
 
     @property
-    def speaking(self) -> Told | None:
-        """What the learner tells now: of a pod that is there, through a stream that is open."""
-        told = self.told
-        if told is None or not told.connected or not any(pod.uid == told.pod for pod in self.of(Role.LEARNER)):
+    def live_report(self) -> LearnerReport | None:
+        """The learner's report, if it is current: from a pod that exists, through a stream that is open."""
+        report = self.last_report
+        if report is None or not report.connected or not any(pod.uid == report.pod for pod in self.of(Role.LEARNER)):
             return None
-        return told
+        return report
 
     def condition(self, kind: str) -> tuple[str, str]:
-        """Status and reason of a condition as they stand."""
+        """Status and reason of a condition of the current status."""
         for item in self.status.get("conditions", ()):
             if item["type"] == kind:
                 return item["status"], item["reason"]
@@ -248,17 +256,17 @@ class Snapshot:
 
 
 def number(value: float, digits: int) -> float | None:
-    """A number that JSON has; None for one that it has not."""
+    """The rounded number; None if it is not finite, which JSON cannot express."""
     return round(value, digits) if isfinite(value) else None
 
 
 def seconds_of(time: str | None) -> float | None:
-    """A time of Kubernetes in seconds since 1970."""
+    """A Kubernetes timestamp in seconds since 1970."""
     return None if time is None else datetime.fromisoformat(time).timestamp()
 
 
 def pod_of(given: Object) -> Pod | None:
-    """A pod of a job; None for one that is not of any."""
+    """The pod of a job; None if it does not belong to one."""
     metadata, spec, status = given["metadata"], given.get("spec", {}), given.get("status", {})
     role = metadata.get("labels", {}).get("kestrl.dev/role")
     if role not in set(Role):
@@ -311,7 +319,9 @@ def _waiting(statuses: Iterable[Object]) -> Iterator[str]:
 
 
 def _ended(statuses: Iterable[Object]) -> Iterator[Ended]:
-    """A container that runs well again is not told of: its count of restarts is. One that ends well is, if it does so again and again."""
+    """Failed last runs. A container that is ready again is left out, since its restart count covers it. One that ends
+    without an error is included if it keeps ending.
+    """
     for item in statuses:
         state = item.get("state", {})
         last = state.get("terminated") or (
@@ -319,7 +329,7 @@ def _ended(statuses: Iterable[Object]) -> Iterator[Ended]:
         )
         again = state.get("waiting", {}).get("reason") == "CrashLoopBackOff"
         if last and (last.get("exitCode") or last.get("signal") or again):
-            message = last_words(last.get("message", ""))
+            message = termination_message(last.get("message", ""))
             yield Ended(
                 container=item["name"],
                 reason=last.get("reason", "Error"),
@@ -328,15 +338,15 @@ def _ended(statuses: Iterable[Object]) -> Iterator[Ended]:
             )
 
 
-def last_words(text: str) -> str:
-    """What a program of ours said when it ended: its last line `error: ...`, else its last line."""
+def termination_message(text: str) -> str:
+    """The last message of a kestrl program: its last line `error: ...`, else its last line."""
     lines = [line for line in text.strip().splitlines() if line.strip()]
-    told = [line for line in lines if line.startswith("error: ")]
-    return (told or lines or [""])[-1].removeprefix("error: ")[:500]
+    errors = [line for line in lines if line.startswith("error: ")]
+    return (errors or lines or [""])[-1].removeprefix("error: ")[:500]
 
 
 def workload_of(given: Object) -> Workload | None:
-    """A workload of a job; None for one that is not of any."""
+    """The workload of a job; None if it does not belong to one."""
     metadata = given["metadata"]
     role = metadata.get("labels", {}).get("app.kubernetes.io/component")
     if role not in set(Role):
@@ -351,7 +361,7 @@ def workload_of(given: Object) -> Workload | None:
 
 
 def node_of(given: Object) -> Node:
-    """A node."""
+    """The typed form of a node object."""
     metadata, spec = given["metadata"], given.get("spec", {})
     return Node(
         name=metadata["name"],
@@ -363,5 +373,5 @@ def node_of(given: Object) -> Node:
 
 
 def is_input(failure: Failure) -> bool:
-    """Whether a person has to mend the manifest or what it names."""
+    """Whether the user has to fix the manifest or something that it names."""
     return failure.boundary is Boundary.USER_CODE or failure.code in {"invalid_input", "place_unusable"}

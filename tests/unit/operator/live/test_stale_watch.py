@@ -1,4 +1,4 @@
-"""Streams that freeze, break, lie or end: nothing is missed for long, and who cannot hear says so."""
+"""Streams that freeze, break, miss events or end: nothing is missed for long, and a stale watch is reported."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 
 from kestrl.testing.kubernetes import Controllers
-from kestrl_operator.shell import WatchEnded
+from kestrl_operator.watch import WatchEnded
 
 from .stage import JOB, NAMESPACE, Stage, ready
 
@@ -18,7 +18,7 @@ OFTEN = 0.2
 
 
 def audits(stage: Stage) -> int:
-    """Nodes are listed last of all in each."""
+    """Number of audits, each of which lists nodes last."""
     return len(stage.cluster.requests("list", "nodes"))
 
 
@@ -27,7 +27,7 @@ async def audited(stage: Stage, times: int = 1) -> None:
     await stage.until(lambda: audits(stage) >= before + times, f"{times} audits")
 
 
-async def test_a_frozen_stream_is_healed_by_the_audit_and_told_of_by_healthz(stage: Stage) -> None:
+async def test_a_frozen_stream_is_found_by_the_audit_and_fails_healthz(stage: Stage) -> None:
     running = await stage.operator(audit_seconds=OFTEN)
     stage.job()
     await stage.applied()
@@ -41,7 +41,7 @@ async def test_a_frozen_stream_is_healed_by_the_audit_and_told_of_by_healthz(sta
     await stage.until_asked(running, 200)
 
 
-async def test_a_deletion_that_nobody_told_of_is_found_by_the_audit(stage: Stage) -> None:
+async def test_a_missed_deletion_is_found_by_the_audit(stage: Stage) -> None:
     running = await stage.operator(audit_seconds=OFTEN)
     stage.job()
     await stage.applied()
@@ -53,7 +53,7 @@ async def test_a_deletion_that_nobody_told_of_is_found_by_the_audit(stage: Stage
     assert await running.asked() == (200, "ok")
 
 
-async def test_the_objects_of_a_job_whose_deletion_nobody_told_of_are_not_made_anew(stage: Stage) -> None:
+async def test_objects_of_a_job_whose_deletion_was_missed_are_not_recreated(stage: Stage) -> None:
     await stage.operator()
     stage.job()
     await stage.applied()
@@ -69,7 +69,7 @@ async def test_the_objects_of_a_job_whose_deletion_nobody_told_of_are_not_made_a
     assert stage.children() == []
 
 
-async def test_a_stream_that_ends_with_410_is_listed_anew(stage: Stage) -> None:
+async def test_a_stream_that_ends_with_410_lists_again(stage: Stage) -> None:
     await stage.operator()
     stage.job("before")
     await stage.applied("before")
@@ -84,7 +84,7 @@ async def test_a_stream_that_ends_with_410_is_listed_anew(stage: Stage) -> None:
     await stage.applied("after")
 
 
-async def test_streams_that_are_cut_are_opened_again_where_they_were(stage: Stage) -> None:
+async def test_streams_that_are_cut_resume_where_they_were(stage: Stage) -> None:
     await stage.operator()
     stage.job("before")
     await stage.applied("before")
@@ -95,7 +95,7 @@ async def test_streams_that_are_cut_are_opened_again_where_they_were(stage: Stag
     assert len(stage.cluster.requests("list", "agentrljobs")) == lists, "listed though nothing was missed"
 
 
-async def test_an_api_server_that_is_away_for_a_while_is_found_again(stage: Stage) -> None:
+async def test_an_api_server_outage_is_survived(stage: Stage) -> None:
     running = await stage.operator()
     stage.job("before")
     await stage.applied("before")
@@ -107,7 +107,7 @@ async def test_an_api_server_that_is_away_for_a_while_is_found_again(stage: Stag
     await stage.applied("between")
 
 
-async def test_a_child_whose_deletion_nobody_told_of_is_put_back_by_the_audit(stage: Stage) -> None:
+async def test_a_child_whose_deletion_was_missed_is_created_by_the_audit(stage: Stage) -> None:
     await stage.operator(audit_seconds=OFTEN)
     stage.job()
     await stage.applied()
@@ -118,7 +118,7 @@ async def test_a_child_whose_deletion_nobody_told_of_is_put_back_by_the_audit(st
         await stage.until(partial(stage.cluster.find, plural, NAMESPACE, f"{JOB}-rollout"), f"{plural} are back")
 
 
-async def test_a_child_whose_change_nobody_told_of_is_put_back_by_the_audit(stage: Stage) -> None:
+async def test_a_change_of_a_child_that_the_watch_missed_is_reverted_by_the_audit(stage: Stage) -> None:
     await stage.operator(audit_seconds=OFTEN)
     stage.job()
     await stage.applied()
@@ -130,7 +130,7 @@ async def test_a_child_whose_change_nobody_told_of_is_put_back_by_the_audit(stag
     )
 
 
-async def test_a_child_that_vanished_while_no_operator_ran_is_put_back_by_the_next(stage: Stage) -> None:
+async def test_a_child_deleted_while_no_operator_ran_is_created_by_the_next(stage: Stage) -> None:
     running = await stage.operator("a")
     stage.job()
     await stage.applied()
@@ -142,7 +142,7 @@ async def test_a_child_that_vanished_while_no_operator_ran_is_put_back_by_the_ne
         await stage.quiet(0.1)
 
 
-async def test_a_pod_that_vanished_unheard_does_not_hold_up_a_suspension(stage: Stage) -> None:
+async def test_a_pod_whose_deletion_was_missed_does_not_block_a_suspension(stage: Stage) -> None:
     Controllers(stage.cluster, started=ready)
     await stage.operator(audit_seconds=OFTEN)
     stage.job()
@@ -155,31 +155,31 @@ async def test_a_pod_that_vanished_unheard_does_not_hold_up_a_suspension(stage: 
     await stage.until(lambda: stage.condition("Suspended")[:2] == ("True", "Released"), "the suspension completes")
 
 
-async def test_a_job_that_is_made_while_an_audit_lists_is_not_forgotten(stage: Stage) -> None:
+async def test_a_job_created_during_an_audit_is_not_removed(stage: Stage) -> None:
     running = await stage.operator(audit_seconds=OFTEN)
     late = stage.cluster.fail("list", "agentrljobs", delay=3.0, late=True, times=1)
     await stage.until(lambda: late.hits, "a list is on its way")
     stage.job()
     await stage.applied()
     before = audits(stage)
-    stage.cluster.fail("list", "agentrljobs", delay=60.0)  # no further audit may heal it
+    stage.cluster.fail("list", "agentrljobs", delay=60.0)  # so that no further audit delivers it
     await stage.until(lambda: audits(stage) > before, "the late list has come")
     assert running.jobs() == {JOB}
 
 
-async def test_a_job_that_is_made_while_an_audit_lists_and_then_left_alone_was_told_of(stage: Stage) -> None:
+async def test_a_job_created_during_an_audit_counts_as_delivered(stage: Stage) -> None:
     running = await stage.operator(audit_seconds=OFTEN)
-    stage.cluster.fail("patch", "agentrljobs/status", status=503)  # nothing changes it, so nothing is told again
+    stage.cluster.fail("patch", "agentrljobs/status", status=503)  # nothing changes it, so no event follows
     late = stage.cluster.fail("list", "agentrljobs", delay=3.0, late=True, times=1)
     await stage.until(lambda: late.hits, "a list is on its way")
     stage.job()
-    await stage.until(running.jobs, "the stream has told of the job")
+    await stage.until(running.jobs, "the stream has delivered the job")
     for _ in range(4):
         await audited(stage)
         assert await running.asked() == (200, "ok")
 
 
-async def test_an_audit_at_rest_asks_for_names_alone(stage: Stage) -> None:
+async def test_an_audit_without_changes_lists_names_only(stage: Stage) -> None:
     await stage.operator(audit_seconds=OFTEN)
     stage.job()
     await stage.applied()
@@ -191,7 +191,7 @@ async def test_an_audit_at_rest_asks_for_names_alone(stage: Stage) -> None:
     assert all("PartialObjectMetadataList" in accepts for accepts in asked)
 
 
-async def test_an_answer_that_is_no_list_is_not_taken_for_an_empty_one(
+async def test_an_answer_that_is_not_a_list_is_not_an_empty_list(
     stage: Stage, caplog: pytest.LogCaptureFixture
 ) -> None:
     running = await stage.operator(audit_seconds=OFTEN)
@@ -217,7 +217,7 @@ async def test_a_job_that_is_deleted_while_an_audit_lists_does_not_come_back(sta
     stage.cluster.delete("agentrljobs", NAMESPACE, JOB)
     await stage.until(lambda: not running.jobs(), "the job is forgotten")
     written = len(stage.writes())
-    await audited(stage)  # with what the late list holds
+    await audited(stage)  # with the content of the delayed list
     await stage.quiet()
     assert not running.jobs()
     assert stage.writes()[written:] == []
@@ -225,7 +225,7 @@ async def test_a_job_that_is_deleted_while_an_audit_lists_does_not_come_back(sta
 
 
 @pytest.mark.slow
-async def test_a_stream_that_cannot_go_on_ends_the_operator_with_its_words_and_gives_the_lease_back(
+async def test_a_broken_stream_ends_the_operator_and_releases_the_lease(
     stage: Stage,
 ) -> None:
     running = await stage.operator(lease_seconds=30.0)

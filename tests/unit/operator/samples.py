@@ -1,4 +1,5 @@
-"""What tests of the operator's pure parts are made of: a job, its pods, what its learner tells, and a snapshot of all of it."""
+"""Sample data for tests of the operator's pure parts: a job, its pods, reports of its learner, and a snapshot of all of
+it."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from kestrl.errors import Boundary, Failure
 from kestrl.plan.components import Role
 from kestrl.rpc.codec import failure_to_proto, policy_to_proto
 from kestrl.spec import AgentRLJob, read_job
-from kestrl_operator.observe import ATTEMPTS, FORGIVEN, RESTARTS, Ended, Pod, Snapshot, Told, Workload
+from kestrl_operator.snapshot import ATTEMPTS, FORGIVEN, RESTARTS, Ended, LearnerReport, Pod, Snapshot, Workload
 
 QUICKSTART = Path(__file__).parents[3] / "examples" / "email-search" / "quickstart.yaml"
 NOW = 1_800_000_000.0
@@ -28,7 +29,7 @@ def job(*overrides: str) -> AgentRLJob:
 
 
 def at(seconds: float) -> str:
-    """So many seconds from the moment of all snapshots, as Kubernetes writes it."""
+    """A time relative to that of all snapshots, in Kubernetes' format."""
     return datetime.fromtimestamp(NOW + seconds, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
@@ -70,7 +71,7 @@ def ended(container: str, reason: str = "Error", code: int = 1, message: str = "
 
 
 def all_pods(*others: Pod) -> list[Pod]:
-    """Every pod of the job; others stand in for those of their name."""
+    """Every pod of the job, with pods of the same name replaced by `others`."""
     roles = (Role.INFERENCE, Role.ROLLOUT, Role.TOOLS, Role.JUDGE, Role.LEARNER)
     made = {item.name: item for item in (*map(pod, roles), pod(Role.INFERENCE, 1))}
     return list((made | {item.name: item for item in others}).values())
@@ -90,13 +91,13 @@ def version(step: int, digest: str = "1f0c") -> PolicyVersion:
 
 
 def engine(number: int, step: int | None = 14, **changes: Any) -> pb.EngineProgress:
-    """What the learner tells of an engine that has proved the version of a step; of none for None."""
+    """The learner's report of an engine that has verified the version of a step; None for no version."""
     proved = None if step is None else policy_to_proto(version(step))
     return pb.EngineProgress(**({"name": f"engine-{number}", "policy": proved, "state": "serving"} | changes))
 
 
 def report(phase: str = "training", **changes: Any) -> pb.WatchProgressResponse:
-    """What a learner tells that is at step 14 of 26, with both engines on its newest version."""
+    """A learner's report at step 14 of 26, with both engines on its newest version."""
     plain: dict[str, Any] = {
         "phase": phase,
         "step": 14,
@@ -116,20 +117,20 @@ def report(phase: str = "training", **changes: Any) -> pb.WatchProgressResponse:
 
 
 def over(phase: str, **changes: Any) -> pb.WatchProgressResponse:
-    """What a learner tells whose run is over: nobody looks at engines and workers any more."""
+    """The last report of a run that is over: engines and workers are no longer listed."""
     return report(phase, **({"engines": [], "workers": 0, "groups_running": 0} | changes))
 
 
 def failed(boundary: Boundary = Boundary.ENGINE, code: str = "no_engine_proved", **changes: Any) -> Any:
-    """What a learner tells that has failed."""
+    """The last report of a failed run."""
     failure = Failure(boundary=boundary, code=code, message="it went wrong", component="learner-0")
     return over("failed", **({"failure": failure_to_proto(failure), "message": "it went wrong"} | changes))
 
 
-def told(given: pb.WatchProgressResponse, number: int = 0, **changes: Any) -> Told:
-    """By the learner's pod of that number."""
+def learner_report(given: pb.WatchProgressResponse, number: int = 0, **changes: Any) -> LearnerReport:
+    """A report from the learner's pod of that number."""
     plain: dict[str, Any] = {"pod": f"learner-{number}", "at": NOW, "report": given, "stepped": NOW - 20, "pace": 30.0}
-    return Told(**(plain | changes))
+    return LearnerReport(**(plain | changes))
 
 
 def condition(kind: str, status: str, reason: str, seconds: float = -300, **changes: Any) -> dict[str, Any]:
@@ -138,7 +139,7 @@ def condition(kind: str, status: str, reason: str, seconds: float = -300, **chan
 
 
 def status(*conditions: Mapping[str, Any], **fields: Any) -> dict[str, Any]:
-    """A status as it stands."""
+    """A current status."""
     return {"conditions": list(conditions), **fields}
 
 
@@ -153,6 +154,6 @@ def snapshot(**changes: Any) -> Snapshot:
         "job": job(),
         "pods": all_pods(),
         "workloads": workloads(),
-        "told": told(report()),
+        "last_report": learner_report(report()),
     }
     return Snapshot(**(plain | changes))

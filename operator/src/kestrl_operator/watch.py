@@ -1,7 +1,7 @@
-"""Kopf as the shell: it watches, and hands every event to us; nothing is decided, stored or written by it.
+"""Watch streams, on kopf: it hands every event to the operator, and decides, stores and writes nothing.
 
-Only `on.event` handlers: they keep no progress, so no annotation and no finalizer is ever put on anybody's object, and a dead operator
-holds up no deletion.
+Only `on.event` handlers are registered: they keep no progress, so no annotation or finalizer is ever put on an object,
+and a stopped operator blocks no deletion.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from kestrl_operator.store import JOB_LABEL
 
 Object = Mapping[str, Any]
 Taken = Callable[[Kind, Object, bool], None]
-"""Kind, object, and whether it was deleted."""
+"""A callback with the kind, the object, and whether it was deleted."""
 MANAGED = "app.kubernetes.io/managed-by=kestrl-operator"
 SERVICE = Kind("", "v1", "Service", "services")
 NETWORK_POLICY = Kind("networking.k8s.io", "v1", "NetworkPolicy", "networkpolicies")
@@ -36,11 +36,13 @@ WATCHED: Mapping[Kind, str] = {
     NETWORK_POLICY: MANAGED,
     DISRUPTION_BUDGET: MANAGED,
 }
-"""What is watched, and the labels that the apiserver selects by."""
+"""The kinds that are watched, with the label selector for each."""
 
 
 class _NoDiff(kopf.DiffBaseStorage):
-    """Kopf compares each object with how it saw it last, for handlers of changes. We have none, and it costs more than all else."""
+    """A diff storage that stores nothing. Kopf compares each object with its last state for change handlers, of which
+    there are none, and that costs more than everything else.
+    """
 
     def build(self, **_: Any) -> kopf.BodyEssence:
         return kopf.BodyEssence({})
@@ -49,17 +51,19 @@ class _NoDiff(kopf.DiffBaseStorage):
         return None
 
     def store(self, **_: Any) -> None:
-        raise AssertionError("there is nothing to keep of an event")
+        raise AssertionError("event handlers have no last state to store")
 
 
 class _NoProgress(kopf.ProgressStorage):
-    """Nothing of ours is ever in progress on an object: no annotation of kopf's can come to be."""
+    """A progress storage that stores nothing: handlers make no progress on an object, so kopf never writes an
+    annotation.
+    """
 
     def fetch(self, **_: Any) -> None:
         return None
 
     def store(self, **_: Any) -> None:
-        raise AssertionError("there is no progress to keep")
+        raise AssertionError("event handlers have no progress to store")
 
     def purge(self, **_: Any) -> None:
         return None
@@ -72,24 +76,24 @@ class _NoProgress(kopf.ProgressStorage):
 
 
 def settings() -> kopf.OperatorSettings:
-    """Kopf as we want it; docs/operator.md says why for each."""
+    """Kopf's settings; docs/operator.md gives the reason for each."""
     made = kopf.OperatorSettings()
-    made.peering.standalone = True  # a Lease of our own elects
+    made.peering.standalone = True  # this operator elects its leader with a Lease of its own
     made.peering.mandatory = False
-    made.posting.enabled = False  # we write few events of our own
+    made.posting.enabled = False  # this operator publishes few events of its own
     made.scanning.disabled = True  # no rights on CRDs and namespaces
     made.persistence.finalizer = "kestrl.dev/unused"
     made.persistence.progress_storage = _NoProgress()
     made.persistence.diffbase_storage = _NoDiff()
     made.networking.request_timeout = 60.0
     made.networking.connect_timeout = 10.0
-    made.watching.server_timeout = 240  # whole seconds: the apiserver takes no others
+    made.watching.server_timeout = 240  # whole seconds: the API server accepts no fractions
     made.watching.client_timeout = 300.0
     made.watching.connect_timeout = 10.0
     made.watching.inactivity_timeout = 70.0
     made.watching.chunk_size = 500
     made.process.ultimate_exiting_timeout = 10.0
-    made.queueing.idle_timeout = 2.0  # a task of kopf's waits so long for each object that had an event
+    made.queueing.idle_timeout = 2.0  # kopf keeps a task for each object for this long after its last event
     for kind, labels in WATCHED.items():
         if labels:
             made.watching.label_selectors[kind.group or "", kind.version, kind.plural] = labels
@@ -97,7 +101,7 @@ def settings() -> kopf.OperatorSettings:
 
 
 def registry(take: Taken) -> kopf.OperatorRegistry:
-    """The handlers: one a kind, all the same."""
+    """The handlers: the same one for each kind."""
     made = kopf.OperatorRegistry()
     kopf.on.login(registry=made)(_login)
     for kind in WATCHED:
@@ -117,42 +121,42 @@ def _handler(kind: Kind, take: Taken) -> Any:
 
 
 def _not_of_signals(record: logging.LogRecord) -> bool:
-    """Kopf warns that it hears no signals in a thread; they are not its to hear."""
+    """Drops kopf's warning that OS signals are ignored in a thread; the operator handles signals itself."""
     return "OS signals are ignored" not in record.getMessage()
 
 
 class WatchEnded(KestrlError):
-    """Kopf has ended by itself."""
+    """Kopf ended although it was not asked to."""
 
     code = "watch_ended"
 
 
 class Watch:
-    """Kopf in a thread of its own, with a loop of its own: when it ends it cancels every task that it finds."""
+    """Kopf in a thread with its own event loop, because on its end it cancels every task of its loop."""
 
     def __init__(self, take: Taken, namespaces: tuple[str, ...]) -> None:
-        """To be made in the loop that `take` is to be called in."""
+        """Prepares the watch; to be called in the event loop that `take` is to run in."""
         self._take, self._namespaces = take, namespaces
         self._loop = asyncio.get_running_loop()
         self._stop, self.begun = threading.Event(), threading.Event()
-        self._told_to_stop = False
+        self._stop_requested = False
 
     def stop(self) -> None:
-        self._told_to_stop = True
+        self._stop_requested = True
         self._stop.set()
 
     async def run(self) -> None:
-        """Watches until told to stop, or until a stream cannot go on: then it ends, and the operator with it.
+        """Watches until `stop` is called. If a stream cannot go on, the watch ends, and the operator with it.
 
         Raises:
-            WatchEnded: It was not told to stop.
+            WatchEnded: The watch ended without `stop`.
         """
         why = await asyncio.to_thread(uvloop.run, self._operate())
-        if not self._told_to_stop:
+        if not self._stop_requested:
             raise WatchEnded(f"a watch stream cannot go on: {why}")
 
     async def _operate(self) -> str:
-        """Returns why it ended, if not for being told to."""
+        """Runs kopf; returns why it ended, if not because of `stop`."""
 
         def hand_over(kind: Kind, given: Object, deleted: bool) -> None:
             self._loop.call_soon_threadsafe(self._take, kind, given, deleted)
@@ -168,9 +172,9 @@ class Watch:
                 stop_flag=self._stop,
                 ready_flag=self.begun,
             )
-        except Exception as error:  # noqa: BLE001 - whatever ends kopf ends the operator, with these words
+        except Exception as error:  # noqa: BLE001 - any error that ends kopf ends the operator, with this message
             return str(error) or type(error).__name__
         finally:
-            # Kopf waits for it in a thread of its own, for which a loop waits before it closes.
+            # Kopf waits for this event in a thread of its own, and a loop waits for that thread before it closes.
             self._stop.set()
         return "kopf has ended"

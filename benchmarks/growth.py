@@ -1,7 +1,9 @@
-"""What grows with the size of a job: the ledger from 10 to 10,000 steps, a publication from 1 to 8 engines. Against the smallest of each.
+"""Scaling with the size of a job: the ledger from 10 to 10,000 steps, a publication from 1 to 8 engines, against the
+smallest of each.
 
-All engines and their agents share one process here, so a publication is measured twice: with engines that answer at once, where all that grows is
-the work of that one core, and with engines that take as long for a proof as a real one does, which shows whether any waits for another.
+All engines and agents share one process, so a publication is measured twice: with engines that answer immediately,
+which shows the CPU cost, and with engines that take as long for a verification as real ones, which shows whether
+engines wait for each other.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from kestrl.storage.adapters import WEIGHTS, digest
 from kestrl.testing.engine import Completion, FakeEngine, Prompt, score
 from kestrl.testing.ports import free_port
 from kestrl_inference.engine import Engine
-from kestrl_inference.policies import Policies
+from kestrl_inference.loaded_adapters import LoadedAdapters
 from kestrl_inference.servicer import EngineAgent
 from kestrl_inference.watch import Watch
 from kestrl_learner.engines import Engines
@@ -39,40 +41,40 @@ from kestrl_learner.progress import Progress
 GROUPS = 8
 ENGINES = (1, 2, 4, 8)
 PROOFS = {"": 0.0, "_of_150_ms": 0.15}
-"""Seconds of a proof, by what the row is called: at once, and SmolLM2's on a CPU."""
+"""Seconds of a verification, by suffix of the row's name: none, and SmolLM2's on a CPU."""
 LEDGER_STEPS = (10, 100, 1_000, 10_000)
-LOOKED_AT = 20
-"""The last steps of each, which are timed."""
+TIMED_STEPS = 20
+"""Number of last steps that are timed."""
 
 
 def ledger(steps: int) -> tuple[float, float]:
-    """Milliseconds of one step's entries after so many steps, and the process's memory."""
+    """Milliseconds of one step's entries after the given number of steps, and the memory of the process."""
     with tempfile.TemporaryDirectory() as folder:
         book = Ledger(f"sqlite:///{Path(folder) / 'ledger.db'}", seed=1, size=steps * GROUPS, epochs=1, run="bench")
         book.rewind(0)
         began = 0.0
         for step in range(steps):
-            if step == max(0, steps - LOOKED_AT):
+            if step == max(0, steps - TIMED_STEPS):
                 began = time.perf_counter()
             leases = [book.lease(step) for _ in range(GROUPS)]
             for lease in leases:
                 assert lease is not None
                 book.finish(lease)
             book.train([lease for lease in leases if lease is not None], step + 1)
-        taken = 1000 * (time.perf_counter() - began) / min(steps, LOOKED_AT)
+        taken = 1000 * (time.perf_counter() - began) / min(steps, TIMED_STEPS)
         book.close()
         return taken, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
 def alone(steps: int) -> tuple[float, float]:
-    """In a process of its own, so that its memory is its own."""
+    """Measures in a child process, for separate memory figures."""
     command = [sys.executable, "-m", "benchmarks.growth", "--only", str(steps)]
     first, second = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
     return float(first), float(second)
 
 
 async def publish(count: int, proof_seconds: float, versions: int = 9) -> float:
-    """Milliseconds from a version in storage until so many engines have verified it, as the learner has them do it."""
+    """Milliseconds from a version in storage until the engines have verified it, through the learner's client."""
     with tempfile.TemporaryDirectory() as name:
         folder, progress = Path(name), Progress(1, count, 1)
         async with AsyncExitStack() as stack:
@@ -121,11 +123,11 @@ async def engine_and_agent(index: int, folder: Path, stack: AsyncExitStack, proo
     )
     client = Engine(engine.url, "base", timeout=30.0)
     stack.push_async_callback(client.close)
-    policies = Policies(settings, client)
-    policies.prepare()
-    watch = Watch(client, policies, settings.poll_seconds, settings.component)
+    adapters = LoadedAdapters(settings, client)
+    adapters.prepare()
+    watch = Watch(client, adapters, settings.poll_seconds, settings.component)
     await watch.look()
-    agent, stop = EngineAgent(settings, policies, watch), asyncio.Event()
+    agent, stop = EngineAgent(settings, adapters, watch), asyncio.Event()
     serving = asyncio.create_task(
         rpc.serve(
             settings.component,
@@ -141,7 +143,7 @@ async def engine_and_agent(index: int, folder: Path, stack: AsyncExitStack, proo
 
 
 def put(store: Path, step: int) -> tuple[PolicyVersion, str]:
-    """A version of a megabyte in storage."""
+    """Publishes a version of one megabyte."""
     files = {WEIGHTS: os.urandom(1_000_000), "adapter_config.json": b'{"r": 8}'}
     sha256, tokens = digest(files[WEIGHTS]), tuple(range(20, 50))
     probe = Probe(

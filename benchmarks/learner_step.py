@@ -1,10 +1,11 @@
 """One optimiser step of the learner on SmolLM2-135M: prompts of 160 tokens, groups of 8 completions of 40.
 
-Against, in the same run: the bare loop (transformers, peft and torch with the prompt shared the same way, and nothing else), the bare
-loop on plain rows (every row with its prompt), and TRL's GRPOTrainer where it is installed. And our own step on rows that an older policy
-sampled on two engines, a row of each of which it scores by that policy too. Each in a process of its own, so that its memory is its own; the
-fastest of `REPEATS` after a warm-up counts. And our own step beside `NEIGHBOURS` processes that are busy all the time, as builds or other jobs
-are: threads that wait busily for each other would then wait for the neighbours' time slices.
+Against, in the same run: the bare loop (transformers, peft and torch with the prompt shared the same way, and nothing
+else), the bare loop on plain rows (every row with its prompt), and TRL's GRPOTrainer where it is installed. Also
+KestRL's step on rows that an older policy sampled on two engines, one row of each of which is also scored by that
+policy. Each runs in its own process, for separate memory figures; the fastest of `REPEATS` after a warm-up counts. Also
+KestRL's step beside `NEIGHBOURS` busy processes, such as builds or other
+jobs: busy-waiting threads would then wait for the time slices of the neighbours.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ PROMPT, COMPLETION, SIZE, GROUPS = 160, 40, 8, 2
 RATE, REPEATS = 3e-4, 3
 NEIGHBOURS = 2
 JOB = Path(__file__).parents[1] / "examples" / "email-search" / "smollm2.yaml"
-"""Whose learning rate and clip the others use too."""
+"""Manifest with the learning rate and clip range of all candidates."""
 SHAPE = {"r": 16, "lora_alpha": 32, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
 
 
@@ -47,7 +48,7 @@ def tokens() -> tuple[list[list[int]], list[list[list[int]]], list[list[float]]]
 
 
 def best(step: Callable[[], object]) -> dict[str, float]:
-    """Seconds of the fastest step, and the process's largest memory."""
+    """Seconds of the fastest step, and the maximum memory of the process."""
     step()
     taken: list[float] = []
     for _ in range(REPEATS):
@@ -127,7 +128,7 @@ def bare(model: str, *, shared: bool) -> dict[str, float]:
 
 
 def trl(model: str) -> dict[str, float]:
-    """TRL's own loss on the same rows, one group a micro-batch, as its trainer does it."""
+    """TRL's loss on the same rows, one group per micro-batch, as in its trainer."""
     import tempfile
 
     import torch
@@ -191,11 +192,11 @@ STEPS: dict[str, Callable[[str], dict[str, float]]] = {
 
 
 def alone(name: str) -> dict[str, float]:
-    """A step in a process of its own."""
+    """Runs a step in a child process."""
     from kestrl_email.smollm2 import smollm2
 
     command = [sys.executable, "-m", "benchmarks.learner_step", "--only", name, str(smollm2())]
-    environment = {**TORCH_DEFAULTS, **os.environ}  # as the plan gives it to a learner
+    environment = {**TORCH_DEFAULTS, **os.environ}  # as in the plan for a learner
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
@@ -203,7 +204,7 @@ def alone(name: str) -> dict[str, float]:
 
 @contextmanager
 def busy_neighbours() -> Generator[None]:
-    """Processes that never rest, within a block."""
+    """Runs busy processes within a block."""
     busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(NEIGHBOURS)]
     try:
         yield

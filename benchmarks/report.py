@@ -1,4 +1,5 @@
-"""What every benchmark prints: one JSON object a row with `--json`, a line for people otherwise. Value and reference come from one run."""
+"""Output of benchmarks: one JSON object per row with `--json`, otherwise one line per row. Value and reference are from
+the same run."""
 
 from __future__ import annotations
 
@@ -10,15 +11,15 @@ from dataclasses import asdict, dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One figure beside what it is measured against."""
+    """A figure and its reference."""
 
     name: str
     value: float
     unit: str
     reference: float | None = None
-    """The named peer's or limit's figure, measured in the same run."""
+    """Figure of the peer or limit, from the same run."""
     against: str = ""
-    """The peer or limit."""
+    """Name of the peer or limit."""
 
     @property
     def ratio(self) -> float | None:
@@ -28,7 +29,7 @@ class Row:
 def main(description: str | None, measure: Callable[[], Iterable[Row]]) -> None:
     """Runs a benchmark from the command line."""
     parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--json", action="store_true", help="one JSON object a row")
+    parser.add_argument("--json", action="store_true", help="one JSON object per row")
     as_json = parser.parse_args().json
     for row in measure():
         if as_json:

@@ -1,9 +1,10 @@
-"""Episodes a second and CPU a turn of one rollout worker on one core, against the bare loop that sends the same requests.
+"""Episodes per second and CPU per turn of one rollout worker on one core, against a bare loop that sends the same
+requests.
 
-The worker is the real process with masks, log-probs, tool calls, scores and (unless OTEL_SDK_DISABLED) spans. Everything it talks to is on
-the other core and cheap (`fake_services`): an engine that answers after 50 ms, 4 turns an episode. The limit is asyncio, aiohttp and uvloop with
-token ids in and out and nothing else (`bare_loop`), pinned to the same core, in the same run. `research`: peers reach 153 (verl), 66 (ART)
-and 26 (verifiers) episodes a second at 512 on one core.
+The worker is the real process with masks, log-probs, tool calls, scores and (unless OTEL_SDK_DISABLED) spans. Its
+servers run on the other core and are cheap (`fake_services`): an engine that answers after 50 ms, 4 turns per episode.
+The limit is asyncio, aiohttp and uvloop with token ids in and out and nothing else (`bare_loop`), pinned to the same
+core, in the same run. Peers reach 153 (verl), 66 (ART) and 26 (verifiers) episodes per second at 512 on one core.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from kestrl.testing.ports import free_port
 from kestrl_email.model_path import tiny
 
 LOADS = ((64, 2_000), (512, 4_000), (2_048, 8_192))
-"""Episodes at once, and episodes in all."""
+"""Concurrent episodes, and total episodes."""
 GROUP = 8
 TURNS = 4
 TICKS = os.sysconf("SC_CLK_TCK")
@@ -58,7 +59,7 @@ def memory_mb(pid: int) -> float:
 
 @contextmanager
 def pinned(core: int, *arguments: str, **environment: str) -> Generator[subprocess.Popen[str]]:
-    """A Python process on one core that lives as long as its input is open."""
+    """A Python process pinned to one core that lives while its input is open."""
     process = subprocess.Popen(
         ["taskset", "-c", str(core), sys.executable, "-m", *arguments],
         stdin=subprocess.PIPE,
@@ -82,7 +83,7 @@ def bare_loop(core: int, engine: int, concurrency: int, episodes: int) -> Measur
 
 @contextmanager
 def worker(core: int, services: dict[str, int], concurrency: int, endpoint: str | None) -> Generator[tuple[str, int]]:
-    """A rollout worker: where it listens, and its process."""
+    """Starts a rollout worker; yields its address and process."""
     with tempfile.TemporaryDirectory() as folder:
         port = free_port()
         settings = RolloutSettings(
@@ -121,7 +122,8 @@ def request(number: int, engine: int) -> pb.RunGroupRequest:
 
 
 class Slots:
-    """Places for episodes; who asks for many waits until one is free, in the order of asking, and has the next before anyone else."""
+    """Slots for episodes, granted in order of requests: a group starts with its first slot and gets the next ones
+    first."""
 
     def __init__(self, count: int) -> None:
         self._free = count
@@ -142,7 +144,8 @@ class Slots:
 
 
 async def drive(address: str, pid: int, engine: int, concurrency: int, episodes: int) -> Measured:
-    """Closed loop, as a learner does it: a group starts as soon as one of `concurrency` slots is free; a group that is being judged needs none."""
+    """Closed loop, as in the learner: a group starts when one of `concurrency` slots is free; groups being scored need
+    no slot."""
     async with rpc.channel(address) as channel:
         stub: Any = stubs.RolloutServiceStub(channel)
         numbers = iter(range(1_000_000))

@@ -1,7 +1,8 @@
-"""Asynchronous against synchronous training with slow tools: the same number of steps of the same job, real engines and all.
+"""Asynchronous against synchronous training with slow tools: the same number of steps of the same job on real engines.
 
-A tool call takes 2 s and one in five takes 10 s (`benchmarks/slow`). With staleness 0 a step waits for its slowest episode; with
-staleness, further groups run meanwhile; what would be too old is waited for, or given up and attempted again (`schedule.staleGroups`).
+A tool call takes 2 s and one in five takes 10 s (`benchmarks/slow`). With staleness 0 a step waits for its slowest
+episode; with staleness, further groups run meanwhile; groups that would be too old are waited for or released
+(`schedule.staleGroups`).
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ GROUP_SIZE = read_job(JOB).spec.algorithm.group_size
 
 
 def train(runs: Path, staleness: int, stale_groups: str) -> tuple[float, list[dict[str, Any]]]:
-    """Seconds from the first group to the last step, and each step's facts."""
+    """Seconds from the first group to the last step, and the metrics of each step."""
     name = f"stale-{staleness}-{stale_groups}"
     settings = (
         f"metadata.name={name}",

@@ -1,7 +1,8 @@
-"""What a straggler costs with staleness, simulated: groups that would grow too old are released, or their step waits for them.
+"""Simulated cost of stragglers with staleness: groups that would be too old are released, or their step waits for them.
 
-Discrete events over the learner's own rule of admission: a group takes 1 s, one in ten takes 10 s (each +- 20 %), an update 0.3 s, 8 groups a
-step, 200 steps. "free": engines hold whatever staleness lets start; "16": no more than 16 groups at once.
+Discrete events with the learner's admission rule: a group takes 1 s, one in ten takes 10 s (each +- 20 %), an update
+0.3 s, 8 groups per step, 200 steps. "free": engines run all groups that staleness allows; "16": at most 16 concurrent
+groups.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ class Simulation:
             heapq.heappush(self.pending, position)
 
     def run(self) -> tuple[float, float]:
-        """Seconds of the run, and the share of the groups' time that was given up."""
+        """Seconds of the run, and the share of group time that was released."""
         self._start()
         while self.version < STEPS:
             self.now, number = heapq.heappop(self.events)

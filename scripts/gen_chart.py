@@ -1,10 +1,11 @@
-"""Writes what is said of the chart's values elsewhere: the table in its README and values.schema.json.
+"""Generates the documentation of the chart's values: the table in its README and values.schema.json.
 
-The source is values.yaml. The comment above a key says what it is. A type is that of the value; what a value cannot tell of itself stands
-in a comment line: `@type string or null`, `@type list of object`, `@type map of quantity`, `@enum Always, Never`, `@min 1`. A key whose type is given
-so is not looked into. The section `jobs` has the types of `kestrl_operator.cluster.Cluster`, which reads it.
+The source is values.yaml. The comment above a key is its description. The type is that of the value, or given in a
+comment line: `@type string or null`, `@type list of object`, `@type map of quantity`, `@enum Always, Never`, `@min 1`.
+Values with a given type are not inspected. The section `jobs` has the types of `kestrl_operator.cluster.Cluster`, which
+reads it.
 
-With `--check` it says which of the committed files are stale.
+With `--check` it reports committed files that are stale.
 """
 
 from __future__ import annotations
@@ -36,12 +37,12 @@ SCALARS: Mapping[str, Schema] = {
     "null": {"type": "null"},
     "quantity": {"type": ["string", "number"], "pattern": r"^\d+(\.\d+)?([munkMGTPE]|[KMGTPE]i)?$"},
 }
-"""Types by the words of `@type`. `object` is Kubernetes' own, which Kubernetes checks."""
+"""Types by their names in `@type`. `object` is a Kubernetes object, validated by Kubernetes."""
 REF = "#/$defs/"
 
 
 class ValuesError(Exception):
-    """values.yaml says something that cannot be understood, or nothing of a value."""
+    """values.yaml has an invalid hint, or a value without a description."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +53,7 @@ class Value:
     about: str
     default: Any
     hints: Mapping[str, str]
-    """What `@` lines say."""
+    """Hints of `@` lines."""
     inner: Sequence[Value]
 
     @property
@@ -81,18 +82,18 @@ def _comment(lines: Sequence[str], line: int, path: str) -> tuple[str, dict[str,
     first = line
     while first and lines[first - 1].lstrip().startswith("#"):
         first -= 1
-    told = [text.strip().removeprefix("#").strip() for text in lines[first:line]]
-    hints = dict(text[1:].split(" ", 1) for text in told if text.startswith("@"))
-    about = " ".join(text for text in told if not text.startswith("@"))
+    comments = [text.strip().removeprefix("#").strip() for text in lines[first:line]]
+    hints = dict(text[1:].split(" ", 1) for text in comments if text.startswith("@"))
+    about = " ".join(text for text in comments if not text.startswith("@"))
     if not about:
-        raise ValuesError(f"{path} has no comment that says what it is")
+        raise ValuesError(f"{path} has no comment that describes it")
     if unknown := set(hints) - {"type", "enum", "min"}:
-        raise ValuesError(f"{path}: there is no @{', @'.join(sorted(unknown))}")
+        raise ValuesError(f"{path}: unknown hint @{', @'.join(sorted(unknown))}")
     return about, hints
 
 
 def parse_type(words: str) -> Schema:
-    """The schema of a type in words, such as `list of string or null`."""
+    """Schema of a type name, such as `list of string or null`."""
     kinds = words.split(" or ")
     if len(kinds) > 1:
         return {"anyOf": [parse_type(kind) for kind in kinds]}
@@ -106,7 +107,7 @@ def parse_type(words: str) -> Schema:
 
 
 def inferred(value: Value) -> Schema:
-    """The schema of what a value is by itself."""
+    """Schema inferred from a value."""
     match value.default:
         case bool():
             return parse_type("boolean")
@@ -115,11 +116,11 @@ def inferred(value: Value) -> Schema:
         case str():
             return parse_type("string")
         case _:
-            raise ValuesError(f"{value.path} needs a line `# @type`: {value.default!r} does not tell its type")
+            raise ValuesError(f"{value.path} needs a line `# @type`: {value.default!r} does not determine its type")
 
 
 def schema_of(value: Value) -> Schema:
-    """The schema of a value, and of all in it."""
+    """Schema of a value with its contents."""
     if value.inner:
         made = closed({item.name: schema_of(item) for item in value.inner})
     else:
@@ -143,7 +144,7 @@ def chart_schema(values: Sequence[Value]) -> Schema:
     for value in values:
         if value.name == "jobs":
             describe(value, jobs, shared)
-    # Helm hands `global` to every chart that another one depends on.
+    # Helm passes `global` to every subchart.
     properties["global"] = {"type": "object"}
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
@@ -154,17 +155,17 @@ def chart_schema(values: Sequence[Value]) -> Schema:
 
 
 def cluster_schema() -> tuple[Schema, dict[str, Schema]]:
-    """What the operator reads of `jobs`, and the definitions that it refers to."""
+    """Schema of the section `jobs`, which the operator reads, and its definitions."""
     made, profile = plain(Cluster.model_json_schema()), plain(Profile.model_json_schema())
     shared = {**made.pop("$defs", {}), **profile.pop("$defs", {})}
-    profile.pop("required", None)  # one of the same name as a built-in profile changes it, and need not be whole
+    profile.pop("required", None)  # a profile with the name of a built-in one overrides it and may be partial
     shared["Profile"] = profile
     made["properties"]["accelerators"] = {"type": "object", "additionalProperties": {"$ref": f"{REF}Profile"}}
     return made, shared
 
 
 def plain(schema: Schema) -> Schema:
-    """A model's schema without what only says again what its code or values.yaml says."""
+    """Schema of a model without descriptions and titles that repeat its code or values.yaml."""
     made: Schema = {}
     for word, meaning in schema.items():
         if word in {"properties", "$defs"}:
@@ -179,10 +180,10 @@ def plain(schema: Schema) -> Schema:
 
 
 def describe(value: Value, schema: Schema, shared: Mapping[str, Schema]) -> None:
-    """Puts what values.yaml says into a schema that was made elsewhere.
+    """Adds descriptions and defaults of values.yaml to a schema.
 
     Raises:
-        ValuesError: values.yaml has a key that the schema has not, or the other way round.
+        ValuesError: values.yaml and the schema have different keys.
     """
     schema["description"] = value.about
     target = resolve(schema, shared)
@@ -197,12 +198,12 @@ def describe(value: Value, schema: Schema, shared: Mapping[str, Schema]) -> None
 
 
 def resolve(schema: Schema, shared: Mapping[str, Schema]) -> Schema:
-    """The schema itself, where another one refers to it."""
+    """Resolves a reference to a schema."""
     return shared[schema["$ref"].removeprefix(REF)] if "$ref" in schema else schema
 
 
 def words_of(schema: Schema, shared: Mapping[str, Schema]) -> str:
-    """A type for people."""
+    """Name of a type for people."""
     schema = resolve(schema, shared)
     if "anyOf" in schema:
         return " or ".join(words_of(item, shared) for item in schema["anyOf"])
@@ -219,7 +220,7 @@ def words_of(schema: Schema, shared: Mapping[str, Schema]) -> str:
 
 
 def rows(value: Value, schema: Schema, shared: Mapping[str, Schema]) -> Iterator[str]:
-    """The value's row of the table, then those of all in it."""
+    """Table rows of a value and its contents."""
     if value.inner:
         yield f"| `{value.path}` | | | {value.about} |"
         target = resolve(schema, shared)
@@ -231,7 +232,7 @@ def rows(value: Value, schema: Schema, shared: Mapping[str, Schema]) -> Iterator
 
 
 def table(values: Sequence[Value], schema: Schema) -> str:
-    """All values, as the README shows them."""
+    """Table of all values for the README."""
     lines = ["| value | type | default | what it is |", "|---|---|---|---|"]
     for value in values:
         lines += rows(value, schema["properties"][value.name], schema["$defs"])
@@ -239,10 +240,10 @@ def table(values: Sequence[Value], schema: Schema) -> str:
 
 
 def with_table(readme: str, made: str) -> str:
-    """The README with this table in its place."""
+    """README with the table replaced."""
     block = re.compile(f"{re.escape(START)}.*{re.escape(END)}", re.DOTALL)
     if not block.search(readme):
-        raise ValuesError(f"charts/kestrl/README.md has no place for the table: {START} ... {END}")
+        raise ValuesError(f"charts/kestrl/README.md has no markers for the table: {START} ... {END}")
     return block.sub(lambda _: f"{START}\n\n{made}\n\n{END}", readme)
 
 

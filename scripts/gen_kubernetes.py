@@ -1,7 +1,7 @@
-"""Writes what Kubernetes and its users read of our models: the CRD that the chart carries, the list of conditions and reasons, and the
-reference of every field.
+"""Generates Kubernetes artefacts from the models: the chart's CRD, the list of conditions and reasons, and the
+reference of fields.
 
-With `--check` it says which of the committed files are stale.
+With `--check` it reports committed files that are stale.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def conditions_page() -> str:
     ]
     for kind, reasons in REASONS.items():
         lines += ["", f"## {kind}", "", "| reason | means |", "|---|---|"]
-        lines += [f"| `{reason}` | {told} |" for reason, told in reasons.items()]
+        lines += [f"| `{reason}` | {meaning} |" for reason, meaning in reasons.items()]
     return "\n".join(lines) + "\n"
 
 
@@ -50,23 +50,23 @@ BOUNDS = (("minimum", ">="), ("exclusiveMinimum", ">"), ("maximum", "<="), ("exc
 
 @dataclass
 class Page:
-    """The tables of a model and of all models in it, each told once, with every place that it stands at."""
+    """Tables of a model and of all nested models, each listed once with every path at which it occurs."""
 
     definitions: Mapping[str, Schema]
     defaults: bool
-    """Whether fields have defaults that a person may rely on: a status has none."""
+    """Whether fields have defaults; a status has none."""
     places: dict[str, list[str]] = field(default_factory=dict[str, list[str]])
-    """By the model's name."""
+    """Paths by the name of the model."""
 
     def lines(self, schema: Schema, path: str) -> Iterator[str]:
-        """The model's own section, then those of the models in it."""
+        """Section of the model, then those of nested models."""
         self._find(schema, path)
         models = {"": schema, **{name: self.definitions[name] for name in self.places}}
         for name, model in models.items():
             yield from ("", f"## {self._title(name, path)}", "", str(model["description"]).strip())
             others = self.places.get(name, [])[1:]
             if others:
-                yield from ("", f"Stands at {', '.join(f'`{other}`' for other in others)} too.")
+                yield from ("", f"Also used at {', '.join(f'`{other}`' for other in others)}.")
             head = ("field", "type", *(("default",) if self.defaults else ()), "meaning")
             yield from ("", f"| {' | '.join(head)} |", f"|{'---|' * len(head)}")
             for key, node in model["properties"].items():
@@ -95,9 +95,9 @@ class Page:
         yield self._type(node)
         if self.defaults:
             yield "required" if key in model.get("required", ()) else self._default(node)
-        told = node.get("description") or self._described(node)
+        description = node.get("description") or self._described(node)
         fixed = " Cannot change under a job." if path == "spec" and key in IDENTITY else ""
-        yield " ".join(f"{told}{fixed}".split()).replace("|", "\\|")
+        yield " ".join(f"{description}{fixed}".split()).replace("|", "\\|")
 
     def _described(self, node: Schema) -> str:
         return next((str(self.definitions[name].get("description", "")) for name, _ in self._models(node, "")), "")
@@ -134,7 +134,7 @@ class Page:
 
 
 def anchor(title: str) -> str:
-    """How a heading is linked to: letters and digits of it."""
+    """Anchor of a heading."""
     return "".join(letter for letter in title.lower() if letter.isalnum() or letter in "-_")
 
 
@@ -159,7 +159,7 @@ def reference_page() -> str:
         "## Rules across fields",
         "",
         "The API server refuses what breaks one of these; `*` stands for an item of a list. What its schema cannot say (`src/kestrl/spec/rules.py`) the operator",
-        "tells in the condition `Accepted`, reason `Invalid`, and `kestrl validate` tells all of it without a cluster.",
+        "reports in the condition `Accepted`, reason `Invalid`; `kestrl validate` reports all problems without a cluster.",
         "",
         "| at | is refused with |",
         "|---|---|",

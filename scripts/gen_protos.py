@@ -1,7 +1,7 @@
-"""Generates `src/kestrl/api` from `proto/`; with `--check`, only says whether it is up to date.
+"""Generates `src/kestrl/api` from `proto/`; with `--check`, only reports whether it is up to date.
 
-The generator is older than the runtime on purpose (stubs refuse a runtime older than the generator that made them), so it
-runs in a throw-away environment of its own, made by uv.
+The generator is deliberately older than the runtime (stubs refuse a runtime older than their generator), so it runs in
+a temporary environment created by uv.
 """
 
 from __future__ import annotations

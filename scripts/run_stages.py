@@ -1,4 +1,5 @@
-"""`python scripts/run_stages.py STAGE...`: runs every stage (a target of the Makefile), whatever the ones before ended with, and sums up."""
+"""`python scripts/run_stages.py STAGE...`: runs every stage (a target of the Makefile) even after failures, and prints
+a summary."""
 
 from __future__ import annotations
 

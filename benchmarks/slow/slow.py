@@ -1,4 +1,5 @@
-"""The e-mail tools behind something slow: 2 s a call, one in five 10 s, drawn by a seed so that every run meets the same."""
+"""The e-mail tools with delays: 2 s per call, one in five 10 s, drawn from a seed so that every run has the same
+delays."""
 
 from __future__ import annotations
 

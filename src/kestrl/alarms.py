@@ -1,8 +1,8 @@
-"""Many deadlines over one timer of the loop.
+"""Many deadlines over one timer of the event loop.
 
-Nearly every deadline is left long before it passes. A timer for each (`asyncio.timeout`) costs a rollout worker 10 us, three times a turn: a place in
-the loop's heap, taken and given back. Here one costs an entry of a set; the loop's timer is set for the earliest, moved only when an earlier one
-comes, and looks for the next when it rings.
+Nearly every deadline is cancelled long before it passes. A timer for each (`asyncio.timeout`) costs a rollout worker 10
+us, three times a turn, for an entry in the heap of the event loop. Here a deadline is an entry of a set: one timer is
+set for the earliest deadline, moved only for an earlier one, and set for the next one when it fires.
 """
 
 from __future__ import annotations
@@ -11,42 +11,42 @@ import asyncio
 from typing import Protocol
 
 EARLY = 0.002
-"""Seconds by which a loop's timer may ring before its time: uvloop's clock counts milliseconds."""
+"""Seconds by which a timer may fire early: the clock of uvloop has a resolution of a millisecond."""
 
 
 class Alarm(Protocol):
-    """What has a time."""
+    """A deadline."""
 
     @property
     def at(self) -> float:
-        """When, by the loop's clock; it never changes."""
+        """Time by the clock of the event loop; constant."""
         ...
 
     def ring(self) -> None:
-        """Called once, when the time has come; must not raise."""
+        """Called once when the time is reached; must not raise."""
         ...
 
 
 class Alarms:
-    """The alarms of one loop."""
+    """The alarms of one event loop."""
 
     def __init__(self) -> None:
         self._set = set[Alarm]()
         self._timer: asyncio.TimerHandle | None = None
         self._next = 0.0
-        """When the timer rings."""
+        """Time at which the timer fires."""
 
     def __len__(self) -> int:
         return len(self._set)
 
     def add(self, alarm: Alarm) -> None:
-        """`alarm` will ring, at once if its time is over, unless it is discarded before."""
+        """Schedules an alarm; one whose time has passed rings immediately."""
         self._set.add(alarm)
         if self._timer is None or alarm.at < self._next:
             self._arm(alarm.at)
 
     def discard(self, alarm: Alarm) -> None:
-        """`alarm` will not ring any more."""
+        """Cancels an alarm."""
         self._set.discard(alarm)
         if not self._set and self._timer is not None:
             self._timer.cancel()

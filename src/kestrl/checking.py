@@ -1,7 +1,7 @@
-"""A check of one part of a job in a process of its own: what the part loads at its start, without serving anything.
+"""Checks of one part of a job in a child process: the part loads what it needs at its start, without serving.
 
-Importing a user's module may print, hang, or end the process, so that it never happens in the command that asks. The child
-reads its settings from a file and writes a report to another; what it prints is kept away from the terminal.
+Importing a user's module may print, hang, or end the process, so it never happens in the command itself. The child
+reads its settings from a file and writes a report to another; its output does not reach the terminal.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ Facts = Mapping[str, Any]
 
 
 class RolloutCheck(Model):
-    """What the check of a rollout worker is given."""
+    """Input of the check of a rollout worker."""
 
     rollout: RolloutSettings
     tools: tuple[dict[str, Any], ...]
-    """Name, description, parameters and environment (or an empty text) of each tool of the job."""
+    """Name, description, parameters and environment (empty if none) of each tool of the job."""
     data: dict[str, DataSettings]
-    """Data sets by name."""
+    """Files of the data sets, by name."""
 
 
 class DecodeRequest(Model):
-    """Token ids to be written as text."""
+    """Token ids to decode."""
 
     tokenizer: str
     """Folder or Hugging Face id."""
@@ -47,21 +47,21 @@ class DecodeRequest(Model):
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What a check found."""
+    """Result of a check."""
 
     facts: Facts
     problems: tuple[str, ...] = ()
-    """Each names its field and the fix."""
+    """Problems; each names the field and the fix."""
     missing: str = ""
-    """The distribution that would have checked, where it is not installed."""
+    """Distribution that is needed for the check and is not installed; empty otherwise."""
 
 
 def run_check(kind: type[Settings], check: Callable[[Settings], Facts]) -> None:
-    """The child: `python -m MODULE --settings FILE --report FILE`. Ends the process at once, whatever threads are left.
+    """Entry point of the child: `python -m MODULE --settings FILE --report FILE`. Exits without waiting for threads.
 
     Args:
-        kind: What its settings are.
-        check: Gives facts, or raises UserInputError with a problem on each line.
+        kind: Type of the settings.
+        check: Returns facts, or raises UserInputError with one problem per line.
     """
     parser = argparse.ArgumentParser()
     parser.add_argument("--settings", type=Path, required=True)
@@ -81,10 +81,10 @@ def ask(module: str, settings: Model, *, subject: str, seconds: float) -> Report
     """Runs a check and waits for its report.
 
     Args:
-        module: Such as `kestrl_tools.check`.
-        settings: What it is given.
-        subject: What it looks at, for messages, such as `spec.tools`.
-        seconds: Its time limit.
+        module: Module to run, such as `kestrl_tools.check`.
+        settings: Input of the check.
+        subject: What is checked, for messages, such as `spec.tools`.
+        seconds: Time limit.
     """
     distribution = module.partition(".")[0]
     if find_spec(distribution) is None:
@@ -105,7 +105,7 @@ def ask(module: str, settings: Model, *, subject: str, seconds: float) -> Report
 
 
 def _run(command: list[str], folder: Path, output: int, seconds: float) -> int | None:
-    """The exit status, or None where the time was up; whatever it started in its process group is gone."""
+    """Exit status, or None after the time limit. The whole process group has ended."""
     process = subprocess.Popen(  # noqa: S603 - our own module
         command, cwd=folder, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
     )

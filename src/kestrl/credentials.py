@@ -1,4 +1,6 @@
-"""The credentials of a job: who holds which, and who may call whom. One table, from which the plan hands them out and servers check them."""
+"""The credentials of a job and the calls that they allow. The plan distributes them and servers check them by the same
+table.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +11,14 @@ from enum import StrEnum
 from kestrl.errors import UserInputError
 
 CONTROLLER = "controller"
-"""Who follows and drains a learner: `kestrl run` on one machine, the operator on a cluster."""
+"""Role of the process that watches and drains the learner: `kestrl run` on one machine, the operator on a cluster."""
 
 
 class Secret(StrEnum):
-    """Credentials made for each job, as the environment variables that carry them.
+    """Credentials of a job, by the environment variables that carry them.
 
-    A call's credential belongs to one caller and one callee: it opens the callee for that caller and nothing else, so a component
-    that is taken over can call only whom it calls anyhow.
+    A credential for calls belongs to one caller role and one callee role, so a compromised component can only make the
+    calls that it makes anyway.
     """
 
     CONTROLLER_TO_LEARNER = "KESTRL_CONTROLLER_TO_LEARNER_TOKEN"
@@ -25,12 +27,12 @@ class Secret(StrEnum):
     ROLLOUT_TO_TOOLS = "KESTRL_ROLLOUT_TO_TOOLS_TOKEN"
     ROLLOUT_TO_JUDGE = "KESTRL_ROLLOUT_TO_JUDGE_TOKEN"
     ENGINE_KEY = "KESTRL_ENGINE_KEY"
-    """Opens an engine's data routes."""
+    """Grants access to an engine's data routes."""
     ENGINE_CONTROL_KEY = "KESTRL_ENGINE_CONTROL_KEY"
-    """Opens an engine's control routes."""
+    """Grants access to an engine's control routes."""
 
     def here(self) -> str | None:
-        """Its value, if this process has it."""
+        """Value in this process; None if it is not set."""
         return os.environ.get(self.value) or None
 
 
@@ -41,27 +43,27 @@ CALLS: Mapping[Secret, tuple[str, str]] = {
     Secret.ROLLOUT_TO_TOOLS: ("rollout", "tools"),
     Secret.ROLLOUT_TO_JUDGE: ("rollout", "judge"),
 }
-"""Caller and callee of each credential that a gRPC call carries, by their roles. What is not here is refused."""
+"""Caller and callee roles of each credential of gRPC calls. Any other call is refused."""
 HOLDERS: Mapping[Secret, tuple[str, ...]] = {
     **CALLS,
     Secret.ENGINE_KEY: ("engine", "inference", "rollout"),
     Secret.ENGINE_CONTROL_KEY: ("engine", "inference"),
 }
-"""The roles that each is given to: who shows it and who checks it."""
+"""Roles that get each credential: those that present it and those that check it."""
 
 
 def held_by(role: str) -> tuple[Secret, ...]:
-    """What a role's components are given."""
+    """Credentials of a role's components."""
     return tuple(secret for secret, holders in HOLDERS.items() if role in holders)
 
 
 def checked_by(role: str) -> tuple[Secret, ...]:
-    """What a role's server takes from its callers."""
+    """Credentials that a role's server accepts."""
     return tuple(secret for secret, (_, callee) in CALLS.items() if callee == role)
 
 
 def require(role: str) -> None:
-    """Checks that this process has what its callers show: without it, it would let anybody in.
+    """Checks that this process has the credentials of its callers: without them every call would be accepted.
 
     Raises:
         UserInputError: A variable is not set.
@@ -69,6 +71,6 @@ def require(role: str) -> None:
     missing = [secret.value for secret in checked_by(role) if secret.here() is None]
     if missing:
         raise UserInputError(
-            f"{', '.join(missing)} is not set, so nobody's calls could be checked; `kestrl run` and the operator set it "
+            f"{', '.join(missing)} is not set, so calls could not be authenticated; `kestrl run` and the operator set it "
             "(with an operator of another version: upgrade it and the images together)"
         )

@@ -1,7 +1,8 @@
-"""Why an engine could not start, as a file: written by the engine's processes, read by whoever starts or watches it.
+"""Record of why an engine could not start: a file written by the engine's processes and read by the runner and the
+engine agent.
 
-vLLM's server ends with "Engine core initialization failed. See root cause above", and the cause is some hundred lines further up in the
-log of another process. Only the standard library: it is imported in vLLM's processes.
+vLLM's server ends with "Engine core initialization failed. See root cause above", and the cause is some hundred lines
+further up in the log of another process. Uses only the standard library, since it is imported in vLLM's processes.
 """
 
 from __future__ import annotations
@@ -16,22 +17,22 @@ from types import TracebackType
 from typing import NamedTuple
 
 VARIABLE = "KESTRL_ENGINE_FAILURE"
-"""The file's path, for the engine's processes."""
+"""Environment variable with the path of the file."""
 CODE = "engine_cannot_start"
 LONGEST = 2000
-"""Characters of a message that are kept."""
+"""Maximum length of a message in characters."""
 STARTERS = ("vllm.v1.engine.core", "vllm.v1.executor.multiproc_executor")
-"""The loggers of vLLM's processes that start."""
+"""Loggers of vLLM that report failed starts."""
 STARTING = "failed to start."
-"""How the messages end with which vLLM's processes log what kept them from starting."""
+"""Suffixes of the messages with which vLLM's processes log why they did not start."""
 ELSEWHERE = "root cause"
-"""What an error's text holds that only points to another process's."""
+"""Text of errors that only refer to the error of another process."""
 PASSING = (MemoryError, ConnectionError, TimeoutError, OSError, RuntimeError)
-"""Kinds of errors that another start may not meet: memory that others held, ports, networks, devices."""
+"""Types of transient errors: memory used by other programs, ports, networks, devices."""
 LASTING = (FileNotFoundError, IsADirectoryError, NotADirectoryError, NotImplementedError, RecursionError)
-"""Kinds of those that every start meets: files that are missing, or what the engine cannot do."""
+"""Types of permanent errors: missing files, or features that the engine does not have."""
 BUSY = ("free memory on device", "address already in use", "out of memory")
-"""Texts of errors of any kind that another start may not meet."""
+"""Texts of transient errors of any type."""
 MISFIT = (
     "cannot find any model weights",
     "exceeds dimension size",
@@ -40,20 +41,20 @@ MISFIT = (
     "error(s) in loading",
     "is not a local folder",
 )
-"""Texts of errors of passing kinds that tell of a model that does not fit."""
+"""Texts that make an error of a transient type permanent: the model does not fit."""
 
 
 class EngineStartFailure(NamedTuple):
-    """What kept an engine from starting."""
+    """Why an engine did not start."""
 
     message: str
     """The root cause, with the error's type."""
     lasting: bool
-    """Whether every further start would end the same."""
+    """Whether every further start would fail in the same way."""
 
 
 def chain(error: BaseException) -> Iterator[BaseException]:
-    """An error and those that it came from, the root last."""
+    """An error and its causes, the root cause last."""
     seen: set[int] = set()
     current: BaseException | None = error
     while current is not None and id(current) not in seen:
@@ -63,7 +64,7 @@ def chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def lasts(error: BaseException) -> bool:
-    """Whether a start with the same model and arguments meets the error again."""
+    """Whether the error recurs on every start with the same model and arguments."""
     text = str(error).lower()
     if any(busy in text for busy in BUSY):
         return False
@@ -73,16 +74,20 @@ def lasts(error: BaseException) -> bool:
 
 
 def failure_of(error: BaseException) -> EngineStartFailure:
-    """An error as it is reported: the last of its chain says what was wrong with the model or the arguments, the root why."""
+    """Message of an error: the outermost error names what is wrong with the model or the arguments, the root cause
+    why.
+    """
     root = list(chain(error))[-1]
-    told = f"{type(error).__name__}: {error}"
+    message = f"{type(error).__name__}: {error}"
     if root is not error:
-        told += f" (from {type(root).__name__}: {root})"
-    return EngineStartFailure(told[:LONGEST], lasts(error) and lasts(root))
+        message += f" (from {type(root).__name__}: {root})"
+    return EngineStartFailure(message[:LONGEST], lasts(error) and lasts(root))
 
 
 def write_down(error: BaseException) -> None:
-    """Writes down why this process could not start, unless the error only points elsewhere or nobody asked."""
+    """Writes why this process could not start, unless the error only refers to another process or no file is
+    configured.
+    """
     path = os.environ.get(VARIABLE)
     if not path or not isinstance(error, Exception) or ELSEWHERE in str(error).lower():
         return
@@ -90,12 +95,12 @@ def write_down(error: BaseException) -> None:
     try:
         partial.write_text(json.dumps(failure_of(error)._asdict()))
         partial.replace(path)
-    except OSError as problem:  # the engine's own error must not be hidden by it
+    except OSError as problem:  # must not hide the engine's own error
         sys.stderr.write(f"{path} cannot be written: {problem}\n")
 
 
 def read(path: Path) -> EngineStartFailure | None:
-    """What the last start ended with; None where nothing is known."""
+    """Failure of the last start; None if there is no record."""
     try:
         return EngineStartFailure(**json.loads(path.read_text()))
     except (OSError, ValueError, TypeError):
@@ -103,13 +108,15 @@ def read(path: Path) -> EngineStartFailure | None:
 
 
 def forget(environment: Mapping[str, str]) -> None:
-    """Removes what an earlier start of the engine with this environment wrote."""
+    """Removes the record of an earlier start of the engine with this environment."""
     if path := environment.get(VARIABLE):
         Path(path).unlink(missing_ok=True)
 
 
 class _Starting(logging.Filter):
-    """Records what vLLM's processes log as the reason that they do not start. A filter: vLLM configures its handlers anew later."""
+    """Log filter that records why a process of vLLM does not start. Not a handler, since vLLM replaces handlers
+    later.
+    """
 
     def filter(self, record: logging.LogRecord) -> bool:
         if record.exc_info and record.exc_info[1] is not None and record.getMessage().endswith(STARTING):
@@ -118,7 +125,7 @@ class _Starting(logging.Filter):
 
 
 def install() -> None:
-    """Has this process of an engine write down what keeps it from starting."""
+    """Makes this engine process record why it does not start."""
     if not os.environ.get(VARIABLE):
         return
     for name in STARTERS:

@@ -1,7 +1,8 @@
-"""What is attempted and what came of it: scenarios, episodes as exact tokens, groups.
+"""Domain data: scenarios, episodes as exact tokens, and groups.
 
-Frozen data shared by every process. Token sequences are `array`s, so that a light service needs no numpy:
-ids are C ints (`'i'`), log-probabilities C floats (`'f'`), masks bytes of 0 and 1. All three of a row have one length.
+Frozen data shared by every process. Token sequences are `array`s, so that light services need no numpy:
+ids are C ints (`'i'`), log-probabilities C floats (`'f'`), masks bytes of 0 and 1. All three have the same length in a
+row.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ from typing import Any
 from kestrl.errors import Failure
 
 Json = Any
-"""A JSON value: str, int, float, bool, None, list or dict of such."""
+"""A JSON value: str, int, float, bool, None, or a list or dict of JSON values."""
 
 BASE_MODEL_NAME = "base"
-"""The name every engine serves the base model under; adapters are served under `PolicyVersion.name`."""
+"""Name of the base model in every engine; adapters are served as `PolicyVersion.name`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
@@ -27,13 +28,13 @@ class PolicyVersion:
 
     job: str
     step: int
-    """Optimiser steps it has seen; 0 is the untouched adapter, which equals the base model."""
+    """Optimiser steps so far; 0 is the initial adapter, which equals the base model."""
     sha256: str
     """Digest of the adapter's weights, 64 hex digits."""
 
     @property
     def name(self) -> str:
-        """The name an engine serves it under: unique to the bytes, so that no cache can mix two versions."""
+        """Name in the engines: unique to the weights, so that no cache can mix two versions."""
         return f"{self.job}.{self.step}.{self.sha256[:12]}"
 
 
@@ -43,33 +44,33 @@ class Scenario:
 
     id: str
     ordinal: int
-    """Position in its data set, from 0; the ledger accounts for every ordinal of every epoch."""
+    """Position in the data set, from 0; the ledger accounts for every ordinal of every epoch."""
     messages: Sequence[Mapping[str, str]]
     """The prompt: `{"role": "system"|"user"|"assistant"|"tool", "content": text}` each."""
     tools: Sequence[str] | None = None
-    """Names of the tools offered; None offers every tool of the job."""
+    """Names of the offered tools; None means every tool of the job."""
     tools_kwargs: Mapping[str, Mapping[str, Mapping[str, Json]]] = field(default_factory=dict[str, Any])
-    """Per tool: `create_kwargs` for the episode's instance, `execute_kwargs` merged into every call. Those of an environment's
-    instance stand under the environment's name. Hidden from the model."""
+    """Per tool: `create_kwargs` for the episode's instance, `execute_kwargs` merged into every call. The entry of an
+    environment has the environment's name. Hidden from the model."""
     agent: str = ""
-    """Name of the agent loop that attempts it; empty for the job's own."""
+    """Name of the agent loop; empty for the job's default."""
     ground_truth: Json = None
-    """What rewards compare with. Never shown to the model."""
+    """Expected answer, for rewards. Never shown to the model."""
     metadata: Mapping[str, Json] = field(default_factory=dict[str, Any])
 
 
 LARGEST_REWARD = 1e30
-"""Magnitude above which a reward is refused: float32 and the sums of a group hold it with room to spare."""
+"""Maximum magnitude of a reward: far below the range of float32, also for sums over a group."""
 
 
 RESERVED_METRICS = frozenset(
     {"reward", "step", "episodes", "duration", "loss", "grad_norm", "gap", "idle_groups", "staleness", "seconds"}
 )
-"""Names of the learner's own numbers beside an episode's metrics; no reward and no agent loop may report others under them."""
+"""Names of metrics that the learner computes; rewards and agent loops must not report metrics with these names."""
 
 
 PROMPT_TOO_LONG = "prompt_too_long"
-"""Code of the failure of an episode whose prompt leaves no room in the context: its row is skipped and counted."""
+"""Failure code of an episode whose prompt does not fit the context; the row is skipped and counted."""
 
 
 class StopReason(StrEnum):
@@ -78,16 +79,16 @@ class StopReason(StrEnum):
     ANSWERED = "answered"
     """The model ended a turn without calling a tool."""
     FINAL_TOOL = "final_tool"
-    """A tool declared the episode over, such as `return_final_answer`."""
+    """A tool ended the episode, such as `return_final_answer`."""
     MAX_TURNS = "max_turns"
     MAX_TOKENS = "max_tokens"
     """The context or the token budget is full."""
     FAILED = "failed"
-    """Something other than the model broke; `Episode.failure` says what."""
+    """Something other than the model failed; see `Episode.failure`."""
 
 
 class CallOutcome(StrEnum):
-    """What became of one attempted tool call."""
+    """Outcome of an attempted tool call."""
 
     OK = "ok"
     INVALID_JSON = "invalid_json"
@@ -96,30 +97,30 @@ class CallOutcome(StrEnum):
     TRUNCATED = "truncated"
     """The turn ended inside the call."""
     TOOL_ERROR = "tool_error"
-    """The tool told the model that its request cannot be met (`ToolError`)."""
+    """The tool refused the request with a message for the model (`ToolError`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolCall:
-    """One attempted tool call and what the model was told."""
+    """An attempted tool call and its result."""
 
     turn: int
     name: str
-    """Empty when the attempt could not be read far enough to know."""
+    """Name of the tool; empty when it could not be read."""
     raw: str
-    """What the model wrote between the call's markers."""
+    """Text between the markers of the call."""
     arguments: Mapping[str, Json] | None
     outcome: CallOutcome
     text: str
-    """The observation the model saw."""
+    """Observation for the model."""
     data: Mapping[str, Json] = field(default_factory=dict[str, Any])
-    """What the tool recorded for the reward; the model never saw it."""
+    """Facts of the tool for rewards; never shown to the model."""
     seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """One completion of the model: where its tokens lie and what they say."""
+    """One completion of the model: position of its tokens and their text."""
 
     index: int
     row: int
@@ -129,10 +130,10 @@ class Turn:
     """One past the last sampled token."""
     text: str
     finish_reason: str
-    """The engine's word: `stop`, `length` or `abort`."""
+    """Reported by the engine: `stop`, `length` or `abort`."""
     engine: str
     policy: str
-    """`PolicyVersion.name` that the engine said it used."""
+    """`PolicyVersion.name` reported by the engine."""
     seconds: float
 
 
@@ -146,7 +147,7 @@ class Row:
     logprobs: array[float]
     """Behaviour log-probabilities where the mask is 1, 0.0 elsewhere."""
     policies: Sequence[str]
-    """Per turn in order, the policy name that sampled it: the versions of this row's tokens."""
+    """Name of the policy that sampled each turn, in order."""
 
     def __post_init__(self) -> None:
         if not len(self.token_ids) == len(self.mask) == len(self.logprobs):
@@ -169,30 +170,30 @@ class Episode:
     turns: Sequence[Turn]
     tool_calls: Sequence[ToolCall]
     messages: Sequence[Mapping[str, Json]]
-    """The conversation as text, for people and judges; training reads only `rows`."""
+    """The conversation as text, for people and judges; training only uses `rows`."""
     stop_reason: StopReason
     failure: Failure | None
     policy: PolicyVersion | None
-    """The version asked for; None means the base model without an adapter."""
+    """Requested version; None means the base model without an adapter."""
     engine: str
     started_at: float
     """Unix seconds."""
     seconds: float
     trace_id: str = ""
     reward: float | None = None
-    """None until judged, and for ever if judging failed."""
+    """None before scoring, and if scoring failed."""
     rewards: Mapping[str, float] = field(default_factory=dict[str, float])
-    """Each reward component before weighting."""
+    """Reward components before weighting."""
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])
     loop_reward: float | None = None
-    """What the agent loop returned, if anything; the rule `loop_reward` makes it a component of the reward."""
+    """Reward returned by the agent loop, if any; the rule `loop_reward` makes it a component of the reward."""
 
     environments: Mapping[str, Json] = field(default_factory=dict[str, Any])
-    """The final state of each environment that has a `state()`, by its name."""
+    """Final state of each environment with a `state()` method, by name."""
 
     @property
     def final_text(self) -> str:
-        """What the model wrote in its last turn."""
+        """Text of the model's last turn."""
         return self.turns[-1].text if self.turns else ""
 
     @property

@@ -1,7 +1,7 @@
-"""The vocabulary of failure: where one came from, what it is, and whether trying again can help.
+"""Typed failures: where a failure came from, what it is, and whether a retry can help.
 
-Every process of KestRL speaks it; `kestrl.rpc` carries it over the wire. A failure is data with a type and a boundary. It is
-recorded on the episode, counted, shown by `kestrl status`, and never becomes a number that a gradient could see.
+Every process of KestRL uses them; `kestrl.rpc` sends them over the wire. A failure is data with a type and a boundary.
+It is recorded on the episode, counted, shown by `kestrl status`, and never becomes a number in a gradient.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ class Boundary(StrEnum):
     """Where a failure came from."""
 
     POLICY = "policy"
-    """The model's own doing: a wrong answer, a malformed call. Data, and may earn a reward."""
+    """The model: a wrong answer, a malformed call. Data, which may be rewarded."""
     TOOL = "tool"
     """A tool raised, or ran past its deadline."""
     SANDBOX = "sandbox"
-    """The place a tool's code runs in failed."""
+    """The sandbox in which a tool runs failed."""
     JUDGE = "judge"
     """Scoring failed; the episode has no reward."""
     ENGINE = "engine"
-    """The inference engine died, refused, or answered nonsense."""
+    """The inference engine died, refused, or sent an invalid answer."""
     INFRASTRUCTURE = "infrastructure"
-    """The network, the disk, the database, a deadline of our own."""
+    """The network, the disk, the database, or a deadline of the platform."""
     USER_CODE = "user_code"
     """A user's agent or reward raised, or could not be imported."""
 
@@ -39,27 +39,27 @@ class Failure:
     code: str
     """Short and stable, snake_case, low in cardinality: `deadline_exceeded`, `tool_raised`."""
     message: str
-    """What happened and what to do, for a person."""
+    """What happened and how to fix it, for a person."""
     retryable: bool = False
-    """Whether the same work may succeed when tried again unchanged."""
+    """Whether an unchanged retry may succeed."""
     component: str = ""
-    """The process that saw it, such as `rollout-0`."""
+    """Process that observed the failure, such as `rollout-0`."""
 
     def __str__(self) -> str:
         return f"[{self.boundary}/{self.code}] {self.message}"
 
 
 MAX_DESCRIBED = 500
-"""Characters of an exception's text that a failure's message quotes."""
+"""Maximum number of quoted characters of an exception's text."""
 
 
 def encodable(text: str) -> str:
-    """The text with lone surrogates, which UTF-8 and so the wire cannot carry, replaced by question marks."""
+    """Replaces lone surrogates, which UTF-8 cannot encode, by question marks."""
     return text.encode("utf-8", "replace").decode("utf-8")
 
 
 def text_of(error: BaseException) -> str:
-    """An exception's own text, as UTF-8 can carry it; says so where its `__str__` raises."""
+    """Text of an exception in a form that UTF-8 can encode; a placeholder if its `__str__` raises."""
     try:
         return encodable(str(error))
     except BaseException as raised:  # noqa: BLE001 - a user's `__str__` may raise anything
@@ -73,7 +73,7 @@ def described(error: BaseException) -> str:
 
 
 class KestrlError(Exception):
-    """The root of what KestRL raises on purpose. Subclasses fix the boundary; the code and message say what happened."""
+    """Base class of KestRL's errors. Subclasses set the boundary; code and message describe what happened."""
 
     boundary: Boundary = Boundary.INFRASTRUCTURE
     code: str = "internal"
@@ -102,7 +102,7 @@ class KestrlError(Exception):
 
 
 class FailureError(KestrlError):
-    """A failure that came over the wire, raised again on this side."""
+    """A failure received over the wire."""
 
     def __init__(self, failure: Failure) -> None:
         super().__init__(failure.message, code=failure.code, retryable=failure.retryable, boundary=failure.boundary)
@@ -113,62 +113,64 @@ class FailureError(KestrlError):
 
 
 class UserInputError(KestrlError):
-    """Something a person wrote cannot be used: a manifest, a data row, an import path. Ends a command with exit code 2.
+    """Invalid input: a manifest, a data row, an import path. Ends a command with exit code 2.
 
-    The message names the field or file and the mend.
+    The message names the field or file and how to fix it.
     """
 
     code = "invalid_input"
 
 
 class PlaceError(UserInputError):
-    """A folder or file system cannot be written to: full, read-only, or not ours. A person has to make room or name another."""
+    """A folder or file system cannot be written to: it is full, read-only, or not accessible. A person has to fix
+    it.
+    """
 
     code = "place_unusable"
 
 
-PLACE_MENDS = {
-    errno.ENOSPC: "no space is left; free some, or name another place",
-    errno.EDQUOT: "the quota is used up; free some space, or name another place",
-    errno.EACCES: "permission is denied; change it, or name another place",
-    errno.EPERM: "permission is denied; change it, or name another place",
-    errno.EROFS: "the file system is read-only; name another place",
+WRITE_FIXES = {
+    errno.ENOSPC: "no space left; free some, or use another location",
+    errno.EDQUOT: "quota exceeded; free some space, or use another location",
+    errno.EACCES: "permission denied; change it, or use another location",
+    errno.EPERM: "permission denied; change it, or use another location",
+    errno.EROFS: "the file system is read-only; use another location",
 }
 
 
 def place_error(error: BaseException, where: str) -> PlaceError | None:
-    """The error a person can mend, if an error of the system (or its text, as libraries pass it on) is one; else None."""
+    """Converts an operating system error (or its text, as passed on by libraries) that a person can fix; else None."""
     number = error.errno if isinstance(error, OSError) else None
     text = str(error)
-    for known, mend in PLACE_MENDS.items():
+    for known, fix in WRITE_FIXES.items():
         if number == known or f"(os error {known})" in text or os.strerror(known).lower() in text.lower():
-            return PlaceError(f"{where}: {mend}")
-    return PlaceError(f"{where}: {PLACE_MENDS[errno.ENOSPC]}") if "disk is full" in text else None
+            return PlaceError(f"{where}: {fix}")
+    return PlaceError(f"{where}: {WRITE_FIXES[errno.ENOSPC]}") if "disk is full" in text else None
 
 
 class UserCodeError(KestrlError):
-    """A user's class or function raised or cannot be imported."""
+    """A class or function of the user raised, or cannot be imported."""
 
     boundary = Boundary.USER_CODE
     code = "user_code_raised"
 
 
 class ToolFailure(KestrlError):
-    """A tool broke: not the model's fault, so the model is not told and the episode has failed."""
+    """A tool failed through no fault of the model: the episode has failed, and the model gets no message."""
 
     boundary = Boundary.TOOL
     code = "tool_raised"
 
 
 class JudgeFailure(KestrlError):
-    """Scoring failed; the episode stays without a reward."""
+    """Scoring failed; the episode has no reward."""
 
     boundary = Boundary.JUDGE
     code = "reward_raised"
 
 
 class EngineFailure(KestrlError):
-    """The inference engine died, refused, or answered something impossible."""
+    """The inference engine died, refused, or sent an invalid answer."""
 
     boundary = Boundary.ENGINE
     code = "engine_failed"
@@ -176,20 +178,20 @@ class EngineFailure(KestrlError):
 
 
 class DeadlineExceeded(KestrlError):
-    """A deadline of ours passed; the code names which."""
+    """A deadline of the platform passed; the code names it."""
 
     code = "deadline_exceeded"
     retryable = True
 
 
 class StorageError(KestrlError):
-    """An object store refused, or an object is missing or corrupt."""
+    """An object store refused a request, or an object is missing or corrupt."""
 
     code = "storage_failed"
 
 
 class StorageUnavailable(StorageError):
-    """An object store does not answer for now: the connection, a 5xx, or a request to slow down. The same call may succeed later."""
+    """An object store is temporarily unavailable: a failed connection, a 5xx, or rate limiting. A retry may succeed."""
 
     code = "storage_unavailable"
     retryable = True

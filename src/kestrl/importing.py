@@ -1,4 +1,4 @@
-"""Loading what a user names: `package.module:attribute`."""
+"""Loads import paths of users: `package.module:attribute`."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ def load(path: str, *, field: str) -> Any:
     """Imports `module:attribute`.
 
     Args:
-        path: Such as `my_tools:Search`.
-        field: The manifest field it stands in, for the message.
+        path: Import path such as `my_tools:Search`.
+        field: Manifest field of the path, for messages.
 
     Raises:
         UserInputError: The path is malformed, the module cannot be imported, or it has no such attribute.
@@ -25,7 +25,7 @@ def load(path: str, *, field: str) -> Any:
         module = importlib.import_module(module_name)
     except KeyboardInterrupt:
         raise
-    except BaseException as error:  # a module may also end its process, with SystemExit
+    except BaseException as error:  # a module may also raise SystemExit
         raise UserInputError(
             f"{field}: cannot import {module_name!r}: {described(error)}. Is it installed, or beside the manifest?"
         ) from error

@@ -1,7 +1,7 @@
-"""`python -m kestrl.prepare --settings FILE`: what a pod needs before its program starts, put where every pod of the job has it.
+"""`python -m kestrl.prepare --settings FILE`: init container that puts model, data and template into a pod.
 
-Model, data and chat template come from wherever the manifest says and lie at the same paths in every pod, so that rows which name
-files by their path mean the same everywhere. Generated data is generated in each pod: the same seed gives the same bytes.
+Model, data and chat template have the same paths in every pod, so that rows can reference files by path. Generated data
+is generated in each pod: the same seed gives the same bytes.
 """
 
 from __future__ import annotations
@@ -25,37 +25,37 @@ OBJECT_SCHEMES = frozenset({"s3", "gs", "az"})
 
 
 class DataSource(Model):
-    """One data set."""
+    """A data set."""
 
     uri: str
     size: int | None
     target: str
     field: str
-    """Of the manifest, for messages."""
+    """Manifest field, for messages."""
 
 
 class PrepareSettings(Model):
-    """What a pod of a role needs."""
+    """Inputs of a pod."""
 
     model: str | None = None
     """`model.base` of the manifest."""
     model_target: str = ""
     data: tuple[DataSource, ...] = ()
     data_dir: str = ""
-    """Where generated data goes, and the databases that its rows name."""
+    """Folder for generated data and the databases that its rows reference."""
     seed: int = 0
     template: str | None = None
     template_target: str = ""
     volumes: str = "/kestrl/pvc"
-    """Where claims are mounted that `pvc://CLAIM/PATH` names."""
+    """Mount path of each claim, for `pvc://CLAIM/PATH`."""
 
 
 def prepare(settings: PrepareSettings) -> None:
-    """Puts everything in place; what lies there already, whole, is kept.
+    """Puts all files in place; complete existing ones are kept.
 
     Raises:
-        UserInputError: Something that the manifest names is not there.
-        StorageError: A store did not give it.
+        UserInputError: Something that the manifest references does not exist.
+        StorageError: A download failed.
     """
     if settings.model is not None:
         put_model(settings.model, Path(settings.model_target), Path(settings.volumes))
@@ -66,7 +66,7 @@ def prepare(settings: PrepareSettings) -> None:
 
 
 def put_model(uri: str, target: Path, volumes: Path) -> None:
-    """A model's folder."""
+    """Puts the folder of a model in place."""
     scheme, parsed = scheme_of(uri), urlparse(uri)
     if scheme in OBJECT_SCHEMES:
         _download_folder(uri, target)
@@ -82,7 +82,7 @@ def put_model(uri: str, target: Path, volumes: Path) -> None:
 
 
 def put_data(source: DataSource, settings: PrepareSettings) -> None:
-    """A data set's file."""
+    """Puts the file of a data set in place."""
     target = Path(source.target)
     if scheme_of(source.uri) != "demo":
         put_file(source.uri, target, Path(settings.volumes), source.field)
@@ -99,7 +99,7 @@ def put_data(source: DataSource, settings: PrepareSettings) -> None:
 
 
 def put_file(uri: str, target: Path, volumes: Path, field: str) -> None:
-    """A single file."""
+    """Puts a single file in place."""
     scheme = scheme_of(uri)
     if scheme in OBJECT_SCHEMES:
         _download_file(uri, target)
@@ -107,7 +107,7 @@ def put_file(uri: str, target: Path, volumes: Path, field: str) -> None:
     found = _in_volume(uri, volumes, field)
     if found is None and scheme != "file":
         raise UserInputError(
-            f"{field}: {uri!r} is a path on the machine that applied the manifest; on a cluster name s3://..., pvc://CLAIM/PATH or demo://..."
+            f"{field}: {uri!r} is a local path, which does not exist on a cluster; use s3://..., pvc://CLAIM/PATH or demo://..."
         )
     source = local_path(uri) if found is None else found
     if not source.is_file():
@@ -116,10 +116,10 @@ def put_file(uri: str, target: Path, volumes: Path, field: str) -> None:
 
 
 def _in_volume(uri: str, volumes: Path, field: str) -> Path | None:
-    """Where `pvc://CLAIM/PATH` is mounted; None for another address.
+    """Mounted path of `pvc://CLAIM/PATH`; None for other addresses.
 
     Raises:
-        UserInputError: It leads out of its claim.
+        UserInputError: The path leads out of its claim.
     """
     if scheme_of(uri) != "pvc":
         return None
@@ -141,7 +141,7 @@ def _link(source: Path, target: Path) -> None:
 
 
 def _copy(source: Path, target: Path) -> None:
-    """A folder of this image, for containers of the pod that run another one."""
+    """Copies a folder of this image, for containers of the pod with other images."""
     if target.exists():
         return
     partial = target.with_name(f".{target.name}.partial")
@@ -159,7 +159,7 @@ def _download_file(uri: str, target: Path) -> None:
 
 
 def _download_folder(uri: str, target: Path) -> None:
-    """All objects beneath an address, whole or not at all."""
+    """Downloads all objects under an address; the target appears only when complete."""
     if target.exists():
         return
     store, partial = open_store(uri), target.with_name(f".{target.name}.partial")
@@ -169,14 +169,16 @@ def _download_folder(uri: str, target: Path) -> None:
         raise StorageError(f"{uri} holds no objects", code="not_found")
     for path in paths:
         if not (partial / path).resolve().is_relative_to(partial.resolve()):
-            raise StorageError(f"{uri} holds an object whose name leads out of it: {path!r}", code="unsafe_path")
+            raise StorageError(
+                f"{uri} contains an object whose name leads out of the folder: {path!r}", code="unsafe_path"
+            )
         (partial / path).parent.mkdir(parents=True, exist_ok=True)
         (partial / path).write_bytes(store.get(path))
     partial.replace(target)
 
 
 def _download_hub(name: str, target: Path) -> None:
-    """A repository of a Hugging Face hub (HF_ENDPOINT and HF_TOKEN hold as everywhere)."""
+    """Downloads a repository of a Hugging Face hub (HF_ENDPOINT and HF_TOKEN apply)."""
     try:
         hub: Any = importlib.import_module("huggingface_hub")
     except ImportError as error:
@@ -185,7 +187,7 @@ def _download_hub(name: str, target: Path) -> None:
     try:
         hub.snapshot_download(name, local_dir=str(target))
     except errors.RepositoryNotFoundError as error:
-        raise UserInputError(f"spec.model.base: hf://{name} is not there, or not for this HF_TOKEN") from error
+        raise UserInputError(f"spec.model.base: hf://{name} does not exist, or HF_TOKEN has no access to it") from error
     except (OSError, errors.HfHubHTTPError, errors.LocalEntryNotFoundError) as error:
         raise StorageError(f"hf://{name} could not be fetched: {error}", retryable=True) from error
 

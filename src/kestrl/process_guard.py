@@ -1,11 +1,13 @@
-"""A process guard: kills a command and everything it started when whoever started the guard is gone or lets go of it.
+"""A process guard: kills a command and all its descendants when the owner of the guard ends or closes the guard's pipe.
 
-Run as `python -I -S process_guard.py FD GRACE COMMAND...`. FD is the reading end of a pipe whose writing end only the owner has; the
-kernel closes it however the owner ends, SIGKILL included. The guard is the subreaper of everything below it, so that no grandchild
-escapes by losing its parent or by a session of its own. SIGTERM is passed on; what has not ended GRACE seconds later is killed. The
-guard exits with the command's status (128 + the number of the signal that ended it), after every descendant is gone.
+Run as `python -I -S process_guard.py FD GRACE COMMAND...`. FD is the read end of a pipe whose write end only the owner
+has; the kernel closes it when the owner ends, also on SIGKILL. The guard is the subreaper of all descendants, so that
+none escapes by losing its parent or by starting a session. SIGTERM is passed on; processes that have not ended GRACE
+seconds later are killed. The guard exits with the command's status (128 + the number of the signal that ended it) after
+every descendant has ended.
 
-Only the standard library, and little of it: one guard runs beside every component of `kestrl run` and every reward process.
+Imports little, and only from the standard library: one guard runs for every component of `kestrl run` and every reward
+process.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ import time
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 POLL_SECONDS = 0.2
-"""How often ends of children are looked for, beside being woken by SIGCHLD."""
+"""Interval of checks for ended children, in addition to SIGCHLD."""
 
 
 def prctl(option: int, value: int) -> None:
@@ -30,7 +32,7 @@ def prctl(option: int, value: int) -> None:
 
 
 def children(pid: int) -> list[int]:
-    """Pids of the direct children of a process, as the kernel lists them."""
+    """Pids of the direct children of a process, from /proc."""
     found: list[int] = []
     with contextlib.suppress(OSError):
         for task in os.listdir(f"/proc/{pid}/task"):  # noqa: PTH208 - pathlib costs 20 ms of start-up in every guard
@@ -40,7 +42,7 @@ def children(pid: int) -> list[int]:
 
 
 def kill_descendants() -> None:
-    """Kills everything below this process; what a dying one leaves behind becomes ours, so one pass after another ends."""
+    """Kills all descendants. Orphans are reparented to this process, so the passes terminate."""
     deadline = time.monotonic() + 10
     while time.monotonic() < deadline:
         below = children(os.getpid())
@@ -55,14 +57,14 @@ def kill_descendants() -> None:
 
 
 def start(command: list[str]) -> int:
-    """Starts the command, which dies with the guard itself."""
+    """Starts the command, which is killed when the guard ends."""
     parent = os.getpid()
     pid = os.fork()
     if pid:
         return pid
     try:
         prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # the guard died before the line above
+        if os.getppid() != parent:  # the guard ended before the line above
             os._exit(1)
         for name in (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD):
             signal.signal(name, signal.SIG_DFL)
@@ -74,7 +76,7 @@ def start(command: list[str]) -> int:
 
 
 def reap(main: int) -> int | None:
-    """Collects ended children; returns the command's wait status when it is among them."""
+    """Reaps ended children; returns the command's wait status if it has ended."""
     ended: int | None = None
     with contextlib.suppress(ChildProcessError):
         while True:
@@ -87,7 +89,7 @@ def reap(main: int) -> int | None:
 
 
 def watch(owner: int, main: int, wake: int, grace: float, asked: list[float]) -> int:
-    """Waits until the command has ended, the owner is gone, or the grace after SIGTERM is over."""
+    """Waits until the command or the owner has ended, or the grace period after SIGTERM is over."""
     while True:
         ready, _, _ = select.select([owner, wake], [], [], POLL_SECONDS)
         if wake in ready:
@@ -103,11 +105,11 @@ def watch(owner: int, main: int, wake: int, grace: float, asked: list[float]) ->
 
 
 def close_inherited(kept: set[int]) -> None:
-    """Closes what was inherited for the command alone, so that its end closes the command's connections."""
+    """Closes file descriptors inherited for the command, so that its connections close when it ends."""
     for name in os.listdir("/proc/self/fd"):  # noqa: PTH208 - as above
         descriptor = int(name)
         if descriptor > 2 and descriptor not in kept:
-            with contextlib.suppress(OSError):  # the listing's own
+            with contextlib.suppress(OSError):  # the descriptor of the listing itself
                 os.close(descriptor)
 
 

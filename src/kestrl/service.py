@@ -1,4 +1,4 @@
-"""What every service's `main` does before its own work: parse `--settings`, set up logs, telemetry and the import path."""
+"""Common part of every service's `main`: parses `--settings`, sets up logs, telemetry and the import path."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ from kestrl.telemetry import set_up
 
 log = logging.getLogger(__name__)
 EXIT_INPUT = 2
-"""Exit code for what a person can mend in their input."""
+"""Exit code for invalid input."""
 EXIT_FAILED = 1
 END_SECONDS = 5.0
-"""How long tasks may take to end after their cancellation, when the program ends."""
+"""Maximum seconds for cancelled tasks to end when the program ends."""
 YOUNG_OBJECTS = 20_000
-"""Objects made between two looks for cycles, in `collect_rarely`; Python's own 700 are a look a few episodes."""
+"""Threshold of the youngest generation in `collect_rarely`; with Python's default of 700 the collector runs every few
+episodes."""
 
 
 def run_service(
@@ -56,9 +57,9 @@ def run_service(
 
 
 def collect_rarely() -> None:
-    """For a program that has loaded what it needs and now makes many small things: a look for cycles no longer goes through the former, and comes rarely.
+    """Reduces garbage collection after startup: existing objects are frozen, and collections are rare.
 
-    Not where a cycle may hold something large, such as a tensor or a file.
+    Not suitable if cycles may hold large resources, such as tensors or files.
     """
     gc.collect()
     gc.freeze()
@@ -66,7 +67,7 @@ def collect_rarely() -> None:
 
 
 def settings_path() -> Path:
-    """What every program of ours is started with: `--settings FILE`."""
+    """Parses the command line of every service: `--settings FILE`."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--settings", type=Path, required=True, help="JSON file written from the plan")
     return Path(parser.parse_args().settings)
@@ -75,8 +76,8 @@ def settings_path() -> Path:
 def exit_code(run: Callable[[], None]) -> int:
     """Runs a program to its end and returns the process's exit code.
 
-    A `UserInputError` is printed as one line `error: ...` with exit code 2, any other `KestrlError` with code 1; neither shows a
-    traceback. Anything else is a bug of ours and does.
+    A `UserInputError` is printed as one line `error: ...` with exit code 2, any other `KestrlError` with code 1;
+    neither shows a traceback. Any other exception is a bug and is printed with a traceback.
     """
     try:
         run()
@@ -105,12 +106,12 @@ async def _finish(work: Awaitable[None]) -> None:
 
 
 async def _end_tasks() -> None:
-    """Ends what still runs. The event loop waits for its tasks without limit, and a user's may ignore its cancellation."""
+    """Cancels remaining tasks, with a time limit: a user's task may ignore its cancellation."""
     left = asyncio.all_tasks() - {asyncio.current_task()}
     for task in left:
         task.cancel()
     if left:
         _, left = await asyncio.wait(left, timeout=END_SECONDS)
     for task in left:
-        log.error("the task %s ignores its cancellation and is left behind", task.get_name())
+        log.error("the task %s ignores its cancellation and is abandoned", task.get_name())
         unregister_task(task)

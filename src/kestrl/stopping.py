@@ -1,7 +1,8 @@
-"""SIGTERM while a program starts. Importing this module installs the handler; programs import it before anything heavy.
+"""Handling of SIGTERM while a program starts. Importing this module installs the handler; programs import it before
+slow imports.
 
-The kernel drops a SIGTERM for PID 1 of a container that has no handler for it, and importing torch takes seconds: a pod deleted then
-ran on until its grace period was over. `kestrl.rpc.serve` replaces the handler by one that drains.
+The kernel drops a SIGTERM for PID 1 of a container without a handler, and importing torch takes seconds: a pod deleted
+at that time would run until its grace period is over. `kestrl.rpc.serve` replaces the handler by one that drains.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ import threading
 from typing import NoReturn
 
 EXIT_STOPPED = 128 + signal.SIGTERM
-"""What a shell reports of a program that SIGTERM ended."""
+"""Exit status of a program ended by SIGTERM, as reported by a shell."""
 ABANDONED = "abandoned-"
-"""How the names of threads begin that nobody waits for at the end."""
+"""Name prefix of threads that are not joined at exit."""
 
 
 def _stop(_number: int, _frame: object) -> NoReturn:
@@ -24,11 +25,11 @@ def _stop(_number: int, _frame: object) -> NoReturn:
 
 
 def leave(code: int) -> int:
-    """The exit code; where a thread still does work that nobody wants any more, the process ends at once with it."""
+    """Returns the exit code; if an abandoned thread is still running, exits the process immediately."""
     if any(thread.name.startswith(ABANDONED) for thread in threading.enumerate()):
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(code)  # the interpreter's own end would take the thread's stack down in the middle of native code
+        os._exit(code)  # interpreter shutdown would interrupt the thread in native code
     return code
 
 

@@ -1,4 +1,6 @@
-"""Tasks that a user's code starts. asyncio lets KeyboardInterrupt and SystemExit of a task end the event loop, and the service with it."""
+"""Containment of tasks started by user code. In asyncio, KeyboardInterrupt and SystemExit of a task end the event
+loop.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +16,12 @@ _in_user_code: ContextVar[bool] = ContextVar("kestrl_in_user_code", default=Fals
 
 
 def enter_user_code() -> None:
-    """Marks the current task's context: the tasks that are started from it are a user's."""
+    """Marks the current context: tasks started from it belong to user code."""
     _in_user_code.set(True)
 
 
 def contain_user_tasks() -> None:
-    """Has the running event loop turn KeyboardInterrupt and SystemExit of users' tasks into `UserCodeError`."""
+    """Makes the running event loop convert KeyboardInterrupt and SystemExit of user tasks to `UserCodeError`."""
     asyncio.get_running_loop().set_task_factory(_task)
 
 
@@ -31,7 +33,7 @@ def _task(
     if not _in_user_code.get():
         return asyncio.Task(work, loop=loop, context=context)
     task = asyncio.Task(_contained(work), loop=loop, context=context)
-    task.add_done_callback(lambda _: work.close())  # of effect only on what was cancelled before it began
+    task.add_done_callback(lambda _: work.close())  # has an effect only on tasks cancelled before they started
     return task
 
 

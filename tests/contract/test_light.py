@@ -13,8 +13,8 @@ import pytest
 ROOT = Path(__file__).parents[2]
 HEAVY = ["torch", "vllm", "transformers", "kopf", "kubernetes", "sqlalchemy", "numpy", "pyarrow"]
 MODULES = 700
-"""That an import may load. Counted rather than timed, for a busy machine makes an import slower but not heavier: a rollout worker loads 565,
-torch alone more than 2,000."""
+"""Maximum modules loaded by an import. Counted rather than timed, since timing depends on the load of the machine: a
+rollout worker loads 565, torch alone more than 2,000."""
 PROBE = "import importlib, json, sys; importlib.import_module(sys.argv[1]); print(json.dumps(sorted(sys.modules)))"
 
 
@@ -42,7 +42,7 @@ def test_nothing_shadows_the_standard_librarys_operator() -> None:
     assert not (ROOT / "operator" / "__init__.py").exists()
 
 
-def test_no_file_is_a_whole_house() -> None:
+def test_no_file_is_too_long() -> None:
     long = {
         str(path.relative_to(ROOT)): count
         for folder in ("src", "services", "operator", "examples")

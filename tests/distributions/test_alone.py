@@ -1,4 +1,5 @@
-"""Every distribution, built as a wheel and installed alone with what the lock gives it, starts in an environment of its own."""
+"""Every distribution, built as a wheel and installed alone with what the lock gives it, starts in an environment of its
+own."""
 
 from __future__ import annotations
 
@@ -24,9 +25,9 @@ pytestmark = [pytest.mark.distributions, pytest.mark.timeout(600)]
 ROOT = Path(__file__).parents[2]
 UV = ROOT / ".tools" / "bin" / "uv"
 SERVICES = {"kestrl-tools": "tools-0", "kestrl-judge": "judge-0", "kestrl-inference": "inference-0"}
-"""They start without a model, and serve until they are told to end."""
+"""Services that start without a model and serve until SIGTERM."""
 READERS = {"kestrl-rollout": "rollout-0", "kestrl-learner": "learner-0"}
-"""They read the model first: one that is not there ends them with exit code 2 and its name."""
+"""Programs that read the model first: without it they exit with code 2 and name it."""
 MANIFEST: dict[str, Any] = {
     "apiVersion": "kestrl.dev/v1alpha1",
     "kind": "AgentRLJob",
@@ -107,7 +108,7 @@ def started(python: Path, item: Component, folder: Path) -> subprocess.Popen[str
 
 
 @pytest.mark.parametrize("name", SERVICES)
-def test_a_service_alone_serves_and_ends_when_told(name: str, wheels: Path, tmp_path: Path) -> None:
+def test_a_service_alone_serves_and_ends_on_sigterm(name: str, wheels: Path, tmp_path: Path) -> None:
     port = free_port()
     process = started(installed(name, wheels, tmp_path), component(SERVICES[name], tmp_path, port), tmp_path)
     assert process.stderr is not None

@@ -1,4 +1,5 @@
-"""Real parts for the integration tests: a tiny random model, real peft adapters, real vLLM servers started as the plan says."""
+"""Real parts for the integration tests: a tiny random model, real peft adapters, real vLLM servers started as the plan
+says."""
 
 from __future__ import annotations
 
@@ -119,11 +120,11 @@ class Published:
 
 def publish(storage: Path, adapter: Adapter, *, step: int = 1, probed: Adapter | None = None) -> Published:
     """Publishes an adapter; `probed` is another one, whose log-probs the manifest then promises."""
-    told = probed or adapter
+    scored = probed or adapter
     probe = Probe(
         token_ids=PROBE_IDS,
-        logprobs=tuple(told.score(PROBE_IDS)),
-        base_logprobs=tuple(told.score(PROBE_IDS, base=True)),
+        logprobs=tuple(scored.score(PROBE_IDS)),
+        base_logprobs=tuple(scored.score(PROBE_IDS, base=True)),
     )
     manifest = AdapterManifest(
         job="job",

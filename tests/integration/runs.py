@@ -43,7 +43,8 @@ def kestrl(
 
 
 def belonging_to(folder: Path) -> list[str]:
-    """Command lines of live processes that were started for runs in a folder: they all have it in their environment or arguments."""
+    """Command lines of live processes that were started for runs in a folder: they all have it in their environment or
+    arguments."""
     found: list[str] = []
     for process in Path("/proc").iterdir():
         if not process.name.isdigit() or int(process.name) == os.getpid():

@@ -24,7 +24,7 @@ from kestrl.plan.components import Component, Role
 from kestrl.plan.settings import AgentSettings
 from kestrl.testing.ports import free_port
 from kestrl_inference.engine import CONTROL_KEY, Engine
-from kestrl_inference.policies import Policies
+from kestrl_inference.loaded_adapters import LoadedAdapters
 from kestrl_inference.watch import State, Watch
 
 from .conftest import planned_engine
@@ -48,7 +48,7 @@ class Agent:
 
     server: Any
     engine: Engine
-    policies: Policies
+    adapters: LoadedAdapters
     watch: Watch
     folder: Path
 
@@ -58,8 +58,8 @@ class Agent:
     async def end(self) -> None:
         """Leaves the server as it was found."""
         if (await self.engine.look()).healthy:
-            for held in list(self.policies.held.values()):
-                await self.policies.retire(held.policy)
+            for held in list(self.adapters.held.values()):
+                await self.adapters.retire(held.policy)
         await self.engine.close()
 
 
@@ -77,12 +77,12 @@ async def beside(server: Any, folder: Path) -> Agent:
         probe_bound=BOUND,
     )
     engine = Engine(server.url, "base", timeout=60)
-    policies = Policies(settings, engine)
-    policies.prepare()
-    watch = Watch(engine, policies, 1.0, settings.component)
+    adapters = LoadedAdapters(settings, engine)
+    adapters.prepare()
+    watch = Watch(engine, adapters, 1.0, settings.component)
     await watch.look()
     assert watch.state is State.READY
-    return Agent(server, engine, policies, watch, folder)
+    return Agent(server, engine, adapters, watch, folder)
 
 
 @pytest.fixture
@@ -161,19 +161,19 @@ async def test_a_real_adapter_is_loaded_and_proved_to_float32(
     agent: Agent, adapters: Any, publish: Any, storage: Path
 ) -> None:
     version = publish(storage, adapters(1))
-    loaded = await agent.policies.load(version.policy, version.uri)
+    loaded = await agent.adapters.load(version.policy, version.uri)
     assert loaded.gap < 5e-5, f"gap {loaded.gap:.2e}"
     assert loaded.gap > 0, "two implementations never agree to the last bit; this compared something with itself"
-    assert agent.policies.proved() == {version.name}
+    assert agent.adapters.proved() == {version.name}
     assert await agent.loaded() == {version.name: str(agent.folder / version.name)}
-    again = await agent.policies.load(version.policy, version.uri)
+    again = await agent.adapters.load(version.policy, version.uri)
     assert again.gap < 5e-5
     assert again.load_seconds < loaded.load_seconds
 
 
 async def test_the_untouched_adapter_is_proved(agent: Agent, adapters: Any, publish: Any, storage: Path) -> None:
     version = publish(storage, adapters(2, scale=0.0), step=0)
-    assert (await agent.policies.load(version.policy, version.uri)).gap < 5e-5
+    assert (await agent.adapters.load(version.policy, version.uri)).gap < 5e-5
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -182,7 +182,7 @@ async def test_what_is_sampled_has_the_learners_logprobs(
 ) -> None:
     adapter = adapters(3)
     version = publish(storage, adapter)
-    await agent.policies.load(version.policy, version.uri)
+    await agent.adapters.load(version.policy, version.uri)
     prompt = list(range(100, 130))
     sampling = {"max_tokens": 64, "temperature": temperature, "seed": 5, "logprobs": 0, "ignore_eos": True}
     status, answer = generate(agent.server, version.name, prompt, **sampling)
@@ -201,7 +201,7 @@ async def test_a_probe_is_computed_although_its_prefix_is_cached(
 ) -> None:
     adapter = adapters(4)
     version = publish(storage, adapter)
-    await agent.policies.load(version.policy, version.uri)
+    await agent.adapters.load(version.policy, version.uri)
     ids = list(range(60, 160))
     for _ in range(2):
         assert generate(agent.server, version.name, ids)[0] == 200
@@ -214,7 +214,7 @@ async def test_other_weights_than_the_learner_scored_are_caught(
 ) -> None:
     version = publish(storage, adapters(5), probed=adapters(6))
     with pytest.raises(FailureError) as caught:
-        await agent.policies.load(version.policy, version.uri)
+        await agent.adapters.load(version.policy, version.uri)
     assert (caught.value.boundary, caught.value.code) == ("engine", "probe_failed")
     assert await agent.loaded() == {}
     assert list(agent.folder.iterdir()) == []
@@ -224,10 +224,10 @@ async def test_the_weights_of_the_version_before_are_caught(
     agent: Agent, adapters: Any, publish: Any, storage: Path
 ) -> None:
     before = publish(storage, adapters(5), step=1)
-    await agent.policies.load(before.policy, before.uri)
+    await agent.adapters.load(before.policy, before.uri)
     version = publish(storage, adapters(5), step=2, probed=adapters(6))
     with pytest.raises(FailureError, match=f"it answers as {re.escape(before.name)} does") as caught:
-        await agent.policies.load(version.policy, version.uri)
+        await agent.adapters.load(version.policy, version.uri)
     assert caught.value.code == "other_version"
     assert (await agent.loaded()).keys() == {before.name}
 
@@ -235,7 +235,7 @@ async def test_the_weights_of_the_version_before_are_caught(
 async def test_an_adapter_without_effect_is_caught(agent: Agent, adapters: Any, publish: Any, storage: Path) -> None:
     version = publish(storage, adapters(7, scale=0.0), probed=adapters(8))
     with pytest.raises(FailureError) as caught:
-        await agent.policies.load(version.policy, version.uri)
+        await agent.adapters.load(version.policy, version.uri)
     assert caught.value.code == "adapter_not_applied"
     assert await agent.loaded() == {}
 
@@ -246,18 +246,18 @@ async def test_an_adapter_of_another_model_is_caught(
     # vLLM takes it, answers 200, and applies what happens to fit.
     version = publish(storage, adapters(9, base=other_model))
     with pytest.raises((FailureError, EngineFailure)) as caught:
-        await agent.policies.load(version.policy, version.uri)
+        await agent.adapters.load(version.policy, version.uri)
     assert caught.value.code in {"probe_failed", "adapter_refused"}
     assert await agent.loaded() == {}
     assert generate(agent.server, "base", [60, 61])[0] == 200, "and the engine lives"
 
 
-async def test_a_rank_above_the_engines_is_refused_with_the_mend(
+async def test_a_rank_above_the_engines_is_refused_with_the_fix(
     agent: Agent, adapters: Any, publish: Any, storage: Path
 ) -> None:
     version = publish(storage, adapters(10, rank=16))
     with pytest.raises(EngineFailure, match=r"rank 16 is above the engine's limit.*max-lora-rank") as caught:
-        await agent.policies.load(version.policy, version.uri)
+        await agent.adapters.load(version.policy, version.uri)
     assert caught.value.code == "rank_too_high"
     assert (await agent.engine.look()).healthy
     assert list(agent.folder.iterdir()) == []
@@ -268,24 +268,24 @@ async def test_all_slots_serve_their_own_version_and_a_retired_one_is_gone(
 ) -> None:
     versions = [publish(storage, adapters(20 + step), step=step) for step in range(4)]
     for version in versions[:3]:
-        await agent.policies.load(version.policy, version.uri)
+        await agent.adapters.load(version.policy, version.uri)
     with pytest.raises(EngineFailure) as caught:
-        await agent.policies.load(versions[3].policy, versions[3].uri)
+        await agent.adapters.load(versions[3].policy, versions[3].uri)
     assert caught.value.code == "no_free_slot"
-    await agent.policies.retire(versions[0].policy)
+    await agent.adapters.retire(versions[0].policy)
     assert not (agent.folder / versions[0].name).exists()
     assert generate(agent.server, versions[0].name, [60, 61])[0] == 404
-    await agent.policies.load(versions[3].policy, versions[3].uri)
+    await agent.adapters.load(versions[3].policy, versions[3].uri)
     # Proving the older ones again shows that none took another's place.
     for version in versions[1:]:
-        assert (await agent.policies.load(version.policy, version.uri)).gap < BOUND
+        assert (await agent.adapters.load(version.policy, version.uri)).gap < BOUND
     assert set(await agent.loaded()) == {version.name for version in versions[1:]}
 
 
 async def test_an_adapter_of_the_embedding_is_proved(agent: Agent, adapters: Any, publish: Any, storage: Path) -> None:
     some, whole = (publish(storage, adapters(seed, targets=targets), step=seed) for seed, targets in EMBEDDED.items())
     for version in (some, whole, some):
-        assert (await agent.policies.load(version.policy, version.uri)).gap < BOUND
+        assert (await agent.adapters.load(version.policy, version.uri)).gap < BOUND
 
 
 async def test_what_runs_at_the_same_time_has_its_own_adapter_or_none(
@@ -295,7 +295,7 @@ async def test_what_runs_at_the_same_time_has_its_own_adapter_or_none(
     made = {f"{seed}": adapters(seed) for seed in (30, 31, 32)}
     names = {seed: publish(storage, adapter, step=int(seed)) for seed, adapter in made.items()}
     for version in names.values():
-        await agent.policies.load(version.policy, version.uri)
+        await agent.adapters.load(version.policy, version.uri)
     wanted = [("base", made["30"]), *((names[seed].name, made[seed]) for seed in made)] * 2
     prompts = [list(range(100 + place, 140 + 3 * place)) for place in range(len(wanted))]
     sampling = {"max_tokens": 48, "temperature": 1.0, "seed": 5, "logprobs": 0, "ignore_eos": True}
@@ -316,9 +316,10 @@ async def test_what_runs_at_the_same_time_has_its_own_adapter_or_none(
 async def test_a_version_is_proved_while_others_are_sampled_from(
     agent: Agent, adapters: Any, publish: Any, storage: Path
 ) -> None:
-    """vLLM 0.32's own way with adapters on a CPU ends the engine here: a proof's log-probs in one batch with a request of its own adapter."""
+    """vLLM 0.32's own way with adapters on a CPU ends the engine here: a proof's log-probs in one batch with a request
+    of its own adapter."""
     first, second = (publish(storage, adapters(33 + step), step=step) for step in range(2))
-    await agent.policies.load(first.policy, first.uri)
+    await agent.adapters.load(first.policy, first.uri)
     sampling = {"max_tokens": 400, "temperature": 1.0, "logprobs": 0, "ignore_eos": True}
     sampled = [
         asyncio.create_task(asyncio.to_thread(generate, agent.server, first.name, [100 + place, 60], **sampling))
@@ -327,8 +328,8 @@ async def test_a_version_is_proved_while_others_are_sampled_from(
     async with asyncio.timeout(60):
         while (await agent.engine.look()).load.running < len(sampled):
             pass  # a look is an answer of the engine: it says no more often than it steps
-    assert (await agent.policies.load(second.policy, second.uri)).gap < BOUND
-    assert (await agent.policies.load(first.policy, first.uri)).gap < BOUND
+    assert (await agent.adapters.load(second.policy, second.uri)).gap < BOUND
+    assert (await agent.adapters.load(first.policy, first.uri)).gap < BOUND
     assert not any(task.done() for task in sampled), "nothing ran beside the proofs"
     assert [status for status, _ in await asyncio.gather(*sampled)] == [200] * 3
 
@@ -337,12 +338,12 @@ async def test_a_new_agent_clears_what_the_one_before_left(
     agent: Agent, adapters: Any, publish: Any, storage: Path
 ) -> None:
     version = publish(storage, adapters(30))
-    await agent.policies.load(version.policy, version.uri)
-    agent.policies.held.clear()  # as if its process had been killed
+    await agent.adapters.load(version.policy, version.uri)
+    agent.adapters.held.clear()  # as if its process had been killed
     successor = await beside(agent.server, agent.folder)
     assert await successor.loaded() == {}
     assert list(agent.folder.iterdir()) == []
-    await successor.policies.load(version.policy, version.uri)
+    await successor.adapters.load(version.policy, version.uri)
     await successor.end()
 
 
@@ -357,7 +358,7 @@ async def test_a_killed_engine_leaves_nothing_and_gets_its_versions_back(
     agent = await beside(server, tmp_path / "adapters")
     versions = [publish(tmp_path / "storage", adapters(40 + step), step=step) for step in (1, 2)]
     for version in versions:
-        await agent.policies.load(version.policy, version.uri)
+        await agent.adapters.load(version.policy, version.uri)
 
     below = server.children()
     assert below, "the engine core is a child of the server"
@@ -371,14 +372,14 @@ async def test_a_killed_engine_leaves_nothing_and_gets_its_versions_back(
     assert agent.watch.state is State.DOWN
     assert agent.watch.failure is not None
     assert agent.watch.failure.code == "engine_down"
-    assert agent.policies.proved() == frozenset()
+    assert agent.adapters.proved() == frozenset()
 
     server.start()
     server.wait_until_healthy()
     await agent.watch.look()
     assert agent.watch.state is State.READY
     assert agent.watch.restarts == 1
-    assert agent.policies.proved() == {version.name for version in versions}
+    assert agent.adapters.proved() == {version.name for version in versions}
     assert set(await agent.loaded()) == {version.name for version in versions}
 
     below = [os.pidfd_open(pid) for pid in server.children()]
@@ -404,8 +405,8 @@ async def test_an_engine_that_can_never_start_ends_the_run_with_its_root_cause(m
     supervisor = Supervisor([planned, learner], launcher, lambda: None)
     with pytest.raises(
         ComponentFailed, match="engine-0 cannot start: RuntimeError: Cannot find any model weights"
-    ) as told:
+    ) as raised:
         await supervisor.run()
-    assert told.value.code == "engine_cannot_start"
+    assert raised.value.code == "engine_cannot_start"
     assert supervisor.observed["engine-0"].restarts == 0
     assert "See root cause above" in launcher.log_path("engine-0").read_text()

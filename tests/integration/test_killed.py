@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 from kestrl.local.rundir import RunDir
 
-from .killer import COMPONENTS, TRAINING, Killer, Moment, schedule
+from .process_killer import COMPONENTS, TRAINING, Killer, Moment, schedule
 from .runs import QUICKSTART, ROOT, SMALL, belonging_to, command, eventually, kestrl, summary_of
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(2400)]
@@ -28,7 +28,8 @@ REPORT = os.environ.get("KESTRL_SOAK_REPORT", "")
 STEPS = 12 * ROUNDS
 SEED = 7
 LEARNT = 1e-3
-"""What each of lora_B's matrices, which are zero at first, has at least somewhere: adapters that learnt nothing would be equal, too."""
+"""What each of lora_B's matrices, which are zero at first, has at least somewhere: adapters that learnt nothing would
+be equal, too."""
 
 
 def arguments(runs: Path) -> list[str | Path]:
@@ -67,7 +68,7 @@ def killed_run(runs: Path) -> tuple[RunDir, Killer, int]:
     raise AssertionError(f"it never ended; killed {killer.counts()}")
 
 
-def test_a_run_whose_every_component_is_killed_at_every_phase_loses_and_repeats_nothing(tmp_path: Path) -> None:
+def test_a_run_with_every_component_killed_in_every_phase_loses_nothing(tmp_path: Path) -> None:
     began = time.monotonic()
     run, killer, commands = killed_run(tmp_path / "killed")
     seconds = time.monotonic() - began

@@ -1,4 +1,5 @@
-"""What the README says, as a person does it: a fresh clone below a path with a space and an umlaut, `make setup`, every command of its table."""
+"""What the README says, as a person does it: a fresh clone below a path with a space and an umlaut, `make setup`, every
+command of its table."""
 
 from __future__ import annotations
 

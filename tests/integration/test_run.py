@@ -1,4 +1,5 @@
-"""The whole loop on real parts: `kestrl run` with real engines, real tools, real gradients; killed, interrupted, resumed."""
+"""The whole loop on real parts: `kestrl run` with real engines, real tools, real gradients; killed, interrupted,
+resumed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Whole runs that do not go as planned: stale, interrupted, killed, without room, with a mistake in the manifest or in a tool."""
+"""Whole runs that do not go as planned: stale, interrupted, killed, without room, with a mistake in the manifest or in
+a tool."""
 
 from __future__ import annotations
 
@@ -88,7 +89,7 @@ def test_a_disk_that_fills_up_ends_the_run_with_one_message(tmp_path: Path) -> N
     arguments = ("run", QUICKSTART, "--runs", tmp_path / "runs", *SMALL, "--set", "inference.replicas=1")
     printed = kestrl(*arguments, prefix=inside, code=2)
     assert printed.count("error: ") == 1
-    assert "no space is left; free some, or name another place" in printed
+    assert "no space left; free some, or use another location" in printed
     assert str(tmp_path / "runs" / "email-search-1") in printed
     assert belonging_to(tmp_path) == []
 
@@ -104,7 +105,7 @@ def test_a_store_that_turns_read_only_ends_the_run_and_harms_nothing(tmp_path: P
     arguments += ["--set", f"storage.uri={store.as_uri()}", "--set", "schedule.maxSteps=4"]
     printed = kestrl(*arguments, prefix=inside, code=2)
     assert printed.count("error: ") == 1
-    assert "the file system is read-only; name another place" in printed
+    assert "the file system is read-only; use another location" in printed
     assert belonging_to(tmp_path) == []
     assert "resuming run email-search-1" in kestrl(*arguments)
     run = RunDir(runs / "email-search-1")
@@ -116,7 +117,7 @@ def test_a_store_that_turns_read_only_ends_the_run_and_harms_nothing(tmp_path: P
 
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="gcc makes the library that lets the clock jump")
 def test_jumps_of_the_clock_change_nothing(tmp_path: Path) -> None:
-    """Of every process of the run: hours ahead in one step, back to yesterday in the next."""
+    """The clocks of all processes jump hours ahead in one step, and back to yesterday in the next."""
     library, offset = tmp_path / "clock.so", tmp_path / "offset"
     subprocess.run(["gcc", "-shared", "-fPIC", "-o", library, Path(__file__).with_name("clock.c")], check=True)
     offset.write_bytes(struct.pack("q", 0))
@@ -136,15 +137,16 @@ def test_jumps_of_the_clock_change_nothing(tmp_path: Path) -> None:
 
 
 def test_an_engine_that_is_short_of_cache_gets_fewer_episodes(tmp_path: Path) -> None:
-    """Room for a dozen sequences, asked for 64: vLLM puts some back for want of cache, and the learner hears of it."""
+    """Room for a dozen sequences, asked for 64: vLLM puts some back for want of cache, and the learner reduces the
+    load."""
     arguments = ["run", QUICKSTART, "--runs", tmp_path, "--set", "inference.replicas=1", "--set", "schedule.maxSteps=2"]
     arguments += ["--set", "inference.args.kv-cache-memory-bytes=8388608", "--set", "data.validation.size=4"]
     kestrl(*arguments)
     run = RunDir(tmp_path / "email-search-1")
     assert (summary_of(run)["status"], summary_of(run)["failures"]) == ("succeeded", {})
-    told = re.findall(r"the engines' load allows (\d+) episodes", (run.path / "logs" / "learner-0.log").read_text())
-    assert told
-    assert 8 <= min(map(int, told)) < 64
+    limits = re.findall(r"the engines' load allows (\d+) episodes", (run.path / "logs" / "learner-0.log").read_text())
+    assert limits
+    assert 8 <= min(map(int, limits)) < 64
 
 
 def control(run: RunDir, path: str, **body: str) -> None:
@@ -194,36 +196,36 @@ def test_another_adapter_behind_the_agents_back_is_caught_within_a_step(stalenes
 
 
 def assert_prometheus_can_read(run: RunDir) -> None:
-    """Every service of a live run, and its engine; what they tell is what went on."""
+    """Reads the metrics of every service of a live run and of its engine."""
     components = (run.read_json("run.json") or {})["components"]
     ports = {
         name.rsplit("-", 1)[0]: seen["ports"].get("metrics", seen["ports"].get("http"))
         for name, seen in components.items()
     }
 
-    def told(role: str, name: str) -> float:
+    def metric(role: str, name: str) -> float:
         """-1 where it is not offered."""
         with urllib.request.urlopen(f"http://127.0.0.1:{ports[role]}/metrics", timeout=10) as answer:
             page = answer.read().decode()
         found = re.search(rf"^{name}(?:{{.*}})? (.*)$", page, re.MULTILINE)
         return float(found[1]) if found else -1.0
 
-    assert told("learner", "kestrl_learner_step") >= 1
-    assert told("learner", "kestrl_learner_engines") == 1
+    assert metric("learner", "kestrl_learner_step") >= 1
+    assert metric("learner", "kestrl_learner_engines") == 1
     # None has, for as long as a version just published is on its way.
-    eventually(lambda: told("learner", "kestrl_learner_engines_proved") == 1, 15)
-    assert 0 < told("learner", "kestrl_learner_logprob_gap") < 1
-    # A step is told of before its version is written; one whose groups were each rewarded alike changes nothing.
-    eventually(lambda: told("learner", "kestrl_learner_probe_distance") >= 0, 15)
-    assert told("rollout", "kestrl_rollout_episodes_total") >= 24
-    assert told("rollout", "kestrl_rollout_tokens_total") > 100
-    assert told("tools", "kestrl_tools_sessions") >= 0
-    assert told("judge", "kestrl_rpc_calls_total") >= 1
-    assert told("inference", "kestrl_inference_up") == 1
-    assert told("engine", "vllm:num_requests_running") >= 0
+    eventually(lambda: metric("learner", "kestrl_learner_engines_proved") == 1, 15)
+    assert 0 < metric("learner", "kestrl_learner_logprob_gap") < 1
+    # A step is reported before its version is written; one whose groups were each rewarded alike changes nothing.
+    eventually(lambda: metric("learner", "kestrl_learner_probe_distance") >= 0, 15)
+    assert metric("rollout", "kestrl_rollout_episodes_total") >= 24
+    assert metric("rollout", "kestrl_rollout_tokens_total") > 100
+    assert metric("tools", "kestrl_tools_sessions") >= 0
+    assert metric("judge", "kestrl_rpc_calls_total") >= 1
+    assert metric("inference", "kestrl_inference_up") == 1
+    assert metric("engine", "vllm:num_requests_running") >= 0
 
 
-def assert_status_tells_what_goes_on(runs: Path) -> None:
+def assert_status_reports_the_run(runs: Path) -> None:
     printed = kestrl("status", "--runs", runs)
     assert "email-search-1 running" in printed
     assert re.search(r"step [1-4]/4 ", printed)
@@ -233,7 +235,7 @@ def assert_status_tells_what_goes_on(runs: Path) -> None:
         assert re.search(rf"{name}\b.*\brunning\b", printed), printed
 
 
-def test_killed_without_a_word_nothing_is_left_and_the_same_command_resumes(tmp_path: Path) -> None:
+def test_when_killed_nothing_is_left_and_the_same_command_resumes(tmp_path: Path) -> None:
     arguments = [
         "run",
         QUICKSTART,
@@ -250,7 +252,7 @@ def test_killed_without_a_word_nothing_is_left_and_the_same_command_resumes(tmp_
         wait_for_step(run, process, 1)
         assert any("kestrl_inference.vllm_cpu" in line for line in belonging_to(tmp_path))
         assert_prometheus_can_read(run)
-        assert_status_tells_what_goes_on(tmp_path)
+        assert_status_reports_the_run(tmp_path)
         process.kill()
     eventually(lambda: belonging_to(tmp_path) == [], 15)
     assert "email-search-1 dead" in kestrl("status", "--runs", tmp_path)

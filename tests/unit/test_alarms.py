@@ -48,7 +48,7 @@ def timers(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return asked
 
 
-async def test_each_rings_once_at_its_time() -> None:
+async def test_each_alarm_rings_once_at_its_time() -> None:
     alarms, began = Alarms(), now()
     bells = [Bell(began + SOON * number) for number in (3, 1, 2)]
     for bell in bells:
@@ -121,7 +121,7 @@ class Timer:
 
 
 class Clock:
-    """A loop whose time is what it is told."""
+    """An event loop with a clock set by the test."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -147,7 +147,7 @@ class Clock:
         self.now = max(self.now, to)
 
 
-class Heard:
+class Recorded:
     """An alarm that notes when it rang."""
 
     def __init__(self, clock: Clock, at: float) -> None:
@@ -172,13 +172,13 @@ STEPS = st.lists(
 @given(steps=STEPS)
 def test_whatever_comes_and_goes_each_rings_once_in_time_or_was_discarded(steps: list[tuple[str, int]]) -> None:
     clock, alarms = Clock(), Alarms()
-    made: list[Heard] = []
+    made: list[Recorded] = []
     gone: set[int] = set()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("kestrl.alarms.asyncio.get_running_loop", lambda: clock)
         for what, number in steps:
             if what == "add":
-                made.append(Heard(clock, clock.now + number))
+                made.append(Recorded(clock, clock.now + number))
                 alarms.add(made[-1])
             elif what == "discard" and number < len(made):
                 alarms.discard(made[number])

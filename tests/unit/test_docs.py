@@ -106,7 +106,7 @@ def test_a_table_has_as_many_cells_in_each_row(path: Path) -> None:
 
 
 class Snippet(NamedTuple):
-    """A piece of YAML that a page tells people to write."""
+    """A YAML block of a page."""
 
     place: str
     content: dict[str, Any]
@@ -165,7 +165,8 @@ def test_values_in_a_document_are_the_charts(snippet: Snippet) -> None:
 
 @pytest.mark.parametrize("snippet", of_kind("job", "spec"))
 def test_a_job_in_a_document_is_one(snippet: Snippet) -> None:
-    """A piece of a manifest is taken with the rest of the quickstart's around it, down to the pods that its patches change."""
+    """A piece of a manifest is taken with the rest of the quickstart's around it, down to the pods that its patches
+    change."""
     job = parse_job(snippet.content if snippet.kind == "job" else merged(QUICKSTART, snippet.content))
     assert rendered(job, read_cluster(VALUES["jobs"]))
 
@@ -246,18 +247,18 @@ def test_arrows_and_ports_are_those_of_the_policies() -> None:
     assert table["anybody in the cluster", "every pod's metrics"] == str(METRICS_PORT)
 
 
-def test_profiles_are_told_whole() -> None:
+def test_profiles_are_listed_completely() -> None:
     text = page("accelerators.md")
     fields = {field.alias for field in Profile.model_fields.values()}
-    told = " ".join(row[0] for row in rows(text, "| field | is |"))
-    assert {name for name in fields if f"`{name}`" not in told} == set()
+    listed = " ".join(row[0] for row in rows(text, "| field | is |"))
+    assert {name for name in fields if f"`{name}`" not in listed} == set()
     for name, resource, image, _ in rows(text, "| built in |"):
         profile = BUILT_IN[name.strip("`")]
         assert (profile.resource or NONE, profile.image) == (resource.strip("`"), image.strip("`"))
     assert len(rows(text, "| built in |")) == len(BUILT_IN)
 
 
-def test_an_engine_of_ascends_version_is_started_without_the_flag_it_does_not_know() -> None:
+def test_an_ascend_engine_starts_without_the_unknown_flag() -> None:
     """As docs/accelerators.md says of it."""
     ascend = {"spec": {"inference": {"accelerator": {"profile": "ascend"}}}}
     objects = rendered(parse_job(merged(QUICKSTART, ascend)), read_cluster(VALUES["jobs"]))
@@ -274,10 +275,10 @@ def test_the_operators_rights_are_those_of_the_table() -> None:
     text = (ROOT / "charts/kestrl/templates/rbac.yaml").read_text()
     rules = re.findall(r"resources: \[(.*?)\]\n(?:.*resourceNames.*\n)?\s+verbs: \[(.*?)\]", text)
     assert len(rules) >= 10
-    told = [(row[0], set(re.findall(r"\w+", row[1]))) for row in rows(page("security.md"), "| what | verbs |")]
+    listed = [(row[0], set(re.findall(r"\w+", row[1]))) for row in rows(page("security.md"), "| what | verbs |")]
     for resources, verbs in rules:
         for resource in resources.split(", "):
-            matching = [words for what, words in told if f"`{resource}`" in what]
+            matching = [words for what, words in listed if f"`{resource}`" in what]
             assert any(set(verbs.split(", ")) <= words for words in matching), f"{resource}: {verbs}"
 
 

@@ -2,12 +2,13 @@
 
 Of each page, in order:
 
-* a block whose preceding line ends with a file's name in backticks and a colon is written to that file, in a folder of the page's own,
-  which is the working directory and is on `sys.path`; a Python file is imported;
+* a block whose preceding line ends with a file's name in backticks and a colon is written to that file, in a folder of
+  the page's own, which is the working directory and is on `sys.path`; a Python file is imported;
 * any other Python block is executed, all in one namespace (`await` works at the top level); with `>>>` it is a doctest;
 * a JSONL block is read as a data set;
 * a YAML block with `kind: AgentRLJob` is validated by `kestrl validate`;
-* the tools, rewards and agent loop that a YAML block with `spec` names by import path are loaded from the page's own files.
+* the tools, rewards and agent loop that a YAML block with `spec` names by import path are loaded from the page's own
+  files.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from kestrl.rewards.resolving import resolve
 from kestrl.spec.load import parse_job
 from kestrl_rollout.agents.loading import load_loop
 from kestrl_tools.catalogue import load_tools
-from kestrl_tools.lanes import Lanes
+from kestrl_tools.tool_threads import ToolThreads
 
 ROOT = Path(__file__).parents[2]
 QUICKSTART: dict[str, Any] = yaml.safe_load((ROOT / "examples/email-search/quickstart.yaml").read_text())
@@ -161,7 +162,7 @@ class Page:
         """Loads what the specification names, as each component does when it starts."""
         job = parse_job(merged(QUICKSTART, {"spec": spec})).spec
         own = job.model_copy(update={"tools": [tool for tool in job.tools if self._has(tool.use)]})
-        load_tools(tool_entries(own), Lanes())
+        load_tools(tool_entries(own), ToolThreads())
         if self._has(job.agent.loop):
             load_loop(job.agent.loop, job.agent.config)
         for index, reward in enumerate(job.rewards):

@@ -40,19 +40,19 @@ def test_metrics_are_served_with_their_labels_and_the_process_own() -> None:
     done = run(SERVICE, f"127.0.0.1:{free_port()}")
     assert done.returncode == 0, done.stderr
     lines = [re.sub(r"otel_scope_\w+=\"[^\"]*\",?", "", line).replace(",}", "}") for line in done.stdout.splitlines()]
-    told = {
+    served = {
         line.rpartition(" ")[0].replace("{}", ""): float(line.rpartition(" ")[2])
         for line in lines
         if line and line[0] != "#"
     }
-    assert told["kestrl_learner_step"] == 7
-    assert told['kestrl_learner_step_seconds{part="collect"}'] == 1.5
-    assert told['kestrl_learner_failures_total{boundary="tool",code="tool_raised"}'] == 2
-    assert told["process_resident_memory_bytes"] > 1e6
+    assert served["kestrl_learner_step"] == 7
+    assert served['kestrl_learner_step_seconds{part="collect"}'] == 1.5
+    assert served['kestrl_learner_failures_total{boundary="tool",code="tool_raised"}'] == 2
+    assert served["process_resident_memory_bytes"] > 1e6
     assert any('kestrl_run_id="j-1"' in line and 'service_instance_id="learner-0"' in line for line in lines)
 
 
-def test_a_taken_port_is_told() -> None:
+def test_a_taken_port_is_reported() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()

@@ -21,7 +21,7 @@ def test_no_outgoing_connection_is_given_it() -> None:
     assert all(free_port() < first_of_connections for _ in range(50))
 
 
-def test_what_somebody_listens_on_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_port_with_a_listener_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         monkeypatch.setattr(ports, "_FIRST", taken.getsockname()[1])

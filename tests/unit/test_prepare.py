@@ -66,11 +66,11 @@ def test_what_a_claim_holds_is_linked_and_nothing_outside_it(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "message"),
     [
         (
             {"data": "train.jsonl"},
-            "spec.data.train.uri: 'train.jsonl' is a path on the machine that applied the manifest",
+            "spec.data.train.uri: 'train.jsonl' is a local path",
         ),
         ({"data": "file:///nowhere/x.jsonl"}, "spec.data.train.uri: /nowhere/x.jsonl does not exist in the pod"),
         ({"data": "pvc://shared/x.jsonl"}, "spec.data.train.uri: pvc://shared/x.jsonl does not exist in its claim"),
@@ -79,11 +79,11 @@ def test_what_a_claim_holds_is_linked_and_nothing_outside_it(tmp_path: Path) -> 
         ({"template": "chat.jinja"}, "spec.agent.template.uri: 'chat.jinja' is a path on the machine"),
     ],
 )
-def test_what_is_not_there_is_told_by_its_field(tmp_path: Path, changes: dict[str, str], told: str) -> None:
+def test_what_is_not_there_is_reported_by_its_field(tmp_path: Path, changes: dict[str, str], message: str) -> None:
     given: dict[str, Any] = dict(changes)
     if "data" in given:
         given["data"] = (source(tmp_path, changes["data"]),)
-    with pytest.raises(UserInputError, match=told):
+    with pytest.raises(UserInputError, match=message):
         prepare(settings(tmp_path, **given))
 
 

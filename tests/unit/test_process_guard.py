@@ -1,4 +1,4 @@
-"""The guard: whatever happens to whoever holds it, nothing below it is left."""
+"""The process guard: no descendant is left when its owner ends."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ time.sleep(600)
 @dataclass
 class Guarded:
     process: subprocess.Popen[bytes]
-    tether: int
+    guard_pipe: int
     alive: int
 
     def gone(self, seconds: float = 10.0) -> bool:
-        """Whether everything that held the pipe has ended: the kernel closes it then."""
+        """Whether every process with the pipe has ended: the kernel closes it then."""
         while True:
             ready, _, _ = select.select([self.alive], [], [], seconds)
             if not ready:
@@ -40,16 +40,16 @@ class Guarded:
 
 
 def start(code: str, grace: float = 5.0) -> Guarded:
-    held, tether = os.pipe()
+    read_end, guard_pipe = os.pipe()
     alive, output = os.pipe()
     process = subprocess.Popen(
-        [sys.executable, "-I", "-S", process_guard.__file__, str(held), str(grace), sys.executable, "-c", code],
-        pass_fds=(held,),
+        [sys.executable, "-I", "-S", process_guard.__file__, str(read_end), str(grace), sys.executable, "-c", code],
+        pass_fds=(read_end,),
         stdout=output,
     )
-    os.close(held)
+    os.close(read_end)
     os.close(output)
-    return Guarded(process, tether, alive)
+    return Guarded(process, guard_pipe, alive)
 
 
 @pytest.fixture
@@ -62,8 +62,8 @@ def family() -> Iterator[Guarded]:
     os.close(guarded.alive)
 
 
-def test_when_the_holder_is_gone_the_whole_family_is(family: Guarded) -> None:
-    os.close(family.tether)  # what the kernel does when the runner is killed
+def test_when_the_owner_ends_all_descendants_end(family: Guarded) -> None:
+    os.close(family.guard_pipe)  # what the kernel does when the runner is killed
     assert family.gone()
     assert family.process.wait(5) == 128 + signal.SIGKILL
 
@@ -72,7 +72,7 @@ def test_the_grandchild_does_not_outlive_a_command_that_ends(family: Guarded) ->
     family.process.terminate()
     assert family.gone()
     assert family.process.wait(5) == 128 + signal.SIGTERM
-    os.close(family.tether)
+    os.close(family.guard_pipe)
 
 
 def test_the_exit_status_is_the_commands() -> None:
@@ -80,7 +80,7 @@ def test_the_exit_status_is_the_commands() -> None:
     assert guarded.process.wait(10) == 3
 
 
-def test_what_does_not_listen_is_killed_after_the_grace() -> None:
+def test_a_process_that_ignores_sigterm_is_killed_after_the_grace() -> None:
     guarded = start(
         "import os, signal, time; signal.signal(15, signal.SIG_IGN); os.write(1, b'up' + bytes([10])); time.sleep(600)",
         0.2,
@@ -99,14 +99,14 @@ def test_the_command_dies_with_its_guard() -> None:
 
 
 def test_a_command_that_cannot_start_says_so() -> None:
-    held, tether = os.pipe()
+    read_end, guard_pipe = os.pipe()
     done = subprocess.run(
-        [sys.executable, "-I", "-S", process_guard.__file__, str(held), "1", "/no/such/program"],
-        pass_fds=(held,),
+        [sys.executable, "-I", "-S", process_guard.__file__, str(read_end), "1", "/no/such/program"],
+        pass_fds=(read_end,),
         capture_output=True,
         check=False,
     )
-    os.close(held)
-    os.close(tether)
+    os.close(read_end)
+    os.close(guard_pipe)
     assert done.returncode == 127
     assert b"error: cannot start /no/such/program" in done.stderr

@@ -24,7 +24,7 @@ import kestrl.telemetry
 from kestrl.episode import StopReason
 from kestrl.errors import EngineFailure
 from kestrl.telemetry import export, span, trace_headers
-from kestrl.telemetry.children import Pipeline
+from kestrl.telemetry.child_spans import Pipeline
 from kestrl.telemetry.encoding import Exporter, encode
 from kestrl.testing.collector import collecting
 
@@ -50,14 +50,14 @@ class Both:
         """One message a span, without what no two spans share."""
         messages = [encode_spans([each]).resource_spans[0] for each in self.kept.get_finished_spans()]
         for message in messages:
-            (told,) = message.scope_spans[0].spans
-            assert len(told.span_id) == 8
-            assert 0 < told.start_time_unix_nano <= told.end_time_unix_nano
-            for each in told.events:
-                assert told.start_time_unix_nano <= each.time_unix_nano
+            (span,) = message.scope_spans[0].spans
+            assert len(span.span_id) == 8
+            assert 0 < span.start_time_unix_nano <= span.end_time_unix_nano
+            for each in span.events:
+                assert span.start_time_unix_nano <= each.time_unix_nano
                 each.time_unix_nano = 0
-            told.attributes.sort(key=lambda attribute: attribute.key)  # the SDK's are in the order of their last change
-            told.span_id, told.start_time_unix_nano, told.end_time_unix_nano = b"", 0, 0
+            span.attributes.sort(key=lambda attribute: attribute.key)  # the SDK's are in the order of their last change
+            span.span_id, span.start_time_unix_nano, span.end_time_unix_nano = b"", 0, 0
         return messages
 
 
@@ -144,7 +144,7 @@ def test_a_parents_children_are_ours_and_name_it(exported: Both) -> None:
     with span("root") as root, span("child", {"turn": 1}) as child:
         headers = trace_headers()
     assert type(root).__module__.startswith("opentelemetry.sdk")
-    assert type(child).__module__ == "kestrl.telemetry.children"
+    assert type(child).__module__ == "kestrl.telemetry.child_spans"
     inner, outer = exported.kept.get_finished_spans()
     assert (inner.name, outer.name) == ("child", "root")
     assert inner.parent == outer.context
@@ -162,7 +162,7 @@ def test_a_failure_marks_its_span(exported: Both) -> None:
 
 LOCAL = SpanContext(7, 11, is_remote=False, trace_flags=TraceFlags(TraceFlags.SAMPLED))
 REMOTE = SpanContext(8, 12, is_remote=True, trace_flags=TraceFlags(TraceFlags.SAMPLED))
-TOLD: dict[str, AttributeValue] = {
+VALUES: dict[str, AttributeValue] = {
     "text": "a kestrel \N{EAGLE}",
     "empty": "",
     "enum": StopReason.ANSWERED,
@@ -197,15 +197,15 @@ def flat(request: ExportTraceServiceRequest) -> list[opb.ResourceSpans]:
 def children(both: Both) -> None:
     """Those that are encoded here, at least two of each, and those that are not."""
     for parent in (LOCAL, REMOTE, LOCAL, REMOTE, PARENT):
-        both.ours.child("told", parent, TOLD).end()
+        both.ours.child("each", parent, VALUES).end()
         both.ours.child("silent", parent, None).end()
         failed = both.ours.child("failed", parent, {"turn": 1})
         failed.set_status(Status(StatusCode.ERROR, "it broke"))
         failed.end()
         seen = both.ours.child("seen", parent, None)
-        seen.add_event("a kestrel", TOLD)
+        seen.add_event("a kestrel", VALUES)
         seen.end()
-    root = both.sdk.start_span("root", attributes=TOLD)
+    root = both.sdk.start_span("root", attributes=VALUES)
     root.end()
     both.sdk.start_span("theirs", context=trace.set_span_in_context(root)).end()
 
@@ -220,7 +220,7 @@ def test_encoded_are_all_spans_and_each_as_the_sdk_would(both: Both) -> None:
 @pytest.mark.parametrize("count", [0, 1, 2])
 def test_few_spans_are_encoded_too(both: Both, count: int) -> None:
     for _ in range(count):
-        both.ours.child("told", REMOTE, TOLD).end()
+        both.ours.child("each", REMOTE, VALUES).end()
     made = both.kept.get_finished_spans()
     request = encode(made, both.ours.scope)
     assert flat(request) == flat(encode_spans(made))
@@ -230,7 +230,7 @@ def test_few_spans_are_encoded_too(both: Both, count: int) -> None:
 def test_what_is_alike_is_not_taken_for_the_same(both: Both) -> None:
     """1, 1.0 and True are equal in Python, and no two of them on the wire."""
     for value in (1, 1.0, True, 0, 0.0, False, (1,), (1.0,), (True,), ("1",), [1]):
-        both.ours.child("told", LOCAL, {"value": value}).end()
+        both.ours.child("each", LOCAL, {"value": value}).end()
     made = both.kept.get_finished_spans()
     assert flat(encode(made, both.ours.scope)) == flat(encode_spans(made))
 

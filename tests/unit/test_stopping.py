@@ -1,4 +1,4 @@
-"""SIGTERM while a component starts: none is lost, and none waits for what nobody wants any more."""
+"""SIGTERM while a component starts: it is not lost, and does not wait for abandoned work."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def catches_sigterm(pid: int) -> bool:
 def test_a_component_that_starts_ends_at_sigterm(module: str, tmp_path: Path) -> None:
     settings = tmp_path / "settings.json"
     option = "--config" if module == "operator" else "--settings"
-    os.mkfifo(settings)  # whoever reads it waits for ever: nothing but the signal can end the program
+    os.mkfifo(settings)  # a reader blocks, so only the signal can end the program
     with subprocess.Popen(
         [sys.executable, "-m", f"kestrl_{module}", option, str(settings)], stderr=subprocess.PIPE, text=True
     ) as process:

@@ -41,12 +41,12 @@ run(main())
 
 @pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
 @pytest.mark.parametrize(
-    ("error", "told"), [("KeyboardInterrupt", "KeyboardInterrupt"), ("SystemExit(3)", "SystemExit: 3")]
+    ("error", "printed"), [("KeyboardInterrupt", "KeyboardInterrupt"), ("SystemExit(3)", "SystemExit: 3")]
 )
-def test_what_a_users_task_raises_does_not_end_the_loop(loop: str, error: str, told: str) -> None:
+def test_what_a_users_task_raises_does_not_end_the_loop(loop: str, error: str, printed: str) -> None:
     program = PROGRAM.replace("{error}", error)
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", program, loop], capture_output=True, text=True, check=False, timeout=30
     )
-    assert done.stdout.splitlines() == [f"user_code {told}", "5 True"], done.stderr
+    assert done.stdout.splitlines() == [f"user_code {printed}", "5 True"], done.stderr
     assert (done.returncode, done.stderr) == (0, "")

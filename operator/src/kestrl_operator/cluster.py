@@ -180,7 +180,7 @@ def site_of(
             for name, profile in profiles(cluster.accelerators).items()
         },
         templates=True,
-        linger=True,
+        keep_alive=True,
         traceparent=traceparent,
         workers=(f"dns://{workload(name, Role.ROLLOUT)}.{namespace}.{cluster.domain}:{GRPC_PORT}",),
     )

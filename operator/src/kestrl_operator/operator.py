@@ -224,7 +224,7 @@ class Operator:
         observe(Metric.OPERATOR_REQUESTS, lambda: self._api.requests)
         observe(Metric.OPERATOR_FOLLOWED, lambda: len(self._learner_streams))
         observe(Metric.WATCH_AGE, lambda: loop.time() - self._audit.ended)
-        observe(Metric.OPERATOR_DEAF, lambda: len(self._audit.stale))
+        observe(Metric.OPERATOR_STALE_WATCH, lambda: len(self._audit.stale))
         observe(Metric.OPERATOR_JOBS, self._phases)
 
     def _phases(self) -> dict[str, int]:

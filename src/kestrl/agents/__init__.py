@@ -1,8 +1,8 @@
-"""What an agent loop is: code that decides when the model speaks, which tools run, and when the episode is over.
+"""Agent loops: code that decides when the model generates, which tools run, and when the episode ends.
 
-A loop is an `async` function of a `Conversation`, or a class with `async def run(self, conversation)`; one instance is made per
-episode, with the manifest's `agent.config` as keyword arguments (those of a function stand beside the conversation). Nothing
-needs to be subclassed. The whole of the built-in `tool_agent`:
+A loop is an `async` function of a `Conversation`, or a class with `async def run(self, conversation)`; one instance is
+made per episode, with the manifest's `agent.config` as keyword arguments (those of a function stand beside the
+conversation). Nothing needs to be subclassed. The built-in `tool_agent` in full:
 
     async def run(self, conversation: Conversation) -> None:
         while reply := await conversation.generate():
@@ -10,12 +10,12 @@ needs to be subclassed. The whole of the built-in `tool_agent`:
                 return
             await conversation.call_tools(reply.calls)
 
-A loop may return the episode's reward, a finite number or a `Score`: it is recorded as `Episode.loop_reward`, and the rule
-`loop_reward` makes it a component of the reward.
+A loop may return the episode's reward, a finite number or a `Score`: it is recorded as `Episode.loop_reward`, and the
+rule `loop_reward` makes it a component of the reward.
 
-The conversation owns the tokens: a loop never renders history and never sees a mask. What the platform breaks (an engine, a
-tool, a deadline) is raised as a `KestrlError` and ends the episode as failed whatever the loop does about it; what a loop
-itself raises is a failure with boundary `user_code`. Neither touches the other episodes of the group.
+The conversation owns the tokens: a loop never renders history and never sees a mask. A failure of the platform (an
+engine, a tool, a deadline) is raised as a `KestrlError` and ends the episode as failed even if the loop catches it; an
+exception of the loop itself is a failure with boundary `user_code`. Neither affects the other episodes of the group.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ __all__ = ["AgentLoop", "Call", "Completion", "Conversation", "LimitReached", "L
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """One tool call as the model wrote it, malformed ones too: `call_tools` answers those with the mend."""
+    """One tool call as the model wrote it. `call_tools` answers a malformed one with how to fix it."""
 
     name: str
     """Empty when it could not be read."""
     arguments: Mapping[str, Json] | None
     raw: str
-    """What stood between the markers."""
+    """Text between the markers of the call."""
     problem: CallOutcome | None = None
     """Why it cannot be dispatched; None when it can."""
     message: str = ""
-    """What the model is told about the problem."""
+    """Message to the model about the problem."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,27 +53,29 @@ class Reply:
 
     index: int
     text: str
-    """Everything it wrote, reasoning and calls included."""
+    """All text of the turn, reasoning and calls included."""
     content: str
-    """Without reasoning and calls."""
+    """Text of the turn without reasoning and calls."""
     calls: Sequence[Call]
     finish_reason: str
-    """`stop`, or `length` when a limit cut it."""
+    """`stop`, or `length` when a limit cut the turn."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """Sampled tokens as the engine gave them."""
+    """Sampled tokens as returned by the engine."""
 
     token_ids: Sequence[int]
     logprobs: Sequence[float]
     finish_reason: str
     policy: str
-    """The version name the engine said it used."""
+    """Version name reported by the engine."""
 
 
 class LimitReached(KestrlError):
-    """A limit of the episode leaves no token to sample. Not a failure: uncaught, it ends the episode as that limit says."""
+    """A limit of the episode leaves no token to sample. Not a failure: if it is not caught, the episode ends with the
+    stop reason of that limit.
+    """
 
     boundary = Boundary.POLICY
     code = "limit_reached"
@@ -81,15 +83,15 @@ class LimitReached(KestrlError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What an episode may use. The conversation keeps them by itself."""
+    """Limits of an episode. The conversation enforces them."""
 
     max_turns: int
     max_tokens: int
-    """Sampled tokens of the episode."""
+    """Maximum sampled tokens of the episode."""
     max_tokens_per_turn: int
-    """0 leaves only `max_tokens`."""
+    """Maximum sampled tokens of one turn; 0 means that only `max_tokens` applies."""
     context_length: int
-    """Tokens of one sequence, prompt included."""
+    """Maximum tokens of one sequence, prompt included."""
     temperature: float
 
 
@@ -122,7 +124,9 @@ class Tokenizer(Protocol):
     def continue_chat(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None
     ) -> list[int]:
-        """The ids that follow the model's finished turn when these messages come next, up to where its next turn begins."""
+        """Token ids that follow the model's finished turn when these messages come next, up to the start of its next
+        turn.
+        """
         ...
 
     def apply_chat_template(
@@ -133,7 +137,7 @@ class Tokenizer(Protocol):
         tokenize: bool = True,
         **options: Any,
     ) -> Any:
-        """The conversation as token ids. What messages and tools say is encoded without control tokens."""
+        """The conversation as token ids. The content of messages and tools is encoded without control tokens."""
         ...
 
     def extend_chat(
@@ -143,7 +147,7 @@ class Tokenizer(Protocol):
         history: Sequence[int],
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> list[int]:
-        """The ids that follow `history` when `before`, which ends with the assistant's turn, becomes `after`.
+        """Token ids that follow `history` when `before`, which ends with the assistant's turn, becomes `after`.
 
         Raises:
             KestrlError: The template rewrites history, so there is no such extension.
@@ -152,7 +156,7 @@ class Tokenizer(Protocol):
 
 
 class Conversation(Protocol):
-    """An episode in progress, as its loop sees it."""
+    """An episode in progress: the interface of an agent loop."""
 
     @property
     def scenario(self) -> Scenario: ...
@@ -165,7 +169,7 @@ class Conversation(Protocol):
     def limits(self) -> Limits: ...
     @property
     def seed(self) -> int:
-        """The episode's seed: draw whatever the loop randomises from it."""
+        """Seed of the episode, for any randomness of the loop."""
         ...
 
     @property
@@ -175,42 +179,44 @@ class Conversation(Protocol):
 
     @property
     def metrics(self) -> MutableMapping[str, float]:
-        """Facts of the episode; a loop may add its own."""
+        """Metrics of the episode; a loop may add its own."""
         ...
 
     @property
     def tokenizer(self) -> Tokenizer: ...
 
     async def generate(self) -> Reply | None:
-        """The model's next turn, or None when the episode is over: a limit is reached or a tool has ended it.
+        """Next turn of the model, or None when the episode is over because a limit is reached or a tool ended it.
 
         Raises:
-            KestrlError: The engine broke or a deadline passed.
+            KestrlError: The engine failed or a deadline passed.
         """
         ...
 
     async def call_tools(self, calls: Sequence[Call]) -> Sequence[ToolCall]:
-        """Runs the calls of a turn at once and appends their results, in the order of the calls.
+        """Runs the calls of a turn concurrently and appends their results in the order of the calls.
 
         Raises:
-            KestrlError: A tool broke or a deadline passed. The model's own mistakes are not raised: they become its results.
+            KestrlError: A tool failed or a deadline passed. Mistakes of the model are not raised but returned to it as
+                results.
         """
         ...
 
     def append_user(self, text: str) -> None:
-        """Says something to the model."""
+        """Appends a user message."""
         ...
 
     def stop(self, reason: StopReason) -> None:
-        """Names why the episode is over when the loop decides it; otherwise it is `answered`, or the limit that was reached."""
+        """Sets the stop reason when the loop ends the episode. Default: `answered`, or the limit that was reached."""
         ...
 
     async def generate_tokens(
         self, prompt_ids: Sequence[int], *, max_tokens: int | None = None, stop_token_ids: Sequence[int] = ()
     ) -> Completion:
-        """Samples behind a prompt of the loop's own making, for loops that handle tokens themselves.
+        """Samples a completion of the given prompt, for loops that handle tokens themselves.
 
-        A prompt that begins with the row so far extends it; any other begins a new row. Not to be mixed with `generate`.
+        A prompt that begins with the current row extends it; any other prompt begins a new row. Must not be mixed with
+        `generate`.
 
         Raises:
             LimitReached: A limit of the episode leaves no token.
@@ -219,7 +225,7 @@ class Conversation(Protocol):
         ...
 
     def keep(self, token_ids: Sequence[int], mask: Sequence[int]) -> None:
-        """Trains only on this sequence, for loops that handle tokens themselves.
+        """Restricts training to this sequence, for loops that handle tokens themselves.
 
         Raises:
             UserCodeError: The mask is 1 on a token that was not sampled there.
@@ -231,9 +237,9 @@ class AgentLoop(Protocol):
     """A loop as a class."""
 
     async def run(self, conversation: Conversation) -> float | Score | None:
-        """Runs one episode to its end; returns its reward, if the loop is what knows it."""
+        """Runs one episode to its end; optionally returns its reward."""
         ...
 
 
 Loop = Callable[[Conversation], Awaitable[object]]
-"""A loop as a function: what the worker makes of either form."""
+"""An agent loop as a function: the form into which the worker converts both forms."""

@@ -1,4 +1,4 @@
-"""Commands about a run's adapter: eval and export."""
+"""Commands for the adapters of a run: eval and export."""
 
 from __future__ import annotations
 
@@ -52,12 +52,12 @@ def choose_adapter(store: ObjectStore, step: int | None) -> str:
 
 def evaluate(
     run_id: RunId = None,
-    step: Annotated[int | None, typer.Option(help="The adapter of this step; without it, the newest.")] = None,
-    base: Annotated[bool, typer.Option("--base", help="The base model, without an adapter.")] = False,
+    step: Annotated[int | None, typer.Option(help="Step of the adapter (default: the newest).")] = None,
+    base: Annotated[bool, typer.Option("--base", help="Evaluate the base model without an adapter.")] = False,
     set_: Overrides = None,
     runs: Runs = DEFAULT_RUNS,
 ) -> None:
-    """Evaluate a run's adapter on the held-out questions, greedily, with the very components that trained it."""
+    """Evaluate an adapter of a run on the validation data, with greedy sampling."""
     from kestrl.local.runner import Options, run_job
 
     run = find_run(runs, run_id)
@@ -91,13 +91,13 @@ def _evaluating(component: Component, adapter: str | None) -> Component:
 
 
 def export(
-    out: Annotated[Path, typer.Option("--out", help="The folder to write; must not exist.")],
+    out: Annotated[Path, typer.Option("--out", help="Folder to create; it must not exist yet.")],
     run_id: RunId = None,
-    step: Annotated[int | None, typer.Option(help="The adapter of this step; without it, the newest.")] = None,
-    merge: Annotated[bool, typer.Option("--merge", help="Write the base model with the adapter merged in.")] = False,
+    step: Annotated[int | None, typer.Option(help="Step of the adapter (default: the newest).")] = None,
+    merge: Annotated[bool, typer.Option("--merge", help="Merge the adapter into the base model.")] = False,
     runs: Runs = DEFAULT_RUNS,
 ) -> None:
-    """Write a run's adapter, every digest checked; or with --merge the merged model."""
+    """Export an adapter of a run with every digest verified, or the merged model with --merge."""
     if out.exists():
         raise UserInputError(f"--out: {out} exists already; name a new folder")
     run = find_run(runs, run_id)
@@ -111,7 +111,7 @@ def export(
     model = locate_model(run.job().spec.model.base, base=run.manifest_dir)
     scratch = out.with_name(out.name + ".adapter")
     manifest = fetch_adapter(store, scratch, folder)
-    # Merging needs torch, which only the learner has; it is asked as a program.
+    # Merging needs torch, which only the learner depends on; it runs as a separate program.
     command = [
         sys.executable,
         "-m",

@@ -25,14 +25,12 @@ def run(
     manifest: Manifest,
     set_: Overrides = None,
     runs: Runs = DEFAULT_RUNS,
-    new: Annotated[
-        bool, typer.Option("--new", help="Start a new run even if an unfinished one could be resumed.")
-    ] = False,
+    new: Annotated[bool, typer.Option("--new", help="Start a new run instead of resuming an unfinished one.")] = False,
     base_port: Annotated[
-        int | None, typer.Option(min=1, max=65535, help="First of the ports to use; without it, free ones.")
+        int | None, typer.Option(min=1, max=65535, help="First of the consecutive ports to use (default: free ports).")
     ] = None,
 ) -> None:
-    """Train: everything the manifest needs, on this machine. Running it again resumes an unfinished run."""
+    """Train on this machine: start every component of the job and wait for the result. Resumes an unfinished run."""
     from kestrl.local.rundir import open_run
     from kestrl.local.runner import Options, run_job
 
@@ -50,12 +48,12 @@ def run(
 def validate(
     manifest: Manifest,
     set_: Overrides = None,
-    data: Annotated[bool, typer.Option("--data/--no-data", help="Also read the data, row by row.")] = True,
+    data: Annotated[bool, typer.Option("--data/--no-data", help="Also validate every row of the data sets.")] = True,
     model: Annotated[
-        bool, typer.Option("--model/--no-model", help="Also load the model's tokenizer and chat template.")
+        bool, typer.Option("--model/--no-model", help="Also load the tokenizer and the chat template of the model.")
     ] = True,
 ) -> None:
-    """Report everything that is wrong with a manifest, what it names and its data; exit code 2 if anything is."""
+    """Check a manifest, the code and files that it references, and its data. Exit code 2 if there is a problem."""
     from tempfile import TemporaryDirectory
 
     from kestrl.local.check import check_job
@@ -74,19 +72,19 @@ def plan(
     manifest: Manifest,
     set_: Overrides = None,
     runs: Runs = DEFAULT_RUNS,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the components whole, as JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the full plan as JSON.")] = False,
 ) -> None:
-    """Print the components a manifest needs, without starting any or writing anything."""
+    """Print the components that a job consists of. Starts nothing and writes nothing."""
     from tempfile import TemporaryDirectory
 
-    from kestrl.local.place import relocated, site_of
     from kestrl.local.rundir import RunDir
+    from kestrl.local.site import relocated, site_of
     from kestrl.plan.planning import plan as make_plan
 
     job = read_job(manifest, set_ or ())
     folder = RunDir(runs.resolve() / f"{job.metadata.name}-plan")
     base = manifest.resolve().parent
-    with TemporaryDirectory() as scratch:  # data that is generated is not kept
+    with TemporaryDirectory() as scratch:  # generated data is discarded
         generated = Path(scratch).resolve()
         site = site_of(job, folder, base, base_port=None, cache_dir=generated)
     site = relocated(site, generated, runs.resolve() / ".data")
@@ -117,21 +115,21 @@ def plan(
 
 
 def doctor(
-    manifest: Annotated[Path | None, typer.Argument(help="A manifest whose needs are looked at too.")] = None,
+    manifest: Annotated[Path | None, typer.Argument(help="Also check what this job needs.")] = None,
     set_: Overrides = None,
     runs: Runs = DEFAULT_RUNS,
 ) -> None:
-    """Look whether this machine has what a run needs, and say what is missing; exit code 2 if anything is."""
+    """Check whether this machine can run a job and report what is missing. Exit code 2 if anything is."""
     from kestrl.local.doctor import examine
 
     job = None if manifest is None else read_job(manifest, set_ or ())
     base = Path.cwd() if manifest is None else manifest.resolve().parent
     missing = False
     for finding in examine(job, base=base, runs=runs):
-        missing |= bool(finding.mend)
-        console.print(f"{'MISSING' if finding.mend else 'ok':<8}{finding.name:<12} {finding.told}", **PLAIN)
-        if finding.mend:
-            console.print(f"{'':<8}{'':<12} {finding.mend}", **PLAIN)
+        missing |= bool(finding.fix)
+        console.print(f"{'MISSING' if finding.fix else 'ok':<8}{finding.name:<12} {finding.status}", **PLAIN)
+        if finding.fix:
+            console.print(f"{'':<8}{'':<12} {finding.fix}", **PLAIN)
     raise typer.Exit(EXIT_INPUT if missing else 0)
 
 

@@ -1,4 +1,4 @@
-"""The program: our commands, those of installed applications, and one boundary that turns errors into a line and an exit code."""
+"""The `kestrl` program: its commands, those of installed applications, and the conversion of errors into exit codes."""
 
 from __future__ import annotations
 
@@ -16,13 +16,15 @@ from kestrl.service import EXIT_FAILED, EXIT_INPUT
 from kestrl.terminal import safe
 
 COMMANDS_GROUP = "kestrl.commands"
-"""Entry points `name -> typer.Typer`: commands an installed application brings."""
+"""Entry points `name -> typer.Typer`: commands that an installed application adds."""
 
 EXIT_BROKEN_PIPE = 128 + 13
 """What a shell shows for a program that SIGPIPE ended."""
 
 app = typer.Typer(
-    no_args_is_help=True, pretty_exceptions_enable=False, help="Trains tool-using agents: one job, the whole loop."
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    help="Train tool-using language-model agents with reinforcement learning.",
 )
 jobs.register(app)
 runs.register(app)
@@ -35,7 +37,7 @@ def _add_applications() -> None:
 
 
 def main() -> None:
-    """Runs a command. Exit code 2 is for what the person can mend in their input, 1 for what failed."""
+    """Runs a command. Exit code 2 means that the input has to be fixed, 1 that the command failed."""
     _add_applications()
     console = Console(stderr=True)
     try:
@@ -55,7 +57,7 @@ def main() -> None:
 
 
 def _reader_left() -> NoReturn:
-    """Ends quietly after the reader of the output has gone, as `kestrl episodes list | head` does."""
+    """Ends without a message when the reader of the output has closed it, as in `kestrl episodes list | head`."""
     devnull = os.open(os.devnull, os.O_WRONLY)
     os.dup2(devnull, sys.stdout.fileno())  # what is still buffered is flushed at exit
     sys.exit(EXIT_BROKEN_PIPE)

@@ -11,11 +11,11 @@ Manifest = Annotated[Path, typer.Argument(help="The AgentRLJob manifest.", show_
 Overrides = Annotated[
     list[str] | None,
     typer.Option(
-        "--set", help="Override a setting, such as algorithm.groupSize=4. May be given again.", metavar="PATH=VALUE"
+        "--set", help="Override a manifest field, such as algorithm.groupSize=4; repeatable.", metavar="PATH=VALUE"
     ),
 ]
 Runs = Annotated[
-    Path, typer.Option("--runs", envvar="KESTRL_RUNS", resolve_path=True, help="The folder that holds the runs.")
+    Path, typer.Option("--runs", envvar="KESTRL_RUNS", resolve_path=True, help="Folder that contains the runs.")
 ]
-RunId = Annotated[str | None, typer.Argument(help="The run; without it, the latest.", show_default=False)]
+RunId = Annotated[str | None, typer.Argument(help="Run id (default: the latest run).", show_default=False)]
 DEFAULT_RUNS = Path("runs")

@@ -1,4 +1,6 @@
-"""Commands about a run: status, logs, episodes, stop. They read what a run wrote, so a dead one answers as well as a live one."""
+"""Commands for a run: status, logs, episodes, stop. They read the files of the run, so they also work after it
+ended.
+"""
 
 from __future__ import annotations
 
@@ -25,11 +27,11 @@ from kestrl.cli.options import DEFAULT_RUNS, RunId, Runs
 from kestrl.episode import Episode, Group, Row
 from kestrl.errors import KestrlError, UserInputError
 from kestrl.local.logs import LOG_BYTES, Follower, tail
-from kestrl.local.place import storage_address
 from kestrl.local.progress import clock, means_line
 from kestrl.local.report import transcript
 from kestrl.local.rundir import RunDir, find_run
 from kestrl.local.secrets import open_storage
+from kestrl.local.site import storage_address
 from kestrl.rpc.codec import group_from_proto
 from kestrl.storage import ObjectStore
 from kestrl.terminal import safe, safe_line
@@ -37,7 +39,7 @@ from kestrl.terminal import safe, safe_line
 console = Console()
 DECODE_SECONDS = 60.0
 STOP_SECONDS = 120.0
-episodes = typer.Typer(no_args_is_help=True, help="Look at the episodes of a run.")
+episodes = typer.Typer(no_args_is_help=True, help="Inspect the episodes of a run.")
 
 
 def run_store(run: RunDir) -> ObjectStore:
@@ -47,7 +49,9 @@ def run_store(run: RunDir) -> ObjectStore:
 
 
 def observed_status(run: RunDir) -> dict[str, Any]:
-    """What is known of a run, observed: alive is what the kernel says of its lock, not what a file claims."""
+    """State of a run as observed: whether it is alive follows from the lock on its folder, not from a file's
+    content.
+    """
     record = run.read_json("run.json") or {}
     summary = run.read_json("summary.json") or {}
     pid = run.runner_pid()
@@ -67,9 +71,9 @@ def _advice(run: RunDir, status: Mapping[str, Any]) -> str:
     return {
         "running": f"follow it: kestrl logs {run.id} {here} --follow; end it: kestrl stop {run.id} {here}",
         "succeeded": f"use it: kestrl eval {run.id} {here}; kestrl export {run.id} {here} --out adapter",
-        "failed": f"see: kestrl logs {run.id} {here}; mend the cause and run the same command again to resume",
+        "failed": f"see: kestrl logs {run.id} {here}; fix the cause and run the same command again to resume",
         "stopped": "run the same command again to resume from the last checkpoint",
-        "dead": "its runner is gone without a word (killed?); run the same command again to resume from the last checkpoint",
+        "dead": "its runner ended without a record (killed?); run the same command again to resume from the last checkpoint",
         "never started": "run the same command again",
     }[status["state"]]
 
@@ -77,9 +81,9 @@ def _advice(run: RunDir, status: Mapping[str, Any]) -> str:
 def status(
     run_id: RunId = None,
     runs: Runs = DEFAULT_RUNS,
-    as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print as JSON.")] = False,
 ) -> None:
-    """Say what a live, dead or finished run is doing, what went wrong and what to do."""
+    """Show the state of a run: progress, components, failures, and the next command."""
     run = find_run(runs, run_id)
     known = observed_status(run)
     if as_json:
@@ -134,7 +138,7 @@ def _print_components(record: Mapping[str, Any], *, alive: bool) -> None:
 
 
 def _metrics_port(seen: Mapping[str, Any]) -> str:
-    """Where Prometheus finds a component; an engine's own server tells its metrics."""
+    """Port of a component's Prometheus endpoint; an engine serves metrics on its HTTP port."""
     ports: Mapping[str, int] = seen["ports"]
     return str(ports.get("metrics") or ports.get("http") or "")
 
@@ -142,10 +146,10 @@ def _metrics_port(seen: Mapping[str, Any]) -> str:
 def logs(
     run_id: RunId = None,
     component: Annotated[
-        str | None, typer.Option("--component", "-c", help="Such as learner-0; without it, all.")
+        str | None, typer.Option("--component", "-c", help="Component such as learner-0 (default: all).")
     ] = None,
-    lines: Annotated[int, typer.Option("--lines", "-n", min=0, help="Last lines of each.")] = 40,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on as lines are written.")] = False,
+    lines: Annotated[int, typer.Option("--lines", "-n", min=0, help="Lines to print from the end of each log.")] = 40,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Follow the logs.")] = False,
     runs: Runs = DEFAULT_RUNS,
 ) -> None:
     """Print the logs of a run's components."""
@@ -164,9 +168,9 @@ def logs(
 
 
 def _follow(run: RunDir, followers: dict[str, Follower], *, only: str | None) -> None:
-    """Prints what is appended, over rotations and of components that start later, until the run's runner is gone."""
+    """Prints appended lines until the runner ends, across rotations and including components that start later."""
     while True:
-        gone = run.runner_pid() is None  # asked first: what it wrote until then is still read
+        gone = run.runner_pid() is None  # read before the logs, so that everything written until then is printed
         for path in sorted((run.path / "logs").glob("*.log")):
             if only in {None, path.stem} and path.stem not in followers:
                 followers[path.stem] = Follower(path, at_end=False)
@@ -214,7 +218,7 @@ def find_episode(store: ObjectStore, episode_id: str) -> tuple[Group, Episode]:
     """A stored episode by its id.
 
     Raises:
-        UserInputError: None has it.
+        UserInputError: There is no episode with this id.
     """
     for _, group in _stored(store, "episodes"):
         for episode in group.episodes:
@@ -225,13 +229,14 @@ def find_episode(store: ObjectStore, episode_id: str) -> tuple[Group, Episode]:
 
 @episodes.command("show")
 def show_episode(
-    episode_id: Annotated[str, typer.Argument(help="The episode's id, as `episodes list` prints it.")],
-    run_id: Annotated[str | None, typer.Option("--run", help="The run; without it, the latest.")] = None,
+    episode_id: Annotated[str, typer.Argument(help="Episode id, as printed by `episodes list`.")],
+    run_id: Annotated[str | None, typer.Option("--run", help="Run id (default: the latest run).")] = None,
     tokens: Annotated[
-        bool, typer.Option("--tokens", help="Also every token with mask, log-prob and policy version.")
+        bool, typer.Option("--tokens", help="Also print every token with its mask, log-prob and policy version.")
     ] = False,
     prompt: Annotated[
-        bool, typer.Option("--prompt", help="Also what the engine was given and sampled, control tokens written out.")
+        bool,
+        typer.Option("--prompt", help="Also print the prompt and the sampled text of every row, with control tokens."),
     ] = False,
     runs: Runs = DEFAULT_RUNS,
 ) -> None:
@@ -270,7 +275,7 @@ def show_episode(
 
 
 def _engine_lines(run: RunDir, episode: Episode) -> Iterator[str]:
-    """Every row as text, in the parts that the engine was given and that it sampled."""
+    """Every row as text, split into given and sampled parts."""
     parts: list[tuple[int, bool, list[int]]] = []
     for number, row in enumerate(episode.rows):
         start = 0
@@ -303,14 +308,14 @@ def _token_lines(number: int, row: Row, episode: Episode) -> Iterator[str]:
 
 
 def stop(run_id: RunId = None, runs: Runs = DEFAULT_RUNS) -> None:
-    """End a live run: it finishes its step, checkpoints, and can be resumed."""
+    """Stop a run after its current step and a checkpoint. It can be resumed."""
     run = find_run(runs, run_id)
     pid = run.runner_pid()
     if pid is None:
         console.print(f"{run.id} is not running")
         return
     os.kill(pid, signal.SIGINT)
-    console.print(f"asked {run.id} to drain; waiting until it has")
+    console.print(f"asked {run.id} to drain; waiting for it to end")
     deadline = time.monotonic() + STOP_SECONDS
     while run.runner_pid() is not None:
         if time.monotonic() > deadline:

@@ -1,1 +1,1 @@
-"""Code that was written for other frameworks, run as it is."""
+"""Runs code that was written for other frameworks, unmodified."""

@@ -1,4 +1,6 @@
-"""Data sets: one row a scenario, JSONL or Parquet, in the plain form or in verl's; every row validated before anything starts."""
+"""Data sets: one scenario per row, JSONL or Parquet, in the plain form or in verl's. Every row is validated before a
+run starts.
+"""
 
 from kestrl.data.locate import locate_data
 from kestrl.data.rows import load_scenarios

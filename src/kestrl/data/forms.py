@@ -12,13 +12,13 @@ from kestrl.episode import Json, Scenario
 
 Text = Annotated[str, Field(min_length=1)]
 MEDIA = ("images", "videos", "audios", "multi_modal_data")
-"""Columns of multimodal rows. Their text alone would be another task."""
+"""Columns of multimodal rows, which are refused: their text alone would be a different task."""
 SIMILAR = 0.8
-"""Similarity (difflib's ratio) from which an unknown column is taken for a known one misspelt."""
+"""Similarity (difflib's ratio) above which an unknown column is reported as a misspelt field."""
 
 
 class BadRow(ValueError):
-    """A row that cannot be used; `problems` has one line for each field at fault."""
+    """A row that cannot be used; `problems` has one line for each invalid field."""
 
     def __init__(self, problems: Sequence[str]) -> None:
         super().__init__("\n".join(problems))
@@ -46,9 +46,9 @@ class _Kwargs(BaseModel):
 
 
 def _kind(value: object) -> str | None:
-    """Which form of a field a value has, so that one form's problems are reported and not every form's."""
+    """Form of a field by the type of its value, so that only the problems of this form are reported."""
     for form, name in ((str, "=text"), (int, "=int"), (list, "=list"), (dict, "=object")):
-        if type(value) is form:  # a bool is no number here
+        if type(value) is form:  # a bool is not a number here
             return name
     return None
 
@@ -93,7 +93,7 @@ class _RewardModel(BaseModel):
     @classmethod
     def _given(cls, value: Any) -> Any:
         if value is None:
-            raise ValueError("is null; give what the answer is compared with")
+            raise ValueError("is null; set the value that answers are compared with")
         return value
 
 
@@ -105,7 +105,7 @@ class _ExtraInfo(BaseModel):
 
 
 class _VerlRow(BaseModel):
-    """verl's form. Its Parquet files fill absent struct members with null, which is why nulls are taken for absent."""
+    """verl's form. Its Parquet files fill absent struct members with null, so null means absent."""
 
     model_config = ConfigDict(extra="allow", strict=True)
     data_source: Text
@@ -116,7 +116,7 @@ class _VerlRow(BaseModel):
 
 
 def scenario(columns: Mapping[str, Json], ordinal: int) -> Scenario:
-    """The scenario of a row.
+    """Converts a row to a scenario.
 
     Args:
         columns: JSON values by column.
@@ -137,7 +137,7 @@ def scenario(columns: Mapping[str, Json], ordinal: int) -> Scenario:
 
 
 def _problem(item: Mapping[str, Any]) -> str:
-    where = [str(part) for part in item["loc"] if not str(part).startswith("=")]  # the tags of `_kind` are no fields
+    where = [str(part) for part in item["loc"] if not str(part).startswith("=")]  # the tags of `_kind` are not fields
     return f"{'.'.join(where) or 'row'}: {str(item['msg']).removeprefix('Value error, ')}"
 
 
@@ -181,7 +181,9 @@ def _from_verl(row: _VerlRow, ordinal: int) -> Scenario:
 
 def _messages(said: Sequence[_Message]) -> list[dict[str, str]]:
     if said[-1].role == "assistant":
-        raise BadRow([f"prompt.{len(said) - 1}.role: a prompt cannot end with an assistant turn; the model's follows"])
+        raise BadRow(
+            [f"prompt.{len(said) - 1}.role: a prompt cannot end with an assistant turn, since the model's turn follows"]
+        )
     for index, message in enumerate(said):
         if message.role == "tool" and (index == 0 or said[index - 1].role not in {"assistant", "tool"}):
             raise BadRow([f"prompt.{index}.role: a tool turn must follow an assistant turn"])
@@ -195,7 +197,7 @@ def _misspelt(columns: Mapping[str, Json], form: type[BaseModel]) -> Iterator[st
 
 
 def _merged(columns: Mapping[str, Json], members: Mapping[str, Json], field: str) -> dict[str, Json]:
-    """Further columns and the members of the field for such facts, as one object."""
+    """Additional columns and the members of the metadata field, merged into one object."""
     apart = [name for name in columns if members.get(name, columns[name]) != columns[name]]
     if apart:
         raise BadRow([f"{name}: differs from {field}.{name}; rename one of them" for name in apart])

@@ -1,4 +1,4 @@
-"""From the address of a data set or model to a local path."""
+"""Resolves addresses of data sets and models to local paths."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from kestrl.errors import UserInputError
 from kestrl.uris import LOCAL_SCHEMES, local_path, scheme_of
 
 DATA_GROUP = "kestrl.data"
-"""Entry points `name -> provide(path, size, seed, cache_dir) -> Path`: data an installed application brings, `demo://name/path`."""
+"""Entry points `name -> provide(path, size, seed, cache_dir) -> Path`: data sets that an installed application provides
+as `demo://name/path`."""
 MODEL_GROUP = "kestrl.models"
-"""Entry points `name -> () -> Path`: model folders an installed application brings, `demo://name`."""
+"""Entry points `name -> () -> Path`: model folders that an installed application provides as `demo://name`."""
 
 
 def _provider(group: str, name: str, field: str) -> Callable[..., Path]:
@@ -37,14 +38,14 @@ def locate_data(uri: str, *, size: int | None, base: Path, seed: int, cache_dir:
 
     Args:
         uri: A path (relative to `base`), `file://...`, or `demo://NAME/PATH`, which an installed application generates.
-        size: Rows wanted; generated data needs to know.
+        size: Number of rows; required for generated data.
         base: The manifest's folder.
-        seed: For generated data.
-        cache_dir: Where generated data goes.
+        seed: Seed of generated data.
+        cache_dir: Folder for generated data.
         field: The manifest field, for messages.
 
     Raises:
-        UserInputError: Nothing is there, or nobody offers it.
+        UserInputError: The address does not exist, or no installed package provides it.
     """
     scheme = scheme_of(uri)
     if scheme == "demo":
@@ -59,10 +60,10 @@ def locate_data(uri: str, *, size: int | None, base: Path, seed: int, cache_dir:
 
 
 def locate_model(uri: str, *, base: Path, field: str = "spec.model.base") -> str:
-    """The folder of a model, or its Hugging Face id (`hf://org/name`, fetched by whoever loads it).
+    """The folder of a model, or its Hugging Face id (`hf://org/name`, downloaded when it is loaded).
 
     Raises:
-        UserInputError: Nothing is there, or nobody offers it.
+        UserInputError: The address does not exist, or no installed package provides it.
     """
     scheme, parsed = scheme_of(uri), urlparse(uri)
     if scheme == "hf":

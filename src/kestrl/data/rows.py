@@ -1,4 +1,4 @@
-"""Reading data sets: each row a `Scenario`, or an error that names file, line and field."""
+"""Reads data sets: each row becomes a `Scenario`, or an error that names file, line and field."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from kestrl.errors import UserInputError
 from kestrl.tools.shapes import is_mapping
 
 MAX_PROBLEMS = 20
-"""Problems reported at once; a file of the wrong shape has as many as it has rows."""
+"""Maximum number of reported problems; a file of the wrong shape has one per row."""
 ROWS_AT_ONCE = 1024
-"""Rows of a Parquet file held in memory as Python values beside the scenarios."""
+"""Rows of a Parquet file that are converted to Python values at a time."""
 
 
 class DataRow(NamedTuple):
-    """A row that can be used."""
+    """A valid row."""
 
     path: Path
     line: int
@@ -34,7 +34,7 @@ class DataRow(NamedTuple):
 
 
 def _read_row(path: Path, line: int, raw: object, ordinal: int) -> DataRow:
-    """One row. Raises BadRow."""
+    """Converts one row; raises BadRow."""
     if not is_mapping(raw):
         raise BadRow([f"row: must be an object, is {type(raw).__name__}"])
     columns, problems = columns_as_json({str(name): value for name, value in raw.items()})
@@ -64,7 +64,7 @@ def _parquet(path: Path) -> Iterator[tuple[int, Any]]:
 
 
 def _column(path: Path, name: str, values: Any, first: int) -> list[object]:
-    """A column's values; where one has no Python form, the error names its row."""
+    """Values of a column; the error for a value without a Python form names its row."""
     try:
         return cast("list[object]", values.to_pylist())
     except (ValueError, OverflowError):
@@ -108,7 +108,7 @@ def read_rows(path: Path, *, size: int | None = None) -> list[DataRow]:
         size: Rows used; None uses all.
 
     Raises:
-        UserInputError: The file or a row cannot be used; one line for each problem, up to 20, each naming file, line
+        UserInputError: The file or a row is invalid; one line for each problem, up to 20, with file, line
             and field.
     """
     rows: list[DataRow] = []

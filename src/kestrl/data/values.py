@@ -1,4 +1,4 @@
-"""Values of a data file as JSON values, which is what rows are on the wire and in storage."""
+"""Converts values of a data file to JSON values, the form of rows on the wire and in storage."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kestrl.episode import Json
 from kestrl.tools.shapes import is_list, is_mapping
 
 DEEPEST = 100
-"""Levels of nesting a row may have."""
+"""Maximum levels of nesting in a row."""
 
 
 class Unusable(ValueError):
@@ -31,7 +31,7 @@ def as_json(value: object, field: str, depth: int = 0) -> Json:
         depth: Levels above it.
 
     Raises:
-        Unusable: It, or something in it, has no exact form.
+        Unusable: The value, or a value in it, has no exact JSON form.
     """
     if depth > DEEPEST:
         raise Unusable(field, f"is nested more than {DEEPEST} levels deep")
@@ -72,7 +72,7 @@ def _finite(value: float, field: str) -> float:
 
 
 def columns_as_json(columns: dict[str, object]) -> tuple[dict[str, Json], list[str]]:
-    """A row's columns as JSON, and one problem for each column that has no such form."""
+    """Columns of a row as JSON values, and one problem for each column without a JSON form."""
     usable: dict[str, Json] = {}
     problems: list[str] = []
     for name, value in columns.items():
@@ -84,7 +84,7 @@ def columns_as_json(columns: dict[str, object]) -> tuple[dict[str, Json], list[s
 
 
 def without_nulls(value: object) -> object:
-    """Parquet gives every member of a struct in every row; one that is null was not there."""
+    """Removes null members: Parquet has every member of a struct in every row, null where it is absent."""
     if is_mapping(value):
         return {key: without_nulls(item) for key, item in value.items() if item is not None}
     if is_list(value):

@@ -1,11 +1,13 @@
-"""Tool-call formats: how a model writes its calls, and how a turn is read.
+"""Tool-call formats: how a model writes its calls, and how a turn is parsed.
 
 A format is any object with the attributes and methods of `ToolCallFormat`; a subclass of it gets the defaults.
-The worker chooses one from the chat template; the manifest's `agent.toolCallFormat` overrides the choice, with the name of a
-built-in or the import path of a format of one's own. `kestrl.testing.formats.check_format` is its conformance suite.
+The worker chooses one from the chat template; the manifest's `agent.toolCallFormat` overrides the choice, with the name
+of a built-in or the import path of a format of one's own. `kestrl.testing.formats.check_format` is its conformance
+suite.
 
-A turn reaches a format as pieces: text, and `Marker`s where a control token of the tokenizer stands. A marker that the tokenizer has
-as a token counts only as that token: text that merely spells it stays text. A marker that it does not have is found in the text.
+A format receives a turn as pieces: text, and a `Marker` for each control token. A marker that is a token of the
+tokenizer is only recognised as that token: the same characters in text stay text. Any other marker is searched in the
+text.
 """
 
 from __future__ import annotations
@@ -23,33 +25,33 @@ Schemas = Mapping[str, Mapping[str, Any]]
 
 
 class Marker(str):
-    """A piece of a turn that structures it."""
+    """A structural piece of a turn."""
 
     __slots__ = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WrittenCall:
-    """One tool call as the model wrote it, readable or not: none is dropped."""
+    """One tool call as the model wrote it, readable or not."""
 
     raw: str
-    """What stood between the markers."""
+    """Text between the markers."""
     name: str = ""
-    """Empty when it could not be read."""
+    """Name of the tool; empty when it could not be read."""
     arguments: Mapping[str, Json] | None = None
-    """None when they could not be read."""
+    """Arguments; None when they could not be read."""
     problem: str = ""
-    """Why it could not be read, in words for the model; empty when it could."""
+    """Message for the model why the call could not be read; empty when it could."""
     unfinished: bool = False
     """Whether the turn ended inside the call."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """A turn, read."""
+    """A parsed turn."""
 
     content: str
-    """What the model says to whoever asked: without calls and reasoning."""
+    """Answer of the model without calls and reasoning."""
     calls: Sequence[WrittenCall] = ()
 
 
@@ -57,24 +59,24 @@ class ToolCallFormat(Protocol):
     """How tool calls are written in one family of chat templates."""
 
     name: str
-    """As `agent.toolCallFormat` and messages have it."""
+    """Name in `agent.toolCallFormat` and in messages."""
     markers: Sequence[str]
-    """Strings that structure a turn, those of reasoning included."""
+    """Strings that structure a turn, including those of reasoning."""
     example: str
-    """How a call is written, as a sentence for the model: `write ... with ... inside`."""
+    """Instruction for the model how to write a call: `write ... with ... inside`."""
     reasoning: tuple[str, str] | None = ("<think>", "</think>")
-    """Markers around reasoning, which is taken out before `read`; None when there are none, or `read` does it."""
+    """Markers around reasoning, which is removed before `read`; None if there is no reasoning, or `read` handles it."""
     hints: Sequence[str] = ()
-    """Strings that a template has which asks for this format without ever writing a call itself; all must occur."""
+    """Strings that identify templates of this format that never write a call themselves; all must occur."""
     inner_ends: Sequence[str] = ()
-    """Control tokens that end a part of a turn: sampling goes on behind them."""
+    """Control tokens that end a part of a turn; sampling continues after them."""
 
     def read(self, pieces: Sequence[str], schemas: Schemas, *, cut: bool) -> Turn:
-        """Reads a turn without its reasoning.
+        """Parses a turn without its reasoning.
 
         Args:
             pieces: Text and `Marker`s, without the token that ended the turn.
-            schemas: Of the tools that are offered, for formats whose values have no types of their own.
+            schemas: Parameter schemas of the offered tools, for formats whose values are untyped text.
             cut: Whether a limit ended the turn.
         """
         ...
@@ -83,6 +85,6 @@ class ToolCallFormat(Protocol):
         """The text of calls, as `read` reads it.
 
         Raises:
-            ValueError: The format cannot say these.
+            ValueError: The format cannot represent these calls.
         """
         ...

@@ -1,4 +1,6 @@
-"""gpt-oss's calls: messages to `functions.NAME` in the harmony format, reasoning and answer in channels of their own."""
+"""gpt-oss's calls: messages to `functions.NAME` in the harmony format, reasoning and answer in channels of their
+own.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,7 @@ class _Message:
 
 
 class Harmony(ToolCallFormat):
-    """gpt-oss. What stands in the channels `final` and `commentary` is content, `analysis` is reasoning."""
+    """gpt-oss. Messages in the channels `final` and `commentary` are content, those in `analysis` are reasoning."""
 
     name = "harmony"
     markers = (START, CHANNEL, MESSAGE, END, CALL, CONSTRAIN, RETURN)

@@ -1,4 +1,6 @@
-"""Llama 3's calls: bare JSON objects with `name` and `parameters`, several separated by semicolons, perhaps behind `<|python_tag|>`."""
+"""Llama 3's calls: bare JSON objects with `name` and `parameters`, several separated by semicolons, perhaps behind
+`<|python_tag|>`.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +14,9 @@ from kestrl.formats.objects import call_of, raw_json, write_object
 TAG = "<|python_tag|>"
 KEYS = ("parameters", "arguments")
 _OPENING = re.compile(r'\{\s*"name"\s*:')
-"""How a call begins. JSON that does not name a tool is an answer."""
+"""How a call begins. JSON without a tool name is an answer."""
 MAX_CALLS = 256
-"""Attempts of one turn that are read; what follows the last is content."""
+"""Maximum calls read from one turn; text after the last one is content."""
 
 
 class Llama3Json(ToolCallFormat):
@@ -47,7 +49,7 @@ class Llama3Json(ToolCallFormat):
         said = "".join(content)
         if tagged and not calls and said.strip():
             calls, said = (
-                [WrittenCall(raw=said.strip(), problem='it is no JSON object with "name" and "parameters"')],
+                [WrittenCall(raw=said.strip(), problem='it is not a JSON object with "name" and "parameters"')],
                 "",
             )
         return Turn(content=said.strip(" \t\r\n;") if calls else said.strip(), calls=calls)
@@ -57,7 +59,7 @@ class Llama3Json(ToolCallFormat):
 
 
 def _read(text: str, start: int, *, cut: bool) -> tuple[WrittenCall | None, int]:
-    """The call that begins at `start` and where it ends; None for an object that is no call."""
+    """The call that begins at `start` and where it ends; None for an object that is not a call."""
     try:
         value, end = raw_json(text, start)
     except ValueError as error:

@@ -1,4 +1,6 @@
-"""Mistral's calls behind `[TOOL_CALLS]`: a JSON array of objects, or a name, `[ARGS]` and a JSON object for each call."""
+"""Mistral's calls behind `[TOOL_CALLS]`: a JSON array of objects, or a name, `[ARGS]` and a JSON object for each
+call.
+"""
 
 from __future__ import annotations
 

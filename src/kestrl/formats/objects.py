@@ -19,10 +19,10 @@ _decoder = json.JSONDecoder(parse_constant=_refuse_constant)
 
 
 def read_json(text: str) -> Any:
-    """A JSON value that can travel.
+    """Parses a JSON value that can be sent over the wire.
 
     Raises:
-        ValueError: It is none, is nested too deeply, or holds half a surrogate pair.
+        ValueError: The text is not JSON, is nested too deeply, or has a lone surrogate.
     """
     try:
         value = _decoder.decode(text)
@@ -56,7 +56,7 @@ def read_object(raw: str, keys: Sequence[str] = ARGUMENTS) -> WrittenCall:
 
     Args:
         raw: The text.
-        keys: Under which the arguments may stand; the first is the one that messages name.
+        keys: Accepted keys of the arguments; messages name the first.
     """
     try:
         value = read_json(raw)
@@ -68,17 +68,17 @@ def read_object(raw: str, keys: Sequence[str] = ARGUMENTS) -> WrittenCall:
 def call_of(value: Any, raw: str, keys: Sequence[str] = ARGUMENTS) -> WrittenCall:
     """The call of a JSON value."""
     if not isinstance(value, dict):
-        return WrittenCall(raw=raw, problem="it is no JSON object")
+        return WrittenCall(raw=raw, problem="it is not a JSON object")
     call = cast(dict[str, Any], value)
     name = call.get("name")
     if not isinstance(name, str) or not name:
         return WrittenCall(raw=raw, problem='it has no "name"')
     arguments: Any = next((call[key] for key in keys if key in call), dict[str, Any]())
-    return with_arguments(name, arguments, raw, f'"{keys[0]}" is no JSON object')
+    return with_arguments(name, arguments, raw, f'"{keys[0]}" is not a JSON object')
 
 
 def with_arguments(
-    name: str, arguments: Any, raw: str, problem: str = "the arguments are no JSON object"
+    name: str, arguments: Any, raw: str, problem: str = "the arguments are not a JSON object"
 ) -> WrittenCall:
     """The call of a name and a JSON value."""
     if not isinstance(arguments, dict):
@@ -92,5 +92,5 @@ def write_object(name: str, arguments: Mapping[str, Any], key: str = ARGUMENTS[0
 
 
 def write_json(value: Any) -> str:
-    """JSON as chat templates write it."""
+    """JSON in the style of chat templates."""
     return json.dumps(value, ensure_ascii=False, allow_nan=False)

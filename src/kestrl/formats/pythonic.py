@@ -17,7 +17,7 @@ MAX_LENGTH = 65_536
 """Characters of a list that are parsed: the parser's memory grows with them."""
 _LIST = re.compile(r"\s*\[\s*[A-Za-z_][\w.-]*\s*\(.*", re.DOTALL)
 _NAMES = {"true": True, "false": False, "null": None}
-"""JSON's own words, which models mix in."""
+"""JSON literals, which models mix in."""
 
 
 class Pythonic(ToolCallFormat):
@@ -54,10 +54,10 @@ def _read(raw: str) -> list[WrittenCall]:
         return [WrittenCall(raw=raw, problem=f"it is longer than {MAX_LENGTH} characters")]
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # an odd escape in a string of the model's is no concern of the log
+            warnings.simplefilter("ignore")  # invalid escapes in the model's strings need no warning
             tree = ast.parse(text, mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        return [WrittenCall(raw=raw, problem=f"it is no list of calls: {str(error)[:200]}")]
+        return [WrittenCall(raw=raw, problem=f"it is not a list of calls: {str(error)[:200]}")]
     found = tree.elts if isinstance(tree, ast.List) else [tree]
     return [_call(node, text) for node in found] or [WrittenCall(raw=raw, problem="the list is empty")]
 
@@ -65,7 +65,7 @@ def _read(raw: str) -> list[WrittenCall]:
 def _call(node: ast.expr, text: str) -> WrittenCall:
     raw = ast.get_source_segment(text, node) or text
     if not isinstance(node, ast.Call):
-        return WrittenCall(raw=raw, problem="it is no call")
+        return WrittenCall(raw=raw, problem="it is not a call")
     name = ast.unparse(node.func)
     if not isinstance(node.func, ast.Name | ast.Attribute):
         return WrittenCall(raw=raw, problem="it calls no tool by its name")
@@ -73,17 +73,17 @@ def _call(node: ast.expr, text: str) -> WrittenCall:
         return WrittenCall(raw=raw, name=name, problem="arguments must be given by name: <tool>(<name>=<value>)")
     try:
         values = {cast(str, keyword.arg): _value(keyword.value) for keyword in node.keywords}
-        # By way of JSON: what cannot travel, such as bytes or infinity, is refused here.
+        # Converted to JSON and back, which refuses values that cannot be sent, such as bytes or infinity.
         return WrittenCall(raw=raw, name=name, arguments=cast(dict[str, Any], read_json(write_json(values))))
     except (ValueError, TypeError, RecursionError) as error:
-        return WrittenCall(raw=raw, name=name, problem=f"its arguments are no literals ({str(error)[:200]})")
+        return WrittenCall(raw=raw, name=name, problem=f"its arguments are not literals ({str(error)[:200]})")
 
 
 def _value(node: ast.expr) -> Any:
     """The value of a literal.
 
     Raises:
-        ValueError: It is none.
+        ValueError: The node is not a literal.
     """
     match node:
         case ast.Name(id=word) if word in _NAMES:

@@ -1,4 +1,4 @@
-"""From a name to a format: the one place that knows both built-in formats and import paths."""
+"""Resolves names and import paths to formats."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ MEMBERS = ("name", "markers", "example", "reasoning", "hints", "inner_ends", "re
 BUILT_IN: dict[str, ToolCallFormat] = {
     each.name: each for each in (Harmony(), Mistral(), QwenXml(), Hermes(), Pythonic(), Llama3Json())
 }
-"""By name. The order is that in which a template is tried: one that a later format could read, too, comes first."""
+"""Built-in formats by name, in the order in which a template is matched: more specific formats first."""
 
 
 def resolve(name: str) -> ToolCallFormat:
-    """The format of a name or an import path, `module:Format` (a class made without arguments, or an object).
+    """Format of a name or an import path `module:Format` (a class without constructor arguments, or an object).
 
     Raises:
-        UserInputError: There is none, or it is no format.
+        UserInputError: It does not exist or is not a format.
     """
     if name in BUILT_IN:
         return BUILT_IN[name]
@@ -45,7 +45,7 @@ def resolve(name: str) -> ToolCallFormat:
     missing = [each for each in MEMBERS if not hasattr(found, each)]
     if missing:
         raise UserInputError(
-            f"{FIELD}: {name} is no ToolCallFormat: it has no {', '.join(missing)}; subclass kestrl.formats.ToolCallFormat "
+            f"{FIELD}: {name} is not a ToolCallFormat: it has no {', '.join(missing)}; subclass kestrl.formats.ToolCallFormat "
             "for the defaults"
         )
     return cast(ToolCallFormat, found)

@@ -18,7 +18,7 @@ MAX_LITERAL = 65_536
 def between(
     pieces: Sequence[str], begin: str, end: str, read: Callable[[str], Sequence[WrittenCall]]
 ) -> tuple[str, list[WrittenCall]]:
-    """What stands outside a pair of markers, and the calls inside. One that is never closed is unfinished."""
+    """Text outside pairs of markers, and the calls inside. A call that is not closed is unfinished."""
     content: list[str] = []
     calls: list[WrittenCall] = []
     inside: list[str] | None = None
@@ -66,7 +66,7 @@ _PARAMETER = re.compile(
 class QwenXml(ToolCallFormat):
     """A function and its parameters as XML in each pair of markers: Qwen3-Coder, Qwen3.5, Qwen3.6, Nemotron 3.
 
-    Values are text; the tool's JSON Schema says what they are read as.
+    Values are text and are converted by the tool's JSON Schema.
     """
 
     name = "qwen_xml"
@@ -115,18 +115,20 @@ def _read_xml(raw: str, schemas: Schemas) -> WrittenCall:
         return WrittenCall(
             raw=raw,
             name=name,
-            problem=f"what follows is no <parameter=...> ... </parameter>: {body[done:].strip()[:80]}",
+            problem=f"what follows is not <parameter=...> ... </parameter>: {body[done:].strip()[:80]}",
         )
     return WrittenCall(raw=raw, name=name, arguments=arguments)
 
 
 def _without_frame(text: str) -> str:
-    """A value without the line breaks that templates write around it."""
+    """Strips the line breaks that templates write around a value."""
     return text.removeprefix("\n").removesuffix("\n")
 
 
 def _value(text: str, schema: Any, root: Mapping[str, Any]) -> Any:
-    """The text as what the schema asks for; as it is where it can be nothing of that: the tool's check then says why."""
+    """Converts a text to a type of the schema; unchanged if that fails, so that the tool's argument check reports
+    why.
+    """
     kinds = set(_kinds(schema, root, depth=8))
     if not kinds or kinds == {"string"}:
         return text
@@ -137,7 +139,7 @@ def _value(text: str, schema: Any, root: Mapping[str, Any]) -> Any:
         except ValueError:
             continue
         if isinstance(value, str):
-            continue  # its quotes are part of the text
+            continue  # the quotes are part of the text
         if _kind(value) in kinds or (_kind(value) == "integer" and "number" in kinds):
             return value
     lowered = bare.lower()
@@ -149,22 +151,22 @@ def _value(text: str, schema: Any, root: Mapping[str, Any]) -> Any:
 
 
 def _literal(text: str) -> Any:
-    """A Python literal: models write single quotes and True, too."""
+    """Parses a Python literal: models also write single quotes and True."""
     if len(text) > MAX_LITERAL or text[:1] not in ("[", "{"):
-        raise ValueError("no literal")
+        raise ValueError("not a literal")
     try:
         value = ast.literal_eval(text)
     except (SyntaxError, TypeError, RecursionError, MemoryError) as error:
-        raise ValueError("no literal") from error
-    # By way of JSON, so that sets, bytes and numbers without a JSON form are none.
+        raise ValueError("not a literal") from error
+    # Converted to JSON and back, so that sets, bytes and numbers without a JSON form are refused.
     try:
         return read_json(write_json(value))
     except TypeError as error:
-        raise ValueError("no JSON value") from error
+        raise ValueError("not a JSON value") from error
 
 
 def _kinds(schema: Any, root: Mapping[str, Any], *, depth: int) -> Iterator[str]:
-    """The JSON types that a schema allows, as far as it says so; an enumeration's are those of its values."""
+    """JSON types that a schema allows, if declared; for an enumeration, the types of its values."""
     if not isinstance(schema, dict) or depth == 0:
         return
     entries = cast(dict[str, Any], schema)

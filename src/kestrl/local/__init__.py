@@ -1,1 +1,1 @@
-"""The local runner: the plan's components as processes on loopback, with a live view. It knows nothing an operator does not."""
+"""The local runner: the components of a plan as processes on loopback, with a live view."""

@@ -1,7 +1,8 @@
-"""What can be known of a job before anything is started: everything it names is there, can be loaded, and fits together.
+"""Preflight check of a job: everything that it references exists, can be loaded, and is consistent.
 
-`kestrl validate`, `kestrl doctor` and the start of `kestrl run` share it, so that no engine starts for a job that cannot
-run. User code, tokenizer and template are looked at by the parts that use them, in child processes (`kestrl.checking`).
+Shared by `kestrl validate`, `kestrl doctor` and the start of `kestrl run`, so that no engine starts for a job that
+cannot run. User code, tokenizer and template are checked by the services that use them, in child processes
+(`kestrl.checking`).
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from kestrl.data import locate_data
 from kestrl.data.locate import locate_model
 from kestrl.data.rows import DataRow, read_rows
 from kestrl.errors import UserInputError
-from kestrl.local.place import local_path
+from kestrl.local.site import local_path
 from kestrl.plan.components import Role
 from kestrl.plan.planning import plan
 from kestrl.plan.settings import DataSettings, JudgeSettings, Model, RolloutSettings, ToolsSettings
@@ -27,15 +28,15 @@ from kestrl.spec import AgentRLJob
 from kestrl.uris import LOCAL_SCHEMES, scheme_of
 
 LOAD_SECONDS = 120.0
-"""For importing the user's code, or loading a tokenizer and proving the template."""
+"""Time limit in seconds for importing the user's code, or for loading a tokenizer and checking the template."""
 ROW_SECONDS = 0.02
-"""Beside, for measuring a row."""
+"""Additional seconds per row."""
 MOST_PROBLEMS = 20
-"""Reported of one kind."""
+"""Maximum number of reported problems of one kind."""
 HERE = LOCAL_SCHEMES | {"demo", "hf"}
-"""Schemes of what one machine can look at; a cluster knows others."""
+"""URI schemes that can be checked on one machine; a cluster supports more."""
 COMPARING = frozenset({"exact_answer", "flexible_answer"})
-"""Built-in rewards that compare an answer with the row's ground truth."""
+"""Built-in rewards that compare an answer with the ground truth of the row."""
 NAMELESS = Endpoint(bind="", host="", port=0)
 
 Found = TypeVar("Found")
@@ -43,28 +44,28 @@ Found = TypeVar("Found")
 
 @dataclass(slots=True)
 class Findings:
-    """What a check of a job found."""
+    """Result of the check of a job."""
 
     problems: list[str] = field(default_factory=list[str])
-    """Each names the field, or file, row and field, and the fix. The job cannot run."""
+    """Problems that prevent a run. Each names the field, or file, row and field, and the fix."""
     warnings: list[str] = field(default_factory=list[str])
-    """The job can run; a person should know."""
+    """Warnings; the job can run."""
     rows: dict[str, int] = field(default_factory=dict[str, int])
-    """Rows that can be used, by data set."""
+    """Valid rows by data set."""
 
     def raise_problems(self) -> None:
-        """Raises UserInputError with every problem on a line of its own, if there is any."""
+        """Raises UserInputError with one line per problem, if there are any."""
         if self.problems:
             raise UserInputError("\n".join(self.problems))
 
 
 def check_job(job: AgentRLJob, *, base: Path, cache_dir: Path, data: bool = True, model: bool = True) -> Findings:
-    """Looks at all that a job names.
+    """Checks everything that a job references.
 
     Args:
-        job: The job; its manifest was read without a problem.
+        job: A job from a valid manifest.
         base: The manifest's folder.
-        cache_dir: Where generated data goes.
+        cache_dir: Folder for generated data.
         data: Whether to read the data sets.
         model: Whether to load tokenizer and chat template.
     """
@@ -96,7 +97,7 @@ class _Check:
         for read in rows.values():
             if not (tools.problems or tools.missing):
                 found.problems += _few(_unknown_tools(read, names))
-            found.problems += _few(_without_truth(read, [reward.rule for reward in spec.rewards]))
+            found.problems += _few(_without_ground_truth(read, [reward.rule for reward in spec.rewards]))
         self._step_can_be_filled(rows.get("train", ()), 0)
         if folder is not None and not tools.problems:
             self._rollout(settings[Role.ROLLOUT], tools.facts.get("tools", ()), files, rows)
@@ -110,7 +111,7 @@ class _Check:
             return None
 
     def _away(self, uri: str, field: str) -> bool:
-        """Whether something lies where only a cluster's pods can look."""
+        """Whether an address can only be read by pods of a cluster."""
         if scheme_of(uri) in HERE:
             return False
         self._found.warnings.append(f"{field}: {uri} is not on this machine; not checked")
@@ -149,7 +150,7 @@ class _Check:
         return files
 
     def _settings(self, model: str, template: str | None) -> dict[Role, Model]:
-        """Each part's settings as a run would have them, at a place with no addresses."""
+        """Settings of each component as in a run, for a site without addresses."""
         site = Site(
             run="check",
             endpoint=lambda _role, _index: NAMELESS,
@@ -187,7 +188,9 @@ class _Check:
             self._overlong(name, read, report.facts.get("overlong", {}).get(name, ()))
 
     def _overlong(self, name: str, rows: Sequence[DataRow], overlong: Sequence[Sequence[int]]) -> None:
-        """Rows whose prompts leave no room in the context are skipped; a data set of nothing else cannot be used."""
+        """Reports rows whose prompts do not fit the context: they are skipped, and a data set with no other rows is a
+        problem.
+        """
         if not overlong:
             return
         found, length = self._found, self._job.spec.inference.context_length
@@ -225,7 +228,7 @@ def _few(problems: Iterator[str]) -> list[str]:
 
 
 def _unknown_tools(rows: Sequence[DataRow], names: Sequence[str]) -> Iterator[str]:
-    """Names that are neither tools nor environments."""
+    """Problems for names that are neither tools nor environments."""
     known = ", ".join(names) or "none"
     for row in rows:
         given = dict.fromkeys([*(row.scenario.tools or ()), *row.scenario.tools_kwargs])
@@ -233,7 +236,7 @@ def _unknown_tools(rows: Sequence[DataRow], names: Sequence[str]) -> Iterator[st
             yield f"{row.place}: tools: the job has no tool {name!r} (it has: {known}); add it to spec.tools"
 
 
-def _without_truth(rows: Sequence[DataRow], rules: Sequence[str | None]) -> Iterator[str]:
+def _without_ground_truth(rows: Sequence[DataRow], rules: Sequence[str | None]) -> Iterator[str]:
     comparing = next((rule for rule in rules if rule in COMPARING), None)
     for row in rows:
         if comparing is not None and row.scenario.ground_truth is None:

@@ -1,4 +1,4 @@
-"""Logs of a run's components: bounded while they are written, and read across their rotations."""
+"""Logs of a run's components: bounded in size, and readable across rotations."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from pathlib import Path
 from typing import BinaryIO
 
 LOG_BYTES = 8 * 1024 * 1024
-"""Of a component's log: half of it in NAME.log, and the half before in NAME.log.1."""
+"""Maximum size of a component's log in bytes: the newer half is NAME.log, the older half NAME.log.1."""
 PIECE_BYTES = 64 * 1024
 
 
 def older(path: Path) -> Path:
-    """Where the log's older half lies."""
+    """Path of the older half of a log."""
     return path.with_name(f"{path.name}.1")
 
 
 class Log:
-    """The log of one component, appended to and rotated when it has reached half of its bound."""
+    """The log of one component, rotated when it reaches half of its maximum size."""
 
     def __init__(self, path: Path, limit: int = LOG_BYTES) -> None:
         self._path, self._half = path, limit // 2
@@ -27,9 +27,9 @@ class Log:
         self._size = path.stat().st_size
 
     def write(self, data: bytes) -> None:
-        """Appends; a line is split between two files only if it is longer than half of the bound.
+        """Appends data. A line is split between two files only if it is longer than half of the maximum size.
 
-        What a full disk does not take is left out: the component goes on.
+        On a full disk the data is dropped, so that the component continues.
         """
         if self._size + len(data) > self._half:
             cut = data.rfind(b"\n", 0, max(0, self._half - self._size)) + 1
@@ -59,11 +59,11 @@ class Log:
             return
 
     def close(self) -> None:
-        """Lets go of the file."""
+        """Closes the file."""
         self._file.close()
 
     async def copy(self, source: asyncio.StreamReader) -> None:
-        """Appends what a program writes, to its end."""
+        """Appends the output of a program until it ends."""
         try:
             while data := await source.read(PIECE_BYTES):
                 self.write(data)
@@ -72,7 +72,7 @@ class Log:
 
 
 def tail(path: Path, size: int) -> bytes:
-    """The last bytes of a log, from its older half too; empty where there is none."""
+    """Last bytes of a log, across both halves; empty if there is no log."""
     found = b""
     for part in (path, older(path)):
         try:
@@ -87,11 +87,11 @@ def tail(path: Path, size: int) -> bytes:
 
 
 class Follower:
-    """Whole lines of a log as they are written, over rotations.
+    """Reads complete lines of a log as they are written, across rotations.
 
     Args:
         path: The log.
-        at_end: Whether what is there already is skipped.
+        at_end: Whether to skip the existing content.
     """
 
     def __init__(self, path: Path, *, at_end: bool) -> None:
@@ -103,7 +103,7 @@ class Follower:
                 self._file.seek(0, os.SEEK_END)
 
     def close(self) -> None:
-        """Lets go of the file."""
+        """Closes the file."""
         if self._file is not None:
             self._file.close()
 
@@ -116,17 +116,17 @@ class Follower:
     def _rotated(self, file: BinaryIO) -> bool:
         try:
             named = self._path.stat()
-        except FileNotFoundError:  # between two names
+        except FileNotFoundError:  # the file is being rotated
             return False
         held = os.fstat(file.fileno())
         return (named.st_dev, named.st_ino) != (held.st_dev, held.st_ino)
 
     def lines(self) -> Iterator[str]:
-        """What was written since the last call; a line that has no end yet comes with the next."""
+        """Lines written since the last call, without an incomplete last line."""
         if self._file is None:
             self._open()
         while self._file is not None:
-            # Asked before the last read: what was written to a file until it was rotated is then surely read.
+            # Checked before the last read, so that everything written before the rotation is read.
             rotated = self._rotated(self._file)
             yield from self._whole(self._file.read())
             if not rotated:

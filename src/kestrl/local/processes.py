@@ -1,4 +1,4 @@
-"""One component as a process of this machine: under a process guard, with its settings file, its credentials and its bounded log."""
+"""Runs a component as a process: with a process guard, a settings file, its credentials and a bounded log."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from kestrl.local.logs import Log, tail
 from kestrl.local.rundir import write_atomic
 from kestrl.plan.components import Component, Role
 
-LAST_WORDS_SECONDS = 5.0
-"""For the last lines of a program that has ended: nothing it started is alive then."""
+LAST_LINES_SECONDS = 5.0
+"""Time limit in seconds for the remaining output of a program that has ended with all its children."""
 STOP_SECONDS = 40.0
-"""Between SIGTERM and SIGKILL: longer than any component takes to drain."""
+"""Seconds between SIGTERM and SIGKILL: longer than any component takes to drain."""
 KEPT_OUT = frozenset({"VLLM_CPU_KVCACHE_SPACE", "PYTHONDONTWRITEBYTECODE", *(secret.value for secret in Secret)})
-"""Variables of this shell that no component gets: an empty one of the first stops vLLM, the second makes each start compile anew, and
-credentials are the run's own."""
+"""Environment variables that components do not inherit: an empty first one stops vLLM, the second one forces a
+compilation on every start, and credentials belong to the run."""
 
 
 @dataclass(slots=True)
@@ -30,28 +30,30 @@ class Running:
 
     component: Component
     process: asyncio.subprocess.Process
-    tether: int
-    """The end of the pipe that keeps it alive."""
+    guard_pipe: int
+    """Write end of the guard's pipe; closing it kills the process."""
     logging: asyncio.Task[None]
-    """Copies its output into its log."""
+    """Task that copies the output to the log."""
 
     async def wait(self) -> int:
-        """Its exit status, once it and everything it started are gone and its log is whole."""
+        """Waits until the process and all its descendants have ended and the log is complete; returns the exit
+        status.
+        """
         try:
             status = await self.process.wait()
-            await asyncio.wait([self.logging], timeout=LAST_WORDS_SECONDS)
+            await asyncio.wait([self.logging], timeout=LAST_LINES_SECONDS)
             return status
         finally:
-            self.let_go()
+            self.release()
 
-    def let_go(self) -> None:
-        """Closes the tether, which kills whatever still hangs on it."""
-        if self.tether >= 0:
-            os.close(self.tether)
-            self.tether = -1
+    def release(self) -> None:
+        """Closes the guard's pipe, which kills the process and its descendants."""
+        if self.guard_pipe >= 0:
+            os.close(self.guard_pipe)
+            self.guard_pipe = -1
 
     def terminate(self) -> None:
-        """Asks it to drain and end; the guard kills it after `STOP_SECONDS`."""
+        """Sends SIGTERM; the guard kills the process after `STOP_SECONDS`."""
         if self.process.returncode is None:
             self.process.terminate()
 
@@ -62,9 +64,9 @@ class Launcher:
 
     folder: Path
     secrets: Mapping[str, str]
-    """Every credential of the run, by variable."""
+    """All credentials of the run, by variable."""
     granted: Mapping[Role, Mapping[str, str]] = field(default_factory=dict[Role, Mapping[str, str]])
-    """Variables of the secrets that the job refers to, by who gets them."""
+    """Variables from the secrets of the job, by role."""
     environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
 
     def log_path(self, name: str) -> Path:
@@ -86,33 +88,33 @@ class Launcher:
         return [*command, *component.args]
 
     async def start(self, component: Component) -> Running:
-        """Starts a component; it lives until it ends, is terminated, or this process is gone."""
+        """Starts a component, which is killed when this process ends."""
         log = Log(self.log_path(component.name))
-        held, tether = os.pipe()
+        read_end, guard_pipe = os.pipe()
         try:
             process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-I", "-S", process_guard.__file__, str(held), str(STOP_SECONDS)),
+                *(sys.executable, "-I", "-S", process_guard.__file__, str(read_end), str(STOP_SECONDS)),
                 *self.command(component),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.STDOUT,
                 env=self._environment(component),
                 cwd=self.folder,
-                pass_fds=(held,),
-                start_new_session=True,  # Ctrl-C reaches the runner alone, which drains in order
+                pass_fds=(read_end,),
+                start_new_session=True,  # Ctrl-C only reaches the runner, which drains in order
             )
         except BaseException:
-            os.close(tether)
+            os.close(guard_pipe)
             raise
         finally:
-            os.close(held)
+            os.close(read_end)
         assert process.stdout is not None
         logging = asyncio.create_task(log.copy(process.stdout), name=f"log-{component.name}")
-        return Running(component=component, process=process, tether=tether, logging=logging)
+        return Running(component=component, process=process, guard_pipe=guard_pipe, logging=logging)
 
 
 def last_error(log: Path) -> str:
-    """The last `error: ...` line of a component's log (with the lines that belong to it), or its last line."""
+    """Last `error: ...` message of a component's log with its continuation lines, or the last line."""
     lines = tail(log, 16_384).decode(errors="replace").splitlines()
     for position in range(len(lines) - 1, -1, -1):
         if lines[position].startswith("error: "):

@@ -1,4 +1,4 @@
-"""Progress of a run as the runner sees it: from the learner's stream, kept in `run.json` for `kestrl status`."""
+"""Progress of a run: received from the learner's stream and written to `run.json` for `kestrl status`."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from kestrl.local.rundir import write_atomic
 from kestrl.rpc.codec import failure_from_proto, policy_from_proto
 
 SHOWN_FIRST = ("reward", "answer_correct", "num_turns")
-"""Means every view shows, in this order, when they are there."""
+"""Means that every view shows if present, in this order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """One report of the learner."""
+    """A progress report of the learner."""
 
     phase: str = "starting"
     step: int = 0
@@ -37,11 +37,11 @@ class Progress:
     message: str = ""
     groups_running: int = 0
     skipped_rows: int = 0
-    """Rows whose prompts leave no room in the context."""
+    """Rows whose prompts do not fit the context."""
     not_learned: str = ""
-    """Why nothing was learned so far; empty when something was, or when it is too early to say."""
+    """Why nothing was learned so far; empty otherwise, or when it is too early to determine."""
     storage_wait: str = ""
-    """That storage does not answer and the learner waits for it; empty when it does not wait."""
+    """Message while the learner waits for unavailable storage; empty otherwise."""
 
     @staticmethod
     def from_proto(message: learner_pb2.WatchProgressResponse) -> Progress:
@@ -97,7 +97,7 @@ def means_line(means: Mapping[str, float]) -> str:
 
 
 def one_line(progress: Progress) -> str:
-    """A progress report as one plain line, for output that is no terminal."""
+    """A progress report as one plain line, for output that is not a terminal."""
     parts = [f"{progress.phase} step {progress.step}/{progress.total_steps}"]
     if progress.means:
         parts.append(means_line(progress.means))
@@ -117,7 +117,7 @@ def one_line(progress: Progress) -> str:
 
 
 class RunRecord:
-    """`run.json`: rewritten when something changes, at most once a second."""
+    """`run.json`: rewritten on changes, at most once a second."""
 
     INTERVAL = 1.0
 
@@ -128,14 +128,14 @@ class RunRecord:
         self.content: dict[str, Any] = {"started_at": time.time()}
 
     def update(self, *, force: bool = False, **facts: Any) -> None:
-        """Takes facts in; writes them unless it just wrote. `force` is for what must not be missed: an end."""
+        """Updates entries and writes the file, at most once a second unless `force` is set, as at the end of a run."""
         self.content |= facts
         self._dirty = True
         if force or time.monotonic() - self._written >= self.INTERVAL:
             self.flush()
 
     def flush(self) -> None:
-        """Writes what has not been written yet."""
+        """Writes pending changes."""
         if self._dirty:
             self._dirty, self._written = False, time.monotonic()
             write_atomic(self._path, json.dumps(self.content | {"updated_at": time.time()}, indent=2))

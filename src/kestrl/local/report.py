@@ -1,4 +1,4 @@
-"""What a person is told at the end: before and after, one question both times, and what to do with the adapter."""
+"""Report at the end of a run: metrics before and after, a sample transcript, and the next commands."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ from kestrl.terminal import safe, safe_line
 
 ROWS = ("reward", "sampled_reward", "answer_correct", "sources_correct", "num_turns", "duration", "exceptions")
 LONGEST_LINE = 400
-"""Characters of a message shown in a transcript."""
+"""Maximum characters of a message in a transcript."""
 
 
 def evaluated_groups(store: ObjectStore, step: int) -> list[Group]:
-    """The groups of a stored evaluation.
+    """Reads the groups of a stored evaluation.
 
     Raises:
-        StorageError: There is none at this step.
+        StorageError: There is no evaluation of this step.
     """
     batch = common_pb2.GroupBatch.FromString(store.get(f"episodes/eval/{step:06d}.pb"))
     return [group_from_proto(group) for group in batch.groups]
 
 
 def comparison(before: Mapping[str, Any], after: Mapping[str, Any]) -> Table:
-    """The table of before and after on the held-out questions."""
+    """Table of metrics on the validation data before and after training."""
     table = Table(title="Held-out questions, before and after", title_justify="left")
     table.add_column("")
     for name in ("before", "after", "change"):
@@ -58,14 +58,14 @@ def _reward(episode: Episode) -> float:
 
 
 def most_telling(before: list[Group], after: list[Group]) -> tuple[Group, Group] | None:
-    """The question whose reward rose most, attempted before and after."""
+    """The question whose reward increased most, with its episodes before and after."""
     old = {group.scenario.id: group for group in before if group.episodes}
     pairs = [(old[group.scenario.id], group) for group in after if group.episodes and group.scenario.id in old]
     return max(pairs, key=lambda pair: _reward(pair[1].episodes[0]) - _reward(pair[0].episodes[0]), default=None)
 
 
 def transcript(episode: Episode) -> Iterator[str]:
-    """An episode's conversation, a line or more a message."""
+    """Conversation of an episode as lines of text."""
     for message in episode.messages:
         content = message.get("content") or ""
         calls = message.get("tool_calls")
@@ -81,7 +81,7 @@ def transcript(episode: Episode) -> Iterator[str]:
 
 
 def print_report(console: Console, run: RunDir, summary: Mapping[str, Any], store: ObjectStore, site: Site) -> None:
-    """Prints the end of a run."""
+    """Prints the report of a finished run."""
     before: dict[str, Any] = summary.get("before") or {}
     after: dict[str, Any] = summary.get("after") or {}
     policy: dict[str, Any] = summary.get("policy") or {}
@@ -123,7 +123,7 @@ def _print_transcripts(console: Console, store: ObjectStore, steps: int) -> None
 
 
 def next_commands(run: RunDir, site: Site, adapter: str) -> str:
-    """What to do with the adapter, ready to paste: the programs are named as this shell can find them."""
+    """Commands for using the adapter, ready to paste: programs by name if the shell finds them, else by path."""
     own = Path(sys.executable)
     program, python = _found(own.with_name("kestrl")), _found(own)
     where = ["--runs", str(run.path.parent)]
@@ -136,5 +136,5 @@ def next_commands(run: RunDir, site: Site, adapter: str) -> str:
 
 
 def _found(program: Path) -> str:
-    """The name of a program if this shell finds this very one by it, else its path."""
+    """Name of a program if the shell resolves it to this file, else its path."""
     return program.name if shutil.which(program.name) == str(program) else str(program)

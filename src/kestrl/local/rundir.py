@@ -1,11 +1,11 @@
-"""A run's folder: what it is called, who holds it, what lies in it.
+"""The folder of a run: name, lock and layout.
 
 ```
 runs/<job>-<n>/
-    job.json       the manifest as it runs      run.json      what the runner sees, rewritten as it changes
-    settings/      one file a component         logs/         one file a component, bounded
+    job.json       the manifest as it runs      run.json      state seen by the runner, rewritten on changes
+    settings/      one file per component       logs/         one file per component, bounded
     adapters/ checkpoints/ episodes/ metrics/   ledger.db     summary.json
-    lock           held (flock) by the runner for as long as it lives: whether a run is alive is asked of the kernel
+    lock           locked (flock) by the runner while it lives, so the kernel knows whether a run is alive
 ```
 """
 
@@ -25,11 +25,11 @@ from kestrl.errors import UserInputError
 from kestrl.spec import AgentRLJob, parse_job
 
 IDENTITY = ("model", "data", "agent", "tools", "rewards", "sampling", "algorithm")
-"""Parts of the spec that make a run what it is: a run is resumed only under the same."""
+"""Parts of the spec that identify a run: it is resumed only if they are unchanged."""
 
 
 def write_atomic(path: Path, text: str) -> None:
-    """Replaces a file whole: a reader, or who comes after a power cut, sees the old content or the new."""
+    """Replaces a file atomically: readers, also after a power failure, see the old or the new content."""
     partial = path.with_name(f".{path.name}.partial")
     with partial.open("w", encoding="utf-8") as file:
         file.write(text)
@@ -53,10 +53,10 @@ class RunDir:
         return self.path / "summary.json"
 
     def read_json(self, name: str) -> dict[str, Any] | None:
-        """A JSON file of the run, or None where it is not there yet.
+        """Reads a JSON file of the run; None if it does not exist yet.
 
         Raises:
-            UserInputError: It is not a JSON object: it was cut off or edited.
+            UserInputError: The file is not a JSON object because it was truncated or edited.
         """
         path = self.path / name
         try:
@@ -67,15 +67,15 @@ class RunDir:
             raise UserInputError(f"{path} is damaged: {error}; restore it, or start a new run with --new") from error
         if not isinstance(document, dict):
             raise UserInputError(
-                f"{path} is damaged: it holds no JSON object; restore it, or start a new run with --new"
+                f"{path} is damaged: it is not a JSON object; restore it, or start a new run with --new"
             )
         return cast("dict[str, Any]", document)
 
     def job(self) -> AgentRLJob:
-        """The job this run was started with.
+        """Job of this run.
 
         Raises:
-            UserInputError: The folder holds none.
+            UserInputError: The folder has no job.
         """
         document = self.read_json("job.json")
         if document is None:
@@ -84,7 +84,7 @@ class RunDir:
 
     @property
     def manifest_dir(self) -> Path:
-        """The folder of the manifest it was started from; relative addresses of the job start there."""
+        """Folder of the manifest, the base of relative paths in the job."""
         return Path((self.read_json("origin.json") or {}).get("manifest_dir", self.path))
 
     def succeeded(self) -> bool:
@@ -92,10 +92,10 @@ class RunDir:
         return summary is not None and summary.get("status") == "succeeded"
 
     def lock(self) -> int | None:
-        """Takes the run; None if another runner holds it. The lock ends with the process, however that ends.
+        """Locks the run; None if another runner holds the lock. The kernel releases it when the process ends.
 
         Raises:
-            UserInputError: The folder cannot be made or written.
+            UserInputError: The folder cannot be created or written.
         """
         with _making(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
@@ -113,7 +113,7 @@ class RunDir:
         return handle
 
     def runner_pid(self) -> int | None:
-        """The pid of the runner that is alive now, or None."""
+        """Pid of the live runner, or None."""
         try:
             handle = os.open(self.path / "lock", os.O_RDWR | os.O_CLOEXEC)
         except FileNotFoundError:
@@ -129,7 +129,7 @@ class RunDir:
 
 
 def identity(job: AgentRLJob) -> dict[str, Any]:
-    """The parts of a job that a resumed run must share."""
+    """Parts of a job that must be unchanged to resume a run."""
     spec: Mapping[str, Any] = job.model_dump(by_alias=True, mode="json")["spec"]
     return {part: spec.get(part) for part in IDENTITY}
 
@@ -142,16 +142,16 @@ def runs_of(root: Path, name: str) -> list[RunDir]:
 
 
 def latest_run(root: Path) -> RunDir | None:
-    """The run that was written to last."""
+    """The most recently written run."""
     runs = [path.parent for path in root.glob("*/job.json")]
     return RunDir(max(runs, key=lambda path: path.stat().st_mtime)) if runs else None
 
 
 def find_run(root: Path, run_id: str | None) -> RunDir:
-    """The run with an id, or the latest.
+    """Finds a run by id, or the latest run.
 
     Raises:
-        UserInputError: There is none.
+        UserInputError: There is no such run.
     """
     if run_id is None:
         latest = latest_run(root)
@@ -167,17 +167,18 @@ def find_run(root: Path, run_id: str | None) -> RunDir:
 
 
 def open_run(root: Path, job: AgentRLJob, *, new: bool) -> tuple[RunDir, bool]:
-    """The folder to run in, and whether it resumes an earlier run: the newest run of the job, if unfinished and the same job.
+    """Selects the folder to run in, and whether to resume: the newest run of the job is resumed if it is unfinished and
+    unchanged.
 
-    Nothing is written: a run that another runner holds stays as it is until `lock` has said so.
+    Writes nothing, since another runner may hold the run's lock.
 
     Raises:
-        UserInputError: The record of the earlier run is damaged.
+        UserInputError: A file of the earlier run is damaged.
     """
     runs = runs_of(root.resolve(), job.metadata.name)
     if runs and not new:
         last = runs[-1]
-        if not (last.path / "job.json").exists():  # it was cut off before it began
+        if not (last.path / "job.json").exists():  # interrupted before it started
             return last, False
         if not last.succeeded() and identity(last.job()) == identity(job):
             return last, True
@@ -194,10 +195,10 @@ def _making(path: Path) -> Generator[None]:
 
 
 def make_folders(run: RunDir, job: AgentRLJob, manifest_dir: Path) -> None:
-    """Makes a run's folders and records what it runs. Only the holder of the run's lock may call this.
+    """Creates the folders of a run and records its job. The caller must hold the lock of the run.
 
     Raises:
-        UserInputError: The folder cannot be made or written.
+        UserInputError: The folder cannot be created or written.
     """
     with _making(run.path):
         for part in ("logs", "settings", "work"):

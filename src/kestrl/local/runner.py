@@ -1,4 +1,4 @@
-"""`kestrl run` and `kestrl eval`: resolve the job's addresses, plan, start, watch, and say how it ended."""
+"""`kestrl run` and `kestrl eval`: resolve addresses, plan, start the components, watch them, and report the result."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from kestrl.api.learner.v1 import learner_pb2, learner_pb2_grpc
 from kestrl.credentials import Secret
 from kestrl.errors import KestrlError, StorageError, UserInputError
 from kestrl.local.check import check_job
-from kestrl.local.place import site_of
 from kestrl.local.processes import Launcher
 from kestrl.local.progress import Progress, RunRecord
 from kestrl.local.report import print_report
 from kestrl.local.rundir import RunDir, make_folders, write_atomic
 from kestrl.local.secrets import Secrets, open_storage
+from kestrl.local.site import site_of
 from kestrl.local.supervisor import Supervisor
 from kestrl.local.view import View, make_view
 from kestrl.plan.components import Component, Role
@@ -44,7 +44,7 @@ Replan = Callable[[Sequence[Component], Site], Sequence[Component]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """What a person chose beside the manifest."""
+    """Command-line options beside the manifest."""
 
     manifest_dir: Path
     cache_dir: Path
@@ -86,7 +86,7 @@ class Runner:
         self._view.update(self._progress, self._supervisor.observed)
 
     async def run(self) -> Outcome:
-        """Runs to the end of the learner, an interrupt, or a failure."""
+        """Runs until the learner ends, an interrupt, or a failure."""
         main = asyncio.current_task()
         loop = asyncio.get_running_loop()
         for name in (signal.SIGINT, signal.SIGTERM):
@@ -107,7 +107,7 @@ class Runner:
             outcome = Outcome(EXIT_FAILED, str(error))
         except asyncio.CancelledError:
             outcome = Outcome(
-                EXIT_INTERRUPTED, "interrupted twice: stopped at once, without a checkpoint of the last steps"
+                EXIT_INTERRUPTED, "interrupted twice: stopped immediately, without a checkpoint of the last steps"
             )
         finally:
             for task in watching:
@@ -128,21 +128,23 @@ class Runner:
         return Outcome(EXIT_FAILED, learner.last_error or f"the learner ended with status {status}")
 
     def _interrupt(self, main: asyncio.Task[Any] | None) -> None:
-        """First: drain and checkpoint. Second: stop at once."""
+        """First interrupt: drain and checkpoint. Second: stop immediately."""
         self._interrupts += 1
         if self._interrupts == 1:
-            self._view.say("draining: the step at hand is finished and checkpointed; interrupt again to stop at once")
+            self._view.say(
+                "draining: finishing and checkpointing the current step; interrupt again to stop immediately"
+            )
             self._supervisor.drain_learner()
         elif main is not None:
             main.cancel()
 
     async def _watch(self) -> None:
-        """Follows the learner's progress for as long as the run lasts, through its start and any break."""
+        """Streams the learner's progress during the run and reconnects after interruptions."""
         address = self._site.endpoint(Role.LEARNER, 0).address
         async with channel(address) as connection:
             stub = learner_pb2_grpc.LearnerServiceStub(connection)
             while True:
-                with suppress(KestrlError):  # not up yet, or gone: the supervisor tells of that
+                with suppress(KestrlError):  # not up yet, or ended, which the supervisor reports
                     async for report in stream(
                         stub.WatchProgress,
                         learner_pb2.WatchProgressRequest(),
@@ -157,14 +159,14 @@ class Runner:
                 await asyncio.sleep(RECONNECT_SECONDS)
 
     async def _keep_record(self) -> None:
-        """Writes what was held back because something else had just been written."""
+        """Writes delayed changes of the run record."""
         while True:
             await asyncio.sleep(RunRecord.INTERVAL)
             self._record.flush()
 
 
 def read_summary(run: RunDir, store: ObjectStore) -> dict[str, Any]:
-    """The run's summary, copied into its folder from wherever the run is stored; empty where there is none."""
+    """Summary of the run, copied from its storage to its folder; empty if there is none."""
     try:
         content = store.get("summary.json")
     except StorageError as error:
@@ -185,10 +187,10 @@ def run_job(
     resumed: bool = False,
     replan: Replan | None = None,
 ) -> int:
-    """Runs a job in a run's folder and returns the command's exit code; everything it started is gone when it returns.
+    """Runs a job in the folder of a run and returns the exit code. All started processes have ended on return.
 
     Raises:
-        UserInputError: Another runner holds the run, or something the job names is not there.
+        UserInputError: Another runner holds the lock of the run, or something that the job references does not exist.
     """
     if run.lock() is None:
         raise UserInputError(f"run {run.id} is going on already (pid {run.runner_pid()}); see `kestrl status {run.id}`")

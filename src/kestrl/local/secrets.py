@@ -1,7 +1,7 @@
-"""Secrets on one machine: the file `NAME.env` beside the manifest stands for the Kubernetes Secret NAME.
+"""Secrets on one machine: the file `NAME.env` beside the manifest replaces the Kubernetes Secret NAME.
 
-Each component gets the variables of the secrets that the job refers to for it, as on a cluster: the storage's go to the learner and the
-engine agents, and those that `patches` name to their container. No value is ever printed.
+Each component gets the variables of its secrets, as on a cluster: those of the storage go to the learner and the engine
+agents, and those in `patches` to their container. No value is ever printed.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from kestrl.spec import AgentRLJob
 from kestrl.storage import ObjectStore, open_store
 
 LARGEST_FILE = 1024 * 1024
-"""Bytes, as of a Kubernetes Secret."""
+"""Maximum size in bytes, as for a Kubernetes Secret."""
 STORAGE_ROLES = (Role.LEARNER, Role.INFERENCE)
-"""Who reads or writes the run's storage."""
+"""Roles that access the storage of the run."""
 ASSIGNMENT = re.compile(r"(?:export\s+)?(?P<name>[A-Za-z_][A-Za-z0-9_.-]*)\s*=\s*(?P<value>.*)")
 SINGLE = re.compile(r"'(?P<text>[^']*)'\s*(?:#.*)?")
 DOUBLE = re.compile(r'"(?P<text>(?:[^"\\]|\\.)*)"\s*(?:#.*)?')
@@ -31,14 +31,14 @@ Variables = Mapping[str, str]
 
 
 def read_env(path: Path, field: str) -> dict[str, str]:
-    """The variables of a `.env` file: `NAME=VALUE` a line, values bare, in single quotes, or in double quotes with escapes.
+    """Reads a `.env` file: `NAME=VALUE` per line, with bare values, single quotes, or double quotes with escapes.
 
     Args:
         path: The file.
-        field: Where the manifest refers to it.
+        field: Manifest field that references the file.
 
     Raises:
-        UserInputError: It is missing, not readable or malformed; names file and line, never a value.
+        UserInputError: The file is missing, unreadable or malformed. The message has file and line, never a value.
     """
     try:
         content = path.read_bytes()
@@ -47,19 +47,19 @@ def read_env(path: Path, field: str) -> dict[str, str]:
         lines = content.decode("utf-8-sig").splitlines()
     except FileNotFoundError as error:
         raise UserInputError(
-            f"{field}: {path} does not exist; on one machine it holds the secret, NAME=VALUE a line"
+            f"{field}: {path} does not exist; create it with the secret's entries, one NAME=VALUE per line"
         ) from error
     except OSError as error:
         raise UserInputError(f"{field}: {path} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError:
-        raise UserInputError(f"{field}: {path} is not UTF-8") from None  # the error's text holds the file's bytes
+        raise UserInputError(f"{field}: {path} is not UTF-8") from None  # the error's text contains bytes of the file
     variables: dict[str, str] = {}
     for number, line in enumerate(lines, start=1):
         if not line.strip() or line.lstrip().startswith("#"):
             continue
         name, value = _assignment(line.strip(), f"{path}:{number}")
         if name in variables:
-            raise UserInputError(f"{path}:{number}: {name} stands here twice; remove one")
+            raise UserInputError(f"{path}:{number}: {name} is set twice; remove one")
         variables[name] = value
     return variables
 
@@ -70,7 +70,7 @@ def _assignment(line: str, where: str) -> tuple[str, str]:
         raise UserInputError(f"{where}: is not NAME=VALUE")
     name, value = found["name"], found["value"]
     if "\0" in value:
-        raise UserInputError(f"{where}: the value of {name} holds a NUL, which no variable can")
+        raise UserInputError(f"{where}: the value of {name} contains a NUL, which variables cannot")
     if value.startswith(("'", '"')):
         quoted = (SINGLE if value[0] == "'" else DOUBLE).fullmatch(value)
         if quoted is None:
@@ -82,12 +82,12 @@ def _assignment(line: str, where: str) -> tuple[str, str]:
 
 
 def _unescaped(text: str) -> str:
-    """Escapes replaced; a backslash before any other character stays."""
+    """Replaces escapes; a backslash before any other character is kept."""
     return re.sub(r"\\(.)", lambda found: ESCAPES.get(found[1], found[0]), text)
 
 
 class Secrets:
-    """The secrets that a job refers to, each read from its file once."""
+    """The secrets of a job, each read from its file once."""
 
     def __init__(self, job: AgentRLJob, manifest_dir: Path) -> None:
         self._job, self._folder = job, manifest_dir
@@ -99,7 +99,7 @@ class Secrets:
         return self._read[name]
 
     def storage(self) -> Variables:
-        """Of the storage; none where the job names none.
+        """Variables for the storage; empty if the job has no storage secret.
 
         Raises:
             UserInputError: The file is missing or malformed.
@@ -108,10 +108,10 @@ class Secrets:
         return {} if reference is None else self._secret(reference.name, "spec.storage.secretRef")
 
     def by_role(self) -> Mapping[Role, Variables]:
-        """What each component gets.
+        """Variables of each role.
 
         Raises:
-            UserInputError: A file is missing or malformed, or holds no key that is referred to.
+            UserInputError: A file is missing or malformed, or does not have a referenced key.
         """
         granted: dict[Role, dict[str, str]] = {role: dict(self.storage()) for role in STORAGE_ROLES}
         for number, patch in enumerate(self._job.spec.patches):
@@ -123,7 +123,7 @@ class Secrets:
         return granted
 
     def _of_container(self, container: Mapping[str, Any], field: str) -> dict[str, str]:
-        """The variables that a container takes from secrets: `envFrom`, then `env`, as Kubernetes has it."""
+        """Variables of a container from secrets: `envFrom`, then `env`, as in Kubernetes."""
         variables: dict[str, str] = {}
         for source in _objects(container.get("envFrom")):
             if "secretRef" in source:
@@ -141,7 +141,7 @@ class Secrets:
 
 
 def _object(value: Any) -> Mapping[str, Any]:
-    """A JSON object of a patch; an empty one where it is something else, which only a cluster can judge."""
+    """A JSON object of a patch; empty for any other value, which only the API server can validate."""
     return cast("Mapping[str, Any]", value) if isinstance(value, dict) else {}
 
 
@@ -158,7 +158,7 @@ def _text(reference: Mapping[str, Any], key: str, field: str) -> str:
 
 @contextmanager
 def _set(variables: Variables) -> Generator[None]:
-    """Variables of this process within a block."""
+    """Sets environment variables of this process within a block."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:
@@ -172,7 +172,7 @@ def _set(variables: Variables) -> Generator[None]:
 
 
 def open_storage(job: AgentRLJob, manifest_dir: Path, uri: str, *, create: bool = True) -> ObjectStore:
-    """The store at an address, with the job's credentials for it. What this process starts later does not inherit them.
+    """Opens the store at an address with the job's credentials. Child processes do not inherit the credentials.
 
     Raises:
         UserInputError: The address cannot be opened, or the credentials' file is missing or malformed.

@@ -1,4 +1,6 @@
-"""Keeps the components of a run going: restarts what ends or is killed, with back-off and a limit; ends the run when the learner ends."""
+"""Supervises the components of a run: restarts them with back-off and a limit, and ends the run when the learner
+ends.
+"""
 
 from __future__ import annotations
 
@@ -19,25 +21,25 @@ from kestrl.service import EXIT_INPUT
 
 log = logging.getLogger(__name__)
 MAX_RESTARTS = 5
-"""In a row; a component that then ran for `STEADY_SECONDS` starts counting anew."""
+"""Maximum consecutive restarts; the count is reset after `STEADY_SECONDS` of running."""
 STEADY_SECONDS = 120.0
 FIRST_BACKOFF = 1.0
 LONGEST_BACKOFF = 30.0
 
 
 class State(StrEnum):
-    """What a component is doing, as observed."""
+    """Observed state of a component."""
 
     STARTING = "starting"
     RUNNING = "running"
     WAITING = "waiting"
-    """Ended, to be started again."""
+    """Waiting for a restart."""
     ENDED = "ended"
 
 
 @dataclass(slots=True)
 class Observed:
-    """What the runner knows of a component."""
+    """Observations of a component."""
 
     component: Component
     state: State = State.STARTING
@@ -59,7 +61,7 @@ class Observed:
 
 
 class ComponentFailed(KestrlError):
-    """A component ended for good."""
+    """A component failed permanently."""
 
     code = "component_failed"
 
@@ -70,12 +72,14 @@ def backoff(restarts_in_row: int) -> float:
 
 
 def was_killed(status: int) -> bool:
-    """Whether a signal ended a process (128 + its number as the guard passes it on, negative if the guard itself was killed)."""
+    """Whether a signal ended a process: 128 + its number as passed on by the guard, or negative if the guard was
+    killed.
+    """
     return status < 0 or status > 128
 
 
 class Supervisor:
-    """Runs the components of one run until the learner ends, one fails for good, or it is told to stop."""
+    """Runs the components of a run until the learner ends, a component fails permanently, or it is cancelled."""
 
     def __init__(self, components: Sequence[Component], launcher: Launcher, changed: Callable[[], None]) -> None:
         self._launcher = launcher
@@ -85,11 +89,11 @@ class Supervisor:
         self.observed = {component.name: Observed(component) for component in components}
 
     async def run(self) -> int:
-        """The learner's exit status.
+        """Runs to the end and returns the learner's exit status.
 
         Raises:
-            UserInputError: A component refused its input (exit code 2); carries its message.
-            ComponentFailed: A component kept ending.
+            UserInputError: A component rejected its input (exit code 2); has its message.
+            ComponentFailed: A component ended too often.
         """
         tasks = {
             asyncio.create_task(self._keep(seen), name=seen.component.name): seen for seen in self.observed.values()
@@ -109,20 +113,20 @@ class Supervisor:
             await asyncio.wait(tasks, timeout=5)
 
     def drain_learner(self) -> None:
-        """Asks the learner to finish its step, checkpoint and end; the run ends when it has."""
+        """Asks the learner to finish its step, checkpoint and end, which ends the run."""
         self._stopping = True
         for running in self._live.values():
             if running.component.role is Role.LEARNER:
                 running.terminate()
 
     async def _keep(self, seen: Observed) -> int:
-        """Starts a component, again and again where it is to be kept, and returns its last exit status."""
+        """Runs a component with restarts and returns its last exit status."""
         in_row = 0
         while True:
             started = time.monotonic()
             status = await self._run_once(seen)
             if status == EXIT_INPUT:
-                raise UserInputError(seen.last_error or f"{seen.component.name} refused its input")
+                raise UserInputError(seen.last_error or f"{seen.component.name} rejected its input")
             lasting = self._cannot_start(seen)
             if lasting is not None and not self._stopping:
                 raise lasting
@@ -137,11 +141,11 @@ class Supervisor:
             seen.state = State.WAITING
             seen.restarts += 1
             self._changed()
-            log.warning("%s ended with status %s, starting it again", seen.component.name, status)
+            log.warning("%s ended with status %s, restarting it", seen.component.name, status)
             await asyncio.sleep(backoff(in_row))
 
     def _cannot_start(self, seen: Observed) -> ComponentFailed | None:
-        """The failure of an engine that no further start would help; its root cause is the component's last error in any case."""
+        """Sets the root cause as last error; returns the failure if no further start of the engine would help."""
         path = seen.component.env.get(engine_failure.VARIABLE)
         found = engine_failure.read(Path(path)) if path else None
         if found is None:
@@ -164,7 +168,7 @@ class Supervisor:
         try:
             status = await running.wait()
         finally:
-            running.let_go()
+            running.release()
             self._live.pop(seen.component.name, None)
         seen.state, seen.pid, seen.last_exit = State.ENDED, 0, status
         if status != 0:
@@ -173,7 +177,7 @@ class Supervisor:
         return status
 
     async def _stop_all(self) -> None:
-        """Ends what still runs: asked first, killed by its guard if it does not listen."""
+        """Ends running components: SIGTERM first, then killed by their guards."""
         self._stopping = True
         live = list(self._live.values())
         for running in live:

@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on: a live panel on a terminal, plain lines elsewhere."""
+"""Views of a run in progress: a live panel on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kestrl.local.supervisor import Observed, State
 from kestrl.terminal import safe, safe_line
 
 PLAIN_SECONDS = 15.0
-"""Without a terminal, a line at every step or phase, and otherwise at most this often."""
+"""Minimum seconds between lines without a terminal, beside one line for each step and phase."""
 
 
 class View(Protocol):
@@ -32,14 +32,14 @@ class View(Protocol):
     ) -> None: ...
 
     def say(self, line: str) -> None:
-        """A line that stays."""
+        """Prints a permanent line."""
         ...
 
     def update(self, progress: Progress, components: Mapping[str, Observed]) -> None: ...
 
 
 class PlainView:
-    """A line whenever there is something new to say."""
+    """Prints a line for every change."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -64,13 +64,13 @@ class PlainView:
         for name, seen in components.items():
             if seen.restarts > self._restarts.get(name, 0):
                 self._restarts[name] = seen.restarts
-                self.say(f"{name} ended ({seen.last_exit}) and is started again: {seen.last_error}")
+                self.say(f"{name} ended ({seen.last_exit}) and is restarted: {seen.last_error}")
         if progress.not_learned and not self._warned:
             self._warned = True
             self.say(f"warning: nothing is learned: {progress.not_learned}")
         if progress.storage_wait != self._waiting:
             self._waiting = progress.storage_wait
-            self.say(f"waiting: {self._waiting}" if self._waiting else "storage is waited for no longer")
+            self.say(f"waiting: {self._waiting}" if self._waiting else "storage is available again")
         key = (progress.phase, progress.step, progress.message)
         if key == self._shown and time.monotonic() - self._at < PLAIN_SECONDS:
             return
@@ -104,16 +104,16 @@ class LiveView:
         self._live.update(self._draw(progress, components))
 
     def _draw(self, progress: Progress, components: Mapping[str, Observed]) -> Panel:
-        bar = Table.grid(expand=True)  # a bar by itself ends without a newline, and the next row would be cropped
+        bar = Table.grid(expand=True)  # a bare bar ends without a newline, and the next row would be cropped
         bar.add_row(ProgressBar(total=max(1, progress.total_steps), completed=progress.step))
         head = Text(safe_line(f"{progress.phase}   step {progress.step}/{progress.total_steps}   {progress.message}"))
-        # A line of its own: a long cell would squeeze the columns beside it.
+        # On a separate line: a long cell would narrow the other columns.
         warnings = [f"waiting: {progress.storage_wait}"] if progress.storage_wait else []
         warnings += [f"nothing is learned: {progress.not_learned}"] if progress.not_learned else []
         facts = _facts(progress, time.monotonic() - self._started)
         failures = [Text(safe_line(_failures(progress)))] if progress.failures else []
-        told = [Text(safe_line(warning), style="yellow") for warning in warnings]
-        lines = Group(head, bar, facts, *failures, *told, _components(components))
+        warning_lines = [Text(safe_line(warning), style="yellow") for warning in warnings]
+        lines = Group(head, bar, facts, *failures, *warning_lines, _components(components))
         return Panel(lines, title=Text(self._title), title_align="left")
 
 
@@ -147,5 +147,5 @@ def _components(components: Mapping[str, Observed]) -> Text:
 
 
 def make_view(console: Console, title: str) -> View:
-    """The view that fits where the output goes."""
+    """View for the kind of output."""
     return LiveView(console, title) if console.is_terminal else PlainView(console)

@@ -1,5 +1,5 @@
-"""From a job to its components, purely: which processes, with which settings, ports, environment and resources.
+"""Pure planning from a job to its components: processes, settings, ports, environment and resources.
 
-`kestrl.plan.planning` plans, `kestrl.plan.components` says what a component is. Nothing is imported here, so that a service
-which only reads its settings does not load the models of the manifest.
+`kestrl.plan.planning` plans, `kestrl.plan.components` defines components. Nothing is imported here, so that a service
+that only reads its settings does not load the models of the manifest.
 """

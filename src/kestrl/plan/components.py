@@ -1,4 +1,4 @@
-"""What a component is: one process to run, whoever runs it."""
+"""Components: processes to run, on one machine or on a cluster."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kestrl.plan.settings import ServiceSettings
 
 
 class Role(StrEnum):
-    """The parts of a job."""
+    """Roles of components."""
 
     ENGINE = "engine"
     """The inference engine itself."""
@@ -24,24 +24,26 @@ class Role(StrEnum):
 
 
 TORCH_DEFAULTS: Mapping[str, str] = {"GOMP_SPINCOUNT": "2000"}
-"""libgomp's threads wait busily without a bound by default, which beside other programs makes torch some twenty times slower.
+"""Threads of libgomp busy-wait without a bound by default, which makes torch about twenty times slower beside other
+programs.
 
-torch's matrix products (MKL, oneDNN) use the same threads. Every component has it: a tool, a reward or a loop may use torch too.
+Matrix products of torch (MKL, oneDNN) use the same threads. Set for every component, since tools, rewards and loops may
+use torch.
 """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ready:
-    """How a component says that it is ready."""
+    """Readiness check of a component."""
 
     port: int
     http_path: str | None = None
-    """An HTTP path that answers 200; without it the standard gRPC health service."""
+    """HTTP path that answers 200; if None, the standard gRPC health service is used."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
-    """What a component computes on."""
+    """Devices of a component."""
 
     profile: str
     count: int
@@ -57,18 +59,19 @@ class Component:
     module: str
     """Python module to run: `python -m MODULE ARGS`."""
     args: tuple[str, ...] = ()
-    """Arguments beside `--settings`."""
+    """Arguments in addition to `--settings`."""
     settings: ServiceSettings | None = None
     env: Mapping[str, str] = field(default_factory=dict[str, str])
     env_defaults: Mapping[str, str] = field(default_factory=lambda: TORCH_DEFAULTS)
-    """Variables that one of the same name in the user's environment takes precedence over."""
+    """Defaults of variables; values in the user's environment take precedence."""
     ports: Mapping[str, int] = field(default_factory=dict[str, int])
     ready: Ready | None = None
     device: Device = Device(profile="cpu", count=0)
     restarts: bool = True
-    """Whether it is started again when it exits by itself; whatever is killed is. The learner's exit is the run's end."""
+    """Whether the component is restarted when it exits by itself; killed components always are. The learner's exit ends
+    the run."""
 
     @property
     def secrets(self) -> tuple[Secret, ...]:
-        """The credentials that it is given: those of its role."""
+        """Credentials of the component: those of its role."""
         return held_by(self.role)

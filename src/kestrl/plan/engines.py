@@ -1,4 +1,4 @@
-"""How an inference engine is started: its server's arguments and environment."""
+"""Command line and environment of inference engines."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from kestrl.spec.job import AgentRLJob
 from kestrl.spec.rules import ENGINE_RANKS
 
 CPU_KV_CACHE_BYTES = 256 * 1024 * 1024
-"""Enough for tens of thousands of tokens of a tiny model; a job for a larger one sets `inference.args.kv-cache-memory-bytes`."""
+"""Size of the KV cache on a CPU: tens of thousands of tokens of a tiny model. Override it with
+`inference.args.kv-cache-memory-bytes`."""
 
 CPU_BATCHED_TOKENS = 8192
 Options = dict[str, str | int | float | bool]
-"""Of the engine's server: `{"max-loras": 4, "enable-lora": True}`."""
+"""Options of the engine's server: `{"max-loras": 4, "enable-lora": True}`."""
 
 CPU_ENVIRONMENT = {
     "TORCHDYNAMO_DISABLE": "1",  # no compiler needed, and no stall at the first request
@@ -29,7 +30,7 @@ ENVIRONMENT = {
 
 
 def engine_rank(rank: int) -> int:
-    """The smallest rank the engine can be told that holds the adapter's."""
+    """Smallest `--max-lora-rank` of the engine that supports the adapter's rank."""
     return next(limit for limit in ENGINE_RANKS if limit >= rank)
 
 
@@ -45,8 +46,8 @@ def engine_component(job: AgentRLJob, site: Site, index: int) -> Component:
         "host": endpoint.bind,
         "port": endpoint.port,
         "max-loras": slots,
-        # One more than the live versions: an adapter that the engine dropped by itself would be read again from a folder
-        # that may be gone, which ends the engine.
+        # One more than the live versions: the engine would read an adapter that it evicted from its folder again, and
+        # exit if the folder has been deleted.
         "max-cpu-loras": slots + 1,
         "enable-scale-out": build.scale_out,
         "logprobs-mode": "processed_logprobs",
@@ -76,24 +77,24 @@ def engine_component(job: AgentRLJob, site: Site, index: int) -> Component:
 
 
 def failure_file(site: Site, index: int) -> str:
-    """Where an engine writes why it could not start, and its agent reads it."""
+    """File in which an engine records why it could not start, read by its agent."""
     return f"{site.work_dir}/engine-{index}-failure.json"
 
 
 def serving_command(job: AgentRLJob, site: Site, adapter: str, folder: str, *, python: str) -> list[str]:
-    """How a person serves an exported adapter with vLLM alone, as the job's engines served it.
+    """Command that serves an exported adapter with vLLM alone, with the configuration of the job's engines.
 
     Args:
         job: The job.
-        site: Where the base model and the chat template lie.
+        site: Site with the base model and the chat template.
         adapter: The name to serve the adapter under.
-        folder: Where it was exported to.
-        python: The interpreter that has vLLM.
+        folder: Folder of the exported adapter.
+        python: Interpreter with vLLM.
     """
     options: Options = {
         **_model_options(job, site),
         **({"chat-template": site.template} if site.template else {}),
-        "host": "127.0.0.1",  # vLLM's own default is every interface, without a key
+        "host": "127.0.0.1",  # vLLM's default is every interface, without a key
         **job.spec.inference.args,
         "lora-modules": f"{adapter}={folder}",
     }
@@ -110,7 +111,7 @@ def _module(job: AgentRLJob, site: Site) -> str:
 
 
 def _model_options(job: AgentRLJob, site: Site) -> Options:
-    """What an engine is told of the model, whoever starts it."""
+    """Model options, for engines of a job and for the serving command."""
     spec = job.spec
     return {
         "model": site.model,
@@ -129,7 +130,7 @@ def _cpu_environment(job: AgentRLJob, site: Site) -> dict[str, str]:
 
 
 def _device_options(job: AgentRLJob) -> Options:
-    """All devices of a replica hold one model between them."""
+    """Tensor parallelism over all devices of a replica."""
     count = job.spec.inference.accelerator.count
     return {"tensor-parallel-size": count} if count > 1 else {}
 
@@ -138,8 +139,8 @@ def _cpu_options(job: AgentRLJob) -> Options:
     return {
         "distributed-executor-backend": "uni",
         "kv-cache-memory-bytes": CPU_KV_CACHE_BYTES,
-        # vLLM 0.32 ends on a CPU when a request with a seed is prefilled in parts ("CPU Generator does not use offset"), so
-        # every prompt is prefilled whole; the budget of a pass must then hold the longest.
+        # vLLM 0.32 ends on a CPU when a request with a seed is prefilled in parts ("CPU Generator does not use
+        # offset"), so every prompt is prefilled whole; the budget of a pass must then hold the longest.
         "no-enable-chunked-prefill": True,
         "max-num-batched-tokens": max(job.spec.inference.context_length, CPU_BATCHED_TOKENS),
     }

@@ -1,4 +1,4 @@
-"""`plan(job, site)`: the only place that knows which components a job needs, and with which settings. Pure."""
+"""`plan(job, site)`: the components of a job and their settings. Pure."""
 
 from __future__ import annotations
 
@@ -25,18 +25,20 @@ from kestrl.spec.algorithms import PRESETS
 from kestrl.spec.job import AgentRLJob, JobSpec
 
 GAP_BOUND = {"float32": 1e-3, "bfloat16": 0.1}
-"""Mean |learner - engine| log-prob that still counts as agreement, by dtype (measured: float32 1e-6, bfloat16 0.01)."""
+"""Maximum mean |learner - engine| log-prob difference in nats, by dtype (measured: float32 1e-6, bfloat16 0.01)."""
 GAP_SPREAD = 10.0
-"""One token in a hundred may be so many times the mean's bound apart, a single one its square."""
+"""Factor from the bound of the mean to that of the 99th percentile; the bound of the maximum has its square."""
 PROBE_BOUND = {"float32": 1e-2, "bfloat16": 0.5}
-"""Largest single difference on the probe, whose tokens are unlikely and so have large log-probs."""
+"""Maximum difference on the probe in nats; its tokens are unlikely and have large log-probs."""
 USUAL_WORKERS = 16
 SCORING_SLACK = 10.0
-"""Seconds a group may take beside its episodes and rewards."""
+"""Seconds of a group in addition to its episodes and rewards."""
 
 
 def plan(job: AgentRLJob, site: Site) -> tuple[Component, ...]:
-    """The components of a job, engines first since they take longest to start: one a replica, or one a role where the site has templates."""
+    """Components of a job, engines first since they start slowest: one per replica, or one per role if the site uses
+    templates.
+    """
     spec = job.spec
     engines, workers = (1, 1) if site.templates else (spec.inference.replicas, spec.rollout.replicas)
     return (
@@ -50,7 +52,7 @@ def plan(job: AgentRLJob, site: Site) -> tuple[Component, ...]:
 
 
 def group_seconds(spec: JobSpec) -> float:
-    """The group's deadline: as written, or the episode's plus the time its scoring may take."""
+    """Deadline of a group in seconds: as configured, or the episode's plus the maximum time of scoring."""
     limits = spec.rollout.deadlines
     if limits.group is not None:
         return limits.group
@@ -109,7 +111,7 @@ def _agent(job: AgentRLJob, site: Site, index: int) -> Component:
 
 
 def tool_entries(spec: JobSpec) -> tuple[ToolEntry, ...]:
-    """The job's tools as the tool service gets them."""
+    """Tools of the job, as settings of the tool service."""
     return tuple(
         ToolEntry(
             name=tool.label,
@@ -128,7 +130,7 @@ def _tools(job: AgentRLJob, site: Site) -> Component:
             **_service(Role.TOOLS, 0, job, site),
             "tools": tool_entries(spec),
             "call_seconds": spec.rollout.deadlines.tool,
-            # The same for any usual number of workers, so that scaling them does not start the tools anew.
+            # Constant for up to USUAL_WORKERS workers, so that scaling does not restart the tool service.
             "max_sessions": 2 * max(spec.rollout.replicas, USUAL_WORKERS) * spec.rollout.concurrency,
         }
     )
@@ -180,13 +182,15 @@ def _rollout(job: AgentRLJob, site: Site, index: int) -> Component:
 
 
 def gap_bounds(mean: float) -> GapBounds:
-    """All bounds of the gap from that of its mean. A spread of s nats leaves about 1 / (1 + s^2) of the effective sample size."""
+    """All bounds of the log-prob gap, from that of its mean. A spread of s nats leaves about 1 / (1 + s^2) of the
+    effective sample size.
+    """
     spread = GAP_SPREAD * mean
     return GapBounds(mean=mean, p99=spread, max=GAP_SPREAD * spread, ess=1 / (1 + spread**2))
 
 
 def algorithm_settings(spec: JobSpec) -> AlgorithmSettings:
-    """The algorithm's part of the learner's settings: what the manifest sets, on top of the preset that it names."""
+    """Algorithm settings of the learner: the preset with the overrides of the manifest."""
     algorithm = spec.algorithm
     preset = PRESETS.get(algorithm.name, PRESETS["grpo"])
     clip, dynamic = algorithm.clip, algorithm.dynamic_sampling
@@ -272,7 +276,7 @@ def _learner(job: AgentRLJob, site: Site) -> Component:
             "threads": spec.learner.threads,
             "device": site.build(spec.learner.accelerator, "learner").device,
             "tools": bool(spec.tools),
-            "linger": site.linger,
+            "keep_alive": site.keep_alive,
             "traceparent": site.traceparent,
         }
     )

@@ -1,7 +1,7 @@
-"""What each service is told when it starts: one model a service, written by `plan`, read by the service's `main`.
+"""Settings of each service: one model per service, written by `plan` and read by the service's `main`.
 
-The local runner writes it to a file, a cluster to a ConfigMap; both pass `--settings PATH`. Secrets are never in it:
-they are in the environment variables of `kestrl.credentials`.
+The local runner writes them to a file, the operator to a ConfigMap; both pass `--settings PATH`. They never contain
+secrets, which are passed as environment variables (`kestrl.credentials`).
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from kestrl.errors import UserInputError
 
 REPLICA_VARIABLE = "KESTRL_REPLICA"
 INDEX_VARIABLE = "KESTRL_INDEX"
-"""The ordinal of an engine agent's pod."""
+"""Environment variable with the ordinal of an engine agent's pod."""
 Settings = TypeVar("Settings", bound="ServiceSettings")
 
 
 class Model(BaseModel):
-    """Frozen, and unknown fields are refused."""
+    """Base model: frozen, refuses unknown fields."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -33,7 +33,7 @@ def read_settings(kind: type[Read], path: Path) -> Read:
     """Reads a settings file.
 
     Raises:
-        UserInputError: It is missing or not what this version expects.
+        UserInputError: The file is missing or invalid for this version.
     """
     try:
         return kind.model_validate_json(path.read_bytes())
@@ -42,27 +42,27 @@ def read_settings(kind: type[Read], path: Path) -> Read:
 
 
 class ServiceSettings(Model):
-    """What every service is told."""
+    """Settings of every service."""
 
     component: str
-    """Its name with ordinal, such as `rollout-0`."""
+    """Name with ordinal, such as `rollout-0`."""
     job: str
     run: str
     listen: str
-    """`host:port` of its gRPC server."""
+    """`host:port` of the gRPC server."""
     python_path: tuple[str, ...] = ()
-    """Folders put in front of `sys.path`: where a user's tools, rewards and agents lie."""
+    """Folders that are prepended to `sys.path`, with the user's tools, rewards and agents."""
     otlp_endpoint: str | None = None
-    """Where spans and metrics go; the standard OTEL_* variables also work."""
+    """OTLP endpoint for spans and metrics; the standard OTEL_* variables also work."""
     metrics_listen: str | None = None
-    """`host:port` of its Prometheus endpoint."""
+    """`host:port` of the Prometheus endpoint."""
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """Reads the settings file. Replicas that share one are told apart by KESTRL_REPLICA, a pod's name on a cluster.
+        """Reads the settings file. KESTRL_REPLICA, a pod's name on a cluster, identifies replicas that share one.
 
         Raises:
-            UserInputError: It is missing or not what this version expects.
+            UserInputError: The file is missing or invalid for this version.
         """
         settings = read_settings(cls, path)
         replica = os.environ.get(REPLICA_VARIABLE)
@@ -77,7 +77,7 @@ class ToolEntry(Model):
     use: str
     """Import path of a function or class."""
     methods: tuple[str, ...] | None = None
-    """Of an environment: its methods that are tools; None for all public ones, or for what is not an environment."""
+    """Methods of an environment that are tools; None means all public ones, or that it is not an environment."""
     config: dict[str, Any] = {}
 
 
@@ -86,7 +86,7 @@ class ToolsSettings(ServiceSettings):
 
     tools: tuple[ToolEntry, ...]
     call_seconds: float
-    """Deadline of one call."""
+    """Deadline of one call in seconds."""
     max_sessions: int = 4096
 
 
@@ -99,7 +99,7 @@ class RewardEntry(Model):
     config: dict[str, Any] = {}
     weight: float = 1.0
     seconds: float = 10.0
-    """Its time limit for one episode."""
+    """Time limit for one episode in seconds."""
 
 
 class JudgeSettings(ServiceSettings):
@@ -123,17 +123,17 @@ class RolloutSettings(ServiceSettings):
     tool_call_format: str | None = None
     """Name or import path; None chooses it from the template."""
     agents: dict[str, str] = {}
-    """Further loops, by the name that rows select them with."""
+    """Additional loops, by the name in rows."""
     offers_tools: bool = False
     """Whether the job has tools."""
     tools_address: str
     judge_address: str
     concurrency: int
     context_length: int
-    """Tokens the engine can hold in one sequence."""
+    """Maximum tokens of one sequence."""
     max_parallel_calls: int = 8
     max_tool_tokens: int = 1024
-    """Longer observations are cut, with a marker."""
+    """Maximum tokens of an observation; longer ones are truncated with a marker."""
     call_seconds: float = 30.0
     drain_seconds: float = 20.0
 
@@ -146,11 +146,11 @@ class AgentSettings(ServiceSettings):
     base_model: str
     """Name under which the engine serves the base model."""
     adapters_dir: str
-    """Folder shared with the engine, emptied of retired versions."""
+    """Folder shared with the engine; retired versions are deleted from it."""
     failure_file: str | None = None
-    """Where the engine writes why it could not start."""
+    """File in which the engine records why it could not start."""
     slots: int
-    """Adapters the engine can hold at once."""
+    """Maximum number of adapters in the engine."""
     probe_bound: float
     """Largest accepted difference between the engine's and the learner's probe log-probs."""
     load_seconds: float = 60.0
@@ -158,17 +158,17 @@ class AgentSettings(ServiceSettings):
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """Reads the settings file. Where agents share one, KESTRL_INDEX says whose engine it is.
+        """Reads the settings file. KESTRL_INDEX identifies the engine if agents share a file.
 
         Raises:
-            UserInputError: It is missing or not what this version expects.
+            UserInputError: The file is missing or invalid for this version.
         """
         settings, index = super().read(path), os.environ.get(INDEX_VARIABLE)
         return settings.model_copy(update={"engine_name": f"engine-{index}"}) if index else settings
 
 
 class EngineEntry(Model):
-    """One engine as the learner sees it."""
+    """An engine, for the learner."""
 
     name: str
     url: str
@@ -180,14 +180,14 @@ class DataSettings(Model):
 
     path: str
     size: int | None = None
-    """Scenarios used; None uses all."""
+    """Number of scenarios; None means all."""
 
 
 class AlgorithmSettings(Model):
-    """How a batch becomes a gradient."""
+    """Settings of the training algorithm."""
 
     name: str
-    """Of a preset, or a class by import path."""
+    """Name of a preset, or import path of a class."""
     group_size: int
     groups_per_step: int
     learning_rate: float
@@ -207,7 +207,7 @@ class AlgorithmSettings(Model):
     """Keyword arguments of a class by import path."""
     aggregation: str = "token_mean"
     horizon: int = 1
-    """Tokens that `seq_mean_token_sum_norm` divides by."""
+    """Divisor of `seq_mean_token_sum_norm` in tokens."""
     clip_dual: float | None = None
     kl_coefficient: float = 0.0
     kl_estimator: str = "k3"
@@ -216,14 +216,14 @@ class AlgorithmSettings(Model):
 
 
 class EvaluateSettings(Model):
-    """Evaluate instead of training."""
+    """Settings of an evaluation without training."""
 
     adapter: str | None
     """Object-store address of the adapter's folder; None evaluates the base model."""
 
 
 class GapBounds(Model):
-    """How far learner and engine may be apart on the same tokens, in nats a token."""
+    """Bounds of the log-prob gap between learner and engine on the same tokens, in nats per token."""
 
     mean: float
     p99: float
@@ -236,7 +236,7 @@ class LearnerSettings(ServiceSettings):
     """The learner."""
 
     evaluate: EvaluateSettings | None = None
-    """When set: publish nothing, train nothing, evaluate this once on the validation data and end."""
+    """If set: evaluate this once on the validation data and end, without training or publishing."""
 
     model: str
     """Folder or Hugging Face id of the base model."""
@@ -263,33 +263,34 @@ class LearnerSettings(ServiceSettings):
     episode_seconds: float
     group_seconds: float
     step_seconds: float | None = None
-    """That a step waits for its groups; None: for as long as they take."""
+    """Maximum seconds that a step waits for its groups; None means no limit."""
     stale_groups: Literal["wait", "release"] = "release"
-    """What becomes of a running group that the next version would make too old."""
+    """Handling of a running group that the next version would make too old."""
     algorithm: AlgorithmSettings
     storage: str
     """Object-store address of the run's folder: adapters/, checkpoints/, episodes/, summary.json lie beneath."""
     storage_seconds: float = 600.0
-    """How long a storage that does not answer is waited for, an outage."""
+    """Maximum seconds to wait for unavailable storage, per outage."""
     database: str
     """SQLAlchemy address of the ledger."""
     rollout_addresses: tuple[str, ...]
     engines: tuple[EngineEntry, ...]
     adapter_slots: int
-    """Versions every engine can hold."""
+    """Maximum number of versions in every engine."""
     gap_bounds: GapBounds
-    """On tokens of the newest policy; beyond one of them the run stops."""
+    """Bounds on tokens of the newest policy; the run stops if one is exceeded."""
     max_failed_share: float
-    """Share of episodes of a step that may fail for other reasons than the policy before the run stops."""
+    """Maximum share of a step's episodes that fail for reasons other than the policy; above it the run stops."""
     threads: int | None = None
     """torch threads; None leaves torch's choice."""
     device: str = "cpu"
     start_seconds: float = 600.0
-    """How long to wait for engines and workers to come up."""
+    """Maximum seconds to wait for engines and workers to start."""
     tools: bool = False
     """Whether the job offers any tool."""
-    linger: bool = False
-    """Whether the program stays when the run has ended, and tells how it ended until it is told to go: on a cluster the pod of a
-    StatefulSet is started again when its program ends."""
+    keep_alive: bool = False
+    """Whether the program stays alive after the run and reports the result until it is terminated: on a cluster the pod
+    of a StatefulSet is restarted when its program ends."""
     traceparent: str | None = None
-    """W3C trace context that the run's root span belongs to, such as the operator's reconcile of the job; None begins a trace."""
+    """W3C trace context of the parent of the run's root span, such as the operator's reconcile of the job; None starts
+    a trace."""

@@ -1,4 +1,4 @@
-"""What the plan must be told about the place a job runs in: addresses, folders, what the job's addresses resolved to."""
+"""The site of a job: addresses, folders, and the resolved addresses of the job. Input of the plan."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from kestrl.spec.job import Accelerator
 
 
 class Endpoint(NamedTuple):
-    """Where one replica of a component listens."""
+    """Address of one replica of a component."""
 
     bind: str
-    """Interface it binds."""
+    """Interface to bind."""
     host: str
-    """Name by which the others reach it."""
+    """Host name for other components."""
     port: int
     metrics_port: int | None = None
-    """Where Prometheus finds it; an engine's metrics are at its own port."""
+    """Port of the Prometheus endpoint; an engine serves metrics on its own port."""
 
     @property
     def address(self) -> str:
@@ -36,32 +36,32 @@ class Endpoint(NamedTuple):
 
 
 class Build(NamedTuple):
-    """What engine and learner are on a kind of device."""
+    """Properties of engine and learner on a kind of device."""
 
     device: str
-    """torch's word for it: cpu, cuda or npu."""
+    """Device name in torch: cpu, cuda or npu."""
     spare_slots: int = 0
-    """Adapter slots of an engine beyond those that live versions need."""
+    """Adapter slots of an engine in addition to those of live versions."""
     scale_out: bool = True
-    """Whether an engine must be told to open its token routes: vLLM since 0.30."""
+    """Whether the engine needs a flag to serve its token routes: vLLM since 0.30."""
 
 
 BUILDS: Mapping[str, Build] = {"cpu": Build("cpu"), "nvidia": Build("cuda"), "ascend": Build("npu", 1, scale_out=False)}
-"""By accelerator profile, on one machine."""
+"""Builds by accelerator profile, on one machine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Site:
-    """A place to run in. A cluster's is names of Services, one machine's is ports on loopback."""
+    """A site to run in: names of Services on a cluster, ports on loopback on one machine."""
 
     run: str
     """The run's id."""
     endpoint: Callable[[Role, int], Endpoint]
-    """Where replica n of a role listens."""
+    """Address of replica n of a role."""
     model: str
     """Folder or Hugging Face id of the base model."""
     template: str | None
-    """File of the chat template, if the job brings one."""
+    """File of the chat template, if the job has one."""
     train: str
     """File of the training scenarios."""
     validation: str | None
@@ -74,22 +74,23 @@ class Site:
     python_path: tuple[str, ...] = ()
     """Folders with the user's own code."""
     builds: Mapping[str, Build] = field(default_factory=lambda: BUILDS)
-    """By accelerator profile: a cluster's administrator may have added some."""
+    """Builds by accelerator profile; the administrator of a cluster may add some."""
     workers: tuple[str, ...] | None = None
-    """Where the learner finds rollout workers, where their number may change: `dns://host:port`. None: each replica's own address."""
+    """Address of all rollout workers if their number may change: `dns://host:port`. None: the address of each
+    replica."""
     templates: bool = False
-    """Whether one component stands for all replicas of its role, as a pod template does: each reads its ordinal where it runs, and finds
-    its engine beside it."""
-    linger: bool = False
-    """Whether the learner stays when the run has ended, to tell how: where a program that ends is started again."""
+    """Whether one component represents all replicas of its role, as in a pod template: each replica reads its ordinal
+    at run time, and its engine runs in the same pod."""
+    keep_alive: bool = False
+    """Whether the learner stays alive after the run to report the result, for platforms that restart ended programs."""
     traceparent: str | None = None
-    """W3C trace context that the run belongs to."""
+    """W3C trace context of the run."""
 
     def build(self, accelerator: Accelerator, part: str) -> Build:
-        """What a part of the job is on its accelerator.
+        """Build of a part of the job for its accelerator.
 
         Raises:
-            UserInputError: This place knows no such profile.
+            UserInputError: The profile is unknown at this site.
         """
         known = self.builds.get(accelerator.profile)
         if known is None:

@@ -1,8 +1,8 @@
-"""What a reward is: a plain function of a finished episode.
+"""Rewards: plain functions of a finished episode.
 
-`def reward(attempt: Attempt) -> float | Score`, sync or async; further parameters are set by the manifest's `rewards[].config`.
-It runs in its own process with a time limit. What it raises is a typed failure: the episode then has no reward, and is never
-scored 0 for it.
+`def reward(attempt: Attempt) -> float | Score`, sync or async; further parameters are set by the manifest's
+`rewards[].config`. It runs in its own process with a time limit. An exception becomes a typed failure: the episode then
+has no reward, rather than reward 0.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["Attempt", "Score"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attempt:
-    """What a reward looks at."""
+    """Input of a reward: a finished episode and its scenario."""
 
     scenario: Scenario
     episode: Episode
@@ -27,9 +27,9 @@ class Attempt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Score:
-    """A reward with facts beside it."""
+    """A reward with metrics."""
 
     value: float
-    """Finite; anything else is a judge failure."""
+    """Finite reward; any other value is a judge failure."""
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])
-    """Such as `answer_correct` 0 or 1: averaged over episodes and shown, never trained on."""
+    """Metrics such as `answer_correct`, 0 or 1: averaged over episodes and reported, never trained on."""

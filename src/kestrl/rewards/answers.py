@@ -1,4 +1,4 @@
-"""Reading an answer out of an episode and comparing it with the truth, as text and as a number."""
+"""Reading an answer out of an episode and comparing it with the expected one, as text and as a number."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kestrl.episode import CallOutcome, Episode, Json, StopReason
 from kestrl.tools.shapes import is_list, is_mapping
 
 MAX_READ = 4000
-"""Characters from the end in which an answer is looked for: it stands at the end."""
+"""Maximum characters, from the end, that are searched for an answer."""
 
 _REASONING = re.compile(r"<think>.*?(?:</think>|\Z)", re.DOTALL)
 _CALL = re.compile(r"<tool_call>.*?(?:</tool_call>|\Z)", re.DOTALL)
@@ -24,7 +24,7 @@ _EDGES = " \t\r\n.,;:!?\"'`*_()[]{}$%"
 
 
 def answer_of(episode: Episode) -> str:
-    """The answer an episode gave: the `answer` argument of the tool that ended it, else the last turn without reasoning."""
+    """Answer of an episode: the `answer` argument of the tool that ended it, else the last turn without reasoning."""
     if episode.stop_reason is StopReason.FINAL_TOOL:
         for call in reversed(episode.tool_calls):
             if call.outcome is CallOutcome.OK and call.arguments and "answer" in call.arguments:
@@ -33,15 +33,15 @@ def answer_of(episode: Episode) -> str:
 
 
 def accepted_answers(ground_truth: Json) -> list[str]:
-    """The answers that count as right: the truth may be a text, a number, a list of such, or an object with `answer`.
+    """Accepted answers: the ground truth is a text, a number, a list of these, or an object with `answer`.
 
     Raises:
-        ValueError: There is none.
+        ValueError: The ground truth is missing or empty.
     """
-    truth: Any = ground_truth
-    if is_mapping(truth):
-        truth = truth.get("answer")
-    answers = [_text(each) for each in (truth if is_list(truth) else [truth]) if each is not None]
+    expected: Any = ground_truth
+    if is_mapping(expected):
+        expected = expected.get("answer")
+    answers = [_text(each) for each in (expected if is_list(expected) else [expected]) if each is not None]
     if not answers or not all(answer.strip() for answer in answers):
         raise ValueError("the row has no ground_truth to compare with")
     return answers
@@ -54,18 +54,18 @@ def _text(value: Any) -> str:
 
 
 def normalised(text: str) -> str:
-    """Without case, width and spacing, and without punctuation at its edges."""
+    """Text without differences in case, width and spacing, and without punctuation at its edges."""
     return " ".join(unicodedata.normalize("NFKC", text).casefold().strip(_EDGES).split())
 
 
 def marked(text: str) -> str | None:
-    r"""What stands last behind a mark of an answer: `#### 72`, `\boxed{72}`, `Answer: 72`."""
+    r"""Text after the last answer marker: `#### 72`, `\boxed{72}`, `Answer: 72`."""
     found = [match for match in _MARKED.finditer(text[-MAX_READ:]) if match.group(match.lastgroup or 0).strip()]
     return found[-1].group(found[-1].lastgroup or 0).strip() if found else None
 
 
 def number(text: str) -> Decimal | None:
-    """The text as one number, thousands separated or not; None when it is anything else."""
+    """The text as a number, with or without thousands separators; None for other texts."""
     bare = text.strip(_EDGES.replace(".", "")).rstrip(".").replace("\u2212", "-")
     return _decimal(bare) if _NUMBER.fullmatch(bare) else None
 

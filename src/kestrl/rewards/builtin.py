@@ -1,4 +1,4 @@
-"""The rewards that come with KestRL. The manifest names them without an import path."""
+"""Built-in rewards, which a manifest names without an import path."""
 
 from __future__ import annotations
 
@@ -14,37 +14,37 @@ MALFORMED = frozenset(
 
 
 def exact_answer(attempt: Attempt) -> Score:
-    """1 when the answer is the truth but for case, spacing and punctuation at the edges, else 0.
+    """1 if the answer equals the expected one, ignoring case, spacing and punctuation at the edges, else 0.
 
     Raises:
         ValueError: The scenario has no ground truth.
     """
     given = normalised(answer_of(attempt.episode))
-    return _right(any(given == normalised(truth) for truth in accepted_answers(attempt.scenario.ground_truth)))
+    return _right(any(given == normalised(expected) for expected in accepted_answers(attempt.scenario.ground_truth)))
 
 
 def flexible_answer(attempt: Attempt) -> Score:
-    r"""1 when the answer says the truth, else 0.
+    r"""1 if the answer contains the expected one, else 0.
 
-    A truth that is a number is compared as one (72, 72.0, $72 and, for 1000, 1,000) with the marked answer (`#### 72`,
-    `\boxed{72}`, `Answer: 72`), or else with the last number of the text. Any other truth is compared as text with the whole
-    answer or with the marked one. A worked solution that ends in `#### 72` may serve as the truth.
+    An expected number is compared as a number (72, 72.0, $72 and, for 1000, 1,000) with the marked answer (`#### 72`,
+    `\boxed{72}`, `Answer: 72`), or else with the last number of the text. Any other expected answer is compared as text
+    with the whole answer or the marked one. The ground truth may be a worked solution that ends in `#### 72`.
 
     Raises:
         ValueError: The scenario has no ground truth.
     """
     answer = answer_of(attempt.episode)
-    return _right(any(_says(answer, truth) for truth in accepted_answers(attempt.scenario.ground_truth)))
+    return _right(any(_matches(answer, expected) for expected in accepted_answers(attempt.scenario.ground_truth)))
 
 
-def _says(answer: str, truth: str) -> bool:
-    if "####" in truth:
-        truth = marked(truth) or truth
-    wanted = number(truth)
+def _matches(answer: str, expected: str) -> bool:
+    if "####" in expected:
+        expected = marked(expected) or expected
+    wanted = number(expected)
     candidate = marked(answer)
     if wanted is not None:
         return wanted == last_number(answer if candidate is None else candidate)
-    return normalised(truth) in (normalised(answer), normalised(candidate or ""))
+    return normalised(expected) in (normalised(answer), normalised(candidate or ""))
 
 
 def _right(correct: bool) -> Score:
@@ -52,7 +52,7 @@ def _right(correct: bool) -> Score:
 
 
 def tool_format(attempt: Attempt) -> Score:
-    """The share of tool calls that could be dispatched; 1 when there were none, since none was malformed."""
+    """Share of tool calls that could be dispatched; 1 if there were no calls."""
     calls = attempt.episode.tool_calls
     malformed = sum(call.outcome in MALFORMED for call in calls)
     share = 1.0 - malformed / len(calls) if calls else 1.0
@@ -60,10 +60,10 @@ def tool_format(attempt: Attempt) -> Score:
 
 
 def loop_reward(attempt: Attempt) -> Score:
-    """The reward that the agent loop returned.
+    """Reward returned by the agent loop.
 
     Raises:
-        ValueError: It returned none.
+        ValueError: The agent loop returned no reward.
     """
     if attempt.episode.loop_reward is None:
         raise ValueError(
@@ -79,4 +79,4 @@ BUILT_IN: dict[str, Callable[[Attempt], Score]] = {
     "format": tool_format,
     "loop_reward": loop_reward,
 }
-"""By the name a manifest uses."""
+"""Built-in rewards by name."""

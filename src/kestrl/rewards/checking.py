@@ -1,4 +1,4 @@
-"""What a reward returned, made a `Score` or a typed failure; never a number it did not say."""
+"""Converts the return value of a reward to a `Score` or a typed failure."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ RESERVED = "reserved_metric"
 
 
 def as_score(name: str, returned: object) -> Score:
-    """Checks what the reward called `name` returned.
+    """Checks the return value of the reward `name`.
 
     Raises:
-        JudgeFailure: It is no number (a bool is none: say how much True is worth), or not finite.
+        JudgeFailure: The value is not a number (nor a bool, whose worth is undefined), or not finite.
     """
     if not isinstance(returned, Score):
         return Score(value=_number(name, "value", returned))
@@ -35,9 +35,9 @@ def _metrics(name: str, metrics: Mapping[Any, Any]) -> dict[str, float]:
     taken = sorted(RESERVED_METRICS & {str(key) for key in metrics})
     if taken:
         raise JudgeFailure(
-            f"{name}: the metric {taken[0]!r} is a number of the learner's own; give it another name", code=RESERVED
+            f"{name}: the metric {taken[0]!r} is reserved by the learner; use another name", code=RESERVED
         )
-    # In a metric True and False are welcome: they are averaged as 1 and 0, and nothing is trained on them.
+    # Metrics may be True or False: they are averaged as 1 and 0, and nothing is trained on them.
     return {
         str(key): _number(name, f"metric {key!r}", float(value) if isinstance(value, bool) else value)
         for key, value in metrics.items()

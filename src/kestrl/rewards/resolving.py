@@ -1,4 +1,4 @@
-"""From what a manifest names to the function: the one place that knows both built-in names and import paths."""
+"""Resolves rules of a manifest to functions: built-in names and import paths."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ Reward = Callable[[Attempt], float | Score | Awaitable[float | Score]]
 
 
 def is_built_in(rule: str) -> bool:
-    """Whether the rule is one of ours."""
+    """Whether the rule is built in."""
     return ":" not in rule
 
 
 def resolve(rule: str, *, field: str, config: Mapping[str, Any] | None = None) -> Reward:
-    """The function a rule names, with its configuration applied.
+    """Function of a rule, with its configuration applied.
 
     Args:
         rule: Name of a built-in, or `module:function`.
-        field: The manifest field it stands in, such as `spec.rewards[0].rule`, for the message.
-        config: Keyword arguments beside the attempt.
+        field: Manifest field of the rule, such as `spec.rewards[0].rule`, for the message.
+        config: Additional keyword arguments.
 
     Raises:
-        UserInputError: There is none, or it does not take an attempt and this configuration.
+        UserInputError: It does not exist, or does not accept an attempt and this configuration.
     """
     function = _named(rule, field)
     given = dict(config or {})
@@ -37,7 +37,7 @@ def resolve(rule: str, *, field: str, config: Mapping[str, Any] | None = None) -
         inspect.signature(function).bind(object(), **given)
     except TypeError as error:
         raise UserInputError(f"{field.rpartition('.')[0]}.config: does not fit {rule}: {error}") from error
-    except ValueError:  # a callable without a readable signature: its first call shows it
+    except ValueError:  # a callable without a readable signature: checked by its first call
         pass
     return partial(function, **given) if given else function
 
@@ -58,6 +58,6 @@ def _named(rule: str, field: str) -> Reward:
         raise UserInputError(
             f"{field}: {rule} must take the attempt as its first argument: def reward(attempt) -> float ({error})"
         ) from error
-    except ValueError:  # a callable without a readable signature (an extension module's): its first call will tell
+    except ValueError:  # a callable without a readable signature (of an extension module): checked by its first call
         pass
     return cast(Reward, function)

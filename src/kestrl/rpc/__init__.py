@@ -1,8 +1,8 @@
-"""gRPC as KestRL uses it: one way to serve, one way to call, one place where errors cross the wire.
+"""gRPC servers and clients with credentials, deadlines, trace context and typed errors.
 
-Domain code never sees `grpc`: a server's handlers raise `KestrlError`, which travels as a status plus the `Failure` message in
-trailing metadata; `call` and `stream` raise it again as `FailureError` on the other side. Every call carries a deadline, the
-W3C trace context and the credential for calls of this caller to this callee (`kestrl.credentials`).
+Domain code never sees `grpc`: a server's handlers raise `KestrlError`, which travels as a status plus the `Failure`
+message in trailing metadata; `call` and `stream` raise it again as `FailureError` on the other side. Every call carries
+a deadline, the W3C trace context and the credential for calls of this caller to this callee (`kestrl.credentials`).
 """
 
 from kestrl.rpc.bundle import Bundle

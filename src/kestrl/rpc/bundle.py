@@ -1,8 +1,8 @@
-"""Many small calls over one stream: both ends.
+"""Many small calls over one stream: client and server.
 
-A unary call of grpc.aio costs 150 us here and as much there, in objects and in passes between threads: a thousand of them a second are a fifth of a
-core. What comes together within two milliseconds goes in one message, so a call costs the less the more there are. Failures, credential and trace
-context are as in calls of their own.
+A unary call of grpc.aio costs 150 us at each end, in objects and in thread switches: a thousand of them a second take a
+fifth of a core. Calls that arrive within two milliseconds share one message, so the cost per call falls with their
+number. Failures, credentials and trace context are those of separate calls.
 """
 
 from __future__ import annotations
@@ -29,9 +29,10 @@ from kestrl.rpc.status import failure_of, went_away
 
 log = logging.getLogger(__name__)
 MESSAGE_BYTES = 4 * 1024 * 1024
-"""A message that has so many is sent, however much more there is to say."""
-COMPANY_SECONDS = 0.002
-"""That the first call of a message waits for others to go with it: a message costs as much as four calls."""
+"""Size in bytes above which a message takes no more calls."""
+BATCH_SECONDS = 0.002
+"""Batching window: seconds for which the first call of a message waits for others. A message costs as much as four
+calls."""
 
 
 class _Sized(Protocol):
@@ -43,7 +44,7 @@ Reply = TypeVar("Reply")
 
 
 def take(waiting: deque[Item]) -> list[Item]:
-    """What the next message carries: all that waits, or as much as is enough for one."""
+    """Takes the calls of the next message: all waiting ones, up to the maximum size."""
     taken, size = list[Item](), 0
     while waiting and size < MESSAGE_BYTES:
         taken.append(waiting.popleft())
@@ -52,16 +53,16 @@ def take(waiting: deque[Item]) -> list[Item]:
 
 
 class _StreamEndedError(Exception):
-    """A stream ended before it answered."""
+    """A stream ended before an answer arrived."""
 
-    def __init__(self, failure: Failure, *, nobody: bool) -> None:
+    def __init__(self, failure: Failure, *, unreachable: bool) -> None:
         super().__init__(failure.message)
-        self.failure, self.nobody = failure, nobody
-        """Why, and whether because nobody was there."""
+        self.failure, self.unreachable = failure, unreachable
+        """The failure, and whether the server was unreachable."""
 
 
 class _Asked:
-    """A call that waits for its answer, and until when."""
+    """A call that waits for its answer, with its deadline."""
 
     __slots__ = ("answer", "at")
 
@@ -77,7 +78,7 @@ class _Asked:
 
 
 class _Stream:
-    """One stream, from its first call to its end."""
+    """One stream from its first call to its end."""
 
     def __init__(self, channel: Channel, peer: str, token: str | None) -> None:
         stub: Any = stubs.BundleServiceStub(channel)
@@ -91,15 +92,15 @@ class _Stream:
         self._call = stub.Run(metadata=shown(token))
         self._running = asyncio.create_task(self._run(), name=f"bundle-{peer}")
         self._cut = False
-        """Whether it ended while it was written to. grpc.aio then says INTERNAL of its own, and not what the server said."""
+        """Whether the stream ended during a write. grpc.aio then reports INTERNAL instead of the server's status."""
         self.ended = False
 
     async def ask(self, method: str, request: bytes, *, ends: float) -> pb.Answer:
-        """Waits till `ends`, by the loop's clock. Who stops waiting takes the call back.
+        """Waits until `ends`, by the clock of the event loop. Cancelling the wait cancels the call.
 
         Raises:
-            _StreamEndedError: There will be no answer.
-            TimeoutError: There was none in time.
+            _StreamEndedError: The stream ended without an answer.
+            TimeoutError: No answer arrived in time.
         """
         carrier: dict[str, str] = {}
         inject(carrier)
@@ -117,26 +118,26 @@ class _Stream:
                 self._more.set()
 
     async def end(self) -> None:
-        """Ends it; what is still asked has failed."""
+        """Ends the stream; pending calls fail."""
         self._running.cancel()
         await asyncio.wait([self._running])
 
     async def _run(self) -> None:
         writing = asyncio.create_task(self._write(), name=f"bundle-{self._peer}-writes")
         writing.add_done_callback(self._wrote)
-        failure, nobody = _unavailable(self._peer, "the stream was ended"), True
+        failure, unreachable = _unavailable(self._peer, "the stream was ended"), True
         try:
             await self._read()
         except grpc.aio.AioRpcError as error:
             if not (self._cut and error.code() is grpc.StatusCode.INTERNAL):
-                failure, nobody = failure_of(error, peer=self._peer), went_away(error)
+                failure, unreachable = failure_of(error, peer=self._peer), went_away(error)
         finally:
             self.ended = True
             writing.cancel()
             self._call.cancel()
             unanswered, self._asked = self._asked, {}
             for asked in unanswered.values():
-                asked.fail(_StreamEndedError(failure, nobody=nobody))
+                asked.fail(_StreamEndedError(failure, unreachable=unreachable))
             await asyncio.wait([writing])
 
     def _wrote(self, writing: asyncio.Task[None]) -> None:
@@ -152,19 +153,19 @@ class _Stream:
                     asked.answer.set_result(answer)
 
     async def _write(self) -> None:
-        company = 0.0  # a stream's first message waits for none: a server that refuses it does so within a millisecond
+        window = 0.0  # the first message is sent immediately, so that a refusal by the server arrives early
         while True:
             await self._more.wait()
             self._more.clear()
             while self._waiting or self._cancelled:
-                await asyncio.sleep(company)
-                company = COMPANY_SECONDS
+                await asyncio.sleep(window)
+                window = BATCH_SECONDS
                 cancelled, self._cancelled = self._cancelled, []
                 try:
                     await self._call.write(pb.RunRequest(calls=take(self._waiting), cancelled=cancelled))
                 except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
                     self._cut = True
-                    return  # it has ended; what is read says why
+                    return  # the stream has ended; the reader reports why
 
 
 def _unavailable(peer: str, message: str, code: str = "unavailable") -> Failure:
@@ -174,10 +175,10 @@ def _unavailable(peer: str, message: str, code: str = "unavailable") -> Failure:
 
 
 class Bundle:
-    """Calls of one service over one stream of a channel, opened at need and opened again when it ends."""
+    """Calls of one service over one stream of a channel, which is opened on demand and reopened after it ended."""
 
     def __init__(self, channel: Channel, service: str, *, peer: str, token: str | None = None) -> None:
-        """`token` is the credential that the server checks; None shows none."""
+        """`token` is the credential for the server; None sends none."""
         self._channel, self._service, self._peer, self._token = channel, service, peer, token
         self._stream: _Stream | None = None
 
@@ -194,7 +195,7 @@ class Bundle:
         """Makes one call, as `kestrl.rpc.call` does; the server must serve bundles.
 
         Raises:
-            FailureError: The call failed; carries the server's failure, or what became of the stream.
+            FailureError: The call failed; has the server's failure, or that of the stream.
         """
         message, path = request.SerializeToString(), f"/{self._service}/{method}"
         ends = asyncio.get_running_loop().time() + timeout
@@ -209,7 +210,7 @@ class Bundle:
         return read
 
     async def ready(self) -> None:
-        """Waits until the server is there: for ever, if it never is."""
+        """Waits until the server is reachable, without a time limit."""
         if self._channel.get_state() is not grpc.ChannelConnectivity.READY:
             await self._channel.channel_ready()
 
@@ -223,15 +224,15 @@ class Bundle:
             try:
                 return await self._stream.ask(path, message, ends=ends)
             except _StreamEndedError as ended:
-                if not (wait and ended.nobody):
+                if not (wait and ended.unreachable):
                     raise FailureError(ended.failure) from ended
 
 
 class BundleServicer(stubs.BundleServiceServicer):
-    """Answers bundles, each call in a task of its own."""
+    """Serves bundles, with one task per call."""
 
     def __init__(self, answer: Callable[[pb.Call], Awaitable[pb.Answer]], stopping: asyncio.Event) -> None:
-        """`answer` never raises; once `stopping` is set, streams end with the calls that they have."""
+        """`answer` must not raise; once `stopping` is set, streams end after their pending calls."""
         self._answer, self._stopping = answer, stopping
 
     async def Run(self, request_iterator: AsyncIterator[pb.RunRequest], context: Any) -> AsyncIterator[pb.RunResponse]:  # noqa: ARG002 - gRPC's names
@@ -259,7 +260,7 @@ class BundleServicer(stubs.BundleServiceServicer):
 
 
 class _Calls:
-    """The calls of one stream, as its server sees them."""
+    """The calls of one stream in the server."""
 
     def __init__(self, answer: Callable[[pb.Call], Awaitable[pb.Answer]]) -> None:
         self._answer = answer
@@ -268,7 +269,7 @@ class _Calls:
         self.more = asyncio.Event()
 
     async def read(self, requests: AsyncIterator[pb.RunRequest]) -> None:
-        """Begins and cancels calls as they are asked for."""
+        """Starts and cancels calls as requested."""
         async for request in requests:
             for call in request.calls:
                 self.running[call.id] = asyncio.create_task(self._run(call), name=f"bundled{call.method}")

@@ -1,4 +1,4 @@
-"""Calling: deadline, trace context and credential on every call, typed failures back."""
+"""Client calls with deadline, trace context and credential; failures are typed."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ OPTIONS: list[tuple[str, int]] = [
 
 
 def channel(address: str, *, largest_answer: int = MAX_MESSAGE_BYTES) -> Channel:
-    """A channel to `host:port`; connects when first used and reconnects by itself.
+    """A channel to `host:port`, which connects on first use and reconnects automatically.
 
     Args:
         address: `host:port`.
-        largest_answer: Bytes of a message from there; a call whose answer is larger fails.
+        largest_answer: Maximum size of an answer in bytes.
     """
-    # Of an option that is given twice, grpc takes the first.
+    # grpc uses the first value of a repeated option.
     options = [("grpc.max_receive_message_length", largest_answer), *OPTIONS]
     return grpc.aio.insecure_channel(address, options=options)
 
 
 def shown(token: str | None) -> tuple[tuple[str, str], ...]:
-    """Metadata that shows a credential."""
+    """Metadata with a credential."""
     return ((TOKEN_KEY, token),) if token else ()
 
 
@@ -51,7 +51,7 @@ def _metadata(token: str | None) -> tuple[tuple[str, str], ...]:
 
 
 async def connected(channel: Channel, *, seconds: float) -> bool:
-    """Whether a channel's server is there, waited for so long."""
+    """Whether the server of a channel becomes reachable within the given time."""
     try:
         async with asyncio.timeout(seconds):
             await channel.channel_ready()
@@ -73,17 +73,17 @@ async def call(
     """Makes one unary call.
 
     Args:
-        method: A stub's method.
-        request: Its message.
-        reply: The class of its answer.
-        timeout: Seconds after which it fails with code `deadline_exceeded`.
-        peer: Who is called, for messages: `tools`.
-        wait: Whether to wait for a server that is not up, and to ask again when it goes away meanwhile, until the time is over. Only
-            for what may be asked twice.
-        token: The credential that the callee checks; None shows none.
+        method: Method of a stub.
+        request: Request message.
+        reply: Class of the answer.
+        timeout: Seconds until the call fails with code `deadline_exceeded`.
+        peer: Name of the server for messages, such as `tools`.
+        wait: Whether to wait for a server that is not up, and to retry when it goes away, until the timeout. Only for
+            idempotent calls.
+        token: Credential for the server; None sends none.
 
     Raises:
-        FailureError: The call failed; carries the server's failure, or one made from the status.
+        FailureError: The call failed; has the server's failure, or one derived from the status.
     """
     ends = time.monotonic() + timeout
     while True:
@@ -107,7 +107,9 @@ async def stream(
     peer: str,
     token: str | None = None,
 ) -> AsyncIterator[Reply]:
-    """Makes one server-streaming call and yields its answers; leaving the loop cancels it. Raises as `call` does."""
+    """Makes one server-streaming call and yields its answers; closing the iterator cancels the call. Raises as `call`
+    does.
+    """
     pending = method(request, timeout=timeout, metadata=_metadata(token))
     try:
         async for answer in pending:

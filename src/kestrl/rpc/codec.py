@@ -1,4 +1,4 @@
-"""Between domain data and messages: the only place that knows both. Token arrays travel as little-endian bytes."""
+"""Conversion between domain data and protobuf messages. Token arrays are encoded as little-endian bytes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from kestrl.episode import (
 from kestrl.errors import Boundary, Failure
 
 if sys.byteorder != "little":  # pragma: no cover - no supported machine is big-endian
-    raise ImportError("KestRL's wire format is little-endian, this machine is not")
+    raise ImportError("KestRL's wire format is little-endian, but this machine is big-endian")
 
 _BOUNDARIES: dict[Boundary, pb.Boundary.ValueType] = {
     member: pb.Boundary.Value(f"BOUNDARY_{member.name}") for member in Boundary
@@ -31,7 +31,7 @@ _BOUNDARIES_BACK = {value: member for member, value in _BOUNDARIES.items()}
 
 
 dump_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
-"""A value as JSON, as it travels. One encoder for all: `json.dumps` makes one a call when anything is asked of it."""
+"""Encodes a value as JSON for the wire. One shared encoder: `json.dumps` with options creates one per call."""
 
 
 def _load(text: str, default: Any) -> Any:
@@ -65,7 +65,7 @@ def policy_to_proto(policy: PolicyVersion | None) -> pb.PolicyVersion | None:
 
 
 def policy_from_proto(message: pb.PolicyVersion) -> PolicyVersion | None:
-    """The version, or None where the message was never set (the base model)."""
+    """The version, or None if the message is not set (the base model)."""
     if not message.sha256:
         return None
     return PolicyVersion(job=message.job, step=message.step, sha256=message.sha256)

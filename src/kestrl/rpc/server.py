@@ -1,4 +1,4 @@
-"""Serving: credential check, trace context, typed errors, health, and draining on SIGTERM and SIGINT."""
+"""gRPC server with credential check, trace context, typed errors, health, and draining on SIGTERM and SIGINT."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from kestrl.telemetry.names import Metric
 
 log = logging.getLogger(__name__)
 HEALTH_PREFIX = "/grpc.health."
-# The package has no types for its servicer, so it is taken as what it is.
+# The package has no types for its servicer.
 health: Any = import_module("grpc_health.v1.health")
 health_grpc: Any = import_module("grpc_health.v1.health_pb2_grpc")
 
@@ -60,20 +60,20 @@ class _Calls:
         self.ended[method, failure] += 1
 
 
-class _Door(grpc.aio.ServerInterceptor):
-    """What every call passes: credential, trace context, the translation of errors, and the count of them."""
+class _Interceptor(grpc.aio.ServerInterceptor):
+    """Interceptor of every call: checks the credential, sets the trace context, converts and counts errors."""
 
     def __init__(self, component: str, tokens: Sequence[str]) -> None:
-        """`tokens` are those that callers may show; without any, nobody is asked."""
+        """`tokens` are the accepted credentials; if empty, every call is accepted."""
         self._component = component
         self._tokens = [token.encode() for token in tokens]
         self._calls = _Calls()
 
     async def _admit(self, context: grpc.aio.ServicerContext[Any, Any]) -> None:
         shown = _carrier(context).get(TOKEN_KEY, "").encode()
-        # All are compared, each in constant time: how long it takes says nothing about any of them.
+        # All are compared, each in constant time, so that timing reveals nothing about them.
         if self._tokens and not sum(hmac.compare_digest(shown, token) for token in self._tokens):
-            message = f"the credential for calls to {self._component} is missing or another one's"
+            message = f"the credential for calls to {self._component} is missing or wrong"
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, message)
 
     def _failure(self, error: Exception) -> Failure:
@@ -109,7 +109,7 @@ class _Door(grpc.aio.ServerInterceptor):
         )
 
     async def _answered(self, method: str, carrier: Mapping[str, str], work: Callable[[], Awaitable[Any]]) -> Any:
-        """What a unary method answers, or the failure it ended with."""
+        """Answer of a unary method, or its failure."""
         token, failure = otel_context.attach(extract(carrier)), None
         self._calls.begins(method)
         try:
@@ -120,9 +120,10 @@ class _Door(grpc.aio.ServerInterceptor):
             task = asyncio.current_task()
             if task is None or task.cancelling():
                 raise
-            # Raised by what was called, though nobody cancelled it: without an answer its caller would wait in vain.
+            # Raised by the handler although nothing cancelled the call: without an answer its caller would wait until
+            # the timeout.
             failure = self._failure(KestrlError(f"{error!r}, though nothing cancelled it", code="internal"))
-        except Exception as error:  # noqa: BLE001 - the one door where any error becomes a typed failure
+        except Exception as error:  # noqa: BLE001 - the one interceptor where any error becomes a typed failure
             failure = self._failure(error)
         else:
             return answer
@@ -144,7 +145,7 @@ class _Door(grpc.aio.ServerInterceptor):
     async def bundled(
         self, handlers: Mapping[str, grpc.RpcMethodHandler[Any, Any]], call: bundle_pb2.Call
     ) -> bundle_pb2.Answer:
-        """Answers a call of a bundle by the method it names."""
+        """Answers a call of a bundle."""
 
         async def work() -> bytes:
             handler: Any = handlers.get(call.method)
@@ -170,27 +171,27 @@ class _Door(grpc.aio.ServerInterceptor):
     def _stream(self, method: str, inner: Any) -> Any:
         async def handle(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
             await self._admit(context)
-            # An async generator may be resumed in another context, so the token cannot be detached; the task ends with it.
+            # An async generator may resume in another context, so the token cannot be detached; it ends with the task.
             otel_context.attach(extract(_carrier(context)))
-            told = ""
+            outcome = ""
             self._calls.begins(method)
             try:
                 async for answer in inner(request, context):
                     yield answer
             except grpc.aio.AbortError:
                 raise
-            except Exception as error:  # noqa: BLE001 - the one door where any error becomes a typed failure
+            except Exception as error:  # noqa: BLE001 - the one interceptor where any error becomes a typed failure
                 failure = self._failure(error)
-                told = f"{failure.boundary}/{failure.code}"
+                outcome = f"{failure.boundary}/{failure.code}"
                 await _abort(context, failure)
             finally:
-                self._calls.ends(method, told)
+                self._calls.ends(method, outcome)
 
         return handle
 
 
 class _Methods:
-    """A server, as generated code adds methods to it; remembers them by their paths."""
+    """Wrapper of a server that records the methods that generated code adds, by path."""
 
     def __init__(self, server: grpc.aio.Server) -> None:
         self._server = server
@@ -214,31 +215,32 @@ async def serve(
     until: Awaitable[object] | None = None,
     bundles: bool = False,
 ) -> None:
-    """Serves until SIGTERM or SIGINT (or until `until` is done), then drains: unhealthy first, then `drain`, then the port.
+    """Serves until SIGTERM or SIGINT (or until `until` is done), then drains: unhealthy first, then `drain`, then the
+    port.
 
     Args:
-        component: Role and ordinal. Callers must show a credential for calls to this role, where this process has one to check.
+        component: Role and ordinal. Callers must send a credential for this role, if this process has one to check.
         listen: `host:port`.
-        register: Adds the services to the server.
-        drain: Awaited before the server stops taking calls away: finish or hand back what is in flight.
-        grace: Seconds that calls in flight get after `drain`.
-        until: Ends serving when done; its exception, if any, is raised here. On a signal it is awaited too, so `drain` must see
-            to it that it ends (cancelling it is one way).
-        bundles: Whether its unary methods may be called in bundles too; they then have no use for gRPC's context.
+        register: Callback that adds the services to the server.
+        drain: Awaited before the server stops accepting calls: finishes or returns work in progress.
+        grace: Seconds for calls in progress after `drain`.
+        until: Ends serving when done; its exception, if any, is raised here. It is also awaited after a signal, so
+            `drain` must make it end, for example by cancelling it.
+        bundles: Whether unary methods can also be called in bundles; they must not use gRPC's context then.
 
     Raises:
         UserInputError: The port is taken.
     """
     checked = [secret.here() for secret in checked_by(component.partition("-")[0])]
-    door = _Door(component, [token for token in checked if token])
+    interceptor = _Interceptor(component, [token for token in checked if token])
     server = grpc.aio.server(
-        interceptors=[door],
+        interceptors=[interceptor],
         options=[
             *OPTIONS,
             ("grpc.so_reuseport", 0),
             ("grpc.keepalive_permit_without_calls", 1),
-            # The clients' keepalive pings come every 30 s; by default a server takes pings of a quiet stream for an attack
-            # after 5 minutes' worth of patience and ends the connection.
+            # Clients send keepalive pings every 30 s; by default a server treats pings on a quiet stream as an attack
+            # after 5 minutes and closes the connection.
             ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
             ("grpc.http2.max_ping_strikes", 0),
         ],
@@ -248,16 +250,16 @@ async def serve(
     ending = asyncio.Event()
     if bundles:
         bundle_grpc.add_BundleServiceServicer_to_server(
-            BundleServicer(lambda call: door.bundled(methods.handlers, call), ending), server
+            BundleServicer(lambda call: interceptor.bundled(methods.handlers, call), ending), server
         )
     healthy = health.aio.HealthServicer()
     health_grpc.add_HealthServicer_to_server(healthy, server)
     try:
         bound = server.add_insecure_port(listen)
     except RuntimeError as error:
-        raise UserInputError(f"{component}: cannot listen on {listen}: the port is taken or not ours") from error
+        raise UserInputError(f"{component}: cannot listen on {listen}: the port is taken or not permitted") from error
     if bound == 0:
-        raise UserInputError(f"{component}: cannot listen on {listen}: the port is taken or not ours")
+        raise UserInputError(f"{component}: cannot listen on {listen}: the port is taken or not permitted")
     stopping = asyncio.Event()
     loop = asyncio.get_running_loop()
     for name in (signal.SIGTERM, signal.SIGINT):

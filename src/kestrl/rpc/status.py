@@ -1,4 +1,4 @@
-"""The table between failures and gRPC statuses, and the metadata key that carries a failure whole."""
+"""Mapping between failures and gRPC statuses, and the metadata key of a complete failure."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ RETRYABLE = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grp
 
 
 def failure_of(error: grpc.aio.AioRpcError, *, peer: str) -> Failure:
-    """What a failed call says: the failure that the server attached, or one made from the status."""
+    """Failure of a call: the one attached by the server, or one derived from the status."""
     for key, value in error.trailing_metadata() or ():
         if key == FAILURE_KEY and isinstance(value, bytes):
             return failure_from_proto(value)
@@ -38,6 +38,6 @@ def failure_of(error: grpc.aio.AioRpcError, *, peer: str) -> Failure:
 
 
 def went_away(error: grpc.aio.AioRpcError) -> bool:
-    """Whether a call failed because nobody was there to answer it, rather than by an answer."""
+    """Whether a call failed because the server was unreachable, rather than by its answer."""
     answered = any(key == FAILURE_KEY for key, _ in error.trailing_metadata() or ())
     return error.code() is grpc.StatusCode.UNAVAILABLE and not answered

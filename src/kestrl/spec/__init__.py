@@ -1,4 +1,4 @@
-"""`AgentRLJob`: the one object a person writes. Pure: nothing here touches a file, a process or a network."""
+"""The manifest `AgentRLJob`. Pure: no access to files, processes or networks."""
 
 from kestrl.spec.job import API_VERSION, KIND, AgentRLJob, JobSpec
 from kestrl.spec.load import ProblemsError, parse_job, read_job, with_overrides

@@ -1,4 +1,5 @@
-"""`spec.algorithm`, and the built-in algorithms as data: the parts of an algorithm by name, and the presets that bundle them.
+"""`spec.algorithm`, and the built-in algorithms as data: the parts of an algorithm by name, and the presets that bundle
+them.
 
 The learner implements each part under the same name; a contract test compares the two lists.
 """
@@ -23,7 +24,7 @@ KL_ESTIMATORS = ("k1", "k2", "k3")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Preset:
-    """A named bundle of parts and their settings; the manifest overrides each."""
+    """Named defaults of parts and their settings, each of which the manifest can override."""
 
     advantage: str = "grpo"
     loss: str = "ppo_clip"
@@ -31,9 +32,9 @@ class Preset:
     clip_low: float = 0.2
     clip_high: float = 0.28
     dynamic_sampling: bool = False
-    """Groups with equal rewards are replaced."""
+    """Whether groups with equal rewards are replaced."""
     source: str
-    """Paper or implementation that the bundle follows."""
+    """Paper or implementation of the preset."""
 
 
 PRESETS: dict[str, Preset] = {
@@ -92,67 +93,70 @@ KlEstimatorName = Annotated[str, *one_of(KL_ESTIMATORS)]
 
 
 class Clip(Model):
-    """The trust region of the ratio: [1 - low, 1 + high]. Each has the preset's value unless it is set."""
+    """Clip range of the ratio: [1 - low, 1 + high]. Defaults are those of the preset."""
 
     low: Annotated[float, Field(gt=0, le=1, strict=False)] | None = None
-    """How far below 1 the ratio counts; 1 sets no lower bound."""
+    """Distance of the lower bound from 1; 1 means no lower bound."""
     high: Positive | None = None
-    """How far above; more than `low` leaves unlikely tokens room to rise (DAPO's clip-higher)."""
+    """Distance of the upper bound from 1; a value above `low` lets unlikely tokens increase more (DAPO's
+    clip-higher)."""
     dual: Annotated[float, Field(gt=1, strict=False)] | None = None
-    """Dual clip c: a token with a negative advantage A costs at most -c A. Without it there is none."""
+    """Dual clip c: the loss of a token with a negative advantage A is at most -c A. Default: none."""
 
 
 class Kl(Model):
     """A penalty on the distance from the base model (the adapter switched off), added to the loss."""
 
     coefficient: NonNegative = 0.0
-    """0 computes no reference log-probabilities; above, a step needs one more forward pass."""
+    """Coefficient of the penalty; above 0, a step needs one more forward pass for reference log-probabilities."""
     estimator: KlEstimatorName = "k3"
-    """Of the KL divergence a token; k2 has the exact gradient on policy."""
+    """Estimator of the KL divergence per token; k2 has the exact gradient on policy."""
 
 
 class Algorithm(Model):
-    """How episodes become a gradient."""
+    """The training algorithm."""
 
     name: AlgorithmName = "grpo"
-    """A preset (`grpo`, `dapo`, `dr_grpo`, `gspo`, `cispo`, `rloo`, `reinforce++`), or a class by import path."""
+    """A preset (`grpo`, `dapo`, `dr_grpo`, `gspo`, `cispo`, `rloo`, `reinforce++`), or the import path of a class."""
     config: JsonObject = {}
     """Keyword arguments of a class by import path."""
     advantage: AdvantageName | None = None
-    """The advantage estimator; without it the preset's."""
+    """Advantage estimator. Default: the preset's."""
     loss: LossName | None = None
-    """The policy loss; without it the preset's."""
+    """Policy loss. Default: the preset's."""
     aggregation: AggregationName | None = None
-    """How token losses add up over the whole batch; without it the preset's. The horizon of `..._norm` is agent.maxTokens."""
+    """Aggregation of token losses over the whole batch. Default: the preset's. The horizon of `..._norm` is
+    agent.maxTokens."""
     kl: Kl = Kl()
     dynamic_sampling: bool | None = None
-    """Replace groups with equal rewards by other scenarios' groups; without it the preset's choice."""
+    """Whether groups with equal rewards are replaced by groups of other scenarios. Default: the preset's."""
     max_sampled_batches: Annotated[int, Field(ge=1, le=1000)] = 10
-    """With dynamic sampling: a step that refuses as many groups as this many batches hold ends the run."""
+    """With dynamic sampling: the run fails when one step has refused as many groups as this many batches contain."""
     group_size: Annotated[int, Field(ge=1, le=1024)] = 8
-    """Episodes of one scenario."""
+    """Episodes per scenario."""
     groups_per_step: Annotated[int, Field(ge=1, le=65_536)] = 8
-    """Scenarios of one optimiser step."""
+    """Scenarios per optimiser step."""
     learning_rate: Positive = 1.2e-5
-    """Of AdamW, after the warm-up; it is constant."""
+    """Constant learning rate of AdamW after the warm-up."""
     clip: Clip = Clip()
     max_staleness: Annotated[int, Field(ge=0, le=64)] = 0
-    """0: sample and train in turn. 1 or more: rollouts overlap training, and no group older than this many steps is trained on."""
+    """Maximum age in steps of a group in training. 0 alternates sampling and training; above 0, they overlap."""
     on_failed_episode: Literal["drop", "shrink"] = "drop"
-    """When an episode fails for a reason other than the policy: drop its group, or go on with the rest."""
+    """When an episode fails for a reason other than the policy: drop its group, or continue with the other episodes."""
     min_group_size: Annotated[int, Field(ge=1, le=1024)] = 2
-    """With `shrink`: fewer episodes than this drop the group."""
+    """With `shrink`: a group with fewer episodes is dropped."""
     max_failed_share: Annotated[float, Field(ge=0, le=1, strict=False)] = 0.2
-    """When more of a step's episodes than this fail for reasons other than the policy, the run stops."""
+    """Maximum share of a step's episodes that fail for reasons other than the policy; above it the run stops."""
     max_grad_norm: Positive = 1.0
-    """A longer gradient is scaled down to it."""
+    """Maximum norm of the gradient, which is scaled down to it."""
     weight_decay: NonNegative = 0.0
-    """AdamW's, decoupled."""
+    """Decoupled weight decay of AdamW."""
     warmup_steps: NonNegativeInt = 0
     """Steps over which the learning rate rises from 0."""
     importance_cap: Positive | None = 2.0
     """Bound C of the token importance weights (TIS) when staleness is above 0."""
     logprob_gap_bound: Positive | None = None
-    """Largest accepted mean gap between learner and engine on policy, in nats a token; without it 1e-3 for float32, 0.1 for bfloat16.
+    """Maximum mean log-prob gap between learner and engine on policy, in nats per token. Default: 1e-3 for float32, 0.1
+    for bfloat16.
 
-    The bounds of the gap's 99th percentile, its maximum and the effective sample size follow from it."""
+    The bounds of the 99th percentile, the maximum and the effective sample size are derived from it."""

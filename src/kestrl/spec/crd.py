@@ -1,7 +1,7 @@
-"""The CustomResourceDefinition of AgentRLJob, from the same models that `kestrl run` reads. Pure.
+"""The CustomResourceDefinition of AgentRLJob, generated from the models of the manifest. Pure.
 
-Kubernetes wants a structural schema: no references, no unions of types, `nullable` instead of null. What its schema cannot say is said
-by CEL rules, with the same words as `rules.py` where both can say it; what neither can say, the operator tells in a condition.
+Kubernetes requires a structural schema: no references, no unions of types, `nullable` instead of null. Other rules are
+CEL expressions, with the messages of `rules.py` where both exist; the operator reports all others in a condition.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from kestrl.spec.status import JobStatus
 GROUP, VERSION = "kestrl.dev", "v1alpha1"
 PLURAL, SINGULAR, SHORT = "agentrljobs", "agentrljob", "arlj"
 LONGEST_STRING, LONGEST_LIST, LARGEST_MAP = 2048, 64, 64
-"""Bounds where the models have none: without them Kubernetes must assume the worst of what a rule costs."""
+"""Bounds for fields without one in the models; Kubernetes estimates the cost of CEL rules from them."""
 KEPT = (
     "type", "description", "enum", "pattern", "minimum", "maximum", "minLength", "maxLength", "minItems", "maxItems", "format",
     "x-kubernetes-list-type", "x-kubernetes-list-map-keys",
 )  # fmt: skip
-"""Keywords that mean the same in both languages."""
+"""Keywords with the same meaning in both schema dialects."""
 IDENTITY = ("model", "data", "agent", "tools", "rewards", "sampling", "algorithm")
-"""What makes a run what it is: another one is another job."""
+"""Immutable parts of the spec, which identify a run."""
 COLUMNS = (
     ("Phase", "string", ".status.shown.phase"),
     ("Step", "string", ".status.shown.step"),
@@ -38,7 +38,7 @@ COLUMNS = (
 
 
 def rule(expression: str, message: str, path: str | None = None) -> dict[str, str]:
-    """A CEL rule; `path` is the field it is told at."""
+    """A CEL rule; `path` is the reported field."""
     return {"rule": expression, "message": message} | ({} if path is None else {"fieldPath": path})
 
 
@@ -113,7 +113,7 @@ PLACED_RULES: Mapping[tuple[str, ...], tuple[dict[str, str], ...]] = {
     ("spec", "failurePolicy", "rules", "[]"): (
         rule(
             "!has(self.role) || self.role == 'learner' || !self.reason.contains('/')",
-            "the learner alone tells of a failure by boundary/code; remove role, or name how a container ends, such as OOMKilled",
+            "only the learner reports failures as boundary/code; remove role, or name a container's reason such as OOMKilled",
             ".role",
         ),
     ),
@@ -122,13 +122,13 @@ PLACED_RULES: Mapping[tuple[str, ...], tuple[dict[str, str], ...]] = {
         rule("!has(self.ruler)", "language-model judges are not available yet; use a rule", ".ruler"),
     ),
 }
-"""By where they stand in the schema; `[]` is a list's item."""
+"""CEL rules by their position in the schema; `[]` is an item of a list."""
 DURATION_UNITS = r"^(?:\d+(?:\.\d+)?(?:ms|s|m|h))+$"
-"""Where CEL compares durations there are no days: it knows hours at the most."""
+"""Duration units where CEL compares durations, which has no days."""
 
 
 def crd() -> dict[str, Any]:
-    """The whole object."""
+    """The CustomResourceDefinition as an object."""
     spec = structural(JobSpec.model_json_schema(by_alias=True), ("spec",))
     status = structural(JobStatus.model_json_schema(by_alias=True), ("status",))
     strings = {"type": "string"}
@@ -165,7 +165,7 @@ def crd() -> dict[str, Any]:
                     "schema": {
                         "openAPIV3Schema": {
                             "type": "object",
-                            "description": "The whole loop of training a tool-using agent, in one object.",
+                            "description": "A training run of a tool-using language-model agent.",
                             "required": ["spec"],
                             "properties": {
                                 "apiVersion": strings,
@@ -177,7 +177,7 @@ def crd() -> dict[str, Any]:
                             "x-kubernetes-validations": [
                                 rule(
                                     "size(self.metadata.name) <= 40",
-                                    "metadata.name may have 40 characters: the names of pods are made of it",
+                                    "metadata.name can have at most 40 characters, since names of pods are derived from it",
                                 ),
                                 rule(
                                     "self.metadata.name.matches('^[a-z]([-a-z0-9]*[a-z0-9])?$')",
@@ -194,10 +194,10 @@ def crd() -> dict[str, Any]:
 
 
 def crd_yaml() -> str:
-    """The object as the chart carries it."""
+    """The CustomResourceDefinition as YAML for the chart."""
 
     class Plain(yaml.SafeDumper):
-        """Writes the same thing twice rather than an anchor."""
+        """YAML dumper without anchors."""
 
         def ignore_aliases(self, data: Any) -> bool:  # noqa: ARG002 - PyYAML's signature
             return True
@@ -206,7 +206,7 @@ def crd_yaml() -> str:
 
 
 def structural(schema: Mapping[str, Any], path: tuple[str, ...]) -> dict[str, Any]:
-    """A JSON schema in the form that Kubernetes takes."""
+    """Converts a JSON schema to a structural schema."""
     return _convert(schema, schema.get("$defs", {}), path)
 
 
@@ -234,7 +234,7 @@ def _convert(given: Mapping[str, Any], definitions: Mapping[str, Any], path: tup
 def _complete(
     made: dict[str, Any], node: Mapping[str, Any], definitions: Mapping[str, Any], path: tuple[str, ...]
 ) -> None:
-    """What a node of its type has inside, and its bounds."""
+    """Adds contents and bounds according to the type of the node."""
     kind = made.get("type")
     if kind == "object":
         _fill_object(made, node, definitions, path)
@@ -267,7 +267,7 @@ def _fill_object(
 
 
 def _union(node: Mapping[str, Any], definitions: Mapping[str, Any], path: tuple[str, ...]) -> dict[str, Any]:
-    """`X | None` is X that may be left out; of other unions Kubernetes' schema can say nothing."""
+    """Converts `X | None` to an optional X; other unions have no structural schema."""
     kinds = [kind for kind in node["anyOf"] if kind.get("type") != "null"]
     outer = {name: node[name] for name in ("description",) if name in node}
     made = _convert(kinds[0], definitions, path) if len(kinds) == 1 else {"x-kubernetes-preserve-unknown-fields": True}
@@ -276,21 +276,21 @@ def _union(node: Mapping[str, Any], definitions: Mapping[str, Any], path: tuple[
 
 
 def _default(node: Mapping[str, Any], made: Mapping[str, Any], path: tuple[str, ...]) -> Any:
-    """What the apiserver is to fill in; None for nothing. A status is what was observed: nothing is filled in there."""
+    """Default for the API server to fill in, or None. A status has observations only, and no defaults."""
     default = node.get("default")
     if default is None or path[0] == "status":
         return None
     if made.get("type") == "object":
-        # Written out, though the apiserver would fill an empty one in: it tries its rules on the default as it stands.
+        # Written out in full, since the API server evaluates rules on the default as it is.
         properties: Mapping[str, Mapping[str, Any]] = made.get("properties", {})
         return {name: inner["default"] for name, inner in properties.items() if "default" in inner}
     if made.get("type") == "string" and isinstance(default, int | float):
-        return format_duration(float(default))  # the models hold seconds, the manifest writes 30s
+        return format_duration(float(default))  # seconds in the models, 30s in the manifest
     return default
 
 
 def _resolved(node: Mapping[str, Any], definitions: Mapping[str, Any]) -> dict[str, Any]:
-    """The node with its reference followed; what stands beside the reference wins."""
+    """The node with its reference resolved; keywords next to the reference take precedence."""
     merged = dict(node)
     while "$ref" in merged:
         target = definitions[str(merged.pop("$ref")).rpartition("/")[2]]

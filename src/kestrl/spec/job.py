@@ -1,6 +1,6 @@
-"""The models of `AgentRLJob`, field by field. camelCase in the manifest, snake_case here; unknown fields are refused.
+"""The models of `AgentRLJob`. Fields are camelCase in the manifest and snake_case here; unknown fields are refused.
 
-Cross-field rules are in `rules.py`, so that every problem of a manifest can be told at once.
+Cross-field rules are in `rules.py`, so that all problems of a manifest are reported at once.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ KIND = "AgentRLJob"
 
 
 class SecretRef(Model):
-    """A secret by reference: its keys become environment variables of the processes that need it."""
+    """Reference to a secret, whose keys become environment variables of the processes that need it."""
 
     name: Name
-    """Name of a Secret; on one machine of the file `NAME.env` beside the manifest, with NAME=VALUE a line."""
+    """Name of a Secret; on one machine, of the file `NAME.env` beside the manifest with one NAME=VALUE per line."""
 
 
 class Adapter(Model):
@@ -32,36 +32,36 @@ class Adapter(Model):
     alpha: Positive = 16.0
     """Scaling: the adapter's output is multiplied by alpha / rank."""
     targets: Literal["all-linear"] | list[Annotated[str, Field(min_length=1)]] = "all-linear"
-    """Modules that get an adapter: `all-linear`, or names such as q_proj."""
+    """Modules with an adapter: `all-linear`, or names such as q_proj."""
 
 
 class ModelSpec(Model):
-    """What is trained."""
+    """The model to train."""
 
     base: Address
-    """demo://NAME, hf://ORG/NAME, s3://..., pvc://..., or a path. Never written to."""
+    """Base model: demo://NAME, hf://ORG/NAME, s3://..., pvc://..., or a path. Read-only."""
     adapter: Adapter = Adapter()
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Precision of the base model, in the learner and in the engines."""
 
 
 class DataSet(Model):
-    """One data set."""
+    """A data set."""
 
     uri: Address
     """A .jsonl or .parquet file (path or file://), or demo://NAME/PATH."""
     size: PositiveInt | None = None
-    """Rows used; without it, all."""
+    """Number of rows to use. Default: all."""
 
 
 class Data(Model):
-    """What is attempted."""
+    """Training and validation data."""
 
     train: DataSet
     validation: DataSet | None = None
-    """Held out: evaluated before, during and after, never trained on."""
+    """Validation data: evaluated before, during and after training, never trained on."""
     seed: Annotated[int, Field(ge=0, le=LARGEST_SEED)] = 42
-    """Seeds the order of scenarios, the sampling and the adapter's initialisation."""
+    """Seed of the order of scenarios, of sampling, and of the adapter's initialisation."""
 
 
 class Template(Model):
@@ -77,28 +77,30 @@ LoopName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}$")]
 
 
 class Agent(Model):
-    """How a scenario is attempted."""
+    """The agent: loop, limits and template."""
 
     loop: LoopPath = "tool_agent"
-    """`tool_agent`, `single_turn`, or a class by import path (ours or one written for verl)."""
+    """`tool_agent`, `single_turn`, or the import path of a loop (for KestRL or for verl)."""
     loops: dict[LoopName, LoopPath] = {}
-    """Further loops by name. A row's `agent_name` selects one of these, or a built-in one; without it `loop` is used."""
+    """Additional loops by name. A row's `agent_name` selects one of these or a built-in loop; without it `loop` is
+    used."""
     config: JsonObject = {}
-    """Keyword arguments of the loop's class (or of the function, beside the conversation), the same for every episode."""
+    """Keyword arguments of the loop's class (or of its function, after the conversation), the same for every
+    episode."""
     max_turns: Annotated[int, Field(ge=1, le=10_000)] = 10
-    """Completions of one episode at the most."""
+    """Maximum completions of one episode."""
     max_tokens: Annotated[int, Field(ge=1, le=LARGEST_CONTEXT)] = 2048
-    """Sampled tokens of one episode at the most."""
+    """Maximum sampled tokens of one episode."""
     max_tokens_per_turn: Annotated[int, Field(ge=1, le=LARGEST_CONTEXT)] | None = None
-    """Sampled tokens of one turn at the most; without it only max_tokens bounds a turn."""
+    """Maximum sampled tokens of one turn. Default: limited by maxTokens only."""
     max_tool_tokens: Annotated[int, Field(ge=1, le=LARGEST_CONTEXT)] = 1024
-    """Longer observations are cut, with a marker."""
+    """Maximum tokens of an observation; longer ones are truncated with a marker."""
     max_parallel_calls: Annotated[int, Field(ge=1, le=1024)] = 8
-    """Tool calls of one turn that are carried out."""
+    """Maximum tool calls of one turn that are executed."""
     template: Template | None = None
     tool_call_format: Annotated[str, Field(pattern=TOOL_CALL_FORMAT)] | None = None
-    """How the model writes tool calls: hermes, qwen_xml, llama3_json, mistral, harmony, pythonic, or a format of your own by import
-    path. Without it the chat template decides; one whose format is unknown is refused when tools are offered."""
+    """Tool-call format: hermes, qwen_xml, llama3_json, mistral, harmony, pythonic, or the import path of a format.
+    Default: detected from the chat template; a template with an unknown format is refused if the job has tools."""
 
 
 ToolName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_-]{0,63}$")]
@@ -108,13 +110,14 @@ class Tool(Model):
     """One tool, or one environment whose methods are tools."""
 
     name: ToolName | None = None
-    """What the model calls it; of an environment, what rows call it. Without it the last part of `use`."""
+    """Name for the model; for an environment, the name in rows. Default: the last part of `use`."""
     use: ImportPath
-    """A function, a class whose instances are called, or an environment: a class whose methods are tools. One instance per episode."""
+    """Import path of a function, of a class whose instances are callable, or of an environment: a class whose methods
+    are tools. One instance per episode."""
     methods: Annotated[list[ToolName], Field(min_length=1, max_length=64)] | None = None
-    """The environment's methods that are tools; without it, of a class without `__call__`, all public ones."""
+    """Methods of the environment that are tools. Default: all public methods of a class without `__call__`."""
     config: JsonObject = {}
-    """Keyword arguments of the function or class, the same for every episode; rows cannot change them."""
+    """Keyword arguments of the function or class, the same for every episode; rows cannot override them."""
 
     @property
     def label(self) -> str:
@@ -123,28 +126,29 @@ class Tool(Model):
 
 
 class RulerSpec(Model):
-    """A language model that ranks the episodes of a group. Named here so that manifests are stable; not available yet."""
+    """A language-model judge that ranks the episodes of a group. Reserved; not available yet."""
 
     endpoint: Address
     """Base URL of an OpenAI-compatible server."""
     model: str
-    """As that server names it."""
+    """Model name on the server."""
     secret_ref: SecretRef | None = None
-    """Its credentials."""
+    """Credentials of the server."""
 
 
 class Reward(Model):
     """One component of the reward."""
 
     rule: str | None = None
-    """`exact_answer`, `flexible_answer`, `format`, `loop_reward` (what the agent loop returned), or a function by import path."""
+    """`exact_answer`, `flexible_answer`, `format`, `loop_reward` (the reward returned by the agent loop), or the import
+    path of a function."""
     config: JsonObject = {}
-    """Keyword arguments of the function, beside the attempt."""
+    """Additional keyword arguments of the function."""
     ruler: RulerSpec | None = None
     weight: Annotated[float, Field(strict=False)] = 1.0
-    """The reward of an episode is the weighted sum of its components."""
+    """Weight of the component; the reward of an episode is the weighted sum."""
     timeout: Duration = 10.0
-    """Time for one episode; past it the episode has no reward."""
+    """Time limit for one episode; after it the episode has no reward."""
 
     @model_validator(mode="after")
     def _one_kind(self) -> Self:
@@ -154,83 +158,87 @@ class Reward(Model):
 
 
 class Sampling(Model):
-    """How the policy is sampled in training. top_p is 1 and top_k is off, or the learner could not reproduce the log-probs."""
+    """Sampling in training. top_p is always 1 and top_k is off, since the learner must reproduce the log-probs."""
 
     temperature: Annotated[float, Field(ge=0, le=5, strict=False)] = 1.0
-    """The logits are divided by it, by engine and learner alike; above 0."""
+    """Divisor of the logits, in engine and learner; above 0."""
 
 
 class Schedule(Model):
-    """How long, and how often what."""
+    """Length of the run, and intervals."""
 
     epochs: PositiveInt = 1
-    """How often every scenario is attempted."""
+    """Passes over the training data."""
     max_steps: PositiveInt | None = None
-    """Optimiser steps at the most, whatever the epochs say."""
+    """Maximum number of optimiser steps."""
     stale_groups: Literal["release", "wait"] = "release"
-    """What becomes of a running group that the next version would make too old: `release` gives it up, to be attempted again; `wait` has the
-    step wait for it. Releasing is faster while engines have room, waiting spends no engine time in vain."""
+    """Handling of a running group that the next version would make too old: `release` cancels it for a later retry,
+    `wait` makes the step wait for it. `release` is faster while engines have capacity, `wait` wastes no engine time."""
     eval_every: PositiveInt | None = None
-    """Steps between evaluations; without it only before and after."""
+    """Steps between evaluations. Default: only before and after training."""
     checkpoint_every: PositiveInt = 10
-    """Steps between checkpoints; the last step and a drain are checkpointed, too."""
+    """Steps between checkpoints; there is also one at the last step and on a drain."""
     keep_checkpoints: PositiveInt = 2
-    """Newest checkpoints kept in storage."""
+    """Number of newest checkpoints kept in storage."""
     keep_adapters: PositiveInt | None = None
-    """Newest versions kept in storage, beside those that an engine serves or a checkpoint needs; without it all are kept."""
+    """Number of newest versions kept in storage, in addition to those in use by an engine or a checkpoint. Default:
+    all."""
     keep_episodes: PositiveInt | None = None
-    """Newest steps whose training episodes are kept in storage; without it all are kept."""
+    """Number of newest steps whose training episodes are kept in storage. Default: all."""
 
 
 class Accelerator(Model):
-    """What a component computes on."""
+    """Devices of a component."""
 
     profile: Name = "cpu"
-    """cpu, nvidia or ascend; a cluster may know others."""
+    """cpu, nvidia or ascend, or a profile of the cluster."""
     count: Annotated[int, Field(ge=1, le=64)] = 1
     """Devices per replica."""
 
 
 class Inference(Model):
-    """The engines."""
+    """The inference engines."""
 
     engine: Literal["vllm"] = "vllm"
-    """What serves the model."""
+    """Engine software."""
     replicas: Annotated[int, Field(ge=1, le=256)] = 1
-    """Engines, each with the whole model."""
+    """Number of engines, each with the whole model."""
     accelerator: Accelerator = Accelerator()
     context_length: Annotated[int, Field(ge=1, le=LARGEST_CONTEXT)] = 4096
-    """Tokens of one sequence at the most."""
+    """Maximum tokens of one sequence."""
     adapter_slots: Annotated[int, Field(ge=1, le=128)] = 4
-    """Adapter versions an engine holds at once; at least maxStaleness + 2."""
+    """Maximum adapter versions in an engine; at least maxStaleness + 2."""
     threads: Annotated[int, Field(ge=1, le=1024)] = 1
-    """CPU threads of one engine, on profile cpu. More of them than cores, over all engines, is several times slower."""
+    """CPU threads of one engine, on profile cpu. More threads than cores, over all engines, are several times
+    slower."""
     args: dict[str, str | int | float | bool] = {}
-    """Further arguments of the engine's server, such as `max-num-seqs: 64`; `true` gives a bare flag."""
+    """Additional arguments of the engine's server, such as `max-num-seqs: 64`; `true` is a flag without a value."""
 
 
 class Deadlines(Model):
-    """They nest: tool < turn < episode < group < step."""
+    """Deadlines, which must be nested: tool < turn < episode < group < step."""
 
     tool: Duration = 30.0
-    """Of one tool call; an episode's first, before which its tools are made, has as long again."""
+    """Deadline of one tool call; doubled for the first call of an episode, which creates the tools."""
     turn: Duration = 120.0
-    """Of one completion; a tool service that is being started again is waited for within it."""
+    """Deadline of one completion, also of waiting for a tool service that is restarting."""
     episode: Duration = 600.0
-    """Of all turns of an episode."""
+    """Deadline of all turns of an episode."""
     group: Duration | None = None
-    """The episodes and their scoring, once the last has a slot. Without it the episode's deadline plus every reward's timeout for each."""
+    """Deadline of the episodes of a group and their scoring, from when the last one has a slot. Default: the episode's
+    deadline plus the reward timeouts of every episode."""
     step: Duration | None = None
-    """A step's wait for its groups: then it trains on those that are whole, and the others are attempted again. Without it each group's own counts."""
+    """Deadline of a step's wait for groups: it then trains on complete groups, and the others are retried. Default: the
+    deadlines of the groups."""
 
 
 class Rollout(Model):
     """The rollout workers."""
 
     replicas: Annotated[int, Field(ge=1, le=1024)] = 1
-    """Workers; on a cluster the scale subresource sets it."""
+    """Number of workers; on a cluster set by the scale subresource."""
     concurrency: Annotated[int, Field(ge=1, le=16_384)] = 64
-    """Episodes one worker runs at once."""
+    """Concurrent episodes of one worker."""
     deadlines: Deadlines = Deadlines()
 
 
@@ -239,60 +247,69 @@ class Learner(Model):
 
     accelerator: Accelerator = Accelerator()
     threads: Annotated[int, Field(ge=1, le=1024)] | None = None
-    """CPU threads of one process; without it all cores."""
+    """CPU threads of one process. Default: all cores."""
 
 
 class Storage(Model):
-    """Where adapters, checkpoints and episodes go."""
+    """Storage of adapters, checkpoints and episodes."""
 
     uri: Address | None = None
-    """file://..., s3://bucket/prefix, gs://..., az://...; each run gets a folder beneath. Without it the run's own folder."""
+    """file://..., s3://bucket/prefix, gs://..., az://...; each run uses a folder in it. Default: the folder of the
+    run."""
     secret_ref: SecretRef | None = None
-    """A Secret of the job's namespace whose entries become environment variables, such as AWS_ACCESS_KEY_ID."""
+    """Secret in the job's namespace whose entries become environment variables, such as AWS_ACCESS_KEY_ID."""
     retry_timeout: DurationOrZero = 600.0
-    """How long the learner waits for a storage that does not answer (refused connections, 5xx) before the run stops. Refusals are not retried."""
+    """Maximum time that the learner waits for unavailable storage (refused connections, 5xx) before the run stops.
+    Refusals are not retried."""
 
 
 class Telemetry(Model):
-    """Where spans and metrics go."""
+    """Export of spans and metrics."""
 
     otlp: Address | None = None
-    """An OTLP/gRPC endpoint such as http://127.0.0.1:4317. The standard OTEL_* variables also work."""
+    """OTLP/gRPC endpoint such as http://127.0.0.1:4317. The standard OTEL_* variables also work."""
 
 
 class FailureRule(Model):
-    """What is done when a part of the job fails in a certain way; the first rule that fits counts."""
+    """Action for a kind of failure; the first matching rule applies."""
 
     role: Literal["inference", "rollout", "tools", "judge", "learner"] | None = None
-    """The part; without it any."""
+    """Role of the component. Default: any."""
     reason: Annotated[str, Field(pattern=r"^(\*|[A-Za-z]+|[a-z_]+/(\*|[a-z0-9_]+))$")] = "*"
-    """`OOMKilled` or `Error` of a container, or `boundary/code` of what the learner told, such as `engine/logprob_gap`; `*` is any."""
+    """`OOMKilled` or `Error` of a container, or `boundary/code` of a failure reported by the learner, such as
+    `engine/logprob_gap`; `*` matches any."""
     action: Literal["RestartComponent", "RestartJob", "Ignore", "Fail"]
-    """RestartComponent starts the learner again, RestartJob all pods, and Fail ends the job; Ignore starts the learner again without counting.
+    """RestartComponent restarts the learner, RestartJob all pods, Fail ends the job, and Ignore restarts the learner
+    without counting.
 
-    A container that ended is restarted in its pod whatever is written here, unless RestartJob or Fail is. Preemption and eviction never count."""
+    An ended container is always restarted in its pod, except for RestartJob and Fail. Preemption and eviction never
+    count."""
 
 
 class FailurePolicy(Model):
-    """What failures lead to, on a cluster."""
+    """Handling of failures on a cluster."""
 
     backoff_limit: NonNegativeInt = 3
-    """Restarts after the learner told of a failure, each after twice the wait of the one before; one more failure ends the job."""
+    """Maximum restarts after failures reported by the learner, with exponential back-off; one more failure ends the
+    job."""
     rules: list[FailureRule] = []
-    """Without a rule that fits, the learner is started again, and a container that ends by itself is restarted in its pod."""
+    """Rules by priority. Without a matching rule the learner is restarted, and a container that ends by itself is
+    restarted in its pod."""
 
 
 class Patch(Model):
-    """A change to the pods of one part, merged as `kubectl patch` does it: lists of containers, volumes and variables by their names."""
+    """A patch of the pods of one role, merged as by `kubectl patch`: lists of containers, volumes and variables by
+    name.
+    """
 
     role: Literal["inference", "rollout", "tools", "judge", "learner"]
-    """Whose pods."""
+    """Role of the pods."""
     template: JsonObject
-    """Of a PodTemplate: `metadata` (labels, annotations) and `spec`."""
+    """Fields of a PodTemplate: `metadata` (labels, annotations) and `spec`."""
 
 
 class JobSpec(Model):
-    """What a person wants."""
+    """Desired state of a job."""
 
     model: ModelSpec
     data: Data
@@ -308,22 +325,22 @@ class JobSpec(Model):
     storage: Storage = Storage()
     telemetry: Telemetry = Telemetry()
     suspend: bool = False
-    """Drain, checkpoint and release everything until it is false again."""
+    """Whether to suspend the job: drain, checkpoint and release all pods until it is false."""
     failure_policy: FailurePolicy = FailurePolicy()
     patches: list[Patch] = []
-    """On a cluster: whatever a pod should have that nothing above has a word for, such as requests, affinity or a volume.
+    """Patches of pods on a cluster, for settings without a field of their own, such as requests, affinity or volumes.
 
-    On one machine only the variables that a container takes from secrets count: `envFrom` and `env` with a secretKeyRef, from `NAME.env`."""
+    On one machine only variables from secrets apply: `envFrom` and `env` with a secretKeyRef, read from `NAME.env`."""
     pending_deadline: DurationOrZero | None = None
-    """A job whose pods could not start for so long is failed (on a cluster); without it it waits."""
+    """Time after which a job fails if its pods have not started (on a cluster). Default: no limit."""
     active_deadline: Duration | None = None
-    """The run is failed after so long."""
+    """Maximum duration of the run, after which it fails."""
     ttl_after_finished: DurationOrZero | None = None
-    """The object is deleted so long after it finished (on a cluster)."""
+    """Time after the end of the job when the object is deleted (on a cluster). Default: never."""
 
 
 class Metadata(BaseModel):
-    """The part of Kubernetes' ObjectMeta that KestRL reads; the rest is kept, not looked at."""
+    """The part of Kubernetes' ObjectMeta that KestRL reads; other fields are ignored."""
 
     model_config = ConfigDict(frozen=True, extra="allow")
     name: JobName
@@ -333,7 +350,7 @@ class Metadata(BaseModel):
 
 
 class AgentRLJob(Model):
-    """The whole loop in one object."""
+    """A training run of a tool-using language-model agent."""
 
     api_version: Literal["kestrl.dev/v1alpha1"]
     kind: Literal["AgentRLJob"]

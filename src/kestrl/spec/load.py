@@ -1,4 +1,4 @@
-"""From YAML and `--set` overrides to a checked job, telling every problem at once with its path and the mend."""
+"""Loads a job from YAML and `--set` overrides, and reports all problems at once with path and fix."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from kestrl.spec.job import AgentRLJob
 from kestrl.spec.rules import Problem, check
 
 UNREADABLE = (yaml.YAMLError, ValueError, RecursionError)
-"""Errors of PyYAML on text that is not YAML; impossible dates and endless numbers are ValueErrors, deep nesting is a RecursionError."""
+"""Errors of PyYAML for invalid YAML; invalid dates and numbers are ValueErrors, deep nesting is a RecursionError."""
 LONGEST_SHOWN = 200
 
 
 class ProblemsError(UserInputError):
-    """A manifest that cannot be used, with everything that is wrong."""
+    """An invalid manifest, with all problems."""
 
     def __init__(self, problems: Sequence[Problem]) -> None:
         super().__init__("\n".join(str(problem) for problem in problems))
@@ -34,13 +34,15 @@ def _path(location: Sequence[int | str]) -> str:
     for part in location:
         if isinstance(part, int):
             path += f"[{part}]"
-        elif "[" not in part:  # pydantic adds the names of union members and validators; they are not the user's fields
+        elif (
+            "[" not in part
+        ):  # pydantic adds names of union members and validators, which are not fields of the manifest
             path += f".{part}" if path else part
     return path
 
 
 def _fields_at(location: Sequence[int | str]) -> list[str]:
-    """The fields the manifest may have at a place, for suggestions."""
+    """Fields of the manifest at a location, for suggestions."""
     model: type[BaseModel] | None = AgentRLJob
     for part in location:
         if isinstance(part, int):
@@ -56,7 +58,7 @@ def _fields_at(location: Sequence[int | str]) -> list[str]:
 
 
 def _inner_model(annotation: Any) -> type[BaseModel] | None:
-    """The model inside `Model | None` or `list[Model]`."""
+    """Model inside `Model | None` or `list[Model]`."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     for inner in typing.get_args(annotation):
@@ -71,8 +73,8 @@ def _explain(error: ErrorDetails) -> Problem:
     path = _path(location)
     if error["type"] == "extra_forbidden":
         near = difflib.get_close_matches(str(location[-1]), known := _fields_at(location[:-1]), n=1)
-        mend = f"did you mean {near[0]}?" if near else f"known here: {', '.join(known)}" if known else "remove it"
-        return Problem(path, f"unknown field; {mend}")
+        fix = f"did you mean {near[0]}?" if near else f"known here: {', '.join(known)}" if known else "remove it"
+        return Problem(path, f"unknown field; {fix}")
     if error["type"] == "missing":
         return Problem(path, "is required; add it")
     message = error["msg"].removeprefix("Value error, ")
@@ -106,7 +108,7 @@ def parse_job(document: Any) -> AgentRLJob:
 def with_overrides(document: Any, overrides: Sequence[str]) -> Any:
     """The manifest with `path=value` overrides applied; values are YAML: `algorithm.groupSize=4`.
 
-    Paths are beneath `spec`, but for those that begin with `metadata.`.
+    Paths are relative to `spec`, except those that begin with `metadata.`.
 
     Raises:
         ProblemsError: An override is malformed.
@@ -155,7 +157,7 @@ def _assign(document: Any, path: str, value: Any) -> None:
 
 
 def _key(place: Any, part: str) -> str | int | None:
-    """How `part` names something in `place`: an index of a list, a key of an object, or nothing."""
+    """Index or key that `part` means in `place`; None if there is none."""
     if isinstance(place, list):
         return int(part) if part.isdigit() and int(part) < len(cast("Sequence[Any]", place)) else None
     return part if isinstance(place, dict) else None

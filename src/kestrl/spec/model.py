@@ -1,4 +1,4 @@
-"""What the models of a manifest have in common: strictness, names, and bounded numbers."""
+"""Base of the manifest's models: strictness, names, and bounded numbers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pydantic.alias_generators import to_camel
 
 
 class Model(BaseModel):
-    """Frozen, camelCase outside, unknown fields refused, no silent conversion between types."""
+    """Base model: frozen, camelCase aliases, refuses unknown fields, no implicit type conversion."""
 
     model_config = ConfigDict(
         frozen=True,
@@ -24,11 +24,11 @@ class Model(BaseModel):
 
 
 LARGEST_INT = 2**31 - 1
-"""The largest count or size without a maximum of its own."""
+"""Upper bound of counts and sizes without their own maximum."""
 LARGEST_CONTEXT = 16 * 1024 * 1024
 """Tokens."""
 LARGEST_SEED = 2**53 - 1
-"""The largest integer that every JSON reader keeps exactly."""
+"""Largest integer that every JSON parser represents exactly."""
 PositiveInt = Annotated[int, Field(ge=1, le=LARGEST_INT)]
 NonNegativeInt = Annotated[int, Field(ge=0, le=LARGEST_INT)]
 Positive = Annotated[float, Field(gt=0, strict=False)]

@@ -1,4 +1,4 @@
-"""Rules across fields: small pure functions from a spec to problems, each with the mend."""
+"""Cross-field rules: pure functions from a spec to problems, each with its fix."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from kestrl.spec.job import FailureRule, JobSpec
 from kestrl.spec.scalars import format_duration
 
 ENGINE_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""What vLLM's --max-lora-rank accepts."""
+"""Values accepted by vLLM's --max-lora-rank."""
 BUILT_IN_LOOPS = ("tool_agent", "single_turn")
 BUILT_IN_RULES = ("exact_answer", "flexible_answer", "format", "loop_reward")
 
 
 class Problem(NamedTuple):
-    """One thing wrong with a manifest."""
+    """A problem of a manifest."""
 
     path: str
-    """Such as spec.algorithm.groupSize."""
+    """Field path such as spec.algorithm.groupSize."""
     message: str
-    """What is wrong and the mend."""
+    """What is wrong and how to fix it."""
 
     def __str__(self) -> str:
         return f"{self.path}: {self.message}"
@@ -87,7 +87,7 @@ def adapter_can_be_proved(spec: JobSpec) -> Iterator[Problem]:
     if isinstance(targets, list) and any(target.rpartition(".")[2] == "lm_head" for target in targets):
         yield Problem(
             "spec.model.adapter.targets",
-            "lm_head is not applied by vLLM where it computes the log-probs of a prompt, so no version could be proved; leave it out",
+            "lm_head is not applied by vLLM when it computes prompt log-probs, so no version could be verified; remove it",
         )
 
 
@@ -120,7 +120,7 @@ def loop_is_known(spec: JobSpec) -> Iterator[Problem]:
                 f"{path!r} is not one of {', '.join(BUILT_IN_LOOPS)}, nor an import path package.module:Class",
             )
     if loop in BUILT_IN_LOOPS and spec.agent.config:
-        yield Problem("spec.agent.config", f"{loop} takes none: remove it, or name a loop of your own")
+        yield Problem("spec.agent.config", f"{loop} takes no config; remove it, or use your own loop")
 
 
 def rewards_are_known(spec: JobSpec) -> Iterator[Problem]:
@@ -133,11 +133,11 @@ def rewards_are_known(spec: JobSpec) -> Iterator[Problem]:
                 f"{reward.rule!r} is not one of {', '.join(BUILT_IN_RULES)}, nor an import path package.module:function",
             )
         if reward.rule in BUILT_IN_RULES and reward.config:
-            yield Problem(f"spec.rewards[{index}].config", f"{reward.rule} takes none; remove it")
+            yield Problem(f"spec.rewards[{index}].config", f"{reward.rule} takes no config; remove it")
         if reward.rule == "loop_reward" and spec.agent.loop in BUILT_IN_LOOPS:
             yield Problem(
                 f"spec.rewards[{index}].rule",
-                f"{spec.agent.loop} returns no reward: name a loop of your own in agent.loop, or another rule",
+                f"{spec.agent.loop} returns no reward; set agent.loop to your own loop, or use another rule",
             )
 
 
@@ -178,15 +178,16 @@ RESERVED_ARGS = {
         "ssl-certfile", "ssl-ca-certs", "enable-lora", "lora-modules", "logprobs-mode",
         "generation-config",
     ),
-    "remove it: KestRL sets it itself",
+    "remove it; KestRL sets it",
 )  # fmt: skip
-"""Arguments of the engine's server on which the guard before its control routes, verified adapters or exact log-probs rest, with the fix."""
+"""Reserved arguments of the engine's server, with the fix: access control, adapter verification and exact log-probs
+depend on them."""
 
 
 def engine_args_are_free(spec: JobSpec) -> Iterator[Problem]:
     for name in spec.inference.args:
         flag = name.lstrip("-").replace("_", "-").lower().partition("=")[0].partition(".")[0].removeprefix("no-")
-        # argparse takes a prefix of a flag for the flag.
+        # argparse accepts prefixes of flags.
         reserved = next((known for known in RESERVED_ARGS if known.startswith(flag)), None)
         if reserved is not None:
             yield Problem(f"spec.inference.args.{name}", f"--{reserved} is reserved; {RESERVED_ARGS[reserved]}")
@@ -195,7 +196,9 @@ def engine_args_are_free(spec: JobSpec) -> Iterator[Problem]:
 def a_wait_for_pods_can_end(spec: JobSpec) -> Iterator[Problem]:
     limit, active = spec.pending_deadline, spec.active_deadline
     if limit == 0:
-        yield Problem("spec.pendingDeadline", "0s fails every job, for pods take time to start; name one such as 30m")
+        yield Problem(
+            "spec.pendingDeadline", "0s fails every job, since pods take time to start; use a value such as 30m"
+        )
     elif limit is not None and active is not None and limit >= active:
         yield Problem(
             "spec.pendingDeadline",
@@ -207,23 +210,23 @@ def failure_rules_can_fit(spec: JobSpec) -> Iterator[Problem]:
     rules = spec.failure_policy.rules
     for index, rule in enumerate(rules):
         path = f"spec.failurePolicy.rules[{index}]"
-        boundary, told, _ = rule.reason.partition("/")
-        if told and boundary not in set(Boundary):
-            yield Problem(
-                f"{path}.reason", f"{boundary!r} is no boundary of a failure; there are {', '.join(Boundary)}"
-            )
-        elif told and rule.role not in {None, "learner"}:
+        boundary, code, _ = rule.reason.partition("/")
+        if code and boundary not in set(Boundary):
+            yield Problem(f"{path}.reason", f"{boundary!r} is not a failure boundary; use one of {', '.join(Boundary)}")
+        elif code and rule.role not in {None, "learner"}:
             yield Problem(
                 f"{path}.role",
-                "the learner alone tells of a failure by boundary/code; remove role, or name how a container ends, such as OOMKilled",
+                "only the learner reports failures as boundary/code; remove role, or name a container's reason such as OOMKilled",
             )
         first = next((number for number, other in enumerate(rules[:index]) if _covers(other, rule)), None)
         if first is not None:
-            yield Problem(path, f"is never reached: rules[{first}] fits whatever it fits; move it up or remove it")
+            yield Problem(
+                path, f"is never reached, since rules[{first}] matches the same failures; move it up or remove it"
+            )
 
 
 def _covers(one: FailureRule, other: FailureRule) -> bool:
-    """Whether a rule fits whatever another fits."""
+    """Whether a rule matches every failure that another one matches."""
     reasons = one.reason in {"*", other.reason} or (
         one.reason.endswith("/*") and other.reason.startswith(one.reason[:-1])
     )
@@ -247,7 +250,7 @@ def patches_are_of_templates(spec: JobSpec) -> Iterator[Problem]:
 def the_learner_has_one_device(spec: JobSpec) -> Iterator[Problem]:
     count = spec.learner.accelerator.count
     if count > 1:
-        yield Problem("spec.learner.accelerator.count", f"the learner computes on one device, not {count}; use 1")
+        yield Problem("spec.learner.accelerator.count", f"the learner supports one device, not {count}; use 1")
 
 
 RULES: tuple[Rule, ...] = (
@@ -273,5 +276,5 @@ RULES: tuple[Rule, ...] = (
 
 
 def check(spec: JobSpec) -> list[Problem]:
-    """Every problem across fields, in the order of the rules."""
+    """All cross-field problems, in the order of the rules."""
     return [problem for rule in RULES for problem in rule(spec)]

@@ -19,7 +19,7 @@ def parse_duration(value: Any) -> float:
     """Seconds of a Go-style duration such as `30s`, `2m`, `1h30m`, `1d`.
 
     Raises:
-        ValueError: It is not one, or it is longer than ten years or shorter than a millisecond without being `0s`.
+        ValueError: The text is not a duration, or the duration is above ten years, or below a millisecond and not `0s`.
     """
     if not isinstance(value, str) or not DURATION.fullmatch(value):
         shown = repr(value)
@@ -40,15 +40,15 @@ def _longer_than_nothing(seconds: float) -> float:
 
 
 def _check_json(value: Any, path: str) -> None:
-    """Checks that a value is JSON, since that is how components receive it.
+    """Checks that a value has a JSON form, in which components receive it.
 
     Raises:
-        ValueError: With the place inside the value.
+        ValueError: The value has none; the message has the path inside the value.
     """
     if isinstance(value, dict):
         for key, inner in cast(Any, value).items():
             if not isinstance(key, str):
-                raise ValueError(f"{path}: the key {key!r} is no string; quote it")
+                raise ValueError(f"{path}: the key {key!r} is not a string; quote it")
             _check_json(key, path)
             _check_json(inner, f"{path}.{key}")
     elif isinstance(value, list):
@@ -56,23 +56,23 @@ def _check_json(value: Any, path: str) -> None:
             _check_json(inner, f"{path}[{index}]")
     elif isinstance(value, float):
         if not math.isfinite(value):
-            raise ValueError(f"{path}: {value} is no JSON number; write a finite one, or a string")
+            raise ValueError(f"{path}: {value} is not a JSON number; write a finite one, or a string")
     elif isinstance(value, str):
         if any(0xD800 <= ord(character) <= 0xDFFF for character in value):
-            raise ValueError(f"{path}: holds a lone surrogate, which is no character; remove it")
+            raise ValueError(f"{path}: holds a lone surrogate, which is not a character; remove it")
     elif not isinstance(value, bool | int | None):
         raise ValueError(f"{path}: {value!r} is a {type(value).__name__}, which JSON does not have; quote it")
 
 
 def json_object(value: dict[str, Any]) -> dict[str, Any]:
-    """A map that JSON can hold; raises ValueError with the place that it cannot."""
+    """Checks that a map has a JSON form; raises ValueError with the path of the problem."""
     for name, inner in value.items():
         _check_json(inner, name)
     return value
 
 
 def format_duration(seconds: float) -> str:
-    """The duration as written in a manifest."""
+    """Formats a duration as in a manifest."""
     if seconds != int(seconds):
         return f"{round(seconds * 1000)}ms"
     rest = int(seconds)
@@ -96,16 +96,16 @@ Duration = Annotated[DurationOrZero, AfterValidator(_longer_than_nothing)]
 """Seconds above 0, written as a Go-style string."""
 
 JsonObject = Annotated[dict[str, Any], AfterValidator(json_object)]
-"""A map of JSON values, which reaches components as it is written."""
+"""A map of JSON values, passed to components unchanged."""
 
 ImportPath = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$")]
 """`package.module:Name`."""
 
 Name = Annotated[str, Field(pattern=r"^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?$")]
-"""A DNS label, as Kubernetes wants names."""
+"""A DNS label, as required for Kubernetes names."""
 
 JobName = Annotated[str, Field(pattern=r"^[a-z]([-a-z0-9]{0,61}[a-z0-9])?$")]
-"""A DNS label that begins with a letter, as Kubernetes wants the names of Services, which are made of it."""
+"""A DNS label that begins with a letter, as required for the Services named after the job."""
 
 Address = Annotated[str, Field(min_length=1)]
 """A path, or scheme://..."""

@@ -1,6 +1,7 @@
-"""What the operator writes of a job, from what it observed.
+"""Status of an AgentRLJob, as observed by the operator.
 
-Only its life is read again: that it has ended (`Succeeded`, `finishedAt`), that it was suspended, and since when it runs (`startedAt`).
+The operator only reads back the lifecycle: whether the job has ended (`Succeeded`, `finishedAt`), was suspended, and
+when it started (`startedAt`).
 """
 
 from __future__ import annotations
@@ -12,39 +13,39 @@ from pydantic import Field
 from kestrl.spec.model import Model
 
 Time = Annotated[str, Field(json_schema_extra={"format": "date-time"})]
-"""RFC 3339, as Kubernetes writes it."""
+"""Time in RFC 3339, as in Kubernetes."""
 
 
 class Condition(Model):
-    """One thing that is true, false or not known of the job, as Kubernetes has conditions."""
+    """A Kubernetes condition: true, false or unknown."""
 
     type: Annotated[str, Field(max_length=316)]
     status: Literal["True", "False", "Unknown"]
     reason: Annotated[str, Field(pattern=r"^[A-Z][A-Za-z0-9]*$", max_length=128)]
-    """From the closed list in docs/conditions.md."""
+    """Reason from the closed list in docs/conditions.md."""
     message: Annotated[str, Field(max_length=32768)] = ""
-    """For people: what is wrong and what to do."""
+    """Human-readable message: what is wrong and how to fix it."""
     observed_generation: int = 0
-    """The generation of the spec that this was seen for."""
+    """Generation of the spec for which the condition was observed."""
     last_transition_time: Time
 
 
 class PolicyStatus(Model):
-    """One policy version."""
+    """A policy version."""
 
     version: str
-    """Its name, such as email-search.14.1f0c2a9b7d3e."""
+    """Name of the version, such as email-search.14.1f0c2a9b7d3e."""
     parent: str | None = None
-    """The version it was trained from."""
+    """Version from which it was trained."""
     step: int
     sha256: str
     uri: str | None = None
     converged_at: Time | None = None
-    """When every engine had proved it."""
+    """Time at which every engine had verified it."""
 
 
 class ResultStatus(Model):
-    """The adapter that a job ended with, as `summary.json` names it."""
+    """Final adapter of a job, as in `summary.json`."""
 
     version: str
     sha256: str
@@ -52,45 +53,45 @@ class ResultStatus(Model):
 
 
 class EngineStatus(Model):
-    """One engine, as its agent told."""
+    """An engine, as reported by its agent."""
 
     name: str
     version: str | None = None
-    """The newest version that it has proved."""
+    """Newest version that the engine has verified."""
     lag: int = 0
     """Steps behind the newest published version."""
     state: str = ""
     message: str = ""
-    """Why it is behind, if it is."""
+    """Why the engine is behind, if it is."""
 
 
 class ProgressStatus(Model):
-    """How far the learner is, as it told."""
+    """Progress reported by the learner."""
 
     step: int = 0
     total_steps: int = 0
     reward: float | None = None
-    """Mean over the last episodes."""
+    """Mean reward of the last episodes."""
     answer_correct: float | None = None
     episodes_per_second: float | None = None
     tokens_per_second: float | None = None
     eta_seconds: int | None = None
     failures: dict[str, int] = Field(default_factory=dict[str, int])
-    """By boundary/code."""
+    """Failures by boundary/code."""
 
 
 class Shown(Model):
-    """What `kubectl get` prints: derived, never branched on."""
+    """Columns of `kubectl get`, derived from other fields."""
 
     phase: str = ""
     step: str = ""
-    """Such as 14/40."""
+    """Step and total, such as 14/40."""
     policy: str = ""
-    """Such as v14."""
+    """Policy version, such as v14."""
     converged: str = ""
-    """Engines that have proved the newest version, such as 2/2."""
+    """Engines that have verified the newest version, such as 2/2."""
     lag: int = 0
-    """Steps that the engine furthest behind lags."""
+    """Lag of the slowest engine in steps."""
     reward: str = ""
 
 
@@ -107,11 +108,12 @@ class JobStatus(Model):
     shown: Shown = Shown()
     progress: ProgressStatus = ProgressStatus()
     policy: PolicyStatus | None = None
-    """The newest version that every engine has proved."""
+    """Newest version that every engine has verified."""
     result: ResultStatus | None = None
-    """The adapter of a job that has succeeded. Of the last version nobody waits for every engine's proof: `policy` may be older."""
+    """Adapter of a succeeded job. It may be newer than `policy`, since a job does not wait for every engine to verify
+    the last version."""
     history: Annotated[list[PolicyStatus], Field(max_length=10)] = Field(default_factory=list[PolicyStatus])
-    """The last versions, newest first."""
+    """Last versions, newest first."""
     engines: Annotated[
         list[EngineStatus],
         Field(
@@ -119,9 +121,9 @@ class JobStatus(Model):
         ),
     ] = Field(default_factory=list[EngineStatus])
     rollout_replicas: int = 0
-    """Observed, for the scale subresource."""
+    """Observed number of workers, for the scale subresource."""
     rollout_selector: str = ""
     started_at: Time | None = None
     finished_at: Time | None = None
     restarts: int = 0
-    """Of the whole job, against its back-off."""
+    """Restarts of the job that count towards `backoffLimit`."""

@@ -1,4 +1,4 @@
-"""Object storage through obstore: `file://`, `s3://`, `gs://`, `az://`; and what an adapter is when it lies there."""
+"""Object storage through obstore (`file://`, `s3://`, `gs://`, `az://`), and the layout of adapters in it."""
 
 from kestrl.storage.adapters import (
     AdapterManifest,

@@ -1,4 +1,6 @@
-"""Adapters in storage: published files first, manifest last; read only through the manifest (design.md, invariant 4)."""
+"""Adapters in storage: files are uploaded first, the manifest last; readers start from the manifest (design.md,
+invariant 4).
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ from kestrl.storage.objects import ObjectStore
 MANIFEST = "manifest.json"
 WEIGHTS = "adapter_model.safetensors"
 PIECE_BYTES = 1024 * 1024
-"""Written at once: ext4 of Linux 6.18 takes 7 ms for 20 MB in pieces of this size, and 57 ms where they come whole."""
+"""Size of one write: ext4 of Linux 6.18 takes 7 ms for 20 MB in pieces of this size, and 57 ms in one piece."""
 
 
 def largest_gap(ours: Sequence[float], theirs: Sequence[float]) -> float:
@@ -25,25 +27,29 @@ def largest_gap(ours: Sequence[float], theirs: Sequence[float]) -> float:
 
 
 class Probe(BaseModel):
-    """A fixed sequence with the learner's log-probabilities: what an engine must reproduce to prove that it serves the version."""
+    """A fixed sequence with the learner's log-probabilities, which an engine must reproduce to verify that it serves
+    the version.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
-    """Natural log-prob of token i+1 given the tokens up to i, at temperature 1, under this version: len(token_ids) - 1."""
+    """Natural log-prob of token i+1 given the tokens up to i, at temperature 1, under this version: len(token_ids) -
+    1."""
     base_logprobs: tuple[float, ...]
-    """The same under the base model: an engine that answers these has not applied the adapter."""
+    """The same under the base model; an engine with these log-probs has not applied the adapter."""
 
     def apart(self, other: Probe) -> float | None:
-        """Largest difference of two versions' log-probs, in nats: where it is below an engine's bound, its proof cannot tell them apart.
+        """Largest log-prob difference of two versions in nats; below an engine's bound, its check cannot distinguish
+        them.
 
-        None where their sequences differ, as those of a run that is resumed by another version of KestRL may.
+        None if their sequences differ, as after an upgrade of KestRL.
         """
         return largest_gap(self.logprobs, other.logprobs) if self.token_ids == other.token_ids else None
 
 
 class AdapterManifest(BaseModel):
-    """What readers trust."""
+    """Manifest of an adapter, written after all of its files."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     job: str
@@ -51,13 +57,13 @@ class AdapterManifest(BaseModel):
     sha256: str
     """Digest of `adapter_model.safetensors`."""
     files: dict[str, str]
-    """Every file's SHA-256, by name."""
+    """SHA-256 of every file, by name."""
     base_model: str
     rank: int
     alpha: float
     targets: tuple[str, ...]
     parent: str | None
-    """`PolicyVersion.name` of the version it was trained from."""
+    """`PolicyVersion.name` of the parent version."""
     probe: Probe
     schema_version: int = 1
 
@@ -67,7 +73,7 @@ class AdapterManifest(BaseModel):
 
 
 def adapter_folder(policy: PolicyVersion) -> str:
-    """The folder of a version beneath a run's storage: never used twice, since it names the bytes."""
+    """Folder of a version in the storage of a run; unique, since it contains the digest."""
     return f"adapters/{policy.step:06d}-{policy.sha256[:12]}"
 
 
@@ -76,12 +82,15 @@ def digest(content: bytes | memoryview) -> str:
 
 
 def publish_adapter(store: ObjectStore, files: Mapping[str, bytes], manifest: AdapterManifest) -> str:
-    """Uploads the files, then the manifest, and returns the folder's address. Publishing the same bytes again is no error.
+    """Uploads the files, then the manifest, and returns the folder's address. Publishing the same content again is not
+    an error.
 
-    The manifest is written only where there is none: of two learners that publish different files as one version, one fails.
+    The manifest is only written if it does not exist: if two learners publish different files as one version, one of
+    them fails.
 
     Raises:
-        StorageError: The store refused, the manifest does not describe the files, or the version exists with others (code `exists`).
+        StorageError: The store refused, the manifest does not match the files, or the version exists with other files
+            (code `exists`).
     """
     if {name: digest(content) for name, content in files.items()} != manifest.files:
         raise StorageError(f"manifest of {manifest.policy.name} does not describe its files", code="digest_mismatch")
@@ -91,7 +100,7 @@ def publish_adapter(store: ObjectStore, files: Mapping[str, bytes], manifest: Ad
     try:
         store.put(f"{folder}/{MANIFEST}", manifest.model_dump_json().encode(), create=True)
     except StorageError as error:
-        # A resumed run publishes its newest version again; and a write whose answer was lost is found done when asked again.
+        # A resumed run publishes its newest version again, and a retried write may already have succeeded.
         if error.code != "exists" or read_manifest(store, folder).files != manifest.files:
             raise
     return store.address(folder)
@@ -101,7 +110,7 @@ def read_manifest(store: ObjectStore, folder: str = "") -> AdapterManifest:
     """Reads a version's manifest.
 
     Raises:
-        StorageError: Missing (the version was never published whole) or malformed.
+        StorageError: The manifest is missing (the version was not completely published) or malformed.
     """
     path = f"{folder}/{MANIFEST}" if folder else MANIFEST
     content = store.get(path)
@@ -112,10 +121,10 @@ def read_manifest(store: ObjectStore, folder: str = "") -> AdapterManifest:
 
 
 def fetch_adapter(store: ObjectStore, target: Path, folder: str = "") -> AdapterManifest:
-    """Downloads a version into a new local folder, every digest checked, nothing visible there until all is well.
+    """Downloads a version into a new local folder and verifies every digest; the folder appears only when complete.
 
     Raises:
-        StorageError: Something is missing or a digest differs (code `digest_mismatch`).
+        StorageError: A file is missing or a digest differs (code `digest_mismatch`).
     """
     manifest = read_manifest(store, folder)
     partial = target.with_name(target.name + ".partial")
@@ -133,13 +142,14 @@ def fetch_adapter(store: ObjectStore, target: Path, folder: str = "") -> Adapter
 
 
 def _download(store: ObjectStore, path: str, target: Path) -> str:
-    """Copies an object into a file and returns its digest."""
+    """Downloads an object to a file and returns its digest."""
     content = store.view(path)
     if len(content) <= PIECE_BYTES:
         _write(target, content)
         return digest(content)
     with ThreadPoolExecutor(1) as writer:
-        # Written while the digest is taken: both let go of the interpreter. A small one takes less time than a thread does to start.
+        # Written while the digest is computed: both release the GIL. A small file takes less time than starting a
+        # thread.
         written = writer.submit(_write, target, content)
         taken = digest(content)
         written.result()

@@ -1,4 +1,4 @@
-"""A thin door to obstore: paths under one prefix, bytes in and out, typed errors, bounded time."""
+"""A thin wrapper of obstore: paths under one prefix, bytes in and out, typed errors, bounded time."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ RETRIES: RetryConfig = {
     "backoff": {"init_backoff": timedelta(milliseconds=100), "max_backoff": timedelta(seconds=5), "base": 2},
     "retry_timeout": timedelta(seconds=60),
 }
-"""A store that answers 5xx, or nothing, is asked again for a minute; then the failure is told."""
+"""Requests without an answer or with a 5xx are retried for a minute; then the failure is raised."""
 REQUEST_SECONDS = 60
 REFUSED = re.compile(r"status code: 40[13]\b")
-"""How obstore tells of a listing that is not allowed; other requests have a type for it."""
+"""Text of obstore's error for a forbidden listing; other requests have an error type."""
 ATTEMPTS = re.compile(r" in \S+s, after \d+ retries, max_retries: \d+, retry_timeout: \S+ +")
 CAUSE = re.compile(r'\bmessage: "(?P<message>[^"]+)"')
 STATUS = re.compile(r"status code: (?P<status>\d{3})\b")
 LATER = frozenset({408, 425, 429})
-"""HTTP statuses below 500 that say: not now."""
+"""HTTP statuses below 500 of temporary failures."""
 OS_ERROR = re.compile(r"\(os error (?P<number>\d+)\)")
 AWAY = frozenset(
     {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENOTCONN, errno.EREMOTEIO}
 )
-"""What a network file system answers while its server is away."""
+"""Errors of a network file system while its server is unavailable."""
 S3_ERROR = re.compile(r"<Error>\s*<Code>(?P<code>[^<]*)</Code>\s*<Message>(?P<message>[^<]*)</Message>")
 
 
 def _client() -> ClientConfig:
-    # Who names an endpoint without TLS means it: a store on the loopback or inside a cluster.
+    # An endpoint without TLS is intended: a store on loopback or inside a cluster.
     plain = os.environ.get("AWS_ENDPOINT_URL", os.environ.get("AWS_ENDPOINT", "")).startswith("http://")
     return {"connect_timeout": "5s", "timeout": f"{REQUEST_SECONDS}s", "allow_http": plain}
 
@@ -50,8 +50,8 @@ class ObjectStore:
     """Objects under one address. Paths are relative, with `/`.
 
     Args:
-        uri: The address; a plain path is one too.
-        create: Whether a local folder that is missing is made.
+        uri: Address, or a plain path.
+        create: Whether a missing local folder is created.
 
     Raises:
         UserInputError: The address cannot be opened.
@@ -78,26 +78,26 @@ class ObjectStore:
         return f"{self.uri}/{path}"
 
     def check(self) -> None:
-        """Asks the store once, so that what a person has to fix is reported before anything starts.
+        """Sends one request, so that configuration errors are reported before anything starts.
 
         Raises:
-            PlaceError: The bucket or the right to it is missing.
-            StorageUnavailable: It does not answer.
+            PlaceError: The bucket does not exist or is not accessible.
+            StorageUnavailable: The store does not answer.
         """
         self.list("checkpoints")
 
     def put(self, path: str, content: bytes, *, create: bool = False) -> None:
-        """Writes an object whole; readers see the old one or the new one, never a part.
+        """Writes an object atomically; readers see the old or the new content.
 
         Args:
-            path: Where.
-            content: What.
-            create: Only if there is none yet; the store decides, so of two writers one wins.
+            path: Path of the object.
+            content: Content of the object.
+            create: Only if the object does not exist; decided by the store, so one of two writers succeeds.
 
         Raises:
-            PlaceError: It is full, read-only, not ours or not there.
-            StorageUnavailable: It does not answer for now.
-            StorageError: There is one already (code `exists`), or the store refused for another reason.
+            PlaceError: The store is full, read-only, not accessible or does not exist.
+            StorageUnavailable: The store is temporarily unavailable.
+            StorageError: The object exists (code `exists`), or the store refused for another reason.
         """
         try:
             obstore.put(self._store, path, content, mode="create" if create else "overwrite")
@@ -108,18 +108,18 @@ class ObjectStore:
 
     def _refused(self, verb: str, path: str, error: Exception) -> PlaceError | StorageError:
         where = self.address(path)
-        told = _short(error)
+        answer = _short(error)
         if isinstance(error, PermissionDeniedError | UnauthenticatedError) or REFUSED.search(str(error)):
             return PlaceError(
-                f"{where}: access is denied; check the credentials (AWS_ACCESS_KEY_ID and the like): {told}"
+                f"{where}: access is denied; check the credentials (AWS_ACCESS_KEY_ID and the like): {answer}"
             )
-        if "NoSuchBucket" in told:
+        if "NoSuchBucket" in answer:
             return PlaceError(f"{where}: there is no such bucket; create it, or name another in storage.uri")
         kind = StorageUnavailable if self._may_pass(error) else StorageError
-        return place_error(error, where) or kind(f"cannot {verb} {where}: {told}")
+        return place_error(error, where) or kind(f"cannot {verb} {where}: {answer}")
 
     def _may_pass(self, error: Exception) -> bool:
-        """Whether the same request may succeed later."""
+        """Whether a later retry of the request may succeed."""
         text = str(error)
         if is_local(self.uri):
             named = OS_ERROR.search(text)
@@ -129,21 +129,21 @@ class ObjectStore:
         if answered is not None:
             status = int(answered["status"])
             return status >= 500 or status in LATER
-        # Of what is no answer, only the transport's failures come as this type.
+        # Without an answer, only failures of the transport have this type.
         return isinstance(error, GenericError)
 
     def get(self, path: str) -> bytes:
-        """Reads an object whole.
+        """Reads an object.
 
         Raises:
-            PlaceError: It is not ours, or there is no such bucket.
-            StorageUnavailable: The store does not answer for now.
+            PlaceError: The store is not accessible, or the bucket does not exist.
+            StorageUnavailable: The store is temporarily unavailable.
             StorageError: The object is missing (code `not_found`), or the store refused.
         """
         return bytes(self.view(path))
 
     def view(self, path: str) -> memoryview:
-        """Reads an object whole, without a copy of it: of 20 MB that would take twice as long as to read them. Raises as `get` does."""
+        """Reads an object without copying it, which takes a third of the time for 20 MB. Raises as `get` does."""
         try:
             return memoryview(obstore.get(self._store, path).bytes())
         except FileNotFoundError as error:
@@ -175,7 +175,7 @@ class ObjectStore:
             raise self._refused("list", prefix, error) from error
 
     def delete(self, path: str) -> None:
-        """Removes an object; a missing one is no error."""
+        """Deletes an object; a missing one is not an error."""
         try:
             obstore.delete(self._store, path)
         except FileNotFoundError:
@@ -185,7 +185,7 @@ class ObjectStore:
 
 
 def _short(error: Exception) -> str:
-    """What the store answered, or why it could not be asked; without the request and the count of attempts."""
+    """Answer of the store, or reason of a failed request, without the request and the number of attempts."""
     text, _, source = str(error).partition("\n\nDebug source")
     answered = S3_ERROR.search(text)
     if answered is not None:

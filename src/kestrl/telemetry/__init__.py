@@ -18,17 +18,17 @@ from opentelemetry.util.types import AttributeValue
 
 from kestrl.errors import KestrlError
 from kestrl.telemetry.names import Attr
-from kestrl.telemetry.roots import ROOT
+from kestrl.telemetry.root_ids import ROOT
 
 if TYPE_CHECKING:
-    from kestrl.telemetry.children import Pipeline
+    from kestrl.telemetry.child_spans import Pipeline
 
 __all__ = ["beginning", "current_trace_id", "set_up", "span", "trace_headers", "within"]
 
 TRACER = "kestrl"
 _tracer = trace.get_tracer(TRACER)
 _pipeline: Pipeline | None = None
-"""The way of spans that have a parent, once spans are exported."""
+"""Pipeline of child spans, once spans are exported."""
 
 
 def set_up(
@@ -53,7 +53,7 @@ def set_up(
 
     resource = resource_of(component, job=job, run=run)
     if exports:
-        global _pipeline  # as the provider: one a process
+        global _pipeline  # one per process, as the provider
         _pipeline = export_spans(resource, endpoint, tracer=TRACER)
     if metrics_listen is not None:
         serve_metrics(resource, metrics_listen, exports=exports, endpoint=endpoint)
@@ -69,7 +69,7 @@ def _start(name: str, attributes: Mapping[str, AttributeValue] | None) -> Span:
 class span:  # noqa: N801 - used as a verb: `with span(...)`
     """A span around a piece of work. A `KestrlError` marks it with its boundary and code; every error marks it failed.
 
-    A class, since one span is made a call of a model or tool, and two generators around it cost as much as the span.
+    A class, since every call of a model or tool makes a span, and two generators would cost as much as the span.
     """
 
     __slots__ = ("_attributes", "_name", "_span", "_token")
@@ -96,7 +96,7 @@ class span:  # noqa: N801 - used as a verb: `with span(...)`
 
 @contextmanager
 def within(traceparent: str) -> Generator[None]:
-    """What is traced in the block belongs to this W3C context."""
+    """Spans in the block are children of this W3C context."""
     token = context.attach(extract({"traceparent": traceparent}))
     try:
         yield
@@ -106,23 +106,25 @@ def within(traceparent: str) -> Generator[None]:
 
 @contextmanager
 def beginning(traceparent: str) -> Generator[None]:
-    """The first span of the block is the very one that this W3C context names: the root of a trace whose ids were known before it."""
+    """The first span of the block gets the ids of this W3C context: the root of a trace whose ids are known in
+    advance.
+    """
     _, trace_id, span_id, _ = traceparent.split("-")
-    told = ROOT.set((int(trace_id, 16), int(span_id, 16)))
+    token = ROOT.set((int(trace_id, 16), int(span_id, 16)))
     try:
         yield
     finally:
-        ROOT.reset(told)
+        ROOT.reset(token)
 
 
 def current_trace_id() -> str:
-    """The trace id at hand as 32 hex digits, or empty when nothing is traced."""
+    """Current trace id as 32 hex digits; empty if nothing is traced."""
     context = trace.get_current_span().get_span_context()
     return f"{context.trace_id:032x}" if context.is_valid else ""
 
 
 def trace_headers() -> dict[str, str]:
-    """The W3C headers for an HTTP request made now; empty when nothing is traced."""
+    """W3C headers for an HTTP request; empty if nothing is traced."""
     headers: dict[str, str] = {}
     inject(headers)
     return headers

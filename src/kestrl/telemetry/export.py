@@ -1,4 +1,4 @@
-"""The SDK half of telemetry, imported only when something is really sent or served."""
+"""The part of telemetry that imports the SDK; loaded only if spans or metrics are exported."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from prometheus_client import start_http_server
 
 from kestrl.errors import UserInputError
-from kestrl.telemetry.children import Pipeline
+from kestrl.telemetry.child_spans import Pipeline
 from kestrl.telemetry.encoding import Exporter
 from kestrl.telemetry.names import Attr
-from kestrl.telemetry.roots import ROOT
+from kestrl.telemetry.root_ids import ROOT
 
 
 def resource_of(component: str, *, job: str, run: str) -> Resource:
-    """What every span and metric of a process says of it."""
+    """Resource of a process in spans and metrics."""
     role = component.partition("-")[0]
     return Resource.create(
         {"service.name": f"kestrl-{role}", "service.instance.id": component, Attr.JOB: job, Attr.RUN: run}
@@ -33,15 +33,15 @@ def resource_of(component: str, *, job: str, run: str) -> Resource:
 
 
 class RootIds(RandomIdGenerator):
-    """Random ids, but those of a root that was named."""
+    """Generates random ids, except for a root span with given ids."""
 
     def generate_trace_id(self) -> int:
-        """Asked for spans without a parent only."""
+        """Called for spans without a parent only."""
         named = ROOT.get()
         return super().generate_trace_id() if named is None else named[0]
 
     def generate_span_id(self) -> int:
-        """The named root's once: its children have their own."""
+        """Id of the given root once; its children get random ids."""
         named = ROOT.get()
         if named is None:
             return super().generate_span_id()
@@ -52,7 +52,7 @@ class RootIds(RandomIdGenerator):
 def export_spans(resource: Resource, endpoint: str | None, *, tracer: str) -> Pipeline | None:
     """Sends spans to `endpoint`, or to where the OTEL_* variables say.
 
-    Returns the way there for `tracer`'s spans beneath a sampled one; None when OTEL_TRACES_SAMPLER wants to be asked about those too.
+    Returns the pipeline for child spans of `tracer`; None if OTEL_TRACES_SAMPLER is not parent-based.
     """
     ids, scope = RootIds(), InstrumentationScope(tracer, "")
     provider = TracerProvider(resource=resource, id_generator=ids)
@@ -66,7 +66,8 @@ def export_spans(resource: Resource, endpoint: str | None, *, tracer: str) -> Pi
 
 
 def serve_metrics(resource: Resource, listen: str, *, exports: bool, endpoint: str | None) -> None:
-    """Serves the metrics of this process for Prometheus, memory and CPU among them; with `exports` they also go where spans go.
+    """Serves metrics of this process for Prometheus, including memory and CPU; with `exports` also sends them to the
+    endpoint of spans.
 
     Raises:
         UserInputError: The port is taken.

@@ -1,6 +1,6 @@
-"""Metrics are read, not pushed: a service says once where a number can be looked up, and pays only when somebody looks.
+"""Metrics by callback: a service registers a function per metric, which is only called when metrics are read.
 
-Without `set_up` there is nobody who looks, and nothing of the SDK is imported.
+Without `set_up` nothing is read, and the SDK is not imported.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ _meter = metrics.get_meter("kestrl")
 
 
 def observe(instrument: Instrument, read: Callable[[], Values]) -> None:
-    """Offers a metric.
+    """Registers a metric.
 
     Args:
-        instrument: Which.
-        read: Gives its value now; of a metric with labels, the values by label (by tuples of them, where there are several). It is
-            called from another thread, so it must only look.
+        instrument: The metric.
+        read: Returns the current value; for a metric with labels, the values by label (by tuples of several labels). It
+            is called from another thread, so it must not modify anything.
     """
 
     def look(_options: CallbackOptions) -> Iterable[Observation]:
@@ -36,7 +36,7 @@ def _observations(instrument: Instrument, values: Values) -> Iterable[Observatio
     if not isinstance(values, Mapping):
         yield Observation(values)
         return
-    # A copy: the service goes on while its numbers are read.
+    # A copy, since the service runs while its numbers are read.
     for labels, value in dict(values).items():
         given: tuple[str, ...] = (labels,) if isinstance(labels, str) else labels
         yield Observation(value, dict(zip(instrument.labels, given, strict=True)))

@@ -1,4 +1,4 @@
-"""Every span, attribute and metric name, in one place. GenAI semantic conventions where they have a word for it."""
+"""All names of spans, attributes and metrics. Names of the GenAI semantic conventions where they exist."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from typing import NamedTuple
 
 
 class SpanName:
-    """Spans, named after domain verbs. The tree, on a cluster beneath the operator's first `reconcile` of the job:
+    """Names of spans. The tree, on a cluster below the operator's first `reconcile` of the job:
 
     job > group > episode > model_call, tool_call > tool_execute
                 > score
         > step > update, publish > load > prove
         > evaluate > group > ..., checkpoint
 
-    A group hangs on the job, not on a step: with staleness it may run through several.
+    A group is a child of the job, not of a step, since with staleness it may span several steps.
     """
 
     JOB = "kestrl.job"
@@ -61,97 +61,101 @@ class Attr:
 
 
 class Instrument(NamedTuple):
-    """A metric. On the Prometheus endpoint dots are underscores, and a counter ends in `_total`."""
+    """A metric. On the Prometheus endpoint dots are underscores, and the names of counters end in `_total`."""
 
     name: str
     description: str
     unit: str = "1"
     labels: tuple[str, ...] = ()
     counts: bool = False
-    """Whether it only grows."""
+    """Whether it is a counter."""
 
 
 class Metric:
-    """Every metric: of all services, then by the service that has it."""
+    """All metrics: those of every service, then by service."""
 
     RPC_RUNNING = Instrument("kestrl.rpc.running", "Calls being answered", labels=("method",))
     RPC_CALLS = Instrument(
         "kestrl.rpc.calls", "Calls answered; failure is boundary/code", labels=("method", "failure"), counts=True
     )
 
-    RECONCILES = Instrument("kestrl.operator.reconciles", "Passes over jobs", labels=("result",), counts=True)
-    OPERATOR_QUEUE = Instrument("kestrl.operator.queue", "Jobs that wait for a pass, now or later")
-    OPERATOR_LEADER = Instrument("kestrl.operator.leader", "Whether this replica leads")
-    OPERATOR_REQUESTS = Instrument("kestrl.operator.requests", "Requests to the apiserver, watches aside", counts=True)
-    OPERATOR_FOLLOWED = Instrument("kestrl.operator.followed", "Learners whose progress is listened to")
+    RECONCILES = Instrument("kestrl.operator.reconciles", "Reconciles of jobs", labels=("result",), counts=True)
+    OPERATOR_QUEUE = Instrument("kestrl.operator.queue", "Jobs in the work queue")
+    OPERATOR_LEADER = Instrument("kestrl.operator.leader", "Whether this replica is the leader")
+    OPERATOR_REQUESTS = Instrument(
+        "kestrl.operator.requests", "Requests to the API server, without watches", counts=True
+    )
+    OPERATOR_FOLLOWED = Instrument("kestrl.operator.followed", "Learners whose progress is streamed")
     OPERATOR_JOBS = Instrument("kestrl.operator.jobs", "Jobs", labels=("phase",))
-    OPERATOR_DEAF = Instrument("kestrl.operator.deaf", "Jobs that the watch did not tell of between two audits")
-    WATCH_AGE = Instrument("kestrl.operator.watch.age", "Since lists and watches were last compared", "s")
+    OPERATOR_STALE_WATCH = Instrument("kestrl.operator.deaf", "Jobs whose changes the watch missed between two audits")
+    WATCH_AGE = Instrument("kestrl.operator.watch.age", "Time since lists and watches were last compared", "s")
 
-    STEP = Instrument("kestrl.learner.step", "Optimiser steps done")
-    STEPS = Instrument("kestrl.learner.steps", "Optimiser steps in all")
-    POLICY = Instrument("kestrl.learner.policy", "Step of the newest version that engines have proved")
-    ENGINES_PROVED = Instrument("kestrl.learner.engines.proved", "Engines that have proved the newest version")
+    STEP = Instrument("kestrl.learner.step", "Finished optimiser steps")
+    STEPS = Instrument("kestrl.learner.steps", "Total optimiser steps")
+    POLICY = Instrument("kestrl.learner.policy", "Step of the newest version verified by engines")
+    ENGINES_PROVED = Instrument("kestrl.learner.engines.proved", "Engines that have verified the newest version")
     ENGINES = Instrument("kestrl.learner.engines", "Engines of the job")
     MEAN = Instrument("kestrl.learner.mean", "Means over the last episodes, such as reward", labels=("of",))
     TOKENS_PER_SECOND = Instrument(
-        "kestrl.learner.tokens_per_second", "Sampled tokens of the last step a second", "1/s"
+        "kestrl.learner.tokens_per_second", "Sampled tokens per second of the last step", "1/s"
     )
     STALENESS = Instrument("kestrl.learner.staleness", "Largest staleness of the last step's groups", "{step}")
     QUARANTINED = Instrument(
         "kestrl.learner.engines.quarantined",
-        "Versions that an engine could not prove, tried again later",
+        "Versions that an engine could not verify, to be retried",
         labels=("engine",),
     )
     GAP = Instrument(
         "kestrl.learner.logprob_gap",
-        "Of the last step's tokens, to the policies that sampled them",
+        "Log-prob gap of the last step's tokens to the policies that sampled them",
         labels=("statistic",),
     )
-    STEP_SECONDS = Instrument("kestrl.learner.step.seconds", "Parts of the last step", "s", ("part",))
-    ROWS_SKIPPED = Instrument("kestrl.learner.rows.skipped", "Rows whose prompts leave no room in the context")
-    GROUPS_RUNNING = Instrument("kestrl.learner.groups.running", "Groups at the workers")
-    ADMISSION = Instrument("kestrl.learner.admission", "Episodes that may run at once, as the engines' load allows")
-    GROUPS_READY = Instrument("kestrl.learner.groups.ready", "Groups that wait to be trained on")
+    STEP_SECONDS = Instrument("kestrl.learner.step.seconds", "Duration of the parts of the last step", "s", ("part",))
+    ROWS_SKIPPED = Instrument("kestrl.learner.rows.skipped", "Rows whose prompts do not fit the context")
+    GROUPS_RUNNING = Instrument("kestrl.learner.groups.running", "Groups in progress at the workers")
+    ADMISSION = Instrument("kestrl.learner.admission", "Maximum concurrent episodes for the engines' load")
+    GROUPS_READY = Instrument("kestrl.learner.groups.ready", "Groups waiting for training")
     PUBLISH_SECONDS = Instrument(
-        "kestrl.learner.publish.seconds", "From weights to engines that proved them, last time", "s"
+        "kestrl.learner.publish.seconds", "Duration of the last publication, from weights to verified engines", "s"
     )
     PROBE_DISTANCE = Instrument(
-        "kestrl.learner.probe.distance", "Of the newest version's probe log-probs from those of the one before, in nats"
+        "kestrl.learner.probe.distance", "Difference of probe log-probs between the last two versions, in nats"
     )
     FAILURES = Instrument(
         "kestrl.learner.failures", "Failed episodes and groups", labels=("boundary", "code"), counts=True
     )
 
     STALE = Instrument(
-        "kestrl.learner.stale", "Groups given up as too old, by age in steps", labels=("age",), counts=True
+        "kestrl.learner.stale", "Groups released as too old, by age in steps", labels=("age",), counts=True
     )
     STALE_SECONDS = Instrument(
-        "kestrl.learner.stale.seconds", "That groups given up as too old had run", "s", counts=True
+        "kestrl.learner.stale.seconds", "Duration of groups released as too old", "s", counts=True
     )
     STALE_TOKENS = Instrument(
-        "kestrl.learner.stale.tokens", "Sampled tokens of ended groups given up as too old", "{token}", counts=True
+        "kestrl.learner.stale.tokens", "Sampled tokens of groups released as too old", "{token}", counts=True
     )
 
-    EPISODES_RUNNING = Instrument("kestrl.rollout.episodes.running", "Episodes taken on and not ended")
-    EPISODES_LIMIT = Instrument("kestrl.rollout.episodes.limit", "Episodes at once at the most")
-    EPISODES = Instrument("kestrl.rollout.episodes", "Ended episodes", labels=("stop_reason", "failure"), counts=True)
+    EPISODES_RUNNING = Instrument("kestrl.rollout.episodes.running", "Episodes in progress")
+    EPISODES_LIMIT = Instrument("kestrl.rollout.episodes.limit", "Maximum concurrent episodes")
+    EPISODES = Instrument(
+        "kestrl.rollout.episodes", "Finished episodes", labels=("stop_reason", "failure"), counts=True
+    )
     TOKENS = Instrument("kestrl.rollout.tokens", "Sampled tokens", "{token}", counts=True)
-    TURNS = Instrument("kestrl.rollout.turns", "Completions sampled", counts=True)
-    TURN_SECONDS = Instrument("kestrl.rollout.turn.seconds", "Spent waiting for completions", "s", counts=True)
+    TURNS = Instrument("kestrl.rollout.turns", "Sampled completions", counts=True)
+    TURN_SECONDS = Instrument("kestrl.rollout.turn.seconds", "Time waiting for completions", "s", counts=True)
     TOOL_CALLS = Instrument("kestrl.rollout.tool_calls", "Tool calls", labels=("outcome",), counts=True)
 
-    SESSIONS = Instrument("kestrl.tools.sessions", "Open sessions, one an episode")
-    HANGING = Instrument("kestrl.tools.hanging", "Calls that never came back", labels=("tool",))
+    SESSIONS = Instrument("kestrl.tools.sessions", "Open sessions, one per episode")
+    HANGING = Instrument("kestrl.tools.hanging", "Calls that have not returned", labels=("tool",))
     REWARD_RESTARTS = Instrument(
-        "kestrl.judge.restarts", "Processes of a reward started again", labels=("reward",), counts=True
+        "kestrl.judge.restarts", "Restarts of a reward's processes", labels=("reward",), counts=True
     )
 
-    ENGINE_UP = Instrument("kestrl.inference.up", "Whether the engine answers")
-    ENGINE_RESTARTS = Instrument("kestrl.inference.restarts", "Times the engine came back", counts=True)
-    VERSIONS = Instrument("kestrl.inference.versions", "Versions in the engine", labels=("state",))
-    LOAD_SECONDS = Instrument("kestrl.inference.load.seconds", "Parts of the last version's load", "s", ("part",))
+    ENGINE_UP = Instrument("kestrl.inference.up", "Whether the engine is reachable")
+    ENGINE_RESTARTS = Instrument("kestrl.inference.restarts", "Restarts of the engine", counts=True)
+    VERSIONS = Instrument("kestrl.inference.versions", "Adapter versions in the engine", labels=("state",))
+    LOAD_SECONDS = Instrument("kestrl.inference.load.seconds", "Duration of the parts of the last load", "s", ("part",))
     KV_USAGE = Instrument("kestrl.inference.kv_usage", "Share of the engine's key-value cache in use")
     REQUESTS = Instrument("kestrl.inference.requests", "Requests in the engine", labels=("state",))
-    PREEMPTIONS = Instrument("kestrl.inference.preemptions", "Requests that the engine put back for want of cache")
-    PROBE_GAP = Instrument("kestrl.inference.probe_gap", "Largest difference on the last version's probe")
+    PREEMPTIONS = Instrument("kestrl.inference.preemptions", "Requests preempted by the engine for lack of cache")
+    PROBE_GAP = Instrument("kestrl.inference.probe_gap", "Largest log-prob difference on the last version's probe")

@@ -1,4 +1,4 @@
-"""Conformance suite of training algorithms: the properties that every `kestrl.algorithms.Algorithm` has.
+"""Conformance suite of training algorithms: properties of every `kestrl.algorithms.Algorithm`.
 
 A user's test calls `check_algorithm(MyAlgorithm())`; torch is imported when it runs. It raises AssertionError with the
 property that does not hold.
@@ -36,7 +36,7 @@ def check_algorithm(algorithm: Algorithm, *, seed: int = 0) -> None:
 
     Args:
         algorithm: Made as a job would make it.
-        seed: Of the generated batches.
+        seed: Seed of the generated batches.
 
     Raises:
         AssertionError: A property does not hold; the message names it.

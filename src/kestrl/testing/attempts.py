@@ -1,4 +1,4 @@
-"""Attempts for testing a reward without a model: `reward(make_attempt("72", ground_truth=72))`."""
+"""Builds attempts for testing rewards without a model: `reward(make_attempt("72", ground_truth=72))`."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ def make_call(
     Args:
         name: The tool.
         arguments: What the model sent.
-        text: What the model was answered.
-        data: What the tool recorded for the reward.
-        outcome: What became of it.
+        text: Result for the model.
+        data: Facts of the tool for rewards.
+        outcome: Outcome of the call.
     """
     return ToolCall(
         turn=0, name=name, raw="", arguments=dict(arguments or {}), outcome=outcome, text=text, data=dict(data or {})
@@ -43,10 +43,10 @@ def make_attempt(
     loop_reward: float | None = None,
     max_turns: int = 10,
 ) -> Attempt:
-    """A finished episode whose turns say this, each of them one token long.
+    """A finished episode with the given texts as turns, each one token long.
 
     Args:
-        turns: What the model wrote, the last is the answer.
+        turns: Texts of the model's turns; the last is the answer.
         ground_truth: The row's.
         metadata: The row's further columns.
         prompt: The row's question.

@@ -1,6 +1,6 @@
-"""An OTLP/gRPC collector that keeps what it is sent: the real protocol, so that a test sees the spans a person would see.
+"""An OTLP/gRPC collector that stores received spans, for tests with the real protocol.
 
-A real collector would pass them on; this one is asked. `kestrl.testing` is for tests of ours and of users'.
+For KestRL's tests and those of users.
 """
 # ruff: noqa: ARG002 - gRPC hands each method a request and a context
 
@@ -25,12 +25,12 @@ MAX_SPANS = 100_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SeenSpan:
-    """One span as it came over the wire; ids in hex."""
+    """A received span; ids in hex."""
 
     name: str
     service: str
     run: str
-    """Of the process that sent it; empty when it is none of ours."""
+    """Run id of the sending process; empty for other programs."""
     trace_id: str
     span_id: str
     parent_id: str
@@ -42,22 +42,22 @@ class SeenSpan:
 
 @dataclass(slots=True)
 class Collector:
-    """What was received."""
+    """Received spans and metrics."""
 
     endpoint: str = ""
     spans: dict[str, SeenSpan] = field(default_factory=dict[str, SeenSpan])
-    """By span id; at most `MAX_SPANS`."""
+    """Spans by span id, at most `MAX_SPANS`."""
     metrics: dict[str, set[str]] = field(default_factory=dict[str, set[str]])
-    """Names that each service sent."""
+    """Metric names by service."""
 
     def path(self, span: SeenSpan) -> str:
-        """Names from the root down: `job > step > update`, without the `kestrl.` before each."""
+        """Span names from the root: `job > step > update`, without the prefix `kestrl.`."""
         above = self.spans.get(span.parent_id)
         name = span.name.removeprefix("kestrl.")
         return f"{self.path(above)} > {name}" if above else name
 
     def paths(self) -> dict[str, set[str]]:
-        """Every path that was seen, and the services it was seen from."""
+        """Paths of all spans, with the services that sent them."""
         seen: dict[str, set[str]] = {}
         for span in self.spans.values():
             seen.setdefault(self.path(span), set()).add(span.service)
@@ -116,7 +116,7 @@ def collecting() -> Generator[Collector]:
     """A collector on a free port of the loopback; `endpoint` is what OTEL_EXPORTER_OTLP_ENDPOINT takes."""
     collector = Collector()
     server = grpc.server(ThreadPoolExecutor(max_workers=2))
-    add_servicer: Any = vars(stubs)["add_TraceServiceServicer_to_server"]  # it has no types
+    add_servicer: Any = vars(stubs)["add_TraceServiceServicer_to_server"]  # no type stubs
     add_servicer(_Servicer(collector), server)
     add_metrics: Any = vars(metric_stubs)["add_MetricsServiceServicer_to_server"]
     add_metrics(_Metrics(collector), server)

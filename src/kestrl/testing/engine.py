@@ -1,8 +1,9 @@
-"""A fake inference engine that speaks vLLM's HTTP dialect: deterministic, token exact, scriptable.
+"""A fake inference engine with vLLM's HTTP API: deterministic, token exact, scriptable.
 
-A real HTTP server on loopback, without a model. What it "samples" is a hash of (weights, prefix, seed), and so are the
-log-probabilities: scoring a sequence through `prompt_logprobs` gives the very numbers that generating it gave, another adapter
-gives others, and the same adapter under another name gives the same. A script decides otherwise where a test wants it to:
+A real HTTP server on loopback, without a model. Its "samples" are a hash of (weights, prefix, seed), and so are the
+log-probabilities: scoring a sequence through `prompt_logprobs` gives the very numbers that generating it gave, another
+adapter gives others, and the same adapter under another name gives the same. A script decides otherwise where a test
+wants it to:
 
     async with FakeEngine(script=lambda prompt: Completion(token_ids=[5, 6, 2])) as engine:
         await client.post(engine.url + "/inference/v1/generate", ...)
@@ -29,7 +30,7 @@ __all__ = ["Completion", "FakeEngine", "Fault", "Prompt", "score"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """One generate request, as the engine received it."""
+    """A received generate request."""
 
     model: str
     token_ids: Sequence[int]
@@ -41,26 +42,26 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """What to answer."""
+    """An answer."""
 
     token_ids: Sequence[int]
     finish_reason: str = "stop"
-    """Set to `length` by itself when `max_tokens` cuts the completion."""
+    """Set to `length` automatically if `max_tokens` cuts the completion."""
     logprobs: Sequence[float] | None = None
     """None: the hash of weights and prefix, see `score`."""
     model: str | None = None
-    """None: the model asked for. Anything else is an engine that lies."""
+    """Name of the model in the answer; None means the requested one."""
     after: asyncio.Event | None = None
-    """Answered only when this is set."""
+    """Event to await before answering."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """What to do instead of answering."""
+    """A failure instead of an answer."""
 
     status: int | None = None
     """An HTTP status; None drops the connection without an answer."""
-    message: str = "the fake engine was told to fail"
+    message: str = "the fake engine is configured to fail"
     body: str | None = None
     """Sent instead of vLLM's error object."""
 
@@ -124,14 +125,14 @@ class FakeEngine:
         await self.stop()
 
     async def start(self) -> None:
-        """Listens, on the former port after a `stop`."""
+        """Listens; on the former port after a `stop`."""
         app = web.Application(client_max_size=64 * 1024 * 1024)
         app.router.add_post("/inference/v1/generate", self._generate)
         app.router.add_post("/v1/load_lora_adapter", self._load)
         app.router.add_post("/v1/unload_lora_adapter", self._unload)
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/health", self._health)
-        # As vLLM: a request whose client has gone is aborted. (0 would mean to wait for ever.)
+        # As in vLLM, a request whose client has disconnected is aborted. (0 would mean no timeout.)
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.01, handler_cancellation=True)
         await self._runner.setup()
         site = web.TCPSite(self._runner, "127.0.0.1", self.port, reuse_address=True)
@@ -139,14 +140,14 @@ class FakeEngine:
         self.port = int(self._runner.addresses[0][1])
 
     async def stop(self) -> None:
-        """Dies: open requests lose their connection, and runtime-loaded adapters are forgotten, as vLLM's are."""
+        """Stops like a crash: open requests lose their connection, and loaded adapters are lost, as in vLLM."""
         if self._runner is not None:
             await self._runner.cleanup()
             self._runner = None
         self.adapters.clear()
 
     def weights(self, model: str) -> str | None:
-        """Digest of what `model` computes with: empty for the base, None for a model that is not served.
+        """Digest of the weights of `model`: empty for the base model, None for an unknown model.
 
         The bytes of `adapter_model.safetensors` decide, so a copy in another folder is the same policy.
         """
@@ -158,7 +159,7 @@ class FakeEngine:
         return hashlib.sha256(weights.read_bytes()).hexdigest() if weights.is_file() else model
 
     def sample(self, prompt: Prompt) -> Completion:
-        """What is answered without a script: tokens from a hash, ended by `eos_id` or `max_tokens`."""
+        """Answer without a script: tokens from a hash, ended by `eos_id` or `max_tokens`."""
         greedy = prompt.sampling.get("temperature", 1.0) == 0
         seed = f"{self.weights(prompt.model)}|{0 if greedy else prompt.sampling.get('seed')}|{list(prompt.token_ids)}"
         state, token_ids = seed.encode(), list[int]()
@@ -287,6 +288,6 @@ class FakeEngine:
 
 
 def _prompt_logprobs(prompt: Prompt, scores: Sequence[float]) -> list[dict[str, Any] | None]:
-    """In vLLM's form: nothing for the first token, then one object a token, keyed by token id."""
+    """In vLLM's form: null for the first token, then one object per token, keyed by token id."""
     rest = zip(prompt.token_ids[1:], scores[1:], strict=False)
     return [None, *({str(token): {"logprob": value, "rank": 1, "decoded_token": None}} for token, value in rest)]

@@ -1,7 +1,7 @@
-"""The conformance suite of tool-call formats: `check_format(MyFormat())` in a test of one's own.
+"""Conformance suite of tool-call formats, for a user's test: `check_format(MyFormat())`.
 
-It writes calls and reads them again, cuts and damages them, and tells by `AssertionError` what does not hold. The same seed always tries
-the same texts.
+It writes calls and reads them again, truncates and damages them, and raises `AssertionError` for violated properties.
+The texts are determined by the seed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SCHEMAS: Schemas = {
     },
     "get_time": {"type": "object", "properties": {}},
 }
-"""Of the tools that the suite calls."""
+"""Schemas of the tools in the suite."""
 ARGUMENTS: Sequence[Mapping[str, Any]] = (
     {"word": "kestrel"},
     {"word": "", "limit": 0},
@@ -46,11 +46,11 @@ def check_format(format: ToolCallFormat, *, seed: int = 0, damaged: int = 300) -
 
     Args:
         format: The format.
-        seed: Of the damage done to texts.
-        damaged: Texts that are damaged.
+        seed: Seed of the damage to texts.
+        damaged: Number of damaged texts.
 
     Raises:
-        AssertionError: What does not hold, with the text.
+        AssertionError: A property does not hold; the message has the text.
     """
     missing = [each for each in MEMBERS if not hasattr(format, each)]
     assert not missing, f"{format!r} has no {', '.join(missing)}"
@@ -70,7 +70,7 @@ def check_format(format: ToolCallFormat, *, seed: int = 0, damaged: int = 300) -
 
 
 def pieces_of(format: ToolCallFormat, text: str) -> list[str]:  # noqa: A002
-    """A text as the worker cuts it where every marker is a control token."""
+    """Pieces of a text, if every marker is a control token."""
     markers = sorted(format.markers, key=len, reverse=True)
     if not markers:
         return [text] if text else []
@@ -79,7 +79,7 @@ def pieces_of(format: ToolCallFormat, text: str) -> list[str]:  # noqa: A002
 
 
 def _written(format: ToolCallFormat, calls: Sequence[tuple[str, Mapping[str, Any]]]) -> str | None:  # noqa: A002
-    """The calls' text; None where the format cannot say them."""
+    """Text of the calls; None if the format cannot represent them."""
     try:
         return format.write(calls)
     except ValueError:
@@ -99,9 +99,9 @@ def _check_calls(format: ToolCallFormat, calls: Sequence[tuple[str, Mapping[str,
         assert len(calls) > 1, f"{format.name}: write refuses one call, {calls[0]!r}"
         return
     read = _read(format, text, cut=False).calls
-    told = [(call.name, call.arguments, call.problem, call.unfinished) for call in read]
-    assert told == [(name, arguments, "", False) for name, arguments in calls], (
-        f"{format.name}: wrote {text!r} for {calls!r} and read {told!r}"
+    found = [(call.name, call.arguments, call.problem, call.unfinished) for call in read]
+    assert found == [(name, arguments, "", False) for name, arguments in calls], (
+        f"{format.name}: wrote {text!r} for {calls!r} and read {found!r}"
     )
     for end in range(len(text)):
         for call in _read(format, text[:end], cut=True).calls:
@@ -129,5 +129,5 @@ def _check_damage(format: ToolCallFormat, chance: random.Random, count: int) -> 
                 + text[at + chance.randint(0, 3) :]
             )
         for call in _read(format, text, cut=chance.random() < 0.5).calls:
-            told = call.arguments is not None or call.problem or call.unfinished
-            assert told, f"{format.name}: {text!r} is read as {call!r}: neither arguments nor a problem"
+            explained = call.arguments is not None or call.problem or call.unfinished
+            assert explained, f"{format.name}: {text!r} is read as {call!r}: neither arguments nor a problem"

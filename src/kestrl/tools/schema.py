@@ -1,7 +1,7 @@
-"""From an ordinary function or class to what the model is told of it and to the check of what the model sends.
+"""Derives the definition of a tool for the model, and the check of its arguments, from a function or class.
 
-pydantic reads the type hints, so that nested types, `Literal`, `Annotated[int, Field(ge=1)]`, unions and defaults all have their
-JSON Schema; a value that fits is converted to the declared type (a date, an enum, a model of the user's).
+pydantic reads the type hints, so that nested types, `Literal`, `Annotated[int, Field(ge=1)]`, unions and defaults all
+have their JSON Schema; a value that fits is converted to the declared type (a date, an enum, a model of the user's).
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from kestrl.tools.shapes import is_list, is_mapping
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Described:
-    """A tool, read."""
+    """Description of a tool."""
 
     schema: ToolSchema
     arguments: Arguments
     fillable: frozenset[str]
-    """Parameters that `execute_kwargs` may name: all but those the manifest fixes."""
+    """Parameters allowed in `execute_kwargs`: all except those set by the manifest."""
     required: frozenset[str]
-    """Hidden parameters without a default: `execute_kwargs` must name them."""
+    """Hidden parameters without a default, required in `execute_kwargs`."""
 
 
 class _Parameter(NamedTuple):
@@ -45,31 +45,31 @@ class _Parameter(NamedTuple):
 
 
 class _Generator(GenerateJsonSchema):
-    # A default without a JSON form is left out of the schema, which is right; pydantic would warn of it.
+    # A default without a JSON form is omitted from the schema, without pydantic's warning.
     ignored_warning_kinds = {"skipped-choice", "non-serializable-default"}  # noqa: RUF012 - pydantic's own attribute
 
 
 def describe(obj: Any, name: str, *, hidden: Collection[str] = ()) -> ToolSchema:
-    """The tool as the model is told of it.
+    """Definition of the tool for the model.
 
     Args:
         obj: A function, or a class whose instances are called.
         name: What the model calls it.
-        hidden: Parameters left out, beside those marked `Hidden`.
+        hidden: Parameters to omit, in addition to those marked `Hidden`.
 
     Raises:
-        UserInputError: A parameter cannot be described; says which and the mend.
+        UserInputError: A parameter cannot be described; the message names it and the fix.
     """
     return read(obj, name, fixed=hidden).schema
 
 
 def read(obj: Any, name: str, *, fixed: Collection[str] = (), method: str | None = None) -> Described:
-    """As `describe`, with the check of arguments.
+    """Like `describe`, with the check of arguments.
 
     Args:
         obj: A function or class.
         name: What the model calls the tool.
-        fixed: Parameters that the manifest fills.
+        fixed: Parameters set by the manifest.
         method: The method of the class that is called; None for `__call__`.
     """
     target: Callable[..., Any] = _target(obj, name) if method is None else getattr(obj, method)
@@ -102,7 +102,7 @@ def read(obj: Any, name: str, *, fixed: Collection[str] = (), method: str | None
 
 
 def _target(obj: Any, name: str) -> Callable[..., Any]:
-    """What is called when the tool is called."""
+    """Function that is called for the tool."""
     if not callable(obj):
         raise UserInputError(f"{name}: a tool is a function or a class, this is {type(obj).__name__}")
     if inspect.isclass(obj):
@@ -123,7 +123,7 @@ def _is_partial(obj: Any) -> bool:
 
 
 def _source(target: Any) -> Callable[..., Any]:
-    """The function as its author wrote it, beneath `partial` and decorators: it has the type hints and the docstring."""
+    """Original function without `partial` and decorators, which has the type hints and the docstring."""
     while _is_partial(target):
         target = target.func
     written: Callable[..., Any] = inspect.unwrap(target)
@@ -131,7 +131,7 @@ def _source(target: Any) -> Callable[..., Any]:
 
 
 def _parameters(target: Callable[..., Any], name: str, *, bound: bool) -> list[inspect.Parameter]:
-    """What is sent by name; of what is `bound` to an instance the first parameter is the instance."""
+    """Parameters passed by name; without the first one if the function is to be `bound` to an instance."""
     try:
         found = list(inspect.signature(target).parameters.values())
     except (TypeError, ValueError) as error:
@@ -176,7 +176,7 @@ def _is_hidden(hint: Any) -> bool:
 def _shown(parameter: inspect.Parameter, hint: Any, documentation: Docstring, name: str) -> _Parameter:
     if parameter.annotation is parameter.empty:
         raise UserInputError(
-            f"{name}: the parameter {parameter.name!r} has no type hint; the model is told the type, so write it, "
+            f"{name}: the parameter {parameter.name!r} has no type hint, which its schema needs; add one, "
             f"such as `{parameter.name}: str`"
         )
     try:
@@ -191,7 +191,7 @@ def _shown(parameter: inspect.Parameter, hint: Any, documentation: Docstring, na
 
 
 def _object(parameters: list[_Parameter]) -> dict[str, Any]:
-    """The JSON Schema of all parameters together."""
+    """JSON Schema of all parameters."""
     by_name, shared = TypeAdapter.json_schemas(
         [(parameter.name, "validation", parameter.adapter) for parameter in parameters], schema_generator=_Generator
     )
@@ -215,13 +215,13 @@ def _property(parameter: _Parameter, schema: Mapping[str, Any]) -> dict[str, Any
     if parameter.default is not inspect.Parameter.empty:
         try:
             described["default"] = parameter.adapter.dump_python(parameter.default, mode="json", warnings=False)
-        except ValueError:  # a sentinel object: the argument may be left out, and nothing more can be said
+        except ValueError:  # a sentinel object: the argument is optional, without a default in the schema
             described.pop("default", None)
     return described
 
 
 def _without_titles(schema: Any) -> Any:
-    """Drops the titles that pydantic makes up from names: tokens that tell the model nothing."""
+    """Removes the titles that pydantic derives from names, which carry no information."""
     if is_list(schema):
         return [_without_titles(item) for item in schema]
     if not is_mapping(schema):
@@ -238,5 +238,5 @@ def _without_titles(schema: Any) -> Any:
 
 
 def _converter(adapter: TypeAdapter[Any]) -> Convert:
-    # By way of JSON: pydantic's strict mode then still takes a string for a date or an enum, and an array for a set.
+    # From JSON, since pydantic's strict mode then accepts a string for a date or an enum, and an array for a set.
     return lambda value: adapter.validate_json(json.dumps(value), strict=True)

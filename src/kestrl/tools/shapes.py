@@ -1,4 +1,4 @@
-"""Asking what shape a JSON value has, in words that both type checkers follow."""
+"""Type guards for JSON values that both type checkers understand."""
 
 from __future__ import annotations
 

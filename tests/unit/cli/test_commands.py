@@ -1,4 +1,4 @@
-"""The command line without an engine: what it prints, and one clear message with exit code 2 for what a person can mend."""
+"""The command line without an engine: what it prints, and one clear message with exit code 2 for invalid input."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_a_good_manifest_is_valid(tmp_path: Path, manifest: dict[str, Any]) -> N
     assert "valid, 8 train scenarios" in kestrl("validate", write(tmp_path, manifest))
 
 
-def test_everything_wrong_is_told_at_once(tmp_path: Path, manifest: dict[str, Any]) -> None:
+def test_everything_wrong_is_reported_at_once(tmp_path: Path, manifest: dict[str, Any]) -> None:
     manifest["spec"]["algorithm"] = {"groupsize": 1}
     manifest["spec"]["rollout"] = {"deadlines": {"tool": "ten"}}
     printed = kestrl("validate", write(tmp_path, manifest), code=2)
@@ -129,7 +129,7 @@ def test_a_runs_folder_that_cannot_be_made_is_named(tmp_path: Path, manifest: di
     assert "--runs" in printed
 
 
-def test_a_manifest_that_is_none(tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_manifest(tmp_path: Path) -> None:
     assert "cannot be read" in kestrl("validate", tmp_path / "none.yaml", code=2)
 
 

@@ -70,7 +70,7 @@ def test_without_a_manifest_the_machine_is_looked_at(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("override", "name", "mend"),
+    ("override", "name", "fix"),
     [
         ("inference.accelerator.profile=nvidia", "accelerator", "install the NVIDIA driver, or use profile cpu"),
         ("inference.accelerator.profile=nvidia", "engine", "install vllm in this environment"),
@@ -79,10 +79,10 @@ def test_without_a_manifest_the_machine_is_looked_at(tmp_path: Path) -> None:
         ("telemetry.otlp=http://127.0.0.1:9", "telemetry", "start a collector there"),
     ],
 )
-def test_what_is_missing_comes_with_its_mend(tmp_path: Path, override: str, name: str, mend: str) -> None:
+def test_what_is_missing_comes_with_its_fix(tmp_path: Path, override: str, name: str, fix: str) -> None:
     found = examined(QUICKSTART, "--runs", tmp_path, "--set", override, code=2, PATH="/nowhere")
     assert found[name][0].startswith("MISSING|")
-    assert mend in found[name][1]
+    assert fix in found[name][1]
 
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
@@ -98,7 +98,7 @@ def test_enough_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     job = read_job(QUICKSTART, ["inference.accelerator={profile: nvidia, count: 1}", "inference.replicas=2"])
-    assert doctor.accelerator(job).mend == ""
+    assert doctor.accelerator(job).fix == ""
     more = read_job(QUICKSTART, ["inference.accelerator={profile: nvidia, count: 2}", "inference.replicas=2"])
-    assert doctor.accelerator(more).told == "2 GPUs, 4 asked for by the engines"
-    assert doctor.accelerator(more).mend == "lower spec.inference.replicas or accelerator.count"
+    assert doctor.accelerator(more).status == "2 GPUs, 4 requested by the engines"
+    assert doctor.accelerator(more).fix == "lower spec.inference.replicas or accelerator.count"

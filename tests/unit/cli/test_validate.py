@@ -1,4 +1,5 @@
-"""`kestrl validate`: what can be known without an engine, and a start that never reaches one for a job that cannot run."""
+"""`kestrl validate`: what can be known without an engine, and a start that never reaches one for a job that cannot
+run."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ def test_parquet_members_that_are_null_were_never_there(tmp_path: Path) -> None:
     assert set(second.tools_kwargs) == {"search"}
 
 
-def test_every_bad_row_is_told_with_line_and_field(tmp_path: Path) -> None:
+def test_every_bad_row_is_reported_with_line_and_field(tmp_path: Path) -> None:
     path = write(
         tmp_path / "a.jsonl",
         {"id": "a", "question": "ok"},
@@ -253,8 +253,8 @@ ANY_JSON = st.recursive(
 
 @settings(max_examples=200, deadline=None)
 @given(ANY_JSON, st.dictionaries(st.text(st.characters(exclude_categories=())), ANY_JSON, max_size=3))
-def test_a_row_that_is_accepted_goes_over_the_wire_unchanged(truth: Any, metadata: dict[str, Any]) -> None:
-    columns, refused = columns_as_json({"id": 1, "question": "x", "ground_truth": truth, "metadata": metadata})
+def test_a_row_that_is_accepted_goes_over_the_wire_unchanged(value: Any, metadata: dict[str, Any]) -> None:
+    columns, refused = columns_as_json({"id": 1, "question": "x", "ground_truth": value, "metadata": metadata})
     if refused:
         return
     try:

@@ -79,7 +79,7 @@ def test_rows_for_searching_alone_name_no_other_tool(tmp_path: Path):
     assert [list(item["extra_info"]["tools_kwargs"]) for item in searches] == [["search_emails"]] * 3  # type: ignore[index]
 
 
-def test_an_unknown_split_is_told(tmp_path: Path):
+def test_an_unknown_split_is_reported(tmp_path: Path):
     with pytest.raises(UserInputError, match=r"demo://email/test.*train, train/search, validation"):
         provide("test", 1, 1, tmp_path)
 

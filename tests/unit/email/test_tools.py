@@ -114,7 +114,7 @@ def test_a_limit_is_kept(database: str):
         assert ids(many(["weekly"], max_results=2)) == ["m15", "m14"]
 
 
-def test_a_string_is_no_list_of_keywords(search: SearchEmails):
+def test_a_string_is_not_a_list_of_keywords(search: SearchEmails):
     with pytest.raises(ToolError, match="list"):
         search("contract")  # pyright: ignore[reportArgumentType]
 
@@ -241,7 +241,7 @@ def test_the_schema_refuses_it_before_the_tool_sees_it(arguments: dict[str, Any]
         (ReturnFinalAnswer, ["answer", "sources"], ["answer", "sources"]),
     ],
 )
-def test_the_model_is_told_of_its_own_parameters_only(tool: type, parameters: list[str], required: list[str]):
+def test_the_model_sees_its_own_parameters_only(tool: type, parameters: list[str], required: list[str]):
     schema = read(tool, "tool").schema
     assert list(schema.parameters["properties"]) == parameters
     assert schema.parameters["required"] == required

@@ -52,7 +52,7 @@ def test_one_mail_alone_is_about_both_and_the_others_share_one_of_them(split: Sp
 
 
 @given(splits, numbers, seeds)
-def test_the_question_names_person_and_topic_and_the_body_states_every_attribute(split: Split, number: int, seed: int):
+def test_the_question_names_person_and_topic_and_the_body_every_attribute(split: Split, number: int, seed: int):
     task = make_task(split, number, seed)
     assert task.person in task.question
     assert task.topic in task.question

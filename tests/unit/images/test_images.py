@@ -1,4 +1,5 @@
-"""Dockerfiles: what they are built from, what is in them by the lock, and that the chart names them all. Nothing is built here."""
+"""Dockerfiles: what they are built from, what is in them by the lock, and that the chart names them all. Nothing is
+built here."""
 
 from __future__ import annotations
 

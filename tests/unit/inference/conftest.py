@@ -27,7 +27,7 @@ from kestrl.storage.adapters import WEIGHTS, digest
 from kestrl.testing.engine import FakeEngine, score
 from kestrl.testing.ports import free_port
 from kestrl_inference.engine import CONTROL_KEY, Engine
-from kestrl_inference.policies import Policies
+from kestrl_inference.loaded_adapters import LoadedAdapters
 from kestrl_inference.servicer import EngineAgent
 from kestrl_inference.watch import Watch
 
@@ -111,7 +111,7 @@ class Published:
 class Stage:
     engine: Fake
     settings: AgentSettings
-    policies: Policies
+    adapters: LoadedAdapters
     watch: Watch
     storage: Path
     stub: Any
@@ -223,13 +223,13 @@ async def make_stage(engine: Fake, tmp_path: Path) -> AsyncIterator[MakeStage]:
             settings = agent_settings(engine, tmp_path, **changes)
             client = Engine(settings.engine_url, BASE_MODEL_NAME, timeout=settings.load_seconds)
             stack.push_async_callback(client.close)
-            policies = Policies(settings, client)
-            policies.prepare()
-            watch = Watch(client, policies, settings.poll_seconds, settings.component)
-            address = await stack.enter_async_context(served(EngineAgent(settings, policies, watch)))
+            adapters = LoadedAdapters(settings, client)
+            adapters.prepare()
+            watch = Watch(client, adapters, settings.poll_seconds, settings.component)
+            address = await stack.enter_async_context(served(EngineAgent(settings, adapters, watch)))
             channel = await stack.enter_async_context(rpc.channel(address))
             stub: Any = stubs.EngineAgentServiceStub(channel)
-            stage = Stage(engine, settings, policies, watch, tmp_path / "storage", stub)
+            stage = Stage(engine, settings, adapters, watch, tmp_path / "storage", stub)
             await stage.seen()
             return stage
 

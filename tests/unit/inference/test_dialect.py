@@ -67,7 +67,7 @@ async def test_a_look_shows_health_adapters_and_birth() -> None:
 
 
 @pytest.mark.parametrize("metrics", [None, "vllm:x 1\n"], ids=["no metrics", "no birth"])
-async def test_an_engine_that_does_not_tell_its_birth_is_healthy(metrics: str | None) -> None:
+async def test_an_engine_that_does_not_report_its_start_is_healthy(metrics: str | None) -> None:
     async with answering(vllm(metrics)) as engine:
         pulse = await engine.look()
         assert (pulse.healthy, pulse.born) == (True, 0.0)
@@ -79,13 +79,13 @@ async def test_an_engine_that_does_not_tell_its_birth_is_healthy(metrics: str | 
         (raw("dead", 503), "503: dead"),
         (raw("<html>another server</html>"), "not JSON"),
         (raw("[]"), "not a JSON object"),
-        (vllm(None, models={"models": []}), "/v1/models is not understood"),
-        (vllm(None, models={"data": [{"name": "base"}]}), "/v1/models is not understood"),
-        (vllm(None, models={"data": None}), "/v1/models is not understood"),
+        (vllm(None, models={"models": []}), "/v1/models has an unknown form"),
+        (vllm(None, models={"data": [{"name": "base"}]}), "/v1/models has an unknown form"),
+        (vllm(None, models={"data": None}), "/v1/models has an unknown form"),
     ],
     ids=["unhealthy", "HTML", "a list", "no data", "no ids", "null"],
 )
-async def test_what_is_no_engine_is_not_healthy_and_ends_nothing(answer: Answer, reason: str) -> None:
+async def test_a_server_that_is_not_an_engine_is_not_healthy(answer: Answer, reason: str) -> None:
     async with answering(answer) as engine:
         pulse = await engine.look()
         assert not pulse.healthy
@@ -93,7 +93,7 @@ async def test_what_is_no_engine_is_not_healthy_and_ends_nothing(answer: Answer,
 
 
 async def test_a_hung_engine_is_not_healthy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dialect, "LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(dialect, "CHECK_SECONDS", 0.05)
     async with answering(lambda _request: asyncio.sleep(60)) as engine:
         assert "no answer in 0.05 s" in (await engine.look()).reason
 
@@ -117,7 +117,7 @@ async def test_every_failure_is_typed() -> None:
         assert (refused.value.code, refused.value.retryable, refused.value.status) == ("engine_refused", False, 500)
 
 
-async def test_unloading_what_is_not_there_is_no_error_and_a_wrong_key_is() -> None:
+async def test_unloading_what_is_not_there_is_not_an_error_and_a_wrong_key_is() -> None:
     async with answering(raw("not found", 404)) as engine:
         await engine.unload("job.1")
     async with answering(raw("key", 403)) as engine:

@@ -1,4 +1,4 @@
-"""Why an engine could not start: the root cause, whether another start would help, and who is told."""
+"""Why an engine could not start: the root cause, whether another start would help, and where it is reported."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ async def test_the_agent_reports_the_root_cause_and_loads_fail_at_once(make_stag
     with pytest.raises(EngineFailure) as caught:
         await stage.watch.wait_until_up(30)
     assert (caught.value.code, caught.value.retryable) == (engine_failure.CODE, False)
-    stage.engine.healthy = True  # it was mended
+    stage.engine.healthy = True  # it was fixed
     await stage.look()
     assert not (await stage.seen()).HasField("failure")
     assert not path.exists()

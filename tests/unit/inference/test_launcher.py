@@ -48,7 +48,7 @@ def test_a_server_dies_with_what_started_it() -> None:
     assert all_gone_after_a_kill(LAUNCHED)
 
 
-def test_only_vllms_modules_are_told_to_fork() -> None:
+def test_only_vllms_modules_use_fork() -> None:
     def theirs() -> None:
         """vLLM's own choice."""
 

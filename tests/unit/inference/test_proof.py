@@ -8,7 +8,7 @@ import pytest
 
 from kestrl.storage import Probe
 from kestrl.storage.adapters import largest_gap
-from kestrl_inference.proof import judge
+from kestrl_inference.proof import compare
 
 BOUND = 1e-3
 
@@ -42,7 +42,7 @@ def answered(*differences: float) -> list[float]:
         (5e-4, answered(5e-4, 5e-4, 5e-4), None),
         (5e-4, answered(0.0, 0.0, 0.0), "adapter_not_applied"),
         (5e-4, answered(1e-5, -1e-5, 1e-5), "adapter_not_applied"),
-        # Weaker than the engine's rounding: nothing can be told, so nothing is refused.
+        # Weaker than the engine's rounding: the versions cannot be distinguished, so nothing is refused.
         (1e-6, answered(4e-6, -4e-6, 2e-6), None),
         (1e-6, answered(-4e-6, 4e-6, -4e-6), None),
     ],
@@ -53,7 +53,7 @@ def answered(*differences: float) -> list[float]:
     ],
 )  # fmt: skip
 def test_the_verdict(effect: float, answer: list[float], code: str | None) -> None:
-    failure = judge("job.1", "engine-0", probe(effect), answer, BOUND).failure
+    failure = compare("job.1", "engine-0", probe(effect), answer, BOUND).failure
     assert (failure.code if failure else None) == code
 
 
@@ -70,7 +70,7 @@ def test_the_verdict(effect: float, answer: list[float], code: str | None) -> No
     ],
     ids=["exact", "the one before, within the bound", "rounding", "neither", "another", "nearly another", "base"],
 )
-def test_another_version_that_the_engine_holds_is_told_from_this(answer: list[float], code: str | None) -> None:
+def test_another_version_in_the_engine_is_distinguished(answer: list[float], code: str | None) -> None:
     before = Probe(
         token_ids=(1, 2, 3, 4), logprobs=tuple(answered(0.5004, 0.4996, 0.5)), base_logprobs=(-1.0, -2.0, -3.0)
     )
@@ -79,7 +79,7 @@ def test_another_version_that_the_engine_holds_is_told_from_this(answer: list[fl
         token_ids=(9, 2, 3, 4), logprobs=tuple(answered(0.0, 0.0, 0.0)), base_logprobs=(-1.0, -2.0, -3.0)
     )
     others = {"job.1": before, "job.2": far, "job.3": of_other_ids}
-    failure = judge("job.4", "engine-0", probe(0.5), answer, BOUND, others).failure
+    failure = compare("job.4", "engine-0", probe(0.5), answer, BOUND, others).failure
     assert (failure.code if failure else None) == code
     if code == "other_version":
         assert failure is not None
@@ -87,7 +87,7 @@ def test_another_version_that_the_engine_holds_is_told_from_this(answer: list[fl
 
 
 def test_a_failure_names_engine_version_and_numbers() -> None:
-    verdict = judge("job.1.abc", "engine-0", probe(0.5), answered(0, 0, 0), BOUND)
+    verdict = compare("job.1.abc", "engine-0", probe(0.5), answered(0, 0, 0), BOUND)
     assert verdict.gap == pytest.approx(0.5)
     assert str(verdict.failure) == (
         "[engine/adapter_not_applied] engine-0 does not serve job.1.abc: it answers as the base model does "

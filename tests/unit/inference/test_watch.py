@@ -15,7 +15,7 @@ from kestrl_inference.watch import came_back
 
 
 class Waited(asyncio.Event):
-    """Tells when somebody waits for it."""
+    """An event that reports when it is awaited."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ def pulse(*adapters: str, born: float = 5.0, healthy: bool = True) -> Pulse:
     ],
     ids=[
         "nothing happened", "nothing happened, one loaded", "one more", "one that is not wanted is gone", "was down",
-        "born anew", "tells no birth", "the wanted one is gone", "another instead",
+        "restarted", "unknown start", "the wanted one is gone", "another instead",
     ],
 )  # fmt: skip
 def test_an_engine_that_came_back_is_known(before: Pulse, now: Pulse, back: bool) -> None:
@@ -77,7 +77,7 @@ async def test_loading_waits_for_an_engine_that_is_starting(make_stage: Any) -> 
     assert await stage.proved() == {1: True}
 
 
-async def test_who_waits_in_vain_is_told_why_within_its_deadline(make_stage: Any) -> None:
+async def test_a_caller_gets_the_reason_within_its_deadline(make_stage: Any) -> None:
     stage = await make_stage(load_seconds=60)
     stage.engine.healthy = False
     await stage.look()
@@ -106,7 +106,7 @@ async def test_an_engine_that_died_is_down_and_proves_nothing(stage: Any) -> Non
     assert seen.policies[0].failure.code == "engine_down"
 
 
-async def test_who_doubts_an_engine_is_told_at_once_that_it_died(stage: Any) -> None:
+async def test_a_look_reports_at_once_that_the_engine_died(stage: Any) -> None:
     await stage.load(stage.publish(1))
     await stage.look()
     assert (await stage.seen(look=True)).state == inference_pb2.ENGINE_STATE_READY
@@ -162,7 +162,7 @@ async def test_recovery_goes_on_at_the_next_look(stage: Any) -> None:
     version = stage.publish(1)
     await stage.load(version)
     stage.engine.adapters.clear()
-    answered = stage.policies.engine.score
+    answered = stage.adapters.engine.score
     failures = ["once"]
 
     async def score(model: str, ids: Any) -> list[float]:
@@ -171,7 +171,7 @@ async def test_recovery_goes_on_at_the_next_look(stage: Any) -> None:
             raise EngineFailure("no answer", code="engine_deadline")
         return await answered(model, ids)
 
-    stage.policies.engine.score = score
+    stage.adapters.engine.score = score
     await stage.look()
     assert await stage.state() == "RECOVERING"
     assert await stage.proved() == {1: False}
@@ -184,7 +184,7 @@ async def test_recovery_goes_on_at_the_next_look(stage: Any) -> None:
 
 async def test_a_version_whose_proof_got_no_answer_is_proved_at_the_next_look(stage: Any) -> None:
     version = stage.publish(1)
-    engine, served = stage.policies.engine, stage.engine.port
+    engine, served = stage.adapters.engine, stage.engine.port
     score = engine.score
 
     async def die(model: str, ids: Any) -> list[float]:
@@ -238,7 +238,7 @@ async def test_a_proof_that_ends_as_the_engine_dies_counts_for_nothing(stage: An
     await stage.load(stage.publish(1))
     await stage.engine.stop()
     await stage.look()
-    stage.policies.held[next(iter(stage.policies.held))].proved = True
+    stage.adapters.held[next(iter(stage.adapters.held))].proved = True
     assert await stage.proved() == {1: False}
 
 

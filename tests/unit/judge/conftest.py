@@ -59,8 +59,10 @@ def make_episode(
     )
 
 
-def make_group(*texts: str, truth: Any = None) -> Group:
-    scenario = Scenario(id="scenario", ordinal=0, messages=[{"role": "user", "content": "?"}], ground_truth=truth)
+def make_group(*texts: str, ground_truth: Any = None) -> Group:
+    scenario = Scenario(
+        id="scenario", ordinal=0, messages=[{"role": "user", "content": "?"}], ground_truth=ground_truth
+    )
     return Group(
         id="group", scenario=scenario, episodes=[make_episode(text, index=index) for index, text in enumerate(texts)]
     )
@@ -100,7 +102,7 @@ class Client:
         )
         return list(answer.scores)
 
-    async def told(self, *texts: str) -> list[pb.EpisodeScore]:
+    async def scripted(self, *texts: str) -> list[pb.EpisodeScore]:
         return await self.score(make_group(*texts))
 
 

@@ -1,4 +1,4 @@
-"""Rewards of a user's, as the tests need them. Each is told what to do by the episode's answer."""
+"""Sample rewards of a user. `scripted` does what the episode's answer says."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ async def thoughtful(attempt: Attempt) -> Score:
     return Score(value=0.5, metrics={"turns": attempt.max_turns, "long": True})
 
 
-def told(attempt: Attempt) -> Any:
+def scripted(attempt: Attempt) -> Any:
     """Does what the episode says."""
     global calls
     calls += 1

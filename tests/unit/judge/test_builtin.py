@@ -22,8 +22,8 @@ Make = Callable[..., Episode]
 MakeCall = Callable[..., ToolCall]
 
 
-def attempt(episode: Episode, truth: Any = None) -> Attempt:
-    scenario = Scenario(id="s", ordinal=0, messages=[{"role": "user", "content": "?"}], ground_truth=truth)
+def attempt(episode: Episode, expected: Any = None) -> Attempt:
+    scenario = Scenario(id="s", ordinal=0, messages=[{"role": "user", "content": "?"}], ground_truth=expected)
     return Attempt(scenario=scenario, episode=episode, max_turns=5)
 
 
@@ -32,7 +32,7 @@ def test_the_manifest_knows_the_same_names() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "truth", "value"),
+    ("text", "expected", "value"),
     [
         ("Paris", "paris", 1),
         ("  'Paris'.\n", "Paris", 1),
@@ -47,8 +47,8 @@ def test_the_manifest_knows_the_same_names() -> None:
         ("", "Paris", 0),
     ],
 )
-def test_exact_answer(episode: Make, text: str, truth: Any, value: float) -> None:
-    score = exact_answer(attempt(episode(text), truth))
+def test_exact_answer(episode: Make, text: str, expected: Any, value: float) -> None:
+    score = exact_answer(attempt(episode(text), expected))
     assert (score.value, score.metrics) == (value, {"answer_correct": value})
 
 
@@ -66,7 +66,7 @@ def test_the_final_tools_answer_is_the_answer(episode: Make, tool_call: MakeCall
 
 
 @pytest.mark.parametrize(
-    ("text", "truth", "value"),
+    ("text", "expected", "value"),
     [
         ("So it is 72.", "72", 1),
         ("So it is 72.0", "72", 1),
@@ -89,8 +89,8 @@ def test_the_final_tools_answer_is_the_answer(episode: Make, tool_call: MakeCall
         ("50%", "50%", 1),
     ],
 )
-def test_flexible_answer(episode: Make, text: str, truth: Any, value: float) -> None:
-    assert flexible_answer(attempt(episode(text), truth)).value == value
+def test_flexible_answer(episode: Make, text: str, expected: Any, value: float) -> None:
+    assert flexible_answer(attempt(episode(text), expected)).value == value
 
 
 @given(st.integers(-(10**12), 10**12), st.sampled_from(["{}", "{:,}", "{}.0", "{:,}.00", "about {} or so", "${:,}."]))
@@ -109,10 +109,12 @@ def test_any_text_can_be_read(text: str) -> None:
 
 
 @pytest.mark.parametrize("reward", [exact_answer, flexible_answer])
-@pytest.mark.parametrize("truth", [None, "", " ", [], {}, {"answer": None}])
-def test_without_a_truth_there_is_no_score(episode: Make, reward: Callable[[Attempt], Score], truth: Any) -> None:
+@pytest.mark.parametrize("expected", [None, "", " ", [], {}, {"answer": None}])
+def test_without_a_ground_truth_there_is_no_score(
+    episode: Make, reward: Callable[[Attempt], Score], expected: Any
+) -> None:
     with pytest.raises(ValueError, match="no ground_truth"):
-        reward(attempt(episode("x"), truth))
+        reward(attempt(episode("x"), expected))
 
 
 def test_format_is_the_share_of_calls_that_could_be_dispatched(episode: Make, tool_call: MakeCall) -> None:

@@ -33,10 +33,10 @@ def failure(message: common_pb2.Failure) -> tuple[Boundary, str]:
     return read.boundary, read.code
 
 
-async def test_components_are_weighted_and_told_apart(judge: Any, group: Callable[..., Group]) -> None:
+async def test_components_are_weighted_and_named(judge: Any, group: Callable[..., Group]) -> None:
     rules = (rule("length", weight=0.1), rule("thoughtful", weight=2), rule("exact_answer"))
     async with judge(*rules) as client:
-        scores = await client.score(group("Paris", "Rome", truth="Paris"))
+        scores = await client.score(group("Paris", "Rome", ground_truth="Paris"))
     assert [score.episode_id for score in scores] == ["group/0", "group/1"]
     assert [round(score.reward, 6) for score in scores] == [2.5, 1.4]
     assert dict(scores[0].rewards) == {"length": 5.0, "thoughtful": 0.5, "exact_answer": 1.0}
@@ -45,30 +45,30 @@ async def test_components_are_weighted_and_told_apart(judge: Any, group: Callabl
 
 
 BROKEN: list[tuple[str, tuple[Boundary, str], str]] = [
-    ("raise", (Boundary.USER_CODE, "reward_raised"), "told: KeyError: 'lost'"),
-    ("raise badly", (Boundary.USER_CODE, "reward_raised"), "told: ValueError: ?"),
-    ("exit", (Boundary.USER_CODE, "reward_raised"), "told: SystemExit: 0"),
-    ("interrupt", (Boundary.USER_CODE, "reward_raised"), "told: KeyboardInterrupt"),
-    ("generator", (Boundary.USER_CODE, "reward_raised"), "told: GeneratorExit: closed"),
-    ("group", (Boundary.USER_CODE, "reward_raised"), "told: BaseExceptionGroup: both (2 sub-exceptions)"),
-    ("own", (Boundary.USER_CODE, "reward_raised"), "told: Own: base"),
-    ("mute", (Boundary.USER_CODE, "reward_raised"), "told: Mute: (its __str__ raised KeyboardInterrupt)"),
-    ("bad value", (Boundary.USER_CODE, "reward_raised"), "told: Own: no float"),
-    ("die", (Boundary.JUDGE, "reward_process_died"), "told: its process ended while scoring (exit code 7)"),
-    ("nan", (Boundary.JUDGE, "reward_not_finite"), "told: its value is nan"),
-    ("infinite", (Boundary.JUDGE, "reward_not_finite"), "told: its value is inf"),
-    ("huge", (Boundary.JUDGE, "reward_not_finite"), "told: its value is inf"),
-    ("metric", (Boundary.JUDGE, "reward_not_finite"), "told: its metric 'm' is nan"),
-    ("text", (Boundary.JUDGE, "reward_not_a_number"), "told: its value is '1.0' (str)"),
-    ("bool", (Boundary.JUDGE, "reward_not_a_number"), "told: its value is True (bool)"),
-    ("none", (Boundary.JUDGE, "reward_not_a_number"), "told: its value is None"),
+    ("raise", (Boundary.USER_CODE, "reward_raised"), "scripted: KeyError: 'lost'"),
+    ("raise badly", (Boundary.USER_CODE, "reward_raised"), "scripted: ValueError: ?"),
+    ("exit", (Boundary.USER_CODE, "reward_raised"), "scripted: SystemExit: 0"),
+    ("interrupt", (Boundary.USER_CODE, "reward_raised"), "scripted: KeyboardInterrupt"),
+    ("generator", (Boundary.USER_CODE, "reward_raised"), "scripted: GeneratorExit: closed"),
+    ("group", (Boundary.USER_CODE, "reward_raised"), "scripted: BaseExceptionGroup: both (2 sub-exceptions)"),
+    ("own", (Boundary.USER_CODE, "reward_raised"), "scripted: Own: base"),
+    ("mute", (Boundary.USER_CODE, "reward_raised"), "scripted: Mute: (its __str__ raised KeyboardInterrupt)"),
+    ("bad value", (Boundary.USER_CODE, "reward_raised"), "scripted: Own: no float"),
+    ("die", (Boundary.JUDGE, "reward_process_died"), "scripted: its process ended while scoring (exit code 7)"),
+    ("nan", (Boundary.JUDGE, "reward_not_finite"), "scripted: its value is nan"),
+    ("infinite", (Boundary.JUDGE, "reward_not_finite"), "scripted: its value is inf"),
+    ("huge", (Boundary.JUDGE, "reward_not_finite"), "scripted: its value is inf"),
+    ("metric", (Boundary.JUDGE, "reward_not_finite"), "scripted: its metric 'm' is nan"),
+    ("text", (Boundary.JUDGE, "reward_not_a_number"), "scripted: its value is '1.0' (str)"),
+    ("bool", (Boundary.JUDGE, "reward_not_a_number"), "scripted: its value is True (bool)"),
+    ("none", (Boundary.JUDGE, "reward_not_a_number"), "scripted: its value is None"),
 ]
 
 
 async def test_a_failure_is_typed_and_only_its_episodes(judge: Any) -> None:
     texts = [text for text, _, _ in BROKEN]
-    async with judge(rule("told"), rule("length")) as client:
-        scores = await client.told("ok", *texts, "fraction")
+    async with judge(rule("scripted"), rule("length")) as client:
+        scores = await client.scripted("ok", *texts, "fraction")
     assert (scores[0].reward, scores[-1].reward) == (2.0, 8.25)
     for score, (text, expected, message) in zip(scores[1:-1], BROKEN, strict=True):
         assert not score.HasField("reward")
@@ -79,14 +79,14 @@ async def test_a_failure_is_typed_and_only_its_episodes(judge: Any) -> None:
 
 
 async def test_what_a_reward_prints_goes_nowhere_near_the_answer(judge: Any) -> None:
-    async with judge(rule("told")) as client:
-        scores = await client.told("print", "fraction")
+    async with judge(rule("scripted")) as client:
+        scores = await client.scripted("print", "fraction")
     assert [score.reward for score in scores] == [1.0, 0.25]
 
 
 async def test_a_reward_never_sees_the_judges_credential(judge: Any) -> None:
-    async with judge(rule("told")) as client:
-        assert (await client.told("token"))[0].reward == 0.0
+    async with judge(rule("scripted")) as client:
+        assert (await client.scripted("token"))[0].reward == 0.0
 
 
 @pytest.mark.parametrize("how", ["hang", "detach"])
@@ -94,19 +94,21 @@ async def test_a_late_reward_is_killed_with_all_it_started_and_the_next_is_score
     judge: Any, tmp_path: Path, how: str
 ) -> None:
     file = tmp_path / "pid"
-    async with judge(rule("told", seconds=0.5)) as client:
-        late, counted = await client.told(f"{how} with {file}", "count")
+    async with judge(rule("scripted", seconds=0.5)) as client:
+        late, counted = await client.scripted(f"{how} with {file}", "count")
     assert not running(int(file.read_text()))
     assert not late.HasField("reward")
     assert failure(late.failure) == (Boundary.JUDGE, "reward_deadline")
-    assert late.failure.message == "told: no score within its time limit of 0.5 s for one episode (rewards[].timeout)"
+    assert (
+        late.failure.message == "scripted: no score within its time limit of 0.5 s for one episode (rewards[].timeout)"
+    )
     assert counted.reward == 1.0  # a new process
 
 
 async def test_config_is_given_to_the_reward(judge: Any) -> None:
     entry = RewardEntry(name="bounded", rule="reward_samples:bounded", config={"limits": [1, 3], "scale": 2.0})
     async with judge(entry) as client:
-        scores = await client.told("", "12345")
+        scores = await client.scripted("", "12345")
     assert [score.reward for score in scores] == [2.0, 6.0]
 
 
@@ -131,27 +133,27 @@ async def test_the_loops_reward_is_a_component(judge: Any, group: Callable[..., 
 
 
 async def test_a_process_keeps_what_it_loaded_from_one_episode_to_the_next(judge: Any) -> None:
-    async with judge(rule("told")) as client:
-        assert [score.reward for score in await client.told("count", "count", "count")] == [1.0, 2.0, 3.0]
+    async with judge(rule("scripted")) as client:
+        assert [score.reward for score in await client.scripted("count", "count", "count")] == [1.0, 2.0, 3.0]
 
 
-async def test_a_process_that_died_while_nobody_asked_costs_no_episode(judge: Any, tmp_path: Path) -> None:
+async def test_a_process_that_died_while_idle_costs_no_episode(judge: Any, tmp_path: Path) -> None:
     file = tmp_path / "pid"
-    async with judge(rule("told")) as client:
-        assert (await client.told(f"pid {file}"))[0].reward == 1.0
+    async with judge(rule("scripted")) as client:
+        assert (await client.scripted(f"pid {file}"))[0].reward == 1.0
         first = int(file.read_text())
         worker = os.pidfd_open(first)
         os.kill(first, signal.SIGKILL)
         await ended(worker)
-        assert (await client.told(f"pid {file}"))[0].reward == 1.0
+        assert (await client.scripted(f"pid {file}"))[0].reward == 1.0
         assert int(file.read_text()) != first
 
 
 async def test_several_processes_share_the_work(judge: Any, tmp_path: Path) -> None:
-    async with judge(rule("told", seconds=1.0), processes=2) as client:
-        hanging = asyncio.create_task(client.told("hang"))
+    async with judge(rule("scripted", seconds=1.0), processes=2) as client:
+        hanging = asyncio.create_task(client.scripted("hang"))
         # One process hangs; the other goes on.
-        assert [score.reward for score in await client.told("fraction", "fraction")] == [0.25, 0.25]
+        assert [score.reward for score in await client.scripted("fraction", "fraction")] == [0.25, 0.25]
         assert failure((await hanging)[0].failure) == (Boundary.JUDGE, "reward_deadline")
 
 
@@ -172,15 +174,15 @@ async def test_failed_episodes_are_not_scored(judge: Any, group: Callable[..., G
 
 
 async def test_a_caller_that_gave_up_leaves_the_judge_as_it_was(judge: Any, group: Callable[..., Group]) -> None:
-    async with judge(rule("told", seconds=0.5)) as client:
+    async with judge(rule("scripted", seconds=0.5)) as client:
         with pytest.raises(FailureError) as caught:
             await client.score(group("hang", "hang", "hang"), timeout=0.2)
         assert caught.value.code == "deadline_exceeded"
-        assert (await client.told("count"))[0].reward == 1.0
+        assert (await client.scripted("count"))[0].reward == 1.0
 
 
 @pytest.mark.parametrize(
-    ("rules", "told"),
+    ("rules", "messages"),
     [
         (["absent"], ["spec.rewards[0].rule: module 'reward_samples' has no 'absent'"]),
         (["bounded"], ["spec.rewards[0].config: does not fit reward_samples:bounded: missing a required argument"]),
@@ -194,14 +196,14 @@ async def test_a_caller_that_gave_up_leaves_the_judge_as_it_was(judge: Any, grou
         ),
     ],
 )
-async def test_a_reward_that_cannot_be_loaded_is_told_by_field(
-    settings: Any, rules: list[str], told: list[str]
+async def test_a_reward_that_cannot_be_loaded_is_reported_by_field(
+    settings: Any, rules: list[str], messages: list[str]
 ) -> None:
     with pytest.raises(UserInputError) as caught:
         await run_judge(settings(*(rule(name) for name in rules)))
     lines = str(caught.value).splitlines()
-    assert len(lines) == len(told)
-    assert all(line.startswith(start) for line, start in zip(lines, told, strict=True))
+    assert len(lines) == len(messages)
+    assert all(line.startswith(start) for line, start in zip(lines, messages, strict=True))
 
 
 def running(pid: int) -> bool:
@@ -212,10 +214,10 @@ def running(pid: int) -> bool:
 
 
 async def test_the_service_as_it_runs_kills_what_is_late(tmp_path: Path, settings: Any, connect: Any) -> None:
-    with spawn(tmp_path, settings, rule("told", seconds=0.5), rule("length")) as judge:
+    with spawn(tmp_path, settings, rule("scripted", seconds=0.5), rule("length")) as judge:
         listen = json.loads((tmp_path / "settings.json").read_text())["listen"]
         async with connect(listen) as client:
-            late, counted = await client.told("hang", "count")
+            late, counted = await client.scripted("hang", "count")
         judge.terminate()
         _, log = await asyncio.to_thread(judge.communicate, timeout=20)
     assert late.failure.code == "reward_deadline"
@@ -230,11 +232,11 @@ def spawn(tmp_path: Path, settings: Any, *rewards: RewardEntry) -> subprocess.Po
     return subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
 
 
-def test_the_process_says_it_in_one_line_and_exits_2(tmp_path: Path, settings: Any) -> None:
+def test_the_process_prints_one_line_and_exits_2(tmp_path: Path, settings: Any) -> None:
     with spawn(tmp_path, settings, rule("absent")) as judge:
-        _, told = judge.communicate(timeout=30)
+        _, errors = judge.communicate(timeout=30)
     assert judge.returncode == 2
-    assert told == "error: spec.rewards[0].rule: module 'reward_samples' has no 'absent'\n"
+    assert errors == "error: spec.rewards[0].rule: module 'reward_samples' has no 'absent'\n"
 
 
 def children(pid: int) -> list[int]:
@@ -245,7 +247,7 @@ def children(pid: int) -> list[int]:
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
 def test_reward_processes_go_with_the_judge_however_it_goes(tmp_path: Path, settings: Any, how: signal.Signals) -> None:
-    with spawn(tmp_path, settings, rule("length"), rule("told")) as judge:
+    with spawn(tmp_path, settings, rule("length"), rule("scripted")) as judge:
         assert judge.stderr is not None
         while "serves on" not in judge.stderr.readline():
             assert judge.poll() is None

@@ -11,7 +11,7 @@ import pytest
 from kestrl.plan.planning import PROBE_BOUND
 from kestrl.storage import Probe, open_store
 from kestrl_email.model_path import tiny
-from kestrl_inference.proof import judge
+from kestrl_inference.proof import compare
 from kestrl_learner import adapters
 from kestrl_learner.model import PolicyModel
 from kestrl_learner.trainer import Trainer
@@ -49,7 +49,7 @@ def test_no_version_passes_for_another(policy_of: Maker, tmp_path: Path) -> None
             (before.probe.logprobs, "adapter_not_applied" if before.step == 0 else "probe_failed"),
             (now.probe.base_logprobs, "adapter_not_applied"),
         ):
-            failure = judge("now", "engine-0", now.probe, scores, PROBE_BOUND["float32"]).failure
+            failure = compare("now", "engine-0", now.probe, scores, PROBE_BOUND["float32"]).failure
             assert ("" if failure is None else failure.code) == code, (before.step, scores, now.probe)
 
 

@@ -74,6 +74,6 @@ async def test_what_was_learned_before_a_resume_counts(staged: Any) -> None:
             worker.script = equal_rewards
         await Run(stage.but(max_steps=4)).main()
         assert stage.summary["learned"] is True
-        again = Run(stage.but(max_steps=4, linger=True))
+        again = Run(stage.but(max_steps=4, keep_alive=True))
         await again.main()
         assert again.progress.message_now().learned

@@ -49,7 +49,7 @@ async def healthy(address: str) -> bool:
 @asynccontextmanager
 async def lingering(settings: Any) -> AsyncGenerator[Watcher]:
     """A learner that lingers, watched; at the end it is told to go while the stream is open, and must go at once."""
-    settings = settings.model_copy(update={"linger": True})
+    settings = settings.model_copy(update={"keep_alive": True})
     serving = asyncio.create_task(work(settings))
     try:
         async with watched(settings.listen) as watcher:
@@ -309,7 +309,7 @@ async def test_as_a_process_it_still_answers_after_its_failure_and_ends_well_whe
 ) -> None:
     async with staged() as stage:
         address = f"127.0.0.1:{free_port()}"
-        settings = stage.but(linger=True, listen=address, data=DataSettings(path="/nowhere/train.jsonl"))
+        settings = stage.but(keep_alive=True, listen=address, data=DataSettings(path="/nowhere/train.jsonl"))
         path = tmp_path / "settings.json"
         path.write_text(settings.model_dump_json())
         process = await asyncio.create_subprocess_exec(

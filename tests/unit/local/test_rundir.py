@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from kestrl.errors import UserInputError
-from kestrl.local.place import assign_ports, listeners, storage_address
 from kestrl.local.rundir import RunDir, find_run, make_folders, open_run, write_atomic
+from kestrl.local.site import assign_ports, listeners, storage_address
 from kestrl.spec import AgentRLJob, parse_job, with_overrides
 
 MANIFEST: dict[str, Any] = {

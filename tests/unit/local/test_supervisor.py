@@ -142,14 +142,14 @@ async def test_draining_asks_the_learner_first(launcher: Launcher) -> None:
 @pytest.mark.parametrize("role", list(Role))
 async def test_a_component_gets_its_own_credentials_only(launcher: Launcher, role: Role) -> None:
     """Those of this shell are nobody's, such as of a run that was started in an environment of another."""
-    tells = (
+    script = (
         "import os, json; print(json.dumps({key: os.environ[key] for key in os.environ if key.startswith('KESTRL_')}))"
     )
     assert set(CALLS) <= set(launcher.environment)
-    running = await launcher.start(component(f"{role}-0", role, module=module(launcher, "tells", tells)))
+    running = await launcher.start(component(f"{role}-0", role, module=module(launcher, "script", script)))
     assert await running.wait() == 0
-    told = json.loads(launcher.log_path(f"{role}-0").read_text())
-    assert told == {secret.value: launcher.secrets[secret.value] for secret in held_by(role)}
+    seen = json.loads(launcher.log_path(f"{role}-0").read_text())
+    assert seen == {secret.value: launcher.secrets[secret.value] for secret in held_by(role)}
 
 
 def test_backoff_doubles_up_to_a_bound() -> None:

@@ -118,14 +118,14 @@ def test_the_learner_knows_every_worker_engine_and_agent() -> None:
     assert settings.engines[1].agent_address == "inference-1.job:7001"
 
 
-def test_a_place_may_have_the_learner_stay_and_the_run_be_traced_from_outside() -> None:
-    site = replace(SITE, linger=True, traceparent="00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01")
+def test_a_site_may_keep_the_learner_alive_and_set_the_runs_trace() -> None:
+    site = replace(SITE, keep_alive=True, traceparent="00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01")
     here, there = by_name(job_with()), {component.name: component for component in plan(job_with(), site)}
     before, after = here["learner-0"].settings, there["learner-0"].settings
     assert isinstance(before, LearnerSettings)
     assert isinstance(after, LearnerSettings)
-    assert (before.linger, before.traceparent) == (False, None)
-    assert (after.linger, after.traceparent) == (site.linger, site.traceparent)
+    assert (before.keep_alive, before.traceparent) == (False, None)
+    assert (after.keep_alive, after.traceparent) == (site.keep_alive, site.traceparent)
     assert [name for name in here if here[name] != there[name]] == ["learner-0"]
 
 
@@ -182,9 +182,9 @@ def test_arguments_of_the_manifest_win() -> None:
     assert "enable-scale-out" not in arguments
 
 
-@pytest.mark.parametrize(("rank", "told"), [(1, 1), (4, 8), (8, 8), (9, 16), (512, 512)])
-def test_an_engine_is_told_a_rank_it_accepts(rank: int, told: int) -> None:
-    assert engine_rank(rank) == told
+@pytest.mark.parametrize(("rank", "expected"), [(1, 1), (4, 8), (8, 8), (9, 16), (512, 512)])
+def test_an_engine_gets_a_rank_it_accepts(rank: int, expected: int) -> None:
+    assert engine_rank(rank) == expected
 
 
 def test_a_group_has_time_for_its_scoring() -> None:
@@ -218,7 +218,7 @@ def test_agents_and_engines_agree_on_slots() -> None:
 
 
 @pytest.mark.parametrize("part", ["inference", "learner"])
-def test_a_profile_that_the_place_does_not_know_is_told(part: str) -> None:
+def test_a_profile_unknown_at_the_site_is_reported(part: str) -> None:
     with pytest.raises(
         UserInputError, match=rf"spec.{part}.accelerator.profile: 'tpu' is not one of ascend, cpu, nvidia"
     ):

@@ -207,7 +207,7 @@ def reading(name: str, text: str, *, cut: bool = False) -> Turn:
             "twice",
         ),
         ("llama3_json", '{"name": "search", "parameters": {', "Expecting"),
-        ("llama3_json", '{"name": "search", "parameters": 5}', '"parameters" is no JSON object'),
+        ("llama3_json", '{"name": "search", "parameters": 5}', '"parameters" is not a JSON object'),
         ("llama3_json", "<|python_tag|>search(1)", "no JSON object"),
         ("mistral", "[TOOL_CALLS]", "Expecting value"),
         ("mistral", "[TOOL_CALLS][]", "empty"),

@@ -102,7 +102,7 @@ def test_reasoning_keeps_its_sampled_tokens(load: Callable[..., Any]) -> None:
         ("[1]", "no JSON object"),
         ('{"arguments": {}}', 'no "name"'),
         ('{"name": 5}', 'no "name"'),
-        ('{"name": "search", "arguments": "x"}', '"arguments" is no JSON object'),
+        ('{"name": "search", "arguments": "x"}', '"arguments" is not a JSON object'),
         ('{"name": "search", "arguments": {"x": NaN}}', "NaN is not valid JSON"),
         ('{"name": "search", "arguments": {"x": "\\ud800"}}', "surrogates not allowed"),
         ('{"name": "search", "arguments": ' + "[" * 100_000, "nested too deeply"),

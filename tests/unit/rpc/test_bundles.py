@@ -27,7 +27,7 @@ SERVICE = "kestrl.api.tools.v1.ToolService"
 
 
 class Tools(stubs.ToolServiceServicer):
-    """Answers as told by the call's name."""
+    """Answers according to the name of the call."""
 
     def __init__(self) -> None:
         self.called: list[str] = []
@@ -173,7 +173,7 @@ async def test_a_cancellation_that_nobody_asked_for_is_answered(running: Any) ->
     assert (caught.value.boundary, caught.value.code) == (Boundary.INFRASTRUCTURE, "internal")
 
 
-async def test_what_cannot_be_written_fails_its_calls_and_is_told(
+async def test_what_cannot_be_written_fails_its_calls_and_is_reported(
     running: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     with monkeypatch.context() as broken:
@@ -186,7 +186,7 @@ async def test_what_cannot_be_written_fails_its_calls_and_is_told(
     assert await running("echo", said="again") == "echo again"
 
 
-async def test_a_method_that_is_not_there_is_told(calls: Bundle, running: Any) -> None:
+async def test_a_method_that_is_not_there_is_reported(calls: Bundle, running: Any) -> None:
     del running
     with pytest.raises(FailureError, match=r"no method /kestrl\.api\.tools\.v1\.ToolService/Sing") as caught:
         await calls.call("Sing", pb.CallRequest(), pb.CallResponse, timeout=5)
@@ -237,7 +237,7 @@ async def test_a_server_without_bundles_says_so(tools: Tools, listen: str, calls
         assert caught.value.code == "unimplemented"
 
 
-async def test_nobody_there_is_retryable(calls: Bundle) -> None:
+async def test_an_unreachable_server_is_retryable(calls: Bundle) -> None:
     with pytest.raises(FailureError) as caught:
         await ask(calls, "echo")
     assert (caught.value.code, caught.value.retryable) == ("unavailable", True)

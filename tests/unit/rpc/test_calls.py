@@ -1,4 +1,5 @@
-"""Calls over a real server: errors keep their type, credentials are checked, ports in use are told, draining drains."""
+"""Calls over a real server: errors keep their type, credentials are checked, ports in use are reported, draining
+drains."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ from kestrl.testing.ports import free_port
 
 
 class Worker(stubs.RolloutServiceServicer):
-    """Answers as told by the request."""
+    """Answers according to the request."""
 
     lost = False
 
@@ -110,7 +111,7 @@ async def test_a_deadline_has_its_code(address: Address) -> None:
     assert (caught.value.code, caught.value.retryable) == ("deadline_exceeded", True)
 
 
-async def test_nobody_there_is_retryable() -> None:
+async def test_an_unreachable_server_is_retryable() -> None:
     async with channel(f"127.0.0.1:{free_port()}") as connection:
         stub = stubs.RolloutServiceStub(connection)
         with pytest.raises(FailureError) as caught:
@@ -185,7 +186,7 @@ async def test_serving_ends_with_the_work_it_serves_for() -> None:
 
 
 class Flaky(stubs.RolloutServiceServicer):
-    """Counts who asks, and answers when it is let."""
+    """Counts callers, and answers when released."""
 
     def __init__(self) -> None:
         self.asked = asyncio.Event()

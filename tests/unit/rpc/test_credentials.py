@@ -1,4 +1,5 @@
-"""Every credential against every method of every service, over real gRPC. What may be called follows from `kestrl.credentials` alone."""
+"""Every credential against every method of every service, over real gRPC. What may be called follows from
+`kestrl.credentials` alone."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ def test_an_unknown_field_is_refused_with_the_nearest_known_one() -> None:
     assert refused("algorithm.groupsize=4") == ["spec.algorithm.groupsize: unknown field; did you mean groupSize?"]
 
 
-def test_every_problem_is_told_at_once() -> None:
+def test_every_problem_is_reported_at_once() -> None:
     problems = refused("algorithm.groupSize=many", "rollout.deadlines.tool=10", "bogus=1")
     assert len(problems) == 3
     assert any(problem.startswith("spec.rollout.deadlines.tool: 10 is not a duration") for problem in problems)
@@ -117,7 +117,7 @@ def test_rules_across_fields(overrides: list[str], path: str) -> None:
     [
         (
             "pendingDeadline=0s",
-            "spec.pendingDeadline: 0s fails every job, for pods take time to start; name one such as 30m",
+            "spec.pendingDeadline: 0s fails every job, since pods take time to start; use a value such as 30m",
         ),
         (
             "patches=[{role: learner, template: {spec: {}, nodeSelector: {a: b}}}]",
@@ -125,12 +125,12 @@ def test_rules_across_fields(overrides: list[str], path: str) -> None:
         ),
         (
             "failurePolicy.rules=[{reason: engin/x, action: Fail}]",
-            "spec.failurePolicy.rules[0].reason: 'engin' is no boundary of a failure; there are policy, tool, sandbox, judge, "
+            "spec.failurePolicy.rules[0].reason: 'engin' is not a failure boundary; use one of policy, tool, sandbox, judge, "
             "engine, infrastructure, user_code",
         ),
         (
             "failurePolicy.rules=[{action: Fail}, {reason: OOMKilled, action: Ignore}]",
-            "spec.failurePolicy.rules[1]: is never reached: rules[0] fits whatever it fits; move it up or remove it",
+            "spec.failurePolicy.rules[1]: is never reached, since rules[0] matches the same failures; move it up or remove it",
         ),
         ("failurePolicy.rules=[{reason: oom/, action: Fail}]", None),
         ("failurePolicy.rules=[{reason: OOMKilled, action: Restart}]", None),
@@ -138,7 +138,7 @@ def test_rules_across_fields(overrides: list[str], path: str) -> None:
         ("pendingDeadline=soon", None),
     ],
 )
-def test_what_is_told_of_a_failure_policy_and_of_patches(overrides: str, problem: str | None) -> None:
+def test_problems_of_a_failure_policy_and_of_patches_are_reported(overrides: str, problem: str | None) -> None:
     problems = refused(overrides)
     assert len(problems) == 1
     assert problem is None or problems == [problem]
@@ -176,7 +176,7 @@ def test_rules_that_can_all_be_reached_are_taken(rules: str) -> None:
 )
 def test_a_rule_behind_a_wider_one_is_never_reached(first: str, second: str) -> None:
     (problem,) = refused(f"failurePolicy.rules=[{first}, {second}]")
-    assert problem.startswith("spec.failurePolicy.rules[1]: is never reached: rules[0] ")
+    assert problem.startswith("spec.failurePolicy.rules[1]: is never reached, since rules[0] ")
 
 
 def test_a_job_may_have_no_wait_for_pods_and_waits_then() -> None:
@@ -225,7 +225,7 @@ def test_a_malformed_override_is_refused(override: str) -> None:
     assert refused(override)[0].startswith("--set:")
 
 
-def test_a_file_that_is_no_manifest_is_named(tmp_path: Path) -> None:
+def test_an_invalid_manifest_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(UserInputError, match="cannot be read"):
         read_job(tmp_path / "none.yaml")
     bad = tmp_path / "bad.yaml"
@@ -251,7 +251,7 @@ def test_the_schema_accepts_what_the_models_accept() -> None:
 
 def test_every_field_of_the_schema_that_is_no_bare_reference_has_words() -> None:
     job = job_schema()["$defs"]["Algorithm"]["properties"]
-    assert job["maxStaleness"]["description"].startswith("0: sample and train in turn.")
+    assert job["maxStaleness"]["description"].startswith("Maximum age in steps of a group in training.")
 
 
 @given(st.integers(min_value=0, max_value=10**8))
@@ -261,7 +261,7 @@ def test_durations_round_trip(milliseconds: int) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "5", "5 s", "-5s", "1y", "s", 5, None, True])
-def test_what_is_no_duration_is_refused(text: Any) -> None:
+def test_an_invalid_duration_is_refused(text: Any) -> None:
     with pytest.raises(ValueError, match="is not a duration"):
         parse_duration(text)
 

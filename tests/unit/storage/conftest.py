@@ -1,4 +1,4 @@
-"""One store on this machine's file system and one on a real S3 server, for the same tests; a proxy that breaks what it is told to."""
+"""Stores on the local file system and on a real S3 server, for the same tests, and a proxy that injects faults."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ def test_files_of_many_pieces_arrive_whole(store: ObjectStore, tmp_path: Path, s
     assert (tmp_path / "fetched" / WEIGHTS).read_bytes() == files[WEIGHTS]
 
 
-def test_publishing_the_same_again_is_no_error(store: ObjectStore) -> None:
+def test_publishing_the_same_again_is_not_an_error(store: ObjectStore) -> None:
     assert publish_adapter(store, FILES, manifest()) == publish_adapter(store, FILES, manifest())
 
 
@@ -73,7 +73,7 @@ def test_a_corrupt_file_is_refused_and_nothing_is_left_to_load(store: ObjectStor
     assert not (tmp_path / "fetched").exists()
 
 
-def test_a_file_that_the_manifest_names_and_nobody_uploaded(store: ObjectStore, tmp_path: Path) -> None:
+def test_a_file_in_the_manifest_that_was_not_uploaded(store: ObjectStore, tmp_path: Path) -> None:
     publish_adapter(store, FILES, manifest())
     folder = adapter_folder(manifest().policy)
     store.delete(f"{folder}/{WEIGHTS}")
@@ -90,7 +90,7 @@ def test_a_manifest_that_describes_other_files_is_not_published(store: ObjectSto
 
 
 @pytest.mark.parametrize("content", [b"{", b'{"job": "x"}', b'{"surprise": 1}'])
-def test_a_malformed_manifest_is_told(store: ObjectStore, content: bytes) -> None:
+def test_a_malformed_manifest_is_reported(store: ObjectStore, content: bytes) -> None:
     store.put("manifest.json", content)
     with pytest.raises(StorageError, match="is not a manifest"):
         read_manifest(store)

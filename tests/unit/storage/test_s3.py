@@ -50,7 +50,8 @@ def answering(status: int, times: int) -> Fault:
 
 
 def test_what_exists_is_not_created_again(s3_environment: S3Server) -> None:
-    """The store decides, not a look before the write. (Swift decides for writers one after another; AWS for those at once too.)"""
+    """The store decides, not a look before the write. (Swift decides for writers one after another; AWS for those at
+    once too.)"""
     store = open_store(address())
     store.put("manifest.json", b"first", create=True)
     with pytest.raises(StorageError, match="exists already") as caught:
@@ -68,7 +69,7 @@ def test_what_was_written_outlives_the_server(s3_environment: S3Server) -> None:
 
 
 @pytest.mark.parametrize("status", [500, 502, 503])
-def test_an_outage_is_ridden_out(proxy: Proxy, tmp_path: Path, status: int) -> None:
+def test_a_short_outage_is_survived_by_retries(proxy: Proxy, tmp_path: Path, status: int) -> None:
     store = open_store(address())
     proxy.fault = answering(status, 2)
     where = publish_adapter(store, FILES, manifest())
@@ -77,7 +78,7 @@ def test_an_outage_is_ridden_out(proxy: Proxy, tmp_path: Path, status: int) -> N
 
 
 @pytest.mark.usefixtures("impatient")
-def test_a_lasting_outage_is_told_in_bounded_time(proxy: Proxy) -> None:
+def test_a_lasting_outage_is_reported_in_bounded_time(proxy: Proxy) -> None:
     proxy.fault = answering(503, 1000)
     began = time.monotonic()
     with pytest.raises(StorageError, match="cannot write s3://runs/") as caught:
@@ -88,7 +89,7 @@ def test_a_lasting_outage_is_told_in_bounded_time(proxy: Proxy) -> None:
 
 
 @pytest.mark.usefixtures("impatient")
-def test_a_server_that_never_answers_is_told_in_bounded_time(proxy: Proxy) -> None:
+def test_a_server_that_never_answers_is_reported_in_bounded_time(proxy: Proxy) -> None:
     proxy.fault = lambda handler, body: proxy.over.wait()
     began = time.monotonic()
     with pytest.raises(StorageError, match="cannot read s3://runs/"):
@@ -97,7 +98,7 @@ def test_a_server_that_never_answers_is_told_in_bounded_time(proxy: Proxy) -> No
 
 
 @pytest.mark.usefixtures("impatient")
-def test_a_server_that_is_away_is_told_in_bounded_time(
+def test_a_server_that_is_away_is_reported_in_bounded_time(
     s3_environment: S3Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
@@ -122,8 +123,8 @@ def test_a_cut_upload_is_sent_again(proxy: Proxy) -> None:
     assert proxy.asked.count("PUT") == 3
 
 
-def test_a_write_whose_answer_was_lost_is_no_conflict(proxy: Proxy) -> None:
-    """The store has the manifest, the writer never heard so and asks again: told that it exists, it looks whose it is."""
+def test_a_write_whose_answer_was_lost_is_not_a_conflict(proxy: Proxy) -> None:
+    """The answer of a successful write is lost; the retry finds an existing manifest and compares it."""
     store = open_store(address())
     heard = open_store(store.uri)
     publish_adapter(heard, FILES, manifest())
@@ -135,7 +136,7 @@ def test_a_write_whose_answer_was_lost_is_no_conflict(proxy: Proxy) -> None:
     assert read_manifest(store, adapter_folder(manifest().policy)) == manifest()
 
 
-def test_of_a_publisher_killed_half_way_nothing_is_to_be_seen(proxy: Proxy, tmp_path: Path) -> None:
+def test_a_publisher_killed_half_way_leaves_nothing_visible(proxy: Proxy, tmp_path: Path) -> None:
     where = address()
     proxy.fault = lambda handler, body: handler.command == "PUT" and proxy.over.wait()
     code = f"from kestrl.storage import open_store; open_store({where!r}).put('adapters/x/{WEIGHTS}', bytes(5_000_000))"
@@ -152,7 +153,7 @@ def test_of_a_publisher_killed_half_way_nothing_is_to_be_seen(proxy: Proxy, tmp_
 
 
 @pytest.mark.parametrize("verb", ["check", "put", "get"])
-def test_wrong_credentials_are_told_with_the_mend(
+def test_wrong_credentials_are_reported_with_the_fix(
     s3_environment: S3Server, monkeypatch: pytest.MonkeyPatch, verb: str
 ) -> None:
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
@@ -164,7 +165,7 @@ def test_wrong_credentials_are_told_with_the_mend(
 
 
 @pytest.mark.parametrize("verb", ["check", "put", "get"])
-def test_a_missing_bucket_is_told_with_the_mend(s3_environment: S3Server, verb: str) -> None:
+def test_a_missing_bucket_is_reported_with_the_fix(s3_environment: S3Server, verb: str) -> None:
     store = open_store("s3://nowhere/run")
     with pytest.raises(
         PlaceError, match=r"there is no such bucket; create it, or name another in storage\.uri"

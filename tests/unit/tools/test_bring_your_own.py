@@ -135,7 +135,7 @@ async def test_tools_that_subclass_verls_base_run_without_verl(tmp_path: Any, mo
     from kestrl.plan.settings import ToolEntry
     from kestrl_tools.catalogue import load_tools
     from kestrl_tools.execution import answer_of
-    from kestrl_tools.lanes import Lanes
+    from kestrl_tools.tool_threads import ToolThreads
 
     (tmp_path / "verl_tools_of_mine.py").write_text(VERL_TOOLS, encoding="utf-8")
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -146,7 +146,7 @@ async def test_tools_that_subclass_verls_base_run_without_verl(tmp_path: Any, mo
                 ToolEntry(name="count", use="verl_tools_of_mine:Counter", config={}),
                 ToolEntry(name="search", use="verl_tools_of_mine:search", config={}),
             ],
-            Lanes(),
+            ToolThreads(),
         )
     finally:
         for name in set(sys.modules) - before:

@@ -37,7 +37,7 @@ def test_it_calculates(expression: str, result: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("expression", "told"),
+    ("expression", "message"),
     [
         ("1 / 0", "Division by zero"),
         ("9 ** 9 ** 9", "too large"),
@@ -62,8 +62,8 @@ def test_it_calculates(expression: str, result: str) -> None:
         ("1" * (MAX_LENGTH + 1), "longer than"),
     ],
 )
-def test_what_it_refuses_is_told_to_the_model(expression: str, told: str) -> None:
-    with pytest.raises(ToolError, match=told):
+def test_what_it_refuses_is_reported_to_the_model(expression: str, message: str) -> None:
+    with pytest.raises(ToolError, match=message):
         calculator(expression)
 
 
@@ -95,7 +95,7 @@ def test_whole_numbers_agree_with_python(expression: str) -> None:
 @given(st.text(alphabet="0123456789+-*/%.()e, _xab\n'", min_size=1, max_size=40))
 def test_any_text_gives_a_result_or_a_word_to_the_model(text: str) -> None:
     try:
-        told = calculator(text)
+        answer = calculator(text)
     except ToolError as error:
-        told = str(error)
-    assert told
+        answer = str(error)
+    assert answer

@@ -1,4 +1,5 @@
-"""Environments over the wire: tools that share one instance per episode, begun from the row, with a state for the reward."""
+"""Environments over the wire: tools that share one instance per episode, begun from the row, with a state for the
+reward."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ import pytest
 from kestrl.errors import Boundary, FailureError, UserInputError
 from kestrl.plan.settings import ToolEntry
 from kestrl_tools.catalogue import load_tools
-from kestrl_tools.lanes import Lanes
+from kestrl_tools.tool_threads import ToolThreads
 
 STOCK = {"lamp": 2, "lampshade": 1, "chair": 0}
 ROW = {"Shop": {"create_kwargs": {"stock": STOCK}}}
@@ -96,7 +97,7 @@ async def test_only_the_listed_methods_are_tools_of_a_class_that_is_called(serve
         (
             {**ROW, "Shop": {"execute_kwargs": {"item": "x"}}},
             "tool_kwargs_invalid",
-            "execute_kwargs stand under the name of",
+            "execute_kwargs belong under the name of",
         ),
         ({"Shop": {"create_kwargs": {"stock": {}, "broken": True}}}, "tool_raised", "Shop: KeyError: 'no stock'"),
         ({"Shop": {"create_kwargs": {"stock": {}, "greeting": True}}}, "tool_result_invalid", "reset() returned a str"),
@@ -141,7 +142,7 @@ async def test_an_environment_that_hangs_is_late_and_bounded(serve: Any, samples
 
 
 @pytest.mark.parametrize(
-    ("entry", "told"),
+    ("entry", "message"),
     [
         (
             ToolEntry(name="search", use="tool_samples:Shop.search"),
@@ -155,9 +156,9 @@ async def test_an_environment_that_hangs_is_late_and_bounded(serve: Any, samples
         (environment("VerlCounter", methods=("search",)), "VerlCounter"),
     ],
 )
-def test_an_environment_that_cannot_be_used_is_refused(samples: Any, entry: ToolEntry, told: str) -> None:
-    with pytest.raises(UserInputError, match=told):
-        load_tools([entry], Lanes())
+def test_an_environment_that_cannot_be_used_is_refused(samples: Any, entry: ToolEntry, message: str) -> None:
+    with pytest.raises(UserInputError, match=message):
+        load_tools([entry], ToolThreads())
 
 
 @pytest.mark.parametrize(
@@ -169,8 +170,8 @@ def test_an_environment_that_cannot_be_used_is_refused(samples: Any, entry: Tool
     ],
 )
 def test_names_are_unique_over_all_entries(samples: Any, entries: list[ToolEntry]) -> None:
-    with pytest.raises(UserInputError, match=r"spec.tools\[1\]: there is another tool or environment called"):
-        load_tools(entries, Lanes())
+    with pytest.raises(UserInputError, match=r"spec.tools\[1\]: there is another tool or environment named"):
+        load_tools(entries, ToolThreads())
 
 
 async def test_what_config_sets_no_row_can_change(serve: Any) -> None:

@@ -1,4 +1,4 @@
-"""From type hints and docstrings to what the model is told, and the check of what it sends."""
+"""Tool definitions from type hints and docstrings, and the check of arguments."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def test_what_fits_is_converted_to_the_declared_types() -> None:
 
 
 @pytest.mark.parametrize(
-    ("sent", "told"),
+    ("sent", "message"),
     [
         ({"keywords": "contract"}, """argument 'keywords' must be an array, but is the string "contract\""""),
         ({"keywords": [1]}, "argument 'keywords[0]' must be a string, but is the number 1"),
@@ -145,10 +145,10 @@ def test_what_fits_is_converted_to_the_declared_types() -> None:
         ({"since": "yesterday"}, "argument 'since' is not accepted (Input should be a valid date"),
     ],
 )
-def test_what_does_not_fit_is_told_so_that_it_can_be_mended(sent: dict[str, Any], told: str) -> None:
+def test_what_does_not_fit_is_reported_with_the_fix(sent: dict[str, Any], message: str) -> None:
     with pytest.raises(ArgumentsInvalid) as caught:
         read(search, "search").arguments.parse({**GOOD, **sent})
-    assert str(caught.value).startswith(told)
+    assert str(caught.value).startswith(message)
 
 
 HUGE = int("9" * 400)
@@ -166,14 +166,14 @@ def test_a_number_that_no_float_holds_is_out_of_range(hint: Any, value: float) -
             arguments.parse({"x": sent})
 
 
-def test_several_problems_are_told_at_once_but_not_too_many() -> None:
+def test_several_problems_are_reported_at_once_but_not_too_many() -> None:
     with pytest.raises(ArgumentsInvalid) as caught:
         read(search, "search").arguments.parse({"a": 1, "b": 2, "c": 3, "limit": 0})
     assert str(caught.value).count(";") == 2
 
 
 @pytest.mark.parametrize("sent", [[1], "text", None, 5])
-def test_arguments_that_are_no_object(sent: object) -> None:
+def test_arguments_that_are_not_an_object(sent: object) -> None:
     with pytest.raises(ArgumentsInvalid, match="the arguments must be an object"):
         read(search, "search").arguments.parse(sent)
 
@@ -230,7 +230,7 @@ def even(value: int) -> int:
     return value
 
 
-def test_a_validator_of_the_users_is_told_too() -> None:
+def test_a_validator_of_the_users_is_reported_too() -> None:
     def halve(number: Annotated[int, AfterValidator(even)]) -> int:
         return number // 2
 
@@ -265,7 +265,7 @@ class _Silent:
 
 
 @pytest.mark.parametrize(
-    ("obj", "told"),
+    ("obj", "message"),
     [
         (_untyped, "t: the parameter 'query' has no type hint"),
         (_spread, r"t: the parameter '\*words' cannot be described"),
@@ -276,8 +276,8 @@ class _Silent:
         (5, "t: a tool is a function or a class, this is int"),
     ],
 )
-def test_what_cannot_be_described_is_told_with_the_mend(obj: Any, told: str) -> None:
-    with pytest.raises(UserInputError, match=told):
+def test_what_cannot_be_described_is_reported_with_the_fix(obj: Any, message: str) -> None:
+    with pytest.raises(UserInputError, match=message):
         describe(obj, "t")
 
 
@@ -333,7 +333,7 @@ EVERYTHING = _tool_of(HINTS)
 
 @settings(max_examples=200)
 @given(st.dictionaries(st.sampled_from(sorted(HINTS)), json_values))
-def test_what_the_schema_accepts_is_accepted_unchanged_and_all_else_is_refused(sent: dict[str, Any]) -> None:
+def test_arguments_that_fit_the_schema_are_unchanged_others_refused(sent: dict[str, Any]) -> None:
     strict = jsonschema.validators.extend(
         jsonschema.Draft202012Validator,
         type_checker=jsonschema.Draft202012Validator.TYPE_CHECKER.redefine(

@@ -73,9 +73,9 @@ async def test_a_session_remembers_and_no_other_sees_it(serve: Any, samples: Any
 
 async def test_a_final_answer_with_data_and_what_only_the_scenario_fills(serve: Any) -> None:
     async with serve(tool("finish", "Finish")) as client:
-        session = await client.open(kwargs={"finish": {"execute_kwargs": {"truth": "72"}}})
-        assert "truth" not in (await client.list())[0].parameters_json
-        meddled = await client.call(session, "finish", {"answer": "1", "truth": "1"})
+        session = await client.open(kwargs={"finish": {"execute_kwargs": {"expected": "72"}}})
+        assert "expected" not in (await client.list())[0].parameters_json
+        meddled = await client.call(session, "finish", {"answer": "1", "expected": "1"})
         answer = await client.call(session, "finish", {"answer": "72"})
     assert json.loads(meddled.data_json) == {"right": False}
     assert (answer.text, answer.final, json.loads(answer.data_json)) == ("thank you", True, {"right": True})
@@ -111,7 +111,7 @@ async def test_execute_kwargs_stand_above_what_the_model_sends(serve: Any) -> No
         ("moody", '{"mood": "surrogate"}', "ok", "a?b"),
     ],
 )
-async def test_what_the_model_can_mend_is_an_outcome(
+async def test_what_the_model_can_fix_is_an_outcome(
     serve: Any, name: str, raw: str, outcome: str, text: str | None
 ) -> None:
     async with serve(GREET, MOODY) as client:
@@ -210,7 +210,7 @@ async def test_hanging_calls_use_up_no_other_sessions_threads_and_are_bounded(
                     await client.call(session, "slow")
                 assert (await client.call(session, "greet", {"name": "you"})).outcome == "ok"
                 await client.close(session)
-            with pytest.raises(FailureError, match=r"3 calls never came back \(tools: slow\)") as caught:
+            with pytest.raises(FailureError, match=r"3 calls have not returned \(tools: slow\)") as caught:
                 await client.open()
             assert (caught.value.boundary, caught.value.code) == (Boundary.TOOL, "tool_hangs")
     finally:
@@ -268,7 +268,7 @@ async def test_the_calls_that_open_a_session_share_its_tools(serve: Any, samples
     assert samples.events.closed == ["slowly"]
 
 
-async def test_who_stops_waiting_for_a_session_leaves_it_to_the_others(serve: Any, samples: Any) -> None:
+async def test_a_cancelled_caller_leaves_the_session_to_the_others(serve: Any, samples: Any) -> None:
     async with serve(tool("slowly", "MadeSlowly")) as client:
         opening = client.opening()
         first, second = (asyncio.create_task(client.call("mine", "slowly", opening=opening)) for _ in range(2))
@@ -280,9 +280,7 @@ async def test_who_stops_waiting_for_a_session_leaves_it_to_the_others(serve: An
 
 
 @pytest.mark.parametrize("end", ["close", "stop"])
-async def test_a_session_that_ends_while_its_tools_are_made_says_so_and_closes_them(
-    serve: Any, samples: Any, end: str
-) -> None:
+async def test_a_session_that_ends_while_tools_are_created_closes_them(serve: Any, samples: Any, end: str) -> None:
     async with serve(NOTEBOOK, tool("slowly", "MadeSlowly"), max_sessions=1) as client:
         opening = client.opening(kwargs={"notebook": {"create_kwargs": {"owner": "ann"}}})
         call = asyncio.create_task(client.call("mine", "notebook", {"note": "one"}, opening=opening))
@@ -300,7 +298,7 @@ async def test_a_session_that_ends_while_its_tools_are_made_says_so_and_closes_t
 
 
 @pytest.mark.parametrize("cls", ["MadeSlowly", "ClosedBadly"])
-async def test_a_tool_that_is_made_when_nobody_waits_any_more_is_closed(
+async def test_a_tool_that_is_created_after_a_cancellation_is_closed(
     serve: Any, samples: Any, cls: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with serve(tool("slowly", cls), call_seconds=0.05) as client:
@@ -318,7 +316,7 @@ async def test_a_tool_that_is_made_when_nobody_waits_any_more_is_closed(
 async def test_sessions_are_bounded(serve: Any) -> None:
     async with serve(GREET, max_sessions=2) as client:
         first, _ = await client.open(), await client.open()
-        with pytest.raises(FailureError, match="all 2 sessions are taken") as caught:
+        with pytest.raises(FailureError, match="all 2 sessions are in use") as caught:
             await client.open()
         assert (caught.value.code, caught.value.retryable) == ("too_many_sessions", True)
         await client.close(first)
@@ -326,7 +324,7 @@ async def test_sessions_are_bounded(serve: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("tools", "kwargs", "code", "told"),
+    ("tools", "kwargs", "code", "message"),
     [
         (["absent"], {}, "unknown_tool", r"the row names tools that the job does not have: absent \(it has: greet, "),
         ([], {"absent": {}}, "unknown_tool", "absent"),
@@ -344,17 +342,17 @@ async def test_sessions_are_bounded(serve: Any) -> None:
             "create_kwargs do not fit: Notebook: missing a required argument: 'owner'",
         ),
         (["notebook"], {"notebook": {"create_kwargs": {"own": 1}}}, "tool_kwargs_invalid", "Notebook"),
-        (["finish"], {}, "tool_kwargs_invalid", "truth is hidden from the model and must be given"),
+        (["finish"], {}, "tool_kwargs_invalid", "expected is hidden from the model and must be set"),
         (["refuses"], {}, "tool_raised", "refuses: ConnectionError: no database"),
-        ([], {"greet": 5}, "tool_kwargs_invalid", "must be an object of tool name to"),
-        ([], {"greet": {"create": {}}}, "tool_kwargs_invalid", "must be an object of tool name to"),
+        ([], {"greet": 5}, "tool_kwargs_invalid", "must be an object that maps tool names to"),
+        ([], {"greet": {"create": {}}}, "tool_kwargs_invalid", "must be an object that maps tool names to"),
     ],
 )
 async def test_a_row_that_does_not_fit_the_tools_fails_the_episode_at_once(
-    serve: Any, tools: list[str], kwargs: dict[str, Any], code: str, told: str
+    serve: Any, tools: list[str], kwargs: dict[str, Any], code: str, message: str
 ) -> None:
     async with serve(GREET, NOTEBOOK, tool("finish", "Finish"), tool("refuses", "Refuses")) as client:
-        with pytest.raises(FailureError, match=f"episode-1: .*{told}") as caught:
+        with pytest.raises(FailureError, match=f"episode-1: .*{message}") as caught:
             await client.open(*tools, kwargs=kwargs)
         assert (caught.value.boundary, caught.value.code) == (Boundary.TOOL, code)
 
@@ -376,7 +374,7 @@ async def test_a_lifetime_is_a_number_of_seconds(serve: Any, lifetime: float) ->
 
 async def test_a_session_needs_an_id_of_its_own(serve: Any) -> None:
     async with serve(GREET) as client:
-        with pytest.raises(FailureError, match="episode-1: session_id: must be chosen") as caught:
+        with pytest.raises(FailureError, match="episode-1: session_id: is empty") as caught:
             await client.call("", "greet", {"name": "you"}, opening=client.opening())
         assert (caught.value.code, caught.value.retryable) == ("invalid_request", False)
 
@@ -396,7 +394,7 @@ async def test_draining_closes_what_is_open(serve: Any, samples: Any, caplog: py
             await client.open(kwargs={"notebook": {"create_kwargs": {"owner": owner}}})
         await client.stop()
     assert sorted(samples.events.closed) == ["ann", "bob"]
-    assert "draining: 2 sessions are closed" in caplog.text
+    assert "draining: closing 2 sessions" in caplog.text
 
 
 VERL_SCHEMA = {

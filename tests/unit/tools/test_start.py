@@ -1,4 +1,4 @@
-"""Starting the service: what is wrong with a tool is told by manifest field, in one message, with exit code 2."""
+"""Start of the service: problems of tools are reported by manifest field, in one message, with exit code 2."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ import pytest
 from kestrl.errors import UserInputError
 from kestrl.plan.settings import ToolEntry, ToolsSettings
 from kestrl_tools.catalogue import load_tools
-from kestrl_tools.lanes import Lanes
+from kestrl_tools.tool_threads import ToolThreads
 
 
 def load(*entries: ToolEntry) -> dict[str, Any]:
-    return dict(load_tools(entries, Lanes()))
+    return dict(load_tools(entries, ToolThreads()))
 
 
 @pytest.mark.parametrize(
-    ("use", "config", "told"),
+    ("use", "config", "message"),
     [
         ("nowhere:tool", {}, r"spec.tools\[0\].use: cannot import 'nowhere'"),
         ("tool_samples:absent", {}, r"spec.tools\[0\].use: module 'tool_samples' has no 'absent'"),
@@ -41,12 +41,14 @@ def load(*entries: ToolEntry) -> dict[str, Any]:
         ("tool_samples:VerlCounter", {"tool_schema": {"type": "function"}}, "tool_schema is not of the form"),
     ],
 )
-def test_a_tool_that_cannot_be_used_is_told_by_field(samples: Any, use: str, config: dict[str, Any], told: str) -> None:
-    with pytest.raises(UserInputError, match=told):
+def test_a_tool_that_cannot_be_used_is_reported_by_field(
+    samples: Any, use: str, config: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(UserInputError, match=message):
         load(ToolEntry(name="t", use=use, config=config))
 
 
-def test_every_problem_is_told_at_once(samples: Any) -> None:
+def test_every_problem_is_reported_at_once(samples: Any) -> None:
     with pytest.raises(UserInputError) as caught:
         load(
             ToolEntry(name="a", use="nowhere:a"),
@@ -77,11 +79,11 @@ async def test_the_process_serves_until_sigterm_and_closes_what_is_open(
         _, log = await asyncio.to_thread(service.communicate, timeout=20)
     assert answer.text == '["one"]'
     assert service.returncode == 0
-    assert "draining: 1 sessions are closed" in log
+    assert "draining: closing 1 sessions" in log
     assert "Traceback" not in log
 
 
-def test_the_process_says_it_in_one_line_and_exits_2(tmp_path: Path) -> None:
+def test_the_process_prints_one_line_and_exits_2(tmp_path: Path) -> None:
     settings = {
         "component": "tools-0",
         "job": "job",

@@ -79,9 +79,9 @@ class Notebook:
 
 
 class Finish:
-    async def __call__(self, answer: str, truth: Annotated[str, Hidden()]) -> ToolResult:
+    async def __call__(self, answer: str, expected: Annotated[str, Hidden()]) -> ToolResult:
         """Ends the episode."""
-        return ToolResult(text="thank you", final=True, data={"right": answer == truth})
+        return ToolResult(text="thank you", final=True, data={"right": answer == expected})
 
 
 class Shop:

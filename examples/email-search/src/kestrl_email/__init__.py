@@ -1,1 +1,1 @@
-"""Multi-turn e-mail search."""
+"""Multi-turn e-mail search, KestRL's demo application."""

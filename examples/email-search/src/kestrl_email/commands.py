@@ -1,4 +1,4 @@
-"""Commands that this application brings to `kestrl`."""
+"""Commands that this application adds to `kestrl`."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ email = typer.Typer(no_args_is_help=True, help="E-mail search data.")
 
 @demo_model.callback()
 def _demo_model() -> None:
-    """Keeps `build` a sub-command although it is the only one."""
+    """Makes `build` a sub-command although it is the only one."""
 
 
 @demo_model.command()
 def build(
-    out: Annotated[Path, typer.Option("--out", help="The folder to write.")],
-    steps: Annotated[int | None, typer.Option(help="Fewer steps than the recipe's, to try it out.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Another seed than the recipe's.")] = None,
+    out: Annotated[Path, typer.Option("--out", help="Folder to write.")],
+    steps: Annotated[int | None, typer.Option(help="Number of steps (default: the recipe's).")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed (default: the recipe's).")] = None,
 ) -> None:
-    """Make the shipped checkpoint again: random initialisation, then supervised warm-up."""
+    """Rebuild the shipped checkpoint: random initialisation, then supervised warm-up."""
     from kestrl_email.demo_model import Recipe
     from kestrl_email.demo_model import build as make
 
@@ -36,17 +36,17 @@ def build(
 
 @email.callback()
 def _email() -> None:
-    """Keeps `data` a sub-command although it is the only one."""
+    """Makes `data` a sub-command although it is the only one."""
 
 
 @email.command()
 def data(
-    out: Annotated[Path, typer.Option("--out", help="The folder to write.")],
-    train: Annotated[int, typer.Option(help="Questions to train on.")] = 4000,
-    validation: Annotated[int, typer.Option(help="Held-out questions.")] = 120,
-    seed: Annotated[int, typer.Option(help="The world's seed.")] = 42,
+    out: Annotated[Path, typer.Option("--out", help="Folder to write.")],
+    train: Annotated[int, typer.Option(help="Number of training questions.")] = 4000,
+    validation: Annotated[int, typer.Option(help="Number of validation questions.")] = 120,
+    seed: Annotated[int, typer.Option(help="Seed of the world.")] = 42,
 ) -> None:
-    """Write questions and mailboxes to files, to look at or to train on elsewhere."""
+    """Write questions and mailboxes to files, for inspection or for training elsewhere."""
     from kestrl_email.data import provide
 
     out.mkdir(parents=True, exist_ok=True)

@@ -13,12 +13,12 @@ from kestrl_email.world import EDITION, Split, Task, make_tasks, whole_or_nothin
 
 SYSTEM_PROMPT = "Find the answer in the mailbox."
 TOOLS = {"": ("search_emails", "read_email", "return_final_answer"), "search": ("search_emails",)}
-"""Tools that rows are for, by the second part of a path."""
+"""Tools of the rows, by the second part of a path."""
 SPLITS = {"train": Split.TRAIN, "validation": Split.VALIDATION}
 
 
 def row(task: Task, number: int, database: Path, tools: Sequence[str]) -> dict[str, Any]:
-    """A task as a row of verl's format, for a job that has these tools."""
+    """Converts a task to a row in verl's format, for a job with these tools."""
     create = {"create_kwargs": {"database": str(database), "inbox": task.inbox}}
     return {
         "data_source": f"kestrl-email/{task.inbox.rpartition('-')[0]}",
@@ -38,20 +38,20 @@ def row(task: Task, number: int, database: Path, tools: Sequence[str]) -> dict[s
 
 
 def write_rows(path: Path, rows: Iterator[dict[str, Any]]) -> None:
-    """Writes a JSONL file whole or not at all."""
+    """Writes a JSONL file atomically."""
     with whole_or_nothing(path) as partial, partial.open("w", encoding="utf-8") as lines:
         for item in rows:
             lines.write(json.dumps(item, ensure_ascii=False) + "\n")
 
 
 def provide(path: str, size: int, seed: int, cache_dir: Path) -> Path:
-    """The rows of `demo://email/train` or `demo://email/validation`, made unless they lie there already.
+    """The rows of `demo://email/train` or `demo://email/validation`, generated unless they exist.
 
     Args:
-        path: `train` or `validation`; with `/search` behind it for a job whose only tool is search_emails.
-        size: Questions wanted.
-        seed: The world's seed: the same gives the same mails and questions.
-        cache_dir: Where rows and database go.
+        path: `train` or `validation`; with the suffix `/search` for a job whose only tool is search_emails.
+        size: Number of questions.
+        seed: Seed of the world, which determines mails and questions.
+        cache_dir: Folder for rows and database.
 
     Raises:
         UserInputError: There is no such split, or the folder cannot be written to.

@@ -1,14 +1,16 @@
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 # (torch's and transformers' own annotations are partial; everything of ours is typed)
-"""The recipe of the tiny demo model: random initialisation, then supervised warm-up on scripted demonstrations. Deterministic.
+"""The recipe of the tiny demo model: random initialisation, then supervised warm-up on scripted demonstrations.
+Deterministic.
 
 Three parts, each a share of the steps:
 
-1. Copy drills: random tokens said three times. A model this small must copy names that it has never seen, and learns that first or never.
-   Attention starts as it ends up in trained transformers (keys resemble queries, outputs resemble values; "mimetic initialisation",
-   Trockman and Kolter 2023): still random numbers, but copying is learned in a quarter of the tokens.
-2. Conversations of a demonstrator who does everything right (`demonstrations.GOOD`), some drills among them.
-3. Conversations of one who errs (`demonstrations.FAULTY`): where the shipped model starts, and reinforcement learning goes on.
+1. Copy drills: random tokens repeated three times. A model this small must copy unseen names, which it has to learn
+   first. Attention starts as it ends up in trained transformers (keys resemble queries, outputs resemble values;
+   "mimetic initialisation", Trockman and Kolter 2023): still random numbers, but copying is learned in a quarter of the
+   tokens.
+2. Conversations of a perfect demonstrator (`demonstrations.GOOD`), mixed with drills.
+3. Conversations of a faulty demonstrator (`demonstrations.FAULTY`): the starting point for reinforcement learning.
 """
 
 from __future__ import annotations
@@ -42,36 +44,36 @@ from kestrl_email.transcripts import (
 log = logging.getLogger(__name__)
 CONTEXT = 2048
 HEAD = 32
-"""Width of an attention head: the smallest that vLLM has for CPUs."""
+"""Width of an attention head: the smallest supported by vLLM on CPUs."""
 QUERIES_PER_KEY = 2
 IGNORED = -100
-"""Label of what is not learned from."""
+"""Label of tokens that are not learned."""
 POOL = 8
-"""Batches drawn at once and cut by length, so that little is padding."""
+"""Batches that are drawn together and sorted by length, to reduce padding."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """How the model is made; the defaults made the shipped one."""
+    """Recipe of the model; the defaults are those of the shipped one."""
 
     seed: int = 7
     steps: int = 1400
     batch: int = 32
-    """Conversations a step."""
+    """Conversations per step."""
     drills: int = 64
-    """Drills a step in the first part; an eighth of it beside the conversations of the second."""
+    """Drills per step in the first part; an eighth of it in the second part."""
     learning_rate: float = 4e-3
     drills_until: float = 0.14
-    """Share of the steps with nothing but drills; they cost an eighth of the others."""
+    """Share of the steps with drills only, which cost an eighth of the others."""
     faulty_from: float = 0.86
-    """From this share of the steps on, the demonstrator errs."""
+    """Share of the steps after which the demonstrator is faulty."""
     vocabulary: int = 1024
     hidden: int = 192
     layers: int = 4
     sharpness: float = 1.5
-    """Initial weight of the queries' and keys' norms: how sharply attention can look at the start."""
+    """Initial weight of the norms of queries and keys: initial sharpness of attention."""
     echo: float = 0.3
-    """Initial strength with which attention writes what it looks at."""
+    """Initial strength of attention's output."""
     threads: int = 2
     conversations: int = 6000
     """Distinct demonstrations of each kind."""
@@ -105,7 +107,9 @@ def make_model(recipe: Recipe, tokenizer: Tokenizer) -> Qwen3ForCausalLM:
 
 @torch.no_grad()
 def _mimic(attention: Any, recipe: Recipe) -> None:
-    """Mimetic initialisation of one layer's attention: queries like keys, and an output that undoes the values' projection."""
+    """Mimetic initialisation of one layer's attention: queries like keys, and an output that undoes the values'
+    projection.
+    """
     width = recipe.hidden
     shape = (width // HEAD // QUERIES_PER_KEY, HEAD, width)
     keys, values = (torch.randn(shape) / width**0.5 for _ in range(2))
@@ -119,7 +123,7 @@ def _mimic(attention: Any, recipe: Recipe) -> None:
 
 
 def batch_of(examples: Sequence[Example], pad: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ids and labels, each (B, T), padded on the right; labels are IGNORED where nothing is learned."""
+    """Ids and labels, each of shape (B, T), padded on the right; labels are IGNORED for tokens that are not learned."""
     length = max(len(example.ids) for example in examples)
     ids = torch.full((len(examples), length), pad)
     labels = torch.full((len(examples), length), IGNORED)
@@ -131,7 +135,9 @@ def batch_of(examples: Sequence[Example], pad: int) -> tuple[torch.Tensor, torch
 
 
 def rate(recipe: Recipe, step: int) -> float:
-    """The learning rate: rises over the first 3 % of the steps, falls linearly to a twentieth once copying is learned."""
+    """The learning rate: rises over the first 3 % of the steps, falls linearly to a twentieth once copying is
+    learned.
+    """
     rise = min(1.0, (step + 1) / max(1.0, recipe.steps * 0.03))
     left = (1.0 - step / recipe.steps) / (1.0 - recipe.drills_until)
     fall = min(1.0, 0.05 + 0.95 * left)
@@ -149,7 +155,7 @@ def _batches(examples: list[Example], size: int, rng: random.Random) -> Iterator
 def schedule(
     recipe: Recipe, good: list[Example], faulty: list[Example], tokenizer: Tokenizer
 ) -> Iterator[list[Sequence[Example]]]:
-    """What is learned in every step, as batches of alike length."""
+    """Batches of every step, with examples of similar length."""
     rng = random.Random(recipe.seed)  # noqa: S311 - seeded on purpose
     right, erring = _batches(good, recipe.batch, rng), _batches(faulty, recipe.batch, rng)
     for step in range(recipe.steps):
@@ -163,7 +169,9 @@ def schedule(
 
 
 def _loss(model: Any, examples: Sequence[Example], pad: int) -> torch.Tensor:
-    """Mean cross-entropy of what is learned. Padding on the right needs no mask; the head runs only where something is learned."""
+    """Mean cross-entropy of learned tokens. Padding on the right needs no mask; the head is only computed for learned
+    tokens.
+    """
     ids, labels = batch_of(examples, pad)
     wanted = labels[:, 1:] != IGNORED
     hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state[:, :-1]
@@ -194,7 +202,7 @@ def warm_up(model: Any, recipe: Recipe, steps: Iterator[list[Sequence[Example]]]
 def save(model: Any, tokenizer: Tokenizer, out: Path) -> None:
     """Writes the folder: bfloat16 weights, tokenizer, template, generation defaults."""
     out.mkdir(parents=True, exist_ok=True)
-    # A list, as engines expect where a model may have several ends.
+    # A list, as engines expect for models with several end tokens.
     model.generation_config.eos_token_id = [token_id(tokenizer, END)]
     model.generation_config.pad_token_id = token_id(tokenizer, PAD)
     model.to(torch.bfloat16).save_pretrained(out)
@@ -204,7 +212,7 @@ def save(model: Any, tokenizer: Tokenizer, out: Path) -> None:
 
 
 def build(out: Path, recipe: Recipe) -> None:
-    """Makes the model from nothing and writes it to `out`."""
+    """Builds the model and writes it to `out`."""
     threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
     torch.set_num_threads(recipe.threads)
     torch.use_deterministic_algorithms(mode=True)

@@ -1,8 +1,8 @@
-"""Scripted demonstrations for the warm-up: conversations with the real tools, by a demonstrator that errs in chosen ways.
+"""Scripted demonstrations for the warm-up: conversations with the real tools, by a demonstrator with chosen errors.
 
-The demonstrator errs at few decisions (which keywords, which mail, which attribute, which source), independently of the content, and
-never in copying. A model that imitates it therefore has the right behaviour within reach at every decision, and reinforcement
-learning finds out which it is.
+The demonstrator errs at few decisions (which keywords, which mail, which attribute, which source), independently of the
+content, and never in copying. A model that imitates it therefore has the right behaviour within reach at every
+decision, and reinforcement learning finds out which it is.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ Messages = list[dict[str, Any]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Habits:
-    """How often the demonstrator decides well; every field a probability."""
+    """Probabilities of good decisions of the demonstrator."""
 
     both_keywords: float
     """Search with person and topic, not with one of them."""
     matching_mail: float
-    """Of several results read the one that matches, not the first."""
+    """Read the matching one of several results, not the first."""
     second_look: float
     """After reading the wrong mail, read the matching one too."""
     right_attribute: float
@@ -37,11 +37,12 @@ class Habits:
 
 
 GOOD = Habits(both_keywords=0.6, matching_mail=1.0, second_look=1.0, right_attribute=1.0, right_source=1.0, give_up=0.0)
-"""For the first part of the warm-up: what can be done. Searches with one keyword too, or choosing could not be learned."""
+"""Habits for the first part of the warm-up. Includes searches with one keyword, without which choosing could not be
+learned."""
 FAULTY = Habits(
     both_keywords=0.35, matching_mail=0.4, second_look=0.2, right_attribute=0.55, right_source=0.65, give_up=0.04
 )
-"""For the last part: what the shipped model does at the start."""
+"""Habits for the last part, which the shipped model imitates initially."""
 
 
 class Demonstrator:
@@ -100,7 +101,7 @@ class Demonstrator:
     def _answer(self, messages: Messages, answer: str, sources: list[str]) -> Messages:
         text = ReturnFinalAnswer()(answer, sources).text
         self._exchange(messages, "return_final_answer", {"answer": answer, "sources": sources}, text)
-        messages.pop()  # the episode ends with the call; its acknowledgement is never seen
+        messages.pop()  # the episode ends with the call; its result is never shown
         return messages
 
     def _exchange(self, messages: Messages, name: str, arguments: dict[str, Any], result: str) -> None:
@@ -109,7 +110,7 @@ class Demonstrator:
 
 
 def demonstrations(folder: Path, count: int, habits: Habits, seed: int) -> Iterator[Messages]:
-    """`count` conversations over warm-up tasks; their database is written into `folder`."""
+    """Conversations over `count` warm-up tasks; their database is written to `folder`."""
     tasks = list(make_tasks(Split.WARM_UP, count, seed))
     database = folder / f"warm-up-{seed}.db"
     write_database(database, tasks)

@@ -1,4 +1,4 @@
-"""Where the tiny warmed-up checkpoint lies: package data."""
+"""Path of the tiny warmed-up checkpoint in the package data."""
 
 from __future__ import annotations
 

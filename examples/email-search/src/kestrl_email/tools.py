@@ -1,8 +1,8 @@
 """The three tools of e-mail search, as plain classes: one instance per episode, scoped to the scenario's inbox.
 
-Contracts as in ART-E, without the defects of the published ones: reading is scoped to the inbox, recipients are found by the row's own
-key, a limit cannot be negative, a string is no list of keywords, dates are checked, control characters and full-text syntax in a
-keyword are data, and so are strings that UTF-8 cannot hold.
+Contracts as in ART-E, without the defects of the published ones: reading is scoped to the inbox, recipients are found
+by the row's own key, a limit cannot be negative, a string is not a list of keywords, dates are checked, control
+characters and full-text syntax in a keyword are data, and so are strings that UTF-8 cannot hold.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ DONT_KNOW = "I don't know"
 
 
 def _open(database: str) -> sqlite3.Connection:
-    """Read-only. `as_uri` quotes what a path may hold and a URI may not; nobody writes the file, so no lock is needed."""
+    """Opens the database read-only. `as_uri` quotes characters that are not allowed in URIs; the file is immutable, so
+    no lock is needed.
+    """
     connection = sqlite3.connect(f"{Path(database).absolute().as_uri()}?mode=ro&immutable=1", uri=True)
     connection.row_factory = sqlite3.Row
     return connection
@@ -42,12 +44,12 @@ def _day(value: str | None, name: str) -> str | None:
 
 
 def _storable(text: str) -> str:
-    """The text as SQLite can take it: JSON may hold lone surrogates, UTF-8 may not."""
+    """Text for SQLite: replaces lone surrogates, which JSON allows and UTF-8 does not."""
     return text.encode("utf-8", "replace").decode()
 
 
 def _match(keywords: Sequence[str]) -> str:
-    """The full-text query for all keywords. Checked here too, for callers that have no schema in front."""
+    """Full-text query for all keywords. Checked here too, for callers without a schema."""
     if isinstance(keywords, str):
         raise ToolError("keywords must be a list of words")
     if not keywords:
@@ -164,7 +166,7 @@ class ReturnFinalAnswer:
     """Give the answer; ends the episode."""
 
     def __init__(self, *, database: str = "", inbox: str = "") -> None:
-        """Takes what its neighbours take, and needs none of it."""
+        """Accepts the arguments of the other tools without using them."""
 
     def __call__(
         self,

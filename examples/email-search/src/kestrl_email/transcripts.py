@@ -1,7 +1,8 @@
-"""How a conversation becomes tokens: the tiny model's tokenizer, and examples for the warm-up cut as a rollout cuts them.
+"""Tokenization of conversations: the tiny model's tokenizer, and warm-up examples split as in a rollout.
 
-The tokenizer splits letters, digits, white space and punctuation apart, so that a name is the same tokens in a question, in a tool's
-answer and in JSON. Without that, two million parameters do not learn to copy a name that they have never seen.
+The tokenizer splits letters, digits, white space and punctuation apart, so that a name is the same tokens in a
+question, in a tool's answer and in JSON. Without that, two million parameters do not learn to copy a name that they
+have never seen.
 """
 
 from __future__ import annotations
@@ -22,9 +23,10 @@ from kestrl_email.tools import ReadEmail, ReturnFinalAnswer, SearchEmails
 PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 SPECIAL = (PAD, START, END)
 MARKERS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
-"""Added but not special, as Qwen has them: whoever decodes without special tokens still sees the calls."""
+"""Added but not special tokens, as in Qwen, so that decoding without special tokens keeps the calls."""
 PIECES = r"\p{L}+(?:_\p{L}+)*|\p{N}{1,2}|[^\p{L}\p{N}\s]+(?: [^\p{L}\p{N}\s]+)*|\s"
-"""A word or identifier, two digits (so that a mail's id is a letter and one token), a run of punctuation (with the blanks inside it, as in `": "`), or one white space."""
+"""A word or identifier, two digits (so that a mail's id is a letter and one token), a run of punctuation (with the
+blanks inside it, as in `": "`), or one white space."""
 TEMPLATE = (Path(__file__).parent / "chat_template.jinja").read_text(encoding="utf-8")
 SCHEMAS = tuple(
     describe(tool, name)
@@ -34,19 +36,19 @@ SCHEMAS = tuple(
         ("return_final_answer", ReturnFinalAnswer),
     )
 )
-"""The tools as the demo's manifest offers them."""
+"""Tools of the demo's manifest."""
 
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """Token ids and whether each is learned from."""
+    """Token ids and whether each is learned."""
 
     ids: list[int]
     learned: list[bool]
 
 
 def make_tokenizer(texts: Iterator[str], vocabulary: int) -> Tokenizer:
-    """A byte-level BPE in which a word is the same tokens wherever it stands."""
+    """A byte-level BPE in which a word has the same tokens everywhere."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -70,7 +72,7 @@ def make_tokenizer(texts: Iterator[str], vocabulary: int) -> Tokenizer:
 
 
 def token_id(tokenizer: Tokenizer, token: str) -> int:
-    """The id of a token that is there."""
+    """Id of an existing token."""
     found = tokenizer.token_to_id(token)
     if found is None:
         raise KeyError(token)
@@ -83,7 +85,7 @@ def call_text(call: dict[str, Any]) -> str:
 
 
 def segments(messages: Messages) -> Iterator[tuple[str, bool]]:
-    """A conversation as the pieces a rollout tokenises one by one, and whether the model writes the piece."""
+    """Pieces of a conversation that a rollout tokenizes separately, and whether the model writes the piece."""
     tools = "".join(f"\n{schema.name}({', '.join(schema.parameters['properties'])})" for schema in SCHEMAS)
     for position, message in enumerate(messages):
         role, content = message["role"], message["content"]
@@ -107,7 +109,7 @@ def segments(messages: Messages) -> Iterator[tuple[str, bool]]:
 
 
 def encode(tokenizer: Tokenizer, messages: Messages) -> Example:
-    """A conversation as an example: learned where the model writes."""
+    """Converts a conversation to an example in which the model's text is learned."""
     ids: list[int] = []
     learned: list[bool] = []
     for text, writes in segments(messages):
@@ -118,7 +120,7 @@ def encode(tokenizer: Tokenizer, messages: Messages) -> Example:
 
 
 def drill(tokenizer: Tokenizer, rng: random.Random) -> Example:
-    """A random run of ordinary tokens, said three times: learned from are the repeats."""
+    """Random tokens repeated three times, of which the repetitions are learned."""
     ordinary = tokenizer.get_vocab_size() - len(SPECIAL) - len(MARKERS)
     run = [rng.randrange(ordinary) for _ in range(rng.randint(3, 16))]
     return Example(run * 3, [False] * len(run) + [True] * (2 * len(run)))

@@ -1,8 +1,9 @@
 """A synthetic mailbox world: seeded, deterministic, and split by construction.
 
-Every task draws a person and a topic made of random syllables, and three to five mails that share the person or the topic with the
-right one; one attribute of the right mail is asked for. A stable hash of a name decides which split may use it, so that no person
-and no topic of the held-out questions can occur in warm-up or training. Every task has an inbox of its own.
+Every task draws a person and a topic made of random syllables, and three to five mails that share the person or the
+topic with the right one; one attribute of the right mail is asked for. A stable hash of a name decides which split may
+use it, so that no person and no topic of the held-out questions can occur in warm-up or training. Every task has an
+inbox of its own.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from tempfile import TemporaryDirectory
 
 
 class Split(IntEnum):
-    """Who may see what; the value is the names' share of the hash."""
+    """Splits of the data; the value is the share of names by hash."""
 
     WARM_UP = 0
     TRAIN = 1
@@ -57,10 +58,10 @@ VOWELS = ("a", "e", "i", "o", "u", "ai", "ea", "io")
 CODAS = ("", "l", "m", "n", "r", "s", "t", "x")
 DAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
 EDITION = 2
-"""To be raised with every change that gives other mails, questions or rows for a seed: files of an older edition are not used again."""
+"""Increase with every change of mails, questions or rows for a seed: files of older editions are not reused."""
 DOMAIN = "acme.example"
 OWNER = f"me@{DOMAIN}"
-"""Every inbox's own address."""
+"""Address of the owner of every inbox."""
 ATTRIBUTES = ("day", "room", "cost")
 QUESTIONS = {
     "day": ("On which day is the {topic} meeting of {person}?", "When does {person} meet about {topic}?"),
@@ -124,7 +125,7 @@ def _word(rng: random.Random, syllables: int) -> str:
 
 
 def draw_word(rng: random.Random, split: Split, taken: set[str]) -> str:
-    """A word of the split that is not taken yet, and takes it."""
+    """Draws an unused word of the split and marks it as used."""
     while True:
         word = _word(rng, 2)
         if split_of(word) is split and word not in taken:
@@ -183,7 +184,7 @@ def make_tasks(split: Split, count: int, seed: int) -> Iterator[Task]:
 
 @contextmanager
 def whole_or_nothing(path: Path) -> Generator[Path]:
-    """A path to write to, which takes the name `path` when all went well; two writers at once do not meet."""
+    """Yields a temporary path that is renamed to `path` on success; safe for concurrent writers."""
     with TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as folder:
         partial = Path(folder) / path.name
         yield partial
@@ -213,10 +214,10 @@ CREATE VIRTUAL TABLE emails_fts USING fts5 (sender, subject, body, content = 'em
 
 
 def write_database(path: Path, tasks: Iterable[Task]) -> None:
-    """Writes the mails of tasks into a new SQLite file, whole or not at all.
+    """Writes the mails of tasks to a new SQLite file, atomically.
 
-    The full-text index is an external-content FTS5 table, filled once by its own `rebuild` after the bulk insert; the file is only
-    read afterwards, so that no trigger can bring index and content apart.
+    The full-text index is an external-content FTS5 table, filled once by its own `rebuild` after the bulk insert; the
+    file is only read afterwards, so that no trigger can bring index and content apart.
     """
     with whole_or_nothing(path) as partial, closing(sqlite3.connect(partial)) as connection:
         connection.executescript("PRAGMA journal_mode = OFF; PRAGMA synchronous = OFF;" + SCHEMA)

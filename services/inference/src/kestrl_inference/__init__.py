@@ -1,1 +1,1 @@
-"""KestRL's engine agent: the only door to an inference engine's control routes."""
+"""KestRL's engine agent: the only client of an inference engine's control routes."""

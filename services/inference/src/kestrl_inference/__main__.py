@@ -13,21 +13,21 @@ from kestrl.plan.settings import AgentSettings
 from kestrl.rpc import serve
 from kestrl.service import run_service
 from kestrl_inference.engine import Engine
+from kestrl_inference.loaded_adapters import LoadedAdapters
 from kestrl_inference.metrics import observe_engine
-from kestrl_inference.policies import Policies
 from kestrl_inference.servicer import EngineAgent
 from kestrl_inference.watch import Watch
 
 
 async def work(settings: AgentSettings) -> None:
-    """Serves until told to stop."""
+    """Serves until SIGTERM."""
     engine = Engine(settings.engine_url, BASE_MODEL_NAME, timeout=settings.load_seconds)
-    policies = Policies(settings, engine)
-    policies.prepare()
+    adapters = LoadedAdapters(settings, engine)
+    adapters.prepare()
     failure_file = None if settings.failure_file is None else Path(settings.failure_file)
-    watch = Watch(engine, policies, settings.poll_seconds, settings.component, failure_file)
-    agent = EngineAgent(settings, policies, watch)
-    observe_engine(watch, policies)
+    watch = Watch(engine, adapters, settings.poll_seconds, settings.component, failure_file)
+    agent = EngineAgent(settings, adapters, watch)
+    observe_engine(watch, adapters)
     watching = asyncio.create_task(watch.run(), name="watch-engine")
 
     async def stop_watching() -> None:
@@ -40,7 +40,7 @@ async def work(settings: AgentSettings) -> None:
             settings.listen,
             lambda server: stubs.add_EngineAgentServiceServicer_to_server(agent, server),
             drain=stop_watching,
-            until=watching,  # an agent that has stopped looking must not go on answering
+            until=watching,  # an agent that has stopped watching must not continue to answer
         )
     finally:
         await engine.close()

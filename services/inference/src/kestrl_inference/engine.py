@@ -1,4 +1,4 @@
-"""The engine's HTTP dialect as the agent needs it: health, adapters, scoring. Typed failures, every call bounded."""
+"""Client of the engine's HTTP API: health, adapters, scoring. Failures are typed, every call has a time limit."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ LOAD_METRICS = (
     "vllm:num_requests_waiting",
     "vllm:num_preemptions_total",
 )
-LOOKED_AT = frozenset({START_METRIC, *LOAD_METRICS})
-LOOK_SECONDS = 15.0
-"""An engine that does not answer a look in this time counts as down: above any pause of a busy server, far below a load's limit."""
+READ_METRICS = frozenset({START_METRIC, *LOAD_METRICS})
+CHECK_SECONDS = 15.0
+"""Time limit of a health check; an engine that does not answer in time is down. Longer than pauses of a busy server."""
 
 SCORING = {
     "max_tokens": 1,
@@ -34,11 +34,11 @@ SCORING = {
     "detokenize": False,
     "skip_reading_prefix_cache": True,
 }
-"""Sampling parameters that make vLLM tell log-probs of a prompt, computed anew."""
+"""Sampling parameters that make vLLM compute and return the log-probs of a prompt."""
 
 
 class EngineRefused(EngineFailure):
-    """The engine answered, and said no."""
+    """The engine answered with an error status."""
 
     code = "engine_refused"
     retryable = False
@@ -50,32 +50,32 @@ class EngineRefused(EngineFailure):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """How busy it is."""
+    """Load of an engine."""
 
     kv_usage: float = 0.0
     """Share of the key-value cache in use, 0 to 1."""
     running: int = 0
     waiting: int = 0
     preemptions: int = 0
-    """Since it started."""
+    """Preemptions since the start."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pulse:
-    """What one look at the engine showed."""
+    """Result of a health check."""
 
     healthy: bool
     born: float
-    """Unix seconds of the server's start, 0.0 where it does not say."""
+    """Unix seconds of the server's start; 0.0 if unknown."""
     adapters: frozenset[str]
-    """Names it lists."""
+    """Names of the loaded adapters."""
     reason: str = ""
-    """Why it is not healthy."""
+    """Why the engine is not healthy."""
     load: Load = Load()
 
 
 class Engine:
-    """One engine on loopback or in the same pod."""
+    """Client of one engine on loopback or in the same pod."""
 
     def __init__(self, url: str, base_model: str, *, timeout: float) -> None:
         self._url, self._base, self._timeout = url.rstrip("/"), base_model, timeout
@@ -84,7 +84,7 @@ class Engine:
         self._session: aiohttp.ClientSession | None = None
 
     def _client(self) -> aiohttp.ClientSession:
-        """The session, made inside the running loop."""
+        """The HTTP session, created inside the running event loop."""
         if self._session is None:
             self._session = aiohttp.ClientSession(headers=self._headers, trust_env=False)
         return self._session
@@ -94,7 +94,7 @@ class Engine:
             await self._session.close()
 
     async def _call(self, method: str, path: str, body: Any = None, *, seconds: float | None = None) -> bytes:
-        """One request.
+        """Sends one request.
 
         Raises:
             EngineRefused: An answer other than 2xx.
@@ -123,39 +123,41 @@ class Engine:
             ) from error
 
     async def look(self) -> Pulse:
-        """Health, start time and loaded adapters; never raises for an engine that is down."""
+        """Checks health, start time and loaded adapters; does not raise if the engine is down."""
         try:
-            await self._call("GET", "/health", seconds=LOOK_SECONDS)
-            adapters = await self.adapters(seconds=LOOK_SECONDS)
-            told = await self._metrics()
+            await self._call("GET", "/health", seconds=CHECK_SECONDS)
+            adapters = await self.adapters(seconds=CHECK_SECONDS)
+            values = await self._metrics()
         except EngineFailure as error:
             return Pulse(healthy=False, born=0.0, adapters=frozenset(), reason=str(error))
-        return Pulse(healthy=True, born=told.get(START_METRIC, 0.0), adapters=frozenset(adapters), load=load_of(told))
+        return Pulse(
+            healthy=True, born=values.get(START_METRIC, 0.0), adapters=frozenset(adapters), load=load_of(values)
+        )
 
     async def _metrics(self) -> dict[str, float]:
         try:
-            return read_metrics((await self._call("GET", "/metrics", seconds=LOOK_SECONDS)).decode(errors="replace"))
-        except EngineRefused:  # an engine without metrics; a restart then shows by its missing adapters
+            return read_metrics((await self._call("GET", "/metrics", seconds=CHECK_SECONDS)).decode(errors="replace"))
+        except EngineRefused:  # an engine without metrics; a restart is then detected by missing adapters
             return {}
 
     async def adapters(self, *, seconds: float | None = None) -> dict[str, str]:
-        """The adapters it lists: name to folder.
+        """Loaded adapters: name to folder.
 
         Raises:
-            EngineFailure: No answer, a refusal, or not vLLM's form.
+            EngineFailure: No answer, an error status, or an unknown form.
         """
         answer = read_json(await self._call("GET", "/v1/models", seconds=seconds))
         try:
             return {str(model["id"]): str(model["root"]) for model in answer["data"] if model["id"] != self._base}
         except (KeyError, TypeError) as error:
-            raise EngineFailure(f"/v1/models is not understood: {error!r}", code="engine_nonsense") from error
+            raise EngineFailure(f"/v1/models has an unknown form: {error!r}", code="engine_nonsense") from error
 
     async def load(self, name: str, folder: str) -> None:
-        """Loads an adapter under a name that was never used before; never in place."""
+        """Loads an adapter under a new name; adapters are never replaced in place."""
         await self._call("POST", "/v1/load_lora_adapter", {"lora_name": name, "lora_path": folder})
 
     async def unload(self, name: str) -> None:
-        """Unloads an adapter; one that it does not know is no error. Requests that name it already end normally."""
+        """Unloads an adapter; an unknown one is not an error. Running requests for it end normally."""
         try:
             await self._call("POST", "/v1/unload_lora_adapter", {"lora_name": name})
         except EngineRefused as error:
@@ -163,10 +165,10 @@ class Engine:
                 raise
 
     async def score(self, model: str, token_ids: Sequence[int]) -> list[float]:
-        """Log-probability of every token after the first, at temperature 1, computed anew (never from a prefix cache).
+        """Log-probability of every token after the first, at temperature 1, without a prefix cache.
 
         Raises:
-            EngineFailure: The answer is not one finite number for each token, code `engine_nonsense`.
+            EngineFailure: The answer is not one finite number for each token (code `engine_nonsense`).
         """
         body = {"model": model, "token_ids": list(token_ids), "sampling_params": SCORING}
         answer = read_json(await self._call("POST", "/inference/v1/generate", body))
@@ -177,10 +179,10 @@ class Engine:
 
 
 def read_json(content: bytes) -> Mapping[str, Any]:
-    """The object that an answer holds.
+    """Parses an answer as a JSON object.
 
     Raises:
-        EngineFailure: It is something else, code `engine_nonsense`.
+        EngineFailure: It is not one (code `engine_nonsense`).
     """
     try:
         value = json.loads(content)
@@ -192,10 +194,10 @@ def read_json(content: bytes) -> Mapping[str, Any]:
 
 
 def prompt_scores(listed: Any, token_ids: Sequence[int]) -> list[float]:
-    """The scores in vLLM's answer: null for the first token, then per position an object of candidates by token id.
+    """Scores in vLLM's answer: null for the first token, then one object of candidates by token id per position.
 
     Raises:
-        EngineFailure: It has another shape, code `engine_nonsense`.
+        EngineFailure: It has another form (code `engine_nonsense`).
     """
     try:
         if len(listed) != len(token_ids):
@@ -204,27 +206,27 @@ def prompt_scores(listed: Any, token_ids: Sequence[int]) -> list[float]:
             float(position[str(token)]["logprob"]) for position, token in zip(listed[1:], token_ids[1:], strict=True)
         ]
     except (KeyError, TypeError, ValueError) as error:
-        raise EngineFailure(f"prompt_logprobs are not understood: {error!r}", code="engine_nonsense") from error
+        raise EngineFailure(f"prompt_logprobs have an unknown form: {error!r}", code="engine_nonsense") from error
 
 
 def read_metrics(page: str) -> dict[str, float]:
-    """The metrics of a Prometheus page that are looked at, summed over their labels."""
-    told: dict[str, float] = {}
+    """Values of the used metrics on a Prometheus page, summed over labels."""
+    values: dict[str, float] = {}
     for line in page.splitlines():
         name = line.partition("{")[0].partition(" ")[0]
-        if name in LOOKED_AT:
-            told[name] = told.get(name, 0.0) + float(line.rpartition(" ")[2])
-    return told
+        if name in READ_METRICS:
+            values[name] = values.get(name, 0.0) + float(line.rpartition(" ")[2])
+    return values
 
 
-def load_of(told: Mapping[str, float]) -> Load:
-    """The load that metrics tell; what they do not tell is 0."""
-    kv, running, waiting, preemptions = (told.get(name, 0.0) for name in LOAD_METRICS)
+def load_of(values: Mapping[str, float]) -> Load:
+    """Load from metrics; missing ones are 0."""
+    kv, running, waiting, preemptions = (values.get(name, 0.0) for name in LOAD_METRICS)
     return Load(kv_usage=kv, running=int(running), waiting=int(waiting), preemptions=int(preemptions))
 
 
 async def until(deadline: float, event: asyncio.Event) -> bool:
-    """Waits for an event at most so many seconds; whether it came."""
+    """Waits for an event with a time limit; returns whether it was set."""
     try:
         async with asyncio.timeout(deadline):
             await event.wait()

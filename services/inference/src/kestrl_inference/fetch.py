@@ -1,4 +1,4 @@
-"""A version from storage to a local folder, whole and as its manifest says, or a typed failure and no trace on disk."""
+"""Downloads and verifies a version; on a failure nothing is left on disk."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ def fetch(uri: str, policy: PolicyVersion, target: Path) -> AdapterManifest:
     """Downloads `policy` into the new folder `target`.
 
     Raises:
-        StorageError: It was never published whole, is corrupt, is another version, or proves nothing.
+        StorageError: It was not completely published, is corrupt, is another version, or has an unusable probe.
         PlaceError: The engine's own disk is full or cannot be written.
-        UserInputError: The address cannot be opened.
+        UserInputError: The address is invalid.
     """
     remove(target)
     try:
@@ -40,20 +40,20 @@ def remove(target: Path) -> None:
 
 
 def check(manifest: AdapterManifest, policy: PolicyVersion, uri: str) -> None:
-    """Whether the manifest is of the version and can be proved.
+    """Checks that the manifest is of the version, and that its probe is usable.
 
     Raises:
-        StorageError: code `wrong_policy` or `manifest_malformed`.
+        StorageError: Code `wrong_policy` or `manifest_malformed`.
     """
     if manifest.policy != policy:
-        raise StorageError(f"{uri} holds {manifest.policy.name}, not {policy.name}", code="wrong_policy")
+        raise StorageError(f"{uri} contains {manifest.policy.name}, not {policy.name}", code="wrong_policy")
     if manifest.files.get(WEIGHTS) != manifest.sha256:
         raise StorageError(
             f"{uri}: the manifest's version is not the digest of its {WEIGHTS}", code="manifest_malformed"
         )
     probe = manifest.probe
     if not all(math.isfinite(value) for value in (*probe.logprobs, *probe.base_logprobs)):
-        raise StorageError(f"{uri}: the probe holds a log-prob that is not finite", code="manifest_malformed")
+        raise StorageError(f"{uri}: the probe has a log-prob that is not finite", code="manifest_malformed")
     expected = len(probe.token_ids) - 1
     if expected < 1 or len(probe.logprobs) != expected or len(probe.base_logprobs) != expected:
         raise StorageError(

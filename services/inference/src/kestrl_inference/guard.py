@@ -1,8 +1,8 @@
-"""Keeps an engine's control routes shut: ASGI middleware that vLLM's own server loads (`--middleware`).
+"""Access control for an engine's routes: ASGI middleware, loaded by vLLM's server (`--middleware`).
 
-Two keys, by environment variable: KESTRL_ENGINE_KEY opens the data routes (sampling), KESTRL_ENGINE_CONTROL_KEY opens everything, and
-only the engine agent has it. Without any key: health and metrics. Only the standard library, so that it loads in any engine image; it
-sits in the server's own process, so that it costs no hop.
+Two keys, by environment variable: KESTRL_ENGINE_KEY grants the data routes (sampling); KESTRL_ENGINE_CONTROL_KEY, which
+only the engine agent has, grants all routes. Health and metrics need no key. Uses only the standard library, so that it
+loads in any engine image, and runs in the server's process, so that it adds no network hop.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ CONTROL_KEY = "KESTRL_ENGINE_CONTROL_KEY"
 
 
 def bearer(headers: list[tuple[bytes, bytes]]) -> bytes:
-    """The bearer token of a request, or nothing."""
+    """Bearer token of a request, or an empty string."""
     for name, value in headers:
         if name == b"authorization" and value.startswith(b"Bearer "):
             return value[7:]
@@ -39,19 +39,19 @@ def bearer(headers: list[tuple[bytes, bytes]]) -> bytes:
 
 
 class ControlGuard:
-    """The middleware. Refuses with 401 what carries no key, with 403 what carries the wrong one for its route."""
+    """The middleware. Answers 401 without a key, and 403 for a key that does not grant the route."""
 
     def __init__(self, app: Application) -> None:
         self._app = app
         data, control = os.environ.get(DATA_KEY, ""), os.environ.get(CONTROL_KEY, "")
         if not data or not control:
             raise RuntimeError(
-                f"{DATA_KEY} and {CONTROL_KEY} must be set: without keys anyone could replace the policy"
+                f"{DATA_KEY} and {CONTROL_KEY} must be set: without keys any client could replace the policy"
             )
         self._data, self._control = data.encode(), control.encode()
 
     def refusal(self, method: str, path: str, token: bytes) -> int | None:
-        """The status to refuse a request with, or None to let it pass."""
+        """Status to refuse a request with, or None to pass it on."""
         route = (method, path)
         if route in OPEN or hmac.compare_digest(token, self._control):
             return None
@@ -73,7 +73,7 @@ class ControlGuard:
             await send({"type": "websocket.close", "code": 1008})
 
     async def _refuse(self, status: int, send: Send) -> None:
-        message = "a key is required" if status == 401 else "this key does not open this route"
+        message = "a key is required" if status == 401 else "this key does not grant this route"
         body = json.dumps({"error": {"message": message, "type": "Forbidden", "code": status}}).encode()
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
         await send({"type": "http.response.start", "status": status, "headers": headers})

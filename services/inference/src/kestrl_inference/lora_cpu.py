@@ -1,14 +1,15 @@
-"""LoRA on a CPU, adapter by adapter and not token by token.
+"""LoRA on a CPU, computed per adapter instead of per token.
 
-vLLM 0.32 has no kernels for adapters on a CPU: it copies an adapter's matrices once for each token of a batch (`weights[indices]`) and
-multiplies each copy with one row. Of SmolLM2-135M with rank 16 that is 19 MB a token, 6 GB for a prompt of 300. Here the rows of an
-adapter are multiplied with its matrices where they lie: batches name few adapters, nearly always one.
+vLLM 0.32 has no kernels for adapters on a CPU: it copies an adapter's matrices once for each token of a batch
+(`weights[indices]`) and multiplies each copy with one row. For SmolLM2-135M with rank 16 that is 19 MB per token, 6 GB
+for a prompt of 300. Here the rows of an adapter are multiplied with its matrices without copies: batches use few
+adapters, nearly always one.
 
-Each row is multiplied by itself all the same: a product of many rows is cut into blocks by their number and rounds by them, and what is
-sampled must not depend on what runs beside it (`test_killed.py` compares runs to 1e-5).
+Rows are still multiplied one by one: rounding of a product of many rows depends on their number, and samples must not
+depend on concurrent requests (`test_killed.py` compares runs to 1e-5).
 
-And a row without an adapter stays as it is. Copies are taken for it too, by the index -1 that stands for "none": those of the last
-slot, whose adapter the base model then answers with. `vllm_plugin` has vLLM use this.
+Rows without an adapter are unchanged. vLLM copies for them too, with the index -1 for "none", which selects the last
+slot, so that the base model answers with that adapter. `vllm_plugin` makes vLLM use this module.
 """
 
 from __future__ import annotations
@@ -20,20 +21,20 @@ import torch
 
 
 class Group(NamedTuple):
-    """The rows of a batch that one adapter is for."""
+    """Rows of a batch with the same adapter."""
 
     slot: int
-    """Where its matrices lie."""
+    """Index of the adapter's matrices."""
     rows: slice | torch.Tensor
-    """A slice where they lie together, else their indices."""
+    """A slice if the rows are contiguous, else their indices."""
 
 
 def grouped(adapters: Sequence[int], slots: Mapping[int, int]) -> tuple[Group, ...]:
-    """Rows by adapter.
+    """Groups rows by adapter.
 
     Args:
-        adapters: For every row the id of its adapter; 0 for none.
-        slots: Where each adapter lies, by its id.
+        adapters: Adapter id of every row; 0 means none.
+        slots: Slot of each adapter id.
     """
     rows: dict[int, list[int]] = {}
     for row, adapter in enumerate(adapters):
@@ -56,16 +57,16 @@ def add_lora(
     parts: Sequence[int],
     scale: float,
 ) -> None:
-    """Adds what the adapters say to a layer's output, in place.
+    """Adds the adapters' contributions to a layer's output, in place.
 
     Args:
-        output: [rows, sum of parts].
-        inputs: [rows, features].
-        groups: Which rows are whose.
-        stacked_a: Of each part of a fused layer (q, k and v in one) [slots, 1, rank, features].
-        stacked_b: The same, [slots, 1, part, rank].
-        parts: Their widths in the output.
-        scale: Factor of it all.
+        output: Shape [rows, sum of parts].
+        inputs: Shape [rows, features].
+        groups: Rows by adapter.
+        stacked_a: For each part of a fused layer (such as q, k and v), shape [slots, 1, rank, features].
+        stacked_b: The same with shape [slots, 1, part, rank].
+        parts: Widths of the parts in the output.
+        scale: Factor of the contributions.
     """
     for slot, rows in groups:
         taken = inputs[rows].float().unsqueeze(1)
@@ -79,20 +80,20 @@ def add_lora(
 def add_embedding(
     output: torch.Tensor, looked_up: torch.Tensor, groups: Sequence[Group], stacked_b: torch.Tensor
 ) -> None:
-    """Adds what the adapters say to embeddings, in place.
+    """Adds the adapters' contributions to embeddings, in place.
 
     Args:
-        output: [rows, features].
-        looked_up: What the adapters' own embeddings hold for the rows' tokens, [rows, rank].
-        groups: Which rows are whose.
-        stacked_b: [slots, 1, features, rank].
+        output: Shape [rows, features].
+        looked_up: Rows of the adapters' embeddings for the tokens, shape [rows, rank].
+        groups: Rows by adapter.
+        stacked_b: Shape [slots, 1, features, rank].
     """
     for slot, rows in groups:
         _add(output, rows, _times(looked_up[rows].to(output.dtype).unsqueeze(1), stacked_b[slot]), 1.0)
 
 
 def _times(rows: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
-    """`rows @ matrix.T` row by row, of [rows, 1, in] and [1, out, in]; the matrix is not copied."""
+    """`rows @ matrix.T` row by row, for shapes [rows, 1, in] and [1, out, in]; the matrix is not copied."""
     return torch.bmm(rows, matrix.mT.expand(len(rows), -1, -1))
 
 

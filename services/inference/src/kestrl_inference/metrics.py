@@ -1,23 +1,23 @@
-"""What an engine agent offers to Prometheus."""
+"""Prometheus metrics of an engine agent."""
 
 from __future__ import annotations
 
 from kestrl.telemetry.metrics import observe
 from kestrl.telemetry.names import Metric
-from kestrl_inference.policies import Policies
+from kestrl_inference.loaded_adapters import LoadedAdapters
 from kestrl_inference.watch import State, Watch
 
 
-def observe_engine(watch: Watch, policies: Policies) -> None:
-    """The engine's state, what it holds, and how the newest version was loaded."""
+def observe_engine(watch: Watch, adapters: LoadedAdapters) -> None:
+    """Registers metrics of the engine's state, its adapters, and the last load."""
 
     def versions() -> dict[str, float]:
-        held = list(policies.held.values())
+        held = list(adapters.held.values())
         proved = sum(item.proved for item in held)
         return {"proved": proved, "unproved": len(held) - proved}
 
     def load_seconds() -> dict[str, float]:
-        last = policies.last
+        last = adapters.last
         if last is None:
             return {}
         return {"fetch": last.fetch_seconds, "load": last.load_seconds, "prove": last.prove_seconds}
@@ -29,4 +29,4 @@ def observe_engine(watch: Watch, policies: Policies) -> None:
     observe(Metric.KV_USAGE, lambda: watch.load.kv_usage)
     observe(Metric.REQUESTS, lambda: {"running": watch.load.running, "waiting": watch.load.waiting})
     observe(Metric.PREEMPTIONS, lambda: watch.load.preemptions)
-    observe(Metric.PROBE_GAP, lambda: 0.0 if policies.last is None else policies.last.gap)
+    observe(Metric.PROBE_GAP, lambda: 0.0 if adapters.last is None else adapters.last.gap)

@@ -1,4 +1,4 @@
-"""Whether an engine serves a version: its probe log-probs against the learner's. Pure."""
+"""Verifies that an engine serves a version, by comparing its probe log-probs with the learner's. Pure."""
 
 from __future__ import annotations
 
@@ -11,39 +11,40 @@ from kestrl.storage import Probe
 from kestrl.storage.adapters import largest_gap
 
 CLEARLY = 2.0
-"""How many times nearer to the base, or to another version, an answer must be to count as theirs. Where they differ by less than the
-engine's rounding (the first steps of a warm-up, bfloat16) an answer is near both, and which is nearer is then chance: no ground to refuse."""
+"""Factor by which an answer must be closer to the base model, or to another version, to be attributed to it. If these
+differ by less than the engine's rounding (first steps of a warm-up, bfloat16), an answer is close to both, which is no
+reason for a refusal."""
 BASE = ""
-"""The base model's name among those of versions."""
+"""Name of the base model among versions."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
-    """What the comparison says."""
+class Comparison:
+    """Result of the comparison."""
 
     gap: float
     """Largest |engine - learner| over the probe."""
     failure: Failure | None
 
 
-def judge(
+def compare(
     name: str,
     engine: str,
     probe: Probe,
     scores: Sequence[float],
     bound: float,
     others: Mapping[str, Probe] = MappingProxyType({}),
-) -> Verdict:
-    """Compares.
+) -> Comparison:
+    """Compares the probe log-probs of an engine with those of the learner.
 
     Args:
-        name: The version.
-        engine: The engine, for the message.
-        probe: The learner's numbers.
-        scores: The engine's.
+        name: Name of the version.
+        engine: Name of the engine, for messages.
+        probe: Log-probs of the learner.
+        scores: Log-probs of the engine.
         bound: Largest accepted difference.
-        others: Probes of the other versions that the engine holds, by name. One step changes log-probs by little, so that an answer of
-            the version before may lie within the bound.
+        others: Probes of the other versions in the engine, by name. One step changes log-probs only a little, so the
+            previous version may be within the bound.
     """
     gap, base_gap = largest_gap(scores, probe.logprobs), largest_gap(scores, probe.base_logprobs)
     alike = {BASE: base_gap} | {
@@ -54,7 +55,7 @@ def judge(
     nearest = min(alike, key=lambda other: alike[other])
     mistaken = CLEARLY * alike[nearest] < gap
     if gap <= bound and not mistaken:
-        return Verdict(gap=gap, failure=None)
+        return Comparison(gap=gap, failure=None)
     if not mistaken or alike[nearest] > bound:
         code, what = "probe_failed", "it answers neither as the adapter nor as the base model"
     elif nearest == BASE:
@@ -62,4 +63,4 @@ def judge(
     else:
         code, what = "other_version", f"it answers as {nearest} does"
     message = f"{engine} does not serve {name}: {what} (probe gap {gap:.3g}, bound {bound:.3g})"
-    return Verdict(gap=gap, failure=Failure(boundary=Boundary.ENGINE, code=code, message=message, component=engine))
+    return Comparison(gap=gap, failure=Failure(boundary=Boundary.ENGINE, code=code, message=message, component=engine))

@@ -1,4 +1,4 @@
-"""`EngineAgentService`: messages in and out; what is done is in `policies` and `watch`."""
+"""The gRPC service `EngineAgentService`; the work is done in `loaded_adapters` and `watch`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kestrl.episode import PolicyVersion
 from kestrl.errors import UserInputError
 from kestrl.plan.settings import AgentSettings
 from kestrl.rpc.codec import failure_to_proto, policy_from_proto, policy_to_proto
-from kestrl_inference.policies import Policies
+from kestrl_inference.loaded_adapters import LoadedAdapters
 from kestrl_inference.watch import State, Watch
 
 STATES = {
@@ -32,7 +32,7 @@ def _policy(message: Any) -> PolicyVersion:
     if policy is None:
         raise UserInputError("policy: a version is required")
     if not JOB.fullmatch(policy.job) or policy.step < 0 or not SHA256.fullmatch(policy.sha256):
-        # Its name becomes that of a folder, which is written and removed.
+        # The name is used as the name of a folder, which is created and deleted.
         raise UserInputError(
             f"policy: job {policy.job!r}, step {policy.step}, sha256 {policy.sha256!r} name no version; "
             "job is a DNS label, step is not negative, and sha256 has 64 hex digits"
@@ -41,20 +41,20 @@ def _policy(message: Any) -> PolicyVersion:
 
 
 def patience(remaining: float | None, otherwise: float) -> float:
-    """Seconds to wait for the engine: most of the caller's deadline, so that the answer says why before the caller gives up."""
+    """Seconds to wait for the engine: most of the caller's deadline, so that the failure arrives before it passes."""
     return otherwise if remaining is None else max(remaining - 1.0, remaining / 2)
 
 
 class EngineAgent(stubs.EngineAgentServiceServicer):
-    """Answers for one engine."""
+    """The engine agent of one engine."""
 
-    def __init__(self, settings: AgentSettings, policies: Policies, watch: Watch) -> None:
-        self._settings, self._policies, self._watch = settings, policies, watch
+    def __init__(self, settings: AgentSettings, adapters: LoadedAdapters, watch: Watch) -> None:
+        self._settings, self._adapters, self._watch = settings, adapters, watch
 
     async def LoadPolicy(self, request: pb.LoadPolicyRequest, context: Any) -> pb.LoadPolicyResponse:
         policy = _policy(request.policy)
         await self._watch.wait_until_up(patience(context.time_remaining(), self._settings.load_seconds))
-        loaded = await self._policies.load(policy, request.uri)
+        loaded = await self._adapters.load(policy, request.uri)
         return pb.LoadPolicyResponse(
             probe_gap=loaded.gap,
             fetch_seconds=loaded.fetch_seconds,
@@ -63,7 +63,7 @@ class EngineAgent(stubs.EngineAgentServiceServicer):
         )
 
     async def RetirePolicy(self, request: pb.RetirePolicyRequest, context: Any) -> pb.RetirePolicyResponse:  # noqa: ARG002 - gRPC's
-        await self._policies.retire(_policy(request.policy))
+        await self._adapters.retire(_policy(request.policy))
         return pb.RetirePolicyResponse()
 
     async def GetEngine(self, request: pb.GetEngineRequest, context: Any) -> pb.GetEngineResponse:  # noqa: ARG002 - gRPC's
@@ -77,11 +77,11 @@ class EngineAgent(stubs.EngineAgentServiceServicer):
             policies=[
                 pb.LoadedPolicy(
                     policy=policy_to_proto(held.policy),
-                    # A proof that ended as the engine went down says nothing of the next engine.
+                    # A verification that ended when the engine went down is not valid for the restarted engine.
                     proved=held.proved and watch.state is not State.DOWN,
                     failure=None if held.failure is None else failure_to_proto(held.failure),
                 )
-                for held in self._policies.held.values()
+                for held in self._adapters.held.values()
             ],
             restarts=watch.restarts,
             failure=None if watch.failure is None else failure_to_proto(watch.failure),

@@ -1,15 +1,15 @@
 """Starts vLLM's own server on a CPU: `python -m kestrl_inference.vllm_cpu ARGUMENTS OF vllm serve`.
 
-Differs from `python -m vllm.entrypoints.openai.api_server` in two things. The engine-core process is forked from the server instead of
-starting Python and importing torch and vLLM a second time, which halves the time to ready. vLLM forks by itself on a GPU; its CPU
-platform insists on `spawn` because a fork does not carry OpenMP's threads over, and with the one thread that our plan gives an engine
-there are none.
+Differs from `python -m vllm.entrypoints.openai.api_server` in two ways. The engine-core process is forked from the
+server instead of starting Python and importing torch and vLLM a second time, which halves the time to ready. vLLM forks
+by itself on a GPU; its CPU platform insists on `spawn` because a fork does not carry OpenMP's threads over, and with
+the one thread per engine of KestRL's plan there are none.
 
-It does not start without our plugin (`vllm_plugin`): vLLM goes on without one that it was told to leave out or cannot load, and then answers
-for the base model with an adapter.
+It refuses to start without KestRL's plugin (`vllm_plugin`): vLLM ignores a plugin that is excluded or cannot be loaded,
+and would then apply an adapter to requests for the base model.
 
-Nothing outlives what started it: the server dies with its parent and the engine core with the server, by the kernel's hand
-(PR_SET_PDEATHSIG), since a killed process can tell nobody.
+No process outlives its parent: the kernel kills the server with its parent and the engine core with the server
+(PR_SET_PDEATHSIG), also if the parent is killed.
 """
 
 from __future__ import annotations
@@ -27,17 +27,19 @@ from types import ModuleType
 PR_SET_PDEATHSIG = 1
 SERVER = "vllm.entrypoints.openai.api_server"
 PLUGIN = "kestrl_inference.vllm_plugin."
-"""Where vLLM has its wrapper of adapters from, once it has loaded the plugin."""
+"""Module of vLLM's LoRA wrapper once the plugin is loaded."""
 
 
 def die_with_parent() -> None:
-    """Asks the kernel to kill this process when the thread that started it ends."""
+    """Makes the kernel kill this process when its parent thread ends."""
     if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
 
 
 def die_with_forker() -> None:
-    """Has every process that is forked from now on die with its parent, one that dies before the kernel is asked included."""
+    """Makes every process forked from now on die with its parent, also if the parent ends before the setting takes
+    effect.
+    """
     forker: list[int] = []
 
     def before() -> None:
@@ -52,12 +54,12 @@ def die_with_forker() -> None:
 
 
 def fork_context() -> BaseContext:
-    """What vLLM is given wherever it asks how to start a process."""
+    """Multiprocessing context for vLLM."""
     return multiprocessing.get_context("fork")
 
 
 def prefer_fork(modules: dict[str, ModuleType]) -> int:
-    """Replaces `get_mp_context` in every module that has imported it; returns in how many."""
+    """Replaces `get_mp_context` in every module that has imported it; returns the number of modules."""
     replaced = 0
     for name, module in list(modules.items()):
         if name.startswith("vllm.") and "get_mp_context" in vars(module):
@@ -67,17 +69,13 @@ def prefer_fork(modules: dict[str, ModuleType]) -> int:
 
 
 def require_plugin() -> None:
-    """Ends the program where vLLM has not taken our plugin, as its processes will not either."""
+    """Exits if vLLM has not loaded the plugin, since its processes would not load it either."""
     plugins, platforms = (importlib.import_module(name) for name in ("vllm.plugins", "vllm.platforms"))
     plugins.load_general_plugins()
     taken = platforms.current_platform.get_punica_wrapper()
     if not taken.startswith(PLUGIN):
         allowed = os.environ.get("VLLM_PLUGINS")
-        why = (
-            f"VLLM_PLUGINS={allowed!r} leaves it out"
-            if allowed is not None
-            else "kestrl-inference is to be installed anew"
-        )
+        why = f"VLLM_PLUGINS={allowed!r} leaves it out" if allowed is not None else "reinstall kestrl-inference"
         sys.exit(
             f"vLLM has not loaded the plugin `kestrl`, without which adapters are wrong on a CPU: {why}; its log says more"
         )
@@ -86,7 +84,7 @@ def require_plugin() -> None:
 def main() -> None:
     die_with_parent()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    for module in (SERVER, "vllm.v1.engine.core"):  # before the fork, so that the child need not
+    for module in (SERVER, "vllm.v1.engine.core"):  # before the fork, so that the child does not have to
         importlib.import_module(module)
     require_plugin()
     if os.environ["OMP_NUM_THREADS"] == "1":

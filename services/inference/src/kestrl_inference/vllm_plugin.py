@@ -1,4 +1,6 @@
-"""What vLLM loads into each of its processes (`vllm.general_plugins`): a record of failed starts, and on a CPU `lora_cpu` for adapters."""
+"""vLLM plugin, loaded in each of its processes (`vllm.general_plugins`): records failed starts, and uses `lora_cpu` on
+a CPU.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +17,10 @@ if TYPE_CHECKING:
 
 
 class GroupedPunica(PunicaWrapperCPU):
-    """vLLM's own, but for how adapters are multiplied, and for layers that no adapter has a part for: those stay as they are.
+    """vLLM's wrapper with faster multiplication of adapters. Layers without a part in any adapter are unchanged.
 
-    vLLM wraps the embedding and the head of every model, and multiplies the zeros that lie there as if they were an adapter's: for the head
-    once for every token of the vocabulary and every row.
+    vLLM wraps the embedding and the head of every model and multiplies their zeros as if they belonged to an adapter;
+    for the head, once per token of the vocabulary and row.
     """
 
     _groups: tuple[Group, ...] = ()
@@ -46,7 +48,7 @@ class GroupedPunica(PunicaWrapperCPU):
     def add_lora_embedding(
         self, y: torch.Tensor, x: torch.Tensor, lora_b_stacked: torch.Tensor, add_inputs: bool = True, **_: Any
     ) -> None:
-        del add_inputs  # vLLM always says so
+        del add_inputs  # vLLM always sets it
         if x.any():
             add_embedding(y, x, self._groups, lora_b_stacked)
 
@@ -59,8 +61,8 @@ class GroupedPunica(PunicaWrapperCPU):
         scale: float,
         **kwargs: Any,
     ) -> None:
-        """An adapter of the head goes vLLM's way, which ends the engine when a prompt's log-probs are asked for beside another request:
-        nothing says whose rows they are. A job cannot ask for one (`spec.rules`).
+        """Adapters of the head use vLLM's implementation, which crashes if prompt log-probs are requested beside
+        another request, since the rows are not attributed to requests. `spec.rules` refuses such adapters.
         """
         if lora_a_stacked.any():
             inherited: Any = super()
@@ -68,12 +70,12 @@ class GroupedPunica(PunicaWrapperCPU):
 
 
 def wrapper() -> str:
-    """What vLLM's platform is asked for: the class's name, which its processes look up."""
+    """Class name that vLLM's platform returns, for import in its processes."""
     return f"{GroupedPunica.__module__}.{GroupedPunica.__qualname__}"
 
 
 def register() -> None:
-    """Records what keeps the process from starting; on a CPU, has adapters multiplied our way."""
+    """Entry point: records failed starts; on a CPU, installs the faster LoRA."""
     engine_failure.install()
     if current_platform.is_cpu():
         platform: Any = type(current_platform)

@@ -1,4 +1,4 @@
-"""Watches one engine: starting, ready, recovering, down. A state is what was seen, never what is hoped for."""
+"""Watches one engine: starting, ready, recovering, down. A state is always an observation."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from kestrl import engine_failure
 from kestrl.engine_failure import EngineStartFailure
 from kestrl.errors import Boundary, DeadlineExceeded, EngineFailure, Failure
 from kestrl_inference.engine import Engine, Load, Pulse, until
-from kestrl_inference.policies import Policies
+from kestrl_inference.loaded_adapters import LoadedAdapters
 
 log = logging.getLogger(__name__)
 
 
 class State(StrEnum):
-    """What the engine is doing."""
+    """State of the engine."""
 
     STARTING = "starting"
     READY = "ready"
@@ -27,16 +27,16 @@ class State(StrEnum):
 
 
 def came_back(before: Pulse, now: Pulse, wanted: frozenset[str]) -> bool:
-    """Whether a healthy engine is another process than before, or has lost a version that it had proved. Pure."""
+    """Whether a healthy engine has restarted, or has lost a verified version. Pure."""
     return not before.healthy or (before.born != now.born and before.born > 0) or not wanted <= now.adapters
 
 
 @dataclass(slots=True)
 class Watch:
-    """The engine's state, kept by looking at it every `poll_seconds`."""
+    """The engine's state, polled every `poll_seconds`."""
 
     engine: Engine
-    policies: Policies
+    adapters: LoadedAdapters
     poll_seconds: float
     component: str
     failure_file: Path | None = None
@@ -49,51 +49,51 @@ class Watch:
 
     @property
     def load(self) -> Load:
-        """As of the last look."""
+        """Load at the last check."""
         return Load() if self._seen is None else self._seen.load
 
     async def run(self) -> None:
-        """Looks until it is cancelled."""
+        """Polls until cancelled."""
         while True:
             await self.look()
             await asyncio.sleep(self.poll_seconds)
 
     async def look(self) -> None:
-        """One look, and what follows from it."""
-        before = self.policies.proved()
+        """Checks the engine once and updates the state."""
+        before = self.adapters.proved()
         now = await self.engine.look()
         if not now.healthy:
             self._is_down(now)
             return
-        # Only what was proved both before and after the look: what was loaded or retired meanwhile may be listed or not.
-        await self._is_up(now, before & self.policies.proved())
+        # Only versions verified before and after the check: others may have been loaded or retired meanwhile.
+        await self._is_up(now, before & self.adapters.proved())
 
     async def doubt(self) -> None:
-        """Finds out now whether the engine still answers, for who lost a connection to it. All else is the next look's."""
+        """Checks immediately whether the engine still answers, after a lost connection. Other changes are handled by
+        the next poll.
+        """
         if not (now := await self.engine.look()).healthy:
             self._is_down(now)
 
     async def _is_up(self, now: Pulse, wanted: frozenset[str]) -> None:
         if self._seen is None or self.state is State.STARTING:
             try:
-                await self.policies.start_afresh()
+                await self.adapters.unload_earlier()
             except EngineFailure as error:
-                log.warning("%s: %s; looking again", self.component, error)
+                log.warning("%s: %s; retrying", self.component, error)
                 return
         elif came_back(self._seen, now, wanted):
             self.restarts += 1
             self.state = State.RECOVERING
-            log.warning(
-                "%s is back (restart %d); its versions are loaded and proved again", self.component, self.restarts
-            )
-            await self.policies.settle(lost=True)
-        elif not self.policies.settled():
-            await self.policies.settle(lost=False)
+            log.warning("%s is back (restart %d); reloading and verifying its versions", self.component, self.restarts)
+            await self.adapters.settle(lost=True)
+        elif not self.adapters.settled():
+            await self.adapters.settle(lost=False)
         self._seen = now
-        settled = self.policies.settled()
+        settled = self.adapters.settled()
         self.state, self.failure = State.READY if settled else State.RECOVERING, None
         if self.failure_file is not None:
-            self.failure_file.unlink(missing_ok=True)  # of an earlier start
+            self.failure_file.unlink(missing_ok=True)  # the record of an earlier start
         self.up.set()
 
     def _is_down(self, now: Pulse) -> None:
@@ -112,11 +112,11 @@ class Watch:
             retryable=True,
             component=self.component,
         )
-        self.policies.unprove(now.reason)
+        self.adapters.unprove(now.reason)
         self.up.clear()
 
     def _cannot_start(self, found: EngineStartFailure) -> None:
-        """Takes in what the engine wrote when it ended at its last start."""
+        """Applies the record of why the engine's last start failed."""
         if self.failure is None or self.failure.code != engine_failure.CODE:
             log.error("%s: the engine does not start: %s", self.component, found.message)
         self.failure = Failure(
@@ -131,8 +131,8 @@ class Watch:
         """Waits for an engine that is starting or down.
 
         Raises:
-            EngineFailure: It can never start; code `engine_cannot_start`.
-            DeadlineExceeded: It did not come up in time.
+            EngineFailure: The engine can never start (code `engine_cannot_start`).
+            DeadlineExceeded: The engine did not start in time.
         """
         if self.failure is not None and self.failure.code == engine_failure.CODE and not self.failure.retryable:
             raise EngineFailure(self.failure.message, code=self.failure.code, retryable=False)

@@ -1,5 +1,5 @@
 """KestRL's judge: scores groups, and never turns its own failure into a reward.
 
-`servicer` is the wire, `scoring` combines what the components of the reward say (and has the seam for judges of other kinds),
-`rules` scores by plain functions, each in processes of its own (`process`), in which `worker` runs.
+`servicer` has the gRPC service, `scoring` combines the components of the reward (and defines the interface of other
+judges), `rules` scores with plain functions, each in its own processes (`process`), which run `worker`.
 """

@@ -1,4 +1,4 @@
-"""`python -m kestrl_judge.check`: whether the job's rewards can be loaded."""
+"""`python -m kestrl_judge.check`: checks that the job's rewards can be loaded."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from kestrl_judge.rules import rule_scorers
 
 
 def check(settings: JudgeSettings) -> dict[str, Any]:
-    """No facts.
+    """Loads every reward; returns no facts.
 
     Raises:
-        UserInputError: Some cannot be loaded, one line each, or one is listed twice.
+        UserInputError: Rewards cannot be loaded (one line each), or one is listed twice.
     """
     sys.path[:0] = settings.python_path
     rule_scorers(settings)

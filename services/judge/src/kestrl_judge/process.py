@@ -1,4 +1,4 @@
-"""One reward process as the judge holds it: started, asked one episode at a time, killed when it is late."""
+"""A reward process as seen by the judge: started, asked for one episode at a time, killed after the time limit."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from kestrl import process_guard
 from kestrl.api.judge.v1 import judge_pb2 as pb
 from kestrl.errors import JudgeFailure, UserInputError
 from kestrl.rpc.codec import failure_from_proto
-from kestrl_judge.frames import receive, send
+from kestrl_judge.framing import receive, send
 
 START_SECONDS = 60.0
-"""For imports; a reward may bring a large library."""
+"""Time limit for imports in seconds; rewards may import large libraries."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
-    """What a process is started with."""
+    """Parameters of a reward process."""
 
     name: str
     rule: str
     field: str
     python_path: Sequence[str]
     config: Mapping[str, Any]
-    """Sent as the first frame: it may hold more than a command line, which every user of the machine can read."""
+    """Sent as the first frame, since command lines are limited in size and readable by other users."""
 
     def arguments(self, inherited: int) -> list[str]:
         paths = [part for path in self.python_path for part in ("--path", path)]
@@ -45,19 +45,19 @@ class Command:
 
 
 class Died(JudgeFailure):
-    """The process ended while it was asked."""
+    """The process ended during a request."""
 
     code = "reward_process_died"
 
 
 class Late(JudgeFailure):
-    """The reward took longer than it may."""
+    """The reward exceeded its time limit."""
 
     code = "reward_deadline"
 
 
 def _environment() -> Mapping[str, str]:
-    # The job's credential is none of a reward's business: with it, it could post what only the judge may.
+    # Without the judge's credentials, so that a reward cannot act as the judge.
     return {name: value for name, value in os.environ.items() if not name.startswith("KESTRL_")}
 
 
@@ -68,14 +68,14 @@ class RewardProcess:
         self,
         command: Command,
         process: subprocess.Popen[bytes],
-        hold: int,
+        write_end: int,
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
     ) -> None:
         self._command = command
         self._process = process
-        self._hold = hold
-        """Writing end of the process guard's pipe: closing it kills the process and all it started."""
+        self._write_end = write_end
+        """Write end of the process guard's pipe: closing it kills the process and its descendants."""
         self._reader = reader
         self._writer = writer
 
@@ -84,13 +84,13 @@ class RewardProcess:
         """Starts a process and waits until its reward is loaded.
 
         Raises:
-            UserInputError: The reward cannot be loaded; names the field and the mend.
+            UserInputError: The reward cannot be loaded; the message names the field and the fix.
         """
         ours, theirs = socket.socketpair()
         with theirs:
-            process, hold = _spawn(command, theirs.fileno())
+            process, write_end = _spawn(command, theirs.fileno())
         reader, writer = await asyncio.open_unix_connection(sock=ours)
-        started = cls(command, process, hold, reader, writer)
+        started = cls(command, process, write_end, reader, writer)
         try:
             await started._greeted()
         except BaseException:
@@ -102,7 +102,7 @@ class RewardProcess:
     def alive(self) -> bool:
         if self._process.poll() is not None or self._reader.at_eof():
             return False
-        # What the event loop does not know yet: the process ended, and its guard is about to.
+        # The event loop may not have noticed yet that the process has ended and its guard is about to.
         hangup = select.poll()
         hangup.register(self._writer.get_extra_info("socket").fileno(), select.POLLRDHUP)
         return not hangup.poll(0)
@@ -112,10 +112,10 @@ class RewardProcess:
         return self._process.pid
 
     async def ask(self, request: bytes, *, seconds: float) -> pb.EpisodeScore:
-        """Has one episode scored.
+        """Scores one episode.
 
         Raises:
-            Late: It took longer than `seconds`. The process is of no use any more: kill it.
+            Late: It took longer than `seconds`. The process must be killed then.
             Died: The process ended.
         """
         try:
@@ -130,9 +130,9 @@ class RewardProcess:
             raise Died(f"{self._command.name}: its process ended while scoring ({await self._ending()})") from error
 
     async def kill(self) -> None:
-        """Ends it and all it started, sessions of their own included."""
+        """Kills the process and its descendants, including those in other sessions."""
         self._writer.close()
-        os.close(self._hold)
+        os.close(self._write_end)
         await asyncio.to_thread(self._process.wait)
         with contextlib.suppress(ConnectionError):
             await self._writer.wait_closed()
@@ -144,7 +144,9 @@ class RewardProcess:
                 await send(self._writer, json.dumps(dict(self._command.config)).encode())
                 greeting = pb.EpisodeScore.FromString(await receive(self._reader))
         except TimeoutError as error:
-            raise UserInputError(f"{field}: {self._command.rule} is not imported after {START_SECONDS:g} s") from error
+            raise UserInputError(
+                f"{field}: {self._command.rule} could not be imported within {START_SECONDS:g} s"
+            ) from error
         except (asyncio.IncompleteReadError, ConnectionError) as error:
             raise UserInputError(
                 f"{field}: importing {self._command.rule} ended its process ({await self._ending()}); the log above says more"
@@ -153,7 +155,7 @@ class RewardProcess:
             raise UserInputError(failure_from_proto(greeting.failure).message)
 
     async def _ending(self) -> str:
-        # The socket can end a moment before the process does; one that closed it and lives on is as good as dead.
+        # The socket may close slightly before the process ends; a process that only closed it is treated as ended.
         with contextlib.suppress(subprocess.TimeoutExpired):
             await asyncio.to_thread(self._process.wait, 1)
         code = self._process.returncode
@@ -164,25 +166,26 @@ class RewardProcess:
 
 
 def _spawn(command: Command, inherited: int) -> tuple[subprocess.Popen[bytes], int]:
-    """Starts the process under a process guard; also returns the writing end of the guard's pipe."""
-    held, hold = os.pipe()
+    """Starts the process with a process guard; also returns the write end of the guard's pipe."""
+    read_end, write_end = os.pipe()
     try:
-        # Not asyncio's: uvloop forks and runs Python in the child before exec, which crashes now and then beside gRPC's threads
-        # (seen: SIGSEGV in one start of ten). The standard library's vfork and exec runs nothing in between, and takes a millisecond.
+        # Not asyncio's: uvloop forks and runs Python in the child before exec, which sometimes crashes beside gRPC's
+        # threads (seen: SIGSEGV in one start of ten). The standard library's vfork and exec runs nothing in between,
+        # and takes a millisecond.
         process = subprocess.Popen(  # noqa: S603 - our own interpreter and modules
             [
-                *(sys.executable, "-I", "-S", process_guard.__file__, str(held), "0"),
+                *(sys.executable, "-I", "-S", process_guard.__file__, str(read_end), "0"),
                 *(sys.executable, *command.arguments(inherited)),
             ],
             stdin=subprocess.DEVNULL,
-            stdout=2,  # what a reward prints goes to the judge's log
-            pass_fds=(inherited, held),
+            stdout=2,  # output of a reward goes to the judge's log
+            pass_fds=(inherited, read_end),
             env=_environment(),
-            start_new_session=True,  # the terminal's Ctrl-C is the judge's alone
+            start_new_session=True,  # Ctrl-C of the terminal must only reach the judge
         )
     except OSError:
-        os.close(hold)
+        os.close(write_end)
         raise
     finally:
-        os.close(held)
-    return process, hold
+        os.close(read_end)
+    return process, write_end

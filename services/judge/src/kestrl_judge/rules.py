@@ -1,7 +1,7 @@
-"""Rewards as plain functions, each with processes of its own, started once and started again when they are killed or die.
+"""Rewards as plain functions, each with its own processes, which are restarted after they end.
 
-What must stay true: every episode handed in gets exactly one verdict; a request is asked once, for a reward that killed its
-process would only kill the next; a process that answered late is never asked again, so that no answer can be taken for another's.
+Invariants: every episode gets exactly one verdict; a request is never retried, since a reward that killed its process
+would kill the next one; a process is not reused after a late answer, so that answers cannot be mixed up.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from kestrl_judge.scoring import Verdict
 
 log = logging.getLogger(__name__)
 QUEUE = 4096
-"""Episodes waiting for one reward; further ones wait at the door."""
+"""Maximum queued episodes per reward; further callers wait."""
 BACKOFF = (0.1, 0.5, 2.0, 5.0)
-"""Seconds before a process that died is started again, by how often it has died in a row."""
+"""Seconds before the restart of an ended process, by the number of consecutive ends."""
 
 
 @dataclass(eq=False, slots=True)
@@ -34,7 +34,7 @@ class _Job:
 
 
 class RuleScorer:
-    """One rule."""
+    """Scorer of one rule."""
 
     def __init__(self, entry: RewardEntry, command: Command, *, processes: int) -> None:
         self.name = command.name
@@ -49,11 +49,11 @@ class RuleScorer:
 
     @property
     def pids(self) -> list[int]:
-        """Of the processes that run now."""
+        """Pids of the running processes."""
         return [process.pid for process in self._running.values()]
 
     async def start(self) -> None:
-        """Starts its processes.
+        """Starts the processes of the rule.
 
         Raises:
             UserInputError: The reward cannot be loaded.
@@ -63,7 +63,7 @@ class RuleScorer:
             self._keepers.append(asyncio.create_task(self._keep(index), name=f"{self.name}-{index}"))
 
     async def stop(self) -> None:
-        """Kills its processes; what was not scored yet gets a failure."""
+        """Kills the processes; pending episodes get a failure."""
         for keeper in self._keepers:
             keeper.cancel()
         if self._keepers:
@@ -88,14 +88,14 @@ class RuleScorer:
             return {episode_id: await job.verdict for episode_id, job in jobs.items()}
         finally:
             for job in jobs.values():
-                job.verdict.cancel()  # of no effect on what is done; what waits is not asked once the caller is gone
+                job.verdict.cancel()  # no effect on finished ones; waiting ones are skipped once the caller is cancelled
 
     async def _keep(self, index: int) -> None:
-        """Serves one process's share of the queue for ever."""
+        """Worker loop of one process: scores queued episodes until cancelled."""
         deaths = 0
         while True:
             job = await self._jobs.get()
-            if job.verdict.cancelled():  # its caller is gone
+            if job.verdict.cancelled():  # its caller was cancelled
                 continue
             try:
                 process = await self._process(index, deaths)
@@ -119,7 +119,7 @@ class RuleScorer:
         return Score(value=score.reward, metrics=dict(score.metrics))
 
     async def _process(self, index: int, deaths: int) -> RewardProcess:
-        """The process at hand; one that died while nobody asked it is replaced without anybody's loss."""
+        """Returns the current process; replaces one that ended while idle, without affecting an episode."""
         process = self._running.get(index)
         if process is not None and process.alive:
             return process
@@ -134,7 +134,7 @@ class RuleScorer:
     async def _end(self, index: int) -> None:
         process = self._running.pop(index, None)
         if process is not None:
-            log.warning("a process of reward %s is ended; the next episode gets a new one", self.name)
+            log.warning("a process of reward %s has ended; the next episode gets a new one", self.name)
             await process.kill()
 
 
@@ -148,11 +148,11 @@ def _stopped(name: str) -> JudgeFailure:
 
 
 def _unavailable(name: str, error: UserInputError) -> JudgeFailure:
-    return JudgeFailure(f"{name}: could not be started again: {error}", code="reward_unavailable")
+    return JudgeFailure(f"{name}: could not be restarted: {error}", code="reward_unavailable")
 
 
 def rule_scorers(settings: JudgeSettings) -> list[RuleScorer]:
-    """A scorer for every rule, in manifest order.
+    """Scorers of all rules, in manifest order.
 
     Raises:
         UserInputError: A rule is listed twice.
@@ -175,22 +175,22 @@ def rule_scorers(settings: JudgeSettings) -> list[RuleScorer]:
 
 
 def _names(entries: Sequence[RewardEntry]) -> list[str]:
-    """Short names, or the import paths of those whose short names are alike."""
+    """Short names; the import paths where short names are equal."""
     rules = [entry.rule for entry in entries]
     for index, rule in enumerate(rules):
         if rule in rules[:index]:
             raise UserInputError(
-                f"spec.rewards[{index}].rule: {rule!r} is listed twice; give it once, with the sum of the weights"
+                f"spec.rewards[{index}].rule: {rule!r} is listed twice; list it once with the sum of the weights"
             )
     short = [entry.name for entry in entries]
     return [entry.rule if short.count(entry.name) > 1 else entry.name for entry in entries]
 
 
 async def start_all(scorers: Iterable[RuleScorer]) -> None:
-    """Starts every scorer; each rule that cannot be loaded is told.
+    """Starts every scorer and reports every rule that cannot be loaded.
 
     Raises:
-        UserInputError: One line for each.
+        UserInputError: One line for each such rule.
     """
     outcomes = await asyncio.gather(*(scorer.start() for scorer in scorers), return_exceptions=True)
     problems = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]

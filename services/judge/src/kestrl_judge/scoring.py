@@ -1,7 +1,7 @@
-"""From the components of a reward to one score for each episode.
+"""Combines the components of a reward into one score per episode.
 
-A `Scorer` scores a whole group at once, so that a language-model judge, which compares episodes, fits beside rules, which look at
-one. Whatever goes wrong is a `Failure`, and an episode for which any component failed has no reward at all.
+A `Scorer` scores a whole group at once, so that the interface supports language-model judges, which compare episodes,
+as well as rules. Errors become `Failure`s, and an episode for which any component failed has no reward.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ class Scorer(Protocol):
 
     @property
     def name(self) -> str:
-        """Unique in the job; names the component in `Episode.rewards`."""
+        """Name of the component in `Episode.rewards`, unique in the job."""
         ...
 
     @property
     def weight(self) -> float: ...
 
     async def score(self, group: Group, *, max_turns: int) -> Mapping[str, Verdict]:
-        """A verdict for every episode of the group, by episode id. Does not raise for what a verdict can say."""
+        """Verdict of every episode of the group, by episode id. Failures are returned, not raised."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judgement:
-    """What one episode earned, or why it earned nothing."""
+    """Reward of one episode, or why it has none."""
 
     episode_id: str
     reward: float | None
@@ -46,7 +46,7 @@ class Judgement:
 
 
 async def judge(scorers: Sequence[Scorer], group: Group, *, max_turns: int) -> list[Judgement]:
-    """Scores the episodes of a group that did not fail; all components at once."""
+    """Scores the episodes of a group that did not fail, with all components concurrently."""
     whole = replace(group, episodes=[episode for episode in group.episodes if episode.failure is None])
     if not whole.episodes:
         return []
@@ -62,9 +62,10 @@ async def judge(scorers: Sequence[Scorer], group: Group, *, max_turns: int) -> l
 
 
 def combine(episode_id: str, parts: Sequence[tuple[Scorer, Verdict | None]]) -> Judgement:
-    """The weighted sum, unless a component failed; what the others said is kept beside the failure.
+    """Weighted sum, unless a component failed; values of the other components are kept beside the failure.
 
-    A metric's name belongs to the first reward, in manifest order, that reports it; a later one's is kept as `reward.metric`.
+    If several rewards report the same metric, the first one in manifest order keeps the name; others become
+    `reward.metric`.
     """
     rewards: dict[str, float] = {}
     metrics: dict[str, float] = {}
@@ -75,12 +76,12 @@ def combine(episode_id: str, parts: Sequence[tuple[Scorer, Verdict | None]]) -> 
             for name, value in verdict.metrics.items():
                 metrics[f"{scorer.name}.{name}" if name in metrics else name] = value
         else:
-            failure = failure or verdict or _failure("reward_missing", f"{scorer.name} gave no verdict")
+            failure = failure or verdict or _failure("reward_missing", f"{scorer.name} returned no verdict")
     total = sum(scorer.weight * rewards.get(scorer.name, 0.0) for scorer, _ in parts)
     if failure is None and not abs(total) <= LARGEST_REWARD:
         failure = _failure(
             "reward_not_finite",
-            f"the weighted sum of {', '.join(rewards)} is {total}; it must be finite, {LARGEST_REWARD:g} at the most",
+            f"the weighted sum of {', '.join(rewards)} is {total}; it must be finite and at most {LARGEST_REWARD:g}",
         )
     return Judgement(
         episode_id=episode_id,

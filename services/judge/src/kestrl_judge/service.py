@@ -1,4 +1,4 @@
-"""The judge: what its `main` runs."""
+"""The judge's `main`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kestrl_judge.servicer import JudgeServicer
 
 
 async def run_judge(settings: JudgeSettings, *, until: Awaitable[object] | None = None) -> None:
-    """Starts the rewards' processes, then serves until told to stop (or until `until` is done).
+    """Starts the processes of the rewards, then serves until SIGTERM (or until `until` is done).
 
     Raises:
         UserInputError: A reward cannot be loaded, or the port is taken.

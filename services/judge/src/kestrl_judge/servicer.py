@@ -1,4 +1,4 @@
-"""The wire in front of the scorers."""
+"""The gRPC service of the judge."""
 # ruff: noqa: ARG002 - gRPC hands each a request and a context
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""`python -m kestrl_judge.worker`: one reward function, run on one episode after another.
+"""`python -m kestrl_judge.worker`: runs one reward function on one episode after another.
 
-A process of its own, so that a reward that hangs, crashes or exits takes nothing with it. It talks to the judge over a socket it
-inherits; what the reward prints goes to the judge's log. A process guard above it ends it, and all it started, with the judge.
+A separate process, so that a reward that hangs, crashes or exits affects nothing else. It communicates with the judge
+over an inherited socket; output of the reward goes to the judge's log. Its process guard kills it and its descendants
+with the judge.
 """
 
 from __future__ import annotations
@@ -22,25 +23,25 @@ from kestrl.rewards import Attempt, Score
 from kestrl.rewards.checking import as_score
 from kestrl.rewards.resolving import Reward, is_built_in, resolve
 from kestrl.rpc.codec import episode_from_proto, failure_to_proto, scenario_from_proto
-from kestrl_judge.frames import read_frame, write_frame
+from kestrl_judge.framing import read_frame, write_frame
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """A reward function, loaded."""
+    """A loaded reward function."""
 
     name: str
     function: Reward
     built_in: bool
     runner: asyncio.Runner
-    """One event loop for the process's life, so that what an async reward opens can be kept."""
+    """One event loop for the lifetime of the process, so that async rewards can keep connections."""
 
     def score(self, attempt: Attempt) -> Score:
         """Scores one episode.
 
         Raises:
-            JudgeFailure: A built-in raised, or what came back is not a finite number.
-            UserCodeError: A user's function raised, or the object it returned did.
+            JudgeFailure: A built-in reward raised, or the value is not a finite number.
+            UserCodeError: The user's function, or its returned object, raised.
         """
         try:
             returned: Any = self.function(attempt)
@@ -51,7 +52,7 @@ class Rule:
             return as_score(self.name, returned)
         except JudgeFailure:
             raise
-        except BaseException as error:  # a number or mapping of the user's own class
+        except BaseException as error:  # a number or mapping of a user's class
             raise self._raised(error) from error
 
     def _raised(self, error: BaseException) -> JudgeFailure | UserCodeError:
@@ -65,7 +66,7 @@ async def _awaited(returned: Any) -> object:
 
 
 def answer(rule: Rule, request: pb.ScoreGroupRequest) -> pb.EpisodeScore:
-    """The score of the one episode in a request, or why there is none."""
+    """Score of the episode in a request, or its failure."""
     episode = episode_from_proto(request.group.episodes[0])
     attempt = Attempt(
         scenario=scenario_from_proto(request.group.scenario), episode=episode, max_turns=request.max_turns

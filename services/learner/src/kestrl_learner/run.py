@@ -149,7 +149,7 @@ class Run:
         if newest is None:
             return False
         self.progress.update(step=newest.step, checkpoint_step=newest.step)
-        if not settings.linger:
+        if not settings.keep_alive:
             return False
         told = await asyncio.to_thread(
             past.ended, context.store, newest, job=settings.job, digest=context.digest, steps=context.steps
@@ -241,7 +241,7 @@ class Stay:
         """
         try:
             await self._until_told()
-            if self._run.settings.linger:
+            if self._run.settings.keep_alive:
                 _let_go(self._run.settings.device)
                 await self._go.wait()
         finally:
@@ -251,7 +251,7 @@ class Stay:
         try:
             await self._run.main()
         except KestrlError as error:
-            if self._cut_short or not self._run.settings.linger:
+            if self._cut_short or not self._run.settings.keep_alive:
                 raise
             log.error("the run has failed: %s", error.failure())
 

@@ -58,7 +58,7 @@ def _problem(name: Any, value: Any) -> str | None:
     if not isinstance(name, str) or not name.isprintable():
         return "has a name that is no printable string"
     if name in RESERVED_METRICS:
-        return "is a number of the learner's own; give it another name"
+        return "is reserved by the learner; use another name"
     if not isinstance(value, int | float):
         return f"is a {type(value).__name__}; report a number"
     try:

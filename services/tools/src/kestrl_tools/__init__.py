@@ -1,5 +1,5 @@
-"""KestRL's tool service: a session of tools for every episode.
+"""KestRL's tool service: one session of tools per episode.
 
-`catalogue` loads the job's tools, `sessions` keeps one instance per episode, `instances` and `lanes` say where a tool runs,
-`execution` sorts what came of a call, `servicer` is the wire. `calculator` is a tool that comes with it.
+`catalogue` loads the job's tools, `sessions` keeps one instance per episode, `instances` and `tool_threads` run tools,
+`execution` classifies results and errors, `servicer` has the gRPC service. `calculator` is a built-in tool.
 """

@@ -1,6 +1,7 @@
-"""Arithmetic as a tool. The expression is parsed, never evaluated as code; sizes are bounded before a result is computed.
+"""A calculator as a tool. Expressions are parsed, never evaluated as code; sizes are bounded before results are
+computed.
 
-Numbers are exact fractions as long as they can be, so that 0.1 + 0.2 is 0.3.
+Numbers are exact fractions where possible, so that 0.1 + 0.2 is 0.3.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ from pydantic import Field
 from kestrl.tools import ToolError
 
 MAX_LENGTH = 300
-"""Characters; also bounds the depth, which stays far below Python's recursion limit."""
+"""Maximum characters of an expression; keeps its depth far below Python's recursion limit."""
 MAX_BITS = 1024
-"""Of a numerator or denominator: about 300 digits."""
+"""Maximum bits of a numerator or denominator, about 300 digits."""
 DIGITS = 12
 """Significant digits of a result that is not a whole number."""
 
@@ -29,7 +30,7 @@ def calculator(expression: Annotated[str, Field(min_length=1, max_length=MAX_LEN
         expression: Such as "(3 + 4) * 2.5". Has + - * / // % ** and abs, ceil, floor, max, min, round, sqrt.
     """
     try:
-        # Checked again here: the tool may be called without the service.
+        # Checked here too, since the tool may be called without the service.
         if len(expression) > MAX_LENGTH:
             raise ToolError(f"The expression is longer than {MAX_LENGTH} characters.")
         tree = ast.parse(expression.strip(), mode="eval")
@@ -110,7 +111,7 @@ def _call(name: str, arguments: list[Fraction]) -> Fraction:
 def _exact(number: float) -> Fraction:
     if isinstance(number, float) and not math.isfinite(number):
         raise OverflowError
-    # By way of its shortest decimal form: 0.1 means a tenth, not the nearest binary fraction.
+    # From the shortest decimal form: 0.1 means a tenth, not the nearest binary fraction.
     return Fraction(repr(number))
 
 

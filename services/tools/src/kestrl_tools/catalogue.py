@@ -1,4 +1,4 @@
-"""The job's tools, loaded when the service starts: whatever is wrong with one is told then, by manifest field."""
+"""Loads the job's tools when the service starts, and reports problems by manifest field."""
 
 from __future__ import annotations
 
@@ -19,49 +19,49 @@ from kestrl.tools.arguments import Arguments
 from kestrl.tools.schema import Described, read
 from kestrl_tools.execution import guarded
 from kestrl_tools.instances import Instance, PlainInstance, VerlInstance, is_async
-from kestrl_tools.lanes import Lanes
+from kestrl_tools.tool_threads import ToolThreads
 
 Kwargs = Mapping[str, Any]
 NO_KWARGS: Kwargs = {}
 HOOKS = ("reset", "state", "close")
-"""Methods of an environment that the session calls, not the model."""
+"""Methods of an environment that are called by the session, not by the model."""
 METHOD_KINDS = (FunctionType, staticmethod, classmethod)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Origin:
-    """What an episode makes one instance of: a function, a class, or an environment with several tools."""
+    """Source of an instance per episode: a function, a class, or an environment with several tools."""
 
     name: str
-    """As rows call it in `tools_kwargs`."""
+    """Name in the `tools_kwargs` of rows."""
     make: Callable[[Kwargs], Awaitable[Instance]]
-    """From `create_kwargs` to the session's instance. Raises ToolFailure for kwargs that it does not take."""
+    """Creates the session's instance from `create_kwargs`; raises ToolFailure for invalid ones."""
     environment: bool = False
     has_state: bool = False
-    """Whether the instance has a `state()` for the reward."""
+    """Whether the instance has a `state()` method."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tool:
-    """One tool of the job."""
+    """A tool of the job."""
 
     schema: ToolSchema
     arguments: Arguments
     origin: Origin
     method: str | None = None
-    """Of an environment: the method that is called."""
+    """Method of an environment; None for other tools."""
     fillable: frozenset[str] | None
-    """What `execute_kwargs` may name; None takes anything."""
+    """Allowed names in `execute_kwargs`; None allows any."""
     required: frozenset[str]
-    """What they must name."""
+    """Required names in `execute_kwargs`."""
     fixed: frozenset[str] = frozenset()
-    """What the manifest's `config` sets."""
+    """Names set by the manifest's `config`."""
 
     def check_fill(self, execute_kwargs: Kwargs) -> None:
-        """Whether the scenario's `execute_kwargs` fit.
+        """Checks the scenario's `execute_kwargs`.
 
         Raises:
-            ToolFailure: They do not.
+            ToolFailure: They are invalid.
         """
         _refuse_fixed(self.schema.name, "execute_kwargs", self.fixed, execute_kwargs)
         unknown = [] if self.fillable is None else sorted(set(execute_kwargs) - self.fillable)
@@ -70,7 +70,7 @@ class Tool:
         missing = sorted(self.required - set(execute_kwargs))
         if missing:
             raise _kwargs_failure(
-                self.schema.name, "execute_kwargs", f"{', '.join(missing)} is hidden from the model and must be given"
+                self.schema.name, "execute_kwargs", f"{', '.join(missing)} is hidden from the model and must be set"
             )
 
 
@@ -79,7 +79,7 @@ def _kwargs_failure(tool: str, which: str, reason: str) -> ToolFailure:
 
 
 def _refuse_fixed(tool: str, which: str, fixed: Collection[str], given: Kwargs) -> None:
-    """The one rule for `config` and rows: what the manifest sets holds for every episode."""
+    """Refuses values of rows for names set by the manifest, which apply to every episode."""
     taken = sorted(set(fixed) & set(given))
     if taken:
         raise _kwargs_failure(
@@ -89,11 +89,11 @@ def _refuse_fixed(tool: str, which: str, fixed: Collection[str], given: Kwargs) 
         )
 
 
-def load_tools(entries: Sequence[ToolEntry], lanes: Lanes) -> dict[str, Tool]:
-    """Every tool by name, in manifest order.
+def load_tools(entries: Sequence[ToolEntry], threads: ToolThreads) -> dict[str, Tool]:
+    """Loads every tool, by name in manifest order.
 
     Raises:
-        UserInputError: Some cannot be used; one line each, naming the field and the mend.
+        UserInputError: Tools cannot be used; one line each with the field and the fix.
     """
     tools: dict[str, Tool] = {}
     origins: set[str] = set()
@@ -101,14 +101,14 @@ def load_tools(entries: Sequence[ToolEntry], lanes: Lanes) -> dict[str, Tool]:
     for index, entry in enumerate(entries):
         field = f"spec.tools[{index}]"
         try:
-            found = _load(entry, field, lanes)
+            found = _load(entry, field, threads)
         except UserInputError as error:
             problems.append(str(error))
             continue
         names = {tool.schema.name for tool in found}
         taken = (names & (set(tools) | origins)) | ({entry.name} & (set(tools) | origins))
         if taken:
-            problems.append(f"{field}: there is another tool or environment called {', '.join(sorted(taken))}")
+            problems.append(f"{field}: there is another tool or environment named {', '.join(sorted(taken))}")
         tools |= {tool.schema.name: tool for tool in found}
         origins.add(entry.name)
     if problems:
@@ -116,17 +116,17 @@ def load_tools(entries: Sequence[ToolEntry], lanes: Lanes) -> dict[str, Tool]:
     return tools
 
 
-def _load(entry: ToolEntry, field: str, lanes: Lanes) -> list[Tool]:
-    """The tools of one entry."""
+def _load(entry: ToolEntry, field: str, threads: ToolThreads) -> list[Tool]:
+    """Tools of one entry."""
     obj = load(entry.use, field=f"{field}.use")
     _refuse_method(obj, entry, field)
     try:
         if is_verl_tool(obj):
             found = _verl(obj, entry)
         elif _is_environment(obj, entry):
-            return _environment(obj, entry, lanes)
+            return _environment(obj, entry, threads)
         else:
-            found = _class(obj, entry, lanes) if inspect.isclass(obj) else _function(obj, entry, lanes)
+            found = _class(obj, entry, threads) if inspect.isclass(obj) else _function(obj, entry, threads)
     except UserInputError as error:
         raise UserInputError(f"{field}.use: {entry.use}: {error}") from error
     if entry.methods is not None:
@@ -152,7 +152,7 @@ def _is_environment(obj: Any, entry: ToolEntry) -> bool:
     return entry.methods is not None or (not callable_ and bool(_public_methods(obj)))
 
 
-def _function(obj: Any, entry: ToolEntry, lanes: Lanes) -> Tool:
+def _function(obj: Any, entry: ToolEntry, threads: ToolThreads) -> Tool:
     described = read(obj, entry.name, fixed=tuple(entry.config))
     _bind(obj, entry)
     function = adapt_function(obj) if is_function_tool(obj) else obj
@@ -160,26 +160,28 @@ def _function(obj: Any, entry: ToolEntry, lanes: Lanes) -> Tool:
 
     async def make(create_kwargs: Kwargs) -> Instance:
         if create_kwargs:
-            raise _kwargs_failure(entry.name, "create_kwargs", "it is a function; only a class is made for an episode")
-        instance = PlainInstance(entry.name, lanes, sync=not is_async(obj))
+            raise _kwargs_failure(
+                entry.name, "create_kwargs", "it is a function, and only classes are created per episode"
+            )
+        instance = PlainInstance(entry.name, threads, sync=not is_async(obj))
         instance.use(target)
         return instance
 
     return _described(described, Origin(name=entry.name, make=make), fixed=frozenset(entry.config))
 
 
-def _class(cls: type, entry: ToolEntry, lanes: Lanes) -> Tool:
+def _class(cls: type, entry: ToolEntry, threads: ToolThreads) -> Tool:
     described = read(cls, entry.name)
     _bind(cls, entry)
 
     async def make(create_kwargs: Kwargs) -> Instance:
-        instance = PlainInstance(entry.name, lanes, sync=not is_async(cls))
+        instance = PlainInstance(entry.name, threads, sync=not is_async(cls))
         return await _made(instance, partial(cls, **_arguments(cls, entry, create_kwargs)))
 
     return _described(described, Origin(name=entry.name, make=make))
 
 
-def _environment(cls: type, entry: ToolEntry, lanes: Lanes) -> list[Tool]:
+def _environment(cls: type, entry: ToolEntry, threads: ToolThreads) -> list[Tool]:
     names = _methods(cls, entry)
     resets = _has(cls, "reset")
     if resets:
@@ -193,7 +195,7 @@ def _environment(cls: type, entry: ToolEntry, lanes: Lanes) -> list[Tool]:
         factory = partial(cls, **_arguments(cls, entry, NO_KWARGS if resets else create_kwargs))
         if resets:
             _check_reset(cls, entry, create_kwargs)
-        instance = await _made(PlainInstance(entry.name, lanes, sync=sync), factory)
+        instance = await _made(PlainInstance(entry.name, threads, sync=sync), factory)
         if resets:
             await _begun(instance, entry, create_kwargs)
         return instance
@@ -221,10 +223,10 @@ def _has(cls: type, name: str) -> bool:
 
 
 def _methods(cls: type, entry: ToolEntry) -> Sequence[str]:
-    """The methods that are tools.
+    """Methods that are tools.
 
     Raises:
-        UserInputError: A listed one is not a method, or has a meaning of its own.
+        UserInputError: A listed name is not a method, or has a special meaning.
     """
     if entry.methods is None:
         return _public_methods(cls)
@@ -241,7 +243,7 @@ def _methods(cls: type, entry: ToolEntry) -> Sequence[str]:
 
 
 def _public_methods(cls: type) -> list[str]:
-    """Methods that its author wrote: those of bases from other modules are not meant for the model."""
+    """Public methods except those of base classes from other modules."""
     found: dict[str, None] = {}
     for base in reversed(cls.__mro__):
         if base.__module__ == cls.__module__:
@@ -250,7 +252,7 @@ def _public_methods(cls: type) -> list[str]:
 
 
 def _arguments(cls: type, entry: ToolEntry, create_kwargs: Kwargs) -> dict[str, Any]:
-    """The constructor's arguments. Raises ToolFailure where the row's do not fit."""
+    """Arguments of the constructor; raises ToolFailure if the row's are invalid."""
     _refuse_fixed(entry.name, "create_kwargs", entry.config, create_kwargs)
     kwargs = {**entry.config, **create_kwargs}
     try:
@@ -264,7 +266,7 @@ async def _made(instance: PlainInstance, factory: Callable[[], Any]) -> PlainIns
     try:
         await instance.make(factory)
     except BaseException:
-        await instance.close()  # ends its thread
+        await instance.close()  # stops its thread
         raise
     return instance
 
@@ -286,7 +288,7 @@ async def _begun(instance: PlainInstance, entry: ToolEntry, create_kwargs: Kwarg
                 code="tool_result_invalid",
             )
     except BaseException:
-        with suppress(KestrlError, ToolError):  # `guarded` has logged it; what reset() raised counts
+        with suppress(KestrlError, ToolError):  # logged by `guarded`; the exception of reset() is the one to raise
             await guarded(entry.name, instance.close())
         raise
 
@@ -308,7 +310,7 @@ def _verl(cls: type, entry: ToolEntry) -> Tool:
 
 
 def _bind(obj: Any, entry: ToolEntry, *, whole: bool = False) -> None:
-    """Whether the manifest's `config` fits; what a scenario's `create_kwargs` add is not known yet, unless it is the `whole`."""
+    """Checks the manifest's `config`. The scenario's `create_kwargs` are not known yet, unless `whole` is set."""
     signature = inspect.signature(obj)
     try:
         (signature.bind if whole else signature.bind_partial)(**entry.config)

@@ -1,4 +1,4 @@
-"""`python -m kestrl_tools.check`: whether the job's tools can be loaded, and what they are."""
+"""`python -m kestrl_tools.check`: checks that the job's tools can be loaded, and reports their definitions."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from typing import Any
 from kestrl.checking import run_check
 from kestrl.plan.settings import ToolsSettings
 from kestrl_tools.catalogue import load_tools
-from kestrl_tools.lanes import Lanes
+from kestrl_tools.tool_threads import ToolThreads
 
 
 def check(settings: ToolsSettings) -> dict[str, Any]:
-    """The tools' definitions.
+    """Returns the definitions of the tools.
 
     Raises:
-        UserInputError: Some cannot be loaded.
+        UserInputError: Tools cannot be loaded.
     """
     sys.path[:0] = settings.python_path
-    tools = load_tools(settings.tools, Lanes())
+    tools = load_tools(settings.tools, ToolThreads())
     return {
         "tools": [
             {

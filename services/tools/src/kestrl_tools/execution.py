@@ -1,4 +1,4 @@
-"""One call: what the tool did, sorted into what the model may see and what is the tool's own failure."""
+"""Result of one call: an observation for the model, or a failure of the tool."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from kestrl.user_tasks import enter_user_code
 
 log = logging.getLogger(__name__)
 MAX_TEXT = 1_000_000
-"""Characters of an observation that leave this service; the rollout worker cuts it to the job's maxToolTokens."""
+"""Maximum characters of an observation; the rollout worker truncates it to the job's maxToolTokens."""
 MAX_DATA = 4_000_000
-"""Characters of a call's facts as JSON."""
+"""Maximum characters of a call's facts as JSON."""
 MAX_STATE = 1_000_000
-"""Characters of an environment's final state as JSON."""
+"""Maximum characters of an environment's final state as JSON."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """What became of a call, when nothing but the model can be at fault."""
+    """Outcome of a call that is not a failure of the tool."""
 
     outcome: CallOutcome
     text: str
@@ -34,12 +34,13 @@ class Answer:
 
 
 async def guarded(tool: str, work: Awaitable[object]) -> object:
-    """Awaits what a tool does.
+    """Awaits the work of a tool and converts its exceptions.
 
     Raises:
-        ToolError: For the model.
-        KestrlError: As the tool raised it, when it knows better what broke (its sandbox, say).
-        ToolFailure: The tool raised anything else, be it `SystemExit` or `KeyboardInterrupt`: it must not end the service.
+        ToolError: A message for the model.
+        KestrlError: A typed failure raised by the tool, such as of its sandbox.
+        ToolFailure: The tool raised anything else, including `SystemExit` and `KeyboardInterrupt`, which must not end
+            the service.
     """
     enter_user_code()
     try:
@@ -52,10 +53,10 @@ async def guarded(tool: str, work: Awaitable[object]) -> object:
 
 
 def answer_of(tool: str, result: object) -> Answer:
-    """What a tool returned, as the model and the reward see it.
+    """Converts the return value of a tool to an answer.
 
     Raises:
-        ToolFailure: It is neither text, nor JSON, nor a `ToolResult`.
+        ToolFailure: The value is neither text, nor JSON, nor a `ToolResult`.
     """
     if isinstance(result, ToolResult):
         data = _json(tool, result.data, "data")
@@ -67,10 +68,10 @@ def answer_of(tool: str, result: object) -> Answer:
 
 
 def state_of(environment: str, state: object) -> object:
-    """An environment's state, as JSON can carry it.
+    """State of an environment as JSON text.
 
     Raises:
-        ToolFailure: It has no JSON form, or is too large.
+        ToolFailure: The state has no JSON form, or is too large.
     """
     text = _json(environment, state, "state")
     if len(text) > MAX_STATE:
@@ -81,16 +82,16 @@ def state_of(environment: str, state: object) -> object:
 
 
 def for_model(tool: str, error: ToolError) -> Answer:
-    """What the tool said to the model.
+    """Answer with the message of a `ToolError`.
 
     Raises:
-        ToolFailure: The error cannot be read: its own `__str__` raised.
+        ToolFailure: The `__str__` of the error raised.
     """
     try:
         text = str(error)
     except BaseException as raised:
         raise ToolFailure(f"{tool}: the text of its {type(error).__name__}: {described(raised)}") from raised
-    return Answer(outcome=CallOutcome.TOOL_ERROR, text=_clean(text) or "The tool refused without saying why.")
+    return Answer(outcome=CallOutcome.TOOL_ERROR, text=_clean(text) or "The tool refused the call without a message.")
 
 
 def _text(tool: str, value: object) -> str:
@@ -98,7 +99,7 @@ def _text(tool: str, value: object) -> str:
 
 
 def _clean(text: str) -> str:
-    """Cut to what may travel; a lone surrogate, which UTF-8 and so the wire cannot carry, becomes a question mark."""
+    """Truncates a text and replaces lone surrogates, which UTF-8 cannot encode, by question marks."""
     if len(text) > MAX_TEXT:
         text = f"{text[:MAX_TEXT]}\n[cut: {len(text) - MAX_TEXT} more characters]"
     return encodable(text)
@@ -107,7 +108,7 @@ def _clean(text: str) -> str:
 def _json(tool: str, value: Any, what: str) -> str:
     try:
         return encodable(json.dumps(value, ensure_ascii=False, allow_nan=False))
-    except Exception as error:  # objects of the user's own may raise anything here
+    except Exception as error:  # objects of user code may raise anything here
         raise _invalid(
             tool, f"its {what} has no JSON form ({described(error)}); return text, a JSON value or a ToolResult"
         ) from error

@@ -1,4 +1,4 @@
-"""A tool as one session holds it: in its own thread or on the event loop, one call at a time."""
+"""Instances of tools in a session: in their own thread or on the event loop, one call at a time."""
 
 from __future__ import annotations
 
@@ -12,67 +12,67 @@ from kestrl.compat.verl.tools import VerlTool
 from kestrl.errors import KestrlError
 from kestrl.tools import ToolError
 from kestrl_tools.execution import guarded
-from kestrl_tools.lanes import Lane, Lanes
+from kestrl_tools.tool_threads import ToolThread, ToolThreads
 
 
 class Instance(Protocol):
-    """What a session calls. All raise whatever the tool raises."""
+    """Interface of a tool's instance. Exceptions of the tool are passed on."""
 
     async def call(self, method: str | None, arguments: Mapping[str, Any], filled: Mapping[str, Any]) -> object:
         """Calls the tool.
 
         Args:
-            method: Of an environment; None calls the instance.
-            arguments: From the model, checked.
-            filled: From the scenario.
+            method: Method of an environment; None calls the instance.
+            arguments: Validated arguments of the model.
+            filled: Arguments of the scenario.
         """
         ...
 
     async def state(self) -> object:
-        """What the reward may know of it at the end."""
+        """Final state for rewards."""
         ...
 
     async def close(self) -> None:
-        """Ends it. Called once."""
+        """Closes the instance; called once."""
         ...
 
 
 def is_async(obj: Any) -> bool:
-    """Whether calling it (or, for a class, its instance) gives something to await."""
+    """Whether calling it (or its instance, for a class) returns an awaitable."""
     called = getattr(obj, "__call__", None)  # noqa: B004 - the method itself is looked at, not whether there is one
     return inspect.iscoroutinefunction(obj) or inspect.iscoroutinefunction(called)
 
 
 class PlainInstance:
-    """A function, or an object made from a class."""
+    """A function, or an instance of a class."""
 
-    def __init__(self, name: str, lanes: Lanes, *, sync: bool) -> None:
+    def __init__(self, name: str, threads: ToolThreads, *, sync: bool) -> None:
         self._name = name
-        self._lanes = lanes
-        self._lane = Lane(f"tool-{name}") if sync else None
+        self._threads = threads
+        self._thread = ToolThread(f"tool-{name}") if sync else None
         self._turn = asyncio.Lock()
         self._target: Callable[..., Any] | None = None
         self._owned = False
 
     async def make(self, factory: Callable[[], Any]) -> None:
-        """Makes the object of a class where it will be called."""
+        """Creates the instance of a class in the thread of its calls."""
 
         def made() -> None:
-            # Kept by the thread itself: an object that is made when nobody waits for it any more has to be closed too.
+            # Stored by the thread itself: an object that is created after a cancellation has to be closed too.
             self._target = factory()
 
         self._owned = True
         await self._do(made)
 
     def use(self, function: Callable[..., Any]) -> None:
-        """Takes a function."""
+        """Uses a function as the instance."""
         self._target = function
 
     async def call(self, method: str | None, arguments: Mapping[str, Any], filled: Mapping[str, Any]) -> object:
         return await self.invoke(method, {**arguments, **filled})
 
     async def invoke(self, method: str | None, arguments: Mapping[str, Any]) -> object:
-        """Calls the object or a method of it."""
+        """Calls the object or one of its methods."""
         target = self._target
         assert target is not None
         async with self._turn:
@@ -82,35 +82,35 @@ class PlainInstance:
         return await self.invoke("state", {})
 
     async def close(self) -> None:
-        lane = self._lane
+        thread = self._thread
         try:
-            if self._owned and lane is not None and lane.busy:
-                self._lanes.later(self._name, self._close_later(lane.run(self._closed)))
+            if self._owned and thread is not None and thread.busy:
+                self._threads.later(self._name, self._close_later(thread.run(self._closed)))
             elif self._owned:
                 async with self._turn:
                     await self._do(self._closed)
         finally:
-            if lane is not None:
-                self._lanes.end(lane, self._name)
+            if thread is not None:
+                self._threads.end(thread, self._name)
 
     def _closed(self) -> Any:
-        """Closes the object, if there is one and it has a way to be closed."""
+        """Closes the object, if it exists and has a `close` method."""
         close = getattr(self._target, "close", None)
         return None if close is None else close()
 
     async def _close_later(self, closing: Awaitable[Any]) -> None:
-        with suppress(KestrlError, ToolError):  # `guarded` has logged it, and there is nobody else to tell
+        with suppress(KestrlError, ToolError):  # already logged by `guarded`
             await guarded(self._name, _all_of(closing))
 
     async def _do(self, work: Callable[[], Any]) -> Any:
-        if self._lane is not None:
-            return await _all_of(self._lane.run(work))
+        if self._thread is not None:
+            return await _all_of(self._thread.run(work))
         result = work()
         return await result if inspect.isawaitable(result) else result
 
 
 async def _all_of(work: Awaitable[Any]) -> Any:
-    """A function that is not `async` itself may still hand back something to await (a decorator, a partial)."""
+    """Awaits the result if a function that is not `async` itself returns an awaitable (a decorator, a partial)."""
     result = await work
     return await result if inspect.isawaitable(result) else result
 
@@ -124,7 +124,7 @@ class VerlInstance:
         self._turn = asyncio.Lock()
 
     async def call(self, method: str | None, arguments: Mapping[str, Any], filled: Mapping[str, Any]) -> object:
-        del method  # a tool of its own
+        del method  # always a single tool
         async with self._turn:
             return await self._tool.execute(self._id, arguments, filled)
 

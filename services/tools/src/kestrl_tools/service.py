@@ -1,4 +1,4 @@
-"""The tool service: what its `main` runs."""
+"""The tool service's `main`."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from kestrl.telemetry.metrics import observe
 from kestrl.telemetry.names import Metric
 from kestrl.user_tasks import contain_user_tasks
 from kestrl_tools.catalogue import load_tools
-from kestrl_tools.lanes import Lanes
 from kestrl_tools.servicer import ToolServicer
 from kestrl_tools.sessions import Sessions
+from kestrl_tools.tool_threads import ToolThreads
 
 
 async def run_tools(settings: ToolsSettings, *, until: Awaitable[object] | None = None) -> None:
-    """Loads the job's tools, then serves them until told to stop (or until `until` is done).
+    """Loads the job's tools, then serves until SIGTERM (or until `until` is done).
 
     Raises:
         UserInputError: A tool cannot be loaded, or the port is taken.
     """
     contain_user_tasks()
-    lanes = Lanes()
-    tools = load_tools(settings.tools, lanes)
-    sessions = Sessions(tools, lanes, call_seconds=settings.call_seconds, max_sessions=settings.max_sessions)
+    threads = ToolThreads()
+    tools = load_tools(settings.tools, threads)
+    sessions = Sessions(tools, threads, call_seconds=settings.call_seconds, max_sessions=settings.max_sessions)
     observe(Metric.SESSIONS, lambda: len(sessions))
-    observe(Metric.HANGING, lambda: Counter(lanes.hanging()))
+    observe(Metric.HANGING, lambda: Counter(threads.hanging()))
     servicer = ToolServicer(tools, sessions)
     await serve(
         settings.component,

@@ -1,4 +1,4 @@
-"""The wire in front of the sessions: messages in, messages out, nothing decided here."""
+"""The gRPC service of tools: conversion of messages."""
 # ruff: noqa: ARG002 - gRPC hands each a request and a context
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class ToolServicer(stubs.ToolServiceServicer):
 
 
 def _arguments(text: str) -> object:
-    """The arguments as JSON; what is not JSON is handed on as text, which no schema of ours accepts."""
+    """Parses arguments as JSON; invalid JSON is passed on as text, which no schema accepts."""
     try:
         return json.loads(text or "{}", parse_constant=_refuse)
     except (ValueError, RecursionError):
@@ -77,8 +77,8 @@ def _kwargs(opening: pb.Opening) -> Mapping[str, Any]:
         ) from error
     if not isinstance(kwargs, dict) or not all(_is_kwargs(value) for value in cast(dict[str, Any], kwargs).values()):
         raise ToolFailure(
-            f"{opening.episode_id}: tools_kwargs: must be an object of tool name to {{create_kwargs, execute_kwargs}}, "
-            "each of those an object",
+            f"{opening.episode_id}: tools_kwargs: must be an object that maps tool names to {{create_kwargs, execute_kwargs}}, "
+            "both objects",
             code="tool_kwargs_invalid",
         )
     return cast(dict[str, Any], kwargs)

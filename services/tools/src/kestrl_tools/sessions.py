@@ -1,8 +1,8 @@
-"""Sessions: the instances of one episode's tools, kept between calls, closed once.
+"""Sessions: the instances of an episode's tools, kept between calls and closed once.
 
-What must stay true: a session is in the table exactly while it can be called; its instances are closed exactly once, whether by
-Close, by the end of its lifetime, or by draining; a call that is running then is cancelled first. Nothing sleeps for a session:
-its end of life is one timer of the event loop.
+Invariants: a session is in the table exactly while it can be called; its instances are closed exactly once, by Close,
+by the end of its lifetime, or by draining; a running call is cancelled first. The lifetime is one timer of the event
+loop.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from kestrl.tools.arguments import ArgumentsInvalid
 from kestrl_tools.catalogue import Kwargs, Origin, Tool
 from kestrl_tools.execution import Answer, answer_of, for_model, guarded, state_of
 from kestrl_tools.instances import Instance
-from kestrl_tools.lanes import Lanes
+from kestrl_tools.tool_threads import ToolThreads
 
 log = logging.getLogger(__name__)
 MAX_HANGING = 64
-"""Threads lost in calls that never come back, before no session is opened any more."""
+"""Maximum threads in calls that have not returned; above it no session is opened."""
 
 
 @dataclass(frozen=True, slots=True)
-class Seat:
-    """A tool in a session."""
+class BoundTool:
+    """A tool bound to an instance of a session."""
 
     tool: Tool
     instance: Instance
@@ -45,16 +45,16 @@ class Seat:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Opening:
-    """What a session is opened with."""
+    """Parameters of a new session."""
 
     episode_id: str
     """For messages."""
     tools: Sequence[str]
-    """Wanted; none means all."""
+    """Requested tools; empty means all."""
     kwargs: Mapping[str, Any]
-    """Per tool, `create_kwargs` and `execute_kwargs`."""
+    """`create_kwargs` and `execute_kwargs` by tool."""
     lifetime: float
-    """Seconds after which the session is closed by itself."""
+    """Seconds after which the session is closed automatically."""
 
 
 @dataclass(eq=False, slots=True)
@@ -63,59 +63,62 @@ class Session:
 
     id: str
     episode_id: str
-    making: asyncio.Task[Mapping[str, Seat]]
+    making: asyncio.Task[Mapping[str, BoundTool]]
     timer: asyncio.TimerHandle
     running: set[asyncio.Task[object]] = field(default_factory=set[asyncio.Task[object]])
     closed: bool = False
 
 
 class Sessions:
-    """All sessions of the service."""
+    """The sessions of the service."""
 
-    def __init__(self, tools: Mapping[str, Tool], lanes: Lanes, *, call_seconds: float, max_sessions: int) -> None:
+    def __init__(
+        self, tools: Mapping[str, Tool], threads: ToolThreads, *, call_seconds: float, max_sessions: int
+    ) -> None:
         self._tools = tools
-        self._lanes = lanes
+        self._threads = threads
         self._call_seconds = call_seconds
         self._max = max_sessions
         self._open: dict[str, Session] = {}
         self._closing: set[asyncio.Task[None]] = set()
         self._draining = False
         self.close_errors = 0
-        """Instances whose `close` raised or hung."""
+        """Number of instances whose `close` raised or timed out."""
 
     def __len__(self) -> int:
         return len(self._open)
 
     async def call(self, session_id: str, name: str, arguments: object, opening: Opening | None = None) -> Answer:
-        """Calls a tool of a session, which `opening` opens if there is none of this id.
+        """Calls a tool of a session; `opening` opens the session if it does not exist.
 
         Raises:
-            KestrlError: There is no such session, no room for it, or an `opening` that names tools that are not the job's; a tool
-                could not be made or broke (boundary `tool`).
+            KestrlError: The session does not exist, there are too many, or `opening` names unknown tools; or a tool
+                could not be created or failed (boundary `tool`).
         """
         session = self._open.get(session_id)
         if session is None and opening is not None:
             session = self._begin(session_id, opening)
         if session is None:
             raise KestrlError("the session is closed, expired or unknown", code="unknown_session", retryable=True)
-        seats = await self._made(session)
-        seat = seats.get(name)
-        if seat is None:
-            known = ", ".join(seats) or "none"
+        bound_tools = await self._made(session)
+        bound = bound_tools.get(name)
+        if bound is None:
+            known = ", ".join(bound_tools) or "none"
             return Answer(outcome=CallOutcome.UNKNOWN_TOOL, text=f"There is no tool {name!r}. The tools are: {known}.")
         try:
-            checked = seat.tool.arguments.parse(arguments, filled=frozenset(seat.filled))
+            checked = bound.tool.arguments.parse(arguments, filled=frozenset(bound.filled))
         except ArgumentsInvalid as error:
             text = f"{name} was not called: {error}."
             return Answer(outcome=CallOutcome.SCHEMA_VIOLATION, text=text.encode("utf-8", "replace").decode("utf-8"))
         attributes = {Attr.TOOL_NAME: name, Attr.EPISODE_ID: session.episode_id}
         with span(SpanName.TOOL_EXECUTE, attributes) as current:
-            answer = await self._run(session, seat, checked)
+            answer = await self._run(session, bound, checked)
             current.set_attribute(Attr.OUTCOME, answer.outcome)
             return answer
 
     async def state(self, session_id: str, opening: Opening | None = None) -> dict[str, object]:
-        """The state of each environment of a session that has one; `opening` as in `call`: no call may have been made.
+        """State of each environment of a session with a `state()` method; `opening` as in `call`, if there was no call
+        before.
 
         Raises:
             KestrlError: As `call` does.
@@ -125,39 +128,39 @@ class Sessions:
             session = self._begin(session_id, opening)
         if session is None:
             raise KestrlError("the session is closed, expired or unknown", code="unknown_session", retryable=True)
-        seats = await self._made(session)
-        stateful = {seat.tool.origin.name: seat for seat in seats.values() if seat.tool.origin.has_state}
-        return {name: await self._state(session, name, seat) for name, seat in stateful.items()}
+        bound_tools = await self._made(session)
+        stateful = {bound.tool.origin.name: bound for bound in bound_tools.values() if bound.tool.origin.has_state}
+        return {name: await self._state(session, name, bound) for name, bound in stateful.items()}
 
-    async def _state(self, session: Session, name: str, seat: Seat) -> object:
-        work = self._started(session, name, seat.instance.state())
+    async def _state(self, session: Session, name: str, bound: BoundTool) -> object:
+        work = self._started(session, name, bound.instance.state())
         try:
             return state_of(name, await self._within(work, name, "its state took"))
         except ToolError as error:
             raise ToolFailure(f"{session.episode_id}: {name}: its state: {described(error)}") from error
 
     async def close(self, session_id: str) -> None:
-        """Ends a session; one that is gone already is no error."""
+        """Closes a session; an unknown one is not an error."""
         session = self._open.pop(session_id, None)
         if session is not None:
             await self._end(session)
 
     async def drain(self) -> None:
-        """Takes no more sessions and closes those there are."""
+        """Refuses new sessions and closes the existing ones."""
         self._draining = True
         ending = [self._begin_end(session_id) for session_id in list(self._open)]
         if ending or self._closing:
-            log.info("draining: %d sessions are closed", len(ending))
+            log.info("draining: closing %d sessions", len(ending))
             await asyncio.wait(self._closing)
         if self.close_errors:
-            log.warning("%d tools could not be closed in all", self.close_errors)
+            log.warning("%d tools could not be closed in total", self.close_errors)
 
     def _begin(self, session_id: str, opening: Opening) -> Session:
-        """Enters a session whose tools are being made."""
+        """Registers a session whose tools are being created."""
         self._admit()
         episode_id, lifetime = opening.episode_id, opening.lifetime
-        if not session_id:  # all who forget it would share one
-            raise KestrlError(f"{episode_id}: session_id: must be chosen, and hard to guess", code="invalid_request")
+        if not session_id:  # callers without an id would share a session
+            raise KestrlError(f"{episode_id}: session_id: is empty; use a random id", code="invalid_request")
         if not 0 < lifetime < float("inf"):
             raise KestrlError(
                 f"{episode_id}: a session's lifetime must be above 0, is {lifetime}", code="invalid_request"
@@ -171,7 +174,7 @@ class Sessions:
         return session
 
     def _check_names(self, episode_id: str, wanted: Sequence[str], kwargs: Mapping[str, Any]) -> None:
-        """Whether the row's names are the job's, and each of its arguments stands under the right one."""
+        """Checks that the row's names exist in the job, and that arguments have the right name."""
         origins = {tool.origin.name: tool.origin for tool in self._tools.values()}
         unknown = sorted((set(wanted) - set(self._tools)) | (set(kwargs) - set(self._tools) - set(origins)))
         if unknown:
@@ -184,22 +187,22 @@ class Sessions:
             if _given(kwargs, name, "create_kwargs") and name not in origins:
                 environment = self._tools[name].origin.name
                 raise ToolFailure(
-                    f"{episode_id}: {name}: create_kwargs stand under the name of its environment, {environment!r}",
+                    f"{episode_id}: {name}: create_kwargs belong under the name of its environment, {environment!r}",
                     code="tool_kwargs_invalid",
                 )
             if _given(kwargs, name, "execute_kwargs") and name not in self._tools:
                 raise ToolFailure(
-                    f"{episode_id}: {name}: execute_kwargs stand under the name of a tool, not of its environment",
+                    f"{episode_id}: {name}: execute_kwargs belong under the name of a tool, not of its environment",
                     code="tool_kwargs_invalid",
                 )
 
-    def _made_or_gone(self, session: Session, making: asyncio.Task[Mapping[str, Seat]]) -> None:
+    def _made_or_gone(self, session: Session, making: asyncio.Task[Mapping[str, BoundTool]]) -> None:
         if not _succeeded(making) and self._open.get(session.id) is session:
             del self._open[session.id]
             session.timer.cancel()
 
-    async def _made(self, session: Session) -> Mapping[str, Seat]:
-        """The tools, once they are made: for all calls that came meanwhile, whichever of them is taken back."""
+    async def _made(self, session: Session) -> Mapping[str, BoundTool]:
+        """The tools once they are created, shared by concurrent calls even if some are cancelled."""
         if not session.making.done():
             await asyncio.wait({session.making})
         if session.closed or session.making.cancelled():
@@ -211,21 +214,21 @@ class Sessions:
             raise KestrlError("the tool service is shutting down", code="draining", retryable=True)
         if len(self._open) >= self._max:
             raise KestrlError(
-                f"all {self._max} sessions are taken; sessions are closed by Close or at the end of their lifetime",
+                f"all {self._max} sessions are in use; sessions are closed by Close or at the end of their lifetime",
                 code="too_many_sessions",
                 retryable=True,
             )
-        hanging = self._lanes.hanging()
+        hanging = self._threads.hanging()
         if len(hanging) >= MAX_HANGING:
             raise ToolFailure(
-                f"{len(hanging)} calls never came back (tools: {', '.join(sorted(set(hanging)))}); "
-                "a tool must end by itself: give what it waits for a time limit",
+                f"{len(hanging)} calls have not returned (tools: {', '.join(sorted(set(hanging)))}); "
+                "set time limits in these tools",
                 code="tool_hangs",
             )
 
-    async def _make(self, episode_id: str, wanted: Sequence[str], kwargs: Mapping[str, Any]) -> Mapping[str, Seat]:
+    async def _make(self, episode_id: str, wanted: Sequence[str], kwargs: Mapping[str, Any]) -> Mapping[str, BoundTool]:
         made: dict[str, Instance] = {}
-        seats: dict[str, Seat] = {}
+        bound_tools: dict[str, BoundTool] = {}
         try:
             for name in wanted:
                 tool = self._tools[name]
@@ -240,18 +243,20 @@ class Sessions:
                     raise ToolFailure(f"{episode_id}: {error}", code=error.code, retryable=error.retryable) from error
                 except ToolError as error:
                     raise ToolFailure(f"{episode_id}: {origin.name}: {text_of(error)}") from error
-                seats[name] = Seat(tool, made[origin.name], filled)
+                bound_tools[name] = BoundTool(tool, made[origin.name], filled)
         except BaseException:
             await self._close_all(made)
             raise
-        return seats
+        return bound_tools
 
     async def _instance(self, origin: Origin, create_kwargs: Kwargs) -> Instance:
         making = asyncio.create_task(guarded(origin.name, origin.make(create_kwargs)), name=f"make-{origin.name}")
         return cast(Instance, await self._within(making, origin.name, "making it took"))
 
     def _expire(self, session_id: str) -> None:
-        log.warning("the session of episode %s outlived its lifetime and is closed", self._open[session_id].episode_id)
+        log.warning(
+            "the session of episode %s reached the end of its lifetime and is closed", self._open[session_id].episode_id
+        )
         self._begin_end(session_id)
 
     def _begin_end(self, session_id: str) -> None:
@@ -259,31 +264,31 @@ class Sessions:
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)
 
-    async def _run(self, session: Session, seat: Seat, arguments: Mapping[str, Any]) -> Answer:
-        work = self._started(session, seat.name, seat.instance.call(seat.tool.method, arguments, seat.filled))
+    async def _run(self, session: Session, bound: BoundTool, arguments: Mapping[str, Any]) -> Answer:
+        work = self._started(session, bound.name, bound.instance.call(bound.tool.method, arguments, bound.filled))
         try:
-            return answer_of(seat.name, await self._within(work, seat.name, "the call took"))
+            return answer_of(bound.name, await self._within(work, bound.name, "the call took"))
         except ToolError as error:
-            return for_model(seat.name, error)
+            return for_model(bound.name, error)
         except ToolFailure as error:
             if session.closed and work.cancelled():
                 raise _closed() from error
             raise
 
     def _started(self, session: Session, name: str, work: Awaitable[object]) -> asyncio.Task[object]:
-        """Starts what a tool does; the session's end cancels it."""
+        """Starts work of a tool, which is cancelled when the session ends."""
         task = asyncio.create_task(guarded(name, work), name=name)
         session.running.add(task)
         task.add_done_callback(session.running.discard)
         return task
 
     async def _within(self, work: asyncio.Task[object], name: str, what: str) -> object:
-        """Awaits a tool's work, but not longer than a call may take: a tool that ignores its cancellation is left behind."""
+        """Awaits a tool's work with the time limit of a call; a tool that ignores its cancellation is abandoned."""
         work.add_done_callback(_retrieved)
         try:
             done, _ = await asyncio.wait({work}, timeout=self._call_seconds)
         finally:
-            work.cancel()  # of no effect on what is done
+            work.cancel()  # no effect on finished work
         if not done:
             raise ToolFailure(f"{name}: {what} longer than {self._call_seconds:g} s", code="tool_deadline")
         if work.cancelled():
@@ -293,7 +298,7 @@ class Sessions:
     async def _end(self, session: Session) -> None:
         session.closed = True
         session.timer.cancel()
-        session.making.cancel()  # of no effect on what is made; what was made so far is closed there
+        session.making.cancel()  # no effect on created tools; partially created ones are closed there
         await asyncio.wait({session.making})
         running = set(session.running)
         for work in running:
@@ -301,7 +306,9 @@ class Sessions:
         if running:
             await asyncio.wait(running, timeout=self._call_seconds)
         if _succeeded(session.making):
-            await self._close_all({seat.tool.origin.name: seat.instance for seat in session.making.result().values()})
+            await self._close_all(
+                {bound.tool.origin.name: bound.instance for bound in session.making.result().values()}
+            )
 
     async def _close_all(self, instances: Mapping[str, Instance]) -> None:
         closing = [
@@ -321,7 +328,7 @@ class Sessions:
 
 
 def _given(kwargs: Mapping[str, Any], name: str, which: str) -> Kwargs:
-    """The `create_kwargs` or `execute_kwargs` that a row gives, if any."""
+    """`create_kwargs` or `execute_kwargs` of a row, if any."""
     entry: Any = kwargs.get(name) or {}
     return cast(Kwargs, entry.get(which) or {})
 
@@ -335,6 +342,6 @@ def _closed() -> KestrlError:
 
 
 def _retrieved(work: asyncio.Task[object]) -> None:
-    """Looks at the error of work that nobody waits for any more, or asyncio would call it lost; `guarded` has logged it."""
+    """Retrieves the exception of abandoned work, which `guarded` has logged, so that asyncio does not report it."""
     if not work.cancelled():
         work.exception()

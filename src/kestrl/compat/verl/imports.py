@@ -1,7 +1,8 @@
 """Stand-ins for the modules of verl that agent loops and tools import.
 
-They are used even where verl is installed: its own would start ray and torch, and its base class would handle tokens by itself. What
-has no stand-in is imported from the installed verl, without running the `__init__` of the packages on the way.
+They are used even where verl is installed: the originals would start ray and torch, and verl's base class would handle
+tokens itself. Other modules are imported from the installed verl, without running the `__init__` of their parent
+packages.
 """
 
 from __future__ import annotations
@@ -47,29 +48,29 @@ MODULES: dict[str, tuple[str, ...]] = {
     "verl.workers.rollout.llm_server": ("LLMServerClient",),
     "verl.workers.rollout.replica": ("TokenOutput",),
 }
-"""What each stand-in holds."""
+"""Contents of each stand-in."""
 PACKAGES = frozenset(
     ".".join(path.split(".")[:depth]) for path in MODULES for depth in range(1, len(path.split(".")) + 1)
 )
 MEDIA = frozenset({"torch", "PIL", "PIL.Image"})
-"""Modules that verl's own loops import for images and video, which a rollout worker need not have."""
+"""Modules that verl's own loops import for images and video, which a rollout worker does not need."""
 
 
 class _StandIn(Loader):
-    """Fills a module with the names that it holds."""
+    """Fills a stand-in module with its names."""
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         del spec
         return None
 
     def exec_module(self, module: ModuleType) -> None:
-        module.__doc__ = "A stand-in by KestRL; see kestrl.compat.verl."
+        module.__doc__ = "A stand-in of KestRL; see kestrl.compat.verl."
         for name in MODULES.get(module.__name__, ()):
             setattr(module, name, getattr(names if hasattr(names, name) else tool_names, name))
 
 
 class _Finder(MetaPathFinder):
-    """Finds the stand-ins, before anything that is installed."""
+    """Finds the stand-ins before any installed module."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -84,7 +85,7 @@ class _Finder(MetaPathFinder):
 
 
 class _Media(MetaPathFinder, Loader):
-    """Finds modules for images and video where they are not installed: good for annotations, and an error when used."""
+    """Replaces modules for images and video that are not installed: usable in annotations, an error when used."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -106,7 +107,7 @@ class _Media(MetaPathFinder, Loader):
 
 
 class _Missing:
-    """Whatever was taken from a module that is not installed."""
+    """An attribute of a module that is not installed."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         del args, options
@@ -120,13 +121,13 @@ _finder = _Finder()
 
 
 def install() -> None:
-    """Has the stand-ins found from here on; nothing is imported until a file asks for it."""
+    """Registers the stand-ins; nothing is imported before a file asks for it."""
     if _finder not in sys.meta_path:
         sys.meta_path.insert(0, _finder)
 
 
 def load(path: str, *, field: str) -> Any:
-    """What an import path names, whose module may import verl's.
+    """Loads an import path whose module may import verl.
 
     Raises:
         UserInputError: As `kestrl.importing.load`.
@@ -141,7 +142,7 @@ def load(path: str, *, field: str) -> Any:
         with _media():
             found = importing.load(path, field=field)
         if not is_loop(found):
-            raise  # a file of one's own that needs the module
+            raise  # a user's file that needs the module
         return found
 
 

@@ -1,8 +1,9 @@
 """Runs an agent loop that was written for verl, unchanged.
 
-The class gets what verl gives it: a server manager, a tokenizer, a configuration, the row's fields. The tokens that are trained on
-are not taken from what it returns but from what went through the server manager; the returned mask may only choose among them.
-So a loop that edits, re-tokenises or mislabels the model's tokens fails by name instead of training on them.
+The class gets what verl passes: a server manager, a tokenizer, a configuration, and the fields of the row. Training
+uses the tokens that went through the server manager, not those that the loop returns; the returned mask only selects
+among them. A loop that edits, re-tokenises or mislabels the model's tokens therefore fails with an error instead of
+training on them.
 """
 
 from __future__ import annotations
@@ -17,30 +18,32 @@ from kestrl.errors import UserCodeError
 from kestrl.rewards import Score
 
 FIXED = {"top_p": (1, 1.0), "top_k": (-1, 0), "min_p": (0, 0.0), "repetition_penalty": (1, 1.0), "n": (1,)}
-"""Sampling parameters with the only values that training allows: others would make the log-probabilities those of another
-distribution than the learner computes."""
+"""Sampling parameters with the only values that training allows: with others the log-probabilities would belong to
+another distribution than the learner's."""
 IGNORED = frozenset({"logprobs", "stop_token_ids", "max_tokens", "max_new_tokens", "temperature", "seed"})
-"""Handled by name, or decided by the platform."""
+"""Parameters that are handled by name or set by the platform."""
 
 
 FORMATS = {"harmony": "gpt-oss", "qwen_xml": "qwen3_coder"}
-"""Tool-call formats that verl calls otherwise."""
+"""Tool-call formats by their names in verl."""
 
 
 class Config(dict[str, Any]):
-    """A configuration with entries as attributes, as verl's are."""
+    """A configuration with attribute access, as in verl."""
 
     def __getattr__(self, name: str) -> Any:
         try:
             return self[name]
         except KeyError as error:
             raise AttributeError(
-                f"the configuration has no {name!r}; loops of verl see a part of verl's only"
+                f"the configuration has no {name!r}; only a part of verl's configuration is available"
             ) from error
 
 
 def adapt(loop: type[Any], config: Mapping[str, Any]) -> Loop:
-    """The class as a loop of ours; `config` are further arguments of its constructor, as in verl's agent loop configuration."""
+    """Converts the class to a loop function; `config` has further constructor arguments, as in verl's agent loop
+    configuration.
+    """
 
     async def run(conversation: Conversation) -> Score | None:
         instance = loop(
@@ -68,7 +71,7 @@ def adapt(loop: type[Any], config: Mapping[str, Any]) -> Loop:
 
 
 def _keep(conversation: Conversation, output: Any) -> Score | None:
-    """Trains on what the loop returned, and hands on the reward that it may have computed, with the facts beside it."""
+    """Applies the returned mask, and returns the reward of the loop, if any, with its metrics."""
     try:
         prompt, response = list(output.prompt_ids), list(output.response_ids)
         mask = [*([0] * len(prompt)), *(int(each) for each in output.response_mask)]
@@ -90,7 +93,7 @@ def _config(conversation: Conversation) -> Config:
         max_assistant_turns=limits.max_turns,
         max_user_turns=limits.max_turns,
         max_parallel_calls=8,
-        # Results are cut on tokens by the worker already.
+        # The worker already truncates results by tokens.
         max_tool_response_length=sys.maxsize,
         tool_response_truncate_side="middle",
     )
@@ -110,7 +113,7 @@ def _config(conversation: Conversation) -> Config:
 
 
 def _fields(conversation: Conversation) -> dict[str, Any]:
-    """The row's fields under verl's names."""
+    """Fields of the row under verl's names."""
     scenario = conversation.scenario
     extra = scenario.metadata.get("extra_info", scenario.metadata)
     return {
@@ -124,7 +127,7 @@ def _fields(conversation: Conversation) -> dict[str, Any]:
 
 
 class ServerManager:
-    """verl's door to the engines, as a loop uses it."""
+    """verl's interface to the engines."""
 
     def __init__(self, conversation: Conversation) -> None:
         self._conversation = conversation
@@ -140,13 +143,14 @@ class ServerManager:
         audio_data: Any = None,
         **options: Any,
     ) -> names.TokenOutput:
-        """Samples behind a prompt.
+        """Samples a completion of a prompt.
 
         Raises:
-            LimitReached: A limit of the episode leaves no token; uncaught, the episode ends with what it has.
+            LimitReached: A limit of the episode leaves no token to sample; if it is not caught, the episode ends with
+                the tokens so far.
             UserCodeError: The loop changed how tokens are sampled, or sent more than text.
         """
-        del request_id, options  # sessions and priorities are the worker's affair
+        del request_id, options  # sessions and priorities are handled by the worker
         if image_data or video_data or audio_data:
             raise UserCodeError("images, video and audio are not supported", code="unsupported_content")
         self._check(sampling_params)
@@ -178,7 +182,7 @@ class ServerManager:
 
 
 class RemoteTool:
-    """A tool of the job under verl's `BaseTool` interface. Its session lasts as long as the episode."""
+    """A tool of the job with verl's `BaseTool` interface. Its session lasts as long as the episode."""
 
     def __init__(self, conversation: Conversation, schema: dict[str, Any]) -> None:
         self._conversation = conversation
@@ -186,14 +190,14 @@ class RemoteTool:
         self.tool_schema = _Schema(schema)
 
     async def create(self, instance_id: str | None = None, **options: Any) -> tuple[str, tool_names.ToolResponse]:
-        """Nothing to make: the worker opens the session with the scenario's `create_kwargs`."""
+        """Does nothing: the worker opens the session with the scenario's `create_kwargs`."""
         del options
         return instance_id or self.name, tool_names.ToolResponse()
 
     async def execute(
         self, instance_id: str, parameters: Mapping[str, Any], **options: Any
     ) -> tuple[tool_names.ToolResponse, float, dict[str, Any]]:
-        """Calls the tool; what the model got wrong comes back as text."""
+        """Calls the tool; mistakes of the model are returned as text."""
         del instance_id, options
         call = Call(name=self.name, arguments=parameters, raw="")
         (result,) = await self._conversation.call_tools([call])
@@ -204,12 +208,12 @@ class RemoteTool:
         )
 
     async def release(self, instance_id: str, **options: Any) -> None:
-        """The session ends with the episode."""
+        """Does nothing: the session ends with the episode."""
         del instance_id, options
 
 
 class _Schema:
-    """A tool's definition with the one method that loops call on it."""
+    """A tool definition with the one method that loops call."""
 
     def __init__(self, schema: dict[str, Any]) -> None:
         self._schema = schema

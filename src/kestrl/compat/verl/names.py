@@ -1,7 +1,7 @@
-"""The names that files with agent loops and tools for verl import, with the meanings they rely on.
+"""Names that agent loops and tools for verl import, with compatible behaviour.
 
-The signatures are those of verl 0.9.1, with the names of 0.8 and of its main branch beside them; what has no meaning here, such as images,
-fails when used and says so.
+The signatures are those of verl 0.9.1, with the names of 0.8 and of its main branch. Unsupported features, such as
+images, raise an error when they are used.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ LoopClass = TypeVar("LoopClass", bound="type[Any]")
 
 
 class AgentLoopMetrics(BaseModel):
-    """What a loop measures of itself."""
+    """Timings and counts of a loop."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -35,14 +35,14 @@ class AgentLoopMetrics(BaseModel):
 
 
 class AgentLoopOutput(BaseModel):
-    """What a loop returns."""
+    """Result of a loop."""
 
     model_config = ConfigDict(extra="allow")
 
     prompt_ids: list[int]
     response_ids: list[int]
     response_mask: list[int]
-    """1 on tokens the model generated, 0 on the others."""
+    """1 on generated tokens, 0 on others."""
     response_logprobs: list[float] | None = None
     multi_modal_data: dict[str, Any] | None = None
     reward_score: float | None = None
@@ -52,7 +52,7 @@ class AgentLoopOutput(BaseModel):
 
 
 class TokenOutput(BaseModel):
-    """What `server_manager.generate` returns."""
+    """Result of `server_manager.generate`."""
 
     token_ids: list[int]
     log_probs: list[float] | None = None
@@ -63,7 +63,7 @@ class TokenOutput(BaseModel):
 
 
 class FunctionCall(BaseModel):
-    """A tool call as a parser finds it."""
+    """A parsed tool call."""
 
     arguments: str
     """JSON text, as the model wrote it."""
@@ -72,7 +72,7 @@ class FunctionCall(BaseModel):
 
 
 class ToolParser(ABC):
-    """What a tool parser for verl subclasses; one that is registered goes before the model's own format."""
+    """Base class of tool parsers for verl; a registered one takes precedence over the model's format."""
 
     _registry: ClassVar[dict[str, type[ToolParser]]] = {}
 
@@ -81,7 +81,7 @@ class ToolParser(ABC):
 
     @property
     def stop_token_ids(self) -> list[int]:
-        """Further tokens that end a turn."""
+        """Additional tokens that end a turn."""
         return []
 
     @abstractmethod
@@ -107,7 +107,9 @@ class ToolParser(ABC):
 
 
 class _FormatParser(ToolParser):
-    """Reads turns in the job's tool-call format. A call that cannot be read keeps its text, so that the loop answers it as an error."""
+    """Reads turns in the job's tool-call format. An unreadable call keeps its text, so that the loop answers it with an
+    error.
+    """
 
     async def extract_tool_calls(
         self, responses_ids: list[int], tools: list[Any] | None = None
@@ -141,7 +143,7 @@ def get_event_loop() -> asyncio.AbstractEventLoop:
 
 @contextmanager
 def rollout_trace_attr(**attributes: Any) -> Generator[None]:
-    """Traces nothing: the worker traces every episode itself."""
+    """Does nothing: the worker traces every episode."""
     del attributes
     yield
 
@@ -161,11 +163,11 @@ class ToolListWrap:
 
 
 class LLMServerClient:
-    """Only a name for annotations: the one that a loop is given is made by `kestrl.compat.verl.loops`."""
+    """Placeholder for annotations; loops get the object of `kestrl.compat.verl.loops`."""
 
 
 AsyncLLMServerManager = LLMServerClient
-"""Its name before 0.8."""
+"""Name of `LLMServerClient` before verl 0.8."""
 
 
 @dataclass(frozen=True)
@@ -180,13 +182,13 @@ class MergeResult:
 
 
 def register(agent_name: str) -> Callable[[LoopClass], LoopClass]:
-    """Registers nothing: the manifest's `agent.loop` names the class."""
+    """Does nothing: the manifest's `agent.loop` names the class."""
     del agent_name
     return lambda found: found
 
 
 def rollout_trace_op(function: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
-    """Traces nothing: the worker traces every turn and call itself."""
+    """Returns the function unchanged: the worker traces every turn and call."""
 
     @functools.wraps(function)
     async def run(*args: Any, **options: Any) -> Any:
@@ -204,7 +206,7 @@ def simple_timer(name: str, timing_raw: dict[str, float]) -> Generator[None]:
 
 
 class AgentLoopBase(ABC):
-    """What a loop for verl subclasses."""
+    """Base class of loops for verl."""
 
     def __init__(
         self,
@@ -242,17 +244,17 @@ class AgentLoopBase(ABC):
         return {}
 
     async def process_multi_modal_info(self, messages: list[dict[str, Any]]) -> dict[str, Any]:
-        """Text has none; a message that is no text fails when it is rendered."""
+        """Returns nothing: only text is supported, and other content raises an error when it is rendered."""
         del messages
         return {}
 
     async def process_vision_info(self, messages: list[dict[str, Any]]) -> dict[str, Any]:
-        """The older name."""
+        """Former name of `process_multi_modal_info`."""
         return await self.process_multi_modal_info(messages)
 
     @staticmethod
     def build_sglang_video_payload(videos: Any, mm_inputs: dict[str, Any]) -> None:
-        """There is no video."""
+        """Returns nothing: video is not supported."""
         del videos, mm_inputs
 
     async def apply_chat_template(
@@ -262,7 +264,9 @@ class AgentLoopBase(ABC):
         remove_system_prompt: bool = False,
         **media: Any,
     ) -> list[int]:
-        """The prompt's ids; with `remove_system_prompt`, what follows the model's turn when these messages come next."""
+        """Token ids of the prompt; with `remove_system_prompt`, those that follow the model's turn when these messages
+        come next.
+        """
         self._assert_mm_supported(any(media.get(kind) for kind in ("images", "videos", "audios")))
         if remove_system_prompt:
             following: list[int] = self.tokenizer.continue_chat(messages, tools=tools)
@@ -285,7 +289,7 @@ class AgentLoopBase(ABC):
         response_logprobs: list[float] | None = None,
         tools: list[dict[str, Any]] | None = None,
     ) -> tuple[MergeResult, list[int], list[float] | None]:
-        """Appends messages that are not the model's."""
+        """Appends messages of tools or users."""
         new: list[int] = self.tokenizer.extend_chat(previous_messages, updated_messages, runtime_token_ids, tools=tools)
         merged = MergeResult([*runtime_token_ids, *new], len(new))
         scores = None if response_logprobs is None else [*response_logprobs, *([0.0] * len(new))]
@@ -312,5 +316,5 @@ class AgentLoopBase(ABC):
         return merged, [*response_mask, *([1] * count)], scores
 
     def _cap_text_prompt_length(self, prompt_ids: list[int]) -> list[int]:
-        # verl cuts on the left; here a prompt that is too long fails, for a cut one is another task.
+        # verl truncates on the left; here a prompt that is too long fails, because a truncated one is a different task.
         return prompt_ids

@@ -1,4 +1,4 @@
-"""The names of verl's tools: their schemas, `BaseTool` and function tools. The signatures are those of verl 0.9.1."""
+"""Names of verl's tools: schemas, `BaseTool` and function tools, with the signatures of verl 0.9.1."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from kestrl.tools.shapes import is_mapping
 
 
 class ToolResponse(BaseModel):
-    """What a tool returns."""
+    """Result of a tool."""
 
     text: str | None = None
     image: list[Any] | None = None
     video: list[Any] | None = None
 
     def is_empty(self) -> bool:
-        """Whether it says nothing."""
+        """Whether the response is empty."""
         return not self.text and not self.image and not self.video
 
     def is_text_only(self) -> bool:
-        """Whether it is text and nothing else."""
+        """Whether the response is only text."""
         return bool(self.text) and not self.image and not self.video
 
 
@@ -89,7 +89,7 @@ class OpenAIFunctionCallSchema(BaseModel):
     def from_openai_function_parsed_schema(
         parsed_schema: OpenAIFunctionParsedSchema,
     ) -> tuple[OpenAIFunctionCallSchema, bool]:
-        """The call, and whether its arguments are no JSON object."""
+        """The call, and whether its arguments are not a JSON object."""
         try:
             arguments: Any = json.loads(parsed_schema.arguments)
         except ValueError:
@@ -107,7 +107,7 @@ class OpenAIFunctionToolCall(BaseModel):
 
 
 class BaseTool:
-    """What a tool for verl subclasses."""
+    """Base class of tools for verl."""
 
     def __init__(self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None) -> None:
         self.config = config
@@ -124,7 +124,7 @@ class BaseTool:
         return found
 
     async def create(self, instance_id: str | None = None, **kwargs: Any) -> tuple[str, ToolResponse]:
-        """Makes an instance."""
+        """Creates an instance."""
         del kwargs
         return instance_id or str(uuid4()), ToolResponse()
 
@@ -145,7 +145,7 @@ class BaseTool:
 
 
 def initialize_tools_from_config(*args: Any, **options: Any) -> list[Any]:
-    """Tools are the manifest's here."""
+    """Raises an error: tools are listed in the manifest."""
     del args, options
     raise UserCodeError(
         "the loop reads tools from a file of verl's; list them in the manifest's `tools`, and take them from `tools` of the "
@@ -169,7 +169,7 @@ class FunctionTool:
 
 
 FUNCTION_TOOL_REGISTRY: dict[str, FunctionTool] = {}
-"""By name. The manifest names the function itself; what it returns is read as verl reads it."""
+"""Registered functions by name. The manifest references the function itself; its return value is read as in verl."""
 
 
 def function_tool(name: str | Callable[..., Any] | None = None, *, schema: Any = None) -> Any:
@@ -195,7 +195,7 @@ def get_function_tool(name: str) -> FunctionTool:
 
 
 def normalize_function_tool_return(ret: Any) -> tuple[ToolResponse, float, dict[str, Any]]:
-    """Response, reward and metrics of what a function returned.
+    """Response, reward and metrics from the return value of a function.
 
     Raises:
         TypeError: A tuple of another length than 1 to 3.

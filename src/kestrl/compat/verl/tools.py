@@ -1,9 +1,11 @@
-"""A class written for verl's `BaseTool`, taken as it is: recognised by its methods, so that verl need not be installed.
+"""Support for classes written for verl's `BaseTool`. They are recognised by their methods, so verl need not be
+installed.
 
-The manifest's `config` holds what verl's tool file holds for it: `config` (for the constructor) and `tool_schema` (OpenAI's
-form), unless the class makes its own in `get_openai_tool_schema`. One object serves the job, as in verl; its instance is
-created when the session opens and released when it closes (verl creates and releases one for each call, so that nothing is
-remembered between calls). The step reward and the metrics that `execute` returns are facts for the reward, in `ToolCall.data`.
+The manifest's `config` has the entries of verl's tool file: `config` (for the constructor) and `tool_schema` (in
+OpenAI's form), unless the class implements `get_openai_tool_schema`. One object serves the job, as in verl; its
+instance is created when the session opens and released when it closes (verl creates and releases one for each call, so
+that no state is kept between calls). The step reward and the metrics that `execute` returns are available to rewards as
+`ToolCall.data`.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ class _Function(BaseModel):
 
 
 class _FunctionTool(BaseModel):
-    """Has the attributes and `model_dump` that classes written for verl use of its `OpenAIFunctionToolSchema`."""
+    """Provides the attributes and `model_dump` of verl's `OpenAIFunctionToolSchema`."""
 
     model_config = ConfigDict(extra="allow")
     type: str = "function"
@@ -42,13 +44,13 @@ def is_verl_tool(obj: Any) -> bool:
 
 
 class VerlTool:
-    """One such class, constructed once for the job."""
+    """A tool class for verl, constructed once for the job."""
 
     def __init__(self, cls: type, config: Mapping[str, Any]) -> None:
         """Constructs it.
 
         Raises:
-            UserInputError: `config` is not what such a tool needs, or its constructor refuses it.
+            UserInputError: `config` is not valid for such a tool, or its constructor raised.
         """
         unknown = sorted(set(config) - {"config", "tool_schema"})
         if unknown:
@@ -73,7 +75,7 @@ class VerlTool:
             raise UserInputError(f"{cls.__name__} brings no schema of its own: give `tool_schema`")
 
     def schema(self, name: str) -> ToolSchema:
-        """As the model is told of it, under the manifest's name."""
+        """Schema for the model, under the name in the manifest."""
         dumped: Any = (
             self._own if isinstance(cast(object, self._own), Mapping) else self._own.model_dump(exclude_none=True)
         )
@@ -82,7 +84,7 @@ class VerlTool:
         return ToolSchema(name=name, description=function.get("description", ""), parameters=parameters)
 
     async def create(self, create_kwargs: Mapping[str, Any]) -> str:
-        """Makes an instance; returns its id. Older classes take the values by name and return the id alone."""
+        """Creates an instance and returns its id. Older classes take keyword arguments and return only the id."""
         named = inspect.signature(self._tool.create).parameters
         by_name = {key: value for key, value in create_kwargs.items() if key in named and key != "instance_id"}
         made: Any = await self._tool.create(**{"create_kwargs": dict(create_kwargs), **by_name})
@@ -108,13 +110,13 @@ def is_function_tool(obj: Any) -> bool:
 
 
 def function_result(returned: Any) -> ToolResult:
-    """What such a function returned, as a result of ours."""
+    """Converts the return value of such a function to a `ToolResult`."""
     response, reward, metrics = tool_names.normalize_function_tool_return(returned)
     return ToolResult(text=response.text or "", data={"tool_reward": reward, "tool_metrics": metrics})
 
 
 def adapt_function(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function with results of ours."""
+    """Wraps the function so that it returns `ToolResult`s."""
     if inspect.iscoroutinefunction(function):
 
         async def run(*args: Any, **options: Any) -> ToolResult:

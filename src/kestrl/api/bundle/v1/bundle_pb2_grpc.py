@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class BundleServiceStub(object):
-    """The unary methods of the other services on the same port.
+    """Calls unary methods of the other services on the same port.
     """
 
     def __init__(self, channel):
@@ -43,11 +43,11 @@ class BundleServiceStub(object):
 
 
 class BundleServiceServicer(object):
-    """The unary methods of the other services on the same port.
+    """Calls unary methods of the other services on the same port.
     """
 
     def Run(self, request_iterator, context):
-        """Answers every call once, in any order. The end of the stream cancels what is not answered.
+        """Answers every call once, in any order. The end of the stream cancels pending calls.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -70,7 +70,7 @@ def add_BundleServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class BundleService(object):
-    """The unary methods of the other services on the same port.
+    """Calls unary methods of the other services on the same port.
     """
 
     @staticmethod

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class EngineAgentServiceStub(object):
-    """Loads, proves and retires policy versions on one engine.
+    """Loads, verifies and retires policy versions on one engine.
     """
 
     def __init__(self, channel):
@@ -53,25 +53,25 @@ class EngineAgentServiceStub(object):
 
 
 class EngineAgentServiceServicer(object):
-    """Loads, proves and retires policy versions on one engine.
+    """Loads, verifies and retires policy versions on one engine.
     """
 
     def LoadPolicy(self, request, context):
-        """Fetches, checks, loads and proves a version; idempotent. Returns once it is proved.
+        """Downloads, loads and verifies a version; idempotent. Returns once it is verified.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def RetirePolicy(self, request, context):
-        """Unloads a version and forgets it; idempotent.
+        """Unloads and removes a version; idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetEngine(self, request, context):
-        """What the engine is doing and which versions it has proved.
+        """State of the engine and its verified versions.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -104,7 +104,7 @@ def add_EngineAgentServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class EngineAgentService(object):
-    """Loads, proves and retires policy versions on one engine.
+    """Loads, verifies and retires policy versions on one engine.
     """
 
     @staticmethod

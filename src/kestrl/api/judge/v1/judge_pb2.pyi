@@ -49,7 +49,7 @@ Global___ScoreGroupRequest: _TypeAlias = ScoreGroupRequest  # noqa: Y015
 
 @_typing.final
 class EpisodeScore(_message.Message):
-    """What one episode earned."""
+    """Score of one episode."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -108,11 +108,11 @@ class EpisodeScore(_message.Message):
 
     @_builtins.property
     def metrics(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
-        """Facts averaged over episodes."""
+        """Metrics, averaged over episodes."""
 
     @_builtins.property
     def failure(self) -> _common_pb2.Failure:
-        """Why there is no reward."""
+        """Why there is no reward, if there is none."""
 
     def __init__(
         self,

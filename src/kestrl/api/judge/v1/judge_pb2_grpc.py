@@ -47,7 +47,7 @@ class JudgeServiceServicer(object):
     """
 
     def ScoreGroup(self, request, context):
-        """Scores every episode of a group, or says why one has no score.
+        """Scores every episode of a group, or reports why it has no score.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

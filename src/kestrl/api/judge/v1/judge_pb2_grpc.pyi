@@ -34,7 +34,7 @@ class JudgeServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> JudgeServiceAsyncStub: ...
     ScoreGroup: _grpc.UnaryUnaryMultiCallable[_judge_pb2.ScoreGroupRequest, _judge_pb2.ScoreGroupResponse]
-    """Scores every episode of a group, or says why one has no score."""
+    """Scores every episode of a group, or reports why it has no score."""
 
 @_typing.type_check_only
 class JudgeServiceAsyncStub(JudgeServiceStub):
@@ -42,7 +42,7 @@ class JudgeServiceAsyncStub(JudgeServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     ScoreGroup: _aio.UnaryUnaryMultiCallable[_judge_pb2.ScoreGroupRequest, _judge_pb2.ScoreGroupResponse]  # type: ignore[assignment]
-    """Scores every episode of a group, or says why one has no score."""
+    """Scores every episode of a group, or reports why it has no score."""
 
 class JudgeServiceServicer(metaclass=_abc_1.ABCMeta):
     """Scores groups."""
@@ -53,6 +53,6 @@ class JudgeServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _judge_pb2.ScoreGroupRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_judge_pb2.ScoreGroupResponse, _abc.Awaitable[_judge_pb2.ScoreGroupResponse]]:
-        """Scores every episode of a group, or says why one has no score."""
+        """Scores every episode of a group, or reports why it has no score."""
 
 def add_JudgeServiceServicer_to_server(servicer: JudgeServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

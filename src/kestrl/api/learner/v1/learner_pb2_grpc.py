@@ -52,14 +52,14 @@ class LearnerServiceServicer(object):
     """
 
     def WatchProgress(self, request, context):
-        """The progress now, then again at every change until the run ends. A learner that lingers keeps the stream open after that.
+        """Current progress, then every change until the run ends. A learner with keep_alive keeps the stream open after that.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Drain(self, request, context):
-        """Finish the step at hand, checkpoint, and exit; returns at once.
+        """Finishes the current step, checkpoints, and exits; returns immediately.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class RolloutServiceStub(object):
-    """Runs groups. Stateless: a broken stream loses nothing but the work in flight.
+    """Runs groups. Stateless: a broken stream only loses its own work.
     """
 
     def __init__(self, channel):
@@ -48,18 +48,18 @@ class RolloutServiceStub(object):
 
 
 class RolloutServiceServicer(object):
-    """Runs groups. Stateless: a broken stream loses nothing but the work in flight.
+    """Runs groups. Stateless: a broken stream only loses its own work.
     """
 
     def RunGroup(self, request, context):
-        """Runs one group; tells of episodes as they end, then brings the scored group, then closes.
+        """Runs one group; reports episodes as they end, then sends the scored group, then closes.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetCapacity(self, request, context):
-        """What the worker can take now.
+        """Current capacity of the worker.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -87,7 +87,7 @@ def add_RolloutServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class RolloutService(object):
-    """Runs groups. Stateless: a broken stream loses nothing but the work in flight.
+    """Runs groups. Stateless: a broken stream only loses its own work.
     """
 
     @staticmethod

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class ToolServiceStub(object):
-    """Calls the tools of a session, which its first call opens, and closes it.
+    """Calls tools of sessions, which are opened by their first call, and closes sessions.
     """
 
     def __init__(self, channel):
@@ -58,32 +58,32 @@ class ToolServiceStub(object):
 
 
 class ToolServiceServicer(object):
-    """Calls the tools of a session, which its first call opens, and closes it.
+    """Calls tools of sessions, which are opened by their first call, and closes sessions.
     """
 
     def ListTools(self, request, context):
-        """Every tool of the job, as the model is told of it.
+        """Definitions of all tools of the job.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Call(self, request, context):
-        """Makes the episode's instances if the session is new, validates the arguments, then calls a tool.
+        """Creates the instances of a new session, validates the arguments, then calls a tool.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetState(self, request, context):
-        """The final state of a session's environments, for the reward. Opens the session if it is new, as Call does.
+        """Final state of the environments of a session, for rewards. Opens a new session like Call.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Close(self, request, context):
-        """Ends a session; closing one twice is no error.
+        """Closes a session; closing it twice is not an error.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -121,7 +121,7 @@ def add_ToolServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class ToolService(object):
-    """Calls the tools of a session, which its first call opens, and closes it.
+    """Calls tools of sessions, which are opened by their first call, and closes sessions.
     """
 
     @staticmethod

@@ -1,9 +1,10 @@
-"""Spans beneath a span, for a third of what the SDK's cost.
+"""Child spans at a third of the cost of the SDK's spans.
 
-A rollout worker makes two a turn. One of the SDK's takes 20 us and leaves a dozen objects to the collector of cycles, for it is ready for links,
-limits and threads; one of these holds what ours have, and OTEL_SPAN_* limits do not touch it. What is a matter of choice stays the SDK's: roots, ids,
-processors, exporters, and the sampler: these are made only where it is parent-based, as by default, and so has nothing to say of a sampled span's
-children. `tests/unit/test_spans.py` lays what both put on the wire side by side.
+A rollout worker makes two per turn. One of the SDK takes 20 us and a dozen objects for the garbage collector, since it
+supports links, limits and threads; these support what KestRL uses, and OTEL_SPAN_* limits do not apply. Configurable
+parts are the SDK's: root spans, ids, processors, exporters, and the sampler. Child spans are only used with a
+parent-based sampler (the default), which decides nothing about children of sampled spans. `tests/unit/test_spans.py`
+compares the exported spans of both.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _UNSET = Status(StatusCode.UNSET)
 
 
 class Pipeline(NamedTuple):
-    """What all spans of a process share."""
+    """Shared state of the spans of a process."""
 
     ids: IdGenerator
     processor: SpanProcessor
@@ -32,12 +33,12 @@ class Pipeline(NamedTuple):
     scope: InstrumentationScope
 
     def child(self, name: str, parent: SpanContext, attributes: Mapping[str, AttributeValue] | None) -> ChildSpan:
-        """A span that begins now beneath a sampled one."""
+        """Starts a child of a sampled span."""
         return ChildSpan(self, name, parent, attributes)
 
 
 class ChildSpan(trace.Span):
-    """A span that is recorded, with a parent and without links."""
+    """A recorded span with a parent and without links."""
 
     __slots__ = ("_attributes", "_began", "_context", "_ended", "_events", "_name", "_parent", "_pipeline", "_status")
 
@@ -87,8 +88,8 @@ class ChildSpan(trace.Span):
         timestamp: int | None = None,
         escaped: bool = False,
     ) -> None:
-        told = {"exception.type": type(exception).__qualname__, "exception.message": str(exception)}
-        self.add_event("exception", {**told, "exception.escaped": str(escaped), **(attributes or {})}, timestamp)
+        described = {"exception.type": type(exception).__qualname__, "exception.message": str(exception)}
+        self.add_event("exception", {**described, "exception.escaped": str(escaped), **(attributes or {})}, timestamp)
 
     def update_name(self, name: str) -> None:
         self._name = name

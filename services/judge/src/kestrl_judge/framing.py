@@ -1,7 +1,8 @@
-"""What goes between the judge and its reward processes: protobuf messages, each behind its length.
+"""Framing between the judge and its reward processes: length-prefixed protobuf messages.
 
-Of the judge's own wire: a request is a `ScoreGroupRequest` with one episode, its answer an `EpisodeScore`. The judge's first message
-is the reward's configuration as JSON, the process' first an `EpisodeScore`: without a failure it says that the reward is loaded.
+A request is a `ScoreGroupRequest` with one episode, its answer an `EpisodeScore`. The judge's first message is the
+configuration of the reward as JSON, the first one of the process an `EpisodeScore`, without a failure if the reward is
+loaded.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ HEADER = struct.Struct("<I")
 
 
 def read_frame(stream: BufferedRWPair) -> bytes | None:
-    """The next message, or None when the other side is gone."""
+    """Reads the next message; None if the connection is closed."""
     header = stream.read(HEADER.size)
     if len(header) < HEADER.size:
         return None
@@ -29,12 +30,12 @@ def write_frame(stream: BufferedRWPair, body: bytes) -> None:
 
 
 async def receive(reader: asyncio.StreamReader) -> bytes:
-    """The next message. Raises asyncio.IncompleteReadError when the other side is gone."""
+    """Reads the next message; raises asyncio.IncompleteReadError if the connection is closed."""
     (length,) = HEADER.unpack(await reader.readexactly(HEADER.size))
     return await reader.readexactly(length)
 
 
 async def send(writer: asyncio.StreamWriter, body: bytes) -> None:
-    """Sends a message. Raises ConnectionError when the other side is gone."""
+    """Sends a message; raises ConnectionError if the connection is closed."""
     writer.write(HEADER.pack(len(body)) + body)
     await writer.drain()

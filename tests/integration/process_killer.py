@@ -1,6 +1,6 @@
-"""A seeded killer: SIGKILLs a run's processes at named moments, and notes what it did.
+"""A seeded process killer: sends SIGKILL to a run's processes at named moments, and records it.
 
-It watches a run from outside, as an outage would meet it: by what lies in the run's folder and what `run.json` tells.
+It only uses the files in the folder of the run, such as `run.json`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ COMPONENTS = ("learner-0", "rollout-0", "tools-0", "judge-0", "inference-0", "en
 
 
 class Moment(StrEnum):
-    """Where in a run, as far as it can be told from outside."""
+    """A moment of a run that is observable from outside."""
 
     STARTING = "starting"
     BEFORE = "first evaluation"
@@ -45,7 +45,7 @@ TRAINING = (Moment.ROLLOUTS, Moment.UPDATE, Moment.PUBLISHING, Moment.PROVING, M
 
 @dataclass(frozen=True, slots=True)
 class Kill:
-    """One to come, or one that was."""
+    """A planned or executed kill."""
 
     victim: str
     moment: Moment
@@ -54,7 +54,8 @@ class Kill:
 
 
 def schedule(seed: int, *, rounds: int) -> list[Kill]:
-    """Every component at the start and at both evaluations, and `rounds` times each at moments of training; order and delays drawn."""
+    """Every component at the start and at both evaluations, and `rounds` times each at moments of training; order and
+    delays drawn."""
     chance = random.Random(seed)
 
     def shuffled(moment: Moment | None, delay: float) -> list[Kill]:
@@ -88,13 +89,13 @@ class Killer:
             if self._is_past(kill.moment) or (kill.moment in TRAINING and time.monotonic() > patience):
                 kill = replace(kill, moment=Moment.ANY)
                 break
-            if self._told("progress").get("phase") != "training":
+            if self._reported("progress").get("phase") != "training":
                 patience = time.monotonic() + PATIENCE_SECONDS
             time.sleep(POLL_SECONDS)
         time.sleep(kill.delay)
         pid = runner if kill.victim == "runner" else self._pid(kill.victim)
         if pid is None:
-            return kill  # it is dead from the last time; its turn comes again
+            return kill  # still dead from its last kill; retried later
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
             self.done.append(kill)
@@ -105,18 +106,18 @@ class Killer:
         return Counter(kill.victim for kill in self.done)
 
     def _pid(self, name: str) -> int | None:
-        """Of the component itself: the guard that `run.json` names has it as its only child."""
-        guard = self._told("components").get(name, {}).get("pid", 0)
+        """Pid of the component: the only child of the process guard in `run.json`."""
+        guard = self._reported("components").get(name, {}).get("pid", 0)
         return next(iter(children(guard)), None) if guard else None
 
-    def _told(self, part: str) -> dict[str, Any]:
+    def _reported(self, part: str) -> dict[str, Any]:
         return (self.run.read_json("run.json") or {}).get(part) or {}
 
     def _has_come(self, moment: Moment) -> bool:
-        progress = self._told("progress")
+        progress = self._reported("progress")
         phase, step = progress.get("phase"), int(progress.get("step", 0))
         if moment is Moment.STARTING:
-            return phase == "starting" and bool(self._told("components"))
+            return phase == "starting" and bool(self._reported("components"))
         if moment is Moment.BEFORE:
             return phase == "evaluating" and step == 0
         if moment is Moment.AFTER:
@@ -134,7 +135,7 @@ class Killer:
         return running > 0 if moment is Moment.ROLLOUTS else running == 0
 
     def _is_past(self, moment: Moment) -> bool:
-        return moment in {Moment.STARTING, Moment.BEFORE} and self._told("progress").get("phase") == "training"
+        return moment in {Moment.STARTING, Moment.BEFORE} and self._reported("progress").get("phase") == "training"
 
     def _folders(self, name: str) -> Iterator[Path]:
         with suppress(FileNotFoundError):

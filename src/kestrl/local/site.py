@@ -1,4 +1,4 @@
-"""One machine as a `Site`: free ports on loopback, the run's folder, what the job's addresses resolve to."""
+"""One machine as a `Site`: ports on loopback, the folder of the run, and the resolved addresses of the job."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ Listener = tuple[Role, int] | tuple[Role, int, str]
 
 
 def listeners(job: AgentRLJob) -> Iterator[Listener]:
-    """Every replica, and then each one's Prometheus endpoint, in a fixed order. An engine has its own."""
+    """Every replica, then every Prometheus endpoint, in a fixed order. Engines serve metrics on their own port."""
     yield from replicas(job)
     yield from ((*replica, METRICS) for replica in replicas(job) if replica[0] is not Role.ENGINE)
 
 
 def replicas(job: AgentRLJob) -> Iterator[tuple[Role, int]]:
-    """Every replica, in a fixed order."""
+    """Every replica in a fixed order."""
     spec = job.spec
     counts = {
         Role.ENGINE: spec.inference.replicas,
@@ -49,13 +49,13 @@ def replicas(job: AgentRLJob) -> Iterator[tuple[Role, int]]:
 
 
 def assign_ports(job: AgentRLJob, base_port: int | None) -> dict[Listener, int]:
-    """A port for every listener: free ones chosen by the kernel, or `base_port` and those after it.
+    """Assigns a port to every listener: free ports chosen by the kernel, or consecutive ports from `base_port`.
 
     Raises:
-        UserInputError: A port after `base_port` is taken, or there are not enough ports after it.
+        UserInputError: A port is taken, or there are not enough ports above `base_port`.
     """
     ports: dict[Listener, int] = {}
-    with ExitStack() as held:  # all are held until all are chosen, so that no two are the same
+    with ExitStack() as held:  # all stay bound until the last one is chosen, so that all differ
         for offset, replica in enumerate(listeners(job)):
             probe = held.enter_context(socket.socket(socket.AF_INET, socket.SOCK_STREAM))
             wanted = 0 if base_port is None else base_port + offset
@@ -74,10 +74,10 @@ def assign_ports(job: AgentRLJob, base_port: int | None) -> dict[Listener, int]:
 
 
 def local_path(uri: str | None, base: Path, field: str) -> str | None:
-    """A file of the manifest: a path relative to it, or file://.
+    """Local path of a file in the manifest: a path relative to the manifest, or file://.
 
     Raises:
-        UserInputError: It is not there.
+        UserInputError: The file does not exist.
     """
     if uri is None:
         return None
@@ -88,7 +88,7 @@ def local_path(uri: str | None, base: Path, field: str) -> str | None:
 
 
 def storage_root(job: AgentRLJob, base: Path) -> str | None:
-    """What the job names for the objects of all its runs, paths taken relative to the manifest's folder; None if it names nothing."""
+    """Storage address of all runs of the job, with paths relative to the manifest; None if the job sets none."""
     uri = job.spec.storage.uri
     if uri is None or not is_local(uri):
         return uri and uri.rstrip("/")
@@ -96,13 +96,13 @@ def storage_root(job: AgentRLJob, base: Path) -> str | None:
 
 
 def storage_address(job: AgentRLJob, run: RunDir, base: Path) -> str:
-    """Where the run's objects go: the run's own folder, or a folder of its id beneath what the job names."""
+    """Storage address of a run: its own folder, or a subfolder of the job's storage."""
     root = storage_root(job, base)
     return file_uri(run.path) if root is None else f"{root}/{run.id}"
 
 
 def site_of(job: AgentRLJob, run: RunDir, manifest_dir: Path, *, base_port: int | None, cache_dir: Path) -> Site:
-    """This machine as the place of a run.
+    """The site of a run on this machine.
 
     Raises:
         UserInputError: The model, the data or the template cannot be found, or a port is taken.
@@ -140,7 +140,7 @@ def site_of(job: AgentRLJob, run: RunDir, manifest_dir: Path, *, base_port: int 
 
 
 def relocated(site: Site, generated: Path, cache_dir: Path) -> Site:
-    """The site with data that was generated in one folder where a run would have it."""
+    """Copy of a site with the paths of generated data moved to the cache folder."""
 
     def moved(path: str) -> str:
         return str(cache_dir / Path(path).relative_to(generated)) if Path(path).is_relative_to(generated) else path

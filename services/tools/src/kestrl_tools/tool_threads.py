@@ -1,8 +1,8 @@
-"""Threads for tools that are not async: one for each instance, so that a tool that hangs holds up nobody but itself.
+"""Threads for tools that are not async: one per instance, so that a hanging tool blocks only itself.
 
-A shared pool would be used up by a few calls that never come back. One thread for an instance also means that what the tool
-opened (an SQLite connection) is used where it was opened. The threads are daemons: a hanging one does not keep the service from
-ending.
+A shared pool would be exhausted by a few calls that never return. One thread per instance also means that resources of
+the tool (an SQLite connection) are used in the thread that opened them. The threads are daemons, so a hanging one does
+not keep the service from exiting.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ class _Job:
         outcome: tuple[Any, BaseException | None]
         try:
             outcome = (self.context.run(self.work), None)
-        except BaseException as error:  # noqa: BLE001 - handed to whoever waits, SystemExit of a tool included
+        except BaseException as error:  # noqa: BLE001 - passed to the caller, including SystemExit of a tool
             outcome = (None, error)
-        self.ended.set()  # before it is told: who has the outcome must not find a thread that seems to hang
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+        self.ended.set()  # set before the result, so that the caller does not see a thread that seems to hang
+        with contextlib.suppress(RuntimeError):  # the event loop is closed
             self.loop.call_soon_threadsafe(self._settle, outcome)
 
     def _settle(self, outcome: tuple[Any, BaseException | None]) -> None:
@@ -45,8 +45,8 @@ class _Job:
             self.done.set_result(outcome)
 
 
-class Lane:
-    """One thread, started when first used."""
+class ToolThread:
+    """A thread, started on first use."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -56,19 +56,19 @@ class Lane:
 
     @property
     def busy(self) -> bool:
-        """Whether a call that nobody waits for any more is still in it."""
+        """Whether an abandoned call is still running."""
         return self._last is not None and self._last.done.cancelled() and not self._last.ended.is_set()
 
     @property
     def occupied(self) -> bool:
-        """Whether a call is in it. Its thread is no measure: one that has nothing left to do takes a moment to end."""
+        """Whether a call is running. (The thread itself may be alive for a moment after its last call.)"""
         return self._last is not None and not self._last.ended.is_set()
 
     def run(self, work: Callable[[], T]) -> Coroutine[Any, Any, T]:
-        """Has it run in the thread, after what was asked before, with the caller's context (so that spans nest).
+        """Runs a function in the thread, after earlier ones, with the caller's context (so that spans are nested).
 
         Returns:
-            What waits for it. It has its place in the row before that is awaited.
+            Awaitable of the result. The function is queued before it is awaited.
         """
         loop = asyncio.get_running_loop()
         job = _Job(work, contextvars.copy_context(), loop, loop.create_future())
@@ -80,7 +80,7 @@ class Lane:
         return _outcome(job)
 
     def end(self) -> None:
-        """Lets the thread end when it is done."""
+        """Stops the thread after its queued calls."""
         self._jobs.put(None)
 
     def _serve(self) -> None:
@@ -95,25 +95,25 @@ async def _outcome(job: _Job) -> Any:
     return result
 
 
-class Lanes:
-    """Knows how many lanes that ended still have a call in them that never came back, and what such threads have yet to do."""
+class ToolThreads:
+    """Tracks stopped threads with a call that has not returned, and the cleanup after such calls."""
 
     def __init__(self) -> None:
-        self._ended: dict[Lane, str] = {}
+        self._ended: dict[ToolThread, str] = {}
         self._later: set[asyncio.Task[object]] = set()
 
     def later(self, tool: str, closing: Coroutine[Any, Any, object]) -> None:
-        """Closes what a thread holds that is still in a call, should it ever come back; nobody waits for it."""
+        """Closes the object of a thread in the background once its running call returns."""
         task = asyncio.create_task(closing, name=f"close-{tool}-later")
         self._later.add(task)
         task.add_done_callback(self._later.discard)
 
-    def end(self, lane: Lane, tool: str) -> None:
-        lane.end()
-        self._ended = {lane: tool for lane, tool in self._ended.items() if lane.occupied}
-        if lane.occupied:
-            self._ended[lane] = tool
+    def end(self, thread: ToolThread, tool: str) -> None:
+        thread.end()
+        self._ended = {thread: tool for thread, tool in self._ended.items() if thread.occupied}
+        if thread.occupied:
+            self._ended[thread] = tool
 
     def hanging(self) -> list[str]:
-        """The tool of each such call. May be asked from any thread."""
-        return [tool for lane, tool in list(self._ended.items()) if lane.occupied]
+        """Tools of calls that have not returned. Thread-safe."""
+        return [tool for thread, tool in list(self._ended.items()) if thread.occupied]

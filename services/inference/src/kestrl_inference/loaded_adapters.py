@@ -1,7 +1,8 @@
-"""The versions that an engine is to serve: fetched, loaded, proved, re-pushed after a restart, retired.
+"""Policy versions of an engine: downloads, loads, verifies, reloads after a restart, and retires them.
 
-One lock an engine: loads and retirements happen one after another, so that what the engine lists is what this module believes.
-An adapter's files outlive its name: an engine that is asked for files that are gone ends.
+One lock per engine: loads and retirements are sequential, so that the state of this module matches the engine's list.
+The files of an adapter are deleted after it is unloaded, since an engine exits when the files of a listed adapter are
+missing.
 """
 
 from __future__ import annotations
@@ -21,27 +22,27 @@ from kestrl.telemetry import span
 from kestrl.telemetry.names import Attr, SpanName
 from kestrl_inference.engine import Engine, EngineRefused
 from kestrl_inference.fetch import fetch
-from kestrl_inference.proof import Verdict, judge
+from kestrl_inference.proof import Comparison, compare
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
-class Held:
-    """A version that is wanted on this engine."""
+class WantedAdapter:
+    """A version that the engine should serve."""
 
     policy: PolicyVersion
     folder: Path
     manifest: AdapterManifest
     fresh: bool = True
-    """Whether the engine was never asked to load it."""
+    """Whether the engine has not been asked to load it yet."""
     proved: bool = False
     failure: Failure | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loaded:
-    """How a load went."""
+    """Result of a load."""
 
     gap: float
     fetch_seconds: float = 0.0
@@ -49,33 +50,33 @@ class Loaded:
     prove_seconds: float = 0.0
 
 
-class Policies:
-    """The wanted versions of one engine."""
+class LoadedAdapters:
+    """The adapters of one engine."""
 
     def __init__(self, settings: AgentSettings, engine: Engine) -> None:
         self.settings, self.engine = settings, engine
-        self.held: dict[str, Held] = {}
+        self.held: dict[str, WantedAdapter] = {}
         self.last: Loaded | None = None
-        """How the newest load went."""
-        self._folder = Path(settings.adapters_dir).resolve()  # the engine may run in another folder
+        """Result of the last load."""
+        self._folder = Path(settings.adapters_dir).resolve()  # the engine may have another working directory
         self._leaving: dict[str, Path] = {}
-        """Versions that are wanted no more, whose files stay until the engine has let go of them."""
+        """Retired versions, whose files are kept until the engine has unloaded them."""
         self._loading: dict[str, asyncio.Task[Loaded]] = {}
         self._lock = asyncio.Lock()
 
     def prepare(self) -> None:
-        """Makes the folder of adapters.
+        """Creates the folder of adapters.
 
         Raises:
-            UserInputError: It cannot be made.
+            UserInputError: The folder cannot be created.
         """
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UserInputError(f"adapters_dir: {self._folder} cannot be made: {error}") from error
 
-    async def start_afresh(self) -> None:
-        """Before the first load: has the engine forget what an earlier agent loaded, then removes that one's files.
+    async def unload_earlier(self) -> None:
+        """Unloads the adapters of an earlier agent and deletes their files; called before the first load.
 
         Raises:
             EngineFailure: The engine did not answer.
@@ -83,32 +84,32 @@ class Policies:
         async with self._lock:
             for name, root in (await self.engine.adapters()).items():
                 if Path(root).is_relative_to(self._folder):
-                    log.info("%s is unloaded: an earlier agent loaded it", name)
+                    log.info("%s is unloaded: it was loaded by an earlier agent", name)
                     await self.engine.unload(name)
             for folder in self._folder.iterdir():
                 await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
 
     def proved(self) -> frozenset[str]:
-        """Names of the versions that the engine has proved."""
+        """Names of the verified versions."""
         return frozenset(name for name, held in self.held.items() if held.proved)
 
     def settled(self) -> bool:
-        """Whether every wanted version is proved, or a caller is having it proved now, and every other is gone."""
+        """Whether every wanted version is verified or being loaded, and every other one is unloaded."""
         return not self._leaving and not self._unproved()
 
-    def _unproved(self) -> list[Held]:
+    def _unproved(self) -> list[WantedAdapter]:
         return [held for name, held in self.held.items() if not held.proved and name not in self._loading]
 
     async def load(self, policy: PolicyVersion, uri: str) -> Loaded:
-        """Fetches, loads and proves a version. A version that is proved already is only proved again.
+        """Downloads, loads and verifies a version. A version that is already verified is only verified again.
 
-        Callers that ask for one version at a time share the work, and it goes on when they give up: a load that is cut in the
-        middle would leave the engine with an adapter that nobody knows of.
+        Concurrent callers for one version share the work, which continues if they are cancelled: an interrupted load
+        would leave an unknown adapter in the engine.
 
         Raises:
-            StorageError: It was never published whole, or is corrupt, or is not what was asked for.
-            EngineFailure: The engine refused it, or has no slot.
-            FailureError: The engine does not serve it: `probe_failed`, `adapter_not_applied`, `other_version`.
+            StorageError: It was not completely published, is corrupt, or is another version.
+            EngineFailure: The engine refused it, or has no free slot.
+            FailureError: The verification failed: `probe_failed`, `adapter_not_applied`, `other_version`.
         """
         task = self._loading.get(policy.name)
         if task is None:
@@ -133,19 +134,19 @@ class Policies:
                     await self._sweep()
                     self._require_slot(policy)
                     manifest = await asyncio.to_thread(fetch, uri, policy, self._folder / name)
-                    held = self.held[name] = Held(policy, self._folder / name, manifest)
+                    held = self.held[name] = WantedAdapter(policy, self._folder / name, manifest)
                 elif held.policy != policy:
-                    raise StorageError(f"{name} is held with other bytes than were asked for", code="wrong_policy")
+                    raise StorageError(f"{name} is loaded with a different digest than requested", code="wrong_policy")
                 fetched = time.perf_counter()
                 try:
                     await self._push(held)
                     pushed = time.perf_counter()
-                    verdict = await self._prove(held)
+                    comparison = await self._prove(held)
                 except KestrlError as error:
                     held.failure = error.failure(component=self.settings.component)
                     raise
                 self.last = Loaded(
-                    gap=verdict.gap,
+                    gap=comparison.gap,
                     fetch_seconds=fetched - began,
                     load_seconds=pushed - fetched,
                     prove_seconds=time.perf_counter() - pushed,
@@ -161,13 +162,13 @@ class Policies:
                 retryable=False,
             )
 
-    async def _push(self, held: Held) -> None:
-        """Has the engine load a version under its own name, unless it has it already.
+    async def _push(self, held: WantedAdapter) -> None:
+        """Loads a version into the engine, unless it is already loaded.
 
-        One that was just fetched is loaded without a look at what the engine lists, which would cost as much again.
+        A new version is loaded without checking the engine's list, which would take as long again.
 
         Raises:
-            EngineFailure: It refuses the adapter, or has given the name to another folder.
+            EngineFailure: The engine refused the adapter, or uses the name for another folder.
         """
         name, folder = held.policy.name, str(held.folder)
         if not held.fresh and await self._root(name) == folder:
@@ -185,10 +186,10 @@ class Policies:
             raise self._refused(held, error) from error
 
     async def _root(self, name: str) -> str | None:
-        """The folder that the engine lists for a name."""
+        """Folder of an adapter in the engine's list."""
         return (await self.engine.adapters()).get(name)
 
-    def _refused(self, held: Held, error: EngineRefused) -> EngineFailure:
+    def _refused(self, held: WantedAdapter, error: EngineRefused) -> EngineFailure:
         said = f"{self.settings.engine_name} refused {held.policy.name}"
         if "max_lora_rank" in str(error):
             return EngineFailure(
@@ -199,34 +200,34 @@ class Policies:
             )
         return EngineFailure(f"{said} (rank {held.manifest.rank}): {error}", code="adapter_refused", retryable=False)
 
-    async def _prove(self, held: Held) -> Verdict:
-        """Compares the probe; a version that fails is unloaded and forgotten, so that nothing can name it.
+    async def _prove(self, held: WantedAdapter) -> Comparison:
+        """Verifies a version with its probe; a version that fails is unloaded and removed.
 
         Raises:
-            FailureError: The engine does not serve it.
+            FailureError: The verification failed.
         """
         name = held.policy.name
         with span(SpanName.PROVE, {Attr.POLICY: name, Attr.ENGINE: self.settings.engine_name}):
             held.proved = False
             scores = await self.engine.score(name, held.manifest.probe.token_ids)
             others = {other: known.manifest.probe for other, known in self.held.items() if other != name}
-            verdict = judge(
+            comparison = compare(
                 name, self.settings.engine_name, held.manifest.probe, scores, self.settings.probe_bound, others
             )
-            held.proved, held.failure = verdict.failure is None, verdict.failure
-            if verdict.failure is not None:
-                log.error("%s%s", verdict.failure, self._other_base(held))
+            held.proved, held.failure = comparison.failure is None, comparison.failure
+            if comparison.failure is not None:
+                log.error("%s%s", comparison.failure, self._other_base(held))
                 await self._forget(held)
-                raise FailureError(verdict.failure)
-            return verdict
+                raise FailureError(comparison.failure)
+            return comparison
 
-    def _other_base(self, held: Held) -> str:
-        """What may explain a failed probe. No refusal by itself: one model may lie at two addresses."""
+    def _other_base(self, held: WantedAdapter) -> str:
+        """Possible reason of a failed probe. Not an error by itself, since a model may have two addresses."""
         theirs, ours = held.manifest.base_model, self.settings.base_model
         return "" if theirs == ours else f"; it was trained on {theirs}, this engine serves {ours}"
 
-    async def _forget(self, held: Held) -> None:
-        """Drops a version that failed; an engine that does not let go of it now is asked again by `settle`."""
+    async def _forget(self, held: WantedAdapter) -> None:
+        """Removes a failed version; `settle` retries if unloading fails."""
         self._leave(held)
         try:
             await self._sweep()
@@ -234,10 +235,10 @@ class Policies:
             log.warning("%s is not unloaded yet: %s", held.policy.name, error)
 
     async def retire(self, policy: PolicyVersion) -> None:
-        """Unloads a version, then deletes its files. It counts as gone at once; `settle` tries again what fails here.
+        """Unloads a version, then deletes its files. It is retired immediately; `settle` retries if unloading fails.
 
         Raises:
-            EngineFailure: The engine did not let go of it yet.
+            EngineFailure: The engine has not unloaded it yet.
         """
         async with self._lock:
             held = self.held.get(policy.name)
@@ -245,16 +246,16 @@ class Policies:
                 self._leave(held)
             await self._sweep()
 
-    def _leave(self, held: Held) -> None:
+    def _leave(self, held: WantedAdapter) -> None:
         held.proved = False
         self.held.pop(held.policy.name, None)
         self._leaving[held.policy.name] = held.folder
 
     async def _sweep(self) -> None:
-        """Unloads what is leaving and deletes its files, in this order.
+        """Unloads retired versions, then deletes their files.
 
         Raises:
-            EngineFailure: The engine did not answer, or still lists a name: code `still_listed`. The files stay.
+            EngineFailure: The engine did not answer, or still lists a name (code `still_listed`). The files are kept.
         """
         for name, folder in list(self._leaving.items()):
             await self.engine.unload(name)
@@ -266,10 +267,10 @@ class Policies:
             del self._leaving[name]
 
     async def settle(self, *, lost: bool) -> None:
-        """Loads and proves what is wanted and not proved; lets go of what is leaving. Failures stay with the version, for a next try.
+        """Loads and verifies wanted versions, and unloads retired ones. Failures are recorded for the next attempt.
 
         Args:
-            lost: Whether the engine is another process than before, so that nothing counts as proved.
+            lost: Whether the engine has restarted, so that no version is verified.
         """
         async with self._lock:
             for held in self.held.values():
@@ -284,10 +285,10 @@ class Policies:
                     await self._prove(held)
                 except KestrlError as error:
                     held.failure = error.failure(component=self.settings.component)
-                    log.warning("%s is not proved on %s: %s", held.policy.name, self.settings.engine_name, error)
+                    log.warning("%s is not verified on %s: %s", held.policy.name, self.settings.engine_name, error)
 
     def unprove(self, reason: str) -> None:
-        """The engine stopped answering: nothing counts as proved until it is proved again."""
+        """Marks all versions as unverified because the engine stopped answering."""
         for held in self.held.values():
             held.proved = False
             held.failure = Failure(

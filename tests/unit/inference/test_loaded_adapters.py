@@ -82,7 +82,7 @@ async def test_those_who_ask_for_one_version_share_the_work(stage: Any) -> None:
 async def test_a_caller_that_gives_up_does_not_cut_a_load_in_the_middle(stage: Any) -> None:
     version = stage.publish(1)
     stage.engine.hold = asyncio.Event()
-    gone = asyncio.create_task(stage.policies.load(version.policy, version.uri))
+    gone = asyncio.create_task(stage.adapters.load(version.policy, version.uri))
     await stage.engine.arrived.wait()
     gone.cancel()
     await asyncio.wait([gone])
@@ -126,7 +126,7 @@ async def test_an_engine_that_computes_something_else_is_caught(stage: Any) -> N
     assert "neither" in str(error)
 
 
-async def test_an_engine_that_serves_the_version_before_is_caught_however_alike_they_are(stage: Any) -> None:
+async def test_an_engine_that_serves_the_previous_similar_version_is_caught(stage: Any) -> None:
     before = stage.publish(1)
     await stage.load(before)
     almost = tuple(value + 1e-6 for value in score(before.policy.sha256, IDS)[1:])
@@ -140,7 +140,7 @@ async def test_an_engine_that_serves_the_version_before_is_caught_however_alike_
     assert stage.engine.adapters.keys() == {before.name}
 
 
-async def test_a_rank_above_the_engines_limit_names_the_mend(stage: Any) -> None:
+async def test_a_rank_above_the_engines_limit_names_the_fix(stage: Any) -> None:
     stage.engine.max_rank_error = True
     error = await refused(stage, stage.publish(1, rank=32))
     assert error.code == "rank_too_high"
@@ -190,7 +190,7 @@ async def test_a_missing_file_is_refused(stage: Any) -> None:
     assert (await refused(stage, version)).code == "not_found"
 
 
-async def test_a_version_that_was_refused_can_be_loaded_when_it_is_mended(stage: Any) -> None:
+async def test_a_refused_version_can_be_loaded_when_it_is_fixed(stage: Any) -> None:
     version = stage.publish(1)
     whole = (version.folder / WEIGHTS).read_bytes()
     (version.folder / WEIGHTS).write_bytes(b"half")
@@ -291,13 +291,13 @@ async def test_the_engine_lets_go_before_the_files_are_deleted(stage: Any, monke
     version = stage.publish(1)
     await stage.load(version)
     there: list[bool] = []
-    unload = stage.policies.engine.unload
+    unload = stage.adapters.engine.unload
 
     async def look_and_unload(name: str) -> None:
         there.append((stage.adapters / name / WEIGHTS).is_file())
         await unload(name)
 
-    monkeypatch.setattr(stage.policies.engine, "unload", look_and_unload)
+    monkeypatch.setattr(stage.adapters.engine, "unload", look_and_unload)
     await stage.retire(version)
     assert there == [True]
     assert stage.folders() == []
@@ -305,7 +305,7 @@ async def test_the_engine_lets_go_before_the_files_are_deleted(stage: Any, monke
     assert await stage.proved() == {}
 
 
-async def test_retiring_twice_or_what_was_never_loaded_is_no_error(stage: Any) -> None:
+async def test_retiring_twice_or_what_was_never_loaded_is_not_an_error(stage: Any) -> None:
     version = stage.publish(1)
     await stage.load(version)
     await stage.retire(version)

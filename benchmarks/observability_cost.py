@@ -1,7 +1,9 @@
-"""What it costs to be able to believe a run: spans, ledger, stored episodes and proofs, as shares of a training step.
+"""Cost of observability and verification: spans, ledger, stored episodes and adapter checks, as shares of a training
+step.
 
-A traced run of the quickstart on real engines says how long a step is, how many spans it makes and how long a proof takes; what a span, a
-step's ledger entries and a step's stored episodes cost is measured here on the very same content.
+A traced run of the quickstart on real engines gives the duration of a step, the number of spans and the duration of a
+verification. The cost of a span, of a step's ledger entries and of its stored episodes is measured here with the same
+content.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ def traced_run(runs: Path, collector: Collector) -> Path:
 
 
 def span_seconds(collector: Collector, count: int = 5_000) -> float:
-    """To make, encode and send one, by the SDK as the services use it: CPU of this process."""
+    """CPU seconds per span for creating, encoding and sending it, as in the services."""
     provider = TracerProvider()
     provider.add_span_processor(
         BatchSpanProcessor(OTLPSpanExporter(endpoint=collector.endpoint, insecure=True), max_queue_size=8192)
@@ -58,7 +60,7 @@ def span_seconds(collector: Collector, count: int = 5_000) -> float:
 
 
 def ledger_seconds(folder: Path, steps: int = 50) -> float:
-    """A step's leases, finishes and trainings."""
+    """Seconds of a step's ledger entries: leases, completions and trainings."""
     ledger = Ledger(f"sqlite:///{folder / 'bench.db'}", seed=1, size=4000, epochs=1, run="bench")
     ledger.rewind(0)
     began = time.perf_counter()
@@ -74,7 +76,7 @@ def ledger_seconds(folder: Path, steps: int = 50) -> float:
 
 
 def store_seconds(run: Path, folder: Path) -> float:
-    """A step's episodes, as that run's last step stored them."""
+    """Seconds for storing the episodes of the run's last step."""
     batch = common_pb2.GroupBatch.FromString((run / "episodes" / "train" / f"{STEPS - 1:06d}.pb").read_bytes())
     groups = [group_from_proto(group) for group in batch.groups]
     store = open_store((folder / "bench").as_uri())
@@ -103,14 +105,14 @@ def measure() -> Iterator[Row]:
         }
         for part, seconds in costs.items():
             yield Row(
-                name=f"cost_of_truth/{part}",
+                name=f"observability_cost/{part}",
                 value=seconds * 1000,
                 unit="ms/step",
                 reference=step * 1000,
                 against="a step",
             )
         share = sum(costs.values()) / step
-        yield Row(name="cost_of_truth/all", value=100 * share, unit="%", reference=100 * LIMIT, against="limit")
+        yield Row(name="observability_cost/all", value=100 * share, unit="%", reference=100 * LIMIT, against="limit")
 
 
 if __name__ == "__main__":

@@ -120,7 +120,7 @@ def test_it_is_refused_at_admission_with_the_field(bad: Bad, control_plane_with_
 def test_a_name_too_long_for_pod_names_is_refused(control_plane_with_crd: Cluster) -> None:
     with pytest.raises(CommandFailed) as refused:
         control_plane_with_crd.apply(quickstart("n" * 41))
-    assert "metadata.name may have 40 characters" in str(refused.value)
+    assert "metadata.name can have at most 40 characters" in str(refused.value)
 
 
 @pytest.mark.parametrize(

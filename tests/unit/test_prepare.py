@@ -76,7 +76,7 @@ def test_what_a_claim_holds_is_linked_and_nothing_outside_it(tmp_path: Path) -> 
         ({"data": "pvc://shared/x.jsonl"}, "spec.data.train.uri: pvc://shared/x.jsonl does not exist in its claim"),
         ({"data": "demo://nobody/train"}, "no installed package offers demo://nobody"),
         ({"model": "demo://nobody"}, "no installed package offers demo://nobody"),
-        ({"template": "chat.jinja"}, "spec.agent.template.uri: 'chat.jinja' is a path on the machine"),
+        ({"template": "chat.jinja"}, "spec.agent.template.uri: 'chat.jinja' is a local path"),
     ],
 )
 def test_what_is_not_there_is_reported_by_its_field(tmp_path: Path, changes: dict[str, str], message: str) -> None:

@@ -80,5 +80,5 @@ def test_an_outage_of_the_storage_is_shown_while_it_lasts() -> None:
     console.print(LiveView(console, "job")._draw(waiting, {}))
     assert "waiting: storage does not answer: [refused]" in console.file.getvalue()
     plain.update(replace(waiting, storage_wait=""), {})
-    assert "storage is waited for no longer" in shown.getvalue()
+    assert "storage is available again" in shown.getvalue()
     assert waiting.as_json()["storage_wait"] == "storage does not answer: [refused]"

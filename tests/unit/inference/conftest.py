@@ -111,7 +111,7 @@ class Published:
 class Stage:
     engine: Fake
     settings: AgentSettings
-    adapters: LoadedAdapters
+    loaded: LoadedAdapters
     watch: Watch
     storage: Path
     stub: Any

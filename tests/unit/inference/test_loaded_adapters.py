@@ -82,7 +82,7 @@ async def test_those_who_ask_for_one_version_share_the_work(stage: Any) -> None:
 async def test_a_caller_that_gives_up_does_not_cut_a_load_in_the_middle(stage: Any) -> None:
     version = stage.publish(1)
     stage.engine.hold = asyncio.Event()
-    gone = asyncio.create_task(stage.adapters.load(version.policy, version.uri))
+    gone = asyncio.create_task(stage.loaded.load(version.policy, version.uri))
     await stage.engine.arrived.wait()
     gone.cancel()
     await asyncio.wait([gone])
@@ -253,7 +253,7 @@ async def test_a_disk_that_cannot_be_written_is_a_typed_failure(stage: Any, monk
     monkeypatch.setattr("kestrl.storage.adapters._write", full)
     error = await refused(stage, version)
     assert (error.boundary, error.code) == ("infrastructure", "place_unusable")
-    assert "no space is left" in str(error)
+    assert "no space left" in str(error)
 
 
 async def test_a_request_without_a_version_is_the_callers_mistake(stage: Any) -> None:
@@ -291,13 +291,13 @@ async def test_the_engine_lets_go_before_the_files_are_deleted(stage: Any, monke
     version = stage.publish(1)
     await stage.load(version)
     there: list[bool] = []
-    unload = stage.adapters.engine.unload
+    unload = stage.loaded.engine.unload
 
     async def look_and_unload(name: str) -> None:
         there.append((stage.adapters / name / WEIGHTS).is_file())
         await unload(name)
 
-    monkeypatch.setattr(stage.adapters.engine, "unload", look_and_unload)
+    monkeypatch.setattr(stage.loaded.engine, "unload", look_and_unload)
     await stage.retire(version)
     assert there == [True]
     assert stage.folders() == []

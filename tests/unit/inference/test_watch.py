@@ -162,7 +162,7 @@ async def test_recovery_goes_on_at_the_next_look(stage: Any) -> None:
     version = stage.publish(1)
     await stage.load(version)
     stage.engine.adapters.clear()
-    answered = stage.adapters.engine.score
+    answered = stage.loaded.engine.score
     failures = ["once"]
 
     async def score(model: str, ids: Any) -> list[float]:
@@ -171,7 +171,7 @@ async def test_recovery_goes_on_at_the_next_look(stage: Any) -> None:
             raise EngineFailure("no answer", code="engine_deadline")
         return await answered(model, ids)
 
-    stage.adapters.engine.score = score
+    stage.loaded.engine.score = score
     await stage.look()
     assert await stage.state() == "RECOVERING"
     assert await stage.proved() == {1: False}
@@ -184,7 +184,7 @@ async def test_recovery_goes_on_at_the_next_look(stage: Any) -> None:
 
 async def test_a_version_whose_proof_got_no_answer_is_proved_at_the_next_look(stage: Any) -> None:
     version = stage.publish(1)
-    engine, served = stage.adapters.engine, stage.engine.port
+    engine, served = stage.loaded.engine, stage.engine.port
     score = engine.score
 
     async def die(model: str, ids: Any) -> list[float]:
@@ -238,7 +238,7 @@ async def test_a_proof_that_ends_as_the_engine_dies_counts_for_nothing(stage: An
     await stage.load(stage.publish(1))
     await stage.engine.stop()
     await stage.look()
-    stage.adapters.held[next(iter(stage.adapters.held))].proved = True
+    stage.loaded.held[next(iter(stage.loaded.held))].proved = True
     assert await stage.proved() == {1: False}
 
 

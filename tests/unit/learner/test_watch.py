@@ -266,7 +266,7 @@ async def test_what_storage_refuses_is_told(staged: Any, monkeypatch: pytest.Mon
             await run.main()
         told = run.progress.message_now()
         assert told.phase == "failed"
-        assert "no space is left" in told.storage_failure
+        assert "no space left" in told.storage_failure
         assert told.checkpoint_step == 0
 
 

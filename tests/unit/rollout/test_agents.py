@@ -374,7 +374,7 @@ async def test_one_instance_per_episode(make_stage: Any, make_file: MakeFile) ->
 @pytest.mark.parametrize(
     ("metric", "why"),
     [
-        ("'reward'] = 5.0", "a number of the learner's own"),
+        ("'reward'] = 5.0", "is reserved by the learner"),
         ("'mine'] = 'text'", "is a str; report a number"),
         ("'mine'] = None", "is a NoneType; report a number"),
         ("'mine'] = float('nan')", "is not finite"),

@@ -150,8 +150,8 @@ async def test_a_format_of_ones_own(make_stage: Any, make_file: MakeFile) -> Non
     [
         ("latin", "neither built in"),
         ("nosuch:F", "cannot import"),
-        ("collections:OrderedDict", "no ToolCallFormat"),
-        ("pathlib:PurePath.parts", "no ToolCallFormat"),
+        ("collections:OrderedDict", "not a ToolCallFormat"),
+        ("pathlib:PurePath.parts", "not a ToolCallFormat"),
         ("kestrl.formats:WrittenCall", "without arguments"),
     ],
 )
@@ -200,7 +200,7 @@ def reading(name: str, text: str, *, cut: bool = False) -> Turn:
     ("name", "text", "told"),
     [
         ("qwen_xml", "<tool_call>{}</tool_call>", "<function=...>"),
-        ("qwen_xml", "<tool_call><function=search>hm</function></tool_call>", "no <parameter"),
+        ("qwen_xml", "<tool_call><function=search>hm</function></tool_call>", "not <parameter"),
         (
             "qwen_xml",
             "<tool_call><function=search><parameter=a>1</parameter><parameter=a>2</parameter></function></tool_call>",
@@ -208,18 +208,18 @@ def reading(name: str, text: str, *, cut: bool = False) -> Turn:
         ),
         ("llama3_json", '{"name": "search", "parameters": {', "Expecting"),
         ("llama3_json", '{"name": "search", "parameters": 5}', '"parameters" is not a JSON object'),
-        ("llama3_json", "<|python_tag|>search(1)", "no JSON object"),
+        ("llama3_json", "<|python_tag|>search(1)", "not a JSON object"),
         ("mistral", "[TOOL_CALLS]", "Expecting value"),
         ("mistral", "[TOOL_CALLS][]", "empty"),
         ("mistral", "[TOOL_CALLS]search[ARGS]{", "Expecting"),
         ("mistral", "[TOOL_CALLS][ARGS]{}", "no name"),
         ("harmony", "<|channel|>commentary to=functions.search<|message|>{'a'}<|call|>", "Expecting"),
-        ("pythonic", "[search(word=)]", "no list of calls"),
+        ("pythonic", "[search(word=)]", "not a list of calls"),
         ("pythonic", "[search('a')]", "by name"),
-        ("pythonic", "[search(word=open('/etc/passwd').read())]", "no literals"),
-        ("pythonic", "[search(word=1e999)]", "no literals"),
+        ("pythonic", "[search(word=open('/etc/passwd').read())]", "not literals"),
+        ("pythonic", "[search(word=1e999)]", "not literals"),
         ("pythonic", "<|tool_call_start|>[]<|tool_call_end|>", "empty"),
-        ("pythonic", "[search(word='a'), 5]", "no call"),
+        ("pythonic", "[search(word='a'), 5]", "not a call"),
     ],
 )
 def test_what_cannot_be_read_says_why(name: str, text: str, told: str) -> None:

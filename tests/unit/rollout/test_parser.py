@@ -99,7 +99,7 @@ def test_reasoning_keeps_its_sampled_tokens(load: Callable[..., Any]) -> None:
     [
         ("", "Expecting value"),
         ("{'name': 'search'}", "Expecting property name"),
-        ("[1]", "no JSON object"),
+        ("[1]", "not a JSON object"),
         ('{"arguments": {}}', 'no "name"'),
         ('{"name": 5}', 'no "name"'),
         ('{"name": "search", "arguments": "x"}', '"arguments" is not a JSON object'),

@@ -1,5 +1,4 @@
-"""Clusters for tests, and what tests may ask of them. A test that asks for what there is not is skipped, and told
-why."""
+"""Cluster fixtures. A test that needs a capability that is missing is skipped, with the reason."""
 
 from __future__ import annotations
 
@@ -45,7 +44,7 @@ def cluster() -> Iterator[Cluster]:
 
 @pytest.fixture(scope="session")
 def control_plane(request: pytest.FixtureRequest) -> Iterator[Cluster]:
-    """A cluster for objects: the one with a node, where another test of this session needs that anyhow."""
+    """A cluster for objects: the one with a node, if another test of this session needs that anyway."""
     if any("cluster" in getattr(item, "fixturenames", ()) for item in request.session.items):
         yield request.getfixturevalue("cluster")
         return
@@ -55,20 +54,20 @@ def control_plane(request: pytest.FixtureRequest) -> Iterator[Cluster]:
 
 @pytest.fixture(scope="session")
 def fake_nodes(control_plane: Cluster) -> Cluster:
-    """The cluster for objects, if it can be given nodes that do not exist, by its `fake_nodes`."""
+    """The cluster for objects, if it supports `fake_nodes`."""
     return _offering(control_plane, Capability.FAKE_NODES)
 
 
 @pytest.fixture
 def namespace(cluster: Cluster) -> Iterator[str]:
-    """A namespace of the test's own, whose pods find the checkout in place."""
+    """A namespace of the test's own, whose pods have the checkout mounted."""
     with cluster.namespace() as name:
         yield name
 
 
 @pytest.fixture(scope="session")
 def fake_devices(cluster: Cluster) -> Iterator[Cluster]:
-    """The cluster, its node with four GPUs of NVIDIA and eight NPUs of Huawei that do not exist."""
+    """The cluster with four fake NVIDIA GPUs and eight fake Huawei NPUs."""
     _offering(cluster, Capability.FAKE_DEVICES).add_devices(NVIDIA, ASCEND)
     yield cluster
     cluster.remove_devices()
@@ -76,7 +75,7 @@ def fake_devices(cluster: Cluster) -> Iterator[Cluster]:
 
 @pytest.fixture(scope="session")
 def host_paths(cluster: Cluster) -> Cluster:
-    """The cluster, if its pods find the checkout in place."""
+    """The cluster, if its pods have the checkout mounted."""
     return _offering(cluster, Capability.HOST_PATHS)
 
 
@@ -88,14 +87,14 @@ def pod_routes(cluster: Cluster) -> Cluster:
 
 @pytest.fixture
 def daemons(cluster: Cluster) -> Iterator[Cluster]:
-    """The cluster, if its own daemons can be troubled; they run again after the test."""
+    """The cluster, if its daemons can be disturbed; they run again after the test."""
     yield _offering(cluster, Capability.DAEMONS)
     cluster.node.revive()
 
 
 @pytest.fixture(scope="session")
 def network_policies(cluster: Cluster) -> Iterator[Cluster]:
-    """The cluster, for the rest of the session with its policies enforced."""
+    """The cluster, with its policies enforced for the rest of the session."""
     own = _offering(cluster, Capability.NETWORK_POLICIES).own is not None
     if own:
         cluster.enforce_network_policies()
@@ -106,7 +105,7 @@ def network_policies(cluster: Cluster) -> Iterator[Cluster]:
 
 @pytest.fixture(scope="session")
 def control_plane_with_crd(control_plane: Cluster) -> Cluster:
-    """A cluster that knows AgentRLJobs."""
+    """A cluster with the CRD of AgentRLJob."""
     control_plane.kubectl("apply", "--server-side", "--force-conflicts", "-f", str(CRD))
     control_plane.kubectl("wait", "--for=condition=Established", "-f", str(CRD))
     return control_plane
@@ -114,7 +113,7 @@ def control_plane_with_crd(control_plane: Cluster) -> Cluster:
 
 @pytest.fixture(scope="session")
 def store(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
-    """A real S3 server beside the cluster, which pods reach."""
+    """A real S3 server beside the cluster that pods reach."""
     _offering(cluster, Capability.HOST_ADDRESS)
     with serving_s3(tmp_path_factory.mktemp("s3"), host=cluster.host_address) as server:
         yield server
@@ -131,7 +130,7 @@ def installation(
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """A failed test tells what was in its namespace."""
+    """Adds a description of the namespace to the report of a failed test."""
     report = yield
     namespace, cluster = (getattr(item, "funcargs", {}).get(name) for name in ("namespace", "cluster"))
     if report.failed and report.when == "call" and namespace and cluster:

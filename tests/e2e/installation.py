@@ -1,4 +1,4 @@
-"""KestRL as a person installs it: the chart, with an S3 server beside the cluster for its runs."""
+"""KestRL installed by its chart, with an S3 server beside the cluster for its runs."""
 
 from __future__ import annotations
 
@@ -70,17 +70,17 @@ def put(place: Object, path: list[str], value: Any) -> None:
 
 @dataclass(frozen=True)
 class Installation:
-    """The chart's release, and where jobs of tests go."""
+    """The chart's release, and namespaces for jobs of tests."""
 
     cluster: Cluster
     store: S3Server
     bucket: S3Store
     values: Path
-    """A file of the chart's values."""
+    """File with the chart's values."""
 
     def install(self) -> None:
         """`helm upgrade --install`, until all of the operator's pods are ready."""
-        # Another test may have applied the CRD by hand, as a person may.
+        # Another test may have applied the CRD by hand, as users may.
         options = [
             f"--namespace={SYSTEM}",
             f"--values={self.values}",
@@ -97,7 +97,7 @@ class Installation:
         return self.cluster.list("pods", SYSTEM, "app.kubernetes.io/name=kestrl-operator")
 
     def leader(self) -> str:
-        """The name of the operator's pod that leads."""
+        """The name of the leading operator pod."""
         return self.cluster.get("lease", f"{RELEASE}-operator", SYSTEM)["spec"].get("holderIdentity", "")
 
     @contextmanager
@@ -114,7 +114,7 @@ class Installation:
         return self.cluster.get(JOB, name, namespace)
 
     def wait(self, name: str, namespace: str, holds: Callable[[Object], object], seconds: float) -> Object:
-        """The job, once something holds for it; it fails at once where the job has failed."""
+        """Waits until a condition holds for a job; returns the job. Raises at once if the job has failed."""
 
         def seen(found: Object) -> bool:
             if holds(found):
@@ -137,7 +137,7 @@ def credentials(store: S3Server, namespace: str) -> Object:
 
 
 def condition(job: Mapping[str, Any], kind: str) -> tuple[str, str, str]:
-    """Status, reason and message of a condition; what was never written is Unknown."""
+    """Status, reason and message of a condition; Unknown if it was never written."""
     for item in job.get("status", {}).get("conditions", ()):
         if item["type"] == kind:
             return item["status"], item["reason"], item.get("message", "")
@@ -153,22 +153,22 @@ def at_step(least: int) -> Callable[[Object], bool]:
 
 
 def summary(installation: Installation, job: Object) -> Object:
-    """What the learner wrote at the end of its run."""
+    """The summary that the learner wrote at the end of its run."""
     run = f"{job['metadata']['name']}-{job['metadata']['uid'].partition('-')[0]}"
     content: Object = json.loads(bytes(obstore.get(installation.bucket, f"e2e/{run}/summary.json").bytes()))
     return content
 
 
 def stored(installation: Installation, job: str) -> list[str]:
-    """What lies in object storage of a job's run."""
+    """The objects of a job's run in object storage."""
     paths = [item["path"] for page in obstore.list(installation.bucket, "e2e") for item in page]
     return [path for path in paths if path.startswith(f"e2e/{job}-")]
 
 
 def values(cluster: Cluster, store: S3Server) -> Object:
-    """The chart's values for pods that run what the cluster has, and whose policies let them reach the store.
+    """The chart's values for pods that run the cluster's images, and whose policies allow the store.
 
-    Engines and learners run the checkout's environment: their images take torch's own index, or gigabytes.
+    Engines and learners run the checkout's environment: their images need torch's own index, or gigabytes.
     """
     image = cluster.image
     return {
@@ -179,7 +179,7 @@ def values(cluster: Cluster, store: S3Server) -> Object:
                 **{name: cluster.image_of(name) for name in ("agent", "rollout", "tools", "judge")},
                 "pullPolicy": "Never",
             },
-            # The drivers of devices that do not exist are nowhere; a folder that every node has stands for theirs.
+            # The drivers of fake devices do not exist; a folder that every node has stands for them.
             "accelerators": {"ascend": {"hostMounts": [{"path": "/opt"}]}},
             "egressPorts": [store.ports["proxy"]],
             "storage": {"uri": f"s3://{BUCKET}/e2e", "secret": STORE_SECRET},
@@ -190,7 +190,7 @@ def values(cluster: Cluster, store: S3Server) -> Object:
 
 @contextmanager
 def installed(cluster: Cluster, store: S3Server, folder: Path) -> Generator[Installation]:
-    """An installation; uninstalled with the block."""
+    """An installation, which is uninstalled with the block."""
     path = folder / f"values-{uuid4().hex[:6]}.json"
     path.write_text(json.dumps(values(cluster, store)))
     cluster.apply(

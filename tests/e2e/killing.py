@@ -1,7 +1,7 @@
-"""A seeded killer on a cluster: every component of a job, and the operator that leads, killed at named moments, by
+"""A seeded chaos test on a cluster: every component of a job, and the leading operator, is killed at named moments, by
 SIGKILL or with its pod.
 
-It kills as an outage would: a program by its processes on the node, a pod by force, without a word to anybody before.
+It kills like an outage: a program by its processes on the node, a pod by force, without a termination period.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from .installation import SYSTEM, Installation
 Object = dict[str, Any]
 OPERATOR = "operator"
 VICTIMS = ("learner", "engine", "inference", "rollout", "tools", "judge", OPERATOR)
-"""Containers of a job, by the roles they have, and the pod that leads."""
+"""Containers of a job, by their roles, and the leading operator pod."""
 DAEMONS = ("kube-apiserver", "kube-controller-manager", "etcd", "kubelet")
-"""Of the cluster itself."""
+"""Daemons of the cluster."""
 BACK_SECONDS = 240.0
-"""A program that was killed often waits for kubelet's back-off: 10 s, doubled each time."""
+"""A killed program often waits for the kubelet's back-off: 10 s, doubled each time."""
 
 
 class Moment(StrEnum):
-    """Where in a job's life."""
+    """Moments in a job's life."""
 
     STARTING = "starting"
     TRAINING = "training"
@@ -36,7 +36,7 @@ class Moment(StrEnum):
 
 
 class Manner(StrEnum):
-    """How."""
+    """Ways to kill."""
 
     SIGKILL = "SIGKILL"
     POD = "pod deleted by force"
@@ -44,7 +44,7 @@ class Manner(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Kill:
-    """One to come, or one that was."""
+    """A kill, planned or done."""
 
     victim: str
     moment: Moment
@@ -52,8 +52,8 @@ class Kill:
 
 
 def schedule(seed: int, *, rounds: int) -> dict[Moment, list[Kill]]:
-    """Every victim at the start, at the drain and at the end, and `rounds` times in training; order and manner are
-    drawn."""
+    """Every victim at the start, at the drain and at the end, and `rounds` times in training, in random order and
+    manner."""
     chance = random.Random(seed)
 
     def shuffled(moment: Moment) -> list[Kill]:
@@ -67,7 +67,7 @@ def schedule(seed: int, *, rounds: int) -> dict[Moment, list[Kill]]:
 
 @dataclass
 class Killer:
-    """Carries a schedule out on one job."""
+    """Carries out a schedule on one job."""
 
     installation: Installation
     job: str
@@ -90,7 +90,7 @@ class Killer:
         return struck
 
     def _strike(self, kill: Kill, pod: str, program: str) -> bool:
-        """Whether there was something to kill: it may have gone by itself a moment ago."""
+        """Kills a program or its pod; False if it had ended by itself a moment before."""
         cluster = self.installation.cluster
         if kill.manner is Manner.SIGKILL:
             return cluster.node.kill_container(program) > 0

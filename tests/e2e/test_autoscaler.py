@@ -1,4 +1,4 @@
-"""A job's workers in the hands of Kubernetes' own autoscaler."""
+"""A job's workers, scaled by Kubernetes' own autoscaler."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
 
 def autoscaler(least: int, most: int) -> dict[str, Any]:
-    """As docs/operations.md has it."""
+    """The autoscaler of docs/operations.md."""
     cpu = {"name": "cpu", "target": {"type": "Utilization", "averageUtilization": 70}}
     return {
         "apiVersion": "autoscaling/v2",
@@ -28,10 +28,10 @@ def autoscaler(least: int, most: int) -> dict[str, Any]:
 
 
 def test_an_autoscaler_scales_a_jobs_workers_and_the_operator_lets_it(installation: Installation) -> None:
-    """There are no metrics here, so it moves by its bounds; that it asked for those of the workers' pods shows that it
-    found them."""
+    """There are no metrics here, so only its bounds change the count; that it requests metrics of the workers' pods
+    shows that it finds them."""
     cluster = installation.cluster
-    # Engines that never start: what is looked at is how many workers there are.
+    # Engines that never start: only the number of workers matters here.
     job = small("elastic", inference__accelerator={"profile": "nvidia", "count": 64}, rollout__replicas=None)
     with installation.place("elastic") as namespace:
 

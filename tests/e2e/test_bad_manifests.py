@@ -1,5 +1,4 @@
-"""Bad manifests: each is refused at admission with a sentence, or gets a condition that names the field and the mend.
-Never silence."""
+"""Bad manifests: each is refused at admission with a message, or gets a condition that names the field and the fix."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ class Bad(NamedTuple):
     """Its path below `spec`, with `__` between the parts."""
     value: Any
     text: str
-    """What the answer must hold."""
+    """A part of the expected answer."""
 
 
 AT_ADMISSION = [
@@ -141,7 +140,7 @@ def test_a_name_that_no_service_can_have_is_refused(name: str, text: str, contro
 
 @pytest.mark.timeout(120)
 def test_errors_found_by_the_operator_become_conditions(installation: Installation) -> None:
-    """All at once: a bad job never stands in the way of another."""
+    """All at once: a bad job never blocks another."""
     cluster = installation.cluster
     with installation.place("bad") as namespace:
         cluster.apply(

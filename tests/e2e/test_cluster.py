@@ -1,4 +1,4 @@
-"""The harness itself: what the other tests of a real Kubernetes rely on."""
+"""The harness itself, on which the other tests of a real Kubernetes rely."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ FETCH = "import sys, urllib.request as u; print(*(u.urlopen(url, timeout=3).stat
 
 
 def pod(cluster: Cluster, name: str, *command: str, **more: Any) -> dict[str, Any]:
-    """A pod as confined as the project's own."""
+    """A pod as restricted as the project's own."""
     container = {
         "name": "main",
         "image": cluster.image,
@@ -66,7 +66,7 @@ def pod(cluster: Cluster, name: str, *command: str, **more: Any) -> dict[str, An
 
 
 def output(cluster: Cluster, namespace: str, made: dict[str, Any]) -> str:
-    """What a pod writes until it ends well."""
+    """The output of a pod that succeeds."""
     name = made["metadata"]["name"]
     cluster.apply(made, namespace)
     ended = cluster.wait_ended(name, namespace)
@@ -91,7 +91,7 @@ def server(cluster: Cluster, namespace: str) -> str:
         cluster.wait_ready(name, namespace)
 
     def served() -> bool:
-        try:  # by another pod, for one that asks itself by its Service needs a network that sends packets back where they came from
+        try:  # by another pod: a pod that calls itself by its Service needs a network with hairpin routing
             return cluster.exec("asking", "python", "-c", FETCH, "http://server/", namespace=namespace) == "200\n"
         except CommandFailed as error:
             if "urlopen error" not in error.complaint:
@@ -104,7 +104,7 @@ def server(cluster: Cluster, namespace: str) -> str:
 
 @pytest.fixture
 def on_host(pod_routes: Cluster) -> Iterator[str]:
-    """The address of an HTTP server in this very process."""
+    """The address of an HTTP server in this process."""
 
     class Greeting(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -281,7 +281,7 @@ def test_devices_are_given_to_pods_and_never_twice(fake_devices: Cluster, namesp
     holder = pod(fake_devices, "holder", "python", "-c", f"{code}; import time; time.sleep(600)", container=limits)
     fake_devices.apply(holder, namespace)
     fake_devices.wait_ready("holder", namespace)
-    eventually("it tells its devices", lambda: fake_devices.logs("holder", namespace) != "", 10)
+    eventually("it prints its devices", lambda: fake_devices.logs("holder", namespace) != "", 10)
     gpus, npus = fake_devices.logs("holder", namespace).split()
     assert len(set(gpus.split(","))) == NVIDIA.count - 1
     assert npus.startswith("Ascend910-")
@@ -372,7 +372,7 @@ def test_fake_nodes_run_fake_pods(fake_nodes: Cluster) -> None:
 
 
 def remains(node: Node, net: int, pids: list[int]) -> list[str]:
-    """What a cluster that is gone left on this machine."""
+    """The remains of a deleted cluster on this machine."""
     found = [str(root / f"e2e-{node.folder.name}") for root in hierarchies()]
     found += [str(node.folder), f"/sys/class/net/kestrl{net}", *(f"/proc/{pid}" for pid in pids)]
     routes = subprocess.run(["ip", "route"], capture_output=True, text=True, check=True).stdout
@@ -382,7 +382,7 @@ def remains(node: Node, net: int, pids: list[int]) -> list[str]:
 
 
 def inside(node: Node) -> list[int]:
-    """Pids of everything in the node's namespaces, and of what waits for it outside."""
+    """Pids of everything in the node's namespaces, and of the processes that wait for it outside."""
     state = node.state
     mine = Path(f"/proc/{state.first.pid}/ns/pid").readlink()
     found = [state.keeper.pid, *(daemon.process.pid for daemon in state.daemons.values())]
@@ -392,7 +392,7 @@ def inside(node: Node) -> list[int]:
                 if (process / "ns" / "pid").readlink() == mine:
                     found.append(int(process.name))
             except OSError:
-                continue  # it has ended, or is not for anybody to look at
+                continue  # it has ended, or may not be read
     return found
 
 
@@ -417,12 +417,12 @@ def test_a_second_cluster_beside_the_first_leaves_nothing_behind(daemons: Cluste
 
 def test_a_cluster_bound_to_a_process_ends_with_it(tmp_path: Path) -> None:
     usable_kit()
-    name = f"leashed-{os.getpid()}"
+    name = f"bound-{os.getpid()}"
     code = f"""
 import os, signal
 from tests.e2e.cluster.choice import usable_kit
 from tests.e2e.cluster.up import bring_up
-bring_up(usable_kit(), name={name!r}, control_plane_only=True, leashed=True)
+bring_up(usable_kit(), name={name!r}, control_plane_only=True, ends_with_parent=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
     subprocess.run([sys.executable, "-c", code], cwd=layouts.CHECKOUT, check=False)

@@ -1,4 +1,4 @@
-"""Accelerators that do not exist, offered by device plugins that do: pods ask for them and get their environment."""
+"""Fake accelerators, offered by real device plugins: pods request them and get their environment."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ IDLE = ["python", "-c", "import signal; signal.pause()"]
 
 
 def idle(*roles: str) -> list[dict[str, Any]]:
-    """Patches that keep containers quiet: what runs in them needs a device that is one."""
+    """Patches that keep containers idle: their programs need a real device."""
     named = {"inference": "engine"}
     quiet = {"command": IDLE, "args": [], "startupProbe": None, "readinessProbe": None, "livenessProbe": None}
     return [

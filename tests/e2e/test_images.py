@@ -1,4 +1,4 @@
-"""The images of `Dockerfiles/`, as pods of a job and of the operator run them."""
+"""The images of `Dockerfiles/`, as run by pods of a job and of the operator."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ OURS = {"agent": "inference", "rollout": "rollout", "tools": "tools", "judge": "
 
 @pytest.mark.timeout(600)
 def test_a_job_runs_in_the_images_of_this_checkout(installation: Installation) -> None:
-    """Not in the environment of whoever develops it: what an image lacks is missing here, too."""
+    """Without the developer's environment: what is missing in an image is missing here, too."""
     cluster = installation.cluster
     if not cluster.built:
         pytest.skip("no images were built: KESTRL_E2E_IMAGES names no archive of tests/e2e/kit/images")

@@ -1,4 +1,4 @@
-"""From inside the pod that runs untrusted tools: nothing but names, and whoever calls it."""
+"""Connections from inside the pod that runs untrusted tools: only DNS, and its callers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ print(json.dumps([reaches(*target.rsplit(":", 1)) for target in sys.argv[1:]]))
 
 
 def reached(cluster: Cluster, namespace: str, role: str, *targets: str) -> list[bool]:
-    """Which of these a role's pod can open a connection to."""
+    """Targets that a role's pod can connect to."""
     pod = cluster.list("pods", namespace, f"kestrl.dev/role={role}")[0]["metadata"]["name"]
     return json.loads(cluster.exec(pod, "python", "-c", REACH, *targets, namespace=namespace, container=role))
 

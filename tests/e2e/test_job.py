@@ -1,5 +1,4 @@
-"""A job on a real cluster from `helm install` to its adapter in object storage, through everything that may befall it
-on the way."""
+"""A job on a real cluster, from `helm install` to its adapter in object storage, through all disruptions on the way."""
 
 from __future__ import annotations
 
@@ -52,8 +51,8 @@ def test_a_job_whose_newest_spec_is_refused_is_suspended_resumed_and_ends(instal
 
 @pytest.mark.timeout(1200)
 def test_a_job_suspends_resumes_and_ends_under_disruptions(installation: Installation) -> None:
-    """Scaled, deprived of every one of its pods, of the operator's leader and of the apiserver, suspended and resumed:
-    it succeeds, and trains every step once."""
+    """Scaled, without every one of its pods, the leading operator and the API server in turn, suspended and resumed: it
+    succeeds, and trains every step once."""
     cluster = installation.cluster
     with installation.place() as namespace:
         cluster.apply(small("story", schedule__maxSteps=8, rollout__replicas=2), namespace)
@@ -89,9 +88,9 @@ def test_a_job_suspends_resumes_and_ends_under_disruptions(installation: Install
         suspended = installation.wait("story", namespace, is_true("Suspended"), 240)
         step = suspended["status"]["progress"]["step"]
         assert condition(suspended, "CheckpointDurable") == ("True", "Confirmed", f"step {step}")
-        over = {"Succeeded", "Failed"}  # a pod whose programs have ended may be an object for a moment longer
+        over = {"Succeeded", "Failed"}  # a pod whose programs have ended may exist for a moment longer
         assert {pod["status"]["phase"] for pod in cluster.list("pods", namespace)} <= over
-        assert condition(suspended, "PolicyConverged")[0] == "Unknown", "nobody serves a policy now"
+        assert condition(suspended, "PolicyConverged")[0] == "Unknown", "no engine serves a policy now"
 
         cluster.patch(JOB, "story", {"spec": {"suspend": False}}, namespace)
         resumed = installation.wait("story", namespace, is_true("Ready"), 300)
@@ -116,7 +115,7 @@ def test_a_job_suspends_resumes_and_ends_under_disruptions(installation: Install
 
 
 def cluster_refuses(installation: Installation, namespace: str, change: dict[str, Any]) -> str:
-    """What kubectl says of a change that is not allowed."""
+    """kubectl's message for a change that is not allowed."""
     with pytest.raises(CommandFailed) as refused:
         installation.cluster.patch(JOB, "story", change, namespace)
     return str(refused.value)
@@ -125,7 +124,7 @@ def cluster_refuses(installation: Installation, namespace: str, change: dict[str
 @pytest.mark.long
 @pytest.mark.timeout(1800)
 def test_the_quickstart_trains_on_a_cluster_as_it_does_on_one_machine(installation: Installation) -> None:
-    """The same file that `kestrl run` takes: two engines, two workers; the reward rises and the adapter is stored."""
+    """With the same file as `kestrl run`: two engines, two workers; the reward rises and the adapter is stored."""
     with installation.place() as namespace:
         installation.cluster.apply(quickstart(rollout__replicas=2), namespace)
         done = installation.wait("email-search", namespace, is_true("Succeeded"), 1500)

@@ -1,5 +1,5 @@
-"""Every component of a job killed at every moment of its life, the operator and the cluster's own daemons too: it
-succeeds, and its ledger adds up."""
+"""Every component of a job, the operator and the cluster's daemons killed at every moment of a job's life: the job
+succeeds, and its ledger is complete."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ from .killing import DAEMONS, VICTIMS, Killer, Moment, schedule
 pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.slow, pytest.mark.timeout(2400)]
 SEED, ROUNDS = int(os.environ.get("KESTRL_KILL_SEED", "7")), int(os.environ.get("KESTRL_KILL_ROUNDS", "2"))
 STEPS = 30 * ROUNDS
-"""More than there are kills: the job trains on while the next is made ready."""
+"""More than there are kills: the job trains while the next one is prepared."""
 GROUPS = 4
-"""Of a step."""
+"""Groups per step."""
 FROZEN_SECONDS = 20.0
 REPORT = os.environ.get("KESTRL_KILLED_REPORT", "")
-"""A file for what was done and seen."""
+"""A file for the report of kills and results."""
 
 
 def volume_of(cluster: Cluster, job: str, namespace: str) -> Path:
-    """Where the learner's volume lies on this machine."""
+    """The folder of the learner's volume on this machine."""
     claim = cluster.get("persistentvolumeclaim", f"state-{job}-learner-0", namespace)
     volume = cluster.get("persistentvolume", claim["spec"]["volumeName"])
     return Path(volume["spec"]["hostPath"]["path"])
 
 
 def work(folder: Path, copy: Path) -> list[tuple[int, str, int | None, str | None]]:
-    """The ledger's rows; of a copy, as nobody may write into it."""
+    """The ledger's rows, read from a copy so that nothing writes into the original."""
     for path in folder.glob("ledger.db*"):
         shutil.copy(path, copy / path.name)
     with closing(sqlite3.connect(copy / "ledger.db")) as connection:
@@ -54,7 +54,7 @@ def test_a_job_whose_every_component_is_killed_loses_and_repeats_nothing(
         cluster.apply(small("killed", schedule__maxSteps=STEPS), namespace)
 
         def step() -> int:
-            found = installation.wait("killed", namespace, lambda _: True, 60)  # an API server may just have begun
+            found = installation.wait("killed", namespace, lambda _: True, 60)  # an API server may have just started
             return int(found["status"].get("progress", {}).get("step", 0))
 
         def one_more(since: int) -> None:
@@ -73,7 +73,7 @@ def test_a_job_whose_every_component_is_killed_loses_and_repeats_nothing(
             cluster.node.start(name)
             one_more(before)
         cluster.node.freeze("kube-apiserver")
-        time.sleep(FROZEN_SECONDS)  # that nothing answers for so long is what is tried
+        time.sleep(FROZEN_SECONDS)  # the outage itself is the test
         cluster.node.thaw("kube-apiserver")
         one_more(step())
 
@@ -84,7 +84,7 @@ def test_a_job_whose_every_component_is_killed_loses_and_repeats_nothing(
             eventually("another operator leads", lambda: installation.leader() not in {"", cut}, 60)
             one_more(before)
         eventually(
-            "the operator that was cut off hears again, or was started anew",
+            "the disconnected operator receives events again, or was restarted",
             lambda: [has_condition(pod, "Ready") for pod in installation.operators()] == [True, True],
             240,
         )
@@ -133,7 +133,7 @@ def test_a_job_whose_every_component_is_killed_loses_and_repeats_nothing(
 
 
 def released(installation: Installation, namespace: str) -> bool:
-    """Whether the job's pods are let go."""
+    """Whether the job's pods are released."""
     return condition(installation.job("killed", namespace), "Suspended")[0] == "True"
 
 

@@ -1,4 +1,4 @@
-"""What is made of NetworkPolicy objects, without a cluster."""
+"""The nftables rules of NetworkPolicy objects, without a cluster."""
 
 from __future__ import annotations
 

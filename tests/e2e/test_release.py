@@ -1,4 +1,4 @@
-"""The release itself: what helm tells, its test, what an uninstall leaves, and the next install."""
+"""The Helm release: its notes, its test, the remains of an uninstall, and the next install."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_helm_notes_name_the_next_steps_and_the_release_is_valid(installation: I
 @pytest.mark.long
 @pytest.mark.timeout(600)
 def test_helm_test_runs_a_job_to_its_success(installation: Installation) -> None:
-    """In the release's own namespace, by a pod of the operator's image with no right but to make, see and delete a
+    """In the release's own namespace, by a pod of the operator's image whose only right is to create, read and delete a
     job."""
     cluster = installation.cluster
     cluster.apply(credentials(installation.store, SYSTEM))
@@ -34,7 +34,7 @@ def test_helm_test_runs_a_job_to_its_success(installation: Installation) -> None
 
 
 def left(cluster: Cluster) -> set[str]:
-    """All objects of the release, of whatever kind."""
+    """All objects of the release, of any kind."""
     kinds = cluster.kubectl("api-resources", "--verbs=list", "--output=name").split()
     asked = ",".join(kind for kind in kinds if not kind.startswith(("events", "componentstatuses")))
     return set(
@@ -65,4 +65,4 @@ def test_jobs_survive_an_uninstall_until_the_next_install(installation: Installa
             installation.install()
         done = installation.wait("survivor", namespace, is_true("Succeeded"), 300)
         assert done["status"]["shown"]["step"] == "40/40"
-        assert done["status"]["restarts"] == 0, "the next install began the job anew"
+        assert done["status"]["restarts"] == 0, "the next install restarted the job"

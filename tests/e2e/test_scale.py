@@ -1,10 +1,10 @@
-"""A thousand jobs on a real control plane without kubelets: how long until every object of each is there, and what they
-cost at rest.
+"""A thousand jobs on a real control plane without kubelets: the time until every object of each exists, and their cost
+at rest.
 
-Twice. With Kubernetes' own controllers held, there are the apiserver, its etcd and the operator, and what is measured
-is ours; with them running, most of the time on few cores is theirs, for the pods and slices and events that they make
-of our objects. The limit beside it, in the same run: a loop that knows all those objects and applies them, as many at
-once, to as many jobs. KubeRay publishes 258 s for a thousand clusters. What is measured goes to KESTRL_SCALE_REPORT;
+Twice. With Kubernetes' own controllers stopped, only the API server, its etcd and the operator run, and the operator is
+measured. With them running, most of the time on few cores is theirs, for the pods, slices and events that they create.
+The limit in the same run is a loop that knows all these objects and applies them, with the same concurrency, to as many
+jobs. KubeRay publishes 258 s for a thousand clusters. Results are written to KESTRL_SCALE_REPORT;
 docs/measured/scale.json is such a file.
 """
 
@@ -41,11 +41,11 @@ COUNT = int(os.environ.get("KESTRL_SCALE_JOBS", "100"))
 GOAL_MIB, GOAL_REQUESTS = 400, 40
 QUIET_SECONDS, LONGEST_SETTLING = 10.0, 600.0
 REST_SECONDS = 330.0 if COUNT >= 1000 else 90.0
-"""Of a thousand jobs a whole round of audits, of which the fifth looks at everything; in the shorter test there is not
-the time."""
+"""With a thousand jobs a whole round of audits, of which the fifth lists everything; the shorter test has no time for
+that."""
 CONTROLLERS = ("kube-scheduler", "kube-controller-manager")
 PODS = 6
-"""Of the quickstart."""
+"""Pods of the quickstart."""
 Object = dict[str, Any]
 METRICS, HEALTH = "127.0.0.1:19564", "127.0.0.1:19580"
 IMAGES = {
@@ -56,27 +56,27 @@ IMAGES = {
 
 
 class Process:
-    """The operator as a process of this machine, and what it has used."""
+    """The operator as a process of this machine, and the resources it has used."""
 
     def __init__(self, pid: int) -> None:
         self._pid = pid
 
     def cpu(self) -> float:
-        """Seconds, user and system."""
+        """CPU seconds, user and system."""
         fields = Path(f"/proc/{self._pid}/stat").read_text().rpartition(")")[2].split()
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
     def peak(self) -> int:
-        """MiB."""
+        """Peak memory in MiB."""
         status = Path(f"/proc/{self._pid}/status").read_text()
         return int(status.partition("VmHWM:")[2].split()[0]) // 1024
 
     def requests(self) -> int:
-        """To the apiserver, watches aside."""
+        """Requests to the API server, without watches."""
         return self._counted("kestrl_operator_requests_total")
 
     def passes(self) -> int:
-        """Over jobs."""
+        """Passes over jobs."""
         return self._counted("kestrl_operator_reconciles_total")
 
     def _counted(self, metric: str) -> int:
@@ -84,11 +84,11 @@ class Process:
         return int(sum(float(line.rpartition(" ")[2]) for line in text.splitlines() if line.startswith(metric)))
 
     def rest(self) -> None:
-        """Until next to nothing happens any more: the scheduler and the controllers go on long after all pods are
-        made."""
+        """Waits until almost nothing happens any more: the scheduler and the controllers continue long after all pods
+        are created."""
         deadline, before = time.monotonic() + LONGEST_SETTLING, self.passes()
         while time.monotonic() < deadline:
-            time.sleep(QUIET_SECONDS)  # what is awaited is that nothing happens
+            time.sleep(QUIET_SECONDS)  # there is no event to await for nothing happening
             passes = self.passes()
             if passes - before <= COUNT // 100:
                 return
@@ -98,7 +98,7 @@ class Process:
 
 @contextmanager
 def operating(folder: Path) -> Iterator[Process]:
-    """An operator that is ready, of the cluster that KUBECONFIG names."""
+    """A ready operator on the cluster of KUBECONFIG."""
     (folder / "key").write_text("k" * 32)
     config = {
         "jobs": {"images": IMAGES, "storage": {"uri": "s3://nowhere/at-all"}},
@@ -128,12 +128,12 @@ def _await_ready(process: subprocess.Popen[bytes], log: Path) -> None:
         except OSError:
             if process.poll() is not None:
                 break
-            time.sleep(0.2)  # a port opens without an event to wait for
+            time.sleep(0.2)  # there is no event for an open port
     raise RuntimeError(f"the operator is not ready: {log.read_text()[-2000:]}")
 
 
 def jobs(namespace: str) -> Iterator[Object]:
-    """The quickstart so many times; read once, as to read is no part of what is measured."""
+    """The quickstart, many times; it is read once, since reading is not measured."""
     read = quickstart()
     for number in range(COUNT):
         job = copy.deepcopy(read)
@@ -142,22 +142,22 @@ def jobs(namespace: str) -> Iterator[Object]:
 
 
 async def fill(namespace: str) -> float:
-    """Creates the jobs; returns the seconds until every object of each is there."""
+    """Creates the jobs; returns the seconds until every object of each exists."""
     api = Api()
     began = time.monotonic()
     try:
         for job in jobs(namespace):
             await api.create(JOB, job)
         while await count(api, namespace) < COUNT:  # noqa: ASYNC110 - as below
-            await asyncio.sleep(1)  # a list of what is there: to watch it would be to measure ourselves
+            await asyncio.sleep(1)  # polled: a watch would add to what is measured
         return time.monotonic() - began
     finally:
         await api.close()
 
 
 async def fill_barely(namespace: str, config: Config) -> float:
-    """As many jobs' objects, drawn beforehand and applied by nothing but a loop; returns the seconds."""
-    api, drawing = Api(), Manifests(config.jobs, config.key())
+    """Applies the rendered objects of as many jobs in a plain loop; returns the seconds."""
+    api, manifests = Api(), Manifests(config.jobs, config.key())
     began = time.monotonic()
 
     async def one(job: Object) -> None:
@@ -165,7 +165,7 @@ async def fill_barely(namespace: str, config: Config) -> float:
             made = await api.create(JOB, job)
             key, uid = Key(namespace, job["metadata"]["name"]), made["metadata"]["uid"]
             running = Decision(stage=Stage.RUNNING, parked=False)
-            for item in drawing.objects(key, uid, drawing.read(key, made), running):
+            for item in manifests.objects(key, uid, manifests.read(key, made), running):
                 await api.apply(item)
 
     slots = asyncio.Semaphore(config.workers)
@@ -177,13 +177,13 @@ async def fill_barely(namespace: str, config: Config) -> float:
 
 
 async def count(api: Api, namespace: str) -> int:
-    """Learners' StatefulSets: of a job's objects they are applied last."""
+    """Number of learners' StatefulSets, which are applied last."""
     label = "app.kubernetes.io/component=learner"
     return len([mark async for mark in api.marks(STATEFUL_SET, namespace, labels=label)])
 
 
 async def settled(namespace: str) -> None:
-    """Until every pod is made and every status tells of it."""
+    """Waits until every pod is created and every status is written."""
     api = Api()
     try:
         while True:
@@ -198,7 +198,7 @@ async def settled(namespace: str) -> None:
 
 @contextmanager
 def places(cluster: Cluster, *names: str) -> Iterator[None]:
-    """Namespaces that go with what is in them."""
+    """Namespaces, which are deleted with their objects."""
     for name in names:
         cluster.kubectl("create", "namespace", name)
     try:
@@ -210,7 +210,7 @@ def places(cluster: Cluster, *names: str) -> Iterator[None]:
 
 @contextmanager
 def held(cluster: Cluster) -> Iterator[None]:
-    """Kubernetes' own controllers make nothing of what is applied."""
+    """Stops Kubernetes' own controllers."""
     for name in CONTROLLERS:
         cluster.node.stop(name)
     try:
@@ -221,10 +221,9 @@ def held(cluster: Cluster) -> Iterator[None]:
 
 @pytest.fixture
 def by_token(control_plane_with_crd: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cluster:
-    """The control plane, which the operator and the loop beside it speak to as a pod does: with a service account's
-    token.
+    """The control plane, called by the operator and the loop beside it with a service account's token, as from a pod.
 
-    (An administrator's certificate is verified at each request, for a fifteenth of all that an apiserver does here.)
+    (An administrator's certificate is verified at each request, which takes a fifteenth of the API server's time here.)
     """
     cluster, name = control_plane_with_crd, f"scale-{secrets.token_hex(4)}"
     cluster.kubectl("create", "serviceaccount", name, "--namespace=default")
@@ -242,7 +241,7 @@ def by_token(control_plane_with_crd: Cluster, tmp_path: Path, monkeypatch: pytes
 
 
 def compared(seconds: float, bare: float, cpu: float, requests: int) -> dict[str, Any]:
-    """What is measured in both situations."""
+    """The results measured in both situations."""
     return {
         "jobs": COUNT,
         "seconds": round(seconds, 1),
@@ -254,7 +253,7 @@ def compared(seconds: float, bare: float, cpu: float, requests: int) -> dict[str
 
 
 def report(situation: str, measured: dict[str, Any]) -> None:
-    print(json.dumps({situation: measured}))  # noqa: T201 - shown where a person asks for it with -s
+    print(json.dumps({situation: measured}))  # noqa: T201 - printed for a person who runs the test with -s
     wanted = os.environ.get("KESTRL_SCALE_REPORT")
     if wanted:
         file = Path(wanted)
@@ -287,7 +286,7 @@ def test_many_jobs_cost_next_to_nothing_at_rest(by_token: Cluster, tmp_path: Pat
             asyncio.run(settled("scale"))
             operator.rest()
             resting = operator.cpu()
-            time.sleep(REST_SECONDS)  # what is measured is that nothing happens
+            time.sleep(REST_SECONDS)  # there is no event to await for nothing happening
             idle = (operator.cpu() - resting) / REST_SECONDS
             peak = operator.peak()
         bare = asyncio.run(fill_barely("scale-bare", read_config(tmp_path / "operator.yaml")))

@@ -22,7 +22,7 @@ from kestrl_operator.cluster import GRPC_PORT, HTTP_PORT, METRICS_PORT, Cluster,
 from kestrl_operator.conditions import REASONS, Type
 from kestrl_operator.lifecycle import backoff
 from kestrl_operator.render import Given, network, render
-from kestrl_operator.render.patching import HELD
+from kestrl_operator.render.patching import RESERVED_FIELDS
 from kestrl_operator.watch import settings
 
 ROOT = Path(__file__).parents[2]
@@ -227,7 +227,7 @@ def test_backoff_times_are_those_of_the_table() -> None:
 @pytest.mark.parametrize("name", ["operations.md"])
 def test_what_a_patch_may_not_change_is_named(name: str) -> None:
     text = page(name)
-    assert [field for field in HELD if f"`{field}`" not in text] == []
+    assert [field for field in RESERVED_FIELDS if f"`{field}`" not in text] == []
 
 
 def test_arrows_and_ports_are_those_of_the_policies() -> None:

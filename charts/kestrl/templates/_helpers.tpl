@@ -10,12 +10,12 @@
 {{- end -}}
 {{- end }}
 
-{{- /* The operator's name: of its Deployment, its lease and all that goes with them. */}}
+{{- /* The name of the operator's Deployment, lease and other objects. */}}
 {{- define "kestrl.operator" -}}
 {{- printf "%s-operator" (include "kestrl.fullname" .) -}}
 {{- end }}
 
-{{- /* The operator's name for objects that no namespace holds: installs for namespaces of their own may stand side by side. */}}
+{{- /* The name of cluster-scoped objects: several installs, each for some namespaces, may exist. */}}
 {{- define "kestrl.clusterwide" -}}
 {{- if .Values.namespaces -}}
 {{- printf "%s-%s" .Release.Namespace (include "kestrl.operator" .) -}}
@@ -38,7 +38,7 @@
 {{- .Values.operator.existingKeySecret | default (printf "%s-key" (include "kestrl.operator" .)) -}}
 {{- end }}
 
-{{- /* What tells the operator's pods from all others. Jobs' NetworkPolicies let this name in, so no value changes it. */}}
+{{- /* The selector of the operator's pods. Jobs' NetworkPolicies allow this name, so no value changes it. */}}
 {{- define "kestrl.selector" -}}
 app.kubernetes.io/name: kestrl-operator
 app.kubernetes.io/instance: {{ .Release.Name }}
@@ -74,14 +74,14 @@ app.kubernetes.io/name: kestrl-operator
   "workers" .Values.operator.workers | toYaml -}}
 {{- end }}
 
-{{- /* "true" when a monitoring object is to be made: its switch says so, or says nothing and the cluster knows the API. */}}
+{{- /* "true" if a monitoring object is created: it is enabled, or null and the cluster has the API. */}}
 {{- define "kestrl.monitored" -}}
 {{- if kindIs "invalid" .switch -}}
 {{- if .root.Capabilities.APIVersions.Has "monitoring.coreos.com/v1" -}}true{{- end -}}
 {{- else if .switch -}}true{{- end -}}
 {{- end }}
 
-{{- /* Pod Security "restricted", and a root that cannot be written. */}}
+{{- /* Pod Security "restricted", and a read-only root file system. */}}
 {{- define "kestrl.podSecurity" -}}
 runAsNonRoot: true
 runAsUser: 10001
@@ -104,7 +104,7 @@ capabilities:
 {{- end }}
 {{- end }}
 
-{{- /* Where the helm test's job runs: a namespace that the operator looks at. */}}
+{{- /* The namespace of the helm test's job, which the operator must watch. */}}
 {{- define "kestrl.testNamespace" -}}
 {{- if .Values.namespaces -}}
 {{- has .Release.Namespace .Values.namespaces | ternary .Release.Namespace (first .Values.namespaces) -}}
@@ -118,7 +118,7 @@ app.kubernetes.io/name: kestrl-test
 {{ include "kestrl.common" . }}
 {{- end }}
 
-{{- /* Annotations of what the helm test needs: made before its pod, and gone with it. */}}
+{{- /* Annotations of the helm test's objects: created before its pod, and deleted with it. */}}
 {{- define "kestrl.testHook" -}}
 helm.sh/hook: test
 helm.sh/hook-weight: "-1"

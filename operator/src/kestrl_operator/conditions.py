@@ -173,21 +173,21 @@ def joined(
         now: RFC 3339.
     """
     old = {condition.type: condition for condition in before}
-    seen = {item.type: item for item in observed}
-    return [_condition(kind, old.get(kind), seen.get(kind), generation, now) for kind in Type]
+    found = {item.type: item for item in observed}
+    return [_condition(kind, old.get(kind), found.get(kind), generation, now) for kind in Type]
 
 
-def _condition(kind: Type, old: Condition | None, seen: Observation | None, generation: int, now: str) -> Condition:
-    if seen is None:
+def _condition(kind: Type, old: Condition | None, found: Observation | None, generation: int, now: str) -> Condition:
+    if found is None:
         if old is not None:
             return old
-        seen = Observation(type=kind, status=ConditionStatus.UNKNOWN, reason=NOT_OBSERVED, message="not observed yet")
-    since = old.last_transition_time if old is not None and old.status == seen.status else now
+        found = Observation(type=kind, status=ConditionStatus.UNKNOWN, reason=NOT_OBSERVED, message="not observed yet")
+    since = old.last_transition_time if old is not None and old.status == found.status else now
     return Condition(
         type=kind,
-        status=seen.status.value,
-        reason=seen.reason,
-        message=shortened(seen.message, LONGEST_MESSAGE),
+        status=found.status.value,
+        reason=found.reason,
+        message=shortened(found.message, LONGEST_MESSAGE),
         observed_generation=generation,
         last_transition_time=since,
     )

@@ -43,20 +43,20 @@ class MissingPods:
         self._shortages.pop(key, None)
         self._reapplied_at.pop(key, None)
 
-    async def unmade(self, key: Key, seen: Snapshot) -> tuple[float, str] | None:
+    async def not_created(self, key: Key, snapshot: Snapshot) -> tuple[float, str] | None:
         """Since when pods of a running job have not even been created, and why; None if they have been, or if the cause
         is unknown.
 
         Raises:
             ApiProblem: The API server does not list the events.
         """
-        running = seen.job is not None and any(item.replicas for item in seen.workloads.values())
-        if seen.job is None or not running or len(seen.staying) >= sum(replicas(seen.job.spec).values()):
+        running = snapshot.job is not None and any(item.replicas for item in snapshot.workloads.values())
+        if snapshot.job is None or not running or len(snapshot.staying) >= sum(replicas(snapshot.job.spec).values()):
             self._shortages.pop(key, None)
             return None
-        shortage = self._shortages.setdefault(key, Shortage(seen.now, seen.now, ""))
-        if seen.now >= shortage.looked_up + EVENT_LOOKUP_SECONDS:
-            shortage = self._shortages[key] = Shortage(shortage.since, seen.now, await self._why(key))
+        shortage = self._shortages.setdefault(key, Shortage(snapshot.now, snapshot.now, ""))
+        if snapshot.now >= shortage.looked_up + EVENT_LOOKUP_SECONDS:
+            shortage = self._shortages[key] = Shortage(shortage.since, snapshot.now, await self._why(key))
         return (shortage.since, shortage.cause) if shortage.cause else None
 
     async def _why(self, key: Key) -> str:
@@ -67,23 +67,23 @@ class MissingPods:
                 cause = f"{item['involvedObject']['name']}: {item.get('message', '')}"
         return cause
 
-    def seconds_until_reapply(self, key: Key, seen: Snapshot) -> float | None:
+    def seconds_until_reapply(self, key: Key, snapshot: Snapshot) -> float | None:
         """Seconds until all objects are to be applied again because pods do not start; None if pods start."""
-        since = short_of_pods_since(seen)
+        since = short_of_pods_since(snapshot)
         if since is None:
             self._reapplied_at.pop(key, None)
             return None
         last = max(since, self._reapplied_at.get(key, since))
-        return max(0.0, last + max(REAPPLY_SECONDS, last - since) - seen.now)
+        return max(0.0, last + max(REAPPLY_SECONDS, last - since) - snapshot.now)
 
-    def reapplied(self, key: Key, seen: Snapshot) -> None:
+    def reapplied(self, key: Key, snapshot: Snapshot) -> None:
         """Records that all objects are being applied again now."""
-        self._reapplied_at[key] = seen.now
+        self._reapplied_at[key] = snapshot.now
 
-    def waits(self, key: Key, seen: Snapshot) -> Iterator[float]:
+    def waits(self, key: Key, snapshot: Snapshot) -> Iterator[float]:
         """Seconds after which another pass is due without an event."""
         if key in self._shortages:
             yield EVENT_LOOKUP_SECONDS
-        reapplied = self.seconds_until_reapply(key, seen)
+        reapplied = self.seconds_until_reapply(key, snapshot)
         if reapplied is not None:
             yield reapplied

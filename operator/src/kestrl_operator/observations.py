@@ -19,24 +19,24 @@ STALL_FLOOR, STALL_FACTOR = 300.0, 5.0
 recent step."""
 
 
-def observed(seen: Snapshot, decision: Decision) -> Iterator[Observation]:
+def observed(snapshot: Snapshot, decision: Decision) -> Iterator[Observation]:
     """Everything observed in this pass."""
-    if seen.job is None:
-        yield _false(Type.ACCEPTED, "Invalid", seen.problem)
-        if seen.condition(Type.READY)[1] in {"OperatorFailed", QUARANTINED}:
+    if snapshot.job is None:
+        yield _false(Type.ACCEPTED, "Invalid", snapshot.problem)
+        if snapshot.condition(Type.READY)[1] in {"OperatorFailed", QUARANTINED}:
             yield _false(
                 Type.READY, "NotReady", "not Accepted"
             )  # the operator works again: this pass has just found that out
         return
-    spec = seen.job.spec
+    spec = snapshot.job.spec
     made = [
-        *([] if has_ended(seen) else [_accepted(seen)]),  # a job that has ended resolves nothing any more
-        _quota(seen),
-        _suspension(seen, decision),
-        *(_released(seen) if decision.parked else _components(seen, decision, spec)),
-        *_checkpoint(seen.live_report),
-        *_learned(seen.live_report),
-        _success(seen, decision),
+        *([] if has_ended(snapshot) else [_accepted(snapshot)]),  # a job that has ended resolves nothing any more
+        _quota(snapshot),
+        _suspension(snapshot, decision),
+        *(_released(snapshot) if decision.parked else _components(snapshot, decision, spec)),
+        *_checkpoint(snapshot.live_report),
+        *_learned(snapshot.live_report),
+        _success(snapshot, decision),
     ]
     yield from made
     yield _ready(made, decision)
@@ -54,21 +54,23 @@ def _unknown(kind: Type, message: str) -> Observation:
     return Observation(type=kind, status=ConditionStatus.UNKNOWN, reason=NOT_OBSERVED, message=message)
 
 
-def _accepted(seen: Snapshot) -> Observation:
+def _accepted(snapshot: Snapshot) -> Observation:
     """Whether the manifest is valid and everything it names exists; pods resolve those names before their programs
     start.
     """
-    if seen.problem:
+    if snapshot.problem:
         return _false(
-            Type.ACCEPTED, "Invalid", f"{seen.problem}; until that is fixed, the job goes on as it was accepted last"
+            Type.ACCEPTED,
+            "Invalid",
+            f"{snapshot.problem}; until this is fixed, the job continues with the spec accepted last",
         )
-    for pod in seen.staying:
+    for pod in snapshot.staying:
         for item in pod.ended:
             if item.container == "prepare" and _is_missing(item):
                 return _false(Type.ACCEPTED, "Unresolvable", f"{pod.name}: {item.message or item}")
         if "CreateContainerConfigError" in pod.unstartable:
             return _false(Type.ACCEPTED, "Unresolvable", f"{pod.name}: {pod.unstartable}")
-    failure = reported_failure(seen)
+    failure = reported_failure(snapshot)
     if failure is not None and is_input(failure):
         return _false(Type.ACCEPTED, "Unresolvable", f"the learner: {failure.message}")
     return _true(Type.ACCEPTED, "Valid")
@@ -79,31 +81,31 @@ def _is_missing(item: Ended) -> bool:
     return item.code == EXIT_INPUT or "/not_found]" in item.message
 
 
-def _quota(seen: Snapshot) -> Observation:
-    if seen.queue is None:
+def _quota(snapshot: Snapshot) -> Observation:
+    if snapshot.queue is None:
         return _true(Type.QUOTA_RESERVED, "NotQueued")
-    gated = [pod.name for pod in seen.staying if pod.gated]
+    gated = [pod.name for pod in snapshot.staying if pod.gated]
     if gated:
-        return _false(Type.QUOTA_RESERVED, "Waiting", f"{len(gated)} pods wait for queue {seen.queue}")
-    if not seen.present:
-        return _unknown(Type.QUOTA_RESERVED, f"there is no pod that queue {seen.queue} could admit")
+        return _false(Type.QUOTA_RESERVED, "Waiting", f"{len(gated)} pods wait for queue {snapshot.queue}")
+    if not snapshot.present:
+        return _unknown(Type.QUOTA_RESERVED, f"there is no pod that queue {snapshot.queue} could admit")
     return _true(Type.QUOTA_RESERVED, "Admitted")
 
 
-def _suspension(seen: Snapshot, decision: Decision) -> Observation:
+def _suspension(snapshot: Snapshot, decision: Decision) -> Observation:
     if decision.stage is Stage.DRAINING:
         return _false(Type.SUSPENDED, "Draining", "rollouts end and the learner checkpoints")
     if decision.stage is Stage.RELEASING:
-        return _false(Type.SUSPENDED, "Draining", f"{len(seen.present)} pods are going")
+        return _false(Type.SUSPENDED, "Draining", f"{len(snapshot.present)} pods are terminating")
     if decision.stage is Stage.RELEASED:
-        step = seen.status.get("progress", {}).get("step", 0)
-        return _true(Type.SUSPENDED, "Released", f"at step {step}; suspend: false goes on from there")
+        step = snapshot.status.get("progress", {}).get("step", 0)
+        return _true(Type.SUSPENDED, "Released", f"at step {step}; suspend: false resumes from there")
     return _false(Type.SUSPENDED, "Running")
 
 
-def _released(seen: Snapshot) -> Iterator[Observation]:
+def _released(snapshot: Snapshot) -> Iterator[Observation]:
     """Observations for a job whose pods are not to run. No engine serves a policy then, so none has converged."""
-    left = f"{len(seen.present)} pods are going" if seen.present else ""
+    left = f"{len(snapshot.present)} pods are terminating" if snapshot.present else ""
     yield _false(Type.SCHEDULED, "Released", left)
     yield _false(Type.ENGINES_READY, "Released", left)
     yield _unknown(Type.POLICY_CONVERGED, "no engine is to run")
@@ -111,31 +113,33 @@ def _released(seen: Snapshot) -> Iterator[Observation]:
     yield _false(Type.LEARNER_PROGRESSING, "Released")
 
 
-def _components(seen: Snapshot, decision: Decision, spec: JobSpec) -> Iterator[Observation]:
-    yield _scheduled(seen, spec)
-    yield _engines_ready(seen, spec)
-    yield _converged(seen, spec)
-    yield _flowing(seen, decision, spec)
-    yield _progressing(seen, decision)
-    live = seen.live_report
+def _components(snapshot: Snapshot, decision: Decision, spec: JobSpec) -> Iterator[Observation]:
+    yield _scheduled(snapshot, spec)
+    yield _engines_ready(snapshot, spec)
+    yield _converged(snapshot, spec)
+    yield _flowing(snapshot, decision, spec)
+    yield _progressing(snapshot, decision)
+    live = snapshot.live_report
     if live is not None:
         yield from _reward(live)
 
 
-def _scheduled(seen: Snapshot, spec: JobSpec) -> Observation:
+def _scheduled(snapshot: Snapshot, spec: JobSpec) -> Observation:
     wanted = replicas(spec)
-    placed = {role: len([pod for pod in seen.of(role) if pod.scheduled]) for role in wanted}
+    placed = {role: len([pod for pod in snapshot.of(role) if pod.scheduled]) for role in wanted}
     if all(placed[role] >= number for role, number in wanted.items()):
         return _true(Type.SCHEDULED, "PodsScheduled")
-    if seen.unsatisfiable:
-        return _false(Type.SCHEDULED, "Unsatisfiable", seen.unsatisfiable)
-    waiting = [pod for pod in stuck(seen) if not pod.scheduled]
+    if snapshot.unsatisfiable:
+        return _false(Type.SCHEDULED, "Unsatisfiable", snapshot.unsatisfiable)
+    waiting = [pod for pod in stuck(snapshot) if not pod.scheduled]
     why = next((f"{pod.name}: {pod.unscheduled}" for pod in waiting if pod.unscheduled), "")
     found = sum(min(placed[role], number) for role, number in wanted.items())
     return _false(
         Type.SCHEDULED,
         "Pending",
-        why or (seen.unmade[1] if seen.unmade else "") or f"{found} of {sum(wanted.values())} pods have a node",
+        why
+        or (snapshot.not_created[1] if snapshot.not_created else "")
+        or f"{found} of {sum(wanted.values())} pods have a node",
     )
 
 
@@ -150,12 +154,12 @@ def pod_problem(pods: list[Pod]) -> str:
     return ""
 
 
-def _engines_ready(seen: Snapshot, spec: JobSpec) -> Observation:
-    pods, wanted = seen.of(Role.INFERENCE), spec.inference.replicas
+def _engines_ready(snapshot: Snapshot, spec: JobSpec) -> Observation:
+    pods, wanted = snapshot.of(Role.INFERENCE), spec.inference.replicas
     ready = len([pod for pod in pods if pod.ready])
     if ready >= wanted:
         return _true(Type.ENGINES_READY, "AllReady", f"{ready}/{wanted}")
-    wrong = pod_problem(pods) or _unresponsive_engine(seen.live_report)
+    wrong = pod_problem(pods) or _unresponsive_engine(snapshot.live_report)
     if wrong:
         return _false(Type.ENGINES_READY, "Unavailable", f"{ready}/{wanted}; {wrong}")
     return _false(Type.ENGINES_READY, "Starting", f"{ready}/{wanted}")
@@ -167,14 +171,14 @@ def _unresponsive_engine(live: LearnerReport | None) -> str:
     return f"{away[0].name} does not answer {away[0].message}".strip() if away else ""
 
 
-def verified_by_all(seen: Snapshot, spec: JobSpec) -> bool:
+def verified_by_all(snapshot: Snapshot, spec: JobSpec) -> bool:
     """Whether every engine that the job needs has verified the newest version."""
-    live = seen.live_report
+    live = snapshot.live_report
     return live is not None and live.verified >= max(live.report.engines_total, spec.inference.replicas)
 
 
-def _converged(seen: Snapshot, spec: JobSpec) -> Observation:
-    live = seen.live_report
+def _converged(snapshot: Snapshot, spec: JobSpec) -> Observation:
+    live = snapshot.live_report
     if live is None:
         return _unknown(Type.POLICY_CONVERGED, "the learner, which reports it for every engine, does not answer")
     report = live.report
@@ -183,7 +187,7 @@ def _converged(seen: Snapshot, spec: JobSpec) -> Observation:
     newest = live.policy.name if live.policy else "no version yet"
     total = max(report.engines_total, spec.inference.replicas)
     verified = f"{live.verified}/{total} engines have verified {newest}"
-    if verified_by_all(seen, spec):
+    if verified_by_all(snapshot, spec):
         return _true(Type.POLICY_CONVERGED, "AllProved", verified)
     lying = [engine for engine in report.engines if engine.state == "quarantined"]
     if lying:
@@ -192,34 +196,34 @@ def _converged(seen: Snapshot, spec: JobSpec) -> Observation:
     return _false(Type.POLICY_CONVERGED, "Loading", verified)
 
 
-def _flowing(seen: Snapshot, decision: Decision, spec: JobSpec) -> Observation:
-    live = seen.live_report
-    wrong = next(filter(None, (pod_problem(seen.of(role)) for role in (Role.ROLLOUT, Role.TOOLS, Role.JUDGE))), "")
+def _flowing(snapshot: Snapshot, decision: Decision, spec: JobSpec) -> Observation:
+    live = snapshot.live_report
+    wrong = next(filter(None, (pod_problem(snapshot.of(role)) for role in (Role.ROLLOUT, Role.TOOLS, Role.JUDGE))), "")
     if decision.stage is Stage.DRAINING:
         return _false(Type.ROLLOUTS_FLOWING, "Drained")
     if wrong:
         return _false(Type.ROLLOUTS_FLOWING, "Failing", wrong)
-    if live is None and any(pod.ready for pod in seen.of(Role.LEARNER)):
+    if live is None and any(pod.ready for pod in snapshot.of(Role.LEARNER)):
         return _unknown(Type.ROLLOUTS_FLOWING, "the learner, which requests them, does not answer")
     if live is None or live.report.phase == "starting":
         return _false(Type.ROLLOUTS_FLOWING, "Starting")
     if live.report.phase in {*FINAL, "draining"}:
         return _false(Type.ROLLOUTS_FLOWING, "Drained")
     if live.report.workers == 0:
-        ready = len([pod for pod in seen.of(Role.ROLLOUT) if pod.ready])
+        ready = len([pod for pod in snapshot.of(Role.ROLLOUT) if pod.ready])
         return _false(Type.ROLLOUTS_FLOWING, "NoWorker", f"{ready} of {spec.rollout.replicas} workers' pods are ready")
     running, ready = live.report.groups_running, live.report.groups_ready
     return _true(Type.ROLLOUTS_FLOWING, "Flowing", f"{live.report.workers} workers, {running} groups run, {ready} wait")
 
 
-def _progressing(seen: Snapshot, decision: Decision) -> Observation:
-    kind, live = Type.LEARNER_PROGRESSING, seen.live_report
+def _progressing(snapshot: Snapshot, decision: Decision) -> Observation:
+    kind, live = Type.LEARNER_PROGRESSING, snapshot.live_report
     if live is None:
-        wrong = pod_problem(seen.of(Role.LEARNER))
+        wrong = pod_problem(snapshot.of(Role.LEARNER))
         if wrong:
             return _false(kind, "Unavailable", wrong)
-        ready = any(pod.ready for pod in seen.of(Role.LEARNER))
-        why = f": {seen.unreachable}" if seen.unreachable else ""
+        ready = any(pod.ready for pod in snapshot.of(Role.LEARNER))
+        why = f": {snapshot.unreachable}" if snapshot.unreachable else ""
         return _false(kind, "Unavailable", f"it does not answer{why}") if ready else _false(kind, "Starting")
     report = live.report
     if report.phase == "failed":
@@ -229,7 +233,7 @@ def _progressing(seen: Snapshot, decision: Decision) -> Observation:
         return _false(kind, "StorageUnavailable", report.storage_wait)
     if report.phase in {"starting", "suspended"}:
         return _false(kind, "Starting", report.message)
-    quiet = seen.now - live.stepped
+    quiet = snapshot.now - live.stepped
     if report.phase == "training" and quiet > max(STALL_FLOOR, STALL_FACTOR * live.pace):
         why = ", ".join(f"{name} {count} times" for name, count in sorted(report.failures.items()))
         return _false(kind, "Stalled", f"no step for {quiet:.0f} s{': ' if why else ''}{why}")
@@ -282,14 +286,14 @@ def _learned(live: LearnerReport | None) -> Iterator[Observation]:
         yield _false(Type.LEARNED, reason, report.not_learned)
 
 
-def _success(seen: Snapshot, decision: Decision) -> Observation:
+def _success(snapshot: Snapshot, decision: Decision) -> Observation:
     if decision.ended is not None:
         reason, message = decision.ended
         return (_true if reason == "Completed" else _false)(Type.SUCCEEDED, reason, message)
-    if has_ended(seen):
-        status, reason = seen.condition(Type.SUCCEEDED)
+    if has_ended(snapshot):
+        status, reason = snapshot.condition(Type.SUCCEEDED)
         message = next(
-            (item.get("message", "") for item in seen.status["conditions"] if item["type"] == Type.SUCCEEDED), ""
+            (item.get("message", "") for item in snapshot.status["conditions"] if item["type"] == Type.SUCCEEDED), ""
         )
         return Observation(type=Type.SUCCEEDED, status=ConditionStatus(status), reason=reason, message=message)
     return _false(Type.SUCCEEDED, "Running")

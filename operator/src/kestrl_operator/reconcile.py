@@ -18,7 +18,7 @@ from kestrl.plan.components import Role
 from kestrl.spec import AgentRLJob
 from kestrl_operator.accelerators import Node
 from kestrl_operator.api import DEPLOYMENT, JOB, POD, STATEFUL_SET, Api, ApiProblem, Conflict, Gone
-from kestrl_operator.applying import WATCHED_KINDS, Applier, Due
+from kestrl_operator.applier import WATCHED_KINDS, Applier, Due
 from kestrl_operator.cluster import GRPC_PORT, Cluster
 from kestrl_operator.conditions import QUARANTINED, Type
 from kestrl_operator.credentials import derive
@@ -100,39 +100,42 @@ class Reconciler:
             await self._quarantine(key, raw)
             return None
         with self._work_record.on(raw):
-            seen = self._snapshot(key, raw)
-        left = self._store.leftovers(key, seen.uid)
+            snapshot = self._snapshot(key, raw)
+        left = self._store.leftovers(key, snapshot.uid)
         if left:
-            await self._report_leftovers(key, seen, left, since=seconds_of(raw["metadata"].get("creationTimestamp")))
+            await self._report_leftovers(
+                key, snapshot, left, since=seconds_of(raw["metadata"].get("creationTimestamp"))
+            )
             return LEFTOVER_RECHECK_SECONDS
-        if self._awaits_first_report(key, seen):
+        if self._awaits_first_report(key, snapshot):
             return FIRST_REPORT_SECONDS
-        seen = replace(seen, unmade=await self._missing_pods.unmade(key, seen))
+        snapshot = replace(snapshot, not_created=await self._missing_pods.not_created(key, snapshot))
         with self._work_record.on(raw):
-            decision = decide(seen)
-            due = self._due(key, seen, decision)
-        refused = "" if due is None else await self._applier.dry_run(key, seen, due)
+            decision = decide(snapshot)
+            due = self._due(key, snapshot, decision)
+        refused = "" if due is None else await self._applier.dry_run(key, snapshot, due)
         if refused:
             # Nothing of it was written: the job continues with the spec that was accepted last.
             with self._work_record.on(raw):
-                seen = replace(self._snapshot(key, raw, refused), unmade=seen.unmade)
-                decision = decide(seen)
-                due = self._due(key, seen, decision)
+                snapshot = replace(self._snapshot(key, raw, refused), not_created=snapshot.not_created)
+                decision = decide(snapshot)
+                due = self._due(key, snapshot, decision)
         self._memory[key] = decision.memory
         if decision.delete:
-            await self._api.delete(JOB, *key, uid=seen.uid)
+            await self._api.delete(JOB, *key, uid=snapshot.uid)
             return None
-        if not await self._carry_out(key, seen, decision, due):
+        if not await self._carry_out(key, snapshot, decision, due):
             return None
-        seen = replace(
-            seen, problem=seen.problem or self._applier.refused_now(key, seen.uid, seen.generation, seen.now)
+        snapshot = replace(
+            snapshot,
+            problem=snapshot.problem or self._applier.refused_now(key, snapshot.uid, snapshot.generation, snapshot.now),
         )
-        self._follow(key, seen, decision)
+        self._follow(key, snapshot, decision)
         with self._work_record.on(raw):
-            status = without_empties(status_of(seen, decision))
-        if not await self._write_status(key, seen, status):
+            status = without_empties(status_of(snapshot, decision))
+        if not await self._write_status(key, snapshot, status):
             return CONFLICT_RECHECK_SECONDS
-        return self._requeue_after(seen, decision)
+        return self._requeue_after(snapshot, decision)
 
     async def report_failure(self, key: Key, why: str) -> None:
         """Writes into a job's status that a pass over it failed.
@@ -169,8 +172,8 @@ class Reconciler:
         generation = metadata.get("generation", 0)
         why = (
             f"an operator was killed while it worked on generation {generation} of the spec; the job is left as it is "
-            "until its spec changes, any field of it: see the operator's memory limit and log, and report the spec if "
-            "it is a reasonable one"
+            "until a field of its spec changes: see the operator's memory limit and log, and report the spec if it is "
+            "a reasonable one"
         )
         if any(
             item["type"] == Type.READY and item["reason"] == QUARANTINED and item["message"] == why
@@ -181,19 +184,19 @@ class Reconciler:
         await self._write(key, metadata["uid"], before, without_empties(status))
 
     async def _report_leftovers(
-        self, key: Key, seen: Snapshot, left: Collection[Child], *, since: float | None
+        self, key: Key, snapshot: Snapshot, left: Collection[Child], *, since: float | None
     ) -> None:
         """Reports the remaining objects of a deleted job of the same name: they are being deleted, and must not be used
         for this job.
         """
-        if since is not None and seen.now < since + LEFTOVER_SECONDS:
+        if since is not None and snapshot.now < since + LEFTOVER_SECONDS:
             return
         what = ", ".join(sorted(f"{child.kind} {child.name}" for child in left))
         problem = (
             f"another job of this name has left {what}; Kubernetes "
             "deletes them, unless a finalizer blocks that: remove it"
         )
-        waiting = replace(seen, job=None, problem=problem)
+        waiting = replace(snapshot, job=None, problem=problem)
         await self._write_status(key, waiting, without_empties(status_of(waiting, decide(waiting))))
 
     def _snapshot(self, key: Key, raw: Mapping[str, Any], refused: str = "") -> Snapshot:
@@ -247,11 +250,11 @@ class Reconciler:
             known = self._fallbacks[key] = (*made_of, self._manifests.last_accepted(key, raw, kept))
         return known[3]
 
-    async def _carry_out(self, key: Key, seen: Snapshot, decision: Decision, due: Due | None) -> bool:
+    async def _carry_out(self, key: Key, snapshot: Snapshot, decision: Decision, due: Due | None) -> bool:
         """Carries out a decision; False if the job no longer exists."""
         if decision.drain:
             await self._drain(key)
-        if due is not None and not await self._apply(key, seen, decision, due):
+        if due is not None and not await self._apply(key, snapshot, decision, due):
             return False
         if decision.parked:
             await self._park(key)
@@ -259,26 +262,26 @@ class Reconciler:
             await self._api.delete(POD, key.namespace, name, uid=uid)
         return True
 
-    def _due(self, key: Key, seen: Snapshot, decision: Decision) -> Due | None:
+    def _due(self, key: Key, snapshot: Snapshot, decision: Decision) -> Due | None:
         """The objects to apply; None if all are up to date."""
-        if seen.job is None:
+        if snapshot.job is None:
             return None
-        if self._missing_pods.seconds_until_reapply(key, seen) == 0:
-            self._missing_pods.reapplied(key, seen)
+        if self._missing_pods.seconds_until_reapply(key, snapshot) == 0:
+            self._missing_pods.reapplied(key, snapshot)
             self._drifted.add(key)
-        kept: Mapping[str, str] = seen.learner.annotations if seen.learner is not None else {}
-        if seen.problem and ACCEPTED not in kept:
+        kept: Mapping[str, str] = snapshot.learner.annotations if snapshot.learner is not None else {}
+        if snapshot.problem and ACCEPTED not in kept:
             return None  # what was applied stays as it is
-        accepted = kept[ACCEPTED] if seen.problem else self._parsed[key].accepted
+        accepted = kept[ACCEPTED] if snapshot.problem else self._parsed[key].accepted
         wanted = Rendered(
-            seen.uid,
-            seen.generation,
+            snapshot.uid,
+            snapshot.generation,
             decision.parked,
             decision.attempts,
             decision.restarts,
             decision.forgiven,
-            seen.queue,
-            bool(seen.problem),
+            snapshot.queue,
+            bool(snapshot.problem),
         )
         known, standing = self._rendered.get(key), kept.get(RENDERED, "")
         there, untouched = self._store.children(key), key not in self._drifted
@@ -287,10 +290,10 @@ class Reconciler:
             return None
         try:
             objects = self._manifests.objects(
-                key, seen.uid, seen.job, decision, queue=seen.queue, kept=kept, accepted=accepted
+                key, snapshot.uid, snapshot.job, decision, queue=snapshot.queue, kept=kept, accepted=accepted
             )
         except UserInputError:
-            if seen.problem:
+            if snapshot.problem:
                 return None  # the administrator's settings have changed since; `problem` reports the current error
             raise
         digest = objects[-1]["metadata"]["annotations"][RENDERED]
@@ -298,21 +301,21 @@ class Reconciler:
             Child(item["kind"], item["metadata"]["name"]) for item in objects if item["kind"] in WATCHED_KINDS
         )
         self._rendered[key] = wanted._replace(digest=digest, children=children)
-        whole, refusal = untouched and children <= there, self._applier.refusal(key, seen.uid, seen.generation)
-        waits = refusal is not None and refusal.digest == digest and seen.now < refusal.until
+        whole, refusal = untouched and children <= there, self._applier.refusal(key, snapshot.uid, snapshot.generation)
+        waits = refusal is not None and refusal.digest == digest and snapshot.now < refusal.until
         return (
             None
             if waits or (whole and digest == standing)
             else Due(objects, digest, standing, RENDERED in kept, there, whole)
         )
 
-    async def _apply(self, key: Key, seen: Snapshot, decision: Decision, due: Due) -> bool:
+    async def _apply(self, key: Key, snapshot: Snapshot, decision: Decision, due: Due) -> bool:
         """Applies all objects; False if the job no longer exists."""
-        if not due.whole and seen.status and not await self._still_there(key, seen):
+        if not due.whole and snapshot.status and not await self._still_there(key, snapshot):
             return False
         self._drifted.discard(key)
         try:
-            await self._applier.apply(key, seen, decision, due)
+            await self._applier.apply(key, snapshot, decision, due)
         except ApiProblem:
             self._drifted.add(key)
             raise
@@ -327,13 +330,13 @@ class Reconciler:
             log.warning("%s: %s %s is scaled to 0 without its other changes", key, child.kind, child.name)
             await self._api.merge(kind, key.namespace, child.name, {"spec": {"replicas": 0}})
 
-    async def _still_there(self, key: Key, seen: Snapshot) -> bool:
+    async def _still_there(self, key: Key, snapshot: Snapshot) -> bool:
         """Whether the job still exists: after a missed deletion its objects vanish, and must not be created again."""
-        version = self._store.version(seen.uid)
+        version = self._store.version(snapshot.uid)
         try:
-            await self._api.apply_status(key.namespace, key.name, version, seen.status)
+            await self._api.apply_status(key.namespace, key.name, version, snapshot.status)
         except Gone:
-            self._store.drop(key, seen.uid)
+            self._store.drop(key, snapshot.uid)
             self.forget(key)
             return False
         return True
@@ -344,33 +347,33 @@ class Reconciler:
         except KestrlError as error:
             log.warning("%s: the learner did not accept the drain request, which is repeated: %s", key, error)
 
-    def _awaits_first_report(self, key: Key, seen: Snapshot) -> bool:
+    def _awaits_first_report(self, key: Key, snapshot: Snapshot) -> bool:
         """Whether the learner may still send its first report: a process that has just started must not report an
         unreachable learner, nor act on that.
         """
-        if seen.learner is not None and seen.learner.replicas > 0:
-            self._listen(key, seen)
+        if snapshot.learner is not None and snapshot.learner.replicas > 0:
+            self._listen(key, snapshot)
         return self._learner_streams.awaits_first_report(key)
 
-    def _follow(self, key: Key, seen: Snapshot, decision: Decision) -> None:
+    def _follow(self, key: Key, snapshot: Snapshot, decision: Decision) -> None:
         """Follows the learner while it should run."""
         if decision.parked and decision.stage is not Stage.ENDED:
             self._learner_streams.stop(key)
         else:
-            self._listen(key, seen)
+            self._listen(key, snapshot)
 
-    def _listen(self, key: Key, seen: Snapshot) -> None:
-        pods = [pod for pod in seen.of(Role.LEARNER) if pod.phase == "Running" and pod.address]
+    def _listen(self, key: Key, snapshot: Snapshot) -> None:
+        pods = [pod for pod in snapshot.of(Role.LEARNER) if pod.phase == "Running" and pod.address]
         if not pods:
             self._learner_streams.stop(key)
             return
-        token = derive(self._key, seen.uid)[Secret.CONTROLLER_TO_LEARNER.value]
+        token = derive(self._key, snapshot.uid)[Secret.CONTROLLER_TO_LEARNER.value]
         self._learner_streams.want(key, pods[0].uid, f"{pods[0].address}:{GRPC_PORT}", token)
 
-    async def _write_status(self, key: Key, seen: Snapshot, status: Mapping[str, Any]) -> bool:
+    async def _write_status(self, key: Key, snapshot: Snapshot, status: Mapping[str, Any]) -> bool:
         """Writes the status if it differs; False if the job has changed meanwhile."""
         try:
-            await self._write(key, seen.uid, seen.status, status)
+            await self._write(key, snapshot.uid, snapshot.status, status)
         except Conflict:
             return False
         return True
@@ -385,16 +388,16 @@ class Reconciler:
             return  # deleted meanwhile
         await self._events.publish(key, uid, before, status)
 
-    def _requeue_after(self, seen: Snapshot, decision: Decision) -> float | None:
-        live_report: LearnerReport | None = seen.live_report
+    def _requeue_after(self, snapshot: Snapshot, decision: Decision) -> float | None:
+        live_report: LearnerReport | None = snapshot.live_report
         waits = (
             [RECHECK_SECONDS] if live_report is not None and decision.stage in {Stage.RUNNING, Stage.DRAINING} else []
         )
         if decision.requeue_after is not None:
             waits.append(decision.requeue_after)
-        refusal = self._applier.refusal(Key(seen.namespace, seen.name), seen.uid, seen.generation)
-        if refusal is not None and refusal.until > seen.now:
-            waits.append(refusal.until - seen.now)
+        refusal = self._applier.refusal(Key(snapshot.namespace, snapshot.name), snapshot.uid, snapshot.generation)
+        if refusal is not None and refusal.until > snapshot.now:
+            waits.append(refusal.until - snapshot.now)
         if decision.stage is Stage.RUNNING:
-            waits += self._missing_pods.waits(Key(seen.namespace, seen.name), seen)
+            waits += self._missing_pods.waits(Key(snapshot.namespace, snapshot.name), snapshot)
         return min(waits, default=None)

@@ -192,7 +192,7 @@ class Snapshot:
     last_report: LearnerReport | None = None
     unreachable: str = ""
     """Why the learner reports nothing now: the error of the last call."""
-    unmade: tuple[float, str] | None = None
+    not_created: tuple[float, str] | None = None
     """Since when too few pods of a running job have been created, and why, such as a quota or an admission webhook.
     None while enough are created."""
     unsatisfiable: str = ""

@@ -12,7 +12,7 @@ from kestrl.plan.components import Role
 from kestrl.rpc.codec import policy_from_proto
 from kestrl.spec.status import Condition, EngineStatus, JobStatus, PolicyStatus, ProgressStatus, ResultStatus, Shown
 from kestrl_operator.conditions import ConditionStatus, Observation, Type, joined, phase, shortened
-from kestrl_operator.lifecycle import Decision, Stage, began, has_ended, held
+from kestrl_operator.lifecycle import Decision, Stage, has_ended, running_since, waits_for_admission
 from kestrl_operator.observations import observed, verified_by_all
 from kestrl_operator.render.network import selector
 from kestrl_operator.snapshot import LearnerReport, Snapshot, number
@@ -27,31 +27,31 @@ FAILURES_SHOWN = 64
 LONGEST_ETA = 1e9
 
 
-def status_of(seen: Snapshot, decision: Decision) -> dict[str, Any]:
+def status_of(snapshot: Snapshot, decision: Decision) -> dict[str, Any]:
     """The complete status to write.
 
     Args:
-        seen: Snapshot of the job.
+        snapshot: The snapshot of the job.
         decision: The decision about it.
     """
-    before = JobStatus.model_validate(dict(seen.status))
-    now = written(seen.now)
-    conditions = joined(before.conditions, observed(seen, decision), generation=seen.generation, now=now)
-    live = seen.live_report
-    policy, history = _lineage(before, seen, now)
+    before = JobStatus.model_validate(dict(snapshot.status))
+    now = written(snapshot.now)
+    conditions = joined(before.conditions, observed(snapshot, decision), generation=snapshot.generation, now=now)
+    live = snapshot.live_report
+    policy, history = _lineage(before, snapshot, now)
     running = decision.stage is Stage.RUNNING
     status = JobStatus(
-        observed_generation=seen.generation,
+        observed_generation=snapshot.generation,
         conditions=conditions,
         progress=before.progress if live is None else _progress(live),
         policy=policy,
-        result=_result(before, seen, decision),
+        result=_result(before, snapshot, decision),
         history=history,
-        engines=[] if decision.parked else _engines(seen, before),
-        rollout_replicas=len(seen.of(Role.ROLLOUT)),
-        rollout_selector=",".join(f"{name}={value}" for name, value in selector(seen.name, Role.ROLLOUT).items()),
-        started_at=_started(seen, before, running=running, now=now),
-        finished_at=before.finished_at if has_ended(seen) else now if decision.ended else None,
+        engines=[] if decision.parked else _engines(snapshot, before),
+        rollout_replicas=len(snapshot.of(Role.ROLLOUT)),
+        rollout_selector=",".join(f"{name}={value}" for name, value in selector(snapshot.name, Role.ROLLOUT).items()),
+        started_at=_started(snapshot, before, running=running, now=now),
+        finished_at=before.finished_at if has_ended(snapshot) else now if decision.ended else None,
         restarts=decision.attempts,
     )
     status = status.model_copy(update={"shown": _shown(status, conditions, live)})
@@ -89,8 +89,13 @@ def without_empties(given: Mapping[str, Any]) -> dict[str, Any]:
     return made
 
 
-def _started(seen: Snapshot, before: JobStatus, *, running: bool, now: str) -> str | None:
-    begins = running and began(seen) is None and not held(seen) and (not seen.problem or bool(seen.workloads))
+def _started(snapshot: Snapshot, before: JobStatus, *, running: bool, now: str) -> str | None:
+    begins = (
+        running
+        and running_since(snapshot) is None
+        and not waits_for_admission(snapshot)
+        and (not snapshot.problem or bool(snapshot.workloads))
+    )
     return now if begins else before.started_at
 
 
@@ -113,21 +118,21 @@ def _progress(live: LearnerReport) -> ProgressStatus:
     )
 
 
-def _result(before: JobStatus, seen: Snapshot, decision: Decision) -> ResultStatus | None:
+def _result(before: JobStatus, snapshot: Snapshot, decision: Decision) -> ResultStatus | None:
     """The adapter of the run, from the moment the job succeeds."""
-    live = seen.live_report
+    live = snapshot.live_report
     if decision.ended is None or decision.ended[0] != "Completed" or live is None or live.policy is None:
         return before.result
     return ResultStatus(version=live.policy.name, sha256=live.policy.sha256, uri=live.report.policy_uri)
 
 
-def _lineage(before: JobStatus, seen: Snapshot, now: str) -> tuple[PolicyStatus | None, list[PolicyStatus]]:
+def _lineage(before: JobStatus, snapshot: Snapshot, now: str) -> tuple[PolicyStatus | None, list[PolicyStatus]]:
     """The newest version that every engine has verified, and the previous ones; a version is dated when it was first
     seen so.
     """
-    live = seen.live_report
+    live = snapshot.live_report
     newest = None if live is None else live.policy
-    if live is None or newest is None or seen.job is None or not verified_by_all(seen, seen.job.spec):
+    if live is None or newest is None or snapshot.job is None or not verified_by_all(snapshot, snapshot.job.spec):
         return before.policy, before.history
     if before.policy is not None and before.policy.version == newest.name:
         return before.policy, before.history
@@ -143,9 +148,9 @@ def _lineage(before: JobStatus, seen: Snapshot, now: str) -> tuple[PolicyStatus 
     return policy, [policy, *before.history][:HISTORY]
 
 
-def _engines(seen: Snapshot, before: JobStatus) -> list[EngineStatus]:
+def _engines(snapshot: Snapshot, before: JobStatus) -> list[EngineStatus]:
     """The engines as the learner reports them; their state is unknown while it does not report."""
-    live = seen.live_report
+    live = snapshot.live_report
     if live is None or not live.report.engines:
         return [EngineStatus(name=engine.name, state="unknown") for engine in before.engines]
     return [

@@ -57,7 +57,7 @@ def status(node: Node) -> None:
 
 
 def replace(*command: str) -> None:
-    """This process becomes another."""
+    """Replaces this process by another program."""
     os.execvp(command[0], command)
 
 

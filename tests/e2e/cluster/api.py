@@ -1,5 +1,5 @@
-"""A small client of the Kubernetes API, for what must be quick or lasting: the standard library, as the cluster's
-administrator."""
+"""A small client of the Kubernetes API on the standard library, for calls that must be fast or long-lived, as the
+cluster's administrator."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from .certificates import AUTHORITY
 Object = dict[str, Any]
 REQUEST_SECONDS = 5.0
 Unreachable = (OSError, http.client.HTTPException)
-"""What a server that is not there, or goes away meanwhile, shows as."""
+"""Exceptions raised for a server that does not exist, or disappears meanwhile."""
 
 
 class Refused(RuntimeError):
-    """The server's answer was no."""
+    """The server refused a request."""
 
     def __init__(self, status: int, path: str, answer: bytes) -> None:
         super().__init__(f"{path}: {status} {answer.decode(errors='replace')}")
@@ -28,7 +28,7 @@ class Refused(RuntimeError):
 
 
 class Api:
-    """Knows a server and a folder of certificates."""
+    """A connection to a server, with a folder of certificates."""
 
     def __init__(self, server: str, certificates: Path) -> None:
         self._place = urlsplit(server).netloc
@@ -39,7 +39,7 @@ class Api:
         """The answer to a GET.
 
         Raises:
-            Refused: The status is not one of success.
+            Refused: The status is not a success.
         """
         return self._request("GET", path, None)
 
@@ -47,11 +47,12 @@ class Api:
         return _object(self.ask(path))
 
     def create(self, path: str, made: Object) -> Object:
-        """Posts an object; gives it as the server has it then."""
+        """Creates an object; returns it as stored."""
         return _object(self._request("POST", path, made))
 
     def watch(self, path: str, version: str, seconds: int) -> Iterator[tuple[str, Object]]:
-        """Changes of a collection after a resource version: their types and the objects, until the server ends it."""
+        """Changes of a collection after a resource version: their types and objects, until the server ends the
+        stream."""
         connection = self._connect(seconds + REQUEST_SECONDS)
         try:
             connection.request("GET", f"{path}?watch=1&resourceVersion={version}&timeoutSeconds={seconds}")

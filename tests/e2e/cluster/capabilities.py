@@ -1,4 +1,4 @@
-"""What a cluster offers to tests."""
+"""Capabilities of a cluster that tests may need."""
 
 from __future__ import annotations
 
@@ -6,27 +6,27 @@ from enum import StrEnum
 
 
 class Capability(StrEnum):
-    """Beyond the API, which every cluster has. A test skips without those that it asks for."""
+    """What a cluster offers beyond the API. A test is skipped if a capability that it needs is missing."""
 
     NODE = "node"
     """Pods run."""
     HOST_PATHS = "host_paths"
-    """Pods of labelled namespaces find the checkout and its virtual environment in place."""
+    """Pods of labelled namespaces have the checkout and its virtual environment mounted."""
     HOST_ADDRESS = "host_address"
     """Pods reach servers of this process, at `Cluster.host_address`."""
     POD_ROUTES = "pod_routes"
-    """This process reaches pods and services by their own addresses."""
+    """This process reaches pods and services by their addresses."""
     NETWORK_POLICIES = "network_policies"
-    """They are enforced, or can be."""
+    """NetworkPolicies are enforced, or can be."""
     FAKE_DEVICES = "fake_devices"
-    """The node can be given devices that do not exist."""
+    """The node can offer devices that do not exist."""
     DAEMONS = "daemons"
-    """Kubernetes' own daemons can be stopped, frozen and killed."""
+    """Kubernetes' daemons can be stopped, frozen and killed."""
     FAKE_NODES = "fake_nodes"
     """Nodes can be added that exist only in the API."""
 
 
 ANYWHERE = frozenset({Capability.DAEMONS, Capability.FAKE_NODES})
-"""Of a node of the harness's own, without a kubelet too."""
+"""Capabilities of the harness's own node without a kubelet."""
 OWN = frozenset(Capability)
-"""Of a whole one."""
+"""Capabilities of the harness's own complete node."""

@@ -1,4 +1,4 @@
-"""The cluster's certificates and kubeconfigs, made by openssl: one authority signs them all."""
+"""The cluster's certificates and kubeconfigs, created by openssl and signed by one authority."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CLIENTS = {
     "proxy": "/CN=system:kube-proxy",
     "front-proxy": "/CN=front-proxy-client",
 }
-"""Who the clients are to Kubernetes."""
+"""Kubernetes users and groups of the clients."""
 
 
 def make_certificates(layout: Layout) -> None:
@@ -62,7 +62,7 @@ def _certificate(layout: Layout, name: str, subject: str, extension: str, *, sig
 
 
 def _kubeconfig(layout: Layout, user: str) -> str:
-    """Everything within the one file, so that it can be handed to a pod."""
+    """A self-contained kubeconfig that can be passed to a pod."""
 
     def content(name: str) -> str:
         return base64.b64encode((layout.certificates / name).read_bytes()).decode()

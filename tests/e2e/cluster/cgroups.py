@@ -24,13 +24,13 @@ def make_cgroups(layout: Layout) -> None:
         folder = root / layout.cgroup
         folder.mkdir(exist_ok=True)
         if root != CGROUPS and (folder / "cpuset.cpus").exists():
-            # A set of version 1 begins empty, and then nothing may run in it.
+            # A cpuset of version 1 is created empty, and then nothing may run in it.
             for name in ("cpuset.cpus", "cpuset.mems"):
                 (folder / name).write_text((root / name).read_text())
 
 
 def remove_cgroups(layout: Layout) -> bool:
-    """Whether they are gone; each can go once its last process has."""
+    """Removes the cgroups; returns whether all are gone, which takes until their last process has ended."""
     for root in hierarchies():
         for folder, _, _ in os.walk(root / layout.cgroup, topdown=False):
             with suppress(OSError):

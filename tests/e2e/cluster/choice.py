@@ -1,9 +1,10 @@
-"""Which cluster tests get: one that a person names, else one that is brought up here, else none and a reason.
+"""The choice of a cluster for tests: one that the user names, else one that is brought up here, else none, with the
+reason.
 
-`E2E_KUBECONFIG` names a cluster of somebody else's: never the default context by accident. What it offers beyond the
-API is told by `E2E_CAPABILITIES` (such as `node,network_policies`), and the image that its nodes can run by
-`E2E_IMAGE`. `KESTRL_E2E_IMAGES` names an archive of `tests/e2e/kit/images`, whose images a node of our own then runs
-where it can. `KESTRL_E2E_KEEP=1` uses this checkout's running cluster, brings it up if there is none, and leaves it
+`E2E_KUBECONFIG` names an existing cluster; the default context is never used by accident. `E2E_CAPABILITIES` lists what
+that cluster offers beyond the API (such as `node,network_policies`), and `E2E_IMAGE` the image that its nodes can run.
+`KESTRL_E2E_IMAGES` names an archive of `tests/e2e/kit/images`, whose images the harness's own node then runs where
+possible. `KESTRL_E2E_KEEP=1` uses this checkout's running cluster, brings it up if there is none, and leaves it
 running.
 """
 
@@ -25,18 +26,18 @@ from .node import Node
 from .up import bring_up, find, import_images, missing
 
 BRIDGED = Path("/proc/sys/net/bridge")
-"""There when the kernel filters what goes over a bridge, as services and policies need it to."""
+"""Exists if the kernel filters packets on a bridge, which services and policies need."""
 
 
 class Unavailable(Exception):
-    """There is no cluster to be had here; the message says why."""
+    """No cluster is available; the message says why."""
 
 
 def foreign() -> Cluster | None:
-    """The cluster that a person names.
+    """The cluster that the user names.
 
     Raises:
-        Unavailable: It cannot be talked to.
+        Unavailable: It cannot be reached.
     """
     kubeconfig = os.environ.get("E2E_KUBECONFIG")
     if not kubeconfig:
@@ -61,10 +62,10 @@ def _program(name: str, kit: Kit | None) -> str:
 
 
 def usable_kit() -> Kit:
-    """The kit, where a node can be brought up with it.
+    """The kit, if a node can be brought up with it.
 
     Raises:
-        Unavailable: It cannot be.
+        Unavailable: A node cannot be brought up.
     """
     if not sys.platform.startswith("linux") or os.geteuid() != 0:
         raise Unavailable("a node of our own needs root on Linux; or set E2E_KUBECONFIG")
@@ -80,7 +81,7 @@ def usable_kit() -> Kit:
 
 
 def facade(node: Node) -> Cluster:
-    """What tests use of a node, which is given the images that were built for it."""
+    """The cluster of a node, with the images that were built for it."""
     state = node.state
     archive = os.environ.get("KESTRL_E2E_IMAGES")
     built = frozenset[str]()
@@ -101,10 +102,10 @@ def facade(node: Node) -> Cluster:
 
 @contextmanager
 def connected(*, control_plane_only: bool = False) -> Generator[Cluster]:
-    """A cluster for the length of a block.
+    """A cluster for the duration of a block.
 
     Raises:
-        Unavailable: There is none to be had.
+        Unavailable: No cluster is available.
     """
     named = foreign()
     if named is not None:
@@ -118,7 +119,7 @@ def connected(*, control_plane_only: bool = False) -> Generator[Cluster]:
             kept.revive()
         yield facade(kept or bring_up(kit, name=name, control_plane_only=control_plane_only))
         return
-    node = bring_up(kit, name=f"{name}-{os.getpid()}", control_plane_only=control_plane_only, leashed=True)
+    node = bring_up(kit, name=f"{name}-{os.getpid()}", control_plane_only=control_plane_only, ends_with_parent=True)
     try:
         yield facade(node)
     finally:

@@ -1,4 +1,4 @@
-"""What tests do with a cluster, whosever it is: kubectl and helm, and waiting for what the API tells."""
+"""The operations of tests on any cluster: kubectl, helm, and waiting for objects."""
 
 from __future__ import annotations
 
@@ -29,30 +29,30 @@ Manifest = Object | Sequence[Object] | str
 WAIT_SECONDS = 60.0
 DEFAULT_NAMESPACE = objects.NAMESPACE
 POLICIES, DEVICES, KWOK = "network-policies", "devices", "kwok"
-"""Names of the daemons that are there on request."""
+"""Names of the daemons that are started on request."""
 READ_BYTES = 1 << 16
-TOLD_LINES = 40
+LOG_LINES = 40
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
-    """A cluster as its administrator has it."""
+    """A cluster, as used by its administrator."""
 
     kubeconfig: Path
     kubectl_program: str
     helm_program: str
     image: str
-    """One that all components can run in: this checkout's environment."""
+    """An image with this checkout's environment, in which all components can run."""
     capabilities: frozenset[Capability]
     cache: Path
-    """Where kubectl and helm keep what they know of it: not in the home of who runs the tests."""
+    """The cache folder of kubectl and helm, outside the user's home."""
     own: Node | None = None
-    """The node, where the harness brought it up."""
+    """The node, if the harness brought it up."""
     built: frozenset[str] = frozenset()
     """Names of the images of `Dockerfiles/` that its nodes have."""
 
     def image_of(self, name: str) -> str:
-        """A component's own image if the nodes have it, or else the one that all can run in."""
+        """A component's own image if the nodes have it, otherwise the one in which all can run."""
         return f"{BUILT}:{name}" if name in self.built else self.image
 
     @property
@@ -60,7 +60,7 @@ class Cluster:
         """The harness's own node, whose daemons can be stopped, frozen, killed and started.
 
         Raises:
-            RuntimeError: The cluster is somebody else's.
+            RuntimeError: The cluster is not the harness's own.
         """
         if self.own is None:
             raise RuntimeError("this cluster was not brought up by the harness")
@@ -68,13 +68,13 @@ class Cluster:
 
     @property
     def host_address(self) -> str:
-        """This machine as pods see it; a server for them listens there."""
+        """The address of this machine as seen by pods, for servers of tests."""
         return self.node.layout.host_address
 
     # --- kubectl and helm
 
     def kubectl(self, *arguments: str, given: str | None = None, seconds: float = COMMAND_SECONDS) -> str:
-        """What kubectl prints.
+        """Runs kubectl; returns its output.
 
         Raises:
             CommandFailed: It ended with an error.
@@ -87,7 +87,7 @@ class Cluster:
         )
 
     def apply(self, manifest: Manifest, namespace: str | None = None) -> None:
-        """Applies one object, several, or YAML as it stands."""
+        """Applies one object, several, or YAML text."""
         items = [manifest] if isinstance(manifest, str | dict) else manifest
         documents = (item if isinstance(item, str) else json.dumps(item) for item in items)
         place = [] if namespace is None else [f"--namespace={namespace}"]
@@ -98,7 +98,7 @@ class Cluster:
         return found
 
     def list(self, kind: str, namespace: str = DEFAULT_NAMESPACE, selector: str = "") -> Objects:
-        """Objects of a namespace, those with the selector's labels."""
+        """Objects of a namespace that match a label selector."""
         place = (f"--namespace={namespace}", f"--selector={selector}")
         found: Objects = json.loads(self.kubectl("get", kind, *place, "-o", "json"))["items"]
         return found
@@ -109,7 +109,7 @@ class Cluster:
     def patch(
         self, kind: str, name: str, change: Object, namespace: str = DEFAULT_NAMESPACE, *, subresource: str = ""
     ) -> None:
-        """A merge patch."""
+        """Applies a merge patch."""
         part = [f"--subresource={subresource}"] if subresource else []
         place = [kind, name, f"--namespace={namespace}", *part]
         self.kubectl("patch", *place, "--type=merge", "-p", json.dumps(change))
@@ -124,7 +124,7 @@ class Cluster:
         return self.kubectl("logs", pod, f"--namespace={namespace}", f"--previous={json.dumps(previous)}", *more)
 
     def exec(self, pod: str, *command: str, namespace: str = DEFAULT_NAMESPACE, container: str = "") -> str:
-        """What a command in a container prints."""
+        """Runs a command in a container; returns its output."""
         more = [f"--container={container}"] if container else []
         return self.kubectl("exec", pod, f"--namespace={namespace}", *more, "--", *command)
 
@@ -133,9 +133,9 @@ class Cluster:
     def watch(
         self, kind: str, namespace: str = DEFAULT_NAMESPACE, *, name: str = "", selector: str = "", seconds: float
     ) -> Iterator[tuple[str, Object]]:
-        """Events of a collection from now on, beginning with what there is as ADDED; ends after a time.
+        """Events of a collection from now on, starting with the existing objects as ADDED; ends after a time.
 
-        It goes on after an outage of the API server, and then begins anew with what there is.
+        After an outage of the API server it continues, starting again with the existing objects.
         """
         deadline = time.monotonic() + seconds
         narrowed = [f"--selector={selector}", *([f"--field-selector=metadata.name={name}"] if name else [])]
@@ -162,10 +162,11 @@ class Cluster:
         *,
         seconds: float = WAIT_SECONDS,
     ) -> Object:
-        """An object, once the condition holds for it; it need not be there yet.
+        """Waits until a condition holds for an object, which need not exist yet; returns the object.
 
         Raises:
-            TimeoutError: It did not in time; the message tells its last state, a note that of its namespace.
+            TimeoutError: It did not hold in time; the message has the object's last state, a note that of its
+                namespace.
         """
         last: Object | None = None
         for event, found in self.watch(kind, namespace, name=name, seconds=seconds):
@@ -182,11 +183,11 @@ class Cluster:
         raise error
 
     def wait_ready(self, pod: str, namespace: str = DEFAULT_NAMESPACE, *, seconds: float = WAIT_SECONDS) -> Object:
-        """A pod that is ready."""
+        """Waits until a pod is ready; returns it."""
         return self.wait_for("pod", pod, lambda found: has_condition(found, "Ready"), namespace, seconds=seconds)
 
     def wait_ended(self, pod: str, namespace: str = DEFAULT_NAMESPACE, *, seconds: float = WAIT_SECONDS) -> Object:
-        """A pod that has ended, well or not."""
+        """Waits until a pod has succeeded or failed; returns it."""
         phases = ("Succeeded", "Failed")
         return self.wait_for(
             "pod", pod, lambda found: found["status"].get("phase") in phases, namespace, seconds=seconds
@@ -199,7 +200,7 @@ class Cluster:
         self.kubectl("wait", "--for=delete", f"{kind}/{name}", f"--namespace={namespace}", limit, seconds=seconds + 10)
 
     def describe(self, namespace: str) -> str:
-        """What a person would look at when something in a namespace does not work."""
+        """A description of a namespace for debugging: objects, events and logs."""
         parts = [
             self._output_of("get", "all,pvc", "-o", "wide", f"--namespace={namespace}"),
             self._output_of("get", "events", "--sort-by=.lastTimestamp", f"--namespace={namespace}"),
@@ -207,15 +208,15 @@ class Cluster:
         with suppress(CommandFailed):
             for pod in self.list("pods", namespace):
                 name = pod["metadata"]["name"]
-                place = (name, f"--namespace={namespace}", "--all-containers", "--prefix", f"--tail={TOLD_LINES}")
+                place = (name, f"--namespace={namespace}", "--all-containers", "--prefix", f"--tail={LOG_LINES}")
                 parts += [f"--- {name}", self._output_of("logs", *place)]
         return "\n".join(parts)
 
-    # --- places and volumes
+    # --- namespaces and volumes
 
     @contextmanager
     def namespace(self, prefix: str = "test") -> Generator[str]:
-        """A namespace whose pods find the checkout in place; its deletion is not waited for."""
+        """A namespace whose pods have the checkout mounted. Its deletion is not waited for."""
         name = f"{prefix}-{uuid4().hex[:6]}"
         made = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name, "labels": {objects.LABEL: "true"}}}
         self.apply(made)
@@ -226,7 +227,7 @@ class Cluster:
             self.delete("namespace", name, wait=False)
 
     def renew_volumes(self) -> None:
-        """Makes volumes whose claim is gone empty and free again: nobody else does that for a hostPath."""
+        """Empties released volumes and makes them available again, which no controller does for a hostPath."""
         listed = self.list("persistentvolumes")
         used = [item["metadata"]["name"] for item in listed if item["status"].get("phase") in {"Released", "Failed"}]
         for name in used:
@@ -237,7 +238,7 @@ class Cluster:
     # --- on request
 
     def enforce_network_policies(self) -> None:
-        """From now on a NetworkPolicy is more than an object."""
+        """Enforces NetworkPolicies from now on."""
         node = self.node
         if not node.runs().get(POLICIES, False):
             layout, before = node.layout, node.log(POLICIES)
@@ -246,10 +247,10 @@ class Cluster:
             eventually("policies are enforced", lambda: node.log(POLICIES) != before, WAIT_SECONDS)
 
     def ignore_network_policies(self) -> None:
-        """They are objects again, and nothing else.
+        """Stops enforcing NetworkPolicies.
 
         Raises:
-            RuntimeError: They were not enforced any more.
+            RuntimeError: They were no longer enforced.
         """
         runs = self.node.runs().get(POLICIES)
         if runs is not None:
@@ -258,7 +259,7 @@ class Cluster:
             raise RuntimeError(f"policies were not enforced to the end: {self.node.log(POLICIES)[-2000:]}")
 
     def add_devices(self, *resources: devices.Resource) -> None:
-        """Devices that do not exist, instead of those there were; returns when the node has them."""
+        """Replaces the node's fake devices; returns when the node reports them."""
         self.remove_devices()
         self.node.start(DEVICES, _python(self.node, "tests.e2e.cluster.devices", *map(str, resources)))
         wanted = {resource.name: str(resource.count) for resource in resources}
@@ -270,15 +271,15 @@ class Cluster:
         self.wait_for("node", NODE_NAME, has_them)
 
     def remove_devices(self) -> None:
-        """The node keeps the name of such a resource, with none of it to give."""
+        """Removes the fake devices. The node keeps the name of such a resource, with an amount of 0."""
         if DEVICES in self.node.runs():
             self.node.forget(DEVICES)
 
     @contextmanager
     def fake_nodes(self, count: int) -> Generator[Names]:
-        """Nodes that exist only in the API, ready; pods on them run at once.
+        """Ready nodes that exist only in the API; their pods run at once.
 
-        Where there is a real node too, pods need a toleration of `kwok.ANNOTATION` to get there.
+        If there is a real node too, pods need a toleration of `kwok.ANNOTATION` to be scheduled there.
         """
         layout = self.node.layout
         made = [kwok.fake_node(index, tainted=not layout.control_plane_only) for index in range(count)]
@@ -317,7 +318,7 @@ def _python(node: Node, module: str, *arguments: str) -> list[str]:
 
 
 def _events(command: list[str], env: Mapping[str, str], deadline: float) -> Iterator[Object]:
-    """The JSON documents that a program writes one after another, until it ends or the time is over."""
+    """The JSON documents written by a program, until it ends or the time is over."""
     decoder, letters, text = json.JSONDecoder(), codecs.getincrementaldecoder("utf-8")(), ""
     with subprocess.Popen(
         command,
@@ -339,7 +340,7 @@ def _events(command: list[str], env: Mapping[str, str], deadline: float) -> Iter
                     try:
                         document, end = decoder.raw_decode(text.lstrip())
                     except json.JSONDecodeError:
-                        break  # the rest of it is still to come
+                        break  # the rest of the document is not read yet
                     text = text.lstrip()[end:]
                     yield document
         finally:

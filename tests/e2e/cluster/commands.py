@@ -1,5 +1,5 @@
-"""Other programs: run to their end, with what they said in the error when they fail; and waiting for what has no
-event."""
+"""Other programs: run to their end, with their error output in the exception when they fail; and polling where there is
+no event."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ COMMAND_SECONDS = 120.0
 
 
 class CommandFailed(RuntimeError):
-    """A program that ended with an error, or not in time."""
+    """A program failed or did not end in time."""
 
     def __init__(self, command: list[str], status: int | None, output: str, complaint: str) -> None:
         how = "did not end in time" if status is None else f"ended with {status}"
         super().__init__(f"{' '.join(command)} {how}\n{output}{complaint}".rstrip())
         self.status = status
-        """None where it was killed because it took too long."""
+        """None if it was killed because of the time-out."""
         self.output = output
         self.complaint = complaint
-        """What it wrote to standard error."""
+        """Its error output."""
 
 
 def run(
@@ -32,16 +32,16 @@ def run(
     env: Mapping[str, str] | None = None,
     seconds: float = COMMAND_SECONDS,
 ) -> str:
-    """What a program writes to standard output.
+    """Runs a program; returns its output.
 
     Args:
         command: Program and arguments.
-        given: Its standard input; nothing without it.
-        env: Variables beside this process's own.
-        seconds: It is killed after this time.
+        given: Standard input, if any.
+        env: Variables in addition to this process's own.
+        seconds: Time-out, after which it is killed.
 
     Raises:
-        CommandFailed: It ended with another status than 0, or not in time.
+        CommandFailed: Its status is not 0, or it did not end in time.
     """
     words = list(map(str, command))
     try:
@@ -67,10 +67,10 @@ def _text(written: bytes | str | None) -> str:
 
 
 def eventually(what: str, condition: Callable[[], bool], seconds: float) -> None:
-    """Waits until a condition holds, for what happens in another process and tells nobody.
+    """Polls until a condition holds, for changes in another process that cause no event.
 
     Raises:
-        TimeoutError: It did not in time.
+        TimeoutError: It did not hold in time.
     """
     deadline = time.monotonic() + seconds
     while not condition():

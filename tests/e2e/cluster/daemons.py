@@ -1,4 +1,4 @@
-"""The daemons of a node: their command lines and the files that configure them."""
+"""The daemons of a node: their command lines and configuration files."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ NODE = ("containerd", "kubelet", "kube-proxy", "coredns")
 ETCD = "http://127.0.0.1:2379"
 ETCD_PEERS = "http://127.0.0.1:2380"
 CONTAINERD_SOCKET = "/run/containerd/containerd.sock"
-"""At its default place, where the kubelet's own statistics look for it too."""
+"""The default path, which the kubelet's own statistics use as well."""
 NETWORK_FOLDER = "/etc/cni/net.d"
 PLUGIN_FOLDERS = ("/usr/lib/cni", "/opt/cni/bin")
 REQUESTS = {"qps": 300, "burst": 600}
-"""The defaults, 20 and 30, make a deployment of a thousand pods take twice as long."""
+"""With the defaults, 20 and 30, a deployment of a thousand pods takes twice as long."""
 
 
 def command_lines(layout: Layout, kit: Kit) -> dict[str, list[str]]:
-    """Every daemon of a cluster, by name, in the order in which they are started."""
+    """The command lines of all daemons by name, in the order of their start."""
     lines = {
         "etcd": _etcd(layout),
         "kube-apiserver": _apiserver(layout),
@@ -99,7 +99,7 @@ def _apiserver(layout: Layout) -> list[str]:
         f"--tls-private-key-file={keys}/apiserver.key",
         f"--kubelet-client-certificate={keys}/admin.crt",
         f"--kubelet-client-key={keys}/admin.key",
-        "--kubelet-preferred-address-types=InternalIP",  # nobody resolves the node's name
+        "--kubelet-preferred-address-types=InternalIP",  # the node's name cannot be resolved
         "--service-account-issuer=https://kubernetes.default.svc",
         f"--service-account-key-file={keys}/tokens.pub",
         f"--service-account-signing-key-file={keys}/tokens.key",
@@ -131,7 +131,7 @@ def _controller_manager(layout: Layout) -> list[str]:
 
 
 def _asks(layout: Layout, user: str) -> list[str]:
-    """Whom a daemon asks who its own callers are, and what they may."""
+    """Options of a daemon that delegates authentication and authorization to the API server."""
     kubeconfig = layout.kubeconfig(user)
     return [f"--authentication-kubeconfig={kubeconfig}", f"--authorization-kubeconfig={kubeconfig}"]
 
@@ -183,7 +183,7 @@ def _kubelet_configuration(layout: Layout) -> dict[str, Any]:
         "podPidsLimit": 2048,
         "maxPods": 200,
         "evictionHard": {"memory.available": "100Mi", "nodefs.available": "1%", "imagefs.available": "1%"},
-        "imageGCHighThresholdPercent": 100,  # what was imported cannot be pulled again
+        "imageGCHighThresholdPercent": 100,  # imported images cannot be pulled again
         "imageGCLowThresholdPercent": 99,
         "serializeImagePulls": False,
         "nodeStatusUpdateFrequency": "1s",  # new devices show only in a status
@@ -192,7 +192,7 @@ def _kubelet_configuration(layout: Layout) -> dict[str, Any]:
 
 
 def _proxy_configuration(layout: Layout) -> dict[str, Any]:
-    # The connection table's size is the whole machine's: 0 leaves it as it is.
+    # The size of the connection table is machine-wide: 0 leaves it unchanged.
     untouched = {"maxPerCore": 0, "min": 0, "tcpEstablishedTimeout": "0s", "tcpCloseWaitTimeout": "0s"}
     return {
         "apiVersion": "kubeproxy.config.k8s.io/v1alpha1",
@@ -249,7 +249,7 @@ state = "{layout.folder}/containerd-state"
 
 
 def _names(layout: Layout) -> str:
-    # A second block for all other names: within one, `template` would answer before `kubernetes` is asked.
+    # A second block for all other names: in the same block, `template` would answer before `kubernetes`.
     return f"""{DOMAIN}:53 in-addr.arpa:53 {{
   bind {layout.node_address}
   errors

@@ -1,4 +1,4 @@
-"""Devices that do not exist, for the kubelet: `python -m tests.e2e.cluster.devices NAME=COUNT:VARIABLE ...`.
+"""Fake devices for the kubelet: `python -m tests.e2e.cluster.devices NAME=COUNT:VARIABLE ...`.
 
 A device plugin (v1beta1) for each resource. It runs in the node's namespaces, and registers again whenever the kubelet
 has a new socket: a kubelet that starts forgets its plugins and removes their sockets. The messages are described here,
@@ -37,11 +37,11 @@ MESSAGES: dict[str, tuple[tuple[int, str, str], ...]] = {
     "ListAndWatchResponse": ((1, "devices", "[Device]"),),
     "ContainerAllocateRequest": ((1, "devices_ids", "[string]"),),
     "AllocateRequest": ((1, "container_requests", "[ContainerAllocateRequest]"),),
-    "Variable": ((1, "key", "string"), (2, "value", "string")),  # what a map's entry is on the wire
+    "Variable": ((1, "key", "string"), (2, "value", "string")),  # the wire format of a map entry
     "ContainerAllocateResponse": ((1, "envs", "[Variable]"),),
     "AllocateResponse": ((1, "container_responses", "[ContainerAllocateResponse]"),),
 }
-"""Of k8s.io/kubelet's `deviceplugin/v1beta1/api.proto`, as far as it is used: number, name and type of each field."""
+"""The used part of k8s.io/kubelet's `deviceplugin/v1beta1/api.proto`: number, name and type of each field."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class Resource:
     name: str
     count: int
     variable: str
-    """Names a container its devices."""
+    """The variable with the devices of a container."""
 
     @property
     def devices(self) -> list[str]:
@@ -115,7 +115,7 @@ class Plugin:
         )
 
     def start(self) -> None:
-        """Serves, and tells the kubelet."""
+        """Starts serving, and registers with the kubelet."""
         path = PLUGINS / self._resource.socket
         path.unlink(missing_ok=True)
         self._server.add_insecure_port(f"unix://{path}")
@@ -156,7 +156,7 @@ def _unary(method: Any, request: str, answer: str) -> Any:
 
 
 def kubelet_socket() -> tuple[int, int] | None:
-    """Tells one socket of the kubelet from the next."""
+    """An identity of the kubelet's current socket; None if there is none."""
     with suppress(FileNotFoundError):
         found = (PLUGINS / "kubelet.sock").stat()
         return found.st_ino, found.st_ctime_ns
@@ -182,7 +182,7 @@ def main() -> None:
                 registered = found
                 sys.stdout.write(f"registered {' '.join(map(str, resources))}\n")
             sys.stdout.flush()
-        time.sleep(POLL_SECONDS)  # the kubelet makes its socket without telling anybody
+        time.sleep(POLL_SECONDS)  # there is no event for the kubelet's new socket
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""Images out of this machine's own files: no registry, no base image, no daemon.
+"""Images from this machine's own files: no registry, no base image, no daemon.
 
-`pause` is Debian's static catatonit. `kestrl` holds this interpreter, the shared libraries that it and wheels from PyPI
-link to, a static busybox and the certificate authorities. The virtual environment is no part of it: pods find it at its
-own place on the host, first on their PATH, so that `python` in a pod is the environment's.
+`pause` is Debian's static catatonit. `kestrl` has this interpreter, the shared libraries that it and wheels from PyPI
+link to, a static busybox and the certificate authorities. The virtual environment is not part of it: pods have it
+mounted at its path on the host, first on their PATH, so that `python` in a pod is the environment's.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from .commands import run
 PAUSE = "localhost/pause:1"
 KESTRL = "localhost/kestrl:e2e"
 BUILT = "localhost/kestrl-built"
-"""Of which the images of `Dockerfiles/` are tags by their names; `tests/e2e/kit/images` builds them."""
+"""The repository of the images of `Dockerfiles/`, with their names as tags; `tests/e2e/kit/images` builds them."""
 USER = 10001
 KEPT = 4
 """Archives of each name that are kept; each checkout has its own."""
 MANYLINUX = (
     *("libc.so.6", "libm.so.6", "libdl.so.2", "libpthread.so.0", "librt.so.1", "libutil.so.1", "libresolv.so.2"),
     *("libnsl.so.1", "libnss_dns.so.2", "libnss_files.so.2", "libgcc_s.so.1", "libstdc++.so.6", "libz.so.1"),
-    "libnuma.so.1",  # of vLLM's build for CPUs
+    "libnuma.so.1",  # for vLLM's build for CPUs
 )
-"""What wheels may expect of a system; those that this one has."""
+"""Libraries that wheels may expect on a system; only those that exist here are added."""
 TOOLS = ("lscpu",)
-"""Programs that something in the virtual environment runs: vLLM on a CPU asks for the machine's cores by it."""
+"""Programs used by the virtual environment: vLLM on a CPU runs it to find the machine's cores."""
 UNUSED = re.compile(
     r"^(test|tests|idlelib|turtledemo|ensurepip|lib2to3|site-packages|config-3.*|.*\.a|.*\.opt-[12]\.pyc)$"
 )
@@ -58,17 +58,17 @@ class Layer:
     texts: dict[str, str] = field(default_factory=dict[str, str])
     links: dict[str, str] = field(default_factory=dict[str, str])
     folders: dict[str, int] = field(default_factory=dict[str, int])
-    """Empty ones, with their modes."""
+    """Empty folders, with their modes."""
 
     def add(self, path: Path, inside: str | None = None) -> None:
-        """A file, or a link as it is."""
+        """Adds a file or a link."""
         if path.is_symlink() and inside is None:
             self.links[_inside(path)] = str(path.readlink())
         else:
             self.files[_inside(inside or path)] = path.resolve()
 
     def add_tree(self, top: Path) -> None:
-        """All of a folder but what no pod needs."""
+        """Adds a folder, except what no pod needs."""
         for folder, names, files in os.walk(top):
             names[:] = sorted(name for name in names if not UNUSED.match(name))
             for name in sorted(files):
@@ -76,7 +76,7 @@ class Layer:
                     self.add(Path(folder, name))
 
     def key(self) -> str:
-        """Changes when the layer's content does, as far as sizes and times tell."""
+        """A digest of the layer's paths, sizes and times."""
         sizes = {inside: (path.stat().st_size, path.stat().st_mtime_ns) for inside, path in self.files.items()}
         content = [sorted(part.items()) for part in (sizes, self.texts, self.links, self.folders)]
         return hashlib.sha256(json.dumps(content).encode()).hexdigest()
@@ -96,7 +96,7 @@ class Layer:
             for inside, path in self.files.items():
                 stat = path.stat()
                 entry = _entry(inside, tarfile.REGTYPE, 0o755 if stat.st_mode & 0o100 else 0o644, stat.st_size)
-                entry.mtime = int(stat.st_mtime)  # compiled byte-code is only believed beside a source of its time
+                entry.mtime = int(stat.st_mtime)  # compiled byte-code is only used beside a source of its time
                 with path.open("rb") as opened:
                     archive.addfile(entry, opened)
         return buffer.getvalue()
@@ -124,10 +124,10 @@ def pause_archive(cache: Path) -> Path:
 
 
 def kestrl_archive(cache: Path, environment: Path) -> Path:
-    """The archive of the one image that all components run in.
+    """The archive of the one image in which all components run.
 
     Args:
-        cache: Folder of the archives; one that fits is taken from there.
+        cache: Folder of the archives, which are reused.
         environment: The virtual environment whose programs come first on the PATH.
     """
     layer = Layer(texts={"etc/passwd": ACCOUNTS, "etc/group": GROUPS, "etc/nsswitch.conf": "hosts: files dns\n"})
@@ -153,7 +153,7 @@ def built_names(archive: Path) -> frozenset[str]:
 
 
 def _add_python(layer: Layer) -> None:
-    """The interpreter beneath the virtual environment, at its own place: the environment's `python` is a link to it."""
+    """Adds the interpreter of the virtual environment at its own path: the environment's `python` is a link to it."""
     executable, base = Path(sys.executable).resolve(), Path(sys.base_prefix)
     library = Path(sysconfig.get_path("stdlib"))
     extensions = sorted((library / "lib-dynload").glob("*.so"))
@@ -172,13 +172,13 @@ def _add_python(layer: Layer) -> None:
 
 
 def _linked(programs: Sequence[Path]) -> Iterator[str]:
-    """Paths of the shared libraries of programs, the dynamic loader among them."""
+    """Paths of the shared libraries of programs, including the dynamic loader."""
     for match in re.finditer(r"(/\S+) \(0x", run("ldd", *programs)):
         yield match.group(1)
 
 
 def _of_the_system(names: Iterable[str]) -> Iterator[str]:
-    """Where the dynamic loader finds libraries."""
+    """Paths of libraries as found by the dynamic loader."""
     listed = re.findall(r"^\s*(\S+) \(libc6,(?:x86-64|AArch64).*\) => (\S+)$", run("ldconfig", "-p"), re.MULTILINE)
     known = dict(reversed(listed))
     return (known[name] for name in names if name in known)
@@ -192,7 +192,7 @@ def _program(name: str) -> Path:
 
 
 def _cached(cache: Path, name: str, layer: Layer, config: dict[str, Any]) -> Path:
-    """The archive of an image, made unless there is one of the same content."""
+    """The archive of an image, created unless there is one with the same content."""
     content = [layer.key(), name, config, Path(__file__).read_text()]
     short = name.rpartition("/")[2].replace(":", "-")
     path = cache / f"{short}-{hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]}.tar"
@@ -210,7 +210,7 @@ def _cached(cache: Path, name: str, layer: Layer, config: dict[str, Any]) -> Pat
 
 
 def _write_archive(path: Path, name: str, layer: bytes, config: dict[str, Any]) -> None:
-    """An OCI archive with one layer."""
+    """Writes an OCI archive with one layer."""
     blobs: dict[str, bytes] = {}
 
     def put(kind: str, content: bytes) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The programs of a Kubernetes, as `tests/e2e/kit/build` makes them, and what else their Go modules hold."""
+"""The programs of Kubernetes as built by `tests/e2e/kit/build`, and other files of their Go modules."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .commands import run
 
 SOURCES = Path(__file__).parents[1] / "kit"
 KEYED = ("go.mod", "go.sum", "build", "kubernetes/main.go", "coredns/main.go")
-"""What `build` names the folder by, in its order."""
+"""The files that `build` names the folder by, in its order."""
 COMPLETE = ".complete"
 
 
@@ -28,17 +28,17 @@ class Kit:
 
     @property
     def images(self) -> Path:
-        """Archives of images that were made for clusters of this kit."""
+        """Archives of images for clusters of this kit."""
         return self.folder / "images"
 
 
 def cache_folder() -> Path:
-    """Where the builder keeps its work between runs, and others may."""
+    """The builder's cache folder, which others may use too."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kestrl"
 
 
 def find_kit() -> Kit | None:
-    """The kit for these very sources, if it was built; nothing is built here."""
+    """The kit for the current sources, if it was built."""
     given = os.environ.get("KESTRL_KIT")
     key = hashlib.sha256(b"".join((SOURCES / name).read_bytes() for name in KEYED)).hexdigest()[:16]
     kit = Kit(Path(given) if given else cache_folder() / "kit" / key)
@@ -46,12 +46,12 @@ def find_kit() -> Kit | None:
 
 
 def build_kit() -> Kit:
-    """The kit, built if it was not: that takes eleven to sixteen minutes, and tells its progress on standard error."""
+    """The kit, built if necessary: that takes eleven to sixteen minutes, with progress on standard error."""
     printed = subprocess.run([SOURCES / "build"], check=True, stdout=subprocess.PIPE, text=True)
     return Kit(Path(printed.stdout.strip()))
 
 
 def module_folder(module: str) -> Path:
-    """Where a Go module of the kit lies, downloaded if it is not there."""
+    """The folder of a Go module of the kit, downloaded if necessary."""
     output = json.loads(run("go", "-C", SOURCES, "mod", "download", "-json", module))
     return Path(output["Dir"])

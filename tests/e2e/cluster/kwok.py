@@ -1,5 +1,5 @@
-"""Nodes and pods that exist only in the API, by kwok: for what is about numbers, such as scheduling and the operator's
-own speed."""
+"""Nodes and pods that exist only in the API, by kwok, for tests with large numbers, such as scheduling and the
+operator's speed."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ STAGES = (
     "pod/fast/pod-complete.yaml",
     "pod/fast/pod-delete.yaml",
 )
-"""How a fake node and its pods live. The program has none of them built in, and does nothing without."""
+"""The lifecycle of a fake node and its pods. kwok has none built in, and does nothing without one."""
 ANNOTATION = "kwok.x-k8s.io/node"
 LABELS = {"type": "kwok"}
 RESOURCES = {"cpu": "32", "memory": "256Gi", "pods": "110", "nvidia.com/gpu": "8"}
 
 
 def stages(kit: Kit) -> Path:
-    """The file of stages, put together once and kept with the programs."""
+    """The file of stages, generated once and kept with the programs."""
     path = kit.folder / "kwok-stages.yaml"
     if not path.exists():
         folder = module_folder(MODULE) / "kustomize" / "stage"
@@ -49,7 +49,7 @@ def command_line(layout: Layout, kit: Kit) -> list[str]:
 
 
 def fake_node(index: int, *, tainted: bool) -> Object:
-    """A node that kwok will run. A taint lets only pods onto it that are meant for it."""
+    """A node for kwok. With a taint, only pods meant for it are scheduled there."""
     taints = [{"key": ANNOTATION, "value": "fake", "effect": "NoSchedule"}] if tainted else []
     return {
         "apiVersion": "v1",

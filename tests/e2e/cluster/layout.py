@@ -1,4 +1,4 @@
-"""Where everything of one cluster is: its folder, its addresses, its names on this machine.
+"""The paths, addresses and names of one cluster on this machine.
 
 A cluster with net number N has 10.N.0.0/24 between host and node, 10.(N-1).0.0/16 for pods and 10.(N+1).0.0/16 for
 services.
@@ -23,7 +23,7 @@ CHECKOUT = Path(__file__).resolve().parents[3]
 RUNS = Path(os.environ.get("KESTRL_E2E_STATE", "/var/tmp/kestrl-e2e"))
 """On a disk: a file system in memory would hold images and the pods' scratch volumes."""
 NETS = (245, 241, 237, 233, 229, 225, 221, 217)
-"""Numbers to choose from; the first whose networks are not in use."""
+"""The available net numbers; the first whose networks are not in use is taken."""
 NODE_NAME = "node"
 DOMAIN = "cluster.local"
 API_PORT = 6443
@@ -31,17 +31,17 @@ API_PORT = 6443
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """One cluster's choices, and what follows from them."""
+    """The settings of one cluster, and the values derived from them."""
 
     name: str
     net: int
     control_plane_only: bool = False
-    leashed: bool = False
-    """Whether the cluster dies with the process that brought it up."""
+    ends_with_parent: bool = False
+    """Whether the cluster ends with the process that brought it up."""
     proxy_mode: str = "iptables"
     checkout: Path = CHECKOUT
     environment: Path = Path(sys.prefix)
-    """The virtual environment that pods find in place."""
+    """The virtual environment that pods have mounted."""
 
     @property
     def folder(self) -> Path:
@@ -61,7 +61,7 @@ class Layout:
 
     @property
     def node_folder(self) -> Path:
-        """What the node has for folders of the host that it must not share."""
+        """The node's own folders in place of the host's folders that it must not share."""
         return self.folder / "node"
 
     @property
@@ -99,7 +99,7 @@ class Layout:
 
     @property
     def kubernetes_service(self) -> str:
-        """The API's address among the services: the first there is."""
+        """The API's service address, the first in the range."""
         return f"10.{self.net + 1}.0.1"
 
     @property
@@ -108,7 +108,7 @@ class Layout:
 
 
 def default_name(*, control_plane_only: bool = False) -> str:
-    """Each checkout has clusters of its own: their pods see its files."""
+    """The cluster's default name. Each checkout has clusters of its own, since their pods see its files."""
     kind = "-control-plane" if control_plane_only else ""
     return f"kestrl-{hashlib.sha256(str(CHECKOUT).encode()).hexdigest()[:6]}{kind}"
 
@@ -121,20 +121,20 @@ def free_net() -> int:
     """A net number none of whose networks this machine has a route to.
 
     Raises:
-        RuntimeError: There is none left.
+        RuntimeError: None is left.
     """
     listed = json.loads(run("ip", "-json", "-4", "route", "show", "table", "all"))
     routed = [ipaddress.IPv4Network(route["dst"]) for route in listed if route["dst"] != "default"]
     for net in NETS:
         if not any(mine.overlaps(other) for mine in networks(net) for other in routed):
             return net
-    raise RuntimeError("no net number is free: are there clusters that nobody uses any more?")
+    raise RuntimeError("no net number is free: are there unused clusters?")
 
 
 @contextmanager
 def locked_runs() -> Generator[None]:
-    """Alone while a name or a net number is chosen. The folder is root's own: others could put links into one of
-    theirs."""
+    """An exclusive lock while a name or a net number is chosen. The folder belongs to root: others could put links into
+    one of theirs."""
     RUNS.mkdir(mode=0o711, parents=True, exist_ok=True)
     if RUNS.lstat().st_uid != os.getuid():
         raise PermissionError(f"{RUNS} belongs to somebody else")

@@ -1,11 +1,11 @@
 """A Kubernetes node in namespaces of its own, on this machine.
 
-Process 1 of these namespaces is `catatonit -P`. Killing it ends every daemon and container, and frees the mounts,
-links, rules and sysctls that they made: nothing clashes with the machine's own ports and nothing stays behind. Daemons
-are entered into the namespaces by `nsenter`, which waits outside for each of them. A veth pair joins node and machine:
-from the machine, pods and services are reached by their own addresses; from pods, the machine by `Layout.host_address`.
+Process 1 of these namespaces is `catatonit -P`. Killing it ends every daemon and container, and frees their mounts,
+links, rules and sysctls: nothing clashes with the machine's own ports and nothing is left behind. Daemons are entered
+into the namespaces by `nsenter`, which waits outside for each of them. A veth pair joins node and machine: the machine
+reaches pods and services by their own addresses; pods reach the machine by `Layout.host_address`.
 
-Everything about a running cluster is in its folder's `state.json`, so that any process can find it.
+The state of a running cluster is in its folder's `state.json`, so that any process can find it.
 """
 
 from __future__ import annotations
@@ -34,29 +34,29 @@ NAMESPACES = ("--mount", "--net", "--pid", "--uts", "--ipc")
 
 @dataclass
 class Daemon:
-    """One of the programs in the node."""
+    """A program in the node."""
 
     command: list[str]
     process: Process
     """The `nsenter` that waits for it."""
 
     def own(self) -> Process | None:
-        """The program itself."""
+        """The process of the program itself."""
         return self.process.child() if self.process.is_alive() else None
 
 
 @dataclass
 class State:
-    """What is running."""
+    """The state of a running cluster."""
 
     layout: Layout
     kit: Kit
     keeper: Process
-    """Waits outside for process 1, and takes it along."""
+    """Waits outside for process 1, and ends it when it is killed."""
     first: Process
     daemons: dict[str, Daemon]
     complete: bool = False
-    """Whether it came up altogether."""
+    """Whether the cluster was brought up completely."""
 
     def save(self) -> None:
         state = asdict(self)
@@ -66,7 +66,7 @@ class State:
 
     @staticmethod
     def load(folder: Path) -> State | None:
-        """None where there is no cluster, or one that did not get as far as having processes."""
+        """The state of a cluster; None if there is none, or if it has no processes yet."""
         try:
             state: dict[str, Any] = json.loads(_state_file(folder).read_text())
         except FileNotFoundError:
@@ -88,7 +88,7 @@ def _state_file(folder: Path) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A running one, known by its folder."""
+    """A running node, identified by its folder."""
 
     folder: Path
 
@@ -110,12 +110,12 @@ class Node:
     # --- daemons
 
     def start(self, name: str, command: Sequence[str] = ()) -> None:
-        """Starts a daemon that does not run: one of Kubernetes' again, or another by its command.
+        """Starts a daemon that does not run: one of Kubernetes', or another by its command.
 
-        For the API server it waits until that is ready.
+        Waits until an API server is ready.
 
         Raises:
-            TimeoutError: It did not get ready.
+            TimeoutError: It did not become ready.
         """
         state = self.state
         words = list(command) or state.daemons[name].command
@@ -130,14 +130,14 @@ class Node:
             eventually("the API server is ready", lambda: is_ready(api), START_SECONDS)
 
     def stop(self, name: str) -> None:
-        """Ends a daemon as its service manager would: SIGTERM, and SIGKILL if that does not help."""
+        """Ends a daemon like its service manager: SIGTERM, and SIGKILL if that does not help."""
         if self._runs(name):
             self._own(name).send(signal.SIGTERM)
             if not self.state.daemons[name].process.wait(STOP_SECONDS):
                 self.kill(name)
 
     def kill(self, name: str) -> None:
-        """SIGKILL, as an outage would. It stays away until it is started."""
+        """Kills a daemon with SIGKILL; it stays down until it is started."""
         daemon = self.state.daemons[name]
         self._own(name).send(signal.SIGKILL)
         daemon.process.send(signal.SIGCONT)  # it stopped itself if the daemon was frozen
@@ -149,10 +149,10 @@ class Node:
         self.start(name)
 
     def freeze(self, name: str) -> None:
-        """It keeps its connections and answers nobody."""
+        """Freezes a daemon: it keeps its connections and answers nothing."""
         own, waiting = self._own(name), self.state.daemons[name].process
         own.send(signal.SIGSTOP)
-        # nsenter stops itself with its child; before that, it would miss being told to go on.
+        # nsenter stops itself with its child; before that, it would miss SIGCONT
         eventually(f"{name} is frozen", lambda: own.is_stopped() and waiting.is_stopped(), STOP_SECONDS)
 
     def thaw(self, name: str) -> None:
@@ -162,11 +162,10 @@ class Node:
         eventually(f"{name} goes on", lambda: not own.is_stopped() and not waiting.is_stopped(), STOP_SECONDS)
 
     def revive(self) -> None:
-        """Waits for a cluster that somebody is just bringing up, and undoes what was done to the daemons: all run, and
-        answer.
+        """Waits for a cluster that another process is bringing up, and starts and thaws all daemons.
 
         Raises:
-            TimeoutError: The node did not get ready again.
+            TimeoutError: The node did not become ready again.
         """
         eventually("the cluster is up", lambda: self.state.complete, START_SECONDS)
         for name, runs in self.runs().items():
@@ -180,8 +179,8 @@ class Node:
 
     @contextmanager
     def cut_off(self, address: str) -> Generator[None]:
-        """What a pod of this address sends the API server is lost, as behind a broken switch: its connections stay
-        open, and silent."""
+        """Drops the packets from a pod's address to the API server, as behind a broken switch: its connections stay
+        open."""
         rule = ("INPUT", "--source", address, "--protocol", "tcp", "--dport", str(API_PORT), "--jump", "DROP")
         run(*self.entering("iptables", "--wait", "--insert", *rule))
         try:
@@ -190,8 +189,8 @@ class Node:
             run(*self.entering("iptables", "--wait", "--delete", *rule))
 
     def kill_container(self, container: str) -> int:
-        """SIGKILLs every process of a container, by its id: kubelet hears of it as of any crash. Returns how many there
-        were."""
+        """Kills every process of a container with SIGKILL, by its id: to the kubelet it looks like a crash. Returns
+        their number."""
         found = in_cgroup(container)
         for process in found:
             process.send(signal.SIGKILL)
@@ -205,16 +204,16 @@ class Node:
         state.save()
 
     def runs(self) -> dict[str, bool]:
-        """Which daemons there are, and whether they run."""
+        """The daemons, and whether they run."""
         return {name: daemon.own() is not None for name, daemon in self.state.daemons.items()}
 
     def memory(self) -> dict[str, int]:
-        """Bytes of each daemon that are in memory."""
+        """Resident bytes of each daemon."""
         found = {name: daemon.own() for name, daemon in self.state.daemons.items()}
         return {name: own.memory() if own else 0 for name, own in found.items()}
 
     def log(self, name: str) -> str:
-        """All that a daemon wrote, over its restarts; nothing before its first start."""
+        """The log of a daemon, over its restarts; empty before its first start."""
         path = self.folder / "logs" / f"{name}.log"
         return path.read_text(errors="replace") if path.exists() else ""
 
@@ -238,17 +237,17 @@ class Node:
         return [*_entering(self.state.first), *command]
 
     def down(self) -> None:
-        """Ends everything and removes what is left of it.
+        """Ends everything and removes what is left.
 
         Raises:
-            TimeoutError: Something of it did not go away.
+            TimeoutError: Something could not be removed.
         """
         state = State.load(self.folder)
         if state is not None:
             _end(state)
             layout = state.layout
             if Path("/sys/class/net", layout.link).exists():
-                with suppress(CommandFailed):  # it goes by itself with the node's network, a moment later
+                with suppress(CommandFailed):  # it is removed with the node's network, a moment later
                     run("ip", "link", "delete", layout.link)
             eventually("the cgroups are empty", lambda: remove_cgroups(layout), END_SECONDS)
         eventually(f"{self.folder} is removed", lambda: _remove(self.folder), END_SECONDS)
@@ -263,12 +262,12 @@ def program_path(program: str) -> str:
 
 
 def _environment(state: State) -> dict[str, str]:
-    """Of the daemons. The programs of the kit find each other; Python's find this package."""
+    """The daemons' environment. The programs of the kit find each other; Python programs find this package."""
     return {
         "PATH": f"{state.kit.folder}:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
         "HOME": str(state.layout.folder),
         "LANG": "C.UTF-8",
-        "GOGC": "200",  # memory there is; a sixth of the API server's time went into collecting it
+        "GOGC": "200",  # memory is available; a sixth of the API server's time was garbage collection
         "PYTHONPATH": str(state.layout.checkout),
     }
 
@@ -287,15 +286,15 @@ def node_is_ready(api: Api) -> bool:
 
 
 def _end(state: State) -> None:
-    """Kills process 1. The kernel ends everything else in its namespace, and who waits for it outside then ends by
+    """Kills process 1. The kernel ends everything else in its namespace, and then each `nsenter` outside ends by
     itself.
 
-    Killing those who wait would leave what they wait for to the machine's process 1, which may take its time.
+    Killing the `nsenter` processes would leave their children to the machine's process 1, which may be slow.
     """
     state.first.send(signal.SIGKILL)
     waiting = [state.keeper, *(daemon.process for daemon in state.daemons.values())]
     for process in waiting:
-        process.send(signal.SIGCONT)  # one with a frozen daemon had stopped itself
+        process.send(signal.SIGCONT)  # one with a frozen daemon has stopped itself
     for process in waiting:
         if not process.wait(END_SECONDS):
             process.send(signal.SIGKILL)
@@ -303,7 +302,8 @@ def _end(state: State) -> None:
 
 
 def _remove(folder: Path) -> bool:
-    """Whether it is gone; a mount of the node's may last a moment longer than its processes."""
+    """Removes a folder; returns whether it is gone. A mount of the node's may last a moment longer than its
+    processes."""
     with suppress(OSError):
         shutil.rmtree(folder)
     return not folder.exists()

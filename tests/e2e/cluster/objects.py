@@ -1,8 +1,8 @@
-"""What a fresh cluster is given: the checkout in its pods, and volumes for claims.
+"""The objects of a fresh cluster: the checkout in its pods, and volumes for claims.
 
 A mutating admission policy mounts the checkout and its virtual environment, read-only and at their own paths, into
-every pod of a namespace that carries the label, so that chart and operator under test need know nothing of it. Pod
-Security "restricted" forbids such volumes: these namespaces do not enforce it.
+every pod of a labelled namespace, so that chart and operator under test need not know about it. Pod Security
+"restricted" forbids such volumes: these namespaces do not enforce it.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from .layout import Layout
 
 Object = dict[str, Any]
 LABEL = "kestrl.dev/e2e"
-"""Of namespaces whose pods find the checkout in place: "true"."""
+"""The label of namespaces whose pods have the checkout mounted: "true"."""
 NAMESPACE = "e2e"
-"""One that is there from the beginning and has the label."""
+"""A namespace with the label that exists from the beginning."""
 STORAGE_CLASS = "e2e"
 VOLUMES = 24
-"""Claims that can be bound at a time; `Cluster.renew_volumes` makes used ones new."""
+"""Number of claims that can be bound at a time; `Cluster.renew_volumes` makes used volumes available again."""
 VOLUME_SIZE = "1Gi"
 
 
@@ -64,7 +64,7 @@ def volume_name(index: int) -> str:
 
 
 def _expression(folders: list[Path]) -> str:
-    """In CEL: the volumes, and their mounts in every container and init container."""
+    """The policy in CEL: the volumes, and their mounts in every container and init container."""
     quoted = {volume_name(index): json.dumps(str(folder)) for index, folder in enumerate(folders)}
     volumes = ", ".join(
         f'Object.spec.volumes{{name: "{name}", hostPath: Object.spec.volumes.hostPath{{path: {path}, type: "Directory"}}}}'
@@ -84,7 +84,7 @@ def _expression(folders: list[Path]) -> str:
 
 
 def probe(namespace: str) -> Object:
-    """A pod to ask the API about, never to run."""
+    """A pod for dry runs."""
     return {
         "apiVersion": "v1",
         "kind": "Pod",
@@ -94,7 +94,7 @@ def probe(namespace: str) -> Object:
 
 
 def storage_class() -> Object:
-    """The default one: bound by the scheduler to what was made beforehand."""
+    """The default class, bound by the scheduler to existing volumes."""
     return {
         "apiVersion": "storage.k8s.io/v1",
         "kind": "StorageClass",

@@ -1,9 +1,9 @@
 """Enforces NetworkPolicy in the node with nftables: `python -m tests.e2e.cluster.policies SERVER CERTIFICATES`.
 
-The pods' bridge knows nothing of policies. This program runs in the node's network namespace, watches pods, namespaces
-and policies, and swaps one table at every change. What a pod sends to its own node (the names and the API on the node's
-address) is judged as well; what the node sends to a pod (probes) is not, and a connection that stands is not cut. A new
-pod is covered once its address is in the API.
+The pods' bridge does not enforce policies. This program runs in the node's network namespace, watches pods, namespaces
+and policies, and swaps one table at every change. Traffic from a pod to its own node (DNS and the API at the node's
+address) is filtered as well; traffic from the node to a pod (probes) is not, and established connections are not cut. A
+new pod is covered once its address is in the API.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ NAMESPACES = "/api/v1/namespaces"
 POLICIES = "/apis/networking.k8s.io/v1/networkpolicies"
 TABLE = "kestrl_e2e"
 NOTHING = f"table inet {TABLE}\ndelete table inet {TABLE}\n"
-"""No table, whether there was one or not."""
+"""Removes the table, whether there was one or not."""
 WATCH_SECONDS = 300
 RETRY_SECONDS = 0.2
 
 
 @dataclass(frozen=True, slots=True)
 class Direction:
-    """How a policy and a packet tell of it."""
+    """The fields of policies and packets for one direction."""
 
     chain: str
     field: str
-    """Of a policy: its rules."""
+    """The policy's field with the rules."""
     peers: str
-    """Of a rule."""
+    """The rule's field with the peers."""
     own: str
-    """The address of a packet that is the pod's."""
+    """The packet's address that is the pod's."""
     other: str
 
 
@@ -53,18 +53,18 @@ DIRECTIONS = {
 
 @dataclass(frozen=True, slots=True)
 class Pod:
-    """What rules are made of."""
+    """The properties of a pod that rules use."""
 
     address: str
     namespace: str
     labels: Mapping[str, str]
     ports: Mapping[tuple[str, str], int]
-    """By name and protocol."""
+    """Port numbers by name and protocol."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Peers:
-    """Addresses, but for some of them."""
+    """Addresses, with exceptions."""
 
     block: str
     excepted: tuple[str, ...] = ()
@@ -72,15 +72,15 @@ class Peers:
 
 @dataclass
 class Rules:
-    """Of one direction."""
+    """Rules of one direction."""
 
     isolated: set[str] = field(default_factory=set[str])
-    """Addresses of pods that some policy selects: they get only what is allowed."""
+    """Addresses of pods that a policy selects: only what is allowed reaches or leaves them."""
     allowed: set[str] = field(default_factory=set[str])
 
 
 def pods_of(objects: Iterable[Object]) -> list[Pod]:
-    """Those with an address of their own that are not over."""
+    """Running pods with an address of their own."""
     found: list[Pod] = []
     for item in objects:
         spec, status = item["spec"], item.get("status", {})
@@ -97,7 +97,7 @@ def pods_of(objects: Iterable[Object]) -> list[Pod]:
 
 
 def selects(selector: Mapping[str, Any], labels: Mapping[str, str]) -> bool:
-    """Whether a label selector, which is there, takes these labels; an empty one takes all."""
+    """Whether a label selector matches these labels; an empty one matches all."""
     wanted: Mapping[str, str] = selector.get("matchLabels") or {}
     expressions: Sequence[Mapping[str, Any]] = selector.get("matchExpressions") or ()
     return all(labels.get(key) == value for key, value in wanted.items()) and all(
@@ -125,7 +125,7 @@ def ruleset(pods: Sequence[Pod], namespaces: Mapping[str, Mapping[str, str]], po
         namespace, spec = policy["metadata"]["namespace"], policy["spec"]
         for pod in pods:
             if pod.namespace == namespace and selects(spec.get("podSelector") or {}, pod.labels):
-                for name in spec["policyTypes"]:  # the API fills them in
+                for name in spec["policyTypes"]:  # the API sets defaults
                     rules[name].isolated.add(pod.address)
                     for rule in spec.get(DIRECTIONS[name].field) or ():
                         rules[name].allowed |= set(_lines(DIRECTIONS[name], rule, pod, namespace, pods, namespaces))
@@ -133,7 +133,7 @@ def ruleset(pods: Sequence[Pod], namespaces: Mapping[str, Mapping[str, str]], po
         f"chain {DIRECTIONS[name].chain} {{ {'; '.join((*sorted(of.allowed), 'drop'))}; }}"
         for name, of in rules.items()
     ]
-    # What a pod sends is judged first: its policy's `return` leads on to the other pod's.
+    # A pod's egress is filtered first: its policy's `return` leads on to the other pod's ingress.
     jumps = [
         f"ip {DIRECTIONS[name].own} {{ {', '.join(sorted(of.isolated))} }} jump {DIRECTIONS[name].chain}"
         for name, of in reversed(rules.items())
@@ -156,7 +156,7 @@ def _lines(
     pods: Sequence[Pod],
     namespaces: Mapping[str, Mapping[str, str]],
 ) -> Iterator[str]:
-    """What one rule of a policy allows a pod."""
+    """The nftables rules of one rule of a policy for a pod."""
     listed: Sequence[Mapping[str, Any]] = rule.get(direction.peers) or ()
     other = direction.other
     if listed:
@@ -191,7 +191,7 @@ def _peers(
 
 
 def _ports(rule: Mapping[str, Any], servers: Sequence[Pod]) -> Iterator[str]:
-    """Ports of a rule; named ones as the pods that serve name them."""
+    """The ports of a rule; named ones are resolved by the pods that serve them."""
     listed: Sequence[Mapping[str, Any]] = rule.get("ports") or ()
     if not listed:
         yield ""
@@ -208,13 +208,13 @@ def _ports(rule: Mapping[str, Any], servers: Sequence[Pod]) -> Iterator[str]:
 
 
 class Mirror(threading.Thread):
-    """Keeps the objects of a collection as they are, and tells when they change."""
+    """Mirrors the objects of a collection, and signals changes."""
 
     def __init__(self, api: Api, path: str, changed: queue.SimpleQueue[str]) -> None:
         super().__init__(name=path, daemon=True)
         self._api, self._path, self._changed = api, path, changed
         self.objects: dict[str, Object] | None = None
-        """By uid; None until they were listed."""
+        """Objects by uid; None until they were listed."""
 
     def run(self) -> None:
         while True:
@@ -222,7 +222,7 @@ class Mirror(threading.Thread):
                 self._follow()
             except (*Unreachable, Refused) as error:
                 say(f"{self._path}: {error}")
-                time.sleep(RETRY_SECONDS)  # nobody tells when the server is back
+                time.sleep(RETRY_SECONDS)  # there is no event for the server's return
 
     def _follow(self) -> None:
         listed = self._api.get(self._path)
@@ -246,12 +246,12 @@ def say(text: str) -> None:
 
 
 def install(table: str) -> None:
-    """Swaps the table, all at once."""
+    """Swaps the table atomically."""
     subprocess.run(["nft", "-f", "-"], input=table, text=True, check=True)
 
 
 def enforce(api: Api) -> None:
-    """For ever: at every change, the table that is then right."""
+    """Installs the current table at every change; never returns."""
     changed: queue.SimpleQueue[str] = queue.SimpleQueue()
     mirrors = {path: Mirror(api, path, changed) for path in (PODS, NAMESPACES, POLICIES)}
     for mirror in mirrors.values():

@@ -1,4 +1,4 @@
-"""Processes that outlive the program which starts them, known by pid and start time."""
+"""Processes that outlive the program that starts them, identified by pid and start time."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from pathlib import Path
 from kestrl.process_guard import children
 
 IGNORED_BY_PYTHON = (signal.SIGPIPE, signal.SIGXFSZ)
-"""A started program would inherit that, and its containers with it."""
+"""A started program would inherit these ignored signals, and its containers with it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """A process, and no later one with the same pid."""
+    """A process, distinguished from later ones with the same pid."""
 
     pid: int
     started: int
-    """In ticks since the machine's start."""
+    """Start time in ticks since the machine's start."""
 
     @staticmethod
     def of(pid: int) -> Process | None:
@@ -30,12 +30,12 @@ class Process:
         return None if status is None else Process(pid, status[1])
 
     def is_alive(self) -> bool:
-        """Whether it runs, or is stopped; one that has ended and was not collected is not alive."""
+        """Whether it runs or is stopped; a zombie is not alive."""
         status = _stat(self.pid)
         return status is not None and status[1] == self.started and status[0] != "Z"
 
     def is_stopped(self) -> bool:
-        """Whether SIGSTOP holds it."""
+        """Whether it is stopped by SIGSTOP."""
         status = _stat(self.pid)
         return status is not None and status[1] == self.started and status[0] == "T"
 
@@ -44,13 +44,14 @@ class Process:
         return next((found for pid in children(self.pid) if (found := Process.of(pid)) is not None), None)
 
     def send(self, number: signal.Signals) -> None:
-        """A signal, if it is still there."""
+        """Sends a signal, if the process still exists."""
         if self.is_alive():
             with suppress(ProcessLookupError):
                 os.kill(self.pid, number)
 
     def wait(self, seconds: float) -> bool:
-        """Whether it has ended within a time; collects it if it is a child of this process."""
+        """Waits for its end; returns whether it has ended within the time. Collects it if it is a child of this
+        process."""
         if self.is_alive():
             with suppress(ProcessLookupError):
                 descriptor = os.pidfd_open(self.pid)
@@ -65,7 +66,7 @@ class Process:
         return ended
 
     def memory(self) -> int:
-        """Bytes of it that are in memory."""
+        """Resident bytes."""
         with suppress(OSError):
             for line in Path(f"/proc/{self.pid}/status").read_text().splitlines():
                 if line.startswith("VmRSS:"):
@@ -74,7 +75,7 @@ class Process:
 
 
 def _stat(pid: int) -> tuple[str, int] | None:
-    """State and start time."""
+    """State and start time; None if the process does not exist."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
@@ -83,7 +84,7 @@ def _stat(pid: int) -> tuple[str, int] | None:
 
 
 def in_cgroup(name: str) -> list[Process]:
-    """All processes of a cgroup whose path has this name in it."""
+    """All processes of a cgroup whose path contains this name."""
     found: list[Process] = []
     for path in Path("/proc").glob("[0-9]*/cgroup"):
         with suppress(OSError):  # it has ended meanwhile
@@ -93,11 +94,11 @@ def in_cgroup(name: str) -> list[Process]:
 
 
 def spawn(command: Sequence[str], log: Path, env: Mapping[str, str], *, ready: int | None = None) -> Process:
-    """Starts a program in a session of its own. It lives on when this process ends.
+    """Starts a program in a session of its own, which survives this process.
 
     Args:
         command: Program, by its path, and arguments.
-        log: Gets what it writes.
+        log: File for its output.
         env: All its variables.
         ready: A descriptor that it gets as number 3.
 

@@ -1,5 +1,4 @@
-"""Bringing a cluster up: its namespaces, its link to this machine, its daemons, and the objects that tests find in
-it."""
+"""Bringing a cluster up: its namespaces, its link to this machine, its daemons, and its first objects."""
 
 from __future__ import annotations
 
@@ -52,7 +51,7 @@ ip link set lo up
 echo ready >&3
 exec catatonit -P 3>&-
 """
-"""What process 1 does first. The folders that it covers are Kubernetes' default ones; the machine keeps its own."""
+"""The first steps of process 1. The folders that it covers are Kubernetes' default ones; the machine keeps its own."""
 NEEDED = (
     *("runc", "catatonit", "busybox", "iptables", "nft", "conntrack", "openssl", "ip"),
     *("nsenter", "unshare", "setpriv", "mountpoint", "lscpu"),
@@ -60,7 +59,7 @@ NEEDED = (
 
 
 def missing() -> list[str]:
-    """Programs that a node needs and this machine lacks."""
+    """Programs that a node needs and that are missing on this machine."""
     return [name for name in NEEDED if shutil.which(name) is None]
 
 
@@ -76,7 +75,7 @@ def running() -> list[Node]:
 
 
 def _all() -> list[Node]:
-    """Also those that ended by themselves."""
+    """All clusters, including those that have ended by themselves."""
     return [Node(folder) for folder in sorted(RUNS.glob("*")) if folder.is_dir()]
 
 
@@ -86,22 +85,22 @@ def bring_up(
     name: str,
     net: int | None = None,
     control_plane_only: bool = False,
-    leashed: bool = False,
+    ends_with_parent: bool = False,
     proxy_mode: str = "iptables",
 ) -> Node:
-    """Starts a cluster, and returns when pods can be made.
+    """Starts a cluster; returns when pods can be created.
 
     Args:
-        kit: Its programs.
-        name: Its folder's.
-        net: Number of its networks (see `layout`); a free one without it.
-        control_plane_only: No kubelet: objects only.
-        leashed: It dies with this process.
-        proxy_mode: kube-proxy's: iptables or nftables.
+        kit: The programs.
+        name: Name of its folder.
+        net: Number of its networks (see `layout`); a free one if None.
+        control_plane_only: Without a kubelet, for objects only.
+        ends_with_parent: Whether it ends with this process.
+        proxy_mode: Mode of kube-proxy: iptables or nftables.
 
     Raises:
-        RuntimeError: There is one of this name, or what is needed is not there.
-        TimeoutError: A part of it did not start; notes tell the end of its log.
+        RuntimeError: The name is in use, or a program is missing.
+        TimeoutError: A part of it did not start; notes have the end of its log.
     """
     node = Node(RUNS / name)
     with ThreadPoolExecutor(1) as beside, ExitStack() as undo:
@@ -113,7 +112,7 @@ def bring_up(
                 name=name,
                 net=free_net() if net is None else net,
                 control_plane_only=control_plane_only,
-                leashed=leashed,
+                ends_with_parent=ends_with_parent,
                 proxy_mode=proxy_mode,
             )
             undo.callback(node.down)
@@ -130,7 +129,7 @@ def bring_up(
 
 
 def sweep() -> None:
-    """Removes what is left of clusters that ended by themselves, as leashed ones do."""
+    """Removes the remains of clusters that ended with their parent process."""
     for node in _all():
         if not node.is_alive():
             node.down()
@@ -141,14 +140,14 @@ def _archives(layout: Layout, kit: Kit) -> list[Path]:
 
 
 def _begin(layout: Layout, kit: Kit) -> None:
-    """Makes the folder, the namespaces and the link: from then on, the cluster can be found and ended."""
+    """Creates the folder, the namespaces and the link: from then on, the cluster can be found and ended."""
     layout.logs.mkdir(parents=True)
     layout.folder.chmod(0o711)  # pods reach their volumes through it
     layout.node_folder.mkdir()
     reading, writing = os.pipe()
-    leash = [program_path("setpriv"), "--pdeathsig=KILL"] if layout.leashed else []
+    parent_death = [program_path("setpriv"), "--pdeathsig=KILL"] if layout.ends_with_parent else []
     command = [
-        *leash,
+        *parent_death,
         program_path("unshare"),
         *NAMESPACES,
         "--fork",
@@ -192,8 +191,8 @@ def _bring_up(node: Node, layout: Layout, kit: Kit, images: Future[list[Path]] |
     make_certificates(layout)
     write_configuration(layout)
     lines = command_lines(layout, kit)
-    # What asks nobody starts beside the API server, and the others when it is ready: they would give up, or try again
-    # ever later.
+    # Daemons without dependencies start beside the API server, the others when it is ready: they would give up, or back
+    # off.
     for name in sorted(lines, key=("etcd", "containerd", "kube-apiserver", *lines).index):
         node.start(name, lines[name])
     api = node.api()
@@ -209,7 +208,7 @@ def _bring_up(node: Node, layout: Layout, kit: Kit, images: Future[list[Path]] |
 
 
 def import_images(layout: Layout, kit: Kit, archives: Sequence[Path], *named: str) -> None:
-    """Gives the node images; `named` are further arguments of `ctr images import`."""
+    """Imports images into the node; `named` are further arguments of `ctr images import`."""
     ctr = (kit.program("ctr"), "--address", str(layout.containerd_socket), "--namespace", "k8s.io")
     eventually("containerd answers", lambda: _succeeds(*ctr, "version"), START_SECONDS)
     for archive in archives:
@@ -217,7 +216,7 @@ def import_images(layout: Layout, kit: Kit, archives: Sequence[Path], *named: st
 
 
 def _furnish(api: Api, layout: Layout) -> None:
-    """Gives a fresh cluster its objects; waits until the API applies its policy to pods."""
+    """Creates the first objects of a cluster; waits until the API applies its policy to pods."""
     api.create("/apis/storage.k8s.io/v1/storageclasses", storage_class())
     for item in volumes(layout):
         api.create("/api/v1/persistentvolumes", item)
@@ -229,7 +228,7 @@ def _furnish(api: Api, layout: Layout) -> None:
 
 
 def _mounts(api: Api, namespace: str) -> bool:
-    """Whether a pod would see the checkout; none can be made before its namespace has an account for it."""
+    """Whether a pod would have the checkout mounted; none can be created before its namespace has a ServiceAccount."""
     with suppress(Refused):
         pod = api.create(f"/api/v1/namespaces/{namespace}/pods?dryRun=All", probe(namespace))
         return any(item["name"] == volume_name(0) for item in pod["spec"].get("volumes", []))

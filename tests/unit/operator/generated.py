@@ -168,7 +168,7 @@ def snapshots(draw: Any) -> Snapshot:
         pods=list({item.name: item for item in found}.values()),
         workloads=draw(st.sampled_from([{Role.LEARNER: learner}, {Role.LEARNER: learner}, {}])),
         last_report=draw(st.sampled_from([latest, latest, latest, None])),
-        unmade=draw(st.sampled_from([None, (NOW - 100, "exceeded quota: gpus")])),
+        not_created=draw(st.sampled_from([None, (NOW - 100, "exceeded quota: gpus")])),
         unsatisfiable=draw(st.sampled_from(["", "no node has 2 of nvidia.com/gpu"])),
         memory=Memory(draining=draw(first_seen), failed=draw(first_seen)),
     )

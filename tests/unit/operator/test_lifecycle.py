@@ -21,9 +21,9 @@ from kestrl_operator.lifecycle import (
     Stage,
     backoff,
     decide,
-    held,
     pending,
     short_of_pods_since,
+    waits_for_admission,
 )
 from kestrl_operator.snapshot import QUEUE_LABEL, Memory, Pod, Snapshot
 from kestrl_operator.status import status_of
@@ -573,7 +573,10 @@ TOO_LONG = f"{STUCK}: email-search-inference-1: "
             f"{TOO_LONG}prepare ended with Error (2): no model",
         ),
         (waiting(Role.INFERENCE, 1, made=NOW - 599.5), None),
-        (waiting(Role.INFERENCE, 1, **LONG, scheduled=True), f"{TOO_LONG}its containers are not created; see its events"),
+        (
+            waiting(Role.INFERENCE, 1, **LONG, scheduled=True),
+            f"{TOO_LONG}its containers are not created; see its events",
+        ),
         (waiting(Role.INFERENCE, 1, **LONG, scheduled=True, begun=True), None),
         (waiting(Role.INFERENCE, 1, **LONG, gated=True), None),
         (waiting(Role.INFERENCE, 1, **LONG, deleting=True), None),
@@ -600,8 +603,8 @@ def test_waiting_in_a_queue_does_not_count_against_deadlines() -> None:
     gated = snapshot(**queued, pods=all_pods(waiting(Role.LEARNER, **LONG, gated=True)), status={})
     admitted = snapshot(**queued, pods=all_pods(waiting(Role.LEARNER, **LONG)), status={})
     waits_on = replace(admitted, status=started)
-    refused = replace(gated, pods=[], unmade=(NOW - 900, "email-search-tools: exceeded quota"))
-    assert [held(seen) for seen in (gated, admitted, waits_on, refused)] == [True, False, False, False]
+    refused = replace(gated, pods=[], not_created=(NOW - 900, "email-search-tools: exceeded quota"))
+    assert [waits_for_admission(seen) for seen in (gated, admitted, waits_on, refused)] == [True, False, False, False]
     assert decide(refused).ended == ("PendingTooLong", f"{STUCK}: email-search-tools: exceeded quota")
     since = [waited and waited[0] for waited in map(pending, (gated, admitted, waits_on))]
     assert since == [None, NOW, NOW - 30]
@@ -616,7 +619,7 @@ def test_waiting_in_a_queue_does_not_count_against_deadlines() -> None:
         ({"pods": all_pods(waiting(Role.ROLLOUT, made=NOW - 70, scheduled=True))}, NOW - 70),
         ({"pods": all_pods(waiting(Role.ROLLOUT, made=NOW - 70))}, None),
         ({"pods": all_pods(waiting(Role.ROLLOUT, made=NOW - 70, scheduled=True, begun=True))}, None),
-        ({"unmade": (NOW - 90, "email-search-learner: no service account")}, NOW - 90),
+        ({"not_created": (NOW - 90, "email-search-learner: no service account")}, NOW - 90),
     ],
     ids=["all run", "containers are not created", "no node", "it prepares", "pods are not created"],
 )
@@ -634,8 +637,8 @@ def test_pods_that_cannot_start_may_need_a_missing_object(changes: dict[str, Any
 def test_the_pending_deadline_covers_pods_that_are_not_created(since: float, end: tuple[str, str] | None) -> None:
     """The deadline counts from when pods were first missing: the job may have run for hours before."""
     made = status(startedAt=at(9999))
-    unmade = (since, "exceeded quota: gpus")
-    seen = snapshot(job=job("pendingDeadline=10m"), pods=[], last_report=None, unmade=unmade, status=made)
+    not_created = (since, "exceeded quota: gpus")
+    seen = snapshot(job=job("pendingDeadline=10m"), pods=[], last_report=None, not_created=not_created, status=made)
     assert decide(seen).ended == end
     assert decide(replace(seen, job=job())).ended is None
 

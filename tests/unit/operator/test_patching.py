@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kestrl.errors import UserInputError
-from kestrl_operator.render.patching import HELD, MERGE_KEYS, patched
+from kestrl_operator.render.patching import MERGE_KEYS, RESERVED_FIELDS, patched
 
 TEMPLATE: dict[str, Any] = {
     "metadata": {"labels": {"kestrl.dev/role": "tools"}, "annotations": {"kestrl.dev/settings": "01"}},
@@ -148,34 +148,34 @@ def test_the_given_template_is_not_modified() -> None:
     assert before == TEMPLATE
 
 
-OURS = "is reserved for the operator; use another name"
-NOT_THEIRS = "cannot be changed by a job"
+RESERVED = "is reserved for the operator; use another name"
+NOT_CHANGEABLE = "cannot be changed by a job"
 
 
 @pytest.mark.parametrize(
     ("patch", "message"),
     [
         ({"containers": []}, ".containers: a pod template has metadata and spec, nothing else"),
-        *((spec(**{field: "x"}), f".spec.{field}: {NOT_THEIRS}; remove it") for field in HELD),
-        (spec(serviceAccountName=None), f".spec.serviceAccountName: {NOT_THEIRS}; remove it"),
-        (spec(hostNetwork=False), f".spec.hostNetwork: {NOT_THEIRS}; remove it"),
+        *((spec(**{field: "x"}), f".spec.{field}: {NOT_CHANGEABLE}; remove it") for field in RESERVED_FIELDS),
+        (spec(serviceAccountName=None), f".spec.serviceAccountName: {NOT_CHANGEABLE}; remove it"),
+        (spec(hostNetwork=False), f".spec.hostNetwork: {NOT_CHANGEABLE}; remove it"),
         ({"spec": None}, ".spec: must be a map"),
         ({"spec": []}, ".spec: must be a map"),
         ({"metadata": None}, ".metadata: must be a map"),
         ({"metadata": {"labels": None}}, ".metadata.labels: must be a map"),
         ({"metadata": {"annotations": None}}, ".metadata.annotations: must be a map"),
         ({"metadata": {"labels": "x"}}, ".metadata.labels: must be a map"),
-        ({"metadata": {"name": "x"}}, f".metadata.name: {NOT_THEIRS}; labels and annotations can"),
-        ({"metadata": {"finalizers": ["x/y"]}}, f".metadata.finalizers: {NOT_THEIRS}; labels and annotations can"),
-        ({"metadata": {"labels": {"kestrl.dev/role": "learner"}}}, f".metadata.labels.kestrl.dev/role: {OURS}"),
-        ({"metadata": {"labels": {"kestrl.dev/job": None}}}, f".metadata.labels.kestrl.dev/job: {OURS}"),
+        ({"metadata": {"name": "x"}}, f".metadata.name: {NOT_CHANGEABLE}; labels and annotations can"),
+        ({"metadata": {"finalizers": ["x/y"]}}, f".metadata.finalizers: {NOT_CHANGEABLE}; labels and annotations can"),
+        ({"metadata": {"labels": {"kestrl.dev/role": "learner"}}}, f".metadata.labels.kestrl.dev/role: {RESERVED}"),
+        ({"metadata": {"labels": {"kestrl.dev/job": None}}}, f".metadata.labels.kestrl.dev/job: {RESERVED}"),
         (
             {"metadata": {"labels": {"app.kubernetes.io/name": "kestrl-operator"}}},
-            f".metadata.labels.app.kubernetes.io/name: {OURS}",
+            f".metadata.labels.app.kubernetes.io/name: {RESERVED}",
         ),
         (
             {"metadata": {"annotations": {"kestrl.dev/attempts": "0"}}},
-            f".metadata.annotations.kestrl.dev/attempts: {OURS}",
+            f".metadata.annotations.kestrl.dev/attempts: {RESERVED}",
         ),
         (spec(containers=["tools"]), ".spec.containers[0]: must be a map with name, the merge key"),
         (

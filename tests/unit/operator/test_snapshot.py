@@ -392,7 +392,7 @@ GOING = pod(Role.LEARNER, deleting=True)
 
 
 @pytest.mark.parametrize(
-    ("pods", "connected", "heard"),
+    ("pods", "connected", "counts"),
     [
         (all_pods(), True, True),
         (all_pods(), False, False),
@@ -403,9 +403,9 @@ GOING = pod(Role.LEARNER, deleting=True)
     ],
     ids=["it exists", "its stream broke", "it is being deleted", "it was evicted", "another was created", "it is gone"],
 )
-def test_only_reports_of_an_existing_learner_pod_count(pods: list[Pod], connected: bool, heard: bool) -> None:
+def test_only_reports_of_an_existing_learner_pod_count(pods: list[Pod], connected: bool, counts: bool) -> None:
     latest = learner_report(report(), connected=connected)
-    assert snapshot(pods=pods, last_report=latest).live_report is (latest if heard else None)
+    assert snapshot(pods=pods, last_report=latest).live_report is (latest if counts else None)
 
 
 def test_ended_pods_count_for_no_role() -> None:

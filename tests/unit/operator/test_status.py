@@ -54,12 +54,12 @@ NO_OBJECT = ended("prepare", message="[infrastructure/not_found] s3://bucket/qwe
 Expected = dict[str, tuple[str, ...]]
 
 
-def seen_as(seen: Snapshot) -> dict[str, Any]:
+def status_for(seen: Snapshot) -> dict[str, Any]:
     """The status for a snapshot."""
     return status_of(seen, decide(seen))
 
 
-def said(written: dict[str, Any], kind: str) -> tuple[str, str, str]:
+def condition_of(written: dict[str, Any], kind: str) -> tuple[str, str, str]:
     item = next(item for item in written["conditions"] if item["type"] == kind)
     return item["status"], item["reason"], item["message"]
 
@@ -136,7 +136,7 @@ TABLE: list[tuple[str, dict[str, Any], str, Expected]] = [
     ),
     (
         "Kubernetes creates no pods of it",
-        {"pods": [], "last_report": None, "unmade": (NOW - 60, "email-search-tools: exceeded quota: pods=0")},
+        {"pods": [], "last_report": None, "not_created": (NOW - 60, "email-search-tools: exceeded quota: pods=0")},
         "Pending",
         {"Scheduled": ("False", "Pending", "email-search-tools: exceeded quota: pods=0")},
     ),
@@ -572,13 +572,13 @@ TABLE: list[tuple[str, dict[str, Any], str, Expected]] = [
         },
     ),
     (
-        "it has drained and its pods are going",
+        "it has drained and its pods are terminating",
         {"job": job("suspend=true"), "last_report": learner_report(over("suspended")), "labels": QUEUED},
         "Suspending",
         {
-            "Suspended": ("False", "Draining", "6 pods are going"),
-            "Scheduled": ("False", "Released", "6 pods are going"),
-            "EnginesReady": ("False", "Released", "6 pods are going"),
+            "Suspended": ("False", "Draining", "6 pods are terminating"),
+            "Scheduled": ("False", "Released", "6 pods are terminating"),
+            "EnginesReady": ("False", "Released", "6 pods are terminating"),
             "PolicyConverged": ("Unknown", NOT_OBSERVED, "no engine is to run"),
             "RolloutsFlowing": ("False", "Drained"),
             "LearnerProgressing": ("False", "Released"),
@@ -596,7 +596,7 @@ TABLE: list[tuple[str, dict[str, Any], str, Expected]] = [
         },
         "Suspended",
         {
-            "Suspended": ("True", "Released", "at step 14; suspend: false goes on from there"),
+            "Suspended": ("True", "Released", "at step 14; suspend: false resumes from there"),
             "QuotaReserved": ("Unknown", NOT_OBSERVED),
             "Scheduled": ("False", "Released", ""),
             "Ready": NOT_READY,
@@ -606,7 +606,7 @@ TABLE: list[tuple[str, dict[str, Any], str, Expected]] = [
         "it is suspended and an evicted pod remains",
         {"job": job("suspend=true"), "last_report": None, "pods": [pod(Role.ROLLOUT, phase="Failed")]},
         "Suspended",
-        {"Suspended": ("True", "Released", "at step 0; suspend: false goes on from there")},
+        {"Suspended": ("True", "Released", "at step 0; suspend: false resumes from there")},
     ),
     (
         "it has succeeded",
@@ -696,27 +696,27 @@ TABLE: list[tuple[str, dict[str, Any], str, Expected]] = [
 
 @pytest.mark.parametrize(("given", "word", "claims"), [line[1:] for line in TABLE], ids=[line[0] for line in TABLE])
 def test_a_status_reports_what_was_observed(given: dict[str, Any], word: str, claims: Expected) -> None:
-    written = seen_as(snapshot(**given))
-    assert {kind: said(written, kind)[: len(claim)] for kind, claim in claims.items()} == claims
+    written = status_for(snapshot(**given))
+    assert {kind: condition_of(written, kind)[: len(claim)] for kind, claim in claims.items()} == claims
     assert written["shown"]["phase"] == word
 
 
 def test_every_reason_of_the_closed_list_is_used() -> None:
-    heard: dict[str, set[str]] = {str(kind): set() for kind in Type}
+    used: dict[str, set[str]] = {str(kind): set() for kind in Type}
     for _, changes, _, _ in TABLE:
-        for item in seen_as(snapshot(**changes))["conditions"]:
-            heard[item["type"]].add(item["reason"])
+        for item in status_for(snapshot(**changes))["conditions"]:
+            used[item["type"]].add(item["reason"])
     for reason in ("OperatorFailed", QUARANTINED):
-        heard["Ready"].add(said(with_failure({}, "no", generation=1, now=NOW, reason=reason), "Ready")[1])
-    assert {kind: reasons - {NOT_OBSERVED} for kind, reasons in heard.items()} == {
+        used["Ready"].add(condition_of(with_failure({}, "no", generation=1, now=NOW, reason=reason), "Ready")[1])
+    assert {kind: reasons - {NOT_OBSERVED} for kind, reasons in used.items()} == {
         str(kind): set(reasons) for kind, reasons in REASONS.items()
     }
 
 
 def test_a_failed_pass_is_reported_beside_the_earlier_conditions() -> None:
-    before = seen_as(snapshot())
+    before = status_for(snapshot())
     after = with_failure(before, "no answer", generation=7, now=NOW + 9)
-    assert said(after, "Ready") == ("False", "OperatorFailed", "no answer")
+    assert condition_of(after, "Ready") == ("False", "OperatorFailed", "no answer")
     ready = next(item for item in after["conditions"] if item["type"] == "Ready")
     assert (ready["observedGeneration"], ready["lastTransitionTime"]) == (7, at(9))
     others = [item for item in after["conditions"] if item["type"] != "Ready"]
@@ -727,7 +727,7 @@ def test_a_failed_pass_is_reported_beside_the_earlier_conditions() -> None:
     assert (before["shown"]["phase"], after["shown"]["phase"]) == ("Running", "Starting")
     assert with_failure(after, "no answer", generation=7, now=NOW + 99) == after, "written again and again"
     for changes in ({}, {"job": None, "problem": "spec.model: no such model"}):
-        assert said(seen_as(snapshot(status=after, **changes)), "Ready")[1] != "OperatorFailed", (
+        assert condition_of(status_for(snapshot(status=after, **changes)), "Ready")[1] != "OperatorFailed", (
             "reported though it works"
         )
 
@@ -748,7 +748,7 @@ def times(written: dict[str, Any]) -> list[str]:
 
 @pytest.mark.parametrize("given", [line[1] for line in TABLE], ids=[line[0] for line in TABLE])
 def test_a_status_is_valid_and_can_be_read_again(given: dict[str, Any]) -> None:
-    written = seen_as(snapshot(**given))
+    written = status_for(snapshot(**given))
     assert problems(written) == []
     assert {datetime.fromisoformat(time).tzinfo is not None for time in times(written)} == {True}
     again = json.loads(json.dumps(written))
@@ -757,7 +757,7 @@ def test_a_status_is_valid_and_can_be_read_again(given: dict[str, Any]) -> None:
 
 @given(snapshots())
 def test_the_status_of_any_snapshot_is_valid(seen: Snapshot) -> None:
-    written = seen_as(seen)
+    written = status_for(seen)
     assert problems(written) == []
     assert [item["type"] for item in written["conditions"]] == list(Type)
     assert written["observedGeneration"] == seen.generation
@@ -767,7 +767,7 @@ def test_the_status_of_any_snapshot_is_valid(seen: Snapshot) -> None:
 @given(snapshots())
 def test_convergence_needs_every_engine_and_is_unknown_without_a_report(seen: Snapshot) -> None:
     decision = decide(seen)
-    status, reason, _ = said(status_of(seen, decision), "PolicyConverged")
+    status, reason, _ = condition_of(status_of(seen, decision), "PolicyConverged")
     before = seen.condition("PolicyConverged")[0]
     if seen.job is None:
         assert status == before  # nothing was observed, as the observed generation shows
@@ -796,7 +796,7 @@ def test_a_status_computed_again_is_the_same(seen: Snapshot) -> None:
 
 
 def test_the_observed_generation_is_that_of_the_observed_spec() -> None:
-    written = seen_as(
+    written = status_for(
         snapshot(generation=7, last_report=None, status=status(condition("RewardHealthy", "True", "Scoring")))
     )
     seen_for = {item["type"]: item["observedGeneration"] for item in written["conditions"]}
@@ -809,7 +809,7 @@ def test_the_time_of_a_condition_is_of_its_last_change() -> None:
     standing = status(
         condition("Ready", "True", "Training", -300), condition("EnginesReady", "False", "Starting", -200)
     )
-    written = seen_as(snapshot(status=standing))
+    written = status_for(snapshot(status=standing))
     since = {item["type"]: item["lastTransitionTime"] for item in written["conditions"]}
     assert (since["Ready"], since["EnginesReady"], since["Scheduled"]) == (at(-300), at(0), at(0))
 
@@ -828,28 +828,28 @@ def test_the_time_of_a_condition_is_of_its_last_change() -> None:
     ids=["it begins", "it runs", "it is resumed", "it drains", "suspended from the start", "rejected", "it ends"],
 )
 def test_the_start_time_is_of_the_last_start(given: dict[str, Any], started: str | None) -> None:
-    assert seen_as(snapshot(**given)).get("startedAt") == started
+    assert status_for(snapshot(**given)).get("startedAt") == started
 
 
 def test_a_resumed_job_keeps_its_new_start() -> None:
-    resumed = seen_as(snapshot(status=status(SUSPENDED, startedAt=at(-500))))
-    later = seen_as(snapshot(now=NOW + 60, status=resumed))
+    resumed = status_for(snapshot(status=status(SUSPENDED, startedAt=at(-500))))
+    later = status_for(snapshot(now=NOW + 60, status=resumed))
     assert later["startedAt"] == resumed["startedAt"] == at(0)
 
 
 def test_the_finish_time_is_set_once() -> None:
-    first = seen_as(snapshot(last_report=learner_report(over("succeeded"))))
+    first = status_for(snapshot(last_report=learner_report(over("succeeded"))))
     assert first["finishedAt"] == at(0)
-    later = seen_as(snapshot(now=NOW + 60, last_report=None, pods=[], status=first))
+    later = status_for(snapshot(now=NOW + 60, last_report=None, pods=[], status=first))
     assert later["finishedAt"] == at(0)
-    assert "finishedAt" not in seen_as(snapshot())
+    assert "finishedAt" not in status_for(snapshot())
 
 
 def test_a_version_is_dated_when_every_engine_has_verified_it() -> None:
     loading = learner_report(report(engines=[engine(0), engine(1, 13)], engines_converged=1))
-    first = seen_as(snapshot(last_report=loading))
+    first = status_for(snapshot(last_report=loading))
     assert ("policy" in first, first["history"]) == (False, [])
-    proved = seen_as(snapshot(now=NOW + 5, status=first))
+    proved = status_for(snapshot(now=NOW + 5, status=first))
     assert proved["policy"] == {
         "version": version(14).name,
         "parent": version(13).name,
@@ -859,7 +859,7 @@ def test_a_version_is_dated_when_every_engine_has_verified_it() -> None:
         "convergedAt": at(5),
     }
     assert proved["history"] == [proved["policy"]]
-    later = seen_as(snapshot(now=NOW + 60, status=proved))
+    later = status_for(snapshot(now=NOW + 60, status=proved))
     assert (later["policy"], later["history"]) == (proved["policy"], proved["history"])
 
 
@@ -872,19 +872,19 @@ def test_the_lineage_is_bounded() -> None:
             policy_parent=version(step - 1).name,
             engines=[engine(0, step), engine(1, step)],
         )
-        written = seen_as(snapshot(now=NOW + step, last_report=learner_report(progress), status=written))
+        written = status_for(snapshot(now=NOW + step, last_report=learner_report(progress), status=written))
     assert [item["step"] for item in written["history"]] == list(range(12, 2, -1))
     assert [item["parent"] for item in written["history"]] == [version(step).name for step in range(11, 1, -1)]
     assert written["policy"] == written["history"][0]
-    silent = seen_as(snapshot(last_report=None, status=written))
-    assert (silent["policy"], silent["history"]) == (written["policy"], written["history"])
+    without_report = status_for(snapshot(last_report=None, status=written))
+    assert (without_report["policy"], without_report["history"]) == (written["policy"], written["history"])
 
 
 def test_engines_are_listed_as_the_learner_reports_them() -> None:
     progress = report(
         engines=[engine(0), engine(1, None, state="starting", lag=15, message="x" * 3000)], engines_converged=1
     )
-    written = seen_as(snapshot(last_report=learner_report(progress)))
+    written = status_for(snapshot(last_report=learner_report(progress)))
     assert written["engines"][0] == {
         "name": "engine-0", "version": version(14).name, "lag": 0, "state": "serving", "message": "",
     }  # fmt: skip
@@ -904,7 +904,7 @@ def test_engines_are_listed_as_the_learner_reports_them() -> None:
     ids=["the learner does not report", "its run is over", "it starts"],
 )
 def test_engines_are_unknown_without_a_report(given: dict[str, Any]) -> None:
-    written = seen_as(snapshot(status=seen_as(snapshot()), **given))
+    written = status_for(snapshot(status=status_for(snapshot()), **given))
     assert [(item["name"], item["state"], "version" in item) for item in written["engines"]] == [
         ("engine-0", "unknown", False),
         ("engine-1", "unknown", False),
@@ -913,7 +913,7 @@ def test_engines_are_unknown_without_a_report(given: dict[str, Any]) -> None:
 
 
 def test_a_suspended_job_has_no_engines() -> None:
-    written = seen_as(snapshot(job=job("suspend=true"), pods=[], last_report=None, status=seen_as(snapshot())))
+    written = status_for(snapshot(job=job("suspend=true"), pods=[], last_report=None, status=status_for(snapshot())))
     assert written["engines"] == []
 
 
@@ -921,7 +921,7 @@ def test_of_too_many_engines_those_with_problems_are_listed() -> None:
     engines = [engine(number) for number in range(150)]
     engines[140] = engine(140, 13, state="quarantined", lag=1)
     engines[141] = engine(141, 3, state="loading", lag=11)
-    written = seen_as(
+    written = status_for(
         snapshot(last_report=learner_report(report(engines=engines, engines_total=150, engines_converged=148)))
     )
     assert len(written["engines"]) == ENGINES_SHOWN
@@ -930,7 +930,7 @@ def test_of_too_many_engines_those_with_problems_are_listed() -> None:
     assert written["engines"] == sorted(written["engines"], key=lambda item: item["name"])
     assert (written["shown"]["converged"], written["shown"]["lag"]) == ("148/150", 11)
     proved = f"148/150 engines have verified {version(14).name}"
-    assert said(written, "PolicyConverged")[2] == f"{proved}; engine-140: no reason was reported"
+    assert condition_of(written, "PolicyConverged")[2] == f"{proved}; engine-140: no reason was reported"
 
 
 def test_progress_is_rounded() -> None:
@@ -941,7 +941,7 @@ def test_progress_is_rounded() -> None:
         eta_seconds=90.7,
         failures={"tool/tool_raised": 3},
     )
-    assert seen_as(snapshot(last_report=learner_report(progress)))["progress"] == {
+    assert status_for(snapshot(last_report=learner_report(progress)))["progress"] == {
         "step": 14,
         "totalSteps": 26,
         "reward": 0.1235,
@@ -954,15 +954,15 @@ def test_progress_is_rounded() -> None:
 
 
 def test_the_last_progress_stays_while_the_learner_does_not_report() -> None:
-    before = seen_as(snapshot())
-    silent = seen_as(snapshot(last_report=None, status=before))
-    assert silent["progress"] == before["progress"]
-    assert silent["shown"]["step"] == "14/26"
+    before = status_for(snapshot())
+    without_report = status_for(snapshot(last_report=None, status=before))
+    assert without_report["progress"] == before["progress"]
+    assert without_report["shown"]["step"] == "14/26"
 
 
 def test_of_too_many_kinds_of_failures_the_frequent_ones_are_listed() -> None:
     failures = {f"tool/code_{number}": number + 1 for number in range(200)}
-    progress = seen_as(snapshot(last_report=learner_report(report(failures=failures))))["progress"]["failures"]
+    progress = status_for(snapshot(last_report=learner_report(report(failures=failures))))["progress"]["failures"]
     assert len(progress) == FAILURES_SHOWN
     assert min(progress.values()) == 200 - FAILURES_SHOWN + 1
 
@@ -994,7 +994,7 @@ def test_of_too_many_kinds_of_failures_the_frequent_ones_are_listed() -> None:
     ids=["it trains", "an engine lags", "it waits", "rewards are no numbers"],
 )
 def test_what_kubectl_prints(given: dict[str, Any], shown: dict[str, Any]) -> None:
-    assert seen_as(snapshot(**given))["shown"] == shown
+    assert status_for(snapshot(**given))["shown"] == shown
 
 
 def test_workers_are_counted_for_the_scale_subresource() -> None:
@@ -1004,40 +1004,40 @@ def test_workers_are_counted_for_the_scale_subresource() -> None:
         pod(Role.ROLLOUT, 2, deleting=True),
         pod(Role.ROLLOUT, 3, phase="Failed"),
     ]
-    written = seen_as(snapshot(pods=pods))
+    written = status_for(snapshot(pods=pods))
     assert written["rolloutReplicas"] == 2
     assert written["rolloutSelector"] == "kestrl.dev/job=email-search,kestrl.dev/role=rollout"
 
 
 def test_restarts_are_those_of_the_decision() -> None:
     again = snapshot(last_report=learner_report(failed()), memory=Memory(failed=NOW - 10))
-    assert seen_as(again)["restarts"] == 1
-    assert seen_as(snapshot(workloads=workloads(2)))["restarts"] == 2
+    assert status_for(again)["restarts"] == 1
+    assert status_for(snapshot(workloads=workloads(2)))["restarts"] == 2
 
 
 def test_long_messages_are_cut() -> None:
     problem = "\n".join(f"spec.field{number}: unknown field" for number in range(5000))
-    message = said(seen_as(snapshot(job=None, problem=problem)), "Accepted")[2]
+    message = condition_of(status_for(snapshot(job=None, problem=problem)), "Accepted")[2]
     assert len(message) == LONGEST_MESSAGE
     assert message.startswith("spec.field0: unknown field\n")
     assert message.endswith("...")
 
 
 def test_the_result_of_a_job_that_succeeded_is_the_newest_version_and_stays() -> None:
-    before = seen_as(snapshot())
+    before = status_for(snapshot())
     assert "result" not in before
     last = snapshot(
         status=before,
         last_report=learner_report(over("succeeded", policy=policy_to_proto(version(26)), policy_uri="s3://b/26")),
     )
-    after = seen_as(last)
+    after = status_for(last)
     assert after["policy"]["version"] == version(14).name  # not all engines have verified the last one
     expected = {"version": version(26).name, "sha256": version(26).sha256, "uri": "s3://b/26"}
     assert after["result"] == expected
-    assert seen_as(snapshot(status=after, last_report=None, pods=[]))["result"] == expected
+    assert status_for(snapshot(status=after, last_report=None, pods=[]))["result"] == expected
 
 
 def test_a_job_that_failed_has_no_result() -> None:
-    assert "result" not in seen_as(
+    assert "result" not in status_for(
         snapshot(last_report=learner_report(failed(boundary=Boundary.ENGINE, code="logprob_gap")))
     )

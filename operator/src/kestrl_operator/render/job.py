@@ -219,7 +219,7 @@ def _workload_spec(given: Given, role: Role, settings: Mapping[str, str]) -> Obj
         profile=profile,
         labels={**labels(given.name, role), **selector, UID_LABEL: given.uid},
         annotations=_annotations(given, role, read),
-        store=given.store if role in network.FAR else None,
+        store=given.store if role in network.EGRESS_ROLES else None,
         claims=claims,
     )
     spec: Object = {

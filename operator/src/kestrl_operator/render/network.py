@@ -19,7 +19,7 @@ CALLERS: dict[Role, tuple[Role, ...]] = {
     Role.LEARNER: (),
 }
 """Callers of each role. The operator, which calls the learner for its progress, is allowed by its own label."""
-FAR = frozenset({Role.INFERENCE, Role.LEARNER, Role.ROLLOUT})
+EGRESS_ROLES = frozenset({Role.INFERENCE, Role.LEARNER, Role.ROLLOUT})
 """Roles that may resolve names and leave the cluster: for object storage, models, adapters and checkpoints. Tools may
 not: a DNS query can leak a secret like any other message."""
 METADATA = ("169.254.0.0/16", "100.100.100.200/32", "168.63.129.16/32")
@@ -87,7 +87,7 @@ def _ingress(job: str, role: Role, callers: tuple[Role, ...]) -> list[Object]:
 
 def _egress(job: str, role: Role, called: list[Role], far_ports: Sequence[int]) -> list[Object]:
     rules: list[Object] = [{"to": [_pods(job, callee)], "ports": _ports(callee)} for callee in called]
-    if role in FAR:
+    if role in EGRESS_ROLES:
         rules.append({"ports": _dns()})
         # Object storage may have any address, except those of other pods in the cluster and the metadata services of
         # nodes.

@@ -20,11 +20,18 @@ MERGE_KEYS: Mapping[str, str] = {
     "topologySpreadConstraints": "topologyKey",
 }
 """Lists of a pod that are merged item by item, with their merge key; any other list is replaced."""
-HELD = ("serviceAccountName", "serviceAccount", "automountServiceAccountToken", "hostNetwork", "hostPID", "hostIPC")
+RESERVED_FIELDS = (
+    "serviceAccountName",
+    "serviceAccount",
+    "automountServiceAccountToken",
+    "hostNetwork",
+    "hostPID",
+    "hostIPC",
+)
 """Fields that jobs must not change: with another service account, for example, a pod would get the rights of that
 account."""
-OURS = ("kestrl.dev/", "app.kubernetes.io/")
-OPEN = ("labels", "annotations")
+RESERVED_PREFIXES = ("kestrl.dev/", "app.kubernetes.io/")
+PATCHABLE_METADATA = ("labels", "annotations")
 """Fields of a template's metadata that a patch may change."""
 
 
@@ -52,14 +59,16 @@ def _check(place: str, patch: Mapping[str, Any]) -> None:
     if "serviceAccountToken" in repr(volumes):
         raise UserInputError(f"{place}.spec.volumes: a pod of a job gets no token of its ServiceAccount; remove it")
     for field in spec:
-        if field in HELD:
+        if field in RESERVED_FIELDS:
             raise UserInputError(f"{place}.spec.{field}: cannot be changed by a job; remove it")
     metadata = _map(patch, "metadata", place)
-    for field in sorted(set(metadata) - set(OPEN)):
-        raise UserInputError(f"{place}.metadata.{field}: cannot be changed by a job; {' and '.join(OPEN)} can")
-    for field in OPEN:
+    for field in sorted(set(metadata) - set(PATCHABLE_METADATA)):
+        raise UserInputError(
+            f"{place}.metadata.{field}: cannot be changed by a job; {' and '.join(PATCHABLE_METADATA)} can"
+        )
+    for field in PATCHABLE_METADATA:
         for name in _map(metadata, field, f"{place}.metadata"):
-            if name.startswith(OURS):
+            if name.startswith(RESERVED_PREFIXES):
                 raise UserInputError(f"{place}.metadata.{field}.{name}: is reserved for the operator; use another name")
 
 

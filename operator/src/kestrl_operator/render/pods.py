@@ -34,7 +34,7 @@ GRACE_SECONDS = {Role.ROLLOUT: 90, Role.LEARNER: 180}
 START_SECONDS = 1200
 """Seconds in which an engine loads a large model before its start counts as failed."""
 CLAIMS = PrepareSettings().volumes
-KEEPERS = frozenset({Role.LEARNER, Role.INFERENCE})
+STORAGE_ROLES = frozenset({Role.LEARNER, Role.INFERENCE})
 """Roles whose programs read and write object storage. A tool never gets its credentials."""
 
 
@@ -72,7 +72,7 @@ def container(
         "terminationMessagePolicy": "FallbackToLogsOnError",
         **probes(component),
     }
-    if component.role in KEEPERS:
+    if component.role in STORAGE_ROLES:
         made |= from_secret(store)
     resources = with_devices(cluster.resources.get(component.role.value, {}), profile.requests(component.device.count))
     if resources:

@@ -141,16 +141,14 @@ async def test_a_bug_with_one_job_is_in_its_status_and_stops_no_other_job(
 
     def buggy(self: Any, key: Key, *given: Any, **more: Any) -> Any:
         if key.name == "bad":
-            raise KeyError("nobody thought of this")
+            raise KeyError("an unforeseen error")
         return drawn(self, key, *given, **more)
 
     monkeypatch.setattr(manifests.Manifests, "objects", buggy)
     stage.job("bad")
     stage.job()
     await stage.cluster.until(lambda: stage.condition("Ready", "bad")[1] == "OperatorFailed", "it is reported")
-    assert stage.condition("Ready", "bad")[2] == (
-        "a bug in the operator, see its log: KeyError: 'nobody thought of this'"
-    )
+    assert stage.condition("Ready", "bad")[2] == ("a bug in the operator, see its log: KeyError: 'an unforeseen error'")
     await stage.cluster.until(stage.learner, "the other is applied")
     monkeypatch.undo()
     running.operator._passes["bug"] = 0
@@ -180,7 +178,7 @@ async def test_an_unwatched_object_is_created_again_when_a_pod_needs_it(
     stage.cluster.delete("secrets", NAMESPACE, secret)
     controllers.image_missing(stage.pods("tools")[0], f'secret "{secret}" not found')
     before = applies(stage)
-    await stage.until(lambda: stage.cluster.find("secrets", NAMESPACE, secret), "it is made anew")
+    await stage.until(lambda: stage.cluster.find("secrets", NAMESPACE, secret), "it is created again")
     await stage.quiet()
     assert applies(stage) - before <= len(stage.children()), "made more than once"
 

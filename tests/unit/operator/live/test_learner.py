@@ -140,7 +140,7 @@ async def test_a_broken_stream_makes_its_conditions_unknown_until_it_reconnects(
         await stage.until(lambda: stage.condition("PolicyConverged")[0] == "Unknown", "nothing is claimed")
         assert {engine["state"] for engine in stage.status()["engines"]} == {"unknown"}
         assert stage.status()["progress"]["step"] == 5, "what was seen last stays"
-        await stage.until(lambda: stage.condition("PolicyConverged")[1] == "AllProved", "it speaks again")
+        await stage.until(lambda: stage.condition("PolicyConverged")[1] == "AllProved", "it reports again")
         assert on.learner.watchers == 1
 
 
@@ -155,7 +155,7 @@ async def test_an_operator_bug_is_not_reported_as_an_unreachable_learner(stage: 
         stage.patch.setattr(learner_stream.LearnerStream, "_take", bug)
         on.learner.report(report(step=6))
         await stage.until(lambda: stage.condition("PolicyConverged")[0] == "Unknown", "nothing is claimed")
-        assert "a bug of the operator's" in stage.condition("LearnerProgressing")[2]
+        assert "a bug in the operator" in stage.condition("LearnerProgressing")[2]
         assert "ZeroDivisionError: no such thing" in stage.condition("LearnerProgressing")[2]
         stage.patch.setattr(learner_stream.LearnerStream, "_take", taken)
         await stage.until(lambda: stage.status()["progress"]["step"] == 6, "it reports again")
@@ -193,7 +193,7 @@ async def test_pods_that_terminate_slowly_are_waited_for(stage: Stage) -> None:
         stage.cluster.objects.keep_deleted_pods = True
         stage.cluster.edit("agentrljobs", NAMESPACE, JOB, {"spec": {"suspend": True}})
         await stage.until(lambda: on.replicas() == {0}, "workloads are to have none")
-        await stage.until(lambda: stage.condition("Suspended")[2] == "6 pods are going", "it is reported")
+        await stage.until(lambda: stage.condition("Suspended")[2] == "6 pods are terminating", "it is reported")
         assert stage.condition("Suspended")[:2] == ("False", "Draining")
         for pod in stage.cluster.list("pods"):
             on.controllers.gone(pod)
@@ -229,9 +229,9 @@ async def test_a_failing_learner_is_restarted_until_its_backoff_limit(
         on.learner.report(failed("storage_failed"))
         await stage.until(lambda: stage.condition("LearnerProgressing")[1] == "Failed", "it is reported")
         assert "it broke" in stage.condition("LearnerProgressing")[2]
-        assert "started again in" in stage.condition("LearnerProgressing")[2]
+        assert "restarted in" in stage.condition("LearnerProgressing")[2]
         began = asyncio.get_running_loop().time()
-        await stage.until(lambda: on.attempts() == 1, "it is started again")
+        await stage.until(lambda: on.attempts() == 1, "it is restarted")
         await stage.until(lambda: stage.pods("learner") and pods.isdisjoint(ids(stage)), "in another pod")
         pods |= ids(stage)
         await stage.until(lambda: on.attempts() == 2, "and again")
@@ -354,7 +354,7 @@ async def test_a_report_that_is_too_large_does_not_kill_the_operator(stage: Stag
             }
         ],
     ],
-    ids=["of nobody", "of a former job's workload"],
+    ids=["without an owner", "of a former job's workload"],
 )
 async def test_a_pod_that_only_has_the_labels_is_not_called(stage: Stage, owners: list[Object]) -> None:
     uid = stage.job()["metadata"]["uid"]

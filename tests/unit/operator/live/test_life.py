@@ -302,7 +302,7 @@ async def test_a_run_keeps_its_storage_when_the_default_changes(stage: Stage) ->
     await stage.operator("b", values=after)
     stage.cluster.edit("agentrljobs", NAMESPACE, JOB, {"spec": {"rollout": {"replicas": 2}}})
     workers = ("deployments", NAMESPACE, f"{JOB}-rollout")
-    await stage.until(lambda: stage.cluster.get(*workers)["spec"]["replicas"] == 2, "the job is drawn anew")
+    await stage.until(lambda: stage.cluster.get(*workers)["spec"]["replicas"] == 2, "the job is rendered again")
     stage.job("new")
     await stage.applied("new")
     await stage.quiet()

@@ -1,4 +1,4 @@
-"""Preflight checks: each thing missing in the cluster is named on a line of its own, and the exit code tells user
+"""Preflight checks: each thing missing in the cluster is named on a line of its own, and the exit code separates user
 errors from others."""
 
 from __future__ import annotations

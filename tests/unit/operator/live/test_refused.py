@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kestrl.testing.kubernetes import Controllers
-from kestrl_operator import applying, manifests
+from kestrl_operator import applier, manifests
 
 from .stage import JOB, NAMESPACE, Stage, ready, report
 from .test_learner import scene
@@ -42,7 +42,7 @@ async def test_nothing_of_a_job_is_applied_if_one_object_is_refused(stage: Stage
 
 
 async def test_a_refused_object_is_retried_without_a_change(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(applying, "FIRST_RETRY", 0.2)
+    monkeypatch.setattr(applier, "FIRST_RETRY", 0.2)
     quota = stage.cluster.fail("patch", "services", status=403, message="exceeded quota: services=2")
     await stage.operator()
     stage.job()
@@ -66,7 +66,7 @@ async def test_a_finished_job_ends_whatever_its_newest_spec_is(stage: Stage, pat
         await until_refused(stage)
         await stage.until(lambda: stage.condition("Ready")[0] == "True", "it goes on")
         assert stage.phase() == "Running"
-        assert "the job goes on as it was accepted last" in stage.condition("Accepted")[2]
+        assert "the job continues with the spec accepted last" in stage.condition("Accepted")[2]
         running.learner.report(report("succeeded", 26))
         await stage.until(lambda: stage.phase() == "Succeeded", "it ends")
         await stage.until(lambda: running.replicas() == {0}, "its pods are let go")
@@ -115,7 +115,7 @@ async def test_objects_are_maintained_while_the_newest_spec_is_refused(stage: St
 
 async def test_a_late_refusal_does_not_stop_the_other_objects(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     """A quota on the number of objects: each passes the dry run, and one is too many."""
-    monkeypatch.setattr(applying, "FIRST_RETRY", 1.0)
+    monkeypatch.setattr(applier, "FIRST_RETRY", 1.0)
     Controllers(stage.cluster, started=ready)
     quota = stage.cluster.fail(
         "patch", "deployments", name=f"{JOB}-judge", status=403, message="exceeded quota", dry_run=False

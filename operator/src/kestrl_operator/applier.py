@@ -1,4 +1,4 @@
-"""Applies the objects of a job, remembers what the API server refuses, and when that is tried again."""
+"""Applies the objects of a job, and records what the API server refuses and when it is tried again."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 Object = dict[str, Any]
 REFUSED = frozenset({400, 403, 413, 422})
 """Status codes with which the API server rejects an object that a user has to fix."""
-TAKEN = "Apply failed with"
+APPLY_CONFLICT = "Apply failed with"
 """The API server's message for a field owned by another manager: an object of that name existed before the job."""
 FROM_SPEC = WORKLOADS | {"ConfigMap"}
 """Kinds of objects rendered from more of the spec than the job's name."""
@@ -69,7 +69,7 @@ class Applier:
         self._refusals: dict[Key, Refusal] = {}
 
     def forget(self, key: Key) -> None:
-        """Drops what was refused of a job."""
+        """Drops the refusal of a job."""
         self._refusals.pop(key, None)
 
     def refusal(self, key: Key, uid: str, generation: int) -> Refusal | None:
@@ -82,31 +82,31 @@ class Applier:
         refusal = self.refusal(key, uid, generation)
         return refusal.problem if refusal is not None and now < refusal.until else ""
 
-    async def dry_run(self, key: Key, seen: Snapshot, due: Due) -> str:
+    async def dry_run(self, key: Key, snapshot: Snapshot, due: Due) -> str:
         """Why the API server refuses newly rendered objects; empty if it accepts them. All objects rendered from the
         spec are tried in a dry run before any is written; the others contain the job's name only, and are left out
         because of their cost.
 
         Objects of the last accepted spec are applied without a dry run: a refused one does not prevent the others.
         """
-        if seen.problem or due.digest == due.standing:
+        if snapshot.problem or due.digest == due.standing:
             return ""
         refused = await self._try_all([item for item in due.objects if item["kind"] in FROM_SPEC], due, dry_run=True)
-        return self._note_refusal(key, seen, refused) if refused else ""
+        return self._note_refusal(key, snapshot, refused) if refused else ""
 
-    async def apply(self, key: Key, seen: Snapshot, decision: Decision, due: Due) -> None:
-        """Applies all objects, workloads last; refusals are remembered.
+    async def apply(self, key: Key, snapshot: Snapshot, decision: Decision, due: Due) -> None:
+        """Applies all objects, workloads last, and records refusals.
 
         Raises:
             ApiProblem: The API server failed for another reason.
         """
         # The first application is the root span of the job's trace; later ones, and all spans of the pods, are its
         # children.
-        traced = beginning if seen.learner is None else within
+        traced = beginning if snapshot.learner is None else within
         facts = {Attr.JOB: str(key), Attr.ATTEMPTS: decision.attempts, Attr.PARKED: decision.parked}
         *needed, last = due.objects
         inert = [item for item in needed if item["kind"] not in WORKLOADS]
-        with traced(traceparent(seen.uid)), span(SpanName.RECONCILE, facts):
+        with traced(traceparent(snapshot.uid)), span(SpanName.RECONCILE, facts):
             refused = await self._try_all(inert, due)
             if due.begun or not refused:  # otherwise the first pods would miss an object
                 refused += await self._try_all([item for item in needed if item["kind"] in WORKLOADS], due)
@@ -114,8 +114,8 @@ class Applier:
                     last["metadata"]["annotations"][RENDERED] = ""  # some objects are missing
                 refused += await self._try_all([last], due)
         if refused:
-            self._note_refusal(key, seen, refused, due.digest)
-        elif not seen.problem or self._refusals.get(key, NO_REFUSAL).digest == due.digest:
+            self._note_refusal(key, snapshot, refused, due.digest)
+        elif not snapshot.problem or self._refusals.get(key, NO_REFUSAL).digest == due.digest:
             self._refusals.pop(key, None)
 
     async def _try_all(self, objects: Sequence[Object], due: Due, *, dry_run: bool = False) -> list[ApiProblem]:
@@ -136,22 +136,22 @@ class Applier:
         except Gone:
             raise
         except ApiProblem as error:
-            if error.status in REFUSED or TAKEN in str(error):
+            if error.status in REFUSED or APPLY_CONFLICT in str(error):
                 return error
             raise
         if item["kind"] in WATCHED_KINDS and not dry_run:
             self._store.child(item["kind"], made)
         return None
 
-    def _note_refusal(self, key: Key, seen: Snapshot, refused: Sequence[ApiProblem], digest: str = "") -> str:
+    def _note_refusal(self, key: Key, snapshot: Snapshot, refused: Sequence[ApiProblem], digest: str = "") -> str:
         """Records until when nothing of this spec is tried again; returns the message for the user."""
-        before = self.refusal(key, seen.uid, seen.generation)
+        before = self.refusal(key, snapshot.uid, snapshot.generation)
         wait = FIRST_RETRY if before is None else min(LONGEST_RETRY, 2 * before.wait)
         shown = "; ".join(str(error) for error in refused[:REFUSALS_SHOWN])
         what = "an object" if len(refused) == 1 else f"{len(refused)} objects"
         problem = f"Kubernetes refuses {what} of this job: {shown}"
         log.warning("%s: retried in %.0f s: %s", key, wait, problem)
-        self._refusals[key] = Refusal(seen.uid, seen.generation, problem, digest, wait, time() + wait)
+        self._refusals[key] = Refusal(snapshot.uid, snapshot.generation, problem, digest, wait, time() + wait)
         return problem
 
     def _is_ours(self, item: Object, there: Collection[Child], *, begun: bool) -> bool:

@@ -69,11 +69,13 @@ KEPT_SECONDS = 2.0
 
 def first_prompt(job: AgentRLJob, site: Site) -> list[int]:
     """Prompt of the job's first episode."""
-    face = load_model(site.model, site.template, tools=True, started=datetime.now().astimezone())
+    chat_model = load_model(site.model, site.template, tools=True, started=datetime.now().astimezone())
     entries = [ToolEntry(name=tool.name, use=tool.use, config=tool.config) for tool in job.spec.tools]
-    tools = face.chat.toolset([tool.schema.to_openai() for tool in load_tools(entries, ToolThreads()).values()])
+    tools = chat_model.chat.toolset([tool.schema.to_openai() for tool in load_tools(entries, ToolThreads()).values()])
     (scenario,) = load_scenarios(Path(site.train), size=1)
-    return face.chat.prompt([Message(role=said["role"], text=said["content"]) for said in scenario.messages], tools)
+    return chat_model.chat.prompt(
+        [Message(role=said["role"], text=said["content"]) for said in scenario.messages], tools
+    )
 
 
 def alone(engine: Component) -> Component:

@@ -78,7 +78,7 @@ def ours(model: str, *, newest: bool) -> dict[str, float]:
                     behaviour=array("f", [-10.0] * COMPLETION),
                     advantages=array("d", [advantage] * COMPLETION),
                     sequence=place,
-                    fresh=newest,
+                    on_policy=newest,
                     policy="policy",
                     engines=[f"engine-{place % 2}"] * COMPLETION,
                 )
@@ -246,11 +246,13 @@ def measure() -> Iterator[Row]:
         reference=seconds,
         against="alone, goal 3",
     )
-    fresh = "rows of the newest policy"
+    on_policy = "rows of the newest policy"
     yield Row(
-        name="learner_step/older_policy/seconds", value=older["seconds"], unit="s", reference=seconds, against=fresh
+        name="learner_step/older_policy/seconds", value=older["seconds"], unit="s", reference=seconds, against=on_policy
     )
-    yield Row(name="learner_step/older_policy/memory", value=older["mb"], unit="MB", reference=own["mb"], against=fresh)
+    yield Row(
+        name="learner_step/older_policy/memory", value=older["mb"], unit="MB", reference=own["mb"], against=on_policy
+    )
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from kestrl.stopping import EXIT_STOPPED
-from kestrl_learner.aio import abandonable
+from kestrl_learner.concurrency import abandonable
 
 SECONDS = 30.0
 
@@ -50,7 +50,7 @@ def test_a_component_that_starts_ends_at_sigterm(module: str, tmp_path: Path) ->
 PROGRAM = """
 import asyncio, sys, threading
 from kestrl.stopping import leave
-from kestrl_learner.aio import abandonable
+from kestrl_learner.concurrency import abandonable
 
 async def main():
     load = asyncio.create_task(abandonable(threading.Event().wait, name="load"))

@@ -155,10 +155,12 @@ def test_a_rollout_cuts_conversations_as_the_warm_up_did(tokenizer: Tokenizer, c
     from kestrl_rollout.chat import Message
     from kestrl_rollout.model import load_model
 
-    face = load_model(str(MODEL), None, tools=True, started=datetime.now(UTC))
-    toolset = face.chat.toolset(OPENAI_TOOLS)
+    chat_model = load_model(str(MODEL), None, tools=True, started=datetime.now(UTC))
+    toolset = chat_model.chat.toolset(OPENAI_TOOLS)
     for messages in conversations:
-        ids = face.chat.prompt([Message(role=said["role"], text=said["content"]) for said in messages[:2]], toolset)
+        ids = chat_model.chat.prompt(
+            [Message(role=said["role"], text=said["content"]) for said in messages[:2]], toolset
+        )
         said = [Message(role=message["role"], text=message["content"]) for message in messages[:2]]
         for message in messages[2:]:
             if message["role"] == "assistant":
@@ -167,7 +169,7 @@ def test_a_rollout_cuts_conversations_as_the_warm_up_did(tokenizer: Tokenizer, c
                 said.append(Message(role="assistant", text=text))
             else:
                 said.append(Message(role="tool", text=message["content"]))
-                new = face.chat.extension(said, since=len(said) - 2, last=ids[-1], tools=toolset)
+                new = chat_model.chat.extension(said, since=len(said) - 2, last=ids[-1], tools=toolset)
                 assert new is not None
                 ids += new
         assert ids == transcripts.encode(tokenizer, messages).ids

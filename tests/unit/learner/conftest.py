@@ -184,10 +184,10 @@ def make_settings(folder: Path, model: Path, **changes: Any) -> LearnerSettings:
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Looks are frequent, so that what is seen by looking is seen soon."""
     for module, name, seconds in (
-        (engines_module, "LOOK_SECONDS", 0.05),
+        (engines_module, "POLL_SECONDS", 0.05),
         (engines_module, "FIRST_RETRY", 0.05),
         (engines_module, "STRAGGLER_SECONDS", 0.5),
-        (workers_module, "LOOK_SECONDS", 0.2),
+        (workers_module, "POLL_SECONDS", 0.2),
         (workers_module, "RETRY_SECONDS", 0.05),
     ):
         monkeypatch.setattr(module, name, seconds)

@@ -1,4 +1,4 @@
-"""What a learner talks to, faked over real gRPC: engine agents that prove versions against an oracle, workers that roll out what they are told."""
+"""Fakes of a learner's peers over real gRPC: engine agents that verify versions against an oracle, and rollout workers."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ async def running(settings: Any) -> AsyncGenerator[tuple[Run, asyncio.Task[None]
 
 @dataclass
 class Watcher:
-    """What a learner told."""
+    """Progress reports of a learner."""
 
     stub: Any
     reports: list[lpb.WatchProgressResponse] = field(default_factory=list)
@@ -95,8 +95,8 @@ class Watcher:
     def last(self) -> lpb.WatchProgressResponse:
         return self.reports[-1]
 
-    async def told(self, what: Callable[[lpb.WatchProgressResponse], Any]) -> lpb.WatchProgressResponse:
-        """The newest report, once it says so."""
+    async def reported(self, what: Callable[[lpb.WatchProgressResponse], Any]) -> lpb.WatchProgressResponse:
+        """Waits until the newest report satisfies a predicate."""
         async with asyncio.timeout(20):
             while not (self.reports and what(self.last)):
                 self.changed.clear()
@@ -167,7 +167,7 @@ class Oracle:
 
 
 class FakeAgent(istubs.EngineAgentServiceServicer):
-    """An engine agent: fetches and proves versions against the oracle, or fails as told."""
+    """An engine agent: fetches and verifies versions against the oracle, or fails as configured."""
 
     def __init__(self, name: str, oracle: Oracle, folder: Path, *, slots: int = 3) -> None:
         self.name, self._oracle, self._folder, self.slots = name, oracle, folder, slots
@@ -177,7 +177,7 @@ class FakeAgent(istubs.EngineAgentServiceServicer):
         self.fail: Callable[[PolicyVersion], KestrlError | None] = lambda _: None
         self.state = ipb.ENGINE_STATE_READY
         self.failure: Failure | None = None
-        """What it says is wrong."""
+        """The failure that it reports."""
         self.load = ipb.EngineLoad()
         self.looks = 0
         self.loads = 0

@@ -1,4 +1,4 @@
-"""What is published can be told from what was published before: the probe sees an update."""
+"""A published version differs from the one before: its probe changes with an update."""
 
 from __future__ import annotations
 

@@ -24,47 +24,47 @@ QUEUED = EngineLoad(kv_usage=0.5, running=4, waiting=5)
 def test_without_trouble_there_is_no_limit() -> None:
     admission = Admission(8)
     for _ in range(5):
-        admission.look({"a": CALM, "b": CALM}, running=64, most=64)
+        admission.update({"a": CALM, "b": CALM}, running=64, most=64)
     assert admission.limit is None
     assert admission.groups(64) is None
 
 
 def test_a_preemption_lowers_the_limit_and_calm_raises_it_again() -> None:
     admission = Admission(8)
-    admission.look({"a": EngineLoad(preemptions=1)}, running=64, most=64)
+    admission.update({"a": EngineLoad(preemptions=1)}, running=64, most=64)
     assert admission.limit == 44
     assert admission.groups(40) == 0
     assert admission.groups(20) == 3
     limits = []
     for _ in range(3):
-        admission.look({"a": EngineLoad(preemptions=1)}, running=40, most=64)
+        admission.update({"a": EngineLoad(preemptions=1)}, running=40, most=64)
         limits.append(admission.limit)
     assert limits == [52, 60, None]
 
 
 def test_full_engines_get_no_more_than_they_have() -> None:
     admission = Admission(8)
-    admission.look({"a": FULL, "b": QUEUED}, running=32, most=64)
+    admission.update({"a": FULL, "b": QUEUED}, running=32, most=64)
     assert admission.limit == 32
-    admission.look({"a": FULL, "b": CALM}, running=32, most=64)
+    admission.update({"a": FULL, "b": CALM}, running=32, most=64)
     assert admission.limit == 40
 
 
 def test_an_engine_that_was_restarted_counts_from_nothing() -> None:
     admission = Admission(8)
-    admission.look({"a": EngineLoad(preemptions=9)}, running=64, most=64)
+    admission.update({"a": EngineLoad(preemptions=9)}, running=64, most=64)
     before = admission.limit
-    admission.look({"a": EngineLoad(preemptions=0)}, running=32, most=64)
+    admission.update({"a": EngineLoad(preemptions=0)}, running=32, most=64)
     assert before is not None
     assert admission.limit == before + 8
 
 
-def test_what_an_engine_put_back_long_ago_is_not_counted_again_when_its_agent_is_back() -> None:
+def test_old_preemptions_do_not_count_again_when_an_agent_returns() -> None:
     admission = Admission(8)
-    admission.look({"a": EngineLoad(preemptions=9)}, running=64, most=64)
-    admission.look({}, running=32, most=64)
+    admission.update({"a": EngineLoad(preemptions=9)}, running=64, most=64)
+    admission.update({}, running=32, most=64)
     before = admission.limit
-    admission.look({"a": EngineLoad(preemptions=9)}, running=32, most=64)
+    admission.update({"a": EngineLoad(preemptions=9)}, running=32, most=64)
     assert before is not None
     assert admission.limit is None or admission.limit > before
 
@@ -82,7 +82,7 @@ LOADS = st.builds(
 def test_whatever_engines_say_a_group_may_always_run(looks: list[tuple[dict[str, Any], int]], size: int) -> None:
     admission = Admission(size)
     for loads, busy in looks:
-        admission.look(loads, running=busy, most=128)
+        admission.update(loads, running=busy, most=128)
         assert admission.limit is None or size <= admission.limit
         allowed = admission.groups(0)
         assert allowed is None or allowed >= 1
@@ -110,7 +110,7 @@ async def test_a_group_holds_as_many_slots_as_it_has_episodes_that_run(
 async def test_what_the_engines_allow_is_a_number_of_episodes_that_run(
     staged: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engines, "LOOK_SECONDS", 0.005)
+    monkeypatch.setattr(engines, "POLL_SECONDS", 0.005)
     async with staged() as stage:
         worker = stage.workers[0]
         worker.concurrency, worker.gate, worker.judging = 15, asyncio.Event(), asyncio.Event()
@@ -119,8 +119,8 @@ async def test_what_the_engines_allow_is_a_number_of_episodes_that_run(
             await until(lambda: worker.running == 15)  # five groups of three
             for agent in stage.agents:
                 agent.load = ipb.EngineLoad(kv_usage=1.0, running=3, preemptions=1)
-            told = [agent.looks + 2 for agent in stage.agents]
-            await until(lambda: all(agent.looks >= look for agent, look in zip(stage.agents, told, strict=True)))
+            targets = [agent.looks + 2 for agent in stage.agents]
+            await until(lambda: all(agent.looks >= look for agent, look in zip(stage.agents, targets, strict=True)))
             worker.gate.set()
             await until(lambda: len(stage.asked()) == 6)  # five are being judged, and none of them counts
             worker.judging.set()
@@ -130,19 +130,19 @@ async def test_what_the_engines_allow_is_a_number_of_episodes_that_run(
 async def test_a_run_starts_fewer_groups_when_its_engines_are_short_of_cache(
     staged: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engines, "LOOK_SECONDS", 0.005)
+    monkeypatch.setattr(engines, "POLL_SECONDS", 0.005)
     async with staged() as stage:
         worker, running = stage.workers[0], list[int]()
         worker.gate = asyncio.Event()
         worker.script = lambda request, group: running.append(worker.running) or group
         run = asyncio.create_task(Run(stage.but(validation=None, max_steps=3, algorithm={"groups_per_step": 3})).main())
         async with asyncio.timeout(20):
-            while worker.running < 9:  # noqa: ASYNC110 - the fake tells by a number; three groups run at once
+            while worker.running < 9:  # noqa: ASYNC110 - the fake only has a count; three groups run at once
                 await asyncio.sleep(0.005)
             for agent in stage.agents:
                 agent.load = ipb.EngineLoad(kv_usage=1.0, running=3, preemptions=1)
-            told = [agent.looks + 2 for agent in stage.agents]
-            while any(agent.looks < look for agent, look in zip(stage.agents, told, strict=True)):  # noqa: ASYNC110 - as above
+            targets = [agent.looks + 2 for agent in stage.agents]
+            while any(agent.looks < look for agent, look in zip(stage.agents, targets, strict=True)):  # noqa: ASYNC110 - as above
                 await asyncio.sleep(0.005)
             worker.gate.set()
             await run

@@ -118,7 +118,7 @@ def test_a_row_knows_nothing_of_algorithms() -> None:
         "behaviour",
         "advantages",
         "sequence",
-        "fresh",
+        "on_policy",
         "policy",
         "engines",
     }

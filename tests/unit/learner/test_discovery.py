@@ -20,7 +20,7 @@ async def test_a_name_stands_for_all_of_its_addresses() -> None:
 
 
 async def test_workers_come_and_go_while_it_trains(staged: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(workers, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(workers, "POLL_SECONDS", 0.01)
     async with staged(workers=2) as stage:
         first, second = stage.settings.rollout_addresses
         there: set[str] | None = {first}
@@ -47,7 +47,7 @@ async def test_workers_come_and_go_while_it_trains(staged: Any, monkeypatch: pyt
 
 
 async def test_who_goes_ends_what_it_has(staged: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(workers, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(workers, "POLL_SECONDS", 0.01)
     async with staged(workers=1) as stage:
         (address,) = stage.settings.rollout_addresses
         there = {address}
@@ -65,7 +65,7 @@ async def test_who_goes_ends_what_it_has(staged: Any, monkeypatch: pytest.Monkey
             Run(stage.but(rollout_addresses=("dns://job-rollout:7000",), validation=None, max_steps=2)).main()
         )
         async with asyncio.timeout(20):
-            while worker.running == 0:  # noqa: ASYNC110 - the fake tells by a number
+            while worker.running == 0:  # noqa: ASYNC110 - the fake only has a count
                 await asyncio.sleep(0.01)
             there.clear()
             before = looks

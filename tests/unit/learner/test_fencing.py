@@ -72,7 +72,7 @@ def test_in_50_takeovers_at_random_moments_every_step_is_trained_once(
             order(older, *place, str(tmp_path / str(trial)), 0.004)
             time.sleep(chance.uniform(0, 0.12))
             order(newer, *place, str(tmp_path / str(trial)), 0.001)
-            ended = {answer(newer), answer(older)}  # whoever opened the ledger last is the newer
+            ended = {answer(newer), answer(older)}  # the one that opened the ledger last is the newer
             assert "done" in ended
             assert all("took over this run" in how for how in ended - {"done"})
             check_accounts(place)
@@ -105,7 +105,7 @@ def test_no_transition_is_left_to_a_learner_that_was_replaced(tmp_path: Path) ->
         lambda: older.drop(lease, "tool/tool_raised"),
         lambda: older.train([other], 1),
         lambda: older.rewind(0),
-        older.close_books,
+        older.drop_remaining,
         older.check_owner,
     ):
         with pytest.raises(Superseded, match=r"another learner .* took over this run"):
@@ -132,7 +132,7 @@ def test_a_checkpoint_of_a_branch_that_was_given_up_is_skipped(tmp_path: Path) -
     assert known.step == 1
 
 
-async def test_a_replaced_learner_ends_with_the_reason_and_writes_neither_summary_nor_checkpoint(staged: Any) -> None:
+async def test_a_replaced_learner_ends_and_writes_no_summary_or_checkpoint(staged: Any) -> None:
     async with staged() as stage:
         run = Run(stage.but(max_steps=6, checkpoint_every=1))
         main = asyncio.create_task(run.main())

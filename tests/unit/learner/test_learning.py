@@ -29,7 +29,7 @@ CASES: list[tuple[str, dict[str, Any], bool, Reason | None]] = [
 
 def counts(*, idle: int = 1, gradient: float = 0.3, calls: int = 0) -> dict[str, Any]:
     group: Any = SimpleNamespace(episodes=[SimpleNamespace(tool_calls=[None] * calls)])
-    result: Any = SimpleNamespace(idle_groups=idle, grad_norm=gradient)
+    result: Any = SimpleNamespace(zero_advantage_groups=idle, grad_norm=gradient)
     return tallied(tallied({"first": "a"}, [group, group], result), [group, group], result)
 
 
@@ -61,7 +61,7 @@ async def test_a_run_of_equal_rewards_ends_with_learned_false(staged: Any) -> No
         assert stage.summary["status"] == "succeeded"
         assert stage.summary["learned"] is False
         assert stage.summary["not_learned"]["reason"] == "no_reward_spread"
-        report = run.progress.message_now()
+        report = run.progress.to_proto()
         assert (report.HasField("learned"), report.learned) == (True, False)
         assert report.not_learned.startswith("in 3 steps every group's rewards were equal")
 
@@ -76,4 +76,4 @@ async def test_what_was_learned_before_a_resume_counts(staged: Any) -> None:
         assert stage.summary["learned"] is True
         again = Run(stage.but(max_steps=4, keep_alive=True))
         await again.main()
-        assert again.progress.message_now().learned
+        assert again.progress.to_proto().learned

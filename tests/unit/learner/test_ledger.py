@@ -172,7 +172,7 @@ def ledger(place: Place) -> Any:
     opened.close()
 
 
-def test_a_whole_epoch_is_handed_out_before_the_next_and_each_in_an_order_of_its_own(ledger: Ledger) -> None:
+def test_epochs_are_leased_one_after_another_each_in_its_own_order(ledger: Ledger) -> None:
     leases = [ledger.lease(0) for _ in range(SIZE * EPOCHS)]
     assert ledger.lease(0) is None
     assert [lease.epoch for lease in leases if lease] == [0, 0, 0, 1, 1, 1]
@@ -189,13 +189,13 @@ def test_a_step_is_recorded_whole_or_not_at_all(ledger: Ledger) -> None:
     assert ledger.counts() == {"finished": 1, "leased": 1}
 
 
-def test_what_is_left_over_is_dropped_with_its_reason_and_comes_back_under_a_longer_schedule(place: Place) -> None:
+def test_left_over_scenarios_are_dropped_and_return_with_a_longer_schedule(place: Place) -> None:
     ledger = open_ledger(place, epochs=1)
     lease = ledger.lease(0)
     assert lease is not None
     ledger.finish(lease)
     ledger.train([lease], 1)
-    ledger.close_books()
+    ledger.drop_remaining()
     assert ledger.counts() == {"trained": 1, "dropped": 2}
     ledger.close()
     longer = open_ledger(place, epochs=2)
@@ -234,19 +234,19 @@ def test_the_migrations_make_the_tables_that_the_code_speaks_of(ledger: Ledger) 
         assert compare_metadata(MigrationContext.configure(connection), metadata) == []
 
 
-def test_a_database_that_cannot_be_opened_is_a_mendable_input() -> None:
+def test_a_database_that_cannot_be_opened_is_an_input_error() -> None:
     with pytest.raises(UserInputError, match="nowhere"):
         Ledger("sqlite:////nowhere/at/all/ledger.db", seed=1, size=1, epochs=1)
 
 
-def test_a_server_that_is_away_is_told_without_the_password() -> None:
+def test_an_unreachable_server_is_reported_without_the_password() -> None:
     with pytest.raises(UserInputError) as caught:
         Ledger("postgresql+psycopg://me:secret@127.0.0.1:9/x", seed=1, size=1, epochs=1)
     assert "postgresql+psycopg://me:***@127.0.0.1:9/x cannot be used" in str(caught.value)
     assert "secret" not in str(caught.value)
 
 
-def test_a_malformed_address_is_told() -> None:
+def test_a_malformed_address_is_reported() -> None:
     with pytest.raises(UserInputError, match="not an address that SQLAlchemy knows"):
         Ledger("nowhere", seed=1, size=1, epochs=1)
 

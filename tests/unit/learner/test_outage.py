@@ -30,7 +30,7 @@ from kestrl_learner.runstore import Patience, RunStore
 from .fakes import running, until, watched
 
 
-class Told:
+class Reported:
     """What a store reports."""
 
     def __init__(self) -> None:
@@ -42,8 +42,8 @@ class Told:
 
 
 @pytest.fixture
-def told() -> Told:
-    return Told()
+def reported() -> Reported:
+    return Reported()
 
 
 @pytest.fixture
@@ -66,21 +66,23 @@ def failing(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[Exception]], None
 STALE = GenericError("Generic LocalFileSystem error: Stale file handle (os error 116)")
 
 
-def test_an_outage_is_waited_for_and_reported(tmp_path: Path, told: Told, failing: Any) -> None:
-    store = told.store(str(tmp_path), Patience(30))
+def test_an_outage_is_waited_for_and_reported(tmp_path: Path, reported: Reported, failing: Any) -> None:
+    store = reported.store(str(tmp_path), Patience(30))
     failing([STALE, STALE, STALE])
     store.put("a", b"1")
     assert store.get("a") == b"1"
-    waiting, over = told.waiting
+    waiting, over = reported.waiting
     assert re.match(
         r"storage does not answer since [\d:]{8} and is asked again until [\d:]{8} UTC: cannot write", waiting
     )
     assert "Stale file handle" in waiting
-    assert (over, told.refused) == ("", [])
+    assert (over, reported.refused) == ("", [])
 
 
-def test_an_outage_that_lasts_fails_typed_and_is_not_waited_for_again(tmp_path: Path, told: Told, failing: Any) -> None:
-    store = told.store(str(tmp_path), Patience(0.3))
+def test_an_outage_that_lasts_fails_typed_and_is_not_waited_for_again(
+    tmp_path: Path, reported: Reported, failing: Any
+) -> None:
+    store = reported.store(str(tmp_path), Patience(0.3))
     failing([STALE] * 1000)
     began = time.monotonic()
     for _ in range(3):
@@ -88,18 +90,20 @@ def test_an_outage_that_lasts_fails_typed_and_is_not_waited_for_again(tmp_path: 
             store.put("a", b"1")
         assert (caught.value.code, caught.value.retryable) == ("storage_unavailable", True)
     assert 0.3 <= time.monotonic() - began < 5
-    assert told.waiting[-1] == ""
-    assert "cannot write" in told.refused[-1]
+    assert reported.waiting[-1] == ""
+    assert "cannot write" in reported.refused[-1]
 
 
-def test_what_answers_ends_the_outage_and_the_next_has_its_own_time(tmp_path: Path, told: Told, failing: Any) -> None:
-    store = told.store(str(tmp_path), Patience(0.5))
+def test_what_answers_ends_the_outage_and_the_next_has_its_own_time(
+    tmp_path: Path, reported: Reported, failing: Any
+) -> None:
+    store = reported.store(str(tmp_path), Patience(0.5))
     for _ in range(3):
         failing([STALE, FileNotFoundError(2, "No such file"), *[STALE] * 2])
         with pytest.raises(StorageError):
             store.put("a", b"1")
         store.put("a", b"1")
-    assert told.waiting[1::2] == [""] * 6
+    assert reported.waiting[1::2] == [""] * 6
 
 
 @pytest.mark.parametrize(
@@ -110,16 +114,18 @@ def test_what_answers_ends_the_outage_and_the_next_has_its_own_time(tmp_path: Pa
         ValueError("not of the store"),
     ],
 )
-def test_a_refusal_is_not_retried(tmp_path: Path, told: Told, failing: Any, error: Exception) -> None:
+def test_a_refusal_is_not_retried(tmp_path: Path, reported: Reported, failing: Any, error: Exception) -> None:
     left = [error]
     failing(left)
     with pytest.raises((PlaceError, StorageError, ValueError)):
-        told.store(str(tmp_path), Patience(30)).put("a", b"1")
-    assert (left, told.waiting) == ([], [])
+        reported.store(str(tmp_path), Patience(30)).put("a", b"1")
+    assert (left, reported.waiting) == ([], [])
 
 
-def test_a_learner_that_is_replaced_while_it_waits_writes_nothing(tmp_path: Path, told: Told, failing: Any) -> None:
-    store = told.store(str(tmp_path), Patience(30))
+def test_a_learner_that_is_replaced_while_it_waits_writes_nothing(
+    tmp_path: Path, reported: Reported, failing: Any
+) -> None:
+    store = reported.store(str(tmp_path), Patience(30))
     answers: list[Exception | None] = [None, Superseded("another learner owns the run")]
 
     def fence() -> None:
@@ -134,9 +140,9 @@ def test_a_learner_that_is_replaced_while_it_waits_writes_nothing(tmp_path: Path
     assert not (tmp_path / "a").exists()
 
 
-def test_who_is_to_end_waits_no_longer(tmp_path: Path, told: Told, failing: Any) -> None:
+def test_a_learner_that_ends_stops_waiting(tmp_path: Path, reported: Reported, failing: Any) -> None:
     patience = Patience(60)
-    store = told.store(str(tmp_path), patience)
+    store = reported.store(str(tmp_path), patience)
     failing([STALE] * 1000)
     threading.Timer(0.2, patience.hurry, [0.2]).start()
     began = time.monotonic()
@@ -151,13 +157,13 @@ SERVERS = pytest.mark.servers
 @SERVERS
 @pytest.mark.parametrize(("place", "secret"), [("s3://nowhere/run", "testing"), ("s3://runs/run", "wrong")])
 def test_a_missing_bucket_and_wrong_credentials_are_not_waited_for(
-    s3_environment: S3Server, monkeypatch: pytest.MonkeyPatch, told: Told, place: str, secret: str
+    s3_environment: S3Server, monkeypatch: pytest.MonkeyPatch, reported: Reported, place: str, secret: str
 ) -> None:
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", secret)
     with pytest.raises(PlaceError):
-        told.store(place, Patience(60)).put("a", b"1")
-    assert told.waiting == []
-    assert len(told.refused) == 1
+        reported.store(place, Patience(60)).put("a", b"1")
+    assert reported.waiting == []
+    assert len(reported.refused) == 1
 
 
 @pytest.fixture
@@ -230,7 +236,7 @@ async def test_a_learner_that_waits_at_its_start_ends_at_sigterm(staged: Any, aw
         )
         try:
             async with watched(address, seconds=40) as watcher:
-                await watcher.told(lambda report: report.storage_wait)
+                await watcher.reported(lambda report: report.storage_wait)
                 process.send_signal(signal.SIGTERM)
                 async with asyncio.timeout(10):
                     assert await process.wait() == 0

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kestrl.storage import open_store
-from kestrl_learner.retention import expendable, forget_adapters, forget_episodes
+from kestrl_learner.retention import delete_adapters, delete_episodes, expendable
 from kestrl_learner.run import Run
 
 DIGESTS = st.sampled_from(["aaaaaaaaaaaa", "bbbbbbbbbbbb"])
@@ -38,7 +38,7 @@ def test_the_manifest_goes_first(tmp_path: Path, monkeypatch: Any) -> None:
     removed: list[str] = []
     delete = store.delete
     monkeypatch.setattr(store, "delete", lambda path: (removed.append(path), delete(path)))
-    assert forget_adapters(store, keep=1, names=["job.1.aaaaaaaaaaaa"], steps=()) == ["adapters/000000-aaaaaaaaaaaa"]
+    assert delete_adapters(store, keep=1, names=["job.1.aaaaaaaaaaaa"], steps=()) == ["adapters/000000-aaaaaaaaaaaa"]
     assert removed[0].endswith("/manifest.json")
     assert len(removed) == 3
     assert len(store.list("adapters")) == 7
@@ -49,7 +49,7 @@ def test_episodes_of_old_steps_go(tmp_path: Path) -> None:
     for step in range(4):
         store.put(f"episodes/train/{step:06d}.pb", b"x")
     store.put("episodes/eval/000000.pb", b"x")
-    assert forget_episodes(store, keep=3) == ["episodes/train/000000.pb"]
+    assert delete_episodes(store, keep=3) == ["episodes/train/000000.pb"]
     assert len(store.list("episodes")) == 4
 
 

@@ -19,8 +19,8 @@ from kestrl.plan.settings import EvaluateSettings
 from kestrl.storage import open_store
 from kestrl_learner import retry_pause, training
 from kestrl_learner.__main__ import work
-from kestrl_learner.collect import Collector, StepDeadline
-from kestrl_learner.facts import step_facts
+from kestrl_learner.dispatcher import Dispatcher, StepDeadline
+from kestrl_learner.records import step_record
 from kestrl_learner.run import Run
 
 from .fakes import running, until
@@ -28,7 +28,7 @@ from .fakes import running, until
 pytestmark = pytest.mark.usefixtures("quick")
 
 
-async def test_a_worker_that_breaks_every_stream_for_a_while_stops_no_run_and_costs_no_scenario(staged: Any) -> None:
+async def test_a_worker_that_breaks_streams_for_a_while_costs_no_scenario(staged: Any) -> None:
     async with staged(workers=2) as stage:
         bad = stage.workers[1]
         count = 0
@@ -63,7 +63,7 @@ async def test_a_worker_is_given_a_group_while_a_slot_is_free_and_none_beyond(st
         assert stage.workers[0].most_running == 6
 
 
-async def test_a_step_goes_on_without_a_group_that_is_late_and_the_group_is_attempted_again(staged: Any) -> None:
+async def test_a_step_starts_without_a_late_group_and_the_group_is_retried(staged: Any) -> None:
     async with staged() as stage:
         hung = list[str]()
 
@@ -88,10 +88,10 @@ async def test_a_step_goes_on_without_a_group_that_is_late_and_the_group_is_atte
 async def test_a_group_given_up_before_it_began_is_attempted_again(
     staged: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    start = Collector._start_what_may
+    start = Dispatcher._start_groups
     given_up = list[Any]()
 
-    def started_too_late(self: Collector, tasks: asyncio.TaskGroup) -> None:
+    def started_too_late(self: Dispatcher, tasks: asyncio.TaskGroup) -> None:
         start(self, tasks)
         if not given_up and self._running:
             given_up.extend(self._running)
@@ -99,7 +99,7 @@ async def test_a_group_given_up_before_it_began_is_attempted_again(
             for task in given_up:
                 self._end(task)
 
-    monkeypatch.setattr(Collector, "_start_what_may", started_too_late)
+    monkeypatch.setattr(Dispatcher, "_start_groups", started_too_late)
     async with staged() as stage:
         async with running(stage.but(validation=None, step_seconds=20.0)):
             pass
@@ -113,9 +113,7 @@ async def test_a_group_given_up_before_it_began_is_attempted_again(
 async def test_a_step_for_which_nothing_comes_ends_the_run_with_a_reason(staged: Any) -> None:
     async with staged() as stage:
         stage.workers[0].hangs = lambda request: request.purpose == "train" and len(stage.asked()) > 2
-        with pytest.raises(
-            StepDeadline, match=r"step 1 waited 3 s for its groups and none was whole; .*deadlines\.step"
-        ):
+        with pytest.raises(StepDeadline, match=r"no group of step 1 was complete within 3 s; .*deadlines\.step"):
             async with running(stage.but(validation=None, step_seconds=3.0)):
                 pass
         assert stage.summary["status"] == "failed"
@@ -135,7 +133,7 @@ async def test_without_any_worker_the_run_fails_with_a_typed_reason(staged: Any)
         assert stage.summary["status"] == "failed"
 
 
-async def test_an_engine_that_restarted_is_named_again_only_when_it_has_proved_the_version_anew(staged: Any) -> None:
+async def test_a_restarted_engine_is_used_only_after_it_verified_the_version(staged: Any) -> None:
     async with staged() as stage:
         worker, agent = stage.workers[0], stage.agents[1]
         worker.gate = asyncio.Event()
@@ -257,7 +255,7 @@ async def test_data_that_fills_no_step_is_refused(staged: Any) -> None:
             await Run(stage.but(algorithm={"groups_per_step": 50})).main()
 
 
-async def test_a_model_that_is_not_there_is_a_mendable_input(staged: Any) -> None:
+async def test_a_missing_model_is_an_input_error(staged: Any) -> None:
     async with staged() as stage:
         with pytest.raises(UserInputError, match="model"):
             await Run(stage.but(model="/nowhere/at/all")).main()
@@ -278,7 +276,7 @@ async def test_an_adapter_is_evaluated_without_training(staged: Any, tmp_path: A
         assert not (other / "adapters").exists()
 
 
-async def test_the_service_tells_of_its_progress_and_takes_the_order_to_drain(staged: Any) -> None:
+async def test_the_service_publishes_progress_and_drains(staged: Any) -> None:
     async with staged() as stage:
         stage.workers[0].gate = asyncio.Event()
         serving = asyncio.create_task(work(stage.settings))
@@ -328,10 +326,10 @@ async def test_whatever_ends_a_run_what_it_learned_is_kept(staged: Any, monkeypa
     def broken(step: int, *arguments: Any) -> Any:
         if step == 2:
             raise ZeroDivisionError("a bug")
-        return step_facts(step, *arguments)
+        return step_record(step, *arguments)
 
     async with staged() as stage:
-        monkeypatch.setattr(training, "step_facts", broken)
+        monkeypatch.setattr(training, "step_record", broken)
         with pytest.raises(ZeroDivisionError):
             await Run(stage.but(max_steps=4)).main()
         assert stage.summary["status"] == "failed"

@@ -40,7 +40,7 @@ async def test_a_synchronous_run_trains_every_scenario_of_every_epoch_once(stage
         assert summary["policy"]["sha256"][:12] in summary["policy"]["uri"]
 
 
-async def test_without_staleness_every_group_samples_from_the_version_its_step_starts_from(staged: Any) -> None:
+async def test_without_staleness_groups_sample_from_their_steps_first_version(staged: Any) -> None:
     async with staged() as stage:
         await train(stage.settings)
         steps = [request.policy.step for request in stage.asked()]
@@ -49,7 +49,7 @@ async def test_without_staleness_every_group_samples_from_the_version_its_step_s
         assert all(agent.most_held <= 2 for agent in stage.agents)
 
 
-async def test_with_staleness_rollouts_overlap_training_and_none_is_older_than_allowed(staged: Any) -> None:
+async def test_with_staleness_rollouts_overlap_training_within_the_bound(staged: Any) -> None:
     async with staged() as stage:
         settings = stage.but(algorithm={"max_staleness": 1, "importance_cap": 2.0})
         await train(settings)
@@ -106,7 +106,7 @@ async def test_episodes_of_every_step_are_stored_whole(staged: Any) -> None:
         assert [group.scenario.ordinal for group in stage.groups("episodes/eval/000002.pb")] == [0, 1, 2]
 
 
-async def test_a_group_with_a_lasting_failure_is_dropped_with_its_reason_and_the_run_goes_on(staged: Any) -> None:
+async def test_a_group_with_a_permanent_failure_is_dropped_with_its_reason(staged: Any) -> None:
     async with staged() as stage:
 
         def break_one(request: Any, group: Any) -> Any:
@@ -196,7 +196,7 @@ async def test_engines_that_sample_from_something_else_stop_the_run(staged: Any)
         assert "engine-0 on test.0." in str(caught.value)
 
 
-async def test_with_staleness_an_engine_that_samples_from_something_else_stops_the_run_too(staged: Any) -> None:
+async def test_with_staleness_an_engine_with_other_weights_stops_the_run(staged: Any) -> None:
     """Its tokens are of an older policy than the newest, all of them."""
     async with staged() as stage:
 
@@ -252,7 +252,7 @@ async def test_without_any_proof_the_run_fails_and_says_which_engine_said_what(s
         assert "the probe differs by 3" in str(caught.value)
 
 
-async def test_told_to_drain_it_checkpoints_and_a_resume_finishes_the_run(staged: Any) -> None:
+async def test_a_drain_writes_a_checkpoint_and_a_resume_finishes_the_run(staged: Any) -> None:
     async with staged() as stage:
         run = Run(stage.but(checkpoint_every=100))
 
@@ -274,7 +274,7 @@ async def test_told_to_drain_it_checkpoints_and_a_resume_finishes_the_run(staged
         assert stage.states == {"trained": 12}
 
 
-async def test_told_to_drain_it_does_not_wait_for_rollouts(staged: Any) -> None:
+async def test_a_drain_does_not_wait_for_rollouts(staged: Any) -> None:
     async with staged() as stage:
         stage.workers[0].gate = asyncio.Event()
         run = Run(stage.settings)

@@ -42,5 +42,5 @@ async def test_a_run_stores_what_the_page_says(staged: Any) -> None:
     step = stage.read("metrics/000001.json")
     means = {"reward", "num_turns", "duration"}
     assert fields(section("A step's metrics")) | means == step.keys() - {"answer_correct"}
-    told = set(re.findall(r"`(\w+)`", section("Adapters").partition("It holds")[2].partition("To have it")[0]))
-    assert told == set(AdapterManifest.model_fields)
+    documented = set(re.findall(r"`(\w+)`", section("Adapters").partition("It holds")[2].partition("To have it")[0]))
+    assert documented == set(AdapterManifest.model_fields)

@@ -22,14 +22,14 @@ from kestrl.storage import fetch_adapter, open_store
 from kestrl_learner import adapters, checkpoint
 from kestrl_learner.batch import TrainGroup, TrainRow
 from kestrl_learner.model import PolicyModel
-from kestrl_learner.trainer import NotFinite, Trainer, of_older_policies
+from kestrl_learner.trainer import NotFinite, Trainer, stale_rows
 
 VOCABULARY = 64
 Maker = Callable[..., PolicyModel]
 
 
 def make_groups(
-    *, count: int = 3, size: int = 4, seed: int = 0, advantage: float | None = None, fresh: bool = True
+    *, count: int = 3, size: int = 4, seed: int = 0, advantage: float | None = None, on_policy: bool = True
 ) -> list[TrainGroup]:
     """Groups of rows of several lengths, each with an observation in its middle."""
     chance = random.Random(seed)
@@ -46,7 +46,7 @@ def make_groups(
                     behaviour=array("f", [-4.0 if on else 0.0 for on in mask]),
                     advantages=on_sampled(mask, index - 1.5 if advantage is None else advantage),
                     sequence=index,
-                    fresh=fresh,
+                    on_policy=on_policy,
                     policy="policy",
                     engines=["engine-0"] * sum(mask),
                 )
@@ -73,7 +73,7 @@ def unshared(group: TrainGroup) -> list[TrainGroup]:
                     behaviour=array("f", [0.0] * size) + row.behaviour,
                     advantages=array("d", [0.0] * size) + row.advantages,
                     sequence=row.sequence,
-                    fresh=row.fresh,
+                    on_policy=row.on_policy,
                     policy=row.policy,
                     engines=row.engines,
                 )
@@ -105,7 +105,7 @@ def algorithm(**changes: Any) -> AlgorithmSettings:
 
 
 def gradients(policy: PolicyModel, groups: list[TrainGroup]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Log-probs by group, and the gradient of a loss that tells every token from the others."""
+    """Log-probs by group, and the gradient of a loss with a different weight for every token."""
     for weight in policy.parameters():
         weight.grad = None
     found: list[torch.Tensor] = []
@@ -120,7 +120,7 @@ def gradients(policy: PolicyModel, groups: list[TrainGroup]) -> tuple[list[torch
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "llama"])
-def test_a_prompt_computed_once_gives_the_log_probs_and_gradients_of_plain_rows(
+def test_a_shared_prompt_gives_log_probs_and_gradients_of_plain_rows(
     kind: str, models: dict[str, Path], policy_of: Maker
 ) -> None:
     policy = policy_of(models[kind], disturb=0.3)
@@ -222,9 +222,9 @@ def test_a_batch_without_an_advantage_is_compared_but_changes_nothing(
     before = policy.adapter_state()
     before = {name: weight.clone() for name, weight in before.items()}
     result = Trainer(policy, algorithm(), 1.0).step(make_groups(advantage=0.0), 0)
-    assert result.idle_groups == 3
-    assert result.gap.all.tokens > 0
-    assert result.gap.all.mean > 0
+    assert result.zero_advantage_groups == 3
+    assert result.mismatch.all.tokens > 0
+    assert result.mismatch.all.mean > 0
     assert all(torch.equal(weight, before[name]) for name, weight in policy.adapter_state().items())
 
 
@@ -320,22 +320,22 @@ def test_a_step_that_is_checkpointed_again_is_whole_at_every_moment(
 
 
 @pytest.mark.parametrize(
-    ("reads", "told"),
+    ("reads", "expected"),
     [
         (lambda get, path: get(path).replace(b"newer", b"other"), "is corrupt"),
         (lambda get, path: get(path.replace("000002", "lost")), "does not exist"),
         (lambda get, path: get(path).replace(b'"facts": {}', b'"facts": 1 '), "holds other bytes"),
     ],
 )
-def test_a_checkpoint_counts_only_when_it_was_read_back_and_nothing_goes_for_one_that_was_not(
-    reads: Callable[..., bytes], told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_checkpoint_is_read_back_before_older_ones_are_removed(
+    reads: Callable[..., bytes], expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = open_store(tmp_path.as_uri())
     checkpoint.write(store, checkpoint.Checkpoint(step=1, state=b"older", facts={}), keep=1)
     get = store.get
     with monkeypatch.context() as patched:
         patched.setattr(store, "get", lambda path: reads(get, path))
-        with pytest.raises(checkpoint.Unconfirmed, match=told):
+        with pytest.raises(checkpoint.Unconfirmed, match=expected):
             checkpoint.write(store, checkpoint.Checkpoint(step=2, state=b"newer", facts={}), keep=1)
     assert checkpoint.steps(store) == [1, 2]
     checkpoint.write(store, checkpoint.Checkpoint(step=2, state=b"newer", facts={}), keep=1)
@@ -384,27 +384,25 @@ def test_a_corrupt_checkpoint_is_named_and_refused(tmp_path: Path) -> None:
     assert caught.value.code == "digest_mismatch"
 
 
-def test_scoring_by_an_older_policy_tells_its_own_gap_and_leaves_training_alone(
-    models: dict[str, Path], policy_of: Maker
-) -> None:
+def test_scoring_by_an_older_policy_does_not_change_training(models: dict[str, Path], policy_of: Maker) -> None:
     policies = [policy_of(models["qwen3"], disturb=0.3) for _ in range(2)]
     trainers = [Trainer(policy, algorithm(max_staleness=1), 1.0) for policy in policies]
-    stale = make_groups(fresh=False)
+    stale = make_groups(on_policy=False)
     nobodys = [
         replace(group, rows=[TrainRow(**{**_fields(row), "policy": ""}) for row in group.rows]) for group in stale
     ]
     for trainer in trainers:
         trainer.published("policy")
         trainer.step(make_groups(seed=1), 0)
-    told, untold = (trainer.step(batch, 1) for trainer, batch in zip(trainers, (stale, nobodys), strict=True))
-    assert untold.gap.own.tokens == 0
-    assert set(told.gap.engines) == {"engine-0 on policy"}
-    assert told.gap.own.tokens == sum(stale[0].rows[0].mask)
+    scored, unscored = (trainer.step(batch, 1) for trainer, batch in zip(trainers, (stale, nobodys), strict=True))
+    assert unscored.mismatch.own.tokens == 0
+    assert set(scored.mismatch.engines) == {"engine-0 on policy"}
+    assert scored.mismatch.own.tokens == sum(stale[0].rows[0].mask)
     with torch.no_grad():
         one = replace(stale[0], rows=stale[0].rows[:1])
-        with policies[0].weighing(trainers[0]._published["policy"]):  # pyright: ignore[reportPrivateUsage]
+        with policies[0].with_adapter(trainers[0]._published["policy"]):  # pyright: ignore[reportPrivateUsage]
             ((_, logprobs),) = policies[0].logprobs(one, 1.0)
-    assert told.gap.own.mean == pytest.approx(float((logprobs + 4.0).abs().mean()), rel=1e-6)
+    assert scored.mismatch.own.mean == pytest.approx(float((logprobs + 4.0).abs().mean()), rel=1e-6)
     states = [policy.adapter_state() for policy in policies]
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
 
@@ -423,7 +421,7 @@ def test_scoring_by_an_older_policy_tells_its_own_gap_and_leaves_training_alone(
         max_size=4,
     )
 )
-def test_each_engine_of_each_older_policy_is_scored_again_by_no_more_rows_than_it_takes(
+def test_the_fewest_rows_cover_each_engine_of_each_older_policy(
     batch: list[list[tuple[bool, str, list[str]]]],
 ) -> None:
     groups = [
@@ -437,28 +435,34 @@ def test_each_engine_of_each_older_policy_is_scored_again_by_no_more_rows_than_i
                     behaviour=array("f", [-1.0] * len(engines)),
                     advantages=array("d", [1.0] * len(engines)),
                     sequence=place,
-                    fresh=fresh,
+                    on_policy=on_policy,
                     policy=policy,
                     engines=engines,
                 )
-                for place, (fresh, policy, engines) in enumerate(rows)
+                for place, (on_policy, policy, engines) in enumerate(rows)
             ],
         )
         for number, rows in enumerate(batch)
     ]
-    chosen = of_older_policies(groups)
-    asked = {(policy, engine) for rows in batch for fresh, policy, on in rows if policy and not fresh for engine in on}
-    told = {
+    chosen = stale_rows(groups)
+    asked = {
+        (policy, engine)
+        for rows in batch
+        for on_policy, policy, on in rows
+        if policy and not on_policy
+        for engine in on
+    }
+    kept = {
         (policy, engine)
         for policy, some in chosen.items()
         for group in some
         for row in group.rows
         for engine in row.engines
     }
-    assert told == asked
+    assert kept == asked
     for policy, some in chosen.items():
         rows = [row for group in some for row in group.rows]
-        assert all(row.policy == policy and not row.fresh for row in rows)
+        assert all(row.policy == policy and not row.on_policy for row in rows)
         assert len(rows) <= len({engine for row in rows for engine in row.engines})
         assert len({group.id for group in some}) == len(some), "the rows of a group share one pass"
 

@@ -1,4 +1,4 @@
-"""What a learner tells who watches it: engines, checkpoints, the pace, and how often."""
+"""The progress stream of a learner: engines, checkpoints, pace, and update interval."""
 
 from __future__ import annotations
 
@@ -74,14 +74,14 @@ def dies(agent: FakeAgent) -> None:
         (lies, "quarantined", "[engine/probe_mismatch] the probe differs by 3"),
     ],
 )
-async def test_an_engine_that_has_not_proved_the_newest_version_is_told_with_its_reason(
+async def test_an_engine_behind_the_newest_version_is_reported_with_its_reason(
     staged: Any, happens: Any, state: str, message: str
 ) -> None:
     async with staged() as stage:
         stage.workers[0].gate = asyncio.Event()
         happens(stage.agents[1])
         async with learning(stage.settings) as watcher:
-            report = await watcher.told(lambda told: told.groups_running == 2)
+            report = await watcher.reported(lambda report: report.groups_running == 2)
             first, second = report.engines
             assert (first.name, first.state, first.lag, first.policy.step) == ("engine-0", "serving", 0, 0)
             assert first.policy.sha256 == report.policy.sha256
@@ -101,17 +101,19 @@ async def test_an_engine_that_went_away_claims_nothing_until_it_has_proved_it_an
     async with staged() as stage:
         stage.workers[0].gate = asyncio.Event()
         async with learning(stage.settings) as watcher:
-            before = await watcher.told(lambda told: told.groups_running == 2)
+            before = await watcher.reported(lambda report: report.groups_running == 2)
             assert [engine.state for engine in before.engines] == ["serving", "serving"]
             assert [engine.message for engine in before.engines] == ["", ""]
             happens(stage.agents[1])
-            engine = (await watcher.told(lambda told: told.engines[1].state == state)).engines[1]
+            engine = (await watcher.reported(lambda report: report.engines[1].state == state)).engines[1]
             assert (engine.lag, engine.message, engine.HasField("policy")) == (1, message, False)
             stage.agents[1].state = ipb.ENGINE_STATE_READY
-            await watcher.told(lambda told: told.engines[1].state == "serving" and told.engines_converged == 2)
+            await watcher.reported(
+                lambda report: report.engines[1].state == "serving" and report.engines_converged == 2
+            )
 
 
-async def test_an_agent_that_does_not_answer_any_more_is_away_and_one_that_never_did_starts(staged: Any) -> None:
+async def test_an_agent_that_stopped_answering_is_away_a_new_one_is_starting(staged: Any) -> None:
     async with staged() as stage:
         stage.workers[0].gate = asyncio.Event()
         nobody = stage.settings.engines[1].model_copy(update={"agent_address": "127.0.0.1:1"})
@@ -125,23 +127,23 @@ async def test_an_agent_that_does_not_answer_any_more_is_away_and_one_that_never
 
         stage.agents[0].GetEngine = silent
         async with learning(stage.but(engines=(stage.settings.engines[0], nobody))) as watcher:
-            report = await watcher.told(lambda told: told.groups_running == 2)
+            report = await watcher.reported(lambda report: report.groups_running == 2)
             assert [engine.state for engine in report.engines] == ["serving", "starting"]
             assert "127.0.0.1:1" in report.engines[1].message
             broken = True
-            report = await watcher.told(lambda told: told.engines[0].state == "away")
+            report = await watcher.reported(lambda report: report.engines[0].state == "away")
             assert report.engines[0].message == "[engine/agent_broken] no more"
             assert report.engines_converged == 0
 
 
-async def test_lag_lineage_checkpoint_and_pace_are_told_as_training_goes_on(staged: Any) -> None:
+async def test_lag_parent_checkpoint_and_pace_are_reported_during_training(staged: Any) -> None:
     async with staged() as stage:
         stage.agents[1].fail = lambda policy: (
             EngineFailure("not this one", code="probe_mismatch", retryable=False) if policy.step else None
         )
         stage.workers[0].hangs = lambda request: request.purpose == "train" and request.policy.step == 2
         async with learning(stage.settings) as watcher:
-            report = await watcher.told(lambda told: told.step == 2 and told.groups_running == 2)
+            report = await watcher.reported(lambda report: report.step == 2 and report.groups_running == 2)
             assert (report.phase, report.total_steps) == ("training", 6)
             assert [(engine.policy.step, engine.lag) for engine in report.engines] == [(2, 0), (0, 2)]
             store = open_store(stage.settings.storage)
@@ -156,16 +158,16 @@ async def test_lag_lineage_checkpoint_and_pace_are_told_as_training_goes_on(stag
             assert report.groups_ready == 0
             assert report.episodes_per_second > 0
             assert not report.degenerate
-        before = [told for told in watcher.reports if told.step < 2]
-        assert {told.checkpoint_step for told in before if told.HasField("checkpoint_step")} == {0}
+        before = [report for report in watcher.reports if report.step < 2]
+        assert {report.checkpoint_step for report in before if report.HasField("checkpoint_step")} == {0}
         assert not watcher.reports[0].HasField("checkpoint_step")
-        # A version that was just published is proved by nobody yet, whoever proved the one before.
-        fresh = next(told for told in watcher.reports if told.policy.step == 1)
-        assert (fresh.engines_converged, [engine.lag for engine in fresh.engines]) == (0, [1, 1])
+        # A version that was just published is not verified yet, whichever engines verified the one before.
+        first_report = next(report for report in watcher.reports if report.policy.step == 1)
+        assert (first_report.engines_converged, [engine.lag for engine in first_report.engines]) == (0, [1, 1])
         assert (watcher.last.phase, list(watcher.last.engines), watcher.last.workers) == ("suspended", [], 0)
 
 
-async def test_groups_that_wait_and_workers_that_go_are_told(staged: Any) -> None:
+async def test_ready_groups_and_departed_workers_are_reported(staged: Any) -> None:
     async with staged(workers=2) as stage:
         held = asyncio.Event()
         inner = stage.workers[0].RunGroup
@@ -180,14 +182,16 @@ async def test_groups_that_wait_and_workers_that_go_are_told(staged: Any) -> Non
             worker.concurrency = 3
         stage.workers[0].RunGroup = slow
         async with learning(stage.settings) as watcher:
-            await watcher.told(lambda told: (told.groups_running, told.groups_ready, told.workers) == (1, 1, 2))
+            await watcher.reported(
+                lambda report: (report.groups_running, report.groups_ready, report.workers) == (1, 1, 2)
+            )
             stage.workers[1].draining = True
-            await watcher.told(lambda told: told.workers == 1)
+            await watcher.reported(lambda report: report.workers == 1)
             held.set()
 
 
 @pytest.mark.parametrize(("equal_until", "degenerate"), [(6, True), (5, False)])
-async def test_steps_without_anything_to_learn_from_are_told(staged: Any, equal_until: int, degenerate: bool) -> None:
+async def test_zero_advantage_steps_are_reported(staged: Any, equal_until: int, degenerate: bool) -> None:
     async with staged() as stage:
         stage.workers[0].script = lambda request, group: (
             replace(group, episodes=[replace(episode, reward=1.0) for episode in group.episodes])
@@ -196,26 +200,26 @@ async def test_steps_without_anything_to_learn_from_are_told(staged: Any, equal_
         )
         run = Run(stage.settings)
         await run.main()
-        assert run.progress.message_now().degenerate == degenerate
+        assert run.progress.to_proto().degenerate == degenerate
 
 
-async def test_a_resumed_run_tells_where_it_is_before_it_has_a_model_and_knows_its_versions_parent(staged: Any) -> None:
+async def test_a_resumed_run_reports_its_step_before_loading_and_the_parent(staged: Any) -> None:
     async with staged() as stage:
         await Run(stage.but(max_steps=2)).main()
         stage.workers[0].draining = True  # so that it does not get on
         async with learning(stage.settings) as watcher:
-            report = await watcher.told(lambda told: "engines start" in told.message)
+            report = await watcher.reported(lambda report: "engines start" in report.message)
             assert (report.phase, report.step, report.checkpoint_step) == ("starting", 2, 2)
         assert stage.summary["steps"] == 2
         stage.workers[0].draining = False
         stage.workers[0].gate = asyncio.Event()
         async with learning(stage.settings) as watcher:
-            report = await watcher.told(lambda told: told.groups_running == 2)
+            report = await watcher.reported(lambda report: report.groups_running == 2)
             assert report.policy.step == 2
             assert report.policy_parent.startswith("test.1.")
 
 
-async def test_a_checkpoint_that_cannot_be_read_back_counts_for_nothing_and_the_run_goes_on(
+async def test_an_unreadable_checkpoint_does_not_count_and_the_run_goes_on(
     staged: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spoilt = False
@@ -236,7 +240,7 @@ async def test_a_checkpoint_that_cannot_be_read_back_counts_for_nothing_and_the_
             if request.purpose == "train":
                 step = request.policy.step
                 spoilt = step == 1  # while the checkpoint of step 2 is written
-                seen[step] = run.progress.message_now()
+                seen[step] = run.progress.to_proto()
                 kept[step] = checkpoint.steps(store)
             return group
 
@@ -251,7 +255,7 @@ async def test_a_checkpoint_that_cannot_be_read_back_counts_for_nothing_and_the_
         assert stage.summary["status"] == "succeeded"
 
 
-async def test_what_storage_refuses_is_told(staged: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_storage_failure_is_reported(staged: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     put = obstore.put
 
     def full(store: Any, path: str, content: Any, **options: Any) -> Any:
@@ -264,10 +268,10 @@ async def test_what_storage_refuses_is_told(staged: Any, monkeypatch: pytest.Mon
         run = Run(stage.settings)
         with pytest.raises(PlaceError):
             await run.main()
-        told = run.progress.message_now()
-        assert told.phase == "failed"
-        assert "no space left" in told.storage_failure
-        assert told.checkpoint_step == 0
+        report = run.progress.to_proto()
+        assert report.phase == "failed"
+        assert "no space left" in report.storage_failure
+        assert report.checkpoint_step == 0
 
 
 @asynccontextmanager
@@ -280,27 +284,27 @@ async def telling(progress: Progress) -> AsyncGenerator[str]:
         progress.end()
 
 
-async def test_changes_are_told_no_more_often_than_asked_for_and_the_last_state_always() -> None:
+async def test_changes_are_sent_at_the_requested_interval_and_the_last_always() -> None:
     progress = Progress(100, 1, 1)
     async with telling(progress) as address, watched(address, min_interval=0.3) as watcher:
         loop = asyncio.get_running_loop()
-        await watcher.told(lambda told: told.step == 0)
+        await watcher.reported(lambda report: report.step == 0)
         began = loop.time()
         for step in range(1, 21):
             progress.update(step=step)
             await asyncio.sleep(0.005)
-        await watcher.told(lambda told: told.step == 20)
+        await watcher.reported(lambda report: report.step == 20)
         assert loop.time() - began > 0.2
         assert len(watcher.reports) <= 3
 
 
-async def test_the_end_is_told_at_once() -> None:
+async def test_the_end_is_reported_at_once() -> None:
     progress = Progress(100, 1, 1)
     async with telling(progress) as address, watched(address, min_interval=600.0) as watcher:
-        await watcher.told(lambda told: told.phase == "starting")
+        await watcher.reported(lambda report: report.phase == "starting")
         progress.update(step=7)
         progress.update(phase="failed", message="why")
-        report = await watcher.told(lambda told: told.phase == "failed")
+        report = await watcher.reported(lambda report: report.phase == "failed")
         assert (report.step, report.message) == (7, "why")
         assert not watcher.ended
         progress.end()
@@ -309,7 +313,7 @@ async def test_the_end_is_told_at_once() -> None:
                 await asyncio.sleep(0.01)
 
 
-async def test_a_change_while_the_last_one_is_told_is_not_lost_and_what_did_not_change_is_not_told() -> None:
+async def test_a_change_during_a_send_is_not_lost_and_equal_states_are_not_sent() -> None:
     progress = Progress(100, 1, 1)
     reports = LearnerServicer(progress, lambda: None).WatchProgress(lpb.WatchProgressRequest(), None)
     assert (await anext(reports)).step == 0

@@ -29,7 +29,7 @@ from kestrl.testing.engine import Completion, FakeEngine, Fault, Prompt
 from kestrl.testing.ports import free_port
 from kestrl_rollout.__main__ import group_runner
 from kestrl_rollout.groups import GroupRunner
-from kestrl_rollout.model import ModelFace, load_model
+from kestrl_rollout.model import ChatModel, load_model
 from kestrl_rollout.service import RolloutServicer
 from kestrl_rollout.vocabulary import Vocabulary
 
@@ -100,17 +100,17 @@ def model_folder(write_model: Callable[..., Path]) -> Path:
 
 
 @pytest.fixture(scope="session")
-def load(write_model: Callable[..., Path]) -> Callable[..., ModelFace]:
+def load(write_model: Callable[..., Path]) -> Callable[..., ChatModel]:
     """Loads a small model as the worker would."""
 
-    def loaded(*, tools: bool = True, **options: Any) -> ModelFace:
+    def loaded(*, tools: bool = True, **options: Any) -> ChatModel:
         return load_model(str(write_model(**options)), None, tools=tools, started=datetime(2026, 1, 2).astimezone())
 
     return loaded
 
 
 @pytest.fixture(scope="session")
-def face(load: Callable[..., ModelFace]) -> ModelFace:
+def chat_model(load: Callable[..., ChatModel]) -> ChatModel:
     return load()
 
 
@@ -248,7 +248,7 @@ async def served(name: str, register: Callable[[Any], None], **options: Any) -> 
 class Stage:
     """Everything around a worker, and ways to talk to it."""
 
-    face: ModelFace
+    chat_model: ChatModel
     tools: FakeTools
     judge: FakeJudge
     engines: list[FakeEngine]
@@ -262,13 +262,13 @@ class Stage:
 
     def ids(self, text: str) -> list[int]:
         """What the model samples to write this, control tokens included."""
-        return self.face.vocabulary.whole(text)
+        return self.chat_model.vocabulary.whole(text)
 
     def says(self, *turns: str | Fault | Callable[[Prompt], Any]) -> None:
         """Scripts every engine: the n-th turn of any episode says `turns[n]`, and ends by itself."""
 
         def script(prompt: Prompt) -> Any:
-            index = self.face.vocabulary.decode(prompt.token_ids).count("<|im_start|>assistant") - 1
+            index = self.chat_model.vocabulary.decode(prompt.token_ids).count("<|im_start|>assistant") - 1
             said = turns[min(index, len(turns) - 1)]
             if callable(said):
                 said = said(prompt)
@@ -347,7 +347,7 @@ MakeStage = Callable[..., Awaitable[Stage]]
 
 
 @pytest.fixture
-async def make_stage(model_folder: Path, load: Any, face: ModelFace) -> AsyncIterator[MakeStage]:
+async def make_stage(model_folder: Path, load: Any, chat_model: ChatModel) -> AsyncIterator[MakeStage]:
     """Builds a stage; options are settings of the worker, and `engines`, `folder`."""
     async with AsyncExitStack() as stack:
 
@@ -377,9 +377,9 @@ async def make_stage(model_folder: Path, load: Any, face: ModelFace) -> AsyncIte
                 "drain_seconds": 0.05,
                 **settings,
             }
-            told = RolloutSettings.model_validate(values)
-            groups = await stack.enter_async_context(group_runner(told))
-            servicer = RolloutServicer(groups, context_length=told.context_length)
+            settings_read = RolloutSettings.model_validate(values)
+            groups = await stack.enter_async_context(group_runner(settings_read))
+            servicer = RolloutServicer(groups, context_length=settings_read.context_length)
             address = await stack.enter_async_context(
                 served(
                     "rollout-0",
@@ -389,7 +389,13 @@ async def make_stage(model_folder: Path, load: Any, face: ModelFace) -> AsyncIte
             )
             channel = await stack.enter_async_context(rpc.channel(address))
             stage = Stage(
-                face=face, tools=tools, judge=judge, engines=fakes, groups=groups, address=address, channel=channel
+                chat_model=chat_model,
+                tools=tools,
+                judge=judge,
+                engines=fakes,
+                groups=groups,
+                address=address,
+                channel=channel,
             )
             await stage.capacity()
             return stage

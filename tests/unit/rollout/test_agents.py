@@ -55,7 +55,7 @@ async def test_a_template_that_forgets_reasoning_forks_a_row(
     episode = await stage.episode()
     assert episode.failure is None
     first, second = episode.rows
-    decode = stage.face.vocabulary.decode
+    decode = stage.chat_model.vocabulary.decode
     assert decode(first.token_ids).endswith("<think>Hm.</think>42<|im_end|>")
     assert "<think>" not in decode(second.token_ids)
     assert "<|im_start|>assistant\n42<|im_end|>\n<|im_start|>user\nAre you sure of 42?" in decode(second.token_ids)
@@ -94,7 +94,7 @@ class Agent:
 
 
 @pytest.mark.parametrize(
-    ("raises", "told"),
+    ("raises", "expected"),
     [
         ("raise KeyError('answer')", "KeyError: 'answer'"),
         ("sys.exit(3)", "SystemExit: 3"),
@@ -110,7 +110,7 @@ class Agent:
     ],
 )
 async def test_a_loop_that_raises_fails_its_episode_and_no_other(
-    make_stage: Any, make_file: MakeFile, monkeypatch: pytest.MonkeyPatch, raises: str, told: str
+    make_stage: Any, make_file: MakeFile, monkeypatch: pytest.MonkeyPatch, raises: str, expected: str
 ) -> None:
     # pytest-xdist cannot send a captured log with a lone surrogate.
     monkeypatch.setattr(logging.getLogger("kestrl_rollout.episodes"), "disabled", "D800" in raises)
@@ -120,7 +120,7 @@ async def test_a_loop_that_raises_fails_its_episode_and_no_other(
     first, second = (await stage.run(size=2)).episodes
     assert first.failure is not None
     assert (first.failure.boundary, first.failure.code) == (Boundary.USER_CODE, "agent_raised")
-    assert told in first.failure.message
+    assert expected in first.failure.message
     assert "raising:Agent" in first.failure.message
     assert first.sampled_tokens > 0
     assert second.failure is None
@@ -269,18 +269,18 @@ async def test_tokens_by_hand_end_at_the_limit_without_a_failure(make_stage: Any
 
 
 @pytest.mark.parametrize(
-    ("path", "told"),
+    ("path", "expected"),
     [
         ("chatty", "neither built in (tool_agent, single_turn)"),
         ("no.such:Agent", "cannot import 'no.such'"),
         ("loops:Missing", "has no 'Missing'"),
         ("loops:number", "neither a class nor an async function"),
         ("loops:NoRun", "has no `async def run"),
-        ("loops:Greedy", "cannot be made from agent.config alone"),
+        ("loops:Greedy", "cannot be constructed from agent.config alone"),
         ("broken:Agent", "ZeroDivisionError"),
     ],
 )
-def test_a_loop_that_cannot_be_used_is_told_at_the_start(make_file: MakeFile, path: str, told: str) -> None:
+def test_a_loop_that_cannot_be_used_is_refused_at_the_start(make_file: MakeFile, path: str, expected: str) -> None:
     make_file("broken", "1 / 0\n")
     make_file(
         "loops",
@@ -289,7 +289,7 @@ def test_a_loop_that_cannot_be_used_is_told_at_the_start(make_file: MakeFile, pa
     )
     with pytest.raises(UserInputError) as refused:
         load_loop(path)
-    assert told in str(refused.value)
+    assert expected in str(refused.value)
     assert "agent.loop" in str(refused.value)
 
 
@@ -379,7 +379,7 @@ async def test_one_instance_per_episode(make_stage: Any, make_file: MakeFile) ->
         ("'mine'] = None", "is a NoneType; report a number"),
         ("'mine'] = float('nan')", "is not finite"),
         ("'mine'] = 10 ** 400", "is not finite"),
-        ("5] = 1.0", "no printable string"),
+        ("5] = 1.0", "not a printable string"),
     ],
 )
 async def test_a_metric_that_cannot_be_averaged_fails_its_episode_alone(

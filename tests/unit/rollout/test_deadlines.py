@@ -1,4 +1,4 @@
-"""Deadlines are told apart, and end what they should as `asyncio.timeout` would."""
+"""Deadlines report their scope and cancel their body like `asyncio.timeout`."""
 
 from __future__ import annotations
 

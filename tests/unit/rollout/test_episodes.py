@@ -39,7 +39,7 @@ async def test_every_prompt_is_the_last_one_plus_what_was_sampled_plus_new_text(
     prompts = [list(prompt.token_ids) for prompt in stage.engine.prompts]
     for index, turn in enumerate(episode.turns):
         assert list(row.token_ids[: turn.start]) == prompts[index]
-    text = stage.face.vocabulary.decode(row.token_ids[episode.turns[0].start :])
+    text = stage.chat_model.vocabulary.decode(row.token_ids[episode.turns[0].start :])
     assert text == (
         call_text("search", word="a")
         + "<|im_end|>\n<|im_start|>user\n<tool_response>\nfound a\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
@@ -49,7 +49,7 @@ async def test_every_prompt_is_the_last_one_plus_what_was_sampled_plus_new_text(
     )
 
 
-async def test_the_mask_is_1_on_sampled_tokens_only_and_each_has_the_engines_logprob(
+async def test_the_mask_is_1_on_sampled_tokens_with_the_engines_logprob(
     stage: Any, call_text: Callable[..., str]
 ) -> None:
     stage.says(call_text("search", word="a"), "Done.")
@@ -150,7 +150,7 @@ async def test_calls_beyond_the_limit_are_refused_by_name(make_stage: Any, call_
 
 
 @pytest.mark.parametrize(
-    ("written", "outcome", "told"),
+    ("written", "outcome", "expected"),
     [
         ("<tool_call>{'name'}</tool_call>", CallOutcome.INVALID_JSON, "cannot be read"),
         ('<tool_call>{"name": "fly", "arguments": {}}</tool_call>', CallOutcome.UNKNOWN_TOOL, "search, answer"),
@@ -158,15 +158,15 @@ async def test_calls_beyond_the_limit_are_refused_by_name(make_stage: Any, call_
     ],
 )
 async def test_a_malformed_call_goes_back_to_the_model(
-    stage: Any, written: str, outcome: CallOutcome, told: str
+    stage: Any, written: str, outcome: CallOutcome, expected: str
 ) -> None:
     stage.says(written, "I give up.")
     episode = await stage.episode()
     (call,) = episode.tool_calls
     assert call.outcome is outcome
-    assert told in call.text
+    assert expected in call.text
     assert episode.metrics[f"tool_errors.{outcome}"] == 1
-    assert told in stage.face.vocabulary.decode(stage.engine.prompts[1].token_ids)
+    assert expected in stage.chat_model.vocabulary.decode(stage.engine.prompts[1].token_ids)
     assert episode.failure is None
     assert stage.tools.opened == {}
 
@@ -220,7 +220,7 @@ async def test_only_the_scenarios_tools_are_offered(stage: Any, call_text: Calla
     stage.says(call_text("search", word="a"), "Done.")
     episode = await stage.episode(tools=["answer"])
     assert episode.tool_calls[0].outcome is CallOutcome.UNKNOWN_TOOL
-    assert '"search"' not in stage.face.vocabulary.decode(stage.engine.prompts[0].token_ids)
+    assert '"search"' not in stage.chat_model.vocabulary.decode(stage.engine.prompts[0].token_ids)
 
 
 async def test_a_tool_the_job_does_not_have_is_the_scenarios_fault(stage: Any) -> None:
@@ -250,7 +250,7 @@ async def test_limits_end_the_episode(
     assert episode.reward is not None
 
 
-async def test_a_turn_cut_inside_a_call_may_be_mended(stage: Any, call_text: Callable[..., str]) -> None:
+async def test_after_a_turn_cut_inside_a_call_the_model_may_retry(stage: Any, call_text: Callable[..., str]) -> None:
     stage.says(call_text("search", word="kestrel"), "Done.")
     episode = await stage.episode(sampling={"max_tokens_per_turn": 20})
     assert episode.tool_calls[0].outcome is CallOutcome.TRUNCATED
@@ -278,7 +278,7 @@ async def test_a_full_context_ends_the_episode(make_stage: Any, call_text: Calla
     assert all(len(row.token_ids) <= 900 for row in episode.rows)
 
 
-async def test_a_prompt_that_does_not_fit_is_a_failure_with_the_mend(make_stage: Any) -> None:
+async def test_a_prompt_that_does_not_fit_is_a_failure_with_the_fix(make_stage: Any) -> None:
     stage = await make_stage(context_length=100)
     episode = await stage.episode()
     assert episode.failure is not None
@@ -294,7 +294,7 @@ async def test_single_turn_speaks_once_and_sees_no_tools(make_stage: Any, call_t
     assert len(episode.turns) == 1
     assert episode.tool_calls == []
     assert episode.stop_reason is StopReason.ANSWERED
-    assert "search" not in stage.face.vocabulary.decode(stage.engine.prompts[0].token_ids)
+    assert "search" not in stage.chat_model.vocabulary.decode(stage.engine.prompts[0].token_ids)
 
 
 async def test_control_strings_in_messages_and_results_stay_text(stage: Any, call_text: Callable[..., str]) -> None:
@@ -303,9 +303,9 @@ async def test_control_strings_in_messages_and_results_stay_text(stage: Any, cal
     stage.says(call_text("search", word="x"), "Done.")
     episode = await stage.episode(messages=[{"role": "user", "content": forged}])
     (row,) = episode.rows
-    control = stage.face.vocabulary.control_ids
+    control = stage.chat_model.vocabulary.control_ids
     context = [token for token, on in zip(row.token_ids, row.mask, strict=True) if not on and token in control]
-    names = [stage.face.vocabulary.decode([token]) for token in context]
+    names = [stage.chat_model.vocabulary.decode([token]) for token in context]
     assert names.count("<|im_start|>") == 5  # system, user, assistant, tool result, assistant
     assert names.count("<tool_call>") == 1  # the template's own instruction
 

@@ -58,18 +58,18 @@ def test_the_manifest_and_the_registry_have_the_same_names(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_a_template_is_known_by_the_call_that_it_writes(name: str, face: Any) -> None:
-    assert _detected(SKELETON.replace("@", CALLS[name]), face.vocabulary) == name
+def test_a_template_is_known_by_the_call_that_it_writes(name: str, chat_model: Any) -> None:
+    assert _detected(SKELETON.replace("@", CALLS[name]), chat_model.vocabulary) == name
 
 
-def test_a_template_that_writes_no_call_is_known_by_what_it_asks_for(face: Any) -> None:
-    assert _detected(OWN_TEMPLATE, face.vocabulary) == "hermes"
-    assert _detected(SKELETON.replace("@", ""), face.vocabulary) is None
+def test_a_template_that_writes_no_call_is_known_by_what_it_asks_for(chat_model: Any) -> None:
+    assert _detected(OWN_TEMPLATE, chat_model.vocabulary) == "hermes"
+    assert _detected(SKELETON.replace("@", ""), chat_model.vocabulary) is None
 
 
-def test_calls_in_an_unknown_format_are_not_taken_for_the_one_hinted_at(face: Any) -> None:
+def test_calls_in_an_unknown_format_are_not_taken_for_the_one_hinted_at(chat_model: Any) -> None:
     glm = "<tool_call>{{ c.name }}\n<arg_key>word</arg_key>{{ c.arguments.word }}</tool_call>"
-    assert _detected(SKELETON.replace("@", glm), face.vocabulary) is None
+    assert _detected(SKELETON.replace("@", glm), chat_model.vocabulary) is None
 
 
 @pytest.mark.parametrize(
@@ -146,7 +146,7 @@ async def test_a_format_of_ones_own(make_stage: Any, make_file: MakeFile) -> Non
 
 
 @pytest.mark.parametrize(
-    ("name", "told"),
+    ("name", "expected"),
     [
         ("latin", "neither built in"),
         ("nosuch:F", "cannot import"),
@@ -155,8 +155,8 @@ async def test_a_format_of_ones_own(make_stage: Any, make_file: MakeFile) -> Non
         ("kestrl.formats:WrittenCall", "without arguments"),
     ],
 )
-def test_what_is_no_format_is_refused(name: str, told: str) -> None:
-    with pytest.raises(UserInputError, match=told):
+def test_an_invalid_format_is_refused(name: str, expected: str) -> None:
+    with pytest.raises(UserInputError, match=expected):
         resolve(name)
 
 
@@ -197,7 +197,7 @@ def reading(name: str, text: str, *, cut: bool = False) -> Turn:
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "told"),
+    ("name", "text", "expected"),
     [
         ("qwen_xml", "<tool_call>{}</tool_call>", "<function=...>"),
         ("qwen_xml", "<tool_call><function=search>hm</function></tool_call>", "not <parameter"),
@@ -222,9 +222,9 @@ def reading(name: str, text: str, *, cut: bool = False) -> Turn:
         ("pythonic", "[search(word='a'), 5]", "not a call"),
     ],
 )
-def test_what_cannot_be_read_says_why(name: str, text: str, told: str) -> None:
+def test_a_call_that_cannot_be_parsed_has_a_reason(name: str, text: str, expected: str) -> None:
     call = reading(name, text).calls[-1]
-    assert told in call.problem
+    assert expected in call.problem
     assert call.arguments is None
 
 
@@ -285,10 +285,10 @@ def test_values_of_xml_are_what_the_schema_says(schema: dict[str, Any], text: st
 
 
 def test_markers_that_are_tokens_are_found_by_their_tokens_only(load: Callable[..., Any]) -> None:
-    face = load()
-    reader = TurnReader(face.vocabulary, BUILT_IN["qwen_xml"])
-    assert len(reader.parse(face.vocabulary.whole(XML), SCHEMAS).calls) == 1
-    assert reader.parse(list(face.vocabulary.content(XML)), SCHEMAS).calls == []
+    chat_model = load()
+    reader = TurnReader(chat_model.vocabulary, BUILT_IN["qwen_xml"])
+    assert len(reader.parse(chat_model.vocabulary.whole(XML), SCHEMAS).calls) == 1
+    assert reader.parse(list(chat_model.vocabulary.content(XML)), SCHEMAS).calls == []
 
 
 def test_a_harmless_subclass_keeps_the_protocols_defaults() -> None:

@@ -25,7 +25,7 @@ def hold(stage: Any) -> tuple[asyncio.Event, asyncio.Event]:
     return arrived, go
 
 
-async def test_episodes_are_told_of_when_they_end_and_the_scored_group_comes_last(stage: Any) -> None:
+async def test_ended_episodes_are_reported_and_the_scored_group_comes_last(stage: Any) -> None:
     slow = asyncio.Event()
     stage.engine.script = lambda prompt: Completion(
         token_ids=stage.ids("Hello.<|im_end|>"), after=slow if prompt.index == 0 else None
@@ -81,7 +81,7 @@ async def test_nobody_waits_for_the_end_of_a_tool_session_but_its_slot(
     assert (episode.failure, episode.reward) == (None, 0.0)
     assert stage.tools.closed == []
     second = asyncio.create_task(stage.run(group_id="g-2"))
-    while (await stage.capacity()).running == 0:  # noqa: ASYNC110 - what a worker tells has no event
+    while (await stage.capacity()).running == 0:  # noqa: ASYNC110 - a worker's capacity has no event
         await asyncio.sleep(0)
     assert len(stage.tools.opened) == 1
     stage.tools.close_gate.set()

@@ -108,7 +108,7 @@ async def test_what_is_sent_and_what_comes_back() -> None:
     ]
 
 
-async def test_a_connection_is_used_again_and_one_more_is_made_for_a_request_beside() -> None:
+async def test_a_connection_is_reused_and_concurrent_requests_open_another() -> None:
     async with serving(saying(OK)) as (server, client):
         for _ in range(3):
             await client.post(server.url, b"", {})
@@ -120,7 +120,7 @@ async def test_a_connection_is_used_again_and_one_more_is_made_for_a_request_bes
 
 
 @pytest.mark.parametrize(
-    "head", ["HTTP/1.1 200 OK\r\nConnection: close\r\n", "HTTP/1.0 200 OK\r\n"], ids=["told", "by its version"]
+    "head", ["HTTP/1.1 200 OK\r\nConnection: close\r\n", "HTTP/1.0 200 OK\r\n"], ids=["by its header", "by its version"]
 )
 async def test_a_connection_that_the_server_ends_is_not_used_again(head: str) -> None:
     async with serving(saying(f"{head}Content-Length: 2\r\n\r\nok".encode())) as (server, client):
@@ -214,9 +214,9 @@ def test_an_answer_is_whole_however_it_is_cut(parts: list[bytes], chunked: bool,
         (b"", "closed the connection"),
         (b"HTTP/1.1 200 OK\r\nContent-Length: 10\r\n\r\nhalf", "closed the connection"),
         (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nab", "closed the connection"),
-        (b"SSH-2.0-OpenSSH_9.2\r\n", "not understood"),
-        (b"HTTP/1.1 101 Switching\r\nConnection: upgrade\r\nUpgrade: websocket\r\n\r\n", "not understood"),
-        (b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\nContent-Length: 3\r\n\r\nok", "not understood"),
+        (b"SSH-2.0-OpenSSH_9.2\r\n", "cannot be parsed"),
+        (b"HTTP/1.1 101 Switching\r\nConnection: upgrade\r\nUpgrade: websocket\r\n\r\n", "cannot be parsed"),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\nContent-Length: 3\r\n\r\nok", "cannot be parsed"),
     ],
     ids=["nothing", "half", "half a chunk", "no HTTP", "another protocol", "two lengths"],
 )
@@ -239,7 +239,7 @@ async def test_an_answer_has_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
             await client.post(server.url, b"", {})
 
 
-async def test_more_than_was_asked_for_spoils_the_connection_and_not_the_next_answer() -> None:
+async def test_an_extra_answer_closes_the_connection_not_the_next_request() -> None:
     async with serving(saying(OK + b"HTTP/1.1 200 OK\r\nContent-Length: 4\r\n\r\nmore")) as (server, client):
         for count in (1, 2):
             assert await client.post(server.url, b"", {}) == Answer(200, b"ok")
@@ -265,7 +265,7 @@ async def test_a_server_that_never_accepts_is_unreachable(monkeypatch: pytest.Mo
     monkeypatch.setattr(http, "CONNECT_SECONDS", 0.05)
     with socket.create_server(("127.0.0.1", 0), backlog=0) as full:
         port = full.getsockname()[1]
-        # Those who wait to be accepted fill the queue: whoever comes after them is not answered.
+        # Pending connections fill the accept queue: further ones get no answer.
         crowd = [socket.socket() for _ in range(8)]
         for waiting in crowd:
             waiting.setblocking(False)
@@ -281,11 +281,11 @@ async def test_a_connection_that_ends_before_it_was_used_is_lost() -> None:
     connection = http._Connection()
     connection.connection_made(Wire(lambda: None))
     connection.connection_lost(None)
-    with pytest.raises(Lost, match="before it was asked"):
+    with pytest.raises(Lost, match="before the request"):
         await connection.ask(b"")
 
 
-async def test_a_name_is_looked_up_once_for_all_and_again_when_nobody_answers_there(
+async def test_a_name_is_looked_up_once_and_again_after_a_failed_connection(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     asked, leads_to = list[str](), ["127.0.0.2"]
@@ -314,7 +314,7 @@ async def test_a_name_is_looked_up_once_for_all_and_again_when_nobody_answers_th
 @pytest.mark.parametrize("value", ["a\r\nx: y", "a\nb", "a\rb"])
 async def test_a_header_cannot_smuggle_another(value: str) -> None:
     async with serving(saying(OK)) as (server, client):
-        with pytest.raises(ValueError, match="line's end"):
+        with pytest.raises(ValueError, match="line break"):
             await client.post(server.url, b"", {"tracestate": value})
         assert server.connections == 0
 

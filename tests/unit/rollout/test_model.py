@@ -12,7 +12,7 @@ import pytest
 
 from kestrl.errors import UserInputError
 from kestrl_rollout.chat import Message
-from kestrl_rollout.model import load_model, prove_start
+from kestrl_rollout.model import load_model, verify_start
 from kestrl_rollout.toolset import NO_TOOLS
 from kestrl_rollout.vocabulary import Vocabulary
 
@@ -25,9 +25,9 @@ def load(folder: Path | str, template: str | None = None, *, tools: bool = True)
 
 
 def test_a_folder(model_folder: Path) -> None:
-    face = load(model_folder)
-    assert face.vocabulary.control("<|im_end|>") == 258
-    assert (face.stop_ids, face.eos_id, face.pad_id) == ((258,), 258, 256)
+    chat_model = load(model_folder)
+    assert chat_model.vocabulary.control("<|im_end|>") == 258
+    assert (chat_model.stop_ids, chat_model.eos_id, chat_model.pad_id) == ((258,), 258, 256)
 
 
 def test_a_turn_ends_with_whatever_any_source_names(write_model: WriteModel) -> None:
@@ -55,7 +55,7 @@ def test_a_template_of_the_jobs_own(write_model: WriteModel, model_folder: Path)
 
 
 @pytest.mark.parametrize(
-    ("spoil", "told"),
+    ("spoil", "expected"),
     [
         (lambda folder: (folder / "tokenizer.json").unlink(), "tokenizer.json is missing"),
         (lambda folder: (folder / "tokenizer.json").write_text("{"), "not readable as JSON"),
@@ -65,10 +65,12 @@ def test_a_template_of_the_jobs_own(write_model: WriteModel, model_folder: Path)
         (lambda folder: (folder / "chat_template.jinja").write_text("{{ messages[0].content }}"), "leaves out"),
     ],
 )
-def test_what_is_wrong_with_a_folder(write_model: WriteModel, spoil: Callable[[Path], Any], told: str) -> None:
+def test_an_invalid_model_folder_is_refused_with_the_reason(
+    write_model: WriteModel, spoil: Callable[[Path], Any], expected: str
+) -> None:
     folder = write_model()
     spoil(folder)
-    with pytest.raises(UserInputError, match=told):
+    with pytest.raises(UserInputError, match=expected):
         load(folder)
 
 
@@ -107,7 +109,7 @@ def test_without_the_hub_an_id_cannot_be_used(monkeypatch: pytest.MonkeyPatch) -
 
 def test_nothing_ends_a_turn(write_model: WriteModel) -> None:
     folder = write_model(template="{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}", config={})
-    with pytest.raises(UserInputError, match="nothing ends a turn"):
+    with pytest.raises(UserInputError, match="no token ends a turn"):
         load(folder, tools=False)
 
 
@@ -143,10 +145,10 @@ SYSTEM = [Message(role="system", text="Be brief."), *USER]
 def test_a_template_without_a_system_role_serves_data_without_one(write_model: WriteModel, template: str) -> None:
     names = {"bos_token": "<|endoftext|>", "eos_token": "<|im_end|>"}
     folder = write_model(template=template, config=names)
-    face = load(folder, tools=False)
-    prove_start(face.chat, USER, NO_TOOLS)
+    chat_model = load(folder, tools=False)
+    verify_start(chat_model.chat, USER, NO_TOOLS)
     with pytest.raises(UserInputError, match=r"refuses the conversation: (System role|Conversation roles)"):
-        prove_start(face.chat, SYSTEM, NO_TOOLS)
+        verify_start(chat_model.chat, SYSTEM, NO_TOOLS)
     with pytest.raises(UserInputError, match=r"has no place for a tool's result .* leave out spec.tools"):
         load(folder, tools=True)
 

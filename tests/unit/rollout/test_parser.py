@@ -95,7 +95,7 @@ def test_reasoning_keeps_its_sampled_tokens(load: Callable[..., Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("raw", "told"),
+    ("raw", "expected"),
     [
         ("", "Expecting value"),
         ("{'name': 'search'}", "Expecting property name"),
@@ -109,15 +109,15 @@ def test_reasoning_keeps_its_sampled_tokens(load: Callable[..., Any]) -> None:
         ('{"name": "search", "arguments": {"x": ' + "9" * 5_000 + "}}", "digit"),
     ],
 )
-def test_what_cannot_be_read_says_why(read: Callable[..., Parsed], raw: str, told: str) -> None:
+def test_a_call_that_cannot_be_parsed_has_a_reason(read: Callable[..., Parsed], raw: str, expected: str) -> None:
     (call,) = read(f"<tool_call>{raw}</tool_call>").calls
     assert call.problem is CallOutcome.INVALID_JSON
-    assert told in call.message
+    assert expected in call.message
     assert '<tool_call>{"name"' in call.message
     assert call.arguments is None
 
 
-def test_an_unknown_tool_is_told_the_known_ones(load: Callable[..., Any]) -> None:
+def test_a_call_of_an_unknown_tool_lists_the_known_ones(load: Callable[..., Any]) -> None:
     vocabulary = load().vocabulary
     ids = vocabulary.whole('<tool_call>{"name": "fly", "arguments": {}}</tool_call>')
     reader = TurnReader(vocabulary, HERMES)

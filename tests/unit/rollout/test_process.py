@@ -41,7 +41,7 @@ def test_importing_the_worker_brings_in_nothing_heavy() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "expected"),
     [
         ({"agent": "missing:Agent"}, "error: agent.loop: cannot import 'missing'"),
         ({"tokenizer": "/nowhere"}, "error: model.base: the folder /nowhere does not exist"),
@@ -49,7 +49,7 @@ def test_importing_the_worker_brings_in_nothing_heavy() -> None:
     ],
 )
 async def test_bad_input_ends_with_one_line_and_code_2(
-    tmp_path: Path, model_folder: Path, changes: dict[str, Any], told: str
+    tmp_path: Path, model_folder: Path, changes: dict[str, Any], expected: str
 ) -> None:
     path = settings(tmp_path, model_folder, "127.0.0.1:0", **changes)
     process = await asyncio.create_subprocess_exec(
@@ -57,7 +57,7 @@ async def test_bad_input_ends_with_one_line_and_code_2(
     )
     _, said = await process.communicate()
     assert process.returncode == 2
-    assert told in said.decode()
+    assert expected in said.decode()
     assert "Traceback" not in said.decode()
 
 

@@ -38,7 +38,7 @@ def test_any_other_begins_a_new_row(prompt: list[int]) -> None:
 
 def test_keep_narrows_the_mask() -> None:
     recorder = recorded()
-    recorder.keep([1, 2, 3, 4, 5], [0, 0, 0, 1, 0])
+    recorder.set_training_mask([1, 2, 3, 4, 5], [0, 0, 0, 1, 0])
     (row,) = recorder.close()
     assert list(row.mask) == [0, 0, 0, 1, 0, 0]
     assert list(row.logprobs) == [0, 0, 0, -4, 0, 0]
@@ -47,14 +47,14 @@ def test_keep_narrows_the_mask() -> None:
 
 def test_keep_allows_context_that_no_engine_saw() -> None:
     recorder = recorded()
-    recorder.keep([1, 2, 3, 4, 5, 6, 7, 8], [0, 0, 1, 1, 0, 1, 0, 0])
+    recorder.set_training_mask([1, 2, 3, 4, 5, 6, 7, 8], [0, 0, 1, 1, 0, 1, 0, 0])
     assert list(recorder.close()[0].mask) == [0, 0, 1, 1, 0, 1]
 
 
 def test_keep_chooses_one_row() -> None:
     recorder = recorded()
     recorder.record([9], completion(8))
-    recorder.keep([1, 2, 3, 4], [0, 0, 1, 1])
+    recorder.set_training_mask([1, 2, 3, 4], [0, 0, 1, 1])
     first, second = recorder.close()
     assert (sum(first.mask), sum(second.mask)) == (2, 0)
 
@@ -71,5 +71,5 @@ def test_keep_chooses_one_row() -> None:
 )
 def test_a_mask_on_what_was_not_sampled_is_refused(ids: list[int], mask: list[int], code: str) -> None:
     with pytest.raises(UserCodeError) as refused:
-        recorded().keep(ids, mask)
+        recorded().set_training_mask(ids, mask)
     assert refused.value.code == code

@@ -32,7 +32,7 @@ def children() -> set[int]:
         (GROW, 5.0, "more than 1024 MiB of memory"),
         ("{{ 'a' * 99999999999 }}", 5.0, "more than 1024 MiB of memory"),
         (LONG, SECONDS, "more than 0.3 s"),
-        (RECURSE, 5.0, "calls itself without end"),
+        (RECURSE, 5.0, "recurses without end"),
     ],
 )
 def test_a_template_without_end_is_a_typed_failure(source: str, seconds: float, why: str) -> None:

@@ -19,7 +19,7 @@ from kestrl.errors import UserInputError
 from kestrl.formats.registry import BUILT_IN
 from kestrl.tools import ToolSchema
 from kestrl_rollout.chat import Chat, Message
-from kestrl_rollout.model import prove
+from kestrl_rollout.model import verify_template
 from kestrl_rollout.parser import TurnReader
 from kestrl_rollout.recorder import Recorder
 from kestrl_rollout.template import Template
@@ -89,7 +89,7 @@ harmless = st.text(st.characters(exclude_categories=("Cs",), exclude_characters=
 
 
 def test_the_template_is_proven(chat: Chat) -> None:
-    assert chat.vocabulary.decode([prove(chat, tools=True) or -1]) == "<|im_end|>"
+    assert chat.vocabulary.decode([verify_template(chat, tools=True) or -1]) == "<|im_end|>"
 
 
 @FAST
@@ -106,7 +106,7 @@ def test_the_prompt_equals_plain_rendering_and_encoding(
 
 @FAST
 @given(results=st.lists(st.text(st.characters(exclude_categories=("Cs",)), max_size=40), min_size=1, max_size=3))
-def test_a_tool_conversation_equals_plain_rendering_where_nothing_was_sampled(
+def test_a_tool_conversation_without_sampled_turns_equals_plain_rendering(
     chat: Chat, any_template: str, results: list[str]
 ) -> None:
     results = [text.replace("<", "(").strip() or "none" for text in results]
@@ -129,9 +129,7 @@ samples = st.lists(st.integers(0, 151_668), min_size=1, max_size=12)
 
 @FAST
 @given(kinds=turns, data=st.data())
-def test_a_prompt_begins_with_the_last_prompt_and_its_completion_or_begins_a_row(
-    chat: Chat, kinds: list[str], data: st.DataObject
-) -> None:
+def test_a_prompt_extends_the_last_row_or_begins_another(chat: Chat, kinds: list[str], data: st.DataObject) -> None:
     parser, recorder = TurnReader(chat.vocabulary, BUILT_IN["hermes"]), Recorder()
     stop = chat.vocabulary.control("<|im_end|>")
     messages = [Message(role="user", text="Go.")]
@@ -266,9 +264,9 @@ def test_shapes_are_rendered_once(qwen: Any, any_template: str, monkeypatch: pyt
 @pytest.mark.parametrize(
     ("source", "why"),
     [
-        ("{{ messages[0].content | upper }}", "rewrites what messages or tools say"),
-        ("{{ messages[0].content[:5] }}", "rewrites what messages or tools say"),
-        ("{{ messages[0].content | e }}", "rewrites what messages or tools say"),
+        ("{{ messages[0].content | upper }}", "rewrites texts of messages or tools"),
+        ("{{ messages[0].content[:5] }}", "rewrites texts of messages or tools"),
+        ("{{ messages[0].content | e }}", "rewrites texts of messages or tools"),
         ("{{ messages | length }}", "leaves out or repeats message 0"),
         ("{{ messages[0].content }}{{ messages[0].content }}", "leaves out or repeats message 0"),
         ("{{ raise_exception('no system role') }}", "refuses the conversation: no system role"),

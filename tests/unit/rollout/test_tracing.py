@@ -1,4 +1,4 @@
-"""Spans nest as the work does, and the engine hears of them."""
+"""Spans nest as the work does, and the engine receives the trace context."""
 
 from __future__ import annotations
 

@@ -137,7 +137,7 @@ async def check_tool_agent(stage: Any) -> None:
     assert episode.final_text == "A small falcon."
     assert sorted(call.text for call in episode.tool_calls) == ["found a", "found b"]
     (row,) = episode.rows
-    text = stage.face.vocabulary.decode(row.token_ids)
+    text = stage.chat_model.vocabulary.decode(row.token_ids)
     assert (
         "</tool_call><|im_end|>\n<|im_start|>user\n<tool_response>\nfound a\n</tool_response><|im_end|>\n"
         "<|im_start|>user\n<tool_response>\nfound b\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
@@ -191,7 +191,7 @@ async def test_a_loop_with_tools(make_stage: Any, tool_loop: Callable[..., str])
     sampled = stage.ids("I search.<|im_end|>") + stage.ids("A small falcon.<|im_end|>")
     assert [token for token, on in zip(row.token_ids, row.mask, strict=True) if on] == sampled
     assert [call.text for call in episode.tool_calls] == ["found a"]
-    assert "\n<tool_response>\nfound a\n</tool_response>" in stage.face.vocabulary.decode(row.token_ids)
+    assert "\n<tool_response>\nfound a\n</tool_response>" in stage.chat_model.vocabulary.decode(row.token_ids)
     assert episode.loop_reward == 0.5
     assert episode.metrics["right"] == 1.0
     assert await stage.closed() == ["g-1/0"]
@@ -252,10 +252,10 @@ async def test_a_limit_ends_the_episode_with_what_it_has(make_stage: Any, tool_l
     assert episode.sampled_tokens == 15
 
 
-def test_the_tokenizer_speaks_transformers_names(face: Any) -> None:
-    from kestrl_rollout.huggingface import TokenizerView
+def test_the_tokenizer_speaks_transformers_names(chat_model: Any) -> None:
+    from kestrl_rollout.transformers_tokenizer import TransformersTokenizer
 
-    view = TokenizerView(face)
+    view = TransformersTokenizer(chat_model)
     assert view.encode("a<|im_end|>") == [*view.encode("a"), view.eos_token_id]
     assert view.decode(view.encode("é<|im_end|>"), skip_special_tokens=True) == "é"
     assert (view.convert_tokens_to_ids("<|im_end|>"), view.convert_tokens_to_ids("x")) == (258, None)
@@ -270,17 +270,17 @@ def test_the_tokenizer_speaks_transformers_names(face: Any) -> None:
 def test_history_that_the_template_rewrites_cannot_be_extended(
     load: Callable[..., Any], forgetful_template: str
 ) -> None:
-    from kestrl_rollout.huggingface import TokenizerView
+    from kestrl_rollout.transformers_tokenizer import TransformersTokenizer
 
     template = forgetful_template.replace(
         "{%- else %}{{- message.content }}", "{%- else %}{{- 'x' + message.content }}"
     )
-    view = TokenizerView(
+    view = TransformersTokenizer(
         load(template=template.replace("message.role == 'tool'", "message.role == 'none'"), tools=False)
     )
     said = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     assert view.extend_chat(said, [*said, {"role": "user", "content": "c"}], [1])
-    rewriting = TokenizerView(
+    rewriting = TransformersTokenizer(
         load(
             template="{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}<|im_end|>", tools=False
         )
@@ -310,7 +310,7 @@ async def test_a_second_system_prompt_is_not_written_mid_row(make_stage: Any, ma
     stage.says("I search.", "A small falcon.")
     episode = await stage.episode(scenario=scenario())
     assert episode.failure is None
-    text = stage.face.vocabulary.decode(episode.rows[0].token_ids)
+    text = stage.chat_model.vocabulary.decode(episode.rows[0].token_ids)
     assert text.count("Tools, one JSON object a line") == 1
     assert "I search.<|im_end|>\n<|im_start|>user\n<tool_response>\nfound a\n</tool_response>" in text
 

@@ -13,18 +13,20 @@ from kestrl.service import run_service
 
 
 async def work(settings: LearnerSettings) -> None:
-    """Runs the job to its end, telling of its progress from the start; where it lingers, until it is told to go."""
+    """Runs the job to its end and serves its progress from the start; with `keep_alive` it keeps serving until it is
+    stopped.
+    """
     from kestrl_learner.metrics import observe_progress
     from kestrl_learner.progress import LearnerServicer
-    from kestrl_learner.run import Run, Stay
+    from kestrl_learner.run import KeepAlive, Run
 
     run = Run(settings)
     observe_progress(run.progress)
-    stay = Stay(run)
-    main = asyncio.create_task(stay.main(), name="run")
+    keep_alive = KeepAlive(run)
+    main = asyncio.create_task(keep_alive.main(), name="run")
 
     async def drain() -> None:
-        cut_short = stay.go()
+        cut_short = keep_alive.stop()
         if cut_short and run.training:
             run.drain()
         elif cut_short:  # nothing was trained yet, so there is nothing to finish and to checkpoint

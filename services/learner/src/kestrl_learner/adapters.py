@@ -12,15 +12,16 @@ from kestrl.storage.adapters import WEIGHTS, digest
 from kestrl_learner.model import PolicyModel
 
 PROBE_TOKENS = 16
-"""24 tell versions apart hardly better, and take longer (docs/performance.md)."""
+"""Length of the probe. 24 tokens hardly distinguish versions better and take longer (docs/performance.md)."""
 PROBE_RANGE = (32, 232)
-"""Ids of the probe: low ones, which are ordinary tokens in every tokenizer we know."""
+"""Range of the probe's token ids: low ids are ordinary tokens in every known tokenizer."""
 
 
 def probe_ids(vocabulary: int) -> tuple[int, ...]:
-    """A fixed sequence of ordinary tokens, unlikely on purpose: small differences of weights show in its log-probs.
+    """A fixed sequence of ordinary tokens, unlikely on purpose, so that small differences of weights change its
+    log-probs.
 
-    Of tokens that differ, that is: one token again and again is what every model is sure of, whatever its adapter.
+    The tokens differ: every model predicts a repeated token with certainty, whatever its adapter.
     """
     low, high = PROBE_RANGE if vocabulary > PROBE_RANGE[1] else (1, vocabulary)
     draw = random.Random(20_240_229)  # noqa: S311 - fixed on purpose
@@ -49,7 +50,7 @@ def adapter_files(model: PolicyModel, path: str) -> dict[str, bytes]:
 def publish(
     store: ObjectStore, model: PolicyModel, *, job: str, step: int, base: str, parent: str | None
 ) -> tuple[AdapterManifest, str]:
-    """Publishes the model's adapter as version `step`; returns the manifest as it lies there and the folder's address.
+    """Publishes the model's adapter as version `step`; returns the stored manifest and the folder's address.
 
     Raises:
         StorageError: The store refused.
@@ -73,7 +74,7 @@ def publish(
         ),
     )
     uri = publish_adapter(store, files, manifest)
-    # Who resumes publishes its version again: the parent is in the manifest of the first time.
+    # A resumed run publishes its version again: the parent is in the manifest written the first time.
     if parent is None and step > 0:
         manifest = read_manifest(store, adapter_folder(manifest.policy))
     return manifest, uri

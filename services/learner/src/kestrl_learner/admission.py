@@ -1,7 +1,7 @@
-"""How many episodes may run at once: as many as the engines can hold, found out by watching them. Pure.
+"""Admission control: how many episodes may run at once, adapted to the engines' load. Pure.
 
-Additive increase, multiplicative decrease, as in TCP (Chiu and Jain 1989): what an engine puts back for want of cache is computed a
-second time, so that one preemption says more than any estimate of sequence lengths could.
+Additive increase, multiplicative decrease, as in TCP (Chiu and Jain 1989): a request that
+an engine preempts when its cache is full is computed a second time, so that a preemption is a clear sign of overload.
 """
 
 from __future__ import annotations
@@ -10,57 +10,57 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 FULL = 0.95
-"""Share of the key-value cache beyond which nothing more is added."""
+"""Share of the key-value cache in use from which on no episode is added."""
 DECREASE = 0.7
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineLoad:
-    """How busy an engine told it was."""
+    """Load that an engine reported last."""
 
     kv_usage: float = 0.0
     running: int = 0
     waiting: int = 0
     preemptions: int = 0
-    """Since it started."""
+    """Preemptions since the engine started."""
 
     @property
     def full(self) -> bool:
-        """Whether more episodes would only wait: its cache is used up, or more requests wait than it works on."""
+        """Whether further episodes would only queue: the cache is used up, or more requests wait than run."""
         return self.kv_usage >= FULL or self.waiting > self.running
 
 
 class Admission:
-    """A limit on episodes at once. It begins without one: what the workers take is the manifest's own bound."""
+    """A limit on concurrent episodes. There is none at first: the workers' capacity from the manifest bounds them."""
 
     def __init__(self, group_size: int) -> None:
         self._group_size = group_size
         self._preemptions: dict[str, int] = {}
         self.limit: int | None = None
 
-    def look(self, loads: Mapping[str, EngineLoad], *, running: int, most: int) -> None:
-        """Takes in what the engines tell.
+    def update(self, loads: Mapping[str, EngineLoad], *, running: int, most: int) -> None:
+        """Adapts the limit to the engines' reported load.
 
         Args:
-            loads: By engine.
-            running: Episodes that run now.
-            most: Episodes that the workers would take.
+            loads: Load by engine name.
+            running: Episodes running now.
+            most: Capacity of the workers in episodes.
         """
         preempted = any(load.preemptions > self._preemptions.get(name, 0) for name, load in loads.items())
-        # Of an engine whose agent is away for a moment too, or its old preemptions would count as new ones when it is back.
+        # Counts of engines that do not report now are kept: their old preemptions must not count as new ones later.
         self._preemptions |= {name: load.preemptions for name, load in loads.items()}
-        # What runs, where that is less than the limit: a limit that nothing has reached would not be felt.
-        felt = max(self._group_size, running if self.limit is None else min(self.limit, running))
+        # The lower of limit and running episodes: a limit that has not been reached yet has no effect.
+        effective = max(self._group_size, running if self.limit is None else min(self.limit, running))
         if preempted:
-            self.limit = max(self._group_size, int(DECREASE * felt))
+            self.limit = max(self._group_size, int(DECREASE * effective))
         elif loads and all(load.full for load in loads.values()):
-            self.limit = felt
+            self.limit = effective
         elif self.limit is not None:
             grown = self.limit + self._group_size
             self.limit = grown if grown < most else None
 
     def groups(self, running: int) -> int | None:
-        """Groups that may be started beside so many running episodes, one at least when none run; None for any number."""
+        """Groups that may start next to `running` episodes, at least one when none runs; None for no limit."""
         if self.limit is None:
             return None
         return max(int(running == 0), (self.limit - running) // self._group_size)

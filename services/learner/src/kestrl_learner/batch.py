@@ -1,5 +1,5 @@
-"""From scored groups to what the trainer sees: rows with per-token streams, the group's shared prompt beside them. No
-torch here.
+"""Training batches: the rows of scored groups with per-token arrays, and the prompt that a group's rows share. Free of
+torch.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ class TrainRow:
     mask: bytes
     behaviour: array[float]
     advantages: array[float]
-    """Of the sampled tokens; 0 elsewhere."""
+    """Advantages of the sampled tokens; 0 elsewhere."""
     sequence: int
-    """The row's episode: its place in the group."""
-    fresh: bool
-    """Whether the newest policy sampled all of it."""
+    """Index of the row's episode in the group."""
+    on_policy: bool
+    """Whether the newest policy sampled the whole row."""
     policy: str
-    """The one that sampled it; none where several did."""
+    """The policy version that sampled the row; empty if several did."""
     engines: Sequence[str]
-    """Which engine sampled each of the sampled tokens."""
+    """The engine of each sampled token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,13 +46,15 @@ class TrainGroup:
         return sum(sum(row.mask) for row in self.rows)
 
     @property
-    def idle(self) -> bool:
-        """Whether no row has an advantage: nothing to learn, only to compare."""
+    def zero_advantage(self) -> bool:
+        """Whether all advantages are 0, so that the group adds nothing to the gradient of the policy loss."""
         return not any(any(row.advantages) for row in self.rows)
 
 
 def shared_prompt(rows: Sequence[tuple[array[int], bytes]]) -> int:
-    """Length of the longest prefix that all rows share and none sampled any of. At least one token stays outside it."""
+    """Length of the longest prefix that all rows share and that holds no sampled token. At least one token of each row
+    stays outside.
+    """
     if not rows:
         return 0
     first = rows[0][0]
@@ -68,7 +70,7 @@ PASS_COST = 128
 
 
 def cut(lengths: Sequence[int], *, prompt: int, limit: int, rows: Sequence[int] | None = None) -> list[slice]:
-    """Cuts episodes into the parts that together cost least: few passes, little padding.
+    """Cuts episodes into the parts with the least total cost: few passes, little padding.
 
     A part costs its prompt and its rows, each padded to the longest of them. Exact, by dynamic programming over where
     the last part begins.
@@ -76,7 +78,7 @@ def cut(lengths: Sequence[int], *, prompt: int, limit: int, rows: Sequence[int] 
     Args:
         lengths: The longest row of each episode after the prompt, ascending.
         prompt: Length of the prompt, computed once a part.
-        limit: Tokens of a part at most, padding included; a single episode may have more.
+        limit: Largest number of tokens of a part, padding included; a single episode may have more.
         rows: Rows of each episode, one each by default; the rows of an episode stay together.
     """
     counts = [0, *accumulate(rows or [1] * len(lengths))]
@@ -99,7 +101,7 @@ def cut(lengths: Sequence[int], *, prompt: int, limit: int, rows: Sequence[int] 
     return parts[::-1]
 
 
-def sampled_by(episode: Episode, row: int) -> Sequence[str]:
+def engine_of_tokens(episode: Episode, row: int) -> Sequence[str]:
     """The engine of each sampled token of a row, as the episode's turns name it."""
     mask = episode.rows[row].mask
     names = [""] * len(mask)
@@ -110,7 +112,7 @@ def sampled_by(episode: Episode, row: int) -> Sequence[str]:
 
 
 def scored_episode(episode: Episode) -> ScoredEpisode:
-    """An episode as an advantage estimator sees it."""
+    """The parts of an episode that an advantage estimator uses."""
     assert episode.reward is not None, "an episode without a reward is never trained on"
     turns = sorted(episode.turns, key=lambda turn: (turn.row, turn.start))
     sampled = [sum(episode.rows[turn.row].mask[turn.start : turn.end]) for turn in turns]
@@ -134,9 +136,9 @@ def train_batch(groups: Sequence[Group], algorithm: Algorithm, policy: str) -> l
 
 def _train_group(group: Group, advantages: Sequence[Sequence[float]], policy: str) -> TrainGroup:
     given = [
-        (row, placed, number, sampled_by(episode, index))
+        (row, aligned, number, engine_of_tokens(episode, index))
         for number, (episode, values) in enumerate(zip(group.episodes, advantages, strict=True))
-        for index, (row, placed) in enumerate(zip(episode.rows, _placed(episode, values), strict=True))
+        for index, (row, aligned) in enumerate(zip(episode.rows, _aligned(episode, values), strict=True))
     ]
     length = shared_prompt([(row.token_ids, row.mask) for row, *_ in given])
     rows = [
@@ -144,19 +146,19 @@ def _train_group(group: Group, advantages: Sequence[Sequence[float]], policy: st
             token_ids=row.token_ids[length:],
             mask=row.mask[length:],
             behaviour=row.logprobs[length:],
-            advantages=placed[length:],
+            advantages=aligned[length:],
             sequence=number,
-            fresh=all(name == policy for name in row.policies),
+            on_policy=all(name == policy for name in row.policies),
             policy=row.policies[0] if len(set(row.policies)) == 1 else "",
             engines=engines,
         )
-        for row, placed, number, engines in given
+        for row, aligned, number, engines in given
     ]
     return TrainGroup(id=group.id, prompt=given[0][0].token_ids[:length] if given else array("i"), rows=rows)
 
 
-def _placed(episode: Episode, values: Sequence[float]) -> list[array[float]]:
-    """The advantages of an episode's sampled tokens at their places in its rows."""
+def _aligned(episode: Episode, values: Sequence[float]) -> list[array[float]]:
+    """The advantages of an episode's sampled tokens, aligned with its rows."""
     sampled = sum(sum(row.mask) for row in episode.rows)
     if len(values) != sampled:
         raise ValueError(f"{episode.id} has {sampled} sampled tokens and the algorithm gave {len(values)} advantages")

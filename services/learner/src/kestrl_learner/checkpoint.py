@@ -14,28 +14,28 @@ from kestrl.storage.adapters import digest
 log = logging.getLogger(__name__)
 MANIFEST = "manifest.json"
 WHOLE_BYTES = 8 * 1024 * 1024
-"""A state up to this size is read back whole when it is confirmed; of a larger one only that it is there."""
+"""A state up to this size is read back whole when it is confirmed; for a larger one only its existence is checked."""
 
 
 class Unconfirmed(StorageError):
-    """A checkpoint was written and cannot be read back. Nothing was removed for it: the ones before are still there."""
+    """A checkpoint was written and cannot be read back. Earlier checkpoints are kept."""
 
     code = "checkpoint_unconfirmed"
 
 
 class Manifest(NamedTuple):
-    """What is read of a checkpoint first."""
+    """Manifest of a checkpoint."""
 
     step: int
     sha256: str
-    """Of its state."""
+    """Digest of the state, in hex."""
     size: int | None
-    """Bytes of its state; None in one that an older learner wrote."""
+    """Size of the state in bytes; None in manifests of older versions."""
     facts: dict[str, Any]
 
 
 class Checkpoint(NamedTuple):
-    """A point to go on from."""
+    """A state to resume from."""
 
     step: int
     """Optimiser steps done: the trained frontier."""
@@ -57,9 +57,11 @@ def steps(store: ObjectStore) -> list[int]:
 
 
 def write(store: ObjectStore, checkpoint: Checkpoint, *, keep: int) -> None:
-    """Writes a checkpoint, reads it back, and removes all but the newest `keep`, manifest first, so that none is ever half there.
+    """Writes a checkpoint, reads it back, and removes all but the newest `keep`.
 
-    The state is named by its digest: a step that is checkpointed again replaces nothing that its manifest still names.
+    A manifest is removed before its state, so that a manifest never names a missing state.
+
+    The state's file name holds its digest, so that checkpointing a step again does not overwrite a state in use.
 
     Raises:
         StorageError: The store refused.
@@ -114,7 +116,7 @@ def newest_manifest(store: ObjectStore) -> Manifest | None:
 
 
 def confirm(store: ObjectStore, manifest: Manifest) -> None:
-    """Looks for the state that a manifest names, as far as is cheap.
+    """Checks that the state named by a manifest exists, and up to `WHOLE_BYTES` that it is intact.
 
     Raises:
         StorageError: It is missing (code `not_found`) or corrupt (code `digest_mismatch`).
@@ -132,7 +134,7 @@ def _whole(store: ObjectStore, manifest: Manifest) -> bytes:
     state = store.get(path)
     if digest(state) != manifest.sha256:
         raise StorageError(
-            f"{store.address(path)} is corrupt; delete {store.address(folder)} to go on from the one before",
+            f"{store.address(path)} is corrupt; delete {store.address(folder)} to resume from the checkpoint before it",
             code="digest_mismatch",
         )
     return state
@@ -142,8 +144,8 @@ def newest(store: ObjectStore, *, outdated: Callable[[Manifest], bool] = lambda 
     """The newest whole checkpoint, or None.
 
     Args:
-        store: The run's.
-        outdated: Whether a checkpoint is of a branch that was given up; such a one is skipped.
+        store: The run's storage.
+        outdated: Whether a checkpoint belongs to an abandoned branch of the run; such a checkpoint is skipped.
 
     Raises:
         StorageError: It is corrupt: code `digest_mismatch`.
@@ -152,5 +154,5 @@ def newest(store: ObjectStore, *, outdated: Callable[[Manifest], bool] = lambda 
         manifest = _manifest(store, step)
         if not outdated(manifest):
             return Checkpoint(step=manifest.step, state=_whole(store, manifest), facts=manifest.facts)
-        log.warning("the checkpoint of step %d is of a learner that was replaced before; it is skipped", step)
+        log.warning("the checkpoint of step %d was written by a learner that had been replaced; it is skipped", step)
     return None

@@ -1,4 +1,4 @@
-"""Dynamic sampling: groups that the algorithm refuses are replaced by other scenarios' groups, up to a bound."""
+"""Dynamic sampling: groups that the algorithm rejects are replaced by groups of other scenarios, up to a bound."""
 
 from __future__ import annotations
 
@@ -12,42 +12,42 @@ log = logging.getLogger(__name__)
 
 
 class NothingToCompare(KestrlError):
-    """Too many groups were refused in a row: the data or the reward gives the algorithm nothing to learn from."""
+    """Too many groups were rejected in a row: data or reward give the algorithm nothing to learn from."""
 
     boundary = Boundary.USER_CODE
     code = "nothing_to_compare"
 
 
 class DynamicSampling:
-    """Asks the algorithm about finished groups and counts the refused ones since the last step.
+    """Lets the algorithm accept or reject finished groups and counts rejected ones since the last step.
 
     Args:
         algorithm: Decides by the rewards of a group.
-        at_most: Refused groups that end the run.
+        at_most: Number of rejected groups that ends the run.
     """
 
     def __init__(self, algorithm: Algorithm, *, at_most: int) -> None:
         self._algorithm, self._at_most = algorithm, at_most
-        self._refused = 0
+        self._rejected = 0
 
     def reset(self) -> None:
-        """A step has its groups."""
-        self._refused = 0
+        """Starts counting for the next step."""
+        self._rejected = 0
 
     def accepts(self, group: Group) -> bool:
         """Whether the algorithm trains on a group.
 
         Raises:
-            NothingToCompare: As many groups were refused since the last step as the job allows.
+            NothingToCompare: The number of groups rejected since the last step reached the job's bound.
         """
         rewards = [episode.reward for episode in group.episodes if episode.reward is not None]
         if self._algorithm.accept(rewards):
             return True
-        self._refused += 1
-        log.debug("group %s is refused by the algorithm: rewards %s", group.id, rewards)
-        if self._refused >= self._at_most:
+        self._rejected += 1
+        log.debug("group %s is rejected by the algorithm: rewards %s", group.id, rewards)
+        if self._rejected >= self._at_most:
             raise NothingToCompare(
-                f"the algorithm refused {self._refused} groups since the last step, the last with rewards {rewards[:8]}; "
-                "take easier or harder data, a reward with more steps, or raise spec.algorithm.maxSampledBatches"
+                f"the algorithm rejected {self._rejected} groups since the last step, the last with rewards {rewards[:8]}; "
+                "use easier or harder data or a finer-grained reward, or raise spec.algorithm.maxSampledBatches"
             )
         return False

@@ -1,4 +1,4 @@
-"""Evaluation: every held-out scenario once, by the very call that training uses; failures are counted, never averaged."""
+"""Evaluation of every held-out scenario, with the same request as training; failures are counted, never averaged."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from kestrl.telemetry import span
 from kestrl.telemetry.names import Attr, SpanName
 from kestrl_learner.engines import Engines, NoEngineProved
 from kestrl_learner.progress import Progress, episode_facts, means_of
-from kestrl_learner.workers import NoWorker, Order, Workers
+from kestrl_learner.workers import GroupRequest, NoWorker, Workers
 
 GREEDY = 0.0
 ATTEMPTS = 3
 AT_ONCE = 256
-"""Groups asked for at once; the workers' capacity bounds what runs."""
+"""Concurrent group requests; the workers' capacity bounds how many run."""
 
 
 class EvaluationFailed(KestrlError):
-    """Not one episode of an evaluation could be scored."""
+    """No episode of an evaluation could be scored."""
 
     code = "evaluation_failed"
 
@@ -39,34 +39,34 @@ async def run_all(
     engines: Engines,
     progress: Progress,
 ) -> list[Group]:
-    """One episode of every scenario; what may pass by itself is attempted again.
+    """One episode of every scenario; retryable failures are retried.
 
-    A group that fails as a whole is counted and missing from the answer.
+    A group that fails as a whole is counted as a failure and missing from the result.
 
     Raises:
-        KestrlError: No worker or no engine is there.
+        KestrlError: There is no worker or no engine.
     """
     groups: list[Group] = []
-    places = asyncio.Semaphore(AT_ONCE)
+    slots = asyncio.Semaphore(AT_ONCE)
 
     async def attempt(scenario: Scenario, number: int) -> Group:
-        order = Order(
+        request = GroupRequest(
             group_id=f"{run}/eval-{policy.step}-{temperature:g}-{scenario.ordinal}-{number}",
             scenario=scenario,
             size=1,
             policy=policy,
-            engines=await engines.some(policy),
+            engines=await engines.wait_verified(policy),
             temperature=temperature,
             seed=seed + scenario.ordinal,
             purpose="evaluation",
         )
-        return await workers.run(order)
+        return await workers.run(request)
 
     async def one(scenario: Scenario) -> None:
         for number in range(ATTEMPTS):
             last = number == ATTEMPTS - 1
             try:
-                async with places:
+                async with slots:
                     group = await attempt(scenario, number)
             except (NoWorker, NoEngineProved):
                 raise
@@ -89,11 +89,12 @@ async def run_all(
     return sorted(groups, key=lambda group: group.scenario.ordinal)
 
 
-def summarise(groups: Sequence[Group], asked: int, progress: Progress) -> dict[str, float]:
-    """Means over scored episodes, and how many have none. Rows whose prompts are too long are not counted among them.
+def summarise(groups: Sequence[Group], requested: int, progress: Progress) -> dict[str, float]:
+    """Means over scored episodes, and the number of failed ones (`exceptions`). Rows whose prompts are too long are
+    skipped.
 
     Raises:
-        EvaluationFailed: Nothing was scored.
+        EvaluationFailed: No episode was scored.
     """
     episodes: list[Episode] = [episode for group in groups for episode in group.episodes]
     scored = [episode for episode in episodes if episode.failure is None and episode.reward is not None]
@@ -103,21 +104,21 @@ def summarise(groups: Sequence[Group], asked: int, progress: Progress) -> dict[s
                 continue
             if episode.failure.code == PROMPT_TOO_LONG:
                 progress.skip("validation", group.scenario.ordinal)
-                asked -= 1
+                requested -= 1
             else:
                 progress.count_failure(episode.failure)
     if not scored:
         first = next((episode.failure for episode in episodes if episode.failure), None)
-        raise EvaluationFailed(f"none of {asked} episodes was scored; the first failure: {first}")
+        raise EvaluationFailed(f"none of {requested} episodes was scored; the first failure: {first}")
     return {
         **means_of(episode_facts(episode) for episode in scored),
-        "episodes": float(asked),
-        "exceptions": float(asked - len(scored)),
+        "episodes": float(requested),
+        "exceptions": float(requested - len(scored)),
     }
 
 
 def store_groups(store: ObjectStore, path: str, step: int, purpose: str, groups: Sequence[Group]) -> None:
-    """Writes groups as one object."""
+    """Writes groups as one storage object."""
     batch = common_pb2.GroupBatch(step=step, purpose=purpose, groups=[group_to_proto(group) for group in groups])
     store.put(path, batch.SerializeToString())
 
@@ -135,7 +136,7 @@ async def evaluate(
     progress: Progress,
     store: ObjectStore,
 ) -> dict[str, float]:
-    """Greedy over all scenarios; with `sampled`, also at the training temperature, whose mean reward is `sampled_reward`."""
+    """Greedy means over all scenarios; with `sampled`, also means at the training temperature (`sampled_reward`)."""
     with span(SpanName.EVALUATE, {Attr.POLICY: policy.name}):
         common = {
             "run": run,

@@ -1,4 +1,4 @@
-"""The share of episodes that fail for reasons other than the policy, and the end of a run where it is too large."""
+"""The bound on the share of episodes that fail for reasons other than the policy."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from kestrl.errors import Failure, KestrlError
 
 
 class TooManyFailures(KestrlError):
-    """More episodes fail for reasons other than the policy than the job allows."""
+    """The share of episodes that failed for reasons other than the policy exceeds the job's bound."""
 
     code = "too_many_failures"
 
 
 class FailureShare:
-    """Counts settled episodes since the last step.
+    """Counts finished episodes since the last step.
 
     Args:
-        largest: Share of failed episodes that a job allows.
-        at_least: Episodes before a share is judged.
+        largest: Largest share of failed episodes.
+        at_least: Number of episodes from which on the bound applies.
     """
 
     def __init__(self, largest: float, *, at_least: int) -> None:
@@ -27,17 +27,17 @@ class FailureShare:
         self._last: Failure | None = None
 
     def reset(self) -> None:
-        """A step has its groups."""
+        """Starts counting for the next step."""
         self._episodes = self._failed = 0
 
     def add(self, episodes: int, failures: Sequence[Failure]) -> None:
-        """Adds settled episodes.
+        """Adds finished episodes.
 
-        An episode that will be attempted again is not settled: a worker that was killed, or an engine that comes back, ends
-        no run.
+        Episodes of groups that will be retried are not added, so that a killed worker or a restarting engine does not
+        end the run.
 
         Raises:
-            TooManyFailures: The share is above the job's.
+            TooManyFailures: The share exceeds the bound.
         """
         self._episodes += episodes
         self._failed += len(failures)

@@ -1,4 +1,4 @@
-"""Whether a run has learned anything, and if not, why. Pure."""
+"""Whether a run has learned anything, and if not, why not. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kestrl_learner.trainer import StepResult
 
 
 class Reason(StrEnum):
-    """Why the weights are as they were at the start."""
+    """Why the weights have not changed since version 0."""
 
     NO_TOOL_CALL = "no_tool_call"
     NO_REWARD_SPREAD = "no_reward_spread"
@@ -20,42 +20,42 @@ class Reason(StrEnum):
 
 
 class Learning(NamedTuple):
-    """Whether the weights have changed since version 0, for people and for `status`."""
+    """Whether the weights have changed since version 0."""
 
     learned: bool
     reason: str = ""
     """A `Reason`; empty when something was learned."""
     message: str = ""
-    """What to look at."""
+    """What was observed and what to check or change."""
 
 
 def tallied(before: Mapping[str, Any], groups: Sequence[Group], result: StepResult) -> dict[str, Any]:
-    """The run's counts with one more step: groups, those without an advantage, tool calls, the largest gradient norm.
+    """The run's counts with one more step: groups, zero-advantage groups, tool calls, the largest gradient norm.
 
     Args:
-        before: The counts so far; kept in checkpoints, so that they cover the whole run.
-        groups: The step's.
-        result: What the step did.
+        before: The counts so far; checkpoints hold them, so that they cover the whole run.
+        groups: The groups of the step.
+        result: The step's result.
     """
     calls = sum(len(episode.tool_calls) for group in groups for episode in group.episodes)
     return {
         **before,
         "steps": before.get("steps", 0) + 1,
         "groups": before.get("groups", 0) + len(groups),
-        "idle_groups": before.get("idle_groups", 0) + result.idle_groups,
+        "idle_groups": before.get("idle_groups", 0) + result.zero_advantage_groups,
         "tool_calls": before.get("tool_calls", 0) + calls,
         "largest_gradient": max(before.get("largest_gradient", 0.0), result.grad_norm),
     }
 
 
 def learning(counts: Mapping[str, Any], newest: str, *, tools: bool, learning_rate: float) -> Learning | None:
-    """The verdict on a run; None before its first step.
+    """Whether a run has learned anything; None before its first step.
 
     Args:
-        counts: As `tallied` makes them, with `first`: the digest of version 0.
+        counts: Counts made by `tallied`, with `first`: the digest of version 0.
         newest: Digest of the newest version.
-        tools: Whether the job offers any.
-        learning_rate: For the message.
+        tools: Whether the job offers tools.
+        learning_rate: The job's, for the message.
     """
     if not counts.get("steps"):
         return None
@@ -64,7 +64,7 @@ def learning(counts: Mapping[str, Any], newest: str, *, tools: bool, learning_ra
         return Learning(learned=True)
     steps = f"{counts['steps']} step" + ("s" if counts["steps"] > 1 else "")
     if counts["idle_groups"] == counts["groups"]:
-        equal = f"in {steps} every group's rewards were equal, so no episode was better than another"
+        equal = f"in {steps} every group's rewards were equal, so no episode had an advantage"
         if tools and not counts["tool_calls"]:
             return Learning(
                 learned=False,
@@ -74,14 +74,14 @@ def learning(counts: Mapping[str, Any], newest: str, *, tools: bool, learning_ra
         return Learning(
             learned=False,
             reason=Reason.NO_REWARD_SPREAD,
-            message=f"{equal}; look at the rewards, take easier or harder data, or raise algorithm.groupSize or "
+            message=f"{equal}; check the rewards, use easier or harder data, or raise algorithm.groupSize or "
             "sampling.temperature",
         )
     if counts["largest_gradient"] == 0:
         return Learning(
             learned=False,
             reason=Reason.ZERO_GRADIENT,
-            message=f"in {steps} the gradient was 0, though rewards differed: no trainable weight had a part in the loss",
+            message=f"in {steps} the gradient was 0, although rewards differed: no trainable weight contributed to the loss",
         )
     return Learning(
         learned=False,

@@ -1,4 +1,4 @@
-"""`python -m kestrl_learner.merge --model M --adapter DIR --out DIR`: what `kestrl export --merge` asks for."""
+"""`python -m kestrl_learner.merge --model M --adapter DIR --out DIR`: the program behind `kestrl export --merge`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def main() -> int:
     try:
         merge(arguments.model, arguments.adapter, arguments.out)
     except UserInputError as error:
-        print(f"error: {error}", file=sys.stderr)  # noqa: T201 - the last line a person reads
+        print(f"error: {error}", file=sys.stderr)  # noqa: T201 - the error message of the program
         return EXIT_INPUT
     return 0
 

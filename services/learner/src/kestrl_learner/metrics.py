@@ -1,4 +1,4 @@
-"""What a learner offers to Prometheus: its progress, and the facts of its last step."""
+"""Prometheus metrics of the learner: its progress and the record of its last step."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from kestrl.telemetry.names import Metric
 from kestrl_learner.progress import Progress, means_of
 
 
-def told_gap(step: Mapping[str, Any]) -> dict[str, float]:
-    """The gap by statistic, of what `metrics/` holds of a step: to the policies that sampled the tokens, as its bounds are.
+def gap_statistics(step: Mapping[str, Any]) -> dict[str, float]:
+    """The log-prob mismatch of a step's record to the policies that sampled the tokens, by statistic.
 
-    Nothing where there are no tokens: a gap nobody measured is another thing than none.
+    Empty without tokens: an unmeasured mismatch is not a mismatch of 0.
     """
     own: dict[str, float] = step.get("gap", {}).get("own", {})
     return {name: value for name, value in own.items() if name != "tokens"} if own.get("tokens") else {}
 
 
 def observe_progress(progress: Progress) -> None:
-    """Everything that a learner's progress tells."""
+    """Registers the metrics of a learner's progress."""
 
     def failures() -> dict[tuple[str, str], float]:
         split = {name.partition("/"): count for name, count in dict(progress.failures).items()}
@@ -34,7 +34,7 @@ def observe_progress(progress: Progress) -> None:
     observe(Metric.MEAN, lambda: means_of(progress.recent()))
     observe(Metric.TOKENS_PER_SECOND, lambda: progress.tokens_per_second)
     observe(Metric.STALENESS, lambda: progress.last_step.get("staleness", 0))
-    observe(Metric.GAP, lambda: told_gap(progress.last_step))
+    observe(Metric.GAP, lambda: gap_statistics(progress.last_step))
     observe(Metric.STEP_SECONDS, lambda: progress.last_step.get("seconds", {}))
     observe(Metric.GROUPS_RUNNING, lambda: progress.groups_running)
     observe(Metric.GROUPS_READY, lambda: progress.groups_ready)

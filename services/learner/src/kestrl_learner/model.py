@@ -1,9 +1,9 @@
 """The policy model: a frozen base with a LoRA adapter, and the log-probabilities it gives to sampled tokens.
 
-A group's prompt is computed once and shared by its rows, exactly: its keys and values go into a cache that is repeated for every row,
-with gradients, and the first token of a row takes its logits from the prompt's last hidden state.
+A group's prompt is computed once and shared by its rows, exactly: its keys and values go into a cache that is repeated
+for every row, with gradients, and the first token of a row takes its logits from the prompt's last hidden state.
 """
-# transformers and peft type their models loosely; what is taken from them is annotated here once.
+# transformers and peft have loose types; values from them are annotated here.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from kestrl.errors import UserInputError
 from kestrl_learner.batch import TrainGroup, TrainRow, cut
 
 TOKENS_AT_ONCE = 16_384
-"""Tokens of one forward pass, prompt included; a group with more is cut into several."""
+"""Largest number of tokens of a forward pass, prompt included; larger groups are split."""
 CHECK_TOLERANCE = 1e-3
 
 
@@ -36,13 +36,13 @@ class PolicyModel:
         path: Folder or Hugging Face id of the base model; only read.
         dtype: float32 or bfloat16.
         rank: Rank of the adapter.
-        alpha: Its scaling.
-        targets: Modules it is put on, or `all-linear`.
-        seed: Of its initialisation (A random, B zero: version 0 equals the base).
+        alpha: Scaling of the adapter.
+        targets: Modules that get an adapter, or `all-linear`.
+        seed: Seed of the adapter's initialisation (A random, B zero: version 0 equals the base).
         device: torch device.
 
     Raises:
-        UserInputError: The base cannot be loaded, or does something between hidden state and logits that this learner does not.
+        UserInputError: The base cannot be loaded, or its logits are not a linear function of the hidden states.
     """
 
     def __init__(
@@ -79,11 +79,11 @@ class PolicyModel:
         self._body: nn.Module = getattr(base, base.base_model_prefix)
         self._head: nn.Module = base.get_output_embeddings()
         self.vocabulary = int(config.get_text_config().vocab_size)
-        self.peft.eval()  # dropout of the base would be noise that the engines do not have
+        self.peft.eval()  # engines do not apply dropout
         self._check_head()
 
     def _check_head(self) -> None:
-        """Proves that the head is all there is between hidden state and logits (some families scale or cap them)."""
+        """Checks that the head alone maps hidden states to logits (some families scale or cap them)."""
         ids = torch.arange(1, 9, device=self.device)[None]
         with torch.no_grad():
             whole = self.peft(input_ids=ids).logits
@@ -94,7 +94,7 @@ class PolicyModel:
             )
 
     def parameters(self) -> list[nn.Parameter]:
-        """The adapter's, in a fixed order."""
+        """The adapter's parameters in a fixed order."""
         return [weight for weight in self.peft.parameters() if weight.requires_grad]
 
     @property
@@ -112,8 +112,8 @@ class PolicyModel:
         set_peft_model_state_dict(self.peft, state)
 
     @contextmanager
-    def weighing(self, state: dict[str, Tensor]) -> Generator[None]:
-        """The model with other weights of the adapter for a while."""
+    def with_adapter(self, state: dict[str, Tensor]) -> Generator[None]:
+        """Replaces the adapter's weights within the context."""
         own = {name: weight.clone() for name, weight in self.adapter_state().items()}
         self.load_adapter_state(state)
         try:
@@ -126,7 +126,7 @@ class PolicyModel:
 
         Args:
             group: Rows with their shared prompt.
-            temperature: The logits are divided by it, as the engine's were.
+            temperature: Divisor of the logits, as in the engine.
 
         Yields:
             Rows, and a tensor (sampled tokens of these rows,) in row order, with gradient unless it is disabled.
@@ -156,7 +156,7 @@ class PolicyModel:
         return torch.log_softmax(logits, dim=-1).gather(-1, ids[wanted][:, None])[:, 0]
 
     def _padded(self, rows: Sequence[TrainRow]) -> tuple[Tensor, Tensor, Tensor]:
-        """Ids, whether a place is a token, whether it was sampled; each (rows, longest)."""
+        """Token ids, mask of tokens that are not padding, mask of sampled tokens; each of shape (rows, longest)."""
         longest = max(len(row.token_ids) for row in rows)
         ids = torch.zeros((len(rows), longest), dtype=torch.long)
         padding = torch.zeros((len(rows), longest), dtype=torch.long)
@@ -169,7 +169,7 @@ class PolicyModel:
         return ids.to(self.device), padding.to(self.device), wanted.to(self.device)
 
     def _with_shared_prompt(self, prompt: array[int], ids: Tensor, padding: Tensor) -> Tensor:
-        """Hidden states that predict each place of `ids`: (rows, longest, hidden)."""
+        """Hidden states that predict each position of `ids`, shape (rows, longest, hidden)."""
         count, length = ids.shape[0], len(prompt)
         shared = torch.tensor([list(prompt)], device=self.device)
         cache = DynamicCache()
@@ -190,7 +190,7 @@ class PolicyModel:
         return torch.cat([last, rest.last_hidden_state], dim=1)
 
     def _plain(self, ids: Tensor, padding: Tensor) -> Tensor:
-        """The same for rows that share nothing; the first place has nothing before it and is never sampled."""
+        """As `_with_shared_prompt`, for rows without a shared prompt; the first position is never a sampled token."""
         body: Any = self._body(input_ids=ids, attention_mask=padding, use_cache=False)
         states: Tensor = body.last_hidden_state
         return torch.cat([states[:, :1], states[:, :-1]], dim=1)

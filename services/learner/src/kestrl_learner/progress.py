@@ -1,4 +1,4 @@
-"""Progress of the run, and the service that tells of it."""
+"""Progress of the run, and the gRPC service that publishes it."""
 # ruff: noqa: ARG002 - gRPC hands each method a request and a context
 
 from __future__ import annotations
@@ -19,29 +19,29 @@ from kestrl.rpc.codec import failure_to_proto, policy_to_proto
 from kestrl_learner.learning import Learning
 from kestrl_learner.stale import Stale
 
-STEPS_SEEN = 2
-"""Steps that the running means look back on, and so does who says that there is nothing to learn."""
+WINDOW_STEPS = 2
+"""Steps that the running means and the check for zero-advantage steps cover."""
 FINAL = frozenset({"succeeded", "failed", "suspended"})
-"""Phases that nothing follows in this process."""
+"""Phases in which a run has ended."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineReport:
-    """One engine, as it was seen last."""
+    """Last observed state of one engine."""
 
     name: str
     policy: PolicyVersion | None
-    """The newest version it has proved."""
+    """The newest version it has verified."""
     lag: int
     """Steps behind the newest published version."""
     state: str
     """starting, serving, loading, recovering, quarantined or away."""
     message: str
-    """Why it is behind, as far as is known."""
+    """Why it does not serve the newest version; empty if that is not known."""
 
 
 def episode_facts(episode: Episode) -> dict[str, float]:
-    """What is averaged over episodes. Only of an episode that did not fail: a failure is never a number."""
+    """The numbers of an episode that are averaged. Only for scored episodes: a failure is never a number."""
     assert episode.reward is not None
     return {
         **episode.metrics,
@@ -52,7 +52,7 @@ def episode_facts(episode: Episode) -> dict[str, float]:
 
 
 def means_of(facts: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """The mean of each fact over those that have it."""
+    """The mean of each number over the episodes that have it."""
     sums: Counter[str] = Counter()
     counts: Counter[str] = Counter()
     for item in facts:
@@ -63,7 +63,7 @@ def means_of(facts: Iterable[Mapping[str, float]]) -> dict[str, float]:
 
 
 class Progress:
-    """What is going on; watchers are woken by every change."""
+    """State of the run as reported to watchers, which are woken by every change."""
 
     def __init__(self, total_steps: int, engines_total: int, episodes_per_step: int) -> None:
         self.phase, self.message = "starting", ""
@@ -74,44 +74,44 @@ class Progress:
         self.engines_converged, self.engines_total = 0, engines_total
         self.tokens_per_second = self.episodes_per_second = self.eta_seconds = 0.0
         self.checkpoint_step: int | None = None
-        """Of the newest checkpoint that was read back from storage."""
+        """Step of the newest checkpoint that was read back from storage."""
         self.storage_failure = ""
-        """What storage refused last, until a checkpoint is in it."""
+        """The last storage failure, until a checkpoint succeeds."""
         self.storage_wait = ""
-        """That storage does not answer and is waited for, with the reason."""
+        """Why storage is being waited for; empty if it is not."""
         self.failures: Counter[str] = Counter()
         self.skipped: set[tuple[str, int]] = set()
         """Rows whose prompts leave no room in the context, by data set and ordinal."""
         self.failure: Failure | None = None
         self.stale, self.stale_in_step = Stale(), Stale()
-        """Groups given up as too old: of the run, and since the last step."""
+        """Groups released as too old: over the run, and since the last step."""
         self.groups_running = self.groups_ready = self.workers = 0
         self.publish_seconds = 0.0
         self.probe_distance: float | None = None
-        """Between the newest version and the one before, once this process has published two that can be compared."""
+        """Probe distance between the newest version and the one before, once this process has published two."""
         self.learning: Learning | None = None
-        """Whether anything was learned yet, once that can be said."""
+        """Whether anything was learned, once that is known."""
         self.last_step: Mapping[str, Any] = {}
-        """What `metrics/` holds of the last step."""
-        self._recent: deque[dict[str, float]] = deque(maxlen=STEPS_SEEN * episodes_per_step)
-        self._idle: deque[bool] = deque(maxlen=STEPS_SEEN)
+        """The record of the last step, as in `metrics/`."""
+        self._recent: deque[dict[str, float]] = deque(maxlen=WINDOW_STEPS * episodes_per_step)
+        self._zero_advantage: deque[bool] = deque(maxlen=WINDOW_STEPS)
         self._changed = asyncio.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
         self.ended = False
-        """Whether watchers are let go: nothing more is to be told."""
+        """Whether the progress streams end: there will be no further change."""
 
     @property
     def final(self) -> bool:
-        """Whether the run has ended, and how is told."""
+        """Whether the run has ended and its end is published."""
         return self.phase in FINAL
 
     def end(self) -> None:
-        """Lets the watchers go, once they have been told the last state."""
+        """Ends the progress streams once they have sent the last state."""
         self.ended = True
         self.update()
 
     def update(self, **facts: Any) -> None:
-        """Takes facts in and wakes the watchers."""
+        """Sets attributes and wakes the watchers."""
         for name, value in facts.items():
             assert hasattr(self, name)
             setattr(self, name, value)
@@ -119,52 +119,52 @@ class Progress:
         self._changed = asyncio.Event()
 
     def begin(self) -> None:
-        """Takes the running loop as the one whose watchers `update_soon` wakes."""
+        """Sets the running loop as the target of `update_soon`."""
         self._loop = asyncio.get_running_loop()
 
     def update_soon(self, **facts: Any) -> None:
         """`update` from any thread."""
         assert self._loop is not None
-        with suppress(RuntimeError):  # the loop is closed: nobody watches any more
+        with suppress(RuntimeError):  # the loop is closed, there are no watchers
             self._loop.call_soon_threadsafe(partial(self.update, **facts))
 
     def count_failure(self, failure: Failure) -> None:
         self.failures[f"{failure.boundary}/{failure.code}"] += 1
         self.update()
 
-    def gave_up(self, *, age: int, seconds: float, tokens: int) -> None:
-        """A group had grown too old to be trained on."""
+    def count_stale(self, *, age: int, seconds: float, tokens: int) -> None:
+        """Counts a group that became too old to be trained on."""
         for count in (self.stale, self.stale_in_step):
             count.add(age=age, seconds=seconds, tokens=tokens)
 
     def skip(self, data_set: str, ordinal: int) -> None:
-        """A row cannot be attempted, since its prompt leaves no room in the context."""
+        """Counts a row that cannot be run because its prompt leaves no room in the context."""
         self.skipped.add((data_set, ordinal))
         self.update()
 
     def add(self, episodes: Iterable[Episode]) -> None:
-        """Episodes that were scored."""
+        """Adds scored episodes to the running means."""
         self._recent.extend(episode_facts(episode) for episode in episodes if episode.reward is not None)
         self.update()
 
-    def stepped(self, *, idle: bool) -> None:
-        """A step was done; `idle` when no group of it had an advantage."""
-        self._idle.append(idle)
+    def finish_step(self, *, zero_advantage: bool) -> None:
+        """Records a finished step and whether none of its groups had an advantage."""
+        self._zero_advantage.append(zero_advantage)
 
     @property
     def degenerate(self) -> bool:
-        """Whether there was nothing to learn from in the last steps."""
-        return len(self._idle) == STEPS_SEEN and all(self._idle)
+        """Whether all groups of the last steps had zero advantage."""
+        return len(self._zero_advantage) == WINDOW_STEPS and all(self._zero_advantage)
 
     def recent(self) -> list[dict[str, float]]:
-        """Facts of the last episodes. May be asked from any thread."""
+        """Numbers of the last episodes. Callable from any thread."""
         return list(self._recent)
 
     async def changed(self) -> None:
-        """Until the next change."""
+        """Waits for the next change."""
         await self._changed.wait()
 
-    def message_now(self) -> pb.WatchProgressResponse:
+    def to_proto(self) -> pb.WatchProgressResponse:
         return pb.WatchProgressResponse(
             phase=self.phase,
             step=self.step,
@@ -207,7 +207,7 @@ def _engine_to_proto(engine: EngineReport) -> pb.EngineProgress:
 
 
 class LearnerServicer(stubs.LearnerServiceServicer):
-    """Tells of the progress and takes the order to drain."""
+    """Implements `kestrl.api.learner.v1.LearnerService`."""
 
     def __init__(self, progress: Progress, drain: Callable[[], None]) -> None:
         self._progress, self._drain = progress, drain
@@ -217,21 +217,21 @@ class LearnerServicer(stubs.LearnerServiceServicer):
         request: pb.WatchProgressRequest,
         context: Any,
     ) -> AsyncIterator[pb.WatchProgressResponse]:
-        progress, told = self._progress, None
+        progress, sent = self._progress, None
         while True:
-            # No await lies between looking and waiting for the next change, so none slips through while one is told. Compared as
-            # bytes: a mean that is no number equals itself there.
-            while (seen := (message := progress.message_now()).SerializeToString(deterministic=True)) == told:
+            # There is no await between reading the progress and waiting for its next change, so that no change is
+            # missed. Messages are compared as bytes, in which NaN equals itself.
+            while (seen := (message := progress.to_proto()).SerializeToString(deterministic=True)) == sent:
                 if progress.ended:
                     return
                 await progress.changed()
-            told, next_at = seen, asyncio.get_running_loop().time() + request.min_interval_seconds
+            sent, next_at = seen, asyncio.get_running_loop().time() + request.min_interval_seconds
             yield message
             if request.min_interval_seconds > 0:
                 await self._hold(next_at)
 
     async def _hold(self, until: float) -> None:
-        """Until a time of the loop's clock, or the run's end."""
+        """Waits until a time of the loop's clock or the end of the run."""
         with suppress(TimeoutError):
             async with asyncio.timeout_at(until):
                 while not (self._progress.final or self._progress.ended):

@@ -1,4 +1,6 @@
-"""What storage may forget: adapters that nothing needs any more, and the episodes of old steps. Nothing unless the job says so."""
+"""Retention: deletes adapters that are not needed any more and episodes of old steps, if the job's settings ask for
+it.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +15,13 @@ NAME = re.compile(r"\.(?P<step>\d+)\.(?P<digest>[0-9a-f]+)$")
 
 
 def expendable(folders: Sequence[str], *, keep: int, names: Collection[str], steps: Collection[int]) -> list[str]:
-    """The adapter folders that may go, oldest first.
+    """The adapter folders that can be deleted, oldest first.
 
     Args:
         folders: `adapters/<step>-<digest>` of every version in storage.
-        keep: How many of the newest stay in any case.
-        names: `PolicyVersion.name` of those that an engine serves or a request may name.
-        steps: Of the checkpoints: who resumes from one publishes that version again, and may find it.
+        keep: Number of newest versions that are always kept.
+        names: `PolicyVersion.name` of versions that an engine serves or a request may use.
+        steps: Steps of the checkpoints: a resume from one publishes its version again.
     """
     needed = {(int(found["step"]), found["digest"]) for name in names if (found := NAME.search(name))}
     known = sorted(
@@ -28,8 +30,8 @@ def expendable(folders: Sequence[str], *, keep: int, names: Collection[str], ste
     return [folder for step, digest, folder in known[:-keep] if (step, digest) not in needed and step not in steps]
 
 
-def forget_adapters(store: ObjectStore, *, keep: int, names: Collection[str], steps: Collection[int]) -> list[str]:
-    """Removes them, manifest first, so that none is ever half there; returns their folders.
+def delete_adapters(store: ObjectStore, *, keep: int, names: Collection[str], steps: Collection[int]) -> list[str]:
+    """Deletes expendable adapters, manifest first, so that no manifest names missing files; returns their folders.
 
     Raises:
         StorageError: The store refused.
@@ -44,8 +46,8 @@ def forget_adapters(store: ObjectStore, *, keep: int, names: Collection[str], st
     return gone
 
 
-def forget_episodes(store: ObjectStore, *, keep: int) -> list[str]:
-    """Removes the episodes of all but the newest `keep` training steps; evaluations stay.
+def delete_episodes(store: ObjectStore, *, keep: int) -> list[str]:
+    """Deletes the episodes of all but the newest `keep` training steps; those of evaluations are kept.
 
     Raises:
         StorageError: The store refused.

@@ -1,4 +1,4 @@
-"""A pause after a failure that may be over soon."""
+"""A pause of dispatching after retryable failures."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ FIRST_SECONDS, LONGEST_SECONDS = 0.5, 30.0
 
 
 class RetryPause:
-    """Exponential back-off shared by everything that fails at once: a component that is being started again must not use up
-    the attempts of every scenario meanwhile.
+    """Exponential backoff shared by concurrent failures, so that a restarting component does not use up every
+    scenario's attempts.
     """
 
     def __init__(self) -> None:
@@ -18,7 +18,7 @@ class RetryPause:
         self.active = False
 
     def start(self, resume: Callable[[], None]) -> None:
-        """Starts a pause twice as long as the one before, and calls `resume` at its end; a failure during a pause is part of it."""
+        """Starts a pause twice as long as the last and calls `resume` at its end; no effect during a pause."""
         if self.active:
             return
         seconds = min(LONGEST_SECONDS, FIRST_SECONDS * 2.0**self._failures)
@@ -31,5 +31,5 @@ class RetryPause:
         resume()
 
     def reset(self) -> None:
-        """Something succeeded: the next pause is a short one."""
+        """Makes the next pause the shortest, after a success."""
         self._failures = 0

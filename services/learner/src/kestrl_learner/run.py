@@ -1,6 +1,7 @@
-"""A run from start to end: read, connect, load, then train or evaluate; whatever happens, watchers and `summary.json` are told.
+"""A run from start to end: read, connect, load, then train or evaluate; its end is published and written to
+`summary.json`.
 
-`Stay` is a run and what comes after it: on a cluster the program lingers, so that who watches can still ask how the run ended.
+`KeepAlive` keeps the program alive after the run, as on a cluster, so that clients can still read how the run ended.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ from kestrl.plan.settings import LearnerSettings
 from kestrl.storage import AdapterManifest, fetch_adapter, open_store
 from kestrl.telemetry import span
 from kestrl.telemetry.names import Attr, SpanName
-from kestrl_learner import past
-from kestrl_learner.aio import Interrupted, abandonable, guarded, unless
-from kestrl_learner.context import Context
+from kestrl_learner import resume
+from kestrl_learner.concurrency import Interrupted, abandonable, guarded, unless
 from kestrl_learner.model import PolicyModel
 from kestrl_learner.progress import Progress
+from kestrl_learner.run_resources import RunResources
 from kestrl_learner.runstore import DRAIN_SECONDS, Patience, RunStore
 from kestrl_learner.training import Training
 
@@ -34,42 +35,41 @@ log = logging.getLogger(__name__)
 
 
 class Run:
-    """One run of one job. Nothing is read before `main`, so that watchers can be served from the start."""
+    """One run of one job. Nothing is read before `main`, so that progress can be served from the start."""
 
     def __init__(self, settings: LearnerSettings) -> None:
         self.settings = settings
         algorithm = settings.algorithm
         self.progress = Progress(0, len(settings.engines), algorithm.groups_per_step * algorithm.group_size)
-        """For those who watch."""
         self._drain = asyncio.Event()
         self._patience = Patience(settings.storage_seconds)
-        self._context: Context | None = None
+        self._resources: RunResources | None = None
         self._training: Training | None = None
 
     @property
     def training(self) -> bool:
-        """Whether training has begun: there may be something to finish and to checkpoint."""
+        """Whether training has begun, so that a drain may have to finish a step and write a checkpoint."""
         return self._training is not None
 
     def drain(self) -> None:
-        """Finish the step at hand, checkpoint, end. A run that has ended stays as it ended."""
+        """Finishes the current step, writes a checkpoint and ends. No effect on a run that has ended."""
         if self.progress.final:
             return
         self._drain.set()
         self._patience.hurry(DRAIN_SECONDS)
         if self._training is not None:
             self._training.drain()
-        self.progress.update(phase="draining", message="finishing the step at hand")
+        self.progress.update(phase="draining", message="finishing the current step")
 
     def abandon(self) -> None:
-        """Nothing that is waited for in a thread is waited for any longer: the run is being cancelled."""
+        """Ends all waiting for storage in threads, for a run that is being cancelled."""
         self._patience.hurry()
 
     async def main(self) -> None:
-        """The whole run. Its end, good or bad, is told to watchers and written to `summary.json`.
+        """Runs to the end, publishes how the run ended and writes `summary.json`.
 
         Raises:
-            KestrlError: It failed.
+            KestrlError: The run failed.
         """
         try:
             with _traced(self.settings.traceparent), span(SpanName.JOB, self._attributes()):
@@ -85,54 +85,54 @@ class Run:
             raise
         finally:
             self.abandon()
-            self._context = self._training = None  # what is told from now on needs neither model nor data
+            self._resources = self._training = None  # frees model and data; progress needs neither
 
     async def _failed(self, failure: Failure) -> None:
-        """Reports the failure to watchers and writes the summary."""
-        self._nobody_looks()
+        """Publishes the failure and writes the summary."""
+        self._clear_observations()
         self.progress.update(phase="failed", failure=failure, message=failure.message[:300])
-        if self._context is not None:
-            await self._context.write_summary("failed", reason=str(failure))
+        if self._resources is not None:
+            await self._resources.write_summary("failed", reason=str(failure))
 
     def _attributes(self) -> dict[str, str]:
         return {Attr.JOB: self.settings.job, Attr.RUN: self.settings.run}
 
-    def _nobody_looks(self) -> None:
-        """At the end: what was seen of engines and workers is not claimed of what they are later."""
+    def _clear_observations(self) -> None:
+        """Clears observations of engines and workers, which would be outdated after the run's end."""
         self.progress.update(engines=(), workers=0, groups_running=0, groups_ready=0, eta_seconds=0.0)
 
     async def _run(self) -> None:
         settings, progress = self.settings, self.progress
         progress.begin()
         progress.update(message="reading the data")
-        context = self._context = await abandonable(self._read, name="read-data")
-        progress.update(total_steps=context.steps)
-        if settings.evaluate is None and await self._has_ended(context):
+        resources = self._resources = await abandonable(self._read, name="read-data")
+        progress.update(total_steps=resources.steps)
+        if settings.evaluate is None and await self._has_ended(resources):
             return
-        context.connect()
+        resources.connect()
         progress.update(message="loading the model; engines start")
         if settings.threads:
             torch.set_num_threads(settings.threads)
         watching = [
-            asyncio.create_task(context.engines.watch(), name="watch-engines"),
-            asyncio.create_task(context.workers.watch(), name="watch-workers"),
+            asyncio.create_task(resources.engines.watch(), name="watch-engines"),
+            asyncio.create_task(resources.workers.watch(), name="watch-workers"),
         ]
         status, message = "succeeded", ""
         try:
-            await guarded(self._work(context), *watching)
+            await guarded(self._work(resources), *watching)
         except Interrupted:
-            # Nothing has been learned that a checkpoint does not hold: `Training` sees to that.
+            # `Training` has written a checkpoint.
             status, message = "suspended", f"at step {progress.step}"
         finally:
             for task in watching:
                 task.cancel()
             await asyncio.wait(watching)
-            await context.close()
-        await context.write_summary(status)
-        self._nobody_looks()
+            await resources.close()
+        await resources.write_summary(status)
+        self._clear_observations()
         progress.update(phase=status, message=message)
 
-    def _read(self) -> Context:
+    def _read(self) -> RunResources:
         settings, progress = self.settings, self.progress
         store = RunStore(
             settings.storage,
@@ -140,41 +140,43 @@ class Run:
             refused=lambda why: progress.update_soon(storage_failure=why),
             waiting=lambda why: progress.update_soon(storage_wait=why),
         )
-        return Context(settings, progress, self._drain, store)
+        return RunResources(settings, progress, self._drain, store)
 
-    async def _has_ended(self, context: Context) -> bool:
-        """Looks at how far earlier processes of the run came; where the program lingers, a run that has succeeded is not run again."""
+    async def _has_ended(self, resources: RunResources) -> bool:
+        """Reads the progress of earlier processes of the run; with `keep_alive`, a run that has succeeded is not
+        repeated.
+        """
         settings = self.settings
-        newest = await asyncio.to_thread(past.reached, context.store)
+        newest = await asyncio.to_thread(resume.newest_checkpoint, resources.store)
         if newest is None:
             return False
         self.progress.update(step=newest.step, checkpoint_step=newest.step)
         if not settings.keep_alive:
             return False
-        told = await asyncio.to_thread(
-            past.ended, context.store, newest, job=settings.job, digest=context.digest, steps=context.steps
+        final = await asyncio.to_thread(
+            resume.completed, resources.store, newest, job=settings.job, digest=resources.digest, steps=resources.steps
         )
-        if told is not None:
+        if final is not None:
             log.info("run %s has succeeded already", settings.run)
-            self.progress.update(phase="succeeded", **told)
-        return told is not None
+            self.progress.update(phase="succeeded", **final)
+        return final is not None
 
-    async def _work(self, context: Context) -> None:
-        model = await self._loaded(context)
+    async def _work(self, resources: RunResources) -> None:
+        model = await self._loaded(resources)
         if self.settings.evaluate is not None:
-            await self._evaluate(context, model, self.settings.evaluate.adapter)
+            await self._evaluate(resources, model, self.settings.evaluate.adapter)
         else:
-            self._training = Training(context, model)
+            self._training = Training(resources, model)
             if self._drain.is_set():
                 self._training.drain()
             await self._training.run()
 
-    async def _loaded(self, context: Context) -> PolicyModel:
-        """The model, loaded while the workers come up."""
+    async def _loaded(self, resources: RunResources) -> PolicyModel:
+        """Loads the model while workers start."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 loading = tasks.create_task(abandonable(self._load, name="load-model"), name="load-model")
-                tasks.create_task(unless(self._drain, context.workers.connect()), name="connect-workers")
+                tasks.create_task(unless(self._drain, resources.workers.connect()), name="connect-workers")
         except* KestrlError as errors:
             raise errors.exceptions[0] from errors
         except* Interrupted:
@@ -193,16 +195,16 @@ class Run:
             device=settings.device,
         )
 
-    async def _evaluate(self, context: Context, model: PolicyModel, address: str | None) -> None:
-        """Evaluates one adapter, or the base model as the adapter that changes nothing."""
+    async def _evaluate(self, resources: RunResources, model: PolicyModel, address: str | None) -> None:
+        """Evaluates an adapter, or without one the base model, published as version 0."""
         if address is None:
-            policy = await context.publish(model, 0, None)
+            policy = await resources.publish(model, 0, None)
         else:
             known = await asyncio.to_thread(_known_adapter, address)
             policy = known.policy
-            await unless(self._drain, context.engines.publish(policy, address, parent=known.parent))
-            context.newest = policy, address
-        context.facts["after"] = await context.evaluate(policy, sampled=True, when=policy.name)
+            await unless(self._drain, resources.engines.publish(policy, address, parent=known.parent))
+            resources.newest = policy, address
+        resources.record["after"] = await resources.evaluate(policy, sampled=True, when=policy.name)
 
 
 def _known_adapter(address: str) -> AdapterManifest:
@@ -212,7 +214,7 @@ def _known_adapter(address: str) -> AdapterManifest:
 
 @contextmanager
 def _traced(parent: str | None) -> Generator[None]:
-    """Within the trace that a W3C header names, if one is given."""
+    """Attaches the trace context of a W3C `traceparent`, if one is given."""
     token = otel_context.attach(extract({} if parent is None else {"traceparent": parent}))
     try:
         yield
@@ -220,44 +222,44 @@ def _traced(parent: str | None) -> Generator[None]:
         otel_context.detach(token)
 
 
-class Stay:
-    """A run, and where it is to linger, what is left of the program after it: watchers are still told how it ended."""
+class KeepAlive:
+    """A run that, with `keep_alive`, keeps the program alive after its end, so that its progress can still be read."""
 
     def __init__(self, run: Run) -> None:
-        self._run, self._go = run, asyncio.Event()
-        self._cut_short = False
+        self._run, self._stop = run, asyncio.Event()
+        self._interrupted = False
 
-    def go(self) -> bool:
-        """The program is to end; returns whether that cuts the run short."""
-        self._cut_short = not self._run.progress.final
-        self._go.set()
-        return self._cut_short
+    def stop(self) -> bool:
+        """Ends the program; returns whether the run had not ended yet."""
+        self._interrupted = not self._run.progress.final
+        self._stop.set()
+        return self._interrupted
 
     async def main(self) -> None:
-        """The run, and then as long as it is to stay.
+        """Runs, then with `keep_alive` waits for `stop`.
 
         Raises:
-            KestrlError: The run failed, and nobody stays to tell, or it was being cut short.
+            KestrlError: The run failed, and the program is not kept alive or was being stopped.
         """
         try:
-            await self._until_told()
+            await self._run_to_end()
             if self._run.settings.keep_alive:
-                _let_go(self._run.settings.device)
-                await self._go.wait()
+                _free_memory(self._run.settings.device)
+                await self._stop.wait()
         finally:
             self._run.progress.end()
 
-    async def _until_told(self) -> None:
+    async def _run_to_end(self) -> None:
         try:
             await self._run.main()
         except KestrlError as error:
-            if self._cut_short or not self._run.settings.keep_alive:
+            if self._interrupted or not self._run.settings.keep_alive:
                 raise
             log.error("the run has failed: %s", error.failure())
 
 
-def _let_go(device: str) -> None:
-    """Frees what nothing refers to any more: the model, for others on its device."""
+def _free_memory(device: str) -> None:
+    """Frees the memory of the model, on its device too."""
     gc.collect()
     if device != "cpu":
         torch.accelerator.empty_cache()

@@ -1,4 +1,4 @@
-"""The run's storage as the learner uses it: a store that does not answer is asked again for minutes, and what it refuses is reported."""
+"""The run's storage: retries for minutes while the store does not answer, and reports what it refuses."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from kestrl.storage import ObjectStore
 
 log = logging.getLogger(__name__)
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 5.0
-"""Seconds between two attempts; the object store's own retries come on top, a second or two where connections are refused."""
+"""Seconds between attempts, in addition to the object store's own retries."""
 DRAIN_SECONDS = 10.0
-"""How much longer storage is waited for once the program is to drain."""
+"""Longest time to wait for storage once the program drains."""
 Result = TypeVar("Result")
 
 
 class Patience:
-    """How long storage that does not answer is waited for: `seconds` an outage, and less once the program is to end.
+    """Bound on waiting for storage that does not answer: `seconds` per outage, less once the program ends.
 
     Shared by all threads of the learner.
     """
@@ -33,12 +33,12 @@ class Patience:
         self._latest = math.inf
 
     def hurry(self, seconds: float = 0.0) -> None:
-        """From now on nothing is waited for longer than `seconds`."""
+        """Bounds all waiting from now on by `seconds`."""
         self._latest = min(self._latest, time.monotonic() + seconds)
         self._hurried.set()
 
     def wait(self, seconds: float, began: float) -> bool:
-        """Waits `seconds`, less if the outage that began then has lasted long enough; returns whether to ask again."""
+        """Waits `seconds`, or less if the outage that began at `began` reaches its bound; returns whether to retry."""
         until = min(time.monotonic() + seconds, self._end(began))
         if not self._hurried.is_set():
             self._hurried.wait(max(0.0, until - time.monotonic()))
@@ -50,55 +50,55 @@ class Patience:
 
 
 class RunStore(ObjectStore):
-    """The run's storage. Waits for a store that does not answer, and writes nothing for a learner that was replaced.
+    """The run's storage. Retries while the store does not answer; a replaced learner cannot write.
 
     Args:
-        uri: Its address.
-        patience: How long an outage is waited for. What is asked later in an outage that lasted too long is asked once.
-        refused: Called with what storage refused for good; from any thread.
-        waiting: Called with what is waited for, and with an empty text when the wait is over; from any thread.
+        uri: Address of the storage.
+        patience: Bound on the retries of an outage. Beyond it, each operation is attempted once.
+        refused: Called with a failure that is not retried; from any thread.
+        waiting: Called with the reason of a wait, and with an empty text at its end; from any thread.
     """
 
     def __init__(
         self, uri: str, *, patience: Patience, refused: Callable[[str], None], waiting: Callable[[str], None]
     ) -> None:
         super().__init__(uri)
-        self._patience, self._tell_refused, self._tell_waiting = patience, refused, waiting
+        self._patience, self._on_refused, self._on_waiting = patience, refused, waiting
         self._lock = threading.Lock()
         self._began: float | None = None
-        """When the outage began that is going on, by the monotonic clock."""
+        """Beginning of the present outage by the monotonic clock."""
         self.fence: Callable[[], None] = lambda: None
-        """Asked before anything is written or deleted; raises `Superseded` once another learner owns the run."""
+        """Called before each write and deletion; raises `Superseded` once another learner owns the run."""
 
     def put(self, path: str, content: bytes, *, create: bool = False) -> None:
         def write() -> None:
-            self.fence()  # at every attempt: while storage was away, another learner may have taken the run
+            self.fence()  # at every attempt: another learner may have taken over the run during the outage
             super(RunStore, self).put(path, content, create=create)
 
-        self._patiently(write)
+        self._retried(write)
 
     def delete(self, path: str) -> None:
         def remove() -> None:
             self.fence()
             super(RunStore, self).delete(path)
 
-        self._patiently(remove)
+        self._retried(remove)
 
     def view(self, path: str) -> memoryview:
-        return self._patiently(lambda: super(RunStore, self).view(path))
+        return self._retried(lambda: super(RunStore, self).view(path))
 
     def exists(self, path: str) -> bool:
-        return self._patiently(lambda: super(RunStore, self).exists(path))
+        return self._retried(lambda: super(RunStore, self).exists(path))
 
     def list(self, prefix: str) -> list[str]:
-        return self._patiently(lambda: super(RunStore, self).list(prefix))
+        return self._retried(lambda: super(RunStore, self).list(prefix))
 
-    def _patiently(self, ask: Callable[[], Result]) -> Result:
-        """What the store answers, asked again while it does not.
+    def _retried(self, ask: Callable[[], Result]) -> Result:
+        """Retries an operation while the store does not answer.
 
         Raises:
-            StorageUnavailable: It did not answer for as long as it is waited for.
-            StorageError, PlaceError: Its answer.
+            StorageUnavailable: It did not answer within the bound.
+            StorageError, PlaceError: The store refused.
         """
         pause = FIRST_PAUSE
         while True:
@@ -117,7 +117,7 @@ class RunStore(ObjectStore):
                 return result
 
     def _away(self, error: StorageUnavailable) -> float:
-        """Takes note that the store does not answer; returns when the outage began."""
+        """Records that the store does not answer; returns the beginning of the outage."""
         with self._lock:
             if self._began is None:
                 self._began = time.monotonic()
@@ -125,12 +125,12 @@ class RunStore(ObjectStore):
                 since, until = (f"{at:%H:%M:%S}" for at in (now, now + timedelta(seconds=self._patience.seconds)))
                 waiting = f"storage does not answer since {since} and is asked again until {until} UTC: {error}"
                 log.warning("%s", waiting)
-                self._tell_waiting(waiting)
+                self._on_waiting(waiting)
             return self._began
 
     def _given_up(self, error: StorageUnavailable) -> None:
-        self._tell_waiting("")
-        self._tell_refused(str(error))
+        self._on_waiting("")
+        self._on_refused(str(error))
 
     def _answered(self) -> None:
         with self._lock:
@@ -138,10 +138,10 @@ class RunStore(ObjectStore):
                 return
             log.info("storage answers again after %.0f s", time.monotonic() - self._began)
             self._began = None
-            self._tell_waiting("")
+            self._on_waiting("")
 
     def _refused(self, verb: str, path: str, error: Exception) -> PlaceError | StorageError:
         refusal = super()._refused(verb, path, error)
         if not isinstance(refusal, StorageUnavailable):
-            self._tell_refused(str(refusal))
+            self._on_refused(str(refusal))
         return refusal

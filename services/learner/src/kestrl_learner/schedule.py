@@ -1,4 +1,4 @@
-"""What is attempted when, purely: the order of scenarios, the number of steps, the seeds."""
+"""The schedule: order of scenarios, number of steps, seeds, bound by staleness. Pure."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from collections.abc import Sequence
 
 
 def epoch_order(seed: int, epoch: int, size: int) -> list[int]:
-    """The ordinals of an epoch in the order they are attempted: a pure function, so that a resumed run goes on in it."""
+    """The ordinals of an epoch in the order in which they are run; the same after a resume."""
     order = list(range(size))
-    random.Random(f"{seed}/epoch/{epoch}").shuffle(order)  # noqa: S311 - an order to repeat, not a secret
+    random.Random(f"{seed}/epoch/{epoch}").shuffle(order)  # noqa: S311 - reproducible, not a secret
     return order
 
 
 def total_steps(size: int, epochs: int, groups_per_step: int, max_steps: int | None) -> int:
-    """Full steps that the scenarios of all epochs give, at most `max_steps`; what is left over is dropped at the end."""
+    """Full steps of the scenarios of all epochs, at most `max_steps`; scenarios left over are dropped at the end."""
     steps = size * epochs // groups_per_step
     return steps if max_steps is None else min(steps, max_steps)
 
 
 def group_seed(seed: int, epoch: int, ordinal: int) -> int:
-    """The sampling seed of a group, in [0, 2^31): the same again when a group is run again after a failure."""
+    """The sampling seed of a group, in [0, 2^31): the same when a group is retried."""
     digest = hashlib.sha256(f"{seed}/{epoch}/{ordinal}".encode()).digest()
     return int.from_bytes(digest[:4], "big") >> 1
 
@@ -47,9 +47,9 @@ def affordable(
 ) -> bool:
     """Whether a step can take groups now, the oldest policy's first, without making any other too old to be trained on.
 
-    A group sampled by version v can be taken by steps up to v + max_staleness, and each later step takes groups_per_step:
-    what is left must fit into them in the order of these deadlines. Waiting for running groups makes it fit, since admission
-    never starts more groups of a version than the steps up to its deadline take.
+    A group sampled by version v can be taken by steps up to v + max_staleness, and each later step takes
+    groups_per_step: what is left must fit into them in the order of these deadlines. Waiting for running groups makes
+    it fit, since admission never starts more groups of a version than the steps up to its deadline take.
 
     Args:
         step: The step that would take groups_per_step of the ready groups.

@@ -1,4 +1,4 @@
-"""Groups that were given up since they had grown too old to be trained on: how many, how old, and what they had taken."""
+"""Counts of groups that were released because they had become too old to be trained on: number, age and cost."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from typing import Any
 
 @dataclass(slots=True)
 class Stale:
-    """A count of such groups. Their scenarios are attempted again, so that nothing is missing from the trained mix but time."""
+    """Counts of stale groups. Their scenarios are retried, so that only time is lost."""
 
     by_age: Counter[int] = field(default_factory=Counter[int])
-    """Groups by their age in steps when they were given up."""
+    """Groups by their age in steps at release."""
     seconds: float = 0.0
-    """That they had run, all together."""
+    """Total running time of the groups."""
     tokens: int = 0
-    """Sampled tokens of those that had ended; of one that still ran nobody knows them."""
+    """Sampled tokens of groups that had ended; those of running groups are not known."""
 
     def add(self, *, age: int, seconds: float, tokens: int) -> None:
-        """One more."""
+        """Counts one group."""
         self.by_age[age] += 1
         self.seconds += seconds
         self.tokens += tokens
 
     def facts(self) -> dict[str, Any]:
-        """As JSON."""
+        """The counts in JSON form."""
         by_age = {str(age): count for age, count in sorted(self.by_age.items())}
         return {
             "groups": self.by_age.total(),
@@ -37,6 +37,6 @@ class Stale:
 
     @staticmethod
     def of(facts: Mapping[str, Any]) -> Stale:
-        """The count that `facts` wrote down; an empty one of an empty mapping."""
+        """The counts from their JSON form; zeros for an empty mapping."""
         by_age = Counter({int(age): int(count) for age, count in facts.get("by_age", {}).items()})
         return Stale(by_age, float(facts.get("seconds", 0.0)), int(facts.get("tokens", 0)))

@@ -1,4 +1,4 @@
-"""One optimiser step over a batch of groups. Blind to the algorithm, which turns token streams into a loss."""
+"""One optimiser step over a batch of groups. The algorithm computes the loss from token arrays."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from kestrl.errors import KestrlError
 from kestrl.plan.settings import AlgorithmSettings
 from kestrl_learner.algorithms import AGGREGATIONS, make_algorithm
 from kestrl_learner.batch import TrainGroup, TrainRow
-from kestrl_learner.gap import Gap, measure
+from kestrl_learner.logprob_mismatch import LogprobMismatch, measure
 from kestrl_learner.model import PolicyModel
 
 
 class NotFinite(KestrlError):
-    """The loss or the gradient is not a number; the weights are as before the step."""
+    """The loss or the gradient is not finite; the weights are unchanged."""
 
     code = "not_finite"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """What a step did."""
+    """Result of a step."""
 
     loss: float
     grad_norm: float
-    gap: Gap
-    idle_groups: int
-    """Groups without an advantage."""
+    mismatch: LogprobMismatch
+    zero_advantage_groups: int
+    """Groups whose advantages are all 0."""
     sampled: int
     """Sampled tokens in the batch."""
 
@@ -52,7 +52,7 @@ def stream(rows: Sequence[TrainRow], values: Sequence[Sequence[float]]) -> list[
 
 
 def sequence_tokens(group: TrainGroup) -> dict[int, int]:
-    """Sampled tokens of each episode of a group that has any."""
+    """Number of sampled tokens by episode, without episodes that have none."""
     tokens: Counter[int] = Counter()
     for row in group.rows:
         tokens[row.sequence] += sum(row.mask)
@@ -60,7 +60,7 @@ def sequence_tokens(group: TrainGroup) -> dict[int, int]:
 
 
 def totals_of(groups: Sequence[TrainGroup]) -> Totals:
-    """Counts over a batch."""
+    """Token, sequence and group counts over a batch."""
     episodes = [sequence_tokens(group) for group in groups]
     return Totals(
         tokens=sum(sum(tokens.values()) for tokens in episodes),
@@ -69,21 +69,22 @@ def totals_of(groups: Sequence[TrainGroup]) -> Totals:
     )
 
 
-def who(row: TrainRow) -> list[str]:
-    """Engine and policy of each of a row's sampled tokens, for people."""
+def token_origins(row: TrainRow) -> list[str]:
+    """Engine and policy of each of a row's sampled tokens, as text."""
     return [f"{engine} on {row.policy}" for engine in row.engines]
 
 
-def of_older_policies(groups: Sequence[TrainGroup]) -> dict[str, list[TrainGroup]]:
-    """By older policy, groups of as few rows as name each of its engines: those of a group together, which share a pass
-    and their prompt.
+def stale_rows(groups: Sequence[TrainGroup]) -> dict[str, list[TrainGroup]]:
+    """Rows of older policies, by policy: the fewest rows that cover each of its engines.
+
+    Rows of one group stay together, so that they share their prompt and a pass.
     """
     seen: dict[str, set[str]] = {}
     chosen: dict[str, list[TrainGroup]] = {}
     for group in groups:
         rows: dict[str, list[TrainRow]] = {}
         for row in group.rows:
-            if row.fresh or not row.policy:
+            if row.on_policy or not row.policy:
                 continue
             known = seen.setdefault(row.policy, set())
             if not known.issuperset(row.engines):
@@ -104,12 +105,10 @@ class Trainer:
             model.parameters(), lr=algorithm.learning_rate, betas=(0.9, 0.99), weight_decay=algorithm.weight_decay
         )
         self._published: dict[str, dict[str, Tensor]] = {}
-        """The adapters that tokens may yet come of, oldest first."""
+        """Adapters whose tokens may still be trained on, oldest first."""
 
     def published(self, policy: str) -> None:
-        """Keeps the weights as they are, under the name that they are served by, while rollouts of them may be trained
-        on.
-        """
+        """Keeps the present weights under their policy's name while its rollouts may be trained on."""
         if not self._settings.max_staleness:
             return
         self._published[policy] = {name: weight.clone() for name, weight in self.model.adapter_state().items()}
@@ -126,17 +125,17 @@ class Trainer:
 
         Args:
             groups: The batch.
-            step: Optimiser steps done before, for the learning rate.
+            step: Number of optimiser steps done, for the learning rate.
 
         Raises:
-            NotFinite: Loss or gradient is not finite; nothing was changed.
+            NotFinite: Loss or gradient is not finite; the weights are unchanged.
         """
         self._set_rate(step)
         totals = totals_of(groups)
-        drifts: list[Tensor] = []
-        fresh: list[Tensor] = []
+        differences: list[Tensor] = []
+        on_policy: list[Tensor] = []
         engines: list[Sequence[str]] = []
-        again = list(self._scored_again(groups))
+        older = list(self._older_differences(groups))
         loss = 0.0
         self.optimizer.zero_grad(set_to_none=True)
         for group in groups:
@@ -145,9 +144,9 @@ class Trainer:
             with torch.set_grad_enabled(trained):
                 for rows, logprobs in self.model.logprobs(group, self._temperature):
                     behaviour = torch.tensor(stream(rows, [row.behaviour for row in rows]), device=logprobs.device)
-                    drifts.append((logprobs.detach() - behaviour).cpu())
-                    fresh.append(torch.tensor(stream(rows, [[row.fresh] * len(row.mask) for row in rows])) > 0)
-                    engines += [who(row) for row in rows]
+                    differences.append((logprobs.detach() - behaviour).cpu())
+                    on_policy.append(torch.tensor(stream(rows, [[row.on_policy] * len(row.mask) for row in rows])) > 0)
+                    engines += [token_origins(row) for row in rows]
                     if trained:
                         batch = self._token_batch(group, rows, logprobs, behaviour, next(references), totals)
                         loss += self._backward(batch)
@@ -160,34 +159,33 @@ class Trainer:
         return StepResult(
             loss=loss,
             grad_norm=norm,
-            gap=measure(drifts, fresh, engines, again),
-            idle_groups=sum(group.idle for group in groups),
+            mismatch=measure(differences, on_policy, engines, older),
+            zero_advantage_groups=sum(group.zero_advantage for group in groups),
             sampled=totals.tokens,
         )
 
-    def _scored_again(self, groups: Sequence[TrainGroup]) -> Iterator[tuple[Tensor, Sequence[str]]]:
-        """Of each engine and each older policy one row, scored by the policy that sampled it.
+    def _older_differences(self, groups: Sequence[TrainGroup]) -> Iterator[tuple[Tensor, Sequence[str]]]:
+        """Log-prob differences of one row per engine and older policy, scored by the policy that sampled it.
 
-        By the newest it differs for what was learned since, which says nothing of the engine; where rollouts overlap
-        training there may
-        be no token of the newest policy at all.
+        Differences to the newest policy include what was learned since, and where rollouts overlap training there may
+        be no token of the newest policy.
 
         Yields:
-            (N,) learner minus engine log-probs of rows' sampled tokens, and who sampled them.
+            (N,) learner minus engine log-probs of rows' sampled tokens, and the engine and policy of each.
         """
-        for policy, some in of_older_policies(groups).items():
-            with self.model.weighing(self._published[policy]), torch.no_grad():
+        for policy, some in stale_rows(groups).items():
+            with self.model.with_adapter(self._published[policy]), torch.no_grad():
                 for group in some:
                     for rows, logprobs in self.model.logprobs(group, self._temperature):
                         behaviour = torch.tensor(stream(rows, [row.behaviour for row in rows]), device=logprobs.device)
-                        yield (logprobs - behaviour).cpu(), [name for row in rows for name in who(row)]
+                        yield (logprobs - behaviour).cpu(), [name for row in rows for name in token_origins(row)]
 
     def _trained(self, group: TrainGroup) -> bool:
-        """Whether a group has a part in the gradient; a KL term has one in every group."""
-        return self.algorithm.needs_reference or not group.idle
+        """Whether a group contributes to the gradient; with a KL term every group does."""
+        return self.algorithm.needs_reference or not group.zero_advantage
 
     def _references(self, group: TrainGroup) -> Iterator[Tensor | None]:
-        """The reference of each part of a group, in the order of `PolicyModel.logprobs`."""
+        """Reference log-probs of each part of a group, in the order of `PolicyModel.logprobs`."""
         if not self.algorithm.needs_reference:
             return repeat(None)
         return iter(self.model.reference_logprobs(group, self._temperature))

@@ -1,4 +1,4 @@
-"""Training: resume, evaluate, then collect, update, publish, step after step, and evaluate again."""
+"""Training: resume, evaluate, then collect, update and publish in each step, and evaluate again."""
 
 from __future__ import annotations
 
@@ -13,37 +13,37 @@ from kestrl.errors import Boundary, KestrlError, UserInputError
 from kestrl.telemetry import span
 from kestrl.telemetry.names import Attr, SpanName
 from kestrl_learner import checkpoint
-from kestrl_learner.aio import Interrupted, guarded
 from kestrl_learner.batch import train_batch
-from kestrl_learner.collect import Collector, Ready
-from kestrl_learner.context import Context
+from kestrl_learner.concurrency import Interrupted, guarded
+from kestrl_learner.dispatcher import Dispatcher, ReadyGroup
 from kestrl_learner.evaluate import store_groups
-from kestrl_learner.facts import step_facts
-from kestrl_learner.gap import merged
 from kestrl_learner.learning import tallied
 from kestrl_learner.ledger import Ledger, LedgerError, Superseded
+from kestrl_learner.logprob_mismatch import merged
 from kestrl_learner.model import PolicyModel
-from kestrl_learner.progress import STEPS_SEEN
-from kestrl_learner.retention import forget_adapters, forget_episodes
+from kestrl_learner.progress import WINDOW_STEPS
+from kestrl_learner.records import step_record
+from kestrl_learner.retention import delete_adapters, delete_episodes
+from kestrl_learner.run_resources import RunResources
 from kestrl_learner.stale import Stale
 from kestrl_learner.trainer import StepResult, Trainer
 
 log = logging.getLogger(__name__)
 PACE_STEPS = 10
-"""Steps whose mean duration foretells the rest."""
+"""Steps whose mean duration gives the estimated time to completion."""
 
 
-class GapAlarm(KestrlError):
-    """Learner and engines disagree on what a policy would say: the rollouts are not of this policy."""
+class MismatchExceeded(KestrlError):
+    """The log-prob mismatch between learner and engines crosses a bound: the rollouts are not from this policy."""
 
     boundary = Boundary.ENGINE
     code = "logprob_gap"
 
 
 def refuse_if_superseded(ledger: Ledger) -> None:
-    """The fence of the run's storage.
+    """Fences the run's storage.
 
-    A database that does not answer stops no writing: what a replaced learner wrote is skipped by the next resume.
+    Writes go on if the database does not answer: the next resume skips what a replaced learner wrote.
 
     Raises:
         Superseded: Another learner owns the run.
@@ -53,53 +53,54 @@ def refuse_if_superseded(ledger: Ledger) -> None:
     except Superseded:
         raise
     except KestrlError as error:
-        log.warning("whether this learner still owns the run is not known: %s", error)
+        log.warning("cannot check whether this learner still owns the run: %s", error)
 
 
 class Training:
-    """The training of one run. Make it in the running loop; `run` it once."""
+    """The training of one run. Create it in the running event loop and call `run` once."""
 
-    def __init__(self, context: Context, model: PolicyModel) -> None:
-        self._context, self._settings, self._model = context, context.settings, model
+    def __init__(self, resources: RunResources, model: PolicyModel) -> None:
+        self._resources, self._settings, self._model = resources, resources.settings, model
         self._trainer = Trainer(model, self._settings.algorithm, self._settings.temperature)
         self._ledger = Ledger(
             self._settings.database,
             seed=self._settings.seed,
-            size=len(context.scenarios),
+            size=len(resources.scenarios),
             epochs=self._settings.epochs,
             run=self._settings.run,
         )
-        # Of the ledger alone: a method of this object would make a cycle that keeps the model until the next garbage collection.
-        context.store.fence = partial(refuse_if_superseded, self._ledger)
-        self._collector = Collector(
+        # Not a method of this object: that reference cycle would keep the model in memory until the next garbage
+        # collection.
+        resources.store.fence = partial(refuse_if_superseded, self._ledger)
+        self._dispatcher = Dispatcher(
             self._settings,
-            context.scenarios,
+            resources.scenarios,
             self._ledger,
-            context.workers,
-            context.engines,
-            context.progress,
+            resources.workers,
+            resources.engines,
+            resources.progress,
             model.vocabulary,
             self._trainer.algorithm,
-            steps=context.steps,
+            steps=resources.steps,
         )
         self._pace: list[float] = []
         self._done = 0
-        """Steps that the ledger knows."""
+        """Steps recorded in the ledger."""
         self._weights = 0
-        """Steps that the weights have seen."""
+        """Steps applied to the weights."""
         self._saved: int | None = None
-        """The step of the newest checkpoint that is surely there."""
+        """Step of the newest confirmed checkpoint."""
 
     def drain(self) -> None:
-        """No further group is started."""
-        self._collector.draining = True
+        """Starts no further group."""
+        self._dispatcher.draining = True
 
     async def run(self) -> None:
-        """From the newest checkpoint to the end.
+        """Trains from the newest checkpoint to the end.
 
         Raises:
-            Interrupted: It was told to drain; a checkpoint holds all that was learned.
-            KestrlError: It failed; a checkpoint holds all that was learned.
+            Interrupted: The run drained; a checkpoint holds all steps.
+            KestrlError: The run failed; a checkpoint holds all steps.
         """
         try:
             self._done = self._weights = await asyncio.to_thread(self._resume)
@@ -108,30 +109,30 @@ class Training:
             await self._after()
         except UserInputError:
             raise
-        except Exception as cause:  # whatever ends a run, what it learned is kept
-            await self._keep_what_was_learned(cause)
+        except Exception as cause:  # whatever ends a run, its steps are checkpointed
+            await self._checkpoint_on_failure(cause)
             raise
         finally:
             self._ledger.close()
 
     def _resume(self) -> int:
-        """Goes on from the newest checkpoint: the trained frontier; returns the steps done."""
-        context = self._context
-        known = checkpoint.newest(context.store, outdated=self._outdated)
+        """Resumes from the newest checkpoint; returns the number of steps done."""
+        resources = self._resources
+        known = checkpoint.newest(resources.store, outdated=self._outdated)
         if known is None:
             self._refuse_foreign_storage()
             self._ledger.rewind(0)
             return 0
-        if known.facts.get("digest", context.digest) != context.digest:
+        if known.facts.get("digest", resources.digest) != resources.digest:
             raise UserInputError(
-                f"run {self._settings.run} was trained with another model, algorithm or data than the manifest now names; "
-                f"start a new run, or restore what was changed"
+                f"run {self._settings.run} was trained with another model, algorithm or data than the manifest specifies now; "
+                f"start a new run or restore what was changed"
             )
         self._trainer.restore(known.state)
-        context.facts |= known.facts
-        context.progress.failures.update(known.facts.get("failures", {}))
-        context.progress.skipped |= {(name, ordinal) for name, ordinal in known.facts.get("skipped", ())}
-        context.progress.stale = Stale.of(known.facts.get("stale", {}))
+        resources.record |= known.facts
+        resources.progress.failures.update(known.facts.get("failures", {}))
+        resources.progress.skipped |= {(name, ordinal) for name, ordinal in known.facts.get("skipped", ())}
+        resources.progress.stale = Stale.of(known.facts.get("stale", {}))
         again = self._rewind(known.step)
         self._saved = known.step
         log.info("resumed at step %d; %d scenarios are pending again", known.step, again)
@@ -142,15 +143,15 @@ class Training:
         return self._ledger.outdated(made.step, made.facts.get("owner", 0))
 
     def _refuse_foreign_storage(self) -> None:
-        """A ledger that knows of steps belongs to a storage that holds at least their versions.
+        """Refuses empty storage if the ledger has steps.
 
         Raises:
-            UserInputError: The storage is empty: it is another one, and training would begin anew unnoticed.
+            UserInputError: The storage is not the run's, and training would silently begin anew.
         """
-        store, done = self._context.store, self._ledger.frontier()
+        store, done = self._resources.store, self._ledger.frontier()
         if done and not store.list("adapters"):
             raise UserInputError(
-                f"the ledger holds a run at step {done}, and {store.uri} holds nothing of it; bring back the storage, or "
+                f"the ledger holds a run at step {done}, but {store.uri} holds nothing of it; restore the storage, or "
                 f"start another run with another metadata.name"
             )
 
@@ -161,26 +162,26 @@ class Training:
             if error.code != "ledger_behind":
                 raise
             raise UserInputError(
-                f"{self._context.store.uri} holds a run at step {step}, and its ledger is not here ({error}): what it trained on "
-                f"would be trained on again; bring the ledger, or start another run with another storage.uri or metadata.name"
+                f"{self._resources.store.uri} holds a run at step {step}, and its ledger is not here ({error}): what it trained on "
+                f"would be trained on again; restore the ledger, or start another run with another storage.uri or metadata.name"
             ) from error
 
     async def _before(self) -> PolicyVersion:
-        context = self._context
+        resources = self._resources
         policy = await self._publish(None)
-        if context.facts["before"] is None and context.validation:
-            context.facts["before"] = await context.evaluate(policy, sampled=True, when="before")
+        if resources.record["before"] is None and resources.validation:
+            resources.record["before"] = await resources.evaluate(policy, sampled=True, when="before")
             await self._save()
         await self._evaluate_between(policy)
         return policy
 
     async def _between(self, policy: PolicyVersion) -> None:
-        context, collector = self._context, self._collector
-        context.engines.on_change = context.workers.on_change = collector.wake
-        context.engines.on_load = collector.look_at_engines
-        collector.begin(policy, self._done * self._settings.algorithm.groups_per_step)
-        context.progress.update(phase="training", step=self._done, message="")
-        feeding = asyncio.create_task(collector.feed(), name="feed")
+        resources, dispatcher = self._resources, self._dispatcher
+        resources.engines.on_change = resources.workers.on_change = dispatcher.wake
+        resources.engines.on_load = dispatcher.update_admission
+        dispatcher.begin(policy, self._done * self._settings.algorithm.groups_per_step)
+        resources.progress.update(phase="training", step=self._done, message="")
+        feeding = asyncio.create_task(dispatcher.feed(), name="feed")
         try:
             await guarded(self._steps(policy), feeding)
         finally:
@@ -190,21 +191,21 @@ class Training:
             await self._save()
 
     async def _after(self) -> None:
-        context = self._context
-        assert context.newest is not None, "version 0 is published before anything asks for one"
-        context.facts["after"] = await context.evaluate(context.newest[0], sampled=True, when="after")
-        self._ledger.close_books()
+        resources = self._resources
+        assert resources.newest is not None, "version 0 is published before anything asks for one"
+        resources.record["after"] = await resources.evaluate(resources.newest[0], sampled=True, when="after")
+        self._ledger.drop_remaining()
 
     async def _evaluate_between(self, policy: PolicyVersion) -> None:
-        """Every `evalEvery` steps; after a resume too, if the run was cut off before this step's evaluation was done."""
-        context, every, done = self._context, self._settings.eval_every, self._done
-        if not every or not done or done % every or done >= context.steps or str(done) in context.evaluations:
+        """Evaluates every `evalEvery` steps, and after a resume if this step's evaluation is missing."""
+        resources, every, done = self._resources, self._settings.eval_every, self._done
+        if not every or not done or done % every or done >= resources.steps or str(done) in resources.evaluations:
             return
-        await context.evaluate(policy, sampled=False, when=f"step {done}")
-        context.progress.update(phase="training")
+        await resources.evaluate(policy, sampled=False, when=f"step {done}")
+        resources.progress.update(phase="training")
 
-    async def _keep_what_was_learned(self, cause: Exception) -> None:
-        """A checkpoint of the last step on which weights and ledger agree. The cause is reported even where this fails too."""
+    async def _checkpoint_on_failure(self, cause: Exception) -> None:
+        """Writes a checkpoint if weights and ledger agree. The cause is raised even if this fails."""
         if self._weights != self._done or isinstance(cause, Superseded):
             return
         try:
@@ -215,124 +216,128 @@ class Training:
             log.error("step %d cannot be checkpointed: %s", self._done, error)
 
     async def _steps(self, policy: PolicyVersion) -> None:
-        settings, context = self._settings, self._context
-        while self._done < context.steps:
+        settings, resources = self._settings, self._resources
+        while self._done < resources.steps:
             began = time.monotonic()
             with span(SpanName.STEP, {Attr.STEP: self._done, Attr.POLICY: policy.name}):
-                ready = await self._collector.take(self._done)
-                if context.drain.is_set() and not ready:
+                ready = await self._dispatcher.take(self._done)
+                if resources.drain.is_set() and not ready:
                     raise Interrupted
                 if not ready:
                     break
                 collected = time.monotonic()
                 result = await self._update(ready, policy)
                 trained = time.monotonic()
-                # The ledger first: from here on weights and ledger agree, and a checkpoint may be made at any time.
+                # The ledger first: from here on weights and ledger agree, and a checkpoint can be written at any time.
                 self._ledger.train([item.lease for item in ready], self._done + 1)
                 self._done += 1
                 await self._record(ready, result, began, collected, trained)
                 policy = await self._publish(policy.name)
             await self._evaluate_between(policy)
-            if self._done % settings.checkpoint_every == 0 or self._done == context.steps:
+            if self._done % settings.checkpoint_every == 0 or self._done == resources.steps:
                 await self._save()
-            self._collector.advance(policy)
+            self._dispatcher.advance(policy)
             await self._retire(policy)
-            await asyncio.to_thread(self._forget, self._collector.named() | context.engines.wanted() | {policy.name})
+            await asyncio.to_thread(
+                self._apply_retention, self._dispatcher.versions_in_use() | resources.engines.wanted() | {policy.name}
+            )
 
     async def _publish(self, parent: str | None) -> PolicyVersion:
-        context = self._context
-        policy = await context.publish(self._model, self._done, parent)
+        resources = self._resources
+        policy = await resources.publish(self._model, self._done, parent)
         if self._done == 0:
-            context.facts["learning"] = {"first": policy.sha256}
-        learning = context.learning()
-        if learning is not None and (learning.learned or self._done >= min(STEPS_SEEN, context.steps)):
+            resources.record["learning"] = {"first": policy.sha256}
+        learning = resources.learning()
+        if learning is not None and (learning.learned or self._done >= min(WINDOW_STEPS, resources.steps)):
             if not learning.learned:
                 log.warning("nothing is learned: %s", learning.message)
-            context.progress.update(learning=learning)
+            resources.progress.update(learning=learning)
         self._trainer.published(policy.name)
         return policy
 
-    async def _update(self, ready: Sequence[Ready], policy: PolicyVersion) -> StepResult:
+    async def _update(self, ready: Sequence[ReadyGroup], policy: PolicyVersion) -> StepResult:
         groups = train_batch([item.group for item in ready], self._trainer.algorithm, policy.name)
         with span(SpanName.UPDATE, {Attr.STEP: self._done}):
             result = await asyncio.to_thread(self._trainer.step, groups, self._done)
         self._weights = self._done + 1
-        gap, facts = result.gap, self._context.facts
-        facts["gap"] = merged(facts.get("gap"), gap.own)
-        alarms = gap.alarms(self._settings.gap_bounds)
+        mismatch, record = result.mismatch, self._resources.record
+        record["gap"] = merged(record.get("gap"), mismatch.own)
+        alarms = mismatch.alarms(self._settings.gap_bounds)
         if alarms:
-            raise GapAlarm(
-                f"step {self._done}: learner and engine differ, in nats a token: {'; '.join(alarms)}. "
-                "What such an engine samples is not of the policy it names"
+            raise MismatchExceeded(
+                f"step {self._done}: log-probs of learner and engine differ, in nats per token: {'; '.join(alarms)}. "
+                "Samples of such an engine are not from the policy it reports"
             )
         return result
 
     async def _record(
-        self, ready: Sequence[Ready], result: StepResult, began: float, collected: float, trained: float
+        self, ready: Sequence[ReadyGroup], result: StepResult, began: float, collected: float, trained: float
     ) -> None:
-        """Episodes, metrics and progress of a step."""
-        context, done = self._context, self._done
+        """Stores episodes and metrics of a step and publishes its progress."""
+        resources, done = self._resources, self._done
         groups = [item.group for item in ready]
         path = f"episodes/train/{done - 1:06d}.pb"
-        await asyncio.to_thread(store_groups, context.store, path, done - 1, "train", groups)
+        await asyncio.to_thread(store_groups, resources.store, path, done - 1, "train", groups)
         now = time.monotonic()
         self._pace = [*self._pace, now - began][-PACE_STEPS:]
-        facts = step_facts(done, groups, result) | {
+        facts = step_record(done, groups, result) | {
             "staleness": max(done - 1 - item.policy.step for item in ready),
             "seconds": {"collect": collected - began, "update": trained - collected, "rest": now - trained},
-            "stale": context.progress.stale_in_step.facts(),
+            "stale": resources.progress.stale_in_step.facts(),
         }
-        context.progress.stale_in_step = Stale()
-        context.facts["learning"] = tallied(context.facts.get("learning", {}), groups, result)
-        await context.keep(f"metrics/{done:06d}.json", facts)
+        resources.progress.stale_in_step = Stale()
+        resources.record["learning"] = tallied(resources.record.get("learning", {}), groups, result)
+        await resources.write_json(f"metrics/{done:06d}.json", facts)
         log.info("step %d: %s", done, facts)
-        context.progress.stepped(idle=result.idle_groups == len(groups))
-        context.progress.update(
+        resources.progress.finish_step(zero_advantage=result.zero_advantage_groups == len(groups))
+        resources.progress.update(
             step=done,
             last_step=facts,
             tokens_per_second=result.sampled / (now - began),
             episodes_per_second=sum(len(group.episodes) for group in groups) / (now - began),
-            eta_seconds=sum(self._pace) / len(self._pace) * (context.steps - done),
+            eta_seconds=sum(self._pace) / len(self._pace) * (resources.steps - done),
             message=f"rollouts {collected - began:.1f} s, update {trained - collected:.1f} s",
         )
 
     async def _retire(self, policy: PolicyVersion) -> None:
-        kept = self._collector.named() | {policy.name}
-        engines = self._context.engines
+        kept = self._dispatcher.versions_in_use() | {policy.name}
+        engines = self._resources.engines
         await engines.retire({name for name in engines.wanted() if name not in kept})
 
-    def _forget(self, names: Collection[str]) -> None:
-        settings, store = self._settings, self._context.store
+    def _apply_retention(self, names: Collection[str]) -> None:
+        settings, store = self._settings, self._resources.store
         if settings.keep_adapters:
-            forget_adapters(store, keep=settings.keep_adapters, names=names, steps=checkpoint.steps(store))
+            delete_adapters(store, keep=settings.keep_adapters, names=names, steps=checkpoint.steps(store))
         if settings.keep_episodes:
-            forget_episodes(store, keep=settings.keep_episodes)
+            delete_episodes(store, keep=settings.keep_episodes)
 
     async def _save(self) -> None:
-        """A checkpoint on the way. One that cannot be read back is told and ends nothing: the ones before it are still there."""
+        """Writes a checkpoint. One that cannot be read back is logged and does not end the run: earlier ones are
+        kept.
+        """
         try:
             await asyncio.to_thread(self._checkpoint)
         except checkpoint.Unconfirmed as error:
             log.error("%s", error)
-        self._context.progress.update()
+        self._resources.progress.update()
 
     def _checkpoint(self) -> None:
-        context = self._context
+        resources = self._resources
         with span(SpanName.CHECKPOINT, {Attr.STEP: self._done}):
             facts = {
-                **context.facts,
-                "digest": context.digest,
+                **resources.record,
+                "digest": resources.digest,
                 "owner": self._ledger.token,
-                "seconds": context.seconds(),
-                "failures": dict(context.progress.failures),
-                "skipped": sorted(context.progress.skipped),
-                "stale": context.progress.stale.facts(),
+                "seconds": resources.seconds(),
+                "failures": dict(resources.progress.failures),
+                "skipped": sorted(resources.progress.skipped),
+                "stale": resources.progress.stale.facts(),
             }
             made = checkpoint.Checkpoint(step=self._done, state=self._trainer.state(), facts=facts)
             try:
-                checkpoint.write(context.store, made, keep=self._settings.keep_checkpoints)
+                checkpoint.write(resources.store, made, keep=self._settings.keep_checkpoints)
             except checkpoint.Unconfirmed as error:
-                context.progress.storage_failure = str(error)
+                resources.progress.storage_failure = str(error)
                 raise
-            self._saved = context.progress.checkpoint_step = made.step
-            context.progress.storage_failure = ""
+            self._saved = resources.progress.checkpoint_step = made.step
+            resources.progress.storage_failure = ""

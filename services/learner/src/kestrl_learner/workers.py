@@ -1,13 +1,14 @@
-"""The rollout workers: who has room, and one group run on one of them.
+"""The rollout workers: their capacity, and running a group on one of them.
 
-Room is counted in episodes, not in groups: one straggler, or a judge that takes its time, holds one slot or none. A group goes to a
-worker as soon as one slot is free; its other episodes wait there for the next, so that no slot stands idle until there are enough.
+Capacity is counted in episodes, not in groups: a straggler holds one slot, a slow judge none. A group is sent to a
+worker as soon as one slot is free; its other episodes wait there for further slots, so that no slot is idle meanwhile.
 
-A worker whose stream breaks gets nothing more until it has told its capacity again, so that one that was killed, or is draining,
-neither eats scenarios nor stops the run; while none answers, groups wait, and after `start_seconds` the run fails.
+A worker whose stream breaks gets no group until it has reported its capacity again, so that a killed or draining worker
+neither uses up scenarios nor stops the run. While no worker answers, groups wait, and after `start_seconds` the run
+fails.
 
-An address is `host:port`, or `dns://host:port` for as many workers as that name has addresses (a headless Service's): who comes is used,
-who goes gets nothing more and is forgotten when its last group has ended.
+An address is `host:port`, or `dns://host:port` for one worker per address of that name (a headless Service). New
+addresses are used; a removed one gets no further group and is closed when its last group has ended.
 """
 
 from __future__ import annotations
@@ -32,27 +33,27 @@ from kestrl.rpc import Channel, call, channel, connected, stream
 from kestrl.rpc.codec import group_from_proto, policy_to_proto, scenario_to_proto
 from kestrl.telemetry import span
 from kestrl.telemetry.names import Attr, SpanName
-from kestrl_learner.aio import Signal
+from kestrl_learner.concurrency import Signal
 from kestrl_learner.progress import Progress
 
 log = logging.getLogger(__name__)
 GRACE_SECONDS = 15.0
-"""What the stream may take beyond the group's own deadline, twice, before it is given up from this side: its episodes may wait for
-their slots once as long."""
+"""Time beyond twice the group's deadline after which the stream is cancelled here: episodes may wait for slots for one
+deadline."""
 DNS = "dns://"
-LOOK_SECONDS = 5.0
+POLL_SECONDS = 5.0
 RETRY_SECONDS = 0.5
-"""Between looks at a worker that does not answer."""
+"""Poll interval for workers that do not answer."""
 CALL_SECONDS = 5.0
 CONNECT_SECONDS = 2.0
 
 
-def _nobody() -> None:
-    """Nobody listens yet."""
+def _no_listener() -> None:
+    """The callback before a listener is set."""
 
 
 def _ignored(count: int) -> None:
-    """Nobody counts."""
+    """The default callback for ended episodes."""
 
 
 class NoWorker(KestrlError):
@@ -62,7 +63,7 @@ class NoWorker(KestrlError):
 
 
 class WorkerAway(KestrlError):
-    """A worker went away before it was given the group: the scenario has not failed."""
+    """A worker could not be reached before it got the group; not a failure of the scenario."""
 
     code = "worker_away"
     retryable = True
@@ -83,7 +84,7 @@ class BrokenStream(KestrlError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Order:
+class GroupRequest:
     """One group to run."""
 
     group_id: str
@@ -102,22 +103,22 @@ class _Worker:
     stub: Any
     connection: Channel
     capacity: int = 0
-    """As it last told; 0 while it does not answer or drains."""
+    """Last reported capacity; 0 while the worker does not answer or drains."""
     used: int = 0
-    """Episodes of ours that it has; those that ended in a group that has not are none."""
+    """Unfinished episodes of this learner on the worker."""
     wake: asyncio.Event = field(default_factory=asyncio.Event)
     watching: asyncio.Task[None] | None = None
     leaving: bool = False
-    """Its name has gone: it ends what it has and is forgotten."""
+    """Its address was removed: it finishes its groups and is closed."""
 
     @property
     def free(self) -> int:
-        """Slots for which no episode is there."""
+        """Free slots."""
         return max(0, self.capacity - self.used)
 
 
 async def resolved(name: str) -> set[str] | None:
-    """The addresses that `host:port` stands for now; None when the question cannot be answered."""
+    """The present addresses of `host:port`; None if the lookup fails."""
     host, _, port = name.rpartition(":")
     try:
         found = await asyncio.get_running_loop().getaddrinfo(host, int(port), type=socket.SOCK_STREAM)
@@ -128,13 +129,13 @@ async def resolved(name: str) -> set[str] | None:
 
 
 class Workers:
-    """All rollout workers of the job, each used up to the capacity it tells. `watch` must be running."""
+    """All rollout workers of the job, each used up to its reported capacity. `watch` must be running."""
 
     def __init__(self, settings: LearnerSettings, progress: Progress) -> None:
         self._settings, self._progress = settings, progress
         self._workers: list[_Worker] = []
         self._changed = Signal()
-        self.on_change: Callable[[], None] = _nobody
+        self.on_change: Callable[[], None] = _no_listener
         self._names = [name.removeprefix(DNS) for name in settings.rollout_addresses if name.startswith(DNS)]
         for address in settings.rollout_addresses:
             if not address.startswith(DNS):
@@ -151,10 +152,10 @@ class Workers:
             await worker.connection.close()
 
     async def connect(self) -> None:
-        """Waits until a worker tells its capacity.
+        """Waits until a worker reports its capacity.
 
         Raises:
-            NoWorker: None did for `start_seconds`.
+            NoWorker: No worker did within `start_seconds`.
         """
         seconds = self._settings.start_seconds
         try:
@@ -165,7 +166,7 @@ class Workers:
             raise NoWorker(f"no rollout worker answered for {seconds:g} s ({addresses})") from None
 
     async def watch(self) -> None:
-        """Asks every worker for its capacity again and again, and every name for its workers."""
+        """Polls the capacity of every worker and resolves every `dns://` name, until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             for worker in self._workers:
                 self._begin(worker, tasks)
@@ -179,21 +180,21 @@ class Workers:
         known: dict[str, _Worker] = {}
         while True:
             found = await resolved(name)
-            if found is not None:  # a name server that is away says nothing of the workers
+            if found is not None:  # a failed lookup does not mean that workers are gone
                 for address in found - set(known):
                     known[address] = self._add(address)
                     self._begin(known[address], tasks)
-                    log.info("rollout worker %s of %s has come", address, name)
+                    log.info("rollout worker %s of %s added", address, name)
                 for address in set(known) - found:
                     gone = known.pop(address)
                     gone.leaving, gone.capacity = True, 0
-                    self._tell()
-                    log.info("rollout worker %s of %s has gone", address, name)
-            await self._forget_idle()
-            await asyncio.sleep(LOOK_SECONDS)
+                    self._publish_status()
+                    log.info("rollout worker %s of %s removed", address, name)
+            await self._remove_departed()
+            await asyncio.sleep(POLL_SECONDS)
 
-    async def _forget_idle(self) -> None:
-        """Of those that are leaving, the ones whose last group has ended."""
+    async def _remove_departed(self) -> None:
+        """Closes the connections of leaving workers whose last group has ended."""
         for worker in [worker for worker in self._workers if worker.leaving and worker.used == 0]:
             self._workers.remove(worker)
             if worker.watching is not None:
@@ -206,19 +207,19 @@ class Workers:
         while True:
             worker.wake.clear()
             before = worker.capacity
-            worker.capacity = await self._ask(worker)
+            worker.capacity = await self._query_capacity(worker)
             if worker.capacity != before:
-                self._tell()
+                self._publish_status()
                 self._changed.notify()
                 self.on_change()
             with suppress(TimeoutError):
-                async with asyncio.timeout(LOOK_SECONDS if worker.capacity else RETRY_SECONDS):
+                async with asyncio.timeout(POLL_SECONDS if worker.capacity else RETRY_SECONDS):
                     await worker.wake.wait()
 
-    def _tell(self) -> None:
+    def _publish_status(self) -> None:
         self._progress.update(workers=len([worker for worker in self._workers if worker.capacity]))
 
-    async def _ask(self, worker: _Worker) -> int:
+    async def _query_capacity(self, worker: _Worker) -> int:
         try:
             answer = await call(
                 worker.stub.GetCapacity,
@@ -240,21 +241,21 @@ class Workers:
         return sum(worker.capacity for worker in self._workers)
 
     def room(self, size: int) -> int:
-        """Groups of a size that could start now, as far as is known."""
+        """Groups of `size` episodes that could start now."""
         return sum(math.ceil(worker.free / size) for worker in self._workers)
 
-    async def run(self, order: Order, ended: Callable[[int], None] = _ignored) -> Group:
-        """Runs a group on the worker with the most room, waiting for room if there is none.
+    async def run(self, request: GroupRequest, ended: Callable[[int], None] = _ignored) -> Group:
+        """Runs a group on the worker with the most free slots; waits while there is none.
 
         Args:
-            order: What to run.
-            ended: Called with how many more of its episodes need no slot any more; for all of them by the time this ends.
+            request: The group to run.
+            ended: Called with the number of episodes that no longer need a slot; covers all of them when this returns.
 
         Raises:
-            KestrlError: The group as a whole failed; typed.
+            KestrlError: The group as a whole failed.
         """
-        worker = await self._take(order.size)
-        left = order.size
+        worker = await self._acquire(request.size)
+        left = request.size
 
         def free(count: int) -> None:
             nonlocal left
@@ -265,12 +266,12 @@ class Workers:
             self._changed.notify()
 
         try:
-            with span(SpanName.GROUP, {Attr.GROUP_ID: order.group_id, Attr.POLICY: order.policy.name}):
-                return await self._stream(worker, order, free)
+            with span(SpanName.GROUP, {Attr.GROUP_ID: request.group_id, Attr.POLICY: request.policy.name}):
+                return await self._stream(worker, request, free)
         except KestrlError:
-            # Gone, draining, or in trouble: it is asked before it gets more.
+            # Gone, draining or failing: its capacity is polled before it gets another group.
             worker.capacity = 0
-            self._tell()
+            self._publish_status()
             worker.wake.set()
             raise
         finally:
@@ -279,23 +280,23 @@ class Workers:
     def _best(self) -> _Worker | None:
         return max((worker for worker in self._workers if worker.free), key=lambda worker: worker.free, default=None)
 
-    async def _take(self, size: int) -> _Worker:
+    async def _acquire(self, size: int) -> _Worker:
         while (best := self._best()) is None:
             await self.connect()
             await self._changed.wait_for(lambda: self._best() or not any(worker.capacity for worker in self._workers))
         best.used += size
         return best
 
-    def _request(self, order: Order) -> pb.RunGroupRequest:
+    def _to_proto(self, request: GroupRequest) -> pb.RunGroupRequest:
         settings = self._settings
         return pb.RunGroupRequest(
-            group_id=order.group_id,
-            scenario=scenario_to_proto(order.scenario),
-            size=order.size,
-            policy=policy_to_proto(order.policy),
-            engines=[pb.Engine(name=engine.name, url=engine.url) for engine in order.engines],
+            group_id=request.group_id,
+            scenario=scenario_to_proto(request.scenario),
+            size=request.size,
+            policy=policy_to_proto(request.policy),
+            engines=[pb.Engine(name=engine.name, url=engine.url) for engine in request.engines],
             sampling=pb.Sampling(
-                temperature=order.temperature,
+                temperature=request.temperature,
                 max_tokens=settings.max_tokens,
                 max_turns=settings.max_turns,
                 max_tokens_per_turn=settings.max_tokens_per_turn,
@@ -306,29 +307,29 @@ class Workers:
                 episode=settings.episode_seconds,
                 group=settings.group_seconds,
             ),
-            seed=order.seed,
-            purpose=order.purpose,
+            seed=request.seed,
+            purpose=request.purpose,
         )
 
-    async def _stream(self, worker: _Worker, order: Order, ended: Callable[[int], None]) -> Group:
+    async def _stream(self, worker: _Worker, request: GroupRequest, ended: Callable[[int], None]) -> Group:
         timeout = 2 * self._settings.group_seconds + GRACE_SECONDS
         peer = f"rollout worker {worker.address}"
         if not await connected(worker.connection, seconds=CONNECT_SECONDS):
-            raise WorkerAway(f"{peer} is not there")
-        request, token = self._request(order), Secret.LEARNER_TO_ROLLOUT.here()
-        answers = stream(worker.stub.RunGroup, request, pb.RunGroupResponse, timeout=timeout, peer=peer, token=token)
+            raise WorkerAway(f"{peer} cannot be reached")
+        message, token = self._to_proto(request), Secret.LEARNER_TO_ROLLOUT.here()
+        answers = stream(worker.stub.RunGroup, message, pb.RunGroupResponse, timeout=timeout, peer=peer, token=token)
         async for answer in answers:
             if answer.HasField("group"):
                 return _decoded(answer.group, peer)
             ended(answer.ended)
-        raise BrokenStream(f"{peer} ended the stream of {order.group_id} without its group")
+        raise BrokenStream(f"{peer} ended the stream of {request.group_id} without its group")
 
 
 def _decoded(message: common_pb.Group, peer: str) -> Group:
-    """A group from the wire.
+    """Decodes a group.
 
     Raises:
-        MalformedGroup: It holds what no group can hold, such as an unknown stop reason or half a token id.
+        MalformedGroup: It holds invalid values, such as an unknown stop reason or a truncated token id.
     """
     try:
         return group_from_proto(message)

@@ -21,7 +21,7 @@ from kestrl_rollout.conversation import ToolLimits
 from kestrl_rollout.engine import EngineClient
 from kestrl_rollout.episodes import EpisodeRunner
 from kestrl_rollout.groups import GroupRunner
-from kestrl_rollout.loading import load_face, load_job_loops
+from kestrl_rollout.loading import load_chat_model, load_job_loops
 from kestrl_rollout.scoring import SERVICE as JUDGE_SERVICE
 from kestrl_rollout.scoring import Judge
 from kestrl_rollout.service import RolloutServicer
@@ -31,14 +31,14 @@ from kestrl_rollout.tool_session import Toolbox
 
 @asynccontextmanager
 async def group_runner(settings: RolloutSettings) -> AsyncGenerator[GroupRunner]:
-    """A worker's whole inside, made from its settings.
+    """Builds the worker's group runner from its settings.
 
     Raises:
         UserInputError: Model, template or agent cannot be used.
     """
     loops = load_job_loops(settings)
-    # In a thread: reading a large tokenizer takes seconds, and signals are handled meanwhile.
-    face = await asyncio.to_thread(load_face, settings, loops, started=datetime.now().astimezone())
+    # In a thread: reading a large tokenizer takes seconds, and signals must be handled meanwhile.
+    chat_model = await asyncio.to_thread(load_chat_model, settings, loops, started=datetime.now().astimezone())
     async with (
         EngineClient(Secret.ENGINE_KEY.here()) as client,
         rpc.channel(settings.tools_address) as to_tools,
@@ -48,10 +48,10 @@ async def group_runner(settings: RolloutSettings) -> AsyncGenerator[GroupRunner]
     ):
         episodes = EpisodeRunner(
             component=settings.component,
-            face=face,
+            chat_model=chat_model,
             loops=loops,
             client=client,
-            toolbox=Toolbox(tools, face.chat, seconds=settings.call_seconds),
+            toolbox=Toolbox(tools, chat_model.chat, seconds=settings.call_seconds),
             tool_limits=ToolLimits(
                 max_parallel_calls=settings.max_parallel_calls, max_tool_tokens=settings.max_tool_tokens
             ),
@@ -66,7 +66,7 @@ async def group_runner(settings: RolloutSettings) -> AsyncGenerator[GroupRunner]
 
 
 async def work(settings: ServiceSettings) -> None:
-    """Serves until told to stop."""
+    """Serves until the process is asked to stop."""
     assert isinstance(settings, RolloutSettings)
     contain_user_tasks()
     async with group_runner(settings) as groups:

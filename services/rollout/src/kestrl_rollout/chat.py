@@ -1,9 +1,9 @@
-"""Conversations as token ids, grown without ever rendering again what the engine has seen.
+"""Conversations as token ids, extended without rendering again what the engine has seen.
 
-`prompt` renders a whole conversation once. `extension` gives what follows the model's turn: the text the template puts between
-the end of that turn and the next one's beginning. It is used only when proven: the template must write everything before the
-turn exactly as it did in the prompt the model saw. Where it does not (a template that deletes old reasoning), there is no
-extension, and the caller forks a new row.
+`prompt` renders a whole conversation once. `extension` gives what follows the model's turn: the text the template puts
+between the end of that turn and the next one's beginning. It is used only when verified: the template must write
+everything before the turn exactly as in the prompt that the model saw. Where it does not (a template that deletes old
+reasoning), there is no extension, and the caller forks a new row.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ class Message:
 
     role: str
     text: str
-    """Of an assistant: without its reasoning, where that could be told apart."""
+    """The message's text; of an assistant without its reasoning, if that could be separated."""
     ids: Sequence[int] | None = None
-    """Of an assistant: the sampled tokens of `text`, to be used as they are."""
+    """Sampled tokens of an assistant's `text`, used unchanged."""
     reasoning: str | None = None
     reasoning_ids: Sequence[int] | None = None
 
 
 Shape = tuple[tuple[str, bool], ...]
-"""What a template can tell of a marked conversation: each message's role, and whether it is empty (or, of an assistant, has
-reasoning)."""
+"""What a template sees of a marked conversation: each message's role, and whether it is empty (for an assistant:
+whether it has reasoning)."""
 
 
 def shape(messages: Sequence[Message]) -> Shape:
@@ -47,16 +47,16 @@ def shape(messages: Sequence[Message]) -> Shape:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A rendering to be filled: control tokens, text, and slots."""
+    """A rendering with slots: control tokens, text, and slots to fill."""
 
     text: str
     parts: tuple[Part | Slot, ...]
     reasons: bool
-    """Whether the model's turn begins inside its reasoning, because the template opens it."""
+    """Whether the template opens the reasoning, so that the model's turn begins inside it."""
 
 
 class Chat:
-    """A template and a vocabulary: the one place where conversations become ids. Safe to use from several threads."""
+    """Converts conversations to token ids with a template and a vocabulary. Thread-safe."""
 
     def __init__(self, template: Template, vocabulary: Vocabulary) -> None:
         self._template = template
@@ -78,7 +78,7 @@ class Chat:
         return self._fill(self._prompt(shape(messages), tools).parts, messages, tools)
 
     def rendered(self, messages: Sequence[Message], tools: ToolSet) -> tuple[str | Slot, ...]:
-        """A conversation as the template writes it, its slots not filled yet."""
+        """A conversation as the template writes it, with unfilled slots."""
         return skeleton(self._prompt(shape(messages), tools).text).parts
 
     def text(self, messages: Sequence[Message], tools: ToolSet) -> str:
@@ -108,11 +108,11 @@ class Chat:
         Args:
             messages: The whole conversation.
             since: Index of the assistant's message in it; what follows is new.
-            last: The last sampled token, which may already be the one that closes a turn.
-            tools: As in the prompt.
+            last: The last sampled token, which may be the one that closes a turn.
+            tools: The tool set of the prompt.
 
         Returns:
-            The ids to append, or None when the template writes what came before differently now.
+            The ids to append, or None if the template now writes the earlier conversation differently.
         """
         parts = self._extension(shape(messages), since, tools)
         if parts is None:
@@ -185,7 +185,8 @@ def _marked(conversation: Shape) -> list[dict[str, str]]:
         if role != "assistant":
             marked.append({"role": role, "content": "" if flag else mark(f"m{index}", edges=True)})
             continue
-        # Reasoning goes where the model wrote it: templates that know of it look for these tags, others keep it.
+        # Reasoning goes where the model wrote it: templates that handle reasoning look for these tags, others keep it
+        # as text.
         thought = f"<think>\n{mark(f'r{index}')}\n</think>\n\n" if flag else ""
         marked.append({"role": role, "content": thought + mark(f"a{index}")})
     return marked

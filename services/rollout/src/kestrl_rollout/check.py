@@ -1,4 +1,4 @@
-"""`python -m kestrl_rollout.check`: whether loops, tokenizer and chat template can be used, and how long the prompts are."""
+"""`python -m kestrl_rollout.check`: checks loops, tokenizer, chat template and prompt lengths."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from kestrl.errors import UserInputError
 from kestrl.tools import ToolSchema
 from kestrl_rollout.agents.loading import LoadedLoop, Loops
 from kestrl_rollout.chat import Chat, Message
-from kestrl_rollout.loading import load_face, load_job_loops
-from kestrl_rollout.model import prove_start
+from kestrl_rollout.loading import load_chat_model, load_job_loops
+from kestrl_rollout.model import verify_start
 from kestrl_rollout.tool_session import expanded, unrendered
 from kestrl_rollout.toolset import NO_TOOLS, ToolSet
 
@@ -25,16 +25,16 @@ MOST_PROBLEMS = 20
 
 @dataclass(slots=True)
 class _Seen:
-    """What was found in the rows so far."""
+    """Findings in the rows so far."""
 
     problems: list[str] = field(default_factory=list[str])
     warnings: dict[str, None] = field(default_factory=dict[str, None])
     starts: set[Any] = field(default_factory=set[Any])
-    """Roles and tools that were tried, so that each combination is reported once."""
+    """Combinations of roles and tools that were checked, so that each is reported once."""
 
 
 class RowCheck:
-    """Rows, as the worker would begin their episodes."""
+    """Checks rows as the worker would begin their episodes."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class RowCheck:
         self.seen = _Seen()
 
     def overlong(self, rows: Sequence[DataRow]) -> Iterator[tuple[int, int]]:
-        """Ordinal and tokens of each row whose prompt leaves no room in the context."""
+        """Ordinal and token count of each row whose prompt leaves no room in the context."""
         for row in rows:
             try:
                 tokens = self._tokens(row)
@@ -64,7 +64,7 @@ class RowCheck:
                 yield row.scenario.ordinal, tokens
 
     def _tokens(self, row: DataRow) -> int:
-        """Tokens of a row's prompt, or a bound on them where that is enough. Raises UserInputError."""
+        """Number of tokens of a row's prompt, or an upper bound below the context length. Raises UserInputError."""
         scenario = row.scenario
         loop = self._loops.of(scenario.agent)
         wanted = (scenario.tools if scenario.tools is not None else tuple(self._tools)) if loop.uses_tools else ()
@@ -74,10 +74,10 @@ class RowCheck:
         start = (tuple(message.role for message in messages), names, loop.name)
         if start not in self.seen.starts:
             self.seen.starts.add(start)
-            prove_start(self._chat, [Message(role=message.role, text="Some text.") for message in messages], toolset)
+            verify_start(self._chat, [Message(role=message.role, text="Some text.") for message in messages], toolset)
         text = self._chat.text(messages, toolset)
         self._check_names(loop, names, text, row)
-        # A token is a byte at least, so that most rows need not be encoded to be known short.
+        # A token has at least one byte: short texts need not be encoded.
         size = len(text.encode())
         return size if size < self._context_length else len(self._chat.prompt(messages, toolset))
 
@@ -96,28 +96,28 @@ class RowCheck:
         self.seen.starts.add(key)
         if loop.built_in:
             raise UserInputError(problem)
-        # A loop of the user's own may write its prompts itself.
+        # A user's loop may write its prompts itself.
         self.seen.warnings[f"{row.place}: {problem}"] = None
 
 
 def check(settings: RolloutCheck) -> dict[str, Any]:
-    """Overlong rows by data set, as ordinal and tokens, and warnings.
+    """Overlong rows by data set, as ordinal and token count, and warnings.
 
     Raises:
-        UserInputError: A loop, the tokenizer or the template cannot be used, or not with the roles, loops and tools that
-            the rows name.
+        UserInputError: A loop, the tokenizer or the template cannot be used, or not with the roles, loops and tools of
+            the rows.
     """
     rollout = settings.rollout
     sys.path[:0] = rollout.python_path
     loops = load_job_loops(rollout)
-    face = load_face(rollout, loops, started=datetime.now().astimezone())
+    chat_model = load_chat_model(rollout, loops, started=datetime.now().astimezone())
     tools: list[ToolSchema] = []
     environments: dict[str, list[str]] = {}
     for tool in settings.tools:
         tools.append(ToolSchema(name=tool["name"], description=tool["description"], parameters=tool["parameters"]))
         if tool["environment"]:
             environments.setdefault(tool["environment"], []).append(tool["name"])
-    rows = RowCheck(face.chat, loops, tools, environments, rollout.context_length)
+    rows = RowCheck(chat_model.chat, loops, tools, environments, rollout.context_length)
     overlong = {
         name: list(rows.overlong(read_rows(Path(file.path), size=file.size))) for name, file in settings.data.items()
     }

@@ -1,7 +1,7 @@
-"""An episode in progress: the handle that an agent loop drives, and the record that comes of it.
+"""An episode in progress: the `Conversation` that an agent loop uses, and the record of the episode.
 
-The conversation owns the tokens. Each prompt is the last one plus what was sampled plus the ids of what is new; a loop cannot
-reach into it. It also remembers what broke: a loop that swallows an engine's failure cannot go on as if nothing had happened.
+The conversation owns the tokens. Each prompt is the last one, the sampled tokens and the ids of new messages; a loop
+cannot change it. It also keeps the first platform failure, so that a loop that swallows one cannot continue.
 """
 
 from __future__ import annotations
@@ -21,29 +21,29 @@ from kestrl.tools import ToolSchema
 from kestrl_rollout.chat import Message
 from kestrl_rollout.deadlines import Scope, Waiting, deadline, now
 from kestrl_rollout.engine_session import EngineSession, Sampled
-from kestrl_rollout.huggingface import TokenizerView
-from kestrl_rollout.model import ModelFace
+from kestrl_rollout.model import ChatModel
 from kestrl_rollout.parser import Parsed
 from kestrl_rollout.recorder import Recorder
 from kestrl_rollout.requests import Deadlines
-from kestrl_rollout.tool_session import Offer, ToolAnswer, ToolSession
+from kestrl_rollout.tool_session import OfferedTools, ToolAnswer, ToolSession
+from kestrl_rollout.transformers_tokenizer import TransformersTokenizer
 
 CUT_RESERVE = 24
-"""Tokens kept free for the marker of a cut result."""
+"""Tokens reserved for the marker of a shortened result."""
 TOOL_ERRORS = tuple((f"tool_errors.{outcome}", outcome) for outcome in CallOutcome if outcome is not CallOutcome.OK)
-"""Metrics of an episode: calls that did not go well, by how."""
+"""Metric names of failed tool calls by outcome."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolLimits:
-    """What the worker's settings say of tool calls."""
+    """Bounds on tool calls from the worker's settings."""
 
     max_parallel_calls: int
     max_tool_tokens: int
 
 
 class _Platform:
-    """Around what is ours: notes what breaks, and keeps a bug of ours from being taken for the loop's."""
+    """Context around platform code: records failures, and keeps internal errors apart from the loop's."""
 
     __slots__ = ("_note",)
 
@@ -74,9 +74,9 @@ class EpisodeConversation:
         seed: int,
         limits: Limits,
         deadlines: Deadlines,
-        face: ModelFace,
+        chat_model: ChatModel,
         engine: EngineSession,
-        offer: Offer,
+        offered: OfferedTools,
         tools: ToolSession,
         tool_limits: ToolLimits,
         waiting: Waiting,
@@ -85,19 +85,19 @@ class EpisodeConversation:
         self._seed = seed
         self._limits = limits
         self._deadlines = deadlines
-        self._face = face
-        self._reader = face.reader
+        self._chat_model = chat_model
+        self._reader = chat_model.reader
         self._engine = engine
-        self._offer = offer
+        self._offered = offered
         self._tools = tools
         self._tool_limits = tool_limits
         self._waiting = waiting
         self._messages = [Message(role=said["role"], text=said["content"]) for said in scenario.messages]
-        self._said: list[dict[str, Json]] = [dict(said) for said in scenario.messages]
+        self._transcript: list[dict[str, Json]] = [dict(said) for said in scenario.messages]
         self._recorder = Recorder()
         self._ids: list[int] = []
-        """The row so far: the last prompt and what was sampled behind it."""
-        self._spoken = 0
+        """The row so far: the last prompt and the tokens sampled after it."""
+        self._last_reply = 0
         """Index of the model's last message."""
         self._by_tokens = False
         self._metrics: dict[str, float] = {}
@@ -114,7 +114,7 @@ class EpisodeConversation:
 
     @property
     def tools(self) -> Sequence[ToolSchema]:
-        return self._offer.tools
+        return self._offered.tools
 
     @property
     def limits(self) -> Limits:
@@ -126,7 +126,7 @@ class EpisodeConversation:
 
     @property
     def messages(self) -> Sequence[Mapping[str, Json]]:
-        return tuple(self._said)
+        return tuple(self._transcript)
 
     @property
     def metrics(self) -> MutableMapping[str, float]:
@@ -134,13 +134,13 @@ class EpisodeConversation:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        return TokenizerView(self._face)
+        return TransformersTokenizer(self._chat_model)
 
     def append_user(self, text: str) -> None:
         if not isinstance(text, str) or encodable(text) != text:  # pyright: ignore[reportUnnecessaryIsInstance] - a user's loop
             raise UserCodeError("append_user() takes text without lone surrogates", code="bad_message")
         self._messages.append(Message(role="user", text=text))
-        self._said.append({"role": "user", "content": text})
+        self._transcript.append({"role": "user", "content": text})
 
     def stop(self, reason: StopReason) -> None:
         if reason not in set(StopReason) - {StopReason.FAILED}:
@@ -161,12 +161,12 @@ class EpisodeConversation:
             room = self._room(len(prompt))
         if room == 0:
             return None
-        sampled = await self._sample(prompt, room, self._face.stop_ids)
+        sampled = await self._sample(prompt, room, self._chat_model.stop_ids)
         with self._platform():
             parsed = self._parse(sampled.completion)
         turn = self._record(prompt, sampled, parsed.text)
         self._ids = [*prompt, *sampled.completion.token_ids]
-        self._spoken = len(self._messages)
+        self._last_reply = len(self._messages)
         self._messages.append(parsed.message)
         return Reply(
             index=turn.index,
@@ -187,18 +187,18 @@ class EpisodeConversation:
         if room == 0:
             raise LimitReached(f"the episode's limit is reached: {self._stop}")
         room = room if max_tokens is None else min(room, max_tokens)
-        stops = tuple(dict.fromkeys((*self._face.stop_ids, *stop_token_ids)))
+        stops = tuple(dict.fromkeys((*self._chat_model.stop_ids, *stop_token_ids)))
         sampled = await self._sample(prompt_ids, room, stops)
-        self._record(prompt_ids, sampled, self._said_by(sampled.completion, stops))
+        self._record(prompt_ids, sampled, self._text_of(sampled.completion, stops))
         return sampled.completion
 
-    def _said_by(self, completion: Completion, stops: Sequence[int]) -> str:
+    def _text_of(self, completion: Completion, stops: Sequence[int]) -> str:
         """The text of a turn, without the token that ended it."""
         ids = completion.token_ids
-        return self._face.vocabulary.decode(ids[:-1] if ids and ids[-1] in stops else ids)
+        return self._chat_model.vocabulary.decode(ids[:-1] if ids and ids[-1] in stops else ids)
 
     def keep(self, token_ids: Sequence[int], mask: Sequence[int]) -> None:
-        self._recorder.keep(token_ids, mask)
+        self._recorder.set_training_mask(token_ids, mask)
 
     async def call_tools(self, calls: Sequence[Call]) -> Sequence[ToolCall]:
         self._check()
@@ -207,7 +207,7 @@ class EpisodeConversation:
         for result in results:
             self.tool_calls.append(result)
             self._messages.append(Message(role="tool", text=result.text))
-            self._said.append({"role": "tool", "name": result.name, "content": result.text})
+            self._transcript.append({"role": "tool", "name": result.name, "content": result.text})
         return results
 
     def _check(self) -> None:
@@ -215,21 +215,21 @@ class EpisodeConversation:
             raise self._broken
 
     def _platform(self) -> _Platform:
-        return _Platform(self._breaks)
+        return _Platform(self._record_failure)
 
-    def _breaks(self, error: KestrlError) -> None:
+    def _record_failure(self, error: KestrlError) -> None:
         self._broken = self._broken or error
 
     def _prompt(self) -> list[int]:
-        chat, toolset = self._face.chat, self._offer.toolset
+        chat, toolset = self._chat_model.chat, self._offered.toolset
         if self._ids:
-            new = chat.extension(self._messages, since=self._spoken, last=self._ids[-1], tools=toolset)
+            new = chat.extension(self._messages, since=self._last_reply, last=self._ids[-1], tools=toolset)
             if new is not None:
                 return self._ids + new
         return chat.prompt(self._messages, toolset)
 
     def _room(self, prompt_tokens: int) -> int:
-        """Tokens the next turn may have; 0 ends the episode and notes why."""
+        """Largest number of tokens of the next turn; 0 ends the episode and sets the stop reason."""
         limits = self._limits
         if len(self.turns) >= limits.max_turns:
             self._stop = self._stop or StopReason.MAX_TURNS
@@ -256,19 +256,19 @@ class EpisodeConversation:
 
     def _parse(self, completion: Completion) -> Parsed:
         ids, finish = completion.token_ids, completion.finish_reason
-        if finish == "stop" and ids[-1] in self._face.stop_ids:
+        if finish == "stop" and ids[-1] in self._chat_model.stop_ids:
             ids = ids[:-1]
-        reasons = self._face.chat.reasons(self._messages, self._offer.toolset)
-        return self._reader.parse(ids, self._offer.schemas, reasoning=reasons, cut=finish == "length")
+        reasons = self._chat_model.chat.reasons(self._messages, self._offered.toolset)
+        return self._reader.parse(ids, self._offered.schemas, reasoning=reasons, cut=finish == "length")
 
     def _record(self, prompt: Sequence[int], sampled: Sampled, text: str) -> Turn:
         completion = sampled.completion
-        lies = self._recorder.record(prompt, completion)
+        position = self._recorder.record(prompt, completion)
         turn = Turn(
             index=len(self.turns),
-            row=lies.row,
-            start=lies.start,
-            end=lies.end,
+            row=position.row,
+            start=position.start,
+            end=position.end,
             text=text,
             finish_reason=completion.finish_reason,
             engine=sampled.engine,
@@ -277,7 +277,7 @@ class EpisodeConversation:
         )
         self.turns.append(turn)
         self._sampled += len(completion.token_ids)
-        self._said.append({"role": "assistant", "content": text})
+        self._transcript.append({"role": "assistant", "content": text})
         return turn
 
     async def _run_calls(self, calls: Sequence[Call]) -> list[ToolCall]:
@@ -316,7 +316,7 @@ class EpisodeConversation:
         )
 
     def _refusal(self, call: Call, index: int) -> ToolAnswer | None:
-        """What the model is told without asking a tool, if anything."""
+        """The result of a call that is not passed to a tool; None if it is."""
         if index >= self._tool_limits.max_parallel_calls:
             limit = self._tool_limits.max_parallel_calls
             text = f"Error: at most {limit} tool calls in one turn; this one was not made. Make it in the next turn."
@@ -329,18 +329,18 @@ class EpisodeConversation:
         with self._waiting.on(Boundary.TOOL):
             seconds = self._deadlines.tool
             if not self._tools.opened:
-                # Within the turn's deadline, not the tool's: a service that is being started again has not failed at anything.
+                # Within the turn's deadline, not the tool's: a restarting service is not a failure of the tool.
                 async with deadline(Scope.TURN, self._turn_ends, self._waiting):
                     await self._tools.reachable()
-                seconds *= 2  # as long again for the tools to be made
+                seconds *= 2  # the first call also creates the tools
             began = now()
-            scope = Scope.TOOL if began + seconds < self._turn_ends else Scope.TURN  # one timer: the one that is first
+            scope = Scope.TOOL if began + seconds < self._turn_ends else Scope.TURN  # one timer: the earlier deadline
             async with deadline(scope, min(began + seconds, self._turn_ends), self._waiting):
                 return await self._tools.call(name, arguments, seconds=seconds)
 
     def _shorten(self, text: str) -> str:
         limit = self._tool_limits.max_tool_tokens
-        cut = self._face.vocabulary.cut(text, limit, reserve=CUT_RESERVE)
+        cut = self._chat_model.vocabulary.cut(text, limit, reserve=CUT_RESERVE)
         if cut is None:
             return text
         self._metrics["tool_results_cut"] = self._metrics.get("tool_results_cut", 0.0) + 1
@@ -348,19 +348,19 @@ class EpisodeConversation:
         return f"{kept}\n[cut here: {tokens} tokens or more, limit {limit}]"
 
     def abandon(self, error: KestrlError) -> None:
-        """Lets a loop that goes on after its end use nothing any more."""
-        self._breaks(error)
+        """Makes every further use by a loop that runs on after its end fail."""
+        self._record_failure(error)
 
     @property
     def broken(self) -> KestrlError | None:
-        """What the platform broke, whether or not the loop let it pass."""
+        """The first platform failure, whether or not the loop let it propagate."""
         return self._broken
 
     def rows(self) -> tuple[Row, ...]:
         return self._recorder.close()
 
     def finish(self) -> StopReason:
-        """Ends the record: why it stopped, and the numbers of it."""
+        """Completes the metrics; returns the stop reason."""
         outcomes = [call.outcome for call in self.tool_calls]
         self._metrics |= {
             "num_turns": len(self.turns),

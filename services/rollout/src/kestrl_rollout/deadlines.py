@@ -1,7 +1,8 @@
-"""Deadlines that say which of them passed and what was being waited for.
+"""Deadlines that report which of them passed and what the episode was waiting for.
 
-They nest: tool < turn < episode < group. Each is an absolute time of the loop's clock, so that an inner one can be entered
-again and again without ever outliving its outer one. The group's counts from the beginning of its last episode (`GroupClock`).
+They nest: tool < turn < episode < group. Each is an absolute time of the loop's clock, so that an inner one can be
+entered repeatedly without outliving the outer one. The group's deadline counts from the start of its last episode
+(`GroupClock`).
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from kestrl.errors import Boundary, DeadlineExceeded
 
 
 class Scope(StrEnum):
-    """Whose deadline; the failure's code."""
+    """Scope of a deadline; the value is the failure's code."""
 
     TOOL = "tool_deadline"
     TURN = "turn_deadline"
@@ -24,15 +25,17 @@ class Scope(StrEnum):
 
 
 class Waiting:
-    """What an episode waits for right now: the boundary of a deadline that passes meanwhile."""
+    """What an episode waits for now: the boundary of a deadline that passes meanwhile."""
 
     def __init__(self, alarms: Alarms) -> None:
         self.alarms = alarms
-        """The worker's."""
+        """The worker's alarms."""
         self.boundary = Boundary.INFRASTRUCTURE
 
     def on(self, boundary: Boundary) -> _On:
-        """Waits for `boundary`. A cancellation leaves the mark in place for the deadline that caused it to read."""
+        """Marks a wait for `boundary`. A cancellation leaves the mark in place, so that the deadline behind it can read
+        it.
+        """
         return _On(self, boundary)
 
 
@@ -57,23 +60,24 @@ def now() -> float:
 
 
 class GroupClock:
-    """A group's deadline. Its episodes begin one by one, as slots come free, each within so many seconds or not at all."""
+    """A group's deadline. Episodes start as slots become free, within `seconds` of the group's start."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
         self.begin_by = self.ends = now() + seconds
-        """When the last episode must have begun, and when all must be scored. The second moves with every episode that begins."""
+        """Latest start of an episode, and latest time of the scores. The second moves with every episode that
+        starts."""
 
     def begun(self) -> None:
-        """An episode has a slot."""
+        """Records that an episode got a slot."""
         self.ends = now() + self._seconds
 
 
 class deadline:  # noqa: N801 - used as a verb: `async with deadline(...)`
-    """Ends what runs inside at a loop time, as `asyncio.timeout_at` would. A class and no generator: an episode enters a dozen of them.
+    """Cancels its body at a loop time, like `asyncio.timeout_at`. A class, not a generator, for speed.
 
     Raises:
-        DeadlineExceeded: It passed; the code is the scope, the boundary what was waited for.
+        DeadlineExceeded: The deadline passed; its code is the scope, its boundary what was waited for.
     """
 
     __slots__ = ("_cancelling", "_rang", "_scope", "_task", "_waiting", "at")
@@ -99,7 +103,7 @@ class deadline:  # noqa: N801 - used as a verb: `async with deadline(...)`
         if not self._rang:
             self._waiting.alarms.discard(self)
         elif self._task.uncancel() <= self._cancelling and kind is asyncio.CancelledError:
-            # Only where nobody else cancelled it too, and it was not swallowed inside.
+            # Only if there was no other cancellation and the body did not swallow this one.
             name, waited = self._scope.removesuffix("_deadline"), self._waiting.boundary
             raise DeadlineExceeded(
                 f"the {name}'s deadline passed while waiting for: {waited}", code=self._scope, boundary=waited

@@ -1,7 +1,6 @@
-"""Talking to inference engines: token ids in, token ids and log-probabilities out, over vLLM's `/inference/v1/generate`.
+"""Client of inference engines: token ids in, token ids and log-probabilities out, over vLLM's `/inference/v1/generate`.
 
-What an engine answers is not believed before it is checked: the policy it names is the one asked for, every token has a finite
-log-probability.
+Answers are checked: the reported policy must be the requested one, and every token needs a finite log-probability.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from kestrl.telemetry import trace_headers
 from kestrl_rollout.http import HttpClient, Lost, Unreachable
 
 IMPOSSIBLE_LOGPROB = -9998.0
-"""vLLM writes -9999 for NaN, -inf and a token it has no value for."""
+"""Bound below vLLM's -9999, which stands for NaN, -inf and missing values."""
 MESSAGE_CHARACTERS = 300
 
 
@@ -39,7 +38,7 @@ class GenerateRequest:
 
     id: str
     policy: str
-    """Name the policy is served under."""
+    """Name under which the policy is served."""
     prompt_ids: Sequence[int]
     temperature: float
     max_tokens: int
@@ -65,7 +64,7 @@ class GenerateRequest:
 
 
 class EngineClient:
-    """All engines of the worker. Connections are bounded by the episodes: a queue hidden here would look like a slow engine."""
+    """Client of all engines of the worker. Concurrent episodes bound the connections; there is no queue here."""
 
     def __init__(self, key: str | None) -> None:
         authorization = {"authorization": f"Bearer {key}"} if key else {}
@@ -84,8 +83,8 @@ class EngineClient:
         """Samples one turn.
 
         Raises:
-            EngineFailure: The engine cannot be reached, refuses, or answers what cannot be true. `retryable` says whether
-                another engine may do better.
+            EngineFailure: The engine cannot be reached, refuses, or its answer is invalid. `retryable` if another
+                engine may succeed.
         """
         url = f"{engine.url.rstrip('/')}/inference/v1/generate"
         try:
@@ -102,7 +101,7 @@ class EngineClient:
 
 
 def refusal(engine: str, status: int, payload: bytes) -> EngineFailure:
-    """The failure behind an HTTP status."""
+    """The failure for an HTTP status."""
     text = payload[:MESSAGE_CHARACTERS].decode(errors="replace")
     code, retryable = {
         400: ("bad_request", False),
@@ -130,7 +129,7 @@ class _Choice(msgspec.Struct):
 
 
 class _Answer(msgspec.Struct):
-    """What counts of an answer; the rest of it is skipped."""
+    """The fields used of an answer; others are skipped."""
 
     model: str
     choices: tuple[_Choice]
@@ -143,15 +142,15 @@ def _parsed(payload: bytes) -> _Answer:
     try:
         return _ANSWERS.decode(payload)
     except msgspec.DecodeError:
-        # It may hold NaN, which is no JSON, and deserves an error of its own further down.
+        # It may hold NaN, which is not valid JSON and is reported by its own error below.
         return msgspec.convert(json.loads(payload), _Answer)
 
 
 def read_completion(engine: str, policy: str, payload: bytes) -> Completion:
-    """Checks an answer and takes from it what counts.
+    """Checks an answer and decodes it.
 
     Raises:
-        EngineFailure: It is not the answer to what was asked.
+        EngineFailure: It is not a valid answer to the request.
     """
     try:
         answer = _parsed(payload)
@@ -165,7 +164,7 @@ def read_completion(engine: str, policy: str, payload: bytes) -> Completion:
     ids, finish, scored = choice.token_ids, choice.finish_reason, choice.logprobs.content
     if named != policy:
         raise EngineFailure(
-            f"{engine}: asked for policy {policy!r}, answered with {named!r}", code="wrong_policy", retryable=False
+            f"{engine}: requested policy {policy!r}, answered with {named!r}", code="wrong_policy", retryable=False
         )
     if finish == "abort":
         raise EngineFailure(f"{engine}: the engine aborted the request", code="aborted")
@@ -177,7 +176,7 @@ def read_completion(engine: str, policy: str, payload: bytes) -> Completion:
     logprobs = [entry.logprob for entry in scored]
     if (
         not math.isfinite(sum(logprobs)) or min(logprobs) <= IMPOSSIBLE_LOGPROB
-    ):  # a sum with one that is not finite is not either
+    ):  # the sum is not finite if one value is not
         raise EngineFailure(
             f"{engine}: a sampled token has no finite log-probability; the policy may hold NaN", code="bad_logprob"
         )

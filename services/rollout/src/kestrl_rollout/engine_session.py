@@ -1,4 +1,4 @@
-"""One episode's turns at the engines: placement, one retry, and seeds that depend on nothing but the episode."""
+"""One episode's requests to engines: placement, one retry, and seeds that depend only on episode and turn."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from kestrl.errors import EngineFailure
 from kestrl.telemetry import span
 from kestrl.telemetry.names import Attr, SpanName
 from kestrl_rollout.engine import EngineAddress, EngineClient, GenerateRequest
+from kestrl_rollout.pacing import ResumePacer
 from kestrl_rollout.sessions import Sessions
-from kestrl_rollout.turnstile import Turnstile
 
 
 def turn_seed(episode_seed: int, turn: int) -> int:
@@ -24,7 +24,7 @@ def turn_seed(episode_seed: int, turn: int) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampled:
-    """A turn's tokens and where they came from."""
+    """A sampled turn: its tokens, engine and duration."""
 
     completion: Completion
     engine: str
@@ -44,7 +44,7 @@ class EngineSession:
         seed: int,
         client: EngineClient,
         sessions: Sessions,
-        turnstile: Turnstile,
+        pacer: ResumePacer,
     ) -> None:
         self._id = episode_id
         self._engines = {engine.name: engine for engine in engines}
@@ -53,7 +53,7 @@ class EngineSession:
         self._seed = seed
         self._client = client
         self._sessions = sessions
-        self._turnstile = turnstile
+        self._pacer = pacer
         self.engine = ""
         """The engine of the last turn."""
         self.retries = 0
@@ -64,12 +64,12 @@ class EngineSession:
         """Samples a turn; when its engine fails, once more on another.
 
         Raises:
-            EngineFailure: It failed, and trying again cannot help or did not.
+            EngineFailure: It failed, and a retry cannot help or failed too.
         """
         try:
             return await self._attempt(prompt_ids, turn, 0, max_tokens, stop_token_ids)
         except EngineFailure as error:
-            # A lost connection may be an idle one that the engine was just closing, so even the same engine is worth a try.
+            # A lost connection may be an idle one that the engine was closing: even the same engine may answer a retry.
             if not error.retryable or (len(self._engines) == 1 and error.code != "connection_lost"):
                 raise
         self.retries += 1
@@ -106,9 +106,9 @@ class EngineSession:
             current.set_attribute(Attr.OUTPUT_TOKENS, len(completion.token_ids))
             current.set_attribute(Attr.FINISH_REASON, (completion.finish_reason,))
         seconds = time.monotonic() - started
-        await self._turnstile.enter()
+        await self._pacer.enter()
         return Sampled(completion=completion, engine=self.engine, seconds=seconds)
 
     def finish(self) -> None:
-        """Ends the session; ending it twice is no error."""
+        """Ends the session; a second call has no effect."""
         self._sessions.finish(self._id)

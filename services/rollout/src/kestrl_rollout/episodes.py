@@ -1,4 +1,4 @@
-"""Running one episode from its scenario to its record. Whatever breaks becomes a typed failure on that record."""
+"""Running one episode from its scenario to its record. Every error becomes a typed failure on that record."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ from kestrl_rollout.deadlines import GroupClock, Scope, Waiting, deadline, now
 from kestrl_rollout.engine import EngineClient
 from kestrl_rollout.engine_session import EngineSession
 from kestrl_rollout.loop_metrics import REWARD, check_metrics, returned_reward, usable_metrics
-from kestrl_rollout.model import ModelFace
+from kestrl_rollout.model import ChatModel
+from kestrl_rollout.pacing import ResumePacer
 from kestrl_rollout.requests import GroupRequest
 from kestrl_rollout.sessions import Sessions
-from kestrl_rollout.tool_session import Offer, Toolbox, ToolSession, unrendered
-from kestrl_rollout.turnstile import Turnstile
+from kestrl_rollout.tool_session import OfferedTools, Toolbox, ToolSession, unrendered
 
 log = logging.getLogger(__name__)
 _Contained = tuple[object, BaseException | None]
 CANCEL_SECONDS = 2.0
 """How long a user's loop may take to end after its cancellation."""
 MAX_ABANDONED = 64
-"""Loops that ignored their cancellation and still run, before no further one is started."""
+"""Number of still running cancelled loops from which on no user's loop is started."""
 
 
 @dataclass(slots=True)
 class _Attempt:
-    """What an episode holds while it runs."""
+    """State of a running episode."""
 
     id: str
     index: int
@@ -49,14 +49,14 @@ class _Attempt:
     loop: LoadedLoop | None = None
     started_at: float = field(default_factory=time.time)
     started: float = field(default_factory=time.monotonic)
-    """When it got its slot; of one that never did, when it began to wait."""
+    """Time when it got its slot; if it never did, when it began to wait."""
     conversation: EpisodeConversation | None = None
     engine: EngineSession | None = None
     tools: ToolSession | None = None
     has_state: bool = False
     """Whether an environment has a state for the reward."""
     reward: float | None = None
-    """What the loop returned."""
+    """The reward that the loop returned."""
     environments: Mapping[str, Json] = field(default_factory=dict[str, Any])
 
 
@@ -67,7 +67,7 @@ class EpisodeRunner:
         self,
         *,
         component: str,
-        face: ModelFace,
+        chat_model: ChatModel,
         loops: Loops,
         client: EngineClient,
         toolbox: Toolbox,
@@ -75,7 +75,7 @@ class EpisodeRunner:
         concurrency: int,
     ) -> None:
         self._component = component
-        self._face = face
+        self._chat_model = chat_model
         self._loops = loops
         self._client = client
         self._toolbox = toolbox
@@ -84,12 +84,12 @@ class EpisodeRunner:
         self._alarms = Alarms()
         self._closing: set[asyncio.Task[None]] = set()
         self._abandoned: set[asyncio.Task[_Contained]] = set()
-        """Loops that were cancelled and still run."""
+        """Tasks of loops that were cancelled and still run."""
         self.sessions = Sessions()
-        self._turnstile = Turnstile(lambda: self.sessions.count)
+        self._pacer = ResumePacer(lambda: self.sessions.count)
 
     async def run(self, request: GroupRequest, index: int, clock: GroupClock) -> Episode:
-        """Runs episode `index` of a group. Raises nothing but a cancellation from outside."""
+        """Runs episode `index` of a group. Raises only on cancellation."""
         attempt = _Attempt(f"{request.id}/{index}", index, request.seed + index, Waiting(self._alarms))
         attributes = {Attr.EPISODE_ID: attempt.id, Attr.SCENARIO_ID: request.scenario.id}
         with span(SpanName.EPISODE, attributes) as current:
@@ -123,7 +123,7 @@ class EpisodeRunner:
             )
 
     async def _settle(self, request: GroupRequest, attempt: _Attempt, clock: GroupClock) -> Failure | None:
-        """Runs to the end and says what broke, if anything."""
+        """Runs to the end; returns the failure, or None."""
         try:
             async with deadline(Scope.GROUP, clock.begin_by, attempt.waiting):
                 await self._slots.acquire()
@@ -141,7 +141,7 @@ class EpisodeRunner:
         except KestrlError as error:
             return error.failure(component=self._component)
         except Exception as error:
-            # The siblings must not suffer for a bug of ours in this one.
+            # An internal error in one episode must not affect the others of its group.
             log.exception("episode %s: unexpected error", attempt.id)
             return KestrlError(described(error), code="internal").failure(component=self._component)
         return None
@@ -150,9 +150,9 @@ class EpisodeRunner:
         scenario = request.scenario
         loop = attempt.loop = self._loops.of(scenario.agent)
         with attempt.waiting.on(Boundary.TOOL):
-            offer = await self._toolbox.offer(scenario) if loop.uses_tools else Offer()
-        if loop.built_in:  # a loop of the user's own may write its prompts itself
-            self._check_rendered(scenario, offer)
+            offered = await self._toolbox.offered_tools(scenario) if loop.uses_tools else OfferedTools()
+        if loop.built_in:  # a user's loop may write its prompts itself
+            self._check_rendered(scenario, offered)
         attempt.engine = EngineSession(
             episode_id=attempt.id,
             engines=request.engines,
@@ -161,44 +161,46 @@ class EpisodeRunner:
             seed=attempt.seed,
             client=self._client,
             sessions=self.sessions,
-            turnstile=self._turnstile,
+            pacer=self._pacer,
         )
-        attempt.has_state = offer.has_state
-        attempt.tools = self._toolbox.session(attempt.id, scenario, offer.names, seconds=request.deadlines.episode)
+        attempt.has_state = offered.has_state
+        attempt.tools = self._toolbox.session(attempt.id, scenario, offered.names, seconds=request.deadlines.episode)
         attempt.conversation = EpisodeConversation(
             scenario=scenario,
             seed=attempt.seed,
             limits=request.limits,
             deadlines=request.deadlines,
-            face=self._face,
+            chat_model=self._chat_model,
             engine=attempt.engine,
-            offer=offer,
+            offered=offered,
             tools=attempt.tools,
             tool_limits=self._tool_limits,
             waiting=attempt.waiting,
         )
 
     async def _take_state(self, attempt: _Attempt, seconds: float) -> None:
-        """Asks the environments for what the reward may know of them."""
+        """Reads the environments' state for the reward."""
         if not attempt.has_state:
             return
         assert attempt.tools is not None
-        seconds *= 1 if attempt.tools.opened else 2  # as long again for them to be made
+        seconds *= 1 if attempt.tools.opened else 2  # the first request also creates the environments
         with attempt.waiting.on(Boundary.TOOL):
             async with deadline(Scope.TOOL, now() + seconds, attempt.waiting):
                 attempt.environments = await attempt.tools.state(seconds=seconds)
 
-    def _check_rendered(self, scenario: Scenario, offer: Offer) -> None:
-        """Refuses a prompt that does not name the tools on offer. Raises UserInputError with code `tools_not_rendered`."""
-        if not offer.names:
+    def _check_rendered(self, scenario: Scenario, offered: OfferedTools) -> None:
+        """Refuses a prompt that does not name the offered tools. Raises UserInputError with code
+        `tools_not_rendered`.
+        """
+        if not offered.names:
             return
         messages = [Message(role=said["role"], text=said["content"]) for said in scenario.messages]
-        problem = unrendered(self._face.chat.text(messages, offer.toolset), offer.names)
+        problem = unrendered(self._chat_model.chat.text(messages, offered.toolset), offered.names)
         if problem is not None:
             raise UserInputError(f"scenario {scenario.id}: {problem}", code="tools_not_rendered")
 
     async def _drive(self, attempt: _Attempt) -> None:
-        """Runs the loop and attributes what it raises."""
+        """Runs the loop and attributes its exceptions."""
         conversation, loop = attempt.conversation, attempt.loop
         assert conversation is not None
         assert loop is not None
@@ -206,7 +208,7 @@ class EpisodeRunner:
             with attempt.waiting.on(Boundary.INFRASTRUCTURE if loop.built_in else Boundary.USER_CODE):
                 returned = await self._run_loop(loop, attempt, conversation)
         except LimitReached:
-            returned = None  # the conversation has noted which limit
+            returned = None  # the conversation has recorded which limit
         except KestrlError as error:
             raise conversation.broken or error from error.__cause__
         except asyncio.CancelledError:
@@ -229,7 +231,9 @@ class EpisodeRunner:
             conversation.metrics.update({**score.metrics, REWARD: score.value})
 
     async def _run_loop(self, loop: LoadedLoop, attempt: _Attempt, conversation: EpisodeConversation) -> object:
-        """Runs the loop. A user's has a task of its own, so that the episode ends though the loop ignores its cancellation."""
+        """Runs the loop. A user's loop has its own task, so that the episode ends even if the loop ignores its
+        cancellation.
+        """
         if loop.built_in:
             return await loop.run(conversation)
         if len(self._abandoned) >= MAX_ABANDONED:
@@ -252,7 +256,7 @@ class EpisodeRunner:
     async def _cancel(
         self, loop: LoadedLoop, task: asyncio.Task[_Contained], attempt: _Attempt, conversation: EpisodeConversation
     ) -> None:
-        """Cancels a loop's task, and leaves it behind if it does not end soon."""
+        """Cancels a loop's task and abandons it if it does not end within `CANCEL_SECONDS`."""
         waited = attempt.waiting.boundary
         self._abandoned.add(task)
         task.add_done_callback(self._abandoned.discard)
@@ -260,13 +264,15 @@ class EpisodeRunner:
         try:
             await asyncio.wait({task}, timeout=CANCEL_SECONDS)
         finally:
-            attempt.waiting.boundary = waited  # the deadline that passed names what was waited for then
+            attempt.waiting.boundary = waited  # the deadline that passed reports what was waited for then
             if not task.done():
                 log.error("episode %s: agent.loop %s ignores its cancellation", attempt.id, loop.name)
                 conversation.abandon(UserCodeError(f"agent.loop {loop.name}: its episode is over"))
 
     def _leave(self, attempt: _Attempt) -> None:
-        """Gives back what the episode held. It does not wait for its tool session's end: the slot does, so that there are no more sessions than slots."""
+        """Releases what the episode holds. Its slot is released when the tool session is closed, so that slots bound
+        the sessions.
+        """
         if attempt.engine is not None:
             attempt.engine.finish()
         if attempt.tools is None or not attempt.tools.used:
@@ -284,23 +290,25 @@ class EpisodeRunner:
         try:
             await tools.close()
         except KestrlError as error:
-            # The episode is whole; the tool service ends the session by itself after its lifetime.
+            # The episode is complete; the tool service ends the session by itself after its lifetime.
             log.warning("episode %s: its tool session could not be closed: %s", episode_id, error)
 
     async def closed(self) -> None:
-        """Waits for the ends of tool sessions still under way."""
+        """Waits until all tool sessions are closed."""
         if self._closing:
             await asyncio.wait(self._closing)
 
 
 async def _contained(work: Awaitable[object]) -> _Contained:
-    """Awaits a user's code and returns what it raised: a task would let KeyboardInterrupt and SystemExit end the event loop."""
+    """Awaits a user's code and returns its exception: a task would let KeyboardInterrupt and SystemExit end the event
+    loop.
+    """
     enter_user_code()
     try:
         return await work, None
     except asyncio.CancelledError:
         raise
-    except BaseException as error:  # noqa: BLE001 - raised again by whoever waits for it
+    except BaseException as error:  # noqa: BLE001 - raised again by the caller
         return None, error
 
 

@@ -1,4 +1,4 @@
-"""Choosing the tool-call format of a chat template: by the call that the template itself writes, read back."""
+"""Detection of a chat template's tool-call format, by parsing a call that the template itself writes."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ ANSWER = "It is a bird of prey."
 def choose(
     template: Template, source: str, vocabulary: Vocabulary, override: str | None, *, required: bool
 ) -> ToolCallFormat:
-    """The format that the worker reads turns in.
+    """The tool-call format of the worker.
 
     Args:
         template: The chat template.
-        source: Its text.
-        vocabulary: The model's.
+        source: The template's text.
+        vocabulary: The model's vocabulary.
         override: `agent.toolCallFormat`.
-        required: Whether the job offers tools to a loop whose calls the worker reads.
+        required: Whether the job offers tools to a loop for which the worker parses calls.
 
     Raises:
-        UserInputError: The format named does not exist, or one is required and the template is in none that is known.
+        UserInputError: The named format does not exist, or one is required and none is detected.
     """
     if override is not None:
         return resolve(override)
@@ -47,14 +47,14 @@ def choose(
     if found is None and required:
         raise UserInputError(
             f"{FIELD}: the job offers tools, but the chat template writes tool calls in no format that is known "
-            f"({', '.join(BUILT_IN)}). Name the format that the model was trained on, or one of your own as "
+            f"({', '.join(BUILT_IN)}). Name the format that the model was trained on, or your own as "
             "package.module:Format; or give a template that renders tools with agent.template; or remove `tools`"
         )
     return found or BUILT_IN["hermes"]
 
 
 def detect(template: Template, source: str, vocabulary: Vocabulary) -> ToolCallFormat | None:
-    """The built-in format that reads the call which the template writes; of a template that writes none, the one it asks for."""
+    """The built-in format that parses the template's own call; if it writes none, the format that its text asks for."""
     for written, reasoning in _written(template):
         ids = vocabulary.whole(written)
         for format in BUILT_IN.values():  # noqa: A001 - the domain's own word
@@ -62,15 +62,15 @@ def detect(template: Template, source: str, vocabulary: Vocabulary) -> ToolCallF
             if [(call.name, call.arguments, call.problem) for call in calls] == [(NAME, ARGUMENTS, None)]:
                 return format
         if NAME in written:
-            return None  # it writes calls, in a format that is not known
+            return None  # it writes calls in an unknown format
     asked = [each for each in BUILT_IN.values() if each.hints and all(hint in source for hint in each.hints)]
     return asked[0] if asked else None
 
 
 def _written(template: Template) -> Iterator[tuple[str, bool]]:
-    """What the template writes for a turn with one call, and whether the prompt before had opened the reasoning.
+    """What the template writes for a turn with one call, and whether the prompt before it opened the reasoning.
 
-    Tried with the arguments as an object and as JSON text: templates differ in which they take.
+    Arguments are tried as an object and as JSON text: templates differ in what they accept.
     """
     asked = [{"role": "user", "content": QUESTION}]
     for arguments in (ARGUMENTS, '{"word": "kestrel"}'):
@@ -85,8 +85,8 @@ def _written(template: Template) -> Iterator[tuple[str, bool]]:
             whole = template.render([*asked, turn], [TOOL], generate=False).text
             plain = template.render([*asked, {"role": "assistant", "content": ANSWER}], [TOOL], generate=False).text
         except TemplateRefused:
-            continue  # the template takes no such conversation; it may still ask for calls in its text
-        whole = whole.removesuffix(plain.rpartition(ANSWER)[2])  # what ends a turn is no part of the call
+            continue  # the template refuses such a conversation; its text may still name a format
+        whole = whole.removesuffix(plain.rpartition(ANSWER)[2])  # the end of a turn is not a part of the call
         if whole.startswith(prompt):
             yield whole[len(prompt) :], prompt.rfind("<think>") > prompt.rfind("</think>")
         else:

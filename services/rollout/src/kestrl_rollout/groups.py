@@ -1,4 +1,4 @@
-"""Running groups: the episodes of one scenario at once, then their scores."""
+"""Running groups: the concurrent episodes of one scenario, then their scores."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capacity:
-    """What the worker can take."""
+    """Capacity of the worker."""
 
     concurrency: int
     running: int
-    """Episodes taken on and not ended, those that wait for a slot included."""
+    """Accepted episodes that have not ended, including those waiting for a slot."""
     draining: bool
 
 
 class _Ended:
-    """Counts episodes of a group that ended and were not told of yet. Those that end together are told of together."""
+    """Counts ended episodes of a group that are not reported yet. Episodes that end together are reported together."""
 
     def __init__(self) -> None:
         self.more = asyncio.Event()
@@ -45,11 +45,11 @@ class _Ended:
         self.more.set()
 
     @property
-    def told(self) -> bool:
+    def reported(self) -> bool:
         return self._count == 0
 
     async def taken(self) -> int:
-        """Waits for `more`."""
+        """Waits for ended episodes; returns and resets their count."""
         await self.more.wait()
         self.more.clear()
         count, self._count = self._count, 0
@@ -57,7 +57,7 @@ class _Ended:
 
 
 class GroupRunner:
-    """Takes groups on until it drains."""
+    """Runs groups until it drains."""
 
     def __init__(self, *, episodes: EpisodeRunner, judge: Judge, concurrency: int, drain_seconds: float) -> None:
         self._episodes = episodes
@@ -76,21 +76,22 @@ class GroupRunner:
         return Capacity(concurrency=self._concurrency, running=self._running, draining=self._draining)
 
     async def run(self, request: GroupRequest) -> AsyncGenerator[int | common.Group]:
-        """Yields how many more episodes ended, as they do, then the scored group, encoded. Leaving early cancels the group.
+        """Yields counts of newly ended episodes, then the scored group, encoded. Closing the generator early cancels
+        the group.
 
         Raises:
-            KestrlError: With code `draining` when no group is taken any more, `drained` when the worker stopped before the
-                group was finished; both may be tried again elsewhere.
+            KestrlError: With code `draining` if no group is accepted any more, `drained` if the worker stopped before
+                the group was finished; both are retryable on another worker.
         """
         if self._draining:
-            raise KestrlError("the worker is draining and takes no new group", code="draining", retryable=True)
+            raise KestrlError("the worker is draining and accepts no new group", code="draining", retryable=True)
         ended = _Ended()
         task = asyncio.create_task(self._run(request, ended.one), name=f"group-{request.id}")
         self._groups.add(task)
         task.add_done_callback(self._groups.discard)
         task.add_done_callback(lambda _: ended.more.set())
         try:
-            while not (task.done() and ended.told):
+            while not (task.done() and ended.reported):
                 if count := await ended.taken():
                     yield count
             if task.cancelled():
@@ -133,7 +134,7 @@ class GroupRunner:
         return episode
 
     async def drain(self) -> None:
-        """Takes no new group, lets those in flight finish for a while, then ends them with a typed failure."""
+        """Accepts no new group, waits for those in flight up to a bound, then ends them with a typed failure."""
         self._draining = True
         groups = set(self._groups)
         if groups:
@@ -142,6 +143,6 @@ class GroupRunner:
             for task in late:
                 task.cancel()
             if late:
-                log.warning("drained: %d groups were cut off after %g s", len(late), self._drain_seconds)
+                log.warning("drained: %d groups were cancelled after %g s", len(late), self._drain_seconds)
                 await asyncio.wait(late)
         await self._episodes.closed()

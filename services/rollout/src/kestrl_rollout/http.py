@@ -1,8 +1,8 @@
-"""HTTP/1.1 as engines speak it: a body posted, the whole answer back, over connections that are kept.
+"""A minimal HTTP/1.1 client for engines: POST requests over persistent connections.
 
-httptools (llhttp, uvicorn's parser) reads the answers. aiohttp does what any client may want, for 150 us of a core a request, a third of all that a
-turn cost; this takes 25 (docs/performance.md). It knows no redirects, proxies, cookies, compression or TLS: an engine is in the job's own pods,
-and what is not understood is a lost connection, never a guess.
+httptools (llhttp, uvicorn's parser) reads the answers. A request takes 25 us of CPU time, with aiohttp 150 us, a third
+of a turn (docs/performance.md). Redirects, proxies, cookies, compression and TLS are not supported: engines run in the
+job's own pods. An answer that cannot be parsed is a lost connection.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ from urllib.parse import urlsplit
 import httptools
 
 KEEPALIVE_SECONDS = 3.0
-"""That an idle connection is used again. Below uvicorn's 5 s, so that none is used in the moment the engine closes it."""
+"""Longest time a connection is idle before reuse. Below uvicorn's 5 s, so that none is used while the engine closes
+it."""
 ADDRESS_SECONDS = 10.0
-"""That a name's addresses are believed; until a connection fails at the most."""
+"""Lifetime of cached addresses; a failed connection ends it earlier."""
 CONNECT_SECONDS = 10.0
-"""For a connection to one address: a pod that is gone may answer nothing at all."""
+"""Timeout of a connection to one address: a deleted pod may not answer at all."""
 ANSWER_BYTES = 64 * 1024 * 1024
-"""Of one answer at the most: 32,000 tokens with their log-probs are 2 MB."""
+"""Largest size of an answer; 32,000 tokens with their log-probs are 2 MB."""
 
 
 class Unreachable(ConnectionError):
@@ -31,11 +32,11 @@ class Unreachable(ConnectionError):
 
 
 class Lost(ConnectionError):
-    """The connection ended before the answer did, or what came is no answer."""
+    """The connection ended before the answer did, or the answer cannot be parsed."""
 
 
 class Answer(NamedTuple):
-    """What a server said."""
+    """A server's answer."""
 
     status: int
     body: bytes
@@ -48,7 +49,7 @@ class _Connection(asyncio.Protocol):
         self._parser: Any = httptools.HttpResponseParser(self)
         self._transport: Any = None
         self._answer: asyncio.Future[Answer] | None = None
-        """Of the request at hand."""
+        """The answer to the present request."""
         self._parts: list[bytes] = []
         self._size = 0
         self.open = False
@@ -58,13 +59,15 @@ class _Connection(asyncio.Protocol):
         self._transport, self.open = transport, True
 
     async def ask(self, request: bytes) -> Answer:
-        """Sends a request and waits for its answer. Who stops waiting must close the connection: that is how an engine learns it.
+        """Sends a request and waits for its answer.
+
+        A caller that stops waiting must close the connection: the engine then ends the request.
 
         Raises:
-            Lost: There will be none.
+            Lost: The connection ended before the answer.
         """
         if not self.open:
-            raise Lost("the server closed the connection before it was asked")
+            raise Lost("the server closed the connection before the request")
         answer = self._answer = asyncio.get_running_loop().create_future()
         self._transport.write(request)
         return await answer
@@ -72,31 +75,31 @@ class _Connection(asyncio.Protocol):
     def close(self) -> None:
         self.open = False
         if self._transport is not None:
-            self._transport.abort()  # `close` would wait for whoever does not read what was written
+            self._transport.abort()  # `close` would wait until the peer has read all data
 
     def data_received(self, data: bytes) -> None:
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
-            self._lose(f"the answer is not understood: {error.__context__ or error}")
+            self._lose(f"the answer cannot be parsed: {error.__context__ or error}")
 
     def on_message_begin(self) -> None:
-        """The parser has the first byte of an answer."""
+        """Called by the parser at the first byte of an answer."""
         if self._answer is None:
-            self._lose("an answer that nobody asked for")
+            self._lose("an answer without a request")
 
     def on_body(self, part: bytes) -> None:
-        """The parser has a piece of it."""
+        """Called by the parser with a part of the body."""
         self._size += len(part)
         if self._size > ANSWER_BYTES:
             raise ValueError(f"it is longer than {ANSWER_BYTES} bytes")
         self._parts.append(part)
 
     def on_message_complete(self) -> None:
-        """The parser has all of it."""
+        """Called by the parser at the end of an answer."""
         status = self._parser.get_status_code()
         if status < 200 or self._answer is None:
-            return  # "continue", and the like: the answer is yet to come
+            return  # an informational response such as "continue": the answer follows
         if not self._parser.should_keep_alive():
             self.close()
         body = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
@@ -106,7 +109,7 @@ class _Connection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._lose("the server closed the connection" if exc is None else f"{type(exc).__name__}: {exc}")
-        self._parser = self._transport = None  # else each would keep the other until the collector of cycles comes
+        self._parser = self._transport = None  # breaks the reference cycle between them
 
     def _lose(self, why: str) -> None:
         self.close()
@@ -116,7 +119,7 @@ class _Connection(asyncio.Protocol):
 
 
 class _Server:
-    """One address to post to: its connections that are idle, and where its name leads."""
+    """One URL: its idle connections and the addresses of its host."""
 
     def __init__(self, url: str, headers: Mapping[str, str]) -> None:
         parts = urlsplit(url)
@@ -127,13 +130,13 @@ class _Server:
         target = parts._replace(scheme="", netloc="").geturl() or "/"
         self.head = f"POST {target} HTTP/1.1\r\n{fixed}"
         self._idle: list[tuple[_Connection, float]] = []
-        """The longest idle first."""
+        """Idle connections with the time since when, the longest idle first."""
         self._sweeping: asyncio.TimerHandle | None = None
-        self._looking: asyncio.Task[list[str]] | None = None
-        self._looked = 0.0
+        self._lookup: asyncio.Task[list[str]] | None = None
+        self._looked_up = 0.0
 
-    def kept(self) -> _Connection | None:
-        """A connection that is idle and still good."""
+    def idle_connection(self) -> _Connection | None:
+        """An idle connection that can be used, or None."""
         while self._idle:
             connection, since = self._idle.pop()
             if connection.open and asyncio.get_running_loop().time() - since < KEEPALIVE_SECONDS:
@@ -141,8 +144,8 @@ class _Server:
             connection.close()
         return None
 
-    def keep(self, connection: _Connection) -> None:
-        """Takes a connection back that has answered."""
+    def release(self, connection: _Connection) -> None:
+        """Keeps a connection that has answered for further requests."""
         if not connection.open:
             return
         loop = asyncio.get_running_loop()
@@ -151,7 +154,7 @@ class _Server:
             self._sweeping = loop.call_later(KEEPALIVE_SECONDS, self._sweep, loop)
 
     def _sweep(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Closes those that were idle for too long."""
+        """Closes connections that were idle for too long."""
         long_ago = loop.time() - KEEPALIVE_SECONDS
         for connection, since in self._idle:
             if since <= long_ago:
@@ -162,8 +165,8 @@ class _Server:
     def close(self) -> None:
         if self._sweeping is not None:
             self._sweeping.cancel()
-        if self._looking is not None:
-            self._looking.cancel()
+        if self._lookup is not None:
+            self._lookup.cancel()
         for connection, _ in self._idle:
             connection.close()
 
@@ -171,7 +174,7 @@ class _Server:
         """A new connection.
 
         Raises:
-            Unreachable: None of the name's addresses can be reached, or it has none.
+            Unreachable: The name has no address that can be reached.
         """
         loop = asyncio.get_running_loop()
         failed: OSError | None = None
@@ -186,15 +189,17 @@ class _Server:
                     return connection
         except OSError as error:
             failed = error
-        self._looking = None
+        self._lookup = None
         raise Unreachable(str(failed) or f"no answer in {CONNECT_SECONDS:g} s") from failed
 
     async def _addresses(self, loop: asyncio.AbstractEventLoop) -> list[str]:
-        """Looked up once for all who connect at a time: of five hundred, each with its own question, a cluster's name server would learn to dread us."""
-        if self._looking is None or loop.time() - self._looked > ADDRESS_SECONDS:
-            self._looking, self._looked = loop.create_task(self._look_up(loop)), loop.time()
-            self._looking.add_done_callback(lambda looked: looked.cancelled() or looked.exception())
-        return await asyncio.shield(self._looking)
+        """Addresses of the host, looked up once for all concurrent connections, to limit the load on the name
+        server.
+        """
+        if self._lookup is None or loop.time() - self._looked_up > ADDRESS_SECONDS:
+            self._lookup, self._looked_up = loop.create_task(self._look_up(loop)), loop.time()
+            self._lookup.add_done_callback(lambda looked: looked.cancelled() or looked.exception())
+        return await asyncio.shield(self._lookup)
 
     async def _look_up(self, loop: asyncio.AbstractEventLoop) -> list[str]:
         found = await loop.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM)
@@ -205,22 +210,22 @@ def _fields(headers: Mapping[str, str]) -> str:
     """Header lines.
 
     Raises:
-        ValueError: A header holds a line's end.
+        ValueError: A header contains a line break.
     """
     lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
     if lines.count("\n") != len(headers) or lines.count("\r") != len(headers):
-        raise ValueError("a header holds a line's end")
+        raise ValueError("a header contains a line break")
     return lines
 
 
 class HttpClient:
-    """Posts to servers, each request over a connection of its own: who bounds requests bounds connections."""
+    """Posts to servers, one connection per concurrent request."""
 
     def __init__(self, headers: Mapping[str, str]) -> None:
         """`headers` go with every request."""
         self._headers = headers
         self._servers: dict[str, _Server] = {}
-        """By address: as many as the job has engines."""
+        """Servers by URL, as many as the job has engines."""
 
     async def __aenter__(self) -> Self:
         return self
@@ -235,18 +240,18 @@ class HttpClient:
         """Posts and waits for the answer; a caller that is cancelled ends the request.
 
         Raises:
-            Unreachable: There is no connection to be had.
-            Lost: It ended before the answer did.
+            Unreachable: No connection can be made.
+            Lost: The connection ended before the answer did.
         """
         server = self._servers.get(url)
         if server is None:
             server = self._servers[url] = _Server(url, self._headers)
         head = f"{server.head}{_fields(headers)}content-length: {len(body)}\r\n\r\n".encode("latin-1")
-        connection = server.kept() or await server.connect()
+        connection = server.idle_connection() or await server.connect()
         try:
             answer = await connection.ask(head + body)
         except BaseException:
             connection.close()
             raise
-        server.keep(connection)
+        server.release(connection)
         return answer

@@ -1,4 +1,4 @@
-"""What a worker loads at its start, from its settings: the agent loops, and the model as text."""
+"""Loading of agent loops, tokenizer and chat template from a worker's settings."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ from datetime import datetime
 
 from kestrl.plan.settings import RolloutSettings
 from kestrl_rollout.agents.loading import Loops, load_loops
-from kestrl_rollout.model import ModelFace, load_model
+from kestrl_rollout.model import ChatModel, load_model
 
 
 def load_job_loops(settings: RolloutSettings) -> Loops:
     """The job's loops.
 
     Raises:
-        UserInputError: One cannot be loaded.
+        UserInputError: A loop cannot be loaded.
     """
     return load_loops(settings.agent, settings.agent_config, settings.agents)
 
 
-def load_face(settings: RolloutSettings, loops: Loops, *, started: datetime) -> ModelFace:
-    """Tokenizer and chat template, proven for what the loops do with them.
+def load_chat_model(settings: RolloutSettings, loops: Loops, *, started: datetime) -> ChatModel:
+    """Loads tokenizer and chat template and verifies them for the job's loops.
 
     Raises:
         UserInputError: They cannot be used.

@@ -1,4 +1,4 @@
-"""What an agent loop reports of an episode: finite numbers under names of its own, and perhaps the reward."""
+"""Metrics and reward that an agent loop reports."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from kestrl.rewards import Score
 from kestrl.rewards.checking import as_score
 
 REWARD = "loop_reward"
-"""The metric under which a returned reward is averaged and shown."""
+"""Name of the metric of a returned reward."""
 
 
 def usable_metrics(metrics: Mapping[Any, Any]) -> dict[str, float]:
-    """The metrics that can be averaged; the others are left out, for the episode fails for them."""
+    """The valid metrics. Invalid ones are left out: the episode fails because of them."""
     return {name: float(value) for name, value in metrics.items() if _problem(name, value) is None}
 
 
 def check_metrics(metrics: Mapping[Any, Any]) -> None:
-    """Checks what a loop reported.
+    """Checks a loop's metrics.
 
     Raises:
-        UserCodeError: A metric is no finite number, or its name is the learner's (code `metric_invalid`).
+        UserCodeError: A metric is not a finite number, or its name is reserved (code `metric_invalid`).
     """
     for name, value in metrics.items():
         problem = _problem(name, value)
@@ -56,7 +56,7 @@ def returned_reward(loop: str, returned: object) -> Score | None:
 
 def _problem(name: Any, value: Any) -> str | None:
     if not isinstance(name, str) or not name.isprintable():
-        return "has a name that is no printable string"
+        return "has a name that is not a printable string"
     if name in RESERVED_METRICS:
         return "is reserved by the learner; use another name"
     if not isinstance(value, int | float):
@@ -65,4 +65,4 @@ def _problem(name: Any, value: Any) -> str | None:
         finite = math.isfinite(value)
     except OverflowError:
         finite = False
-    return None if finite else "is not finite; leave it out where there is nothing to report"
+    return None if finite else "is not finite; omit it if there is nothing to report"

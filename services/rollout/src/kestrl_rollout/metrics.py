@@ -1,4 +1,4 @@
-"""What a worker has done, counted from the episodes that ended: nothing is counted on the way."""
+"""Counters of a worker, updated when an episode ends."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Counts:
         observe(Metric.TURN_SECONDS, lambda: self.turn_seconds)
 
     def add(self, episode: Episode) -> None:
-        """An episode ended."""
+        """Counts an ended episode."""
         failure = "" if episode.failure is None else f"{episode.failure.boundary}/{episode.failure.code}"
         self.episodes[episode.stop_reason, failure] += 1
         self.tool_calls.update(call.outcome for call in episode.tool_calls)

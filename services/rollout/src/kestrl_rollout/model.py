@@ -1,4 +1,4 @@
-"""Loading what a worker must know of a model: tokenizer, chat template, and which tokens end a turn. No weights, no transformers."""
+"""Loading of tokenizer, chat template and the tokens that end a turn, without weights and without transformers."""
 
 from __future__ import annotations
 
@@ -37,23 +37,23 @@ SYNTHETIC_TOOL: Mapping[str, Any] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelFace:
-    """The model as text: what is said becomes tokens, sampled tokens become text."""
+class ChatModel:
+    """Text interface of a model: messages to tokens, sampled tokens to text."""
 
     chat: Chat
     stop_ids: tuple[int, ...]
-    """Tokens that end a turn."""
+    """Ids of the tokens that end a turn."""
     eos_id: int | None
     pad_id: int | None
     format: ToolCallFormat
-    """How the model writes tool calls."""
+    """The model's tool-call format."""
 
     @property
     def vocabulary(self) -> Vocabulary:
         return self.chat.vocabulary
 
     def read_turn(self, ids: Sequence[int], schemas: Schemas, *, cut: bool = False) -> Parsed:
-        """A turn of which only the sampled tokens are known, the one that ended it included."""
+        """Parses a turn from its sampled tokens alone, including the one that ended it."""
         end = len(ids)
         while end and ids[end - 1] in self.stop_ids:
             end -= 1
@@ -75,19 +75,20 @@ def load_model(
     started: datetime,
     tool_calls: str | None = None,
     offered: bool = False,
-) -> ModelFace:
-    """Loads tokenizer and template and proves that conversations can be grown with them.
+) -> ChatModel:
+    """Loads tokenizer and template and verifies that conversations can be extended with them.
 
     Args:
         tokenizer: A folder, or a Hugging Face id.
         template: File of a template that replaces the model's own.
         tools: Whether tools are offered, so that the template must have a place for their results.
-        started: What `strftime_now` in a template says.
-        tool_calls: The format of tool calls, a name or an import path; None chooses it from the template.
-        offered: Whether tools are offered to a loop that leaves the reading of calls to the worker: then there must be a format.
+        started: The time that `strftime_now` in a template reports.
+        tool_calls: The tool-call format, a name or an import path; None detects it from the template.
+        offered: Whether tools are offered to a loop for which the worker parses calls, which requires a format.
 
     Raises:
-        UserInputError: A file is missing or unreadable, the template cannot be proven, or its tool calls cannot be read.
+        UserInputError: A file is missing or unreadable, the template cannot be verified, or its tool calls cannot be
+            parsed.
     """
     folder = _folder(tokenizer)
     data = _json(folder / "tokenizer.json")
@@ -101,7 +102,7 @@ def load_model(
     special = {**_special(_json(folder / "special_tokens_map.json")), **_special(config)}
     rendering = Template(source, special, started=started)
     chat = Chat(rendering, vocabulary)
-    closing = prove(chat, tools=tools)
+    closing = verify_template(chat, tools=tools)
     chosen = choose(rendering, source, vocabulary, tool_calls, required=offered)
     eos = vocabulary.control(special.get("eos_token", ""))
     stops = [
@@ -112,10 +113,10 @@ def load_model(
     stops = [each for each in stops if each not in inner]
     if not stops:
         raise UserInputError(
-            "model.base: nothing ends a turn: the tokenizer names no eos_token, generation_config.json no eos_token_id, "
+            "model.base: no token ends a turn: the tokenizer has no eos_token, generation_config.json no eos_token_id, "
             "and the chat template closes a turn with no control token"
         )
-    return ModelFace(
+    return ChatModel(
         chat=chat,
         stop_ids=tuple(dict.fromkeys(stops)),
         eos_id=eos if eos is not None else closing,
@@ -128,11 +129,11 @@ STARTS = (
     (Message(role="system", text="You look words up."), Message(role="user", text="What is a kestrel?")),
     (Message(role="user", text="What is a kestrel?"),),
 )
-"""Conversations that a template is first tried on: some have no system role, which only matters to data that has one."""
+"""Conversations for verifying a template. Templates without a system role are refused only for data that uses it."""
 
 
 def load_vocabulary(tokenizer: str) -> Vocabulary:
-    """The tokenizer alone.
+    """Loads the tokenizer alone.
 
     Raises:
         UserInputError: It is missing or cannot be used.
@@ -140,39 +141,39 @@ def load_vocabulary(tokenizer: str) -> Vocabulary:
     return Vocabulary(_json(_folder(tokenizer) / "tokenizer.json"))
 
 
-def prove(chat: Chat, *, tools: bool) -> int | None:
-    """Shows on a made-up conversation that a turn's prompt extends the one before, token for token.
+def verify_template(chat: Chat, *, tools: bool) -> int | None:
+    """Verifies with sample conversations that a turn's prompt extends the previous one, token for token.
 
     Returns:
-        The control token that the template closes a turn with, if it is one.
+        The control token with which the template closes a turn, or None if it closes it otherwise.
 
     Raises:
-        UserInputError: It does not, or harmless text does not get the ids of encoding the whole text.
+        UserInputError: It does not, or text without control tokens is encoded differently from the whole text.
     """
     toolset = chat.toolset([SYNTHETIC_TOOL]) if tools else NO_TOOLS
     for start in STARTS:
         try:
-            return prove_start(chat, start, toolset)
+            return verify_start(chat, start, toolset)
         except TemplateRefused:
             if start is STARTS[-1]:
                 raise
-    raise AssertionError("there is a last start")
+    raise AssertionError("STARTS is not empty")
 
 
-def prove_start(chat: Chat, start: Sequence[Message], toolset: ToolSet) -> int | None:
-    """The same for one beginning of a conversation, such as a row of data has it.
+def verify_start(chat: Chat, start: Sequence[Message], toolset: ToolSet) -> int | None:
+    """As `verify_template`, for the first messages of a row of data.
 
     Raises:
-        UserInputError: As `prove`.
+        UserInputError: As `verify_template`.
     """
     _same_as_whole(chat, start, toolset)
-    spoken = [*start, Message(role="assistant", text="One moment.")]
-    closing = chat.extension(spoken, since=len(start), last=None, tools=toolset)
+    answered = [*start, Message(role="assistant", text="One moment.")]
+    closing = chat.extension(answered, since=len(start), last=None, tools=toolset)
     result = Message(role="tool", text="A small falcon.")
     for what, new in {"a tool's result": [result], "two tools' results": [result, result]}.items():
-        if toolset is not NO_TOOLS and not _extends(chat, [*spoken, *new], len(start), what, toolset):
+        if toolset is not NO_TOOLS and not _extends(chat, [*answered, *new], len(start), what, toolset):
             raise UserInputError(
-                f"the chat template cannot be proven: with {what} after a turn it writes the conversation before that turn "
+                f"the chat template cannot be used: with {what} after a turn it writes the conversation before that turn "
                 "differently; name another with agent.template"
             )
     first = closing[0] if closing else None
@@ -207,7 +208,7 @@ def _folder(tokenizer: str) -> Path:
         import huggingface_hub
     except ImportError as error:
         raise UserInputError(
-            f"model.base: {tokenizer!r} is no folder, and huggingface_hub is not installed to download it"
+            f"model.base: {tokenizer!r} is not a folder, and huggingface_hub is not installed to download it"
         ) from error
     try:
         download = cast(Any, huggingface_hub).snapshot_download
@@ -227,7 +228,7 @@ def _json(path: Path) -> dict[str, Any]:
 
 
 def _special(config: Mapping[str, Any]) -> dict[str, str]:
-    """`bos_token`, `eos_token`, ...: strings that templates use, written as text or as an object with `content`."""
+    """`bos_token`, `eos_token`, ...: strings used by templates, given as text or as an object with `content`."""
     found: dict[str, str] = {}
     for key, value in config.items():
         text = cast(dict[str, Any], value).get("content") if isinstance(value, dict) else value

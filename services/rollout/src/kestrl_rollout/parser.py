@@ -1,8 +1,8 @@
-"""Reading a turn: its reasoning, its calls in the model's format, and what is left for whoever asked.
+"""Parsing of a turn into reasoning, tool calls in the model's format, and content.
 
-Where markers are control tokens they are looked for among the sampled *ids*: a model that merely writes the characters has not
-made a call. A tokenizer without such tokens leaves only the text. Every attempt yields a `Call`, malformed ones too, with the
-message that tells the model how to write it; none is dropped.
+Markers that are control tokens are searched in the sampled *ids*: a model that only writes the characters has not made
+a call. Other markers are searched in the text. Every attempt yields a `Call`, malformed ones too, with a message to the
+model about the right form; none is dropped.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from kestrl_rollout.vocabulary import Vocabulary
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parsed:
-    """A turn, read."""
+    """A parsed turn."""
 
     text: str
-    """All of it."""
+    """The whole text."""
     content: str
-    """Without reasoning and calls."""
+    """The text without reasoning and calls."""
     calls: Sequence[Call]
     message: Message
-    """As a message of the conversation, its reasoning told apart: some templates delete it later."""
+    """The turn as a message, with its reasoning apart, as some templates delete it later."""
 
 
 class TurnReader:
-    """Reads turns of one model in one tool-call format."""
+    """Parses turns of one model in one tool-call format."""
 
     def __init__(self, vocabulary: Vocabulary, format: ToolCallFormat) -> None:  # noqa: A002 - the domain's own word
         self._vocabulary = vocabulary
@@ -42,21 +42,21 @@ class TurnReader:
         self._opening, self._closing = opening, closing
         by_token = {text: vocabulary.control(text) for text in (*format.markers, opening, closing) if text}
         self._by_id = {token: Marker(text) for text, token in by_token.items() if token is not None}
-        # The longest first: one marker may begin with another.
+        # The longest first: a marker may be the prefix of another.
         textual = sorted((text for text, token in by_token.items() if token is None), key=len, reverse=True)
         self._textual = re.compile(f"({'|'.join(map(re.escape, textual))})") if textual else None
 
     def parse(self, ids: Sequence[int], schemas: Schemas, *, reasoning: bool = False, cut: bool = False) -> Parsed:
-        """Reads a turn.
+        """Parses a turn.
 
         Args:
             ids: The sampled tokens, without the one that ended the turn.
-            schemas: Of the tools offered.
+            schemas: Schemas of the offered tools.
             reasoning: Whether the prompt had opened the reasoning already.
             cut: Whether a limit ended the turn.
 
         Raises:
-            UserCodeError: The format is a user's own, and raised.
+            UserCodeError: A user's format raised an exception.
         """
         text = self._vocabulary.decode(ids)
         pieces = list(self._without_reasoning(self._pieces(ids, text), thinking=reasoning))
@@ -94,9 +94,10 @@ class TurnReader:
                 yield Marker(piece) if index % 2 else piece
 
     def _without_reasoning(self, pieces: Iterator[str], *, thinking: bool) -> Iterator[str]:
-        """What stands outside reasoning; a marker that ends none is left out.
+        """The pieces outside reasoning; a closing marker without reasoning is left out.
 
-        Reasoning comes before calls: behind a marker of the format, which may have begun one, its markers are mere text.
+        Reasoning comes before calls: after a marker of the format, which may begin a call, reasoning markers are plain
+        text.
         """
         thinking = thinking and bool(self._closing)
         begun = False
@@ -111,7 +112,7 @@ class TurnReader:
                 yield piece
 
     def _call(self, call: WrittenCall, schemas: Schemas, *, cut: bool) -> Call:
-        """The call, with what the model is told when it cannot be carried out."""
+        """The call, with the message to the model if it cannot be executed."""
         form = f"Nothing was called; {self.format.example}."
         if call.unfinished:
             why = "the turn's length limit cut it" if cut else "its end is missing"
@@ -154,7 +155,7 @@ class TurnReader:
         )
 
     def _trim(self, ids: Sequence[int]) -> Sequence[int]:
-        """Without white space at the ends: the template writes its own around reasoning."""
+        """Ids without white space at the ends, which the template writes itself around reasoning."""
         start, end = 0, len(ids)
         while start < end and not self._vocabulary.decode(ids[start : start + 1]).strip():
             start += 1

@@ -1,4 +1,4 @@
-"""The rows of an episode: what the engine saw and sampled, token by token. They only ever grow at the end."""
+"""The rows of an episode: the tokens that the engine saw and sampled. Rows are only extended at the end."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class _OpenRow:
     policies: list[str] = field(default_factory=list[str])
 
     def append(self, ids: Sequence[int], logprobs: Sequence[float] | None) -> None:
-        """Adds context, or with log-probabilities sampled tokens."""
+        """Adds sampled tokens with their log-probs, or without log-probs context tokens."""
         self.ids += ids
         self.mask += (b"\0" if logprobs is None else b"\1") * len(ids)
         self.logprobs += [0.0] * len(ids) if logprobs is None else logprobs
@@ -35,7 +35,7 @@ class _OpenRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """Where sampled tokens lie."""
+    """Position of sampled tokens."""
 
     row: int
     start: int
@@ -43,18 +43,18 @@ class Span:
 
 
 class Recorder:
-    """Grows rows from engine calls."""
+    """Builds rows from engine calls."""
 
     def __init__(self) -> None:
         self._rows: list[_OpenRow] = []
 
     @property
     def forks(self) -> int:
-        """Rows beyond the first."""
+        """Number of rows beyond the first."""
         return max(0, len(self._rows) - 1)
 
     def record(self, prompt: Sequence[int], completion: Completion) -> Span:
-        """Adds a call. A prompt that begins with the last row extends it; any other begins a new row."""
+        """Adds an engine call. A prompt that begins with the last row extends it; any other begins a new row."""
         last = self._rows[-1] if self._rows else None
         if last is None or list(prompt[: len(last.ids)]) != last.ids:
             last = _OpenRow()
@@ -65,13 +65,13 @@ class Recorder:
         last.policies.append(completion.policy)
         return Span(row=len(self._rows) - 1, start=start, end=len(last.ids))
 
-    def keep(self, token_ids: Sequence[int], mask: Sequence[int]) -> None:
-        """Trains only on this sequence: it must begin a row or continue one with tokens of mask 0.
+    def set_training_mask(self, token_ids: Sequence[int], mask: Sequence[int]) -> None:
+        """Restricts training to this sequence: a prefix of a row, or a row continued by tokens of mask 0.
 
-        Rows beside it, and sampled tokens that it masks, stay on record with mask 0.
+        Other rows, and sampled tokens that it masks, are kept with mask 0.
 
         Raises:
-            UserCodeError: It is no such sequence, or its mask is 1 on a token that was not sampled there.
+            UserCodeError: It is not such a sequence, or its mask is 1 on a token that was not sampled there.
         """
         if len(token_ids) != len(mask):
             raise UserCodeError(
@@ -85,7 +85,7 @@ class Recorder:
                 break
         else:
             raise UserCodeError(
-                "the loop returned tokens that no call of the engine saw or sampled", code="tokens_not_sampled"
+                "the loop returned tokens that no engine call saw or sampled", code="tokens_not_sampled"
             )
         for position, wanted in enumerate(mask):
             if wanted and (position >= shared or not row.mask[position]):
@@ -100,5 +100,5 @@ class Recorder:
             other.logprobs = [value if on else 0.0 for value, on in zip(other.logprobs, other.mask, strict=True)]
 
     def close(self) -> tuple[Row, ...]:
-        """The rows, finished."""
+        """The completed rows."""
         return tuple(row.close() for row in self._rows)

@@ -1,8 +1,8 @@
 """`python -m kestrl_rollout.renderer`: renders one chat template within bounds of time and memory.
 
-A template is a program that comes with a model: it may loop or grow without end, and no sandbox inside a process can stop
-that. So it runs in a child of its own that the kernel ends. Requests and answers are JSON, one a line; the first request
-is the template, each later one a conversation.
+A template is a program that comes with a model: it may loop or allocate without end, and no sandbox inside a process
+can stop that. So it runs in a child process with kernel limits. Requests and answers are JSON, one per line; the first
+request is the template, each later one a conversation.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ CPU_SECONDS = 5.0
 MEMORY_BYTES = 2**30
 """Address space of the process."""
 LONGEST = 16 * 1024 * 1024
-"""Characters of one rendering. Texts of messages are not in it, only marks for them."""
+"""Largest number of characters of a rendering, which holds marks in place of message texts."""
 
 Render = Callable[[dict[str, Any]], str]
 
 
 class _Generation(Extension):
-    """`{% generation %}` marks the assistant's part for supervised training; here it only has to be understood."""
+    """`{% generation %}` marks the assistant's part for supervised training; here it is only parsed."""
 
     tags = {"generation"}  # noqa: RUF012 - jinja2's own declaration
 
@@ -46,17 +46,17 @@ def _raise(message: str) -> None:
 
 
 def _tojson(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
-    """As transformers has it: jinja2's own escapes HTML."""
+    """The filter of transformers; jinja2's own escapes HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
 
 def compiled(request: dict[str, Any]) -> Render:
-    """The template of a first request, in the environment that transformers gives it."""
+    """Compiles the template of the first request in the environment of transformers."""
     environment: Environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
     )
     environment.filters["tojson"] = _tojson
-    # The worker's start, not the moment: a prompt must not change while its conversation goes on.
+    # The worker's start, not the present time: a prompt must not change during its conversation.
     started = datetime.fromisoformat(request["started"])
     added: dict[str, Any] = {"raise_exception": _raise, "strftime_now": started.strftime}
     environment.globals.update(added)
@@ -78,14 +78,14 @@ def compiled(request: dict[str, Any]) -> Render:
 
 
 def answer(act: Callable[[], str], seconds: float) -> dict[str, str]:
-    """What an act gives, or why the template refuses. Whatever template code raises is the template's."""
+    """The result of an action, or why the template refuses. All exceptions are attributed to the template."""
     signal.setitimer(signal.ITIMER_PROF, seconds)
     try:
         return {"text": act()}
     except MemoryError:
         return {"unbounded": f"it needs more than {MEMORY_BYTES >> 20} MiB of memory"}
     except RecursionError:
-        return {"unbounded": "it calls itself without end"}
+        return {"unbounded": "it recurses without end"}
     except Exception as error:  # noqa: BLE001 - see above
         return {"refused": str(error) or type(error).__name__}
     finally:
@@ -93,10 +93,10 @@ def answer(act: Callable[[], str], seconds: float) -> dict[str, str]:
 
 
 def main() -> None:
-    """Serves until its standard input ends."""
+    """Serves requests until standard input ends."""
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the worker ends it
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the worker ends this process
     render: Render | None = None
     seconds = CPU_SECONDS
 

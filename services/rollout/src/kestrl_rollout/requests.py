@@ -1,4 +1,4 @@
-"""What a group is asked for, checked: the wire's `RunGroupRequest` as domain data."""
+"""Validation and decoding of `RunGroupRequest`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ROLES = frozenset({"system", "user", "assistant", "tool"})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deadlines:
-    """Seconds; tool < turn < episode < group."""
+    """Deadlines in seconds; tool < turn < episode < group."""
 
     tool: float
     turn: float
@@ -39,7 +39,7 @@ class GroupRequest:
 
     @property
     def policy_name(self) -> str:
-        """What the engines serve it under."""
+        """Name under which the engines serve the policy."""
         return BASE_MODEL_NAME if self.policy is None else self.policy.name
 
 
@@ -48,7 +48,7 @@ def _refuse(field: str, why: str) -> UserInputError:
 
 
 def read_request(message: pb.RunGroupRequest, *, context_length: int) -> GroupRequest:
-    """Checks a request.
+    """Validates and decodes a request.
 
     Raises:
         UserInputError: With code `invalid_request` and the field at fault.
@@ -61,7 +61,7 @@ def read_request(message: pb.RunGroupRequest, *, context_length: int) -> GroupRe
     if message.size < 1:
         raise _refuse("size", "is below 1")
     if not message.engines:
-        raise _refuse("engines", "is empty: no engine has proved the policy")
+        raise _refuse("engines", "is empty: no engine has verified the policy")
     if len({engine.name for engine in message.engines}) != len(message.engines):
         raise _refuse("engines", "names one engine twice")
     if not 0 <= sampling.temperature < float("inf"):

@@ -1,4 +1,6 @@
-"""The judge's part of a group: ask once for all episodes, match the scores by id, and never make a number of a failure."""
+"""Scoring of a group by the judge: one request for all episodes; scores are matched by id, and failures get no
+reward.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +20,12 @@ from kestrl_rollout.deadlines import Scope, Waiting, deadline, now
 
 SERVICE = "kestrl.api.judge.v1.JudgeService"
 RPC_SLACK = 5.0
-"""Seconds by which the wire's deadline is later than ours, so that ours decides and says which one it was."""
+"""Seconds by which the RPC deadline is later than the worker's, so that the worker's decides and names the scope."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Score:
-    """What the judge said of one episode."""
+    """The judge's score of one episode."""
 
     reward: float | None
     rewards: Mapping[str, float]
@@ -32,7 +34,7 @@ class Score:
 
 
 class Judge:
-    """The judge, as this worker uses it."""
+    """Client of the judge."""
 
     def __init__(self, service: rpc.Bundle, *, component: str) -> None:
         self._service = service
@@ -42,7 +44,7 @@ class Judge:
     async def score(self, group: common.Group, *, max_turns: int, ends: float) -> None:
         """Writes rewards into an encoded group. An episode that could not be judged gets the failure and no reward.
 
-        Encoded, since it goes to the judge and then, with what the judge said, to the learner: an episode is encoded once.
+        The group stays encoded, as it is sent to the judge and then, with its scores, to the learner.
         """
         judged = [episode for episode in group.episodes if not episode.HasField("failure")]
         if not judged:
@@ -77,7 +79,7 @@ class Judge:
 
     def _write(self, episode: common.Episode, score: Score | None) -> None:
         if score is None:
-            missing = JudgeFailure(f"the judge said nothing of episode {episode.id}", code="missing_score")
+            missing = JudgeFailure(f"the judge returned no score for episode {episode.id}", code="missing_score")
             episode.failure.CopyFrom(failure_to_proto(missing.failure(component=self._component)))
             return
         if score.reward is not None:
@@ -92,7 +94,7 @@ def read_scores(scores: Sequence[pb.EpisodeScore]) -> dict[str, Score]:
     """The scores by episode id.
 
     Raises:
-        JudgeFailure: One episode was scored twice: which score would count?
+        JudgeFailure: An episode was scored twice.
     """
     read: dict[str, Score] = {}
     for score in scores:
@@ -107,7 +109,8 @@ def _read_score(score: pb.EpisodeScore) -> Score:
     failure = failure_from_proto(score.failure) if score.HasField("failure") else None
     if failure is None and (reward is None or not math.isfinite(reward)):
         failure = JudgeFailure(
-            f"episode {score.episode_id}: the judge gave {reward} as reward, and no reason", code="no_finite_reward"
+            f"episode {score.episode_id}: the judge returned the reward {reward} without a failure",
+            code="no_finite_reward",
         ).failure(component="judge")
     return Score(
         reward=None if failure is not None else reward,

@@ -1,4 +1,4 @@
-"""The worker on the wire: messages in, messages out, nothing else."""
+"""The worker's gRPC service."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class RolloutServicer(stubs.RolloutServiceServicer):
         request: pb.RunGroupRequest,
         context: Context,  # noqa: ARG002 - gRPC's signature
     ) -> AsyncGenerator[pb.RunGroupResponse]:
-        asked = read_request(request, context_length=self._context_length)
-        async with aclosing(self._groups.run(asked)) as events:
+        group_request = read_request(request, context_length=self._context_length)
+        async with aclosing(self._groups.run(group_request)) as events:
             async for event in events:
                 if isinstance(event, int):
                     yield pb.RunGroupResponse(ended=event)

@@ -1,8 +1,8 @@
-"""Which engine an episode's turns go to.
+"""Placement of episodes on engines.
 
-The first turn goes to the engine with the fewest active sessions, later turns to the same one, because it holds the prefix in its
-cache. A session ends explicitly. It moves when its engine failed, or when that engine carries far more than another: the
-cost of one prefill is then less than the wait. Never consistent hashing: it cannot see load.
+The first turn goes to the engine with the fewest active sessions, later turns to the same one, which holds the prefix
+in its cache. A session ends explicitly. It moves when its engine failed, or when that engine has far more sessions than
+another: a prefill then costs less than the wait. Consistent hashing is not used because it ignores load.
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 ESCAPE_SESSIONS = 8
-"""An engine with no more sessions than this is never escaped from."""
+"""Sessions of an engine up to which no session moves away from it."""
 ESCAPE_RATIO = 2
-"""How many times another engine's sessions make an imbalance worth a lost prefix."""
+"""Ratio of sessions between two engines above which a session moves."""
 AVOID_SECONDS = 5.0
-"""How long an engine that failed gets no new session while another is at hand."""
+"""Time for which an engine that failed gets no new session if there is another."""
 
 
 class Sessions:
-    """Active sessions by engine. Pure: time is given, nothing is awaited."""
+    """Active sessions by engine. Pure: time is passed in, nothing is awaited."""
 
     def __init__(self) -> None:
         self._engine: dict[str, str] = {}
@@ -27,7 +27,7 @@ class Sessions:
 
     @property
     def count(self) -> int:
-        """Sessions that have begun and not ended, on all engines."""
+        """Active sessions on all engines."""
         return len(self._engine)
 
     def active(self, engine: str) -> int:
@@ -37,15 +37,15 @@ class Sessions:
         """The engine for the session's next turn.
 
         Args:
-            session: Any id; unknown ones begin a session.
+            session: Session id; an unknown one begins a session.
             engines: Engines that serve the session's policy, in a stable order.
             now: Seconds of any steady clock.
-            exclude: Engines that just failed this turn; used only if there is no other.
+            exclude: Engines that failed this turn; used only if there is no other.
         """
         usable = [engine for engine in engines if engine not in exclude] or list(engines)
         rested = [engine for engine in usable if self._avoid_until.get(engine, now) <= now] or usable
         current = self._engine.get(session)
-        if current in rested and not self._lopsided(current, rested):
+        if current in rested and not self._imbalanced(current, rested):
             return current
         if current is not None:
             self.finish(session)
@@ -55,16 +55,16 @@ class Sessions:
         return chosen
 
     def failed(self, engine: str, *, now: float) -> None:
-        """The engine did not answer; others are preferred for a while."""
+        """Records a failure: other engines are preferred for `AVOID_SECONDS`."""
         self._avoid_until = {name: until for name, until in self._avoid_until.items() if until > now}
         self._avoid_until[engine] = now + AVOID_SECONDS
 
     def answered(self, engine: str) -> None:
-        """The engine answered; it is as good as any."""
+        """Records an answer: the engine is no longer avoided."""
         self._avoid_until.pop(engine, None)
 
     def finish(self, session: str) -> None:
-        """Ends a session; ending one twice is no error."""
+        """Ends a session; a second call has no effect."""
         engine = self._engine.pop(session, None)
         if engine is None:
             return
@@ -72,7 +72,7 @@ class Sessions:
         if self._active[engine] == 0:
             del self._active[engine]
 
-    def _lopsided(self, current: str, engines: Sequence[str]) -> bool:
+    def _imbalanced(self, current: str, engines: Sequence[str]) -> bool:
         least = min(self.active(engine) for engine in engines)
-        # Moving brings the other one nearer, so it must stay worth while after the move.
+        # The move must still pay off after it has changed the counts.
         return self.active(current) > ESCAPE_SESSIONS and self.active(current) > ESCAPE_RATIO * (least + 1)

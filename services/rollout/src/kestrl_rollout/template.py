@@ -1,8 +1,8 @@
-"""Chat templates, rendered without any of the text that nobody vouches for.
+"""Chat templates, rendered without untrusted text.
 
-Every untrusted string is replaced by a mark before the template sees it. What the template writes is then pure structure, and
-the marks say where each string goes and how the template wrote it there (as it is, or inside JSON). A rendering so depends only on
-the *shape* of a conversation, not on what is said in it, and is computed once per shape.
+Every untrusted string is replaced by a mark before the template sees it. The template then writes structure only, and
+the marks show where each string belongs and how the template writes it there (unchanged or inside JSON). A rendering
+depends only on the *shape* of a conversation, not on its texts, and is computed once per shape.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from kestrl.errors import UserInputError
 from kestrl_rollout import renderer
 
 EDGE = "\u2003"
-"""White space that no template writes. Around a mark it shows whether the template strips."""
+"""White space that no template writes. Around a mark it shows whether the template strips white space."""
 EDGED = frozenset("m")
-"""First letters of the slots whose marks have edges: what messages say. Those of a tool's schema have none."""
+"""First letters of slots whose marks have edges: message texts. Marks in tool schemas have none."""
 MARK = "KSTRL" + secrets.token_hex(6)
 ODD = 'é"'
-"""Inside every mark: tells raw text, JSON and ASCII-only JSON apart, since each writes it differently."""
+"""Part of every mark that is written differently in raw text, JSON and ASCII-only JSON."""
 _MARK = re.compile(
     rf"(?P<left>{EDGE}|\\u2003)?{MARK}(?P<name>[a-z]\d+)(?:(?P<raw>é\")|(?P<json>é\\\")|(?P<ascii>\\u00e9\\\"))Z"
     rf"(?P<right>{EDGE}|\\u2003)?"
@@ -39,7 +39,7 @@ _MARK = re.compile(
 
 
 class TemplateRefused(UserInputError):
-    """The template has no form for a conversation, such as one that begins with a system message."""
+    """The template refuses a conversation, for example one that begins with a system message."""
 
     code = "template_refuses"
 
@@ -56,7 +56,7 @@ class Written(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """Where an untrusted string goes."""
+    """Place of an untrusted string in a rendering."""
 
     name: str
     written: Written = Written.RAW
@@ -65,7 +65,7 @@ class Slot:
     keep_right: bool = True
 
     def fill(self, text: str) -> str:
-        """The string as it stands in the rendered text."""
+        """The string as written in the rendered text."""
         if not self.keep_left:
             text = text.lstrip()
         if not self.keep_right:
@@ -77,10 +77,10 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class Skeleton:
-    """A rendering: structure and slots in turn."""
+    """A rendering: alternating structure and slots."""
 
     text: str
-    """As rendered, marks included: equal text means equal structure."""
+    """The rendered text with marks: equal text means equal structure."""
     parts: tuple[str | Slot, ...]
 
 
@@ -99,10 +99,10 @@ def find_mark(text: str, name: str, start: int) -> tuple[int, int] | None:
 
 
 def skeleton(text: str) -> Skeleton:
-    """Takes a rendering apart.
+    """Splits a rendering into structure and slots.
 
     Raises:
-        UserInputError: The template changed a mark, so what it would have done to the real text is unknown.
+        UserInputError: The template changed a mark, so that its effect on the real text is unknown.
     """
     parts: list[str | Slot] = []
     done = 0
@@ -110,7 +110,7 @@ def skeleton(text: str) -> Skeleton:
         parts.append(text[done : match.start()])
         written = Written.RAW if match["raw"] else Written.JSON if match["json"] else Written.ASCII
         left, right = match["left"] is not None, match["right"] is not None
-        # Marks without edges are of strings that no template strips, such as those of a tool's schema.
+        # Marks without edges stand for strings that no template strips, such as those of a tool's schema.
         edges = left or right or match["name"][0] in EDGED
         parts.append(Slot(match["name"], written, left or not edges, right or not edges))
         done = match.end()
@@ -118,14 +118,14 @@ def skeleton(text: str) -> Skeleton:
     for part in parts:
         if isinstance(part, str) and (EDGE in part or MARK[:5] in part):
             raise UserInputError(
-                "the chat template cannot be proven: it rewrites what messages or tools say "
+                "the chat template cannot be used: it rewrites texts of messages or tools "
                 f"(near {part[:80]!r}); name another with agent.template"
             )
     return Skeleton(text, tuple(part for part in parts if part != ""))
 
 
 class Template:
-    """A chat template, rendered by a process of its own (`renderer.py`). Safe to use from several threads."""
+    """A chat template, rendered in a child process (`renderer.py`). Thread-safe."""
 
     def __init__(
         self,
@@ -135,13 +135,13 @@ class Template:
         started: datetime,
         cpu_seconds: float = renderer.CPU_SECONDS,
     ) -> None:
-        """Starts the process and has the template compiled.
+        """Starts the process and compiles the template.
 
         Args:
             source: The template.
-            special: Special tokens by the names that templates know, such as `bos_token`.
+            special: Special tokens by their names in templates, such as `bos_token`.
             started: What `strftime_now` in the template reports.
-            cpu_seconds: Processor time of one rendering.
+            cpu_seconds: Bound on the CPU time of a rendering.
 
         Raises:
             UserInputError: It cannot be compiled, or not within the bounds of time and memory.
@@ -165,7 +165,7 @@ class Template:
         """The text of a marked conversation.
 
         Raises:
-            UserInputError: The template refuses the conversation, cannot be proven, or exceeds the bounds of time and
+            UserInputError: The template refuses the conversation, cannot be verified, or exceeds the bounds of time and
                 memory (code `template_unbounded`).
         """
         request = {"messages": list(messages), "tools": list(tools), "generate": generate}
@@ -176,10 +176,10 @@ class Template:
         return skeleton(answer["text"])
 
     def _running(self) -> subprocess.Popen[str]:
-        """The process, started again if a rendering ended it."""
+        """The process, restarted if a rendering ended it."""
         if self._process is not None:
             return self._process
-        process = subprocess.Popen(  # noqa: S603 - our own module
+        process = subprocess.Popen(  # noqa: S603 - a fixed command
             [sys.executable, "-P", "-m", renderer.__name__],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -209,7 +209,7 @@ class Template:
         return answer
 
     def _died(self) -> str:
-        """Why the process is gone."""
+        """Why the process ended."""
         process, self._process = self._process, None
         self._end()
         assert process is not None

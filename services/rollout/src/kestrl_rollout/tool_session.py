@@ -1,4 +1,4 @@
-"""Calling tools: what the job offers, and one session with them per episode."""
+"""Client of the tool service: the tools of the job, and one session per episode."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from kestrl_rollout.toolset import NO_TOOLS, ToolSet
 
 SERVICE = "kestrl.api.tools.v1.ToolService"
 LIFETIME_SLACK = 30.0
-"""Seconds a session outlives its episode's deadline at the tool service, for the case that this worker is gone."""
+"""Seconds that a session lives beyond its episode's deadline in case this worker does not close it."""
 ID_BYTES = 24
-"""Of chance in a session's id: nobody guesses it."""
+"""Random bytes of a session id, so that it cannot be guessed."""
 RPC_SLACK = 5.0
-"""Seconds by which the wire's deadline is later than ours, so that ours decides and says which one it was."""
+"""Seconds by which the RPC deadline is later than the worker's, so that the worker's decides and names the scope."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Offer:
+class OfferedTools:
     """The tools of one episode."""
 
     tools: tuple[ToolSchema, ...] = ()
@@ -39,12 +39,14 @@ class Offer:
 
     @property
     def schemas(self) -> Schemas:
-        """What the parameters of each tool are, by its name."""
+        """Parameter schema of each tool by name."""
         return {tool.name: tool.parameters for tool in self.tools}
 
 
 def unrendered(text: str, names: Sequence[str]) -> str | None:
-    """Why the model could not know of some tools, if so: the prompt does not name them."""
+    """The problem that the prompt does not name some tools, so that the model cannot call them; None if it names
+    all.
+    """
     absent = [name for name in names if name not in text]
     if not absent:
         return None
@@ -57,7 +59,7 @@ def unrendered(text: str, names: Sequence[str]) -> str | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolAnswer:
-    """What a tool said."""
+    """A tool's answer."""
 
     outcome: CallOutcome
     text: str
@@ -66,12 +68,12 @@ class ToolAnswer:
 
 
 def expanded(names: Sequence[str], environments: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
-    """The tools that a row names, an environment's name standing for all of its tools."""
+    """The tools of a row; an environment's name stands for all of its tools."""
     return tuple(dict.fromkeys(tool for name in names for tool in environments.get(name, [name])))
 
 
 class Toolbox:
-    """The tool service, as this worker uses it."""
+    """Client of the tool service."""
 
     def __init__(self, service: rpc.Bundle, chat: Chat, *, seconds: float) -> None:
         self._service = service
@@ -82,18 +84,18 @@ class Toolbox:
         """Tools whose environment has a state for the reward."""
         self._environments: dict[str, list[str]] = {}
         """The tools of each environment."""
-        self._offers: dict[tuple[str, ...] | None, Offer] = {}
+        self._by_names: dict[tuple[str, ...] | None, OfferedTools] = {}
 
-    async def offer(self, scenario: Scenario) -> Offer:
-        """The tools that the scenario offers, with what the chat template needs of them.
+    async def offered_tools(self, scenario: Scenario) -> OfferedTools:
+        """The tools of a scenario, with their tool set for the chat template.
 
         Raises:
             UserInputError: The scenario names a tool that the job does not have.
-            FailureError: The tool service cannot be asked.
+            FailureError: The tool service cannot be reached.
         """
         wanted = None if scenario.tools is None else tuple(scenario.tools)
-        if wanted in self._offers:
-            return self._offers[wanted]
+        if wanted in self._by_names:
+            return self._by_names[wanted]
         if self._listed is None:
             self._listed = await self._list()
         by_name = {tool.name: tool for tool in self._listed}
@@ -105,15 +107,15 @@ class Toolbox:
                     code="unknown_tool",
                 )
         tools = tuple(by_name[name] for name in names)
-        offer = Offer(
+        offered = OfferedTools(
             tools=tools,
             toolset=self._chat.toolset([tool.to_openai() for tool in tools]),
             names=names,
             has_state=not self._with_state.isdisjoint(names),
         )
-        if len(self._offers) < 256:  # data sets offer few combinations; a pathological one is only slower
-            self._offers[wanted] = offer
-        return offer
+        if len(self._by_names) < 256:  # bounds the cache; data sets have few combinations
+            self._by_names[wanted] = offered
+        return offered
 
     async def _list(self) -> tuple[ToolSchema, ...]:
         answer = await self._service.call(
@@ -131,7 +133,7 @@ class Toolbox:
         )
 
     def session(self, episode_id: str, scenario: Scenario, names: Sequence[str], *, seconds: float) -> ToolSession:
-        """A session for an episode; opened by its first call."""
+        """A session for an episode; its first call opens it."""
         opening = pb.Opening(
             episode_id=episode_id,
             tools=names,
@@ -149,28 +151,28 @@ class ToolSession:
         self._seconds = seconds
         self._id = ""
         self._opening: pb.Opening | None = opening
-        """Goes with every call until one was answered: those of one turn do not wait for each other."""
+        """Sent with every call until one is answered, since calls of one turn do not wait for each other."""
 
     @property
     def opened(self) -> bool:
-        """Whether the tools are there for certain."""
+        """Whether the service has confirmed the session."""
         return self._opening is None
 
     @property
     def used(self) -> bool:
-        """Whether the service may hold anything of it."""
+        """Whether the service may hold the session."""
         return bool(self._id)
 
     async def reachable(self) -> None:
-        """Waits for the service, if it is not there: the caller bounds it."""
+        """Waits until the service can be reached; the caller bounds the wait."""
         await self._service.ready()
 
     async def call(self, name: str, arguments: Mapping[str, Any], *, seconds: float) -> ToolAnswer:
-        """Calls a tool; the first call has the tools made.
+        """Calls a tool; the first call creates the tools.
 
         Raises:
-            FailureError: A tool cannot be made, or broke, or the service cannot be reached.
-            ToolFailure: The service answered what cannot be read.
+            FailureError: A tool cannot be created or failed, or the service cannot be reached.
+            ToolFailure: The service's answer cannot be decoded.
         """
         self._id = self._id or secrets.token_urlsafe(ID_BYTES)
         request = pb.CallRequest(
@@ -185,11 +187,11 @@ class ToolSession:
             raise ToolFailure(f"tools: the answer of {name!r} cannot be read: {error}", code="bad_answer") from error
 
     async def state(self, *, seconds: float) -> Mapping[str, Any]:
-        """The final state of the episode's environments; they are made if no call has made them.
+        """The final state of the episode's environments; they are created if no call has created them.
 
         Raises:
-            FailureError: One cannot be made or asked, or the service cannot be reached.
-            ToolFailure: The service answered what cannot be read.
+            FailureError: An environment cannot be created or failed, or the service cannot be reached.
+            ToolFailure: The service's answer cannot be decoded.
         """
         self._id = self._id or secrets.token_urlsafe(ID_BYTES)
         request = pb.GetStateRequest(session_id=self._id, opening=self._opening)
@@ -201,10 +203,10 @@ class ToolSession:
             raise ToolFailure(f"tools: the environments' state cannot be read: {error}", code="bad_answer") from error
 
     async def close(self) -> None:
-        """Ends the session, if there may be one.
+        """Ends the session if the service may hold it.
 
         Raises:
-            FailureError: The service cannot be reached; it will end the session by itself after its lifetime.
+            FailureError: The service cannot be reached; it ends the session by itself after its lifetime.
         """
         if not self._id:
             return

@@ -1,6 +1,6 @@
-"""Tools as a chat template is told of them: every word that a tool's author chose is replaced by a mark.
+"""Tool definitions for chat templates: every string chosen by a tool's author is replaced by a mark.
 
-What remains is what templates look at: the shape of the schema and the keywords of JSON Schema.
+The shape of the schema and the keywords of JSON Schema remain, as templates depend on them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from kestrl_rollout.template import mark
 
 JSON_TYPES = frozenset({"array", "boolean", "integer", "null", "number", "object", "string"})
 NAMED = frozenset({"properties", "$defs", "definitions", "patternProperties"})
-"""Keywords whose own keys are names that a tool's author made up."""
+"""Keywords whose keys are names chosen by a tool's author."""
 VALUES = frozenset({"default", "const", "examples", "enum"})
 """Keywords that hold values, not schemas."""
 KEYWORDS = (
@@ -30,11 +30,11 @@ KEYWORDS = (
 
 @dataclass(frozen=True, eq=False, slots=True)
 class ToolSet:
-    """Tools with marks for words. Equal to itself only: made once, then shared."""
+    """Tools with marks for strings. Compared by identity: made once, then shared."""
 
     marked: tuple[Mapping[str, Any], ...] = ()
     words: tuple[str, ...] = ()
-    """What the marks `t0`, `t1`, ... stand for."""
+    """The strings behind the marks `t0`, `t1`, ..."""
 
     @staticmethod
     def of(tools: Sequence[Mapping[str, Any]]) -> ToolSet:
@@ -52,7 +52,7 @@ class _Marker:
         self.words: dict[str, int] = {}
 
     def word(self, text: str) -> str:
-        # One mark for equal words, so that an entry of `required` still names a property.
+        # One mark for equal strings, so that an entry of `required` still names a property.
         return mark(f"t{self.words.setdefault(text, len(self.words))}") if text else text
 
     def tool(self, tool: Mapping[str, Any]) -> dict[str, Any]:
@@ -63,7 +63,7 @@ class _Marker:
         return {"type": "function", "function": marked} if "function" in tool else marked
 
     def schema(self, schema: Any) -> Any:
-        """A schema, or a list of such."""
+        """Marks a schema or a list of schemas."""
         if isinstance(schema, list):
             return [self.schema(each) for each in cast(list[Any], schema)]
         if not isinstance(schema, dict):
@@ -72,7 +72,7 @@ class _Marker:
         return {key if key in KEYWORDS else self.word(key): self.entry(key, value) for key, value in entries.items()}
 
     def entry(self, key: str, value: Any) -> Any:
-        """What stands under a key of a schema."""
+        """Marks the value of a key of a schema."""
         if key == "type":
             return self.types(value)
         if key in VALUES:
@@ -88,7 +88,7 @@ class _Marker:
         return value if value in JSON_TYPES else self.value(value)
 
     def value(self, value: Any) -> Any:
-        """Any JSON value: all its words are the author's."""
+        """Marks all strings of a JSON value."""
         if isinstance(value, str):
             return self.word(value)
         if isinstance(value, dict):

@@ -1,9 +1,10 @@
-"""Text to token ids and back, with a hard line between structure and content.
+"""Text to token ids and back, with a strict separation of structure and content.
 
-Structure is what a chat template writes; its control strings become control tokens. Content is what anybody else wrote: users,
-tools, tool authors, error messages. The encoder receives both as parts of one text, cuts it only at control tokens that
-lie inside structure, and encodes everything between two cuts in one piece with a tokenizer that knows no added token at all.
-So content can never become a control token, and harmless text still gets the very ids that encoding the whole text gives.
+Structure is written by a chat template; its control strings become control tokens. Content comes from users, tools,
+tool authors and error messages. The encoder receives both as parts of one text, cuts it only at control tokens that
+are inside structure, and encodes everything between two cuts in one piece with a tokenizer without added tokens. So
+content never becomes a control token, and text without control strings gets the same ids as when the whole text is
+encoded.
 """
 
 from __future__ import annotations
@@ -20,22 +21,22 @@ from kestrl.errors import KestrlError, UserInputError
 Part = int | str
 """A control token by its id, or text to encode without any."""
 WHITE_SPACE = " \t\r\n\u2581"
-"""As text and as sentencepiece writes a space."""
+"""White space, including the character for a space in sentencepiece."""
 CACHED_CHARACTERS = 32_768
-"""Longer pieces are not kept: the cache's memory stays bounded by its entries."""
+"""Longest text that is cached, which bounds the cache's memory."""
 
 
 class ControlTokenError(KestrlError):
-    """Content became a control token. It cannot happen; if it does, the episode ends rather than trains."""
+    """Content was encoded as a control token, which is a bug: the episode fails and is not trained on."""
 
     code = "control_token_in_content"
 
 
 class Vocabulary:
-    """A tokenizer twice: with control tokens for structure, without them for content. Safe to use from several threads.
+    """Two versions of a tokenizer: with control tokens for structure, without them for content. Thread-safe.
 
     Raises:
-        UserInputError: It cannot be read, or text could forge a control token.
+        UserInputError: It cannot be loaded, or text could be encoded as a control token.
     """
 
     def __init__(self, data: dict[str, Any]) -> None:
@@ -55,7 +56,7 @@ class Vocabulary:
             if not self.control_ids.isdisjoint(self._plain.encode(text, add_special_tokens=False).ids):
                 raise UserInputError(
                     f"the tokenizer encodes the text {text!r} as a control token even without its added tokens; "
-                    "untrusted text could forge it, so the model cannot be trained"
+                    "untrusted text could forge it, so the model cannot be used"
                 )
 
     def control(self, text: str) -> int | None:
@@ -82,7 +83,7 @@ class Vocabulary:
         return tuple(parts)
 
     def encode(self, parts: Iterable[Part]) -> list[int]:
-        """Ids of a text given as parts; neighbouring texts are one piece, whoever wrote them."""
+        """Ids of a text given as parts; neighbouring texts are encoded as one piece, structure or content."""
         ids: list[int] = []
         piece: list[str] = []
         for part in parts:
@@ -98,10 +99,10 @@ class Vocabulary:
         return ids
 
     def content(self, text: str) -> Sequence[int]:
-        """Ids of text that nobody vouches for: never a control token.
+        """Ids of untrusted text, without control tokens.
 
         Raises:
-            ControlTokenError: The tokenizer broke that promise.
+            ControlTokenError: The tokenizer returned a control token.
         """
         return self._cached(text) if len(text) <= CACHED_CHARACTERS else self._encode_plain(text)
 
@@ -112,24 +113,23 @@ class Vocabulary:
         return ids
 
     def whole(self, text: str) -> list[int]:
-        """Ids of a text whose control strings are meant: what transformers gives for it."""
+        """Ids of a text with its control strings as control tokens, as transformers encodes it."""
         return list(self._full.encode(text, add_special_tokens=False).ids)
 
     def cut(self, text: str, limit: int, *, reserve: int = 0) -> tuple[str, int] | None:
-        """Where content must end to have at most `limit` tokens; None when it is short enough.
+        """Cuts content to at most `limit` tokens, at a whole character; None if it is short enough.
 
-        Cuts at a whole character. Of a text far beyond the limit only as much is encoded as can matter, so that a huge result
-        cannot hold up the other episodes.
+        Only the part of a long text that can matter is encoded, so that a huge result does not delay other episodes.
 
         Args:
             text: The content.
-            limit: Tokens it may have.
-            reserve: Tokens to leave free when it must be cut.
+            limit: Largest number of tokens.
+            reserve: Further tokens to leave free if the text is cut.
 
         Returns:
-            The cut text, and how many tokens there were at least.
+            The cut text, and a lower bound on the number of tokens of the whole text.
         """
-        # A token is a byte at least, so that most results need not be encoded to be known short.
+        # A token has at least one byte: short texts need not be encoded.
         if len(text) <= limit and len(text.encode("utf-8", "surrogatepass")) <= limit:
             return None
         window = text[: max(1, limit) * 32]
@@ -142,7 +142,7 @@ class Vocabulary:
         return window[:end], count
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of ids, control tokens written out."""
+        """Text of ids, including control tokens."""
         return self._full.decode(list(ids), skip_special_tokens=False)
 
     def decode_plain(self, ids: Sequence[int]) -> str:
@@ -162,7 +162,7 @@ def _tokenizer(data: Mapping[str, Any]) -> Tokenizer:
 
 
 def _ordinary(data: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Added tokens that are text like any other: runs of white space which the model has tokens for (Gemma's)."""
+    """Added tokens that are ordinary text: runs of white space that are in the model's vocabulary (Gemma)."""
     vocab = data["model"].get("vocab")
     return [
         token
@@ -177,8 +177,8 @@ def _ordinary(data: Mapping[str, Any]) -> list[dict[str, Any]]:
 def _without_added(data: Mapping[str, Any], ordinary: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The same tokenizer without its control tokens: neither matched in text, nor merged, nor looked up whole.
 
-    What a merge needs and no merge makes is a character of the alphabet, which text cannot do without: it stays, and
-    `_check_content` refuses it by name.
+    Entries that merges need and no merge produces are characters of the alphabet. They are kept, and `_check_content`
+    refuses a control token among them.
     """
     model: dict[str, Any] = dict(data["model"])
     if isinstance(model.get("vocab"), dict):
@@ -186,9 +186,9 @@ def _without_added(data: Mapping[str, Any], ordinary: Sequence[Mapping[str, Any]
         merges = [merge.split(" ") if isinstance(merge, str) else merge for merge in model.get("merges") or ()]
         needed = {side for merge in merges for side in merge} - {"".join(merge) for merge in merges}
         control = {token["content"] for token in data.get("added_tokens") or ()}
-        doomed = control - {token["content"] for token in ordinary} - needed - {model.get("unk_token")}
+        removed = control - {token["content"] for token in ordinary} - needed - {model.get("unk_token")}
         # Removed rather than hidden: tokenizers with `ignore_merges` look a whole word up before they merge.
-        model["vocab"] = {text: token for text, token in vocab.items() if text not in doomed}
+        model["vocab"] = {text: token for text, token in vocab.items() if text not in removed}
         if merges:
-            model["merges"] = [merge for merge in merges if doomed.isdisjoint((*merge, "".join(merge)))]
+            model["merges"] = [merge for merge in merges if removed.isdisjoint((*merge, "".join(merge)))]
     return {**data, "added_tokens": list(ordinary), "post_processor": None, "model": model}

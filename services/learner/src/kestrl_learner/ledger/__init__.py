@@ -1,4 +1,4 @@
-"""The ledger: what became of every scenario of every epoch. The only place that speaks SQL."""
+"""The ledger: the state of every scenario of every epoch. The only package that uses SQL."""
 
 from kestrl_learner.ledger.ledger import Lease, Ledger, LedgerError, Superseded
 

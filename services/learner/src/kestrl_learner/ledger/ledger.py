@@ -1,8 +1,8 @@
-"""Leases scenarios and records what became of each. Exactly once is enforced here: every transition names the state it leaves,
-and one that finds another state is an error, not a correction.
+"""Leases scenarios and records the outcome of each. Exactly-once is enforced here: every transition names the state it
+leaves, and a scenario in another state is an error.
 
-One learner owns a run. Opening the ledger takes the next fencing token (Kleppmann, "How to do distributed locking", 2016), and
-every transition is conditional on it: a learner that was cut off or replaced cannot change anything any more.
+One learner owns a run. Opening the ledger takes the next fencing token (Kleppmann, "How to do distributed locking",
+2016), and every transition is conditional on it: a replaced learner cannot change anything.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from kestrl_learner.schedule import epoch_order
 
 
 class LedgerError(KestrlError):
-    """The ledger does not allow this: something would be trained twice or lost. Or its database refused."""
+    """A transition that would train a scenario twice or lose it, or a failure of the ledger's database."""
 
     code = "ledger_conflict"
 
 
 class Superseded(LedgerError):
-    """Another learner has taken over the run: this one must not change or write anything of it any more."""
+    """Another learner has taken over the run; this one must not change or write anything of it."""
 
     code = "superseded"
 
@@ -44,22 +44,23 @@ CONNECT_SECONDS, STATEMENT_SECONDS = 10, 30
 LONGEST_NAME = 63
 """Bytes of an identifier in PostgreSQL."""
 END_OF_SCHEDULE = "end_of_schedule"
-"""Why what the last step left over was dropped. Undone when a longer schedule resumes the run."""
+"""Reason of scenarios dropped because the last step did not need them. Undone when a longer schedule resumes the
+run."""
 
 
 class Lease(NamedTuple):
-    """One scenario handed out."""
+    """A scenario leased for one attempt."""
 
     position: int
     epoch: int
     ordinal: int
     attempt: int
-    """Times it was handed out before, for whatever reason: group ids are unique by it."""
+    """Number of earlier leases; makes group ids unique."""
     failures: int = 0
-    """Attempts of it that failed."""
+    """Number of failed attempts."""
 
     def group_id(self, run: str) -> str:
-        """Unique to the attempt."""
+        """The group id of the attempt."""
         return f"{run}/{self.epoch}-{self.ordinal}-{self.attempt}"
 
 
@@ -71,11 +72,11 @@ def _sqlite_durable(connection: Any, _record: Any) -> None:
 
 
 def open_engine(url: str, *, run: str = "") -> Engine:
-    """Connects and brings the tables to the newest version.
+    """Connects and migrates the tables to the newest version.
 
     Args:
         url: SQLAlchemy address.
-        run: In PostgreSQL each run's tables lie in a schema of its name, so that one database serves many runs.
+        run: Name of the run. In PostgreSQL its tables are in a schema of this name, so that runs can share a database.
 
     Raises:
         UserInputError: The database cannot be used.
@@ -97,10 +98,10 @@ def open_engine(url: str, *, run: str = "") -> Engine:
 
 
 def _schema(url: str, run: str) -> str:
-    """Makes the run's schema, where there are any, and gives the setting that chooses it."""
+    """Creates the run's schema in PostgreSQL; returns the connection option that selects it."""
     if not run or make_url(url).get_backend_name() != "postgresql":
         return ""
-    # PostgreSQL cuts longer names without a word, and two runs could become one.
+    # PostgreSQL truncates longer names silently, and two runs could share a schema.
     name = run if len(run.encode()) <= LONGEST_NAME else f"{run[:40]}-{sha256(run.encode()).hexdigest()[:12]}"
     engine = create_engine(url, **_options(url))
     try:
@@ -114,13 +115,13 @@ def _schema(url: str, run: str) -> str:
 def _options(url: str, settings: str = "") -> dict[str, Any]:
     if make_url(url).get_backend_name() != "postgresql":
         return {"connect_args": {"timeout": STATEMENT_SECONDS}}
-    # A statement or a connection that hangs becomes an error; a connection that the server dropped is replaced unseen.
+    # A statement or connection that hangs becomes an error; a dropped connection is replaced.
     limits = f"-cstatement_timeout={STATEMENT_SECONDS * 1000} {settings}"
     return {"pool_pre_ping": True, "connect_args": {"connect_timeout": CONNECT_SECONDS, "options": limits}}
 
 
 def _shown(url: str) -> str:
-    """An address without its password."""
+    """A database address without its password."""
     return make_url(url).render_as_string(hide_password=True)
 
 
@@ -129,10 +130,10 @@ class Ledger:
 
     Args:
         url: SQLAlchemy address.
-        seed: Of the epochs' orders.
+        seed: Seed of the order of each epoch.
         size: Scenarios of an epoch.
-        epochs: Epochs in all.
-        run: The run it is of; keeps runs apart that share a database.
+        epochs: Number of epochs.
+        run: Name of the run; separates runs that share a database.
 
     Raises:
         UserInputError: The database cannot be used.
@@ -142,7 +143,7 @@ class Ledger:
     def __init__(self, url: str, *, seed: int, size: int, epochs: int, run: str = "") -> None:
         self._engine = open_engine(url, run=run)
         self._token = 0
-        self._take()
+        self._take_ownership()
         self._seed, self._size, self._epochs = seed, size, epochs
         self._orders: dict[int, list[int]] = {}
 
@@ -151,7 +152,7 @@ class Ledger:
 
     @contextmanager
     def _transaction(self) -> Generator[Connection]:
-        """One transaction: all of it or nothing.
+        """One transaction, committed at its end.
 
         Raises:
             PlaceError: The database's disk is full or cannot be written.
@@ -164,8 +165,8 @@ class Ledger:
             url = self._engine.url.render_as_string(hide_password=True)
             raise place_error(error, url) or LedgerError(f"{url}: {error}", code="ledger_failed") from error
 
-    def _take(self) -> None:
-        """Makes this process the run's owner: the row's lock orders it against every transition of the owner before."""
+    def _take_ownership(self) -> None:
+        """Makes this process the run's owner. The row lock orders this against transitions of the earlier owner."""
         with self._transaction() as connection:
             name = f"process {os.getpid()} on {socket.gethostname()}"
             values = {"token": owner.c.token + 1, "name": name, "taken_at": time.time()}
@@ -181,14 +182,14 @@ class Ledger:
             PlaceError, LedgerError: As `_transaction` does.
         """
         with self._transaction() as connection:
-            # An UPDATE, not a SELECT: SQLite, too, takes its lock with it.
+            # An UPDATE, not a SELECT, so that SQLite takes its lock too.
             mine = update(owner).where(owner.c.token == self._token).values(token=self._token)
             if connection.execute(mine).rowcount != 1:
                 raise self._superseded(connection)
             yield connection
 
     def check_owner(self) -> None:
-        """Whether this process still owns the run.
+        """Checks that this process still owns the run.
 
         Raises:
             Superseded: Another learner owns it.
@@ -210,11 +211,11 @@ class Ledger:
         return self._token
 
     def outdated(self, step: int, token: int) -> bool:
-        """Whether a checkpoint is of a branch that was given up: a later owner resumed from a step before it.
+        """Whether a checkpoint belongs to an abandoned branch: a later owner resumed from a step before it.
 
         Args:
-            step: Of the checkpoint.
-            token: Of the owner that wrote it.
+            step: Step of the checkpoint.
+            token: Fencing token of the owner that wrote it.
         """
         with self._transaction() as connection:
             later = select(resumption.c.token).where(resumption.c.token > token, resumption.c.step < step).limit(1)
@@ -227,7 +228,7 @@ class Ledger:
         return self._orders[epoch][position % self._size]
 
     def lease(self, policy_step: int) -> Lease | None:
-        """The first pending scenario, or the next that was never handed out; None when there is none left."""
+        """Leases the first pending scenario, else the next new one; None when none is left."""
         with self._owned() as connection:
             again = connection.execute(
                 select(work.c.position, work.c.epoch, work.c.ordinal, work.c.attempt, work.c.failures)
@@ -250,7 +251,7 @@ class Ledger:
             return lease
 
     def _move(self, connection: Connection, positions: Sequence[int], leaves: str, **values: Any) -> None:
-        """One guarded transition of some rows, all or none."""
+        """One conditional transition of rows: all or none."""
         changed = connection.execute(
             update(work).where(work.c.position.in_(positions), work.c.state == leaves).values(**values)
         ).rowcount
@@ -258,38 +259,38 @@ class Ledger:
             raise LedgerError(f"{len(positions) - changed} of the positions {list(positions)} are not {leaves}")
 
     def finish(self, lease: Lease) -> None:
-        """Its group is complete and waits to be trained on."""
+        """Records that the group is complete and waits for its step."""
         with self._owned() as connection:
             self._move(connection, [lease.position], "leased", state="finished")
 
     def release(self, lease: Lease, reason: str, *, leaves: str = "leased", failed: bool = False) -> None:
-        """Back to pending, to be attempted again; with `failed`, the attempt counts as a failure of the scenario's."""
+        """Makes the scenario pending again; with `failed`, the attempt counts as failed."""
         values = {"attempt": lease.attempt + 1, "failures": lease.failures + failed, "reason": reason}
         with self._owned() as connection:
             self._move(connection, [lease.position], leaves, state="pending", **values)
 
     def drop(self, lease: Lease, reason: str, *, leaves: str = "leased") -> None:
-        """Given up for good."""
+        """Drops the scenario."""
         with self._owned() as connection:
             self._move(connection, [lease.position], leaves, state="dropped", reason=reason)
 
     def train(self, leases: Sequence[Lease], step: int) -> None:
-        """An optimiser step consumed them: all are recorded or none is."""
+        """Records that an optimiser step consumed the leases: all or none."""
         with self._owned() as connection:
             self._move(connection, [lease.position for lease in leases], "finished", state="trained", step=step)
 
     def frontier(self) -> int:
-        """The newest optimiser step recorded; 0 for none."""
+        """The newest recorded optimiser step; 0 for none."""
         with self._transaction() as connection:
             return connection.execute(select(func.max(work.c.step))).scalar() or 0
 
     def rewind(self, step: int) -> int:
-        """Makes the trained frontier that of a checkpoint.
+        """Resets the ledger to the step of a checkpoint; returns the number of scenarios that are pending again.
 
-        What was in flight and what later steps trained is pending again, and what a shorter schedule left over.
+        These are scenarios in flight, those trained by later steps, and those that a shorter schedule left over.
 
         Raises:
-            LedgerError: It has never heard of that step: it is not this checkpoint's ledger (code `ledger_behind`).
+            LedgerError: The ledger does not have that step, so it does not match the checkpoint (code `ledger_behind`).
         """
         with self._owned() as connection:
             frontier = connection.execute(select(func.max(work.c.step))).scalar() or 0
@@ -308,8 +309,8 @@ class Ledger:
             }
             return sum(connection.execute(statement.values(**values)).rowcount for statement in (flying, later, left))
 
-    def close_books(self) -> None:
-        """At the end of a run: what was never trained on is dropped with a reason, so that every scenario is accounted for."""
+    def drop_remaining(self) -> None:
+        """Drops all scenarios that were not trained on, with a reason, at the end of the run."""
         with self._owned() as connection:
             connection.execute(
                 update(work)
@@ -340,7 +341,7 @@ class Ledger:
             return {str(state): int(count) for state, count in rows}
 
     def trained(self) -> list[tuple[int, int, int]]:
-        """(epoch, ordinal, step) of everything trained on, by position."""
+        """(epoch, ordinal, step) of all trained scenarios, by position."""
         with self._transaction() as connection:
             rows = connection.execute(
                 select(work.c.epoch, work.c.ordinal, work.c.step)

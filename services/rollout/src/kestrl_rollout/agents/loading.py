@@ -1,4 +1,4 @@
-"""From the manifest's `agent.loop` to something to run."""
+"""Loading of the agent loops that the manifest names."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from kestrl_rollout.agents.tool_agent import tool_agent
 FIELD = "agent.loop"
 LOOPS_FIELD = "agent.loops"
 VERL_NAMES = {"single_turn_agent": "single_turn"}
-"""What verl calls a built-in loop, where that differs."""
+"""verl's names of built-in loops, where they differ."""
 CONFIG_FIELD = "agent.config"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedLoop:
-    """A loop and what the worker must know of it."""
+    """An agent loop and its properties."""
 
     run: Loop
     name: str
     built_in: bool
-    """What a built-in raises is our bug, not the user's."""
+    """Whether the loop is a part of KestRL, so that an exception in it is not the user's error."""
     uses_tools: bool
     reads_calls: bool
-    """Whether it leaves the reading of tool calls to the worker (`Reply.calls`)."""
+    """Whether the worker parses tool calls for the loop (`Reply.calls`)."""
 
 
 BUILT_IN = {
@@ -48,17 +48,17 @@ class Loops:
     default: LoadedLoop
     """`agent.loop`."""
     named: Mapping[str, LoadedLoop]
-    """Those that rows may name in `agent_name`: of `agent.loops`, and the built-in ones."""
+    """Loops that rows may name in `agent_name`: those of `agent.loops` and the built-in ones."""
     use_tools: bool
-    """Whether a loop that the manifest names calls tools."""
+    """Whether a loop named by the manifest calls tools."""
     read_calls: bool
-    """Whether one of them leaves the reading of tool calls to the worker."""
+    """Whether the worker parses tool calls for one of them."""
 
     def of(self, agent: str) -> LoadedLoop:
         """The loop of a scenario.
 
         Raises:
-            UserInputError: The job has none of this name (code `unknown_agent`).
+            UserInputError: The job has no loop of this name (code `unknown_agent`).
         """
         if not agent:
             return self.default
@@ -71,10 +71,10 @@ class Loops:
 
 
 def load_loops(path: str, config: Mapping[str, Any], named: Mapping[str, str]) -> Loops:
-    """`agent.loop` and `agent.loops`.
+    """Loads `agent.loop` and `agent.loops`.
 
     Raises:
-        UserInputError: One cannot be loaded; one line for each.
+        UserInputError: Loops cannot be loaded; one line for each.
     """
     problems: list[str] = []
 
@@ -103,12 +103,12 @@ def load_loop(path: str, config: Mapping[str, Any] | None = None, *, field: str 
     """The loop that `agent.loop` names: a built-in, or `module:Class` or `module:function`.
 
     Args:
-        path: As in the manifest.
-        config: `agent.config`, its keyword arguments.
-        field: The manifest field that names it, for messages.
+        path: The value in the manifest.
+        config: `agent.config`, the loop's keyword arguments.
+        field: The manifest field, for messages.
 
     Raises:
-        UserInputError: There is no such thing, or it is not an agent loop, or it does not take the configuration.
+        UserInputError: It does not exist, is not an agent loop, or does not accept the configuration.
     """
     if path in BUILT_IN:
         return BUILT_IN[path]
@@ -153,7 +153,7 @@ def _from_class(found: type[Any], path: str, config: Mapping[str, Any], field: s
         inspect.signature(found).bind(**config)
     except TypeError as error:
         raise UserInputError(
-            f"{field}: {path!r} cannot be made from agent.config alone ({', '.join(config) or 'empty'}): {error}"
+            f"{field}: {path!r} cannot be constructed from agent.config alone ({', '.join(config) or 'empty'}): {error}"
         ) from error
 
     async def run(conversation: Conversation) -> object:

@@ -6,5 +6,5 @@ from kestrl.agents import Conversation
 
 
 async def single_turn(conversation: Conversation) -> None:
-    """Lets the model speak once."""
+    """Samples one turn."""
     await conversation.generate()

@@ -6,7 +6,9 @@ from kestrl.agents import Conversation
 
 
 async def tool_agent(conversation: Conversation) -> None:
-    """Turn by turn: the calls of a turn run at once, their results are the next prompt; a turn without calls is the answer."""
+    """Turn by turn: the calls of a turn run at once, their results are the next prompt; a turn without calls is the
+    answer.
+    """
     while reply := await conversation.generate():
         if not reply.calls:
             return

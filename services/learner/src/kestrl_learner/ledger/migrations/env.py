@@ -1,4 +1,4 @@
-"""Alembic's entry: runs the migrations on the connection that `open_ledger` hands over."""
+"""Alembic's entry: runs the migrations on the connection passed by `open_engine`."""
 
 from __future__ import annotations
 

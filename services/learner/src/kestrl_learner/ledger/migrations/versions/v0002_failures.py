@@ -1,4 +1,4 @@
-"""Failed attempts apart from attempts: being evicted or resumed is no failure of a scenario's."""
+"""Adds a count of failed attempts: releases of stale groups and resumes are not failures of a scenario."""
 
 import sqlalchemy as sa
 from alembic import op

@@ -1,4 +1,4 @@
-"""What is written down of a run: a step's facts, the summary, the gap since its first step, the digest of what must not change. Pure."""
+"""Records of a run: those of its steps, the summary, and the digest of its identity. Pure."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from kestrl_learner.stale import Stale
 from kestrl_learner.trainer import StepResult
 
 IDENTITY = ("model", "dtype", "rank", "alpha", "targets", "seed", "temperature", "algorithm", "max_tokens", "max_turns")
-"""Settings that make a run what it is. The schedule is not among them: a longer one continues a run."""
+"""Settings that identify a run. The schedule is not among them: a longer one continues a run."""
 
 
 def identity_digest(settings: LearnerSettings, scenarios: Sequence[Scenario]) -> str:
-    """Of what must not change under a run: the identity's settings and every training scenario."""
-    # Without defaults, so that a setting added by a later version does not make another run of this one.
+    """Digest of what must not change during a run: the `IDENTITY` settings and all training scenarios."""
+    # Defaults are excluded, so that a setting added by a later version does not change the digest.
     hashed = hashlib.sha256(settings.model_dump_json(include=set(IDENTITY), exclude_defaults=True).encode())
     for scenario in scenarios:
         hashed.update(json.dumps(asdict(scenario), sort_keys=True, default=str).encode())
     return hashed.hexdigest()
 
 
-def step_facts(step: int, groups: Sequence[Group], result: StepResult) -> dict[str, Any]:
-    """What a step did, for `metrics/`."""
+def step_record(step: int, groups: Sequence[Group], result: StepResult) -> dict[str, Any]:
+    """The record of a step in `metrics/`."""
     scored = [episode for group in groups for episode in group.episodes if episode.reward is not None]
     return {
         **means_of(map(episode_facts, scored)),
@@ -37,19 +37,19 @@ def step_facts(step: int, groups: Sequence[Group], result: StepResult) -> dict[s
         "episodes": len(scored),
         "loss": result.loss,
         "grad_norm": result.grad_norm,
-        "gap": result.gap.facts(),
-        "idle_groups": result.idle_groups,
+        "gap": result.mismatch.facts(),
+        "idle_groups": result.zero_advantage_groups,
         "sampled_tokens": result.sampled,
     }
 
 
-def told_means(means: Mapping[str, float]) -> str:
-    """The means that say most, for a person."""
+def format_means(means: Mapping[str, float]) -> str:
+    """The main means as text."""
     return ", ".join(f"{name} {means[name]:.3f}" for name in ("reward", "answer_correct") if name in means)
 
 
 def build_summary(
-    facts: Mapping[str, Any],
+    record: Mapping[str, Any],
     *,
     status: str,
     reason: str,
@@ -63,31 +63,31 @@ def build_summary(
     learning: Learning | None,
     stale: Stale,
 ) -> dict[str, Any]:
-    """`summary.json`.
+    """The content of `summary.json`.
 
     Args:
-        facts: Kept over resumes: `before`, `after`, `evaluations`, `gap` (to the policies that sampled the tokens).
+        record: Kept over resumes: `before`, `after`, `evaluations`, `gap` (to the policies that sampled the tokens).
         status: succeeded, failed or suspended.
         reason: Why it did not succeed.
         steps: Optimiser steps done.
-        total_steps: Optimiser steps of the schedule; more than were done where scenarios were dropped.
-        newest: The newest version and where it lies.
-        seconds: Spent on the run, all its processes together.
-        failures: By `boundary/code`.
+        total_steps: Optimiser steps of the schedule; more than `steps` if scenarios were dropped.
+        newest: The newest version and its address.
+        seconds: Time spent on the run by all its processes.
+        failures: Counts by `boundary/code`.
         skipped: Rows whose prompts leave no room in the context.
-        gap_bound: The bound on the mean gap of a step.
-        learning: Whether anything was learned; None where nothing was trained.
-        stale: Groups that were given up as too old.
+        gap_bound: Bound on the mean log-prob mismatch of a step, in nats.
+        learning: Whether anything was learned; None without training.
+        stale: Groups released as too old.
     """
-    gap: dict[str, float] = facts.get("gap") or {}
+    gap: dict[str, float] = record.get("gap") or {}
     policy = None if newest is None else {"version": newest[0].name, "sha256": newest[0].sha256, "uri": newest[1]}
     return {
         "status": status,
         "steps": steps,
         "total_steps": total_steps,
-        "before": facts.get("before"),
-        "after": facts.get("after"),
-        "evaluations": [{"step": int(step), **means} for step, means in facts.get("evaluations", {}).items()],
+        "before": record.get("before"),
+        "after": record.get("after"),
+        "evaluations": [{"step": int(step), **means} for step, means in record.get("evaluations", {}).items()],
         "policy": policy,
         "learned": None if learning is None else learning.learned,
         "not_learned": None

@@ -1,4 +1,6 @@
-"""Keeps rollouts going and hands groups to the step: admission by staleness, fate of each group, the ledger kept true."""
+"""Dispatches groups to rollout workers, decides what happens to finished ones, records it in the ledger, and serves
+steps.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +15,7 @@ from kestrl.errors import Boundary, KestrlError
 from kestrl.plan.settings import LearnerSettings
 from kestrl.telemetry.metrics import observe
 from kestrl.telemetry.names import Metric
+from kestrl_learner.acceptance import MAX_ATTEMPTS, GroupAction, decide
 from kestrl_learner.admission import Admission
 from kestrl_learner.dynamic_sampling import DynamicSampling
 from kestrl_learner.engines import Engines
@@ -21,26 +24,25 @@ from kestrl_learner.ledger import Lease, Ledger
 from kestrl_learner.progress import Progress
 from kestrl_learner.retry_pause import RetryPause
 from kestrl_learner.schedule import admissible, affordable, group_seed
-from kestrl_learner.verdict import MAX_ATTEMPTS, Fate, decide
-from kestrl_learner.workers import NoWorker, Order, WorkerAway, Workers
+from kestrl_learner.workers import GroupRequest, NoWorker, WorkerAway, Workers
 
 log = logging.getLogger(__name__)
 
 
-HANDED_BACK = frozenset({"draining", "drained", WorkerAway.code})
-"""Codes of a worker that is leaving or gone before it began: the scenario has not failed."""
+NOT_STARTED_CODES = frozenset({"draining", "drained", WorkerAway.code})
+"""Failure codes of workers that left before the group began; they do not count as failures of the scenario."""
 
 
 class StepDeadline(KestrlError):
-    """A step has waited for its groups for as long as the job lets it."""
+    """A step's groups were not complete within `deadlines.step`."""
 
     code = "step_deadline"
     retryable = True
 
 
 @dataclass(frozen=True, slots=True)
-class Ready:
-    """A group that waits to be trained on."""
+class ReadyGroup:
+    """A complete group waiting for a training step."""
 
     lease: Lease
     group: Group
@@ -49,20 +51,20 @@ class Ready:
 
 @dataclass(slots=True)
 class _Running:
-    """A group that runs."""
+    """A running group."""
 
     position: int
     policy: PolicyVersion
     episodes: int
-    """Those of it that have not ended."""
+    """Episodes that have not ended."""
     at: float
-    """When it was handed out, by the loop's clock."""
+    """Time of dispatch by the loop's clock."""
     begun: bool = False
-    """Whether its task ran at all."""
+    """Whether the task has started to run."""
 
 
-class Collector:
-    """Rollouts for training."""
+class Dispatcher:
+    """Starts groups for training and collects them for steps."""
 
     def __init__(
         self,
@@ -81,14 +83,14 @@ class Collector:
         self._vocabulary = vocabulary
         self._groups = steps * settings.algorithm.groups_per_step
         self._workers, self._engines, self._progress = workers, engines, progress
-        self._ready: list[Ready] = []
+        self._ready: list[ReadyGroup] = []
         self._running: dict[asyncio.Task[None], _Running] = {}
         self._consumed = 0
         self._exhausted = False
         self._wake = asyncio.Event()
         self._outdated: set[asyncio.Task[None]] = set()
         self._late: set[asyncio.Task[None]] = set()
-        """Cancelled, since their step waited long enough."""
+        """Tasks cancelled at their step's deadline."""
         self._pause = RetryPause()
         self._admission = Admission(settings.algorithm.group_size)
         self._lowest: int | None = None
@@ -100,14 +102,14 @@ class Collector:
         self.draining = False
 
     def begin(self, policy: PolicyVersion, consumed: int) -> None:
-        """Starts from a published version, after so many consumed groups."""
+        """Starts with a published version after `consumed` groups."""
         self.policy, self._consumed = policy, consumed
         self._wake.set()
 
     def advance(self, policy: PolicyVersion) -> None:
-        """A newer version is proved: new groups use it, and those that it makes too old to be trained on are given up.
+        """Uses a newer version for new groups and cancels running ones that are now too old to be trained on.
 
-        They would be given back when they end, and until then their version would hold an adapter slot.
+        Left running, they would be released when they end, and hold an adapter slot until then.
         """
         self.policy = policy
         for task, running in self._running.items():
@@ -116,43 +118,43 @@ class Collector:
                 self._end(task)
         self._wake.set()
 
-    def look_at_engines(self) -> None:
-        """An engine told how busy it is."""
+    def update_admission(self) -> None:
+        """Adapts the admission limit after an engine reported its load."""
         before = self._admission.limit
-        self._admission.look(self._engines.loads(), running=self._episodes(), most=self._workers.capacity)
+        self._admission.update(self._engines.loads(), running=self._episodes(), most=self._workers.capacity)
         now = self._admission.limit
         if now == before:
             return
         if now is not None and (self._lowest is None or now < self._lowest):
-            # Told when it is lower than ever, not at every change: it changes for as long as the run lasts.
-            log.info("the engines' load allows %d episodes at once", now)
+            # Logged only when it is the lowest so far: the limit changes throughout the run.
+            log.info("the engines' load allows %d concurrent episodes", now)
             self._lowest = now
         self._wake.set()
 
     def _episodes(self) -> int:
-        """Episodes that run for training; of a group that waits for one straggler, one."""
+        """Episodes running for training; only unfinished episodes of a group count."""
         return sum(running.episodes for running in self._running.values())
 
     def wake(self) -> None:
-        """Something changed that may let a group start."""
+        """Checks again whether groups can start."""
         self._wake.set()
 
-    def named(self) -> set[str]:
-        """Versions that running groups name."""
+    def versions_in_use(self) -> set[str]:
+        """Names of the versions that running groups use."""
         return {running.policy.name for task, running in self._running.items() if task not in self._outdated}
 
     async def feed(self) -> None:
-        """Starts groups as far as staleness, workers and scenarios allow, until cancelled."""
+        """Starts groups as staleness, capacity and scenarios allow, until cancelled."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 while True:
-                    self._start_what_may(tasks)
+                    self._start_groups(tasks)
                     await self._wake.wait()
                     self._wake.clear()
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from errors
 
-    def _start_what_may(self, tasks: asyncio.TaskGroup) -> None:
+    def _start_groups(self, tasks: asyncio.TaskGroup) -> None:
         policy = self.policy
         if policy is None or self.draining or self._exhausted or self._pause.active:
             return
@@ -161,17 +163,17 @@ class Collector:
             return
         algorithm = self._settings.algorithm
         outstanding = len(self._running) - len(self._outdated) + len(self._ready)
-        may = admissible(
+        count = admissible(
             version=policy.step,
             max_staleness=algorithm.max_staleness,
             groups_per_step=algorithm.groups_per_step,
             consumed=self._consumed,
             outstanding=outstanding,
         )
-        may = min(may, self._groups - self._consumed - outstanding)
-        may = min(may, self._workers.room(algorithm.group_size))
+        count = min(count, self._groups - self._consumed - outstanding)
+        count = min(count, self._workers.room(algorithm.group_size))
         allowed = self._admission.groups(self._episodes())
-        for _ in range(may if allowed is None else min(may, allowed)):
+        for _ in range(count if allowed is None else min(count, allowed)):
             lease = self._ledger.lease(policy.step)
             if lease is None:
                 self._exhausted = True
@@ -189,7 +191,9 @@ class Collector:
         self._wake.set()
 
     def _end(self, task: asyncio.Task[None]) -> None:
-        """Ends a group. One that has not begun sees so by itself: cancelled before it ran, it would never give its scenario back."""
+        """Cancels a group's task if it has begun. A task cancelled before it runs could not release its scenario:
+        `_run` checks by itself.
+        """
         if self._running[task].begun:
             task.cancel()
 
@@ -204,7 +208,7 @@ class Collector:
         settings, task = self._settings, asyncio.current_task()
         assert task is not None
         engines = self._engines.proved(policy)
-        order = Order(
+        request = GroupRequest(
             group_id=lease.group_id(settings.run),
             scenario=self._scenarios[lease.ordinal],
             size=settings.algorithm.group_size,
@@ -218,58 +222,60 @@ class Collector:
         try:
             if task in self._late or task in self._outdated:
                 raise asyncio.CancelledError
-            group = await self._workers.run(order, lambda count: self._episodes_ended(task, count))
+            group = await self._workers.run(request, lambda count: self._episodes_ended(task, count))
         except asyncio.CancelledError:
-            # By `advance` or a step's deadline alone: the task ends in order. Nothing below this awaits, so it cannot come elsewhere.
+            # Only `advance` and a step's deadline cancel the task, and there is no await below this point.
             if task in self._late:
-                self._lost(lease, StepDeadline(f"not whole after the {settings.step_seconds:g} s that its step waits"))
+                self._group_failed(
+                    lease, StepDeadline(f"not complete within the step's deadline of {settings.step_seconds:g} s")
+                )
                 return
             if task not in self._outdated:
                 raise
-            self._outgrown(lease, policy, self._running[task])
+            self._release_stale(lease, policy, self._running[task])
             return
         except KestrlError as error:
-            self._lost(lease, error)
+            self._group_failed(lease, error)
             return
-        verdict = decide(
+        decision = decide(
             group,
-            scenario=order.scenario,
+            scenario=request.scenario,
             policy=policy,
             engines=[engine.name for engine in engines],
             algorithm=settings.algorithm,
             vocabulary=self._vocabulary,
             failures_before=lease.failures,
         )
-        for failure in verdict.failures:
+        for failure in decision.failures:
             self._progress.count_failure(failure)
-        if any(failure.boundary is Boundary.ENGINE and failure.retryable for failure in verdict.failures):
-            self._engines.doubt(engine.name for engine in engines)
-        if verdict.fate is Fate.SKIP:
-            self._ledger.drop(lease, verdict.reason)
+        if any(failure.boundary is Boundary.ENGINE and failure.retryable for failure in decision.failures):
+            self._engines.suspect(engine.name for engine in engines)
+        if decision.action is GroupAction.SKIP:
+            self._ledger.drop(lease, decision.reason)
             self._progress.skip("train", lease.ordinal)
-            log.warning("scenario %d of epoch %d is skipped: %s", lease.ordinal, lease.epoch, verdict.reason)
+            log.warning("scenario %d of epoch %d is skipped: %s", lease.ordinal, lease.epoch, decision.reason)
             self._wake.set()
             return
-        if verdict.fate is not Fate.RETRY:
-            self._failure_share.add(len(group.episodes), verdict.failures)
-        if verdict.fate is Fate.TRAIN:
+        if decision.action is not GroupAction.RETRY:
+            self._failure_share.add(len(group.episodes), decision.failures)
+        if decision.action is GroupAction.TRAIN:
             self._pause.reset()
-            self._progress.add(verdict.group.episodes)
-            if self._dynamic_sampling.accepts(verdict.group):
+            self._progress.add(decision.group.episodes)
+            if self._dynamic_sampling.accepts(decision.group):
                 self._ledger.finish(lease)
-                self._ready.append(Ready(lease, verdict.group, policy))
+                self._ready.append(ReadyGroup(lease, decision.group, policy))
                 self._progress.groups_ready = len(self._ready)
             else:
-                self._ledger.drop(lease, "dynamic sampling: the algorithm refused the group's rewards")
+                self._ledger.drop(lease, "dynamic sampling: the algorithm rejected the group's rewards")
             self._wake.set()
-        elif verdict.fate is Fate.RETRY:
-            self._give_back(lease, verdict.reason)
+        elif decision.action is GroupAction.RETRY:
+            self._retry(lease, decision.reason)
         else:
-            self._ledger.drop(lease, verdict.reason)
-            log.warning("scenario %d of epoch %d is dropped: %s", lease.ordinal, lease.epoch, verdict.reason)
+            self._ledger.drop(lease, decision.reason)
+            log.warning("scenario %d of epoch %d is dropped: %s", lease.ordinal, lease.epoch, decision.reason)
 
-    def _outgrown(self, lease: Lease, policy: PolicyVersion, running: _Running) -> None:
-        """Gives back the scenario of a group that grew too old while it ran."""
+    def _release_stale(self, lease: Lease, policy: PolicyVersion, running: _Running) -> None:
+        """Releases the scenario of a group that became too old while it ran."""
         assert self.policy is not None
         self._ledger.release(lease, f"stale: version {policy.step} while it ran")
         self._exhausted = False
@@ -277,17 +283,17 @@ class Collector:
         self._count_stale(lease, age=self.policy.step - policy.step, seconds=seconds, tokens=0)
 
     def _count_stale(self, lease: Lease, *, age: int, seconds: float, tokens: int) -> None:
-        self._progress.gave_up(age=age, seconds=seconds, tokens=tokens)
+        self._progress.count_stale(age=age, seconds=seconds, tokens=tokens)
         log.info(
-            "scenario %d of epoch %d is attempted again: its group was %d steps old, after %.1f s and %s",
+            "scenario %d of epoch %d is retried: its group was %d steps old, after %.1f s and %s",
             *(lease.ordinal, lease.epoch, age, seconds),
             f"{tokens} sampled tokens" if tokens else "before its end",
         )
 
-    def _lost(self, lease: Lease, error: KestrlError) -> None:
-        """The group as a whole did not come: the worker, the stream or a deadline failed."""
+    def _group_failed(self, lease: Lease, error: KestrlError) -> None:
+        """Handles the failure of a whole group: of the worker, the stream or a deadline."""
         failure = error.failure(component="rollout")
-        if failure.code in HANDED_BACK:
+        if failure.code in NOT_STARTED_CODES:
             self._ledger.release(lease, failure.code)
             self._exhausted = False
             return
@@ -296,41 +302,42 @@ class Collector:
         self._progress.count_failure(failure)
         reason = str(failure)[:500]
         if failure.retryable and lease.failures + 1 < MAX_ATTEMPTS:
-            self._give_back(lease, reason)
+            self._retry(lease, reason)
             return
         size = self._settings.algorithm.group_size
         self._failure_share.add(size, [failure] * size)
         self._ledger.drop(lease, reason)
         log.warning("scenario %d of epoch %d is dropped: %s", lease.ordinal, lease.epoch, reason)
 
-    def _give_back(self, lease: Lease, reason: str) -> None:
-        log.warning("scenario %d of epoch %d is attempted again: %s", lease.ordinal, lease.epoch, reason)
+    def _retry(self, lease: Lease, reason: str) -> None:
+        log.warning("scenario %d of epoch %d is retried: %s", lease.ordinal, lease.epoch, reason)
         self._ledger.release(lease, reason, failed=True)
         self._exhausted = False
         self._pause.start(self._wake.set)
 
-    async def take(self, step: int) -> list[Ready]:
-        """The groups of a step, the oldest policy's first, then by position; fewer than groups_per_step only when scenarios have run out, none while draining.
+    async def take(self, step: int) -> list[ReadyGroup]:
+        """The groups of a step, ordered by policy version, then by position.
 
-        Too stale ones are given back on the way, so that each is refilled exactly once. At the step's deadline those that the step still waits for
-        are given up, to be attempted again, and fewer are taken.
+        Fewer than groups_per_step when the scenarios have run out or at the step's deadline, at which missing groups
+        are cancelled and retried; none while draining. Groups that are too stale are released on the way, each exactly
+        once.
 
         Raises:
-            StepDeadline: None was whole by then.
+            StepDeadline: No group was complete by the deadline.
         """
         wanted, seconds = self._settings.algorithm.groups_per_step, self._settings.step_seconds
         try:
             async with asyncio.timeout(seconds):
-                while not self._enough(step, wanted):
+                while not self._step_complete(step, wanted):
                     if self.draining:
                         return []
                     await self._progress.changed()
         except TimeoutError:
-            await self._give_up(wanted)
+            await self._cancel_late(wanted)
             self._evict(step)
             if not self._ready:
                 raise StepDeadline(
-                    f"step {step} waited {seconds:g} s for its groups and none was whole; see what they wait for, or raise "
+                    f"no group of step {step} was complete within {seconds:g} s; check what the episodes wait for, or raise "
                     "spec.rollout.deadlines.step"
                 ) from None
         self._ready.sort(key=lambda ready: (ready.policy.step, ready.lease.position))
@@ -342,15 +349,17 @@ class Collector:
         self._wake.set()
         return taken
 
-    def _enough(self, step: int, wanted: int) -> bool:
-        """Whether a step has all it can have, and where the job wants that, makes no running group too old."""
+    def _step_complete(self, step: int, wanted: int) -> bool:
+        """Whether a step has all groups it can get, and need not wait for a running group that it would make too
+        old.
+        """
         self._evict(step)
         if self._exhausted and not self._running:
             return True
-        return len(self._ready) >= wanted and not self._awaited(step)
+        return len(self._ready) >= wanted and not self._must_wait(step)
 
-    def _awaited(self, step: int) -> bool:
-        """Whether the step waits for running groups, or some would be too old for every later step."""
+    def _must_wait(self, step: int) -> bool:
+        """Whether the step must wait for running groups that would otherwise be too old for every later step."""
         if self._settings.stale_groups == "release":
             return False
         given_up, algorithm = self._outdated | self._late, self._settings.algorithm
@@ -362,8 +371,10 @@ class Collector:
             running=[running.policy.step for task, running in self._running.items() if task not in given_up],
         )
 
-    async def _give_up(self, wanted: int) -> None:
-        """Ends the groups that a step lacks, the first begun first: the others are the next step's."""
+    async def _cancel_late(self, wanted: int) -> None:
+        """Cancels the groups that a step still waits for, the first dispatched first; the others belong to the next
+        step.
+        """
         running = sorted(self._running.keys() - self._outdated, key=lambda task: self._running[task].position)
         late = running[: max(0, wanted - len(self._ready))]
         self._late.update(late)
@@ -371,7 +382,9 @@ class Collector:
             self._end(task)
         if late:
             log.warning(
-                "the step's deadline: %d of %d groups are whole, the others are given up", len(self._ready), wanted
+                "the step's deadline passed: %d of %d groups are complete, the others are cancelled and retried",
+                len(self._ready),
+                wanted,
             )
             await asyncio.wait(late)
 

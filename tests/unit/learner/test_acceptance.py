@@ -12,7 +12,7 @@ import pytest
 from kestrl.episode import Episode, Group, PolicyVersion, Row, Scenario, StopReason, Turn
 from kestrl.errors import Boundary, Failure
 from kestrl.plan.settings import AlgorithmSettings
-from kestrl_learner.verdict import MAX_ATTEMPTS, Fate, Verdict, decide
+from kestrl_learner.acceptance import MAX_ATTEMPTS, GroupAction, GroupDecision, decide
 
 POLICY = PolicyVersion(job="job", step=3, sha256="ab" * 32)
 SCENARIO = Scenario(id="s", ordinal=7, messages=[{"role": "user", "content": "?"}])
@@ -66,7 +66,7 @@ def judged(
     on_failed: Literal["drop", "shrink"] = "drop",
     failures_before: int = 0,
     scenario: Scenario = SCENARIO,
-) -> Verdict:
+) -> GroupDecision:
     algorithm = AlgorithmSettings(
         name="grpo",
         group_size=3,
@@ -100,27 +100,27 @@ def failed(index: int, failure: Failure) -> Episode:
 
 
 def test_a_whole_group_is_trained_on_as_it_is() -> None:
-    verdict = judged(episode(0), episode(1), episode(2))
-    assert verdict.fate is Fate.TRAIN
-    assert len(verdict.group.episodes) == 3
-    assert verdict.failures == ()
+    decision = judged(episode(0), episode(1), episode(2))
+    assert decision.action is GroupAction.TRAIN
+    assert len(decision.group.episodes) == 3
+    assert decision.failures == ()
 
 
 @pytest.mark.parametrize(
-    ("broken", "on_failed", "before", "fate", "kept"),
+    ("broken", "on_failed", "before", "action", "kept"),
     [
-        ([LASTING], "drop", 0, Fate.DROP, 3),
-        ([PASSING], "drop", 0, Fate.RETRY, 3),
-        ([PASSING], "drop", MAX_ATTEMPTS - 1, Fate.DROP, 3),
-        ([PASSING, LASTING], "drop", 0, Fate.DROP, 3),
-        ([LASTING], "shrink", 0, Fate.TRAIN, 2),
-        ([LASTING, LASTING], "shrink", 0, Fate.DROP, 3),
-        ([PASSING, PASSING], "shrink", 0, Fate.RETRY, 3),
+        ([LASTING], "drop", 0, GroupAction.DROP, 3),
+        ([PASSING], "drop", 0, GroupAction.RETRY, 3),
+        ([PASSING], "drop", MAX_ATTEMPTS - 1, GroupAction.DROP, 3),
+        ([PASSING, LASTING], "drop", 0, GroupAction.DROP, 3),
+        ([LASTING], "shrink", 0, GroupAction.TRAIN, 2),
+        ([LASTING, LASTING], "shrink", 0, GroupAction.DROP, 3),
+        ([PASSING, PASSING], "shrink", 0, GroupAction.RETRY, 3),
     ],
     ids=[
         "a lasting failure drops the group",
         "a passing one is worth another attempt",
-        "but not for ever",
+        "but not without end",
         "nor when a lasting one would come again",
         "shrink goes on with the rest",
         "shrink needs a minimum",
@@ -128,18 +128,18 @@ def test_a_whole_group_is_trained_on_as_it_is() -> None:
     ],
 )
 def test_failed_episodes(
-    broken: list[Failure], on_failed: Literal["drop", "shrink"], before: int, fate: Fate, kept: int
+    broken: list[Failure], on_failed: Literal["drop", "shrink"], before: int, action: GroupAction, kept: int
 ) -> None:
     episodes = [failed(index, failure) for index, failure in enumerate(broken)]
-    verdict = judged(
+    decision = judged(
         *episodes,
         *(episode(index) for index in range(len(broken), 3)),
         on_failed=on_failed,
         failures_before=before,
     )
-    assert verdict.fate is fate
-    assert len(verdict.group.episodes) == kept
-    assert list(verdict.failures) == broken
+    assert decision.action is action
+    assert len(decision.group.episodes) == kept
+    assert list(decision.failures) == broken
 
 
 def with_row(index: int, **changes: Any) -> Episode:
@@ -184,18 +184,18 @@ def with_turn(index: int, **changes: Any) -> Episode:
     ],
 )
 def test_what_cannot_be_is_refused_with_a_typed_reason(odd: Episode, code: str) -> None:
-    verdict = judged(episode(0), odd, episode(2))
-    assert verdict.fate in {Fate.RETRY, Fate.DROP}
-    assert [failure.code for failure in verdict.failures] == [code]
-    assert code in verdict.reason
+    decision = judged(episode(0), odd, episode(2))
+    assert decision.action in {GroupAction.RETRY, GroupAction.DROP}
+    assert [failure.code for failure in decision.failures] == [code]
+    assert code in decision.reason
 
 
 def test_a_group_of_another_scenario_is_refused() -> None:
-    verdict = judged(episode(0), episode(1), episode(2), scenario=replace(SCENARIO, id="other"))
-    assert verdict.failures[0].code == "malformed_group"
+    decision = judged(episode(0), episode(1), episode(2), scenario=replace(SCENARIO, id="other"))
+    assert decision.failures[0].code == "malformed_group"
 
 
-def test_a_group_that_lacks_an_episode_is_refused() -> None:
+def test_a_group_with_a_missing_episode_is_refused() -> None:
     assert judged(episode(0), episode(1)).failures[0].code == "malformed_group"
 
 
@@ -207,15 +207,15 @@ def row(**changes: Any) -> Row:
     ("odd", "why"),
     [
         (episode(0, rows=[row(mask=b"\0\2\1")]), "mask byte of 2"),
-        (episode(0, turns=[]), "2 sampled tokens that no turn names"),
-        (episode(0, turns=[replace(episode(0).turns[0], start=2)]), "1 sampled tokens that no turn names"),
+        (episode(0, turns=[]), "2 sampled tokens that belong to no turn"),
+        (episode(0, turns=[replace(episode(0).turns[0], start=2)]), "1 sampled tokens that belong to no turn"),
         (episode(0, turns=[replace(episode(0).turns[0], end=9)]), "a turn at 1-9 of a row of 3 tokens"),
         (episode(0, reward=1e200), "reward 1e\\+200"),
     ],
     ids=["mask", "no turns", "half a turn", "long turn", "reward"],
 )
 def test_a_group_that_cannot_be_attributed_is_malformed(odd: Episode, why: str) -> None:
-    verdict = judged(odd, episode(1), episode(2))
-    (failure,) = verdict.failures
-    assert (verdict.fate, failure.code) == (Fate.RETRY, "malformed_group")
+    decision = judged(odd, episode(1), episode(2))
+    (failure,) = decision.failures
+    assert (decision.action, failure.code) == (GroupAction.RETRY, "malformed_group")
     assert re.search(why, failure.message)

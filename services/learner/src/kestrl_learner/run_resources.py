@@ -1,4 +1,4 @@
-"""What a run works with, whatever it does: its data, storage, engines and workers, and the acts that training and evaluation share."""
+"""Resources of a run: data, storage, engines and workers, and the operations that training and evaluation share."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from kestrl.storage import Probe
 from kestrl.telemetry import span
 from kestrl.telemetry.names import Attr, SpanName
 from kestrl_learner import adapters
-from kestrl_learner.aio import unless
+from kestrl_learner.concurrency import unless
 from kestrl_learner.engines import Engines
 from kestrl_learner.evaluate import evaluate
-from kestrl_learner.facts import build_summary, identity_digest, told_means
 from kestrl_learner.learning import Learning, learning
 from kestrl_learner.ledger import Superseded
 from kestrl_learner.model import PolicyModel
 from kestrl_learner.progress import Progress
+from kestrl_learner.records import build_summary, format_means, identity_digest
 from kestrl_learner.runstore import RunStore
 from kestrl_learner.schedule import total_steps
 from kestrl_learner.workers import Workers
@@ -33,14 +33,14 @@ from kestrl_learner.workers import Workers
 log = logging.getLogger(__name__)
 
 
-class Context:
-    """One run's data, storage, engines, workers, progress, and what is written down of it."""
+class RunResources:
+    """Data, storage, engines, workers, progress and record of one run."""
 
     def __init__(self, settings: LearnerSettings, progress: Progress, drain: asyncio.Event, store: RunStore) -> None:
         """Reads the data.
 
         Raises:
-            UserInputError: Data and schedule do not make a run.
+            UserInputError: Data and schedule do not give a single step.
         """
         self.settings, self.progress, self.drain, self.store = settings, progress, drain, store
         self.scenarios = load_scenarios(Path(settings.data.path), size=settings.data.size)
@@ -51,23 +51,25 @@ class Context:
             len(self.scenarios), settings.epochs, settings.algorithm.groups_per_step, settings.max_steps
         )
         if settings.evaluate is not None and not self.validation:
-            raise UserInputError("data.validation: there is nothing to evaluate on; add it to the manifest")
+            raise UserInputError(
+                "data.validation: is missing, so there is nothing to evaluate on; add it to the manifest"
+            )
         if self.steps == 0:
             raise UserInputError(
                 f"data.train: {len(self.scenarios)} scenarios x {settings.epochs} epochs do not fill one step of "
                 f"{settings.algorithm.groups_per_step} groups; lower algorithm.groupsPerStep"
             )
         self.digest = identity_digest(settings, self.scenarios)
-        self.facts: dict[str, Any] = {"seconds": 0.0, "before": None}
-        """Kept in every checkpoint: before, after, evaluations, gap, seconds."""
+        self.record: dict[str, Any] = {"seconds": 0.0, "before": None}
+        """Stored in every checkpoint: before, after, evaluations, gap, learning, seconds."""
         self.newest: tuple[PolicyVersion, str] | None = None
-        """The newest published version and where it lies."""
+        """The newest published version and its address."""
         self._probe: Probe | None = None
-        """Of the newest published version."""
+        """Probe of the newest published version."""
         self._began = time.monotonic()
 
     def connect(self) -> None:
-        """Opens the channels; to be called in the loop that uses them."""
+        """Opens the channels; call it in the event loop that uses them."""
         self.workers = Workers(self.settings, self.progress)
         self.engines = Engines(self.settings.engines, self.progress, self.settings.start_seconds)
         self.progress.update(engines=self.engines.reports())
@@ -78,15 +80,15 @@ class Context:
         await self.engines.close()
 
     def seconds(self) -> float:
-        """Spent on the run so far, by all of its processes one after another."""
-        return float(self.facts["seconds"]) + time.monotonic() - self._began
+        """Time spent on the run so far by all its processes."""
+        return float(self.record["seconds"]) + time.monotonic() - self._began
 
     async def publish(self, model: PolicyModel, step: int, parent: str | None) -> PolicyVersion:
-        """Writes the adapter as a version and waits until engines have proved it.
+        """Stores the adapter as a version and waits until engines have verified it.
 
         Raises:
-            Interrupted: It was told to drain.
-            NoEngineProved: No engine did.
+            Interrupted: The run is draining.
+            NoEngineProved: No engine verified it.
         """
         settings = self.settings
         with span(SpanName.PUBLISH, {Attr.STEP: step}):
@@ -105,8 +107,8 @@ class Context:
 
     @property
     def evaluations(self) -> dict[str, dict[str, float]]:
-        """Means over the held-out scenarios by the step they were taken at."""
-        return self.facts.setdefault("evaluations", {})
+        """Means over the held-out scenarios by step."""
+        return self.record.setdefault("evaluations", {})
 
     def learning(self) -> Learning | None:
         """Whether the run has learned anything; None before its first step."""
@@ -114,17 +116,17 @@ class Context:
         if newest is None or settings.evaluate is not None:
             return None
         return learning(
-            self.facts.get("learning", {}),
+            self.record.get("learning", {}),
             newest[0].sha256,
             tools=settings.tools,
             learning_rate=settings.algorithm.learning_rate,
         )
 
     async def evaluate(self, policy: PolicyVersion, *, sampled: bool, when: str) -> dict[str, float] | None:
-        """Means over the held-out scenarios, if there are any; kept under `metrics/eval/` and in the summary.
+        """Means over the held-out scenarios, if there are any; stored under `metrics/eval/` and in the summary.
 
         Raises:
-            Interrupted: It was told to drain.
+            Interrupted: The run is draining.
         """
         if not self.validation:
             return None
@@ -143,24 +145,24 @@ class Context:
         )
         means = await unless(self.drain, work)
         self.evaluations[str(policy.step)] = means
-        await self.keep(f"metrics/eval/{policy.step:06d}.json", {"step": policy.step, **means})
-        self.progress.update(message=f"held-out, {when}: {told_means(means)}")
+        await self.write_json(f"metrics/eval/{policy.step:06d}.json", {"step": policy.step, **means})
+        self.progress.update(message=f"held-out, {when}: {format_means(means)}")
         log.info("held-out at step %d: %s", policy.step, means)
         return means
 
-    async def keep(self, path: str, facts: Mapping[str, Any]) -> None:
-        """Writes facts to storage, beside the loop: a store that must be asked again holds up nobody else.
+    async def write_json(self, path: str, content: Mapping[str, Any]) -> None:
+        """Writes JSON to storage, in a thread, so that retries do not block the event loop.
 
         Raises:
             StorageError: It could not be written.
-            PlaceError: The place is full or not ours.
+            PlaceError: The storage is full or not writable.
         """
-        await asyncio.to_thread(self.store.put, path, json.dumps(facts).encode())
+        await asyncio.to_thread(self.store.put, path, json.dumps(content).encode())
 
     async def write_summary(self, status: str, *, reason: str = "") -> None:
-        """`summary.json`. That it cannot be written is an error, but never hides why a run failed."""
+        """Writes `summary.json`. If that fails, the error is raised unless the run has failed itself."""
         summary = build_summary(
-            self.facts,
+            self.record,
             status=status,
             reason=reason,
             steps=self.progress.step,
@@ -176,7 +178,7 @@ class Context:
         try:
             await asyncio.to_thread(self.store.put, "summary.json", json.dumps(summary, indent=2).encode())
         except Superseded:
-            log.warning("the summary is the other learner's to write")
+            log.warning("the summary is not written: another learner owns the run")
         except (StorageError, PlaceError) as error:
             log.error("the summary cannot be written: %s", error)
             if status != "failed":

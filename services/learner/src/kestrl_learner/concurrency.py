@@ -1,4 +1,6 @@
-"""Small tools for asynchronous code: a signal to all who wait, and work that an event may cut short."""
+"""Helpers for asyncio: a change signal, blocking work in a daemon thread, and work that an event or a failing task
+ends.
+"""
 
 from __future__ import annotations
 
@@ -15,30 +17,32 @@ Result = TypeVar("Result")
 
 
 class Interrupted(Exception):
-    """An event came before the work's end."""
+    """An event was set before the work ended."""
 
 
 class Signal:
-    """Says that something changed; whoever waits looks again."""
+    """A change notification: waiting tasks check their predicate again."""
 
     def __init__(self) -> None:
         self._event = asyncio.Event()
 
     def notify(self) -> None:
-        """Wakes everyone who waits now."""
+        """Wakes all waiting tasks."""
         self._event.set()
         self._event = asyncio.Event()
 
     async def wait_for(self, predicate: Callable[[], Result]) -> Result:
-        """The predicate's first true answer, asked now and after every change."""
-        # No await lies between the question and taking the event, so no change can slip through.
+        """The predicate's first true value, evaluated now and after every notification."""
+        # There is no await between evaluating the predicate and taking the event, so that no change is missed.
         while not (answer := predicate()):
             await self._event.wait()
         return answer
 
 
 async def abandonable(work: Callable[[], Result], *, name: str) -> Result:
-    """The result of blocking work, in a thread that a process which ends does not wait for (see `kestrl.stopping.leave`)."""
+    """Runs blocking work in a daemon thread that does not delay the end of the process (see
+    `kestrl.stopping.leave`).
+    """
     loop = asyncio.get_running_loop()
     future: asyncio.Future[Result] = loop.create_future()
     context = copy_context()
@@ -48,7 +52,7 @@ async def abandonable(work: Callable[[], Result], *, name: str) -> Result:
             if not future.done():
                 take(outcome)
 
-        with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+        with suppress(RuntimeError):  # the loop is closed, nothing awaits the result
             loop.call_soon_threadsafe(unless_cancelled)
 
     def run() -> None:
@@ -64,10 +68,10 @@ async def abandonable(work: Callable[[], Result], *, name: str) -> Result:
 
 
 async def unless(event: asyncio.Event, work: Coroutine[Any, Any, Result]) -> Result:
-    """The work's result.
+    """Runs work unless an event is set before it ends; returns its result.
 
     Raises:
-        Interrupted: The event came first; the work was cancelled and has ended.
+        Interrupted: The event was set first; the work was cancelled and has ended.
     """
     task = asyncio.create_task(work)
     stop = asyncio.create_task(event.wait())
@@ -81,11 +85,11 @@ async def unless(event: asyncio.Event, work: Coroutine[Any, Any, Result]) -> Res
         task.cancel()
         await asyncio.wait((task, stop))
         if not task.cancelled():
-            task.exception()  # seen: an error on the way out of cancelled work is not news
+            task.exception()  # retrieved: an error raised during the cancellation is dropped
 
 
 async def guarded(work: Coroutine[Any, Any, None], *guards: asyncio.Task[None]) -> None:
-    """Does the work; a guard that ends first ends the work, and its error is the error."""
+    """Runs work beside guard tasks; a guard that ends first cancels the work, and its error is raised."""
     main = asyncio.create_task(work)
     try:
         await asyncio.wait([main, *guards], return_when=asyncio.FIRST_COMPLETED)

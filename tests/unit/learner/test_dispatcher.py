@@ -1,4 +1,4 @@
-"""The pause after trouble: what is being started again must not use up every scenario's attempts."""
+"""Backoff: a restarting service must not use up every scenario's attempts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kestrl_learner.run import Run
 
 
 class Clock:
-    """A loop whose timers go off when told."""
+    """A loop whose timers are fired by the test."""
 
     def __init__(self) -> None:
         self.timers: list[tuple[float, Callable[[], None]]] = []
@@ -24,7 +24,7 @@ class Clock:
         self.timers.append((delay, lambda: callback(*arguments)))
 
 
-async def test_the_pause_doubles_up_to_a_bound_and_success_ends_the_row(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_pause_doubles_up_to_a_bound_and_a_success_resets_it(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, pause, woken = Clock(), RetryPause(), []
     monkeypatch.setattr(retry_pause.asyncio, "get_running_loop", lambda: clock)
     for number in range(9):

@@ -1,6 +1,6 @@
-"""The model's tokenizer under transformers' names, for loops that were written for it. No transformers needed.
+"""The model's tokenizer with the interface of transformers, for loops written for it. Does not need transformers.
 
-Templates are rendered as everywhere in this worker: what messages say can never become a control token.
+Templates are rendered as everywhere in this worker: texts of messages never become control tokens.
 """
 
 from __future__ import annotations
@@ -12,38 +12,38 @@ from kestrl.agents import Call
 from kestrl.errors import UserCodeError, UserInputError
 from kestrl.formats import Schemas
 from kestrl_rollout.chat import Message
-from kestrl_rollout.model import ModelFace
+from kestrl_rollout.model import ChatModel
 
 BEFORE = ({"role": "user", "content": "."}, {"role": "assistant", "content": "."})
-"""A conversation that any messages may follow."""
+"""A conversation that any messages can follow."""
 
 
-class TokenizerView:
+class TransformersTokenizer:
     """Implements `kestrl.agents.Tokenizer`."""
 
-    def __init__(self, face: ModelFace) -> None:
-        self._face = face
+    def __init__(self, chat_model: ChatModel) -> None:
+        self._chat_model = chat_model
 
     @property
     def eos_token_id(self) -> int | None:
-        return self._face.eos_id
+        return self._chat_model.eos_id
 
     @property
     def pad_token_id(self) -> int | None:
-        return self._face.eos_id if self._face.pad_id is None else self._face.pad_id
+        return self._chat_model.eos_id if self._chat_model.pad_id is None else self._chat_model.pad_id
 
     def __len__(self) -> int:
-        return self._face.vocabulary.size
+        return self._chat_model.vocabulary.size
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:  # noqa: ARG002 - transformers' name; chat models add none
-        return self._face.vocabulary.whole(text)
+        return self._chat_model.vocabulary.whole(text)
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False, **_options: Any) -> str:
-        vocabulary = self._face.vocabulary
+        vocabulary = self._chat_model.vocabulary
         return vocabulary.decode_plain(token_ids) if skip_special_tokens else vocabulary.decode(token_ids)
 
     def convert_tokens_to_ids(self, token: str) -> int | None:
-        return self._face.vocabulary.control(token)
+        return self._chat_model.vocabulary.control(token)
 
     def apply_chat_template(
         self,
@@ -60,22 +60,22 @@ class TokenizerView:
                 f"here (got add_generation_prompt={add_generation_prompt}, tokenize={tokenize}, {options})",
                 code="unsupported_template_option",
             )
-        ids = self._face.chat.prompt(read_messages(messages), self._face.chat.toolset(list(tools or ())))
+        ids = self._chat_model.chat.prompt(read_messages(messages), self._chat_model.chat.toolset(list(tools or ())))
         return {"input_ids": ids, "attention_mask": [1] * len(ids)} if return_dict else ids
 
     @property
     def tool_call_format(self) -> str:
-        return self._face.format.name
+        return self._chat_model.format.name
 
     def read_turn(self, token_ids: Sequence[int], schemas: Schemas) -> tuple[str, Sequence[Call]]:
-        parsed = self._face.read_turn(token_ids, schemas)
+        parsed = self._chat_model.read_turn(token_ids, schemas)
         return parsed.content, parsed.calls
 
     def continue_chat(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None
     ) -> list[int]:
         new = self.extend_chat(BEFORE, [*BEFORE, *messages], [], tools)
-        return new[1:] if new and new[0] in self._face.stop_ids else new  # the turn has its own end already
+        return new[1:] if new and new[0] in self._chat_model.stop_ids else new  # the turn already has its end
 
     def extend_chat(
         self,
@@ -90,8 +90,10 @@ class TokenizerView:
             raise UserCodeError(
                 "extend_chat: the conversation before must end with the model's turn", code="bad_extension"
             )
-        toolset = self._face.chat.toolset(list(tools or ()))
-        new = self._face.chat.extension(messages, since=since, last=history[-1] if history else None, tools=toolset)
+        toolset = self._chat_model.chat.toolset(list(tools or ()))
+        new = self._chat_model.chat.extension(
+            messages, since=since, last=history[-1] if history else None, tools=toolset
+        )
         if new is None:
             raise UserInputError(
                 "the chat template rewrites the history here, so it cannot be extended token for token",
@@ -101,7 +103,7 @@ class TokenizerView:
 
 
 def read_messages(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
-    """OpenAI-style messages whose content is text, or parts of text."""
+    """Reads OpenAI-style messages whose content is text or a list of text parts."""
     read: list[Message] = []
     for index, said in enumerate(messages):
         content = said.get("content") or ""

@@ -1,4 +1,4 @@
-"""What earlier processes of a run left in storage: how far it is, and whether it has ended."""
+"""Progress of a run according to its storage: the newest checkpoint, and whether the run has succeeded already."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from kestrl.episode import PolicyVersion
 from kestrl.errors import StorageError
 from kestrl.storage import ObjectStore, adapter_folder, read_manifest
 from kestrl_learner import checkpoint
-from kestrl_learner.facts import told_means
 from kestrl_learner.learning import Learning
+from kestrl_learner.records import format_means
 
 log = logging.getLogger(__name__)
 
 
-def reached(store: ObjectStore) -> checkpoint.Manifest | None:
-    """The newest checkpoint, surely there; None where there is none.
+def newest_checkpoint(store: ObjectStore) -> checkpoint.Manifest | None:
+    """The manifest of the newest checkpoint, confirmed to be readable; None if there is none.
 
     Raises:
         StorageError: The store refused, or the checkpoint is corrupt.
-        PlaceError: The place is not ours.
+        PlaceError: Access to the storage is denied.
     """
     found = checkpoint.newest_manifest(store)
     if found is not None:
@@ -31,23 +31,24 @@ def reached(store: ObjectStore) -> checkpoint.Manifest | None:
     return found
 
 
-def ended(
+def completed(
     store: ObjectStore, newest: checkpoint.Manifest, *, job: str, digest: str, steps: int
 ) -> Mapping[str, Any] | None:
-    """What there is to tell of a run that has succeeded already; None where something is left to do.
+    """The final progress of a run that has succeeded already; None if the run is not complete.
 
-    Summary, last checkpoint and adapter must agree: the summary alone may be of a shorter schedule, or of other data.
+    Summary, last checkpoint and adapter must agree: the summary alone may belong to a shorter schedule or to other
+    data.
 
     Args:
-        store: The run's.
+        store: The run's storage.
         newest: The newest checkpoint.
         job: The job's name.
-        digest: Of what must not change under a run, as settings and data are now.
-        steps: Of the schedule as it is now.
+        digest: Digest of the run's identity for the present settings and data.
+        steps: Optimiser steps of the present schedule.
 
     Raises:
         StorageError: The store refused.
-        PlaceError: The place is not ours.
+        PlaceError: Access to the storage is denied.
     """
     summary = _summary(store)
     if summary.get("status") != "succeeded" or summary.get("steps") != newest.step:
@@ -60,7 +61,7 @@ def ended(
     except StorageError as error:
         if error.code != "not_found":
             raise
-        log.warning("the run has succeeded, and its adapter is gone; it is made again: %s", error)
+        log.warning("the run has succeeded, but its adapter is missing and is published again: %s", error)
         return None
     after = summary["after"]
     return {
@@ -70,12 +71,12 @@ def ended(
         "policy_parent": adapter.parent or "",
         "learning": _learning(summary),
         "failures": Counter(summary["failures"]),
-        "message": "it had succeeded before" + (f"; held-out, after: {told_means(after)}" if after else ""),
+        "message": "it had succeeded before" + (f"; held-out, after: {format_means(after)}" if after else ""),
     }
 
 
 def _learning(summary: Mapping[str, Any]) -> Learning | None:
-    """What the summary says of it; None in one that an older learner wrote."""
+    """The summary's part on learning; None in summaries of older versions."""
     if summary.get("learned") is None:
         return None
     return Learning(bool(summary["learned"]), **(summary.get("not_learned") or {}))

@@ -1,4 +1,4 @@
-"""A learner that stays: it tells how the run ended until it is told to go, and does not run again what has succeeded."""
+"""A learner that is kept alive: it reports how its run ended until it is stopped, and does not repeat a succeeded run."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from kestrl.errors import Boundary, EngineFailure, Failure, KestrlError, PlaceEr
 from kestrl.plan.settings import DataSettings
 from kestrl.rpc.codec import failure_from_proto
 from kestrl.testing.ports import free_port
-from kestrl_learner import context as context_module
 from kestrl_learner import run as run_module
+from kestrl_learner import run_resources
 from kestrl_learner.__main__ import work
 from kestrl_learner.model import PolicyModel
 from kestrl_learner.run import Run
@@ -47,8 +47,8 @@ async def healthy(address: str) -> bool:
 
 
 @asynccontextmanager
-async def lingering(settings: Any) -> AsyncGenerator[Watcher]:
-    """A learner that lingers, watched; at the end it is told to go while the stream is open, and must go at once."""
+async def kept_alive(settings: Any) -> AsyncGenerator[Watcher]:
+    """A learner that is kept alive, watched; it is stopped at the end while the stream is open, and must end at once."""
     settings = settings.model_copy(update={"keep_alive": True})
     serving = asyncio.create_task(work(settings))
     try:
@@ -66,13 +66,13 @@ async def lingering(settings: Any) -> AsyncGenerator[Watcher]:
         await asyncio.wait([serving])
 
 
-async def still_tells(watcher: Watcher, address: str, phase: str) -> None:
-    """Whoever asks now hears of the end, nobody's stream was ended, and the order to drain changes nothing."""
+async def still_reports(watcher: Watcher, address: str, phase: str) -> None:
+    """A new client reads the end of the run, open streams stay open, and a drain changes nothing."""
     await watcher.drain()
     assert not watcher.ended
     assert await healthy(address)
     async with watched(address) as other:
-        report = await other.told(lambda _: True)
+        report = await other.reported(lambda _: True)
         assert report == watcher.last
         assert report.phase == phase
 
@@ -91,51 +91,51 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref[PolicyModel]]:
     return refs
 
 
-async def test_a_run_that_succeeded_is_told_of_until_it_is_told_to_go_and_its_model_is_gone(
+async def test_a_succeeded_run_is_reported_until_stopped_and_its_model_freed(
     staged: Any, made: list[weakref.ref[PolicyModel]]
 ) -> None:
-    async with staged() as stage, lingering(stage.but(max_steps=2)) as watcher:
-        report = await watcher.told(lambda told: told.phase == "succeeded")
+    async with staged() as stage, kept_alive(stage.but(max_steps=2)) as watcher:
+        report = await watcher.reported(lambda report: report.phase == "succeeded")
         assert (report.step, report.total_steps, report.checkpoint_step, report.policy.step) == (2, 2, 2, 2)
-        await still_tells(watcher, stage.settings.listen, "succeeded")
+        await still_reports(watcher, stage.settings.listen, "succeeded")
         await until(lambda: [ref() for ref in made] == [None])
         assert stage.summary["status"] == "succeeded"
 
 
-async def test_a_run_that_failed_is_told_of_until_it_is_told_to_go_and_its_model_is_gone(
+async def test_a_failed_run_is_reported_until_stopped_and_its_model_freed(
     staged: Any, made: list[weakref.ref[PolicyModel]]
 ) -> None:
     async with staged() as stage:
         for agent in stage.agents:
             agent.fail = lambda _: EngineFailure("the probe differs", code="probe_mismatch", retryable=False)
-        async with lingering(stage.settings) as watcher:
-            report = await watcher.told(lambda told: told.phase == "failed")
+        async with kept_alive(stage.settings) as watcher:
+            report = await watcher.reported(lambda report: report.phase == "failed")
             failure = failure_from_proto(report.failure)
             assert (failure.boundary, failure.code) == (Boundary.ENGINE, "no_engine_proved")
             assert "the probe differs" in report.message
             await until(lambda: (stage.folder / "store" / "summary.json").exists())
             assert stage.summary["status"] == "failed"
-            await still_tells(watcher, stage.settings.listen, "failed")
+            await still_reports(watcher, stage.settings.listen, "failed")
             await until(lambda: [ref() for ref in made] == [None])
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "expected"),
     [
         ({"data": DataSettings(path="/nowhere/train.jsonl")}, "/nowhere/train.jsonl: cannot be read"),
         ({"storage": "ftp://nowhere/at/all"}, "storage.uri: 'ftp://nowhere/at/all' cannot be opened"),
         ({"model": "/nowhere/at/all"}, "spec.model.base"),
     ],
 )
-async def test_what_cannot_even_begin_is_told_too(staged: Any, changes: dict[str, Any], told: str) -> None:
-    async with staged() as stage, lingering(stage.but(**changes)) as watcher:
-        report = await watcher.told(lambda told: told.phase == "failed")
-        assert told in report.failure.message
+async def test_a_run_that_cannot_begin_is_reported(staged: Any, changes: dict[str, Any], expected: str) -> None:
+    async with staged() as stage, kept_alive(stage.but(**changes)) as watcher:
+        report = await watcher.reported(lambda report: report.phase == "failed")
+        assert expected in report.failure.message
         assert report.failure.code == "invalid_input"
-        await still_tells(watcher, stage.settings.listen, "failed")
+        await still_reports(watcher, stage.settings.listen, "failed")
 
 
-async def test_storage_that_refuses_from_the_start_is_told(staged: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_storage_that_refuses_from_the_start_is_reported(staged: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def denied(*_: Any) -> Any:
         raise PermissionDeniedError("the key is wrong")
 
@@ -143,8 +143,8 @@ async def test_storage_that_refuses_from_the_start_is_told(staged: Any, monkeypa
         await Run(stage.but(max_steps=1)).main()
         monkeypatch.setattr(obstore, "get", denied)
         before = looks(stage)
-        async with lingering(stage.settings) as watcher:
-            report = await watcher.told(lambda told: told.phase == "failed")
+        async with kept_alive(stage.settings) as watcher:
+            report = await watcher.reported(lambda report: report.phase == "failed")
             assert report.failure.code == "place_unusable"
             assert "access is denied" in report.storage_failure
             assert not report.HasField("checkpoint_step")
@@ -159,27 +159,27 @@ async def test_workers_that_go_while_it_evaluates_are_a_failure_like_any_other(s
             return KestrlError("gone", code="unavailable", retryable=True)
 
         stage.workers[0].script = go
-        async with lingering(stage.but(start_seconds=3.0)) as watcher:
-            report = await watcher.told(lambda told: told.phase == "failed")
+        async with kept_alive(stage.but(start_seconds=3.0)) as watcher:
+            report = await watcher.reported(lambda report: report.phase == "failed")
             assert report.failure.code == "no_worker"
 
 
-async def test_a_run_told_to_drain_says_that_it_is_suspended_until_it_is_told_to_go(staged: Any) -> None:
+async def test_a_drained_run_is_reported_as_suspended_until_stopped(staged: Any) -> None:
     async with staged() as stage:
         stage.workers[0].gate = asyncio.Event()
-        async with lingering(stage.settings) as watcher:
-            await watcher.told(lambda told: told.groups_running == 2)
+        async with kept_alive(stage.settings) as watcher:
+            await watcher.reported(lambda report: report.groups_running == 2)
             await watcher.drain()
-            await watcher.told(lambda told: told.phase == "suspended")
-            await still_tells(watcher, stage.settings.listen, "suspended")
+            await watcher.reported(lambda report: report.phase == "suspended")
+            await still_reports(watcher, stage.settings.listen, "suspended")
             assert stage.summary["status"] == "suspended"
 
 
-async def test_told_to_go_while_it_trains_it_drains_and_goes(staged: Any) -> None:
+async def test_a_stop_during_training_drains_and_ends_the_program(staged: Any) -> None:
     async with staged() as stage:
         stage.workers[0].gate = asyncio.Event()
-        async with lingering(stage.settings) as watcher:
-            await watcher.told(lambda told: told.groups_running == 2)
+        async with kept_alive(stage.settings) as watcher:
+            await watcher.reported(lambda report: report.groups_running == 2)
         assert watcher.last.phase == "suspended"
         assert stage.summary["status"] == "suspended"
 
@@ -198,32 +198,32 @@ async def test_a_run_that_fails_while_it_drains_to_go_fails_the_program(
     async with staged() as stage:
         stage.workers[0].gate = asyncio.Event()
         with pytest.raises(PlaceError):
-            async with lingering(stage.settings) as watcher:
-                await watcher.told(lambda told: told.groups_running == 2)
+            async with kept_alive(stage.settings) as watcher:
+                await watcher.reported(lambda report: report.groups_running == 2)
         assert stage.summary["status"] == "failed"
 
 
-async def test_without_lingering_a_run_that_cannot_begin_ends_the_program(staged: Any) -> None:
+async def test_without_keep_alive_a_run_that_cannot_begin_ends_the_program(staged: Any) -> None:
     async with staged() as stage:
         with pytest.raises(UserInputError, match="/nowhere"):
             await work(stage.but(data=DataSettings(path="/nowhere/train.jsonl")))
 
 
 async def test_while_data_is_read_it_says_that_it_starts(staged: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    read, go_on = context_module.load_scenarios, threading.Event()
+    read, go_on = run_resources.load_scenarios, threading.Event()
 
     def slow(*args: Any, **options: Any) -> Any:
         assert go_on.wait(20)
         return read(*args, **options)
 
-    monkeypatch.setattr(context_module, "load_scenarios", slow)
+    monkeypatch.setattr(run_resources, "load_scenarios", slow)
     async with staged() as stage:
         try:
-            async with lingering(stage.but(max_steps=1)) as watcher:
-                report = await watcher.told(lambda told: told.message)
+            async with kept_alive(stage.but(max_steps=1)) as watcher:
+                report = await watcher.reported(lambda report: report.message)
                 assert (report.phase, report.message, report.total_steps) == ("starting", "reading the data", 0)
                 go_on.set()
-                report = await watcher.told(lambda told: told.phase == "succeeded")
+                report = await watcher.reported(lambda report: report.phase == "succeeded")
                 assert report.total_steps == 1
         finally:
             go_on.set()
@@ -234,18 +234,18 @@ def looks(stage: Any) -> tuple[int, int]:
     return sum(agent.looks for agent in stage.agents), sum(len(worker.requests) for worker in stage.workers)
 
 
-async def test_a_run_that_has_succeeded_is_told_of_at_once_and_not_run_again(staged: Any) -> None:
+async def test_a_run_that_has_succeeded_is_reported_and_not_repeated(staged: Any) -> None:
     async with staged() as stage:
         await Run(stage.settings).main()
         before, summary = looks(stage), stage.summary
-        async with lingering(stage.settings) as watcher:
-            report = await watcher.told(lambda told: told.phase == "succeeded")
+        async with kept_alive(stage.settings) as watcher:
+            report = await watcher.reported(lambda report: report.phase == "succeeded")
             assert (report.step, report.total_steps, report.checkpoint_step) == (6, 6, 6)
             assert (report.policy.step, report.policy.sha256) == (6, summary["policy"]["sha256"])
             assert report.policy_uri == summary["policy"]["uri"]
             assert report.policy_parent.startswith("test.5.")
             assert f"reward {summary['after']['reward']:.3f}" in report.message
-            await still_tells(watcher, stage.settings.listen, "succeeded")
+            await still_reports(watcher, stage.settings.listen, "succeeded")
         assert looks(stage) == before
         assert stage.summary == summary
         phases = [report.phase for report in watcher.reports]
@@ -263,8 +263,8 @@ async def test_a_run_that_succeeded_with_dropped_scenarios_has_succeeded(staged:
         await Run(stage.settings).main()
         assert (stage.summary["steps"], stage.summary["total_steps"]) == (5, 6)
         before = looks(stage)
-        async with lingering(stage.settings) as watcher:
-            report = await watcher.told(lambda told: told.phase == "succeeded")
+        async with kept_alive(stage.settings) as watcher:
+            report = await watcher.reported(lambda report: report.phase == "succeeded")
             assert (report.step, report.checkpoint_step, dict(report.failures)) == (5, 5, {"tool/tool_raised": 6})
         assert looks(stage) == before
 
@@ -272,16 +272,16 @@ async def test_a_run_that_succeeded_with_dropped_scenarios_has_succeeded(staged:
 async def test_a_longer_schedule_goes_on_from_a_run_that_has_succeeded(staged: Any) -> None:
     async with staged() as stage:
         await Run(stage.but(max_steps=2)).main()
-        async with lingering(stage.but(max_steps=4)) as watcher:
-            report = await watcher.told(lambda told: told.phase == "succeeded")
+        async with kept_alive(stage.but(max_steps=4)) as watcher:
+            report = await watcher.reported(lambda report: report.phase == "succeeded")
             assert report.step == 4
 
 
 async def test_a_run_that_has_succeeded_under_another_algorithm_is_not_this_one(staged: Any) -> None:
     async with staged() as stage:
         await Run(stage.but(max_steps=2)).main()
-        async with lingering(stage.but(max_steps=2, algorithm={"learning_rate": 0.5})) as watcher:
-            report = await watcher.told(lambda told: told.phase in {"failed", "succeeded"})
+        async with kept_alive(stage.but(max_steps=2, algorithm={"learning_rate": 0.5})) as watcher:
+            report = await watcher.reported(lambda report: report.phase in {"failed", "succeeded"})
             assert "was trained with another model, algorithm or data" in report.message
 
 
@@ -290,13 +290,13 @@ async def test_a_run_whose_adapter_is_gone_has_not_ended(staged: Any) -> None:
         await Run(stage.but(max_steps=2)).main()
         (adapter,) = (stage.folder / "store" / "adapters").glob("000002-*")
         (adapter / "manifest.json").unlink()
-        async with lingering(stage.but(max_steps=2)) as watcher:
-            report = await watcher.told(lambda told: told.phase == "succeeded")
+        async with kept_alive(stage.but(max_steps=2)) as watcher:
+            report = await watcher.reported(lambda report: report.phase == "succeeded")
             assert report.policy.step == 2
         assert (adapter / "manifest.json").exists()
 
 
-async def test_without_lingering_a_run_that_has_succeeded_is_evaluated_anew(staged: Any) -> None:
+async def test_without_keep_alive_a_succeeded_run_is_evaluated_again(staged: Any) -> None:
     async with staged() as stage:
         await Run(stage.but(max_steps=2)).main()
         before = looks(stage)
@@ -304,9 +304,7 @@ async def test_without_lingering_a_run_that_has_succeeded_is_evaluated_anew(stag
         assert looks(stage) > before
 
 
-async def test_as_a_process_it_still_answers_after_its_failure_and_ends_well_when_told_to_go(
-    staged: Any, tmp_path: Path
-) -> None:
+async def test_a_process_answers_after_a_failed_run_and_exits_0_when_stopped(staged: Any, tmp_path: Path) -> None:
     async with staged() as stage:
         address = f"127.0.0.1:{free_port()}"
         settings = stage.but(keep_alive=True, listen=address, data=DataSettings(path="/nowhere/train.jsonl"))
@@ -324,7 +322,7 @@ async def test_as_a_process_it_still_answers_after_its_failure_and_ends_well_whe
                     assert line, said.decode()
                     said += line
             async with watched(address) as watcher:
-                report = await watcher.told(lambda told: told.phase == "failed")
+                report = await watcher.reported(lambda report: report.phase == "failed")
                 assert "/nowhere/train.jsonl" in report.failure.message
                 assert await healthy(address)
                 process.send_signal(signal.SIGTERM)

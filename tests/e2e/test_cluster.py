@@ -356,7 +356,8 @@ def test_helm_installs_a_chart(cluster: Cluster, namespace: str, tmp_path: Path)
     (tmp_path / "templates").mkdir()
     (tmp_path / "Chart.yaml").write_text("apiVersion: v2\nname: tiny\nversion: 1.0.0\n")
     (tmp_path / "templates" / "map.yaml").write_text(
-        "apiVersion: v1\nkind: ConfigMap\nmetadata: {name: {{ .Release.Name }}}\ndata: {version: {{ .Capabilities.KubeVersion }}}\n"
+        "apiVersion: v1\nkind: ConfigMap\nmetadata: {name: {{ .Release.Name }}}\n"
+        "data: {version: {{ .Capabilities.KubeVersion }}}\n"
     )
     cluster.helm("install", "first", str(tmp_path), f"--namespace={namespace}", "--wait")
     assert cluster.get("configmap", "first", namespace)["data"]["version"].startswith("v1.")

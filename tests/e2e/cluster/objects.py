@@ -67,7 +67,8 @@ def _expression(folders: list[Path]) -> str:
     """The policy in CEL: the volumes, and their mounts in every container and init container."""
     quoted = {volume_name(index): json.dumps(str(folder)) for index, folder in enumerate(folders)}
     volumes = ", ".join(
-        f'Object.spec.volumes{{name: "{name}", hostPath: Object.spec.volumes.hostPath{{path: {path}, type: "Directory"}}}}'
+        f'Object.spec.volumes{{name: "{name}", '
+        f'hostPath: Object.spec.volumes.hostPath{{path: {path}, type: "Directory"}}}}'
         for name, path in quoted.items()
     )
 

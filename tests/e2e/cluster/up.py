@@ -37,7 +37,13 @@ own run-containerd /run/containerd
 own etc-cni /etc/cni
 # The kubelet sets these for the whole machine unless it finds them as it wants them: here it does.
 mkdir "$OWN/sysctl"
-pretend() { if [ -e "/proc/sys/$1" ]; then name=$(echo "$1" | tr / .); echo "$2" >"$OWN/sysctl/$name"; mount --bind "$OWN/sysctl/$name" "/proc/sys/$1"; fi; }
+pretend() {
+    if [ -e "/proc/sys/$1" ]; then
+        name=$(echo "$1" | tr / .)
+        echo "$2" >"$OWN/sysctl/$name"
+        mount --bind "$OWN/sysctl/$name" "/proc/sys/$1"
+    fi
+}
 pretend kernel/panic 10
 pretend kernel/panic_on_oops 1
 pretend vm/overcommit_memory 1

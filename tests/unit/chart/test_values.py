@@ -116,7 +116,7 @@ def test_a_value_without_a_comment_is_an_error(generator: ModuleType) -> None:
 
 
 @pytest.mark.parametrize(("text", "complaint"), [
-    ("# It.\n# @typ string\na: null\n", "there is no @typ"),
+    ("# It.\n# @typ string\na: null\n", "unknown hint @typ"),
     ("# It.\n# @type text\na: null\n", "@type text"),
     ("# It.\na: null\n", "a needs a line"),
     ("# It.\na: []\n", "a needs a line"),

@@ -71,6 +71,7 @@ def require(role: str) -> None:
     missing = [secret.value for secret in checked_by(role) if secret.here() is None]
     if missing:
         raise UserInputError(
-            f"{', '.join(missing)} is not set, so calls could not be authenticated; `kestrl run` and the operator set it "
+            f"{', '.join(missing)} is not set, so calls could not be authenticated; `kestrl run` and the operator "
+            "set it "
             "(with an operator of another version: upgrade it and the images together)"
         )

@@ -152,7 +152,8 @@ class Row:
     def __post_init__(self) -> None:
         if not len(self.token_ids) == len(self.mask) == len(self.logprobs):
             raise ValueError(
-                f"a row's arrays differ in length: {len(self.token_ids)} ids, {len(self.mask)} mask, {len(self.logprobs)} log-probs"
+                f"a row's arrays differ in length: {len(self.token_ids)} ids, {len(self.mask)} mask, "
+                f"{len(self.logprobs)} log-probs"
             )
 
 

@@ -107,7 +107,8 @@ def put_file(uri: str, target: Path, volumes: Path, field: str) -> None:
     found = _in_volume(uri, volumes, field)
     if found is None and scheme != "file":
         raise UserInputError(
-            f"{field}: {uri!r} is a local path, which does not exist on a cluster; use s3://..., pvc://CLAIM/PATH or demo://..."
+            f"{field}: {uri!r} is a local path, which does not exist on a cluster; use s3://..., pvc://CLAIM/PATH or "
+            "demo://..."
         )
     source = local_path(uri) if found is None else found
     if not source.is_file():

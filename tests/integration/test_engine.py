@@ -288,7 +288,7 @@ async def test_an_adapter_of_the_embedding_is_proved(agent: Agent, adapters: Any
         assert (await agent.adapters.load(version.policy, version.uri)).gap < BOUND
 
 
-async def test_what_runs_at_the_same_time_has_its_own_adapter_or_none(
+async def test_concurrent_requests_use_their_own_adapter_or_none(
     agent: Agent, adapters: Any, publish: Any, storage: Path
 ) -> None:
     """Three versions and the base in one batch, prompts and answers interleaved."""
@@ -334,7 +334,7 @@ async def test_a_version_is_proved_while_others_are_sampled_from(
     assert [status for status, _ in await asyncio.gather(*sampled)] == [200] * 3
 
 
-async def test_a_new_agent_clears_what_the_one_before_left(
+async def test_a_new_agent_clears_adapters_of_the_previous_one(
     agent: Agent, adapters: Any, publish: Any, storage: Path
 ) -> None:
     version = publish(storage, adapters(30))
@@ -383,7 +383,7 @@ async def test_a_killed_engine_leaves_nothing_and_gets_its_versions_back(
     assert set(await agent.loaded()) == {version.name for version in versions}
 
     below = [os.pidfd_open(pid) for pid in server.children()]
-    server.stop()  # what vLLM exits with is its own affair: 0 or 1 after a SIGTERM; that it ends and leaves nothing is ours
+    server.stop()  # the exit code of vLLM after a SIGTERM is 0 or 1; it must end and leave nothing
     assert all(has_ended(pidfd) for pidfd in below), "an engine core outlived its server"
     for pidfd in below:
         os.close(pidfd)

@@ -142,7 +142,7 @@ def harmony_reads(text: str) -> tuple[str, list[tuple[str, Any]]]:
 
 
 @pytest.mark.parametrize(("kind", "text"), [(kind, text) for kind, texts in TEXTS.items() for text in texts])
-def test_we_read_what_vllm_reads(kind: str, text: str) -> None:
+def test_formats_read_the_same_calls_as_vllm(kind: str, text: str) -> None:
     tokenizer = tokenizer_of(MARKERS[kind])
     vocabulary = Vocabulary(json.loads(tokenizer.to_str()))
     ours = TurnReader(vocabulary, BUILT_IN[kind.partition(",")[0]]).parse(vocabulary.whole(text), SCHEMAS)

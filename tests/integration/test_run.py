@@ -57,7 +57,7 @@ def finished(
     assert belonging_to(runs) == []
 
 
-def test_the_run_succeeds_and_says_so(finished: tuple[RunDir, str]) -> None:
+def test_the_run_succeeds_and_reports_it(finished: tuple[RunDir, str]) -> None:
     run, printed = finished
     summary = summary_of(run)
     assert (summary["status"], summary["steps"]) == ("succeeded", 3)

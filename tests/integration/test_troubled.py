@@ -94,7 +94,7 @@ def test_a_disk_that_fills_up_ends_the_run_with_one_message(tmp_path: Path) -> N
     assert belonging_to(tmp_path) == []
 
 
-def test_a_store_that_turns_read_only_ends_the_run_and_harms_nothing(tmp_path: Path) -> None:
+def test_a_store_that_turns_read_only_ends_the_run_without_damage(tmp_path: Path) -> None:
     """Nothing is open there between two writes, so that the mount can be changed under a run."""
     store, runs = tmp_path / "store", tmp_path / "runs"
     store.mkdir()
@@ -164,7 +164,7 @@ def control(run: RunDir, path: str, **body: str) -> None:
 
 
 @pytest.mark.parametrize("staleness", [0, 1])
-def test_another_adapter_behind_the_agents_back_is_caught_within_a_step(staleness: int, tmp_path: Path) -> None:
+def test_an_adapter_replaced_in_the_engine_is_caught_within_a_step(staleness: int, tmp_path: Path) -> None:
     """Under the very name that the engine proved a moment ago."""
     runs = tmp_path / "runs"
     run = RunDir(runs / "email-search-1")
@@ -289,7 +289,7 @@ def test_a_users_own_tool_and_reward(tmp_path: Path) -> None:
         ("agent.loop=nowhere:Loop", "cannot import 'nowhere'"),
     ],
 )
-def test_what_cannot_be_imported_ends_the_run_with_one_message(tmp_path: Path, override: str, message: str) -> None:
+def test_a_failed_import_ends_the_run_with_one_message(tmp_path: Path, override: str, message: str) -> None:
     printed = kestrl("run", QUICKSTART, "--runs", tmp_path, "--set", override, code=2)
     assert printed.count("error: ") == 1
     assert message in printed

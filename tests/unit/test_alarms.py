@@ -60,7 +60,7 @@ async def test_each_alarm_rings_once_at_its_time() -> None:
     assert len(alarms) == 0
 
 
-async def test_one_whose_time_is_over_rings_at_once_but_not_within_add() -> None:
+async def test_an_overdue_alarm_rings_at_once_but_not_within_add() -> None:
     alarms, late = Alarms(), Bell(now() - 1)
     alarms.add(Bell(now() + FAR))
     alarms.add(late)
@@ -68,7 +68,7 @@ async def test_one_whose_time_is_over_rings_at_once_but_not_within_add() -> None
     await late.rang.wait()
 
 
-async def test_what_is_discarded_never_rings_and_the_next_one_does() -> None:
+async def test_a_discarded_alarm_never_rings_and_the_next_one_does() -> None:
     alarms, began = Alarms(), now()
     gone, next_ = Bell(began + SOON), Bell(began + 2 * SOON)
     alarms.add(gone)
@@ -79,7 +79,7 @@ async def test_what_is_discarded_never_rings_and_the_next_one_does() -> None:
     assert not gone.times
 
 
-async def test_later_ones_cost_no_timer_and_none_is_left_behind(timers: list[float]) -> None:
+async def test_later_alarms_cost_no_timer_and_none_is_left(timers: list[float]) -> None:
     alarms, began = Alarms(), now()
     first = Bell(began + FAR)
     alarms.add(first)
@@ -170,7 +170,7 @@ STEPS = st.lists(
 
 
 @given(steps=STEPS)
-def test_whatever_comes_and_goes_each_rings_once_in_time_or_was_discarded(steps: list[tuple[str, int]]) -> None:
+def test_every_alarm_rings_once_in_time_or_was_discarded(steps: list[tuple[str, int]]) -> None:
     clock, alarms = Clock(), Alarms()
     made: list[Recorded] = []
     gone: set[int] = set()

@@ -35,7 +35,7 @@ def test_a_description_is_bounded() -> None:
     assert len(described(ValueError("x" * 10_000))) == MAX_DESCRIBED
 
 
-def test_a_failure_can_be_sent_whatever_the_error_says() -> None:
+def test_a_failure_with_any_error_text_can_be_sent() -> None:
     assert Mute("x").failure().message == "(its __str__ raised KeyboardInterrupt)"
     failure = KestrlError("a\ud800", code="b\ud800").failure()
     assert (failure.message, failure.code) == ("a?", "b?")

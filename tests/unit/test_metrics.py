@@ -60,15 +60,16 @@ def test_a_taken_port_is_reported() -> None:
     assert "UserInputError: metrics: cannot listen on 127.0.0.1" in done.stderr
 
 
-def test_without_set_up_nothing_is_looked_up() -> None:
+def test_without_set_up_nothing_is_read() -> None:
     code = (
         "import sys\nfrom kestrl.telemetry.metrics import observe\nfrom kestrl.telemetry.names import Metric\n"
-        "observe(Metric.STEP, lambda: 1 / 0)\nprint('opentelemetry.sdk' in sys.modules, 'prometheus_client' in sys.modules)"
+        "observe(Metric.STEP, lambda: 1 / 0)\nprint('opentelemetry.sdk' in sys.modules, 'prometheus_client' in "
+        "sys.modules)"
     )
     assert run(code).stdout.split() == ["False", "False"]
 
 
-def test_every_metric_has_a_name_of_its_own_and_a_reader() -> None:
+def test_every_metric_has_a_unique_name_and_a_reader() -> None:
     assert len({item.name for item in INSTRUMENTS.values()}) == len(INSTRUMENTS)
     root = Path(names.__file__).parents[3]
     sources = [path.read_text() for folder in ("src", "services", "operator") for path in (root / folder).rglob("*.py")]

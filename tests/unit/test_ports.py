@@ -16,7 +16,7 @@ def test_a_port_is_given_once_and_can_be_listened_on() -> None:
         listener.bind(("127.0.0.1", given[-1]))
 
 
-def test_no_outgoing_connection_is_given_it() -> None:
+def test_no_outgoing_connection_gets_the_port() -> None:
     first_of_connections = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     assert all(free_port() < first_of_connections for _ in range(50))
 

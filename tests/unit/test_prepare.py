@@ -50,7 +50,7 @@ def test_the_demo_is_made_in_every_pod_alike(tmp_path: Path) -> None:
     assert not (tmp_path / "model").is_symlink()  # an engine's image does not have the package that it came from
 
 
-def test_what_a_claim_holds_is_linked_and_nothing_outside_it(tmp_path: Path) -> None:
+def test_files_of_a_claim_are_linked_and_nothing_outside_it(tmp_path: Path) -> None:
     claim = tmp_path / "pvc" / "shared"
     claim.mkdir(parents=True)
     (claim / "rows.jsonl").write_text('{"id": "1", "question": "?"}\n')
@@ -79,7 +79,7 @@ def test_what_a_claim_holds_is_linked_and_nothing_outside_it(tmp_path: Path) -> 
         ({"template": "chat.jinja"}, "spec.agent.template.uri: 'chat.jinja' is a local path"),
     ],
 )
-def test_what_is_not_there_is_reported_by_its_field(tmp_path: Path, changes: dict[str, str], message: str) -> None:
+def test_a_missing_file_is_reported_by_its_field(tmp_path: Path, changes: dict[str, str], message: str) -> None:
     given: dict[str, Any] = dict(changes)
     if "data" in given:
         given["data"] = (source(tmp_path, changes["data"]),)

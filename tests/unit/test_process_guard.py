@@ -98,7 +98,7 @@ def test_the_command_dies_with_its_guard() -> None:
     assert guarded.gone()
 
 
-def test_a_command_that_cannot_start_says_so() -> None:
+def test_a_command_that_cannot_start_is_reported() -> None:
     read_end, guard_pipe = os.pipe()
     done = subprocess.run(
         [sys.executable, "-I", "-S", process_guard.__file__, str(read_end), "1", "/no/such/program"],

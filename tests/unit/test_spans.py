@@ -109,7 +109,7 @@ def after_its_end(made: Span) -> None:
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("does", [nothing, everything, status_by_code, after_its_end])
 @pytest.mark.parametrize("attributes", [None, {"name": "n", "turn": 3}])
-def test_on_the_wire_a_child_is_what_the_sdks_would_be(
+def test_an_exported_child_span_equals_the_sdks(
     both: Both, does: Callable[[Span], None], attributes: dict[str, Any] | None
 ) -> None:
     with beneath(PARENT):
@@ -140,7 +140,7 @@ def test_an_exception_is_an_event_with_its_type_and_message(both: Both) -> None:
     }
 
 
-def test_a_parents_children_are_ours_and_name_it(exported: Both) -> None:
+def test_children_of_a_parent_are_child_spans_with_its_id(exported: Both) -> None:
     with span("root") as root, span("child", {"turn": 1}) as child:
         headers = trace_headers()
     assert type(root).__module__.startswith("opentelemetry.sdk")
@@ -210,7 +210,7 @@ def children(both: Both) -> None:
     both.sdk.start_span("theirs", context=trace.set_span_in_context(root)).end()
 
 
-def test_encoded_are_all_spans_and_each_as_the_sdk_would(both: Both) -> None:
+def test_all_spans_are_encoded_as_by_the_sdk(both: Both) -> None:
     children(both)
     made = both.kept.get_finished_spans()
     assert len(made) == 22
@@ -227,7 +227,7 @@ def test_few_spans_are_encoded_too(both: Both, count: int) -> None:
     assert len(request.resource_spans) == min(count, 1)
 
 
-def test_what_is_alike_is_not_taken_for_the_same(both: Both) -> None:
+def test_equal_values_of_different_types_are_distinguished(both: Both) -> None:
     """1, 1.0 and True are equal in Python, and no two of them on the wire."""
     for value in (1, 1.0, True, 0, 0.0, False, (1,), (1.0,), (True,), ("1",), [1]):
         both.ours.child("each", LOCAL, {"value": value}).end()
@@ -254,7 +254,7 @@ def test_what_is_exported_reaches_a_collector(both: Both) -> None:
         ("traceidratio", False),
     ],
 )
-def test_a_sampler_that_wants_to_be_asked_of_every_span_is(
+def test_a_sampler_that_is_not_parent_based_sees_every_span(
     monkeypatch: pytest.MonkeyPatch, sampler: str, ours: bool
 ) -> None:
     monkeypatch.setenv("OTEL_TRACES_SAMPLER", sampler)
@@ -265,7 +265,7 @@ def test_a_sampler_that_wants_to_be_asked_of_every_span_is(
     assert (pipeline is not None) is ours
 
 
-def test_beneath_a_parent_that_is_not_sampled_nothing_is_recorded(exported: Both) -> None:
+def test_children_of_an_unsampled_parent_are_not_recorded(exported: Both) -> None:
     with beneath(SpanContext(7, 9, is_remote=True)), span("kestrl.model_call") as made:
         assert not made.is_recording()
         assert trace_headers()["traceparent"].endswith("-00")

@@ -32,7 +32,7 @@ def test_no_control_character_is_left(text: str) -> None:
         ("ü [b] 世界\tx", "ü [b] 世界\tx"),
     ],
 )
-def test_what_is_written_out_and_what_stays(text: str, shown: str) -> None:
+def test_control_characters_are_escaped_and_others_kept(text: str, shown: str) -> None:
     assert safe(text) == shown
 
 

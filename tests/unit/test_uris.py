@@ -19,7 +19,7 @@ ODD = "a b ü + @ ( ) , = # % ? %20 [x] ~ 'q'"
 
 
 @given(st.lists(NAMES, min_size=1, max_size=4))
-def test_a_path_survives_the_way_to_a_uri_and_back(parts: list[str]) -> None:
+def test_a_path_survives_a_round_trip_through_a_uri(parts: list[str]) -> None:
     path = Path("/nowhere", *parts)
     assert local_path(file_uri(path)) == path
     assert is_local(file_uri(path))
@@ -50,7 +50,7 @@ def test_a_file_uri_with_a_host_is_refused_with_the_fix() -> None:
 
 
 @pytest.mark.parametrize("as_uri", [True, False])
-def test_a_store_lies_where_its_address_says(tmp_path: Path, as_uri: bool) -> None:
+def test_a_store_is_at_its_address(tmp_path: Path, as_uri: bool) -> None:
     folder = tmp_path / ODD
     store = open_store(file_uri(folder) if as_uri else str(folder))
     store.put("a/b", b"x")

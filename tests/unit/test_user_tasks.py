@@ -43,7 +43,7 @@ run(main())
 @pytest.mark.parametrize(
     ("error", "printed"), [("KeyboardInterrupt", "KeyboardInterrupt"), ("SystemExit(3)", "SystemExit: 3")]
 )
-def test_what_a_users_task_raises_does_not_end_the_loop(loop: str, error: str, printed: str) -> None:
+def test_an_exception_of_a_users_task_does_not_end_the_loop(loop: str, error: str, printed: str) -> None:
     program = PROGRAM.replace("{error}", error)
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", program, loop], capture_output=True, text=True, check=False, timeout=30

@@ -73,7 +73,8 @@ def _advice(run: RunDir, status: Mapping[str, Any]) -> str:
         "succeeded": f"use it: kestrl eval {run.id} {here}; kestrl export {run.id} {here} --out adapter",
         "failed": f"see: kestrl logs {run.id} {here}; fix the cause and run the same command again to resume",
         "stopped": "run the same command again to resume from the last checkpoint",
-        "dead": "its runner ended without a record (killed?); run the same command again to resume from the last checkpoint",
+        "dead": "its runner ended without a record (killed?); run the same command again to resume from the last "
+        "checkpoint",
         "never started": "run the same command again",
     }[status["state"]]
 
@@ -96,7 +97,8 @@ def status(
     if progress:
         console.print(
             safe_line(
-                f"{progress['phase']} step {progress['step']}/{progress['total_steps']}  {means_line(progress['means'])}"
+                f"{progress['phase']} step {progress['step']}/{progress['total_steps']}  "
+                f"{means_line(progress['means'])}"
             ),
             markup=False,
         )
@@ -246,11 +248,13 @@ def show_episode(
     began = datetime.fromtimestamp(episode.started_at, UTC).isoformat(timespec="seconds")
     typer.echo(
         safe_line(
-            f"episode {episode.id} of scenario {group.scenario.id}, {began}, {episode.seconds:.2f} s, engine {episode.engine}"
+            f"episode {episode.id} of scenario {group.scenario.id}, {began}, {episode.seconds:.2f} s, engine "
+            f"{episode.engine}"
         )
     )
     typer.echo(
-        f"policy {episode.policy.name if episode.policy else 'base'}  seed {episode.seed}  trace {episode.trace_id or '-'}"
+        f"policy {episode.policy.name if episode.policy else 'base'}  seed {episode.seed}  trace "
+        f"{episode.trace_id or '-'}"
     )
     typer.echo(safe(f"ground truth: {json.dumps(group.scenario.ground_truth, ensure_ascii=False)}"))
     for line in transcript(episode):

@@ -45,7 +45,8 @@ def resolve(name: str) -> ToolCallFormat:
     missing = [each for each in MEMBERS if not hasattr(found, each)]
     if missing:
         raise UserInputError(
-            f"{FIELD}: {name} is not a ToolCallFormat: it has no {', '.join(missing)}; subclass kestrl.formats.ToolCallFormat "
+            f"{FIELD}: {name} is not a ToolCallFormat: it has no {', '.join(missing)}; subclass "
+            "kestrl.formats.ToolCallFormat "
             "for the defaults"
         )
     return cast(ToolCallFormat, found)

@@ -61,13 +61,15 @@ def assign_ports(job: AgentRLJob, base_port: int | None) -> dict[Listener, int]:
             wanted = 0 if base_port is None else base_port + offset
             if wanted > HIGHEST_PORT:
                 raise UserInputError(
-                    f"--base-port {base_port}: the job needs {len(list(listeners(job)))} ports, and the highest is {HIGHEST_PORT}"
+                    f"--base-port {base_port}: the job needs {len(list(listeners(job)))} ports, and the highest is "
+                    f"{HIGHEST_PORT}"
                 )
             try:
                 probe.bind((LOOPBACK, wanted))
             except OSError as error:
                 raise UserInputError(
-                    f"--base-port {base_port}: port {wanted} for {'-'.join(map(str, replica))} is taken: {error.strerror}"
+                    f"--base-port {base_port}: port {wanted} for {'-'.join(map(str, replica))} is taken: "
+                    f"{error.strerror}"
                 ) from error
             ports[replica] = probe.getsockname()[1]
     return ports

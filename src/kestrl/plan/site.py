@@ -95,6 +95,7 @@ class Site:
         known = self.builds.get(accelerator.profile)
         if known is None:
             raise UserInputError(
-                f"spec.{part}.accelerator.profile: {accelerator.profile!r} is not one of {', '.join(sorted(self.builds))}"
+                f"spec.{part}.accelerator.profile: {accelerator.profile!r} is not one of "
+                f"{', '.join(sorted(self.builds))}"
             )
         return known

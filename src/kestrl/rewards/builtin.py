@@ -67,7 +67,8 @@ def loop_reward(attempt: Attempt) -> Score:
     """
     if attempt.episode.loop_reward is None:
         raise ValueError(
-            f"the agent loop returned no reward (the episode ended as {attempt.episode.stop_reason}); return a number on "
+            f"the agent loop returned no reward (the episode ended as {attempt.episode.stop_reason}); return a "
+            "number on "
             "every path, also where LimitReached is raised"
         )
     return Score(value=attempt.episode.loop_reward)

@@ -48,13 +48,15 @@ SPEC_RULES = (
         for part in IDENTITY
     ),
     rule(
-        "has(self.storage.uri) == has(oldSelf.storage.uri) && (!has(self.storage.uri) || self.storage.uri == oldSelf.storage.uri)",
+        "has(self.storage.uri) == has(oldSelf.storage.uri) && (!has(self.storage.uri) || self.storage.uri == "
+        "oldSelf.storage.uri)",
         "storage.uri cannot change under a job: its run lies there; make another job",
         ".storage.uri",
     ),
     rule(
         "self.inference.adapterSlots >= self.algorithm.maxStaleness + 2",
-        "cannot hold every version a rollout may still need: maxStaleness + 2; raise it or lower algorithm.maxStaleness",
+        "cannot hold every version a rollout may still need: maxStaleness + 2; raise it or lower "
+        "algorithm.maxStaleness",
         ".inference.adapterSlots",
     ),
     rule(
@@ -113,7 +115,8 @@ PLACED_RULES: Mapping[tuple[str, ...], tuple[dict[str, str], ...]] = {
     ("spec", "failurePolicy", "rules", "[]"): (
         rule(
             "!has(self.role) || self.role == 'learner' || !self.reason.contains('/')",
-            "only the learner reports failures as boundary/code; remove role, or name a container's reason such as OOMKilled",
+            "only the learner reports failures as boundary/code; remove role, or name a container's reason such as "
+            "OOMKilled",
             ".role",
         ),
     ),
@@ -177,7 +180,8 @@ def crd() -> dict[str, Any]:
                             "x-kubernetes-validations": [
                                 rule(
                                     "size(self.metadata.name) <= 40",
-                                    "metadata.name can have at most 40 characters, since names of pods are derived from it",
+                                    "metadata.name can have at most 40 characters, since names of pods are derived "
+                                    "from it",
                                 ),
                                 rule(
                                     "self.metadata.name.matches('^[a-z]([-a-z0-9]*[a-z0-9])?$')",

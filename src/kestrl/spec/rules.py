@@ -51,7 +51,8 @@ def temperature_is_positive(spec: JobSpec) -> Iterator[Problem]:
     if spec.sampling.temperature == 0:
         yield Problem(
             "spec.sampling.temperature",
-            "0 samples the same episode every time, so there is nothing to learn from; use 1.0 (evaluation is greedy anyway)",
+            "0 samples the same episode every time, so there is nothing to learn from; use 1.0 (evaluation is greedy "
+            "anyway)",
         )
 
 
@@ -87,7 +88,8 @@ def adapter_can_be_proved(spec: JobSpec) -> Iterator[Problem]:
     if isinstance(targets, list) and any(target.rpartition(".")[2] == "lm_head" for target in targets):
         yield Problem(
             "spec.model.adapter.targets",
-            "lm_head is not applied by vLLM when it computes prompt log-probs, so no version could be verified; remove it",
+            "lm_head is not applied by vLLM when it computes prompt log-probs, so no version could be verified; "
+            "remove it",
         )
 
 
@@ -130,7 +132,8 @@ def rewards_are_known(spec: JobSpec) -> Iterator[Problem]:
         if reward.rule is not None and ":" not in reward.rule and reward.rule not in BUILT_IN_RULES:
             yield Problem(
                 f"spec.rewards[{index}].rule",
-                f"{reward.rule!r} is not one of {', '.join(BUILT_IN_RULES)}, nor an import path package.module:function",
+                f"{reward.rule!r} is not one of {', '.join(BUILT_IN_RULES)}, nor an import path "
+                "package.module:function",
             )
         if reward.rule in BUILT_IN_RULES and reward.config:
             yield Problem(f"spec.rewards[{index}].config", f"{reward.rule} takes no config; remove it")
@@ -154,7 +157,8 @@ def data_fills_a_step(spec: JobSpec) -> Iterator[Problem]:
     if size is not None and size * spec.schedule.epochs < spec.algorithm.groups_per_step:
         yield Problem(
             "spec.data.train.size",
-            f"{size} scenarios x {spec.schedule.epochs} epochs do not fill one step of {spec.algorithm.groups_per_step} groups",
+            f"{size} scenarios x {spec.schedule.epochs} epochs do not fill one step of "
+            f"{spec.algorithm.groups_per_step} groups",
         )
 
 
@@ -216,7 +220,8 @@ def failure_rules_can_fit(spec: JobSpec) -> Iterator[Problem]:
         elif code and rule.role not in {None, "learner"}:
             yield Problem(
                 f"{path}.role",
-                "only the learner reports failures as boundary/code; remove role, or name a container's reason such as OOMKilled",
+                "only the learner reports failures as boundary/code; remove role, or name a container's reason such "
+                "as OOMKilled",
             )
         first = next((number for number, other in enumerate(rules[:index]) if _covers(other, rule)), None)
         if first is not None:

@@ -108,7 +108,8 @@ def _target(obj: Any, name: str) -> Callable[..., Any]:
     if inspect.isclass(obj):
         if not any("__call__" in vars(base) for base in obj.__mro__):
             raise UserInputError(
-                f"{name}: the class {obj.__name__} has neither __call__ nor public methods; write `def __call__(self, ...)` "
+                f"{name}: the class {obj.__name__} has neither __call__ nor public methods; write `def "
+                "__call__(self, ...)` "
                 "for one tool, or methods for several"
             )
         obj = cast(Any, obj).__call__
@@ -148,7 +149,8 @@ def _parameters(target: Callable[..., Any], name: str, *, bound: bool) -> list[i
         )
         if stars or parameter.kind is parameter.POSITIONAL_ONLY:
             raise UserInputError(
-                f"{name}: the parameter {stars + parameter.name!r} cannot be described to the model, which sends arguments by name; "
+                f"{name}: the parameter {stars + parameter.name!r} cannot be described to the model, which sends "
+                "arguments by name; "
                 "write each one out, with its type"
             )
     return found[bound:]
@@ -184,7 +186,8 @@ def _shown(parameter: inspect.Parameter, hint: Any, documentation: Docstring, na
         adapter.json_schema(schema_generator=_Generator)
     except PydanticUserError as error:
         raise UserInputError(
-            f"{name}: the parameter {parameter.name!r} has a type without a JSON form ({error.message.splitlines()[0]}). "
+            f"{name}: the parameter {parameter.name!r} has a type without a JSON form "
+            f"({error.message.splitlines()[0]}). "
             "Use another, or mark it `Annotated[..., Hidden()]` when the scenario fills it"
         ) from error
     return _Parameter(parameter.name, adapter, parameter.default, documentation.arguments.get(parameter.name, ""))

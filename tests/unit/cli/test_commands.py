@@ -70,7 +70,7 @@ def write(tmp_path: Path, document: Any) -> Path:
     return path
 
 
-def test_a_good_manifest_is_valid(tmp_path: Path, manifest: dict[str, Any]) -> None:
+def test_a_valid_manifest_is_accepted(tmp_path: Path, manifest: dict[str, Any]) -> None:
     assert "valid, 8 train scenarios" in kestrl("validate", write(tmp_path, manifest))
 
 
@@ -100,7 +100,9 @@ def test_a_bad_field_ends_every_command_alike(tmp_path: Path, manifest: dict[str
         ("model.adapter.targets=[q_proj, lm_head]", "spec.model.adapter.targets: lm_head is not applied by vLLM"),
     ],
 )
-def test_what_a_run_cannot_find_is_named(tmp_path: Path, manifest: dict[str, Any], override: str, message: str) -> None:
+def test_missing_inputs_of_a_run_are_named(
+    tmp_path: Path, manifest: dict[str, Any], override: str, message: str
+) -> None:
     printed = kestrl("run", write(tmp_path, manifest), "--set", override, "--runs", tmp_path / "runs", code=2)
     assert message in printed
 
@@ -154,7 +156,7 @@ def test_schema_and_version() -> None:
     assert kestrl("version").startswith("kestrl 0.")
 
 
-def test_the_applications_commands_are_there() -> None:
+def test_commands_of_applications_exist() -> None:
     printed = kestrl("--help")
     assert "demo-model" in printed
     assert "email" in printed
@@ -236,7 +238,7 @@ def finished(tmp_path: Path, manifest: dict[str, Any]) -> Path:
     return runs
 
 
-def test_status_of_a_dead_run_says_what_went_wrong_and_what_to_do(finished: Path) -> None:
+def test_status_of_a_dead_run_shows_the_reason_and_the_fix(finished: Path) -> None:
     printed = kestrl("status", "--runs", finished)
     for expected in ("job-1 failed", "reason: the disk", "failures tool/x: 2", "run the same command again to resume"):
         assert expected in printed
@@ -290,7 +292,7 @@ def test_export_writes_the_adapter_and_never_over_something(finished: Path, tmp_
     assert "no published adapter of step 9 (there are: 1)" in printed
 
 
-def test_stop_of_what_does_not_run(finished: Path) -> None:
+def test_stop_of_a_run_that_is_not_running(finished: Path) -> None:
     assert "job-1 is not running" in kestrl("stop", "--runs", finished)
 
 

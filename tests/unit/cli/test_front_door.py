@@ -97,7 +97,7 @@ def test_reading_commands_work_where_the_run_was_started(folder: Path) -> None:
     assert sorted(path.name for path in folder.iterdir()) == before
 
 
-def test_output_whose_reader_leaves_ends_quietly(folder: Path) -> None:
+def test_output_to_a_closed_pipe_ends_quietly(folder: Path) -> None:
     command = f"{shlex.quote(sys.executable)} -m kestrl.cli.main episodes list | head -n 1"
     ended = subprocess.run(
         ["bash", "-c", command], cwd=folder, env=ENVIRONMENT, capture_output=True, text=True, timeout=50, check=False
@@ -136,7 +136,7 @@ def test_a_damaged_episode_is_one_error_that_names_the_file(folder: Path) -> Non
     assert (ended.returncode, "000000.pb is damaged" in ended.stderr) == (2, True)
 
 
-def test_no_lines_of_a_log_are_no_lines(folder: Path) -> None:
+def test_zero_lines_of_a_log_print_nothing(folder: Path) -> None:
     assert kestrl(folder, "logs", "-n", "0").stdout == ""
     assert kestrl(folder, "logs", "-n", "1").stdout == "learner-0 | two\n"
 
@@ -175,7 +175,7 @@ def test_an_episodes_environments_are_shown(folder: Path) -> None:
     assert '  environment Shop: {"basket": {"lamp\\u001b": 2}}' in shown.stdout.splitlines(), shown.stdout
 
 
-def test_stored_text_reaches_the_terminal_written_out(folder: Path) -> None:
+def test_control_characters_of_stored_text_are_escaped(folder: Path) -> None:
     run = RunDir(folder / "runs" / "job-1")
     (run.path / "logs" / "learner-0.log").write_text("\x1b]52;c;aGk=\x07\n")
     seen = {"state": "running", "pid": 1, "last_exit": 1, "restarts": 1, "ports": {}, "last_error": "[/b] [red]\x1b[2J"}
@@ -189,7 +189,7 @@ def test_stored_text_reaches_the_terminal_written_out(folder: Path) -> None:
     assert kestrl(folder, "logs").stdout == "learner-0 | \\x1b]52;c;aGk=\\x07\n"
 
 
-def test_status_says_that_a_live_run_waits_for_its_storage(folder: Path) -> None:
+def test_status_shows_that_a_live_run_waits_for_its_storage(folder: Path) -> None:
     run = RunDir(folder / "runs" / "job-1")
     progress = LocalProgress(phase="training", storage_wait="storage does not answer: [refused]")
     RunRecord(run.path / "run.json").update(progress=progress.as_json())

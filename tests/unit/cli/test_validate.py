@@ -91,7 +91,7 @@ def test_a_job_whose_parts_all_load_is_valid(project: Project) -> None:
     assert project.valid() == "job.yaml: valid, 8 train scenarios\n"
 
 
-def test_everything_that_a_job_names_and_is_not_there(project: Project) -> None:
+def test_everything_that_a_job_names_and_does_not_exist(project: Project) -> None:
     project.spec |= {
         "tools": [{"name": "add", "use": "nosuch:f"}, {"name": "b", "use": "mine:nosuch"}],
         "rewards": [{"rule": "nosuch:f"}],
@@ -174,7 +174,7 @@ def test_a_template_is_proven_with_the_roles_of_the_data(project: Project) -> No
     assert "train.jsonl:5: the chat template refuses the conversation: System role not supported" in printed
 
 
-def test_what_only_a_cluster_can_look_at_is_said_to_be_unchecked(project: Project) -> None:
+def test_addresses_of_a_cluster_are_reported_as_unchecked(project: Project) -> None:
     project.spec["model"] = {"base": "s3://bucket/model"}
     assert "warning: spec.model.base: s3://bucket/model is not on this machine; not checked" in project.valid()
 

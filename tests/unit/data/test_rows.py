@@ -79,7 +79,7 @@ def test_verls_form_from_jsonl_and_parquet_is_the_same(tmp_path: Path) -> None:
     assert scenario.metadata["split"] == "train"
 
 
-def test_parquet_members_that_are_null_were_never_there(tmp_path: Path) -> None:
+def test_null_members_of_parquet_are_absent(tmp_path: Path) -> None:
     other = {**VERL, "extra_info": {"index": 8, "tools_kwargs": {"search": {"create_kwargs": {"inbox": "a"}}}}}
     table = tmp_path / "a.parquet"
     parquet.write_table(pa.Table.from_pylist([VERL, other]), table)
@@ -214,7 +214,7 @@ def test_values_of_parquet_that_have_none_are_refused(tmp_path: Path, value: Any
     assert found.startswith(f"{table}:2: metadata.thing.0: {problem}"), found
 
 
-def test_a_parquet_value_that_python_cannot_hold_names_its_row(tmp_path: Path) -> None:
+def test_a_parquet_value_without_a_python_form_names_its_row(tmp_path: Path) -> None:
     table = tmp_path / "a.parquet"
     days = pa.array([0, 2**31 - 1], pa.date32())
     parquet.write_table(pa.table({"id": ["a", "b"], "question": ["x", "y"], "day": days}), table)

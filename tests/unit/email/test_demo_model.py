@@ -151,7 +151,7 @@ def test_a_prompt_and_an_episode_are_short(tokenizer: Tokenizer, conversations: 
     assert max(whole) <= 500
 
 
-def test_a_rollout_cuts_conversations_as_the_warm_up_did(tokenizer: Tokenizer, conversations: list[demos.Messages]):
+def test_a_rollout_splits_conversations_as_the_warm_up(tokenizer: Tokenizer, conversations: list[demos.Messages]):
     from kestrl_rollout.chat import Message
     from kestrl_rollout.model import load_model
 
@@ -175,7 +175,7 @@ def test_a_rollout_cuts_conversations_as_the_warm_up_did(tokenizer: Tokenizer, c
         assert ids == transcripts.encode(tokenizer, messages).ids
 
 
-def test_what_the_model_writes_is_learned_and_nothing_else(tokenizer: Tokenizer, conversations: list[demos.Messages]):
+def test_only_the_models_text_is_learned(tokenizer: Tokenizer, conversations: list[demos.Messages]):
     example = transcripts.encode(tokenizer, conversations[0])
     learned = [token for token, wanted in zip(example.ids, example.learned, strict=True) if wanted]
     text = tokenizer.decode(learned, skip_special_tokens=False)
@@ -220,7 +220,7 @@ def test_demonstrations_use_warm_up_names_only(tmp_path: Path):
         assert {split_of(keyword) for keyword in keywords} == {Split.WARM_UP}
 
 
-def test_a_demonstrator_never_breaks_a_tool(tmp_path: Path):
+def test_a_demonstrator_never_causes_a_tool_failure(tmp_path: Path):
     tasks = list(make_tasks(Split.WARM_UP, 20, 8))
     write_database(tmp_path / "mails.db", tasks)
     clumsy = demos.Habits(both_keywords=0, matching_mail=0, second_look=0, right_attribute=0, right_source=0, give_up=0)

@@ -117,7 +117,7 @@ def test_case_white_space_and_a_full_stop_do_not_matter(text: str):
 
 
 @pytest.mark.parametrize("text", [":", "Thought process:", "Monday or Tuesday", "The answer is Monday", "mondays", ""])
-def test_nothing_else_passes_for_the_answer(text: str):
+def test_other_texts_are_not_accepted_as_the_answer(text: str):
     assert score(FOUND, READ, answer(text, RIGHT)).metrics["answer_right"] == 0
 
 
@@ -144,7 +144,7 @@ def test_the_tiers_never_overlap(calls: list[ToolCall], last: ToolCall | None):
         assert 0.0 <= scored.value <= 0.4
 
 
-def test_a_broken_ground_truth_is_a_failure_and_no_number():
+def test_an_invalid_ground_truth_is_a_failure():
     episode_score = Scenario(id="s", ordinal=0, messages=(), ground_truth=None)
     with pytest.raises(TypeError):
         art_e(Attempt(scenario=episode_score, episode=None, max_turns=1))  # pyright: ignore[reportArgumentType]
@@ -171,7 +171,7 @@ def searched(keywords: list[str], *found: str) -> ToolCall:
         pytest.param([], -1.0, id="no call"),
     ],
 )
-def test_one_search_is_scored_by_what_it_names_and_finds(calls: list[ToolCall], value: float):
+def test_a_search_is_scored_by_its_keywords_and_results(calls: list[ToolCall], value: float):
     scored = score(*calls, turns=1, rule=first_search)
     assert scored.value == pytest.approx(value)
     assert scored.metrics["searched"] == (value >= 0)

@@ -46,7 +46,8 @@ def database(tmp_path_factory: pytest.TempPathFactory) -> str:
     write_database(path, [task(MINE, [mail(MINE, *fields) for fields in MAILS]), task("theirs", theirs)])
     with closing(sqlite3.connect(path)) as connection, connection:
         connection.execute(
-            "INSERT INTO recipients SELECT id, 'dora@acme.example', 'cc' FROM emails WHERE inbox = ? AND message_id = 'm3'",
+            "INSERT INTO recipients SELECT id, 'dora@acme.example', 'cc' FROM emails WHERE inbox = ? AND message_id "
+            "= 'm3'",
             (MINE,),
         )
     return str(path)
@@ -120,7 +121,7 @@ def test_a_string_is_not_a_list_of_keywords(search: SearchEmails):
 
 
 @pytest.mark.parametrize("keywords", [[], [""], ["budget", " "], ["\x00"], ["*"], ["🙂"]])
-def test_keywords_that_say_nothing_are_refused(search: SearchEmails, keywords: list[str]):
+def test_keywords_without_letters_are_refused(search: SearchEmails, keywords: list[str]):
     with pytest.raises(ToolError, match="keyword"):
         search(keywords)
 
@@ -195,7 +196,7 @@ def test_the_database_cannot_be_written_through_a_tool(search: SearchEmails):
         search._connection.execute("DELETE FROM emails")  # pyright: ignore[reportPrivateUsage]
 
 
-def test_a_missing_database_is_the_tools_failure_and_is_not_created(tmp_path: Path):
+def test_a_missing_database_is_a_tool_failure_and_is_not_created(tmp_path: Path):
     with pytest.raises(sqlite3.OperationalError):
         SearchEmails(database=str(tmp_path / "none.db"), inbox=MINE)
     assert list(tmp_path.iterdir()) == []

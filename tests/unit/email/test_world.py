@@ -40,7 +40,7 @@ def test_every_name_and_topic_belongs_to_the_tasks_own_split(split: Split, numbe
 
 
 @given(splits, numbers, seeds)
-def test_one_mail_alone_is_about_both_and_the_others_share_one_of_them(split: Split, number: int, seed: int):
+def test_only_one_mail_matches_both_and_the_others_match_one(split: Split, number: int, seed: int):
     task = make_task(split, number, seed)
     right, *others = task.mails
     assert 3 <= len(task.mails) <= 5
@@ -73,7 +73,7 @@ def test_a_task_is_a_function_of_its_arguments():
     assert make_task(Split.TRAIN, 3, 42) != make_task(Split.TRAIN, 3, 43)
 
 
-def test_the_world_stays_the_one_that_measurements_were_made_in():
+def test_the_world_is_unchanged_since_the_measurements():
     task = make_task(Split.VALIDATION, 0, 42)
     known = ("On which day is the wiofes meeting of Meflun?", "Friday", "m63")
     assert (task.question, task.answer, task.message_id) == known, "raise EDITION when this changes on purpose"

@@ -66,7 +66,7 @@ def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-def test_what_only_points_elsewhere_replaces_nothing(path: Path) -> None:
+def test_an_error_that_refers_elsewhere_is_not_recorded(path: Path) -> None:
     engine_failure.write_down(ValueError(KV))
     engine_failure.write_down(WRAPPER)
     engine_failure.write_down(SystemExit(1))

@@ -68,7 +68,7 @@ async def test_loading_again_proves_again_and_loads_nothing(stage: Any) -> None:
     assert stage.engine.scored == [version.name] * 2
 
 
-async def test_those_who_ask_for_one_version_share_the_work(stage: Any) -> None:
+async def test_concurrent_callers_for_one_version_share_the_work(stage: Any) -> None:
     version = stage.publish(1)
     stage.engine.hold = asyncio.Event()
     loads = [asyncio.create_task(stage.load(version)) for _ in range(3)]
@@ -287,7 +287,7 @@ async def test_without_a_free_slot_a_version_is_refused(make_stage: Any) -> None
     assert await stage.proved() == {2: True, 3: True}
 
 
-async def test_the_engine_lets_go_before_the_files_are_deleted(stage: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_engine_unloads_before_the_files_are_deleted(stage: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     version = stage.publish(1)
     await stage.load(version)
     there: list[bool] = []
@@ -329,7 +329,7 @@ async def test_files_that_the_engine_still_lists_are_never_deleted(stage: Any) -
     assert await stage.state() == "READY"
 
 
-async def test_what_still_leaves_takes_a_slot(make_stage: Any) -> None:
+async def test_a_version_that_is_still_unloading_takes_a_slot(make_stage: Any) -> None:
     stage = await make_stage(slots=1)
     await stage.look()
     one, two = stage.publish(1), stage.publish(2)

@@ -15,7 +15,7 @@ PARTS, FEATURES, RANK = (6, 4, 4), 8, 3
 
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-6), (torch.bfloat16, 0.06)])
 @given(adapters=st.lists(st.sampled_from([0, *SLOTS]), min_size=1, max_size=12), seed=st.integers(0, 99))
-def test_every_row_has_what_its_adapter_says_added(
+def test_every_row_gets_its_adapters_contribution(
     dtype: torch.dtype, bound: float, adapters: list[int], seed: int
 ) -> None:
     random = torch.Generator().manual_seed(seed)
@@ -40,7 +40,7 @@ def test_every_row_has_what_its_adapter_says_added(
 
 
 @given(adapters=st.lists(st.sampled_from([0, *SLOTS]), min_size=1, max_size=12), seed=st.integers(0, 99))
-def test_every_embedding_has_what_its_adapter_says_added(adapters: list[int], seed: int) -> None:
+def test_every_embedding_gets_its_adapters_contribution(adapters: list[int], seed: int) -> None:
     random = torch.Generator().manual_seed(seed)
     looked_up, output = (torch.rand((len(adapters), width), generator=random) for width in (RANK, FEATURES))
     b = torch.rand((3, 1, FEATURES, RANK), generator=random)
@@ -58,7 +58,7 @@ def test_every_embedding_has_what_its_adapter_says_added(adapters: list[int], se
     width=st.sampled_from([64, 128, 576]),
     seed=st.integers(0, 99),
 )
-def test_what_a_row_gets_does_not_depend_on_those_beside_it(count: int, rank: int, width: int, seed: int) -> None:
+def test_a_rows_result_does_not_depend_on_other_rows(count: int, rank: int, width: int, seed: int) -> None:
     """To the last bit: else what is sampled would depend on what runs at the same time."""
     random = torch.Generator().manual_seed(seed)
     inputs = torch.rand((count, width), generator=random)
@@ -72,7 +72,7 @@ def test_what_a_row_gets_does_not_depend_on_those_beside_it(count: int, rank: in
     assert torch.equal(said(inputs), torch.cat([said(row[None]) for row in inputs]))
 
 
-def test_rows_that_lie_together_are_taken_where_they_lie() -> None:
+def test_contiguous_rows_are_not_copied() -> None:
     assert grouped([7, 7, 0, 5], SLOTS) == ((2, slice(0, 2)), (0, slice(3, 4)))
     (scattered, together) = grouped([0, 9, 5, 9], SLOTS)
     assert isinstance(scattered.rows, torch.Tensor)

@@ -60,7 +60,7 @@ async def test_it_watches_loads_and_ends_when_asked(make_stage: Any, tmp_path: P
     assert b"Traceback" not in log
 
 
-async def test_a_port_that_is_taken_is_said_in_one_line(make_stage: Any, tmp_path: Path) -> None:
+async def test_a_taken_port_is_reported_in_one_line(make_stage: Any, tmp_path: Path) -> None:
     stage = await make_stage()
     settings = stage.settings.model_copy(update={"listen": stage.engine.url.removeprefix("http://")})
     process = await start(settings, tmp_path)

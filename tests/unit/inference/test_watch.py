@@ -48,7 +48,7 @@ def pulse(*adapters: str, born: float = 5.0, healthy: bool = True) -> Pulse:
         "restarted", "unknown start", "the wanted one is gone", "another instead",
     ],
 )  # fmt: skip
-def test_an_engine_that_came_back_is_known(before: Pulse, now: Pulse, back: bool) -> None:
+def test_a_restarted_engine_is_detected(before: Pulse, now: Pulse, back: bool) -> None:
     assert came_back(before, now, frozenset({"a"}) & before.adapters) is back
 
 
@@ -158,7 +158,7 @@ async def test_a_restarted_engine_that_serves_it_wrongly_has_not_proved_it(stage
     assert list(stage.engine.adapters) == [two.name]
 
 
-async def test_recovery_goes_on_at_the_next_look(stage: Any) -> None:
+async def test_recovery_continues_at_the_next_look(stage: Any) -> None:
     version = stage.publish(1)
     await stage.load(version)
     stage.engine.adapters.clear()
@@ -203,7 +203,7 @@ async def test_a_version_whose_proof_got_no_answer_is_proved_at_the_next_look(st
     assert await stage.state() == "READY"
 
 
-async def test_what_is_loaded_while_the_agent_looks_is_no_restart(stage: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_load_during_a_look_is_not_a_restart(stage: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     version = stage.publish(1)
     look = stage.watch.engine.look
 
@@ -219,7 +219,7 @@ async def test_what_is_loaded_while_the_agent_looks_is_no_restart(stage: Any, mo
     assert stage.engine.scored == [version.name]
 
 
-async def test_what_is_retired_while_the_agent_looks_is_no_restart(stage: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_retirement_during_a_look_is_not_a_restart(stage: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     version = stage.publish(1)
     await stage.load(version)
     look = stage.watch.engine.look
@@ -234,7 +234,7 @@ async def test_what_is_retired_while_the_agent_looks_is_no_restart(stage: Any, m
     assert await stage.state() == "READY"
 
 
-async def test_a_proof_that_ends_as_the_engine_dies_counts_for_nothing(stage: Any) -> None:
+async def test_a_proof_that_ends_as_the_engine_dies_does_not_count(stage: Any) -> None:
     await stage.load(stage.publish(1))
     await stage.engine.stop()
     await stage.look()
@@ -242,7 +242,7 @@ async def test_a_proof_that_ends_as_the_engine_dies_counts_for_nothing(stage: An
     assert await stage.proved() == {1: False}
 
 
-async def test_an_engine_that_fails_while_it_is_cleared_is_looked_at_again(make_stage: Any) -> None:
+async def test_an_engine_that_fails_while_it_is_cleared_is_retried(make_stage: Any) -> None:
     stage = await make_stage()
     stage.engine.adapters["old"] = str(stage.adapters / "old")
     stage.engine.control_key = "another"

@@ -146,7 +146,7 @@ def test_numbers_of_any_kind_are_scores() -> None:
         (Score(value=1, metrics={"step": 5.0}), "reserved_metric"),
     ],
 )
-def test_what_is_no_number_is_a_failure_of_the_judge(returned: Any, code: str) -> None:
+def test_a_value_that_is_not_a_number_is_a_judge_failure(returned: Any, code: str) -> None:
     with pytest.raises(JudgeFailure) as caught:
         as_score("r", returned)
     assert (caught.value.boundary, caught.value.code) == (Boundary.JUDGE, code)

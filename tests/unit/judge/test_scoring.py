@@ -52,7 +52,7 @@ async def test_one_failed_component_leaves_no_reward(group: Callable[..., Group]
     assert judgements[1].rewards == {"a": 1.0}
 
 
-async def test_a_component_that_forgets_an_episode_is_a_failure(group: Callable[..., Group]) -> None:
+async def test_a_component_without_a_verdict_is_a_failure(group: Callable[..., Group]) -> None:
     judgements = await judge([Ranker(silent="group/0")], group("x"), max_turns=5)
     assert (judgements[0].reward, judgements[0].failure and judgements[0].failure.code) == (None, "reward_missing")
 

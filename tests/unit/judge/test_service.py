@@ -78,7 +78,7 @@ async def test_a_failure_is_typed_and_only_its_episodes(judge: Any) -> None:
         assert dict(score.rewards) == {"length": float(len(text))}
 
 
-async def test_what_a_reward_prints_goes_nowhere_near_the_answer(judge: Any) -> None:
+async def test_output_of_a_reward_is_not_part_of_the_answer(judge: Any) -> None:
     async with judge(rule("scripted")) as client:
         scores = await client.scripted("print", "fraction")
     assert [score.reward for score in scores] == [1.0, 0.25]
@@ -90,9 +90,7 @@ async def test_a_reward_never_sees_the_judges_credential(judge: Any) -> None:
 
 
 @pytest.mark.parametrize("how", ["hang", "detach"])
-async def test_a_late_reward_is_killed_with_all_it_started_and_the_next_is_scored(
-    judge: Any, tmp_path: Path, how: str
-) -> None:
+async def test_a_late_reward_is_killed_with_its_descendants_and_replaced(judge: Any, tmp_path: Path, how: str) -> None:
     file = tmp_path / "pid"
     async with judge(rule("scripted", seconds=0.5)) as client:
         late, counted = await client.scripted(f"{how} with {file}", "count")
@@ -213,7 +211,7 @@ def running(pid: int) -> bool:
         return False
 
 
-async def test_the_service_as_it_runs_kills_what_is_late(tmp_path: Path, settings: Any, connect: Any) -> None:
+async def test_the_running_service_kills_late_rewards(tmp_path: Path, settings: Any, connect: Any) -> None:
     with spawn(tmp_path, settings, rule("scripted", seconds=0.5), rule("length")) as judge:
         listen = json.loads((tmp_path / "settings.json").read_text())["listen"]
         async with connect(listen) as client:
@@ -246,7 +244,7 @@ def children(pid: int) -> list[int]:
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
-def test_reward_processes_go_with_the_judge_however_it_goes(tmp_path: Path, settings: Any, how: signal.Signals) -> None:
+def test_reward_processes_end_with_the_judge(tmp_path: Path, settings: Any, how: signal.Signals) -> None:
     with spawn(tmp_path, settings, rule("length"), rule("scripted")) as judge:
         assert judge.stderr is not None
         while "serves on" not in judge.stderr.readline():

@@ -89,7 +89,7 @@ sys.exit(1)
 """
 
 
-async def test_a_component_that_talks_a_lot_stays_within_the_bound(tmp_path: Path) -> None:
+async def test_a_log_with_much_output_stays_within_its_bound(tmp_path: Path) -> None:
     for part in ("logs", "settings"):
         (tmp_path / part).mkdir()
     (tmp_path / "chatty.py").write_text(CHATTY)

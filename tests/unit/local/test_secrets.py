@@ -50,7 +50,7 @@ def patch(role: str, **container: Any) -> dict[str, Any]:
     return {"role": role, "template": {"spec": {"containers": [{"name": name, **container}]}}}
 
 
-def test_what_a_file_may_hold(tmp_path: Path) -> None:
+def test_the_syntax_of_a_secrets_file(tmp_path: Path) -> None:
     path = written(
         tmp_path,
         "\ufeff# a comment\n"
@@ -166,7 +166,7 @@ def test_a_reference_that_cannot_be_followed_is_refused(
     assert "hunter2" not in str(caught.value)
 
 
-def test_what_opens_the_storage_is_not_left_in_the_environment(tmp_path: Path) -> None:
+def test_storage_credentials_are_not_left_in_the_environment(tmp_path: Path) -> None:
     written(tmp_path, "AWS_ACCESS_KEY_ID=storage")
     before = dict(os.environ)
     open_storage(job(storage={"secretRef": {"name": "keys"}}), tmp_path, str(tmp_path / "store"))

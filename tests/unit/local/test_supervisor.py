@@ -55,7 +55,7 @@ async def test_the_learners_end_is_the_runs_end(launcher: Launcher) -> None:
     assert watched.observed["rollout-0"].last_exit == 128 + 15
 
 
-async def test_bad_input_ends_the_run_with_its_words(launcher: Launcher) -> None:
+async def test_bad_input_ends_the_run_with_its_message(launcher: Launcher) -> None:
     refuses = "import sys; print('error: tools[0].use: cannot import x', file=sys.stderr); sys.exit(2)"
     worker = component("tools-0", Role.TOOLS, module=module(launcher, "refuses", refuses))
     learner = component("learner-0", Role.LEARNER, module=module(launcher, "sleeper", SLEEPER), restarts=False)
@@ -65,7 +65,7 @@ async def test_bad_input_ends_the_run_with_its_words(launcher: Launcher) -> None
     assert watched.observed["learner-0"].state is State.ENDED
 
 
-async def test_what_ends_is_started_again_even_after_status_0(
+async def test_an_ended_component_is_restarted_even_after_status_0(
     launcher: Launcher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(supervisor, "FIRST_BACKOFF", 0.0)
@@ -87,7 +87,7 @@ async def test_what_ends_is_started_again_even_after_status_0(
     assert watched.observed["engine-0"].restarts == 1
 
 
-async def test_what_keeps_ending_fails_the_run(launcher: Launcher, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_component_that_keeps_ending_fails_the_run(launcher: Launcher, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervisor, "FIRST_BACKOFF", 0.0)
     monkeypatch.setattr(supervisor, "MAX_RESTARTS", 2)
     dies = "import sys; print('out of memory', file=sys.stderr); sys.exit(1)"
@@ -98,9 +98,7 @@ async def test_what_keeps_ending_fails_the_run(launcher: Launcher, monkeypatch: 
 
 
 @pytest.mark.parametrize("victim", ["os.getpid()", "os.getppid()"])
-async def test_a_killed_learner_is_started_again_and_goes_on(
-    launcher: Launcher, monkeypatch: pytest.MonkeyPatch, victim: str
-) -> None:
+async def test_a_killed_learner_is_restarted(launcher: Launcher, monkeypatch: pytest.MonkeyPatch, victim: str) -> None:
     """Itself, or the guard above it."""
     monkeypatch.setattr(supervisor, "FIRST_BACKOFF", 0.0)
     killed = (

@@ -99,7 +99,7 @@ def test_the_plan_is_a_pure_function() -> None:
     assert plan(job_with(), SITE) == plan(job_with(), SITE)
 
 
-def test_settings_survive_the_file_they_travel_in() -> None:
+def test_settings_survive_a_round_trip_through_their_file() -> None:
     for component in plan(job_with(), SITE):
         if component.settings is not None:
             assert (
@@ -225,7 +225,7 @@ def test_a_profile_unknown_at_the_site_is_reported(part: str) -> None:
         plan(job_with(f"{part}.accelerator.profile=tpu"), SITE)
 
 
-def test_a_place_may_know_other_profiles() -> None:
+def test_a_site_may_have_other_profiles() -> None:
     site = replace(SITE, builds={"cpu": Build("cpu"), "old-npu": Build("npu", spare_slots=1)})
     job = job_with("inference.accelerator.profile=old-npu", "learner.accelerator.profile=old-npu")
     parts = {component.name: component for component in plan(job, site)}
@@ -236,7 +236,7 @@ def test_a_place_may_know_other_profiles() -> None:
     assert settings.device == "npu"
 
 
-def test_threads_of_torch_do_not_wait_busily_without_a_bound() -> None:
+def test_threads_of_torch_busy_wait_with_a_bound() -> None:
     components = by_name(job_with())
     assert {component.env_defaults["GOMP_SPINCOUNT"] for component in components.values()} == {"2000"}
 

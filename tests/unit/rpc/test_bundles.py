@@ -122,7 +122,7 @@ async def test_each_call_has_its_own_answer_in_any_order(tools: Tools, running: 
     assert await slow == "wait slow"
 
 
-async def test_what_comes_together_goes_together(running: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_concurrent_calls_share_a_message(running: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     sent = list[int]()
 
     def counting(waiting: deque[Any]) -> list[Any]:
@@ -137,7 +137,7 @@ async def test_what_comes_together_goes_together(running: Any, monkeypatch: pyte
 
 
 @given(st.lists(st.integers(0, 40), max_size=60))
-def test_messages_carry_all_in_order_and_no_more_than_enough(sizes: list[int]) -> None:
+def test_messages_carry_all_calls_in_order_with_bounded_size(sizes: list[int]) -> None:
     items = [bundle_pb2.Answer(id=number, response=b"x" * size) for number, size in enumerate(sizes)]
     waiting, taken, enough = deque(items), list[list[bundle_pb2.Answer]](), 64
     with pytest.MonkeyPatch.context() as patch:
@@ -167,13 +167,13 @@ async def test_a_bug_is_a_typed_failure_and_harms_no_other_call(tools: Tools, ru
     assert await other == "wait "
 
 
-async def test_a_cancellation_that_nobody_asked_for_is_answered(running: Any) -> None:
+async def test_an_unrequested_cancellation_is_answered(running: Any) -> None:
     with pytest.raises(FailureError, match="though nothing cancelled it") as caught:
         await running("odd", timeout=30)
     assert (caught.value.boundary, caught.value.code) == (Boundary.INFRASTRUCTURE, "internal")
 
 
-async def test_what_cannot_be_written_fails_its_calls_and_is_reported(
+async def test_a_failed_write_fails_its_calls_and_is_reported(
     running: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     with monkeypatch.context() as broken:
@@ -200,7 +200,7 @@ async def test_a_deadline_has_its_code_and_ends_the_work(tools: Tools, running: 
     await tools.cancelled.wait()
 
 
-async def test_who_stops_waiting_ends_the_work(tools: Tools, running: Any) -> None:
+async def test_a_cancelled_call_ends_the_work(tools: Tools, running: Any) -> None:
     asking = asyncio.create_task(running("wait"))
     await tools.arrived.get()
     asking.cancel()
@@ -230,7 +230,7 @@ async def test_a_stream_without_the_callers_credential_is_refused(
         assert await ask(calls, "echo", said="a") == "echo a"
 
 
-async def test_a_server_without_bundles_says_so(tools: Tools, listen: str, calls: Bundle) -> None:
+async def test_a_server_without_bundles_reports_it(tools: Tools, listen: str, calls: Bundle) -> None:
     async with served(tools, listen, bundles=False):
         with pytest.raises(FailureError) as caught:
             await ask(calls, "echo", wait=True)
@@ -259,7 +259,7 @@ async def test_waiting_has_an_end(calls: Bundle) -> None:
     assert caught.value.code == "deadline_exceeded"
 
 
-async def test_when_the_server_goes_a_call_fails_and_one_that_waits_is_asked_again(
+async def test_when_the_server_stops_calls_fail_and_waiting_ones_are_retried(
     tools: Tools, listen: str, calls: Bundle
 ) -> None:
     async with served(tools, listen):
@@ -277,9 +277,7 @@ async def test_when_the_server_goes_a_call_fails_and_one_that_waits_is_asked_aga
     assert other.called == ["waits"]
 
 
-async def test_a_server_that_ends_answers_what_it_has_and_then_is_gone_at_once(
-    tools: Tools, listen: str, calls: Bundle
-) -> None:
+async def test_a_stopping_server_answers_pending_calls_and_closes(tools: Tools, listen: str, calls: Bundle) -> None:
     async with asyncio.timeout(10), served(tools, listen, grace=60) as (stop, ending):
         last = asyncio.create_task(ask(calls, "wait", "last", wait=True))
         await tools.arrived.get()

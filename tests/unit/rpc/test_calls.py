@@ -126,7 +126,7 @@ async def test_an_unreachable_server_is_retryable() -> None:
     assert (caught.value.code, caught.value.retryable) == ("unavailable", True)
 
 
-async def test_who_calls_many_jobs_names_the_credential_of_each(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_caller_of_many_jobs_passes_the_credential_of_each(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KESTRL_LEARNER_TO_ROLLOUT_TOKEN", "theirs")
     listen = f"127.0.0.1:{free_port()}"
     server = asyncio.create_task(
@@ -198,7 +198,7 @@ class Flaky(stubs.RolloutServiceServicer):
         return pb.GetCapacityResponse(concurrency=3)
 
 
-async def test_who_waits_asks_again_when_the_server_goes_away_and_comes_back() -> None:
+async def test_a_waiting_call_is_retried_when_the_server_returns() -> None:
     listen = f"127.0.0.1:{free_port()}"
 
     def started(flaky: Flaky, until: asyncio.Event) -> asyncio.Task[None]:
@@ -224,9 +224,7 @@ async def test_who_waits_asks_again_when_the_server_goes_away_and_comes_back() -
     await server
 
 
-async def test_who_waits_does_not_ask_again_for_what_was_answered_with_a_failure(
-    address: Address, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_waiting_call_is_not_retried_after_a_failure(address: Address, monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine's failure travels as UNAVAILABLE too."""
     monkeypatch.setattr(Worker, "lost", True)
     async with channel(address) as connection:

@@ -148,7 +148,7 @@ def test_each_service_has_one_caller_and_every_role_is_known() -> None:
     assert {holder for holders in HOLDERS.values() for holder in holders} == {*Role, "controller"}
 
 
-def test_a_service_without_what_to_check_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_service_without_its_credentials_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
     require(Role.TOOLS)
     monkeypatch.delenv("KESTRL_ROLLOUT_TO_TOOLS_TOKEN")
     with pytest.raises(UserInputError, match="KESTRL_ROLLOUT_TO_TOOLS_TOKEN is not set"):

@@ -121,16 +121,19 @@ def test_rules_across_fields(overrides: list[str], path: str) -> None:
         ),
         (
             "patches=[{role: learner, template: {spec: {}, nodeSelector: {a: b}}}]",
-            "spec.patches[0].template.nodeSelector: a pod template has metadata and spec only; put it beneath one of them",
+            "spec.patches[0].template.nodeSelector: a pod template has metadata and spec only; put it beneath one of "
+            "them",
         ),
         (
             "failurePolicy.rules=[{reason: engin/x, action: Fail}]",
-            "spec.failurePolicy.rules[0].reason: 'engin' is not a failure boundary; use one of policy, tool, sandbox, judge, "
+            "spec.failurePolicy.rules[0].reason: 'engin' is not a failure boundary; use one of policy, tool, "
+            "sandbox, judge, "
             "engine, infrastructure, user_code",
         ),
         (
             "failurePolicy.rules=[{action: Fail}, {reason: OOMKilled, action: Ignore}]",
-            "spec.failurePolicy.rules[1]: is never reached, since rules[0] matches the same failures; move it up or remove it",
+            "spec.failurePolicy.rules[1]: is never reached, since rules[0] matches the same failures; move it up or "
+            "remove it",
         ),
         ("failurePolicy.rules=[{reason: oom/, action: Fail}]", None),
         ("failurePolicy.rules=[{reason: OOMKilled, action: Restart}]", None),
@@ -157,7 +160,7 @@ def test_problems_of_a_failure_policy_and_of_patches_are_reported(overrides: str
         "[{reason: engine/*, action: Fail}, {reason: Error, action: Fail}]",
     ],
 )
-def test_rules_that_can_all_be_reached_are_taken(rules: str) -> None:
+def test_rules_that_can_all_be_reached_are_accepted(rules: str) -> None:
     job = parse_job(with_overrides(MANIFEST, [f"failurePolicy.rules={rules}"]))
     assert len(job.spec.failure_policy.rules) == len(yaml.safe_load(rules))
 
@@ -179,7 +182,7 @@ def test_a_rule_behind_a_wider_one_is_never_reached(first: str, second: str) -> 
     assert problem.startswith("spec.failurePolicy.rules[1]: is never reached, since rules[0] ")
 
 
-def test_a_job_may_have_no_wait_for_pods_and_waits_then() -> None:
+def test_a_job_without_a_pending_deadline_waits() -> None:
     assert parse_job(MANIFEST).spec.pending_deadline is None
     spec = parse_job(with_overrides(MANIFEST, ["pendingDeadline=30m", "activeDeadline=12h"])).spec
     assert (spec.pending_deadline, spec.failure_policy.backoff_limit, spec.patches) == (1800.0, 3, [])
@@ -214,7 +217,7 @@ def test_a_name_that_no_service_can_have_is_refused(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["r", "run-1", "a1", "r" * 63, "x--y"])
-def test_a_name_that_a_service_can_have_is_taken(name: str) -> None:
+def test_a_valid_service_name_is_accepted(name: str) -> None:
     document = copy.deepcopy(MANIFEST)
     document["metadata"]["name"] = name
     assert parse_job(document).metadata.name == name
@@ -249,7 +252,7 @@ def test_the_schema_accepts_what_the_models_accept() -> None:
     assert not validator.is_valid(with_overrides(MANIFEST, ["algorithm.groupsize=4"]))
 
 
-def test_every_field_of_the_schema_that_is_no_bare_reference_has_words() -> None:
+def test_every_field_of_the_schema_has_a_description() -> None:
     job = job_schema()["$defs"]["Algorithm"]["properties"]
     assert job["maxStaleness"]["description"].startswith("Maximum age in steps of a group in training.")
 
@@ -303,13 +306,13 @@ def test_a_finished_object_may_be_deleted_at_once() -> None:
     "name",
     ["port", "host", "middleware", "--middleware", "no-enable-lora", "served_model_name", "api-key", "middl", "Config"],
 )
-def test_engine_arguments_that_guarantees_rest_on_are_reserved(name: str) -> None:
+def test_engine_arguments_for_guarantees_are_reserved(name: str) -> None:
     (problem,) = refused(f"inference.args={{'{name}': x}}")
     assert problem.startswith(f"spec.inference.args.{name}: --")
     assert "is reserved; " in problem
 
 
-def test_other_engine_arguments_are_the_users() -> None:
+def test_other_engine_arguments_are_allowed() -> None:
     args = (
         "inference.args={max-num-seqs: 7, gpu-memory-utilization: 0.4, enable-scale-out: false, tokenizer-mode: slow}"
     )

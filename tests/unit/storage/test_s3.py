@@ -60,7 +60,7 @@ def test_what_exists_is_not_created_again(s3_environment: S3Server) -> None:
     assert store.get("manifest.json") == b"first"
 
 
-def test_what_was_written_outlives_the_server(s3_environment: S3Server) -> None:
+def test_stored_objects_survive_a_restart_of_the_server(s3_environment: S3Server) -> None:
     store = open_store(address())
     publish_adapter(store, FILES, manifest())
     s3_environment.stop()
@@ -98,7 +98,7 @@ def test_a_server_that_never_answers_is_reported_in_bounded_time(proxy: Proxy) -
 
 
 @pytest.mark.usefixtures("impatient")
-def test_a_server_that_is_away_is_reported_in_bounded_time(
+def test_an_unavailable_server_is_reported_in_bounded_time(
     s3_environment: S3Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
@@ -106,7 +106,7 @@ def test_a_server_that_is_away_is_reported_in_bounded_time(
         open_store(address()).check()
 
 
-def test_a_cut_upload_is_sent_again(proxy: Proxy) -> None:
+def test_an_interrupted_upload_is_retried(proxy: Proxy) -> None:
     cuts = [2]
 
     def cut(handler: Handler, body: bytes) -> bool:

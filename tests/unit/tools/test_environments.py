@@ -128,7 +128,7 @@ async def test_a_state_that_cannot_be_sent_is_the_tools_failure(serve: Any, item
     assert (caught.value.boundary, caught.value.code) == (Boundary.TOOL, "tool_result_invalid")
 
 
-async def test_an_environment_that_hangs_is_late_and_bounded(serve: Any, samples: Any) -> None:
+async def test_a_hanging_environment_is_late_and_bounded(serve: Any, samples: Any) -> None:
     try:
         async with serve(environment(), call_seconds=0.2) as client:
             session = await client.open(kwargs=ROW)
@@ -146,7 +146,8 @@ async def test_an_environment_that_hangs_is_late_and_bounded(serve: Any, samples
     [
         (
             ToolEntry(name="search", use="tool_samples:Shop.search"),
-            r"spec.tools\[0\].use: tool_samples:Shop.search is a method, .*`use: tool_samples:Shop` and `methods: \[search\]`",
+            r"spec.tools\[0\].use: tool_samples:Shop.search is a method, .*`use: tool_samples:Shop` and `methods: "
+            r"\[search\]`",
         ),
         (environment(methods=("sell",)), r"Shop has no method 'sell' \(it has: search, buy\)"),
         (environment(methods=("reset",)), "the method 'reset' is not for the model"),
@@ -174,7 +175,7 @@ def test_names_are_unique_over_all_entries(samples: Any, entries: list[ToolEntry
         load_tools(entries, ToolThreads())
 
 
-async def test_what_config_sets_no_row_can_change(serve: Any) -> None:
+async def test_rows_cannot_override_config(serve: Any) -> None:
     """One rule for functions, classes and environments."""
     entries = {
         "greet": ToolEntry(name="greet", use="tool_samples:greet", config={"times": 2}),

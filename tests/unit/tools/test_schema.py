@@ -292,7 +292,8 @@ def test_a_default_without_a_json_form_is_left_out() -> None:
 
 def test_docstrings() -> None:
     read_back = parse(
-        "Does it.\n\n    Args:\n        a: One\n          two.\n        b (int): Three: four.\n\n    Raises:\n        x: y"
+        "Does it.\n\n    Args:\n        a: One\n          two.\n        b (int): Three: four.\n\n    Raises:\n       "
+        " x: y"
     )
     assert read_back.description == "Does it."
     assert read_back.arguments == {"a": "One two.", "b": "Three: four."}

@@ -81,7 +81,7 @@ async def test_a_final_answer_with_data_and_what_only_the_scenario_fills(serve: 
     assert (answer.text, answer.final, json.loads(answer.data_json)) == ("thank you", True, {"right": True})
 
 
-async def test_execute_kwargs_stand_above_what_the_model_sends(serve: Any) -> None:
+async def test_execute_kwargs_override_the_models_arguments(serve: Any) -> None:
     async with serve(GREET) as client:
         session = await client.open(kwargs={"greet": {"execute_kwargs": {"name": "scenario"}}})
         assert (await client.call(session, "greet", {})).text == "hello scenario"
@@ -144,7 +144,7 @@ async def test_a_very_long_observation_is_cut(serve: Any) -> None:
     ],
 )
 @pytest.mark.parametrize("use", ["moody", "MoodyClass"])
-async def test_what_a_tool_breaks_is_its_own_failure(
+async def test_an_exception_of_a_tool_is_a_tool_failure(
     serve: Any,
     caplog: pytest.LogCaptureFixture,
     use: str,
@@ -176,7 +176,7 @@ async def test_a_task_of_a_tool_cannot_end_the_service(serve: Any) -> None:
 
 
 @pytest.mark.parametrize("mood", ["exit", "interrupt", "generator", "group", "own", "mute"])
-async def test_what_making_a_tool_breaks_is_its_own_failure(serve: Any, mood: str) -> None:
+async def test_an_exception_while_creating_a_tool_is_a_tool_failure(serve: Any, mood: str) -> None:
     async with serve(tool("moody", "MoodyClass"), GREET) as client:
         with pytest.raises(FailureError, match="moody: ") as caught:
             await client.open(kwargs={"moody": {"create_kwargs": {"mood": mood}}})
@@ -198,7 +198,7 @@ async def test_a_deadline_is_kept_whatever_the_tool_does(serve: Any, samples: An
         samples.events.release.set()
 
 
-async def test_hanging_calls_use_up_no_other_sessions_threads_and_are_bounded(
+async def test_hanging_calls_do_not_block_other_sessions_and_are_bounded(
     serve: Any, samples: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kestrl_tools.sessions.MAX_HANGING", 3)

@@ -103,7 +103,8 @@ def test_the_process_prints_one_line_and_exits_2(tmp_path: Path) -> None:
 def test_the_service_is_light() -> None:
     code = (
         "import sys, kestrl_tools.service; "
-        "print([name for name in ('torch', 'transformers', 'vllm', 'numpy', 'kopf', 'kubernetes') if name in sys.modules])"
+        "print([name for name in ('torch', 'transformers', 'vllm', 'numpy', 'kopf', 'kubernetes') if name in "
+        "sys.modules])"
     )
     seen = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=True)
     assert seen.stdout == "[]\n"

@@ -224,7 +224,8 @@ def write_database(path: Path, tasks: Iterable[Task]) -> None:
         for task in tasks:
             for mail in task.mails:
                 row = connection.execute(
-                    "INSERT INTO emails (inbox, message_id, date, from_address, sender, subject, body) VALUES (?, ?, ?, ?, ?, ?, ?)",
+                    "INSERT INTO emails (inbox, message_id, date, from_address, sender, subject, body) VALUES (?, ?, "
+                    "?, ?, ?, ?, ?)",
                     (
                         mail.inbox,
                         mail.message_id,

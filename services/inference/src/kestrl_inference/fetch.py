@@ -57,7 +57,8 @@ def check(manifest: AdapterManifest, policy: PolicyVersion, uri: str) -> None:
     expected = len(probe.token_ids) - 1
     if expected < 1 or len(probe.logprobs) != expected or len(probe.base_logprobs) != expected:
         raise StorageError(
-            f"{uri}: a probe of {len(probe.token_ids)} tokens with {len(probe.logprobs)} and {len(probe.base_logprobs)} "
+            f"{uri}: a probe of {len(probe.token_ids)} tokens with {len(probe.logprobs)} and "
+            f"{len(probe.base_logprobs)} "
             "log-probs proves nothing",
             code="manifest_malformed",
         )

@@ -157,7 +157,8 @@ class LoadedAdapters:
         taken = len(self.held)
         if taken >= self.settings.slots:
             raise EngineFailure(
-                f"{self.settings.engine_name} holds {taken} versions and has no slot for {policy.name}; retire one first",
+                f"{self.settings.engine_name} holds {taken} versions and has no slot for {policy.name}; retire one "
+                "first",
                 code="no_free_slot",
                 retryable=False,
             )
@@ -193,7 +194,8 @@ class LoadedAdapters:
         said = f"{self.settings.engine_name} refused {held.policy.name}"
         if "max_lora_rank" in str(error):
             return EngineFailure(
-                f"{said}: its rank {held.manifest.rank} is above the engine's limit; lower spec.model.adapter.rank or raise "
+                f"{said}: its rank {held.manifest.rank} is above the engine's limit; lower spec.model.adapter.rank "
+                "or raise "
                 f"spec.inference.args.max-lora-rank ({error})",
                 code="rank_too_high",
                 retryable=False,

@@ -77,7 +77,8 @@ def require_plugin() -> None:
         allowed = os.environ.get("VLLM_PLUGINS")
         why = f"VLLM_PLUGINS={allowed!r} leaves it out" if allowed is not None else "reinstall kestrl-inference"
         sys.exit(
-            f"vLLM has not loaded the plugin `kestrl`, without which adapters are wrong on a CPU: {why}; its log says more"
+            f"vLLM has not loaded the plugin `kestrl`, without which adapters are wrong on a CPU: {why}; its log "
+            "says more"
         )
 
 

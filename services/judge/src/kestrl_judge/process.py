@@ -124,7 +124,8 @@ class RewardProcess:
                 return pb.EpisodeScore.FromString(await receive(self._reader))
         except TimeoutError as error:
             raise Late(
-                f"{self._command.name}: no score within its time limit of {seconds:g} s for one episode (rewards[].timeout)"
+                f"{self._command.name}: no score within its time limit of {seconds:g} s for one episode "
+                "(rewards[].timeout)"
             ) from error
         except (asyncio.IncompleteReadError, ConnectionError) as error:
             raise Died(f"{self._command.name}: its process ended while scoring ({await self._ending()})") from error
@@ -149,7 +150,8 @@ class RewardProcess:
             ) from error
         except (asyncio.IncompleteReadError, ConnectionError) as error:
             raise UserInputError(
-                f"{field}: importing {self._command.rule} ended its process ({await self._ending()}); the log above says more"
+                f"{field}: importing {self._command.rule} ended its process ({await self._ending()}); the log above "
+                "says more"
             ) from error
         if greeting.HasField("failure"):
             raise UserInputError(failure_from_proto(greeting.failure).message)

@@ -88,7 +88,7 @@ class RuleScorer:
             return {episode_id: await job.verdict for episode_id, job in jobs.items()}
         finally:
             for job in jobs.values():
-                job.verdict.cancel()  # no effect on finished ones; waiting ones are skipped once the caller is cancelled
+                job.verdict.cancel()  # no effect on finished ones; waiting ones are skipped
 
     async def _keep(self, index: int) -> None:
         """Worker loop of one process: scores queued episodes until cancelled."""

@@ -140,7 +140,8 @@ def _refuse_method(obj: Any, entry: ToolEntry, field: str) -> None:
     owner, _, method = entry.use.rpartition(".")
     if ":" in owner and inspect.isfunction(obj) and inspect.isclass(load(owner, field=f"{field}.use")):
         raise UserInputError(
-            f"{field}.use: {entry.use} is a method, which needs an instance: write `use: {owner}` and `methods: [{method}]`, "
+            f"{field}.use: {entry.use} is a method, which needs an instance: write `use: {owner}` and `methods: "
+            f"[{method}]`, "
             "and each episode has one"
         )
 
@@ -283,7 +284,8 @@ async def _begun(instance: PlainInstance, entry: ToolEntry, create_kwargs: Kwarg
         returned = await instance.invoke("reset", create_kwargs)
         if returned is not None:
             raise ToolFailure(
-                f"{entry.name}: reset() returned a {type(returned).__name__}; the model's first prompt is the row's, so that "
+                f"{entry.name}: reset() returned a {type(returned).__name__}; the model's first prompt is the row's, "
+                "so that "
                 "nobody would see it: return None",
                 code="tool_result_invalid",
             )

@@ -77,7 +77,8 @@ def _kwargs(opening: pb.Opening) -> Mapping[str, Any]:
         ) from error
     if not isinstance(kwargs, dict) or not all(_is_kwargs(value) for value in cast(dict[str, Any], kwargs).values()):
         raise ToolFailure(
-            f"{opening.episode_id}: tools_kwargs: must be an object that maps tool names to {{create_kwargs, execute_kwargs}}, "
+            f"{opening.episode_id}: tools_kwargs: must be an object that maps tool names to "
+            f"{{create_kwargs, execute_kwargs}}, "
             "both objects",
             code="tool_kwargs_invalid",
         )

@@ -112,7 +112,8 @@ class _Missing:
     def __init__(self, *args: Any, **options: Any) -> None:
         del args, options
         raise UserCodeError(
-            f"{type(self).__module__}.{type(self).__name__} was used, but {type(self).__module__} is not installed here",
+            f"{type(self).__module__}.{type(self).__name__} was used, but {type(self).__module__} is not installed "
+            "here",
             code="unsupported_content",
         )
 

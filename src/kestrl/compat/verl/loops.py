@@ -175,7 +175,8 @@ class ServerManager:
             ):
                 continue
             raise UserCodeError(
-                f"the loop samples with {name}={value!r}; the job's sampling is set in the manifest, for the learner must "
+                f"the loop samples with {name}={value!r}; the job's sampling is set in the manifest, for the learner "
+                "must "
                 "compute the same distribution",
                 code="sampling_changed",
             )

@@ -148,7 +148,8 @@ def initialize_tools_from_config(*args: Any, **options: Any) -> list[Any]:
     """Raises an error: tools are listed in the manifest."""
     del args, options
     raise UserCodeError(
-        "the loop reads tools from a file of verl's; list them in the manifest's `tools`, and take them from `tools` of the "
+        "the loop reads tools from a file of verl's; list them in the manifest's `tools`, and take them from `tools` "
+        "of the "
         "constructor",
         code="unsupported_tools",
     )

@@ -300,14 +300,14 @@ async def figures(model_name: str, manifest: Path) -> AsyncIterator[Row]:
             for prompt in (bench.prompt, SHORT):
                 seen = await latencies(bench, folder, prompt, itertools.islice(versions, VERSIONS))
                 name = f"adapter_latency/{model_name}/prompt_of_{len(prompt)}"
-                yield Row(name=name, value=seen.ours, unit="ms", reference=seen.vllm, against="vLLM alone, by hand")
+                yield Row(name=name, value=seen.ours, unit="ms", reference=seen.vllm, against="plain vLLM, manually")
                 for part, value in (("on_our_engine", seen.ours), ("proof_by_hand", seen.least)):
                     yield Row(
                         name=f"{name}/{part}",
                         value=value,
                         unit="ms",
                         reference=seen.by_hand,
-                        against="our engine, by hand",
+                        against="KestRL's engine, manually",
                     )
                 if (count := len(bench.engines)) > 1:
                     both = f"{name}/{count}_engines"

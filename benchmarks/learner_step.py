@@ -238,10 +238,10 @@ def measure() -> Iterator[Row]:
         )
     yield Row(name="learner_step/memory", value=own["mb"], unit="MB", reference=loop["mb"], against="bare loop")
     with busy_neighbours():
-        crowded = alone("ours")
+        contended = alone("ours")
     yield Row(
         name=f"learner_step/{NEIGHBOURS}_busy_neighbours/seconds",
-        value=crowded["seconds"],
+        value=contended["seconds"],
         unit="s",
         reference=seconds,
         against="alone, goal 3",

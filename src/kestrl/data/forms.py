@@ -193,7 +193,7 @@ def _messages(said: Sequence[_Message]) -> list[dict[str, str]]:
 def _misspelt(columns: Mapping[str, Json], form: type[BaseModel]) -> Iterator[str]:
     for name in columns:
         for known in difflib.get_close_matches(name, form.model_fields, n=1, cutoff=SIMILAR):
-            yield f"{name}: no such field; is {known} meant? Rename a column of your own that is so alike"
+            yield f"{name}: unknown field; did you mean {known}? Rename the column if it is your own"
 
 
 def _merged(columns: Mapping[str, Json], members: Mapping[str, Json], field: str) -> dict[str, Json]:

@@ -92,8 +92,8 @@ def print_report(console: Console, run: RunDir, summary: Mapping[str, Any], stor
         _print_transcripts(console, store, int(summary.get("steps", 0)))
     if gap.get("tokens"):
         console.print(
-            f"learner and engines differ on log-probs of the same policy by {gap['mean']:.1e} nats a token, "
-            f"{gap['max']:.1e} at most"
+            f"log-prob difference between learner and engines on the same policy: mean {gap['mean']:.1e}, "
+            f"maximum {gap['max']:.1e} nats per token"
         )
     for name, count in sorted(failures.items()):
         console.print(safe_line(f"failures {name}: {count}"), markup=False)

@@ -157,7 +157,7 @@ def find_run(root: Path, run_id: str | None) -> RunDir:
         latest = latest_run(root)
         if latest is None:
             raise UserInputError(
-                f"no run lies in {root}; start one with `kestrl run JOB.yaml`, or name another folder with --runs"
+                f"there is no run in {root}; start one with `kestrl run JOB.yaml`, or name another folder with --runs"
             )
         return latest
     if not (root / run_id / "job.json").is_file():

@@ -193,7 +193,7 @@ def run_job(
         UserInputError: Another runner holds the lock of the run, or something that the job references does not exist.
     """
     if run.lock() is None:
-        raise UserInputError(f"run {run.id} is going on already (pid {run.runner_pid()}); see `kestrl status {run.id}`")
+        raise UserInputError(f"run {run.id} is already running (pid {run.runner_pid()}); see `kestrl status {run.id}`")
     make_folders(run, job, options.manifest_dir)
     site = site_of(job, run, options.manifest_dir, base_port=options.base_port, cache_dir=options.cache_dir)
     found = check_job(job, base=options.manifest_dir, cache_dir=options.cache_dir)

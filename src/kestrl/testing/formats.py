@@ -107,7 +107,7 @@ def _check_calls(format: ToolCallFormat, calls: Sequence[tuple[str, Mapping[str,
         for call in _read(format, text[:end], cut=True).calls:
             whole = call.arguments is not None and not call.problem and not call.unfinished
             assert not whole or (call.name, call.arguments) in [(name, dict(given)) for name, given in calls], (
-                f"{format.name}: cut at {end}, {text!r} is read as the call {call!r}, which nobody wrote"
+                f"{format.name}: cut at {end}, {text!r} is read as the call {call!r}, which was not written"
             )
 
 

@@ -297,4 +297,4 @@ def test_stop_of_a_run_that_is_not_running(finished: Path) -> None:
 
 
 def test_no_run_at_all(tmp_path: Path) -> None:
-    assert "no run lies in" in kestrl("status", "--runs", tmp_path / "empty", code=2)
+    assert "there is no run in" in kestrl("status", "--runs", tmp_path / "empty", code=2)

@@ -114,7 +114,7 @@ def test_a_refused_run_leaves_the_live_runs_record_alone(folder: Path) -> None:
         refused = kestrl(folder, "run", "job.yaml", "--set", "schedule.maxSteps=3")
     finally:
         os.close(handle)
-    assert (refused.returncode, "is going on already" in refused.stderr) == (2, True)
+    assert (refused.returncode, "is already running" in refused.stderr) == (2, True)
     assert (run.path / "job.json").read_bytes() == record
 
 

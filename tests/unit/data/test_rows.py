@@ -103,7 +103,7 @@ def test_every_bad_row_is_reported_with_line_and_field(tmp_path: Path) -> None:
     assert [line.removeprefix(str(path))[1:2] for line in found] == ["2", "3", "4", "5", "6", "7"]
     assert "prompt: give either `prompt` or `question`" in found[0]
     assert "id: Field required" in found[1]
-    assert "metdata: no such field; is metadata meant?" in found[2]
+    assert "metdata: unknown field; did you mean metadata?" in found[2]
     assert "row: must be an object, is list" in found[3]
     assert "prompt.0.role" in found[4]
     assert "id: 'a' is already the id of line 1" in found[5]

@@ -79,7 +79,7 @@ def test_only_one_runner_holds_a_run(tmp_path: Path) -> None:
 
 
 def test_runs_are_found_by_id_or_as_the_latest(tmp_path: Path) -> None:
-    with pytest.raises(UserInputError, match="no run lies in"):
+    with pytest.raises(UserInputError, match="there is no run in"):
         find_run(tmp_path, None)
     opened(tmp_path)
     opened(tmp_path, new=True)

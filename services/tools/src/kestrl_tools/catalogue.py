@@ -284,9 +284,8 @@ async def _begun(instance: PlainInstance, entry: ToolEntry, create_kwargs: Kwarg
         returned = await instance.invoke("reset", create_kwargs)
         if returned is not None:
             raise ToolFailure(
-                f"{entry.name}: reset() returned a {type(returned).__name__}; the model's first prompt is the row's, "
-                "so that "
-                "nobody would see it: return None",
+                f"{entry.name}: reset() returned a {type(returned).__name__}; the first "
+                "prompt comes from the row, so the value would be ignored: return None",
                 code="tool_result_invalid",
             )
     except BaseException:

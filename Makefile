@@ -87,6 +87,7 @@ lint: $(STAMP)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	scripts/check_dependencies
+	$(BIN)/python scripts/check_words
 
 types: $(STAMP)
 	$(BIN)/pyright

@@ -414,7 +414,7 @@ def test_an_alert_says_what_it_means_and_values_are_in_it(helm: Helm) -> None:
     assert {alert["labels"]["severity"] for alert in alerts.values()} == {"critical", "warning"}
     assert alerts["KestrlLearnerStalled"]["for"] == "3h"
     assert alerts["KestrlEpisodesFailing"]["expr"].endswith("> 0.25")
-    assert alerts["KestrlOperatorBlind"]["expr"].endswith("> 1000"), "it is told within five audits"
+    assert alerts["KestrlOperatorBlind"]["expr"].endswith("> 1000"), "it is reported within five audits"
 
 
 def test_monitors_are_made_where_the_cluster_has_their_api(helm: Helm) -> None:

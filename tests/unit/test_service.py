@@ -40,4 +40,4 @@ print([task.cancelled() for task in tasks])
 def test_a_task_that_ignores_its_cancellation_does_not_keep_the_process(loop: str) -> None:
     done = subprocess.run([sys.executable, "-c", PROGRAM, loop], capture_output=True, text=True, check=True, timeout=30)
     assert done.stdout.strip() == "[False, True]"
-    assert "the task mine ignores its cancellation and is left behind" in done.stderr
+    assert "the task mine ignores its cancellation and is abandoned" in done.stderr

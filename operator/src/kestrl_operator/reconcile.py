@@ -1,7 +1,6 @@
 """One pass over one job: observe, decide, render, apply, follow, write the status. Jobs are changed nowhere else.
 
-Level-based: a pass uses the current state, not the events that led to it, so events may be lost or duplicated, and
-another process may take over at any point.
+Level-based: a pass uses the current state, so events may be lost or duplicated and another process may take over.
 """
 
 from __future__ import annotations
@@ -37,11 +36,9 @@ Object = dict[str, Any]
 RECHECK_SECONDS = 60.0
 """Seconds between two passes over a job whose learner reports: a stall is detected by time alone."""
 CONFLICT_RECHECK_SECONDS = 5.0
-"""Seconds until the next pass over a job that changed while its status was computed; the watch event normally causes
-one before, unless the watch is stale."""
+"""Seconds until the next pass over a job that changed while its status was computed, if no watch event causes one."""
 LEFTOVER_RECHECK_SECONDS, LEFTOVER_SECONDS = 1.0, 20.0
-"""How often the objects of a deleted job of the same name are looked for, and after how many seconds they are
-reported."""
+"""Interval of the search for objects of a deleted job of the same name, and seconds until they are reported."""
 
 
 class Reconciler:

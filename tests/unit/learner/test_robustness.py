@@ -347,7 +347,7 @@ async def test_whatever_ends_a_run_what_it_learned_is_kept(staged: Any, monkeypa
 async def test_a_ledger_beside_an_empty_storage_is_refused(staged: Any, tmp_path: Any) -> None:
     async with staged() as stage:
         await Run(stage.but(max_steps=2)).main()
-        with pytest.raises(UserInputError, match=r"the ledger holds a run at step 2, and .* holds nothing of it"):
+        with pytest.raises(UserInputError, match=r"the ledger holds a run at step 2, but .* holds nothing of it"):
             await Run(stage.but(max_steps=4, storage=(tmp_path / "empty").as_uri())).main()
         await Run(stage.but(max_steps=4)).main()
         assert stage.summary["steps"] == 4
@@ -361,6 +361,6 @@ async def test_engines_that_can_never_start_end_the_run_at_once(staged: Any) -> 
                 boundary=Boundary.ENGINE, code="engine_cannot_start", message="ValueError: the root cause"
             )
         async with asyncio.timeout(20):
-            with pytest.raises(KestrlError, match=r"trying again will not help .*ValueError: the root cause") as caught:
+            with pytest.raises(KestrlError, match=r"retrying cannot help .*ValueError: the root cause") as caught:
                 await Run(stage.but(start_seconds=600.0)).main()
         assert caught.value.code == "no_engine_proved"

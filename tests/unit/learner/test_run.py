@@ -313,7 +313,7 @@ async def test_a_step_that_refuses_every_group_ends_the_run(staged: Any) -> None
     async with staged() as stage:
         stage.workers[0].script = lambda _, group: equal_rewards(group, 1)
         settings = stage.but(validation=None, algorithm={"dynamic_sampling": True, "max_sampled_batches": 2})
-        with pytest.raises(KestrlError, match=r"refused 4 groups.*maxSampledBatches"):
+        with pytest.raises(KestrlError, match=r"rejected 4 groups.*maxSampledBatches"):
             await train(settings)
         assert "user_code/nothing_to_compare" in stage.summary["reason"]
 

@@ -27,8 +27,6 @@ from kestrl_learner.schedule import admissible, affordable, group_seed
 from kestrl_learner.workers import GroupRequest, NoWorker, WorkerAway, Workers
 
 log = logging.getLogger(__name__)
-
-
 NOT_STARTED_CODES = frozenset({"draining", "drained", WorkerAway.code})
 """Failure codes of workers that left before the group began; they do not count as failures of the scenario."""
 

@@ -144,7 +144,9 @@ def test_an_engine_that_is_short_of_cache_gets_fewer_episodes(tmp_path: Path) ->
     kestrl(*arguments)
     run = RunDir(tmp_path / "email-search-1")
     assert (summary_of(run)["status"], summary_of(run)["failures"]) == ("succeeded", {})
-    limits = re.findall(r"the engines' load allows (\d+) concurrent episodes", (run.path / "logs" / "learner-0.log").read_text())
+    limits = re.findall(
+        r"the engines' load allows (\d+) concurrent episodes", (run.path / "logs" / "learner-0.log").read_text()
+    )
     assert limits
     assert 8 <= min(map(int, limits)) < 64
 

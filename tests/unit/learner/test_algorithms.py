@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kestrl.algorithms import ScoredEpisode, TokenBatch, Totals
-from kestrl.errors import UserInputError
+from kestrl.errors import UserCodeError, UserInputError
 from kestrl.plan.planning import algorithm_settings
 from kestrl.spec import AgentRLJob
 from kestrl.spec.algorithms import ADVANTAGES as ADVANTAGE_NAMES
@@ -328,6 +328,45 @@ def test_a_users_class_is_made_from_its_config() -> None:
     assert made.advantages(batch) == [[[0.5, 0.5], [-0.5]]]
     with pytest.raises(UserInputError, match=r"spec\.algorithm\.config.*unexpected"):
         make_algorithm(settings_of(name=path, config={"unexpected": 1}))
+
+
+class Broken(Reinforce):
+    """Raises in the method that its config names."""
+
+    def __init__(self, method: str) -> None:
+        super().__init__()
+        self.method = method
+
+    def advantages(self, batch: Any) -> Any:
+        if self.method == "advantages":
+            raise ZeroDivisionError("division by zero")
+        return [[[math.nan] * episode.tokens for episode in group] for group in batch]
+
+    def loss(self, batch: TokenBatch) -> torch.Tensor:
+        raise RuntimeError("shapes differ")
+
+    def accept(self, rewards: Any) -> bool:
+        raise KeyError("threshold")
+
+
+def test_what_a_users_algorithm_raises_is_a_failure_of_user_code() -> None:
+    made = make_algorithm(settings_of(name=f"{__name__}:Broken", config={"method": "advantages"}))
+    for method, call in (
+        ("advantages", lambda: made.advantages([[ScoredEpisode(reward=1.0, turns=[1])]])),
+        ("loss", lambda: made.loss(batch_of([(-1.0, -1.0, 1.0, 0)]))),
+        ("accept", lambda: made.accept([1.0])),
+    ):
+        with pytest.raises(UserCodeError, match=rf"Broken\.{method} raised") as caught:
+            call()
+        assert (caught.value.boundary, caught.value.code) == ("user_code", "algorithm_raised")
+
+
+@pytest.mark.parametrize(("name", "message"), [("PerEpisode", "one number for each"), ("Broken", "not finite")])
+def test_invalid_advantages_are_a_failure_of_user_code(name: str, message: str) -> None:
+    config = {"method": ""} if name == "Broken" else {}
+    made = make_algorithm(settings_of(name=f"{__name__}:{name}", config=config))
+    with pytest.raises(UserCodeError, match=message):
+        made.advantages([[ScoredEpisode(reward=1.0, turns=[2]), ScoredEpisode(reward=0.0, turns=[1])]])
 
 
 def test_an_unknown_name_is_refused_with_the_presets() -> None:

@@ -17,6 +17,7 @@ from kestrl_learner.algorithms.advantages import ADVANTAGES, equal
 from kestrl_learner.algorithms.aggregation import AGGREGATIONS
 from kestrl_learner.algorithms.kl import KL_ESTIMATORS
 from kestrl_learner.algorithms.losses import LOSSES, Bounds
+from kestrl_learner.algorithms.user import UserAlgorithm
 
 
 class ComposedAlgorithm:
@@ -80,7 +81,7 @@ def make_algorithm(settings: AlgorithmSettings) -> Algorithm:
             f"spec.algorithm.name: {settings.name} has aggregation {algorithm.aggregation!r}; "
             f"use one of {', '.join(AGGREGATIONS)}"
         )
-    return algorithm
+    return UserAlgorithm(settings.name, algorithm)
 
 
 __all__ = ["ADVANTAGES", "AGGREGATIONS", "KL_ESTIMATORS", "LOSSES", "Bounds", "ComposedAlgorithm", "make_algorithm"]

@@ -31,6 +31,7 @@ from typing import Any, NamedTuple
 import aiohttp
 import torch
 from benchmarks.report import Row, main
+from tests.fakes.ports import free_port
 
 from kestrl import rpc
 from kestrl.api.inference.v1 import inference_pb2 as pb
@@ -49,7 +50,6 @@ from kestrl.rpc.codec import policy_to_proto
 from kestrl.spec import AgentRLJob
 from kestrl.spec.load import read_job
 from kestrl.storage import AdapterManifest, open_store
-from kestrl.testing.ports import free_port
 from kestrl_inference.engine import SCORING
 from kestrl_learner import adapters
 from kestrl_learner.model import PolicyModel

@@ -20,6 +20,7 @@ import grpc
 import uvloop
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2 as opb
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2_grpc as ostubs
+from tests.fakes.ports import free_port
 from tokenizers import Tokenizer
 
 from kestrl import rpc
@@ -27,7 +28,6 @@ from kestrl.api.judge.v1 import judge_pb2 as jpb
 from kestrl.api.judge.v1 import judge_pb2_grpc as jstubs
 from kestrl.api.tools.v1 import tools_pb2 as tpb
 from kestrl.api.tools.v1 import tools_pb2_grpc as tstubs
-from kestrl.testing.ports import free_port
 
 LATENCY = 0.05
 TURNS = 4

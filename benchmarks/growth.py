@@ -21,6 +21,8 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 
 from benchmarks.report import Row, main
+from tests.fakes.engine import Completion, FakeEngine, Prompt, score
+from tests.fakes.ports import free_port
 
 from kestrl import rpc
 from kestrl.api.inference.v1 import inference_pb2_grpc as stubs
@@ -28,8 +30,6 @@ from kestrl.episode import PolicyVersion
 from kestrl.plan.settings import AgentSettings, EngineEntry
 from kestrl.storage import AdapterManifest, Probe, open_store, publish_adapter
 from kestrl.storage.adapters import WEIGHTS, digest
-from kestrl.testing.engine import Completion, FakeEngine, Prompt, score
-from kestrl.testing.ports import free_port
 from kestrl_inference.engine import Engine
 from kestrl_inference.loaded_adapters import LoadedAdapters
 from kestrl_inference.servicer import EngineAgent

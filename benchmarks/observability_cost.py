@@ -21,12 +21,12 @@ from benchmarks.report import Row, main
 from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
+from tests.fakes.collector import Collector, collecting
 
 from kestrl.api.common.v1 import common_pb2
 from kestrl.rpc.codec import group_from_proto
 from kestrl.storage import open_store
 from kestrl.telemetry.names import Attr, SpanName
-from kestrl.testing.collector import Collector, collecting
 from kestrl_learner.evaluate import store_groups
 from kestrl_learner.ledger import Ledger
 

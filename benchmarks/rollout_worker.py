@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.report import Row, main
+from tests.fakes.ports import free_port
 
 from kestrl import rpc
 from kestrl.api.common.v1 import common_pb2
@@ -31,7 +32,6 @@ from kestrl.api.rollout.v1 import rollout_pb2_grpc as stubs
 from kestrl.episode import Scenario
 from kestrl.plan.settings import RolloutSettings
 from kestrl.rpc.codec import scenario_to_proto
-from kestrl.testing.ports import free_port
 from kestrl_email.model_path import tiny
 
 LOADS = ((64, 2_000), (512, 4_000), (2_048, 8_192))

@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.fakes.ports import free_port
 
 from kestrl.credentials import Secret
 from kestrl.plan.components import Component
 from kestrl.plan.planning import plan
 from kestrl.plan.site import Endpoint, Site
 from kestrl.spec import parse_job
-from kestrl.testing.ports import free_port
 
 pytestmark = [pytest.mark.distributions, pytest.mark.timeout(600)]
 ROOT = Path(__file__).parents[2]

@@ -7,8 +7,7 @@ from collections.abc import Generator, Iterator
 from contextlib import ExitStack
 
 import pytest
-
-from kestrl.testing.s3 import S3Server, serving_s3
+from tests.fakes.s3 import S3Server, serving_s3
 
 from .cluster.capabilities import Capability
 from .cluster.choice import Unavailable, connected

@@ -14,8 +14,7 @@ from uuid import uuid4
 import obstore
 import yaml
 from obstore.store import S3Store
-
-from kestrl.testing.s3 import S3Server
+from tests.fakes.s3 import S3Server
 
 from .cluster import objects
 from .cluster.client import Cluster

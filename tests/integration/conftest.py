@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.fakes.ports import free_port
 
 from kestrl.episode import PolicyVersion
 from kestrl.plan.components import Component, Role
@@ -26,7 +27,6 @@ from kestrl.plan.site import Endpoint, Site
 from kestrl.spec import parse_job
 from kestrl.storage import AdapterManifest, Probe, open_store, publish_adapter
 from kestrl.storage.adapters import WEIGHTS, digest
-from kestrl.testing.ports import free_port
 from kestrl_learner.adapters import probe_ids
 
 KEYS = {"KESTRL_ENGINE_KEY": "test-data-key", "KESTRL_ENGINE_CONTROL_KEY": "test-control-key"}

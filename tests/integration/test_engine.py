@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.fakes.ports import free_port
 
 from kestrl.credentials import Secret
 from kestrl.errors import EngineFailure, FailureError
@@ -22,7 +23,6 @@ from kestrl.local.processes import Launcher
 from kestrl.local.supervisor import ComponentFailed, Supervisor
 from kestrl.plan.components import Component, Role
 from kestrl.plan.settings import AgentSettings
-from kestrl.testing.ports import free_port
 from kestrl_inference.engine import CONTROL_KEY, Engine
 from kestrl_inference.loaded_adapters import LoadedAdapters
 from kestrl_inference.watch import State, Watch

@@ -16,9 +16,9 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+from tests.fakes.collector import Collector, collecting
 
 from kestrl.local.rundir import RunDir
-from kestrl.testing.collector import Collector, collecting
 from kestrl_email.model_path import tiny
 
 from .runs import QUICKSTART, SMALL, belonging_to, eventually, kestrl, summary_of

@@ -18,9 +18,9 @@ from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file, save_file
+from tests.fakes.s3 import serving_s3
 
 from kestrl.local.rundir import RunDir
-from kestrl.testing.s3 import serving_s3
 
 from .runs import QUICKSTART, ROOT, SMALL, belonging_to, command, eventually, kestrl, summary_of, wait_for_step
 

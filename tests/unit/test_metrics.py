@@ -9,10 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.fakes.ports import free_port
 
 from kestrl.telemetry import names
 from kestrl.telemetry.names import Instrument, Metric
-from kestrl.testing.ports import free_port
 
 INSTRUMENTS = {name: item for name, item in vars(Metric).items() if isinstance(item, Instrument)}
 SERVICE = """

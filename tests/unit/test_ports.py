@@ -4,9 +4,8 @@ import socket
 from pathlib import Path
 
 import pytest
-
-from kestrl.testing import ports
-from kestrl.testing.ports import free_port
+from tests.fakes import ports
+from tests.fakes.ports import free_port
 
 
 def test_a_port_is_given_once_and_can_be_listened_on() -> None:

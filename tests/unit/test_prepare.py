@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.fakes.s3 import S3Server, serving_s3
 
 from kestrl.data import load_scenarios
 from kestrl.errors import StorageError, UserInputError
 from kestrl.prepare import DataSource, PrepareSettings, prepare
-from kestrl.testing.s3 import S3Server, serving_s3
 from kestrl_email.model_path import tiny
 
 

@@ -19,6 +19,7 @@ from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace import NonRecordingSpan, Span, SpanContext, Status, StatusCode, TraceFlags, TraceState
 from opentelemetry.util.types import AttributeValue
+from tests.fakes.collector import collecting
 
 import kestrl.telemetry
 from kestrl.episode import StopReason
@@ -26,7 +27,6 @@ from kestrl.errors import EngineFailure
 from kestrl.telemetry import export, span, trace_headers
 from kestrl.telemetry.child_spans import Pipeline
 from kestrl.telemetry.encoding import Exporter, encode
-from kestrl.testing.collector import collecting
 
 PARENT = SpanContext(
     7, 9, is_remote=True, trace_flags=TraceFlags(TraceFlags.SAMPLED), trace_state=TraceState([("a", "b")])

@@ -1,1 +1,1 @@
-"""Fakes and conformance suites, for KestRL's own tests and for users' tools, rewards, agents and engines."""
+"""Conformance suites for users' own parts, and helpers for testing tools, rewards and agents."""

@@ -8,10 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.fakes.collector import collecting
 
 from kestrl.local import doctor
 from kestrl.spec import read_job
-from kestrl.testing.collector import collecting
 
 ROOT = Path(__file__).parents[3]
 QUICKSTART = ROOT / "examples" / "email-search" / "quickstart.yaml"

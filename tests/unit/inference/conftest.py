@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 from aiohttp import web
+from tests.fakes.engine import FakeEngine, score
+from tests.fakes.ports import free_port
 
 from kestrl import rpc
 from kestrl.api.inference.v1 import inference_pb2 as pb
@@ -24,8 +26,6 @@ from kestrl.plan.settings import AgentSettings
 from kestrl.rpc.codec import policy_to_proto
 from kestrl.storage import AdapterManifest, Probe, open_store, publish_adapter
 from kestrl.storage.adapters import WEIGHTS, digest
-from kestrl.testing.engine import FakeEngine, score
-from kestrl.testing.ports import free_port
 from kestrl_inference.engine import CONTROL_KEY, Engine
 from kestrl_inference.loaded_adapters import LoadedAdapters
 from kestrl_inference.servicer import EngineAgent

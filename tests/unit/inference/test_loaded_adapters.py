@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.fakes.engine import score
 
 from kestrl.api.common.v1 import common_pb2
 from kestrl.api.inference.v1 import inference_pb2 as pb
@@ -19,7 +20,6 @@ from kestrl.rpc import call
 from kestrl.rpc.codec import policy_to_proto
 from kestrl.storage import Probe
 from kestrl.storage.adapters import MANIFEST, WEIGHTS
-from kestrl.testing.engine import score
 
 IDS = (5, 6, 7, 8, 9)
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.fakes.ports import free_port
 
 from kestrl.api.judge.v1 import judge_pb2 as pb
 from kestrl.api.judge.v1 import judge_pb2_grpc as stubs
@@ -19,7 +20,6 @@ from kestrl.errors import Failure
 from kestrl.plan.settings import JudgeSettings, RewardEntry
 from kestrl.rpc import call, channel
 from kestrl.rpc.codec import group_to_proto
-from kestrl.testing.ports import free_port
 from kestrl_judge.service import run_judge
 
 HERE = str(Path(__file__).parent)

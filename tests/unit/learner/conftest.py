@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.fakes.ports import free_port
 
 from kestrl.api.common.v1 import common_pb2
 from kestrl.api.inference.v1 import inference_pb2_grpc as istubs
@@ -25,7 +26,6 @@ from kestrl.episode import Group
 from kestrl.errors import Failure
 from kestrl.plan.settings import AlgorithmSettings, DataSettings, EngineEntry, GapBounds, LearnerSettings
 from kestrl.rpc.codec import group_from_proto
-from kestrl.testing.ports import free_port
 from kestrl_learner import engines as engines_module
 from kestrl_learner import workers as workers_module
 from kestrl_learner.model import PolicyModel

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load
+from tests.fakes.ports import free_port
 
 from kestrl import rpc
 from kestrl.api.inference.v1 import inference_pb2 as ipb
@@ -26,7 +27,6 @@ from kestrl.episode import Episode, Group, PolicyVersion, Row, StopReason, Turn
 from kestrl.errors import EngineFailure, Failure, KestrlError
 from kestrl.rpc.codec import failure_to_proto, group_to_proto, policy_from_proto, policy_to_proto, scenario_from_proto
 from kestrl.storage import fetch_adapter, open_store
-from kestrl.testing.ports import free_port
 from kestrl_learner.model import PolicyModel
 from kestrl_learner.run import Run
 

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.fakes.postgres import serving_postgres
 
 from kestrl.storage import open_store
-from kestrl.testing.postgres import serving_postgres
 from kestrl_learner import checkpoint
 from kestrl_learner.ledger import Ledger, Superseded
 from kestrl_learner.run import Run

@@ -22,12 +22,12 @@ import obstore
 import pytest
 from grpc_health.v1 import health_pb2
 from obstore.exceptions import PermissionDeniedError
+from tests.fakes.ports import free_port
 
 from kestrl import rpc
 from kestrl.errors import Boundary, EngineFailure, Failure, KestrlError, PlaceError, UserInputError
 from kestrl.plan.settings import DataSettings
 from kestrl.rpc.codec import failure_from_proto
-from kestrl.testing.ports import free_port
 from kestrl_learner import run as run_module
 from kestrl_learner import run_resources
 from kestrl_learner.__main__ import work

@@ -23,9 +23,9 @@ from hypothesis.stateful import (
 )
 from sqlalchemy import insert
 from sqlalchemy.exc import IntegrityError
+from tests.fakes.postgres import serving_postgres
 
 from kestrl.errors import UserInputError
-from kestrl.testing.postgres import serving_postgres
 from kestrl_learner.ledger import Lease, Ledger, LedgerError
 from kestrl_learner.ledger.tables import metadata, work
 

@@ -17,11 +17,11 @@ from typing import Any
 import obstore
 import pytest
 from obstore.exceptions import GenericError
+from tests.fakes.ports import free_port
+from tests.fakes.s3 import S3Server
 
 from kestrl.errors import PlaceError, StorageError, StorageUnavailable
 from kestrl.storage import open_store
-from kestrl.testing.ports import free_port
-from kestrl.testing.s3 import S3Server
 from kestrl_learner import checkpoint, run, runstore
 from kestrl_learner.ledger import Superseded
 from kestrl_learner.run import Run

@@ -13,6 +13,7 @@ import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.fakes.s3 import S3Server
 
 from kestrl.credentials import Secret
 from kestrl.errors import UserInputError
@@ -20,7 +21,6 @@ from kestrl.local.processes import Launcher
 from kestrl.local.secrets import Secrets, open_storage, read_env
 from kestrl.plan.components import Component, Role
 from kestrl.spec import AgentRLJob, parse_job
-from kestrl.testing.s3 import S3Server
 
 
 def job(**spec: Any) -> AgentRLJob:

@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.fakes.engine import Completion, FakeEngine, Fault, Prompt
+from tests.fakes.ports import free_port
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from kestrl import rpc
@@ -25,8 +27,6 @@ from kestrl.credentials import Secret
 from kestrl.episode import Episode, Group, Scenario
 from kestrl.plan.settings import RolloutSettings
 from kestrl.rpc.codec import group_from_proto, policy_to_proto, scenario_to_proto
-from kestrl.testing.engine import Completion, FakeEngine, Fault, Prompt
-from kestrl.testing.ports import free_port
 from kestrl_rollout.__main__ import group_runner
 from kestrl_rollout.groups import GroupRunner
 from kestrl_rollout.model import ChatModel, load_model

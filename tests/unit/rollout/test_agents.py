@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.fakes.engine import Fault
 
 from kestrl.episode import StopReason
 from kestrl.errors import Boundary, UserInputError
-from kestrl.testing.engine import Fault
 from kestrl_rollout.agents.loading import load_loop
 
 MakeFile = Callable[[str, str], str]

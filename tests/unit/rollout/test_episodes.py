@@ -7,10 +7,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from tests.fakes.engine import Completion, score
 
 from kestrl.episode import CallOutcome, PolicyVersion, StopReason
 from kestrl.errors import Boundary
-from kestrl.testing.engine import Completion, score
 
 POLICY = PolicyVersion(job="job", step=3, sha256="ab" * 32)
 

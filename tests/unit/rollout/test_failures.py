@@ -7,11 +7,11 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from tests.fakes.engine import Completion, Fault
 
 from kestrl.api.judge.v1 import judge_pb2
 from kestrl.episode import StopReason
 from kestrl.errors import Boundary, Failure, FailureError, ToolFailure
-from kestrl.testing.engine import Completion, Fault
 
 
 def failure(episode: Any) -> tuple[Boundary, str]:

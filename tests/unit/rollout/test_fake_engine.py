@@ -9,8 +9,7 @@ from typing import Any
 
 import aiohttp
 import pytest
-
-from kestrl.testing.engine import Completion, FakeEngine, Fault, score
+from tests.fakes.engine import Completion, FakeEngine, Fault, score
 
 
 @pytest.fixture

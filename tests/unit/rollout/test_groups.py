@@ -7,10 +7,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from tests.fakes.engine import Completion
 
 from kestrl.episode import Group, Scenario, StopReason
 from kestrl.errors import Boundary, FailureError
-from kestrl.testing.engine import Completion
 
 
 def hold(stage: Any) -> tuple[asyncio.Event, asyncio.Event]:

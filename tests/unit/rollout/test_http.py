@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.fakes.ports import free_port
 
-from kestrl.testing.ports import free_port
 from kestrl_rollout import http
 from kestrl_rollout.http import Answer, HttpClient, Lost, Unreachable
 

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from opentelemetry import context, trace
 from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags
+from tests.fakes.ports import free_port
 
 from kestrl.api.bundle.v1 import bundle_pb2
 from kestrl.api.tools.v1 import tools_pb2 as pb
@@ -21,7 +22,6 @@ from kestrl.credentials import Secret
 from kestrl.errors import Boundary, FailureError, ToolFailure
 from kestrl.rpc import Bundle, bundle, channel, serve
 from kestrl.telemetry import current_trace_id
-from kestrl.testing.ports import free_port
 
 SERVICE = "kestrl.api.tools.v1.ToolService"
 

@@ -11,13 +11,13 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import pytest
+from tests.fakes.ports import free_port
 
 from kestrl.api.rollout.v1 import rollout_pb2 as pb
 from kestrl.api.rollout.v1 import rollout_pb2_grpc as stubs
 from kestrl.credentials import Secret
 from kestrl.errors import Boundary, EngineFailure, FailureError, KestrlError, UserInputError
 from kestrl.rpc import call, channel, serve, stream
-from kestrl.testing.ports import free_port
 
 
 class Worker(stubs.RolloutServiceServicer):

@@ -11,6 +11,7 @@ from typing import Any
 
 import grpc
 import pytest
+from tests.fakes.ports import free_port
 
 from kestrl.api.bundle.v1 import bundle_pb2, bundle_pb2_grpc
 from kestrl.api.inference.v1 import inference_pb2, inference_pb2_grpc
@@ -23,7 +24,6 @@ from kestrl.errors import FailureError, UserInputError
 from kestrl.plan.components import Role
 from kestrl.rpc import Bundle, channel, serve
 from kestrl.rpc.client import shown
-from kestrl.testing.ports import free_port
 
 SERVICES: dict[Role, tuple[ModuleType, ModuleType]] = {
     Role.LEARNER: (learner_pb2, learner_pb2_grpc),

@@ -10,9 +10,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+from tests.fakes.s3 import S3Server
 
 from kestrl.storage import ObjectStore, open_store
-from kestrl.testing.s3 import S3Server
 
 
 @pytest.fixture(params=["file", pytest.param("s3", marks=pytest.mark.servers)])

@@ -11,11 +11,11 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
+from tests.fakes.s3 import S3Server
 
 from kestrl.errors import KestrlError, PlaceError, StorageError
 from kestrl.storage import adapter_folder, fetch_adapter, objects, open_store, publish_adapter, read_manifest
 from kestrl.storage.adapters import WEIGHTS
-from kestrl.testing.s3 import S3Server
 
 from .conftest import Fault, Handler, Proxy
 from .test_adapters import FILES, manifest

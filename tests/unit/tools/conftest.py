@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.fakes.ports import free_port
 
 from kestrl.api.tools.v1 import tools_pb2 as pb
 from kestrl.api.tools.v1 import tools_pb2_grpc as stubs
 from kestrl.credentials import Secret
 from kestrl.plan.settings import ToolEntry, ToolsSettings
 from kestrl.rpc import call, channel
-from kestrl.testing.ports import free_port
 from kestrl_tools.service import run_tools
 
 

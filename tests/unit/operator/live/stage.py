@@ -13,6 +13,8 @@ from typing import Any
 import aiohttp
 import pytest
 import yaml
+from tests.fakes.kubernetes import Controllers, FakeKubernetes
+from tests.fakes.ports import free_port
 
 from kestrl import rpc
 from kestrl.api.common.v1 import common_pb2
@@ -21,8 +23,6 @@ from kestrl.api.learner.v1 import learner_pb2_grpc as stubs
 from kestrl.credentials import Secret
 from kestrl.errors import StorageError
 from kestrl.spec.crd import crd
-from kestrl.testing.kubernetes import Controllers, FakeKubernetes
-from kestrl.testing.ports import free_port
 from kestrl_operator.api import Api
 from kestrl_operator.cluster import GRPC_PORT, read_cluster
 from kestrl_operator.config import Config, LeaseSettings

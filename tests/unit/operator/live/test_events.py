@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kestrl.testing.kubernetes import Controllers
+from tests.fakes.kubernetes import Controllers
 
 from .stage import JOB, Stage, ready
 

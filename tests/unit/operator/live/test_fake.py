@@ -10,8 +10,7 @@ from typing import Any
 
 import aiohttp
 import pytest
-
-from kestrl.testing.kubernetes import Controllers, FakeKubernetes, Refused
+from tests.fakes.kubernetes import Controllers, FakeKubernetes, Refused
 
 Object = dict[str, Any]
 APPS = "/apis/apps/v1/namespaces/a/deployments"

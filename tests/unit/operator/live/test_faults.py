@@ -8,8 +8,8 @@ from math import log2
 from typing import Any
 
 import pytest
+from tests.fakes.kubernetes import Controllers
 
-from kestrl.testing.kubernetes import Controllers
 from kestrl_operator import api as api_module
 from kestrl_operator import manifests, missing_pods, operator, workqueue
 from kestrl_operator.api import JOB as JOB_KIND

@@ -9,8 +9,7 @@ from itertools import count
 from typing import Any
 
 import pytest
-
-from kestrl.testing.kubernetes import Controllers
+from tests.fakes.kubernetes import Controllers
 
 from .stage import NAMESPACE, Stage
 

@@ -8,12 +8,12 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
+from tests.fakes.kubernetes import Controllers
 
 from kestrl.api.common.v1 import common_pb2
 from kestrl.api.learner.v1 import learner_pb2 as pb
 from kestrl.errors import Boundary, Failure
 from kestrl.rpc.codec import failure_to_proto
-from kestrl.testing.kubernetes import Controllers
 from kestrl_operator import learner_stream, lifecycle
 
 from .stage import JOB, NAMESPACE, FakeLearner, Object, Running, Stage, learner_token, learning, ready, report, version

@@ -7,8 +7,8 @@ from functools import partial
 from itertools import pairwise
 
 import pytest
+from tests.fakes.kubernetes import Controllers
 
-from kestrl.testing.kubernetes import Controllers
 from kestrl_operator import reconcile
 
 from .stage import CHILDREN, JOB, NAMESPACE, WORKLOADS, Object, Stage, ready

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import yaml
+from tests.fakes.ports import free_port
 
 from kestrl.errors import UserInputError
-from kestrl.testing.ports import free_port
 from kestrl_operator.api import Api
 from kestrl_operator.config import Config
 from kestrl_operator.preflight import needed, preflight

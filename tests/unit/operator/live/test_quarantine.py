@@ -14,8 +14,7 @@ from typing import Any
 
 import pytest
 import yaml
-
-from kestrl.testing.ports import free_port
+from tests.fakes.ports import free_port
 
 from .stage import JOB, NAMESPACE, VALUES, Stage
 

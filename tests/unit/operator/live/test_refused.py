@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from tests.fakes.kubernetes import Controllers
 
-from kestrl.testing.kubernetes import Controllers
 from kestrl_operator import applier, manifests
 
 from .stage import JOB, NAMESPACE, Stage, ready, report

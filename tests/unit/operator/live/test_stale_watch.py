@@ -6,8 +6,8 @@ import asyncio
 from functools import partial
 
 import pytest
+from tests.fakes.kubernetes import Controllers
 
-from kestrl.testing.kubernetes import Controllers
 from kestrl_operator.watch import WatchEnded
 
 from .stage import JOB, NAMESPACE, Stage, ready

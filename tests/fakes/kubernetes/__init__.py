@@ -23,9 +23,9 @@ defaults, and every list of an object is one value (Kubernetes merges some by th
 
 from __future__ import annotations
 
-from kestrl.testing.kubernetes.controllers import Controllers
-from kestrl.testing.kubernetes.fake import FakeKubernetes
-from kestrl.testing.kubernetes.requests import Fault, Request
-from kestrl.testing.kubernetes.resources import BUILT_IN, Change, Refused, Resource
+from tests.fakes.kubernetes.controllers import Controllers
+from tests.fakes.kubernetes.fake import FakeKubernetes
+from tests.fakes.kubernetes.requests import Fault, Request
+from tests.fakes.kubernetes.resources import BUILT_IN, Change, Refused, Resource
 
 __all__ = ["BUILT_IN", "Change", "Controllers", "FakeKubernetes", "Fault", "Refused", "Request", "Resource"]

@@ -11,11 +11,10 @@ from uuid import uuid4
 
 import yaml
 from aiohttp import web
-
-from kestrl.testing.kubernetes.fields import field_selector, selector
-from kestrl.testing.kubernetes.objects import Objects
-from kestrl.testing.kubernetes.requests import Fault, Request
-from kestrl.testing.kubernetes.resources import APPLY, BUILT_IN, MERGE, Change, Object, Refused, Resource
+from tests.fakes.kubernetes.fields import field_selector, selector
+from tests.fakes.kubernetes.objects import Objects
+from tests.fakes.kubernetes.requests import Fault, Request
+from tests.fakes.kubernetes.resources import APPLY, BUILT_IN, MERGE, Change, Object, Refused, Resource
 
 NAMES_ONLY = "application/json;as=PartialObjectMetadataList;"
 """Media type of a list of metadata only."""

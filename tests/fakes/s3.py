@@ -21,11 +21,10 @@ from pathlib import Path
 
 import obstore
 from obstore.store import S3Store
-
-from kestrl.testing.ports import free_port
+from tests.fakes.ports import free_port
 
 ACCESS_KEY = "test:tester"
-SECRET_KEY = "testing"  # noqa: S105 - of a server on the loopback that lives as long as a test
+SECRET_KEY = "testing"
 START_SECONDS = 60.0
 
 _SWIFT = """
@@ -112,7 +111,7 @@ class S3Server:
             client_options={"allow_http": True},
         )
         url = obstore.sign(store, "PUT", "", timedelta(minutes=1))
-        urllib.request.urlopen(urllib.request.Request(url, method="PUT"), timeout=10).close()  # noqa: S310 - ours
+        urllib.request.urlopen(urllib.request.Request(url, method="PUT"), timeout=10).close()
         return store
 
     def start(self) -> None:
@@ -121,7 +120,7 @@ class S3Server:
             if kind not in self._processes:
                 program = Path(sys.executable).with_name(f"swift-{kind}-server")
                 with (self.folder / f"{kind}.log").open("ab") as log:
-                    self._processes[kind] = subprocess.Popen(  # noqa: S603 - Swift's own programs
+                    self._processes[kind] = subprocess.Popen(
                         [program, self.folder / f"{kind}.conf", "-v"], stdout=log, stderr=log
                     )
         deadline = time.monotonic() + START_SECONDS
@@ -169,7 +168,7 @@ for kind, port in (item.split("=") for item in ports):
 def _make_rings(folder: Path, ports: Mapping[str, int]) -> None:
     """Builds the rings in a child process, since importing Swift patches sockets and threads with eventlet."""
     arguments = [f"{kind}={port}" for kind, port in ports.items() if kind != "proxy"]
-    subprocess.run([sys.executable, "-c", _RINGS, folder, *arguments], check=True)  # noqa: S603 - the program above
+    subprocess.run([sys.executable, "-c", _RINGS, folder, *arguments], check=True)
 
 
 @contextmanager

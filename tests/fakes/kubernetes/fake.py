@@ -11,11 +11,10 @@ from typing import Any, Self
 
 import yaml
 from aiohttp import web
-
-from kestrl.testing.kubernetes.fields import selector
-from kestrl.testing.kubernetes.requests import Fault, Request
-from kestrl.testing.kubernetes.resources import WRITING, Found, Object, Refused
-from kestrl.testing.kubernetes.server import ApiServer
+from tests.fakes.kubernetes.fields import selector
+from tests.fakes.kubernetes.requests import Fault, Request
+from tests.fakes.kubernetes.resources import WRITING, Found, Object, Refused
+from tests.fakes.kubernetes.server import ApiServer
 
 
 class FakeKubernetes(ApiServer):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, cast
 
-from kestrl.testing.kubernetes.resources import OWN_METADATA, Object, Place, Refused
+from tests.fakes.kubernetes.resources import OWN_METADATA, Object, Place, Refused
 
 
 def leaves(value: Any, place: Place = ()) -> Iterator[Place]:

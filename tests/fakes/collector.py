@@ -2,7 +2,6 @@
 
 For KestRL's tests and those of users.
 """
-# ruff: noqa: ARG002 - gRPC hands each method a request and a context
 
 from __future__ import annotations
 

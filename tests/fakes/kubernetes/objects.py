@@ -10,10 +10,9 @@ from typing import Any, Literal, cast
 from uuid import uuid4
 
 from jsonschema import Draft4Validator
-
-from kestrl.testing.kubernetes.declared import undeclared
-from kestrl.testing.kubernetes.fields import Ownership, at_place, cut, fitted, merged, merged_by_keys, now, owned
-from kestrl.testing.kubernetes.resources import BUILT_IN, OWN_METADATA, Change, Object, Place, Refused, Resource
+from tests.fakes.kubernetes.declared import undeclared
+from tests.fakes.kubernetes.fields import Ownership, at_place, cut, fitted, merged, merged_by_keys, now, owned
+from tests.fakes.kubernetes.resources import BUILT_IN, OWN_METADATA, Change, Object, Place, Refused, Resource
 
 
 class Objects:

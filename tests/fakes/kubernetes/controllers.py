@@ -9,9 +9,9 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from kestrl.testing.kubernetes.fake import FakeKubernetes
-from kestrl.testing.kubernetes.fields import now
-from kestrl.testing.kubernetes.resources import Change, Object
+from tests.fakes.kubernetes.fake import FakeKubernetes
+from tests.fakes.kubernetes.fields import now
+from tests.fakes.kubernetes.resources import Change, Object
 
 
 class Controllers:

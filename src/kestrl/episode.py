@@ -73,6 +73,13 @@ PROMPT_TOO_LONG = "prompt_too_long"
 """Failure code of an episode whose prompt does not fit the context; the row is skipped and counted."""
 
 
+class Purpose(StrEnum):
+    """What an episode is run for."""
+
+    TRAIN = "train"
+    EVALUATION = "evaluation"
+
+
 class StopReason(StrEnum):
     """Why an episode ended."""
 

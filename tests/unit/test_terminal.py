@@ -13,6 +13,7 @@ from rich.console import Console
 
 from kestrl.local.progress import Progress
 from kestrl.local.view import LiveView, PlainView
+from kestrl.states import RunPhase
 from kestrl.terminal import safe, safe_line
 
 
@@ -40,7 +41,7 @@ def test_control_characters_are_escaped_and_others_kept(text: str, shown: str) -
 def test_the_panel_shows_every_mean_and_failure_as_it_is(width: int) -> None:
     console = Console(width=width, record=True, force_terminal=True)
     progress = Progress(
-        phase="training",
+        phase=RunPhase.TRAINING,
         step=3,
         total_steps=10,
         message="\x1b[2J[/b]",
@@ -56,7 +57,9 @@ def test_the_panel_shows_every_mean_and_failure_as_it_is(width: int) -> None:
 
 
 def test_a_run_that_learns_nothing_is_warned_of_once_and_in_the_panel() -> None:
-    progress = Progress(phase="training", step=2, total_steps=9, not_learned="in 2 steps every reward was [equal]")
+    progress = Progress(
+        phase=RunPhase.TRAINING, step=2, total_steps=9, not_learned="in 2 steps every reward was [equal]"
+    )
     shown = StringIO()
     plain = PlainView(Console(file=shown, width=200))
     plain.update(progress, {})
@@ -72,7 +75,9 @@ def test_a_run_that_learns_nothing_is_warned_of_once_and_in_the_panel() -> None:
 def test_an_outage_of_the_storage_is_shown_while_it_lasts() -> None:
     shown = StringIO()
     plain = PlainView(Console(file=shown, width=200))
-    waiting = Progress(phase="training", step=2, total_steps=9, storage_wait="storage does not answer: [refused]")
+    waiting = Progress(
+        phase=RunPhase.TRAINING, step=2, total_steps=9, storage_wait="storage does not answer: [refused]"
+    )
     for _ in range(2):
         plain.update(waiting, {})
     assert shown.getvalue().count("waiting: storage does not answer: [refused]") == 1

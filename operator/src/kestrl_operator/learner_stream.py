@@ -97,7 +97,7 @@ class LearnerStream:
             stepped = now
         if old is not None and old.report.phase != report.phase:
             stepped = now
-        if report.phase == "training" and (self._first_step is None or report.step < self._first_step):
+        if report.phase == pb.RUN_PHASE_TRAINING and (self._first_step is None or report.step < self._first_step):
             self._first_step = report.step
         self._tried, self.unreachable = True, ""
         self.report = LearnerReport(

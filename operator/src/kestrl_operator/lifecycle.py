@@ -14,6 +14,7 @@ from kestrl.errors import Failure
 from kestrl.plan.components import Role
 from kestrl.plan.planning import group_seconds
 from kestrl.spec.job import FailureRule, JobSpec
+from kestrl.states import RunPhase
 from kestrl_operator.conditions import ConditionStatus, Type
 from kestrl_operator.snapshot import NOTHING, Ended, Memory, Pod, Snapshot, seconds_of
 
@@ -126,7 +127,7 @@ def _after_the_end(snapshot: Snapshot, spec: JobSpec | None) -> Decision:
 def _end(snapshot: Snapshot, spec: JobSpec) -> tuple[str, str] | None:
     """Reason and message of the job's end, if it ends now."""
     live = snapshot.live_report
-    if live is not None and live.report.phase == "succeeded":
+    if live is not None and live.phase is RunPhase.SUCCEEDED:
         return (
             "Completed",
             f"{live.report.step} steps; the adapter is {live.report.policy_uri}",
@@ -283,7 +284,7 @@ def _must_drain(snapshot: Snapshot) -> bool:
     if snapshot.learner is not None and snapshot.learner.replicas == 0:
         return False  # it was scaled down before: the remaining pods are terminating
     live = snapshot.live_report
-    return live is not None and live.report.phase not in {"starting", "suspended", "failed", "succeeded"}
+    return live is not None and live.phase is not RunPhase.STARTING and not live.over
 
 
 def _running(snapshot: Snapshot, spec: JobSpec) -> Decision:
@@ -338,7 +339,7 @@ def _is_stable(snapshot: Snapshot) -> bool:
 def _resumed(snapshot: Snapshot) -> tuple[tuple[str, str], ...]:
     """The learner's pod, if it drained for a suspension that was revoked before the pod was deleted."""
     live = snapshot.live_report
-    return _reporting_pod(snapshot) if live is not None and live.report.phase == "suspended" else ()
+    return _reporting_pod(snapshot) if live is not None and live.phase is RunPhase.SUSPENDED else ()
 
 
 def _reporting_pod(snapshot: Snapshot) -> tuple[tuple[str, str], ...]:

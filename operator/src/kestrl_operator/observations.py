@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from kestrl.api.learner.v1 import learner_pb2 as pb
 from kestrl.plan.components import Role
 from kestrl.service import EXIT_INPUT
 from kestrl.spec.job import JobSpec
+from kestrl.states import RunPhase
 from kestrl_operator.cluster import replicas
 from kestrl_operator.conditions import NOT_OBSERVED, QUARANTINED, ConditionStatus, Observation, Type
 from kestrl_operator.lifecycle import Decision, Stage, has_ended, reported_failure, stuck
 from kestrl_operator.snapshot import Ended, LearnerReport, Pod, Snapshot, is_input
 
-FINAL = frozenset({"succeeded", "failed", "suspended"})
-"""Learner phases in which its run is over."""
 STALL_FLOOR, STALL_FACTOR = 300.0, 5.0
 """A training run is stalled after this many seconds without a step, and this many times the duration of the longest
 recent step."""
@@ -167,7 +167,9 @@ def _engines_ready(snapshot: Snapshot, spec: JobSpec) -> Observation:
 
 def _unresponsive_engine(live: LearnerReport | None) -> str:
     """The engine that answered the learner before and does not now; empty if there is none."""
-    away = [engine for engine in live.report.engines if engine.state == "away"] if live is not None else []
+    away = (
+        [engine for engine in live.report.engines if engine.state == pb.SERVING_STATE_AWAY] if live is not None else []
+    )
     return f"{away[0].name} does not answer {away[0].message}".strip() if away else ""
 
 
@@ -182,14 +184,14 @@ def _converged(snapshot: Snapshot, spec: JobSpec) -> Observation:
     if live is None:
         return _unknown(Type.POLICY_CONVERGED, "the learner, which reports it for every engine, does not answer")
     report = live.report
-    if report.phase in FINAL:
+    if live.over:
         return _unknown(Type.POLICY_CONVERGED, "the learner has ended its run and no longer reports engines")
     newest = live.policy.name if live.policy else "no version yet"
     total = max(report.engines_total, spec.inference.replicas)
     verified = f"{live.verified}/{total} engines have verified {newest}"
     if verified_by_all(snapshot, spec):
         return _true(Type.POLICY_CONVERGED, "AllProved", verified)
-    lying = [engine for engine in report.engines if engine.state == "quarantined"]
+    lying = [engine for engine in report.engines if engine.state == pb.SERVING_STATE_QUARANTINED]
     if lying:
         why = lying[0].message or "no reason was reported"
         return _false(Type.POLICY_CONVERGED, "Quarantined", f"{verified}; {lying[0].name}: {why}")
@@ -205,9 +207,9 @@ def _flowing(snapshot: Snapshot, decision: Decision, spec: JobSpec) -> Observati
         return _false(Type.ROLLOUTS_FLOWING, "Failing", wrong)
     if live is None and any(pod.ready for pod in snapshot.of(Role.LEARNER)):
         return _unknown(Type.ROLLOUTS_FLOWING, "the learner, which requests them, does not answer")
-    if live is None or live.report.phase == "starting":
+    if live is None or live.phase is RunPhase.STARTING:
         return _false(Type.ROLLOUTS_FLOWING, "Starting")
-    if live.report.phase in {*FINAL, "draining"}:
+    if live.over or live.phase is RunPhase.DRAINING:
         return _false(Type.ROLLOUTS_FLOWING, "Drained")
     if live.report.workers == 0:
         ready = len([pod for pod in snapshot.of(Role.ROLLOUT) if pod.ready])
@@ -226,15 +228,15 @@ def _progressing(snapshot: Snapshot, decision: Decision) -> Observation:
         why = f": {snapshot.unreachable}" if snapshot.unreachable else ""
         return _false(kind, "Unavailable", f"it does not answer{why}") if ready else _false(kind, "Starting")
     report = live.report
-    if report.phase == "failed":
+    if live.phase is RunPhase.FAILED:
         what = live.failure or report.message
         return _false(kind, "Failed", f"{what}; {decision.retry}" if decision.retry else str(what))
-    if report.storage_wait and report.phase not in FINAL:
+    if report.storage_wait and not live.over:
         return _false(kind, "StorageUnavailable", report.storage_wait)
-    if report.phase in {"starting", "suspended"}:
+    if live.phase in {RunPhase.STARTING, RunPhase.SUSPENDED}:
         return _false(kind, "Starting", report.message)
     quiet = snapshot.now - live.stepped
-    if report.phase == "training" and quiet > max(STALL_FLOOR, STALL_FACTOR * live.pace):
+    if live.phase is RunPhase.TRAINING and quiet > max(STALL_FLOOR, STALL_FACTOR * live.pace):
         why = ", ".join(f"{name} {count} times" for name, count in sorted(report.failures.items()))
         return _false(kind, "Stalled", f"no step for {quiet:.0f} s{': ' if why else ''}{why}")
     return _true(kind, "Stepping", report.message)

@@ -12,8 +12,9 @@ from kestrl.api.learner.v1 import learner_pb2 as pb
 from kestrl.episode import PolicyVersion
 from kestrl.errors import Boundary, Failure
 from kestrl.plan.components import Role
-from kestrl.rpc.codec import failure_from_proto, policy_from_proto
+from kestrl.rpc.codec import failure_from_proto, policy_from_proto, run_phase_from_proto
 from kestrl.spec import AgentRLJob
+from kestrl.states import RunPhase
 from kestrl_operator.accelerators import Node
 
 Object = Mapping[str, Any]
@@ -131,6 +132,16 @@ class LearnerReport:
         return policy_from_proto(self.report.policy)
 
     @property
+    def phase(self) -> RunPhase | None:
+        """Phase of the run; None if it is unknown to this version."""
+        return run_phase_from_proto(self.report.phase)
+
+    @property
+    def over(self) -> bool:
+        """Whether the learner has ended its run."""
+        return self.phase is not None and self.phase.final
+
+    @property
     def verified(self) -> int:
         """Engines that have verified it: the engines listed with that version, at most as many as the learner
         counts.
@@ -148,7 +159,7 @@ class LearnerReport:
     @property
     def failure(self) -> Failure | None:
         """Why the run failed; None if it did not."""
-        if self.report.phase != "failed":
+        if self.phase is not RunPhase.FAILED:
             return None
         if self.report.HasField("failure"):
             return failure_from_proto(self.report.failure)

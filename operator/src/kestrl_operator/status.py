@@ -9,7 +9,7 @@ from typing import Any, cast
 from kestrl.api.common.v1.common_pb2 import PolicyVersion as PolicyMessage
 from kestrl.api.learner.v1 import learner_pb2 as pb
 from kestrl.plan.components import Role
-from kestrl.rpc.codec import policy_from_proto
+from kestrl.rpc.codec import policy_from_proto, serving_state_from_proto
 from kestrl.spec.status import Condition, EngineStatus, JobStatus, PolicyStatus, ProgressStatus, ResultStatus, Shown
 from kestrl_operator.conditions import ConditionStatus, Observation, Type, joined, phase, shortened
 from kestrl_operator.lifecycle import Decision, Stage, has_ended, running_since, waits_for_admission
@@ -25,6 +25,8 @@ LONGEST_MESSAGE = 1000
 FAILURES_SHOWN = 64
 """Kinds of failures listed, the most frequent first: as many as the CRD allows."""
 LONGEST_ETA = 1e9
+UNKNOWN = "unknown"
+"""State of an engine that is not reported."""
 
 
 def status_of(snapshot: Snapshot, decision: Decision) -> dict[str, Any]:
@@ -152,13 +154,13 @@ def _engines(snapshot: Snapshot, before: JobStatus) -> list[EngineStatus]:
     """The engines as the learner reports them; their state is unknown while it does not report."""
     live = snapshot.live_report
     if live is None or not live.report.engines:
-        return [EngineStatus(name=engine.name, state="unknown") for engine in before.engines]
+        return [EngineStatus(name=engine.name, state=UNKNOWN) for engine in before.engines]
     return [
         EngineStatus(
             name=engine.name,
             version=_name(engine.policy),
             lag=engine.lag,
-            state=engine.state,
+            state=serving_state_from_proto(engine.state) or UNKNOWN,
             message=shortened(engine.message, LONGEST_MESSAGE),
         )
         for engine in report_engines(live.report)
@@ -172,7 +174,7 @@ def _name(message: PolicyMessage) -> str | None:
 
 def report_engines(report: pb.WatchProgressResponse) -> list[pb.EngineProgress]:
     """The engines to list, those with problems first if there are too many."""
-    engines = sorted(report.engines, key=lambda engine: (engine.state == "serving", -engine.lag))
+    engines = sorted(report.engines, key=lambda engine: (engine.state == pb.SERVING_STATE_SERVING, -engine.lag))
     return sorted(engines[:ENGINES_SHOWN], key=lambda engine: engine.name)
 
 

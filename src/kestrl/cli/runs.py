@@ -33,6 +33,7 @@ from kestrl.local.rundir import RunDir, find_run
 from kestrl.local.secrets import open_storage
 from kestrl.local.site import storage_address
 from kestrl.rpc.codec import group_from_proto
+from kestrl.states import RunPhase
 from kestrl.storage import ObjectStore
 from kestrl.terminal import safe, safe_line
 
@@ -57,7 +58,7 @@ def observed_status(run: RunDir) -> dict[str, Any]:
     pid = run.runner_pid()
     if pid is not None:
         state = "running"
-    elif summary.get("status") in {"succeeded", "failed"}:
+    elif summary.get("status") in {RunPhase.SUCCEEDED, RunPhase.FAILED}:
         state = summary["status"]
     elif "ended" in record:
         state = "stopped"
@@ -70,8 +71,8 @@ def _advice(run: RunDir, status: Mapping[str, Any]) -> str:
     here = f"--runs {run.path.parent}"
     return {
         "running": f"follow it: kestrl logs {run.id} {here} --follow; end it: kestrl stop {run.id} {here}",
-        "succeeded": f"use it: kestrl eval {run.id} {here}; kestrl export {run.id} {here} --out adapter",
-        "failed": f"see: kestrl logs {run.id} {here}; fix the cause and run the same command again to resume",
+        RunPhase.SUCCEEDED: f"use it: kestrl eval {run.id} {here}; kestrl export {run.id} {here} --out adapter",
+        RunPhase.FAILED: f"see: kestrl logs {run.id} {here}; fix the cause and run the same command again to resume",
         "stopped": "run the same command again to resume from the last checkpoint",
         "dead": "its runner ended without a record (killed?); run the same command again to resume from the last "
         "checkpoint",

@@ -13,7 +13,8 @@ from kestrl.api.learner.v1 import learner_pb2
 from kestrl.episode import PolicyVersion
 from kestrl.errors import Failure
 from kestrl.local.rundir import write_atomic
-from kestrl.rpc.codec import failure_from_proto, policy_from_proto
+from kestrl.rpc.codec import failure_from_proto, policy_from_proto, run_phase_from_proto
+from kestrl.states import RunPhase
 
 SHOWN_FIRST = ("reward", "answer_correct", "num_turns")
 """Means that every view shows if present, in this order."""
@@ -23,7 +24,7 @@ SHOWN_FIRST = ("reward", "answer_correct", "num_turns")
 class Progress:
     """A progress report of the learner."""
 
-    phase: str = "starting"
+    phase: RunPhase = RunPhase.STARTING
     step: int = 0
     total_steps: int = 0
     means: Mapping[str, float] = field(default_factory=dict[str, float])
@@ -46,7 +47,7 @@ class Progress:
     @staticmethod
     def from_proto(message: learner_pb2.WatchProgressResponse) -> Progress:
         return Progress(
-            phase=message.phase,
+            phase=run_phase_from_proto(message.phase) or RunPhase.STARTING,
             step=message.step,
             total_steps=message.total_steps,
             means=dict(message.means),

@@ -23,6 +23,7 @@ from typing import Any, cast
 
 from kestrl.errors import UserInputError
 from kestrl.spec import AgentRLJob, parse_job
+from kestrl.states import RunPhase
 
 IDENTITY = ("model", "data", "agent", "tools", "rewards", "sampling", "algorithm")
 """Parts of the spec that identify a run: it is resumed only if they are unchanged."""
@@ -89,7 +90,7 @@ class RunDir:
 
     def succeeded(self) -> bool:
         summary = self.read_json("summary.json")
-        return summary is not None and summary.get("status") == "succeeded"
+        return summary is not None and summary.get("status") == RunPhase.SUCCEEDED
 
     def lock(self) -> int | None:
         """Locks the run; None if another runner holds the lock. The kernel releases it when the process ends.

@@ -34,6 +34,7 @@ from kestrl.plan.site import Site
 from kestrl.rpc import channel, stream
 from kestrl.service import EXIT_FAILED, EXIT_INPUT
 from kestrl.spec import AgentRLJob
+from kestrl.states import RunPhase
 from kestrl.storage import ObjectStore
 
 log = logging.getLogger(__name__)
@@ -215,7 +216,7 @@ def run_job(
 
 
 def _finished(console: Console, run: RunDir, summary: dict[str, Any], store: ObjectStore, site: Site) -> int:
-    if summary.get("status") != "succeeded":
+    if summary.get("status") != RunPhase.SUCCEEDED:
         console.print(f"the learner ended without a result: {summary.get('status', 'no summary')}", style="red")
         return EXIT_FAILED
     print_report(console, run, summary, store, site)
@@ -230,6 +231,8 @@ def _unfinished(console: Console, run: RunDir, outcome: Outcome, summary: dict[s
     console.print(f"error: {outcome.reason}", style="red", markup=False, highlight=False, soft_wrap=True)
     if outcome.code != EXIT_INPUT:
         console.print(f"logs: kestrl logs {run.id} --runs {run.path.parent}", markup=False, soft_wrap=True)
-    if summary.get("status") != "failed":
-        write_atomic(run.summary_path, json.dumps({"status": "failed", "reason": outcome.reason, **summary}, indent=2))
+    if summary.get("status") != RunPhase.FAILED:
+        write_atomic(
+            run.summary_path, json.dumps({"status": RunPhase.FAILED, "reason": outcome.reason, **summary}, indent=2)
+        )
     return outcome.code

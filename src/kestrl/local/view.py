@@ -16,6 +16,7 @@ from rich.text import Text
 
 from kestrl.local.progress import SHOWN_FIRST, Progress, clock, one_line
 from kestrl.local.supervisor import Observed, State
+from kestrl.states import RunPhase
 from kestrl.terminal import safe, safe_line
 
 PLAIN_SECONDS = 15.0
@@ -74,7 +75,7 @@ class PlainView:
         key = (progress.phase, progress.step, progress.message)
         if key == self._shown and time.monotonic() - self._at < PLAIN_SECONDS:
             return
-        if key == self._shown and progress.phase != "starting":
+        if key == self._shown and progress.phase is not RunPhase.STARTING:
             return
         self._shown, self._at = key, time.monotonic()
         self.say(one_line(progress))

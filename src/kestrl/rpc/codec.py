@@ -8,6 +8,8 @@ from array import array
 from typing import Any
 
 from kestrl.api.common.v1 import common_pb2 as pb
+from kestrl.api.inference.v1 import inference_pb2
+from kestrl.api.learner.v1 import learner_pb2
 from kestrl.episode import (
     CallOutcome,
     Episode,
@@ -20,6 +22,7 @@ from kestrl.episode import (
     Turn,
 )
 from kestrl.errors import Boundary, Failure
+from kestrl.states import EngineState, RunPhase, ServingState
 
 if sys.byteorder != "little":  # pragma: no cover - no supported machine is big-endian
     raise ImportError("KestRL's wire format is little-endian, but this machine is big-endian")
@@ -28,6 +31,18 @@ _BOUNDARIES: dict[Boundary, pb.Boundary.ValueType] = {
     member: pb.Boundary.Value(f"BOUNDARY_{member.name}") for member in Boundary
 }
 _BOUNDARIES_BACK = {value: member for member, value in _BOUNDARIES.items()}
+_PHASES: dict[RunPhase, learner_pb2.RunPhase.ValueType] = {
+    member: learner_pb2.RunPhase.Value(f"RUN_PHASE_{member.name}") for member in RunPhase
+}
+_PHASES_BACK = {value: member for member, value in _PHASES.items()}
+_SERVING: dict[ServingState, learner_pb2.ServingState.ValueType] = {
+    member: learner_pb2.ServingState.Value(f"SERVING_STATE_{member.name}") for member in ServingState
+}
+_SERVING_BACK = {value: member for member, value in _SERVING.items()}
+_ENGINES: dict[EngineState, inference_pb2.EngineState.ValueType] = {
+    member: inference_pb2.EngineState.Value(f"ENGINE_STATE_{member.name}") for member in EngineState
+}
+_ENGINES_BACK = {value: member for member, value in _ENGINES.items()}
 
 
 dump_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
@@ -69,6 +84,33 @@ def policy_from_proto(message: pb.PolicyVersion) -> PolicyVersion | None:
     if not message.sha256:
         return None
     return PolicyVersion(job=message.job, step=message.step, sha256=message.sha256)
+
+
+def run_phase_to_proto(phase: RunPhase) -> learner_pb2.RunPhase.ValueType:
+    return _PHASES[phase]
+
+
+def run_phase_from_proto(value: learner_pb2.RunPhase.ValueType) -> RunPhase | None:
+    """The phase, or None if it is not set or unknown to this version."""
+    return _PHASES_BACK.get(value)
+
+
+def serving_state_to_proto(state: ServingState) -> learner_pb2.ServingState.ValueType:
+    return _SERVING[state]
+
+
+def serving_state_from_proto(value: learner_pb2.ServingState.ValueType) -> ServingState | None:
+    """The state, or None if it is not set or unknown to this version."""
+    return _SERVING_BACK.get(value)
+
+
+def engine_state_to_proto(state: EngineState) -> inference_pb2.EngineState.ValueType:
+    return _ENGINES[state]
+
+
+def engine_state_from_proto(value: inference_pb2.EngineState.ValueType) -> EngineState | None:
+    """The state, or None if it is not set or unknown to this version."""
+    return _ENGINES_BACK.get(value)
 
 
 def scenario_to_proto(scenario: Scenario) -> pb.Scenario:

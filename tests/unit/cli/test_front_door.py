@@ -20,6 +20,7 @@ from kestrl.local.progress import RunRecord
 from kestrl.local.rundir import RunDir, make_folders
 from kestrl.rpc.codec import group_to_proto
 from kestrl.spec import parse_job
+from kestrl.states import RunPhase
 from kestrl.storage import open_store
 
 ODD = "a b ü + @ ( ) , = # %"
@@ -191,7 +192,7 @@ def test_control_characters_of_stored_text_are_escaped(folder: Path) -> None:
 
 def test_status_shows_that_a_live_run_waits_for_its_storage(folder: Path) -> None:
     run = RunDir(folder / "runs" / "job-1")
-    progress = LocalProgress(phase="training", storage_wait="storage does not answer: [refused]")
+    progress = LocalProgress(phase=RunPhase.TRAINING, storage_wait="storage does not answer: [refused]")
     RunRecord(run.path / "run.json").update(progress=progress.as_json())
     assert "waiting:" not in kestrl(folder, "status").stdout
     handle = run.lock()

@@ -25,9 +25,10 @@ from obstore.exceptions import PermissionDeniedError
 from tests.fakes.ports import free_port
 
 from kestrl import rpc
+from kestrl.api.learner.v1 import learner_pb2 as pb
 from kestrl.errors import Boundary, EngineFailure, Failure, KestrlError, PlaceError, UserInputError
 from kestrl.plan.settings import DataSettings
-from kestrl.rpc.codec import failure_from_proto
+from kestrl.rpc.codec import failure_from_proto, run_phase_from_proto
 from kestrl_learner import run as run_module
 from kestrl_learner import run_resources
 from kestrl_learner.__main__ import work
@@ -74,7 +75,7 @@ async def still_reports(watcher: Watcher, address: str, phase: str) -> None:
     async with watched(address) as other:
         report = await other.reported(lambda _: True)
         assert report == watcher.last
-        assert report.phase == phase
+        assert run_phase_from_proto(report.phase) == phase
 
 
 @pytest.fixture
@@ -95,7 +96,7 @@ async def test_a_succeeded_run_is_reported_until_stopped_and_its_model_freed(
     staged: Any, made: list[weakref.ref[PolicyModel]]
 ) -> None:
     async with staged() as stage, kept_alive(stage.but(max_steps=2)) as watcher:
-        report = await watcher.reported(lambda report: report.phase == "succeeded")
+        report = await watcher.reported(lambda report: report.phase == pb.RUN_PHASE_SUCCEEDED)
         assert (report.step, report.total_steps, report.checkpoint_step, report.policy.step) == (2, 2, 2, 2)
         await still_reports(watcher, stage.settings.listen, "succeeded")
         await until(lambda: [ref() for ref in made] == [None])
@@ -109,7 +110,7 @@ async def test_a_failed_run_is_reported_until_stopped_and_its_model_freed(
         for agent in stage.agents:
             agent.fail = lambda _: EngineFailure("the probe differs", code="probe_mismatch", retryable=False)
         async with kept_alive(stage.settings) as watcher:
-            report = await watcher.reported(lambda report: report.phase == "failed")
+            report = await watcher.reported(lambda report: report.phase == pb.RUN_PHASE_FAILED)
             failure = failure_from_proto(report.failure)
             assert (failure.boundary, failure.code) == (Boundary.ENGINE, "no_engine_proved")
             assert "the probe differs" in report.message
@@ -129,7 +130,7 @@ async def test_a_failed_run_is_reported_until_stopped_and_its_model_freed(
 )
 async def test_a_run_that_cannot_begin_is_reported(staged: Any, changes: dict[str, Any], expected: str) -> None:
     async with staged() as stage, kept_alive(stage.but(**changes)) as watcher:
-        report = await watcher.reported(lambda report: report.phase == "failed")
+        report = await watcher.reported(lambda report: report.phase == pb.RUN_PHASE_FAILED)
         assert expected in report.failure.message
         assert report.failure.code == "invalid_input"
         await still_reports(watcher, stage.settings.listen, "failed")
@@ -144,7 +145,7 @@ async def test_storage_that_refuses_from_the_start_is_reported(staged: Any, monk
         monkeypatch.setattr(obstore, "get", denied)
         before = looks(stage)
         async with kept_alive(stage.settings) as watcher:
-            report = await watcher.reported(lambda report: report.phase == "failed")
+            report = await watcher.reported(lambda report: report.phase == pb.RUN_PHASE_FAILED)
             assert report.failure.code == "place_unusable"
             assert "access is denied" in report.storage_failure
             assert not report.HasField("checkpoint_step")
@@ -160,7 +161,7 @@ async def test_workers_that_go_while_it_evaluates_are_a_failure_like_any_other(s
 
         stage.workers[0].script = go
         async with kept_alive(stage.but(start_seconds=3.0)) as watcher:
-            report = await watcher.reported(lambda report: report.phase == "failed")
+            report = await watcher.reported(lambda report: report.phase == pb.RUN_PHASE_FAILED)
             assert report.failure.code == "no_worker"
 
 
@@ -170,7 +171,7 @@ async def test_a_drained_run_is_reported_as_suspended_until_stopped(staged: Any)
         async with kept_alive(stage.settings) as watcher:
             await watcher.reported(lambda report: report.groups_running == 2)
             await watcher.drain()
-            await watcher.reported(lambda report: report.phase == "suspended")
+            await watcher.reported(lambda report: report.phase == pb.RUN_PHASE_SUSPENDED)
             await still_reports(watcher, stage.settings.listen, "suspended")
             assert stage.summary["status"] == "suspended"
 
@@ -180,7 +181,7 @@ async def test_a_stop_during_training_drains_and_ends_the_program(staged: Any) -
         stage.workers[0].gate = asyncio.Event()
         async with kept_alive(stage.settings) as watcher:
             await watcher.reported(lambda report: report.groups_running == 2)
-        assert watcher.last.phase == "suspended"
+        assert watcher.last.phase == pb.RUN_PHASE_SUSPENDED
         assert stage.summary["status"] == "suspended"
 
 
@@ -221,9 +222,13 @@ async def test_while_data_is_read_it_says_that_it_starts(staged: Any, monkeypatc
         try:
             async with kept_alive(stage.but(max_steps=1)) as watcher:
                 report = await watcher.reported(lambda report: report.message)
-                assert (report.phase, report.message, report.total_steps) == ("starting", "reading the data", 0)
+                assert (report.phase, report.message, report.total_steps) == (
+                    pb.RUN_PHASE_STARTING,
+                    "reading the data",
+                    0,
+                )
                 go_on.set()
-                report = await watcher.reported(lambda report: report.phase == "succeeded")
+                report = await watcher.reported(lambda report: report.phase == pb.RUN_PHASE_SUCCEEDED)
                 assert report.total_steps == 1
         finally:
             go_on.set()
@@ -239,7 +244,7 @@ async def test_a_run_that_has_succeeded_is_reported_and_not_repeated(staged: Any
         await Run(stage.settings).main()
         before, summary = looks(stage), stage.summary
         async with kept_alive(stage.settings) as watcher:
-            report = await watcher.reported(lambda report: report.phase == "succeeded")
+            report = await watcher.reported(lambda report: report.phase == pb.RUN_PHASE_SUCCEEDED)
             assert (report.step, report.total_steps, report.checkpoint_step) == (6, 6, 6)
             assert (report.policy.step, report.policy.sha256) == (6, summary["policy"]["sha256"])
             assert report.policy_uri == summary["policy"]["uri"]
@@ -249,7 +254,7 @@ async def test_a_run_that_has_succeeded_is_reported_and_not_repeated(staged: Any
         assert looks(stage) == before
         assert stage.summary == summary
         phases = [report.phase for report in watcher.reports]
-        assert phases == ["starting"] * (len(phases) - 1) + ["succeeded"]
+        assert phases == [pb.RUN_PHASE_STARTING] * (len(phases) - 1) + [pb.RUN_PHASE_SUCCEEDED]
 
 
 async def test_a_run_that_succeeded_with_dropped_scenarios_has_succeeded(staged: Any) -> None:
@@ -264,7 +269,7 @@ async def test_a_run_that_succeeded_with_dropped_scenarios_has_succeeded(staged:
         assert (stage.summary["steps"], stage.summary["total_steps"]) == (5, 6)
         before = looks(stage)
         async with kept_alive(stage.settings) as watcher:
-            report = await watcher.reported(lambda report: report.phase == "succeeded")
+            report = await watcher.reported(lambda report: report.phase == pb.RUN_PHASE_SUCCEEDED)
             assert (report.step, report.checkpoint_step, dict(report.failures)) == (5, 5, {"tool/tool_raised": 6})
         assert looks(stage) == before
 
@@ -273,7 +278,7 @@ async def test_a_longer_schedule_goes_on_from_a_run_that_has_succeeded(staged: A
     async with staged() as stage:
         await Run(stage.but(max_steps=2)).main()
         async with kept_alive(stage.but(max_steps=4)) as watcher:
-            report = await watcher.reported(lambda report: report.phase == "succeeded")
+            report = await watcher.reported(lambda report: report.phase == pb.RUN_PHASE_SUCCEEDED)
             assert report.step == 4
 
 
@@ -281,7 +286,9 @@ async def test_a_run_that_has_succeeded_under_another_algorithm_is_not_this_one(
     async with staged() as stage:
         await Run(stage.but(max_steps=2)).main()
         async with kept_alive(stage.but(max_steps=2, algorithm={"learning_rate": 0.5})) as watcher:
-            report = await watcher.reported(lambda report: report.phase in {"failed", "succeeded"})
+            report = await watcher.reported(
+                lambda report: report.phase in {pb.RUN_PHASE_FAILED, pb.RUN_PHASE_SUCCEEDED}
+            )
             assert "was trained with another model, algorithm or data" in report.message
 
 
@@ -291,7 +298,7 @@ async def test_a_run_whose_adapter_is_gone_has_not_ended(staged: Any) -> None:
         (adapter,) = (stage.folder / "store" / "adapters").glob("000002-*")
         (adapter / "manifest.json").unlink()
         async with kept_alive(stage.but(max_steps=2)) as watcher:
-            report = await watcher.reported(lambda report: report.phase == "succeeded")
+            report = await watcher.reported(lambda report: report.phase == pb.RUN_PHASE_SUCCEEDED)
             assert report.policy.step == 2
         assert (adapter / "manifest.json").exists()
 
@@ -322,7 +329,7 @@ async def test_a_process_answers_after_a_failed_run_and_exits_0_when_stopped(sta
                     assert line, said.decode()
                     said += line
             async with watched(address) as watcher:
-                report = await watcher.reported(lambda report: report.phase == "failed")
+                report = await watcher.reported(lambda report: report.phase == pb.RUN_PHASE_FAILED)
                 assert "/nowhere/train.jsonl" in report.failure.message
                 assert await healthy(address)
                 process.send_signal(signal.SIGTERM)

@@ -305,10 +305,10 @@ async def test_the_service_publishes_progress_and_drains(staged: Any) -> None:
                 seen.append(report)
         async with asyncio.timeout(10):
             await serving
-        assert seen[0].phase == "training"
+        assert seen[0].phase == lpb.RUN_PHASE_TRAINING
         assert seen[0].engines_converged == 2
         assert seen[0].groups_running == 2
-        assert seen[-1].phase == "suspended"
+        assert seen[-1].phase == lpb.RUN_PHASE_SUSPENDED
         assert stage.summary["status"] == "suspended"
 
 

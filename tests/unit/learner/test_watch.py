@@ -17,6 +17,7 @@ from kestrl.api.learner.v1 import learner_pb2 as lpb
 from kestrl.api.learner.v1 import learner_pb2_grpc as lstubs
 from kestrl.errors import Boundary, EngineFailure, Failure, PlaceError
 from kestrl.rpc.codec import policy_from_proto
+from kestrl.states import RunPhase
 from kestrl.storage import ObjectStore, open_store, read_manifest
 from kestrl_learner import checkpoint
 from kestrl_learner.__main__ import work
@@ -69,13 +70,13 @@ def dies(agent: FakeAgent) -> None:
 @pytest.mark.parametrize(
     ("happens", "state", "message"),
     [
-        (starts, "starting", ""),
-        (loads_for_long, "loading", ""),
-        (lies, "quarantined", "[engine/probe_mismatch] the probe differs by 3"),
+        (starts, lpb.SERVING_STATE_STARTING, ""),
+        (loads_for_long, lpb.SERVING_STATE_LOADING, ""),
+        (lies, lpb.SERVING_STATE_QUARANTINED, "[engine/probe_mismatch] the probe differs by 3"),
     ],
 )
 async def test_an_engine_behind_the_newest_version_is_reported_with_its_reason(
-    staged: Any, happens: Any, state: str, message: str
+    staged: Any, happens: Any, state: lpb.ServingState.ValueType, message: str
 ) -> None:
     async with staged() as stage:
         stage.workers[0].gate = asyncio.Event()
@@ -83,7 +84,12 @@ async def test_an_engine_behind_the_newest_version_is_reported_with_its_reason(
         async with learning(stage.settings) as watcher:
             report = await watcher.reported(lambda report: report.groups_running == 2)
             first, second = report.engines
-            assert (first.name, first.state, first.lag, first.policy.step) == ("engine-0", "serving", 0, 0)
+            assert (first.name, first.state, first.lag, first.policy.step) == (
+                "engine-0",
+                lpb.SERVING_STATE_SERVING,
+                0,
+                0,
+            )
             assert first.policy.sha256 == report.policy.sha256
             assert (second.name, second.state, second.lag) == ("engine-1", state, 1)
             assert second.message.startswith(message)
@@ -93,23 +99,26 @@ async def test_an_engine_behind_the_newest_version_is_reported_with_its_reason(
 
 @pytest.mark.parametrize(
     ("happens", "state", "message"),
-    [(comes_back, "recovering", ""), (dies, "away", "[engine/engine_down] it stopped answering")],
+    [
+        (comes_back, lpb.SERVING_STATE_RECOVERING, ""),
+        (dies, lpb.SERVING_STATE_AWAY, "[engine/engine_down] it stopped answering"),
+    ],
 )
 async def test_an_engine_that_went_away_claims_nothing_until_it_has_proved_it_anew(
-    staged: Any, happens: Any, state: str, message: str
+    staged: Any, happens: Any, state: lpb.ServingState.ValueType, message: str
 ) -> None:
     async with staged() as stage:
         stage.workers[0].gate = asyncio.Event()
         async with learning(stage.settings) as watcher:
             before = await watcher.reported(lambda report: report.groups_running == 2)
-            assert [engine.state for engine in before.engines] == ["serving", "serving"]
+            assert [engine.state for engine in before.engines] == [lpb.SERVING_STATE_SERVING] * 2
             assert [engine.message for engine in before.engines] == ["", ""]
             happens(stage.agents[1])
             engine = (await watcher.reported(lambda report: report.engines[1].state == state)).engines[1]
             assert (engine.lag, engine.message, engine.HasField("policy")) == (1, message, False)
             stage.agents[1].state = ipb.ENGINE_STATE_READY
             await watcher.reported(
-                lambda report: report.engines[1].state == "serving" and report.engines_converged == 2
+                lambda report: report.engines[1].state == lpb.SERVING_STATE_SERVING and report.engines_converged == 2
             )
 
 
@@ -128,10 +137,13 @@ async def test_an_agent_that_stopped_answering_is_away_a_new_one_is_starting(sta
         stage.agents[0].GetEngine = silent
         async with learning(stage.but(engines=(stage.settings.engines[0], nobody))) as watcher:
             report = await watcher.reported(lambda report: report.groups_running == 2)
-            assert [engine.state for engine in report.engines] == ["serving", "starting"]
+            assert [engine.state for engine in report.engines] == [
+                lpb.SERVING_STATE_SERVING,
+                lpb.SERVING_STATE_STARTING,
+            ]
             assert "127.0.0.1:1" in report.engines[1].message
             broken = True
-            report = await watcher.reported(lambda report: report.engines[0].state == "away")
+            report = await watcher.reported(lambda report: report.engines[0].state == lpb.SERVING_STATE_AWAY)
             assert report.engines[0].message == "[engine/agent_broken] no more"
             assert report.engines_converged == 0
 
@@ -144,7 +156,7 @@ async def test_lag_parent_checkpoint_and_pace_are_reported_during_training(stage
         stage.workers[0].hangs = lambda request: request.purpose == "train" and request.policy.step == 2
         async with learning(stage.settings) as watcher:
             report = await watcher.reported(lambda report: report.step == 2 and report.groups_running == 2)
-            assert (report.phase, report.total_steps) == ("training", 6)
+            assert (report.phase, report.total_steps) == (lpb.RUN_PHASE_TRAINING, 6)
             assert [(engine.policy.step, engine.lag) for engine in report.engines] == [(2, 0), (0, 2)]
             store = open_store(stage.settings.storage)
             manifest = read_manifest(open_store(report.policy_uri))
@@ -164,7 +176,11 @@ async def test_lag_parent_checkpoint_and_pace_are_reported_during_training(stage
         # A version that was just published is not verified yet, whichever engines verified the one before.
         first_report = next(report for report in watcher.reports if report.policy.step == 1)
         assert (first_report.engines_converged, [engine.lag for engine in first_report.engines]) == (0, [1, 1])
-        assert (watcher.last.phase, list(watcher.last.engines), watcher.last.workers) == ("suspended", [], 0)
+        assert (watcher.last.phase, list(watcher.last.engines), watcher.last.workers) == (
+            lpb.RUN_PHASE_SUSPENDED,
+            [],
+            0,
+        )
 
 
 async def test_ready_groups_and_departed_workers_are_reported(staged: Any) -> None:
@@ -209,7 +225,7 @@ async def test_a_resumed_run_reports_its_step_before_loading_and_the_parent(stag
         stage.workers[0].draining = True  # so that it does not get on
         async with learning(stage.settings) as watcher:
             report = await watcher.reported(lambda report: "engines start" in report.message)
-            assert (report.phase, report.step, report.checkpoint_step) == ("starting", 2, 2)
+            assert (report.phase, report.step, report.checkpoint_step) == (lpb.RUN_PHASE_STARTING, 2, 2)
         assert stage.summary["steps"] == 2
         stage.workers[0].draining = False
         stage.workers[0].gate = asyncio.Event()
@@ -269,7 +285,7 @@ async def test_a_storage_failure_is_reported(staged: Any, monkeypatch: pytest.Mo
         with pytest.raises(PlaceError):
             await run.main()
         report = run.progress.to_proto()
-        assert report.phase == "failed"
+        assert report.phase == lpb.RUN_PHASE_FAILED
         assert "no space left" in report.storage_failure
         assert report.checkpoint_step == 0
 
@@ -301,10 +317,10 @@ async def test_changes_are_sent_at_the_requested_interval_and_the_last_always() 
 async def test_the_end_is_reported_at_once() -> None:
     progress = Progress(100, 1, 1)
     async with telling(progress) as address, watched(address, min_interval=600.0) as watcher:
-        await watcher.reported(lambda report: report.phase == "starting")
+        await watcher.reported(lambda report: report.phase == lpb.RUN_PHASE_STARTING)
         progress.update(step=7)
-        progress.update(phase="failed", message="why")
-        report = await watcher.reported(lambda report: report.phase == "failed")
+        progress.update(phase=RunPhase.FAILED, message="why")
+        report = await watcher.reported(lambda report: report.phase == lpb.RUN_PHASE_FAILED)
         assert (report.step, report.message) == (7, "why")
         assert not watcher.ended
         progress.end()
@@ -321,7 +337,7 @@ async def test_a_change_during_a_send_is_not_lost_and_equal_states_are_not_sent(
     async with asyncio.timeout(5):
         assert (await anext(reports)).step == 1
     progress.update()
-    progress.update(phase="succeeded", tokens_per_second=float("nan"))
+    progress.update(phase=RunPhase.SUCCEEDED, tokens_per_second=float("nan"))
     progress.end()
     async with asyncio.timeout(5):
-        assert [report.phase async for report in reports] == ["succeeded"]
+        assert [report.phase async for report in reports] == [lpb.RUN_PHASE_SUCCEEDED]

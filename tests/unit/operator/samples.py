@@ -13,8 +13,9 @@ from kestrl.api.learner.v1 import learner_pb2 as pb
 from kestrl.episode import PolicyVersion
 from kestrl.errors import Boundary, Failure
 from kestrl.plan.components import Role
-from kestrl.rpc.codec import failure_to_proto, policy_to_proto
+from kestrl.rpc.codec import failure_to_proto, policy_to_proto, run_phase_to_proto, serving_state_to_proto
 from kestrl.spec import AgentRLJob, read_job
+from kestrl.states import RunPhase, ServingState
 from kestrl_operator.snapshot import ATTEMPTS, FORGIVEN, RESTARTS, Ended, LearnerReport, Pod, Snapshot, Workload
 
 QUICKSTART = Path(__file__).parents[3] / "examples" / "email-search" / "quickstart.yaml"
@@ -93,13 +94,14 @@ def version(step: int, digest: str = "1f0c") -> PolicyVersion:
 def engine(number: int, step: int | None = 14, **changes: Any) -> pb.EngineProgress:
     """The learner's report of an engine that has verified the version of a step; None for no version."""
     proved = None if step is None else policy_to_proto(version(step))
-    return pb.EngineProgress(**({"name": f"engine-{number}", "policy": proved, "state": "serving"} | changes))
+    plain = {"name": f"engine-{number}", "policy": proved, "state": ServingState.SERVING} | changes
+    return pb.EngineProgress(**plain | {"state": serving_state_to_proto(ServingState(plain["state"]))})
 
 
 def report(phase: str = "training", **changes: Any) -> pb.WatchProgressResponse:
     """A learner's report at step 14 of 26, with both engines on its newest version."""
     plain: dict[str, Any] = {
-        "phase": phase,
+        "phase": run_phase_to_proto(RunPhase(phase)) if phase else None,
         "step": 14,
         "total_steps": 26,
         "means": {"reward": 0.5, "answer_correct": 0.25},

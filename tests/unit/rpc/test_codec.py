@@ -9,9 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kestrl.api.inference.v1 import inference_pb2
+from kestrl.api.learner.v1 import learner_pb2
 from kestrl.episode import CallOutcome, Episode, Group, PolicyVersion, Row, Scenario, StopReason, ToolCall, Turn
 from kestrl.errors import Boundary, Failure
 from kestrl.rpc import codec
+from kestrl.states import EngineState, RunPhase, ServingState
 
 text = st.text(max_size=20)
 json_values: st.SearchStrategy[Any] = st.recursive(
@@ -122,3 +125,27 @@ def test_a_row_whose_arrays_differ_in_length_cannot_be_made() -> None:
 
 def test_every_boundary_has_its_number() -> None:
     assert {codec._BOUNDARIES[boundary] for boundary in Boundary} == set(range(1, len(Boundary) + 1))
+
+
+@pytest.mark.parametrize(
+    ("states", "wire", "to_proto", "from_proto"),
+    [
+        (RunPhase, learner_pb2.RunPhase, codec.run_phase_to_proto, codec.run_phase_from_proto),
+        (ServingState, learner_pb2.ServingState, codec.serving_state_to_proto, codec.serving_state_from_proto),
+        (EngineState, inference_pb2.EngineState, codec.engine_state_to_proto, codec.engine_state_from_proto),
+    ],
+)
+def test_states_and_the_enums_of_the_wire_have_the_same_members(
+    states: Any, wire: Any, to_proto: Any, from_proto: Any
+) -> None:
+    assert [from_proto(value) for value in wire.values()] == [None, *states]
+    assert [from_proto(to_proto(state)) for state in states] == list(states)
+    assert from_proto(max(wire.values()) + 1) is None, "a state of a later version is unknown, not an error"
+
+
+def test_the_words_of_states_are_those_that_are_stored() -> None:
+    words = [str(state) for states in (RunPhase, ServingState) for state in states]
+    assert words == [
+        *("starting", "evaluating", "training", "draining", "succeeded", "failed", "suspended"),
+        *("starting", "serving", "loading", "recovering", "quarantined", "away"),
+    ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from kestrl.telemetry.metrics import observe
 from kestrl.telemetry.names import Metric
 from kestrl_inference.loaded_adapters import LoadedAdapters
-from kestrl_inference.watch import State, Watch
+from kestrl_inference.watch import Watch
 
 
 def observe_engine(watch: Watch, adapters: LoadedAdapters) -> None:
@@ -22,7 +22,7 @@ def observe_engine(watch: Watch, adapters: LoadedAdapters) -> None:
             return {}
         return {"fetch": last.fetch_seconds, "load": last.load_seconds, "prove": last.prove_seconds}
 
-    observe(Metric.ENGINE_UP, lambda: float(watch.state in {State.READY, State.RECOVERING}))
+    observe(Metric.ENGINE_UP, lambda: float(watch.state.up))
     observe(Metric.ENGINE_RESTARTS, lambda: watch.restarts)
     observe(Metric.VERSIONS, versions)
     observe(Metric.LOAD_SECONDS, load_seconds)

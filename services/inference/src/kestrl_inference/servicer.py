@@ -11,17 +11,10 @@ from kestrl.api.inference.v1 import inference_pb2_grpc as stubs
 from kestrl.episode import PolicyVersion
 from kestrl.errors import UserInputError
 from kestrl.plan.settings import AgentSettings
-from kestrl.rpc.codec import failure_to_proto, policy_from_proto, policy_to_proto
+from kestrl.rpc.codec import engine_state_to_proto, failure_to_proto, policy_from_proto, policy_to_proto
+from kestrl.states import EngineState
 from kestrl_inference.loaded_adapters import LoadedAdapters
-from kestrl_inference.watch import State, Watch
-
-STATES = {
-    State.STARTING: pb.ENGINE_STATE_STARTING,
-    State.READY: pb.ENGINE_STATE_READY,
-    State.RECOVERING: pb.ENGINE_STATE_RECOVERING,
-    State.DOWN: pb.ENGINE_STATE_DOWN,
-}
-
+from kestrl_inference.watch import Watch
 
 JOB = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
 SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -73,12 +66,12 @@ class EngineAgent(stubs.EngineAgentServiceServicer):
         return pb.GetEngineResponse(
             name=self._settings.engine_name,
             url=self._settings.engine_url,
-            state=STATES[watch.state],
+            state=engine_state_to_proto(watch.state),
             policies=[
                 pb.LoadedPolicy(
                     policy=policy_to_proto(held.policy),
                     # A verification that ended when the engine went down is not valid for the restarted engine.
-                    proved=held.proved and watch.state is not State.DOWN,
+                    proved=held.proved and watch.state is not EngineState.DOWN,
                     failure=None if held.failure is None else failure_to_proto(held.failure),
                 )
                 for held in self._adapters.held.values()

@@ -5,25 +5,16 @@ from __future__ import annotations
 import asyncio
 import logging
 from dataclasses import dataclass, field
-from enum import StrEnum
 from pathlib import Path
 
 from kestrl import engine_failure
 from kestrl.engine_failure import EngineStartFailure
 from kestrl.errors import Boundary, DeadlineExceeded, EngineFailure, Failure
+from kestrl.states import EngineState
 from kestrl_inference.engine import Engine, Load, Pulse, until
 from kestrl_inference.loaded_adapters import LoadedAdapters
 
 log = logging.getLogger(__name__)
-
-
-class State(StrEnum):
-    """State of the engine."""
-
-    STARTING = "starting"
-    READY = "ready"
-    RECOVERING = "recovering"
-    DOWN = "down"
 
 
 def came_back(before: Pulse, now: Pulse, wanted: frozenset[str]) -> bool:
@@ -41,7 +32,7 @@ class Watch:
     component: str
     failure_file: Path | None = None
     """Where the engine writes why it could not start."""
-    state: State = State.STARTING
+    state: EngineState = EngineState.STARTING
     restarts: int = 0
     failure: Failure | None = None
     up: asyncio.Event = field(default_factory=asyncio.Event)
@@ -76,7 +67,7 @@ class Watch:
             self._is_down(now)
 
     async def _is_up(self, now: Pulse, wanted: frozenset[str]) -> None:
-        if self._seen is None or self.state is State.STARTING:
+        if self._seen is None or self.state is EngineState.STARTING:
             try:
                 await self.adapters.unload_earlier()
             except EngineFailure as error:
@@ -84,14 +75,14 @@ class Watch:
                 return
         elif came_back(self._seen, now, wanted):
             self.restarts += 1
-            self.state = State.RECOVERING
+            self.state = EngineState.RECOVERING
             log.warning("%s is back (restart %d); reloading and verifying its versions", self.component, self.restarts)
             await self.adapters.settle(lost=True)
         elif not self.adapters.settled():
             await self.adapters.settle(lost=False)
         self._seen = now
         settled = self.adapters.settled()
-        self.state, self.failure = State.READY if settled else State.RECOVERING, None
+        self.state, self.failure = EngineState.READY if settled else EngineState.RECOVERING, None
         if self.failure_file is not None:
             self.failure_file.unlink(missing_ok=True)  # the record of an earlier start
         self.up.set()
@@ -100,11 +91,11 @@ class Watch:
         self._seen = now
         if self.failure_file is not None and (found := engine_failure.read(self.failure_file)) is not None:
             self._cannot_start(found)
-        if self.state is State.STARTING:
+        if self.state is EngineState.STARTING:
             return
-        if self.state is not State.DOWN:
+        if self.state is not EngineState.DOWN:
             log.error("%s: the engine stopped answering: %s", self.component, now.reason)
-        self.state = State.DOWN
+        self.state = EngineState.DOWN
         self.failure = self.failure or Failure(
             boundary=Boundary.ENGINE,
             code="engine_down",

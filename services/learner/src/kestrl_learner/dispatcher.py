@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kestrl.algorithms import Algorithm
-from kestrl.episode import Group, PolicyVersion, Scenario
+from kestrl.episode import Group, PolicyVersion, Purpose, Scenario
 from kestrl.errors import Boundary, KestrlError
 from kestrl.plan.settings import LearnerSettings
 from kestrl.telemetry.metrics import observe
@@ -214,7 +214,7 @@ class Dispatcher:
             engines=engines,
             temperature=settings.temperature,
             seed=group_seed(settings.seed, lease.epoch, lease.ordinal),
-            purpose="train",
+            purpose=Purpose.TRAIN,
         )
         self._running[task].begun = True
         try:

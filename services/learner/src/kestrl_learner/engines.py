@@ -24,7 +24,8 @@ from kestrl.episode import PolicyVersion
 from kestrl.errors import Boundary, Failure, KestrlError, PlaceError
 from kestrl.plan.settings import EngineEntry
 from kestrl.rpc import Channel, call, channel
-from kestrl.rpc.codec import failure_from_proto, policy_from_proto, policy_to_proto
+from kestrl.rpc.codec import engine_state_from_proto, failure_from_proto, policy_from_proto, policy_to_proto
+from kestrl.states import EngineState, ServingState
 from kestrl.telemetry.metrics import observe
 from kestrl.telemetry.names import Metric
 from kestrl_learner.admission import EngineLoad
@@ -39,7 +40,6 @@ STRAGGLER_SECONDS = 15.0
 """How long a publication waits for further engines once one has verified it; the others join later."""
 FIRST_RETRY, LONGEST_RETRY = 2.0, 60.0
 LONGEST_REASON = 500
-UP = (pb.ENGINE_STATE_READY, pb.ENGINE_STATE_RECOVERING)
 
 
 def _no_listener() -> None:
@@ -80,8 +80,8 @@ class KnownEngine:
     entry: EngineEntry
     stub: Any
     connection: Channel
-    state: int = pb.ENGINE_STATE_UNSPECIFIED
-    """State reported by the agent; unspecified while the agent does not answer."""
+    state: EngineState | None = None
+    """State reported by the agent; None while the agent does not answer."""
     lost: bool = False
     """Whether the agent answered before and does not now."""
     suspected: bool = False
@@ -99,7 +99,7 @@ class KnownEngine:
 
     def settled(self, name: str) -> bool:
         """Whether the engine's state for a version will not change soon."""
-        return name in self.proved or name in self.load_failures or self.lost or self.state == pb.ENGINE_STATE_DOWN
+        return name in self.proved or name in self.load_failures or self.lost or self.state is EngineState.DOWN
 
     def storage_refused(self, name: str) -> bool:
         """Whether a version could not be stored beside the engine: its disk is full or not writable, and a person has
@@ -117,20 +117,25 @@ class KnownEngine:
         """The part of the state whose changes are published."""
         return self.state, set(self.proved), self.failure, dict(self.unproved)
 
-    def state_name(self, newest: PolicyVersion | None) -> str:
-        """The engine's state with respect to the newest published version, as in `EngineReport.state`."""
-        if self.state not in UP:
-            return "away" if self.lost or self.state == pb.ENGINE_STATE_DOWN else "starting"
+    @property
+    def up(self) -> bool:
+        """Whether its agent reports that the engine answers."""
+        return self.state is not None and self.state.up
+
+    def serving_state(self, newest: PolicyVersion | None) -> ServingState:
+        """The engine's state with respect to the newest published version."""
+        if not self.up:
+            return ServingState.AWAY if self.lost or self.state is EngineState.DOWN else ServingState.STARTING
         if newest is None or newest.name in self.proved:
-            return "serving"
+            return ServingState.SERVING
         if newest.name in self.load_failures:
-            return "quarantined"
-        return "recovering" if self.state == pb.ENGINE_STATE_RECOVERING else "loading"
+            return ServingState.QUARANTINED
+        return ServingState.RECOVERING if self.state is EngineState.RECOVERING else ServingState.LOADING
 
     def reason(self, newest: PolicyVersion | None) -> str:
         """Why the engine does not serve the newest version; empty if that is not known."""
         failed = None if newest is None else self.load_failures.get(newest.name)
-        if self.state in UP and failed is not None:
+        if self.up and failed is not None:
             return f"{failed.failure} (tried {failed.times}x)"
         failure = self.failure or (None if newest is None else self.unproved.get(newest.name))
         return "" if failure is None else str(failure)
@@ -138,26 +143,26 @@ class KnownEngine:
     def update_newest(self, wanted: Iterable[PolicyVersion]) -> None:
         """Updates `newest`; while the engine is not ready, only versions that were verified again count."""
         known = [policy for policy in wanted if policy.name in self.proved]
-        if self.state == pb.ENGINE_STATE_READY and self.newest is not None:
+        if self.state is EngineState.READY and self.newest is not None:
             known.append(self.newest)
         self.newest = max(known, key=lambda policy: policy.step, default=None)
 
     def report(self, newest: PolicyVersion | None) -> EngineReport:
         """The engine's entry in the run's progress."""
-        state = self.state_name(newest)
+        state = self.serving_state(newest)
         return EngineReport(
             name=self.entry.name,
             policy=self.newest,
             lag=0 if newest is None else newest.step - (-1 if self.newest is None else self.newest.step),
             state=state,
-            message="" if state == "serving" else self.reason(newest)[:LONGEST_REASON],
+            message="" if state is ServingState.SERVING else self.reason(newest)[:LONGEST_REASON],
         )
 
     def __str__(self) -> str:
         why = "; ".join(str(failed.failure) for failed in self.load_failures.values()) or (
             self.failure and str(self.failure)
         )
-        return f"{self.entry.name}: {why or pb.EngineState.Name(self.state)}"  # type: ignore[arg-type]
+        return f"{self.entry.name}: {why or self.state or 'its agent has not answered'}"
 
 
 class Engines:
@@ -197,7 +202,7 @@ class Engines:
 
     def loads(self) -> dict[str, EngineLoad]:
         """Load of the engines that are up, as of the last poll."""
-        return {known.entry.name: known.load for known in self._known if known.state in UP}
+        return {known.entry.name: known.load for known in self._known if known.up}
 
     def wanted(self) -> set[str]:
         """Names of the versions that are published and not retired."""
@@ -303,16 +308,16 @@ class Engines:
                 token=Secret.LEARNER_TO_INFERENCE.here(),
             )
         except KestrlError as error:
-            if known.state != pb.ENGINE_STATE_UNSPECIFIED:
+            if known.state is not None:
                 log.warning("the agent of %s does not answer: %s", known.entry.name, error)
                 known.lost = True
-            known.state, known.failure = pb.ENGINE_STATE_UNSPECIFIED, error.failure(component=known.entry.name)
+            known.state, known.failure = None, error.failure(component=known.entry.name)
             known.proved.clear()
             known.suspected = known.suspected and not suspected
             self._publish_status()
             return
         held = {policy.name: item for item in seen.policies if (policy := policy_from_proto(item.policy)) is not None}
-        known.state, known.lost = seen.state, False
+        known.state, known.lost = engine_state_from_proto(seen.state), False
         known.failure = failure_from_proto(seen.failure) if seen.HasField("failure") else None
         known.unproved = {
             name: failure_from_proto(item.failure) for name, item in held.items() if item.HasField("failure")
@@ -332,13 +337,13 @@ class Engines:
             self._publish_status()
         for name in set(held) - set(self._wanted):
             await self._retire(known, name, held[name])
-        if known.state in UP:
+        if known.up:
             await self._load_missing(known, held)
 
     async def _load_missing(self, known: KnownEngine, held: dict[str, pb.LoadedPolicy]) -> None:
         """Loads missing versions, newest first. A recovering agent restores by itself the versions it holds."""
         for name, published in reversed(list(self._wanted.items())):
-            recovering = known.state == pb.ENGINE_STATE_RECOVERING and name in held
+            recovering = known.state is EngineState.RECOVERING and name in held
             failed = known.load_failures.get(name)
             due = failed is None or asyncio.get_running_loop().time() >= failed.not_before
             if name not in known.proved and not recovering and due:

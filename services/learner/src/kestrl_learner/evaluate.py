@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Sequence
 
 from kestrl.api.common.v1 import common_pb2
-from kestrl.episode import PROMPT_TOO_LONG, Episode, Group, PolicyVersion, Scenario
+from kestrl.episode import PROMPT_TOO_LONG, Episode, Group, PolicyVersion, Purpose, Scenario
 from kestrl.errors import KestrlError
 from kestrl.rpc.codec import group_to_proto
 from kestrl.storage import ObjectStore
@@ -58,7 +58,7 @@ async def run_all(
             engines=await engines.wait_verified(policy),
             temperature=temperature,
             seed=seed + scenario.ordinal,
-            purpose="evaluation",
+            purpose=Purpose.EVALUATION,
         )
         return await workers.run(request)
 
@@ -117,7 +117,7 @@ def summarise(groups: Sequence[Group], requested: int, progress: Progress) -> di
     }
 
 
-def store_groups(store: ObjectStore, path: str, step: int, purpose: str, groups: Sequence[Group]) -> None:
+def store_groups(store: ObjectStore, path: str, step: int, purpose: Purpose, groups: Sequence[Group]) -> None:
     """Writes groups as one storage object."""
     batch = common_pb2.GroupBatch(step=step, purpose=purpose, groups=[group_to_proto(group) for group in groups])
     store.put(path, batch.SerializeToString())
@@ -148,7 +148,7 @@ async def evaluate(
         }
         greedy = await run_all(scenarios, temperature=GREEDY, **common)  # type: ignore[arg-type]
         await asyncio.to_thread(
-            store_groups, store, f"episodes/eval/{policy.step:06d}.pb", policy.step, "evaluation", greedy
+            store_groups, store, f"episodes/eval/{policy.step:06d}.pb", policy.step, Purpose.EVALUATION, greedy
         )
         result = summarise(greedy, len(scenarios), progress)
         if sampled:

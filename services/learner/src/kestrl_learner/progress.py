@@ -15,14 +15,13 @@ from kestrl.api.learner.v1 import learner_pb2 as pb
 from kestrl.api.learner.v1 import learner_pb2_grpc as stubs
 from kestrl.episode import Episode, PolicyVersion
 from kestrl.errors import Failure
-from kestrl.rpc.codec import failure_to_proto, policy_to_proto
+from kestrl.rpc.codec import failure_to_proto, policy_to_proto, run_phase_to_proto, serving_state_to_proto
+from kestrl.states import RunPhase, ServingState
 from kestrl_learner.learning import Learning
 from kestrl_learner.stale import Stale
 
 WINDOW_STEPS = 2
 """Steps that the running means and the check for zero-advantage steps cover."""
-FINAL = frozenset({"succeeded", "failed", "suspended"})
-"""Phases in which a run has ended."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,8 +33,7 @@ class EngineReport:
     """The newest version it has verified."""
     lag: int
     """Steps behind the newest published version."""
-    state: str
-    """starting, serving, loading, recovering, quarantined or away."""
+    state: ServingState
     message: str
     """Why it does not serve the newest version; empty if that is not known."""
 
@@ -66,7 +64,7 @@ class Progress:
     """State of the run as reported to watchers, which are woken by every change."""
 
     def __init__(self, total_steps: int, engines_total: int, episodes_per_step: int) -> None:
-        self.phase, self.message = "starting", ""
+        self.phase, self.message = RunPhase.STARTING, ""
         self.step, self.total_steps = 0, total_steps
         self.policy: PolicyVersion | None = None
         self.policy_uri = self.policy_parent = ""
@@ -103,7 +101,7 @@ class Progress:
     @property
     def final(self) -> bool:
         """Whether the run has ended and its end is published."""
-        return self.phase in FINAL
+        return self.phase.final
 
     def end(self) -> None:
         """Ends the progress streams once they have sent the last state."""
@@ -166,7 +164,7 @@ class Progress:
 
     def to_proto(self) -> pb.WatchProgressResponse:
         return pb.WatchProgressResponse(
-            phase=self.phase,
+            phase=run_phase_to_proto(self.phase),
             step=self.step,
             total_steps=self.total_steps,
             means=means_of(self.recent()),
@@ -201,7 +199,7 @@ def _engine_to_proto(engine: EngineReport) -> pb.EngineProgress:
         name=engine.name,
         policy=policy_to_proto(engine.policy),
         lag=engine.lag,
-        state=engine.state,
+        state=serving_state_to_proto(engine.state),
         message=engine.message,
     )
 

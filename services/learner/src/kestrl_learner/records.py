@@ -10,6 +10,7 @@ from typing import Any
 
 from kestrl.episode import Group, PolicyVersion, Scenario
 from kestrl.plan.settings import LearnerSettings
+from kestrl.states import RunPhase
 from kestrl_learner.learning import Learning
 from kestrl_learner.progress import episode_facts, means_of
 from kestrl_learner.stale import Stale
@@ -51,7 +52,7 @@ def format_means(means: Mapping[str, float]) -> str:
 def build_summary(
     record: Mapping[str, Any],
     *,
-    status: str,
+    status: RunPhase,
     reason: str,
     steps: int,
     total_steps: int,
@@ -67,7 +68,7 @@ def build_summary(
 
     Args:
         record: Kept over resumes: `before`, `after`, `evaluations`, `gap` (to the policies that sampled the tokens).
-        status: succeeded, failed or suspended.
+        status: The final phase.
         reason: Why it did not succeed.
         steps: Optimiser steps done.
         total_steps: Optimiser steps of the schedule; more than `steps` if scenarios were dropped.

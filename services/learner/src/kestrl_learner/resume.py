@@ -10,6 +10,7 @@ from typing import Any
 
 from kestrl.episode import PolicyVersion
 from kestrl.errors import StorageError
+from kestrl.states import RunPhase
 from kestrl.storage import ObjectStore, adapter_folder, read_manifest
 from kestrl_learner import checkpoint
 from kestrl_learner.learning import Learning
@@ -51,7 +52,7 @@ def completed(
         PlaceError: Access to the storage is denied.
     """
     summary = _summary(store)
-    if summary.get("status") != "succeeded" or summary.get("steps") != newest.step:
+    if summary.get("status") != RunPhase.SUCCEEDED or summary.get("steps") != newest.step:
         return None
     if newest.facts.get("digest") != digest or max(newest.step, summary.get("total_steps", 0)) < steps:
         return None

@@ -20,6 +20,7 @@ from opentelemetry.propagate import extract
 
 from kestrl.errors import Boundary, Failure, KestrlError
 from kestrl.plan.settings import LearnerSettings
+from kestrl.states import RunPhase
 from kestrl.storage import AdapterManifest, fetch_adapter, open_store
 from kestrl.telemetry import span
 from kestrl.telemetry.names import Attr, SpanName
@@ -59,7 +60,7 @@ class Run:
         self._patience.hurry(DRAIN_SECONDS)
         if self._training is not None:
             self._training.drain()
-        self.progress.update(phase="draining", message="finishing the current step")
+        self.progress.update(phase=RunPhase.DRAINING, message="finishing the current step")
 
     def abandon(self) -> None:
         """Ends all waiting for storage in threads, for a run that is being cancelled."""
@@ -90,9 +91,9 @@ class Run:
     async def _failed(self, failure: Failure) -> None:
         """Publishes the failure and writes the summary."""
         self._clear_observations()
-        self.progress.update(phase="failed", failure=failure, message=failure.message[:300])
+        self.progress.update(phase=RunPhase.FAILED, failure=failure, message=failure.message[:300])
         if self._resources is not None:
-            await self._resources.write_summary("failed", reason=str(failure))
+            await self._resources.write_summary(RunPhase.FAILED, reason=str(failure))
 
     def _attributes(self) -> dict[str, str]:
         return {Attr.JOB: self.settings.job, Attr.RUN: self.settings.run}
@@ -117,12 +118,12 @@ class Run:
             asyncio.create_task(resources.engines.watch(), name="watch-engines"),
             asyncio.create_task(resources.workers.watch(), name="watch-workers"),
         ]
-        status, message = "succeeded", ""
+        status, message = RunPhase.SUCCEEDED, ""
         try:
             await guarded(self._work(resources), *watching)
         except Interrupted:
             # `Training` has written a checkpoint.
-            status, message = "suspended", f"at step {progress.step}"
+            status, message = RunPhase.SUSPENDED, f"at step {progress.step}"
         finally:
             for task in watching:
                 task.cancel()
@@ -158,7 +159,7 @@ class Run:
         )
         if final is not None:
             log.info("run %s has succeeded already", settings.run)
-            self.progress.update(phase="succeeded", **final)
+            self.progress.update(phase=RunPhase.SUCCEEDED, **final)
         return final is not None
 
     async def _work(self, resources: RunResources) -> None:

@@ -14,6 +14,7 @@ from kestrl.data import load_scenarios
 from kestrl.episode import PolicyVersion, Scenario
 from kestrl.errors import PlaceError, StorageError, UserInputError
 from kestrl.plan.settings import LearnerSettings
+from kestrl.states import RunPhase
 from kestrl.storage import Probe
 from kestrl.telemetry import span
 from kestrl.telemetry.names import Attr, SpanName
@@ -130,7 +131,7 @@ class RunResources:
         """
         if not self.validation:
             return None
-        self.progress.update(phase="evaluating", message=f"{len(self.validation)} held-out scenarios, {when}")
+        self.progress.update(phase=RunPhase.EVALUATING, message=f"{len(self.validation)} held-out scenarios, {when}")
         work = evaluate(
             self.validation,
             run=self.settings.run,
@@ -159,7 +160,7 @@ class RunResources:
         """
         await asyncio.to_thread(self.store.put, path, json.dumps(content).encode())
 
-    async def write_summary(self, status: str, *, reason: str = "") -> None:
+    async def write_summary(self, status: RunPhase, *, reason: str = "") -> None:
         """Writes `summary.json`. If that fails, the error is raised unless the run has failed itself."""
         summary = build_summary(
             self.record,
@@ -181,5 +182,5 @@ class RunResources:
             log.warning("the summary is not written: another learner owns the run")
         except (StorageError, PlaceError) as error:
             log.error("the summary cannot be written: %s", error)
-            if status != "failed":
+            if status is not RunPhase.FAILED:
                 raise

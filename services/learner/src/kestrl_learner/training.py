@@ -8,8 +8,9 @@ import time
 from collections.abc import Collection, Sequence
 from functools import partial
 
-from kestrl.episode import PolicyVersion
+from kestrl.episode import PolicyVersion, Purpose
 from kestrl.errors import Boundary, KestrlError, UserInputError
+from kestrl.states import RunPhase
 from kestrl.telemetry import span
 from kestrl.telemetry.names import Attr, SpanName
 from kestrl_learner import checkpoint
@@ -180,7 +181,7 @@ class Training:
         resources.engines.on_change = resources.workers.on_change = dispatcher.wake
         resources.engines.on_load = dispatcher.update_admission
         dispatcher.begin(policy, self._done * self._settings.algorithm.groups_per_step)
-        resources.progress.update(phase="training", step=self._done, message="")
+        resources.progress.update(phase=RunPhase.TRAINING, step=self._done, message="")
         feeding = asyncio.create_task(dispatcher.feed(), name="feed")
         try:
             await guarded(self._steps(policy), feeding)
@@ -202,7 +203,7 @@ class Training:
         if not every or not done or done % every or done >= resources.steps or str(done) in resources.evaluations:
             return
         await resources.evaluate(policy, sampled=False, when=f"step {done}")
-        resources.progress.update(phase="training")
+        resources.progress.update(phase=RunPhase.TRAINING)
 
     async def _checkpoint_on_failure(self, cause: Exception) -> None:
         """Writes a checkpoint if weights and ledger agree. The cause is raised even if this fails."""
@@ -277,7 +278,7 @@ class Training:
         resources, done = self._resources, self._done
         groups = [item.group for item in ready]
         path = f"episodes/train/{done - 1:06d}.pb"
-        await asyncio.to_thread(store_groups, resources.store, path, done - 1, "train", groups)
+        await asyncio.to_thread(store_groups, resources.store, path, done - 1, Purpose.TRAIN, groups)
         now = time.monotonic()
         self._pace = [*self._pace, now - began][-PACE_STEPS:]
         facts = step_record(done, groups, result) | {

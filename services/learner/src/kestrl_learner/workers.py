@@ -26,7 +26,7 @@ from kestrl.api.common.v1 import common_pb2 as common_pb
 from kestrl.api.rollout.v1 import rollout_pb2 as pb
 from kestrl.api.rollout.v1 import rollout_pb2_grpc as stubs
 from kestrl.credentials import Secret
-from kestrl.episode import Group, PolicyVersion, Scenario
+from kestrl.episode import Group, PolicyVersion, Purpose, Scenario
 from kestrl.errors import KestrlError
 from kestrl.plan.settings import EngineEntry, LearnerSettings
 from kestrl.rpc import Channel, call, channel, connected, stream
@@ -94,7 +94,7 @@ class GroupRequest:
     engines: Sequence[EngineEntry]
     temperature: float
     seed: int
-    purpose: str
+    purpose: Purpose
 
 
 @dataclass(slots=True)

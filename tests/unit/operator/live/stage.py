@@ -22,7 +22,9 @@ from kestrl.api.learner.v1 import learner_pb2 as pb
 from kestrl.api.learner.v1 import learner_pb2_grpc as stubs
 from kestrl.credentials import Secret
 from kestrl.errors import StorageError
+from kestrl.rpc.codec import run_phase_to_proto
 from kestrl.spec.crd import crd
+from kestrl.states import RunPhase
 from kestrl_operator.api import Api
 from kestrl_operator.cluster import GRPC_PORT, read_cluster
 from kestrl_operator.config import Config, LeaseSettings
@@ -247,7 +249,7 @@ def version(step: int) -> common_pb2.PolicyVersion:
 def report(phase: str = "training", step: int = 0, **fields: Any) -> pb.WatchProgressResponse:
     """A learner's report: by default, every engine has verified the newest version, which is the step's."""
     made = pb.WatchProgressResponse(
-        phase=phase,
+        phase=run_phase_to_proto(RunPhase(phase)),
         step=step,
         total_steps=26,
         engines_total=len(ENGINES),
@@ -255,7 +257,9 @@ def report(phase: str = "training", step: int = 0, **fields: Any) -> pb.WatchPro
         policy=version(step),
         policy_uri=f"s3://bucket/runs/policies/{step}",
         workers=1,
-        engines=[pb.EngineProgress(name=name, policy=version(step), state="serving") for name in ENGINES],
+        engines=[
+            pb.EngineProgress(name=name, policy=version(step), state=pb.SERVING_STATE_SERVING) for name in ENGINES
+        ],
     )
     for name, value in fields.items():
         if isinstance(value, Mapping):

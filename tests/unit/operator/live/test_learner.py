@@ -108,8 +108,10 @@ async def test_the_lineage_has_each_version_that_all_engines_have_verified(stage
     async with scene(stage, report(step=1)) as on:
         await stage.until(lambda: stage.status().get("policy", {}).get("step") == 1, "version 1")
         engines = [
-            pb.EngineProgress(name="engine-0", policy=version(2), state="serving"),
-            pb.EngineProgress(name="engine-1", policy=version(1), lag=1, state="loading", message="it fetches"),
+            pb.EngineProgress(name="engine-0", policy=version(2), state=pb.SERVING_STATE_SERVING),
+            pb.EngineProgress(
+                name="engine-1", policy=version(1), lag=1, state=pb.SERVING_STATE_LOADING, message="it fetches"
+            ),
         ]
         on.learner.report(report(step=2, engines=engines, engines_converged=1, policy_parent="one"))
         await stage.until(lambda: stage.condition("PolicyConverged")[1] == "Loading", "one engine is behind")
@@ -296,7 +298,9 @@ async def test_an_unreachable_learner_does_not_block_a_suspension(stage: Stage) 
 
 async def test_versions_are_named_as_the_learner_names_them(stage: Stage) -> None:
     named = common_pb2.PolicyVersion(job=JOB, step=7, sha256="ab" * 32)
-    engines = [pb.EngineProgress(name=name, policy=named, state="serving") for name in ("engine-0", "engine-1")]
+    engines = [
+        pb.EngineProgress(name=name, policy=named, state=pb.SERVING_STATE_SERVING) for name in ("engine-0", "engine-1")
+    ]
     async with scene(stage, report(step=7, policy=named, engines=engines)):
         await stage.until(lambda: stage.status().get("policy", {}).get("step") == 7, "it is reported")
         assert stage.status()["policy"]["version"] == f"{JOB}.7.{'ab' * 6}"

@@ -564,7 +564,7 @@ class GroupBatch(_message.Message):
     step: _builtins.int
     """The train step that consumed them."""
     purpose: _builtins.str
-    """train or evaluation."""
+    """A kestrl.episode.Purpose."""
     @_builtins.property
     def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___Group]:
         """The groups."""

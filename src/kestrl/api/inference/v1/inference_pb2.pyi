@@ -38,7 +38,7 @@ class _EngineStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_EngineSta
     """Stopped answering."""
 
 class EngineState(_EngineState, metaclass=_EngineStateEnumTypeWrapper):
-    """State of an engine."""
+    """State of an engine. The values mirror kestrl.states.EngineState."""
 
 ENGINE_STATE_UNSPECIFIED: EngineState.ValueType  # 0
 """Not set; never sent."""

@@ -7,6 +7,7 @@ from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from kestrl.api.common.v1 import common_pb2 as _common_pb2
 import builtins as _builtins
 import sys
@@ -18,6 +19,90 @@ else:
     from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class _RunPhase:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _RunPhaseEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_RunPhase.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    RUN_PHASE_UNSPECIFIED: _RunPhase.ValueType  # 0
+    """Not set; never sent."""
+    RUN_PHASE_STARTING: _RunPhase.ValueType  # 1
+    """Data and model are read, components are contacted."""
+    RUN_PHASE_EVALUATING: _RunPhase.ValueType  # 2
+    """The held-out scenarios run."""
+    RUN_PHASE_TRAINING: _RunPhase.ValueType  # 3
+    """Optimiser steps are made."""
+    RUN_PHASE_DRAINING: _RunPhase.ValueType  # 4
+    """The current step is finished and checkpointed, then the run is suspended."""
+    RUN_PHASE_SUCCEEDED: _RunPhase.ValueType  # 5
+    """Final: every step is done."""
+    RUN_PHASE_FAILED: _RunPhase.ValueType  # 6
+    """Final: it ended with a failure."""
+    RUN_PHASE_SUSPENDED: _RunPhase.ValueType  # 7
+    """Final: it was drained and can be resumed."""
+
+class RunPhase(_RunPhase, metaclass=_RunPhaseEnumTypeWrapper):
+    """Phase of a run. The values mirror kestrl.states.RunPhase."""
+
+RUN_PHASE_UNSPECIFIED: RunPhase.ValueType  # 0
+"""Not set; never sent."""
+RUN_PHASE_STARTING: RunPhase.ValueType  # 1
+"""Data and model are read, components are contacted."""
+RUN_PHASE_EVALUATING: RunPhase.ValueType  # 2
+"""The held-out scenarios run."""
+RUN_PHASE_TRAINING: RunPhase.ValueType  # 3
+"""Optimiser steps are made."""
+RUN_PHASE_DRAINING: RunPhase.ValueType  # 4
+"""The current step is finished and checkpointed, then the run is suspended."""
+RUN_PHASE_SUCCEEDED: RunPhase.ValueType  # 5
+"""Final: every step is done."""
+RUN_PHASE_FAILED: RunPhase.ValueType  # 6
+"""Final: it ended with a failure."""
+RUN_PHASE_SUSPENDED: RunPhase.ValueType  # 7
+"""Final: it was drained and can be resumed."""
+Global___RunPhase: _TypeAlias = RunPhase  # noqa: Y015
+
+class _ServingState:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _ServingStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ServingState.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    SERVING_STATE_UNSPECIFIED: _ServingState.ValueType  # 0
+    """Not set; never sent."""
+    SERVING_STATE_STARTING: _ServingState.ValueType  # 1
+    """Its agent has not answered yet, or reports that the engine is not up yet."""
+    SERVING_STATE_SERVING: _ServingState.ValueType  # 2
+    """It has verified the newest version, or is up and none is published."""
+    SERVING_STATE_LOADING: _ServingState.ValueType  # 3
+    """It downloads, loads or verifies the newest."""
+    SERVING_STATE_RECOVERING: _ServingState.ValueType  # 4
+    """It restarted without its versions, and its agent reloads them."""
+    SERVING_STATE_QUARANTINED: _ServingState.ValueType  # 5
+    """It could not verify the newest, gets no requests for it, and is retried."""
+    SERVING_STATE_AWAY: _ServingState.ValueType  # 6
+    """It, or its agent, has stopped answering."""
+
+class ServingState(_ServingState, metaclass=_ServingStateEnumTypeWrapper):
+    """Whether an engine serves the newest version. The values mirror kestrl.states.ServingState."""
+
+SERVING_STATE_UNSPECIFIED: ServingState.ValueType  # 0
+"""Not set; never sent."""
+SERVING_STATE_STARTING: ServingState.ValueType  # 1
+"""Its agent has not answered yet, or reports that the engine is not up yet."""
+SERVING_STATE_SERVING: ServingState.ValueType  # 2
+"""It has verified the newest version, or is up and none is published."""
+SERVING_STATE_LOADING: ServingState.ValueType  # 3
+"""It downloads, loads or verifies the newest."""
+SERVING_STATE_RECOVERING: ServingState.ValueType  # 4
+"""It restarted without its versions, and its agent reloads them."""
+SERVING_STATE_QUARANTINED: ServingState.ValueType  # 5
+"""It could not verify the newest, gets no requests for it, and is retried."""
+SERVING_STATE_AWAY: ServingState.ValueType  # 6
+"""It, or its agent, has stopped answering."""
+Global___ServingState: _TypeAlias = ServingState  # noqa: Y015
 
 @_typing.final
 class WatchProgressRequest(_message.Message):
@@ -52,22 +137,18 @@ class EngineProgress(_message.Message):
     NAME_FIELD_NUMBER: _builtins.int
     POLICY_FIELD_NUMBER: _builtins.int
     LAG_FIELD_NUMBER: _builtins.int
-    STATE_FIELD_NUMBER: _builtins.int
     MESSAGE_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Such as engine-0."""
     lag: _builtins.int
     """Steps behind the newest published version: 0 only if it has verified that one, or none is published; one more than the newest
     version's step if it has verified none.
     """
-    state: _builtins.str
-    """starting: its agent has not answered yet, or reports that the engine is not up yet. serving: it has verified the newest version, or
-    is up and none is published. loading: it downloads, loads or verifies the newest. recovering: it restarted without its versions,
-    and its agent reloads them. quarantined: it could not verify the newest, gets no requests for it, and is retried. away: it, or its
-    agent, has stopped answering.
-    """
     message: _builtins.str
     """Why it is behind or away, if known."""
+    state: Global___ServingState.ValueType
+    """Whether it serves the newest version."""
     @_builtins.property
     def policy(self) -> _common_pb2.PolicyVersion:
         """Newest version verified since its start, even if retired by now; not set if there is none."""
@@ -78,8 +159,8 @@ class EngineProgress(_message.Message):
         name: _builtins.str = ...,
         policy: _common_pb2.PolicyVersion | None = ...,
         lag: _builtins.int = ...,
-        state: _builtins.str = ...,
         message: _builtins.str = ...,
+        state: Global___ServingState.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["policy", b"policy"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
@@ -135,7 +216,6 @@ class WatchProgressResponse(_message.Message):
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-    PHASE_FIELD_NUMBER: _builtins.int
     STEP_FIELD_NUMBER: _builtins.int
     TOTAL_STEPS_FIELD_NUMBER: _builtins.int
     MEANS_FIELD_NUMBER: _builtins.int
@@ -162,8 +242,7 @@ class WatchProgressResponse(_message.Message):
     NOT_LEARNED_FIELD_NUMBER: _builtins.int
     STORAGE_WAIT_FIELD_NUMBER: _builtins.int
     SKIPPED_ROWS_FIELD_NUMBER: _builtins.int
-    phase: _builtins.str
-    """starting, evaluating, training, draining, succeeded, failed or suspended."""
+    PHASE_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     """Finished optimiser steps."""
     total_steps: _builtins.int
@@ -206,6 +285,8 @@ class WatchProgressResponse(_message.Message):
     """What the learner waits for while storage is unavailable, since when, and until when it retries; empty while storage answers."""
     skipped_rows: _builtins.int
     """Skipped rows, whose prompts do not fit the context."""
+    phase: Global___RunPhase.ValueType
+    """Phase of the run."""
     @_builtins.property
     def means(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
         """Running means: reward, answer_correct, num_turns and metrics of rewards."""
@@ -229,7 +310,6 @@ class WatchProgressResponse(_message.Message):
     def __init__(
         self,
         *,
-        phase: _builtins.str = ...,
         step: _builtins.int = ...,
         total_steps: _builtins.int = ...,
         means: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
@@ -256,6 +336,7 @@ class WatchProgressResponse(_message.Message):
         not_learned: _builtins.str = ...,
         storage_wait: _builtins.str = ...,
         skipped_rows: _builtins.int = ...,
+        phase: Global___RunPhase.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_checkpoint_step", b"_checkpoint_step", "_learned", b"_learned", "checkpoint_step", b"checkpoint_step", "failure", b"failure", "learned", b"learned", "policy", b"policy"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...

@@ -135,7 +135,7 @@ class RunGroupRequest(_message.Message):
     seed: _builtins.int
     """Episode i samples with seed + i."""
     purpose: _builtins.str
-    """train or evaluation."""
+    """A kestrl.episode.Purpose."""
     @_builtins.property
     def scenario(self) -> _common_pb2.Scenario:
         """The scenario."""

@@ -1,0 +1,56 @@
+"""States that processes report to each other: of a run and of an engine.
+
+`kestrl.rpc.codec` converts them to the enums of the same names in `proto/`. As text, in `run.json`, `summary.json` and
+the status of a job, each is the word given here.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+
+class RunPhase(StrEnum):
+    """Phase of a run; the final ones are also the `status` of `summary.json`."""
+
+    STARTING = "starting"
+    EVALUATING = "evaluating"
+    TRAINING = "training"
+    DRAINING = "draining"
+    """The current step is finished and checkpointed."""
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"
+    SUSPENDED = "suspended"
+    """Drained; a later process resumes it."""
+
+    @property
+    def final(self) -> bool:
+        """Whether the run has ended."""
+        return self in {RunPhase.SUCCEEDED, RunPhase.FAILED, RunPhase.SUSPENDED}
+
+
+class EngineState(StrEnum):
+    """State of an engine, as observed by its agent."""
+
+    STARTING = "starting"
+    READY = "ready"
+    RECOVERING = "recovering"
+    """Restarted without its adapters, which are being loaded and verified again."""
+    DOWN = "down"
+
+    @property
+    def up(self) -> bool:
+        """Whether the engine answers."""
+        return self in {EngineState.READY, EngineState.RECOVERING}
+
+
+class ServingState(StrEnum):
+    """Whether an engine serves the newest published version, as observed by the learner."""
+
+    STARTING = "starting"
+    SERVING = "serving"
+    LOADING = "loading"
+    RECOVERING = "recovering"
+    QUARANTINED = "quarantined"
+    """It could not verify the version, gets no requests for it, and is retried."""
+    AWAY = "away"
+    """It, or its agent, has stopped answering."""

@@ -16,7 +16,8 @@ MAX_READ = 4000
 _REASONING = re.compile(r"<think>.*?(?:</think>|\Z)", re.DOTALL)
 _CALL = re.compile(r"<tool_call>.*?(?:</tool_call>|\Z)", re.DOTALL)
 _MARKED = re.compile(
-    r"####\s*(?P<hashes>[^\n]+)|\\boxed\{(?P<boxed>[^{}]*)\}|\banswer(?:\s+is)?\s*[:=]\s*(?P<said>[^\n]+)",
+    r"####\s*(?P<hashes>[^\n]+)|\\boxed\{(?P<boxed>(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*)\}"
+    r"|\banswer(?:\s+is)?\s*[:=]\s*(?P<said>[^\n]+)",
     re.IGNORECASE,
 )
 _NUMBER = re.compile(r"(?<![\w.])[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+)?(?:[eE][-+]?\d{1,4})?(?!\d)")

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 from kestrl.episode import CallOutcome
-from kestrl.rewards import Attempt, Score
-from kestrl.rewards.answers import accepted_answers, answer_of, last_number, marked, normalised, number
+from kestrl.rewards import Attempt, Score, mathematics
+from kestrl.rewards.answers import MAX_READ, accepted_answers, answer_of, last_number, marked, normalised, number
 
 MALFORMED = frozenset(
     {CallOutcome.INVALID_JSON, CallOutcome.UNKNOWN_TOOL, CallOutcome.SCHEMA_VIOLATION, CallOutcome.TRUNCATED}
 )
+
+_WORDS = re.compile(r"[^\W\d_]{2,}(?:[\s'-]+[^\W\d_]+)*\.?")
 
 
 def exact_answer(attempt: Attempt) -> Score:
@@ -47,6 +50,27 @@ def _matches(answer: str, expected: str) -> bool:
     return normalised(expected) in (normalised(answer), normalised(candidate or ""))
 
 
+def math_answer(attempt: Attempt) -> Score:
+    r"""1 if the answer is mathematically equal to the expected one (`\boxed{\frac{1}{2}}` and 0.5), else 0.
+
+    The marked answer (`\boxed{...}`, `#### ...`, `Answer: ...`) is compared, or else the last expression of the text, by
+    math-verify, which reads LaTeX and plain expressions. Words are compared as text.
+
+    Raises:
+        ValueError: The scenario has no ground truth.
+    """
+    answer = answer_of(attempt.episode)
+    return _right(any(_equal(answer, expected) for expected in accepted_answers(attempt.scenario.ground_truth)))
+
+
+def _equal(answer: str, expected: str) -> bool:
+    expected = marked(expected) or expected
+    candidate = marked(answer) or answer[-MAX_READ:]
+    if _WORDS.fullmatch(expected.strip()):  # as mathematics, the letters of a word would be factors
+        return normalised(expected) == normalised(candidate)
+    return mathematics.equal(expected, candidate)
+
+
 def _right(correct: bool) -> Score:
     return Score(value=float(correct), metrics={"answer_correct": float(correct)})
 
@@ -77,6 +101,7 @@ def loop_reward(attempt: Attempt) -> Score:
 BUILT_IN: dict[str, Callable[[Attempt], Score]] = {
     "exact_answer": exact_answer,
     "flexible_answer": flexible_answer,
+    "math_answer": math_answer,
     "format": tool_format,
     "loop_reward": loop_reward,
 }

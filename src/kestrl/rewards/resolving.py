@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
+from importlib.util import find_spec
 from typing import Any, cast
 
 from kestrl.errors import UserInputError
@@ -48,6 +49,8 @@ def _named(rule: str, field: str) -> Reward:
             raise UserInputError(
                 f"{field}: {rule!r} is not one of {', '.join(BUILT_IN)}, nor an import path module:function"
             )
+        if rule == "math_answer" and find_spec("math_verify") is None:
+            raise UserInputError(f"{field}: math_answer needs math-verify: pip install 'kestrl[math]'")
         return BUILT_IN[rule]
     function: Any = load(rule, field=field)
     if not callable(function):

@@ -140,7 +140,7 @@ class Reward(Model):
     """One component of the reward."""
 
     rule: str | None = None
-    """`exact_answer`, `flexible_answer`, `format`, `loop_reward` (the reward returned by the agent loop), or the import
+    """`exact_answer`, `flexible_answer`, `math_answer`, `format`, `loop_reward` (the reward returned by the agent loop), or the import
     path of a function."""
     config: JsonObject = {}
     """Additional keyword arguments of the function."""

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, cast
 
+import docstring_parser
 from pydantic import TypeAdapter
 from pydantic.errors import PydanticUserError
 from pydantic.json_schema import GenerateJsonSchema
@@ -21,7 +22,6 @@ from pydantic.json_schema import GenerateJsonSchema
 from kestrl.errors import UserInputError
 from kestrl.tools import Hidden, ToolSchema
 from kestrl.tools.arguments import Arguments, Convert
-from kestrl.tools.docstrings import Docstring, parse
 from kestrl.tools.shapes import is_list, is_mapping
 
 
@@ -42,6 +42,12 @@ class _Parameter(NamedTuple):
     adapter: TypeAdapter[Any]
     default: Any
     description: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Documentation:
+    description: str
+    arguments: Mapping[str, str]
 
 
 class _Generator(GenerateJsonSchema):
@@ -74,7 +80,7 @@ def read(obj: Any, name: str, *, fixed: Collection[str] = (), method: str | None
     """
     target: Callable[..., Any] = _target(obj, name) if method is None else getattr(obj, method)
     hints = _hints(target, name)
-    documentation = _documentation(obj, target) if method is None else parse(_source(target).__doc__)
+    documentation = _documentation(obj, target) if method is None else _parsed(_source(target))
     bound = inspect.isclass(obj) and not (
         method is not None and isinstance(inspect.getattr_static(obj, method), staticmethod | classmethod)
     )
@@ -163,11 +169,22 @@ def _hints(target: Callable[..., Any], name: str) -> Mapping[str, Any]:
         raise UserInputError(f"{name}: its type hints cannot be read: {error}") from error
 
 
-def _documentation(obj: Any, target: Callable[..., Any]) -> Docstring:
-    own = parse(_source(target).__doc__)
+def _documentation(obj: Any, target: Callable[..., Any]) -> _Documentation:
+    own = _parsed(_source(target))
     if own.description or not inspect.isclass(obj):
         return own
-    return Docstring(parse(obj.__doc__).description, own.arguments)
+    return _Documentation(_parsed(obj).description, own.arguments)
+
+
+def _parsed(documented: Any) -> _Documentation:
+    """Docstring in Google, NumPy, reST or Epydoc style. Returns, errors and examples are for programmers and omitted."""
+    text = inspect.cleandoc(documented.__doc__ or "")
+    try:
+        parsed = docstring_parser.parse(text)
+    except docstring_parser.ParseError:
+        return _Documentation(text, {})
+    arguments = {each.arg_name.lstrip("*"): " ".join((each.description or "").split()) for each in parsed.params}
+    return _Documentation((parsed.description or "").strip(), arguments)
 
 
 def _is_hidden(hint: Any) -> bool:
@@ -175,7 +192,7 @@ def _is_hidden(hint: Any) -> bool:
     return any(isinstance(mark, Hidden) or mark is Hidden for mark in marks)
 
 
-def _shown(parameter: inspect.Parameter, hint: Any, documentation: Docstring, name: str) -> _Parameter:
+def _shown(parameter: inspect.Parameter, hint: Any, documentation: _Documentation, name: str) -> _Parameter:
     if parameter.annotation is parameter.empty:
         raise UserInputError(
             f"{name}: the parameter {parameter.name!r} has no type hint, which its schema needs; add one, "

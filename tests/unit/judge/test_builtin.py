@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from kestrl.episode import CallOutcome, Episode, Scenario, StopReason, ToolCall
 from kestrl.errors import Boundary, JudgeFailure, UserInputError
-from kestrl.rewards import Attempt, Score
+from kestrl.rewards import Attempt, Score, mathematics
 from kestrl.rewards.answers import last_number, marked, normalised, number
-from kestrl.rewards.builtin import BUILT_IN, exact_answer, flexible_answer, tool_format
+from kestrl.rewards.builtin import BUILT_IN, exact_answer, flexible_answer, math_answer, tool_format
 from kestrl.rewards.checking import as_score
 from kestrl.rewards.resolving import resolve
 from kestrl.spec.rules import BUILT_IN_RULES
@@ -93,6 +93,46 @@ def test_flexible_answer(episode: Make, text: str, expected: Any, value: float) 
     assert flexible_answer(attempt(episode(text), expected)).value == value
 
 
+@pytest.mark.parametrize(
+    ("text", "expected", "value"),
+    [
+        (r"so \boxed{\frac{1}{2}}", "0.5", 1),
+        (r"so $x = \frac{5}{72}$", "72", 0),
+        (r"so \boxed{\frac{5}{72}}", "72", 0),
+        (r"\boxed{x^2+2x+1}", "(x+1)^2", 1),
+        (r"\boxed{x^2+2x-1}", "(x+1)^2", 0),
+        (r"\boxed{\{1, 2\}}", r"\{2, 1\}", 1),
+        (r"\boxed{(0, 1)}", "(0, 1]", 0),
+        (r"\boxed{2\sqrt{3}}", r"2\sqrt{3}", 1),
+        ("work\n#### 1,000\nchecked 5 times", "#### 1000", 1),
+        ("So there are 72 apples.", 72, 1),
+        ("Answer: listen", "silent", 0),
+        ("Answer: Paris", "paris", 1),
+        ("no number", 72, 0),
+        (r"\boxed{\text{no", 72, 0),
+    ],
+)
+def test_math_answer(episode: Make, text: str, expected: Any, value: float) -> None:
+    assert math_answer(attempt(episode(text), expected)) == Score(value=value, metrics={"answer_correct": value})
+
+
+def test_an_answer_that_cannot_be_evaluated_is_not_equal(monkeypatch: pytest.MonkeyPatch, episode: Make) -> None:
+    monkeypatch.setattr(mathematics, "CPU_SECONDS", 1)
+    assert math_answer(attempt(episode(r"\boxed{9^{9^{9^{9}}}}"), 3)).value == 0
+
+
+def test_a_comparison_that_fails_is_no_score(monkeypatch: pytest.MonkeyPatch, episode: Make) -> None:
+    monkeypatch.setattr(mathematics, "MEMORY_BYTES", "many")
+    with pytest.raises(RuntimeError, match="failed to compare"):
+        math_answer(attempt(episode(r"\boxed{4}"), 3))
+
+
+def test_math_answer_without_math_verify_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kestrl.rewards.resolving.find_spec", lambda name: None)
+    with pytest.raises(UserInputError, match=r"spec.rewards\[0\].rule: math_answer needs .*kestrl\[math\]"):
+        resolve("math_answer", field="spec.rewards[0].rule")
+
+
 @given(st.integers(-(10**12), 10**12), st.sampled_from(["{}", "{:,}", "{}.0", "{:,}.00", "about {} or so", "${:,}."]))
 def test_a_number_is_found_however_it_is_written(value: int, form: str) -> None:
     text = form.format(value)
@@ -108,7 +148,7 @@ def test_any_text_can_be_read(text: str) -> None:
     assert "  " not in normalised(text)
 
 
-@pytest.mark.parametrize("reward", [exact_answer, flexible_answer])
+@pytest.mark.parametrize("reward", [exact_answer, flexible_answer, math_answer])
 @pytest.mark.parametrize("expected", [None, "", " ", [], {}, {"answer": None}])
 def test_without_a_ground_truth_there_is_no_score(
     episode: Make, reward: Callable[[Attempt], Score], expected: Any
@@ -156,7 +196,8 @@ def test_names_and_import_paths_are_resolved(monkeypatch: pytest.MonkeyPatch) ->
     assert resolve("format", field="f") is tool_format
     assert resolve("kestrl.rewards.builtin:exact_answer", field="f") is exact_answer
     with pytest.raises(
-        UserInputError, match="f: 'exact' is not one of exact_answer, flexible_answer, format, loop_reward, nor"
+        UserInputError,
+        match="f: 'exact' is not one of exact_answer, flexible_answer, math_answer, format, loop_reward, nor",
     ):
         resolve("exact", field="f")
     with pytest.raises(UserInputError, match="is a dict; a reward is a function"):

@@ -21,7 +21,6 @@ from typing_extensions import TypedDict
 from kestrl.errors import UserInputError
 from kestrl.tools import Hidden
 from kestrl.tools.arguments import Arguments, ArgumentsInvalid
-from kestrl.tools.docstrings import parse
 from kestrl.tools.schema import describe, read
 
 
@@ -290,15 +289,35 @@ def test_a_default_without_a_json_form_is_left_out() -> None:
     assert describe(tool, "t").parameters["properties"] == {"value": {"type": "integer"}}
 
 
-def test_docstrings() -> None:
-    read_back = parse(
-        "Does it.\n\n    Args:\n        a: One\n          two.\n        b (int): Three: four.\n\n    Raises:\n       "
-        " x: y"
-    )
-    assert read_back.description == "Does it."
-    assert read_back.arguments == {"a": "One two.", "b": "Three: four."}
-    assert parse(None).description == ""
-    assert parse("Note that this stays.\nSee: also this.").description == "Note that this stays.\nSee: also this."
+@pytest.mark.parametrize(
+    "docstring",
+    [
+        "Does it.\n\n    Args:\n        a: One\n          two.\n        b (int): Three: four.\n\n    Raises:\n        x: y",
+        "Does it.\n\n    Parameters\n    ----------\n    a : str\n        One\n        two.\n    b : int\n        Three: four.",
+        "Does it.\n\n    :param a: One two.\n    :param int b: Three: four.\n    :returns: x",
+    ],
+    ids=["Google", "NumPy", "reST"],
+)
+def test_a_docstring_describes_tool_and_arguments(docstring: str) -> None:
+    def tool(a: str, b: int) -> None: ...
+
+    tool.__doc__ = docstring
+    schema = describe(tool, "t")
+    assert schema.description == "Does it."
+    assert schema.parameters["properties"] == {
+        "a": {"type": "string", "description": "One two."},
+        "b": {"type": "integer", "description": "Three: four."},
+    }
+
+
+@pytest.mark.parametrize(
+    "docstring", [None, "Note that this stays.\nSee: also this.", "It does.\n\nArgs:\n    without a colon", "%" * 9]
+)
+def test_a_docstring_without_sections_is_the_description(docstring: str | None) -> None:
+    def tool() -> None: ...
+
+    tool.__doc__ = docstring
+    assert describe(tool, "t").description == (docstring or "")
 
 
 HINTS: dict[str, Any] = {

@@ -45,6 +45,8 @@ class Call:
     """Why it cannot be dispatched; None when it can."""
     message: str = ""
     """Message to the model about the problem."""
+    id: str = ""
+    """Id that the model gave the call, in formats that have one; its result repeats it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

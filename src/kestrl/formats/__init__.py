@@ -44,6 +44,8 @@ class WrittenCall:
     """Message for the model why the call could not be read; empty when it could."""
     unfinished: bool = False
     """Whether the turn ended inside the call."""
+    id: str = ""
+    """Id that the model gave the call, in formats that have one; its result repeats it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +82,18 @@ class ToolCallFormat(Protocol):
             cut: Whether a limit ended the turn.
         """
         ...
+
+    def readable(self, pieces: Sequence[str]) -> str | None:
+        """A turn for people and rewards, with reasoning in `<think>` and calls in `<tool_call>`.
+
+        Args:
+            pieces: All pieces of the turn, reasoning included.
+
+        Returns:
+            The text, or None if the sampled text is readable as it is.
+        """
+        del pieces
+        return None
 
     def write(self, calls: Sequence[tuple[str, Mapping[str, Json]]]) -> str:
         """The text of calls, as `read` reads it.

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kestrl.formats import Marker, Schemas, ToolCallFormat, Turn, WrittenCall
-from kestrl.formats.objects import read_json, with_arguments, write_json
+from kestrl.formats.objects import read_json, with_arguments, write_json, write_object
 
 START, CHANNEL, MESSAGE, END, CALL = "<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>"
 CONSTRAIN, RETURN = "<|constrain|>", "<|return|>"
@@ -33,6 +33,13 @@ class _Message:
             if isinstance(piece, Marker) and piece == CHANNEL:
                 return self.header[index + 1].split()[0] if self.header[index + 1].split() else ""
         return ""
+
+    @property
+    def words(self) -> str:
+        """Text before any `<|message|>`: a turn that does not follow the format."""
+        if self.channel or self.body is not None:
+            return ""
+        return "".join(each for each in self.header if not isinstance(each, Marker)).strip()
 
     @property
     def recipient(self) -> str:
@@ -61,13 +68,23 @@ class Harmony(ToolCallFormat):
             body = "".join(message.body or ())
             if message.recipient:
                 calls.append(_call(message, body, cut=cut))
-            elif message.body is None:
-                content += (
-                    [each for each in message.header if not isinstance(each, Marker)] if not message.channel else []
-                )
             elif message.channel != "analysis":
-                content.append(body)
+                content.append(body or message.words)
         return Turn(content="\n".join(each.strip() for each in content if each.strip()), calls=calls)
+
+    def readable(self, pieces: Sequence[str]) -> str:
+        written: list[str] = []
+        for message in _messages(pieces):
+            body = "".join(message.body or ()).strip()
+            if message.recipient:
+                call = _call(message, body, cut=False)
+                text = body if call.arguments is None else write_object(call.name, call.arguments)
+                written.append(f"<tool_call>\n{text}\n</tool_call>")
+            elif message.channel == "analysis":
+                written.append(f"<think>\n{body}\n</think>")
+            else:
+                written.append(body or message.words)
+        return "\n".join(text for text in written if text)
 
     def write(self, calls: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
         return f"{START}assistant".join(

@@ -6,11 +6,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from kestrl.formats import Marker, Schemas, ToolCallFormat, Turn, WrittenCall
 from kestrl.formats.objects import call_of, read_json, with_arguments, write_object
-from kestrl.tools.shapes import is_list
+from kestrl.tools.shapes import is_list, is_mapping
 
 CALLS, ARGS, ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
 _NAMED = re.compile(r"\s*(?P<name>[A-Za-z_][\w.-]*)\s*(?P<arguments>\{.*)", re.DOTALL)
@@ -44,6 +45,10 @@ class Mistral(ToolCallFormat):
             calls[-1] = WrittenCall(raw=calls[-1].raw, unfinished=True)
         return Turn(content="".join(content).strip(), calls=calls)
 
+    def readable(self, pieces: Sequence[str]) -> str:
+        tags = {"[THINK]": "<think>", "[/THINK]": "</think>"}
+        return "".join(tags.get(each, each) if isinstance(each, Marker) else each for each in pieces)
+
     def write(self, calls: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
         return f"{CALLS}[{', '.join(write_object(name, arguments) for name, arguments in calls)}]"
 
@@ -54,8 +59,10 @@ def _read(pieces: Sequence[str]) -> list[WrittenCall]:
     markers = [index for index, piece in enumerate(pieces) if isinstance(piece, Marker)]
     arguments = next((index for index in markers if pieces[index] == ARGS), None)
     if arguments is not None:
-        name = "".join(pieces[: min(markers)]).strip()
-        return [_named(name, "".join(pieces[arguments + 1 :]), raw)]
+        first = min(markers)
+        name = "".join(pieces[:first]).strip()
+        id_ = "".join(pieces[first + 1 : arguments]).strip() if pieces[first] == ID else ""
+        return [replace(_named(name, "".join(pieces[arguments + 1 :]), raw), id=id_)]
     named = _NAMED.fullmatch(raw)
     if named is not None:
         return [_named(named["name"], named["arguments"], raw)]
@@ -64,7 +71,14 @@ def _read(pieces: Sequence[str]) -> list[WrittenCall]:
     except ValueError as error:
         return [WrittenCall(raw=raw, problem=str(error))]
     found = value if is_list(value) else [value]
-    return [call_of(each, raw) for each in found] or [WrittenCall(raw=raw, problem="the array is empty")]
+    return [replace(call_of(each, raw), id=_id(each)) for each in found] or [
+        WrittenCall(raw=raw, problem="the array is empty")
+    ]
+
+
+def _id(value: Any) -> str:
+    found = value.get("id") if is_mapping(value) else None
+    return found if isinstance(found, str) else ""
 
 
 def _named(name: str, arguments: str, raw: str) -> WrittenCall:

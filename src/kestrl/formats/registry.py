@@ -15,7 +15,7 @@ from kestrl.formats.pythonic import Pythonic
 from kestrl.formats.tagged import Hermes, QwenXml
 
 FIELD = "agent.toolCallFormat"
-MEMBERS = ("name", "markers", "example", "reasoning", "hints", "inner_ends", "read", "write")
+MEMBERS = ("name", "markers", "example", "reasoning", "hints", "inner_ends", "read", "readable", "write")
 BUILT_IN: dict[str, ToolCallFormat] = {
     each.name: each for each in (Harmony(), Mistral(), QwenXml(), Hermes(), Pythonic(), Llama3Json())
 }

@@ -87,10 +87,14 @@ def _written(format: ToolCallFormat, calls: Sequence[tuple[str, Mapping[str, Any
 
 
 def _read(format: ToolCallFormat, text: str, *, cut: bool) -> Turn:  # noqa: A002
+    pieces = pieces_of(format, text)
     try:
-        return format.read(pieces_of(format, text), SCHEMAS, cut=cut)
+        readable = format.readable(pieces)
+        turn = format.read(pieces, SCHEMAS, cut=cut)
     except Exception as error:
-        raise AssertionError(f"{format.name}: read raised {type(error).__name__}: {error} for {text!r}") from error
+        raise AssertionError(f"{format.name} raised {type(error).__name__}: {error} for {text!r}") from error
+    assert readable is None or isinstance(readable, str), f"{format.name}: readable returned {readable!r} for {text!r}"  # pyright: ignore[reportUnnecessaryIsInstance] - a user's format
+    return turn
 
 
 def _check_calls(format: ToolCallFormat, calls: Sequence[tuple[str, Mapping[str, Any]]]) -> None:  # noqa: A002

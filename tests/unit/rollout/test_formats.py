@@ -303,3 +303,20 @@ def test_a_harmless_subclass_keeps_the_protocols_defaults() -> None:
 
     mine = Mine()
     assert (mine.reasoning, mine.hints, mine.inner_ends) == (("<think>", "</think>"), (), ())
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "expected"),
+    [
+        ("hermes", "<think>\na\n</think>\n\nb", None),
+        ("mistral", "[THINK]a[/THINK]b[TOOL_CALLS]f[ARGS]{}", "<think>a</think>b[TOOL_CALLS]f[ARGS]{}"),
+        ("harmony", "<|channel|>final<|message|>4", "4"),
+        ("harmony", "no channel at all", "no channel at all"),
+        ("harmony", "<|channel|>analysis<|message|>cut", "<think>\ncut\n</think>"),
+        ("harmony", "<|channel|>commentary to=functions.f<|message|>{a", "<tool_call>\n{a\n</tool_call>"),
+        ("harmony", "<|channel|>commentary to=functions.f", "<tool_call>\n\n</tool_call>"),
+        ("harmony", "<|channel|>final", ""),
+    ],
+)
+def test_a_turn_for_people_and_rewards(name: str, text: str, expected: str | None) -> None:
+    assert BUILT_IN[name].readable(pieces_of(BUILT_IN[name], text)) == expected

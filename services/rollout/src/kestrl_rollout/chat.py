@@ -9,13 +9,13 @@ reasoning), there is no extension, and the caller forks a new row.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from kestrl.errors import UserInputError
-from kestrl_rollout.template import Skeleton, Slot, Template, find_mark, mark, skeleton
+from kestrl_rollout.marking import Shape, call_id, call_message, call_turns, marked
+from kestrl_rollout.template import MARK, Skeleton, Slot, Template, TemplateRefused, find_mark, mark, skeleton
 from kestrl_rollout.toolset import ToolSet
 from kestrl_rollout.vocabulary import Part, Vocabulary
 
@@ -31,11 +31,10 @@ class Message:
     """Sampled tokens of an assistant's `text`, used unchanged."""
     reasoning: str | None = None
     reasoning_ids: Sequence[int] | None = None
-
-
-Shape = tuple[tuple[str, bool], ...]
-"""What a template sees of a marked conversation: each message's role, and whether it is empty (for an assistant:
-whether it has reasoning)."""
+    name: str = ""
+    """The tool of a result, as the model named it."""
+    call_id: str = ""
+    """The id that the model gave the call of a result, if any."""
 
 
 def shape(messages: Sequence[Message]) -> Shape:
@@ -58,9 +57,26 @@ class Prompt:
 class Chat:
     """Converts conversations to token ids with a template and a vocabulary. Thread-safe."""
 
-    def __init__(self, template: Template, vocabulary: Vocabulary) -> None:
+    def __init__(
+        self,
+        template: Template,
+        vocabulary: Vocabulary,
+        *,
+        with_calls: bool = False,
+        ends: Collection[int] = (),
+    ) -> None:
+        """Uses a template.
+
+        Args:
+            template: The template.
+            vocabulary: The model's vocabulary.
+            with_calls: Whether the template takes tool results only behind a message with `tool_calls`.
+            ends: Control tokens of which any one ends a turn, so that a sampled one replaces the template's.
+        """
         self._template = template
         self.vocabulary = vocabulary
+        self.with_calls = with_calls
+        self._ends = frozenset(ends)
         self._prompt = lru_cache(maxsize=512)(self._render)
         self._extension = lru_cache(maxsize=512)(self._extend)
         self._toolset = lru_cache(maxsize=64)(_toolset)
@@ -88,11 +104,7 @@ class Chat:
             UserInputError: As `prompt`.
         """
         return "".join(
-            part
-            if isinstance(part, str)
-            else part.fill(
-                tools.words[int(part.name[1:])] if part.name[0] == "t" else messages[int(part.name[1:])].text
-            )
+            part if isinstance(part, str) else part.fill(_text(part, messages, tools))
             for part in self.rendered(messages, tools)
         )
 
@@ -117,19 +129,48 @@ class Chat:
         parts = self._extension(shape(messages), since, tools)
         if parts is None:
             return None
-        if parts and parts[0] == last:
+        if parts and (parts[0] == last or {parts[0], last} <= self._ends):
             parts = parts[1:]
         return self._fill(parts, messages, tools)
 
     def _render(self, conversation: Shape, tools: ToolSet) -> Prompt:
-        rendered = self._template.render(_marked(conversation), tools.marked, generate=True)
+        rendered = self._rendered(conversation, tools)
         names = [part.name for part in rendered.parts if isinstance(part, Slot)]
         for index, (role, flag) in enumerate(conversation):
             expected = role == "assistant" or not flag
             if names.count(f"m{index}" if role != "assistant" else f"a{index}") != expected:
-                raise UserInputError(f"the chat template leaves out or repeats message {index} ({role})")
+                raise _left_out(index, role)
         tail = rendered.parts[-1] if rendered.parts and isinstance(rendered.parts[-1], str) else ""
         return Prompt(rendered.text, self._cut(rendered), tail.rfind("<think>") > tail.rfind("</think>"))
+
+    def _rendered(self, conversation: Shape, tools: ToolSet) -> Skeleton:
+        messages = marked(conversation, with_calls=self.with_calls)
+        rendered = self._template.render(messages, tools.marked, generate=True)
+        if not self.with_calls:
+            return rendered
+        text = rendered.text
+        for index, results in call_turns(conversation):
+            written, end = self._synthetic(index, results)
+            if text.count(written) != 1:
+                raise _left_out(index, "assistant")
+            text = text.replace(written, mark(f"a{index}") + end)
+        return skeleton(text)
+
+    def _synthetic(self, index: int, results: int) -> tuple[str, str]:
+        """What the template writes for the synthetic calls of a turn, and the part of it that closes the turn."""
+        start = marked((("user", False),), with_calls=True)
+        before = self._template.render(start, (), generate=True).text
+        whole = self._template.render([*start, call_message(index, results)], (), generate=False).text
+        if not whole.startswith(before):
+            raise TemplateRefused("the chat template writes a message differently once a tool call follows it")
+        written = whole[len(before) :]
+        parts = self.vocabulary.structure(written)
+        control = [part for part in parts if isinstance(part, int)]
+        if not control:
+            return written, ""
+        behind = parts[-1] if isinstance(parts[-1], str) else ""
+        end = next(text for text, token in self.vocabulary.added.items() if token == control[-1]) + behind
+        return written, "" if MARK in end else end
 
     def _extend(self, conversation: Shape, since: int, tools: ToolSet) -> tuple[Part | Slot, ...] | None:
         before = self._prompt(conversation[:since], tools).text
@@ -168,25 +209,31 @@ def _toolset(definitions: str) -> ToolSet:
     return ToolSet.of(json.loads(definitions))
 
 
+def _left_out(index: int, role: str) -> TemplateRefused:
+    return TemplateRefused(f"the chat template leaves out or repeats message {index} ({role})")
+
+
 def _value(slot: Slot, messages: Sequence[Message], tools: ToolSet) -> Sequence[Part]:
+    kind = slot.name[0]
+    if kind in "ar":
+        message = messages[int(slot.name[1:])]
+        ids = message.reasoning_ids if kind == "r" else message.ids
+        if ids is not None:
+            return ids
+    return [slot.fill(_text(slot, messages, tools))]
+
+
+def _text(slot: Slot, messages: Sequence[Message], tools: ToolSet) -> str:
+    """The untrusted string that belongs in a slot."""
     kind, index = slot.name[0], int(slot.name[1:])
-    if kind == "t":
-        return [slot.fill(tools.words[index])]
-    message = messages[index]
-    ids = message.reasoning_ids if kind == "r" else message.ids
-    if kind in "ar" and ids is not None:
-        return ids
-    return [slot.fill(message.reasoning or "" if kind == "r" else message.text)]
-
-
-def _marked(conversation: Shape) -> list[dict[str, str]]:
-    marked: list[dict[str, str]] = []
-    for index, (role, flag) in enumerate(conversation):
-        if role != "assistant":
-            marked.append({"role": role, "content": "" if flag else mark(f"m{index}", edges=True)})
-            continue
-        # Reasoning goes where the model wrote it: templates that handle reasoning look for these tags, others keep it
-        # as text.
-        thought = f"<think>\n{mark(f'r{index}')}\n</think>\n\n" if flag else ""
-        marked.append({"role": role, "content": thought + mark(f"a{index}")})
-    return marked
+    match kind:
+        case "t":
+            return tools.words[index]
+        case "r":
+            return messages[index].reasoning or ""
+        case "n":
+            return messages[index].name
+        case "c":
+            return call_id(slot, messages[index].call_id)
+        case _:
+            return messages[index].text

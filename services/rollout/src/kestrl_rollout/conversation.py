@@ -195,7 +195,7 @@ class EpisodeConversation:
     def _text_of(self, completion: Completion, stops: Sequence[int]) -> str:
         """The text of a turn, without the token that ended it."""
         ids = completion.token_ids
-        return self._chat_model.vocabulary.decode(ids[:-1] if ids and ids[-1] in stops else ids)
+        return self._reader.text(ids[:-1] if ids and ids[-1] in stops else ids)
 
     def keep(self, token_ids: Sequence[int], mask: Sequence[int]) -> None:
         self._recorder.set_training_mask(token_ids, mask)
@@ -204,9 +204,9 @@ class EpisodeConversation:
         self._check()
         with self._platform():
             results = await self._run_calls(calls)
-        for result in results:
+        for call, result in zip(calls, results, strict=True):
             self.tool_calls.append(result)
-            self._messages.append(Message(role="tool", text=result.text))
+            self._messages.append(Message(role="tool", text=result.text, name=call.name, call_id=call.id))
             self._transcript.append({"role": "tool", "name": result.name, "content": result.text})
         return results
 

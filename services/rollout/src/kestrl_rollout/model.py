@@ -64,7 +64,7 @@ class ChatModel:
 
     @cached_property
     def reader(self) -> TurnReader:
-        return TurnReader(self.vocabulary, self.format)
+        return TurnReader(self.vocabulary, self.format, whole_turns=self.chat.with_calls)
 
 
 def load_model(
@@ -101,15 +101,14 @@ def load_model(
     vocabulary = Vocabulary(data)
     special = {**_special(_json(folder / "special_tokens_map.json")), **_special(config)}
     rendering = Template(source, special, started=started)
-    chat = Chat(rendering, vocabulary)
-    closing = verify_template(chat, tools=tools)
+    with_calls, closing = _verified(rendering, vocabulary, tools=tools)
     chosen = choose(rendering, source, vocabulary, tool_calls, required=offered)
     eos = vocabulary.control(special.get("eos_token", ""))
     stops = [
         *_eos_ids(_json(folder / "generation_config.json")),
-        *(each for each in (eos, closing) if each is not None),
+        *(each for each in (eos, *closing) if each is not None),
     ]
-    inner = {vocabulary.control(text) for text in chosen.inner_ends}
+    inner = {token for text in chosen.inner_ends if (token := vocabulary.control(text)) is not None}
     stops = [each for each in stops if each not in inner]
     if not stops:
         raise UserInputError(
@@ -117,9 +116,10 @@ def load_model(
             "and the chat template closes a turn with no control token"
         )
     return ChatModel(
-        chat=chat,
+        # A turn of several messages ends with the end of any of them.
+        chat=Chat(rendering, vocabulary, with_calls=with_calls, ends=(*inner, *stops) if inner else ()),
         stop_ids=tuple(dict.fromkeys(stops)),
-        eos_id=eos if eos is not None else closing,
+        eos_id=eos if eos is not None else next(iter(closing), None),
         pad_id=vocabulary.control(special.get("pad_token", "")),
         format=chosen,
     )
@@ -141,11 +141,25 @@ def load_vocabulary(tokenizer: str) -> Vocabulary:
     return Vocabulary(_json(_folder(tokenizer) / "tokenizer.json"))
 
 
-def verify_template(chat: Chat, *, tools: bool) -> int | None:
+class NoPlaceForResults(UserInputError):
+    """The template refuses a tool's result."""
+
+    code = "template_refuses_results"
+
+
+def _verified(template: Template, vocabulary: Vocabulary, *, tools: bool) -> tuple[bool, Sequence[int]]:
+    """Whether the template takes results only behind `tool_calls`, and the control tokens that close a turn."""
+    try:
+        return False, verify_template(Chat(template, vocabulary), tools=tools)
+    except NoPlaceForResults:
+        return True, verify_template(Chat(template, vocabulary, with_calls=True), tools=tools)
+
+
+def verify_template(chat: Chat, *, tools: bool) -> Sequence[int]:
     """Verifies with sample conversations that a turn's prompt extends the previous one, token for token.
 
     Returns:
-        The control token with which the template closes a turn, or None if it closes it otherwise.
+        The control tokens with which the template closes a turn, the one of an answer first.
 
     Raises:
         UserInputError: It does not, or text without control tokens is encoded differently from the whole text.
@@ -160,7 +174,7 @@ def verify_template(chat: Chat, *, tools: bool) -> int | None:
     raise AssertionError("STARTS is not empty")
 
 
-def verify_start(chat: Chat, start: Sequence[Message], toolset: ToolSet) -> int | None:
+def verify_start(chat: Chat, start: Sequence[Message], toolset: ToolSet) -> Sequence[int]:
     """As `verify_template`, for the first messages of a row of data.
 
     Raises:
@@ -168,26 +182,29 @@ def verify_start(chat: Chat, start: Sequence[Message], toolset: ToolSet) -> int 
     """
     _same_as_whole(chat, start, toolset)
     answered = [*start, Message(role="assistant", text="One moment.")]
-    closing = chat.extension(answered, since=len(start), last=None, tools=toolset)
-    result = Message(role="tool", text="A small falcon.")
-    for what, new in {"a tool's result": [result], "two tools' results": [result, result]}.items():
-        if toolset is not NO_TOOLS and not _extends(chat, [*answered, *new], len(start), what, toolset):
-            raise UserInputError(
-                f"the chat template cannot be used: with {what} after a turn it writes the conversation before that turn "
-                "differently; name another with agent.template"
-            )
-    first = closing[0] if closing else None
-    return first if first in chat.vocabulary.control_ids else None
+    extensions = [chat.extension(answered, since=len(start), last=None, tools=toolset)]
+    result = Message(role="tool", text="A small falcon.", name="look_up")
+    if toolset is not NO_TOOLS:
+        for what, new in {"a tool's result": [result], "two tools' results": [result, result]}.items():
+            extensions.append(_extension(chat, [*answered, *new], len(start), what, toolset))
+    first = [new[0] for new in extensions if new]
+    return tuple(dict.fromkeys(token for token in first if token in chat.vocabulary.control_ids))
 
 
-def _extends(chat: Chat, messages: Sequence[Message], since: int, what: str, toolset: ToolSet) -> bool:
+def _extension(chat: Chat, messages: Sequence[Message], since: int, what: str, toolset: ToolSet) -> Sequence[int]:
     try:
-        return chat.extension(messages, since=since, last=None, tools=toolset) is not None
+        new = chat.extension(messages, since=since, last=None, tools=toolset)
     except TemplateRefused as error:
-        raise UserInputError(
+        raise NoPlaceForResults(
             f"the chat template has no place for {what} ({error}), so tools cannot be used with it; name another with "
             "agent.template, or leave out spec.tools"
         ) from error
+    if new is None:
+        raise UserInputError(
+            f"the chat template cannot be used: with {what} after a turn it writes the conversation before that turn "
+            "differently; name another with agent.template"
+        )
+    return new
 
 
 def _same_as_whole(chat: Chat, messages: Sequence[Message], toolset: ToolSet) -> None:

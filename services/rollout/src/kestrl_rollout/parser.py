@@ -8,15 +8,19 @@ model about the right form; none is dropped.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from kestrl.agents import Call
 from kestrl.episode import CallOutcome
 from kestrl.errors import UserCodeError
-from kestrl.formats import Marker, Schemas, ToolCallFormat, Turn, WrittenCall
+from kestrl.formats import Marker, Schemas, ToolCallFormat, WrittenCall
 from kestrl_rollout.chat import Message
 from kestrl_rollout.vocabulary import Vocabulary
+
+THINK_TAGS = ("<think>", "</think>")
+"""The only reasoning markers that templates look for in a message's text, where they may delete it later."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,7 +28,7 @@ class Parsed:
     """A parsed turn."""
 
     text: str
-    """The whole text."""
+    """The whole turn for people and rewards."""
     content: str
     """The text without reasoning and calls."""
     calls: Sequence[Call]
@@ -35,9 +39,23 @@ class Parsed:
 class TurnReader:
     """Parses turns of one model in one tool-call format."""
 
-    def __init__(self, vocabulary: Vocabulary, format: ToolCallFormat) -> None:  # noqa: A002 - the domain's own word
+    def __init__(
+        self,
+        vocabulary: Vocabulary,
+        format: ToolCallFormat,  # noqa: A002 - the domain's own word
+        *,
+        whole_turns: bool = False,
+    ) -> None:
+        """Reads a model's turns.
+
+        Args:
+            vocabulary: The model's vocabulary.
+            format: Its tool-call format.
+            whole_turns: Whether reasoning stays in a turn's message, as the template has no place for it.
+        """
         self._vocabulary = vocabulary
         self.format = format
+        self._separates = not whole_turns and format.reasoning == THINK_TAGS
         opening, closing = format.reasoning or ("", "")
         self._opening, self._closing = opening, closing
         by_token = {text: vocabulary.control(text) for text in (*format.markers, opening, closing) if text}
@@ -59,17 +77,31 @@ class TurnReader:
             UserCodeError: A user's format raised an exception.
         """
         text = self._vocabulary.decode(ids)
-        pieces = list(self._without_reasoning(self._pieces(ids, text), thinking=reasoning))
-        turn = self._read(pieces, schemas, cut=cut)
+        pieces = list(self._pieces(ids, text))
+        outside = list(self._without_reasoning(pieces, thinking=reasoning))
+        with self._user_code("read"):
+            turn = self.format.read(outside, schemas, cut=cut)
         calls = [self._call(call, schemas, cut=cut) for call in turn.calls]
-        return Parsed(text=text, content=turn.content, calls=calls, message=self._message(ids, text))
+        message = self._message(ids, text)
+        return Parsed(text=self._readable(pieces, text), content=turn.content, calls=calls, message=message)
 
-    def _read(self, pieces: Sequence[str], schemas: Schemas, *, cut: bool) -> Turn:
+    def text(self, ids: Sequence[int]) -> str:
+        """The text of a turn for people and rewards."""
+        text = self._vocabulary.decode(ids)
+        return self._readable(list(self._pieces(ids, text)), text)
+
+    def _readable(self, pieces: Sequence[str], text: str) -> str:
+        with self._user_code("readable"):
+            readable = self.format.readable(pieces)
+        return text if readable is None else readable
+
+    @contextmanager
+    def _user_code(self, method: str) -> Iterator[None]:
         try:
-            return self.format.read(pieces, schemas, cut=cut)
+            yield
         except Exception as error:
             raise UserCodeError(
-                f"agent.toolCallFormat: {self.format.name}: read raised {type(error).__name__}: {error}",
+                f"agent.toolCallFormat: {self.format.name}: {method} raised {type(error).__name__}: {error}",
                 code="format_raised",
             ) from error
 
@@ -93,7 +125,7 @@ class TurnReader:
             if piece:
                 yield Marker(piece) if index % 2 else piece
 
-    def _without_reasoning(self, pieces: Iterator[str], *, thinking: bool) -> Iterator[str]:
+    def _without_reasoning(self, pieces: Iterable[str], *, thinking: bool) -> Iterator[str]:
         """The pieces outside reasoning; a closing marker without reasoning is left out.
 
         Reasoning comes before calls: after a marker of the format, which may begin a call, reasoning markers are plain
@@ -129,13 +161,14 @@ class TurnReader:
                 raw=call.raw,
                 problem=CallOutcome.UNKNOWN_TOOL,
                 message=message,
+                id=call.id,
             )
         else:
-            return Call(name=call.name, arguments=call.arguments, raw=call.raw)
-        return Call(name=call.name, arguments=None, raw=call.raw, problem=problem, message=message)
+            return Call(name=call.name, arguments=call.arguments, raw=call.raw, id=call.id)
+        return Call(name=call.name, arguments=None, raw=call.raw, problem=problem, message=message, id=call.id)
 
     def _message(self, ids: Sequence[int], text: str) -> Message:
-        if not self._closing:
+        if not self._separates:
             return Message(role="assistant", text=text, ids=ids)
         token = self._vocabulary.control(self._closing)
         if token is None:

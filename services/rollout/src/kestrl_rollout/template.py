@@ -20,6 +20,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from enum import Enum
+from string import ascii_letters
 from typing import Any
 
 from kestrl.errors import UserInputError
@@ -32,9 +33,11 @@ EDGED = frozenset("m")
 MARK = "KSTRL" + secrets.token_hex(6)
 ODD = 'é"'
 """Part of every mark that is written differently in raw text, JSON and ASCII-only JSON."""
+ID_MARK = "".join(secrets.choice(ascii_letters) for _ in range(5))
+"""Beginning of the marks of call ids, which some templates accept only as nine letters and digits."""
 _MARK = re.compile(
     rf"(?P<left>{EDGE}|\\u2003)?{MARK}(?P<name>[a-z]\d+)(?:(?P<raw>é\")|(?P<json>é\\\")|(?P<ascii>\\u00e9\\\"))Z"
-    rf"(?P<right>{EDGE}|\\u2003)?"
+    rf"(?P<right>{EDGE}|\\u2003)?|{ID_MARK}(?P<id>\d{{4}})"
 )
 
 
@@ -90,6 +93,11 @@ def mark(name: str, *, edges: bool = False) -> str:
     return f"{EDGE}{text}{EDGE}" if edges else text
 
 
+def id_mark(index: int) -> str:
+    """The mark for the id of a call, a slot named `c` and the index. Nine characters up to index 9999."""
+    return f"{ID_MARK}{index:04d}"
+
+
 def find_mark(text: str, name: str, start: int) -> tuple[int, int] | None:
     """Where the mark `name` stands at or after `start`: its first character and one past its last."""
     for match in _MARK.finditer(text, start):
@@ -108,6 +116,10 @@ def skeleton(text: str) -> Skeleton:
     done = 0
     for match in _MARK.finditer(text):
         parts.append(text[done : match.start()])
+        if match["id"]:
+            parts.append(Slot(f"c{int(match['id'])}"))
+            done = match.end()
+            continue
         written = Written.RAW if match["raw"] else Written.JSON if match["json"] else Written.ASCII
         left, right = match["left"] is not None, match["right"] is not None
         # Marks without edges stand for strings that no template strips, such as those of a tool's schema.

@@ -29,15 +29,19 @@ from kestrl import rpc
 from kestrl.api.common.v1 import common_pb2
 from kestrl.api.rollout.v1 import rollout_pb2 as pb
 from kestrl.api.rollout.v1 import rollout_pb2_grpc as stubs
+from kestrl.credentials import Secret
 from kestrl.episode import Scenario
 from kestrl.plan.settings import RolloutSettings
 from kestrl.rpc.codec import scenario_to_proto
+from kestrl.rpc.status import TOKEN_KEY
 from kestrl_email.model_path import tiny
 
 LOADS = ((64, 2_000), (512, 4_000), (2_048, 8_192))
 """Concurrent episodes, and total episodes."""
 GROUP = 8
 TURNS = 4
+TOKEN = "benchmark"
+"""Credential for the worker under test."""
 TICKS = os.sysconf("SC_CLK_TCK")
 
 
@@ -102,7 +106,9 @@ def worker(core: int, services: dict[str, int], concurrency: int, endpoint: str 
         )
         path = Path(folder) / "settings.json"
         path.write_text(settings.model_dump_json())
-        with pinned(core, "kestrl_rollout", "--settings", str(path)) as process:
+        with pinned(
+            core, "kestrl_rollout", "--settings", str(path), **{Secret.LEARNER_TO_ROLLOUT.value: TOKEN}
+        ) as process:
             yield f"127.0.0.1:{port}", process.pid
 
 
@@ -154,7 +160,8 @@ async def drive(address: str, pid: int, engine: int, concurrency: int, episodes:
 
         async def one() -> None:
             await slots.take(GROUP)
-            async for answer in stub.RunGroup(request(next(numbers), engine), wait_for_ready=True):
+            group = request(next(numbers), engine)
+            async for answer in stub.RunGroup(group, wait_for_ready=True, metadata=((TOKEN_KEY, TOKEN),)):
                 if answer.HasField("group"):
                     whole = [episode for episode in answer.group.episodes if episode.stop_reason == "answered"]
                     assert len(whole) == GROUP, answer

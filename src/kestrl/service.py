@@ -44,6 +44,7 @@ def run_service(
             job=settings.job,
             run=settings.run,
             endpoint=settings.otlp_endpoint,
+            traced_groups=settings.traced_groups,
             metrics_listen=settings.metrics_listen,
         )
         if uvloop:

@@ -1,7 +1,4 @@
-"""An OTLP/gRPC collector that stores received spans, for tests with the real protocol.
-
-For KestRL's tests and those of users.
-"""
+"""An OTLP collector, by gRPC and by HTTP, that stores received spans."""
 
 from __future__ import annotations
 
@@ -9,6 +6,8 @@ from collections.abc import Generator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import Thread
 from typing import Any
 
 import grpc
@@ -44,6 +43,9 @@ class Collector:
     """Received spans and metrics."""
 
     endpoint: str = ""
+    """Endpoint of OTLP/gRPC."""
+    http_endpoint: str = ""
+    """Endpoint of OTLP/HTTP, with a path, as clients expect of one without port 4318."""
     spans: dict[str, SeenSpan] = field(default_factory=dict[str, SeenSpan])
     """Spans by span id, at most `MAX_SPANS`."""
     metrics: dict[str, set[str]] = field(default_factory=dict[str, set[str]])
@@ -105,6 +107,27 @@ class _Servicer(stubs.TraceServiceServicer):
         )
 
 
+def _http_handler(servicers: Mapping[str, tuple[Any, Any]]) -> type[BaseHTTPRequestHandler]:
+    """Handler of `POST /otlp/v1/SIGNAL`, by the servicer and the request message of each signal."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            servicer, message = servicers[self.path.removeprefix("/otlp/v1/")]
+            assert self.headers["Content-Type"] == "application/x-protobuf"
+            answer = servicer.Export(message.FromString(self.rfile.read(int(self.headers["Content-Length"]))), None)
+            body = answer.SerializeToString()
+            self.send_response(200)
+            self.send_header("Content-Type", "application/x-protobuf")
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - the base class's name
+            """Logs nothing."""
+
+    return Handler
+
+
 def _plain(value: Any) -> Any:
     kind = value.WhichOneof("value")
     return None if kind is None else getattr(value, kind)
@@ -112,16 +135,26 @@ def _plain(value: Any) -> Any:
 
 @contextmanager
 def collecting() -> Generator[Collector]:
-    """A collector on a free port of the loopback; `endpoint` is what OTEL_EXPORTER_OTLP_ENDPOINT takes."""
+    """A collector on free ports of the loopback."""
     collector = Collector()
     server = grpc.server(ThreadPoolExecutor(max_workers=2))
     add_servicer: Any = vars(stubs)["add_TraceServiceServicer_to_server"]  # no type stubs
-    add_servicer(_Servicer(collector), server)
+    spans, metrics = _Servicer(collector), _Metrics(collector)
+    add_servicer(spans, server)
     add_metrics: Any = vars(metric_stubs)["add_MetricsServiceServicer_to_server"]
-    add_metrics(_Metrics(collector), server)
+    add_metrics(metrics, server)
     collector.endpoint = f"http://127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     server.start()
-    try:
-        yield collector
-    finally:
-        server.stop(grace=1).wait()
+    handler = _http_handler(
+        {"traces": (spans, pb.ExportTraceServiceRequest), "metrics": (metrics, metric_pb.ExportMetricsServiceRequest)}
+    )
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as http:
+        collector.http_endpoint = f"http://127.0.0.1:{http.server_port}/otlp"
+        serving = Thread(target=http.serve_forever, kwargs={"poll_interval": 0.01})
+        serving.start()
+        try:
+            yield collector
+        finally:
+            server.stop(grace=1).wait()
+            http.shutdown()
+            serving.join()

@@ -52,7 +52,7 @@ def finished(
     """A run of three steps on two engines, traced."""
     runs = tmp_path_factory.mktemp("runs")
     arguments = ("run", QUICKSTART, "--runs", runs, *SMALL, "--set", "schedule.maxSteps=3")
-    printed = kestrl(*arguments, "--set", f"telemetry.otlp={collector.endpoint}")
+    printed = kestrl(*arguments, "--set", f"telemetry.otlp={collector.endpoint}", "--set", "telemetry.tracedGroups=1")
     yield RunDir(runs / "email-search-1"), printed
     assert belonging_to(runs) == []
 

@@ -190,7 +190,10 @@ def collector(endpoint: str) -> Finding:
     """Whether the OTLP endpoint accepts connections."""
     address = urlparse(endpoint)
     try:
-        with socket.create_connection((address.hostname or "", address.port or 4317), timeout=CONNECT_SECONDS):
+        with socket.create_connection(
+            (address.hostname or "", address.port or (443 if address.scheme == "https" else 4317)),
+            timeout=CONNECT_SECONDS,
+        ):
             return Finding(name="telemetry", status=f"{endpoint} answers")
     except OSError as error:
         return Finding(

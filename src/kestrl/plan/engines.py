@@ -8,6 +8,7 @@ from kestrl.plan.components import Component, Device, Ready, Role
 from kestrl.plan.site import Site
 from kestrl.spec.job import AgentRLJob
 from kestrl.spec.rules import ENGINE_RANKS
+from kestrl.telemetry.protocol import HTTP, is_http, signal_url
 
 CPU_KV_CACHE_BYTES = 256 * 1024 * 1024
 """Size of the KV cache on a CPU: tens of thousands of tokens of a tiny model. Override it with
@@ -56,7 +57,7 @@ def engine_component(job: AgentRLJob, site: Site, index: int) -> Component:
         "disable-log-stats": False,
     }
     if spec.telemetry.otlp:
-        options["otlp-traces-endpoint"] = spec.telemetry.otlp
+        options["otlp-traces-endpoint"] = _traces_endpoint(spec.telemetry.otlp)
     options |= spec.inference.args
     return Component(
         name=f"engine-{index}",
@@ -68,12 +69,22 @@ def engine_component(job: AgentRLJob, site: Site, index: int) -> Component:
             **_cpu_environment(job, site),
             "VLLM_CACHE_ROOT": f"{site.work_dir}/vllm-cache",
             "OTEL_SERVICE_NAME": "kestrl-engine",
+            **_trace_protocol(spec.telemetry.otlp),
             engine_failure.VARIABLE: failure_file(site, index),
         },
         ports={"http": endpoint.port},
         ready=Ready(port=endpoint.port, http_path="/health"),
         device=Device(profile=spec.inference.accelerator.profile, count=spec.inference.accelerator.count),
     )
+
+
+def _traces_endpoint(endpoint: str) -> str:
+    return signal_url(endpoint, "traces") if is_http(endpoint) else endpoint
+
+
+def _trace_protocol(endpoint: str | None) -> dict[str, str]:
+    """Protocol of an OTLP/HTTP endpoint, which vLLM takes from the environment alone."""
+    return {"OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": HTTP} if endpoint and is_http(endpoint) else {}
 
 
 def failure_file(site: Site, index: int) -> str:

@@ -68,6 +68,7 @@ def _service(role: Role, index: int, job: AgentRLJob, site: Site) -> dict[str, o
         "listen": site.endpoint(role, index).listen,
         "python_path": site.python_path,
         "otlp_endpoint": job.spec.telemetry.otlp,
+        "traced_groups": job.spec.telemetry.traced_groups,
         "metrics_listen": site.endpoint(role, index).metrics_listen,
     }
 

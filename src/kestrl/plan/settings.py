@@ -54,6 +54,8 @@ class ServiceSettings(Model):
     """Folders that are prepended to `sys.path`, with the user's tools, rewards and agents."""
     otlp_endpoint: str | None = None
     """OTLP endpoint for spans and metrics; the standard OTEL_* variables also work."""
+    traced_groups: float = 0.1
+    """Share of groups whose spans are recorded."""
     metrics_listen: str | None = None
     """`host:port` of the Prometheus endpoint."""
 

@@ -267,7 +267,11 @@ class Telemetry(Model):
     """Export of spans and metrics."""
 
     otlp: Address | None = None
-    """OTLP/gRPC endpoint such as http://127.0.0.1:4317. The standard OTEL_* variables also work."""
+    """OTLP endpoint: http://127.0.0.1:4317 for gRPC; one with port 4318 or with a path for HTTP. The standard OTEL_*
+    variables also work."""
+    traced_groups: Annotated[float, Field(ge=0, le=1, strict=False)] = 0.1
+    """Share of groups whose episodes, model calls, tool calls and scores are traced; steps and publications always are.
+    Failures are counted in metrics regardless. OTEL_TRACES_SAMPLER overrides it."""
 
 
 class FailureRule(Model):

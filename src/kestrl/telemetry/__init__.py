@@ -9,61 +9,56 @@ import os
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from types import TracebackType
-from typing import TYPE_CHECKING
 
 from opentelemetry import context, trace
 from opentelemetry.propagate import extract, inject
 from opentelemetry.trace import Span, Status, StatusCode
-from opentelemetry.util.types import AttributeValue
 
 from kestrl.errors import KestrlError
 from kestrl.telemetry.names import Attr
+from kestrl.telemetry.protocol import named_endpoint
 from kestrl.telemetry.root_ids import ROOT
-
-if TYPE_CHECKING:
-    from kestrl.telemetry.child_spans import Pipeline
 
 __all__ = ["beginning", "current_trace_id", "set_up", "span", "trace_headers", "within"]
 
 TRACER = "kestrl"
 _tracer = trace.get_tracer(TRACER)
-_pipeline: Pipeline | None = None
-"""Pipeline of child spans, once spans are exported."""
 
 
 def set_up(
-    component: str, *, job: str, run: str, endpoint: str | None = None, metrics_listen: str | None = None
+    component: str,
+    *,
+    job: str,
+    run: str,
+    endpoint: str | None = None,
+    traced_groups: float = 1.0,
+    metrics_listen: str | None = None,
 ) -> None:
-    """Sends this process's spans by OTLP/gRPC when an endpoint is given or the standard OTEL_* variables name one.
+    """Sends this process's spans by OTLP when an endpoint is given or the standard OTEL_* variables name one.
 
     Metrics can be read at `http://METRICS_LISTEN/metrics`, and go to the same endpoint as spans.
+
+    Args:
+        component: Name of the process, such as `rollout-0`.
+        job: Name of the job.
+        run: Id of the run.
+        endpoint: OTLP endpoint for spans and metrics.
+        traced_groups: Share of groups whose spans are recorded.
+        metrics_listen: `host:port` of the Prometheus endpoint.
 
     Raises:
         UserInputError: `metrics_listen` is taken.
     """
-    named = (
-        endpoint
-        or os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT")
-        or os.environ.get("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
-    )
-    exports = bool(named) and os.environ.get("OTEL_SDK_DISABLED", "").lower() != "true"
+    exports = bool(endpoint or named_endpoint("traces")) and os.environ.get("OTEL_SDK_DISABLED", "").lower() != "true"
     if not exports and metrics_listen is None:
         return
     from kestrl.telemetry.export import export_spans, resource_of, serve_metrics
 
     resource = resource_of(component, job=job, run=run)
     if exports:
-        global _pipeline  # one per process, as the provider
-        _pipeline = export_spans(resource, endpoint, tracer=TRACER)
+        export_spans(resource, endpoint, traced_groups=traced_groups)
     if metrics_listen is not None:
         serve_metrics(resource, metrics_listen, exports=exports, endpoint=endpoint)
-
-
-def _start(name: str, attributes: Mapping[str, AttributeValue] | None) -> Span:
-    parent = trace.get_current_span().get_span_context()
-    if _pipeline is not None and parent.is_valid and parent.trace_flags.sampled:
-        return _pipeline.child(name, parent, attributes)
-    return _tracer.start_span(name, attributes=attributes)
 
 
 class span:  # noqa: N801 - used as a verb: `with span(...)`
@@ -78,7 +73,7 @@ class span:  # noqa: N801 - used as a verb: `with span(...)`
         self._name, self._attributes = name, attributes
 
     def __enter__(self) -> Span:
-        self._span = _start(self._name, self._attributes)
+        self._span = _tracer.start_span(self._name, attributes=self._attributes)
         self._token = context.attach(trace.set_span_in_context(self._span))
         return self._span
 
@@ -118,13 +113,13 @@ def beginning(traceparent: str) -> Generator[None]:
 
 
 def current_trace_id() -> str:
-    """Current trace id as 32 hex digits; empty if nothing is traced."""
+    """Current trace id as 32 hex digits; empty if the current work is not traced."""
     context = trace.get_current_span().get_span_context()
-    return f"{context.trace_id:032x}" if context.is_valid else ""
+    return f"{context.trace_id:032x}" if context.trace_flags.sampled else ""
 
 
 def trace_headers() -> dict[str, str]:
-    """W3C headers for an HTTP request; empty if nothing is traced."""
+    """W3C headers for an HTTP request, with the decision of the sampler; empty if spans are not exported."""
     headers: dict[str, str] = {}
     inject(headers)
     return headers

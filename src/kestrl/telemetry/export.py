@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import atexit
+import os
 
 from opentelemetry import metrics, trace
-from opentelemetry.exporter.otlp.proto.grpc.metric_exporter import OTLPMetricExporter
 from opentelemetry.exporter.prometheus import PrometheusMetricReader
 from opentelemetry.sdk.metrics import MeterProvider
-from opentelemetry.sdk.metrics.export import MetricReader, PeriodicExportingMetricReader
+from opentelemetry.sdk.metrics.export import MetricExporter, MetricReader, PeriodicExportingMetricReader
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import TracerProvider
-from opentelemetry.sdk.trace.export import BatchSpanProcessor
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
 from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
-from opentelemetry.sdk.trace.sampling import ParentBased
-from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from prometheus_client import start_http_server
 
 from kestrl.errors import UserInputError
-from kestrl.telemetry.child_spans import Pipeline
-from kestrl.telemetry.encoding import Exporter
 from kestrl.telemetry.names import Attr
+from kestrl.telemetry.protocol import signal_url, uses_http
 from kestrl.telemetry.root_ids import ROOT
+from kestrl.telemetry.sampling import sampler
 
 
 def resource_of(component: str, *, job: str, run: str) -> Resource:
@@ -49,20 +47,44 @@ class RootIds(RandomIdGenerator):
         return named[1]
 
 
-def export_spans(resource: Resource, endpoint: str | None, *, tracer: str) -> Pipeline | None:
+def export_spans(resource: Resource, endpoint: str | None, *, traced_groups: float) -> TracerProvider:
     """Sends spans to `endpoint`, or to where the OTEL_* variables say.
 
-    Returns the pipeline for child spans of `tracer`; None if OTEL_TRACES_SAMPLER is not parent-based.
+    They are sampled as OTEL_TRACES_SAMPLER says, or else by groups, of which a share of `traced_groups` is sampled.
     """
-    ids, scope = RootIds(), InstrumentationScope(tracer, "")
-    provider = TracerProvider(resource=resource, id_generator=ids)
-    processor = BatchSpanProcessor(Exporter(scope, endpoint), max_queue_size=8192)
-    provider.add_span_processor(processor)
+    configured = os.environ.get("OTEL_TRACES_SAMPLER")
+    provider = TracerProvider(
+        resource=resource, id_generator=RootIds(), sampler=None if configured else sampler(traced_groups)
+    )
+    provider.add_span_processor(BatchSpanProcessor(_span_exporter(endpoint), max_queue_size=8192))
     trace.set_tracer_provider(provider)
     atexit.register(provider.shutdown)
-    if not isinstance(provider.sampler, ParentBased):
-        return None
-    return Pipeline(ids=ids, processor=processor, resource=resource, scope=scope)
+    return provider
+
+
+def _span_exporter(endpoint: str | None) -> SpanExporter:
+    if uses_http(endpoint, "traces"):
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter as HttpExporter
+
+        return HttpExporter(endpoint=signal_url(endpoint, "traces") if endpoint else None)
+    from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter as GrpcExporter
+
+    return GrpcExporter(endpoint=endpoint, insecure=_insecure(endpoint))
+
+
+def _metric_exporter(endpoint: str | None) -> MetricExporter:
+    if uses_http(endpoint, "metrics"):
+        from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter as HttpExporter
+
+        return HttpExporter(endpoint=signal_url(endpoint, "metrics") if endpoint else None)
+    from opentelemetry.exporter.otlp.proto.grpc.metric_exporter import OTLPMetricExporter as GrpcExporter
+
+    return GrpcExporter(endpoint=endpoint, insecure=_insecure(endpoint))
+
+
+def _insecure(endpoint: str | None) -> bool | None:
+    """Whether the connection is unencrypted; None leaves it to the OTEL_* variables."""
+    return None if endpoint is None else not endpoint.startswith("https://")
 
 
 def serve_metrics(resource: Resource, listen: str, *, exports: bool, endpoint: str | None) -> None:
@@ -74,8 +96,7 @@ def serve_metrics(resource: Resource, listen: str, *, exports: bool, endpoint: s
     """
     readers: list[MetricReader] = [PrometheusMetricReader()]
     if exports:
-        exporter = OTLPMetricExporter(endpoint=endpoint, insecure=True) if endpoint else OTLPMetricExporter()
-        readers.append(PeriodicExportingMetricReader(exporter))
+        readers.append(PeriodicExportingMetricReader(_metric_exporter(endpoint)))
     provider = MeterProvider(metric_readers=readers, resource=resource)
     metrics.set_meter_provider(provider)
     atexit.register(provider.shutdown)

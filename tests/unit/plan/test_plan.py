@@ -150,6 +150,23 @@ def test_the_engine_samples_as_the_learner_scores() -> None:
     assert "VLLM_SERVER_DEV_MODE" not in engine.env
 
 
+@pytest.mark.parametrize(
+    ("endpoint", "engines", "protocol"),
+    [
+        ("http://c:4317", "http://c:4317", None),
+        ("http://c:4318", "http://c:4318/v1/traces", "http/protobuf"),
+        ("https://c/otlp/", "https://c/otlp/v1/traces", "http/protobuf"),
+    ],
+)
+def test_engines_and_services_trace_to_the_endpoint(endpoint: str, engines: str, protocol: str | None) -> None:
+    components = by_name(job_with(f"telemetry.otlp={endpoint}", "telemetry.tracedGroups=0.25"))
+    engine, rollout = components["engine-0"], components["rollout-0"].settings
+    assert flags(engine)["otlp-traces-endpoint"] == engines
+    assert engine.env.get("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL") == protocol
+    assert isinstance(rollout, RolloutSettings)
+    assert (rollout.otlp_endpoint, rollout.traced_groups) == (endpoint, 0.25)
+
+
 def test_the_cpu_recipe_is_only_for_the_cpu() -> None:
     gpu = by_name(job_with("inference.accelerator={profile: nvidia, count: 2}"))["engine-0"]
     assert gpu.module == "vllm.entrypoints.openai.api_server"

@@ -9,6 +9,7 @@ import time
 from kestrl.storage import open_store
 from kestrl_learner import checkpoint
 from kestrl_learner.ledger import Ledger, Superseded
+from kestrl_learner.run_record import RunRecord
 
 GROUPS, SIZE, EPOCHS = 2, 8, 2
 
@@ -21,7 +22,7 @@ def learn(url: str, run: str, folder: str, pause: float) -> str:
     """A learner without a model: resume, then lease, finish, train and checkpoint to the end of the schedule."""
     ledger, store = open_ledger(url, run), open_store(folder)
     try:
-        known = checkpoint.newest(store, outdated=lambda made: ledger.outdated(made.step, made.facts["owner"]))
+        known = checkpoint.newest(store, outdated=lambda made: ledger.outdated(made.step, made.record.owner))
         done = 0 if known is None else known.step
         ledger.rewind(done)
         while done * GROUPS < SIZE * EPOCHS:
@@ -33,7 +34,7 @@ def learn(url: str, run: str, folder: str, pause: float) -> str:
             ledger.train(held, done + 1)
             done += 1
             ledger.check_owner()
-            made = checkpoint.Checkpoint(step=done, state=b"%d" % done, facts={"owner": ledger.token})
+            made = checkpoint.Checkpoint(step=done, state=b"%d" % done, record=RunRecord(owner=ledger.token))
             checkpoint.write(store, made, keep=2)
     except Superseded as error:
         return str(error)

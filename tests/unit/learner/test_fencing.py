@@ -22,6 +22,7 @@ from kestrl.storage import open_store
 from kestrl_learner import checkpoint
 from kestrl_learner.ledger import Ledger, Superseded
 from kestrl_learner.run import Run
+from kestrl_learner.run_record import RunRecord
 
 from .fakes import until
 from .learner_process import EPOCHS, GROUPS, SIZE, open_ledger
@@ -123,11 +124,11 @@ def test_a_checkpoint_of_a_branch_that_was_given_up_is_skipped(tmp_path: Path) -
         assert lease is not None
         older.finish(lease)
         older.train([lease], step)
-        checkpoint.write(store, checkpoint.Checkpoint(step, b"old", {"owner": older.token}), keep=9)
+        checkpoint.write(store, checkpoint.Checkpoint(step, b"old", RunRecord(owner=older.token)), keep=9)
     newer = open_ledger(*place)
     newer.rewind(1)  # it read the first checkpoint, and the older one wrote the second meanwhile
     third = open_ledger(*place)
-    known = checkpoint.newest(store, outdated=lambda made: third.outdated(made.step, made.facts["owner"]))
+    known = checkpoint.newest(store, outdated=lambda made: third.outdated(made.step, made.record.owner))
     assert known is not None
     assert known.step == 1
 
@@ -146,6 +147,6 @@ async def test_a_replaced_learner_ends_and_writes_no_summary_or_checkpoint(stage
         store = open_store(stage.settings.storage)
         assert not store.exists("summary.json")
         known = checkpoint.newest_manifest(store)
-        assert known is None or (known.step <= frontier and known.facts["owner"] < newer.token)
+        assert known is None or (known.step <= frontier and known.record.owner < newer.token)
         assert newer.frontier() == frontier
         newer.close()

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kestrl.episode import Group
-from kestrl_learner.learning import Reason, learning, tallied
+from kestrl_learner.learning import LearningCounts, Reason, learning
 from kestrl_learner.run import Run
 
 CASES: list[tuple[str, dict[str, Any], bool, Reason | None]] = [
@@ -27,10 +27,10 @@ CASES: list[tuple[str, dict[str, Any], bool, Reason | None]] = [
 ]
 
 
-def counts(*, idle: int = 1, gradient: float = 0.3, calls: int = 0) -> dict[str, Any]:
+def counts(*, idle: int = 1, gradient: float = 0.3, calls: int = 0) -> LearningCounts:
     group: Any = SimpleNamespace(episodes=[SimpleNamespace(tool_calls=[None] * calls)])
     result: Any = SimpleNamespace(zero_advantage_groups=idle, grad_norm=gradient)
-    return tallied(tallied({"first": "a"}, [group, group], result), [group, group], result)
+    return LearningCounts(first="a").with_step([group, group], result).with_step([group, group], result)
 
 
 @pytest.mark.parametrize(("facts", "tools", "reason"), [case[1:] for case in CASES], ids=[case[0] for case in CASES])
@@ -45,7 +45,7 @@ def test_the_reason_names_what_was_missing(facts: dict[str, Any], tools: bool, r
 
 
 def test_before_the_first_step_nothing_is_said() -> None:
-    assert learning({"first": "a"}, "a", tools=True, learning_rate=1e-3) is None
+    assert learning(LearningCounts(first="a"), "a", tools=True, learning_rate=1e-3) is None
 
 
 def equal_rewards(_: Any, group: Group) -> Group:

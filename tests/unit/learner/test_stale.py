@@ -12,7 +12,7 @@ import pytest
 
 from kestrl.plan.settings import DataSettings
 from kestrl_learner.run import Run
-from kestrl_learner.stale import Stale
+from kestrl_learner.run_record import RunRecord
 
 from .conftest import Stage, write_rows
 from .fakes import running
@@ -51,7 +51,8 @@ async def test_a_group_given_up_is_counted_by_age_and_length(staged: Any, caplog
         stale = stage.summary["stale"]
         assert (stale["groups"], stale["by_age"], stale["tokens"]) == (1, {"2": 1}, 0)
         assert stale["seconds"] > 0
-        assert Stale.of(stale).facts() == stale == run.progress.stale.facts()
+        restored = RunRecord.from_json({"stale": stale}, "").stale
+        assert restored.facts() == stale == run.progress.stale.facts()
         steps = [stage.read(f"metrics/{step:06d}.json")["stale"]["groups"] for step in range(1, 7)]
         assert sum(steps) == 1
         assert "its group was 2 steps old" in caplog.text

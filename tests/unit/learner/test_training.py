@@ -22,6 +22,7 @@ from kestrl.storage import fetch_adapter, open_store
 from kestrl_learner import adapters, checkpoint
 from kestrl_learner.batch import TrainGroup, TrainRow
 from kestrl_learner.model import PolicyModel
+from kestrl_learner.run_record import RunRecord
 from kestrl_learner.trainer import NotFinite, Trainer, stale_rows
 
 VOCABULARY = 64
@@ -288,20 +289,22 @@ def test_a_published_adapter_is_what_peft_and_vllm_read(
 def test_only_whole_checkpoints_count_and_only_the_newest_are_kept(tmp_path: Path) -> None:
     store = open_store(tmp_path.as_uri())
     for step in range(1, 5):
-        checkpoint.write(store, checkpoint.Checkpoint(step=step, state=b"x" * step, facts={"seconds": step}), keep=2)
+        checkpoint.write(
+            store, checkpoint.Checkpoint(step=step, state=b"x" * step, record=RunRecord(seconds=step)), keep=2
+        )
     assert checkpoint.steps(store) == [3, 4]
     assert len(store.list("checkpoints")) == 4
     store.put("checkpoints/000009/0123.pt", b"half")
     newest = checkpoint.newest(store)
     assert newest is not None
-    assert (newest.step, newest.state, newest.facts) == (4, b"xxxx", {"seconds": 4})
+    assert (newest.step, newest.state, newest.record) == (4, b"xxxx", RunRecord(seconds=4))
 
 
 def test_a_step_that_is_checkpointed_again_is_whole_at_every_moment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = open_store(tmp_path.as_uri())
-    checkpoint.write(store, checkpoint.Checkpoint(step=1, state=b"first", facts={}), keep=2)
+    checkpoint.write(store, checkpoint.Checkpoint(step=1, state=b"first", record=RunRecord()), keep=2)
 
     def cut_off(path: str, content: bytes, **_: Any) -> None:
         if path.endswith(checkpoint.MANIFEST):
@@ -311,11 +314,11 @@ def test_a_step_that_is_checkpointed_again_is_whole_at_every_moment(
     with monkeypatch.context() as patched:
         patched.setattr(store, "put", cut_off)
         with pytest.raises(KeyboardInterrupt):
-            checkpoint.write(store, checkpoint.Checkpoint(step=1, state=b"second", facts={}), keep=2)
+            checkpoint.write(store, checkpoint.Checkpoint(step=1, state=b"second", record=RunRecord()), keep=2)
     newest = checkpoint.newest(store)
     assert newest is not None
     assert newest.state == b"first"
-    checkpoint.write(store, checkpoint.Checkpoint(step=1, state=b"second", facts={}), keep=2)
+    checkpoint.write(store, checkpoint.Checkpoint(step=1, state=b"second", record=RunRecord()), keep=2)
     assert len(store.list("checkpoints")) == 2
 
 
@@ -324,21 +327,21 @@ def test_a_step_that_is_checkpointed_again_is_whole_at_every_moment(
     [
         (lambda get, path: get(path).replace(b"newer", b"other"), "is corrupt"),
         (lambda get, path: get(path.replace("000002", "lost")), "does not exist"),
-        (lambda get, path: get(path).replace(b'"facts": {}', b'"facts": 1 '), "holds other bytes"),
+        (lambda get, path: get(path).replace(b'"owner": 0', b'"owner": 1'), "holds other bytes"),
     ],
 )
 def test_a_checkpoint_is_read_back_before_older_ones_are_removed(
     reads: Callable[..., bytes], expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = open_store(tmp_path.as_uri())
-    checkpoint.write(store, checkpoint.Checkpoint(step=1, state=b"older", facts={}), keep=1)
+    checkpoint.write(store, checkpoint.Checkpoint(step=1, state=b"older", record=RunRecord()), keep=1)
     get = store.get
     with monkeypatch.context() as patched:
         patched.setattr(store, "get", lambda path: reads(get, path))
         with pytest.raises(checkpoint.Unconfirmed, match=expected):
-            checkpoint.write(store, checkpoint.Checkpoint(step=2, state=b"newer", facts={}), keep=1)
+            checkpoint.write(store, checkpoint.Checkpoint(step=2, state=b"newer", record=RunRecord()), keep=1)
     assert checkpoint.steps(store) == [1, 2]
-    checkpoint.write(store, checkpoint.Checkpoint(step=2, state=b"newer", facts={}), keep=1)
+    checkpoint.write(store, checkpoint.Checkpoint(step=2, state=b"newer", record=RunRecord()), keep=1)
     assert checkpoint.steps(store) == [2]
 
 
@@ -350,17 +353,17 @@ def test_of_a_large_checkpoint_it_is_confirmed_that_it_is_there(
     read: list[str] = []
     get = store.get
     monkeypatch.setattr(store, "get", lambda path: read.append(path) or get(path))
-    checkpoint.write(store, checkpoint.Checkpoint(step=1, state=b"state", facts={}), keep=1)
+    checkpoint.write(store, checkpoint.Checkpoint(step=1, state=b"state", record=RunRecord()), keep=1)
     assert read == [f"checkpoints/000001/{checkpoint.MANIFEST}"]
     monkeypatch.setattr(store, "exists", lambda _: False)
     with pytest.raises(checkpoint.Unconfirmed, match="does not exist"):
-        checkpoint.write(store, checkpoint.Checkpoint(step=2, state=b"state", facts={}), keep=1)
+        checkpoint.write(store, checkpoint.Checkpoint(step=2, state=b"state", record=RunRecord()), keep=1)
     assert checkpoint.steps(store) == [1, 2]
 
 
 def test_a_checkpoint_of_before_sizes_were_written_down_is_read(tmp_path: Path) -> None:
     store = open_store(tmp_path.as_uri())
-    checkpoint.write(store, checkpoint.Checkpoint(step=1, state=b"state", facts={"seconds": 1}), keep=1)
+    checkpoint.write(store, checkpoint.Checkpoint(step=1, state=b"state", record=RunRecord(seconds=1)), keep=1)
     path = f"checkpoints/000001/{checkpoint.MANIFEST}"
     manifest = json.loads(store.get(path))
     del manifest["size"]
@@ -368,7 +371,7 @@ def test_a_checkpoint_of_before_sizes_were_written_down_is_read(tmp_path: Path) 
     found = checkpoint.newest_manifest(store)
     assert found is not None
     checkpoint.confirm(store, found)
-    assert checkpoint.newest(store) == checkpoint.Checkpoint(step=1, state=b"state", facts={"seconds": 1})
+    assert checkpoint.newest(store) == checkpoint.Checkpoint(step=1, state=b"state", record=RunRecord(seconds=1))
     store.put(path, b"{}")
     with pytest.raises(StorageError, match="is not a manifest"):
         checkpoint.newest(store)
@@ -376,7 +379,7 @@ def test_a_checkpoint_of_before_sizes_were_written_down_is_read(tmp_path: Path) 
 
 def test_a_corrupt_checkpoint_is_named_and_refused(tmp_path: Path) -> None:
     store = open_store(tmp_path.as_uri())
-    checkpoint.write(store, checkpoint.Checkpoint(step=1, state=b"whole", facts={}), keep=2)
+    checkpoint.write(store, checkpoint.Checkpoint(step=1, state=b"whole", record=RunRecord()), keep=2)
     (state,) = [path for path in store.list("checkpoints") if path.endswith(".pt")]
     store.put(state, b"other")
     with pytest.raises(StorageError, match="corrupt") as caught:

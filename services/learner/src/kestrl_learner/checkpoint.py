@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from kestrl.errors import PlaceError, StorageError
 from kestrl.storage import ObjectStore
 from kestrl.storage.adapters import digest
+from kestrl_learner.run_record import RunRecord
 
 log = logging.getLogger(__name__)
 MANIFEST = "manifest.json"
@@ -31,7 +32,10 @@ class Manifest(NamedTuple):
     """Digest of the state, in hex."""
     size: int | None
     """Size of the state in bytes; None in manifests of older versions."""
-    facts: dict[str, Any]
+    record: RunRecord
+
+    def to_json(self) -> dict[str, Any]:
+        return {"step": self.step, "sha256": self.sha256, "size": self.size, "facts": self.record.to_json()}
 
 
 class Checkpoint(NamedTuple):
@@ -40,7 +44,7 @@ class Checkpoint(NamedTuple):
     step: int
     """Optimiser steps done: the trained frontier."""
     state: bytes
-    facts: dict[str, Any]
+    record: RunRecord
 
 
 def _folder(step: int) -> str:
@@ -69,8 +73,8 @@ def write(store: ObjectStore, checkpoint: Checkpoint, *, keep: int) -> None:
     """
     folder, sha256 = _folder(checkpoint.step), digest(checkpoint.state)
     store.put(_state(folder, sha256), checkpoint.state)
-    manifest = Manifest(checkpoint.step, sha256, len(checkpoint.state), checkpoint.facts)
-    content = json.dumps(manifest._asdict()).encode()
+    manifest = Manifest(checkpoint.step, sha256, len(checkpoint.state), checkpoint.record)
+    content = json.dumps(manifest.to_json()).encode()
     store.put(f"{folder}/{MANIFEST}", content)
     _read_back(store, manifest, content)
     kept = {_folder(step) for step in steps(store)[-keep:]}
@@ -100,8 +104,9 @@ def _manifest(store: ObjectStore, step: int) -> Manifest:
     path = f"{_folder(step)}/{MANIFEST}"
     try:
         found = json.loads(store.get(path))
-        return Manifest(found["step"], found["sha256"], found.get("size"), found["facts"])
-    except (ValueError, KeyError, TypeError) as error:
+        record = RunRecord.from_json(found["facts"], store.address(path))
+        return Manifest(found["step"], found["sha256"], found.get("size"), record)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise StorageError(f"{store.address(path)} is not a manifest: {error}", code="manifest_malformed") from error
 
 
@@ -110,6 +115,7 @@ def newest_manifest(store: ObjectStore) -> Manifest | None:
 
     Raises:
         StorageError: The store refused, or it is malformed.
+        UserInputError: It was written by a later version of KestRL.
     """
     known = steps(store)
     return _manifest(store, known[-1]) if known else None
@@ -149,10 +155,11 @@ def newest(store: ObjectStore, *, outdated: Callable[[Manifest], bool] = lambda 
 
     Raises:
         StorageError: It is corrupt: code `digest_mismatch`.
+        UserInputError: It was written by a later version of KestRL.
     """
     for step in reversed(steps(store)):
         manifest = _manifest(store, step)
         if not outdated(manifest):
-            return Checkpoint(step=manifest.step, state=_whole(store, manifest), facts=manifest.facts)
+            return Checkpoint(step=manifest.step, state=_whole(store, manifest), record=manifest.record)
         log.warning("the checkpoint of step %d was written by a learner that had been replaced; it is skipped", step)
     return None

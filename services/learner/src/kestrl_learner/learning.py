@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from kestrl.episode import Group
 from kestrl_learner.trainer import StepResult
@@ -29,43 +30,50 @@ class Learning(NamedTuple):
     """What was observed and what to check or change."""
 
 
-def tallied(before: Mapping[str, Any], groups: Sequence[Group], result: StepResult) -> dict[str, Any]:
-    """The run's counts with one more step: groups, zero-advantage groups, tool calls, the largest gradient norm.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LearningCounts:
+    """Counts over the steps of a run; checkpoints hold them, so that they cover all its processes."""
 
-    Args:
-        before: The counts so far; checkpoints hold them, so that they cover the whole run.
-        groups: The groups of the step.
-        result: The step's result.
-    """
-    calls = sum(len(episode.tool_calls) for group in groups for episode in group.episodes)
-    return {
-        **before,
-        "steps": before.get("steps", 0) + 1,
-        "groups": before.get("groups", 0) + len(groups),
-        "idle_groups": before.get("idle_groups", 0) + result.zero_advantage_groups,
-        "tool_calls": before.get("tool_calls", 0) + calls,
-        "largest_gradient": max(before.get("largest_gradient", 0.0), result.grad_norm),
-    }
+    first: str = ""
+    """Digest of version 0."""
+    steps: int = 0
+    groups: int = 0
+    idle_groups: int = 0
+    """Groups whose rewards gave no advantage."""
+    tool_calls: int = 0
+    largest_gradient: float = 0.0
+    """Largest gradient norm of a step."""
+
+    def with_step(self, groups: Sequence[Group], result: StepResult) -> LearningCounts:
+        """The counts with one more step."""
+        calls = sum(len(episode.tool_calls) for group in groups for episode in group.episodes)
+        return LearningCounts(
+            first=self.first,
+            steps=self.steps + 1,
+            groups=self.groups + len(groups),
+            idle_groups=self.idle_groups + result.zero_advantage_groups,
+            tool_calls=self.tool_calls + calls,
+            largest_gradient=max(self.largest_gradient, result.grad_norm),
+        )
 
 
-def learning(counts: Mapping[str, Any], newest: str, *, tools: bool, learning_rate: float) -> Learning | None:
+def learning(counts: LearningCounts, newest: str, *, tools: bool, learning_rate: float) -> Learning | None:
     """Whether a run has learned anything; None before its first step.
 
     Args:
-        counts: Counts made by `tallied`, with `first`: the digest of version 0.
+        counts: The run's counts.
         newest: Digest of the newest version.
         tools: Whether the job offers tools.
         learning_rate: The job's, for the message.
     """
-    if not counts.get("steps"):
+    if not counts.steps:
         return None
-    first = counts.get("first")
-    if (newest != first) if first else counts["largest_gradient"] > 0:
+    if (newest != counts.first) if counts.first else counts.largest_gradient > 0:
         return Learning(learned=True)
-    steps = f"{counts['steps']} step" + ("s" if counts["steps"] > 1 else "")
-    if counts["idle_groups"] == counts["groups"]:
+    steps = f"{counts.steps} step" + ("s" if counts.steps > 1 else "")
+    if counts.idle_groups == counts.groups:
         equal = f"in {steps} every group's rewards were equal, so no episode had an advantage"
-        if tools and not counts["tool_calls"]:
+        if tools and not counts.tool_calls:
             return Learning(
                 learned=False,
                 reason=Reason.NO_TOOL_CALL,
@@ -77,7 +85,7 @@ def learning(counts: Mapping[str, Any], newest: str, *, tools: bool, learning_ra
             message=f"{equal}; check the rewards, use easier or harder data, or raise algorithm.groupSize or "
             "sampling.temperature",
         )
-    if counts["largest_gradient"] == 0:
+    if counts.largest_gradient == 0:
         return Learning(
             learned=False,
             reason=Reason.ZERO_GRADIENT,

@@ -107,15 +107,15 @@ def measure(
     )
 
 
-def merged(before: Mapping[str, float] | None, step: MismatchStats) -> dict[str, float]:
+def merged(before: MismatchStats | None, step: MismatchStats) -> MismatchStats:
     """The mismatch over a run: the mean over all tokens, and the worst value of each other statistic."""
     if before is None:
-        return asdict(step)
-    tokens = before["tokens"] + step.tokens
-    return {
-        "tokens": tokens,
-        "mean": (before["mean"] * before["tokens"] + step.mean * step.tokens) / max(1, tokens),
-        "p99": max(before["p99"], step.p99),
-        "max": max(before["max"], step.max),
-        "ess": min(before["ess"], step.ess),
-    }
+        return step
+    tokens = before.tokens + step.tokens
+    return MismatchStats(
+        tokens=tokens,
+        mean=(before.mean * before.tokens + step.mean * step.tokens) / max(1, tokens),
+        p99=max(before.p99, step.p99),
+        max=max(before.max, step.max),
+        ess=min(before.ess, step.ess),
+    )

@@ -13,6 +13,7 @@ from kestrl.plan.settings import LearnerSettings
 from kestrl.states import RunPhase
 from kestrl_learner.learning import Learning
 from kestrl_learner.progress import episode_facts, means_of
+from kestrl_learner.run_record import RunRecord
 from kestrl_learner.stale import Stale
 from kestrl_learner.trainer import StepResult
 
@@ -50,7 +51,7 @@ def format_means(means: Mapping[str, float]) -> str:
 
 
 def build_summary(
-    record: Mapping[str, Any],
+    record: RunRecord,
     *,
     status: RunPhase,
     reason: str,
@@ -67,7 +68,7 @@ def build_summary(
     """The content of `summary.json`.
 
     Args:
-        record: Kept over resumes: `before`, `after`, `evaluations`, `gap` (to the policies that sampled the tokens).
+        record: What is kept over resumes.
         status: The final phase.
         reason: Why it did not succeed.
         steps: Optimiser steps done.
@@ -80,15 +81,15 @@ def build_summary(
         learning: Whether anything was learned; None without training.
         stale: Groups released as too old.
     """
-    gap: dict[str, float] = record.get("gap") or {}
+    gap = {} if record.gap is None else asdict(record.gap)
     policy = None if newest is None else {"version": newest[0].name, "sha256": newest[0].sha256, "uri": newest[1]}
     return {
         "status": status,
         "steps": steps,
         "total_steps": total_steps,
-        "before": record.get("before"),
-        "after": record.get("after"),
-        "evaluations": [{"step": int(step), **means} for step, means in record.get("evaluations", {}).items()],
+        "before": record.before,
+        "after": record.after,
+        "evaluations": [{"step": step, **means} for step, means in record.evaluations.items()],
         "policy": policy,
         "learned": None if learning is None else learning.learned,
         "not_learned": None

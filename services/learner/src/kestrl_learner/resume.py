@@ -24,6 +24,7 @@ def newest_checkpoint(store: ObjectStore) -> checkpoint.Manifest | None:
 
     Raises:
         StorageError: The store refused, or the checkpoint is corrupt.
+        UserInputError: It was written by a later version of KestRL.
         PlaceError: Access to the storage is denied.
     """
     found = checkpoint.newest_manifest(store)
@@ -33,7 +34,7 @@ def newest_checkpoint(store: ObjectStore) -> checkpoint.Manifest | None:
 
 
 def completed(
-    store: ObjectStore, newest: checkpoint.Manifest, *, job: str, digest: str, steps: int
+    store: ObjectStore, newest: checkpoint.Manifest, *, job: str, digest: str | None, steps: int
 ) -> Mapping[str, Any] | None:
     """The final progress of a run that has succeeded already; None if the run is not complete.
 
@@ -54,7 +55,7 @@ def completed(
     summary = _summary(store)
     if summary.get("status") != RunPhase.SUCCEEDED or summary.get("steps") != newest.step:
         return None
-    if newest.facts.get("digest") != digest or max(newest.step, summary.get("total_steps", 0)) < steps:
+    if newest.record.digest != digest or max(newest.step, summary.get("total_steps", 0)) < steps:
         return None
     folder = adapter_folder(PolicyVersion(job=job, step=newest.step, sha256=summary["policy"]["sha256"]))
     try:

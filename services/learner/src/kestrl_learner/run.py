@@ -155,7 +155,12 @@ class Run:
         if not settings.keep_alive:
             return False
         final = await asyncio.to_thread(
-            resume.completed, resources.store, newest, job=settings.job, digest=resources.digest, steps=resources.steps
+            resume.completed,
+            resources.store,
+            newest,
+            job=settings.job,
+            digest=resources.record.digest,
+            steps=resources.steps,
         )
         if final is not None:
             log.info("run %s has succeeded already", settings.run)
@@ -205,7 +210,8 @@ class Run:
             policy = known.policy
             await unless(self._drain, resources.engines.publish(policy, address, parent=known.parent))
             resources.newest = policy, address
-        resources.record["after"] = await resources.evaluate(policy, sampled=True, when=policy.name)
+        after = await resources.evaluate(policy, sampled=True, when=policy.name)
+        resources.record = resources.record.but(after=after)
 
 
 def _known_adapter(address: str) -> AdapterManifest:

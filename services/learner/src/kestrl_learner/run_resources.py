@@ -27,6 +27,7 @@ from kestrl_learner.ledger import Superseded
 from kestrl_learner.model import PolicyModel
 from kestrl_learner.progress import Progress
 from kestrl_learner.records import build_summary, format_means, identity_digest
+from kestrl_learner.run_record import RunRecord
 from kestrl_learner.runstore import RunStore
 from kestrl_learner.schedule import total_steps
 from kestrl_learner.workers import Workers
@@ -60,9 +61,8 @@ class RunResources:
                 f"data.train: {len(self.scenarios)} scenarios x {settings.epochs} epochs do not fill one step of "
                 f"{settings.algorithm.groups_per_step} groups; lower algorithm.groupsPerStep"
             )
-        self.digest = identity_digest(settings, self.scenarios)
-        self.record: dict[str, Any] = {"seconds": 0.0, "before": None}
-        """Stored in every checkpoint: before, after, evaluations, gap, learning, seconds."""
+        self.record = RunRecord(digest=identity_digest(settings, self.scenarios))
+        """As of the last checkpoint or change; `snapshot` brings it up to date."""
         self.newest: tuple[PolicyVersion, str] | None = None
         """The newest published version and its address."""
         self._probe: Probe | None = None
@@ -82,7 +82,7 @@ class RunResources:
 
     def seconds(self) -> float:
         """Time spent on the run so far by all its processes."""
-        return float(self.record["seconds"]) + time.monotonic() - self._began
+        return self.record.seconds + time.monotonic() - self._began
 
     async def publish(self, model: PolicyModel, step: int, parent: str | None) -> PolicyVersion:
         """Stores the adapter as a version and waits until engines have verified it.
@@ -106,10 +106,23 @@ class RunResources:
         self.newest = manifest.policy, uri
         return manifest.policy
 
-    @property
-    def evaluations(self) -> dict[str, dict[str, float]]:
-        """Means over the held-out scenarios by step."""
-        return self.record.setdefault("evaluations", {})
+    def snapshot(self, owner: int) -> RunRecord:
+        """The record at this moment, for a checkpoint of the learner with this fencing token."""
+        progress = self.progress
+        return self.record.but(
+            owner=owner,
+            seconds=self.seconds(),
+            failures=dict(progress.failures),
+            skipped=tuple(sorted(progress.skipped)),
+            stale=progress.stale.copy(),
+        )
+
+    def restore(self, record: RunRecord) -> None:
+        """Continues the record of a checkpoint."""
+        self.record = record.but(digest=self.record.digest)
+        self.progress.failures.update(record.failures)
+        self.progress.skipped |= set(record.skipped)
+        self.progress.stale = record.stale.copy()
 
     def learning(self) -> Learning | None:
         """Whether the run has learned anything; None before its first step."""
@@ -117,7 +130,7 @@ class RunResources:
         if newest is None or settings.evaluate is not None:
             return None
         return learning(
-            self.record.get("learning", {}),
+            self.record.learning,
             newest[0].sha256,
             tools=settings.tools,
             learning_rate=settings.algorithm.learning_rate,
@@ -145,7 +158,7 @@ class RunResources:
             store=self.store,
         )
         means = await unless(self.drain, work)
-        self.evaluations[str(policy.step)] = means
+        self.record = self.record.with_evaluation(policy.step, means)
         await self.write_json(f"metrics/eval/{policy.step:06d}.json", {"step": policy.step, **means})
         self.progress.update(message=f"held-out, {when}: {format_means(means)}")
         log.info("held-out at step %d: %s", policy.step, means)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 
@@ -35,8 +34,6 @@ class Stale:
             "tokens": self.tokens,
         }
 
-    @staticmethod
-    def of(facts: Mapping[str, Any]) -> Stale:
-        """The counts from their JSON form; zeros for an empty mapping."""
-        by_age = Counter({int(age): int(count) for age, count in facts.get("by_age", {}).items()})
-        return Stale(by_age, float(facts.get("seconds", 0.0)), int(facts.get("tokens", 0)))
+    def copy(self) -> Stale:
+        """The counts at this moment."""
+        return replace(self, by_age=self.by_age.copy())

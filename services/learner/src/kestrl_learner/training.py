@@ -18,7 +18,7 @@ from kestrl_learner.batch import train_batch
 from kestrl_learner.concurrency import Interrupted, guarded
 from kestrl_learner.dispatcher import Dispatcher, ReadyGroup
 from kestrl_learner.evaluate import store_groups
-from kestrl_learner.learning import tallied
+from kestrl_learner.learning import LearningCounts
 from kestrl_learner.ledger import Ledger, LedgerError, Superseded
 from kestrl_learner.logprob_mismatch import merged
 from kestrl_learner.model import PolicyModel
@@ -124,16 +124,13 @@ class Training:
             self._refuse_foreign_storage()
             self._ledger.rewind(0)
             return 0
-        if known.facts.get("digest", resources.digest) != resources.digest:
+        if known.record.digest not in {None, resources.record.digest}:
             raise UserInputError(
                 f"run {self._settings.run} was trained with another model, algorithm or data than the manifest specifies now; "
                 f"start a new run or restore what was changed"
             )
         self._trainer.restore(known.state)
-        resources.record |= known.facts
-        resources.progress.failures.update(known.facts.get("failures", {}))
-        resources.progress.skipped |= {(name, ordinal) for name, ordinal in known.facts.get("skipped", ())}
-        resources.progress.stale = Stale.of(known.facts.get("stale", {}))
+        resources.restore(known.record)
         again = self._rewind(known.step)
         self._saved = known.step
         log.info("resumed at step %d; %d scenarios are pending again", known.step, again)
@@ -141,7 +138,7 @@ class Training:
 
     def _outdated(self, made: checkpoint.Manifest) -> bool:
         """Whether the ledger says that a later owner resumed from before this checkpoint."""
-        return self._ledger.outdated(made.step, made.facts.get("owner", 0))
+        return self._ledger.outdated(made.step, made.record.owner)
 
     def _refuse_foreign_storage(self) -> None:
         """Refuses empty storage if the ledger has steps.
@@ -170,8 +167,9 @@ class Training:
     async def _before(self) -> PolicyVersion:
         resources = self._resources
         policy = await self._publish(None)
-        if resources.record["before"] is None and resources.validation:
-            resources.record["before"] = await resources.evaluate(policy, sampled=True, when="before")
+        if resources.record.before is None and resources.validation:
+            before = await resources.evaluate(policy, sampled=True, when="before")
+            resources.record = resources.record.but(before=before)
             await self._save()
         await self._evaluate_between(policy)
         return policy
@@ -194,13 +192,14 @@ class Training:
     async def _after(self) -> None:
         resources = self._resources
         assert resources.newest is not None, "version 0 is published before anything asks for one"
-        resources.record["after"] = await resources.evaluate(resources.newest[0], sampled=True, when="after")
+        after = await resources.evaluate(resources.newest[0], sampled=True, when="after")
+        resources.record = resources.record.but(after=after)
         self._ledger.drop_remaining()
 
     async def _evaluate_between(self, policy: PolicyVersion) -> None:
         """Evaluates every `evalEvery` steps, and after a resume if this step's evaluation is missing."""
         resources, every, done = self._resources, self._settings.eval_every, self._done
-        if not every or not done or done % every or done >= resources.steps or str(done) in resources.evaluations:
+        if not every or not done or done % every or done >= resources.steps or done in resources.record.evaluations:
             return
         await resources.evaluate(policy, sampled=False, when=f"step {done}")
         resources.progress.update(phase=RunPhase.TRAINING)
@@ -247,7 +246,7 @@ class Training:
         resources = self._resources
         policy = await resources.publish(self._model, self._done, parent)
         if self._done == 0:
-            resources.record["learning"] = {"first": policy.sha256}
+            resources.record = resources.record.but(learning=LearningCounts(first=policy.sha256))
         learning = resources.learning()
         if learning is not None and (learning.learned or self._done >= min(WINDOW_STEPS, resources.steps)):
             if not learning.learned:
@@ -261,8 +260,8 @@ class Training:
         with span(SpanName.UPDATE, {Attr.STEP: self._done}):
             result = await asyncio.to_thread(self._trainer.step, groups, self._done)
         self._weights = self._done + 1
-        mismatch, record = result.mismatch, self._resources.record
-        record["gap"] = merged(record.get("gap"), mismatch.own)
+        mismatch, resources = result.mismatch, self._resources
+        resources.record = resources.record.but(gap=merged(resources.record.gap, mismatch.own))
         alarms = mismatch.alarms(self._settings.gap_bounds)
         if alarms:
             raise MismatchExceeded(
@@ -287,7 +286,7 @@ class Training:
             "stale": resources.progress.stale_in_step.facts(),
         }
         resources.progress.stale_in_step = Stale()
-        resources.record["learning"] = tallied(resources.record.get("learning", {}), groups, result)
+        resources.record = resources.record.but(learning=resources.record.learning.with_step(groups, result))
         await resources.write_json(f"metrics/{done:06d}.json", facts)
         log.info("step %d: %s", done, facts)
         resources.progress.finish_step(zero_advantage=result.zero_advantage_groups == len(groups))
@@ -325,16 +324,7 @@ class Training:
     def _checkpoint(self) -> None:
         resources = self._resources
         with span(SpanName.CHECKPOINT, {Attr.STEP: self._done}):
-            facts = {
-                **resources.record,
-                "digest": resources.digest,
-                "owner": self._ledger.token,
-                "seconds": resources.seconds(),
-                "failures": dict(resources.progress.failures),
-                "skipped": sorted(resources.progress.skipped),
-                "stale": resources.progress.stale.facts(),
-            }
-            made = checkpoint.Checkpoint(step=self._done, state=self._trainer.state(), facts=facts)
+            made = checkpoint.Checkpoint(self._done, self._trainer.state(), resources.snapshot(self._ledger.token))
             try:
                 checkpoint.write(resources.store, made, keep=self._settings.keep_checkpoints)
             except checkpoint.Unconfirmed as error:

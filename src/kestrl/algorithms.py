@@ -19,8 +19,11 @@ class ScoredEpisode:
     """What an advantage estimator sees of one episode."""
 
     reward: float
+    """The total reward, those of its turns included."""
     turns: Sequence[int]
     """Sampled tokens of each turn, in the order of the episode's rows."""
+    turn_rewards: Sequence[float] = ()
+    """Reward of each turn, in the order of `turns`; empty if turns are not scored."""
 
     @property
     def tokens(self) -> int:

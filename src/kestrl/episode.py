@@ -192,6 +192,8 @@ class Episode:
     """None before scoring, and if scoring failed."""
     rewards: Mapping[str, float] = field(default_factory=dict[str, float])
     """Reward components before weighting."""
+    turn_rewards: Sequence[float] = ()
+    """Weighted reward of each turn, in order, included in `reward`; empty if no component scores turns."""
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])
     loop_reward: float | None = None
     """Reward returned by the agent loop, if any; the rule `loop_reward` makes it a component of the reward."""

@@ -1,13 +1,14 @@
 """Rewards: plain functions of a finished episode.
 
-`def reward(attempt: Attempt) -> float | Score`, sync or async; further parameters are set by the manifest's
-`rewards[].config`. It runs in its own process with a time limit. An exception becomes a typed failure: the episode then
-has no reward, rather than reward 0.
+`def reward(attempt: Attempt) -> float | Sequence[float] | Score`, sync or async: a number for the episode, or one for
+each of its turns. Further parameters are set by the manifest's `rewards[].config`. It runs in its own process with a
+time limit. An exception becomes a typed failure: the episode then has no reward, rather than reward 0.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kestrl.episode import Episode, Scenario
@@ -29,7 +30,14 @@ class Attempt:
 class Score:
     """A reward with metrics."""
 
-    value: float
-    """Finite reward; any other value is a judge failure."""
+    value: float = 0.0
+    """Finite reward of the episode as a whole; any other value is a judge failure."""
+    turns: Sequence[float] = ()
+    """Finite reward of each turn, in order, in addition to `value`; empty if turns are not scored."""
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])
     """Metrics such as `answer_correct`, 0 or 1: averaged over episodes and reported, never trained on."""
+
+    @property
+    def total(self) -> float:
+        """The reward of the episode, its turns included."""
+        return self.value + math.fsum(self.turns)

@@ -98,11 +98,31 @@ def loop_reward(attempt: Attempt) -> Score:
     return Score(value=attempt.episode.loop_reward)
 
 
-BUILT_IN: dict[str, Callable[[Attempt], Score]] = {
+def overlong(attempt: Attempt, *, max_tokens: int, buffer: int) -> Score:
+    """0 for an episode of at most `max_tokens - buffer` sampled tokens, then falling linearly to -1 at `max_tokens`.
+
+    Tokens of prompts and tools do not count. Source: DAPO's soft overlong punishment (arXiv 2503.14476, eq. 13).
+
+    Args:
+        attempt: The finished episode.
+        max_tokens: Sampled tokens from which on the penalty is -1; `agent.maxTokens` as a rule.
+        buffer: Length of the band below it, in tokens.
+
+    Raises:
+        ValueError: `buffer` is not between 1 and `max_tokens`.
+    """
+    if not 1 <= buffer <= max_tokens:
+        raise ValueError(f"buffer must be between 1 and max_tokens ({max_tokens}), is {buffer}")
+    excess = attempt.episode.sampled_tokens - (max_tokens - buffer)
+    return Score(value=0.0 - min(max(excess / buffer, 0.0), 1.0), metrics={"overlong": float(excess > 0)})
+
+
+BUILT_IN: dict[str, Callable[..., Score]] = {
     "exact_answer": exact_answer,
     "flexible_answer": flexible_answer,
     "math_answer": math_answer,
     "format": tool_format,
     "loop_reward": loop_reward,
+    "overlong": overlong,
 }
 """Built-in rewards by name."""

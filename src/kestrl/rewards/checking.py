@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from numbers import Real
-from typing import Any
+from typing import Any, TypeGuard
 
 from kestrl.episode import RESERVED_METRICS
 from kestrl.errors import JudgeFailure
@@ -15,20 +15,47 @@ from kestrl.tools.shapes import is_mapping
 NOT_A_NUMBER = "reward_not_a_number"
 NOT_FINITE = "reward_not_finite"
 RESERVED = "reserved_metric"
+WRONG_TURNS = "reward_turns"
 
 
-def as_score(name: str, returned: object) -> Score:
+def as_score(name: str, returned: object, *, turns: int | None = None) -> Score:
     """Checks the return value of the reward `name`.
 
+    Args:
+        name: Of the reward, for messages.
+        returned: The value.
+        turns: Turns of the episode; None where single turns cannot be scored.
+
     Raises:
-        JudgeFailure: The value is not a number (nor a bool, whose worth is undefined), or not finite.
+        JudgeFailure: A value is not a number (nor a bool, whose worth is undefined), or not finite, or there is another
+            number of turn rewards than turns.
     """
+    if turns is not None and _is_sequence(returned):
+        return Score(turns=_turns(name, returned, turns))
     if not isinstance(returned, Score):
         return Score(value=_number(name, "value", returned))
     metrics: Any = returned.metrics
     if not is_mapping(metrics):
         raise JudgeFailure(f"{name}: its metrics are a {type(metrics).__name__}, not a mapping", code=NOT_A_NUMBER)
-    return Score(value=_number(name, "value", returned.value), metrics=_metrics(name, metrics))
+    return Score(
+        value=_number(name, "value", returned.value),
+        turns=_turns(name, returned.turns, turns or 0) if len(returned.turns) else (),
+        metrics=_metrics(name, metrics),
+    )
+
+
+def _is_sequence(returned: object) -> TypeGuard[Sequence[Any]]:
+    return isinstance(returned, list | tuple)
+
+
+def _turns(name: str, values: Sequence[Any], turns: int) -> tuple[float, ...]:
+    if len(values) != turns:
+        raise JudgeFailure(
+            f"{name}: it returned {len(values)} turn rewards for an episode of {turns} turns; return one number for each "
+            "of attempt.episode.turns, or one for the episode",
+            code=WRONG_TURNS,
+        )
+    return tuple(_number(name, f"reward of turn {turn}", value) for turn, value in enumerate(values))
 
 
 def _metrics(name: str, metrics: Mapping[Any, Any]) -> dict[str, float]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from importlib.util import find_spec
 from typing import Any, cast
@@ -13,7 +13,8 @@ from kestrl.importing import load
 from kestrl.rewards import Attempt, Score
 from kestrl.rewards.builtin import BUILT_IN
 
-Reward = Callable[[Attempt], float | Score | Awaitable[float | Score]]
+Returned = float | Sequence[float] | Score
+Reward = Callable[[Attempt], Returned | Awaitable[Returned]]
 
 
 def is_built_in(rule: str) -> bool:

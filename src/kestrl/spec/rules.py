@@ -14,7 +14,7 @@ from kestrl.spec.scalars import format_duration
 ENGINE_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Values accepted by vLLM's --max-lora-rank."""
 BUILT_IN_LOOPS = ("tool_agent", "single_turn")
-BUILT_IN_RULES = ("exact_answer", "flexible_answer", "math_answer", "format", "loop_reward")
+BUILT_IN_RULES = ("exact_answer", "flexible_answer", "math_answer", "format", "loop_reward", "overlong")
 
 
 class Problem(NamedTuple):

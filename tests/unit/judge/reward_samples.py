@@ -34,6 +34,10 @@ def length(attempt: Attempt) -> float:
     return float(len(attempt.episode.final_text))
 
 
+def per_turn(attempt: Attempt) -> list[float]:
+    return [float(len(turn.text)) for turn in attempt.episode.turns]
+
+
 def bounded(attempt: Attempt, limits: list[int], scale: float = 1.0) -> float:
     low, high = limits
     return scale * min(max(len(attempt.episode.final_text), low), high)

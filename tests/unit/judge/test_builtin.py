@@ -17,6 +17,7 @@ from kestrl.rewards.builtin import BUILT_IN, exact_answer, flexible_answer, math
 from kestrl.rewards.checking import as_score
 from kestrl.rewards.resolving import resolve
 from kestrl.spec.rules import BUILT_IN_RULES
+from kestrl.testing.attempts import make_attempt
 
 Make = Callable[..., Episode]
 MakeCall = Callable[..., ToolCall]
@@ -164,6 +165,26 @@ def test_format_is_the_share_of_calls_that_could_be_dispatched(episode: Make, to
     assert tool_format(attempt(episode("x"))).value == 1.0
 
 
+def test_turns_are_scored_by_a_list_or_beside_the_episode() -> None:
+    listed, both = as_score("r", [1, -0.5], turns=2), as_score("r", Score(value=2, turns=[0.25, 0.5]), turns=2)
+    assert (listed.value, listed.turns, listed.total) == (0.0, (1.0, -0.5), 0.5)
+    assert (both.turns, both.total) == ((0.25, 0.5), 2.75)
+    with pytest.raises(JudgeFailure, match="return a float"):
+        as_score("agent.loop", [1.0])
+
+
+def test_the_overlong_penalty_counts_sampled_tokens_only() -> None:
+    """DAPO's eq. 13 with a maximum of 10 and a band of 4; a turn of `make_attempt` samples one token."""
+    lengths = [*range(12)]
+    expected = [0, 0, 0, 0, 0, 0, 0, -0.25, -0.5, -0.75, -1.0, -1.0]
+    for length, penalty in zip(lengths, expected, strict=True):
+        made = make_attempt(*["x"] * length, prompt="a long prompt " * 50)
+        assert made.episode.sampled_tokens == length
+        assert BUILT_IN["overlong"](made, max_tokens=10, buffer=4).value == penalty
+    with pytest.raises(ValueError, match="buffer must be between 1 and max_tokens"):
+        BUILT_IN["overlong"](make_attempt("x"), max_tokens=10, buffer=11)
+
+
 def test_numbers_of_any_kind_are_scores() -> None:
     assert as_score("r", 1) == Score(value=1.0)
     assert as_score("r", Score(value=2, metrics={"a": True, "b": 3})) == Score(value=2.0, metrics={"a": 1.0, "b": 3.0})
@@ -184,11 +205,16 @@ def test_numbers_of_any_kind_are_scores() -> None:
         (Score(value=1, metrics={"a": float("inf")}), "reward_not_finite"),
         (Score(value=1, metrics={"reward": 5.0}), "reserved_metric"),
         (Score(value=1, metrics={"step": 5.0}), "reserved_metric"),
+        ([0.5], "reward_turns"),
+        ([], "reward_turns"),
+        (Score(turns=[1.0, 2.0, 3.0]), "reward_turns"),
+        ([0.5, True], "reward_not_a_number"),
+        ([0.5, float("nan")], "reward_not_finite"),
     ],
 )
 def test_a_value_that_is_not_a_number_is_a_judge_failure(returned: Any, code: str) -> None:
     with pytest.raises(JudgeFailure) as caught:
-        as_score("r", returned)
+        as_score("r", returned, turns=2)
     assert (caught.value.boundary, caught.value.code) == (Boundary.JUDGE, code)
 
 
@@ -197,7 +223,7 @@ def test_names_and_import_paths_are_resolved(monkeypatch: pytest.MonkeyPatch) ->
     assert resolve("kestrl.rewards.builtin:exact_answer", field="f") is exact_answer
     with pytest.raises(
         UserInputError,
-        match="f: 'exact' is not one of exact_answer, flexible_answer, math_answer, format, loop_reward, nor",
+        match="f: 'exact' is not one of exact_answer, flexible_answer, math_answer, format, loop_reward, overlong, nor",
     ):
         resolve("exact", field="f")
     with pytest.raises(UserInputError, match="is a dict; a reward is a function"):

@@ -45,6 +45,28 @@ async def test_the_reward_is_the_weighted_sum(group: Callable[..., Group]) -> No
     assert judgements[0].metrics == {"m": 1.0, "b.m": 3.0, "n": 4.0}
 
 
+@dataclass
+class TurnScorer:
+    """Scores turns."""
+
+    name: str
+    weight: float
+    turns: list[float]
+
+    async def score(self, group: Group, *, max_turns: int) -> Mapping[str, Verdict]:
+        return {each.id: Score(value=1.0, turns=self.turns) for each in group.episodes}
+
+
+async def test_turn_rewards_are_weighted_and_summed_by_turn(group: Callable[..., Group]) -> None:
+    scorers = [Ranker("whole", 1.0), TurnScorer("a", 2.0, [0.5, 1.0]), TurnScorer("b", -1.0, [0.25, 0.0])]
+    judgement = (await judge(scorers, group("x"), max_turns=5))[0]
+    assert judgement.rewards == {"whole": 0.0, "a": 2.5, "b": 1.25}
+    assert judgement.turns == [0.75, 2.0]
+    assert judgement.reward == 2 * 2.5 - 1.25
+    broken = await judge([*scorers, Ranker("c", failing="group/0")], group("x"), max_turns=5)
+    assert (broken[0].reward, broken[0].turns) == (None, ())
+
+
 async def test_one_failed_component_leaves_no_reward(group: Callable[..., Group]) -> None:
     judgements = await judge([Ranker("a"), Ranker("b", failing="group/1")], group("x", "y"), max_turns=5)
     assert [each.reward for each in judgements] == [0.0, None]

@@ -44,6 +44,14 @@ async def test_components_are_weighted_and_named(judge: Any, group: Callable[...
     assert not scores[0].HasField("failure")
 
 
+async def test_turn_rewards_reach_the_caller_in_turn_order(judge: Any, group: Callable[..., Group]) -> None:
+    async with judge(rule("per_turn", weight=0.5), rule("length")) as client:
+        scores = await client.score(group("Paris"))
+    assert list(scores[0].turn_rewards) == [2.5]
+    assert scores[0].reward == 7.5
+    assert dict(scores[0].rewards) == {"per_turn": 5.0, "length": 5.0}
+
+
 BROKEN: list[tuple[str, tuple[Boundary, str], str]] = [
     ("raise", (Boundary.USER_CODE, "reward_raised"), "scripted: KeyError: 'lost'"),
     ("raise badly", (Boundary.USER_CODE, "reward_raised"), "scripted: ValueError: ?"),

@@ -122,6 +122,50 @@ def test_rewards_whose_squares_overflow_are_standardised() -> None:
     assert grpo([[1e200, -1e200]])[0] == pytest.approx([1.0, -1.0])
 
 
+episodes = st.lists(
+    st.tuples(st.floats(-2, 2), st.lists(st.tuples(st.integers(0, 3), st.floats(-1, 1)), min_size=1, max_size=4)),
+    min_size=2,
+    max_size=5,
+)
+
+
+@given(given_episodes=episodes)
+@settings(max_examples=80, deadline=None)
+def test_rewards_of_turns_follow_deepseekmath(given_episodes: list[tuple[float, list[tuple[int, float]]]]) -> None:
+    """Sections 4.1.2 and 4.1.3 token by token: the outcome's advantage, and the sum over later steps' rewards."""
+    steps = [reward for _, turns in given_episodes for _, reward in turns]
+    outcomes = [outcome for outcome, _ in given_episodes]
+    if max(steps) - min(steps) <= 1e-3 or max(outcomes) - min(outcomes) <= 1e-3:
+        return
+    batch = [
+        [
+            ScoredEpisode(
+                reward=outcome + math.fsum(reward for _, reward in turns),
+                turns=[count for count, _ in turns],
+                turn_rewards=[reward for _, reward in turns],
+            )
+            for outcome, turns in given_episodes
+        ]
+    ]
+    found = make_algorithm(settings_of()).advantages(batch)[0]
+    for (outcome, turns), advantages in zip(given_episodes, found, strict=True):
+        expected: list[float] = []
+        for index, (count, _) in enumerate(turns):
+            normalised = [
+                (reward - statistics.fmean(steps)) / (statistics.pstdev(steps) + 1e-6) for _, reward in turns[index:]
+            ]
+            own = (outcome - statistics.fmean(outcomes)) / (statistics.pstdev(outcomes) + 1e-6)
+            expected += [own + sum(normalised)] * count
+        assert advantages == pytest.approx(expected, rel=1e-6, abs=1e-9)
+
+
+def test_a_single_episode_and_equal_turns_have_no_advantage() -> None:
+    algorithm = make_algorithm(settings_of())
+    alone = ScoredEpisode(reward=1.5, turns=[2, 1], turn_rewards=[1.0, 0.5])
+    equal_turns = ScoredEpisode(reward=1.0, turns=[1, 1], turn_rewards=[0.5, 0.5])
+    assert algorithm.advantages([[alone], [equal_turns, equal_turns]]) == [[[0, 0, 0]], [[0, 0], [0, 0]]]
+
+
 # Losses
 
 

@@ -116,7 +116,7 @@ class RuleScorer:
         score = await process.ask(job.request, seconds=self._seconds)
         if score.HasField("failure"):
             return failure_from_proto(score.failure)
-        return Score(value=score.reward, metrics=dict(score.metrics))
+        return Score(value=score.reward, turns=list(score.turn_rewards), metrics=dict(score.metrics))
 
     async def _process(self, index: int, deaths: int) -> RewardProcess:
         """Returns the current process; replaces one that ended while idle, without affecting an episode."""

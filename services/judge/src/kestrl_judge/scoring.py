@@ -41,6 +41,8 @@ class Judgement:
     episode_id: str
     reward: float | None
     rewards: Mapping[str, float] = field(default_factory=dict[str, float])
+    turns: Sequence[float] = ()
+    """The weighted reward of each turn, included in `reward`."""
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])
     failure: Failure | None = None
 
@@ -69,10 +71,14 @@ def combine(episode_id: str, parts: Sequence[tuple[Scorer, Verdict | None]]) -> 
     """
     rewards: dict[str, float] = {}
     metrics: dict[str, float] = {}
+    turns: list[float] = []
     failure: Failure | None = None
     for scorer, verdict in parts:
         if isinstance(verdict, Score):
-            rewards[scorer.name] = verdict.value
+            rewards[scorer.name] = verdict.total
+            if verdict.turns:
+                turns = turns or [0.0] * len(verdict.turns)
+                turns = [sum_ + scorer.weight * value for sum_, value in zip(turns, verdict.turns, strict=True)]
             for name, value in verdict.metrics.items():
                 metrics[f"{scorer.name}.{name}" if name in metrics else name] = value
         else:
@@ -87,6 +93,7 @@ def combine(episode_id: str, parts: Sequence[tuple[Scorer, Verdict | None]]) -> 
         episode_id=episode_id,
         reward=total if failure is None else None,
         rewards=rewards,
+        turns=turns if failure is None else (),
         metrics=metrics,
         failure=failure,
     )

@@ -37,6 +37,7 @@ class JudgeServicer(stubs.JudgeServiceServicer):
             episode_id=judgement.episode_id,
             reward=judgement.reward,
             rewards=judgement.rewards,
+            turn_rewards=judgement.turns,
             metrics=judgement.metrics,
             failure=None if judgement.failure is None else failure_to_proto(self._named(judgement.failure)),
         )

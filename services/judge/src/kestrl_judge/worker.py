@@ -49,7 +49,7 @@ class Rule:
         except BaseException as error:
             raise self._raised(error) from error
         try:
-            return as_score(self.name, returned)
+            return as_score(self.name, returned, turns=attempt.episode.num_turns)
         except JudgeFailure:
             raise
         except BaseException as error:  # a number or mapping of a user's class
@@ -75,7 +75,8 @@ def answer(rule: Rule, request: pb.ScoreGroupRequest) -> pb.EpisodeScore:
         score = rule.score(attempt)
     except (JudgeFailure, UserCodeError) as error:
         return pb.EpisodeScore(episode_id=episode.id, failure=failure_to_proto(error.failure()))
-    return pb.EpisodeScore(episode_id=episode.id, reward=score.value, metrics=score.metrics)
+    # Here, unlike in the judge's answer, `reward` is that of the episode without its turns.
+    return pb.EpisodeScore(episode_id=episode.id, reward=score.value, turn_rewards=score.turns, metrics=score.metrics)
 
 
 def main() -> None:

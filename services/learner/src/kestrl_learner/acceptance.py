@@ -69,6 +69,10 @@ def malformed(group: Group, *, scenario: Scenario, size: int, vocabulary: int) -
 def _impossible(episode: Episode, vocabulary: int) -> str:
     if episode.reward is not None and not abs(episode.reward) <= LARGEST_REWARD:
         return f"{episode.id} has reward {episode.reward}"
+    if episode.turn_rewards and len(episode.turn_rewards) != len(episode.turns):
+        return f"{episode.id} has {len(episode.turn_rewards)} turn rewards for {len(episode.turns)} turns"
+    if not all(abs(reward) <= LARGEST_REWARD for reward in episode.turn_rewards):
+        return f"{episode.id} has turn rewards {list(episode.turn_rewards)[:8]}"
     for number, row in enumerate(episode.rows):
         if max(row.mask, default=0) > 1:
             return f"{episode.id} has a mask byte of {max(row.mask)}; it is 0 or 1"

@@ -115,8 +115,11 @@ def scored_episode(episode: Episode) -> ScoredEpisode:
     """The parts of an episode that an advantage estimator uses."""
     assert episode.reward is not None, "an episode without a reward is never trained on"
     turns = sorted(episode.turns, key=lambda turn: (turn.row, turn.start))
-    sampled = [sum(episode.rows[turn.row].mask[turn.start : turn.end]) for turn in turns]
-    return ScoredEpisode(reward=episode.reward, turns=sampled)
+    return ScoredEpisode(
+        reward=episode.reward,
+        turns=[sum(episode.rows[turn.row].mask[turn.start : turn.end]) for turn in turns],
+        turn_rewards=[episode.turn_rewards[turn.index] for turn in turns] if episode.turn_rewards else (),
+    )
 
 
 def train_batch(groups: Sequence[Group], algorithm: Algorithm, policy: str) -> list[TrainGroup]:

@@ -29,6 +29,8 @@ class Score:
 
     reward: float | None
     rewards: Mapping[str, float]
+    turns: Sequence[float]
+    """The reward of each turn, included in `reward`."""
     metrics: Mapping[str, float]
     failure: Failure | None
 
@@ -85,6 +87,7 @@ class Judge:
         if score.reward is not None:
             episode.reward = score.reward
         episode.rewards.update(score.rewards)
+        episode.turn_rewards.extend(score.turns)
         episode.metrics.update(score.metrics)
         if score.failure is not None:
             episode.failure.CopyFrom(failure_to_proto(score.failure))
@@ -115,6 +118,7 @@ def _read_score(score: pb.EpisodeScore) -> Score:
     return Score(
         reward=None if failure is not None else reward,
         rewards=dict(score.rewards),
+        turns=list(score.turn_rewards),
         metrics=dict(score.metrics),
         failure=failure,
     )

@@ -13,7 +13,7 @@ from kestrl.algorithms import Algorithm, ScoredEpisode, TokenBatch
 from kestrl.errors import UserInputError
 from kestrl.importing import load
 from kestrl.plan.settings import AlgorithmSettings
-from kestrl_learner.algorithms.advantages import ADVANTAGES, equal
+from kestrl_learner.algorithms.advantages import ADVANTAGES, equal, token_advantages
 from kestrl_learner.algorithms.aggregation import AGGREGATIONS
 from kestrl_learner.algorithms.kl import KL_ESTIMATORS
 from kestrl_learner.algorithms.losses import LOSSES, Bounds
@@ -43,11 +43,7 @@ class ComposedAlgorithm:
         return self._settings.aggregation
 
     def advantages(self, batch: Sequence[Sequence[ScoredEpisode]]) -> list[list[list[float]]]:
-        values = self._advantages([[episode.reward for episode in group] for group in batch])
-        return [
-            [[value] * episode.tokens for value, episode in zip(advantages, group, strict=True)]
-            for advantages, group in zip(values, batch, strict=True)
-        ]
+        return token_advantages(self._advantages, batch)
 
     def loss(self, batch: TokenBatch) -> Tensor:
         losses = self._loss(batch, self._bounds)

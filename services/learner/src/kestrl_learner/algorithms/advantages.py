@@ -1,9 +1,12 @@
-"""Advantage estimators: from the rewards of a batch of groups to one number an episode."""
+"""Advantage estimators: from the rewards of a batch of groups to one number an episode, or one a turn."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate, islice
+
+from kestrl.algorithms import ScoredEpisode
 
 Rewards = Sequence[Sequence[float]]
 """By group and episode."""
@@ -78,6 +81,45 @@ def maxrl(batch: Rewards) -> Advantages:
         else [0.0] * len(rewards)
         for rewards, centred in zip(batch, dr_grpo(batch), strict=True)
     ]
+
+
+def token_advantages(
+    estimator: Callable[[Rewards], Advantages], batch: Sequence[Sequence[ScoredEpisode]]
+) -> list[list[list[float]]]:
+    """The advantage of every sampled token, by group and episode.
+
+    A token has the advantage of its episode's outcome, the reward without those of its turns, plus the advantages of
+    its own and all later turns. Rewards of turns are compared with those of all turns of the group. Source: DeepSeekMath
+    (arXiv 2402.03300) sections 4.1.2 (outcome) and 4.1.3 (process supervision); both, where both are given.
+    """
+    outcomes = estimator([[each.reward - math.fsum(each.turn_rewards) for each in group] for group in batch])
+    processes = estimator([_turn_rewards(group) for group in batch])
+    return [
+        [
+            [
+                own + later
+                for tokens, later in zip(each.turns, _remaining(each, turns), strict=True)
+                for _ in range(tokens)
+            ]
+            for each, own in zip(group, outcome, strict=True)
+        ]
+        for group, outcome, process in zip(batch, outcomes, processes, strict=True)
+        for turns in [iter(process)]
+    ]
+
+
+def _turn_rewards(group: Sequence[ScoredEpisode]) -> list[float]:
+    """The rewards of all turns of a group. A single episode has nothing to be compared with."""
+    return [reward for each in group for reward in each.turn_rewards] if len(group) > 1 else []
+
+
+def _remaining(episode: ScoredEpisode, advantages: Iterator[float]) -> list[float]:
+    """For each turn of an episode, the sum of the advantages of this and all later turns; takes its own from the
+    group's.
+    """
+    own = list(islice(advantages, len(episode.turn_rewards)))
+    sums = list(accumulate(reversed(own)))[::-1]
+    return sums or [0.0] * len(episode.turns)
 
 
 ADVANTAGES: dict[str, Callable[[Rewards], Advantages]] = {

@@ -422,6 +422,7 @@ class Episode(_message.Message):
     METRICS_FIELD_NUMBER: _builtins.int
     LOOP_REWARD_FIELD_NUMBER: _builtins.int
     ENVIRONMENTS_JSON_FIELD_NUMBER: _builtins.int
+    TURN_REWARDS_FIELD_NUMBER: _builtins.int
     id: _builtins.str
     """Unique."""
     group_id: _builtins.str
@@ -478,6 +479,10 @@ class Episode(_message.Message):
     def metrics(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
         """Metrics, averaged over episodes."""
 
+    @_builtins.property
+    def turn_rewards(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """The weighted reward of each turn, in order, included in `reward`; empty if no component scores turns."""
+
     def __init__(
         self,
         *,
@@ -502,10 +507,11 @@ class Episode(_message.Message):
         metrics: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
         loop_reward: _builtins.float | None = ...,
         environments_json: _builtins.str = ...,
+        turn_rewards: _abc.Iterable[_builtins.float] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_loop_reward", b"_loop_reward", "_reward", b"_reward", "failure", b"failure", "loop_reward", b"loop_reward", "policy", b"policy", "reward", b"reward"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_loop_reward", b"_loop_reward", "_reward", b"_reward", "engine", b"engine", "environments_json", b"environments_json", "failure", b"failure", "group_id", b"group_id", "id", b"id", "index", b"index", "loop_reward", b"loop_reward", "messages_json", b"messages_json", "metrics", b"metrics", "policy", b"policy", "reward", b"reward", "rewards", b"rewards", "rows", b"rows", "scenario_id", b"scenario_id", "seconds", b"seconds", "seed", b"seed", "started_at", b"started_at", "stop_reason", b"stop_reason", "tool_calls", b"tool_calls", "trace_id", b"trace_id", "turns", b"turns"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_loop_reward", b"_loop_reward", "_reward", b"_reward", "engine", b"engine", "environments_json", b"environments_json", "failure", b"failure", "group_id", b"group_id", "id", b"id", "index", b"index", "loop_reward", b"loop_reward", "messages_json", b"messages_json", "metrics", b"metrics", "policy", b"policy", "reward", b"reward", "rewards", b"rewards", "rows", b"rows", "scenario_id", b"scenario_id", "seconds", b"seconds", "seed", b"seed", "started_at", b"started_at", "stop_reason", b"stop_reason", "tool_calls", b"tool_calls", "trace_id", b"trace_id", "turn_rewards", b"turn_rewards", "turns", b"turns"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__loop_reward: _TypeAlias = _typing.Literal["loop_reward"]  # noqa: Y015
     _WhichOneofArgType__loop_reward: _TypeAlias = _typing.Literal["_loop_reward", b"_loop_reward"]  # noqa: Y015

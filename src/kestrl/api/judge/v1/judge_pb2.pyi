@@ -98,6 +98,7 @@ class EpisodeScore(_message.Message):
     REWARDS_FIELD_NUMBER: _builtins.int
     METRICS_FIELD_NUMBER: _builtins.int
     FAILURE_FIELD_NUMBER: _builtins.int
+    TURN_REWARDS_FIELD_NUMBER: _builtins.int
     episode_id: _builtins.str
     """The episode."""
     reward: _builtins.float
@@ -114,6 +115,10 @@ class EpisodeScore(_message.Message):
     def failure(self) -> _common_pb2.Failure:
         """Why there is no reward, if there is none."""
 
+    @_builtins.property
+    def turn_rewards(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """The weighted reward of each turn, in order, included in `reward`; empty if no component scores turns."""
+
     def __init__(
         self,
         *,
@@ -122,10 +127,11 @@ class EpisodeScore(_message.Message):
         rewards: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
         metrics: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
         failure: _common_pb2.Failure | None = ...,
+        turn_rewards: _abc.Iterable[_builtins.float] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "failure", b"failure", "reward", b"reward"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "episode_id", b"episode_id", "failure", b"failure", "metrics", b"metrics", "reward", b"reward", "rewards", b"rewards"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "episode_id", b"episode_id", "failure", b"failure", "metrics", b"metrics", "reward", b"reward", "rewards", b"rewards", "turn_rewards", b"turn_rewards"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__reward: _TypeAlias = _typing.Literal["reward"]  # noqa: Y015
     _WhichOneofArgType__reward: _TypeAlias = _typing.Literal["_reward", b"_reward"]  # noqa: Y015

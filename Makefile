@@ -10,7 +10,7 @@ STAMP := .venv/.synced
 # Threads of libgomp busy-wait by default, so that tests of torch exceed their time limits beside other programs.
 export GOMP_SPINCOUNT ?= 2000
 
-.PHONY: help setup demo demo-real test test-all distributions engine-run unit servers engine kit chart e2e cluster soak lint types layers check gen bench bring-your-own crd-check object-check clean
+.PHONY: help setup demo demo-real test test-all distributions engine-run unit servers engine kit chart e2e cluster soak lint types layers check gen bench bring-your-own crd-check object-check contracts clean
 
 help:
 	@sed -n 's/^## //p' $(MAKEFILE_LIST)
@@ -101,12 +101,18 @@ gen: $(STAMP)
 	PATH="$(CURDIR)/$(TOOLS)/bin:$$PATH" $(BIN)/python scripts/gen_protos.py
 	$(BIN)/python scripts/gen_kubernetes.py
 	$(BIN)/python scripts/gen_chart.py
+	$(BIN)/python -m tests.contract.record --additions
 
 gen-check: $(STAMP)
 	PATH="$(CURDIR)/$(TOOLS)/bin:$$PATH" $(BIN)/python scripts/gen_protos.py --check
 	$(BIN)/python scripts/gen_kubernetes.py --check
 	$(BIN)/python scripts/gen_chart.py --check
 	$(TOOLS)/bin/uv tool run --quiet --from buf-bin==1.75.0 buf lint proto
+	$(BIN)/python -m tests.contract.record --check
+
+## make contracts        record public API, CRD and protocol after an intended change that breaks what uses them
+contracts: $(STAMP)
+	$(BIN)/python -m tests.contract.record
 
 ## make kit              build Kubernetes and helm from their Go modules: about ten minutes the first time
 kit: $(UV)

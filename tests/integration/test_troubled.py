@@ -20,7 +20,10 @@ import pytest
 from safetensors.torch import load_file, save_file
 from tests.fakes.s3 import serving_s3
 
+from kestrl.api.common.v1 import common_pb2
 from kestrl.local.rundir import RunDir
+from kestrl.rpc.codec import group_from_proto
+from kestrl.storage import open_store
 
 from .runs import QUICKSTART, ROOT, SMALL, belonging_to, command, eventually, kestrl, summary_of, wait_for_step
 
@@ -277,10 +280,27 @@ def test_when_killed_nothing_is_left_and_the_same_command_resumes(tmp_path: Path
     assert trained == [(position, position // 2 + 1) for position in range(8)]
 
 
-def test_a_users_own_tool_and_reward(tmp_path: Path) -> None:
-    printed = kestrl("run", ROOT / "examples" / "bring-your-own" / "job.yaml", "--runs", tmp_path)
-    assert summary_of(RunDir(tmp_path / "bring-your-own-1"))["status"] == "succeeded"
+def test_a_users_own_environment_loops_and_reward(tmp_path: Path) -> None:
+    printed = kestrl("run", Path(__file__).parent / "shop" / "job.yaml", "--runs", tmp_path)
+    run = RunDir(tmp_path / "shop-1")
+    assert summary_of(run)["status"] == "succeeded"
     assert "2 steps in" in printed
+    store = open_store(run.path.as_uri())
+    batches = [common_pb2.GroupBatch.FromString(store.get(path)) for path in store.list("episodes/train")]
+    groups = [group_from_proto(group) for batch in batches for group in batch.groups]
+    episodes = [(group.scenario.agent, episode) for group in groups for episode in group.episodes]
+    assert len(episodes) == 16
+    assert {agent for agent, _ in episodes} == {"", "brief"}
+    for agent, episode in episodes:
+        assert episode.failure is None
+        calls = [(call.name, call.outcome, call.text) for call in episode.tool_calls]
+        basket = {} if agent else {"lamp": 2}
+        assert calls == ([] if agent else [("search", "ok", '["lamp"]'), ("buy", "ok", "3 left")])
+        assert episode.environments == {"Shop": {"basket": basket, "currency": "CHF"}}
+        assert (len(episode.turns), len(episode.rows)) == (1 if agent else 2, 1)
+        written = len(set(episode.final_text)) / 100
+        assert episode.rewards == {"loop_reward": pytest.approx(written), "bought": basket.get("lamp", 0)}
+        assert episode.reward == pytest.approx(written + 0.1 * basket.get("lamp", 0))
 
 
 @pytest.mark.parametrize(

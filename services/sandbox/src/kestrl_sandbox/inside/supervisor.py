@@ -1,0 +1,353 @@
+"""Process 1 of a sandbox: starts the process for the code, drains its output, keeps the deadline, and answers.
+
+When it ends, the kernel kills everything in the sandbox and frees its mounts. No process of the code can signal or trace
+it: signals to process 1 from inside have no effect, and it keeps capabilities that the code does not have.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import resource
+import select
+import signal
+import socket
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from kestrl_sandbox.inside import files, frames, payload
+from kestrl_sandbox.inside.confinement import confine
+
+CHUNK = 1 << 16
+MEMORY_TICK = 0.1
+"""Seconds between two looks at the memory of all processes, where no cgroup counts it."""
+DRAIN_SECONDS = 1.0
+PREPARING, RUNNING, EXHAUSTED = 2, 0, 1
+ENDED = 3
+"""Exit status when the service has closed the connection."""
+
+
+@dataclass(slots=True)
+class Output:
+    """One output stream: what is kept, and how much there was."""
+
+    limit: int
+    kept: bytearray = field(default_factory=bytearray)
+    total: int = 0
+
+    def add(self, part: bytes) -> None:
+        self.total += len(part)
+        self.kept += part[: max(0, self.limit - len(self.kept))]
+
+
+@dataclass(slots=True)
+class Child:
+    """The process that runs the code, and what connects it to the supervisor."""
+
+    pid: int
+    pidfd: int
+    stdin: int
+    stdout: int
+    stderr: int
+    control: socket.socket
+    state: mmap.mmap
+    """One byte: PREPARING, RUNNING or EXHAUSTED."""
+
+
+def start_child(limits: Mapping[str, Any], keep: socket.socket) -> Child:
+    """Forks the process for the code, which waits for it without any right.
+
+    Args:
+        limits: As of the pool's configuration.
+        keep: The connection to the service, which the child closes.
+    """
+    stdin, stdout, stderr = os.pipe(), os.pipe(), os.pipe()
+    ours, theirs = socket.socketpair()
+    flag = mmap.mmap(-1, 1)
+    flag[0] = PREPARING
+    pid = os.fork()
+    if pid == 0:
+        try:
+            os.setsid()
+            for number, descriptor in enumerate((stdin[0], stdout[1], stderr[1])):
+                os.dup2(descriptor, number)
+            keep.detach()
+            control = os.dup2(theirs.fileno(), 3, inheritable=False)
+            theirs.detach()
+            ours.detach()
+            os.closerange(4, 1 << 16)
+            os.chdir("/work")
+            _prefer_for_oom()
+            confine(limits)
+            payload.reseed()
+            payload.reopen_streams()
+            _work(socket.socket(fileno=control), flag)
+        except (OSError, ValueError) as error:
+            os.write(2, f"the sandbox could not be prepared: {error}".encode())
+        finally:
+            os._exit(125)
+    for descriptor in (stdin[0], stdout[1], stderr[1]):
+        os.close(descriptor)
+    theirs.close()
+    for descriptor in (stdin[1], stdout[0], stderr[0]):
+        os.set_blocking(descriptor, False)
+    return Child(pid, os.pidfd_open(pid), stdin[1], stdout[0], stderr[0], ours, flag)
+
+
+def _prefer_for_oom() -> None:
+    try:
+        with open("/proc/self/oom_score_adj", "w", encoding="ascii") as file:
+            file.write("1000")
+    except OSError:
+        return  # there is no /proc in this sandbox
+
+
+def _work(control: socket.socket, flag: mmap.mmap) -> None:
+    """Runs what the supervisor sends: one program, or the cells of a session."""
+    received = frames.receive(control)
+    if received is None:
+        return
+    request, code = received
+    module = payload.fresh_main()
+    flag[0] = RUNNING
+    if not request["session"]:
+        control.close()
+        resource.setrlimit(resource.RLIMIT_AS, (request["memory"], request["memory"]))
+        text = code.decode("utf-8", "surrogateescape")
+        if request["language"] == "bash":
+            payload.exec_bash(text)
+        status, exhausted = payload.run_python(text, module)
+        flag[0] = EXHAUSTED if exhausted else RUNNING
+        os._exit(payload.finish(status))
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    while True:
+        resource.setrlimit(resource.RLIMIT_AS, (request["memory"], hard))
+        text = code.decode("utf-8", "surrogateescape")
+        if request["language"] == "bash":
+            status, exhausted = payload.run_bash(text), False
+        else:
+            status, exhausted = payload.run_python(text, module)
+        payload.flush()
+        control.sendall(frames.encode({"status": status, "memory": exhausted}))
+        received = frames.receive(control)
+        if received is None:
+            return
+        request, code = received
+
+
+def serve(connection: socket.socket, limits: Mapping[str, Any]) -> int:
+    """Answers one request, or those of one session; the exit status of the supervisor."""
+    child = start_child(limits, connection)
+    while True:
+        received = frames.receive(connection)
+        if received is None:
+            return ENDED
+        header, body = received
+        answer, content, alive = run(connection, child, header, body, limits)
+        if answer is None:
+            return ENDED
+        connection.sendall(frames.encode(answer, content))
+        if not alive:
+            return 0
+
+
+def run(
+    connection: socket.socket, child: Child, header: Mapping[str, Any], body: bytes, limits: Mapping[str, Any]
+) -> tuple[dict[str, Any] | None, bytes, bool]:
+    """Runs one request: answer, its content, and whether the sandbox lives on."""
+    code, stdin = body[: header["code"]], body[header["code"] : header["code"] + header["stdin"]]
+    refused = files.write_all(header["files"], body[header["code"] + header["stdin"] :])
+    if refused:
+        return {"kind": "refused", "reason": refused, "alive": header["session"]}, b"", header["session"]
+    memory = (header["memory_mb"] << 20) + limits["base_bytes"]
+    request = {"session": header["session"], "language": header["language"], "memory": memory}
+    execution = Execution(connection, child, header, stdin, limits)
+    try:
+        child.control.sendall(frames.encode(request, code))
+    except OSError:
+        pass  # it is dead already, which is seen below
+    execution.wait()
+    if execution.service_gone:
+        return None, b"", False
+    alive = bool(header["session"]) and execution.finished_cell
+    if not alive:
+        execution.end_all()
+    execution.drain()
+    found, content = files.read_all(header["fetch"], header["max_file"])
+    answer = execution.answer() | {"files": found, "alive": alive}
+    return answer, bytes(execution.stdout.kept + execution.stderr.kept) + content, alive
+
+
+class Execution:
+    """One run of code from its start to the last byte of its output."""
+
+    def __init__(
+        self,
+        connection: socket.socket,
+        child: Child,
+        header: Mapping[str, Any],
+        stdin: bytes,
+        limits: Mapping[str, Any],
+    ) -> None:
+        self.connection, self.child, self.limits = connection, child, limits
+        self.stdout, self.stderr = Output(header["output_limit"]), Output(header["output_limit"])
+        self.started = time.monotonic()
+        self.deadline = self.started + header["timeout"]
+        self.memory = header["memory_mb"] << 20
+        self.session = header["session"]
+        self.stdin = memoryview(stdin)
+        self.kind, self.code = "exited", 0
+        self.finished_cell = False
+        self.service_gone = False
+        self.ended: float | None = None
+        self._open = {child.stdout: self.stdout, child.stderr: self.stderr}
+        self._poll = select.poll()
+        for descriptor in (child.stdout, child.stderr, child.pidfd, child.control.fileno(), connection.fileno()):
+            self._poll.register(descriptor, select.POLLIN)
+        if not self.session and not stdin:
+            self._close_stdin()
+        elif stdin:
+            self._poll.register(child.stdin, select.POLLOUT)
+
+    def wait(self) -> None:
+        """Runs until the code has ended, is out of time or memory, or the service cancels."""
+        next_look = self.started + MEMORY_TICK if self.limits["watch_memory"] else float("inf")
+        while True:
+            now = time.monotonic()
+            if now >= self.deadline:
+                self.kind = "timeout"
+                break
+            if now >= next_look:
+                next_look = now + MEMORY_TICK
+                if used_memory(self.limits["base_anonymous"]) > self.memory:
+                    self.kind = "memory"
+                    break
+            ready = self._poll.poll(max(0.0, min(self.deadline, next_look) - now) * 1000 + 1)
+            if any(self._handle(descriptor, event) for descriptor, event in ready):
+                break
+        self.ended = time.monotonic()
+
+    def _handle(self, descriptor: int, event: int) -> bool:
+        """Handles one ready descriptor; True when the run has ended."""
+        child = self.child
+        if descriptor in self._open:
+            self._read(descriptor)
+        elif descriptor == child.stdin:
+            self._feed(event)
+        elif descriptor == child.pidfd:
+            self._reap()
+            return True
+        elif descriptor == self.connection.fileno():
+            self.service_gone = True  # it sends nothing during a run: it has closed the connection
+            return True
+        elif descriptor == child.control.fileno():
+            return self._cell_ended()
+        return False
+
+    def _read(self, descriptor: int) -> bool:
+        """Reads what there is, up to a chunk; False at the end of the stream or without data."""
+        try:
+            part = os.read(descriptor, CHUNK)
+        except BlockingIOError:
+            return False
+        if part:
+            self._open[descriptor].add(part)
+            return True
+        self._poll.unregister(descriptor)
+        del self._open[descriptor]
+        return False
+
+    def _feed(self, event: int) -> None:
+        try:
+            sent = 0 if event & select.POLLERR else os.write(self.child.stdin, self.stdin[:CHUNK])
+        except BlockingIOError:
+            return
+        except BrokenPipeError:
+            sent = 0
+        self.stdin = self.stdin[sent:]
+        if not self.stdin or not sent:
+            self._poll.unregister(self.child.stdin)
+            if not self.session:
+                self._close_stdin()
+
+    def _close_stdin(self) -> None:
+        os.close(self.child.stdin)
+        self.child.stdin = -1
+
+    def _cell_ended(self) -> bool:
+        """Reads the end of a session's cell. The code could write it too, about nothing but itself."""
+        if not self.session:
+            self._poll.unregister(self.child.control)
+            return False
+        try:
+            received = frames.receive(self.child.control)
+        except (ValueError, OSError):
+            received = None
+        if received is None:
+            self._poll.unregister(self.child.control)
+            return False  # its process has ended: the pidfd reports it
+        self.code = int(received[0].get("status", 1)) & 0xFF
+        if received[0].get("memory"):
+            self.kind = "memory"
+        self.finished_cell = True
+        return True
+
+    def _reap(self) -> None:
+        status = os.waitstatus_to_exitcode(os.waitpid(self.child.pid, 0)[1])
+        if status < 0:
+            self.kind, self.code = "signaled", -status
+        else:
+            self.code = status
+        if self.child.state[0] == EXHAUSTED:
+            self.kind = "memory"
+        elif self.child.state[0] == PREPARING:
+            self.kind = "unprepared"
+
+    def end_all(self) -> None:
+        """Kills every process of the sandbox and waits until none is left."""
+        try:
+            os.kill(-1, signal.SIGKILL)
+            while True:
+                os.waitpid(-1, 0)
+        except (ProcessLookupError, ChildProcessError):
+            return
+
+    def drain(self) -> None:
+        """Reads what is left in the pipes."""
+        deadline = time.monotonic() + DRAIN_SECONDS
+        for descriptor in list(self._open):
+            while time.monotonic() < deadline and self._read(descriptor):
+                pass
+
+    def answer(self) -> dict[str, Any]:
+        return {
+            "kind": self.kind,
+            "code": self.code,
+            "seconds": (self.ended or time.monotonic()) - self.started,
+            "stdout": len(self.stdout.kept),
+            "stderr": len(self.stderr.kept),
+            "stdout_total": self.stdout.total,
+            "stderr_total": self.stderr.total,
+        }
+
+
+def used_memory(base: int) -> int:
+    """Bytes of memory of all processes of the sandbox, each without what it shares with the zygote."""
+    total = 0
+    for name in os.listdir("/proc"):
+        if not name.isdigit() or name == "1":
+            continue
+        total += max(0, anonymous_memory(name) - base)
+    return total
+
+
+def anonymous_memory(pid: str) -> int:
+    """Bytes of anonymous and shared memory of a process; 0 when it has ended."""
+    try:
+        with open(f"/proc/{pid}/status", encoding="ascii", errors="replace") as file:
+            lines = file.read().splitlines()
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
+    return sum(int(line.split()[1]) << 10 for line in lines if line.startswith(("RssAnon:", "RssShmem:")))

@@ -9,8 +9,10 @@ from typing import Annotated
 
 import typer
 
+from kestrl_email import mail_commands
+
 demo_model = typer.Typer(no_args_is_help=True, help="The tiny demo model.")
-email = typer.Typer(no_args_is_help=True, help="E-mail search data.")
+email = typer.Typer(no_args_is_help=True, help="E-mail search: real mail and the synthetic data.")
 
 
 @demo_model.callback()
@@ -34,9 +36,7 @@ def build(
     make(out, recipe)
 
 
-@email.callback()
-def _email() -> None:
-    """Makes `data` a sub-command although it is the only one."""
+mail_commands.register(email)
 
 
 @email.command()

@@ -34,7 +34,8 @@ def _text(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-def _day(value: str | None, name: str) -> str | None:
+def day(value: str | None, name: str) -> str | None:
+    """An ISO date; None stays None."""
     if value is None:
         return None
     try:
@@ -43,7 +44,7 @@ def _day(value: str | None, name: str) -> str | None:
         raise ToolError(f"{name} must be a date such as 2025-03-31") from None
 
 
-def _storable(text: str) -> str:
+def storable(text: str) -> str:
     """Text for SQLite: replaces lone surrogates, which JSON allows and UTF-8 does not."""
     return text.encode("utf-8", "replace").decode()
 
@@ -54,10 +55,10 @@ def _match(keywords: Sequence[str]) -> str:
         raise ToolError("keywords must be a list of words")
     if not keywords:
         raise ToolError("give at least one keyword")
-    return " AND ".join(_phrase(keyword) for keyword in keywords)
+    return " AND ".join(phrase(keyword) for keyword in keywords)
 
 
-def _phrase(keyword: str) -> str:
+def phrase(keyword: str) -> str:
     """A keyword as an FTS5 string: nothing in it is syntax."""
     clean = "".join(character for character in keyword if character.isprintable()).strip()
     if not any(character.isalnum() for character in clean):
@@ -99,17 +100,17 @@ class SearchEmails:
         values: list[Any] = [_match(keywords), self._inbox]
         if from_addr is not None:
             conditions.append("emails.from_address = ? COLLATE NOCASE")
-            values.append(_storable(from_addr))
+            values.append(storable(from_addr))
         if to_addr is not None:
             conditions.append(
                 "EXISTS (SELECT 1 FROM recipients WHERE email_id = emails.id AND address = ? COLLATE NOCASE)"
             )
-            values.append(_storable(to_addr))
+            values.append(storable(to_addr))
         for bound, operator, name in ((sent_after, ">=", "sent_after"), (sent_before, "<", "sent_before")):
-            day = _day(bound, name)
-            if day is not None:
+            checked = day(bound, name)
+            if checked is not None:
                 conditions.append(f"emails.date {operator} ?")
-                values.append(day)
+                values.append(checked)
         rows = self._connection.execute(
             "SELECT emails.message_id, emails.sender, emails.subject FROM emails_fts "  # noqa: S608 - conditions are our own words
             f"JOIN emails ON emails.id = emails_fts.rowid WHERE {' AND '.join(conditions)} "
@@ -137,10 +138,10 @@ class ReadEmail:
             message_id: As search_emails gave it.
         """
         row = self._connection.execute(
-            "SELECT * FROM emails WHERE inbox = ? AND message_id = ?", (self._inbox, _storable(message_id))
+            "SELECT * FROM emails WHERE inbox = ? AND message_id = ?", (self._inbox, storable(message_id))
         ).fetchone()
         if row is None:
-            raise ToolError(f"no mail {_storable(message_id)} in this mailbox; use an id that search_emails gave")
+            raise ToolError(f"no mail {storable(message_id)} in this mailbox; use an id that search_emails gave")
         recipients = self._connection.execute(
             "SELECT address, kind FROM recipients WHERE email_id = ? ORDER BY rowid", (row["id"],)
         ).fetchall()
@@ -179,5 +180,5 @@ class ReturnFinalAnswer:
             answer: The answer, or exactly "I don't know".
             sources: Ids of the mails that hold it; empty if unknown.
         """
-        given = {"answer": _storable(answer), "sources": [_storable(source) for source in sources]}
+        given = {"answer": storable(answer), "sources": [storable(source) for source in sources]}
         return ToolResult(text=_text({"received": True}), final=True, data=given)

@@ -1,0 +1,1 @@
+"""Real mail: sources, parser, database, tools and questions. The synthetic demo is `kestrl_email.world`."""

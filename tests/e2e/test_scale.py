@@ -27,11 +27,11 @@ from typing import Any
 import pytest
 import yaml
 
-from kestrl_operator.api import JOB, POD, STATEFUL_SET, Api
+from kestrl_operator.apiserver.client import JOB, POD, STATEFUL_SET, Api
 from kestrl_operator.config import Config, read_config
-from kestrl_operator.lifecycle import Decision, Stage
 from kestrl_operator.manifests import Manifests
-from kestrl_operator.store import Key
+from kestrl_operator.state.store import Key
+from kestrl_operator.status.lifecycle import Decision, Stage
 
 from .cluster.client import Cluster
 from .installation import quickstart

@@ -17,12 +17,12 @@ from kestrl.plan.planning import plan
 from kestrl.spec import AgentRLJob
 from kestrl.spec.load import parse_job
 from kestrl.telemetry.names import Instrument, Metric
-from kestrl_operator.accelerators import BUILT_IN, Profile
-from kestrl_operator.cluster import GRPC_PORT, HTTP_PORT, METRICS_PORT, Cluster, read_cluster, site_of
-from kestrl_operator.conditions import REASONS, Type
-from kestrl_operator.lifecycle import backoff
 from kestrl_operator.render import Given, network, render
 from kestrl_operator.render.patching import RESERVED_FIELDS
+from kestrl_operator.state.accelerators import BUILT_IN, Profile
+from kestrl_operator.state.cluster import GRPC_PORT, HTTP_PORT, METRICS_PORT, Cluster, read_cluster, site_of
+from kestrl_operator.status.conditions import REASONS, Type
+from kestrl_operator.status.lifecycle import backoff
 from kestrl_operator.watch import settings
 
 ROOT = Path(__file__).parents[2]

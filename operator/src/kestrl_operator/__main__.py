@@ -34,7 +34,7 @@ def main() -> int:
 
 
 async def _operate(config: Config) -> None:
-    from kestrl_operator.api import Api
+    from kestrl_operator.apiserver.client import Api
     from kestrl_operator.operator import Operator
 
     api = Api()

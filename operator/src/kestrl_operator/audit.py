@@ -12,10 +12,9 @@ import logging
 from collections.abc import Callable, Collection
 from functools import partial
 
-from kestrl_operator.api import JOB, NODE, POD, Api, Kind, Mark, Object
-from kestrl_operator.reconcile import Reconciler
-from kestrl_operator.snapshot import node_of
-from kestrl_operator.store import JOB_LABEL, Key, Store
+from kestrl_operator.apiserver.client import JOB, NODE, POD, Api, Kind, Mark, Object
+from kestrl_operator.state.parsing import node_of
+from kestrl_operator.state.store import JOB_LABEL, Key, Store
 from kestrl_operator.watch import MANAGED, WATCHED
 
 log = logging.getLogger(__name__)
@@ -66,7 +65,7 @@ class Audit:
         """Records a job version that the stream delivered."""
         self._received[uid] = max(version, self._received.get(uid, 0))
 
-    async def once(self, reconciler: Reconciler) -> None:
+    async def once(self) -> None:
         """Lists all objects, and hands on what the streams missed. Raises `ApiProblem` if the API server does not
         answer.
         """
@@ -75,7 +74,7 @@ class Audit:
             await self._pods()
             await self._children()
         if self._may_list_nodes:
-            reconciler.nodes = [node_of(item) async for item in self._api.list(NODE, None)]
+            self._store.nodes = [node_of(item) async for item in self._api.list(NODE, None)]
         self._rounds += 1
         self.ended = asyncio.get_running_loop().time()
         self.done.set()

@@ -11,7 +11,7 @@ from pydantic.alias_generators import to_camel
 
 from kestrl.errors import UserInputError
 from kestrl.plan.settings import Model
-from kestrl_operator.cluster import Cluster, read_cluster
+from kestrl_operator.state.cluster import Cluster, read_cluster
 
 SHORTEST_KEY = 16
 

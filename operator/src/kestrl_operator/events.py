@@ -9,9 +9,9 @@ from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
-from kestrl_operator.api import EVENT, JOB, Api, ApiProblem, Conflict, Gone
-from kestrl_operator.conditions import Type
-from kestrl_operator.store import Key
+from kestrl_operator.apiserver.client import EVENT, JOB, Api, ApiProblem, Conflict, Gone
+from kestrl_operator.state.store import Key
+from kestrl_operator.status.conditions import Type
 
 log = logging.getLogger(__name__)
 REMEMBERED = 2000

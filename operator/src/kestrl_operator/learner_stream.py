@@ -1,4 +1,4 @@
-"""Progress streams from the learners: one for each running job, from which its status is updated.
+"""The progress stream of a learner, from which the status of its job is updated.
 
 The operator calls the learner; a learner has no rights in the cluster. The call carries a credential that the operator
 derives and that is valid for this job's learner only.
@@ -17,8 +17,8 @@ from kestrl.api.learner.v1 import learner_pb2 as pb
 from kestrl.api.learner.v1 import learner_pb2_grpc as stubs
 from kestrl.errors import KestrlError
 from kestrl.rpc import call, channel, stream
-from kestrl_operator.snapshot import LearnerReport
-from kestrl_operator.store import Key
+from kestrl_operator.state.snapshot import LearnerReport
+from kestrl_operator.state.store import Key
 
 log = logging.getLogger(__name__)
 INTERVAL = 2.0
@@ -126,54 +126,3 @@ class LearnerStream:
                 peer="learner",
                 token=self._token,
             )
-
-
-class LearnerStreams:
-    """The progress streams of all jobs."""
-
-    def __init__(self, changed: Callable[[Key], None]) -> None:
-        self._changed = changed
-        self._by_key: dict[Key, LearnerStream] = {}
-
-    def __len__(self) -> int:
-        return len(self._by_key)
-
-    def want(self, key: Key, pod: str, address: str, token: str) -> None:
-        """Follows this pod, and stops following any other pod of the same job."""
-        known = self._by_key.get(key)
-        if known is not None and (known.pod, known.address) == (pod, address):
-            return
-        self.stop(key)
-        self._by_key[key] = LearnerStream(key, pod, address, token, self._changed)
-
-    def stop(self, key: Key) -> None:
-        known = self._by_key.pop(key, None)
-        if known is not None:
-            known.task.cancel()
-
-    def report(self, key: Key) -> LearnerReport | None:
-        known = self._by_key.get(key)
-        return None if known is None else known.report
-
-    def unreachable(self, key: Key) -> str:
-        """Why a followed learner does not report now; empty while it does."""
-        known = self._by_key.get(key)
-        return "" if known is None else known.unreachable
-
-    def awaits_first_report(self, key: Key) -> bool:
-        """Whether a followed learner may still send its first report."""
-        known = self._by_key.get(key)
-        return known is not None and known.awaits_first_report
-
-    async def drain(self, key: Key) -> None:
-        """Asks the learner to drain. Raises `KestrlError` if it does not answer."""
-        known = self._by_key.get(key)
-        if known is not None:
-            await known.drain()
-
-    async def close(self) -> None:
-        tasks = [known.task for known in self._by_key.values()]
-        for task in tasks:
-            task.cancel()
-        self._by_key.clear()
-        await asyncio.gather(*tasks, return_exceptions=True)

@@ -5,19 +5,19 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any
 
 from kestrl.errors import UserInputError
 from kestrl.plan.planning import plan
 from kestrl.spec import AgentRLJob
 from kestrl.spec.load import parse_job
-from kestrl_operator.accelerators import Node, unsatisfiable
-from kestrl_operator.cluster import Cluster, LearnerState, site_of, storage_of
 from kestrl_operator.credentials import derive
-from kestrl_operator.lifecycle import Decision, Stage
 from kestrl_operator.render import Given, render
-from kestrl_operator.snapshot import ACCEPTED, STATE, STORAGE
-from kestrl_operator.store import Child, Key
+from kestrl_operator.state.accelerators import Node, unsatisfiable
+from kestrl_operator.state.cluster import Cluster, LearnerState, site_of, storage_of
+from kestrl_operator.state.snapshot import ACCEPTED, STATE, STORAGE
+from kestrl_operator.state.store import Key
+from kestrl_operator.status.lifecycle import Decision, Stage
 
 Object = dict[str, Any]
 NOTHING: Mapping[str, str] = {}
@@ -26,34 +26,6 @@ LIFECYCLE = ("suspend", "activeDeadline", "pendingDeadline", "ttlAfterFinished",
 LARGEST_SPEC = 192 * 1024
 """Bytes of JSON. The last accepted spec is kept in an annotation, and Kubernetes allows 256 KiB of annotations per
 object."""
-
-
-class Parsed(NamedTuple):
-    """One generation of a manifest, parsed: a job, or the error in it."""
-
-    uid: str
-    generation: int
-    job: AgentRLJob | None
-    problem: str
-    accepted: str
-    """The spec that objects are rendered from, to be stored once it is applied."""
-
-
-class Rendered(NamedTuple):
-    """The inputs of the last rendering of a job, and its digest; most passes need nothing else."""
-
-    uid: str
-    generation: int
-    parked: bool
-    attempts: int
-    restarts: int
-    forgiven: int
-    queue: str | None
-    fallback: bool
-    """Whether the last accepted spec was rendered instead of the newest."""
-    digest: str = ""
-    children: frozenset[Child] = frozenset()
-    """The watched ones among the objects."""
 
 
 class Manifests:

@@ -7,7 +7,7 @@ import logging
 import os
 import random
 import signal
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,15 +15,16 @@ from kestrl.errors import KestrlError
 from kestrl.telemetry.metrics import observe
 from kestrl.telemetry.names import Metric
 from kestrl_operator import health, watch
-from kestrl_operator.api import JOB, MANAGER, POD, Api, ApiProblem, Kind
+from kestrl_operator.apiserver.client import JOB, POD, Api, ApiProblem, Kind
+from kestrl_operator.apiserver.leader_election import LeaderElection
 from kestrl_operator.audit import Audit
 from kestrl_operator.config import Config
+from kestrl_operator.drift import Drift
 from kestrl_operator.events import Events
-from kestrl_operator.leader_election import LeaderElection
-from kestrl_operator.learner_stream import LearnerStreams
+from kestrl_operator.job_state import JobStates
 from kestrl_operator.preflight import preflight
 from kestrl_operator.reconcile import Reconciler
-from kestrl_operator.store import WORKLOADS, Key, Store
+from kestrl_operator.state.store import WORKLOADS, Key, Store
 from kestrl_operator.work_record import WorkRecord
 from kestrl_operator.workqueue import Queue
 
@@ -31,7 +32,6 @@ log = logging.getLogger(__name__)
 PASS_SECONDS = 120.0
 """Maximum seconds of one pass. Every call within it has a shorter time-out, so this ends passes that hang for an
 unforeseen reason."""
-REMEMBERED_CHANGES = 10_000
 REPORT_SECONDS = 15.0
 """Maximum seconds to report a failed pass."""
 REPORT_AFTER_FAILURES = 3
@@ -45,13 +45,13 @@ class Operator:
         self._config, self._api = config, api
         self._identity = os.environ.get("POD_NAME", f"{os.uname().nodename}-{os.getpid()}")
         self._store, self._queue = Store(), Queue[Key]()
-        self._learner_streams = LearnerStreams(self._queue.add)
+        self._states = JobStates(self._queue.add)
         self._work_record = WorkRecord(config.work_file)
         events = Events(api, self._identity)
         self._reconciler = Reconciler(
-            api, self._store, self._learner_streams, events, config.jobs, config.key(), self._work_record
+            api, self._store, self._states, events, config.jobs, config.key(), self._work_record
         )
-        self._changes: OrderedDict[str, str] = OrderedDict()
+        self._drift = Drift()
         self._passes: Counter[str] = Counter()
         self._watch = watch.Watch(self._take, config.namespaces)
         self._election = LeaderElection(
@@ -100,7 +100,7 @@ class Operator:
             await asyncio.wait([auditing, leading, stopping])
             # The lease first: the next leader need not wait for the streams to close.
             await self._election.release()
-            await self._learner_streams.close()
+            await self._states.close()
             await asyncio.wait([watching])
             await probes.cleanup()
             self._work_record.close()
@@ -132,26 +132,15 @@ class Operator:
         key = self._store.child(kind.name, given, deleted=deleted)
         if key is None:
             return None
-        touched = deleted or self._changed_by_others(given["metadata"]["uid"], changed_by_another(given))
+        touched = deleted or self._drift.is_new(given)
         if touched:
-            self._reconciler.drifted(key)
+            self._states.mark_drifted(key)
         return key if touched or kind.name in WORKLOADS else None
-
-    def _changed_by_others(self, uid: str, mark: str) -> bool:
-        """Whether another manager changed the object since the last look at it; a change that persists is reacted to
-        once.
-        """
-        if not mark or self._changes.get(uid) == mark:
-            return False
-        self._changes[uid] = mark
-        while len(self._changes) > REMEMBERED_CHANGES:
-            self._changes.popitem(last=False)
-        return True
 
     async def _keep_auditing(self) -> None:
         while True:
             try:
-                await self._audit.once(self._reconciler)
+                await self._audit.once()
                 wait = self._config.audit_seconds
             except ApiProblem as error:
                 log.warning("%s", error)
@@ -222,7 +211,7 @@ class Operator:
         observe(Metric.OPERATOR_QUEUE, lambda: len(self._queue))
         observe(Metric.OPERATOR_LEADER, lambda: int(self._election.leading))
         observe(Metric.OPERATOR_REQUESTS, lambda: self._api.requests)
-        observe(Metric.OPERATOR_FOLLOWED, lambda: len(self._learner_streams))
+        observe(Metric.OPERATOR_FOLLOWED, lambda: self._states.followed)
         observe(Metric.WATCH_AGE, lambda: loop.time() - self._audit.ended)
         observe(Metric.OPERATOR_STALE_WATCH, lambda: len(self._audit.stale))
         observe(Metric.OPERATOR_JOBS, self._phases)
@@ -232,20 +221,3 @@ class Operator:
             job.get("status", {}).get("shown", {}).get("phase") or "New" for job in list(self._store.jobs.values())
         )
         return dict(phases)
-
-
-def changed_by_another(given: Mapping[str, Any]) -> str:
-    """A digest of the changes to an object's spec by other managers; empty when there are none. Pure.
-
-    Kubernetes' own controllers write status and annotations of applied objects, never the spec. A change through the
-    scale subresource has no time, so the generation is part of the digest.
-    """
-    metadata = given["metadata"]
-    foreign = sorted(
-        f"{entry.get('manager')}/{entry.get('subresource', '')}/{entry.get('time', '')}"
-        for entry in metadata.get("managedFields", ())
-        if entry.get("manager") != MANAGER
-        and entry.get("subresource") != "status"
-        and "f:spec" in entry.get("fieldsV1", {})
-    )
-    return f"{metadata.get('generation', '')} {' '.join(foreign)}" if foreign else ""

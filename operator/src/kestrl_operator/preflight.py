@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from kestrl.errors import UserInputError
 from kestrl.spec.crd import GROUP, PLURAL, VERSION, crd
-from kestrl_operator.api import (
+from kestrl_operator.apiserver.client import (
     APPLIED,
     DEFINITION,
     EVENT,

@@ -16,7 +16,7 @@ import yaml
 from kestrl.errors import KestrlError, UserInputError
 from kestrl.service import exit_code
 from kestrl.spec import read_job
-from kestrl_operator.api import JOB, Api, Conflict
+from kestrl_operator.apiserver.client import JOB, Api, Conflict
 
 POLL_SECONDS = 2.0
 

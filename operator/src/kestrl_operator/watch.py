@@ -16,9 +16,9 @@ import kopf
 import uvloop
 
 from kestrl.errors import KestrlError
-from kestrl_operator.api import DEPLOYMENT, JOB, POD, STATEFUL_SET, Kind
-from kestrl_operator.connection import log_in
-from kestrl_operator.store import JOB_LABEL
+from kestrl_operator.apiserver.client import DEPLOYMENT, JOB, POD, STATEFUL_SET, Kind
+from kestrl_operator.apiserver.connection import log_in
+from kestrl_operator.state.store import JOB_LABEL
 
 Object = Mapping[str, Any]
 Taken = Callable[[Kind, Object, bool], None]

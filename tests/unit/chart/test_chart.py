@@ -13,10 +13,10 @@ import pytest
 import yaml
 
 from kestrl.telemetry.names import Instrument, Metric
-from kestrl_operator.cluster import read_cluster
 from kestrl_operator.config import read_config
 from kestrl_operator.preflight import needed
 from kestrl_operator.render.network import OPERATOR
+from kestrl_operator.state.cluster import read_cluster
 
 from .conftest import CHART, PROMETHEUS, Helm, Rendered
 

@@ -16,13 +16,13 @@ from typing import Any
 
 import yaml
 
-from kestrl_operator.api import Api, Kind
-from kestrl_operator.cluster import read_cluster
+from kestrl_operator.apiserver.client import Api, Kind
 from kestrl_operator.events import Events
-from kestrl_operator.learner_stream import LearnerStreams
+from kestrl_operator.job_state import JobStates
 from kestrl_operator.operator import Operator  # everything that the operator loads
 from kestrl_operator.reconcile import Reconciler
-from kestrl_operator.store import Store
+from kestrl_operator.state.cluster import read_cluster
+from kestrl_operator.state.store import Store
 from kestrl_operator.work_record import WorkRecord
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -75,8 +75,8 @@ async def passes(given: int, wrong: int, seed: int) -> Object:
     rng, api, store = random.Random(seed), Taking(), Store()
     base = yaml.safe_load(QUICKSTART.read_text())["spec"]
     cluster = read_cluster({"images": IMAGES, "storage": {"uri": "s3://bucket/runs"}})
-    learner_streams = LearnerStreams(lambda _: None)
-    reconciler = Reconciler(api, store, learner_streams, Events(api, "fuzzed"), cluster, b"k" * 32, WorkRecord(None))
+    states = JobStates(lambda _: None)
+    reconciler = Reconciler(api, store, states, Events(api, "fuzzed"), cluster, b"k" * 32, WorkRecord(None))
     seen = Counter[str]()
 
     async def handle(name: str, spec: object) -> None:
@@ -96,7 +96,7 @@ async def passes(given: int, wrong: int, seed: int) -> Object:
         await handle(name, mutated(rng, base))
         job = api.jobs.pop(name)
         key = store.job({**job, "metadata": {**job["metadata"], "resourceVersion": str(api.version + 1)}}, deleted=True)
-        reconciler.forget(key)
+        states.drop(key)
     return {
         "seen": dict(seen),
         "mib": largest_mib(),

@@ -6,8 +6,8 @@ from typing import Any
 
 from kestrl.credentials import Secret
 from kestrl.plan.planning import plan
-from kestrl_operator.cluster import read_cluster, site_of
 from kestrl_operator.render import Given, render
+from kestrl_operator.state.cluster import read_cluster, site_of
 
 from .samples import job
 

@@ -16,7 +16,7 @@ from kestrl.plan.components import Role
 from kestrl.rpc.codec import failure_to_proto, policy_to_proto, run_phase_to_proto, serving_state_to_proto
 from kestrl.spec import AgentRLJob, read_job
 from kestrl.states import RunPhase, ServingState
-from kestrl_operator.snapshot import ATTEMPTS, FORGIVEN, RESTARTS, Ended, LearnerReport, Pod, Snapshot, Workload
+from kestrl_operator.state.snapshot import ATTEMPTS, FORGIVEN, RESTARTS, Ended, LearnerReport, Pod, Snapshot, Workload
 
 QUICKSTART = Path(__file__).parents[3] / "examples" / "email-search" / "quickstart.yaml"
 NOW = 1_800_000_000.0

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kestrl.errors import UserInputError
-from kestrl_operator.accelerators import BUILT_IN, Node, Profile, profiles, quantity, unsatisfiable
+from kestrl_operator.state.accelerators import BUILT_IN, Node, Profile, profiles, quantity, unsatisfiable
 
 
 def node(name: str = "n", **changes: Any) -> Node:

@@ -12,7 +12,7 @@ from kestrl.plan.components import Component, Role
 from kestrl.plan.planning import plan
 from kestrl.plan.settings import AgentSettings, LearnerSettings, RolloutSettings
 from kestrl.spec import AgentRLJob, read_job
-from kestrl_operator.cluster import Cluster, read_cluster, site_of, storage_of
+from kestrl_operator.state.cluster import Cluster, read_cluster, site_of, storage_of
 
 QUICKSTART = Path(__file__).parents[3] / "examples" / "email-search" / "quickstart.yaml"
 VALUES: dict[str, Any] = {

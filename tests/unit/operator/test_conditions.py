@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kestrl.spec.status import Condition
-from kestrl_operator.conditions import (
+from kestrl_operator.events import PUBLISHED, notices
+from kestrl_operator.status.conditions import (
     LONGEST_MESSAGE,
     NOT_OBSERVED,
     REASONS,
@@ -20,7 +21,6 @@ from kestrl_operator.conditions import (
     joined,
     phase,
 )
-from kestrl_operator.events import PUBLISHED, notices
 
 FIRST, LATER = "2026-01-01T00:00:00Z", "2026-01-01T00:05:00Z"
 

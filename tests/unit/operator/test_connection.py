@@ -12,10 +12,10 @@ import yaml
 from aiohttp import web
 
 from kestrl.errors import UserInputError
-from kestrl_operator import api as module
-from kestrl_operator import connection
-from kestrl_operator.api import JOB, NODE, Api, ApiProblem, Conflict, Gone, path
-from kestrl_operator.connection import log_in
+from kestrl_operator.apiserver import client as module
+from kestrl_operator.apiserver import connection
+from kestrl_operator.apiserver.client import JOB, NODE, Api, ApiProblem, Conflict, Gone, path
+from kestrl_operator.apiserver.connection import log_in
 
 PREFIX = "/k8s/clusters/c-1"
 """Some clusters are reached through a proxy, below a path."""

@@ -12,8 +12,10 @@ from hypothesis import strategies as st
 from kestrl.errors import Boundary
 from kestrl.plan.components import Role
 from kestrl.plan.planning import group_seconds
-from kestrl_operator.conditions import REASONS, Type
-from kestrl_operator.lifecycle import (
+from kestrl_operator.state.snapshot import QUEUE_LABEL, Memory, Pod, Snapshot
+from kestrl_operator.status.build import status_of
+from kestrl_operator.status.conditions import REASONS, Type
+from kestrl_operator.status.lifecycle import (
     DRAIN_SECONDS,
     LONGEST_WAIT,
     STABLE_STEPS,
@@ -25,8 +27,6 @@ from kestrl_operator.lifecycle import (
     short_of_pods_since,
     waits_for_admission,
 )
-from kestrl_operator.snapshot import QUEUE_LABEL, Memory, Pod, Snapshot
-from kestrl_operator.status import status_of
 
 from .generated import snapshots
 from .samples import (

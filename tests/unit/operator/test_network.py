@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from kestrl.plan.components import Role
-from kestrl_operator.cluster import GRPC_PORT, HTTP_PORT, METRICS_PORT
 from kestrl_operator.render.network import selector
+from kestrl_operator.state.cluster import GRPC_PORT, HTTP_PORT, METRICS_PORT
 
 from .rendering import ROLES, of_kind, rendered
 

@@ -12,7 +12,7 @@ from kestrl.errors import UserInputError
 from kestrl.plan.components import Role
 from kestrl.prepare import PrepareSettings
 from kestrl_operator.render.job import preparation
-from kestrl_operator.snapshot import workload_of
+from kestrl_operator.state.parsing import workload_of
 
 from .rendering import ASCEND, NVIDIA, ROLES, SECRETS, VALUES, given, of_kind, rendered
 from .samples import job

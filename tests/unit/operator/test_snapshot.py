@@ -9,7 +9,8 @@ import pytest
 from kestrl.api.learner.v1 import learner_pb2 as pb
 from kestrl.errors import Boundary, Failure
 from kestrl.plan.components import Role
-from kestrl_operator.snapshot import Ended, Pod, is_input, node_of, pod_of, seconds_of, termination_message, workload_of
+from kestrl_operator.state.parsing import node_of, pod_of, termination_message, workload_of
+from kestrl_operator.state.snapshot import Ended, Pod, is_input, seconds_of
 
 from .samples import NOW, all_pods, at, engine, failed, learner_report, over, pod, report, snapshot, version, workloads
 

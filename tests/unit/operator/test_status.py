@@ -16,11 +16,11 @@ from kestrl.plan.components import Role
 from kestrl.rpc.codec import policy_to_proto
 from kestrl.spec.crd import crd
 from kestrl.spec.status import JobStatus
-from kestrl_operator.conditions import LONGEST_MESSAGE, NOT_OBSERVED, QUARANTINED, REASONS, Type
-from kestrl_operator.lifecycle import decide
-from kestrl_operator.snapshot import QUEUE_LABEL, Memory, Pod, Snapshot
-from kestrl_operator.status import ENGINES_SHOWN, FAILURES_SHOWN, status_of, with_failure
-from kestrl_operator.status import LONGEST_MESSAGE as LONGEST_OF_ENGINE
+from kestrl_operator.state.snapshot import QUEUE_LABEL, Memory, Pod, Snapshot
+from kestrl_operator.status.build import ENGINES_SHOWN, FAILURES_SHOWN, status_of, with_failure
+from kestrl_operator.status.build import LONGEST_MESSAGE as LONGEST_OF_ENGINE
+from kestrl_operator.status.conditions import LONGEST_MESSAGE, NOT_OBSERVED, QUARANTINED, REASONS, Type
+from kestrl_operator.status.lifecycle import decide
 
 from .generated import snapshots
 from .samples import (

@@ -12,12 +12,12 @@ from urllib.parse import urlparse
 from kestrl.plan.components import Component, Role
 from kestrl.prepare import OBJECT_SCHEMES, DataSource, PrepareSettings
 from kestrl.spec import AgentRLJob
-from kestrl_operator.accelerators import Profile
-from kestrl_operator.cluster import DATA, MODEL, Cluster, prepared, replicas, workload
 from kestrl_operator.render import network
 from kestrl_operator.render.patching import patched
 from kestrl_operator.render.pods import Object, account, checksum, container, credentials, settings_map, template
-from kestrl_operator.snapshot import (
+from kestrl_operator.state.accelerators import Profile
+from kestrl_operator.state.cluster import DATA, MODEL, Cluster, prepared, replicas, workload
+from kestrl_operator.state.snapshot import (
     ACCEPTED,
     ATTEMPTS,
     FORGIVEN,

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from kestrl.plan.components import Role
-from kestrl_operator.cluster import GRPC_PORT, HTTP_PORT, METRICS_PORT, workload
+from kestrl_operator.state.cluster import GRPC_PORT, HTTP_PORT, METRICS_PORT, workload
 
 Object = dict[str, Any]
 BY_POD = frozenset({Role.INFERENCE, Role.LEARNER, Role.ROLLOUT})

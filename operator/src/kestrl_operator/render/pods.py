@@ -10,8 +10,8 @@ from typing import Any
 from kestrl.plan.components import Component, Role
 from kestrl.plan.settings import INDEX_VARIABLE, REPLICA_VARIABLE
 from kestrl.prepare import PrepareSettings
-from kestrl_operator.accelerators import Profile
-from kestrl_operator.cluster import HOME, SETTINGS, STATE, WORK, Cluster
+from kestrl_operator.state.accelerators import Profile
+from kestrl_operator.state.cluster import HOME, SETTINGS, STATE, WORK, Cluster
 
 Object = dict[str, Any]
 USER = 10001

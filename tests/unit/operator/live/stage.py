@@ -25,11 +25,11 @@ from kestrl.errors import StorageError
 from kestrl.rpc.codec import run_phase_to_proto
 from kestrl.spec.crd import crd
 from kestrl.states import RunPhase
-from kestrl_operator.api import Api
-from kestrl_operator.cluster import GRPC_PORT, read_cluster
+from kestrl_operator.apiserver.client import Api
 from kestrl_operator.config import Config, LeaseSettings
 from kestrl_operator.credentials import derive
 from kestrl_operator.operator import Operator
+from kestrl_operator.state.cluster import GRPC_PORT, read_cluster
 from kestrl_operator.watch import WATCHED
 
 Object = dict[str, Any]

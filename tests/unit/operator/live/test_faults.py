@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from tests.fakes.kubernetes import Controllers
 
-from kestrl_operator import api as api_module
 from kestrl_operator import manifests, missing_pods, operator, workqueue
-from kestrl_operator.api import JOB as JOB_KIND
-from kestrl_operator.api import Api, ApiProblem
-from kestrl_operator.store import Key
+from kestrl_operator.apiserver import client as api_module
+from kestrl_operator.apiserver.client import JOB as JOB_KIND
+from kestrl_operator.apiserver.client import Api, ApiProblem
+from kestrl_operator.state.store import Key
 
 from .stage import CHILDREN, JOB, NAMESPACE, WORKLOADS, Stage, ready
 

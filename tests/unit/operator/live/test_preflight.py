@@ -13,7 +13,7 @@ import yaml
 from tests.fakes.ports import free_port
 
 from kestrl.errors import UserInputError
-from kestrl_operator.api import Api
+from kestrl_operator.apiserver.client import Api
 from kestrl_operator.config import Config
 from kestrl_operator.preflight import needed, preflight
 

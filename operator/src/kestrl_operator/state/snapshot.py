@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from math import isfinite
@@ -15,7 +15,6 @@ from kestrl.plan.components import Role
 from kestrl.rpc.codec import failure_from_proto, policy_from_proto, run_phase_from_proto
 from kestrl.spec import AgentRLJob
 from kestrl.states import RunPhase
-from kestrl_operator.accelerators import Node
 
 Object = Mapping[str, Any]
 ATTEMPTS, RESTARTS, FORGIVEN, RENDERED, ACCEPTED, STORAGE, STATE = (
@@ -28,16 +27,6 @@ learner. They are the only state of the operator: the next leader reads them."""
 UID_LABEL = "kestrl.dev/job-uid"
 """Pod label with the job's uid. Labels with the job's name alone also match pods of a deleted job of that name."""
 QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
-UNSTARTABLE = frozenset(
-    {"ErrImagePull", "ImagePullBackOff", "ErrImageNeverPull", "ImageInspectError", "InvalidImageName",
-     "RegistryUnavailable", "SignatureValidationFailed", "CreateContainerConfigError", "PreCreateHookError",
-     "CreateContainerError", "PreStartHookError", "RunContainerError"}
-)  # fmt: skip
-"""Waiting reasons of a container that waiting alone does not resolve."""
-GATES = "schedulingGates"
-PASSING_TAINTS = ("node.kubernetes.io/", "node.cloudprovider.kubernetes.io/")
-"""Prefixes of the taints that Kubernetes sets on a node that is not ready now; they do not affect what can ever be
-scheduled."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,7 +96,7 @@ class Workload:
     annotations: Mapping[str, str]
 
     def count(self, annotation: str) -> int:
-        return _count(self.annotations.get(annotation, ""))
+        return count_of(self.annotations.get(annotation, ""))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -276,111 +265,9 @@ def seconds_of(time: str | None) -> float | None:
     return None if time is None else datetime.fromisoformat(time).timestamp()
 
 
-def pod_of(given: Object) -> Pod | None:
-    """The pod of a job; None if it does not belong to one."""
-    metadata, spec, status = given["metadata"], given.get("spec", {}), given.get("status", {})
-    role = metadata.get("labels", {}).get("kestrl.dev/role")
-    if role not in set(Role):
-        return None
-    conditions = {item["type"]: item for item in status.get("conditions", ())}
-    scheduled = conditions.get("PodScheduled", {})
-    statuses = [*status.get("initContainerStatuses", ()), *status.get("containerStatuses", ())]
-    return Pod(
-        name=metadata["name"],
-        uid=metadata["uid"],
-        role=Role(role),
-        phase=status.get("phase", "Pending"),
-        ready=conditions.get("Ready", {}).get("status") == "True",
-        address=status.get("podIP", ""),
-        scheduled=bool(spec.get("nodeName")),
-        unscheduled=scheduled.get("message", "") if scheduled.get("reason") == "Unschedulable" else "",
-        gated=bool(spec.get(GATES)),
-        begun=any(_has_begun(item) for item in statuses),
-        deleting="deletionTimestamp" in metadata,
-        made=seconds_of(metadata.get("creationTimestamp")) or 0.0,
-        attempts=_count(metadata.get("annotations", {}).get(ATTEMPTS, "")),
-        job_restarts=_count(metadata.get("annotations", {}).get(RESTARTS, "")),
-        unstartable=next(_waiting(statuses), ""),
-        ended=tuple(_ended(statuses)),
-        restarts=sum(item.get("restartCount", 0) for item in statuses),
-        owner=next(
-            (_kind_and_uid(item) for item in metadata.get("ownerReferences", ()) if item.get("controller")), ("", "")
-        ),
-        job=metadata["labels"].get(UID_LABEL, ""),
-    )
-
-
-def _kind_and_uid(reference: Object) -> tuple[str, str]:
-    return reference.get("kind", ""), reference.get("uid", "")
-
-
-def _count(text: str) -> int:
+def count_of(text: str) -> int:
+    """The number in an annotation; 0 for anything else."""
     return int(text) if text.isdecimal() and len(text) < 10 else 0
-
-
-def _has_begun(status: Object) -> bool:
-    return "waiting" not in status.get("state", {"waiting": {}}) or bool(status.get("lastState"))
-
-
-def _waiting(statuses: Iterable[Object]) -> Iterator[str]:
-    for item in statuses:
-        waiting = item.get("state", {}).get("waiting", {})
-        if waiting.get("reason") in UNSTARTABLE:
-            yield f"{item['name']}: {waiting['reason']}: {waiting.get('message', '')}"
-
-
-def _ended(statuses: Iterable[Object]) -> Iterator[Ended]:
-    """Failed last runs. A container that is ready again is left out, since its restart count covers it. One that ends
-    without an error is included if it keeps ending.
-    """
-    for item in statuses:
-        state = item.get("state", {})
-        last = state.get("terminated") or (
-            item.get("lastState", {}).get("terminated") if not item.get("ready") else None
-        )
-        again = state.get("waiting", {}).get("reason") == "CrashLoopBackOff"
-        if last and (last.get("exitCode") or last.get("signal") or again):
-            message = termination_message(last.get("message", ""))
-            yield Ended(
-                container=item["name"],
-                reason=last.get("reason", "Error"),
-                code=last.get("exitCode", 0),
-                message=message,
-            )
-
-
-def termination_message(text: str) -> str:
-    """The last message of a kestrl program: its last line `error: ...`, else its last line."""
-    lines = [line for line in text.strip().splitlines() if line.strip()]
-    errors = [line for line in lines if line.startswith("error: ")]
-    return (errors or lines or [""])[-1].removeprefix("error: ")[:500]
-
-
-def workload_of(given: Object) -> Workload | None:
-    """The workload of a job; None if it does not belong to one."""
-    metadata = given["metadata"]
-    role = metadata.get("labels", {}).get("app.kubernetes.io/component")
-    if role not in set(Role):
-        return None
-    return Workload(
-        role=Role(role),
-        replicas=given.get("spec", {}).get("replicas", 1),
-        annotations={
-            name: text for name, text in metadata.get("annotations", {}).items() if name.startswith("kestrl.dev/")
-        },
-    )
-
-
-def node_of(given: Object) -> Node:
-    """The typed form of a node object."""
-    metadata, spec = given["metadata"], given.get("spec", {})
-    return Node(
-        name=metadata["name"],
-        labels=metadata.get("labels", {}),
-        taints=[item for item in spec.get("taints", ()) if not item.get("key", "").startswith(PASSING_TAINTS)],
-        allocatable=given.get("status", {}).get("allocatable", {}),
-        schedulable=not spec.get("unschedulable", False),
-    )
 
 
 def is_input(failure: Failure) -> bool:

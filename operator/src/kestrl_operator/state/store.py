@@ -5,12 +5,15 @@ of the rest.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from kestrl.plan.components import Role
 from kestrl.spec.job import KIND
-from kestrl_operator.snapshot import Pod, Workload, pod_of, workload_of
+from kestrl_operator.state.accelerators import Node
+from kestrl_operator.state.parsing import pod_of, workload_of
+from kestrl_operator.state.snapshot import Pod, Workload
 
 Object = Mapping[str, Any]
 JOB_LABEL = "kestrl.dev/job"
@@ -37,6 +40,20 @@ class Child(NamedTuple):
     name: str
 
 
+@dataclass(slots=True)
+class Dependents:
+    """The objects of one job."""
+
+    pods: dict[str, Pod] = field(default_factory=dict[str, Pod])
+    """By name."""
+    workloads: dict[str, Workload] = field(default_factory=dict[str, Workload])
+    """By uid, like the next."""
+    children: dict[str, Child] = field(default_factory=dict[str, Child])
+
+
+NO_DEPENDENTS = Dependents()
+
+
 class Known(NamedTuple):
     """Uids of all objects in the store."""
 
@@ -58,10 +75,9 @@ class Store:
 
     def __init__(self) -> None:
         self.jobs: dict[Key, Object] = {}
-        self._pods: dict[Key, dict[str, Pod]] = {}
-        self._workloads: dict[Key, dict[str, Workload]] = {}
-        self._children: dict[Key, dict[str, Child]] = {}
-        """Both by uid."""
+        self.nodes: Sequence[Node] | None = None
+        """The nodes as last listed; None where this operator may not list them."""
+        self._dependents: dict[Key, Dependents] = {}
         self._owners: dict[str, str] = {}
         """Uid of the owning job by uid of the child; empty for an orphaned child."""
         self._versions: dict[str, int] = {}
@@ -71,29 +87,33 @@ class Store:
         """Pods created by workloads of this job. Pods that only carry its labels belong to a deleted job of the name,
         or to somebody else.
         """
-        made_by = {child for child in self._children.get(key, {}) if self._owners[child] == uid}
-        return [pod for pod in self._pods.get(key, {}).values() if _belongs(pod, made_by, uid)]
+        found = self._of(key)
+        made_by = {child for child in found.children if self._owners[child] == uid}
+        return [pod for pod in found.pods.values() if _belongs(pod, made_by, uid)]
 
     def workloads(self, key: Key) -> dict[Role, Workload]:
-        return {workload.role: workload for workload in self._workloads.get(key, {}).values()}
+        return {workload.role: workload for workload in self._of(key).workloads.values()}
 
     def scaled_up(self, key: Key) -> list[Child]:
         """Workloads of a job with more than 0 replicas."""
-        children = self._children.get(key, {})
-        return [children[uid] for uid, workload in self._workloads.get(key, {}).items() if workload.replicas > 0]
+        found = self._of(key)
+        return [found.children[uid] for uid, workload in found.workloads.items() if workload.replicas > 0]
 
     def children(self, key: Key) -> frozenset[Child]:
         """The watched objects of a job that exist."""
-        return frozenset(self._children.get(key, {}).values())
+        return frozenset(self._of(key).children.values())
 
     def leftovers(self, key: Key, uid: str) -> frozenset[Child]:
         """The objects that remain of another job of this name."""
-        children = self._children.get(key, {}).items()
+        children = self._of(key).children.items()
         return frozenset(child for name, child in children if self._owners[name] not in {"", uid})
 
     def version(self, uid: str) -> int:
         """The known resourceVersion of an object; 0 for none."""
         return self._versions.get(uid, 0)
+
+    def _of(self, key: Key) -> Dependents:
+        return self._dependents.get(key, NO_DEPENDENTS)
 
     def _newer(self, given: Object) -> bool:
         uid, version = given["metadata"]["uid"], int(given["metadata"]["resourceVersion"])
@@ -140,16 +160,19 @@ class Store:
             self._delete(given)
             self._forget_pod(key, pod.name, pod.uid)
         elif self._newer(given):
-            self._pods.setdefault(key, {})[pod.name] = pod
+            self._dependents.setdefault(key, Dependents()).pods[pod.name] = pod
         return key
 
     def _forget_pod(self, key: Key, name: str, uid: str) -> None:
-        pods = self._pods.get(key, {})
+        pods = self._of(key).pods
         if name in pods and pods[name].uid == uid:
             del pods[name]
-        if not pods:
-            self._pods.pop(key, None)
+        self._drop_if_empty(key)
         self._versions.pop(uid, None)
+
+    def _drop_if_empty(self, key: Key) -> None:
+        if self._of(key) == NO_DEPENDENTS:
+            self._dependents.pop(key, None)
 
     def child(self, kind: str, given: Object, *, deleted: bool = False) -> Key | None:
         """Stores a workload or another watched object of a job; returns the key of its job."""
@@ -162,20 +185,20 @@ class Store:
             self._delete(given)
             self._forget_child(key, uid)
         elif self._newer(given):
-            self._children.setdefault(key, {})[uid] = Child(kind, metadata["name"])
+            found = self._dependents.setdefault(key, Dependents())
+            found.children[uid] = Child(kind, metadata["name"])
             owner = next((item["uid"] for item in metadata.get("ownerReferences", ()) if item["kind"] == KIND), "")
             self._owners[uid] = owner
             workload = workload_of(given) if kind in WORKLOADS else None
             if workload is not None:
-                self._workloads.setdefault(key, {})[uid] = workload
+                found.workloads[uid] = workload
         return key
 
     def _forget_child(self, key: Key, uid: str) -> None:
-        for known in (self._children, self._workloads):
-            objects = known.get(key, {})
-            objects.pop(uid, None)
-            if not objects:
-                known.pop(key, None)
+        found = self._of(key)
+        found.children.pop(uid, None)
+        found.workloads.pop(uid, None)
+        self._drop_if_empty(key)
         self._owners.pop(uid, None)
         self._versions.pop(uid, None)
 
@@ -183,8 +206,8 @@ class Store:
         """Uids of everything in the store: whatever a list requested from now on does not contain was deleted."""
         return Known(
             jobs=frozenset(job["metadata"]["uid"] for job in self.jobs.values()),
-            pods=frozenset(pod.uid for pods in self._pods.values() for pod in pods.values()),
-            children=frozenset(uid for children in self._children.values() for uid in children),
+            pods=frozenset(pod.uid for found in self._dependents.values() for pod in found.pods.values()),
+            children=frozenset(uid for found in self._dependents.values() for uid in found.children),
         )
 
     def forget(self, gone: Collection[str]) -> Iterator[Key]:
@@ -193,11 +216,10 @@ class Store:
             if job["metadata"]["uid"] in gone:
                 self.drop(key, job["metadata"]["uid"])
                 yield key
-        for key, pods in list(self._pods.items()):
-            for pod in [pod for pod in pods.values() if pod.uid in gone]:
+        for key, found in list(self._dependents.items()):
+            for pod in [pod for pod in found.pods.values() if pod.uid in gone]:
                 self._forget_pod(key, pod.name, pod.uid)
                 yield key
-        for key, children in list(self._children.items()):
-            for uid in [uid for uid in children if uid in gone]:
+            for uid in [uid for uid in found.children if uid in gone]:
                 self._forget_child(key, uid)
                 yield key

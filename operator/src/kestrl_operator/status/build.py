@@ -11,11 +11,11 @@ from kestrl.api.learner.v1 import learner_pb2 as pb
 from kestrl.plan.components import Role
 from kestrl.rpc.codec import policy_from_proto, serving_state_from_proto
 from kestrl.spec.status import Condition, EngineStatus, JobStatus, PolicyStatus, ProgressStatus, ResultStatus, Shown
-from kestrl_operator.conditions import ConditionStatus, Observation, Type, joined, phase, shortened
-from kestrl_operator.lifecycle import Decision, Stage, has_ended, running_since, waits_for_admission
-from kestrl_operator.observations import observed, verified_by_all
 from kestrl_operator.render.network import selector
-from kestrl_operator.snapshot import LearnerReport, Snapshot, number
+from kestrl_operator.state.snapshot import LearnerReport, Snapshot, number
+from kestrl_operator.status.conditions import ConditionStatus, Observation, Type, joined, phase, shortened
+from kestrl_operator.status.lifecycle import Decision, Stage, has_ended, running_since, waits_for_admission
+from kestrl_operator.status.observations import observed, verified_by_all
 
 HISTORY = 10
 ENGINES_SHOWN = 100

@@ -15,8 +15,8 @@ from kestrl.plan.components import Role
 from kestrl.plan.planning import group_seconds
 from kestrl.spec.job import FailureRule, JobSpec
 from kestrl.states import RunPhase
-from kestrl_operator.conditions import ConditionStatus, Type
-from kestrl_operator.snapshot import NOTHING, Ended, Memory, Pod, Snapshot, seconds_of
+from kestrl_operator.state.snapshot import NOTHING, Ended, Memory, Pod, Snapshot, seconds_of
+from kestrl_operator.status.conditions import ConditionStatus, Type
 
 FIRST_WAIT, LONGEST_WAIT = 10.0, 300.0
 """First and longest wait in seconds before the learner is restarted after a failure that it reported; doubled each

@@ -15,7 +15,7 @@ from kestrl.plan.settings import Model
 from kestrl.plan.site import Build, Endpoint, Site
 from kestrl.spec import AgentRLJob
 from kestrl.spec.job import JobSpec
-from kestrl_operator.accelerators import Profile, profiles
+from kestrl_operator.state.accelerators import Profile, profiles
 
 GRPC_PORT, HTTP_PORT, METRICS_PORT = 7000, 8000, 9464
 SHARED_SCHEMES = frozenset({"s3", "gs", "az"})

@@ -9,10 +9,10 @@ from kestrl.plan.components import Role
 from kestrl.service import EXIT_INPUT
 from kestrl.spec.job import JobSpec
 from kestrl.states import RunPhase
-from kestrl_operator.cluster import replicas
-from kestrl_operator.conditions import NOT_OBSERVED, QUARANTINED, ConditionStatus, Observation, Type
-from kestrl_operator.lifecycle import Decision, Stage, has_ended, reported_failure, stuck
-from kestrl_operator.snapshot import Ended, LearnerReport, Pod, Snapshot, is_input
+from kestrl_operator.state.cluster import replicas
+from kestrl_operator.state.snapshot import Ended, LearnerReport, Pod, Snapshot, is_input
+from kestrl_operator.status.conditions import NOT_OBSERVED, QUARANTINED, ConditionStatus, Observation, Type
+from kestrl_operator.status.lifecycle import Decision, Stage, has_ended, reported_failure, stuck
 
 STALL_FLOOR, STALL_FACTOR = 300.0, 5.0
 """A training run is stalled after this many seconds without a step, and this many times the duration of the longest

@@ -12,7 +12,7 @@ import msgspec
 from kestrl.errors import KestrlError, UserInputError
 from kestrl.spec.crd import GROUP, PLURAL, VERSION
 from kestrl.spec.job import KIND
-from kestrl_operator.connection import log_in, secure
+from kestrl_operator.apiserver.connection import log_in, secure
 
 Object = dict[str, Any]
 MANAGER = "kestrl-operator"

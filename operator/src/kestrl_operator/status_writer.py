@@ -1,0 +1,56 @@
+"""Writes the status of jobs, and the events for what has changed in it. Statuses are written nowhere else."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from time import time
+from typing import Any
+
+from kestrl_operator.apiserver.client import Api, Conflict, Gone
+from kestrl_operator.events import Events
+from kestrl_operator.state.snapshot import Snapshot
+from kestrl_operator.state.store import Key, Store
+from kestrl_operator.status.build import with_failure, without_empties
+
+
+class StatusWriter:
+    """Writes a status for the resourceVersion that it was computed from."""
+
+    def __init__(self, api: Api, store: Store, events: Events) -> None:
+        self._api, self._store, self._events = api, store, events
+
+    async def write(self, key: Key, snapshot: Snapshot, status: Mapping[str, Any]) -> bool:
+        """Writes the status if it differs; False if the job has changed meanwhile."""
+        try:
+            await self._write(key, snapshot.uid, snapshot.status, without_empties(status))
+        except Conflict:
+            return False
+        return True
+
+    async def write_failure(self, key: Key, raw: Mapping[str, Any], why: str, reason: str = "OperatorFailed") -> None:
+        """Writes a failure into condition Ready, beside what was observed before.
+
+        Raises:
+            ApiProblem: The API server refuses that as well.
+        """
+        metadata, before = raw["metadata"], raw.get("status", {})
+        status = with_failure(before, why, generation=metadata.get("generation", 0), now=time(), reason=reason)
+        await self._write(key, metadata["uid"], before, without_empties(status))
+
+    async def job_exists(self, key: Key, snapshot: Snapshot) -> bool:
+        """Whether the job still exists: its present status is written again."""
+        try:
+            await self._api.apply_status(key.namespace, key.name, self._store.version(snapshot.uid), snapshot.status)
+        except Gone:
+            return False
+        return True
+
+    async def _write(self, key: Key, uid: str, before: Mapping[str, Any], status: Mapping[str, Any]) -> None:
+        version = self._store.version(uid)
+        if status == before or not version:
+            return
+        try:
+            self._store.job(await self._api.apply_status(key.namespace, key.name, version, status))
+        except Gone:
+            return  # deleted meanwhile
+        await self._events.publish(key, uid, before, status)

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from jinja2.sandbox import ImmutableSandboxedEnvironment
-from kestrl.testing.engine import Completion, Prompt
 from mistral_common.integrations.chat_templates.template_generator import TemplateConfig, build_chat_template
 from mistral_common.tokens.tokenizers.base import TokenizerVersion
+from tests.fakes.engine import Completion, Prompt
 from tokenizers import AddedToken
 
 from kestrl.episode import CallOutcome, StopReason

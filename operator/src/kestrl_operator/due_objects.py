@@ -1,4 +1,4 @@
-"""Which objects of a job are to be applied now: all of them, where the rendered digest differs from the applied one or an
+"""The objects of a job that are to be applied now: all of them, where the rendered digest differs from the applied one or an
 object is missing or was changed, and none otherwise. Nothing is called here.
 """
 

@@ -21,10 +21,18 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from kestrl.errors import UserInputError
-from kestrl.plan.settings import DataSettings, Model, RolloutSettings, read_settings
+from kestrl.plan.settings import DataSettings, Model, RolloutSettings, ToolsSettings, read_settings
 
 Settings = TypeVar("Settings", bound=Model)
 Facts = Mapping[str, Any]
+
+
+class ToolsCheck(Model):
+    """Input of the check of the tools."""
+
+    tools: ToolsSettings
+    data: dict[str, DataSettings]
+    """Files of the data sets, by name."""
 
 
 class RolloutCheck(Model):

@@ -7,14 +7,14 @@ cannot run. User code, tokenizer and template are checked by the services that u
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from kestrl.checking import Report, RolloutCheck, ask
+from kestrl.checking import Report, RolloutCheck, ToolsCheck, ask
 from kestrl.data import locate_data
 from kestrl.data.locate import locate_model
 from kestrl.data.rows import DataRow, read_rows
@@ -86,11 +86,12 @@ class _Check:
         found.rows = {name: len(read) for name, read in rows.items()}
         settings = self._settings(folder or "", template)
         with ThreadPoolExecutor(max_workers=2) as threads:
-            asked = threads.submit(self._ask, "kestrl_tools.check", settings[Role.TOOLS], "spec.tools")
+            asked = threads.submit(self._tools, settings[Role.TOOLS], {name: files[name] for name in rows}, rows)
             judged = threads.submit(self._ask, "kestrl_judge.check", settings[Role.JUDGE], "spec.rewards")
             tools, judge = asked.result(), judged.result()
         self._take(judge)
         self._take(tools)
+        self._misfits(tools.facts.get("rows", ()))
         offered = tools.facts.get("tools", ())
         names = [str(tool["name"]) for tool in offered]
         names += dict.fromkeys(str(tool["environment"]) for tool in offered if tool["environment"])
@@ -167,7 +168,7 @@ class _Check:
         return {item.role: item.settings for item in components if item.settings is not None}
 
     def _ask(self, module: str, settings: Model, subject: str, seconds: float = LOAD_SECONDS) -> Report:
-        assert isinstance(settings, ToolsSettings | JudgeSettings | RolloutCheck)
+        assert isinstance(settings, ToolsCheck | JudgeSettings | RolloutCheck)
         return ask(module, settings, subject=subject, seconds=seconds)
 
     def _take(self, report: Report) -> None:
@@ -175,6 +176,25 @@ class _Check:
         self._found.warnings += report.facts.get("warnings", ())
         if report.missing:
             self._found.warnings.append(f"{report.missing} is not installed; what it loads was not checked")
+
+    def _tools(self, settings: Model, files: dict[str, DataSettings], rows: Mapping[str, Sequence[DataRow]]) -> Report:
+        assert isinstance(settings, ToolsSettings)
+        seconds = LOAD_SECONDS + ROW_SECONDS * sum(map(len, rows.values()))
+        return self._ask("kestrl_tools.check", ToolsCheck(tools=settings, data=files), "spec.tools", seconds)
+
+    def _misfits(self, rows: Sequence[tuple[str, str]]) -> None:
+        """Reports what rows set for tools and no tool takes. Sessions open at a first call: whether a user's loop makes
+        one is not known.
+        """
+        agent = self._job.spec.agent
+        by_loop: dict[str, list[str]] = {}
+        for name, problem in rows:
+            by_loop.setdefault(agent.loops.get(name, name) if name else agent.loop, []).append(problem)
+        self._found.problems += _few(by_loop.pop("tool_agent", ()))
+        for without_tools in ("single_turn", "single_turn_agent"):
+            by_loop.pop(without_tools, None)
+        for loop, problems in by_loop.items():
+            self._found.warnings += _few(f"{problem}; the episode fails if {loop} calls a tool" for problem in problems)
 
     def _rollout(
         self, settings: Model, tools: Sequence[Any], files: dict[str, DataSettings], rows: dict[str, Sequence[DataRow]]
@@ -221,7 +241,7 @@ def _read(file: DataSettings) -> Sequence[DataRow]:
     return read_rows(Path(file.path), size=file.size)
 
 
-def _few(problems: Iterator[str]) -> list[str]:
+def _few(problems: Iterable[str]) -> list[str]:
     listed = list(problems)
     more = len(listed) - MOST_PROBLEMS
     return listed if more <= 0 else [*listed[:MOST_PROBLEMS], f"... and {more} more of this kind"]

@@ -133,6 +133,64 @@ def test_a_row_may_name_an_environment(project: Project) -> None:
     assert "tools: the job has no tool 'Market' (it has: search, Shop)" in project.refused()
 
 
+NOTES = """
+class Notes:
+    def __init__(self, owner: str, limit: int = 1) -> None: ...
+    def __call__(self, query: str) -> str: ...
+
+class Shop:
+    def __init__(self, currency: str = "EUR") -> None: ...
+    def reset(self, stock: dict[str, int]) -> None: ...
+    def search(self, word: str) -> str: ...
+"""
+
+
+def test_what_rows_set_for_tools_is_tried_against_their_signatures(project: Project) -> None:
+    (project.folder / "notes.py").write_text(NOTES)
+    project.spec["tools"] = [
+        {"name": "notes", "use": "notes:Notes", "config": {"limit": 3}},
+        {"use": "notes:Shop"},
+        {"name": "add", "use": "mine:add"},
+    ]
+    fits: dict[str, Any] = {
+        "notes": {"create_kwargs": {"owner": "ann"}},
+        "Shop": {"create_kwargs": {"stock": {"lamp": 1}}},
+        "add": {"execute_kwargs": {"a": 1}},
+    }
+    for row, changes in zip(
+        project.rows,
+        (
+            {},
+            {"notes": {"create_kwargs": {"owned": "ann"}}},
+            {"notes": {}},
+            {"notes": {"create_kwargs": {"owner": "ann", "limit": 4}}},
+            {"Shop": {"create_kwargs": {"shelf": 1}}},
+            {"add": {"create_kwargs": {"a": 1}}},
+            {"add": {"execute_kwargs": {"c": 1}}},
+            {"search": {"create_kwargs": {"stock": {}}}},
+        ),
+        strict=True,
+    ):
+        row["tools"] = {**fits, **changes}
+    printed = project.refused()
+    assert "train.jsonl:1:" not in printed
+    for line, problem in (
+        (2, "notes: the row's create_kwargs do not fit: Notes: missing a required argument: 'owner'"),
+        (3, "notes: the row's create_kwargs do not fit: Notes: missing a required argument: 'owner'"),
+        (4, "notes: the row's create_kwargs do not fit: the manifest's config sets limit for every episode"),
+        (5, "Shop: the row's create_kwargs do not fit: Shop.reset: missing a required argument: 'stock'"),
+        (6, "add: the row's create_kwargs do not fit: it is a function"),
+        (7, "add: the row's execute_kwargs do not fit: it has no parameter c"),
+        (8, "search: create_kwargs belong under the name of its environment, 'Shop'"),
+    ):
+        assert f"train.jsonl:{line}: {problem}" in printed
+    project.spec["agent"] = {"loop": "single_turn"}
+    assert "create_kwargs" not in project.valid()  # its episodes make no tools
+    project.spec["agent"] = {"loop": "mine:loop"}
+    assert "warning: " in project.valid()
+    assert "'Shop'; the episode fails if mine:loop calls a tool" in project.valid()
+
+
 def test_a_row_may_select_its_loop(project: Project) -> None:
     project.spec["agent"] = {"loops": {"mine": "mine:loop"}}
     project.rows[0]["agent_name"], project.rows[1]["agent_name"] = "mine", "single_turn_agent"
@@ -187,9 +245,9 @@ def test_no_engine_starts_for_a_job_that_cannot_run(project: Project) -> None:
     assert not list(project.folder.glob("runs/**/engine-0*"))
 
 
-def settings_for(folder: Path, code: str) -> ToolsSettings:
+def settings_for(folder: Path, code: str) -> checking.ToolsCheck:
     (folder / "odd.py").write_text(code)
-    return ToolsSettings(
+    tools = ToolsSettings(
         component="tools-0",
         job="j",
         run="r",
@@ -198,6 +256,7 @@ def settings_for(folder: Path, code: str) -> ToolsSettings:
         tools=(ToolEntry(name="x", use="odd:x"),),
         call_seconds=1.0,
     )
+    return checking.ToolsCheck(tools=tools, data={})
 
 
 @pytest.mark.parametrize(

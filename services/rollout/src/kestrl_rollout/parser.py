@@ -8,7 +8,7 @@ model about the right form; none is dropped.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -96,7 +96,7 @@ class TurnReader:
         return text if readable is None else readable
 
     @contextmanager
-    def _user_code(self, method: str) -> Iterator[None]:
+    def _user_code(self, method: str) -> Generator[None]:
         try:
             yield
         except Exception as error:

@@ -36,6 +36,8 @@ class Origin:
     """Name in the `tools_kwargs` of rows."""
     make: Callable[[Kwargs], Awaitable[Instance]]
     """Creates the session's instance from `create_kwargs`; raises ToolFailure for invalid ones."""
+    check: Callable[[Kwargs], object]
+    """Checks `create_kwargs` against the signature; raises ToolFailure for invalid ones."""
     environment: bool = False
     has_state: bool = False
     """Whether the instance has a `state()` method."""
@@ -159,16 +161,19 @@ def _function(obj: Any, entry: ToolEntry, threads: ToolThreads) -> Tool:
     function = adapt_function(obj) if is_function_tool(obj) else obj
     target = partial(function, **entry.config) if entry.config else function
 
-    async def make(create_kwargs: Kwargs) -> Instance:
+    def check(create_kwargs: Kwargs) -> None:
         if create_kwargs:
             raise _kwargs_failure(
                 entry.name, "create_kwargs", "it is a function, and only classes are created per episode"
             )
+
+    async def make(create_kwargs: Kwargs) -> Instance:
+        check(create_kwargs)
         instance = PlainInstance(entry.name, threads, sync=not is_async(obj))
         instance.use(target)
         return instance
 
-    return _described(described, Origin(name=entry.name, make=make), fixed=frozenset(entry.config))
+    return _described(described, Origin(name=entry.name, make=make, check=check), fixed=frozenset(entry.config))
 
 
 def _class(cls: type, entry: ToolEntry, threads: ToolThreads) -> Tool:
@@ -179,7 +184,7 @@ def _class(cls: type, entry: ToolEntry, threads: ToolThreads) -> Tool:
         instance = PlainInstance(entry.name, threads, sync=not is_async(cls))
         return await _made(instance, partial(cls, **_arguments(cls, entry, create_kwargs)))
 
-    return _described(described, Origin(name=entry.name, make=make))
+    return _described(described, Origin(name=entry.name, make=make, check=partial(_arguments, cls, entry)))
 
 
 def _environment(cls: type, entry: ToolEntry, threads: ToolThreads) -> list[Tool]:
@@ -192,16 +197,20 @@ def _environment(cls: type, entry: ToolEntry, threads: ToolThreads) -> list[Tool
     used = [*names, *(hook for hook in HOOKS if _has(cls, hook))]
     sync = not all(inspect.iscoroutinefunction(getattr(cls, name)) for name in used)
 
-    async def make(create_kwargs: Kwargs) -> Instance:
-        factory = partial(cls, **_arguments(cls, entry, NO_KWARGS if resets else create_kwargs))
+    def check(create_kwargs: Kwargs) -> dict[str, Any]:
+        arguments = _arguments(cls, entry, NO_KWARGS if resets else create_kwargs)
         if resets:
             _check_reset(cls, entry, create_kwargs)
+        return arguments
+
+    async def make(create_kwargs: Kwargs) -> Instance:
+        factory = partial(cls, **check(create_kwargs))
         instance = await _made(PlainInstance(entry.name, threads, sync=sync), factory)
         if resets:
             await _begun(instance, entry, create_kwargs)
         return instance
 
-    origin = Origin(name=entry.name, make=make, environment=True, has_state=_has(cls, "state"))
+    origin = Origin(name=entry.name, make=make, check=check, environment=True, has_state=_has(cls, "state"))
     return [_described(read(cls, name, method=name), origin, method=name) for name in names]
 
 
@@ -304,7 +313,8 @@ def _verl(cls: type, entry: ToolEntry) -> Tool:
     return Tool(
         schema=schema,
         arguments=Arguments(schema.parameters),
-        origin=Origin(name=entry.name, make=make),
+        # verl's classes take any create_kwargs.
+        origin=Origin(name=entry.name, make=make, check=lambda _: None),
         fillable=None,
         required=frozenset(),
     )

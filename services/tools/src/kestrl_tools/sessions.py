@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
@@ -23,6 +24,7 @@ from kestrl.tools.arguments import ArgumentsInvalid
 from kestrl_tools.catalogue import Kwargs, Origin, Tool
 from kestrl_tools.execution import Answer, answer_of, for_model, guarded, state_of
 from kestrl_tools.instances import Instance
+from kestrl_tools.rows import check_names, given
 from kestrl_tools.tool_threads import ToolThreads
 
 log = logging.getLogger(__name__)
@@ -166,35 +168,13 @@ class Sessions:
                 f"{episode_id}: a session's lifetime must be above 0, is {lifetime}", code="invalid_request"
             )
         wanted = list(dict.fromkeys(opening.tools)) or list(self._tools)
-        self._check_names(episode_id, wanted, opening.kwargs)
+        with _naming(episode_id):
+            check_names(self._tools, wanted, opening.kwargs)
         making = asyncio.create_task(self._make(episode_id, wanted, opening.kwargs), name=f"open-{episode_id}")
         timer = asyncio.get_running_loop().call_later(lifetime, self._expire, session_id)
         session = self._open[session_id] = Session(session_id, episode_id, making, timer)
         making.add_done_callback(partial(self._made_or_gone, session))
         return session
-
-    def _check_names(self, episode_id: str, wanted: Sequence[str], kwargs: Mapping[str, Any]) -> None:
-        """Checks that the row's names exist in the job, and that arguments have the right name."""
-        origins = {tool.origin.name: tool.origin for tool in self._tools.values()}
-        unknown = sorted((set(wanted) - set(self._tools)) | (set(kwargs) - set(self._tools) - set(origins)))
-        if unknown:
-            raise ToolFailure(
-                f"{episode_id}: the row names tools that the job does not have: {', '.join(unknown)} "
-                f"(it has: {', '.join(self._tools) or 'none'})",
-                code="unknown_tool",
-            )
-        for name in kwargs:
-            if _given(kwargs, name, "create_kwargs") and name not in origins:
-                environment = self._tools[name].origin.name
-                raise ToolFailure(
-                    f"{episode_id}: {name}: create_kwargs belong under the name of its environment, {environment!r}",
-                    code="tool_kwargs_invalid",
-                )
-            if _given(kwargs, name, "execute_kwargs") and name not in self._tools:
-                raise ToolFailure(
-                    f"{episode_id}: {name}: execute_kwargs belong under the name of a tool, not of its environment",
-                    code="tool_kwargs_invalid",
-                )
 
     def _made_or_gone(self, session: Session, making: asyncio.Task[Mapping[str, BoundTool]]) -> None:
         if not _succeeded(making) and self._open.get(session.id) is session:
@@ -232,15 +212,14 @@ class Sessions:
         try:
             for name in wanted:
                 tool = self._tools[name]
-                filled = _given(kwargs, name, "execute_kwargs")
+                filled = given(kwargs, name, "execute_kwargs")
                 origin = tool.origin
                 try:
-                    tool.check_fill(filled)
-                    if origin.name not in made:
-                        create_kwargs = _given(kwargs, origin.name, "create_kwargs")
-                        made[origin.name] = await self._instance(origin, create_kwargs)
-                except ToolFailure as error:
-                    raise ToolFailure(f"{episode_id}: {error}", code=error.code, retryable=error.retryable) from error
+                    with _naming(episode_id):
+                        tool.check_fill(filled)
+                        if origin.name not in made:
+                            create_kwargs = given(kwargs, origin.name, "create_kwargs")
+                            made[origin.name] = await self._instance(origin, create_kwargs)
                 except ToolError as error:
                     raise ToolFailure(f"{episode_id}: {origin.name}: {text_of(error)}") from error
                 bound_tools[name] = BoundTool(tool, made[origin.name], filled)
@@ -327,10 +306,13 @@ class Sessions:
             log.error("tool %s could not be closed: %s", name, text_of(error))
 
 
-def _given(kwargs: Mapping[str, Any], name: str, which: str) -> Kwargs:
-    """`create_kwargs` or `execute_kwargs` of a row, if any."""
-    entry: Any = kwargs.get(name) or {}
-    return cast(Kwargs, entry.get(which) or {})
+@contextmanager
+def _naming(episode_id: str) -> Generator[None]:
+    """Adds the episode to the message of a failure."""
+    try:
+        yield
+    except ToolFailure as error:
+        raise ToolFailure(f"{episode_id}: {error}", code=error.code, retryable=error.retryable) from error
 
 
 def _succeeded(work: asyncio.Task[Any]) -> bool:

@@ -1,0 +1,68 @@
+"""What a row of data sets for the tools: names, `create_kwargs` and `execute_kwargs`, checked without making a tool."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+from kestrl.errors import ToolFailure
+from kestrl_tools.catalogue import Kwargs, Tool
+
+
+def check_names(tools: Mapping[str, Tool], wanted: Sequence[str], kwargs: Mapping[str, Any]) -> None:
+    """Checks that a row's names exist in the job, and that arguments have the right name.
+
+    Args:
+        tools: The tools of the job.
+        wanted: Names of the tools that the row offers.
+        kwargs: The row's entries by name.
+
+    Raises:
+        ToolFailure: A name is unknown or has the wrong arguments.
+    """
+    origins = {tool.origin.name for tool in tools.values()}
+    unknown = sorted((set(wanted) - set(tools)) | (set(kwargs) - set(tools) - origins))
+    if unknown:
+        raise ToolFailure(
+            f"the row names tools that the job does not have: {', '.join(unknown)} "
+            f"(it has: {', '.join(tools) or 'none'})",
+            code="unknown_tool",
+        )
+    for name in kwargs:
+        if given(kwargs, name, "create_kwargs") and name not in origins:
+            environment = tools[name].origin.name
+            raise ToolFailure(
+                f"{name}: create_kwargs belong under the name of its environment, {environment!r}",
+                code="tool_kwargs_invalid",
+            )
+        if given(kwargs, name, "execute_kwargs") and name not in tools:
+            raise ToolFailure(
+                f"{name}: execute_kwargs belong under the name of a tool, not of its environment",
+                code="tool_kwargs_invalid",
+            )
+
+
+def check_row(tools: Mapping[str, Tool], wanted: Sequence[str] | None, kwargs: Mapping[str, Any]) -> None:
+    """Checks all that a row sets for the tools that it offers, against their signatures.
+
+    Args:
+        tools: The tools of the job.
+        wanted: Names of tools and environments that the row offers; None means all.
+        kwargs: The row's entries by name.
+
+    Raises:
+        ToolFailure: A name is unknown, or arguments do not fit.
+    """
+    offered = [
+        tool for tool in tools.values() if wanted is None or not {tool.schema.name, tool.origin.name}.isdisjoint(wanted)
+    ]
+    check_names(tools, [tool.schema.name for tool in offered], kwargs)
+    for tool in offered:
+        tool.check_fill(given(kwargs, tool.schema.name, "execute_kwargs"))
+        tool.origin.check(given(kwargs, tool.origin.name, "create_kwargs"))
+
+
+def given(kwargs: Mapping[str, Any], name: str, which: str) -> Kwargs:
+    """`create_kwargs` or `execute_kwargs` of a row, if any."""
+    entry: Any = kwargs.get(name) or {}
+    return cast(Kwargs, entry.get(which) or {})

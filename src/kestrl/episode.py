@@ -73,6 +73,10 @@ PROMPT_TOO_LONG = "prompt_too_long"
 """Failure code of an episode whose prompt does not fit the context; the row is skipped and counted."""
 
 
+UNSCORED = "unscored"
+"""Failure code of an episode that a judge model could not score; its whole group is not trained on."""
+
+
 class Purpose(StrEnum):
     """What an episode is run for."""
 
@@ -200,6 +204,8 @@ class Episode:
 
     environments: Mapping[str, Json] = field(default_factory=dict[str, Any])
     """Final state of each environment with a `state()` method, by name."""
+    scoring: Mapping[str, Json] = field(default_factory=dict[str, Any])
+    """Component of the reward to what it reports for people, such as an explanation."""
 
     @property
     def final_text(self) -> str:
@@ -222,3 +228,7 @@ class Group:
     id: str
     scenario: Scenario
     episodes: Sequence[Episode]
+    tools: Sequence[Mapping[str, Json]] = ()
+    """The offered tools as function schemas; empty unless the judge shows them."""
+    scoring: Mapping[str, Json] = field(default_factory=dict[str, Any])
+    """Component of the reward to how it scored the group, such as the messages sent to a judge model."""

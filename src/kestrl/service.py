@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import gc
 import logging
+import os
 import sys
 from asyncio.tasks import _unregister_task as unregister_task  # pyright: ignore[reportPrivateUsage] - documented: "Extending asyncio"
 from collections.abc import Awaitable, Callable
@@ -21,6 +22,8 @@ log = logging.getLogger(__name__)
 EXIT_INPUT = 2
 """Exit code for invalid input."""
 EXIT_FAILED = 1
+LEVEL_VARIABLE = "KESTRL_LOG_LEVEL"
+"""Environment variable with the level of a service's log, such as DEBUG."""
 END_SECONDS = 5.0
 """Maximum seconds for cancelled tasks to end when the program ends."""
 YOUNG_OBJECTS = 20_000
@@ -37,7 +40,9 @@ def run_service(
 
     def run() -> None:
         settings = settings_type.read(path)
-        require(settings.component.partition("-")[0])
+        role = settings.component.partition("-")[0]
+        require(role)
+        _set_level(f"kestrl_{role}")
         sys.path[:0] = settings.python_path
         set_up(
             settings.component,
@@ -55,6 +60,19 @@ def run_service(
             asyncio.run(_finish(work(settings)))
 
     return leave(exit_code(run))
+
+
+def _set_level(package: str) -> None:
+    """Sets the level of a service's own loggers from `KESTRL_LOG_LEVEL`; libraries keep logging from INFO on.
+
+    Raises:
+        UserInputError: The variable names no level.
+    """
+    level = os.environ.get(LEVEL_VARIABLE, "INFO").upper()
+    known = logging.getLevelNamesMapping()
+    if level not in known:
+        raise UserInputError(f"{LEVEL_VARIABLE}: {level!r} is not one of {', '.join(known)}")
+    logging.getLogger(package).setLevel(level)
 
 
 def collect_rarely() -> None:

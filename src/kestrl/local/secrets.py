@@ -15,6 +15,7 @@ from typing import Any, cast
 
 from kestrl.errors import UserInputError
 from kestrl.plan.components import Role
+from kestrl.plan.judges import judge_keys
 from kestrl.spec import AgentRLJob
 from kestrl.storage import ObjectStore, open_store
 
@@ -107,6 +108,20 @@ class Secrets:
         reference = self._job.spec.storage.secret_ref
         return {} if reference is None else self._secret(reference.name, "spec.storage.secretRef")
 
+    def judge(self) -> dict[str, str]:
+        """Variables with the API keys of judge models; empty if the job names no secret of a judge.
+
+        Raises:
+            UserInputError: A file is missing or malformed, or does not have the key.
+        """
+        return {name: self._entry(*reference) for name, reference in judge_keys(self._job.spec).items()}
+
+    def _entry(self, secret: str, key: str, field: str) -> str:
+        found = self._secret(secret, field)
+        if key not in found:
+            raise UserInputError(f"{field}: {self._folder / secret}.env holds no {key}")
+        return found[key]
+
     def by_role(self) -> Mapping[Role, Variables]:
         """Variables of each role.
 
@@ -114,6 +129,7 @@ class Secrets:
             UserInputError: A file is missing or malformed, or does not have a referenced key.
         """
         granted: dict[Role, dict[str, str]] = {role: dict(self.storage()) for role in STORAGE_ROLES}
+        granted[Role.JUDGE] = self.judge()
         for number, patch in enumerate(self._job.spec.patches):
             field = f"spec.patches[{number}].template.spec.containers"
             for container in _objects(_object(patch.template.get("spec")).get("containers")):
@@ -132,11 +148,8 @@ class Secrets:
         for entry in _objects(container.get("env")):
             reference = _object(_object(entry.get("valueFrom")).get("secretKeyRef"))
             if reference:
-                secret, key = _text(reference, "name", field), _text(reference, "key", field)
-                found = self._secret(secret, field)
-                if key not in found:
-                    raise UserInputError(f"{field}: {self._folder / secret}.env holds no {key}")
-                variables[_text(entry, "name", field)] = found[key]
+                value = self._entry(_text(reference, "name", field), _text(reference, "key", field), field)
+                variables[_text(entry, "name", field)] = value
         return variables
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import NamedTuple
 
 from kestrl.credentials import Secret, held_by
 from kestrl.plan.settings import ServiceSettings
@@ -49,6 +50,15 @@ class Device:
     count: int
 
 
+class SecretKey(NamedTuple):
+    """An entry of a secret of the user."""
+
+    secret: str
+    key: str
+    field: str
+    """Manifest field that references it, for messages."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Component:
     """One process."""
@@ -71,7 +81,12 @@ class Component:
     """Whether the component is restarted when it exits by itself; killed components always are. The learner's exit ends
     the run."""
 
+    own_secrets: tuple[Secret, ...] = ()
+    """Credentials in addition to those of the role."""
+    user_secrets: Mapping[str, SecretKey] = field(default_factory=dict[str, SecretKey])
+    """Environment variables from the user's secrets."""
+
     @property
     def secrets(self) -> tuple[Secret, ...]:
-        """Credentials of the component: those of its role."""
-        return held_by(self.role)
+        """Credentials of the component: those of its role, and its own."""
+        return (*held_by(self.role), *self.own_secrets)

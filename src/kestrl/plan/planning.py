@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from kestrl.plan.components import Component, Device, Ready, Role
 from kestrl.plan.engines import engine_component, failure_file
+from kestrl.plan.judges import reward_entries, ruler_entry, ruler_of, uses_own_engines, with_judge_secrets
 from kestrl.plan.settings import (
     AgentSettings,
     AlgorithmSettings,
@@ -14,7 +15,6 @@ from kestrl.plan.settings import (
     GapBounds,
     JudgeSettings,
     LearnerSettings,
-    RewardEntry,
     RolloutSettings,
     ServiceSettings,
     ToolEntry,
@@ -56,8 +56,9 @@ def group_seconds(spec: JobSpec) -> float:
     limits = spec.rollout.deadlines
     if limits.group is not None:
         return limits.group
-    scoring = sum(reward.timeout for reward in spec.rewards) * spec.algorithm.group_size
-    return limits.episode + scoring + SCORING_SLACK
+    scoring = sum(reward.timeout for reward in spec.rewards if reward.rule is not None) * spec.algorithm.group_size
+    judging = sum(reward.ruler.timeout for reward in spec.rewards if reward.ruler is not None)
+    return limits.episode + scoring + judging + SCORING_SLACK
 
 
 def _service(role: Role, index: int, job: AgentRLJob, site: Site) -> dict[str, object]:
@@ -139,23 +140,18 @@ def _tools(job: AgentRLJob, site: Site) -> Component:
 
 
 def _judge(job: AgentRLJob, site: Site) -> Component:
-    rules = [(reward.rule, reward) for reward in job.spec.rewards if reward.rule is not None]
+    spec = job.spec
+    urls = tuple(engine_url(site, index) for index in range(spec.inference.replicas))
+    ruler = ruler_entry(spec, urls if uses_own_engines(spec) else ())
     settings = JudgeSettings.model_validate(
         {
             **_service(Role.JUDGE, 0, job, site),
-            "rewards": tuple(
-                RewardEntry(
-                    name=rule.rpartition(":")[2] or rule,
-                    rule=rule,
-                    config=reward.config,
-                    weight=reward.weight,
-                    seconds=reward.timeout,
-                )
-                for rule, reward in rules
-            ),
+            "rewards": reward_entries(spec),
+            "ruler": ruler,
+            "state_dir": None if ruler is None else f"{site.work_dir}/judge",
         }
     )
-    return _component(Role.JUDGE, 0, settings, site)
+    return with_judge_secrets(_component(Role.JUDGE, 0, settings, site), spec)
 
 
 def _rollout(job: AgentRLJob, site: Site, index: int) -> Component:
@@ -170,6 +166,7 @@ def _rollout(job: AgentRLJob, site: Site, index: int) -> Component:
             "tool_call_format": spec.agent.tool_call_format,
             "agents": spec.agent.loops,
             "offers_tools": bool(spec.tools),
+            "describes_tools": bool(spec.tools) and ruler_of(spec) is not None,
             "tools_address": site.endpoint(Role.TOOLS, 0).address,
             "judge_address": site.endpoint(Role.JUDGE, 0).address,
             "concurrency": spec.rollout.concurrency,

@@ -231,6 +231,7 @@ def episode_to_proto(episode: Episode) -> pb.Episode:
         metrics=dict(episode.metrics),
         loop_reward=episode.loop_reward,
         environments_json=dump_json(episode.environments) if episode.environments else "",
+        scoring_json=dump_json(episode.scoring) if episode.scoring else "",
     )
 
 
@@ -258,6 +259,7 @@ def episode_from_proto(message: pb.Episode) -> Episode:
         metrics=dict(message.metrics),
         loop_reward=message.loop_reward if message.HasField("loop_reward") else None,
         environments=_load(message.environments_json, {}),
+        scoring=_load(message.scoring_json, {}),
     )
 
 
@@ -266,6 +268,8 @@ def group_to_proto(group: Group) -> pb.Group:
         id=group.id,
         scenario=scenario_to_proto(group.scenario),
         episodes=[episode_to_proto(episode) for episode in group.episodes],
+        tools_json=dump_json(list(group.tools)) if group.tools else "",
+        scoring_json=dump_json(group.scoring) if group.scoring else "",
     )
 
 
@@ -274,4 +278,6 @@ def group_from_proto(message: pb.Group) -> Group:
         id=message.id,
         scenario=scenario_from_proto(message.scenario),
         episodes=[episode_from_proto(episode) for episode in message.episodes],
+        tools=_load(message.tools_json, ()),
+        scoring=_load(message.scoring_json, {}),
     )

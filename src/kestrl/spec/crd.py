@@ -122,7 +122,16 @@ PLACED_RULES: Mapping[tuple[str, ...], tuple[dict[str, str], ...]] = {
     ),
     ("spec", "rewards", "[]"): (
         rule("has(self.rule) != has(self.ruler)", "give either rule or ruler, and one of them only"),
-        rule("!has(self.ruler)", "language-model judges are not available yet; use a rule", ".ruler"),
+        rule(
+            "!has(self.ruler) || has(self.ruler.baseUrl) != (has(self.ruler.self) && self.ruler.self)",
+            "give baseUrl and model of an OpenAI-compatible server, or self: true, and one of them only",
+            ".ruler",
+        ),
+        rule(
+            "!has(self.ruler) || has(self.ruler.baseUrl) == has(self.ruler.model)",
+            "give the name of the judge model on the server, with baseUrl",
+            ".ruler.model",
+        ),
     ),
 }
 """CEL rules by their position in the schema; `[]` is an item of a list."""

@@ -10,18 +10,13 @@ from typing import Annotated, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from kestrl.spec.algorithms import Algorithm
+from kestrl.spec.judges import RulerSpec
 from kestrl.spec.model import LARGEST_CONTEXT, LARGEST_SEED, Model, NonNegativeInt, Positive, PositiveInt
 from kestrl.spec.scalars import Address, Duration, DurationOrZero, ImportPath, JobName, JsonObject, Name
+from kestrl.spec.secrets import SecretRef
 
 API_VERSION = "kestrl.dev/v1alpha1"
 KIND = "AgentRLJob"
-
-
-class SecretRef(Model):
-    """Reference to a secret, whose keys become environment variables of the processes that need it."""
-
-    name: Name
-    """Name of a Secret; on one machine, of the file `NAME.env` beside the manifest with one NAME=VALUE per line."""
 
 
 class Adapter(Model):
@@ -125,19 +120,8 @@ class Tool(Model):
         return self.name or self.use.rpartition(":")[2].rpartition(".")[2]
 
 
-class RulerSpec(Model):
-    """A language-model judge that ranks the episodes of a group. Reserved; not available yet."""
-
-    endpoint: Address
-    """Base URL of an OpenAI-compatible server."""
-    model: str
-    """Model name on the server."""
-    secret_ref: SecretRef | None = None
-    """Credentials of the server."""
-
-
 class Reward(Model):
-    """One component of the reward."""
+    """One component of the reward: a rule, or a judge model."""
 
     rule: str | None = None
     """`exact_answer`, `flexible_answer`, `math_answer`, `format`, `loop_reward` (the reward returned by the agent loop), or the import
@@ -145,10 +129,11 @@ class Reward(Model):
     config: JsonObject = {}
     """Additional keyword arguments of the function."""
     ruler: RulerSpec | None = None
+    """A judge model that scores the episodes of a group relative to each other."""
     weight: Annotated[float, Field(strict=False)] = 1.0
     """Weight of the component; the reward of an episode is the weighted sum."""
     timeout: Duration = 10.0
-    """Time limit for one episode; after it the episode has no reward."""
+    """Time limit of a rule for one episode; after it the episode has no reward. A ruler has its own."""
 
     @model_validator(mode="after")
     def _one_kind(self) -> Self:

@@ -5,28 +5,17 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import pairwise
-from typing import NamedTuple
 
 from kestrl.errors import Boundary
 from kestrl.spec.job import FailureRule, JobSpec
+from kestrl.spec.judge_rules import judge_problems
+from kestrl.spec.problems import Problem
 from kestrl.spec.scalars import format_duration
 
 ENGINE_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Values accepted by vLLM's --max-lora-rank."""
 BUILT_IN_LOOPS = ("tool_agent", "single_turn")
 BUILT_IN_RULES = ("exact_answer", "flexible_answer", "math_answer", "format", "loop_reward", "overlong")
-
-
-class Problem(NamedTuple):
-    """A problem of a manifest."""
-
-    path: str
-    """Field path such as spec.algorithm.groupSize."""
-    message: str
-    """What is wrong and how to fix it."""
-
-    def __str__(self) -> str:
-        return f"{self.path}: {self.message}"
 
 
 Rule = Callable[[JobSpec], Iterator[Problem]]
@@ -127,8 +116,6 @@ def loop_is_known(spec: JobSpec) -> Iterator[Problem]:
 
 def rewards_are_known(spec: JobSpec) -> Iterator[Problem]:
     for index, reward in enumerate(spec.rewards):
-        if reward.ruler is not None:
-            yield Problem(f"spec.rewards[{index}].ruler", "language-model judges are not available yet; use a rule")
         if reward.rule is not None and ":" not in reward.rule and reward.rule not in BUILT_IN_RULES:
             yield Problem(
                 f"spec.rewards[{index}].rule",
@@ -270,6 +257,7 @@ RULES: tuple[Rule, ...] = (
     names_are_unique,
     loop_is_known,
     rewards_are_known,
+    judge_problems,
     a_group_fits_a_worker,
     data_fills_a_step,
     evaluation_has_data,

@@ -9,7 +9,7 @@ class SpanName:
     """Names of spans. The tree, on a cluster below the operator's first `reconcile` of the job:
 
     job > group > episode > model_call, tool_call > tool_execute
-                > score
+                > score > judge_call
         > step > update, publish > load > prove
         > evaluate > group > ..., checkpoint
 
@@ -24,6 +24,7 @@ class SpanName:
     TOOL_CALL = "kestrl.tool_call"
     TOOL_EXECUTE = "kestrl.tool_execute"
     SCORE = "kestrl.score"
+    JUDGE_CALL = "kestrl.judge_call"
     UPDATE = "kestrl.update"
     PUBLISH = "kestrl.publish"
     LOAD = "kestrl.load"
@@ -150,6 +151,25 @@ class Metric:
     REWARD_RESTARTS = Instrument(
         "kestrl.judge.restarts", "Restarts of a reward's processes", labels=("reward",), counts=True
     )
+    JUDGE_CALLS = Instrument(
+        "kestrl.judge.calls",
+        "Requests to judge models; the result is ok, cached, malformed, or why there was no answer",
+        labels=("model", "result"),
+        counts=True,
+    )
+    JUDGE_TOKENS = Instrument(
+        "kestrl.judge.tokens", "Tokens of judge models", "{token}", labels=("model", "kind"), counts=True
+    )
+    JUDGE_COST = Instrument(
+        "kestrl.judge.cost", "Cost of judge models by the prices in the job", "USD", labels=("model",), counts=True
+    )
+    JUDGE_SECONDS = Instrument(
+        "kestrl.judge.seconds", "Time waiting for judge models", "s", labels=("model",), counts=True
+    )
+    JUDGE_UNSCORED = Instrument(
+        "kestrl.judge.unscored", "Groups that no judge model scored", labels=("reason",), counts=True
+    )
+    JUDGE_SKIPPED = Instrument("kestrl.judge.skipped", "Groups without episodes to compare", counts=True)
 
     ENGINE_UP = Instrument("kestrl.inference.up", "Whether the engine is reachable")
     ENGINE_RESTARTS = Instrument("kestrl.inference.restarts", "Restarts of the engine", counts=True)

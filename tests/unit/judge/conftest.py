@@ -90,8 +90,11 @@ class Client:
         self._stub = stub
 
     async def score(self, group: Group, *, timeout: float = 20) -> list[pb.EpisodeScore]:
+        return list((await self.ask(group, timeout=timeout)).scores)
+
+    async def ask(self, group: Group, *, timeout: float = 20) -> pb.ScoreGroupResponse:
         request = pb.ScoreGroupRequest(group=group_to_proto(group), max_turns=5)
-        answer = await call(
+        return await call(
             self._stub.ScoreGroup,
             request,
             pb.ScoreGroupResponse,
@@ -100,7 +103,6 @@ class Client:
             token=Secret.ROLLOUT_TO_JUDGE.here(),
             wait=True,
         )
-        return list(answer.scores)
 
     async def scripted(self, *texts: str) -> list[pb.EpisodeScore]:
         return await self.score(make_group(*texts))
@@ -113,7 +115,9 @@ def make_settings(*rewards: RewardEntry, processes: int = 1) -> JudgeSettings:
         run="job-1",
         listen=f"127.0.0.1:{free_port()}",
         python_path=(HERE,),
-        rewards=rewards,
+        rewards=tuple(
+            entry.model_copy(update={"field": f"spec.rewards[{index}].rule"}) for index, entry in enumerate(rewards)
+        ),
         processes=processes,
     )
 

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import pytest
 
-from kestrl.episode import Episode, Group, PolicyVersion, Row, Scenario, StopReason, Turn
+from kestrl.episode import UNSCORED, Episode, Group, PolicyVersion, Row, Scenario, StopReason, Turn
 from kestrl.errors import Boundary, Failure
 from kestrl.plan.settings import AlgorithmSettings
 from kestrl_learner.acceptance import MAX_ATTEMPTS, GroupAction, GroupDecision, decide
@@ -219,3 +219,12 @@ def test_a_group_that_cannot_be_attributed_is_malformed(odd: Episode, why: str) 
     (failure,) = decision.failures
     assert (decision.action, failure.code) == (GroupAction.RETRY, "malformed_group")
     assert re.search(why, failure.message)
+
+
+@pytest.mark.parametrize("on_failed", ["drop", "shrink"])
+def test_a_group_that_no_judge_scored_is_masked(on_failed: Literal["drop", "shrink"]) -> None:
+    unscored = Failure(boundary=Boundary.JUDGE, code=UNSCORED, message="ruler: not scored (timeout)")
+    decision = judged(episode(0), episode(1), failed(2, unscored), on_failed=on_failed)
+    assert (decision.action, decision.reason) == (GroupAction.MASK, "ruler: not scored (timeout)")
+    assert decision.failures == [unscored]
+    assert judged(failed(0, PASSING), episode(1), failed(2, unscored)).action is GroupAction.MASK

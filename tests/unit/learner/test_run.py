@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kestrl.episode import Group, StopReason
+from kestrl.episode import UNSCORED, Group, StopReason
 from kestrl.errors import Boundary, EngineFailure, Failure, KestrlError
 from kestrl.spec.algorithms import PRESETS
 from kestrl_learner.run import Run
@@ -176,6 +176,38 @@ async def test_too_many_failures_stop_the_run_with_a_typed_reason(staged: Any) -
         assert "user_code" in str(caught.value)
         assert stage.summary["status"] == "failed"
         assert "too_many_failures" in stage.summary["reason"]
+
+
+def without_scores(group: Group) -> Group:
+    failure = Failure(boundary=Boundary.JUDGE, code=UNSCORED, message="ruler: not scored (unavailable): status 503")
+    return replace(group, episodes=[replace(episode, failure=failure, reward=None) for episode in group.episodes])
+
+
+async def test_unscored_groups_are_masked_and_counted(staged: Any) -> None:
+    async with staged() as stage:
+        trained: list[Any] = []
+
+        def script(request: Any, group: Any) -> Any:
+            if request.purpose != "train":
+                return group
+            trained.append(request)
+            return without_scores(group) if len(trained) in {1, 2, 3} else group
+
+        stage.workers[0].script = script
+        await train(stage.but(epochs=1, max_failed_share=0.0))
+        assert stage.summary["status"] == "succeeded"
+        assert stage.states == {"dropped": 3, "trained": 3}
+        size = stage.settings.algorithm.group_size
+        assert stage.summary["failures"] == {"judge/unscored": 3 * size}
+
+
+async def test_a_run_whose_groups_are_all_unscored_stops(staged: Any) -> None:
+    async with staged() as stage:
+        stage.workers[0].script = lambda request, group: without_scores(group) if request.purpose == "train" else group
+        with pytest.raises(KestrlError) as caught:
+            await train(stage.settings)
+        assert (caught.value.boundary, caught.value.code) == (Boundary.JUDGE, "no_group_scored")
+        assert "status 503" in stage.summary["reason"]
 
 
 async def test_engines_that_sample_from_something_else_stop_the_run(staged: Any) -> None:

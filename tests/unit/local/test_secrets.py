@@ -192,3 +192,20 @@ def test_commands_read_a_storage_whose_credentials_are_in_a_file(s3: S3Server, t
     assert "written and read back" in doctor()
     written(tmp_path, "AWS_ACCESS_KEY_ID 'x'")
     assert "keys.env:1: is not NAME=VALUE" in doctor()
+
+
+def test_a_judge_gets_its_keys_and_no_other_role_does(tmp_path: Path) -> None:
+    written(tmp_path, "OPENAI_API_KEY=first\nOTHER=x\n", "one")
+    written(tmp_path, "TOKEN=second\n", "two")
+    ruler = {
+        "baseUrl": "https://judge/v1",
+        "model": "m",
+        "secretRef": {"name": "one"},
+        "second": {"baseUrl": "https://b/v1", "model": "n", "secretRef": {"name": "two"}, "secretKey": "TOKEN"},
+    }
+    given = Secrets(job(rewards=[{"ruler": ruler}]), tmp_path).by_role()
+    assert given[Role.JUDGE] == {"KESTRL_JUDGE_KEY_0": "first", "KESTRL_JUDGE_KEY_1": "second"}
+    assert all(not given.get(role) for role in Role if role is not Role.JUDGE)
+    written(tmp_path, "X=1\n", "one")
+    with pytest.raises(UserInputError, match=r"rewards\[0\].ruler.secretRef: .*one.env holds no OPENAI_API_KEY"):
+        Secrets(job(rewards=[{"ruler": ruler}]), tmp_path).by_role()

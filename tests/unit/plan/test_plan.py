@@ -267,3 +267,38 @@ def test_a_variable_that_the_user_set_takes_precedence(tmp_path: Path) -> None:
         return launcher._environment(learner)["GOMP_SPINCOUNT"]
 
     assert (value(), value(GOMP_SPINCOUNT="7")) == ("2000", "7")
+
+
+def judge_of(*overrides: str) -> tuple[Component, JudgeSettings]:
+    component = next(each for each in plan(job_with(*overrides), SITE) if each.role is Role.JUDGE)
+    assert isinstance(component.settings, JudgeSettings)
+    return component, component.settings
+
+
+def test_only_a_ruler_on_the_jobs_engines_gets_their_key() -> None:
+    component, settings = judge_of("rewards=[{ruler: {self: true}}]", "inference.contextLength=4000")
+    assert settings.ruler is not None
+    judge = settings.ruler.judges[0]
+    assert (judge.model, judge.key_variable, judge.strict_schema) == ("base", "KESTRL_ENGINE_KEY", True)
+    assert len(judge.base_urls) == 2
+    assert all(url.endswith("/v1") for url in judge.base_urls)
+    assert (settings.ruler.max_prompt_tokens, settings.ruler.max_reply_tokens) == (3000, 1000)
+    assert Secret.ENGINE_KEY in component.secrets
+    for plain in (judge_of()[0], judge_of("rewards=[{ruler: {baseUrl: 'https://x/v1', model: m}}]")[0]):
+        assert Secret.ENGINE_KEY not in plain.secrets
+        assert plain.user_secrets == {}
+
+
+def test_a_ruler_extends_the_deadline_of_its_group_and_asks_for_tools() -> None:
+    rewards = "rewards=[{rule: format}, {weight: 2, ruler: {baseUrl: 'https://x/v1', model: m, gate: {rule: format}}}]"
+    job = job_with(rewards)
+    assert group_seconds(job.spec) == group_seconds(job_with("rewards=[{rule: format}]").spec) + 300
+    settings = judge_of(rewards)[1]
+    assert settings.ruler is not None
+    assert (settings.ruler.field, settings.ruler.weight, settings.ruler.gate) == (
+        "spec.rewards[1].ruler",
+        2.0,
+        "format",
+    )
+    workers = [each.settings for each in plan(job, SITE) if isinstance(each.settings, RolloutSettings)]
+    assert [each.describes_tools for each in workers] == [True, True]

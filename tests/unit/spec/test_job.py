@@ -92,7 +92,27 @@ def test_a_missing_field_is_named() -> None:
         (["rewards=[{rule: exactly}]"], "spec.rewards[0].rule"),
         (["rewards=[{rule: format, config: {a: 1}}]"], "spec.rewards[0].config"),
         (["rewards=[{rule: loop_reward}]"], "spec.rewards[0].rule"),
-        (["rewards=[{ruler: {endpoint: 'http://x', model: m}}]"], "spec.rewards[0].ruler"),
+        (["rewards=[{ruler: {}}]"], "spec.rewards[0].ruler.baseUrl"),
+        (["rewards=[{ruler: {baseUrl: 'http://x/v1'}}]"], "spec.rewards[0].ruler.model"),
+        (["rewards=[{ruler: {baseUrl: 'ftp://x', model: m}}]"], "spec.rewards[0].ruler.baseUrl"),
+        (["rewards=[{ruler: {baseUrl: 'http://u:p@x/v1', model: m}}]"], "spec.rewards[0].ruler.baseUrl"),
+        (["rewards=[{ruler: {self: true, model: m}}]"], "spec.rewards[0].ruler.model"),
+        (["rewards=[{ruler: {self: true, secretRef: {name: s}}}]"], "spec.rewards[0].ruler.secretRef"),
+        (["rewards=[{ruler: {self: true, budget: {cost: 1}}}]"], "spec.rewards[0].ruler.budget.cost"),
+        (["rewards=[{ruler: {self: true, budget: {calls: 0}}}]"], "spec.rewards[0].ruler.budget.calls"),
+        (["rewards=[{ruler: {self: true, permutations: 17}}]"], "spec.rewards[0].ruler.permutations"),
+        (["rewards=[{ruler: {self: true, timeout: 10s}}]"], "spec.rewards[0].ruler.requestTimeout"),
+        (["rewards=[{ruler: {self: true}, config: {a: 1}}]"], "spec.rewards[0].config"),
+        (["rewards=[{ruler: {self: true, gate: {rule: format}}}]"], "spec.rewards[0].ruler.gate.rule"),
+        (["rewards=[{ruler: {self: true}}, {ruler: {self: true}}]"], "spec.rewards[1].ruler"),
+        (
+            ["rewards=[{ruler: {baseUrl: 'http://x/v1', model: m, budget: {cost: 1}}}]"],
+            "spec.rewards[0].ruler.budget.cost",
+        ),
+        (
+            ["rewards=[{ruler: {self: true, timeout: 20m}}]", "rollout.deadlines.group=15m"],
+            "spec.rewards[0].ruler.timeout",
+        ),
         (["rollout.concurrency=4"], "spec.rollout.concurrency"),
         (["data.train.size=4"], "spec.data.train.size"),
         (["schedule.evalEvery=5"], "spec.schedule.evalEvery"),
@@ -189,7 +209,7 @@ def test_a_job_without_a_pending_deadline_waits() -> None:
 
 
 def test_a_reward_is_one_kind_only() -> None:
-    problems = refused("rewards=[{rule: 'm:f', ruler: {endpoint: 'http://x', model: m}}]")
+    problems = refused("rewards=[{rule: 'm:f', ruler: {baseUrl: 'http://x', model: m}}]")
     assert problems == ["spec.rewards[0]: give either `rule` or `ruler`, and one of them only"]
 
 

@@ -21,9 +21,9 @@ def check(settings: JudgeSettings) -> dict[str, Any]:
     sys.path[:0] = settings.python_path
     rule_scorers(settings)
     problems: list[str] = []
-    for index, entry in enumerate(settings.rewards):
+    for entry in settings.rewards:
         try:
-            resolve(entry.rule, field=f"spec.rewards[{index}].rule", config=entry.config)
+            resolve(entry.rule, field=entry.field, config=entry.config)
         except UserInputError as error:
             problems.append(str(error))
     if problems:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kestrl.api.judge.v1 import judge_pb2 as pb
@@ -18,7 +18,7 @@ from kestrl.plan.settings import JudgeSettings, RewardEntry
 from kestrl.rewards import Score
 from kestrl.rpc.codec import episode_to_proto, failure_from_proto, scenario_to_proto
 from kestrl_judge.process import Command, Died, Late, RewardProcess
-from kestrl_judge.scoring import Verdict
+from kestrl_judge.scoring import Gate, ScoredGroup, Verdict
 
 log = logging.getLogger(__name__)
 QUEUE = 4096
@@ -38,6 +38,8 @@ class RuleScorer:
 
     def __init__(self, entry: RewardEntry, command: Command, *, processes: int) -> None:
         self.name = command.name
+        self.rule = entry.rule
+        self.gate: Gate | None = None
         self.weight = entry.weight
         self._seconds = entry.seconds
         self._command = command
@@ -52,7 +54,7 @@ class RuleScorer:
         """Pids of the running processes."""
         return [process.pid for process in self._running.values()]
 
-    async def start(self) -> None:
+    async def open(self) -> None:
         """Starts the processes of the rule.
 
         Raises:
@@ -62,7 +64,7 @@ class RuleScorer:
             self._running[index] = await RewardProcess.start(self._command)
             self._keepers.append(asyncio.create_task(self._keep(index), name=f"{self.name}-{index}"))
 
-    async def stop(self) -> None:
+    async def close(self) -> None:
         """Kills the processes; pending episodes get a failure."""
         for keeper in self._keepers:
             keeper.cancel()
@@ -74,7 +76,7 @@ class RuleScorer:
             await process.kill()
         self._running.clear()
 
-    async def score(self, group: Group, *, max_turns: int) -> Mapping[str, Verdict]:
+    async def score(self, group: Group, *, max_turns: int) -> ScoredGroup:
         jobs: dict[str, _Job] = {}
         scenario = scenario_to_proto(group.scenario)
         for episode in group.episodes:
@@ -85,7 +87,7 @@ class RuleScorer:
             jobs[episode.id] = _Job(alone.SerializeToString())
             await self._jobs.put(jobs[episode.id])
         try:
-            return {episode_id: await job.verdict for episode_id, job in jobs.items()}
+            return ScoredGroup({episode_id: await job.verdict for episode_id, job in jobs.items()})
         finally:
             for job in jobs.values():
                 job.verdict.cancel()  # no effect on finished ones; waiting ones are skipped
@@ -164,13 +166,13 @@ def rule_scorers(settings: JudgeSettings) -> list[RuleScorer]:
             Command(
                 name=name,
                 rule=entry.rule,
-                field=f"spec.rewards[{index}].rule",
+                field=entry.field,
                 python_path=settings.python_path,
                 config=entry.config,
             ),
             processes=settings.processes,
         )
-        for index, (name, entry) in enumerate(zip(names, settings.rewards, strict=True))
+        for name, entry in zip(names, settings.rewards, strict=True)
     ]
 
 
@@ -180,22 +182,7 @@ def _names(entries: Sequence[RewardEntry]) -> list[str]:
     for index, rule in enumerate(rules):
         if rule in rules[:index]:
             raise UserInputError(
-                f"spec.rewards[{index}].rule: {rule!r} is listed twice; list it once with the sum of the weights"
+                f"{entries[index].field}: {rule!r} is listed twice; list it once with the sum of the weights"
             )
     short = [entry.name for entry in entries]
     return [entry.rule if short.count(entry.name) > 1 else entry.name for entry in entries]
-
-
-async def start_all(scorers: Iterable[RuleScorer]) -> None:
-    """Starts every scorer and reports every rule that cannot be loaded.
-
-    Raises:
-        UserInputError: One line for each such rule.
-    """
-    outcomes = await asyncio.gather(*(scorer.start() for scorer in scorers), return_exceptions=True)
-    problems = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
-    for problem in problems:
-        if not isinstance(problem, UserInputError):
-            raise problem
-    if problems:
-        raise UserInputError("\n".join(str(problem) for problem in problems))

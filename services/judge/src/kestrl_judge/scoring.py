@@ -1,25 +1,44 @@
 """Combines the components of a reward into one score per episode.
 
-A `Scorer` scores a whole group at once, so that the interface supports language-model judges, which compare episodes,
-as well as rules. Errors become `Failure`s, and an episode for which any component failed has no reward.
+A `Scorer` scores a whole group at once: a rule each episode by itself, a judge model the episodes relative to each
+other. Errors become `Failure`s, and an episode for which any component failed has no reward.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
-from kestrl.episode import LARGEST_REWARD, Group
-from kestrl.errors import Boundary, Failure
+from kestrl.episode import LARGEST_REWARD, Group, Json
+from kestrl.errors import Boundary, Failure, UserInputError
 from kestrl.rewards import Score
 
 Verdict = Score | Failure
 
 
+class Gate(NamedTuple):
+    """A component that decides which episodes another one scores; the others get 0 from that one."""
+
+    component: str
+    minimum: float
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredGroup:
+    """What a component found."""
+
+    verdicts: Mapping[str, Verdict]
+    """By episode id. Failures are returned, not raised."""
+    episodes: Mapping[str, Json] = field(default_factory=dict[str, Json])
+    """What is reported for people, such as an explanation, by episode id."""
+    details: Json = None
+    """How the group was scored, for people."""
+
+
 class Scorer(Protocol):
-    """One component of the reward."""
+    """One component of the reward, between `open` and `close`."""
 
     @property
     def name(self) -> str:
@@ -29,9 +48,24 @@ class Scorer(Protocol):
     @property
     def weight(self) -> float: ...
 
-    async def score(self, group: Group, *, max_turns: int) -> Mapping[str, Verdict]:
-        """Verdict of every episode of the group, by episode id. Failures are returned, not raised."""
+    @property
+    def gate(self) -> Gate | None:
+        """The component that must pass an episode before this one scores it."""
         ...
+
+    async def open(self) -> None:
+        """Acquires what the component needs.
+
+        Raises:
+            UserInputError: It cannot be used; the message names the field and the fix.
+        """
+        ...
+
+    async def close(self) -> None:
+        """Releases it; pending episodes get a failure."""
+        ...
+
+    async def score(self, group: Group, *, max_turns: int) -> ScoredGroup: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,25 +79,73 @@ class Judgement:
     """The weighted reward of each turn, included in `reward`."""
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])
     failure: Failure | None = None
+    details: Mapping[str, Json] = field(default_factory=dict[str, Json])
+    """By component."""
 
 
-async def judge(scorers: Sequence[Scorer], group: Group, *, max_turns: int) -> list[Judgement]:
-    """Scores the episodes of a group that did not fail, with all components concurrently."""
+@dataclass(frozen=True, slots=True)
+class GroupJudgement:
+    """The judgements of a group."""
+
+    episodes: Sequence[Judgement] = ()
+    details: Mapping[str, Json] = field(default_factory=dict[str, Json])
+    """How each component scored the group."""
+
+
+async def open_all(scorers: Iterable[Scorer]) -> None:
+    """Opens every scorer and reports every one that cannot be used.
+
+    Raises:
+        UserInputError: One line for each such scorer.
+    """
+    outcomes = await asyncio.gather(*(scorer.open() for scorer in scorers), return_exceptions=True)
+    problems = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
+    for problem in problems:
+        if not isinstance(problem, UserInputError):
+            raise problem
+    if problems:
+        raise UserInputError("\n".join(str(problem) for problem in problems))
+
+
+async def judge(scorers: Sequence[Scorer], group: Group, *, max_turns: int) -> GroupJudgement:
+    """Scores the episodes of a group that did not fail: components concurrently, gated ones after the others."""
     whole = replace(group, episodes=[episode for episode in group.episodes if episode.failure is None])
     if not whole.episodes:
-        return []
-    async with asyncio.TaskGroup() as tasks:
-        running = [tasks.create_task(scorer.score(whole, max_turns=max_turns), name=scorer.name) for scorer in scorers]
-    verdicts = [task.result() for task in running]
-    return [
-        combine(
-            episode.id, [(scorer, verdict.get(episode.id)) for scorer, verdict in zip(scorers, verdicts, strict=True)]
-        )
-        for episode in whole.episodes
-    ]
+        return GroupJudgement()
+    scored: dict[str, ScoredGroup] = {}
+    for gated in (False, True):
+        due = [scorer for scorer in scorers if (scorer.gate is not None) is gated]
+        async with asyncio.TaskGroup() as tasks:
+            running = {
+                scorer.name: tasks.create_task(_score(scorer, whole, scored, max_turns), name=scorer.name)
+                for scorer in due
+            }
+        scored |= {name: task.result() for name, task in running.items()}
+    return GroupJudgement(
+        [combine(episode.id, scorers, scored) for episode in whole.episodes],
+        {name: found.details for name, found in scored.items() if found.details is not None},
+    )
 
 
-def combine(episode_id: str, parts: Sequence[tuple[Scorer, Verdict | None]]) -> Judgement:
+async def _score(scorer: Scorer, group: Group, scored: Mapping[str, ScoredGroup], max_turns: int) -> ScoredGroup:
+    if scorer.gate is None:
+        return await scorer.score(group, max_turns=max_turns)
+    verdicts = scored[scorer.gate.component].verdicts
+    kept_out: dict[str, Verdict] = {}
+    for episode in group.episodes:
+        verdict = verdicts.get(episode.id)
+        if isinstance(verdict, Score) and verdict.total < scorer.gate.minimum:
+            kept_out[episode.id] = Score(value=0.0, metrics={f"{scorer.name}_gated": 1.0})
+        elif not isinstance(verdict, Score):
+            kept_out[episode.id] = verdict or _missing(scorer.gate.component)
+    let_in = replace(group, episodes=[episode for episode in group.episodes if episode.id not in kept_out])
+    if not let_in.episodes:
+        return ScoredGroup(kept_out)
+    found = await scorer.score(let_in, max_turns=max_turns)
+    return replace(found, verdicts={**kept_out, **found.verdicts})
+
+
+def combine(episode_id: str, scorers: Sequence[Scorer], scored: Mapping[str, ScoredGroup]) -> Judgement:
     """Weighted sum, unless a component failed; values of the other components are kept beside the failure.
 
     If several rewards report the same metric, the first one in manifest order keeps the name; others become
@@ -73,7 +155,8 @@ def combine(episode_id: str, parts: Sequence[tuple[Scorer, Verdict | None]]) -> 
     metrics: dict[str, float] = {}
     turns: list[float] = []
     failure: Failure | None = None
-    for scorer, verdict in parts:
+    for scorer in scorers:
+        verdict = scored[scorer.name].verdicts.get(episode_id)
         if isinstance(verdict, Score):
             rewards[scorer.name] = verdict.total
             if verdict.turns:
@@ -82,13 +165,14 @@ def combine(episode_id: str, parts: Sequence[tuple[Scorer, Verdict | None]]) -> 
             for name, value in verdict.metrics.items():
                 metrics[f"{scorer.name}.{name}" if name in metrics else name] = value
         else:
-            failure = failure or verdict or _failure("reward_missing", f"{scorer.name} returned no verdict")
-    total = sum(scorer.weight * rewards.get(scorer.name, 0.0) for scorer, _ in parts)
+            failure = failure or verdict or _missing(scorer.name)
+    total = sum(scorer.weight * rewards.get(scorer.name, 0.0) for scorer in scorers)
     if failure is None and not abs(total) <= LARGEST_REWARD:
         failure = _failure(
             "reward_not_finite",
             f"the weighted sum of {', '.join(rewards)} is {total}; it must be finite and at most {LARGEST_REWARD:g}",
         )
+    details = {name: found.episodes[episode_id] for name, found in scored.items() if episode_id in found.episodes}
     return Judgement(
         episode_id=episode_id,
         reward=total if failure is None else None,
@@ -96,7 +180,12 @@ def combine(episode_id: str, parts: Sequence[tuple[Scorer, Verdict | None]]) -> 
         turns=turns if failure is None else (),
         metrics=metrics,
         failure=failure,
+        details=details,
     )
+
+
+def _missing(component: str) -> Failure:
+    return _failure("reward_missing", f"{component} returned no verdict")
 
 
 def _failure(code: str, message: str) -> Failure:

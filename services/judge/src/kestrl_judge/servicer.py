@@ -9,7 +9,7 @@ from typing import Any
 from kestrl.api.judge.v1 import judge_pb2 as pb
 from kestrl.api.judge.v1 import judge_pb2_grpc as stubs
 from kestrl.errors import Failure
-from kestrl.rpc.codec import failure_to_proto, group_from_proto
+from kestrl.rpc.codec import dump_json, failure_to_proto, group_from_proto
 from kestrl.telemetry import span
 from kestrl.telemetry.names import Attr, SpanName
 from kestrl_judge.scoring import Judgement, Scorer, judge
@@ -26,11 +26,14 @@ class JudgeServicer(stubs.JudgeServiceServicer):
         group = group_from_proto(request.group)
         attributes = {Attr.GROUP_ID: group.id, Attr.SCENARIO_ID: group.scenario.id}
         with span(SpanName.SCORE, attributes) as current:
-            judgements = await judge(self._scorers, group, max_turns=request.max_turns)
-            failed = next((each.failure for each in judgements if each.failure is not None), None)
+            judged = await judge(self._scorers, group, max_turns=request.max_turns)
+            failed = next((each.failure for each in judged.episodes if each.failure is not None), None)
             if failed is not None:
                 current.set_attributes({Attr.FAILURE_BOUNDARY: str(failed.boundary), Attr.ERROR_TYPE: failed.code})
-        return pb.ScoreGroupResponse(scores=[self._message(judgement) for judgement in judgements])
+        return pb.ScoreGroupResponse(
+            scores=[self._message(judgement) for judgement in judged.episodes],
+            details_json=dump_json(judged.details) if judged.details else "",
+        )
 
     def _message(self, judgement: Judgement) -> pb.EpisodeScore:
         return pb.EpisodeScore(
@@ -40,6 +43,7 @@ class JudgeServicer(stubs.JudgeServiceServicer):
             turn_rewards=judgement.turns,
             metrics=judgement.metrics,
             failure=None if judgement.failure is None else failure_to_proto(self._named(judgement.failure)),
+            details_json=dump_json(judgement.details) if judgement.details else "",
         )
 
     def _named(self, failure: Failure) -> Failure:

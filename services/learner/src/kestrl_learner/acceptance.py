@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from kestrl.episode import LARGEST_REWARD, PROMPT_TOO_LONG, Episode, Group, PolicyVersion, Scenario
+from kestrl.episode import LARGEST_REWARD, PROMPT_TOO_LONG, UNSCORED, Episode, Group, PolicyVersion, Scenario
 from kestrl.errors import Boundary, Failure
 from kestrl.plan.settings import AlgorithmSettings
 
@@ -21,8 +21,14 @@ class GroupAction(StrEnum):
     TRAIN = "train"
     RETRY = "retry"
     DROP = "drop"
+    MASK = "mask"
+    """Dropped because no judge model scored it: not trained on, and not counted as a failure of the run."""
     SKIP = "skip"
     """Dropped because the prompt leaves no room in the context; not counted as a failure of the run."""
+
+
+LEFT_OUT = {GroupAction.SKIP: "skipped", GroupAction.MASK: "masked"}
+"""Words for groups that are dropped for a reason of their own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +109,7 @@ def _unattributed(episode: Episode, number: int) -> str:
     return f"{episode.id} has {orphans} sampled tokens that belong to no turn" if orphans else ""
 
 
-def unscored(episode: Episode) -> Failure | None:
+def not_trainable(episode: Episode) -> Failure | None:
     """The failure that keeps an episode from being trained on, or None."""
     if episode.failure is not None:
         return episode.failure
@@ -141,12 +147,16 @@ def decide(
     wrong = wrong or malformed(group, scenario=scenario, size=algorithm.group_size, vocabulary=vocabulary)
     if wrong is not None:
         return _retry_or_drop(group, [wrong], failures_before, retryable=True)
-    failures = [failure for episode in group.episodes if (failure := unscored(episode)) is not None]
+    failures = [failure for episode in group.episodes if (failure := not_trainable(episode)) is not None]
     if not failures:
         return GroupDecision(action=GroupAction.TRAIN, group=group)
     if any(failure.code == PROMPT_TOO_LONG for failure in failures):
         return GroupDecision(action=GroupAction.SKIP, group=group, reason=failures[0].message[:500])
-    whole = [episode for episode in group.episodes if unscored(episode) is None]
+    masked = [failure for failure in failures if failure.code == UNSCORED]
+    if masked:
+        # Also with `shrink`: the scores of what remains would no longer be relative to the whole group.
+        return GroupDecision(action=GroupAction.MASK, group=group, reason=masked[0].message[:500], failures=failures)
+    whole = [episode for episode in group.episodes if not_trainable(episode) is None]
     if algorithm.on_failed_episode == "shrink" and len(whole) >= algorithm.min_group_size:
         return GroupDecision(action=GroupAction.TRAIN, group=replace(group, episodes=whole), failures=failures)
     # A retry cannot help while any episode fails with an error that is not retryable.

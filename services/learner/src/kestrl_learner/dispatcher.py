@@ -15,7 +15,7 @@ from kestrl.errors import Boundary, KestrlError
 from kestrl.plan.settings import LearnerSettings
 from kestrl.telemetry.metrics import observe
 from kestrl.telemetry.names import Metric
-from kestrl_learner.acceptance import MAX_ATTEMPTS, GroupAction, decide
+from kestrl_learner.acceptance import LEFT_OUT, MAX_ATTEMPTS, GroupAction, decide
 from kestrl_learner.admission import Admission
 from kestrl_learner.dynamic_sampling import DynamicSampling
 from kestrl_learner.engines import Engines
@@ -94,7 +94,7 @@ class Dispatcher:
         self._lowest: int | None = None
         observe(Metric.ADMISSION, lambda: self._admission.limit or self._workers.capacity)
         per_step = settings.algorithm.groups_per_step
-        self._failure_share = FailureShare(settings.max_failed_share, at_least=per_step * settings.algorithm.group_size)
+        self._failure_share = FailureShare(settings.max_failed_share, settings.algorithm)
         self._dynamic_sampling = DynamicSampling(algorithm, at_most=settings.algorithm.max_sampled_batches * per_step)
         self.policy: PolicyVersion | None = None
         self.draining = False
@@ -249,12 +249,10 @@ class Dispatcher:
         if any(failure.boundary is Boundary.ENGINE and failure.retryable for failure in decision.failures):
             self._engines.suspect(engine.name for engine in engines)
         if decision.action is GroupAction.SKIP:
-            self._ledger.drop(lease, decision.reason)
             self._progress.skip("train", lease.ordinal)
-            log.warning("scenario %d of epoch %d is skipped: %s", lease.ordinal, lease.epoch, decision.reason)
-            self._wake.set()
-            return
-        if decision.action is not GroupAction.RETRY:
+        elif decision.action is GroupAction.MASK:
+            self._failure_share.add_unscored(decision.reason)
+        elif decision.action is not GroupAction.RETRY:
             self._failure_share.add(len(group.episodes), decision.failures)
         if decision.action is GroupAction.TRAIN:
             self._pause.reset()
@@ -265,12 +263,15 @@ class Dispatcher:
                 self._progress.groups_ready = len(self._ready)
             else:
                 self._ledger.drop(lease, "dynamic sampling: the algorithm rejected the group's rewards")
-            self._wake.set()
         elif decision.action is GroupAction.RETRY:
             self._retry(lease, decision.reason)
         else:
-            self._ledger.drop(lease, decision.reason)
-            log.warning("scenario %d of epoch %d is dropped: %s", lease.ordinal, lease.epoch, decision.reason)
+            self._drop(lease, decision.reason, LEFT_OUT.get(decision.action, "dropped"))
+        self._wake.set()
+
+    def _drop(self, lease: Lease, reason: str, what: str = "dropped") -> None:
+        self._ledger.drop(lease, reason)
+        log.warning("scenario %d of epoch %d is %s: %s", lease.ordinal, lease.epoch, what, reason)
 
     def _release_stale(self, lease: Lease, policy: PolicyVersion, running: _Running) -> None:
         """Releases the scenario of a group that became too old while it ran."""
@@ -304,8 +305,7 @@ class Dispatcher:
             return
         size = self._settings.algorithm.group_size
         self._failure_share.add(size, [failure] * size)
-        self._ledger.drop(lease, reason)
-        log.warning("scenario %d of epoch %d is dropped: %s", lease.ordinal, lease.epoch, reason)
+        self._drop(lease, reason)
 
     def _retry(self, lease: Lease, reason: str) -> None:
         log.warning("scenario %d of epoch %d is retried: %s", lease.ordinal, lease.epoch, reason)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kestrl.errors import Failure, KestrlError
+from kestrl.errors import Boundary, Failure, KestrlError
+from kestrl.plan.settings import AlgorithmSettings
 
 
 class TooManyFailures(KestrlError):
@@ -13,16 +14,28 @@ class TooManyFailures(KestrlError):
     code = "too_many_failures"
 
 
+class NoGroupScored(KestrlError):
+    """The judge scored none of many groups in a row."""
+
+    boundary = Boundary.JUDGE
+    code = "no_group_scored"
+
+
+FEWEST_UNSCORED = 5
+"""Groups in a row without scores below which no run stops."""
+
+
 class FailureShare:
-    """Counts finished episodes since the last step.
+    """Counts finished episodes since the last step, and unscored groups since the last scored one.
 
     Args:
-        largest: Largest share of failed episodes.
-        at_least: Number of episodes from which on the bound applies.
+        largest: Largest share of failed episodes, from one step's worth of episodes on.
+        algorithm: Sizes of groups and steps. The run stops at two steps' worth of unscored groups in a row.
     """
 
-    def __init__(self, largest: float, *, at_least: int) -> None:
-        self._largest, self._at_least = largest, at_least
+    def __init__(self, largest: float, algorithm: AlgorithmSettings) -> None:
+        self._largest, self._at_least = largest, algorithm.groups_per_step * algorithm.group_size
+        self._most_unscored, self._unscored = max(FEWEST_UNSCORED, 2 * algorithm.groups_per_step), 0
         self._episodes = self._failed = 0
         self._last: Failure | None = None
 
@@ -39,6 +52,7 @@ class FailureShare:
         Raises:
             TooManyFailures: The share exceeds the bound.
         """
+        self._unscored = 0 if len(failures) < episodes else self._unscored
         self._episodes += episodes
         self._failed += len(failures)
         self._last = failures[-1] if failures else self._last
@@ -46,4 +60,16 @@ class FailureShare:
             raise TooManyFailures(
                 f"{self._failed} of the last {self._episodes} episodes failed for reasons other than the policy "
                 f"(allowed share {self._largest:g}); the last: {self._last}"
+            )
+
+    def add_unscored(self, reason: str) -> None:
+        """Adds a group that no judge scored, which counts as no failed episode.
+
+        Raises:
+            NoGroupScored: There are too many in a row.
+        """
+        self._unscored += 1
+        if self._unscored >= self._most_unscored:
+            raise NoGroupScored(
+                f"the last {self._unscored} groups were not scored, so nothing can be learned; the last: {reason}"
             )

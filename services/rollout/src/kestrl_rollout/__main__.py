@@ -56,6 +56,7 @@ async def group_runner(settings: RolloutSettings) -> AsyncGenerator[GroupRunner]
                 max_parallel_calls=settings.max_parallel_calls, max_tool_tokens=settings.max_tool_tokens
             ),
             concurrency=settings.concurrency,
+            describes_tools=settings.describes_tools,
         )
         yield GroupRunner(
             episodes=episodes,

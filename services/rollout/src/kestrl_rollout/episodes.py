@@ -73,6 +73,7 @@ class EpisodeRunner:
         toolbox: Toolbox,
         tool_limits: ToolLimits,
         concurrency: int,
+        describes_tools: bool = False,
     ) -> None:
         self._component = component
         self._chat_model = chat_model
@@ -80,6 +81,7 @@ class EpisodeRunner:
         self._client = client
         self._toolbox = toolbox
         self._tool_limits = tool_limits
+        self._describes_tools = describes_tools
         self._slots = asyncio.Semaphore(concurrency)
         self._alarms = Alarms()
         self._closing: set[asyncio.Task[None]] = set()
@@ -87,6 +89,16 @@ class EpisodeRunner:
         """Tasks of loops that were cancelled and still run."""
         self.sessions = Sessions()
         self._pacer = ResumePacer(lambda: self.sessions.count)
+
+    async def described_tools(self, scenario: Scenario) -> list[Mapping[str, Json]]:
+        """Schemas of a scenario's tools for the judge; none if it does not show them, or they are not known."""
+        if not self._describes_tools:
+            return []
+        try:
+            offered = await self._toolbox.offered_tools(scenario)
+        except KestrlError:  # then no episode could begin, and each has this failure
+            return []
+        return [tool.to_openai() for tool in offered.tools]
 
     async def run(self, request: GroupRequest, index: int, clock: GroupClock) -> Episode:
         """Runs episode `index` of a group. Raises only on cancellation."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kestrl.api.common.v1 import common_pb2 as common
 from kestrl.episode import Episode, Group
@@ -117,6 +117,7 @@ class GroupRunner:
                     for index in range(request.size)
                 ]
             whole = Group(id=request.id, scenario=request.scenario, episodes=[task.result() for task in episodes])
+            whole = replace(whole, tools=await self._episodes.described_tools(request.scenario))
             group = group_to_proto(whole)
             await self._judge.score(group, max_turns=request.limits.max_turns, ends=clock.ends)
             return group

@@ -33,6 +33,7 @@ class Score:
     """The reward of each turn, included in `reward`."""
     metrics: Mapping[str, float]
     failure: Failure | None
+    details_json: str = ""
 
 
 class Judge:
@@ -57,27 +58,28 @@ class Judge:
                 del request.group.episodes[:]
                 request.group.episodes.extend(judged)
             try:
-                scores = await self._ask(request, ends=ends)
+                answer = await self._ask(request, ends=ends)
+                scores = read_scores(list(answer.scores))
             except KestrlError as error:
                 failure = failure_to_proto(error.failure(component=self._component))
                 for episode in judged:
                     episode.failure.CopyFrom(failure)
                 return
+        group.scoring_json = answer.details_json
         for episode in judged:
             self._write(episode, scores.get(episode.id))
 
-    async def _ask(self, request: pb.ScoreGroupRequest, *, ends: float) -> dict[str, Score]:
+    async def _ask(self, request: pb.ScoreGroupRequest, *, ends: float) -> pb.ScoreGroupResponse:
         waiting = Waiting(self._alarms)
         with waiting.on(Boundary.JUDGE):
             async with deadline(Scope.GROUP, ends, waiting):
-                answer = await self._service.call(
+                return await self._service.call(
                     "ScoreGroup",
                     request,
                     pb.ScoreGroupResponse,
                     timeout=max(0.0, ends - now()) + RPC_SLACK,
                     wait=True,
                 )
-        return read_scores(list(answer.scores))
 
     def _write(self, episode: common.Episode, score: Score | None) -> None:
         if score is None:
@@ -89,6 +91,7 @@ class Judge:
         episode.rewards.update(score.rewards)
         episode.turn_rewards.extend(score.turns)
         episode.metrics.update(score.metrics)
+        episode.scoring_json = score.details_json
         if score.failure is not None:
             episode.failure.CopyFrom(failure_to_proto(score.failure))
 
@@ -121,4 +124,5 @@ def _read_score(score: pb.EpisodeScore) -> Score:
         turns=list(score.turn_rewards),
         metrics=dict(score.metrics),
         failure=failure,
+        details_json=score.details_json,
     )

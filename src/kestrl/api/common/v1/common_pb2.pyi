@@ -423,6 +423,7 @@ class Episode(_message.Message):
     LOOP_REWARD_FIELD_NUMBER: _builtins.int
     ENVIRONMENTS_JSON_FIELD_NUMBER: _builtins.int
     TURN_REWARDS_FIELD_NUMBER: _builtins.int
+    SCORING_JSON_FIELD_NUMBER: _builtins.int
     id: _builtins.str
     """Unique."""
     group_id: _builtins.str
@@ -451,6 +452,8 @@ class Episode(_message.Message):
     """The reward that the agent loop returned, if any."""
     environments_json: _builtins.str
     """JSON object: environment name to final state."""
+    scoring_json: _builtins.str
+    """JSON object: component of the reward to what it reports for people, such as an explanation."""
     @_builtins.property
     def rows(self) -> _containers.RepeatedCompositeFieldContainer[Global___Row]:
         """Token sequences to train on."""
@@ -508,10 +511,11 @@ class Episode(_message.Message):
         loop_reward: _builtins.float | None = ...,
         environments_json: _builtins.str = ...,
         turn_rewards: _abc.Iterable[_builtins.float] | None = ...,
+        scoring_json: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_loop_reward", b"_loop_reward", "_reward", b"_reward", "failure", b"failure", "loop_reward", b"loop_reward", "policy", b"policy", "reward", b"reward"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_loop_reward", b"_loop_reward", "_reward", b"_reward", "engine", b"engine", "environments_json", b"environments_json", "failure", b"failure", "group_id", b"group_id", "id", b"id", "index", b"index", "loop_reward", b"loop_reward", "messages_json", b"messages_json", "metrics", b"metrics", "policy", b"policy", "reward", b"reward", "rewards", b"rewards", "rows", b"rows", "scenario_id", b"scenario_id", "seconds", b"seconds", "seed", b"seed", "started_at", b"started_at", "stop_reason", b"stop_reason", "tool_calls", b"tool_calls", "trace_id", b"trace_id", "turn_rewards", b"turn_rewards", "turns", b"turns"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_loop_reward", b"_loop_reward", "_reward", b"_reward", "engine", b"engine", "environments_json", b"environments_json", "failure", b"failure", "group_id", b"group_id", "id", b"id", "index", b"index", "loop_reward", b"loop_reward", "messages_json", b"messages_json", "metrics", b"metrics", "policy", b"policy", "reward", b"reward", "rewards", b"rewards", "rows", b"rows", "scenario_id", b"scenario_id", "scoring_json", b"scoring_json", "seconds", b"seconds", "seed", b"seed", "started_at", b"started_at", "stop_reason", b"stop_reason", "tool_calls", b"tool_calls", "trace_id", b"trace_id", "turn_rewards", b"turn_rewards", "turns", b"turns"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__loop_reward: _TypeAlias = _typing.Literal["loop_reward"]  # noqa: Y015
     _WhichOneofArgType__loop_reward: _TypeAlias = _typing.Literal["_loop_reward", b"_loop_reward"]  # noqa: Y015
@@ -533,8 +537,14 @@ class Group(_message.Message):
     ID_FIELD_NUMBER: _builtins.int
     SCENARIO_FIELD_NUMBER: _builtins.int
     EPISODES_FIELD_NUMBER: _builtins.int
+    TOOLS_JSON_FIELD_NUMBER: _builtins.int
+    SCORING_JSON_FIELD_NUMBER: _builtins.int
     id: _builtins.str
     """Unique: job, epoch, ordinal, attempt."""
+    tools_json: _builtins.str
+    """JSON array: the offered tools as function schemas; empty unless the judge shows them."""
+    scoring_json: _builtins.str
+    """JSON object: component of the reward to how it scored the group, such as the messages sent to a judge model."""
     @_builtins.property
     def scenario(self) -> Global___Scenario:
         """What was attempted."""
@@ -549,10 +559,12 @@ class Group(_message.Message):
         id: _builtins.str = ...,
         scenario: Global___Scenario | None = ...,
         episodes: _abc.Iterable[Global___Episode] | None = ...,
+        tools_json: _builtins.str = ...,
+        scoring_json: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["scenario", b"scenario"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["episodes", b"episodes", "id", b"id", "scenario", b"scenario"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["episodes", b"episodes", "id", b"id", "scenario", b"scenario", "scoring_json", b"scoring_json", "tools_json", b"tools_json"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -99,10 +99,13 @@ class EpisodeScore(_message.Message):
     METRICS_FIELD_NUMBER: _builtins.int
     FAILURE_FIELD_NUMBER: _builtins.int
     TURN_REWARDS_FIELD_NUMBER: _builtins.int
+    DETAILS_JSON_FIELD_NUMBER: _builtins.int
     episode_id: _builtins.str
     """The episode."""
     reward: _builtins.float
     """The weighted sum; unset if any component failed."""
+    details_json: _builtins.str
+    """JSON object: component of the reward to what it reports for people, such as an explanation."""
     @_builtins.property
     def rewards(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
         """Each component before weighting."""
@@ -128,10 +131,11 @@ class EpisodeScore(_message.Message):
         metrics: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
         failure: _common_pb2.Failure | None = ...,
         turn_rewards: _abc.Iterable[_builtins.float] | None = ...,
+        details_json: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "failure", b"failure", "reward", b"reward"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "episode_id", b"episode_id", "failure", b"failure", "metrics", b"metrics", "reward", b"reward", "rewards", b"rewards", "turn_rewards", b"turn_rewards"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "details_json", b"details_json", "episode_id", b"episode_id", "failure", b"failure", "metrics", b"metrics", "reward", b"reward", "rewards", b"rewards", "turn_rewards", b"turn_rewards"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__reward: _TypeAlias = _typing.Literal["reward"]  # noqa: Y015
     _WhichOneofArgType__reward: _TypeAlias = _typing.Literal["_reward", b"_reward"]  # noqa: Y015
@@ -146,6 +150,9 @@ class ScoreGroupResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     SCORES_FIELD_NUMBER: _builtins.int
+    DETAILS_JSON_FIELD_NUMBER: _builtins.int
+    details_json: _builtins.str
+    """JSON object: component of the reward to how it scored the group."""
     @_builtins.property
     def scores(self) -> _containers.RepeatedCompositeFieldContainer[Global___EpisodeScore]:
         """One for every episode that had not failed."""
@@ -154,10 +161,11 @@ class ScoreGroupResponse(_message.Message):
         self,
         *,
         scores: _abc.Iterable[Global___EpisodeScore] | None = ...,
+        details_json: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["scores", b"scores"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["details_json", b"details_json", "scores", b"scores"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,0 +1,266 @@
+"""Asking the judges of one prompt: a reply, one repair, then the next judge. Answers are known by their content."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from kestrl.plan.settings import RulerEntry
+from kestrl_judge.ruler.budget import Budget, Usage, usage_of
+from kestrl_judge.ruler.client import JudgeClient, NoScores, Reason, Reply
+from kestrl_judge.ruler.journal import Graded, Journal
+from kestrl_judge.ruler.prompt import Prompt, build, digest
+from kestrl_judge.ruler.reply import Grade, Malformed, parse, schema
+from kestrl_judge.ruler.shortening import TooLarge
+from kestrl_judge.ruler.trajectories import Comparison
+
+log = logging.getLogger(__name__)
+REPAIR = (
+    "Your reply cannot be used: {error}. Reply again with one JSON object only, with each of these ids exactly once and "
+    "a score between 0 and 1 for each: {ids}."
+)
+LONGEST_QUOTED = 2000
+"""Characters of an invalid reply that the judge is shown again."""
+SMALLER = (1.0, 0.6, 0.35, 0.2)
+"""Shares of the prompt's budget that are tried when a server refuses a prompt as too long."""
+
+
+@dataclass(slots=True)
+class Counts:
+    """Counts for metrics."""
+
+    calls: Counter[tuple[str, str]] = field(default_factory=Counter[tuple[str, str]])
+    """Requests by model and outcome: ok, malformed, cached, or a `Reason`."""
+    tokens: Counter[tuple[str, str]] = field(default_factory=Counter[tuple[str, str]])
+    """By model and kind: input or output."""
+    cost: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+    """US dollars by model."""
+    seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+    unscored: Counter[str] = field(default_factory=Counter[str])
+    """Unscored groups by reason."""
+    skipped: int = 0
+    """Groups without a comparison."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Opinion:
+    """Valid grades of one order."""
+
+    prompt: Prompt
+    model: str
+    grades: Mapping[str, Grade]
+
+
+class Asker:
+    """Asks the judges of a ruler."""
+
+    def __init__(self, ruler: RulerEntry, journal: Journal, salt: str, counts: Counts) -> None:
+        self._ruler, self._journal, self._salt, self.counts = ruler, journal, salt, counts
+        self._clients = [
+            JudgeClient(judge, concurrency=ruler.concurrency, request_seconds=ruler.request_seconds)
+            for judge in ruler.judges
+        ]
+        self._seconds = ruler.seconds / len(ruler.judges)
+        """Time limit of one judge, which leaves time for the next."""
+        self._budget = Budget(ruler)
+        self._budget.spent = journal.spent
+        self._running: dict[str, asyncio.Task[Graded]] = {}
+        """Requests by content. A caller that gives up does not cancel one: its answer is paid for and will be used."""
+
+    async def close(self) -> None:
+        for task in self._running.values():
+            task.cancel()
+        if self._running:
+            await asyncio.wait(self._running.values())
+        for client in self._clients:
+            await client.close()
+
+    async def opinion(self, comparison: Comparison, permutation: int, record: list[dict[str, Any]]) -> Opinion:
+        """Grades by the first judge that gives valid ones.
+
+        Args:
+            comparison: What to compare.
+            permutation: Number of the order.
+            record: Gets an entry for each judge asked, for people.
+
+        Raises:
+            NoScores: No judge gave valid grades; the reason is the first judge's.
+        """
+        failures: list[NoScores] = []
+        for client in self._clients:
+            try:
+                return await self._by(client, comparison, permutation, record)
+            except NoScores as error:
+                failures.append(error)
+                log.warning("judge %s: %s: %s", client.judge.model, error.reason, error)
+        text = "; ".join(
+            f"{client.judge.model}: {error}" for client, error in zip(self._clients, failures, strict=True)
+        )
+        raise NoScores(failures[0].reason, text)
+
+    async def _by(
+        self, client: JudgeClient, comparison: Comparison, permutation: int, record: list[dict[str, Any]]
+    ) -> Opinion:
+        """Grades by one judge, with a smaller prompt if it refuses the prompt as too long."""
+        refused: NoScores | None = None
+        for share in SMALLER:
+            try:
+                prompt = self._prompt(comparison, permutation, share)
+            except TooLarge as error:
+                raise refused or NoScores(Reason.TOO_LARGE, str(error)) from error
+            try:
+                graded = await self._shared(client, prompt, record)
+            except NoScores as error:
+                if error.reason is not Reason.TOO_LARGE:
+                    raise
+                refused = error
+                continue
+            return Opinion(prompt=prompt, model=graded.model, grades=graded.grades)
+        raise refused or NoScores(Reason.TOO_LARGE, "the prompt does not fit")
+
+    def _prompt(self, comparison: Comparison, permutation: int, share: float) -> Prompt:
+        tokens = int(self._ruler.max_prompt_tokens * share)
+        return build(comparison, rubric=self._ruler.rubric, salt=self._salt, permutation=permutation, tokens=tokens)
+
+    async def _shared(self, client: JudgeClient, prompt: Prompt, record: list[dict[str, Any]]) -> Graded:
+        """The answer to a prompt: a known one, that of a running request, or a new one."""
+        options = self._options(client, prompt)
+        sent = json.dumps([list(prompt.messages), options], sort_keys=True)
+        key = digest(client.judge.model, *client.judge.base_urls, sent)
+        entry: dict[str, Any] = {
+            "model": client.judge.model,
+            "seed": prompt.seed,
+            "order": [list(prompt.episodes[name]) for name in prompt.ids],
+            "ids": list(prompt.ids),
+            "shortened": list(prompt.shortened),
+            "messages": [dict(message) for message in prompt.messages],
+        }
+        record.append(entry)
+        known = self._journal.get(key)
+        if known is not None:
+            self.counts.calls[client.judge.model, "cached"] += 1
+            entry |= {"cached": True, "content": known.content}
+            return known
+        task = self._running.get(key)
+        if task is None:
+            task = asyncio.create_task(self._graded(client, prompt, options, key), name=f"judge-{key[:12]}")
+            self._running[key] = task
+            task.add_done_callback(lambda _: self._running.pop(key, None))
+            task.add_done_callback(_retrieve)
+        started = time.monotonic()
+        try:
+            graded = await asyncio.shield(task)
+        except NoScores as error:
+            entry |= {"error": f"{error.reason}: {error}", "seconds": time.monotonic() - started}
+            raise
+        entry |= {"content": graded.content, "seconds": time.monotonic() - started}
+        return graded
+
+    async def _graded(self, client: JudgeClient, prompt: Prompt, options: Mapping[str, Any], key: str) -> Graded:
+        """Asks, and once more with the error if the reply is not valid.
+
+        Raises:
+            NoScores: There is no valid reply.
+        """
+        try:
+            async with asyncio.timeout(self._seconds):
+                graded = await self._valid(client, prompt, options)
+        except TimeoutError as error:
+            self.counts.calls[client.judge.model, Reason.TIMEOUT] += 1
+            raise NoScores(Reason.TIMEOUT, f"no valid reply within {self._seconds:g} s") from error
+        self._journal.put(key, graded)
+        return graded
+
+    async def _valid(self, client: JudgeClient, prompt: Prompt, options: Mapping[str, Any]) -> Graded:
+        messages = list(prompt.messages)
+        errors: list[str] = []
+        for _ in range(2):
+            reply = await self._asked(client, messages, prompt, options)
+            try:
+                return self._checked(client, reply, prompt)
+            except Malformed as error:
+                errors.append(str(error))
+                repair = REPAIR.format(error=error, ids=", ".join(prompt.ids))
+                messages = [
+                    *prompt.messages,
+                    {"role": "assistant", "content": reply.content[:LONGEST_QUOTED] or "(empty)"},
+                    {"role": "user", "content": repair},
+                ]
+        raise NoScores(Reason.MALFORMED, f"two invalid replies: {errors[0]}; after a repair: {errors[1]}")
+
+    def _checked(self, client: JudgeClient, reply: Reply, prompt: Prompt) -> Graded:
+        model = client.judge.model
+        try:
+            grades = parse(reply.content, prompt.ids)
+        except Malformed as error:
+            self.counts.calls[model, Reason.MALFORMED] += 1
+            if reply.finish_reason == "length":
+                raise Malformed(
+                    f"it was cut at the limit of {self._ruler.max_reply_tokens} tokens; be brief"
+                ) from error
+            raise
+        self.counts.calls[model, "ok"] += 1
+        for name, grade in grades.items():
+            log.debug("%s: %s scores %g: %s", model, prompt.episodes[name], grade.score, grade.explanation)
+        return Graded(model=model, grades=grades, content=reply.content)
+
+    async def _asked(
+        self, client: JudgeClient, messages: Sequence[Mapping[str, str]], prompt: Prompt, options: Mapping[str, Any]
+    ) -> Reply:
+        """One request within the budget."""
+        judge, started = client.judge, time.monotonic()
+        most = usage_of(judge, prompt.tokens, self._ruler.max_reply_tokens)
+        self._budget.reserve(most)
+        log.debug("%s: messages: %s", judge.model, messages)
+        spent = Usage()
+        try:
+            reply = await client.ask(messages, options)
+            spent = usage_of(judge, reply.input_tokens, reply.output_tokens)
+        except NoScores as error:
+            self.counts.calls[judge.model, error.reason] += 1
+            if error.reason is Reason.TIMEOUT:  # it may have been answered, and then is paid for
+                spent = most
+            raise
+        except asyncio.CancelledError:  # likewise
+            spent = most
+            raise
+        finally:
+            self._budget.release(most)
+            self._spend(judge.model, spent, time.monotonic() - started)
+        log.debug("%s: raw content: %s", judge.model, reply.content)
+        return reply
+
+    def _spend(self, model: str, spent: Usage, seconds: float) -> None:
+        self.counts.seconds[model] += seconds
+        if spent.calls:
+            self._journal.spend(spent)
+            self.counts.tokens[model, "input"] += spent.input_tokens
+            self.counts.tokens[model, "output"] += spent.output_tokens
+            self.counts.cost[model] += spent.cost
+
+    def _options(self, client: JudgeClient, prompt: Prompt) -> dict[str, Any]:
+        ruler, judge = self._ruler, client.judge
+        options: dict[str, Any] = {"max_completion_tokens": ruler.max_reply_tokens}
+        if judge.temperature is not None:
+            options["temperature"] = judge.temperature
+        if ruler.structured_output == "json_schema":
+            wanted = schema(prompt.ids, strict=judge.strict_schema)
+            options["response_format"] = {
+                "type": "json_schema",
+                "json_schema": {"name": "scores", "strict": True, "schema": wanted},
+            }
+        elif ruler.structured_output == "json_object":
+            options["response_format"] = {"type": "json_object"}
+        return options
+
+
+def _retrieve(task: asyncio.Task[Graded]) -> None:
+    """Reads a failure that no caller waited for, which asyncio would otherwise log."""
+    if not task.cancelled():
+        task.exception()

@@ -1,0 +1,173 @@
+"""Requests to one judge model through the `openai` client: retried, paced, and with typed failures."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any
+
+from kestrl.errors import described
+from kestrl.plan.settings import JudgeModel
+from kestrl.telemetry import span
+from kestrl.telemetry.names import Attr, SpanName
+from kestrl_judge.ruler.pacing import Pacer, pause_before, retry_after
+
+if TYPE_CHECKING:
+    from openai import AsyncOpenAI
+
+ATTEMPTS = 6
+"""Attempts of one request, within the time limit of its group."""
+TOO_MANY_REQUESTS = 429
+RETRIED = frozenset({408, 409, 425, TOO_MANY_REQUESTS, 500, 502, 503, 504, 529})
+NO_KEY = "none"
+"""API key sent to servers that need none; the client requires one."""
+
+
+class Reason(StrEnum):
+    """Why a judge gave no scores."""
+
+    MALFORMED = "malformed"
+    """Its replies did not fit the schema."""
+    UNAVAILABLE = "unavailable"
+    """It could not be reached, or answered 429 or 5xx, until the attempts were used up."""
+    TIMEOUT = "timeout"
+    REFUSED = "refused"
+    """It refused the request: a wrong key, model or parameter."""
+    TOO_LARGE = "too_large"
+    """The prompt does not fit the model's context."""
+    BUDGET = "budget"
+    """The budget of the run is used up."""
+
+
+class NoScores(Exception):
+    """A judge gave no scores."""
+
+    def __init__(self, reason: Reason, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reply:
+    """An answer of a judge model."""
+
+    content: str
+    finish_reason: str
+    input_tokens: int
+    output_tokens: int
+
+
+class JudgeClient:
+    """Client of one judge model, at one or several equal servers."""
+
+    def __init__(self, judge: JudgeModel, *, concurrency: int, request_seconds: float) -> None:
+        # Imported here: the client takes half a second and 40 MB, which jobs without a judge model save.
+        from openai import AsyncOpenAI
+
+        key = os.environ.get(judge.key_variable, "") if judge.key_variable else ""
+        self.judge = judge
+        self.pacer = Pacer(concurrency)
+        self._clients: Sequence[AsyncOpenAI] = [
+            AsyncOpenAI(base_url=url, api_key=key or NO_KEY, max_retries=0, timeout=request_seconds)
+            for url in judge.base_urls
+        ]
+        self._turn = itertools.cycle(self._clients)
+
+    async def close(self) -> None:
+        for client in self._clients:
+            await client.close()
+
+    async def ask(self, messages: Sequence[Mapping[str, str]], options: Mapping[str, Any]) -> Reply:
+        """The reply to messages.
+
+        Args:
+            messages: The conversation.
+            options: Further parameters of the request.
+
+        Raises:
+            NoScores: The server refused, or could not be reached in `ATTEMPTS` attempts.
+        """
+        attempt = 0
+        while True:
+            try:
+                async with self.pacer.slot():
+                    reply = await self._once(next(self._turn), messages, options)
+                self.pacer.answered()
+                return reply
+            except _Retried as error:
+                attempt += 1
+                pause = pause_before(attempt, error.asked)
+                if error.paced:
+                    self.pacer.refused(pause)
+                if attempt == ATTEMPTS:
+                    raise NoScores(error.reason, f"{error} ({attempt} attempts)") from error
+                if not error.paced:  # otherwise the pacer pauses every request
+                    await asyncio.sleep(pause)
+
+    async def _once(
+        self, client: AsyncOpenAI, messages: Sequence[Mapping[str, str]], options: Mapping[str, Any]
+    ) -> Reply:
+        import openai
+
+        with span(SpanName.JUDGE_CALL, {Attr.MODEL: self.judge.model}) as current:
+            try:
+                create: Any = client.chat.completions.create
+                completion: Any = await create(model=self.judge.model, messages=list(messages), **options)
+            except openai.APITimeoutError as error:
+                raise _Retried(Reason.TIMEOUT, f"no answer from {client.base_url} within its time limit") from error
+            except openai.APIConnectionError as error:
+                cause = described(error.__cause__ or error)
+                raise _Retried(Reason.UNAVAILABLE, f"{client.base_url} cannot be reached: {cause}") from error
+            except openai.APIStatusError as error:
+                raise _of_status(error) from error
+            except (openai.APIError, ValueError) as error:  # an answer that is not a completion
+                raise _Retried(
+                    Reason.UNAVAILABLE, f"unusable answer of {client.base_url}: {described(error)}"
+                ) from error
+            reply = _reply(completion)
+            current.set_attributes({Attr.INPUT_TOKENS: reply.input_tokens, Attr.OUTPUT_TOKENS: reply.output_tokens})
+            return reply
+
+
+class _Retried(Exception):
+    """A failed attempt after which another one may succeed."""
+
+    def __init__(self, reason: Reason, message: str, *, asked: float | None = None, paced: bool = False) -> None:
+        super().__init__(message)
+        self.reason, self.asked, self.paced = reason, asked, paced
+
+
+def _of_status(error: Any) -> Exception:
+    """The failure for an answer with an error status."""
+    status: int = error.status_code
+    message = f"status {status}: {_shown(error)}"
+    if status in RETRIED:
+        asked = retry_after(error.response.headers)
+        return _Retried(Reason.UNAVAILABLE, message, asked=asked, paced=status == TOO_MANY_REQUESTS)
+    text = message.lower()
+    too_large = error.code == "context_length_exceeded" or (
+        "context" in text and any(word in text for word in ("length", "token", "window"))
+    )
+    return NoScores(Reason.TOO_LARGE if too_large else Reason.REFUSED, message)
+
+
+def _shown(error: Any) -> str:
+    return str(error.message)[:300]
+
+
+def _reply(completion: Any) -> Reply:
+    choices: Any = getattr(completion, "choices", None)
+    if not choices:
+        raise _Retried(Reason.UNAVAILABLE, "the answer has no choices")
+    message, usage = choices[0].message, completion.usage
+    refusal = getattr(message, "refusal", None)
+    return Reply(
+        content=(message.content or "") if not refusal else f"(refused) {refusal}",
+        finish_reason=choices[0].finish_reason or "",
+        input_tokens=usage.prompt_tokens if usage else 0,
+        output_tokens=usage.completion_tokens if usage else 0,
+    )

@@ -1,0 +1,134 @@
+"""The reply of a judge model: its schema, and its check. Pure."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn, cast
+
+LONGEST_REPLY = 1_000_000
+"""Characters of a reply that are read."""
+LONGEST_EXPLANATION = 4000
+STRICT_EXPLANATION = 200
+"""Maximum characters of an explanation where the server enforces the schema."""
+SCORE_STEPS = 20
+"""Steps from 0 to 1 of a score where the server enforces the schema."""
+FENCE = re.compile(r"\A\s*```(?:json)?\s*\n(?P<body>.*)\n\s*```\s*\Z", re.DOTALL)
+
+
+class Malformed(Exception):
+    """The reply does not fit the schema; the text describes why, for the judge's second attempt."""
+
+
+@dataclass(frozen=True, slots=True)
+class Grade:
+    """Score of one trajectory."""
+
+    score: float
+    explanation: str
+
+
+def schema(ids: Sequence[str], *, strict: bool) -> dict[str, Any]:
+    """JSON schema of a reply.
+
+    Args:
+        ids: Trajectory ids in the order shown.
+        strict: Whether the server enforces every keyword, so that even a small model names each id once and ends. Hosted
+            models accept a subset of keywords only.
+    """
+    if not strict:
+        item = _item({"type": "string", "enum": list(ids)}, {"type": "string"}, {"type": "number"})
+        return _object({"scores": {"type": "array", "items": item}})
+    explanation = {"type": "string", "maxLength": STRICT_EXPLANATION}
+    score = {"enum": [step / SCORE_STEPS for step in range(SCORE_STEPS + 1)]}
+    items = [_item({"const": one}, explanation, score) for one in ids]
+    exact = {"type": "array", "prefixItems": items, "items": False, "minItems": len(ids), "maxItems": len(ids)}
+    return _object({"scores": exact})
+
+
+def _item(name: Mapping[str, Any], explanation: Mapping[str, Any], score: Mapping[str, Any]) -> dict[str, Any]:
+    return _object({"trajectory_id": name, "explanation": explanation, "score": score})
+
+
+def _object(properties: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "type": "object",
+        "properties": dict(properties),
+        "required": list(properties),
+        "additionalProperties": False,
+    }
+
+
+def parse(text: str, ids: Sequence[str]) -> dict[str, Grade]:
+    """The grades by trajectory id.
+
+    Raises:
+        Malformed: The reply is not one JSON object with a score for every id exactly once.
+    """
+    if not text.strip():
+        raise Malformed("the reply is empty")
+    if len(text) > LONGEST_REPLY:
+        raise Malformed(f"the reply has {len(text)} characters, more than {LONGEST_REPLY}")
+    fenced = FENCE.match(text)
+    try:
+        value: Any = json.loads(
+            fenced["body"] if fenced else text, parse_constant=_refuse_constant, object_pairs_hook=_unique
+        )
+    except (ValueError, RecursionError) as error:
+        raise Malformed(f"the reply is not a JSON object: {error}"[:300]) from None
+    scores: Any = _field(value, "scores", "the reply")
+    if not isinstance(scores, list):
+        raise Malformed('"scores" is not a list')
+    grades: dict[str, Grade] = {}
+    for position, entry in enumerate(cast(Any, scores)):
+        where = f"scores[{position}]"
+        name = _field(entry, "trajectory_id", where)
+        if not isinstance(name, str) or name not in ids:
+            raise Malformed(f"{where}: trajectory_id {str(name)[:60]!r} is not one of the ids")
+        if name in grades:
+            raise Malformed(f"{where}: {name} is scored twice")
+        grades[name] = Grade(_score(entry, where), _explanation(entry, where))
+    missing = [name for name in ids if name not in grades]
+    if missing:
+        raise Malformed(f"no score for {', '.join(missing)}")
+    return grades
+
+
+def _field(value: Any, name: str, where: str) -> Any:
+    if not isinstance(value, dict) or name not in value:
+        raise Malformed(f'{where} has no "{name}"')
+    return cast(Any, value[name])
+
+
+def _score(entry: Any, where: str) -> float:
+    score = _field(entry, "score", where)
+    if isinstance(score, bool) or not isinstance(score, int | float):
+        raise Malformed(f"{where}: the score is not a number")
+    try:
+        number = float(score)
+    except OverflowError:
+        number = math.inf
+    if not 0.0 <= number <= 1.0:
+        raise Malformed(f"{where}: the score {number} is not between 0 and 1")
+    return number
+
+
+def _explanation(entry: Any, where: str) -> str:
+    explanation = _field(entry, "explanation", where)
+    if not isinstance(explanation, str):
+        raise Malformed(f"{where}: the explanation is not text")
+    return explanation[:LONGEST_EXPLANATION]
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not a number of JSON")
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        raise ValueError("a key occurs twice in an object")
+    return made

@@ -1,0 +1,130 @@
+"""The ruler as a component of the reward."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping, Sequence
+from statistics import fmean
+from typing import Any
+
+from kestrl.episode import UNSCORED, Group, Json
+from kestrl.errors import Boundary, Failure
+from kestrl.plan.settings import RulerEntry
+from kestrl.rewards import Score
+from kestrl_judge.ruler.asking import Asker, Counts, Opinion
+from kestrl_judge.ruler.client import NoScores, Reason
+from kestrl_judge.ruler.journal import Journal
+from kestrl_judge.ruler.trajectories import Comparison, compare
+from kestrl_judge.scoring import Gate, ScoredGroup
+
+log = logging.getLogger(__name__)
+NAME = "ruler"
+NEUTRAL = 0.5
+"""Score of episodes that have nothing to be compared with. Equal scores give no advantage, so none is learned from."""
+
+
+class RulerScorer:
+    """Scorer by judge models.
+
+    Args:
+        ruler: Its settings.
+        salt: Makes ids and orders unpredictable; equal for all processes of a run, so that answers are known again.
+        state_dir: Folder of the journal; None keeps it in memory.
+    """
+
+    name = NAME
+
+    def __init__(self, ruler: RulerEntry, *, salt: str, state_dir: str | None = None) -> None:
+        self.weight = ruler.weight
+        self.gate = None if ruler.gate is None else Gate(ruler.gate, ruler.gate_minimum)
+        self.counts = Counts()
+        self._ruler, self._salt = ruler, salt
+        self._journal = Journal(state_dir)
+        self._asker: Asker | None = None
+
+    async def open(self) -> None:
+        """Reads the journal. No request is sent: each is paid for."""
+        self._journal.open()
+        self._asker = Asker(self._ruler, self._journal, self._salt, self.counts)
+
+    async def close(self) -> None:
+        if self._asker is not None:
+            await self._asker.close()
+        self._journal.close()
+
+    async def score(self, group: Group, *, max_turns: int) -> ScoredGroup:  # noqa: ARG002 - the interface of scorers
+        comparison = compare(group, show_reasoning=self._ruler.show_reasoning)
+        if len(comparison.trajectories) == 1:
+            return self._skipped(group)
+        calls: list[dict[str, Any]] = []
+        try:
+            opinions = await self._opinions(comparison, calls)
+        except NoScores as error:
+            self.counts.unscored[error.reason] += 1
+            failure = unscored(error)
+            return ScoredGroup({episode.id: failure for episode in group.episodes}, details={"calls": calls})
+        return _scored(comparison, opinions, calls)
+
+    def _skipped(self, group: Group) -> ScoredGroup:
+        self.counts.skipped += 1
+        why = "alone" if len(group.episodes) == 1 else "all episodes are equal"
+        score = Score(value=NEUTRAL, metrics={"ruler_skipped": 1.0})
+        return ScoredGroup({episode.id: score for episode in group.episodes}, details={"skipped": why})
+
+    async def _opinions(self, comparison: Comparison, calls: list[dict[str, Any]]) -> list[Opinion]:
+        """The opinions on every order, as far as there are any.
+
+        Raises:
+            NoScores: There is none.
+        """
+        assert self._asker is not None, "open the scorer first"
+        records: list[list[dict[str, Any]]] = [[] for _ in range(self._ruler.permutations)]
+        try:
+            async with asyncio.timeout(self._ruler.seconds):
+                outcomes = await asyncio.gather(
+                    *(self._asker.opinion(comparison, number, record) for number, record in enumerate(records)),
+                    return_exceptions=True,
+                )
+        except TimeoutError as error:
+            raise NoScores(Reason.TIMEOUT, f"no scores within {self._ruler.seconds:g} s") from error
+        finally:
+            calls.extend(entry for record in records for entry in record)
+        failures = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
+        for failure in failures:
+            if not isinstance(failure, NoScores):
+                raise failure
+        opinions = [outcome for outcome in outcomes if isinstance(outcome, Opinion)]
+        if not opinions:
+            raise failures[0]
+        return opinions
+
+
+def unscored(error: NoScores) -> Failure:
+    """The failure of the episodes of a group without scores."""
+    return Failure(boundary=Boundary.JUDGE, code=UNSCORED, message=f"{NAME}: not scored ({error.reason}): {error}")
+
+
+def _scored(comparison: Comparison, opinions: Sequence[Opinion], calls: Sequence[Mapping[str, Json]]) -> ScoredGroup:
+    """The mean of the opinions for each episode."""
+    grades: dict[str, list[tuple[float, str]]] = {}
+    for opinion in opinions:
+        for name, grade in opinion.grades.items():
+            for episode_id in opinion.prompt.episodes[name]:
+                grades.setdefault(episode_id, []).append((grade.score, grade.explanation))
+    ids = [episode_id for trajectory in comparison.trajectories for episode_id in trajectory.episode_ids]
+    return ScoredGroup(
+        {
+            episode_id: Score(value=fmean(score for score, _ in grades[episode_id]), metrics={"ruler_skipped": 0.0})
+            for episode_id in ids
+        },
+        episodes={
+            episode_id: {
+                "scores": [score for score, _ in grades[episode_id]],
+                "explanation": grades[episode_id][0][1],
+                "judges": [opinion.model for opinion in opinions],
+            }
+            for episode_id in ids
+        },
+        details={"calls": list(calls)},
+    )

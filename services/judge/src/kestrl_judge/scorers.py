@@ -1,0 +1,42 @@
+"""The scorers of a job, in the order in which their rewards are combined."""
+
+from __future__ import annotations
+
+from kestrl.plan.settings import JudgeSettings, RulerEntry
+from kestrl.telemetry.metrics import observe
+from kestrl.telemetry.names import Metric
+from kestrl_judge.ruler.scorer import RulerScorer
+from kestrl_judge.rules import RuleScorer, rule_scorers
+from kestrl_judge.scoring import Scorer
+
+
+def make_scorers(settings: JudgeSettings) -> list[Scorer]:
+    """All scorers: the rules, then the ruler.
+
+    Raises:
+        UserInputError: A rule is listed twice.
+    """
+    rules = rule_scorers(settings)
+    observe(Metric.REWARD_RESTARTS, lambda: {rule.name: rule.restarts for rule in rules})
+    if settings.ruler is None:
+        return [*rules]
+    entry = _with_component(settings.ruler, rules)
+    ruler = RulerScorer(entry, salt=settings.run, state_dir=settings.state_dir)
+    _observe(ruler)
+    return [*rules, ruler]
+
+
+def _with_component(ruler: RulerEntry, rules: list[RuleScorer]) -> RulerEntry:
+    """The ruler with the name of the component in place of the rule that gates it."""
+    component = next((rule.name for rule in rules if rule.rule == ruler.gate), None)
+    return ruler.model_copy(update={"gate": component})
+
+
+def _observe(ruler: RulerScorer) -> None:
+    counts = ruler.counts
+    observe(Metric.JUDGE_CALLS, lambda: {key: float(count) for key, count in counts.calls.items()})
+    observe(Metric.JUDGE_TOKENS, lambda: {key: float(count) for key, count in counts.tokens.items()})
+    observe(Metric.JUDGE_COST, lambda: dict(counts.cost))
+    observe(Metric.JUDGE_SECONDS, lambda: dict(counts.seconds))
+    observe(Metric.JUDGE_UNSCORED, lambda: {reason: float(count) for reason, count in counts.unscored.items()})
+    observe(Metric.JUDGE_SKIPPED, lambda: counts.skipped)

@@ -85,6 +85,7 @@ episodes = st.builds(
     reward=st.none() | floats,
     loop_reward=st.none() | floats,
     environments=st.dictionaries(text, json_values, max_size=2),
+    scoring=st.dictionaries(text, json_values, max_size=2),
     rewards=st.dictionaries(text, floats, max_size=2),
     metrics=st.dictionaries(text, floats, max_size=2),
 )

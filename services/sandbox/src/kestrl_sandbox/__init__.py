@@ -1,6 +1,6 @@
 """KestRL's code sandbox.
 
-`contract` has the contract, `pool` keeps it with a back-end such as `zygote`; `slots`, `results`, `cgroups` and `breaker`
-are their parts. `inside` is what
-runs in the sandbox's own processes.
+`contract` has the contract; `backends` chooses a back-end of this node, `zygote` or `bwrap`; `pool` keeps places, a queue
+and warm `slots` for it; `results`, `cgroups`, `breaker` and `config` are their parts. `inside` is what runs in the
+sandbox's own processes. `hostile` and `checks` are the programs of `kestrl sandbox check` (`commands`).
 """

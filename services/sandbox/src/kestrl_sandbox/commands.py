@@ -1,0 +1,77 @@
+"""`kestrl sandbox`: checks the code sandbox of this node."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from kestrl.errors import UserInputError
+
+app = typer.Typer(no_args_is_help=True, help="Run code that a model wrote, isolated.")
+AREAS = "resources, processes, files, kernel, network, identity, tenancy"
+
+
+@app.callback()
+def sandbox() -> None:
+    """Run code that a model wrote, isolated."""
+
+
+@app.command()
+def check(
+    backend: Annotated[str, typer.Option(help="Back-end to check: auto, zygote or bwrap.")] = "auto",
+    area: Annotated[str, typer.Option(help=f"Only one area: {AREAS}.")] = "",
+    verbose: Annotated[bool, typer.Option(help="List every program, also those that were held.")] = False,
+) -> None:
+    """Run hostile programs in the sandbox of this node and report what they could do.
+
+    Exit code 1: a program was not held. Exit code 2: no sandbox works here.
+    """
+    raise typer.Exit(asyncio.run(_check(backend, area, verbose=verbose)))
+
+
+async def _check(backend: str, area: str, *, verbose: bool) -> int:
+    from kestrl_sandbox.backends import open_sandbox
+    from kestrl_sandbox.checks import Report, examine, neighbours
+    from kestrl_sandbox.config import PoolConfig
+    from kestrl_sandbox.hostile import CHECKS
+
+    chosen = [item for item in CHECKS if not area or item.area == area]
+    if not chosen and area != "tenancy":
+        raise UserInputError(f"--area: there is no area {area!r}; there are {AREAS}")
+    console = Console()
+    opened = await open_sandbox(PoolConfig(max_sandboxes=4, memory_mb=256, disk_mb=16, inodes=512), backend=backend)
+    try:
+        found = opened.capabilities
+        console.print(f"back-end {found.backend}: isolates by {found.isolation}, ready in {found.start_seconds:.2f} s")
+        for name, text in found.mechanisms.items():
+            console.print(f"  {name}: {text}", markup=False, highlight=False)
+        report = Report()
+        async for verdict in examine(opened, chosen):
+            report.verdicts.append(verdict)
+        if area in {"", "tenancy"}:
+            report.verdicts.append(await neighbours(opened))
+    finally:
+        await opened.close()
+    _print(console, report, verbose=verbose)
+    return 1 if report.breaches else 0
+
+
+def _print(console: Console, report: object, *, verbose: bool) -> None:
+    from kestrl_sandbox.checks import Report
+
+    assert isinstance(report, Report)
+    table = Table("area", "held", "of", "seconds", box=None)
+    for area in dict.fromkeys(verdict.check.area for verdict in report.verdicts):
+        those = [verdict for verdict in report.verdicts if verdict.check.area == area]
+        held = sum(verdict.held for verdict in those)
+        table.add_row(area, str(held), str(len(those)), f"{sum(verdict.seconds for verdict in those):.1f}")
+    console.print(table)
+    for verdict in report.verdicts:
+        if verbose or not verdict.held:
+            mark = "held" if verdict.held else "NOT HELD"
+            line = f"{mark}: {verdict.check.area}: {verdict.check.name}: {verdict.problem or verdict.detail}"
+            console.print(line, markup=False, highlight=False, soft_wrap=True)

@@ -1,0 +1,53 @@
+"""Hostile programs, each with its verdict; `kestrl sandbox check` runs the same table on a user's node."""
+
+from __future__ import annotations
+
+import pytest
+
+from kestrl_sandbox.checks import Check, examine_one, neighbours
+from kestrl_sandbox.contract import Language, Outcome, Run
+from kestrl_sandbox.hostile import CHECKS
+from kestrl_sandbox.pool import SandboxPool
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: f"{check.area}: {check.name}")
+async def test_a_hostile_program_is_held(pool: SandboxPool, check: Check) -> None:
+    verdict = await examine_one(pool, check)
+    assert verdict.problem == ""
+    assert verdict.seconds < check.seconds + 5
+
+
+async def test_neighbours_do_not_see_each_other(pool: SandboxPool) -> None:
+    assert (await neighbours(pool)).problem == ""
+
+
+@pytest.mark.parametrize("folder", ["/tmp", "/var/tmp", "/dev/shm", "/work"])
+async def test_nothing_is_left_for_the_next_run(pool: SandboxPool, folder: str) -> None:
+    for _ in range(3):
+        run = Run(code=f"ls -A {folder}; echo x > {folder}/left; mkdir -p {folder}/d", language=Language.BASH)
+        result = await pool.run(run)
+        assert (result.outcome, result.stdout) == (Outcome.OK, b"")
+
+
+async def test_a_changed_interpreter_is_not_the_next_runs(pool: SandboxPool) -> None:
+    change = "import sys, json, builtins, os\njson.dumps = print = None\nbuiltins.len = None\nsys.modules['x'] = 1\nos.environ['X'] = '1'"
+    look = "import json, sys, os\nprint(json.dumps([1]), len('ab'), 'x' in sys.modules, 'X' in os.environ)"
+    for _ in range(10):  # more often than there are sandboxes
+        await pool.run(Run(code=change))
+        assert (await pool.run(Run(code=look))).stdout == b"[1] 2 False False\n"
+
+
+@pytest.mark.parametrize(
+    ("code", "reason"),
+    [
+        ("print('BREACH')", "BREACH"),
+        ("import time; time.sleep(60)", "timeout"),
+        ("raise SystemExit(0)", "did not get to its attempt"),
+    ],
+)
+async def test_a_check_reports_what_was_wrong(pool: SandboxPool, code: str, reason: str) -> None:
+    verdict = await examine_one(pool, Check(area="test", name="test", code=code, seconds=0.2))
+    assert reason in verdict.problem
+    assert not verdict.held

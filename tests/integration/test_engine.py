@@ -23,9 +23,10 @@ from kestrl.local.processes import Launcher
 from kestrl.local.supervisor import ComponentFailed, Supervisor
 from kestrl.plan.components import Component, Role
 from kestrl.plan.settings import AgentSettings
+from kestrl.states import EngineState
 from kestrl_inference.engine import CONTROL_KEY, Engine
 from kestrl_inference.loaded_adapters import LoadedAdapters
-from kestrl_inference.watch import State, Watch
+from kestrl_inference.watch import Watch
 
 from .conftest import planned_engine
 
@@ -81,7 +82,7 @@ async def beside(server: Any, folder: Path) -> Agent:
     adapters.prepare()
     watch = Watch(engine, adapters, 1.0, settings.component)
     await watch.look()
-    assert watch.state is State.READY
+    assert watch.state is EngineState.READY
     return Agent(server, engine, adapters, watch, folder)
 
 
@@ -369,7 +370,7 @@ async def test_a_killed_engine_leaves_nothing_and_gets_its_versions_back(
         os.close(pidfd)
 
     await agent.watch.look()
-    assert agent.watch.state is State.DOWN
+    assert agent.watch.state is EngineState.DOWN
     assert agent.watch.failure is not None
     assert agent.watch.failure.code == "engine_down"
     assert agent.adapters.proved() == frozenset()
@@ -377,7 +378,7 @@ async def test_a_killed_engine_leaves_nothing_and_gets_its_versions_back(
     server.start()
     server.wait_until_healthy()
     await agent.watch.look()
-    assert agent.watch.state is State.READY
+    assert agent.watch.state is EngineState.READY
     assert agent.watch.restarts == 1
     assert agent.adapters.proved() == {version.name for version in versions}
     assert set(await agent.loaded()) == {version.name for version in versions}

@@ -133,13 +133,13 @@ def test_filters_hold_with_and_without_keywords(search: SearchEmails):
 @pytest.mark.parametrize("value", ["yesterday", "2001-02-30", "2001/01/01", "", "'; DROP TABLE emails"])
 def test_a_date_is_checked(search: SearchEmails, bound: str, value: str):
     with pytest.raises(ToolError, match=f"{bound} must be a date"):
-        search(["budget"], **{bound: value})
+        search(["budget"], **{bound: value})  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.parametrize("wrong", [{"max_results": -1}, {"max_results": 11}, {"page": 0}, {"page": 10**30}])
 def test_limits_have_bounds(search: SearchEmails, wrong: dict[str, int]):
     with pytest.raises(ToolError, match="between 1 and"):
-        search(["budget"], **wrong)
+        search(["budget"], **wrong)  # pyright: ignore[reportArgumentType]
 
 
 @given(words=st.lists(st.text(min_size=1, max_size=20), max_size=3))

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kestrl.episode import CallOutcome, Episode, Scenario, StopReason, ToolCall, Turn
 from kestrl.rewards import Attempt, Score
-from kestrl_email.rewards import art_e, first_search, normalised
+from kestrl_email.rewards import art_e, art_e_compat, evidence_gated, first_search, normalised
 
 RIGHT = "m1"
 GROUND_TRUTH = {"answer": "Monday", "message_id": RIGHT, "attribute": "day", "named": ["Bo", "tea"]}
@@ -39,7 +39,13 @@ def answer(text: str, *sources: str) -> ToolCall:
     return call("return_final_answer", answer=text, sources=list(sources))
 
 
-def score(*calls: ToolCall, turns: int | None = None, stop: StopReason | None = None, rule: Rule = art_e) -> Score:
+def score(
+    *calls: ToolCall,
+    turns: int | None = None,
+    stop: StopReason | None = None,
+    rule: Rule = art_e,
+    ground_truth: Mapping[str, Any] = GROUND_TRUTH,
+) -> Score:
     final = bool(calls) and "answer" in calls[-1].data
     turns = len(calls) if turns is None else turns
     turn = Turn(index=0, row=0, start=0, end=0, text="", finish_reason="stop", engine="", policy="", seconds=0)
@@ -48,7 +54,7 @@ def score(*calls: ToolCall, turns: int | None = None, stop: StopReason | None = 
         stop_reason=stop or (StopReason.FINAL_TOOL if final else StopReason.ANSWERED),
         failure=None, policy=None, engine="", started_at=0, seconds=0,
     )  # fmt: skip
-    scenario = Scenario(id="s", ordinal=0, messages=(), ground_truth=GROUND_TRUTH)
+    scenario = Scenario(id="s", ordinal=0, messages=(), ground_truth=ground_truth)
     return rule(Attempt(scenario=scenario, episode=episode, max_turns=MAX_TURNS))
 
 
@@ -145,9 +151,8 @@ def test_the_tiers_never_overlap(calls: list[ToolCall], last: ToolCall | None):
 
 
 def test_an_invalid_ground_truth_is_a_failure():
-    episode_score = Scenario(id="s", ordinal=0, messages=(), ground_truth=None)
-    with pytest.raises(TypeError):
-        art_e(Attempt(scenario=episode_score, episode=None, max_turns=1))  # pyright: ignore[reportArgumentType]
+    with pytest.raises(TypeError, match="must be an object"):
+        score(ground_truth=None)  # pyright: ignore[reportArgumentType]
 
 
 def searched(keywords: list[str], *found: str) -> ToolCall:
@@ -178,3 +183,79 @@ def test_a_search_is_scored_by_its_keywords_and_results(calls: list[ToolCall], v
     found = calls[0].data.get("found", []) if calls else []
     assert scored.metrics["found_right_email"] == (RIGHT in found)
     assert scored.metrics["found_it_alone"] == (found == [RIGHT])
+
+
+ALL = {
+    "answer": "12 May 2001",
+    "aliases": ["May 12, 2001", "2001-05-12"],
+    "message_ids": ["m1", "m2"],
+    "evidence": "all",
+}
+ANY = {**ALL, "evidence": "any"}
+
+
+@pytest.mark.parametrize("given_answer", ["12 may 2001.", "May 12, 2001", "2001-05-12", "12\u00a0May  2001"])
+def test_an_alias_of_the_answer_is_right(given_answer: str):
+    assert score(answer(given_answer, "m1"), ground_truth=ANY).metrics["answer_correct"] == 1
+    assert score(answer(f"not {given_answer}", "m1"), ground_truth=ANY).metrics["answer_correct"] == 0
+
+
+def test_evidence_is_any_or_all_of_the_mails():
+    one = [call("search_emails", found=["m1"]), call("read_email", read="m1"), answer("2001-05-12", "m1")]
+    both = [
+        *one[:2],
+        call("search_emails", found=["m2"]),
+        call("read_email", read="m2"),
+        answer("2001-05-12", "m2", "m1"),
+    ]
+    names = ("sources_correct", "ever_found_right_email", "ever_read_right_email", "answer_correct")
+    for calls, ground_truth, expected in ((one, ANY, 1), (one, ALL, 0), (both, ANY, 1), (both, ALL, 1)):
+        metrics = score(*calls, ground_truth=ground_truth).metrics
+        assert [metrics[name] for name in names] == [expected] * 4
+
+
+@pytest.mark.parametrize("wrong", [{"evidence": "most"}, {"message_ids": []}])
+def test_a_ground_truth_that_means_nothing_is_an_error(wrong: dict[str, Any]):
+    with pytest.raises(ValueError, match="evidence is"):
+        score(answer("x"), ground_truth={**ALL, **wrong})
+
+
+@pytest.mark.parametrize(
+    ("calls", "stop", "value"),
+    [
+        pytest.param([FOUND, READ, answer("Monday", RIGHT)], None, 1.3 + 0.1 + 0.04, id="right, cited"),
+        pytest.param([FOUND, READ, answer("Tuesday", RIGHT)], None, -0.6, id="wrong, everything else right"),
+        pytest.param([answer("I don't know")], None, 0.1, id="giving up at once earns a tenth"),
+        pytest.param([MISSED], StopReason.MAX_TURNS, 0.1, id="out of turns"),
+        pytest.param([MISSED], StopReason.ANSWERED, -1.7, id="a turn without a call"),
+        pytest.param([UNREADABLE], None, -1.9, id="unreadable"),
+        pytest.param([UNKNOWN], None, -1.8, id="unknown tool"),
+        pytest.param([MISFIT], None, -1.7, id="wrong arguments"),
+        pytest.param([FOUND, READ_INVALID, MISFIT], None, -1.7, id="wrong arguments after an invalid id"),
+        pytest.param(
+            [FOUND, UNKNOWN, READ, answer("Monday", RIGHT)], None, -1.7, id="a corrected call is not forgiven"
+        ),
+    ],
+)
+def test_the_published_value_of_each_case(calls: list[ToolCall], stop: StopReason | None, value: float):
+    assert score(*calls, stop=stop, rule=art_e_compat).value == pytest.approx(value)
+
+
+def test_only_a_right_answer_with_accepted_sources_is_rewarded_behind_the_gate():
+    def gated(*sources: str, text: str = "2001-05-12", ground_truth: Mapping[str, Any] = ANY) -> float:
+        return score(answer(text, *sources), rule=evidence_gated, ground_truth=ground_truth).value
+
+    assert gated("m1") == gated("m2") == gated("m1", "m9", "m8") == gated("m1", "m2", ground_truth=ALL) == 1
+    assert gated() == gated("m9") == gated("m1", text="2001-05-13") == gated("m1", text="I don't know") == 0
+    assert gated("m1", ground_truth=ALL) == 0
+    assert gated("m1", "m7", "m8", "m9") == 0, "citing everything"
+    many = {**ALL, "message_ids": ["a", "b", "c", "d", "e"]}
+    assert gated("a", "b", "c", "d", "e", ground_truth=many) == 1
+
+
+@pytest.mark.parametrize("rule", [art_e, art_e_compat, evidence_gated])
+def test_every_reward_reports_the_same_metrics(rule: Rule):
+    metrics = score(UNREADABLE, UNKNOWN, MISFIT, READ_INVALID, READ, answer("Monday", RIGHT), rule=rule).metrics
+    assert metrics == score(UNREADABLE, UNKNOWN, MISFIT, READ_INVALID, READ, answer("Monday", RIGHT)).metrics
+    for name in ("cant_parse_tool_call", "bad_tool_call_name", "bad_tool_call_args", "tool_errors", "answer_correct"):
+        assert metrics[name] == 1

@@ -1,20 +1,15 @@
-"""The ART-E e-mail reward (OpenPipe/ART, examples/art-e) with fixes of defects of its published form.
+"""Rewards of e-mail search: `art_e` (ART-E's, with its defects fixed), `art_e_compat` (as published), `evidence_gated`.
 
-| case (first that holds)                    | value                                                                  |
-range          |
-|--------------------------------------------|------------------------------------------------------------------------|----------------|
-| no answer, the last call was unreadable    | -2 + partial                                                           |
--2 .. -1.7     |
-| no answer, the last call: unknown tool     | -1.9 + partial                                                         |
--1.9 .. -1.6   |
-| no answer, the last call: wrong arguments  | -1.8 + partial                                                         |
--1.8 .. -1.5   |
-| answered, and wrong                        | -1 + partial                                                           |
--1 .. -0.6     |
-| "I don't know", or stopped without answer  | 0 + partial                                                            |
-0 .. 0.4       |
-| answered right                             | 1 + 0.3 [right source] + 0.1 / sources + 0.1 (1 - turns / max_turns)   |
-1 .. 1.49      |
+`art_e` is the first case that holds:
+
+| case                                       | value                                                                | range        |
+|--------------------------------------------|----------------------------------------------------------------------|--------------|
+| no answer, the last call was unreadable    | -2 + partial                                                         | -2 .. -1.7   |
+| no answer, the last call: unknown tool     | -1.9 + partial                                                       | -1.9 .. -1.6 |
+| no answer, the last call: wrong arguments  | -1.8 + partial                                                       | -1.8 .. -1.5 |
+| answered, and wrong                        | -1 + partial                                                         | -1 .. -0.6   |
+| "I don't know", or stopped without answer  | 0 + partial                                                          | 0 .. 0.4     |
+| answered right                             | 1 + 0.3 [right source] + 0.1 / sources + 0.1 (1 - turns / max_turns) | 1 .. 1.49    |
 
 partial = 0.1 [ever found] + 0.1 [ever read] + 0.1 [read something, and never an invalid id] + 0.1 [right source].
 The four kinds never overlap (malformed < wrong < no answer < right); the three malformed ones do, as published.
@@ -27,89 +22,203 @@ Fixes:
   was scored as a malformed call.
 * A malformed call does not end the episode: the model gets a message and may correct the call. Only the end of the
   episode counts.
-* The answer is compared, not judged by a model. It must be equal except for case, white space and a final full stop, so
-  a list of guesses earns nothing.
+* The answer is compared, not judged by a model. It must be equal to an accepted answer except for case, white space and
+  a final full stop, so a list of guesses earns nothing.
 * `answer_correct` requires the right answer *with the right mail cited*; the published metric, without it, is
   `answer_right`.
+
+The ground truth of a row is `{"answer": text, "message_id": id}`; for real mail also `aliases`, further accepted
+answers, and in place of `message_id` the list `message_ids` with `evidence`: `any` of them is enough, or `all` are
+needed.
 """
 
 from __future__ import annotations
 
+import unicodedata
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
 from kestrl.episode import CallOutcome, Episode, StopReason, ToolCall
 from kestrl.rewards import Attempt, Score
+from kestrl.tools.shapes import is_mapping
 from kestrl_email.tools import DONT_KNOW
 
 UNREADABLE = (CallOutcome.INVALID_JSON, CallOutcome.TRUNCATED)
+MALFORMED = {
+    CallOutcome.INVALID_JSON: -2.0,
+    CallOutcome.TRUNCATED: -2.0,
+    CallOutcome.UNKNOWN_TOOL: -1.9,
+    CallOutcome.SCHEMA_VIOLATION: -1.8,
+}
+"""Value of an episode that ends with such a call."""
+MAX_SOURCES = 3
+"""Sources that `evidence_gated` accepts at most, unless more are needed: citing everything is not evidence."""
 
 
 def normalised(text: str) -> str:
-    """Text without differences in case, white space and a final full stop."""
-    return " ".join(text.casefold().split()).rstrip(".")
+    """Text without differences in case, Unicode form, white space and a final full stop."""
+    return " ".join(unicodedata.normalize("NFKC", text).casefold().split()).rstrip(".")
 
 
-def _final_call(episode: Episode) -> ToolCall | None:
-    for call in reversed(episode.tool_calls):
-        if call.outcome is CallOutcome.OK and "answer" in call.data:
-            return call
-    return None
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evidence:
+    """Mails that hold the answer."""
+
+    message_ids: tuple[str, ...]
+    all_needed: bool
+
+    @staticmethod
+    def of(ground_truth: object) -> Evidence:
+        """The evidence of a row.
+
+        Raises:
+            TypeError: It is not an object.
+            ValueError: `evidence` is neither any nor all, or no mail is named.
+        """
+        if not is_mapping(ground_truth):
+            raise TypeError("ground_truth: must be an object with answer and message_id")
+        needed = ground_truth.get("evidence", "any")
+        ids = tuple(ground_truth["message_ids"]) if "message_ids" in ground_truth else (ground_truth["message_id"],)
+        if needed not in {"any", "all"} or not ids:
+            raise ValueError(
+                f"ground_truth: evidence is {needed!r} with {len(ids)} message_ids; use any or all, and ids"
+            )
+        return Evidence(message_ids=ids, all_needed=needed == "all")
+
+    def within(self, ids: Sequence[str]) -> bool:
+        """Whether these ids include what is needed."""
+        combined = all if self.all_needed else any
+        return combined(message_id in ids for message_id in self.message_ids)
 
 
-def _broken_tier(episode: Episode) -> float | None:
-    """Tier of an episode whose last call was not executed; None for others."""
-    if not episode.tool_calls:
-        return None
-    outcome = episode.tool_calls[-1].outcome
-    if outcome in UNREADABLE:
-        return -2.0
-    if outcome is CallOutcome.UNKNOWN_TOOL:
-        return -1.9
-    if outcome is CallOutcome.SCHEMA_VIOLATION:
-        return -1.8
-    return None
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """What an episode did, as far as its calls show."""
+
+    found: bool
+    read: bool
+    tried_to_read: bool
+    read_invalid: bool
+    answered: bool
+    unknown: bool
+    """Answered "I don't know"."""
+    answer_right: bool
+    sources_right: bool
+    sources: int
+    """Distinct cited mails."""
+
+    @property
+    def attempted(self) -> bool:
+        return self.answered and not self.unknown
+
+
+def facts_of(calls: Sequence[ToolCall], ground_truth: Mapping[str, Any]) -> Facts:
+    """The facts of tool calls, in order."""
+    evidence = Evidence.of(ground_truth)
+    done = [call for call in calls if call.outcome is CallOutcome.OK]
+    reads = [call for call in calls if call.name == "read_email"]
+    final = next((call for call in reversed(done) if "answer" in call.data), None)
+    answer = "" if final is None else normalised(str(final.data["answer"]))
+    sources: list[str] = [] if final is None else list(dict.fromkeys(final.data["sources"]))
+    unknown = final is not None and answer == normalised(DONT_KNOW)
+    accepted = {normalised(text) for text in (ground_truth["answer"], *ground_truth.get("aliases", ()))}
+    return Facts(
+        found=evidence.within([message_id for call in done for message_id in call.data.get("found", ())]),
+        read=evidence.within([str(call.data.get("read")) for call in done]),
+        tried_to_read=bool(reads),
+        read_invalid=any(call.outcome is CallOutcome.TOOL_ERROR for call in reads),
+        answered=final is not None,
+        unknown=unknown,
+        answer_right=final is not None and not unknown and answer in accepted,
+        sources_right=evidence.within(sources),
+        sources=len(sources),
+    )
+
+
+def _metrics(episode: Episode, facts: Facts) -> dict[str, float]:
+    outcomes = [call.outcome for call in episode.tool_calls]
+    return {
+        "answer_correct": float(facts.answer_right and facts.sources_right),
+        "answer_right": float(facts.answer_right),
+        "sources_correct": float(facts.sources_right),
+        "ever_found_right_email": float(facts.found),
+        "ever_read_right_email": float(facts.read),
+        "attempted_answer": float(facts.attempted),
+        "returned_i_dont_know": float(facts.unknown),
+        "ran_out_of_turns": float(episode.stop_reason is StopReason.MAX_TURNS),
+        "num_sources": float(facts.sources),
+        "cant_parse_tool_call": float(any(outcome in UNREADABLE for outcome in outcomes)),
+        "bad_tool_call_name": float(CallOutcome.UNKNOWN_TOOL in outcomes),
+        "bad_tool_call_args": float(CallOutcome.SCHEMA_VIOLATION in outcomes),
+        "tool_errors": float(sum(outcome is CallOutcome.TOOL_ERROR for outcome in outcomes)),
+        "completion_tokens": float(episode.sampled_tokens),
+        "total_tokens": float(sum(len(row.token_ids) for row in episode.rows)),
+    }
 
 
 def art_e(attempt: Attempt) -> Score:
-    """Scores one episode; the ground truth is `{"answer": text, "message_id": id}`."""
+    """Scores one episode by the table of this module."""
     episode = attempt.episode
-    ground_truth = attempt.scenario.ground_truth
-    expected, right_id = normalised(ground_truth["answer"]), ground_truth["message_id"]
-    done = [call for call in episode.tool_calls if call.outcome is CallOutcome.OK]
-    found = any(right_id in call.data.get("found", ()) for call in done)
-    reads = [call for call in episode.tool_calls if call.name == "read_email"]
-    read = any(call.data.get("read") == right_id for call in done)
-    invalid = any(call.outcome is CallOutcome.TOOL_ERROR for call in reads)
-    final = _final_call(episode)
-    answer = "" if final is None else str(final.data["answer"])
-    sources: list[str] = [] if final is None else list(dict.fromkeys(final.data["sources"]))
-    unknown = final is not None and normalised(answer) == normalised(DONT_KNOW)
-    attempted = final is not None and not unknown
-    answer_right = attempted and normalised(answer) == expected
-    sources_right = right_id in sources
-    partial = 0.1 * found + 0.1 * read + 0.1 * (bool(reads) and not invalid) + 0.1 * sources_right
-    broken = None if final is not None else _broken_tier(episode)
-    if broken is not None:
-        value = broken + partial
-    elif not attempted:
+    facts = facts_of(episode.tool_calls, attempt.scenario.ground_truth)
+    never_invalid = facts.tried_to_read and not facts.read_invalid
+    partial = 0.1 * facts.found + 0.1 * facts.read + 0.1 * never_invalid + 0.1 * facts.sources_right
+    last = episode.tool_calls[-1].outcome if episode.tool_calls else None
+    if not facts.answered and last in MALFORMED:
+        value = MALFORMED[last] + partial
+    elif not facts.attempted:
         value = partial
-    elif not answer_right:
+    elif not facts.answer_right:
         value = -1.0 + partial
     else:
-        brevity = 0.1 * (1 - episode.num_turns / attempt.max_turns)
-        value = 1.0 + 0.3 * sources_right + (0.1 / len(sources) if sources else 0.0) + brevity
-    return Score(
-        value=value,
-        metrics={
-            "answer_correct": float(answer_right and sources_right),
-            "answer_right": float(answer_right),
-            "sources_correct": float(sources_right),
-            "ever_found_right_email": float(found),
-            "ever_read_right_email": float(read),
-            "attempted_answer": float(attempted),
-            "returned_i_dont_know": float(unknown),
-            "ran_out_of_turns": float(episode.stop_reason is StopReason.MAX_TURNS),
-            "num_sources": float(len(sources)),
-        },
-    )
+        value = _right(attempt, facts, episode.num_turns)
+    return Score(value=value, metrics=_metrics(episode, facts))
+
+
+def _right(attempt: Attempt, facts: Facts, turns: int) -> float:
+    cited = 0.1 / facts.sources if facts.sources else 0.0
+    return 1.0 + 0.3 * facts.sources_right + cited + 0.1 * (1 - turns / attempt.max_turns)
+
+
+def art_e_compat(attempt: Attempt) -> Score:
+    """The reward of rl-qwen3 and ART-E as published, for comparisons with their figures.
+
+    Differences to `art_e`: a malformed call decides the value even if the model corrects it afterwards (there the episode
+    ended with it), an episode that ends in a turn without any call counts as wrong arguments, a tenth is given for never
+    reading an invalid id even where nothing was read, and one of several evidence mails is enough. A failure of the infrastructure is not scored here either.
+    """
+    episode = attempt.episode
+    ground_truth = {**attempt.scenario.ground_truth, "evidence": "any"}
+    calls = episode.tool_calls
+    first = next((index for index, call in enumerate(calls) if call.outcome in MALFORMED), None)
+    facts = facts_of(calls if first is None else calls[:first], ground_truth)
+    partial = 0.1 * facts.found + 0.1 * facts.read + 0.1 * (not facts.read_invalid) + 0.1 * facts.sources_right
+    if first is not None:
+        value = MALFORMED[calls[first].outcome] + partial
+    elif episode.stop_reason is StopReason.ANSWERED and not facts.answered:
+        value = MALFORMED[CallOutcome.SCHEMA_VIOLATION] + partial
+    elif facts.attempted and not facts.answer_right:
+        value = -1.0 + partial
+    elif not facts.attempted:
+        value = partial
+    else:
+        value = _right(attempt, facts, episode.num_turns)
+    return Score(value=value, metrics=_metrics(episode, facts_of(calls, attempt.scenario.ground_truth)))
+
+
+def evidence_gated(attempt: Attempt, max_sources: int = MAX_SOURCES) -> Score:
+    """1 for a right answer with accepted sources, else 0: neither a lucky guess nor citing everything earns anything.
+
+    Args:
+        attempt: The episode.
+        max_sources: Cited mails that are accepted at most, or as many as are needed.
+    """
+    ground_truth = attempt.scenario.ground_truth
+    facts = facts_of(attempt.episode.tool_calls, ground_truth)
+    evidence = Evidence.of(ground_truth)
+    allowed = max(max_sources, len(evidence.message_ids) if evidence.all_needed else 1)
+    accepted = facts.answer_right and facts.sources_right and facts.sources <= allowed
+    return Score(value=float(accepted), metrics=_metrics(attempt.episode, facts))
 
 
 def first_search(attempt: Attempt) -> Score:

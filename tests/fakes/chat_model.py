@@ -30,7 +30,7 @@ class ScriptedChat:
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
 
-            def do_POST(self) -> None:  # noqa: N802 - http.server's name
+            def do_POST(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers["content-length"])))
                 chat.requests.append(body)
                 chat.keys.add(self.headers["authorization"])

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import os
+import random
+import sqlite3
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 
 from kestrl.errors import UserInputError
 from kestrl_email.mailbox.sources import Kind
+
+if TYPE_CHECKING:
+    from kestrl_email.mailbox.questions import Question
 
 console = Console(stderr=True)
 Database = Annotated[Path, typer.Argument(help="Database of `kestrl email build-db`.", show_default=False)]
@@ -78,6 +84,119 @@ def show_inboxes(
             typer.echo(f"{mails:8}  {address}")
 
 
+def questions(
+    database: Database,
+    out: Annotated[Path, typer.Option("--out", help="JSONL file; NAME.validation.jsonl is written beside it.")],
+    scripted: Annotated[
+        bool, typer.Option("--scripted", help="Questions about headers, made without a model: who, when, how many.")
+    ] = False,
+    model: Annotated[str | None, typer.Option(help="Model that writes the questions.")] = None,
+    endpoint: Annotated[
+        str | None, typer.Option(envvar="OPENAI_BASE_URL", help="OpenAI-compatible endpoint (default: OpenAI's).")
+    ] = None,
+    key_variable: Annotated[
+        str, typer.Option("--api-key-env", help="Environment variable with the endpoint's key.")
+    ] = "OPENAI_API_KEY",
+    import_: Annotated[
+        Path | None, typer.Option("--import", help="Questions in ART-E's format (JSONL or Parquet), not split.")
+    ] = None,
+    inboxes: Annotated[int, typer.Option(min=1, help="Inboxes to ask about, the largest first.")] = 28,
+    per_inbox: Annotated[int, typer.Option(min=1, help="Questions about an inbox at most.")] = 200,
+    per_batch: Annotated[int, typer.Option(min=1, max=20, help="Questions that a model writes about 20 mails.")] = 5,
+    validation_share: Annotated[float, typer.Option(min=0, max=0.9, help="Share of inboxes for validation.")] = 0.25,
+    concurrency: Annotated[int, typer.Option(min=1, max=64, help="Requests at a time.")] = 4,
+    seed: Annotated[int, typer.Option(help="Seed of order, dates and sampling.")] = 42,
+) -> None:
+    """Write questions about the inboxes of a database, split by inbox into training and validation."""
+    from contextlib import closing
+
+    from kestrl_email.mailbox import questions as about
+    from kestrl_email.mailbox.database import open_database
+
+    if sum((scripted, model is not None, import_ is not None)) != 1:
+        raise UserInputError("name one source of questions: --scripted, --model NAME or --import FILE")
+    with closing(open_database(database)) as connection:
+        if import_ is not None:
+            read = list(about.imported(connection, import_))
+            kept = [question for question in read if question is not None]
+            typer.echo(f"{out}: {about.write_questions(out, kept, database)} questions")
+            if len(kept) < len(read):
+                console.print(f"left out {len(read) - len(kept)} questions whose mails are not in {database}")
+            return
+        write = (
+            (lambda inbox: about.scripted(connection, inbox, limit=per_inbox, seed=seed))
+            if model is None
+            else _written_by(model, endpoint, key_variable, connection, out, per_inbox, per_batch, concurrency, seed)
+        )
+        splits = about.split_inboxes(about.people(connection, inboxes), validation_share)
+        for path, chosen in zip((out, out.with_suffix(".validation.jsonl")), splits, strict=True):
+            if chosen:
+                asked = [question for inbox in chosen for question in write(inbox)]
+                random.Random(seed).shuffle(asked)  # noqa: S311 - seeded on purpose
+                count = about.write_questions(path, asked, database)
+                typer.echo(f"{path}: {count} questions about {len(chosen)} inboxes")
+
+
+def _written_by(
+    model: str,
+    endpoint: str | None,
+    key_variable: str,
+    connection: sqlite3.Connection,
+    out: Path,
+    per_inbox: int,
+    per_batch: int,
+    concurrency: int,
+    seed: int,
+) -> Callable[[str], Iterable[Question]]:
+    """A function that has a model write questions about an inbox."""
+    from kestrl_email.mailbox import question_writer as by_model
+    from kestrl_email.mailbox.questions import mails_of
+
+    key = os.environ.get(key_variable)
+    if not key:
+        raise UserInputError(f"--api-key-env: {key_variable} is not set; any text will do for endpoints without a key")
+    writer = by_model.QuestionWriter(
+        by_model.Endpoint(url=endpoint, model=model, key=key),
+        out.with_name(f".{out.name}.answers"),
+        per_batch=per_batch,
+        seed=seed,
+        concurrency=concurrency,
+    )
+
+    def write(inbox: str) -> Iterable[Question]:
+        limit = min(by_model.MAILS_PER_INBOX, -(-per_inbox // per_batch) * by_model.BATCH)
+        mails = mails_of(connection, inbox, limit=limit, shortest=by_model.SHORTEST, longest=by_model.LONGEST)
+        written = writer.questions(inbox, mails)[:per_inbox]
+        counts = writer.counts
+        console.print(
+            f"{inbox}: {len(written)} questions; so far {counts.requests} requests ({counts.from_cache} kept), "
+            f"{counts.prompt_tokens} + {counts.completion_tokens} tokens, {counts.repaired} repaired, "
+            f"{counts.dropped} without evidence",
+            soft_wrap=True,
+        )
+        while counts.problems:
+            console.print(counts.problems.pop(), markup=False, soft_wrap=True)
+        return written
+
+    return write
+
+
+def sample_maildir(
+    out: Annotated[Path, typer.Option("--out", help="Folder to create.")],
+    mails: Annotated[int, typer.Option(min=1, max=1_000_000, help="Number of mails, before copies.")] = 2000,
+    people: Annotated[int, typer.Option(min=2, max=1000, help="Number of people who write them.")] = 10,
+    seed: Annotated[int, typer.Option(help="Seed.")] = 42,
+) -> None:
+    """Write a maildir of invented mail in the format of Enron's, with its copies and defects, for trying out."""
+    from kestrl_email.mailbox.corpus import write_maildir
+
+    if out.exists():
+        raise UserInputError(f"--out: {out} exists already; name a new folder")
+    typer.echo(f"{out}: {write_maildir(out, mails, seed=seed, people=people)} files")
+
+
 def register(app: typer.Typer) -> None:
     app.command("build-db")(build_db)
+    app.command("questions")(questions)
+    app.command("sample-maildir")(sample_maildir)
     app.command("inboxes")(show_inboxes)

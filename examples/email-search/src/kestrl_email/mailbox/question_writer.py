@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import random
+import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from kestrl.errors import JudgeFailure, UserInputError
+from kestrl.errors import EngineFailure, UserInputError
 from kestrl_email.mailbox.questions import Mail, Question, asked_on
 from kestrl_email.world import whole_or_nothing
 
@@ -101,12 +102,13 @@ class QuestionWriter:
         self._endpoint, self._cache, self._per_batch = endpoint, cache, per_batch
         self._seed, self._concurrency = seed, concurrency
         self.counts = WriterCounts()
+        self._lock = threading.Lock()
 
     def questions(self, inbox: str, mails: Sequence[Mail]) -> list[Question]:
         """Questions about an inbox, in the order of its mails.
 
         Raises:
-            JudgeFailure: The endpoint cannot be used.
+            EngineFailure: The endpoint cannot be used.
         """
         batches = [mails[start : start + BATCH] for start in range(0, len(mails), BATCH)]
         with ThreadPoolExecutor(self._concurrency) as pool:
@@ -143,19 +145,24 @@ class QuestionWriter:
         identity = json.dumps([self._endpoint.model, messages, TEMPERATURE, self._seed])
         kept = self._cache / f"{hashlib.sha256(identity.encode()).hexdigest()[:32]}.json"
         if kept.exists():
-            self.counts.from_cache += 1
+            with self._lock:
+                self.counts.from_cache += 1
             return WrittenList.model_validate_json(kept.read_bytes())
         for _ in range(ATTEMPTS):
             text = self._request(messages)
             try:
                 answer = WrittenList.model_validate_json(text)
             except ValidationError as error:
-                self.counts.repaired += 1
+                with self._lock:
+                    self.counts.repaired += 1
                 problem = "; ".join(f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors()[:5])
                 messages = [
                     *self._messages(inbox, mails),
                     {"role": "assistant", "content": text[:20_000]},
-                    {"role": "user", "content": f"This does not fit the schema ({problem}). Answer again, with JSON only."},
+                    {
+                        "role": "user",
+                        "content": f"This does not fit the schema ({problem}). Answer again, with JSON only.",
+                    },
                 ]
                 continue
             self._cache.mkdir(parents=True, exist_ok=True)
@@ -167,7 +174,13 @@ class QuestionWriter:
 
     def _messages(self, inbox: str, mails: Sequence[Mail]) -> list[dict[str, str]]:
         shown = [
-            {"message_id": mail.message_id, "date": mail.date, "from": mail.sender, "subject": mail.subject, "body": mail.body}
+            {
+                "message_id": mail.message_id,
+                "date": mail.date,
+                "from": mail.sender,
+                "subject": mail.subject,
+                "body": mail.body,
+            }
             for mail in mails
         ]
         listed = json.dumps(shown, ensure_ascii=False).replace("<", "\\u003c")  # no mail can end the list
@@ -188,11 +201,12 @@ class QuestionWriter:
         try:
             answer: Any = self._client.chat.completions.create(**arguments)
         except APIStatusError as error:
-            raise JudgeFailure(f"{self._endpoint.model}: HTTP {error.status_code}: {error.message}"[:500]) from error
+            raise EngineFailure(f"{self._endpoint.model}: HTTP {error.status_code}: {error.message}"[:500]) from error
         except APIConnectionError as error:
-            raise JudgeFailure(f"{self._endpoint.model}: {self._endpoint.url or 'the endpoint'}: {error}") from error
-        self.counts.requests += 1
-        if answer.usage:
-            self.counts.prompt_tokens += answer.usage.prompt_tokens
-            self.counts.completion_tokens += answer.usage.completion_tokens
+            raise EngineFailure(f"{self._endpoint.model}: {self._endpoint.url or 'the endpoint'}: {error}") from error
+        with self._lock:
+            self.counts.requests += 1
+            if answer.usage:
+                self.counts.prompt_tokens += answer.usage.prompt_tokens
+                self.counts.completion_tokens += answer.usage.completion_tokens
         return (answer.choices[0].message.content or "") if answer.choices else ""

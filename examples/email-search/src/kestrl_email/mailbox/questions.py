@@ -147,7 +147,12 @@ def ways_to_write(day: str) -> tuple[str, ...]:
     """A date as people write it."""
     parsed = date.fromisoformat(day[:10])
     month, number = parsed.strftime("%B"), parsed.day
-    return (f"{month} {number}, {parsed.year}", f"{number} {month} {parsed.year}", f"{parsed:%d %B %Y}", f"{month} {number}")
+    return (
+        f"{month} {number}, {parsed.year}",
+        f"{number} {month} {parsed.year}",
+        f"{parsed:%d %B %Y}",
+        f"{month} {number}",
+    )
 
 
 def scripted(connection: sqlite3.Connection, inbox: str, *, limit: int, seed: int) -> Iterator[Question]:

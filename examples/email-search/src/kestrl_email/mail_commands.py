@@ -6,6 +6,7 @@ import os
 import random
 import sqlite3
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,6 +14,7 @@ import typer
 from rich.console import Console
 
 from kestrl.errors import UserInputError
+from kestrl_email.guide_settings import Command, options
 from kestrl_email.mailbox.sources import Kind
 
 if TYPE_CHECKING:
@@ -123,8 +125,8 @@ def questions(
             if len(kept) < len(read):
                 console.print(f"left out {len(read) - len(kept)} questions whose mails are not in {database}")
             return
-        write = (
-            (lambda inbox: about.scripted(connection, inbox, limit=per_inbox, seed=seed))
+        write: Callable[[str], Iterable[Question]] = (
+            partial(about.scripted, connection, limit=per_inbox, seed=seed)
             if model is None
             else _written_by(model, endpoint, key_variable, connection, out, per_inbox, per_batch, concurrency, seed)
         )
@@ -195,8 +197,16 @@ def sample_maildir(
     typer.echo(f"{out}: {write_maildir(out, mails, seed=seed, people=people)} files")
 
 
+def settings(
+    command: Annotated[Command, typer.Option("--for", help="Command that takes the options.")] = Command.RUN,
+) -> None:
+    """Print the options for the quick-training guide's environment variables: kestrl run FILE $(kestrl email settings)."""
+    typer.echo(" ".join(options(os.environ, command)))
+
+
 def register(app: typer.Typer) -> None:
     app.command("build-db")(build_db)
     app.command("questions")(questions)
     app.command("sample-maildir")(sample_maildir)
+    app.command("settings")(settings)
     app.command("inboxes")(show_inboxes)

@@ -13,6 +13,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -96,7 +97,7 @@ class QuestionWriter:
             from openai import OpenAI
         except ImportError as error:
             raise UserInputError("--model needs the openai client: pip install 'kestrl-email[openai]'") from error
-        self._client = OpenAI(
+        self._client: Any = OpenAI(
             base_url=endpoint.url, api_key=endpoint.key, timeout=endpoint.timeout, max_retries=endpoint.retries
         )
         self._endpoint, self._cache, self._per_batch = endpoint, cache, per_batch
@@ -112,7 +113,7 @@ class QuestionWriter:
         """
         batches = [mails[start : start + BATCH] for start in range(0, len(mails), BATCH)]
         with ThreadPoolExecutor(self._concurrency) as pool:
-            answered = list(pool.map(lambda batch: self._answered(inbox, batch), batches))
+            answered = list(pool.map(partial(self._answered, inbox), batches))
         rng = random.Random(f"{self._seed}/{inbox}")  # noqa: S311 - seeded on purpose
         return [
             question

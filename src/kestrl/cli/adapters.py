@@ -5,25 +5,18 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
-from dataclasses import replace
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
-from kestrl.cli.options import DEFAULT_RUNS, Overrides, RunId, Runs
+from kestrl.cli.options import DEFAULT_RUNS, RunId, Runs
 from kestrl.cli.runs import run_store
 from kestrl.data.locate import locate_model
 from kestrl.errors import StorageError, UserInputError
-from kestrl.local.rundir import RunDir, find_run
-from kestrl.plan.components import TORCH_DEFAULTS, Component
-from kestrl.plan.settings import EvaluateSettings, LearnerSettings
-from kestrl.plan.site import Site
-from kestrl.spec import parse_job, with_overrides
+from kestrl.local.rundir import find_run
+from kestrl.plan.components import TORCH_DEFAULTS
 from kestrl.storage import ObjectStore, fetch_adapter, read_manifest
 from kestrl.storage.adapters import MANIFEST
 
@@ -48,46 +41,6 @@ def choose_adapter(store: ObjectStore, step: int | None) -> str:
         steps = ", ".join(str(read_manifest(store, folder).step) for folder in folders) or "none"
         raise UserInputError(f"the run has no published adapter of step {step} (there are: {steps})")
     return max(chosen, key=lambda folder: read_manifest(store, folder).step)
-
-
-def evaluate(
-    run_id: RunId = None,
-    step: Annotated[int | None, typer.Option(help="Step of the adapter (default: the newest).")] = None,
-    base: Annotated[bool, typer.Option("--base", help="Evaluate the base model without an adapter.")] = False,
-    set_: Overrides = None,
-    runs: Runs = DEFAULT_RUNS,
-) -> None:
-    """Evaluate an adapter of a run on the validation data, with greedy sampling."""
-    from kestrl.local.runner import Options, run_job
-
-    run = find_run(runs, run_id)
-    job = parse_job(with_overrides(run.read_json("job.json"), set_ or ()))
-    store = run_store(run)
-    address = None if base else store.address(choose_adapter(store, step))
-    stamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%S")
-    folder = RunDir(run.path / "evaluations" / stamp)
-
-    def only_evaluate(components: Sequence[Component], _site: Site) -> list[Component]:
-        return [_evaluating(component, address) for component in components]
-
-    options = Options(manifest_dir=run.manifest_dir, cache_dir=runs.resolve() / ".data")
-    code = run_job(job, folder, options, console, replan=only_evaluate)
-    summary = folder.read_json("summary.json")
-    if code == 0 and summary is not None:
-        table = Table("held-out", "value")
-        for name, value in sorted(summary["after"].items()):
-            table.add_row(name, f"{value:.3f}")
-        console.print(table)
-        console.print(str(folder.summary_path), soft_wrap=True, markup=False)
-    raise typer.Exit(code)
-
-
-def _evaluating(component: Component, adapter: str | None) -> Component:
-    if not isinstance(component.settings, LearnerSettings):
-        return component
-    return replace(
-        component, settings=component.settings.model_copy(update={"evaluate": EvaluateSettings(adapter=adapter)})
-    )
 
 
 def export(
@@ -133,5 +86,4 @@ def export(
 
 
 def register(app: typer.Typer) -> None:
-    app.command("eval")(evaluate)
     app.command()(export)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,8 +12,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from kestrl.cli.options import DEFAULT_RUNS, Manifest, Overrides, Runs
-from kestrl.service import EXIT_INPUT
+from kestrl.cli.options import DEFAULT_RUNS, Manifest, Overrides, Runs, Verbose
+from kestrl.service import EXIT_INPUT, LEVEL_VARIABLE
 from kestrl.spec import job_schema, read_job
 from kestrl.terminal import safe_line
 
@@ -29,11 +30,14 @@ def run(
     base_port: Annotated[
         int | None, typer.Option(min=1, max=65535, help="First of the consecutive ports to use (default: free ports).")
     ] = None,
+    verbose: Verbose = False,
 ) -> None:
     """Train on this machine: start every component of the job and wait for the result. Resumes an unfinished run."""
     from kestrl.local.rundir import open_run
     from kestrl.local.runner import Options, run_job
 
+    if verbose:
+        os.environ[LEVEL_VARIABLE] = "DEBUG"
     job = read_job(manifest, set_ or ())
     folder, resumed = open_run(runs, job, new=new)
     options = Options(

@@ -10,7 +10,7 @@ from typing import NoReturn
 import typer
 from rich.console import Console
 
-from kestrl.cli import adapters, jobs, runs
+from kestrl.cli import adapters, evaluations, jobs, runs
 from kestrl.errors import KestrlError, UserInputError, place_error
 from kestrl.service import EXIT_FAILED, EXIT_INPUT
 from kestrl.terminal import safe
@@ -28,6 +28,7 @@ app = typer.Typer(
 )
 jobs.register(app)
 runs.register(app)
+evaluations.register(app)
 adapters.register(app)
 
 

@@ -18,4 +18,6 @@ Runs = Annotated[
     Path, typer.Option("--runs", envvar="KESTRL_RUNS", resolve_path=True, help="Folder that contains the runs.")
 ]
 RunId = Annotated[str | None, typer.Argument(help="Run id (default: the latest run).", show_default=False)]
+Details = Annotated[bool, typer.Option("--details", help="Also print every question and what each candidate did.")]
+Verbose = Annotated[bool, typer.Option("--verbose", help="Debug level in the logs of all components.")]
 DEFAULT_RUNS = Path("runs")

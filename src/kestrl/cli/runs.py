@@ -185,7 +185,12 @@ def _follow(run: RunDir, followers: dict[str, Follower], *, only: str | None) ->
         time.sleep(0.3)
 
 
-def _stored(store: ObjectStore, prefix: str) -> Iterator[tuple[str, Group]]:
+def stored_groups(store: ObjectStore, prefix: str) -> Iterator[tuple[str, Group]]:
+    """Stored groups below a prefix, each with its path.
+
+    Raises:
+        UserInputError: A stored object is damaged.
+    """
     for path in store.list(prefix):
         try:
             batch = common_pb2.GroupBatch.FromString(store.get(path))
@@ -205,7 +210,7 @@ def list_episodes(
     """List stored episodes, one line each."""
     store = run_store(find_run(runs, run_id))
     prefix = f"episodes/{purpose}"
-    for path, group in _stored(store, prefix):
+    for path, group in stored_groups(store, prefix):
         at = int(Path(path).stem)
         if step is not None and at != step:
             continue
@@ -223,7 +228,7 @@ def find_episode(store: ObjectStore, episode_id: str) -> tuple[Group, Episode]:
     Raises:
         UserInputError: There is no episode with this id.
     """
-    for _, group in _stored(store, "episodes"):
+    for _, group in stored_groups(store, "episodes"):
         for episode in group.episodes:
             if episode.id == episode_id:
                 return group, episode

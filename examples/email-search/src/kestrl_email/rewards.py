@@ -138,6 +138,11 @@ def facts_of(calls: Sequence[ToolCall], ground_truth: Mapping[str, Any]) -> Fact
 
 def _metrics(episode: Episode, facts: Facts) -> dict[str, float]:
     outcomes = [call.outcome for call in episode.tool_calls]
+    # Episodes of a model behind an endpoint have no tokens; their usage is a metric already.
+    tokens = {
+        "completion_tokens": float(episode.sampled_tokens),
+        "total_tokens": float(sum(len(row.token_ids) for row in episode.rows)),
+    }
     return {
         "answer_correct": float(facts.answer_right and facts.sources_right),
         "answer_right": float(facts.answer_right),
@@ -152,8 +157,7 @@ def _metrics(episode: Episode, facts: Facts) -> dict[str, float]:
         "bad_tool_call_name": float(CallOutcome.UNKNOWN_TOOL in outcomes),
         "bad_tool_call_args": float(CallOutcome.SCHEMA_VIOLATION in outcomes),
         "tool_errors": float(sum(outcome is CallOutcome.TOOL_ERROR for outcome in outcomes)),
-        "completion_tokens": float(episode.sampled_tokens),
-        "total_tokens": float(sum(len(row.token_ids) for row in episode.rows)),
+        **(tokens if episode.rows else {}),
     }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -72,19 +72,75 @@ def expanded(names: Sequence[str], environments: Mapping[str, Sequence[str]]) ->
     return tuple(dict.fromkeys(tool for name in names for tool in environments.get(name, [name])))
 
 
-class Toolbox:
-    """Client of the tool service."""
+class ToolList:
+    """The tools of the job, and sessions with them."""
 
-    def __init__(self, service: rpc.Bundle, chat: Chat, *, seconds: float) -> None:
+    def __init__(self, service: rpc.Bundle, *, seconds: float) -> None:
         self._service = service
-        self._chat = chat
         self._seconds = seconds
-        self._listed: tuple[ToolSchema, ...] | None = None
+        self._listed: dict[str, ToolSchema] | None = None
         self._with_state: frozenset[str] = frozenset()
         """Tools whose environment has a state for the reward."""
         self._environments: dict[str, list[str]] = {}
         """The tools of each environment."""
+
+    async def of(self, scenario: Scenario) -> dict[str, ToolSchema]:
+        """The tools of a scenario by name.
+
+        Raises:
+            UserInputError: The scenario names a tool that the job does not have.
+            FailureError: The tool service cannot be reached.
+        """
+        if self._listed is None:
+            self._listed = await self._list()
+        listed = self._listed
+        names = tuple(listed) if scenario.tools is None else expanded(tuple(scenario.tools), self._environments)
+        for name in names:
+            if name not in listed:
+                raise UserInputError(
+                    f"scenario {scenario.id}: tools: the job has no tool {name!r}; it has: {', '.join(listed) or 'none'}",
+                    code="unknown_tool",
+                )
+        return {name: listed[name] for name in names}
+
+    def has_state(self, names: Iterable[str]) -> bool:
+        """Whether an environment among these tools has a state for the reward."""
+        return not self._with_state.isdisjoint(names)
+
+    async def _list(self) -> dict[str, ToolSchema]:
+        answer = await self._service.call(
+            "ListTools", pb.ListToolsRequest(), pb.ListToolsResponse, timeout=self._seconds, wait=True
+        )
+        for tool in answer.tools:
+            if tool.environment:
+                self._environments.setdefault(tool.environment, []).append(tool.name)
+        self._with_state = frozenset(tool.name for tool in answer.tools if tool.has_state)
+        return {
+            tool.name: ToolSchema(
+                name=tool.name, description=tool.description, parameters=json.loads(tool.parameters_json or "{}")
+            )
+            for tool in answer.tools
+        }
+
+    def session(self, episode_id: str, scenario: Scenario, names: Sequence[str], *, seconds: float) -> ToolSession:
+        """A session for an episode; its first call opens it."""
+        opening = pb.Opening(
+            episode_id=episode_id,
+            tools=names,
+            tools_kwargs_json=dump_json(scenario.tools_kwargs),
+            lifetime=seconds + LIFETIME_SLACK,
+        )
+        return ToolSession(self._service, opening, seconds=self._seconds)
+
+
+class Toolbox:
+    """The tools of the job for a chat template."""
+
+    def __init__(self, service: rpc.Bundle, chat: Chat, *, seconds: float) -> None:
+        self._list = ToolList(service, seconds=seconds)
+        self._chat = chat
         self._by_names: dict[tuple[str, ...] | None, OfferedTools] = {}
+        self.session = self._list.session
 
     async def offered_tools(self, scenario: Scenario) -> OfferedTools:
         """The tools of a scenario, with their tool set for the chat template.
@@ -96,51 +152,16 @@ class Toolbox:
         wanted = None if scenario.tools is None else tuple(scenario.tools)
         if wanted in self._by_names:
             return self._by_names[wanted]
-        if self._listed is None:
-            self._listed = await self._list()
-        by_name = {tool.name: tool for tool in self._listed}
-        names = tuple(by_name) if wanted is None else expanded(wanted, self._environments)
-        for name in names:
-            if name not in by_name:
-                raise UserInputError(
-                    f"scenario {scenario.id}: tools: the job has no tool {name!r}; it has: {', '.join(by_name) or 'none'}",
-                    code="unknown_tool",
-                )
-        tools = tuple(by_name[name] for name in names)
+        tools = await self._list.of(scenario)
         offered = OfferedTools(
-            tools=tools,
-            toolset=self._chat.toolset([tool.to_openai() for tool in tools]),
-            names=names,
-            has_state=not self._with_state.isdisjoint(names),
+            tools=tuple(tools.values()),
+            toolset=self._chat.toolset([tool.to_openai() for tool in tools.values()]),
+            names=tuple(tools),
+            has_state=self._list.has_state(tools),
         )
         if len(self._by_names) < 256:  # bounds the cache; data sets have few combinations
             self._by_names[wanted] = offered
         return offered
-
-    async def _list(self) -> tuple[ToolSchema, ...]:
-        answer = await self._service.call(
-            "ListTools", pb.ListToolsRequest(), pb.ListToolsResponse, timeout=self._seconds, wait=True
-        )
-        for tool in answer.tools:
-            if tool.environment:
-                self._environments.setdefault(tool.environment, []).append(tool.name)
-        self._with_state = frozenset(tool.name for tool in answer.tools if tool.has_state)
-        return tuple(
-            ToolSchema(
-                name=tool.name, description=tool.description, parameters=json.loads(tool.parameters_json or "{}")
-            )
-            for tool in answer.tools
-        )
-
-    def session(self, episode_id: str, scenario: Scenario, names: Sequence[str], *, seconds: float) -> ToolSession:
-        """A session for an episode; its first call opens it."""
-        opening = pb.Opening(
-            episode_id=episode_id,
-            tools=names,
-            tools_kwargs_json=dump_json(scenario.tools_kwargs),
-            lifetime=seconds + LIFETIME_SLACK,
-        )
-        return ToolSession(self._service, opening, seconds=self._seconds)
 
 
 class ToolSession:

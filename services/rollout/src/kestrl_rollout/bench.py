@@ -1,0 +1,317 @@
+"""`python -m kestrl_rollout.bench --settings FILE`: a model behind an OpenAI-compatible endpoint as the agent.
+
+It runs every validation scenario once, with the job's tool service and judge, and writes episodes and summary as an
+evaluation does. Nothing here is trained on: episodes have messages and no tokens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import sys
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from openai import APIConnectionError, APIStatusError, APITimeoutError, AsyncOpenAI
+
+import kestrl.stopping  # noqa: F401  # pyright: ignore[reportUnusedImport] - it takes SIGTERM from here on
+from kestrl import rpc
+from kestrl.api.common.v1 import common_pb2
+from kestrl.credentials import Secret
+from kestrl.data import load_scenarios
+from kestrl.episode import CallOutcome, Episode, Group, Scenario, StopReason, ToolCall, Turn
+from kestrl.errors import EngineFailure, Failure, KestrlError, UserInputError
+from kestrl.plan.settings import BenchSettings, ServiceSettings
+from kestrl.rpc.codec import group_from_proto, group_to_proto
+from kestrl.service import run_service
+from kestrl.states import RunPhase
+from kestrl.storage import open_store
+from kestrl.tools import ToolSchema
+from kestrl_rollout.deadlines import now
+from kestrl_rollout.scoring import SERVICE as JUDGE_SERVICE
+from kestrl_rollout.scoring import Judge
+from kestrl_rollout.tool_session import SERVICE as TOOL_SERVICE
+from kestrl_rollout.tool_session import ToolAnswer, ToolList, ToolSession
+
+log = logging.getLogger(__name__)
+TOKEN_CHARACTERS = 4
+"""Characters of a token, by which observations are cut: the endpoint's tokenizer is not known."""
+
+
+@dataclass(slots=True)
+class _Attempt:
+    """What an episode has done so far."""
+
+    messages: list[dict[str, Any]]
+    turns: list[Turn] = field(default_factory=list[Turn])
+    calls: list[ToolCall] = field(default_factory=list[ToolCall])
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    environments: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+
+class Bench:
+    """Runs scenarios with one model."""
+
+    def __init__(self, settings: BenchSettings, client: AsyncOpenAI, tools: rpc.Bundle, judge: rpc.Bundle) -> None:
+        self._settings, self._client = settings, client
+        self._tools = ToolList(tools, seconds=settings.tool_seconds)
+        self._judge = Judge(judge, component=settings.component)
+        self._slots = asyncio.Semaphore(settings.concurrency)
+
+    async def run(self, scenario: Scenario) -> Group:
+        """One scored episode of a scenario; a failure is the episode's."""
+        async with self._slots:
+            began, started_at = time.monotonic(), time.time()
+            attempt = _Attempt([dict(message) for message in scenario.messages])
+            failure: Failure | None = None
+            stop = StopReason.FAILED
+            try:
+                async with asyncio.timeout(self._settings.episode_seconds):
+                    stop = await self._converse(scenario, attempt)
+            except KestrlError as error:
+                failure = error.failure(component=self._settings.component)
+            except TimeoutError:
+                late = EngineFailure(f"no end after {self._settings.episode_seconds:g} s", code="episode_timeout")
+                failure = late.failure(component=self._settings.component)
+            group = Group(
+                id=f"{self._settings.run}/bench-{scenario.ordinal}",
+                scenario=scenario,
+                episodes=(self._episode(scenario, attempt, stop, failure, started_at, time.monotonic() - began),),
+            )
+            encoded = group_to_proto(group)
+            await self._judge.score(
+                encoded, max_turns=self._settings.max_turns, ends=now() + self._settings.group_seconds
+            )
+            return group_from_proto(encoded)
+
+    def _episode(
+        self,
+        scenario: Scenario,
+        attempt: _Attempt,
+        stop: StopReason,
+        failure: Failure | None,
+        started_at: float,
+        seconds: float,
+    ) -> Episode:
+        return Episode(
+            id=f"{self._settings.run}/bench-{scenario.ordinal}/0",
+            group_id=f"{self._settings.run}/bench-{scenario.ordinal}",
+            scenario_id=scenario.id,
+            index=0,
+            seed=0,
+            rows=(),
+            turns=tuple(attempt.turns),
+            tool_calls=tuple(attempt.calls),
+            messages=tuple(attempt.messages),
+            stop_reason=stop,
+            failure=failure,
+            policy=None,
+            engine=self._settings.endpoint.model,
+            started_at=started_at,
+            seconds=seconds,
+            metrics={
+                "completion_tokens": float(attempt.completion_tokens),
+                "total_tokens": float(attempt.prompt_tokens + attempt.completion_tokens),
+            },
+            environments=attempt.environments,
+        )
+
+    async def _converse(self, scenario: Scenario, attempt: _Attempt) -> StopReason:
+        offered = await self._tools.of(scenario)
+        seconds = self._settings.episode_seconds
+        session = self._tools.session(f"bench-{scenario.ordinal}", scenario, tuple(offered), seconds=seconds)
+        try:
+            stop = await self._turns(offered, session, attempt)
+            if self._tools.has_state(offered):
+                attempt.environments = await session.state(seconds=self._settings.tool_seconds)
+            return stop
+        finally:
+            await session.close()
+
+    async def _turns(self, tools: Mapping[str, ToolSchema], session: ToolSession, attempt: _Attempt) -> StopReason:
+        while len(attempt.turns) < self._settings.max_turns:
+            room = self._settings.max_tokens - attempt.completion_tokens
+            if room <= 0:
+                return StopReason.MAX_TOKENS
+            choice = await self._complete(list(tools.values()), attempt, min(room, self._settings.max_tokens_per_turn))
+            calls: Sequence[Any] = choice.message.tool_calls or ()
+            if not calls:
+                return StopReason.MAX_TOKENS if choice.finish_reason == "length" else StopReason.ANSWERED
+            for index, call in enumerate(calls):
+                done, final = await self._call(tools, session, call, index, len(attempt.turns) - 1)
+                attempt.calls.append(done)
+                attempt.messages.append({"role": "tool", "tool_call_id": call.id, "content": done.text})
+                if final:
+                    return StopReason.FINAL_TOOL
+        return StopReason.MAX_TURNS
+
+    async def _complete(self, tools: Sequence[ToolSchema], attempt: _Attempt, most: int) -> Any:
+        """The model's next turn, recorded.
+
+        Raises:
+            EngineFailure: The endpoint refused, failed, or did not answer in time.
+        """
+        endpoint = self._settings.endpoint
+        arguments: dict[str, Any] = {
+            "model": endpoint.model,
+            "messages": attempt.messages,
+            "max_completion_tokens": most,
+            **({"tools": [tool.to_openai() for tool in tools]} if tools else {}),
+            **({} if endpoint.temperature is None else {"temperature": endpoint.temperature}),
+        }
+        began = time.monotonic()
+        try:
+            answer: Any = await self._client.chat.completions.create(**arguments)
+        except APIStatusError as error:
+            text = f"{endpoint.model}: HTTP {error.status_code}: {error.message}"[:500]
+            raise EngineFailure(text, code="endpoint_refused") from error
+        except APITimeoutError as error:
+            text = f"{endpoint.model}: no answer in {self._settings.turn_seconds:g} s"
+            raise EngineFailure(text, code="turn_timeout") from error
+        except APIConnectionError as error:
+            text = f"{endpoint.model}: {endpoint.url or 'the endpoint'} cannot be reached: {error}"
+            raise EngineFailure(text, code="endpoint_unreachable") from error
+        if not answer.choices:
+            raise EngineFailure(f"{endpoint.model}: a completion without a choice", code="bad_answer")
+        choice = answer.choices[0]
+        if answer.usage:
+            attempt.prompt_tokens += answer.usage.prompt_tokens
+            attempt.completion_tokens += answer.usage.completion_tokens
+        attempt.messages.append(choice.message.model_dump(exclude_none=True, mode="json"))
+        attempt.turns.append(
+            Turn(
+                index=len(attempt.turns),
+                row=0,
+                start=0,
+                end=0,
+                text=choice.message.content or "",
+                finish_reason=choice.finish_reason or "stop",
+                engine=endpoint.model,
+                policy=endpoint.model,
+                seconds=time.monotonic() - began,
+            )
+        )
+        return choice
+
+    async def _call(
+        self, tools: Mapping[str, ToolSchema], session: ToolSession, call: Any, index: int, turn: int
+    ) -> tuple[ToolCall, bool]:
+        name, raw = str(call.function.name), str(call.function.arguments)
+        began = time.monotonic()
+        arguments: Any = None
+        try:
+            arguments = json.loads(raw or "{}")
+            problem = None if isinstance(arguments, dict) else CallOutcome.INVALID_JSON
+        except (ValueError, RecursionError):
+            problem = CallOutcome.INVALID_JSON
+        if problem is not None:
+            answer = _refused(problem, "Error: the arguments are not a JSON object. Send the call again.")
+        elif name not in tools:
+            answer = _refused(CallOutcome.UNKNOWN_TOOL, f"Error: there is no tool {name!r}. Use: {', '.join(tools)}.")
+        elif index >= self._settings.max_parallel_calls:
+            limit = self._settings.max_parallel_calls
+            answer = _refused(CallOutcome.TOOL_ERROR, f"Error: at most {limit} tool calls in one turn.")
+        else:
+            await session.reachable()
+            answer = await session.call(name, arguments, seconds=self._settings.tool_seconds)
+        done = ToolCall(
+            turn=turn,
+            name=name,
+            raw=raw,
+            arguments=arguments if isinstance(arguments, dict) else None,
+            outcome=answer.outcome,
+            text=self._shortened(answer.text),
+            data=answer.data,
+            seconds=time.monotonic() - began,
+        )
+        return done, answer.final
+
+    def _shortened(self, text: str) -> str:
+        limit = self._settings.max_tool_tokens * TOKEN_CHARACTERS
+        return text if len(text) <= limit else f"{text[:limit]}\n[cut here: {len(text)} characters, limit {limit}]"
+
+
+def _refused(outcome: CallOutcome, text: str) -> ToolAnswer:
+    return ToolAnswer(outcome=outcome, text=text, final=False, data={})
+
+
+def summarise(groups: Sequence[Group]) -> dict[str, float]:
+    """Means over the scored episodes, and failures by boundary.
+
+    Raises:
+        EngineFailure: No episode was scored.
+    """
+    episodes = [episode for group in groups for episode in group.episodes]
+    failures = [episode.failure for episode in episodes if episode.failure is not None]
+    sums: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
+    for episode in episodes:
+        if episode.failure is None and episode.reward is not None:
+            facts = {"reward": episode.reward, "num_turns": episode.num_turns, "duration": episode.seconds}
+            for name, value in {**episode.metrics, **facts}.items():
+                sums[name] += value  # type: ignore[assignment] - a Counter of floats
+                counts[name] += 1
+    if not counts:
+        raise EngineFailure(f"none of {len(episodes)} episodes was scored; the first failure: {failures[0]}")
+    boundaries = Counter(str(failure.boundary) for failure in failures)
+    return {
+        **{name: sums[name] / counts[name] for name in counts},
+        "episodes": float(len(episodes)),
+        "exceptions": float(len(failures)),
+        **{f"exceptions_{boundary}": float(count) for boundary, count in boundaries.items()},
+    }
+
+
+async def work(settings: ServiceSettings) -> None:
+    """Runs all scenarios and writes the result.
+
+    Raises:
+        KestrlError: The data cannot be read, or no episode could be scored.
+    """
+    assert isinstance(settings, BenchSettings)
+    key = os.environ.get(settings.endpoint.key_variable)
+    if not key:
+        raise UserInputError(f"{settings.endpoint.key_variable} is not set")
+    scenarios = load_scenarios(Path(settings.data.path), size=settings.data.size)
+    endpoint = settings.endpoint
+    began = time.monotonic()
+    async with (
+        AsyncOpenAI(
+            base_url=endpoint.url, api_key=key, timeout=settings.turn_seconds, max_retries=endpoint.retries
+        ) as client,
+        rpc.channel(settings.tools_address) as to_tools,
+        rpc.Bundle(to_tools, TOOL_SERVICE, peer="tools", token=Secret.ROLLOUT_TO_TOOLS.here()) as tools,
+        rpc.channel(settings.judge_address) as to_judge,
+        rpc.Bundle(to_judge, JUDGE_SERVICE, peer="judge", token=Secret.ROLLOUT_TO_JUDGE.here()) as judge,
+    ):
+        bench = Bench(settings, client, tools, judge)
+        groups = await asyncio.gather(*(bench.run(scenario) for scenario in scenarios))
+    store = open_store(settings.storage)
+    batch = common_pb2.GroupBatch(step=0, purpose="evaluation", groups=[group_to_proto(group) for group in groups])
+    await asyncio.to_thread(store.put, "episodes/eval/000000.pb", batch.SerializeToString())
+    after = summarise(groups)
+    failures = Counter(
+        f"{episode.failure.boundary}/{episode.failure.code}"
+        for group in groups
+        for episode in group.episodes
+        if episode.failure is not None
+    )
+    summary = {
+        "status": RunPhase.SUCCEEDED,
+        "steps": 0,
+        "after": after,
+        "failures": dict(failures),
+        "seconds": time.monotonic() - began,
+    }
+    await asyncio.to_thread(store.put, "summary.json", json.dumps(summary, indent=2).encode())
+
+
+if __name__ == "__main__":
+    sys.exit(run_service(BenchSettings, work))

@@ -1,0 +1,216 @@
+"""Commands that compare policies: eval and bench."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from kestrl.cli.adapters import choose_adapter
+from kestrl.cli.options import DEFAULT_RUNS, Details, Manifest, Overrides, RunId, Runs, Verbose
+from kestrl.cli.runs import run_store, stored_groups
+from kestrl.errors import UserInputError
+from kestrl.local.comparison import Evaluation, report
+from kestrl.local.rundir import RunDir, find_run
+from kestrl.local.runner import Options, run_job
+from kestrl.local.secrets import open_storage
+from kestrl.local.site import storage_address
+from kestrl.plan.bench import bench_components
+from kestrl.plan.components import Component
+from kestrl.plan.settings import BenchEndpoint, EvaluateSettings, LearnerSettings
+from kestrl.plan.site import Site
+from kestrl.service import EXIT_FAILED, LEVEL_VARIABLE
+from kestrl.spec import AgentRLJob, parse_job, read_job, with_overrides
+
+console = Console()
+BASE, NEWEST = "base", "newest"
+VERSION = re.compile(r"v(\d+)")
+ENDPOINT = "openai:"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """A policy or model to evaluate."""
+
+    label: str
+    step: int | None = None
+    """Step of an adapter of the run; None for the newest."""
+    base: bool = False
+    model: str = ""
+    """Model name at an OpenAI-compatible endpoint; empty for policies."""
+
+    @staticmethod
+    def parse(text: str, option: str) -> Candidate:
+        """Reads `base`, `v12`, `newest` or `openai:NAME`.
+
+        Raises:
+            UserInputError: It is none of these.
+        """
+        name = text.strip()
+        if name == BASE:
+            return Candidate(label=name, base=True)
+        if name == NEWEST:
+            return Candidate(label=name)
+        if found := VERSION.fullmatch(name):
+            return Candidate(label=name, step=int(found[1]))
+        if option == "--models" and name.startswith(ENDPOINT) and len(name) > len(ENDPOINT):
+            return Candidate(label=name, model=name.removeprefix(ENDPOINT))
+        known = "base, newest, a version such as v12" + (", or openai:NAME" if option == "--models" else "")
+        raise UserInputError(f"{option}: {text!r} is not one of {known}")
+
+
+def candidates(text: str, option: str) -> list[Candidate]:
+    """The listed candidates, each once.
+
+    Raises:
+        UserInputError: One of them is not known.
+    """
+    return list(dict.fromkeys(Candidate.parse(item, option) for item in text.split(",")))
+
+
+def evaluate(
+    run_id: RunId = None,
+    policy: Annotated[
+        str | None,
+        typer.Option("--policy", help="Policies to compare, such as base,v12,newest (default: newest)."),
+    ] = None,
+    step: Annotated[int | None, typer.Option(help="Step of the adapter, as --policy vSTEP.")] = None,
+    base: Annotated[bool, typer.Option("--base", help="The base model without an adapter, as --policy base.")] = False,
+    details: Details = False,
+    verbose: Verbose = False,
+    set_: Overrides = None,
+    runs: Runs = DEFAULT_RUNS,
+) -> None:
+    """Evaluate policies of a run on the validation data, with greedy sampling, side by side."""
+    if policy is not None and (step is not None or base):
+        raise UserInputError("--policy: name every policy there, without --step and --base")
+    listed = policy or (BASE if base else NEWEST if step is None else f"v{step}")
+    run = find_run(runs, run_id)
+    job = parse_job(with_overrides(run.read_json("job.json"), set_ or ()))
+    chosen = candidates(listed, "--policy")
+    addresses = [adapter_address(run, candidate) for candidate in chosen]
+    _verbose(verbose)
+    stamp, home = datetime.now(UTC).strftime("%Y%m%dT%H%M%S"), run.path / "evaluations"
+    options = Options(manifest_dir=run.manifest_dir, cache_dir=runs.resolve() / ".data")
+    evaluations = [
+        _evaluated(candidate, job, options, RunDir(home / f"{stamp}-{candidate.label}"), address)
+        for candidate, address in zip(chosen, addresses, strict=True)
+    ]
+    report(console, evaluations, home / f"{stamp}.json", with_details=details)
+
+
+def bench(
+    manifest: Manifest,
+    models: Annotated[
+        str, typer.Option("--models", help="Candidates, such as base,v12,openai:gpt-4.1-mini; versions are of --run.")
+    ],
+    run_id: Annotated[
+        str | None, typer.Option("--run", help="Run whose versions are meant (default: the latest).")
+    ] = None,
+    endpoint: Annotated[
+        str | None, typer.Option(envvar="OPENAI_BASE_URL", help="OpenAI-compatible endpoint (default: OpenAI's).")
+    ] = None,
+    key_variable: Annotated[
+        str, typer.Option("--api-key-env", help="Environment variable with the endpoint's key.")
+    ] = "OPENAI_API_KEY",
+    temperature: Annotated[
+        float, typer.Option(min=-1, max=2, help="Temperature at the endpoint; -1 leaves it to the model.")
+    ] = 0.0,
+    details: Details = False,
+    verbose: Verbose = False,
+    set_: Overrides = None,
+    runs: Runs = DEFAULT_RUNS,
+) -> None:
+    """Compare policies of a run with models behind an OpenAI-compatible endpoint, on a manifest's validation data."""
+    job = read_job(manifest, set_ or ())
+    if job.spec.data.validation is None:
+        raise UserInputError("spec.data.validation: bench needs validation data")
+    chosen = candidates(models, "--models")
+    if any(candidate.model for candidate in chosen) and not os.environ.get(key_variable):
+        raise UserInputError(f"--api-key-env: {key_variable} is not set; any text will do for endpoints without a key")
+    adapters = any(not candidate.model and not candidate.base for candidate in chosen)
+    run = find_run(runs, run_id) if adapters or run_id else None
+    addresses = [None if run is None else adapter_address(run, candidate) for candidate in chosen]
+    _verbose(verbose)
+    stamp, home = datetime.now(UTC).strftime("%Y%m%dT%H%M%S"), runs.resolve() / "benchmarks"
+    options = Options(manifest_dir=manifest.resolve().parent, cache_dir=runs.resolve() / ".data")
+    served = BenchEndpoint(
+        url=endpoint, key_variable=key_variable, temperature=None if temperature < 0 else temperature
+    )
+    evaluations = [
+        _evaluated(candidate, job, options, RunDir(home / f"{stamp}-{_file_name(candidate)}"), address, served)
+        for candidate, address in zip(chosen, addresses, strict=True)
+    ]
+    report(console, evaluations, home / f"{job.metadata.name}-{stamp}.json", with_details=details)
+
+
+def adapter_address(run: RunDir, candidate: Candidate) -> str | None:
+    """Address of a candidate's adapter; None for the base model and models behind an endpoint.
+
+    Raises:
+        UserInputError: The run has no such version.
+    """
+    if candidate.base or candidate.model:
+        return None
+    store = run_store(run)
+    return store.address(choose_adapter(store, candidate.step))
+
+
+def _file_name(candidate: Candidate) -> str:
+    return re.sub(r"[^A-Za-z0-9.-]+", "-", candidate.label)
+
+
+def _verbose(verbose: bool) -> None:
+    if verbose:
+        os.environ[LEVEL_VARIABLE] = "DEBUG"
+
+
+def _evaluated(
+    candidate: Candidate,
+    job: AgentRLJob,
+    options: Options,
+    folder: RunDir,
+    address: str | None,
+    served: BenchEndpoint | None = None,
+) -> Evaluation:
+    """Runs one candidate over the validation data; ends the program with the run's exit code if that fails."""
+
+    def replan(components: Sequence[Component], site: Site) -> list[Component]:
+        if candidate.model and served is not None:
+            return bench_components(components, job, site, served.model_copy(update={"model": candidate.model}))
+        return [_evaluating(component, address) for component in components]
+
+    code = run_job(job, folder, options, console, replan=replan)
+    summary = folder.read_json("summary.json")
+    if code != 0 or summary is None:
+        raise typer.Exit(code or EXIT_FAILED)
+    store = open_storage(job, options.manifest_dir, storage_address(job, folder, options.manifest_dir))
+    means: dict[str, float] = summary["after"]
+    policy = summary.get("policy") or {}
+    groups = [group for _, group in stored_groups(store, "episodes/eval")]
+    return Evaluation(
+        label=candidate.label,
+        policy=str(policy.get("version") or candidate.model or BASE),
+        means=means,
+        groups=groups,
+        folder=folder.path,
+    )
+
+
+def _evaluating(component: Component, adapter: str | None) -> Component:
+    if not isinstance(component.settings, LearnerSettings):
+        return component
+    return replace(
+        component, settings=component.settings.model_copy(update={"evaluate": EvaluateSettings(adapter=adapter)})
+    )
+
+
+def register(app: typer.Typer) -> None:
+    app.command("eval")(evaluate)
+    app.command()(bench)

@@ -1,0 +1,117 @@
+"""`kestrl bench` with a model behind a real HTTP endpoint, the job's real tools and judge, and no engine."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.fakes.chat_model import ScriptedChat
+from tests.unit.cli.test_commands import ROOT, kestrl
+
+from kestrl.cli.evaluations import candidates
+from kestrl.errors import UserInputError
+
+BENCH = ROOT / "examples/email-search/bench.yaml"
+SMALL = ("--set", "data.validation.size=6", "--set", "data.train.size=2", "--set", "rollout.concurrency=3")
+
+
+def good(request: Mapping[str, Any]) -> dict[str, Any]:
+    """A model that searches for what the question names, reads the first mail and answers with its day."""
+    messages = request["messages"]
+    results = [message for message in messages if message["role"] == "tool"]
+    words = messages[1]["content"].replace("?", " ").replace(",", " ").split()
+    if not results:
+        names = [word for word in words[1:] if word[0].isupper()]
+        return {"tool_calls": [("search_emails", {"keywords": names[-1:]})]}
+    if len(results) == 1:
+        found = json.loads(results[0]["content"])
+        return {"tool_calls": [("read_email", {"message_id": found[0]["message_id"] if found else "none"})]}
+    mail = results[1]["content"]
+    source = json.loads(mail)["message_id"] if mail.startswith("{") else "none"
+    return {"tool_calls": [("return_final_answer", {"answer": "Monday", "sources": [source]})]}
+
+
+def clumsy(request: Mapping[str, Any]) -> dict[str, Any] | int:
+    """A model that calls wrongly, and an endpoint that fails for one question."""
+    turn = sum(message["role"] == "assistant" for message in request["messages"])
+    if turn == 0 and "cost" in request["messages"][1]["content"]:
+        return 400
+    calls: list[tuple[str, Any]] = [
+        ("search_emails", "{not json"),
+        ("delete_all", {}),
+        ("search_emails", {"keywords": 3}),
+    ]
+    return {"tool_calls": [calls[turn]]} if turn < len(calls) else {"content": "I give up."}
+
+
+def run_bench(chat: ScriptedChat, runs: Path, model: str, *options: str) -> tuple[str, dict[str, float]]:
+    arguments = ("bench", BENCH, "--models", f"openai:{model}", "--endpoint", chat.url, "--runs", runs, *SMALL)
+    printed = kestrl(*arguments, *options, OPENAI_API_KEY="secret-key")
+    (kept,) = (runs / "benchmarks").glob("email-bench-*.json")
+    (entry,) = json.loads(kept.read_text())
+    assert entry["label"] == f"openai:{model}"
+    return printed, entry["means"]
+
+
+def test_a_model_behind_an_endpoint_uses_the_jobs_tools_and_rewards(tmp_path: Path):
+    with ScriptedChat(good) as chat:
+        printed, means = run_bench(chat, tmp_path, "org/model", "--details")
+        assert chat.keys == {"Bearer secret-key"}
+        first = chat.requests[0]
+    assert {tool["function"]["name"] for tool in first["tools"]} == {
+        "search_emails",
+        "read_email",
+        "return_final_answer",
+    }
+    assert (first["model"], first["temperature"], first["max_completion_tokens"]) == ("org/model", 0, 512)
+    assert means["episodes"] == 6
+    assert means["exceptions"] == 0
+    assert means["num_turns"] == 3
+    assert means["attempted_answer"] == 1
+    assert means["completion_tokens"] == 30
+    assert "openai:org/model" in printed
+    assert "ground truth: " in printed
+    assert printed.count("search_emails") >= 6, "--details shows every conversation"
+
+
+def test_bad_calls_are_counted_and_failures_of_the_endpoint_are_never_scored(tmp_path: Path):
+    with ScriptedChat(clumsy) as chat:
+        _, means = run_bench(chat, tmp_path, "clumsy", "--temperature", "-1")
+        assert "temperature" not in chat.requests[0]
+        refused = sum("cost" in str(request["messages"][1]) for request in chat.requests)
+    assert 0 < refused < 6
+    assert means["exceptions"] == means["exceptions_engine"] == refused
+    for name in ("cant_parse_tool_call", "bad_tool_call_name", "bad_tool_call_args"):
+        assert means[name] == 1
+    assert means["attempted_answer"] == 0
+
+
+def test_an_endpoint_that_answers_nothing_fails_the_bench(tmp_path: Path):
+    with ScriptedChat(lambda _request: 401) as chat:
+        arguments = ("bench", BENCH, "--models", "openai:x", "--endpoint", chat.url, "--runs", tmp_path, *SMALL)
+        printed = kestrl(*arguments, code=1, OPENAI_API_KEY="wrong")
+    assert "none of 6 episodes was scored; the first failure: " in printed
+    assert "HTTP 401" in printed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--models", "gpt-4"), "--models: 'gpt-4' is not one of base, newest, a version such as v12, or openai:NAME"),
+        (("--models", "openai:x", "--api-key-env", "NOT_SET_HERE"), "NOT_SET_HERE is not set"),
+        (("--models", "v12"), "no run"),
+    ],
+)
+def test_a_candidate_that_cannot_be_is_refused(arguments: tuple[str, ...], message: str, tmp_path: Path):
+    assert message in kestrl("bench", BENCH, *arguments, "--runs", tmp_path, code=2)
+
+
+def test_policies_are_named_once_and_endpoints_only_for_bench():
+    assert [item.label for item in candidates("base, v12,newest,base", "--policy")] == ["base", "v12", "newest"]
+    with pytest.raises(UserInputError, match="--policy: 'openai:x' is not one of base, newest, a version such as v12"):
+        candidates("openai:x", "--policy")
+    printed = kestrl("eval", "--policy", "base", "--base", code=2)
+    assert "without --step and --base" in printed

@@ -52,28 +52,28 @@ def test_scripted_questions_have_one_right_answer(database: Path, tmp_path: Path
     kestrl(monkeypatch, "questions", database, "--out", out, "--scripted", "--per-inbox", "60")
     kinds: dict[str, int] = {}
     for row in rows(out):
-        truth, info = row["reward_model"]["ground_truth"], row["extra_info"]
+        expected, info = row["reward_model"]["ground_truth"], row["extra_info"]
         kinds[info["kind"]] = kinds.get(info["kind"], 0) + 1
         create = info["tools_kwargs"]["search_emails"]["create_kwargs"]
         assert info["inbox"] in row["prompt"][0]["content"]
         assert info["query_date"] in row["prompt"][0]["content"]
         with closing(SearchEmails(**create)) as search, closing(ReadEmail(**create)) as read:
-            mails = [json.loads(read(message_id).text) for message_id in truth["message_ids"]]
+            mails = [json.loads(read(message_id).text) for message_id in expected["message_ids"]]
             assert max(mail["date"] for mail in mails) < info["query_date"]
             sender = mails[0]["from"].split()[-1]
             if info["kind"] == "how_many":
                 month = mails[0]["date"][:7]
                 following = f"{int(month[:4]) + month.endswith('12')}-{int(month[5:]) % 12 + 1:02}"
                 found = search(from_addr=sender, sent_after=f"{month}-01", sent_before=f"{following}-01")
-                assert json.loads(found.text)["total"] == int(truth["answer"])
+                assert json.loads(found.text)["total"] == int(expected["answer"])
             elif info["kind"] == "first":
                 found = json.loads(search(from_addr=sender, oldest_first=True, max_results=1).text)
-                assert found["results"][0]["subject"] == truth["answer"]
+                assert found["results"][0]["subject"] == expected["answer"]
             elif info["kind"] == "when":
-                assert mails[0]["date"][:10] == truth["answer"]
-                assert mails[0]["date"][:4] in truth["aliases"][0]
+                assert mails[0]["date"][:10] == expected["answer"]
+                assert mails[0]["date"][:4] in expected["aliases"][0]
             else:
-                assert sender == truth["answer"]
+                assert sender == expected["answer"]
     assert set(kinds) == {"who", "when", "how_many", "first"}
 
 

@@ -37,7 +37,7 @@ def _rate(value: str) -> str:
     return value
 
 
-def _truth(value: str) -> bool:
+def _switch(value: str) -> bool:
     if value.lower() in {"true", "1", "yes"}:
         return True
     if value.lower() in {"false", "0", "no", ""}:
@@ -69,9 +69,9 @@ VARIABLES = (
     Variable("MAX_TOKENS", "--set agent.maxTokens={}", _count),
     Variable("LITELLM_TIMEOUT", "--set rollout.deadlines.turn={}s", _count),
     Variable("ROLLOUT_CONCURRENCY", "--set rollout.concurrency={}", _count),
-    Variable("BENCH_SEQUENTIAL", "--set rollout.concurrency=1", _truth, EVALUATING),
-    Variable("SHOW_TRAJECTORY_DETAILS", "--details", _truth, EVALUATING),
-    Variable("VERBOSE", "--verbose", _truth),
+    Variable("BENCH_SEQUENTIAL", "--set rollout.concurrency=1", _switch, EVALUATING),
+    Variable("SHOW_TRAJECTORY_DETAILS", "--details", _switch, EVALUATING),
+    Variable("VERBOSE", "--verbose", _switch),
 )
 
 

@@ -87,7 +87,8 @@ def person(number: int) -> Person:
 
 
 @cache
-def _vocabulary() -> tuple[list[str], list[float]]:
+def vocabulary() -> tuple[list[str], list[float]]:
+    """Words of the filler text, the most frequent first, with cumulative weights."""
     rng = random.Random("vocabulary")  # noqa: S311 - a seeded corpus
     words = ["".join(rng.choices(SYLLABLES, k=rng.randint(1, 4))) for _ in range(WORDS)]
     return words, list(accumulate(1 / (rank + 3) for rank in range(WORDS)))
@@ -153,7 +154,7 @@ def mail_files(number: int, seed: int, people: int) -> Iterator[File]:
     topic, place = rng.choice(TOPICS), rng.choice(PLACES)
     code = f"{rng.choice(SYLLABLES)}{rng.choice(SYLLABLES)}{number}"
     sent = BEGIN + timedelta(minutes=rng.randrange(MINUTES))
-    words, weights = _vocabulary()
+    words, weights = vocabulary()
     count = min(2000, int(rng.lognormvariate(5.2, 0.9)))
     filler = rng.choices(words, cum_weights=weights, k=count)
     text = "\n".join(" ".join(filler[start : start + 12]) for start in range(0, count, 12))

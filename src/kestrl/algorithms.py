@@ -6,9 +6,9 @@ takes part in the same way. `kestrl.testing.algorithms` is the conformance suite
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -24,6 +24,8 @@ class ScoredEpisode:
     """Sampled tokens of each turn, in the order of the episode's rows."""
     turn_rewards: Sequence[float] = ()
     """Reward of each turn, in the order of `turns`; empty if turns are not scored."""
+    log_ratios: Sequence[float] = ()
+    """log(behaviour / reference) of each sampled token; empty unless the algorithm needs the reference."""
 
     @property
     def tokens(self) -> int:
@@ -54,6 +56,9 @@ class TokenBatch:
     """Log-probabilities under the current weights, with gradient."""
     behaviour: Tensor
     """Log-probabilities that the engine reported when it sampled the tokens."""
+    old: Tensor
+    """Log-probabilities under the weights that the step began with, without gradient. In a step of one update they are
+    those of `logprobs`."""
     reference: Tensor | None
     """Log-probabilities under the base model without the adapter; None unless the algorithm needs them."""
     advantages: Tensor
@@ -72,7 +77,9 @@ class Algorithm(Protocol):
 
     @property
     def needs_reference(self) -> bool:
-        """Whether `TokenBatch.reference` is filled: one more forward pass over the batch."""
+        """Whether `TokenBatch.reference` and `ScoredEpisode.log_ratios` are filled, by one more forward pass over the
+        batch.
+        """
         ...
 
     @property
@@ -100,4 +107,13 @@ class Algorithm(Protocol):
         """Whether a group with these rewards takes part in training; a refused one is replaced by another
         scenario's.
         """
+        ...
+
+
+@runtime_checkable
+class HasTokenMetrics(Protocol):
+    """An algorithm with numbers of its own, logged with those of every step."""
+
+    def token_metrics(self, batch: TokenBatch) -> Mapping[str, Tensor]:
+        """Numbers by name, (N,) each, which are averaged over the tokens of the step's updates."""
         ...

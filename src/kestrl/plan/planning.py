@@ -10,6 +10,7 @@ from kestrl.plan.judges import reward_entries, ruler_entry, ruler_of, uses_own_e
 from kestrl.plan.settings import (
     AgentSettings,
     AlgorithmSettings,
+    CorrectionSettings,
     DataSettings,
     EngineEntry,
     GapBounds,
@@ -21,7 +22,7 @@ from kestrl.plan.settings import (
     ToolsSettings,
 )
 from kestrl.plan.site import Site
-from kestrl.spec.algorithms import PRESETS
+from kestrl.spec.algorithms import PRESETS, Algorithm
 from kestrl.spec.job import AgentRLJob, JobSpec
 
 GAP_BOUND = {"float32": 1e-3, "bfloat16": 0.1}
@@ -213,9 +214,33 @@ def algorithm_settings(spec: JobSpec) -> AlgorithmSettings:
         horizon=spec.agent.max_tokens,
         kl_coefficient=algorithm.kl.coefficient,
         kl_estimator=algorithm.kl.estimator,
+        kl_place=algorithm.kl.place,
         dynamic_sampling=preset.dynamic_sampling if dynamic is None else dynamic,
         max_sampled_batches=algorithm.max_sampled_batches,
-        importance_cap=algorithm.importance_cap if algorithm.max_staleness > 0 else None,
+        correction=_correction(algorithm),
+        learning_rate_schedule=algorithm.learning_rate_schedule,
+        final_learning_rate_share=algorithm.final_learning_rate_share,
+        adam_beta1=algorithm.adam_beta1,
+        adam_beta2=algorithm.adam_beta2,
+        mini_batches=algorithm.mini_batches,
+        mini_batch_epochs=algorithm.mini_batch_epochs,
+    )
+
+
+def _correction(algorithm: Algorithm) -> CorrectionSettings:
+    correction = algorithm.correction
+    several = algorithm.mini_batches * algorithm.mini_batch_epochs > 1
+    decoupled = algorithm.max_staleness > 0 or several if correction.mode is None else correction.mode == "decoupled"
+    return CorrectionSettings(
+        decoupled=decoupled,
+        weights=correction.weights if decoupled else "none",
+        cap=correction.cap,
+        low=correction.low,
+        high=correction.high,
+        reject=correction.reject,
+        reject_below=correction.reject_below,
+        reject_above=correction.reject_above,
+        reject_kl=correction.reject_kl,
     )
 
 

@@ -236,6 +236,22 @@ class DataSettings(Model):
     """Number of scenarios; None means all."""
 
 
+class CorrectionSettings(Model):
+    """Correction for the behaviour policy."""
+
+    decoupled: bool = False
+    """Whether the old policy is the one that the step begins with, rather than the behaviour policy."""
+    weights: str = "none"
+    """Importance weights of old / behaviour; `none` in bypass mode."""
+    cap: float = 2.0
+    low: float = 0.5
+    high: float = 2.0
+    reject: str = "none"
+    reject_below: float = 0.999
+    reject_above: float = 1.001
+    reject_kl: float = 0.01
+
+
 class AlgorithmSettings(Model):
     """Settings of the training algorithm."""
 
@@ -254,8 +270,14 @@ class AlgorithmSettings(Model):
     warmup_steps: int
     advantage: str
     loss: str
-    importance_cap: float | None
-    """Token TIS bound C, when staleness is above 0."""
+    correction: CorrectionSettings = CorrectionSettings()
+    learning_rate_schedule: str = "constant"
+    final_learning_rate_share: float = 0.0
+    adam_beta1: float = 0.9
+    adam_beta2: float = 0.99
+    mini_batches: int = 1
+    """Optimiser updates in one pass over the groups of a step."""
+    mini_batch_epochs: int = 1
     config: dict[str, Any] = {}
     """Keyword arguments of a class by import path."""
     aggregation: str = "token_mean"
@@ -264,6 +286,7 @@ class AlgorithmSettings(Model):
     clip_dual: float | None = None
     kl_coefficient: float = 0.0
     kl_estimator: str = "k3"
+    kl_place: Literal["loss", "reward"] = "loss"
     dynamic_sampling: bool = False
     max_sampled_batches: int = 10
 

@@ -255,7 +255,7 @@ def episode_from_proto(message: pb.Episode) -> Episode:
         trace_id=message.trace_id,
         reward=message.reward if message.HasField("reward") else None,
         rewards=dict(message.rewards),
-        turn_rewards=list(message.turn_rewards),
+        turn_rewards=tuple(message.turn_rewards),
         metrics=dict(message.metrics),
         loop_reward=message.loop_reward if message.HasField("loop_reward") else None,
         environments=_load(message.environments_json, {}),

@@ -20,6 +20,9 @@ ADVANTAGES = ("grpo", "dr_grpo", "rloo", "reinforce++", "maxrl")
 LOSSES = ("ppo_clip", "gspo", "cispo", "sapo", "dppo_tv")
 AGGREGATIONS = ("token_mean", "token_sum", "seq_mean_token_sum", "seq_mean_token_sum_norm", "seq_mean_token_mean")
 KL_ESTIMATORS = ("k1", "k2", "k3")
+CORRECTION_WEIGHTS = ("none", "token", "sequence", "icepop")
+REJECTIONS = ("none", "geometric", "k3")
+LEARNING_RATE_SCHEDULES = ("constant", "linear", "cosine")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,6 +93,9 @@ AdvantageName = Annotated[str, *one_of(ADVANTAGES)]
 LossName = Annotated[str, *one_of(LOSSES)]
 AggregationName = Annotated[str, *one_of(AGGREGATIONS)]
 KlEstimatorName = Annotated[str, *one_of(KL_ESTIMATORS)]
+CorrectionWeightsName = Annotated[str, *one_of(CORRECTION_WEIGHTS)]
+RejectionName = Annotated[str, *one_of(REJECTIONS)]
+LearningRateScheduleName = Annotated[str, *one_of(LEARNING_RATE_SCHEDULES)]
 
 
 class Clip(Model):
@@ -105,12 +111,44 @@ class Clip(Model):
 
 
 class Kl(Model):
-    """A penalty on the distance from the base model (the adapter switched off), added to the loss."""
+    """A penalty on the distance from the base model (the adapter switched off)."""
 
     coefficient: NonNegative = 0.0
     """Coefficient of the penalty; above 0, a step needs one more forward pass for reference log-probabilities."""
     estimator: KlEstimatorName = "k3"
     """Estimator of the KL divergence per token; k2 has the exact gradient on policy."""
+    place: Literal["loss", "reward"] = "loss"
+    """`loss` adds the penalty of each token to the loss; `reward` subtracts the sum over an episode's tokens from its
+    reward before advantages are estimated, with the sampling policy in place of the current one."""
+
+
+class Correction(Model):
+    """Correction for the difference between the policy that sampled a token (mu, as the engine reports it) and the one
+    that the step begins with (old).
+    """
+
+    mode: Literal["bypass", "decoupled"] | None = None
+    """`bypass`: the ratio of the loss is policy / mu, which holds the whole correction. `decoupled`: the ratio is policy
+    / old, and `weights` of old / mu are applied. Default: decoupled if maxStaleness is above 0 or a step has several
+    updates, else bypass."""
+    weights: CorrectionWeightsName = "token"
+    """Decoupled: `token` is min(old / mu, cap), `sequence` the same with the episode's product, `icepop` is old / mu
+    within [low, high] and 0 elsewhere."""
+    cap: Positive = 2.0
+    """Bound C of truncated importance weights (`token`, `sequence`)."""
+    low: NonNegative = 0.5
+    """Lower bound of `icepop`."""
+    high: Positive = 2.0
+    """Upper bound of `icepop`."""
+    reject: RejectionName = "none"
+    """Episodes that are left out, in either mode: `geometric` if the geometric mean of old / mu is outside
+    [rejectBelow, rejectAbove], `k3` if the mean of the KL estimate k3 is above rejectKl."""
+    reject_below: NonNegative = 0.999
+    """Lower bound of `geometric`."""
+    reject_above: Positive = 1.001
+    """Upper bound of `geometric`."""
+    reject_kl: Positive = 0.01
+    """Upper bound of `k3`, in nats per token."""
 
 
 class Algorithm(Model):
@@ -137,7 +175,15 @@ class Algorithm(Model):
     groups_per_step: Annotated[int, Field(ge=1, le=65_536)] = 8
     """Scenarios per optimiser step."""
     learning_rate: Positive = 1.2e-5
-    """Constant learning rate of AdamW after the warm-up."""
+    """Learning rate of AdamW after the warm-up."""
+    learning_rate_schedule: LearningRateScheduleName = "constant"
+    """Learning rate after the warm-up: constant, or falling to `finalLearningRateShare` over the remaining steps."""
+    final_learning_rate_share: Annotated[float, Field(ge=0, le=1, strict=False)] = 0.0
+    """Learning rate of the last step as a share of `learningRate`, for `linear` and `cosine`."""
+    mini_batches: Annotated[int, Field(ge=1, le=1024)] = 1
+    """Optimiser updates in one pass over the groups of a step, each with an equal share of them."""
+    mini_batch_epochs: Annotated[int, Field(ge=1, le=64)] = 1
+    """Passes over the groups of a step, as PPO's epochs."""
     clip: Clip = Clip()
     max_staleness: Annotated[int, Field(ge=0, le=64)] = 0
     """Maximum age in steps of a group in training. 0 alternates sampling and training; above 0, they overlap."""
@@ -153,8 +199,11 @@ class Algorithm(Model):
     """Decoupled weight decay of AdamW."""
     warmup_steps: NonNegativeInt = 0
     """Steps over which the learning rate rises from 0."""
-    importance_cap: Positive | None = 2.0
-    """Bound C of the token importance weights (TIS) when staleness is above 0."""
+    adam_beta1: Annotated[float, Field(ge=0, lt=1, strict=False)] = 0.9
+    """Decay of AdamW's mean of gradients."""
+    adam_beta2: Annotated[float, Field(ge=0, lt=1, strict=False)] = 0.99
+    """Decay of AdamW's mean of squared gradients."""
+    correction: Correction = Correction()
     logprob_gap_bound: Positive | None = None
     """Maximum mean log-prob gap between learner and engine on policy, in nats per token. Default: 1e-3 for float32, 0.1
     for bfloat16.

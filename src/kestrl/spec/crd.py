@@ -104,6 +104,21 @@ PLACED_RULES: Mapping[tuple[str, ...], tuple[dict[str, str], ...]] = {
             "is above groupSize; lower it",
             ".minGroupSize",
         ),
+        rule(
+            "self.miniBatches <= self.groupsPerStep",
+            "is above groupsPerStep, so that an update would have no group; lower it",
+            ".miniBatches",
+        ),
+        rule(
+            "self.correction.low <= self.correction.high",
+            "correction.low is above correction.high; lower it",
+            ".correction.low",
+        ),
+        rule(
+            "self.correction.rejectBelow <= self.correction.rejectAbove",
+            "correction.rejectBelow is above correction.rejectAbove; lower it",
+            ".correction.rejectBelow",
+        ),
     ),
     ("spec", "sampling"): (
         rule(

@@ -54,6 +54,18 @@ def group_is_large_enough(spec: JobSpec) -> Iterator[Problem]:
         )
     elif algorithm.on_failed_episode == "shrink" and algorithm.min_group_size > algorithm.group_size:
         yield Problem("spec.algorithm.minGroupSize", f"is above groupSize ({algorithm.group_size}); lower it")
+    if algorithm.mini_batches > algorithm.groups_per_step:
+        yield Problem(
+            "spec.algorithm.miniBatches",
+            f"is above groupsPerStep ({algorithm.groups_per_step}), so that an update would have no group; lower it",
+        )
+    if algorithm.correction.low > algorithm.correction.high:
+        yield Problem("spec.algorithm.correction.low", f"is above high ({algorithm.correction.high:g}); lower it")
+    if algorithm.correction.reject_below > algorithm.correction.reject_above:
+        yield Problem(
+            "spec.algorithm.correction.rejectBelow",
+            f"is above rejectAbove ({algorithm.correction.reject_above:g}); lower it",
+        )
 
 
 def slots_hold_every_version(spec: JobSpec) -> Iterator[Problem]:

@@ -28,6 +28,7 @@ class _Tokens:
 
     logprobs: list[float]
     behaviour: list[float]
+    old: list[float]
     reference: list[float]
 
 
@@ -88,8 +89,9 @@ def _check_order(algorithm: Algorithm, batch: Sequence[Sequence[ScoredEpisode]],
 def _tokens(episode: ScoredEpisode, chance: random.Random) -> _Tokens:
     logprobs = [-chance.random() * 5 - 0.01 for _ in range(episode.tokens)]
     behaviour = [value + chance.uniform(-0.3, 0.3) for value in logprobs]
+    old = [value + chance.uniform(-0.3, 0.3) for value in logprobs]
     reference = [value + chance.uniform(-0.3, 0.3) for value in logprobs]
-    return _Tokens(logprobs, behaviour, reference)
+    return _Tokens(logprobs, behaviour, old, reference)
 
 
 def _check_loss(algorithm: Algorithm, batch: Sequence[Sequence[ScoredEpisode]], chance: random.Random) -> None:
@@ -130,6 +132,7 @@ def _micro_batches(
             yield TokenBatch(
                 logprobs=tensor([value for tokens, _ in some for value in tokens.logprobs]),
                 behaviour=tensor([value for tokens, _ in some for value in tokens.behaviour]),
+                old=tensor([value for tokens, _ in some for value in tokens.old]),
                 reference=tensor([value for tokens, _ in some for value in tokens.reference])
                 if algorithm.needs_reference
                 else None,

@@ -140,7 +140,6 @@ def make_settings(folder: Path, model: Path, **changes: Any) -> LearnerSettings:
         warmup_steps=0,
         advantage="grpo",
         loss="ppo_clip",
-        importance_cap=None,
     )
     given: dict[str, Any] = {
         "component": "learner-0",

@@ -25,12 +25,14 @@ from kestrl.api.rollout.v1 import rollout_pb2_grpc as rstubs
 from kestrl.credentials import Secret
 from kestrl.episode import Episode, Group, PolicyVersion, Row, StopReason, Turn
 from kestrl.errors import EngineFailure, Failure, KestrlError
+from kestrl.plan.settings import CorrectionSettings
 from kestrl.rpc.codec import failure_to_proto, group_to_proto, policy_from_proto, policy_to_proto, scenario_from_proto
 from kestrl.storage import fetch_adapter, open_store
 from kestrl_learner.model import PolicyModel
 from kestrl_learner.run import Run
 
 VOCABULARY = 64
+DECOUPLED = CorrectionSettings(decoupled=True, weights="token")
 ANSWER = 5
 """Sampled tokens of an episode's first turn; its second is one token longer."""
 

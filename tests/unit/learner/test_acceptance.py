@@ -82,7 +82,6 @@ def judged(
         warmup_steps=0,
         advantage="grpo",
         loss="ppo_clip",
-        importance_cap=None,
     )
     return decide(
         Group(id="g", scenario=scenario, episodes=episodes),

@@ -14,7 +14,7 @@ from kestrl_learner import engines
 from kestrl_learner.admission import Admission, EngineLoad
 from kestrl_learner.run import Run
 
-from .fakes import running, until
+from .fakes import DECOUPLED, running, until
 
 CALM = EngineLoad(kv_usage=0.3, running=4)
 FULL = EngineLoad(kv_usage=0.97, running=4)
@@ -114,7 +114,7 @@ async def test_what_the_engines_allow_is_a_number_of_episodes_that_run(
     async with staged() as stage:
         worker = stage.workers[0]
         worker.concurrency, worker.gate, worker.judging = 15, asyncio.Event(), asyncio.Event()
-        wanted = {"groups_per_step": 3, "max_staleness": 2, "importance_cap": 2.0}
+        wanted = {"groups_per_step": 3, "max_staleness": 2, "correction": DECOUPLED}
         async with running(stage.but(validation=None, max_steps=2, algorithm=wanted)):
             await until(lambda: worker.running == 15)  # five groups of three
             for agent in stage.agents:

@@ -16,14 +16,26 @@ from hypothesis import strategies as st
 from kestrl.algorithms import ScoredEpisode, TokenBatch, Totals
 from kestrl.errors import UserCodeError, UserInputError
 from kestrl.plan.planning import algorithm_settings
+from kestrl.plan.settings import CorrectionSettings
 from kestrl.spec import AgentRLJob
 from kestrl.spec.algorithms import ADVANTAGES as ADVANTAGE_NAMES
 from kestrl.spec.algorithms import AGGREGATIONS as AGGREGATION_NAMES
+from kestrl.spec.algorithms import CORRECTION_WEIGHTS as WEIGHT_NAMES
 from kestrl.spec.algorithms import KL_ESTIMATORS as KL_NAMES
 from kestrl.spec.algorithms import LOSSES as LOSS_NAMES
 from kestrl.spec.algorithms import PRESETS
+from kestrl.spec.algorithms import REJECTIONS as REJECTION_NAMES
 from kestrl.testing.algorithms import check_algorithm
-from kestrl_learner.algorithms import ADVANTAGES, AGGREGATIONS, KL_ESTIMATORS, LOSSES, Bounds, make_algorithm
+from kestrl_learner.algorithms import (
+    ADVANTAGES,
+    AGGREGATIONS,
+    CORRECTION_WEIGHTS,
+    KL_ESTIMATORS,
+    LOSSES,
+    REJECTIONS,
+    Bounds,
+    make_algorithm,
+)
 from kestrl_learner.algorithms.advantages import equal, grpo, rloo
 from kestrl_learner.algorithms.losses import ppo_clip
 
@@ -59,6 +71,7 @@ def batch_of(given_tokens: list[Token], reference: list[float] | None = None, **
     made = TokenBatch(
         logprobs=logprobs.clone().requires_grad_(),
         behaviour=behaviour,
+        old=logprobs,
         reference=None if reference is None else torch.tensor(reference, dtype=torch.float64),
         advantages=advantages,
         weights=torch.full((count,), 1.0 / count, dtype=torch.float64),
@@ -169,6 +182,14 @@ def test_a_single_episode_and_equal_turns_have_no_advantage() -> None:
 # Losses
 
 
+def weights_of(batch: TokenBatch, cap: float | None, loss: str) -> torch.Tensor:
+    """Token-level truncated importance weights where the mode is decoupled and the loss takes them."""
+    if cap is None or loss == "dppo_tv":
+        return torch.ones_like(batch.behaviour)
+    settings = CorrectionSettings(weights="token", cap=cap)
+    return CORRECTION_WEIGHTS["token"](batch.old - batch.behaviour, batch.sequences, settings)
+
+
 def slow_loss(name: str, given_tokens: list[Token], cap: float | None) -> list[float]:
     """The loss of each token, one at a time, as the papers write it."""
     found: list[float] = []
@@ -201,7 +222,8 @@ def slow_loss(name: str, given_tokens: list[Token], cap: float | None) -> list[f
 @given(given_tokens=tokens)
 @settings(max_examples=60, deadline=None)
 def test_losses_follow_their_formulas(name: str, cap: float | None, given_tokens: list[Token]) -> None:
-    found = LOSSES[name](batch_of(given_tokens), replace(BOUNDS, importance_cap=cap))
+    batch = batch_of(given_tokens)
+    found = weights_of(batch, cap, name) * LOSSES[name](batch, batch.behaviour if cap is None else batch.old, BOUNDS)
     assert found.tolist() == pytest.approx(slow_loss(name, given_tokens, cap), rel=1e-9, abs=1e-9)
 
 
@@ -210,7 +232,8 @@ def test_losses_follow_their_formulas(name: str, cap: float | None, given_tokens
 @settings(max_examples=60, deadline=None)
 def test_the_gradient_of_the_clipped_loss_is_exact(cap: float | None, given_tokens: list[Token]) -> None:
     batch = batch_of(given_tokens)
-    ppo_clip(batch, replace(BOUNDS, importance_cap=cap)).sum().backward()
+    old = batch.behaviour if cap is None else batch.old
+    (weights_of(batch, cap, "ppo_clip") * ppo_clip(batch, old, BOUNDS)).sum().backward()
     expected: list[float] = []
     for new, behaviour, advantage, _ in given_tokens:
         ratio = math.exp(new - behaviour) if cap is None else 1.0
@@ -223,14 +246,14 @@ def test_the_gradient_of_the_clipped_loss_is_exact(cap: float | None, given_toke
 
 def test_cispo_keeps_the_gradient_of_clipped_tokens() -> None:
     batch = batch_of([(-0.1, -3.0, 1.0, 0), (-3.0, -0.1, -1.0, 1)])
-    LOSSES["cispo"](batch, BOUNDS).sum().backward()
+    LOSSES["cispo"](batch, batch.behaviour, BOUNDS).sum().backward()
     assert batch.logprobs.grad is not None
     assert batch.logprobs.grad.tolist() == pytest.approx([-1.28, 0.8])
 
 
 def test_gspo_gives_every_token_of_an_episode_its_ratio() -> None:
     batch = batch_of([(-1.0, -1.1, 2.0, 0), (-2.0, -2.1, 2.0, 0), (-1.0, -1.0, 2.0, 1)])
-    LOSSES["gspo"](batch, BOUNDS).sum().backward()
+    LOSSES["gspo"](batch, batch.behaviour, BOUNDS).sum().backward()
     ratio = math.exp(0.1)
     assert batch.logprobs.grad is not None
     assert batch.logprobs.grad.tolist() == pytest.approx([-2 * ratio, -2 * ratio, -2.0])
@@ -238,7 +261,7 @@ def test_gspo_gives_every_token_of_an_episode_its_ratio() -> None:
 
 def test_a_dual_clip_bounds_the_cost_of_a_negative_advantage() -> None:
     batch = batch_of([(-0.1, -5.0, -1.0, 0), (-0.1, -5.0, 1.0, 1)])
-    found = ppo_clip(batch, replace(BOUNDS, dual=3.0)).tolist()
+    found = ppo_clip(batch, batch.behaviour, replace(BOUNDS, dual=3.0)).tolist()
     assert found == pytest.approx([3.0, -1.28])
 
 
@@ -286,12 +309,37 @@ def test_the_spec_names_what_the_learner_implements() -> None:
     assert set(LOSS_NAMES) == set(LOSSES)
     assert set(AGGREGATION_NAMES) == set(AGGREGATIONS)
     assert set(KL_NAMES) == set(KL_ESTIMATORS)
+    assert set(WEIGHT_NAMES) == set(CORRECTION_WEIGHTS)
+    assert set(REJECTION_NAMES) == set(REJECTIONS)
 
 
 @pytest.mark.parametrize("name", sorted(PRESETS))
 @pytest.mark.parametrize("kl", [0.0, 0.05])
 def test_every_preset_conforms(name: str, kl: float) -> None:
     check_algorithm(make_algorithm(settings_of(name=name, kl={"coefficient": kl})))
+
+
+@pytest.mark.parametrize("mode", ["bypass", "decoupled"])
+@pytest.mark.parametrize("reject", REJECTION_NAMES)
+@pytest.mark.parametrize("weights", WEIGHT_NAMES)
+def test_every_correction_conforms(mode: str, weights: str, reject: str) -> None:
+    correction = {"mode": mode, "weights": weights, "reject": reject, "rejectBelow": 0.9, "rejectAbove": 1.1}
+    check_algorithm(make_algorithm(settings_of(correction=correction)))
+
+
+def test_kl_in_the_reward_lowers_the_reward_of_its_episode() -> None:
+    """R - coefficient * sum over tokens, with log(behaviour / reference) of each token."""
+    algorithm = make_algorithm(
+        settings_of(advantage="dr_grpo", kl={"coefficient": 0.1, "place": "reward", "estimator": "k1"})
+    )
+    near = ScoredEpisode(reward=1.0, turns=[2], log_ratios=[0.0, 0.0])
+    far = ScoredEpisode(reward=1.0, turns=[2], log_ratios=[1.0, 3.0])
+    assert algorithm.needs_reference
+    found = algorithm.advantages([[near, far]])[0]
+    assert found[0] == pytest.approx([0.2, 0.2])
+    assert found[1] == pytest.approx([-0.2, -0.2])
+    batch = batch_of([(-1.0, -1.0, 1.0, 0)], reference=[-3.0])
+    assert float(algorithm.loss(batch).detach()) == pytest.approx(-1.0), "the loss has no penalty"
 
 
 def test_presets_are_the_documented_bundles_and_settings_override_them() -> None:

@@ -23,7 +23,7 @@ from kestrl_learner.dispatcher import Dispatcher, StepDeadline
 from kestrl_learner.records import step_record
 from kestrl_learner.run import Run
 
-from .fakes import running, until
+from .fakes import DECOUPLED, running, until
 
 pytestmark = pytest.mark.usefixtures("quick")
 
@@ -220,7 +220,7 @@ async def test_a_straggler_too_old_to_be_trained_on_is_given_up_and_frees_its_sl
                 yield answer
 
         worker.RunGroup = straggling
-        async with running(stage.but(algorithm={"max_staleness": 1, "importance_cap": 2.0})):
+        async with running(stage.but(algorithm={"max_staleness": 1, "correction": DECOUPLED})):
             pass
         assert stage.summary["status"] == "succeeded"
         assert stage.summary["steps"] == 6

@@ -14,6 +14,8 @@ from kestrl.errors import Boundary, EngineFailure, Failure, KestrlError
 from kestrl.spec.algorithms import PRESETS
 from kestrl_learner.run import Run
 
+from .fakes import DECOUPLED
+
 
 async def train(settings: Any) -> Run:
     run = Run(settings)
@@ -51,7 +53,7 @@ async def test_without_staleness_groups_sample_from_their_steps_first_version(st
 
 async def test_with_staleness_rollouts_overlap_training_within_the_bound(staged: Any) -> None:
     async with staged() as stage:
-        settings = stage.but(algorithm={"max_staleness": 1, "importance_cap": 2.0})
+        settings = stage.but(algorithm={"max_staleness": 1, "correction": DECOUPLED})
         await train(settings)
         assert stage.summary["status"] == "succeeded"
         assert stage.states == {"trained": 12}
@@ -242,7 +244,7 @@ async def test_with_staleness_an_engine_with_other_weights_stops_the_run(staged:
 
         stage.workers[0].script = lie
         with pytest.raises(KestrlError) as caught:
-            await train(stage.but(algorithm={"max_staleness": 1, "importance_cap": 2.0}))
+            await train(stage.but(algorithm={"max_staleness": 1, "correction": DECOUPLED}))
         assert caught.value.code == "logprob_gap"
         assert "step 2: " in str(caught.value)
         assert re.search(r"engine-\d on test\.1\.\w+: mean 0\.01 above", str(caught.value))

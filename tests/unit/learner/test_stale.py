@@ -15,7 +15,7 @@ from kestrl_learner.run import Run
 from kestrl_learner.run_record import RunRecord
 
 from .conftest import Stage, write_rows
-from .fakes import running
+from .fakes import DECOUPLED, running
 
 pytestmark = pytest.mark.usefixtures("quick")
 STEPS = 8
@@ -39,7 +39,7 @@ def slow_first(stage: Stage, held: asyncio.Event) -> list[str]:
 
 
 def overlapping(stage: Stage, staleness: int, **changes: Any) -> Any:
-    return stage.but(algorithm={"max_staleness": staleness, "importance_cap": 2.0}, **changes)
+    return stage.but(algorithm={"max_staleness": staleness, "correction": DECOUPLED}, **changes)
 
 
 async def test_a_group_given_up_is_counted_by_age_and_length(staged: Any, caplog: pytest.LogCaptureFixture) -> None:

@@ -23,7 +23,8 @@ from kestrl_learner import adapters, checkpoint
 from kestrl_learner.batch import TrainGroup, TrainRow
 from kestrl_learner.model import PolicyModel
 from kestrl_learner.run_record import RunRecord
-from kestrl_learner.trainer import NotFinite, Trainer, stale_rows
+from kestrl_learner.tokens import stale_rows
+from kestrl_learner.trainer import NotFinite, Trainer
 
 VOCABULARY = 64
 Maker = Callable[..., PolicyModel]
@@ -100,7 +101,6 @@ def algorithm(**changes: Any) -> AlgorithmSettings:
         "warmup_steps": 0,
         "advantage": "grpo",
         "loss": "ppo_clip",
-        "importance_cap": None,
     }
     return AlgorithmSettings.model_validate(given | changes)
 

@@ -214,8 +214,26 @@ def test_staleness_decides_on_the_correction() -> None:
     synchronous = by_name(job_with())["learner-0"].settings
     assert isinstance(asynchronous, LearnerSettings)
     assert isinstance(synchronous, LearnerSettings)
-    assert asynchronous.algorithm.importance_cap == 2.0
-    assert synchronous.algorithm.importance_cap is None
+    overlapping, alternating = asynchronous.algorithm.correction, synchronous.algorithm.correction
+    assert (overlapping.decoupled, overlapping.weights, overlapping.cap) == (True, "token", 2.0)
+    assert (alternating.decoupled, alternating.weights) == (False, "none")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "decoupled", "weights"),
+    [
+        (["algorithm.miniBatches=2"], True, "token"),
+        (["algorithm.miniBatchEpochs=2"], True, "token"),
+        (["algorithm.miniBatches=2", "algorithm.correction.mode=bypass"], False, "none"),
+        (["algorithm.correction.mode=decoupled", "algorithm.correction.weights=icepop"], True, "icepop"),
+    ],
+)
+def test_several_updates_and_the_mode_decide_on_the_correction(
+    overrides: list[str], decoupled: bool, weights: str
+) -> None:
+    learner = by_name(job_with(*overrides))["learner-0"].settings
+    assert isinstance(learner, LearnerSettings)
+    assert (learner.algorithm.correction.decoupled, learner.algorithm.correction.weights) == (decoupled, weights)
 
 
 def test_user_code_lies_on_the_path_of_every_service() -> None:

@@ -87,6 +87,7 @@ episodes = st.builds(
     environments=st.dictionaries(text, json_values, max_size=2),
     scoring=st.dictionaries(text, json_values, max_size=2),
     rewards=st.dictionaries(text, floats, max_size=2),
+    turn_rewards=st.lists(floats, max_size=2).map(tuple),
     metrics=st.dictionaries(text, floats, max_size=2),
 )
 scenarios = st.builds(

@@ -80,6 +80,9 @@ def test_a_missing_field_is_named() -> None:
         (["sampling.temperature=0"], "spec.sampling.temperature"),
         (["algorithm.groupSize=1"], "spec.algorithm.groupSize"),
         (["algorithm.onFailedEpisode=shrink", "algorithm.minGroupSize=9"], "spec.algorithm.minGroupSize"),
+        (["algorithm.miniBatches=9"], "spec.algorithm.miniBatches"),
+        (["algorithm.correction.low=3"], "spec.algorithm.correction.low"),
+        (["algorithm.correction.rejectBelow=2"], "spec.algorithm.correction.rejectBelow"),
         (["algorithm.maxStaleness=3"], "spec.inference.adapterSlots"),
         (["model.adapter.rank=1024"], "spec.model.adapter.rank"),
         (["agent.maxTokens=4096"], "spec.agent.maxTokens"),
@@ -293,7 +296,7 @@ def test_an_invalid_duration_is_refused(text: Any) -> None:
     ("override", "path"),
     [
         ("algorithm.maxGradNorm=.inf", "spec.algorithm.maxGradNorm"),
-        ("algorithm.importanceCap=.nan", "spec.algorithm.importanceCap"),
+        ("algorithm.correction.cap=.nan", "spec.algorithm.correction.cap"),
         ("algorithm.logprobGapBound=.inf", "spec.algorithm.logprobGapBound"),
         ("rewards=[{rule: 'm:f', weight: -.inf}]", "spec.rewards[0].weight"),
         ("inference.args.x=.inf", "spec.inference.args.x"),

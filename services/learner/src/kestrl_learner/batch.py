@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from kestrl.algorithms import Algorithm, ScoredEpisode
@@ -39,6 +39,9 @@ class TrainGroup:
     id: str
     prompt: array[int]
     rows: Sequence[TrainRow]
+    episodes: Sequence[ScoredEpisode] = ()
+    """The scored episodes, by `TrainRow.sequence`, while their advantages are to be estimated; empty once the rows hold
+    them."""
 
     @property
     def sampled(self) -> int:
@@ -123,7 +126,8 @@ def scored_episode(episode: Episode) -> ScoredEpisode:
 
 
 def train_batch(groups: Sequence[Group], algorithm: Algorithm, policy: str) -> list[TrainGroup]:
-    """The groups of a step for the trainer, with the advantages of every sampled token.
+    """The groups of a step for the trainer, with the advantages of every sampled token, unless the algorithm needs the
+    reference policy to estimate them.
 
     Args:
         groups: Scored; every episode has a reward.
@@ -133,15 +137,40 @@ def train_batch(groups: Sequence[Group], algorithm: Algorithm, policy: str) -> l
     Raises:
         ValueError: The algorithm returned another number of advantages than an episode has sampled tokens.
     """
-    advantages = algorithm.advantages([[scored_episode(episode) for episode in group.episodes] for group in groups])
-    return [_train_group(group, given, policy) for group, given in zip(groups, advantages, strict=True)]
+    batch = [_train_group(group, policy) for group in groups]
+    return batch if algorithm.needs_reference else estimated(batch, algorithm)
 
 
-def _train_group(group: Group, advantages: Sequence[Sequence[float]], policy: str) -> TrainGroup:
+def estimated(batch: Sequence[TrainGroup], algorithm: Algorithm) -> list[TrainGroup]:
+    """The groups with the algorithm's advantages.
+
+    Raises:
+        ValueError: The algorithm returned another number of advantages than an episode has sampled tokens.
+    """
+    advantages = algorithm.advantages([group.episodes for group in batch])
+    return [_with_advantages(group, given) for group, given in zip(batch, advantages, strict=True)]
+
+
+def _with_advantages(group: TrainGroup, advantages: Sequence[Sequence[float]]) -> TrainGroup:
+    for number, (episode, values) in enumerate(zip(group.episodes, advantages, strict=True)):
+        if len(values) != episode.tokens:
+            raise ValueError(
+                f"episode {number} of {group.id} has {episode.tokens} sampled tokens and the algorithm gave "
+                f"{len(values)} advantages"
+            )
+    remaining = [iter(values) for values in advantages]
+    rows = [
+        replace(row, advantages=array("d", (next(remaining[row.sequence]) if on else 0.0 for on in row.mask)))
+        for row in group.rows
+    ]
+    return replace(group, rows=rows, episodes=())
+
+
+def _train_group(group: Group, policy: str) -> TrainGroup:
     given = [
-        (row, aligned, number, engine_of_tokens(episode, index))
-        for number, (episode, values) in enumerate(zip(group.episodes, advantages, strict=True))
-        for index, (row, aligned) in enumerate(zip(episode.rows, _aligned(episode, values), strict=True))
+        (row, number, engine_of_tokens(episode, index))
+        for number, episode in enumerate(group.episodes)
+        for index, row in enumerate(episode.rows)
     ]
     length = shared_prompt([(row.token_ids, row.mask) for row, *_ in given])
     rows = [
@@ -149,21 +178,17 @@ def _train_group(group: Group, advantages: Sequence[Sequence[float]], policy: st
             token_ids=row.token_ids[length:],
             mask=row.mask[length:],
             behaviour=row.logprobs[length:],
-            advantages=aligned[length:],
+            advantages=array("d", bytes(8 * (len(row.mask) - length))),
             sequence=number,
             on_policy=all(name == policy for name in row.policies),
             policy=row.policies[0] if len(set(row.policies)) == 1 else "",
             engines=engines,
         )
-        for row, aligned, number, engines in given
+        for row, number, engines in given
     ]
-    return TrainGroup(id=group.id, prompt=given[0][0].token_ids[:length] if given else array("i"), rows=rows)
-
-
-def _aligned(episode: Episode, values: Sequence[float]) -> list[array[float]]:
-    """The advantages of an episode's sampled tokens, aligned with its rows."""
-    sampled = sum(sum(row.mask) for row in episode.rows)
-    if len(values) != sampled:
-        raise ValueError(f"{episode.id} has {sampled} sampled tokens and the algorithm gave {len(values)} advantages")
-    remaining = iter(values)
-    return [array("d", (next(remaining) if on else 0.0 for on in row.mask)) for row in episode.rows]
+    return TrainGroup(
+        id=group.id,
+        prompt=given[0][0].token_ids[:length] if given else array("i"),
+        rows=rows,
+        episodes=[scored_episode(episode) for episode in group.episodes],
+    )

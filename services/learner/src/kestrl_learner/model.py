@@ -23,6 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 from kestrl.errors import UserInputError
 from kestrl_learner.batch import TrainGroup, TrainRow, cut
+from kestrl_learner.head import token_logprobs
 
 TOKENS_AT_ONCE = 16_384
 """Largest number of tokens of a forward pass, prompt included; larger groups are split."""
@@ -121,39 +122,47 @@ class PolicyModel:
         finally:
             self.load_adapter_state(own)
 
-    def logprobs(self, group: TrainGroup, temperature: float) -> Iterator[tuple[Sequence[TrainRow], Tensor]]:
+    def logprobs(
+        self, group: TrainGroup, temperature: float, entropies: list[Tensor] | None = None
+    ) -> Iterator[tuple[Sequence[TrainRow], Tensor]]:
         """Log-probabilities of the sampled tokens, some rows at a time; the rows of an episode come together.
 
         Args:
             group: Rows with their shared prompt.
             temperature: Divisor of the logits, as in the engine.
+            entropies: If given, the entropies of the tokens' distributions are appended, one tensor for each part.
 
         Yields:
             Rows, and a tensor (sampled tokens of these rows,) in row order, with gradient unless it is disabled.
         """
+        for rows, _ in self.parts(group):
+            yield rows, self._part(group.prompt, rows, temperature, entropies)
+
+    def parts(self, group: TrainGroup) -> list[tuple[Sequence[TrainRow], Sequence[int]]]:
+        """The rows of each forward pass over a group, and the number of sampled tokens of each row."""
         episodes = [list(rows) for _, rows in groupby(group.rows, key=lambda row: row.sequence)]
         longest = {id(rows): max(len(row.token_ids) for row in rows) for rows in episodes}
         episodes.sort(key=lambda rows: longest[id(rows)])
-        parts = cut(
+        slices = cut(
             [longest[id(rows)] for rows in episodes],
             prompt=len(group.prompt),
             limit=TOKENS_AT_ONCE,
             rows=[len(rows) for rows in episodes],
         )
-        for part in parts:
-            rows = [row for episode in episodes[part] for row in episode]
-            yield rows, self._part(group.prompt, rows, temperature)
+        parts = [[row for episode in episodes[part] for row in episode] for part in slices]
+        return [(rows, [sum(row.mask) for row in rows]) for rows in parts]
 
     def reference_logprobs(self, group: TrainGroup, temperature: float) -> list[Tensor]:
         """Log-probabilities under the base model, in the parts that `logprobs` yields, without gradient."""
         with torch.no_grad(), self.peft.disable_adapter():
             return [logprobs for _, logprobs in self.logprobs(group, temperature)]
 
-    def _part(self, prompt: array[int], rows: Sequence[TrainRow], temperature: float) -> Tensor:
+    def _part(
+        self, prompt: array[int], rows: Sequence[TrainRow], temperature: float, entropies: list[Tensor] | None
+    ) -> Tensor:
         ids, padding, wanted = self._padded(rows)
         hidden = self._with_shared_prompt(prompt, ids, padding) if prompt else self._plain(ids, padding)
-        logits = self._head(hidden[wanted]).float() / temperature
-        return torch.log_softmax(logits, dim=-1).gather(-1, ids[wanted][:, None])[:, 0]
+        return token_logprobs(self._head, hidden[wanted], ids[wanted], temperature, entropies)
 
     def _padded(self, rows: Sequence[TrainRow]) -> tuple[Tensor, Tensor, Tensor]:
         """Token ids, mask of tokens that are not padding, mask of sampled tokens; each of shape (rows, longest)."""

@@ -42,6 +42,7 @@ def step_record(step: int, groups: Sequence[Group], result: StepResult) -> dict[
         "gap": result.mismatch.facts(),
         "idle_groups": result.zero_advantage_groups,
         "sampled_tokens": result.sampled,
+        "diagnostics": dict(result.diagnostics),
     }
 
 

@@ -16,6 +16,7 @@ from kestrl.telemetry.names import Attr, SpanName
 from kestrl_learner import checkpoint
 from kestrl_learner.batch import train_batch
 from kestrl_learner.concurrency import Interrupted, guarded
+from kestrl_learner.diagnostics import staleness_facts
 from kestrl_learner.dispatcher import Dispatcher, ReadyGroup
 from kestrl_learner.evaluate import store_groups
 from kestrl_learner.learning import LearningCounts
@@ -62,7 +63,7 @@ class Training:
 
     def __init__(self, resources: RunResources, model: PolicyModel) -> None:
         self._resources, self._settings, self._model = resources, resources.settings, model
-        self._trainer = Trainer(model, self._settings.algorithm, self._settings.temperature)
+        self._trainer = Trainer(model, self._settings.algorithm, self._settings.temperature, steps=resources.steps)
         self._ledger = Ledger(
             self._settings.database,
             seed=self._settings.seed,
@@ -284,6 +285,9 @@ class Training:
             "staleness": max(done - 1 - item.policy.step for item in ready),
             "seconds": {"collect": collected - began, "update": trained - collected, "rest": now - trained},
             "stale": resources.progress.stale_in_step.facts(),
+            **staleness_facts(
+                [done - 1 - item.policy.step for item in ready], groups, resources.progress.stale_in_step.seconds
+            ),
         }
         resources.progress.stale_in_step = Stale()
         resources.record = resources.record.but(learning=resources.record.learning.with_step(groups, result))

@@ -5,8 +5,10 @@ of them.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import cast
 
+import torch
 from torch import Tensor
 
 from kestrl.algorithms import Algorithm, ScoredEpisode, TokenBatch
@@ -15,8 +17,9 @@ from kestrl.importing import load
 from kestrl.plan.settings import AlgorithmSettings
 from kestrl_learner.algorithms.advantages import ADVANTAGES, equal, token_advantages
 from kestrl_learner.algorithms.aggregation import AGGREGATIONS
+from kestrl_learner.algorithms.correction import CORRECTION_WEIGHTS, REJECTIONS
 from kestrl_learner.algorithms.kl import KL_ESTIMATORS
-from kestrl_learner.algorithms.losses import LOSSES, Bounds
+from kestrl_learner.algorithms.losses import AGAINST_BEHAVIOUR, LOSSES, Bounds, clipped
 from kestrl_learner.algorithms.user import UserAlgorithm
 
 
@@ -27,12 +30,10 @@ class ComposedAlgorithm:
         self._settings = settings
         self._advantages, self._loss = ADVANTAGES[settings.advantage], LOSSES[settings.loss]
         self._kl = KL_ESTIMATORS[settings.kl_estimator]
-        self._bounds = Bounds(
-            low=settings.clip_low,
-            high=settings.clip_high,
-            dual=settings.clip_dual,
-            importance_cap=settings.importance_cap,
-        )
+        self._bounds = Bounds(low=settings.clip_low, high=settings.clip_high, dual=settings.clip_dual)
+        self._weigh = CORRECTION_WEIGHTS[settings.correction.weights]
+        self._keep = REJECTIONS[settings.correction.reject]
+        self._decoupled = settings.correction.decoupled and settings.loss not in AGAINST_BEHAVIOUR
 
     @property
     def needs_reference(self) -> bool:
@@ -43,13 +44,45 @@ class ComposedAlgorithm:
         return self._settings.aggregation
 
     def advantages(self, batch: Sequence[Sequence[ScoredEpisode]]) -> list[list[list[float]]]:
+        if self._settings.kl_place == "reward" and self.needs_reference:
+            batch = [[self._penalised(episode) for episode in group] for group in batch]
         return token_advantages(self._advantages, batch)
 
+    def _penalised(self, episode: ScoredEpisode) -> ScoredEpisode:
+        """The episode with R - coefficient * sum of KL(behaviour || reference) over its tokens as its reward."""
+        ratios = torch.tensor(episode.log_ratios, dtype=torch.float64)
+        penalty = float(self._kl(ratios, torch.zeros_like(ratios)).sum())
+        return replace(episode, reward=episode.reward - self._settings.kl_coefficient * penalty)
+
     def loss(self, batch: TokenBatch) -> Tensor:
-        losses = self._loss(batch, self._bounds)
-        if batch.reference is not None:
+        losses = self._correction(batch) * self._loss(batch, self._old(batch), self._bounds)
+        if batch.reference is not None and self._settings.kl_place == "loss":
             losses = losses + self._settings.kl_coefficient * self._kl(batch.logprobs, batch.reference)
         return (batch.weights * losses).sum()
+
+    def _old(self, batch: TokenBatch) -> Tensor:
+        """Log-probabilities of the old policy. In bypass mode it is the behaviour policy: the ratio holds the whole
+        correction, and no weight applies it again.
+        """
+        return batch.old if self._decoupled else batch.behaviour
+
+    def _correction(self, batch: TokenBatch) -> Tensor:
+        log_ratio, settings = batch.old - batch.behaviour, self._settings.correction
+        kept = self._keep(log_ratio, batch.sequences, settings)
+        return kept * self._weigh(log_ratio, batch.sequences, settings) if self._decoupled else kept
+
+    def token_metrics(self, batch: TokenBatch) -> dict[str, Tensor]:
+        """The share of clipped tokens, of tokens without weight, and the mean weight."""
+        with torch.no_grad():
+            weights = self._correction(batch)
+            metrics = {
+                "clip_fraction": clipped(batch.logprobs - self._old(batch), batch.advantages, self._bounds),
+                "rejected": (weights == 0.0).to(weights.dtype),
+                "correction_weight": weights,
+            }
+            if batch.reference is not None:
+                metrics["kl_reference"] = self._kl(batch.logprobs, batch.reference)
+            return metrics
 
     def accept(self, rewards: Sequence[float]) -> bool:
         return not self._settings.dynamic_sampling or not equal(rewards)
@@ -80,4 +113,14 @@ def make_algorithm(settings: AlgorithmSettings) -> Algorithm:
     return UserAlgorithm(settings.name, algorithm)
 
 
-__all__ = ["ADVANTAGES", "AGGREGATIONS", "KL_ESTIMATORS", "LOSSES", "Bounds", "ComposedAlgorithm", "make_algorithm"]
+__all__ = [
+    "ADVANTAGES",
+    "AGGREGATIONS",
+    "CORRECTION_WEIGHTS",
+    "KL_ESTIMATORS",
+    "LOSSES",
+    "REJECTIONS",
+    "Bounds",
+    "ComposedAlgorithm",
+    "make_algorithm",
+]

@@ -1,4 +1,6 @@
-"""Policy losses a token. Each takes a `TokenBatch` and returns a tensor (N,) that the caller weighs and sums."""
+"""Policy losses a token. Each takes a `TokenBatch`, the log-probabilities of the old policy and bounds, and returns a
+tensor (N,) that the caller weighs and sums.
+"""
 
 from __future__ import annotations
 
@@ -24,25 +26,10 @@ class Bounds:
     """... to 1 + high."""
     dual: float | None = None
     """Dual clip c > 1: a token with a negative advantage costs at most -c A. Source: arXiv 1912.09729."""
-    importance_cap: float | None = None
-    """Cap C of token-level truncated importance sampling, or None."""
 
 
 def bounded(log_ratio: Tensor) -> Tensor:
     return log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
-
-
-def old_policy(batch: TokenBatch, cap: float | None) -> tuple[Tensor, Tensor]:
-    """Log-probabilities of the old policy and the weights that correct for the behaviour policy.
-
-    Without a cap ("bypass") the behaviour policy is the old one: the ratio holds the whole correction and no weight
-    applies it again. With a cap C ("decoupled", one update a batch) the old policy is the current one, and a token
-    weighs sg min(exp(logprob - behaviour), C): token-level truncated importance sampling.
-    """
-    if cap is None:
-        return batch.behaviour, torch.ones_like(batch.behaviour)
-    current = batch.logprobs.detach()
-    return current, bounded(current - batch.behaviour).exp().clamp(max=cap)
 
 
 def _clipped(ratio: Tensor, advantages: Tensor, bounds: Bounds) -> Tensor:
@@ -53,57 +40,56 @@ def _clipped(ratio: Tensor, advantages: Tensor, bounds: Bounds) -> Tensor:
     return -gains
 
 
-def ppo_clip(batch: TokenBatch, bounds: Bounds) -> Tensor:
+def ppo_clip(batch: TokenBatch, old: Tensor, bounds: Bounds) -> Tensor:
     """PPO's clipped surrogate with the ratio of each token; clip-higher where high > low (DAPO). Source: arXiv
     1707.06347.
     """
-    old, weights = old_policy(batch, bounds.importance_cap)
-    return weights * _clipped(bounded(batch.logprobs - old).exp(), batch.advantages, bounds)
+    return _clipped(bounded(batch.logprobs - old).exp(), batch.advantages, bounds)
+
+
+def sequence_sum(values: Tensor, sequences: Tensor) -> Tensor:
+    """The sum over each token's episode, (N,)."""
+    count = int(sequences.max()) + 1 if len(sequences) else 0
+    return values.new_zeros(count).index_add(0, sequences, values)[sequences]
 
 
 def sequence_mean(values: Tensor, sequences: Tensor) -> Tensor:
     """The mean over each token's episode, (N,)."""
-    count = int(sequences.max()) + 1 if len(sequences) else 0
-    sums = values.new_zeros(count).index_add(0, sequences, values)
-    tokens = values.new_zeros(count).index_add(0, sequences, torch.ones_like(values))
-    return (sums / tokens)[sequences]
+    return sequence_sum(values, sequences) / sequence_sum(torch.ones_like(values), sequences)
 
 
-def gspo(batch: TokenBatch, bounds: Bounds) -> Tensor:
+def gspo(batch: TokenBatch, old: Tensor, bounds: Bounds) -> Tensor:
     """PPO's surrogate with the length-normalised ratio of the episode, s = exp(mean log-ratio).
 
     A token's ratio is sg[s] pi / sg[pi], so that each token of an episode has the episode's ratio and its own gradient.
     Source: GSPO (arXiv 2507.18071), GSPO-token.
     """
-    old, weights = old_policy(batch, bounds.importance_cap)
     log_sequence = sequence_mean((batch.logprobs - old).detach(), batch.sequences)
     ratio = bounded(log_sequence + batch.logprobs - batch.logprobs.detach()).exp()
-    return weights * _clipped(ratio, batch.advantages, bounds)
+    return _clipped(ratio, batch.advantages, bounds)
 
 
-def cispo(batch: TokenBatch, bounds: Bounds) -> Tensor:
+def cispo(batch: TokenBatch, old: Tensor, bounds: Bounds) -> Tensor:
     """-sg[clip(r, 1 - low, 1 + high)] A log pi: every token keeps its gradient. Source: MiniMax-M1 (arXiv
     2506.13585).
     """
-    old, weights = old_policy(batch, bounds.importance_cap)
     ratio = bounded(batch.logprobs - old).exp().detach().clamp(1.0 - bounds.low, 1.0 + bounds.high)
-    return -weights * ratio * batch.advantages * batch.logprobs
+    return -ratio * batch.advantages * batch.logprobs
 
 
 SAPO_POSITIVE, SAPO_NEGATIVE = 1.0, 1.05
 """Temperatures of the gate for A > 0 and A <= 0."""
 
 
-def sapo(batch: TokenBatch, bounds: Bounds) -> Tensor:
+def sapo(batch: TokenBatch, old: Tensor, bounds: Bounds) -> Tensor:  # noqa: ARG001 - a soft gate
     """-f(r) A with the soft gate f(r) = 4 / t sigmoid(t (r - 1)), t by the sign of A. Source: SAPO (arXiv
     2511.20347).
     """
-    old, weights = old_policy(batch, bounds.importance_cap)
     ratio = bounded(batch.logprobs - old).exp()
     # torch.where of two numbers is float32 whatever the advantages are.
     positive = (batch.advantages > 0).to(ratio.dtype)
     temperature = SAPO_NEGATIVE + (SAPO_POSITIVE - SAPO_NEGATIVE) * positive
-    return -weights * torch.sigmoid(temperature * (ratio - 1.0)) * 4.0 / temperature * batch.advantages
+    return -torch.sigmoid(temperature * (ratio - 1.0)) * 4.0 / temperature * batch.advantages
 
 
 DPPO_BOUND = 0.2
@@ -111,11 +97,11 @@ DPPO_BOUND = 0.2
 DPPO_PENALTY = 1e-3
 
 
-def dppo_tv(batch: TokenBatch, bounds: Bounds) -> Tensor:  # noqa: ARG001 - its trust region is fixed
+def dppo_tv(batch: TokenBatch, old: Tensor, bounds: Bounds) -> Tensor:  # noqa: ARG001 - mu and a fixed trust region
     """-keep A pi / mu + 1e-3 log^2(pi / mu); a token is dropped where pi - mu moved by more than 0.2 along its
     advantage.
 
-    mu is the behaviour policy, so no importance cap applies. Source: DPPO-TV (arXiv 2602.04879), prime-rl.
+    mu is the behaviour policy, so that no importance weight applies. Source: DPPO-TV (arXiv 2602.04879), prime-rl.
     """
     log_ratio = bounded(batch.logprobs - batch.behaviour)
     moved = (batch.logprobs.exp() - batch.behaviour.exp()).detach() * batch.advantages.sign()
@@ -123,10 +109,20 @@ def dppo_tv(batch: TokenBatch, bounds: Bounds) -> Tensor:  # noqa: ARG001 - its 
     return -keep * batch.advantages * log_ratio.exp() + DPPO_PENALTY * log_ratio**2
 
 
-LOSSES: dict[str, Callable[[TokenBatch, Bounds], Tensor]] = {
+LOSSES: dict[str, Callable[[TokenBatch, Tensor, Bounds], Tensor]] = {
     "ppo_clip": ppo_clip,
     "gspo": gspo,
     "cispo": cispo,
     "sapo": sapo,
     "dppo_tv": dppo_tv,
 }
+
+AGAINST_BEHAVIOUR = frozenset({"dppo_tv"})
+"""Losses whose ratio is always to the behaviour policy, so that no importance weight applies."""
+
+
+def clipped(log_ratio: Tensor, advantages: Tensor, bounds: Bounds) -> Tensor:
+    """1.0 on tokens whose ratio lies beyond the bound that their advantage moves it to, else 0.0."""
+    ratio = bounded(log_ratio).exp()
+    beyond = ((advantages > 0) & (ratio > 1.0 + bounds.high)) | ((advantages < 0) & (ratio < 1.0 - bounds.low))
+    return beyond.to(ratio.dtype)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 from torch import Tensor
 
-from kestrl.algorithms import Algorithm, ScoredEpisode, TokenBatch
+from kestrl.algorithms import Algorithm, HasTokenMetrics, ScoredEpisode, TokenBatch
 from kestrl.errors import UserCodeError, described
 
 Result = TypeVar("Result")
@@ -52,6 +52,13 @@ class UserAlgorithm:
 
     def loss(self, batch: TokenBatch) -> Tensor:
         return self._call("loss", lambda: self._algorithm.loss(batch))
+
+    def token_metrics(self, batch: TokenBatch) -> Mapping[str, Tensor]:
+        """The class's own numbers, if it has any."""
+        algorithm = self._algorithm
+        if not isinstance(algorithm, HasTokenMetrics):
+            return {}
+        return self._call("token_metrics", lambda: dict(algorithm.token_metrics(batch)))
 
     def accept(self, rewards: Sequence[float]) -> bool:
         return self._call("accept", lambda: bool(self._algorithm.accept(rewards)))

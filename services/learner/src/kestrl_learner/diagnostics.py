@@ -1,0 +1,77 @@
+"""Diagnostics of a step: entropy, distance to the behaviour policy, importance ratios, and what the algorithm reports."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from kestrl.episode import Group
+
+QUANTILES = (0.01, 0.5, 0.99)
+LOG_RATIO_BOUND = 20.0
+
+
+def ratio_diagnostics(log_ratios: Tensor) -> dict[str, float]:
+    """Statistics of the importance ratios policy / behaviour.
+
+    `kl_behaviour` is the estimate k3 of KL(behaviour || policy) in nats per token, `ess` the effective sample size as a
+    share of the tokens.
+
+    Args:
+        log_ratios: (N,): log-probability now minus that of the engine, of every sampled token.
+    """
+    if not len(log_ratios):
+        return {}
+    bounded = log_ratios.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    ratios = bounded.exp()
+    ordered = ratios.sort().values
+    last = len(ordered) - 1
+    return {
+        "kl_behaviour": float((ratios - 1.0 - bounded).mean()),
+        "ess": float(ratios.sum() ** 2 / (ratios**2).sum() / len(ratios)),
+        "ratio_min": float(ordered[0]),
+        **{f"ratio_p{int(share * 100):02d}": float(ordered[round(share * last)]) for share in QUANTILES},
+        "ratio_max": float(ordered[-1]),
+    }
+
+
+class TokenMeans:
+    """Means over all tokens of a step, micro-batch by micro-batch."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, float] = defaultdict(float)
+        self._counts: Counter[str] = Counter()
+
+    def add(self, values: Mapping[str, Tensor]) -> None:
+        """Adds numbers by name, (N,) each."""
+        for name, each in values.items():
+            self._sums[name] += float(each.detach().sum())
+            self._counts[name] += each.numel()
+
+    def means(self) -> dict[str, float]:
+        """The mean of every name that has a token."""
+        return {name: self._sums[name] / count for name, count in self._counts.items() if count}
+
+
+def staleness_facts(ages: Sequence[int], groups: Sequence[Group], stale_seconds: float) -> dict[str, Any]:
+    """The groups of a step by their age in steps, and the share of episode time that went into stale groups.
+
+    Args:
+        ages: Of each trained group: steps between its policy and the newest.
+        groups: The trained groups.
+        stale_seconds: Running time of groups that were released as too old since the last step.
+    """
+    spent = sum(_seconds(group) for group in groups)
+    histogram = {str(age): count for age, count in sorted(Counter(ages).items())}
+    return {"by_staleness": histogram, "stale_share": stale_seconds / max(stale_seconds + spent, 1e-9)}
+
+
+def _seconds(group: Group) -> float:
+    """From the start of a group's first episode to the end of its last."""
+    if not group.episodes:
+        return 0.0
+    begin = min(episode.started_at for episode in group.episodes)
+    return max(0.0, max(episode.started_at + episode.seconds for episode in group.episodes) - begin)

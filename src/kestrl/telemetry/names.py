@@ -148,6 +148,12 @@ class Metric:
 
     SESSIONS = Instrument("kestrl.tools.sessions", "Open sessions, one per episode")
     HANGING = Instrument("kestrl.tools.hanging", "Calls that have not returned", labels=("tool",))
+    SANDBOX_BACKEND = Instrument(
+        "kestrl.sandbox.backend", "1 for the back-end in which code runs", labels=("backend", "isolation")
+    )
+    SANDBOX_RUNNING = Instrument("kestrl.sandbox.running", "Sandboxes in use")
+    SANDBOX_WAITING = Instrument("kestrl.sandbox.waiting", "Runs that wait for a sandbox")
+    SANDBOX_RUNS = Instrument("kestrl.sandbox.runs", "Runs of code by outcome", labels=("outcome",), counts=True)
     REWARD_RESTARTS = Instrument(
         "kestrl.judge.restarts", "Restarts of a reward's processes", labels=("reward",), counts=True
     )

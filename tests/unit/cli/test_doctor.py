@@ -102,3 +102,19 @@ def test_enough_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     more = read_job(QUICKSTART, ["inference.accelerator={profile: nvidia, count: 2}", "inference.replicas=2"])
     assert doctor.accelerator(more).status == "2 GPUs, 4 requested by the engines"
     assert doctor.accelerator(more).fix == "lower spec.inference.replicas or accelerator.count"
+
+
+@pytest.mark.parametrize(("isolation", "code"), [("namespaces", 0), ("kernel", 2)])
+def test_the_sandbox_of_a_code_interpreter_is_reported(tmp_path: Path, isolation: str, code: int) -> None:
+    tool = (
+        f"[{{name: code_interpreter, use: 'kestrl_sandbox.tool:CodeInterpreter', config: {{isolation: {isolation}}}}}]"
+    )
+    job = read_job(QUICKSTART, [f"tools={tool}"])
+    (finding,) = doctor.code_sandbox(job)
+    assert bool(finding.fix) == bool(code)
+    assert ("zygote, isolates by namespaces" in finding.status) == (code == 0)
+    assert ("at least kernel is asked for" in finding.fix) == (code == 2)
+
+
+def test_a_job_without_a_code_interpreter_needs_no_sandbox() -> None:
+    assert list(doctor.code_sandbox(read_job(QUICKSTART))) == []

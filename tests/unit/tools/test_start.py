@@ -14,6 +14,7 @@ import pytest
 from kestrl.errors import UserInputError
 from kestrl.plan.settings import ToolEntry, ToolsSettings
 from kestrl_tools.catalogue import load_tools
+from kestrl_tools.lifecycle import started
 from kestrl_tools.tool_threads import ToolThreads
 
 
@@ -108,3 +109,24 @@ def test_the_service_is_light() -> None:
     )
     seen = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=True)
     assert seen.stdout == "[]\n"
+
+
+async def test_what_a_class_shares_is_started_before_the_first_session_and_stopped(serve: Any, samples: Any) -> None:
+    entry = ToolEntry(name="indexed", use="tool_samples:Indexed", config={"words": ["lamp"]})
+    async with serve(entry) as client:
+        assert [tool.name for tool in await client.list()] == ["indexed"]
+        session = await client.open()
+        assert (await client.call(session, "indexed", {"word": "lamp"})).text == "true"
+    assert samples.Indexed.index == []
+
+
+async def test_a_hook_that_refuses_its_config_ends_the_start(samples: Any) -> None:
+    entry = ToolEntry(name="indexed", use="tool_samples:Indexed", config={"words": ["bad"]})
+    with pytest.raises(UserInputError, match="tool indexed: config: words: `bad` cannot be indexed"):
+        async with started(load_tools([entry], ToolThreads())):
+            pytest.fail("it started")
+
+
+def test_a_hook_has_to_be_a_class_method(samples: Any) -> None:
+    with pytest.raises(UserInputError, match=r"spec.tools\[0\].use: .*start_service is called before there is an inst"):
+        load(ToolEntry(name="t", use="tool_samples:Unstartable"))

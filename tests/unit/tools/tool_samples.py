@@ -8,10 +8,11 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
+from kestrl.errors import UserInputError
 from kestrl.tools import Hidden, ToolError, ToolResult
 
 
@@ -323,3 +324,36 @@ def opaque(connection: sqlite3.Connection) -> str:
 
 class NotCallable:
     pass
+
+
+class Indexed:
+    """Searches an index that all episodes share."""
+
+    index: ClassVar[list[str]] = []
+
+    def __init__(self, words: list[str]) -> None:
+        del words
+
+    @classmethod
+    def start_service(cls, words: list[str]) -> None:
+        if "bad" in words:
+            raise UserInputError("words: `bad` cannot be indexed")
+        cls.index = [*words]
+
+    @classmethod
+    async def stop_service(cls) -> None:
+        cls.index = []
+
+    def __call__(self, word: str) -> bool:
+        """Whether the index has a word."""
+        return word in self.index
+
+
+class Unstartable:
+    """A tool whose hook needs an instance."""
+
+    def start_service(self) -> None:
+        raise AssertionError("is never called")
+
+    def __call__(self, word: str) -> bool:
+        return bool(word)

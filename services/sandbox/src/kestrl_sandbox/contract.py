@@ -54,6 +54,17 @@ class Outcome(StrEnum):
     CANCELLED = "cancelled"
 
 
+class Echo(StrEnum):
+    """What becomes of the value of a last expression."""
+
+    NOTHING = ""
+    """It is dropped, as in a program."""
+    PRINT = "print"
+    """It is printed, as in the interactive interpreter."""
+    DISPLAY = "display"
+    """It is `Result.display`, as in a notebook; only in sessions."""
+
+
 class Isolation(StrEnum):
     """Least isolation that a job accepts, from the weakest."""
 
@@ -100,6 +111,8 @@ class Run:
     stdin: bytes = b""
     files: Mapping[str, bytes] = field(default_factory=dict[str, bytes])
     """Files to write before the start, by path: relative to `/work`, or absolute below /work, /tmp or /dev/shm."""
+    echo: Echo = Echo.NOTHING
+    """What becomes of the value of the last expression; for Python."""
     fetch: Sequence[str] = ()
     """Files to read back after the end."""
     limits: Limits = field(default_factory=Limits)
@@ -159,6 +172,10 @@ class Result:
     files: Mapping[str, bytes] = field(default_factory=dict[str, bytes])
     missing: Mapping[str, str] = field(default_factory=dict[str, str])
     """Files that could not be read back, with the reason."""
+    display: str | None = None
+    """Value of the last expression with `Echo.DISPLAY`."""
+    error: Mapping[str, str] | None = None
+    """Exception that ended a session's cell: its `type`, `text` and `traceback`."""
     message: str = ""
     """What happened, for the model, where the outcome is not OK."""
 

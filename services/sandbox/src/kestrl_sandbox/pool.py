@@ -59,7 +59,8 @@ class SandboxPool:
         self._restart = asyncio.Lock()
         self._idle: deque[Slot] = deque()
         self._breaker = Breaker()
-        self._waiting = 0
+        self.waiting = 0
+        """Runs that wait for a place."""
         self.running = 0
         """Runs and sessions in progress."""
 
@@ -127,15 +128,15 @@ class SandboxPool:
 
     @asynccontextmanager
     async def _place(self) -> AsyncGenerator[None]:
-        if self._places.locked() and self._waiting >= self._config.max_waiting:
+        if self._places.locked() and self.waiting >= self._config.max_waiting:
             raise SandboxBusy(
-                f"all {self._config.max_sandboxes} sandboxes are in use, and {self._waiting} runs wait for one"
+                f"all {self._config.max_sandboxes} sandboxes are in use, and {self.waiting} runs wait for one"
             )
-        self._waiting += 1
+        self.waiting += 1
         try:
             await self._places.acquire()
         finally:
-            self._waiting -= 1
+            self.waiting -= 1
         self.running += 1
         try:
             yield

@@ -40,6 +40,8 @@ def result_of(run: Run, header: Mapping[str, Any], body: bytes, *, memory_killed
         seconds=header["seconds"],
         files=files,
         missing=missing,
+        display=header["display"],
+        error=header["error"],
     )
 
 

@@ -34,6 +34,7 @@ def request(run: Run, *, session: bool) -> bytes:
         "files": [[path, len(content)] for path, content in run.files.items()],
         "fetch": list(run.fetch),
         "language": run.language.value,
+        "echo": run.echo.value,
         "session": session,
         "timeout": run.limits.seconds,
         "memory_mb": run.limits.memory_mb,
@@ -102,7 +103,16 @@ class Slot:
 
 def _killed_for_memory() -> dict[str, Any]:
     empty = {"stdout": 0, "stderr": 0, "stdout_total": 0, "stderr_total": 0}
-    return {"kind": "memory", "code": 137, "seconds": 0.0, "files": [], "alive": False, **empty}
+    return {
+        "kind": "memory",
+        "code": 137,
+        "seconds": 0.0,
+        "files": [],
+        "alive": False,
+        "display": None,
+        "error": None,
+        **empty,
+    }
 
 
 async def read_frame(reader: asyncio.StreamReader) -> tuple[dict[str, Any], bytes]:

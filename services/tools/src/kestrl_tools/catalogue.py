@@ -25,6 +25,8 @@ Kwargs = Mapping[str, Any]
 NO_KWARGS: Kwargs = {}
 HOOKS = ("reset", "state", "close")
 """Methods of an environment that are called by the session, not by the model."""
+SERVICE_HOOKS = ("start_service", "stop_service")
+"""Class methods that are called once, when the service starts and when it ends."""
 METHOD_KINDS = (FunctionType, staticmethod, classmethod)
 
 
@@ -41,6 +43,10 @@ class Origin:
     environment: bool = False
     has_state: bool = False
     """Whether the instance has a `state()` method."""
+    start: Callable[[], Any] | None = None
+    """Called once when the service starts, with the manifest's `config`."""
+    stop: Callable[[], Any] | None = None
+    """Called once when the service ends."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,7 +190,22 @@ def _class(cls: type, entry: ToolEntry, threads: ToolThreads) -> Tool:
         instance = PlainInstance(entry.name, threads, sync=not is_async(cls))
         return await _made(instance, partial(cls, **_arguments(cls, entry, create_kwargs)))
 
-    return _described(described, Origin(name=entry.name, make=make, check=partial(_arguments, cls, entry)))
+    check = partial(_arguments, cls, entry)
+    start, stop = _service_hooks(cls, entry)
+    return _described(described, Origin(name=entry.name, make=make, check=check, start=start, stop=stop))
+
+
+def _service_hooks(cls: Any, entry: ToolEntry) -> tuple[Callable[[], Any] | None, Callable[[], Any] | None]:
+    """What a class does once per service, at its start and at its end.
+
+    Raises:
+        UserInputError: A hook is not a class method.
+    """
+    for name in SERVICE_HOOKS:
+        if _has(cls, name) and getattr(getattr(cls, name), "__self__", None) is not cls:
+            raise UserInputError(f"{cls.__name__}.{name} is called before there is an instance: make it a classmethod")
+    start = getattr(cls, "start_service", None)
+    return (partial(start, **entry.config) if start else None), getattr(cls, "stop_service", None)
 
 
 def _environment(cls: type, entry: ToolEntry, threads: ToolThreads) -> list[Tool]:
@@ -210,7 +231,16 @@ def _environment(cls: type, entry: ToolEntry, threads: ToolThreads) -> list[Tool
             await _begun(instance, entry, create_kwargs)
         return instance
 
-    origin = Origin(name=entry.name, make=make, check=check, environment=True, has_state=_has(cls, "state"))
+    start, stop = _service_hooks(cls, entry)
+    origin = Origin(
+        name=entry.name,
+        make=make,
+        check=check,
+        environment=True,
+        has_state=_has(cls, "state"),
+        start=start,
+        stop=stop,
+    )
     return [_described(read(cls, name, method=name), origin, method=name) for name in names]
 
 
@@ -241,9 +271,9 @@ def _methods(cls: type, entry: ToolEntry) -> Sequence[str]:
     if entry.methods is None:
         return _public_methods(cls)
     for name in entry.methods:
-        if name in HOOKS or name.startswith("_"):
+        if name in (*HOOKS, *SERVICE_HOOKS) or name.startswith("_"):
             raise UserInputError(
-                f"the method {name!r} is not for the model: {', '.join(HOOKS)} and private ones are not tools"
+                f"the method {name!r} is not for the model: {', '.join((*HOOKS, *SERVICE_HOOKS))} and private ones are not tools"
             )
         if not _has(cls, name):
             raise UserInputError(
@@ -258,7 +288,7 @@ def _public_methods(cls: type) -> list[str]:
     for base in reversed(cls.__mro__):
         if base.__module__ == cls.__module__:
             found |= {name: None for name, value in vars(base).items() if isinstance(value, METHOD_KINDS)}
-    return [name for name in found if not name.startswith("_") and name not in HOOKS]
+    return [name for name in found if not name.startswith("_") and name not in (*HOOKS, *SERVICE_HOOKS)]
 
 
 def _arguments(cls: type, entry: ToolEntry, create_kwargs: Kwargs) -> dict[str, Any]:

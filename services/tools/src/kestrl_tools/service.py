@@ -12,6 +12,7 @@ from kestrl.telemetry.metrics import observe
 from kestrl.telemetry.names import Metric
 from kestrl.user_tasks import contain_user_tasks
 from kestrl_tools.catalogue import load_tools
+from kestrl_tools.lifecycle import started
 from kestrl_tools.servicer import ToolServicer
 from kestrl_tools.sessions import Sessions
 from kestrl_tools.tool_threads import ToolThreads
@@ -21,7 +22,7 @@ async def run_tools(settings: ToolsSettings, *, until: Awaitable[object] | None 
     """Loads the job's tools, then serves until SIGTERM (or until `until` is done).
 
     Raises:
-        UserInputError: A tool cannot be loaded, or the port is taken.
+        UserInputError: A tool cannot be loaded or started, or the port is taken.
     """
     contain_user_tasks()
     threads = ToolThreads()
@@ -30,11 +31,12 @@ async def run_tools(settings: ToolsSettings, *, until: Awaitable[object] | None 
     observe(Metric.SESSIONS, lambda: len(sessions))
     observe(Metric.HANGING, lambda: Counter(threads.hanging()))
     servicer = ToolServicer(tools, sessions)
-    await serve(
-        settings.component,
-        settings.listen,
-        lambda server: stubs.add_ToolServiceServicer_to_server(servicer, server),
-        drain=sessions.drain,
-        until=until,
-        bundles=True,
-    )
+    async with started(tools):
+        await serve(
+            settings.component,
+            settings.listen,
+            lambda server: stubs.add_ToolServiceServicer_to_server(servicer, server),
+            drain=sessions.drain,
+            until=until,
+            bundles=True,
+        )

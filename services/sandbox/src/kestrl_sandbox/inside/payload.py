@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import atexit
 import builtins
 import gc
@@ -12,11 +13,14 @@ import sys
 import threading
 import traceback
 import types
+from dataclasses import dataclass
 from typing import Any
 
 BASH = "/bin/bash"
 LONGEST_ARGUMENT = 100_000
 """Bytes of a script that are passed as an argument; a longer one is written to a file."""
+LONGEST_VALUE = 1 << 16
+"""Characters of a value or a traceback that are reported beside the output."""
 FILE_NAME = "/work/main.py"
 
 _OWN = "kestrl_sandbox"
@@ -33,18 +37,53 @@ def fresh_main() -> types.ModuleType:
     return module
 
 
-def run_python(code: str, module: types.ModuleType) -> tuple[int, bool]:
-    """Runs code in a module: exit status, as the interpreter would have it, and whether memory ran out."""
-    lines = code.splitlines(keepends=True)
-    linecache.cache[FILE_NAME] = (len(code), None, lines, FILE_NAME)
+@dataclass(slots=True)
+class Ended:
+    """How code in this process ended."""
+
+    status: int = 0
+    """Exit status, as the interpreter would have it."""
+    memory: bool = False
+    """Whether memory ran out."""
+    display: str | None = None
+    error: dict[str, str] | None = None
+
+
+def run_python(code: str, module: types.ModuleType, echo: str) -> Ended:
+    """Runs code in a module; `echo` says what becomes of the value of a last expression."""
+    linecache.cache[FILE_NAME] = (len(code), None, code.splitlines(keepends=True), FILE_NAME)
     try:
-        exec(compile(code, FILE_NAME, "exec", dont_inherit=True), module.__dict__)  # noqa: S102 - this is what a sandbox is for
+        if not echo:
+            exec(compile(code, FILE_NAME, "exec", dont_inherit=True), module.__dict__)  # noqa: S102 - the purpose of a sandbox
+            return Ended()
+        return Ended(display=_run_echoing(code, module.__dict__, echo))
     except SystemExit as error:
-        return _exit_status(error), False
+        return Ended(_exit_status(error))
     except BaseException as error:  # noqa: BLE001 - reported as the interpreter would
-        _print_traceback(error)
-        return 1, isinstance(error, MemoryError)
-    return 0, False
+        shown = {"type": type(error).__name__, "text": _text(error), "traceback": _print_traceback(error)}
+        return Ended(
+            1, isinstance(error, MemoryError), error={name: text[:LONGEST_VALUE] for name, text in shown.items()}
+        )
+
+
+def _run_echoing(code: str, namespace: dict[str, Any], echo: str) -> str | None:
+    tree = ast.parse(code, FILE_NAME)
+    last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
+    exec(compile(tree, FILE_NAME, "exec", dont_inherit=True), namespace)  # noqa: S102
+    if not isinstance(last, ast.Expr):
+        return None
+    value = eval(compile(ast.Expression(last.value), FILE_NAME, "eval", dont_inherit=True), namespace)  # noqa: S307
+    if echo == "print":
+        sys.displayhook(value)
+        return None
+    return None if value is None else repr(value)[:LONGEST_VALUE]
+
+
+def _text(error: BaseException) -> str:
+    try:
+        return str(error)
+    except BaseException:  # noqa: BLE001 - an exception of the code may raise anything
+        return ""
 
 
 def _exit_status(error: SystemExit) -> int:
@@ -58,19 +97,22 @@ def _exit_status(error: SystemExit) -> int:
 
 def _complain(text: str) -> None:
     try:
-        sys.stderr.write(text + "\n")
+        sys.stderr.write(text if text.endswith("\n") else text + "\n")
     except (OSError, ValueError, AttributeError, MemoryError):
         return  # the code has closed or replaced it
 
 
-def _print_traceback(error: BaseException) -> None:
-    """Prints a traceback without the frames of this module."""
+def _print_traceback(error: BaseException) -> str:
+    """Prints a traceback without the frames of this module, and returns it."""
     frame = error.__traceback__
-    inner = None if frame is None else frame.tb_next
+    while frame is not None and frame.tb_frame.f_code.co_filename == __file__:
+        frame = frame.tb_next
     try:
-        traceback.print_exception(type(error), error, inner)
+        text = "".join(traceback.format_exception(type(error), error, frame))
     except (MemoryError, RecursionError, OSError, ValueError, AttributeError):
-        _complain(f"{type(error).__name__}")
+        text = f"{type(error).__name__}\n"
+    _complain(text)
+    return text
 
 
 def finish(status: int) -> int:

@@ -14,7 +14,7 @@ import signal
 import socket
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from kestrl_sandbox.inside import files, frames, payload
@@ -118,19 +118,19 @@ def _work(control: socket.socket, flag: mmap.mmap) -> None:
         text = code.decode("utf-8", "surrogateescape")
         if request["language"] == "bash":
             payload.exec_bash(text)
-        status, exhausted = payload.run_python(text, module)
-        flag[0] = EXHAUSTED if exhausted else RUNNING
-        os._exit(payload.finish(status))
+        ended = payload.run_python(text, module, request["echo"])
+        flag[0] = EXHAUSTED if ended.memory else RUNNING
+        os._exit(payload.finish(ended.status))
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
     while True:
         resource.setrlimit(resource.RLIMIT_AS, (request["memory"], hard))
         text = code.decode("utf-8", "surrogateescape")
         if request["language"] == "bash":
-            status, exhausted = payload.run_bash(text), False
+            ended = payload.Ended(payload.run_bash(text))
         else:
-            status, exhausted = payload.run_python(text, module)
+            ended = payload.run_python(text, module, request["echo"])
         payload.flush()
-        control.sendall(frames.encode({"status": status, "memory": exhausted}))
+        control.sendall(frames.encode(asdict(ended)))
         received = frames.receive(control)
         if received is None:
             return
@@ -162,7 +162,7 @@ def run(
     if refused:
         return {"kind": "refused", "reason": refused, "alive": header["session"]}, b"", header["session"]
     memory = (header["memory_mb"] << 20) + limits["base_bytes"]
-    request = {"session": header["session"], "language": header["language"], "memory": memory}
+    request = {"session": header["session"], "language": header["language"], "echo": header["echo"], "memory": memory}
     execution = Execution(connection, child, header, stdin, limits)
     try:
         child.control.sendall(frames.encode(request, code))
@@ -199,6 +199,8 @@ class Execution:
         self.session = header["session"]
         self.stdin = memoryview(stdin)
         self.kind, self.code = "exited", 0
+        self.display: str | None = None
+        self.error: dict[str, str] | None = None
         self.finished_cell = False
         self.service_gone = False
         self.ended: float | None = None
@@ -288,8 +290,10 @@ class Execution:
         if received is None:
             self._poll.unregister(self.child.control)
             return False  # its process has ended: the pidfd reports it
-        self.code = int(received[0].get("status", 1)) & 0xFF
-        if received[0].get("memory"):
+        ended = received[0]
+        self.code = int(ended.get("status", 1)) & 0xFF
+        self.display, self.error = ended.get("display"), ended.get("error")
+        if ended.get("memory"):
             self.kind = "memory"
         self.finished_cell = True
         return True
@@ -330,6 +334,8 @@ class Execution:
             "stderr": len(self.stderr.kept),
             "stdout_total": self.stdout.total,
             "stderr_total": self.stderr.total,
+            "display": self.display,
+            "error": self.error,
         }
 
 

@@ -1,0 +1,178 @@
+"""`code_interpreter`: a tool that runs code in the sandbox of its node.
+
+```yaml
+spec:
+  tools: [{name: code_interpreter, use: "kestrl_sandbox.tool:CodeInterpreter", config: {session: true, seconds: 5}}]
+```
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Mapping
+from typing import ClassVar, Literal
+
+from kestrl.errors import UserInputError
+from kestrl.telemetry.metrics import observe
+from kestrl.telemetry.names import Metric
+from kestrl.tools import ToolResult
+from kestrl_sandbox.backends import AUTO, open_sandbox
+from kestrl_sandbox.config import PoolConfig, default_size
+from kestrl_sandbox.contract import Echo, Isolation, Language, Limits, Outcome, Result, Run, SandboxFailure
+from kestrl_sandbox.pool import PooledSession, SandboxPool
+
+log = logging.getLogger(__name__)
+OUTPUT_BYTES = 200_000
+"""Bytes of each output stream that are kept; the rollout worker cuts the text to `agent.maxToolTokens`."""
+
+
+class _Shared:
+    """The pool of this process, for all episodes."""
+
+    pool: SandboxPool | None = None
+    outcomes: ClassVar[Counter[str]] = Counter()
+
+
+class CodeInterpreter:
+    """Runs code in a sandbox of its own."""
+
+    def __init__(
+        self,
+        isolation: str = Isolation.NAMESPACES,
+        backend: str = AUTO,
+        session: bool = False,
+        seconds: float = 10.0,
+        memory_mb: int = 512,
+        max_sandboxes: int | None = None,
+        files: Mapping[str, str] | None = None,
+    ) -> None:
+        """Config of the tool.
+
+        Args:
+            isolation: Least isolation that the job accepts: `namespaces` or `kernel`.
+            backend: A back-end by name, or `auto`.
+            session: Whether variables, files and processes are kept between the calls of an episode.
+            seconds: Limit of one call.
+            memory_mb: Limit of memory.
+            max_sandboxes: Sandboxes at the same time; with `session` one per episode that has made a call.
+            files: Text files to write before each run (with `session`, before the first), by path below /work; for rows.
+        """
+        del isolation, backend, max_sandboxes  # of the pool, which start_service has opened
+        self._limits = Limits(seconds=seconds, memory_mb=memory_mb, output_bytes=OUTPUT_BYTES)
+        self._files = {path: text.encode() for path, text in (files or {}).items()}
+        self._keep = session
+        self._session: PooledSession | None = None
+        self._fresh = True
+
+    @classmethod
+    async def start_service(
+        cls,
+        isolation: str = Isolation.NAMESPACES,
+        backend: str = AUTO,
+        session: bool = False,
+        seconds: float = 10.0,
+        memory_mb: int = 512,
+        max_sandboxes: int | None = None,
+        files: Mapping[str, str] | None = None,
+    ) -> None:
+        """Opens the pool when the tool service starts.
+
+        Raises:
+            UserInputError: The config cannot be used, or this node does not offer the isolation.
+        """
+        Run(code="", limits=Limits(seconds=seconds, memory_mb=memory_mb), files=dict.fromkeys(files or {}, b"")).check()
+        if isolation not in {item.value for item in Isolation}:
+            raise UserInputError(f"isolation: there is no {isolation!r}; there are {', '.join(Isolation)}")
+        size = max_sandboxes or default_size() * (8 if session else 1)
+        pool = await open_sandbox(
+            PoolConfig(max_sandboxes=size, memory_mb=memory_mb), least=Isolation(isolation), backend=backend
+        )
+        _Shared.pool = pool
+        found = pool.capabilities
+        log.info("code runs in %s, isolated by %s: %s", found.backend, found.isolation, dict(found.mechanisms))
+        observe(Metric.SANDBOX_BACKEND, lambda: {(found.backend, found.isolation.value): 1.0})
+        observe(Metric.SANDBOX_RUNNING, lambda: pool.running)
+        observe(Metric.SANDBOX_WAITING, lambda: pool.waiting)
+        observe(Metric.SANDBOX_RUNS, lambda: _Shared.outcomes)
+
+    @classmethod
+    async def stop_service(cls) -> None:
+        """Ends all sandboxes when the tool service ends."""
+        pool, _Shared.pool = _Shared.pool, None
+        if pool is not None:
+            await pool.close()
+
+    async def __call__(self, code: str, language: Literal["python", "bash"] = "python") -> ToolResult:
+        """Runs a program and returns its output. There is no network; files can be written in the current folder.
+
+        Args:
+            code: The program. The value of its last expression is printed, too.
+            language: Language of the program.
+        """
+        files = self._files if self._fresh or not self._keep else {}
+        echo = Echo.PRINT if language == "python" else Echo.NOTHING
+        run = Run(code=code, language=Language(language), limits=self._limits, files=files, echo=echo)
+        lost = False
+        try:
+            if self._keep:
+                result, lost = await self._in_session(run)
+            else:
+                result = await self._pool().run(run)
+        except SandboxFailure:
+            _Shared.outcomes["sandbox_failure"] += 1
+            raise
+        except UserInputError as error:  # of the model: the config was checked at the start
+            return ToolResult(text=f"The code was not run: {error}.", data={"outcome": "refused"})
+        _Shared.outcomes[result.outcome] += 1
+        return ToolResult(text=text_of(result, lost=lost), data=facts(result))
+
+    async def close(self) -> None:
+        """Ends the session."""
+        session, self._session = self._session, None
+        if session is not None:
+            await session.close()
+
+    async def _in_session(self, run: Run) -> tuple[Result, bool]:
+        if self._session is None:
+            self._session = await self._pool().session()
+        restarts = self._session.restarts
+        result = await self._session.run(run)
+        lost = self._session.restarts > restarts
+        self._fresh = lost
+        return result, lost
+
+    @staticmethod
+    def _pool() -> SandboxPool:
+        if _Shared.pool is None:
+            raise SandboxFailure("no pool of sandboxes is open in this process", code="sandbox_closed")
+        return _Shared.pool
+
+
+def text_of(result: Result, *, lost: bool = False) -> str:
+    """What the model reads: output, errors, and how the code ended where that was not well."""
+    parts = [result.stdout.decode(errors="replace")]
+    if result.stdout_truncated:
+        parts.append(f"[output cut after {len(result.stdout)} bytes]")
+    if result.stderr:
+        parts.append("[stderr]\n" + result.stderr.decode(errors="replace"))
+    if result.stderr_truncated:
+        parts.append(f"[stderr cut after {len(result.stderr)} bytes]")
+    if result.message:
+        parts.append(f"[{result.message}]")
+    if lost:
+        parts.append("[The session has ended: variables are lost.]")
+    text = "\n".join(part.rstrip("\n") for part in parts if part)
+    return text or "[no output]"
+
+
+def facts(result: Result) -> dict[str, object]:
+    """What a reward may know: `ToolCall.data`."""
+    return {
+        "outcome": result.outcome.value,
+        "exit_code": result.exit_code,
+        "signal": result.signal,
+        "seconds": round(result.seconds, 4),
+        "truncated": result.truncated,
+        "ok": result.outcome is Outcome.OK,
+    }

@@ -1,0 +1,122 @@
+"""`code_interpreter` as a tool of a job, called over gRPC as the rollout worker calls it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from tests.unit.tools.conftest import Client, served
+
+from kestrl.errors import Boundary, KestrlError, UserInputError
+from kestrl.plan.settings import ToolEntry, ToolsSettings
+from kestrl_sandbox.contract import Outcome, Result, SandboxFailure
+from kestrl_sandbox.tool import _Shared, text_of
+from kestrl_tools.service import run_tools
+
+NAME = "code_interpreter"
+
+
+@asynccontextmanager
+async def interpreter(**config: Any) -> AsyncGenerator[Client]:
+    entry = ToolEntry(name=NAME, use="kestrl_sandbox.tool:CodeInterpreter", config={"max_sandboxes": 2, **config})
+    async with served(entry) as client:
+        yield client
+
+
+async def test_a_call_runs_code_and_the_model_reads_what_happened() -> None:
+    async with interpreter(seconds=0.5, memory_mb=128) as client:
+        (schema,) = await client.list()
+        parameters = json.loads(schema.parameters_json)
+        assert list(parameters["properties"]) == ["code", "language"]
+        assert parameters["required"] == ["code"]
+        session = await client.open()
+        expected = {
+            "print(6 * 7)": ("42", "ok"),
+            "x = 20\nx + 1": ("21", "ok"),
+            "pass": ("[no output]", "ok"),
+            "while True: pass": ("[Timed out: the code ran longer than 0.5 s and was ended.]", "timeout"),
+            "x = bytearray(10**9)": ("[Out of memory: the limit is 128 MB.]", "out_of_memory"),
+            "import socket; socket.socket()": ("Network is unreachable\n[Exit status 1.]", "nonzero_exit"),
+            "import sys; print('a'); print('b', file=sys.stderr); sys.exit(3)": (
+                "a\n[stderr]\nb\n[Exit status 3.]",
+                "nonzero_exit",
+            ),
+            "import os; os.abort()": ("[Ended by signal 6 (SIGABRT).]", "signal"),
+            "print('x' * 300_000)": ("[output cut after 200000 bytes]", "ok"),
+        }
+        for code, (text, outcome) in expected.items():
+            answer = await client.call(session, NAME, {"code": code})
+            assert (answer.outcome, json.loads(answer.data_json)["outcome"]) == ("ok", outcome), answer.text
+            assert answer.text.endswith(text), answer.text
+        answer = await client.call(session, NAME, {"code": "echo $((1 + 1)); cat nothing", "language": "bash"})
+        assert answer.text == "2\n[stderr]\ncat: nothing: No such file or directory\n[Exit status 1.]"
+        assert (await client.call(session, NAME, {"code": "x" * 5_000_000})).text.startswith(
+            "The code was not run: code:"
+        )
+        assert (await client.call(session, NAME, {"code": "1", "language": "perl"})).outcome == "schema_violation"
+        assert _Shared.outcomes["timeout"] >= 1
+    assert _Shared.pool is None
+
+
+async def test_a_session_keeps_variables_and_another_episode_has_its_own() -> None:
+    async with interpreter(session=True, seconds=0.5) as client:
+        kwargs = {NAME: {"create_kwargs": {"files": {"data.txt": "hidden"}}}}
+        first, second = await client.open(kwargs=kwargs), await client.open()
+        assert (await client.call(first, NAME, {"code": "x = 5\nopen('data.txt').read()"})).text == "'hidden'"
+        assert (await client.call(first, NAME, {"code": "x + 1"})).text == "6"
+        assert "NameError" in (await client.call(second, NAME, {"code": "x"})).text
+        ended = await client.call(first, NAME, {"code": "while True: pass"})
+        assert ended.text.endswith("[The session has ended: variables are lost.]")
+        assert (await client.call(first, NAME, {"code": "open('data.txt').read()"})).text == "'hidden'"
+        await client.close(first)
+        await client.close(second)
+        pool = _Shared.pool
+        assert pool is not None
+        assert pool.running == 0
+
+
+async def test_a_failure_of_the_sandbox_fails_the_episode_and_may_be_retried(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def broken(*_arguments: object) -> Result:
+        raise SandboxFailure("the node is out of processes")
+
+    async with interpreter() as client:
+        session = await client.open()
+        monkeypatch.setattr("kestrl_sandbox.pool.SandboxPool.run", broken)
+        with pytest.raises(KestrlError, match="out of processes") as raised:
+            await client.call(session, NAME, {"code": "1"})
+    assert (raised.value.boundary, raised.value.code, raised.value.retryable) == (
+        Boundary.SANDBOX,
+        "sandbox_failed",
+        True,
+    )
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"isolation": "kernel"}, "tool code_interpreter: config: no code sandbox works on this node:"),
+        ({"isolation": "none"}, "isolation: there is no 'none'; there are namespaces, kernel"),
+        ({"backend": "docker"}, "backend: there is no 'docker'"),
+        ({"seconds": -1}, "seconds: must be above 0"),
+        ({"memory_mb": 1}, "memory_mb: must be at least 16"),
+    ],
+)
+async def test_a_config_that_cannot_be_served_ends_the_start(config: dict[str, Any], message: str) -> None:
+    settings = ToolsSettings(
+        component="tools-0",
+        job="job",
+        run="job-1",
+        listen="127.0.0.1:0",
+        tools=(ToolEntry(name=NAME, use="kestrl_sandbox.tool:CodeInterpreter", config=config),),
+        call_seconds=5,
+        max_sessions=5,
+    )
+    with pytest.raises(UserInputError, match=message):
+        await run_tools(settings)
+
+
+def test_output_that_is_no_text_is_readable() -> None:
+    assert text_of(Result(outcome=Outcome.OK, stdout=b"\xffa\n")) == "\ufffda"

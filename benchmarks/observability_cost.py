@@ -23,11 +23,10 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from tests.fakes.collector import Collector, collecting
 
-from kestrl.api.common.v1 import common_pb2
-from kestrl.rpc.codec import group_from_proto
+from kestrl.episode import Purpose
 from kestrl.storage import open_store
+from kestrl.storage.episodes import ObjectEpisodeStore
 from kestrl.telemetry.names import Attr, SpanName
-from kestrl_learner.evaluate import store_groups
 from kestrl_learner.ledger import Ledger
 
 JOB = Path(__file__).parents[1] / "examples" / "email-search" / "quickstart.yaml"
@@ -77,13 +76,12 @@ def ledger_seconds(folder: Path, steps: int = 50) -> float:
 
 def store_seconds(run: Path, folder: Path) -> float:
     """Seconds for storing the episodes of the run's last step."""
-    batch = common_pb2.GroupBatch.FromString((run / "episodes" / "train" / f"{STEPS - 1:06d}.pb").read_bytes())
-    groups = [group_from_proto(group) for group in batch.groups]
-    store = open_store((folder / "bench").as_uri())
+    batch = ObjectEpisodeStore(open_store(run.as_uri())).read(Purpose.TRAIN, STEPS - 1)
+    episodes = ObjectEpisodeStore(open_store((folder / "bench").as_uri()))
     taken: list[float] = []
     for _ in range(5):
         began = time.perf_counter()
-        store_groups(store, "episodes/train/000000.pb", 0, "train", groups)
+        episodes.append(batch)
         taken.append(time.perf_counter() - began)
     return statistics.median(taken)
 

@@ -17,16 +17,10 @@ from kestrl.data.locate import locate_model
 from kestrl.errors import StorageError, UserInputError
 from kestrl.local.rundir import find_run
 from kestrl.plan.components import TORCH_DEFAULTS
-from kestrl.storage import ObjectStore, fetch_adapter, read_manifest
-from kestrl.storage.adapters import MANIFEST
+from kestrl.storage import ObjectStore, adapter_folders, fetch_adapter, read_manifest
 
 console = Console()
 BASE = "base"
-
-
-def adapter_folders(store: ObjectStore) -> list[str]:
-    """Folders of the published versions of a run, oldest first."""
-    return [path.removesuffix(f"/{MANIFEST}") for path in store.list("adapters") if path.endswith(f"/{MANIFEST}")]
 
 
 def choose_adapter(store: ObjectStore, step: int | None) -> str:

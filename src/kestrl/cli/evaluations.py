@@ -14,7 +14,8 @@ from rich.console import Console
 
 from kestrl.cli.adapters import choose_adapter
 from kestrl.cli.options import DEFAULT_RUNS, Details, Manifest, Overrides, RunId, Runs, Verbose
-from kestrl.cli.runs import run_store, stored_groups
+from kestrl.cli.runs import run_store, stored_episodes
+from kestrl.episode import Purpose
 from kestrl.errors import UserInputError
 from kestrl.local.comparison import Evaluation, report
 from kestrl.local.rundir import RunDir, find_run
@@ -27,6 +28,7 @@ from kestrl.plan.settings import BenchEndpoint, EvaluateSettings, LearnerSetting
 from kestrl.plan.site import Site
 from kestrl.service import EXIT_FAILED, LEVEL_VARIABLE
 from kestrl.spec import AgentRLJob, parse_job, read_job, with_overrides
+from kestrl.storage.episodes import EpisodeFilter
 
 console = Console()
 BASE, NEWEST = "base", "newest"
@@ -193,7 +195,8 @@ def _evaluated(
     store = open_storage(job, options.manifest_dir, storage_address(job, folder, options.manifest_dir))
     means: dict[str, float] = summary["after"]
     policy = summary.get("policy") or {}
-    groups = [group for _, group in stored_groups(store, "episodes/eval")]
+    chosen = EpisodeFilter(purpose=Purpose.EVALUATION)
+    groups = list({stored.group.id: stored.group for stored in stored_episodes(store, chosen)}.values())
     return Evaluation(
         label=candidate.label,
         policy=str(policy.get("version") or candidate.model or BASE),

@@ -12,34 +12,33 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 from itertools import groupby
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from google.protobuf.message import DecodeError
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from kestrl.api.common.v1 import common_pb2
 from kestrl.checking import DecodeRequest, ask
 from kestrl.cli.options import DEFAULT_RUNS, RunId, Runs
-from kestrl.episode import Episode, Group, Row
-from kestrl.errors import KestrlError, UserInputError
+from kestrl.episode import Episode, Purpose, Row
+from kestrl.errors import KestrlError, StorageError, UserInputError
 from kestrl.local.logs import LOG_BYTES, Follower, tail
 from kestrl.local.progress import clock, means_line
 from kestrl.local.report import transcript
 from kestrl.local.rundir import RunDir, find_run
 from kestrl.local.secrets import open_storage
 from kestrl.local.site import storage_address
-from kestrl.rpc.codec import group_from_proto
 from kestrl.states import RunPhase
 from kestrl.storage import ObjectStore
+from kestrl.storage.episodes import DAMAGED, EpisodeFilter, ObjectEpisodeStore, StoredEpisode
+from kestrl.storage.layout import SUMMARY
 from kestrl.terminal import safe, safe_line
 
 console = Console()
 DECODE_SECONDS = 60.0
 STOP_SECONDS = 120.0
+PURPOSES = {"train": Purpose.TRAIN, "eval": Purpose.EVALUATION}
 episodes = typer.Typer(no_args_is_help=True, help="Inspect the episodes of a run.")
 
 
@@ -54,7 +53,7 @@ def observed_status(run: RunDir) -> dict[str, Any]:
     content.
     """
     record = run.read_json("run.json") or {}
-    summary = run.read_json("summary.json") or {}
+    summary = run.read_json(SUMMARY) or {}
     pid = run.runner_pid()
     if pid is not None:
         state = "running"
@@ -185,19 +184,22 @@ def _follow(run: RunDir, followers: dict[str, Follower], *, only: str | None) ->
         time.sleep(0.3)
 
 
-def stored_groups(store: ObjectStore, prefix: str) -> Iterator[tuple[str, Group]]:
-    """Stored groups below a prefix, each with its path.
+def stored_episodes(store: ObjectStore, chosen: EpisodeFilter) -> Iterator[StoredEpisode]:
+    """The selected episodes of a run.
 
     Raises:
-        UserInputError: A stored object is damaged.
+        UserInputError: A stored object is damaged: a person restores it, like any damaged file of a run.
     """
-    for path in store.list(prefix):
-        try:
-            batch = common_pb2.GroupBatch.FromString(store.get(path))
-        except DecodeError as error:
-            raise UserInputError(f"{store.address(path)} is damaged: {error}; restore it or remove it") from error
-        for group in batch.groups:
-            yield path, group_from_proto(group)
+    try:
+        yield from ObjectEpisodeStore(store).select(chosen)
+    except StorageError as error:
+        raise UserInputError(str(error)) if error.code == DAMAGED else error from error
+
+
+def _purpose(given: str) -> Purpose:
+    if given not in PURPOSES:
+        raise UserInputError(f"--purpose: {given!r} is neither train nor eval")
+    return PURPOSES[given]
 
 
 @episodes.command("list")
@@ -205,34 +207,34 @@ def list_episodes(
     run_id: RunId = None,
     purpose: Annotated[str, typer.Option(help="train or eval.")] = "train",
     step: Annotated[int | None, typer.Option(help="Only this step.")] = None,
+    scenario: Annotated[str | None, typer.Option(help="Only attempts at the scenario with this id.")] = None,
+    failed: Annotated[
+        bool | None, typer.Option("--failed/--not-failed", help="Only episodes that failed, or only others.")
+    ] = None,
     runs: Runs = DEFAULT_RUNS,
 ) -> None:
     """List stored episodes, one line each."""
-    store = run_store(find_run(runs, run_id))
-    prefix = f"episodes/{purpose}"
-    for path, group in stored_groups(store, prefix):
-        at = int(Path(path).stem)
-        if step is not None and at != step:
-            continue
-        for episode in group.episodes:
-            reward = "-" if episode.reward is None else f"{episode.reward:.3f}"
-            failed = safe_line(f" {episode.failure}") if episode.failure else ""
-            typer.echo(
-                f"{episode.id}  step {at}  reward {reward}  turns {episode.num_turns}  {episode.stop_reason}{failed}"
-            )
+    chosen = EpisodeFilter(purpose=_purpose(purpose), step=step, scenario=scenario, failed=failed)
+    for stored in stored_episodes(run_store(find_run(runs, run_id)), chosen):
+        episode = stored.episode
+        reward = "-" if episode.reward is None else f"{episode.reward:.3f}"
+        failure = safe_line(f" {episode.failure}") if episode.failure else ""
+        typer.echo(
+            f"{episode.id}  step {stored.step}  reward {reward}  turns {episode.num_turns}  "
+            f"{episode.stop_reason}{failure}"
+        )
 
 
-def find_episode(store: ObjectStore, episode_id: str) -> tuple[Group, Episode]:
+def find_episode(run: RunDir, episode_id: str) -> StoredEpisode:
     """A stored episode by its id.
 
     Raises:
         UserInputError: There is no episode with this id.
     """
-    for _, group in stored_groups(store, "episodes"):
-        for episode in group.episodes:
-            if episode.id == episode_id:
-                return group, episode
-    raise UserInputError(f"no stored episode has the id {episode_id!r}; see `kestrl episodes list`")
+    found = next(stored_episodes(run_store(run), EpisodeFilter(id=episode_id)), None)
+    if found is None:
+        raise UserInputError(f"no stored episode has the id {episode_id!r}; see `kestrl episodes list`")
+    return found
 
 
 @episodes.command("show")
@@ -250,7 +252,7 @@ def show_episode(
 ) -> None:
     """Print an episode: its turns, tool calls and rewards."""
     run = find_run(runs, run_id)
-    group, episode = find_episode(run_store(run), episode_id)
+    _, _, group, episode = find_episode(run, episode_id)
     began = datetime.fromtimestamp(episode.started_at, UTC).isoformat(timespec="seconds")
     typer.echo(
         safe_line(

@@ -6,7 +6,7 @@ import json
 import shlex
 import shutil
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,29 +14,18 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from kestrl.api.common.v1 import common_pb2
-from kestrl.episode import Episode, Group
+from kestrl.episode import Episode, Group, Purpose
 from kestrl.errors import PlaceError, StorageError
 from kestrl.local.rundir import RunDir
 from kestrl.plan.engines import serving_command
 from kestrl.plan.site import Site
-from kestrl.rpc.codec import group_from_proto
 from kestrl.storage import ObjectStore
+from kestrl.storage.episodes import EpisodeStore, ObjectEpisodeStore
 from kestrl.terminal import safe, safe_line
 
 ROWS = ("reward", "sampled_reward", "answer_correct", "sources_correct", "num_turns", "duration", "exceptions")
 LONGEST_LINE = 400
 """Maximum characters of a message in a transcript."""
-
-
-def evaluated_groups(store: ObjectStore, step: int) -> list[Group]:
-    """Reads the groups of a stored evaluation.
-
-    Raises:
-        StorageError: There is no evaluation of this step.
-    """
-    batch = common_pb2.GroupBatch.FromString(store.get(f"episodes/eval/{step:06d}.pb"))
-    return [group_from_proto(group) for group in batch.groups]
 
 
 def comparison(before: Mapping[str, Any], after: Mapping[str, Any]) -> Table:
@@ -57,7 +46,7 @@ def _reward(episode: Episode) -> float:
     return episode.reward if episode.reward is not None else float("-inf")
 
 
-def most_telling(before: list[Group], after: list[Group]) -> tuple[Group, Group] | None:
+def most_telling(before: Sequence[Group], after: Sequence[Group]) -> tuple[Group, Group] | None:
     """The question whose reward increased most, with its episodes before and after."""
     old = {group.scenario.id: group for group in before if group.episodes}
     pairs = [(old[group.scenario.id], group) for group in after if group.episodes and group.scenario.id in old]
@@ -89,7 +78,7 @@ def print_report(console: Console, run: RunDir, summary: Mapping[str, Any], stor
     failures: dict[str, int] = summary.get("failures") or {}
     if before and after:
         console.print(comparison(before, after))
-        _print_transcripts(console, store, int(summary.get("steps", 0)))
+        _print_transcripts(console, ObjectEpisodeStore(store), int(summary.get("steps", 0)))
     if gap.get("tokens"):
         console.print(
             f"log-prob difference between learner and engines on the same policy: mean {gap['mean']:.1e}, "
@@ -108,12 +97,13 @@ def print_report(console: Console, run: RunDir, summary: Mapping[str, Any], stor
         console.print(next_commands(run, site, str(policy["version"])), soft_wrap=True, highlight=False, markup=False)
 
 
-def _print_transcripts(console: Console, store: ObjectStore, steps: int) -> None:
+def _print_transcripts(console: Console, episodes: EpisodeStore, steps: int) -> None:
     try:
-        pair = most_telling(evaluated_groups(store, 0), evaluated_groups(store, steps))
+        before, after = (episodes.read(Purpose.EVALUATION, step).groups for step in (0, steps))
     except (StorageError, PlaceError) as error:
         console.print(safe(f"no transcript: {error}"), markup=False)
         return
+    pair = most_telling(before, after)
     if pair is None:
         return
     for title, group in zip(("before", "after"), pair, strict=True):

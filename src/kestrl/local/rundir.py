@@ -24,6 +24,7 @@ from typing import Any, cast
 from kestrl.errors import UserInputError
 from kestrl.spec import AgentRLJob, parse_job
 from kestrl.states import RunPhase
+from kestrl.storage.layout import SUMMARY
 
 IDENTITY = ("model", "data", "agent", "tools", "rewards", "sampling", "algorithm")
 """Parts of the spec that identify a run: it is resumed only if they are unchanged."""
@@ -51,7 +52,7 @@ class RunDir:
 
     @property
     def summary_path(self) -> Path:
-        return self.path / "summary.json"
+        return self.path / SUMMARY
 
     def read_json(self, name: str) -> dict[str, Any] | None:
         """Reads a JSON file of the run; None if it does not exist yet.
@@ -89,7 +90,7 @@ class RunDir:
         return Path((self.read_json("origin.json") or {}).get("manifest_dir", self.path))
 
     def succeeded(self) -> bool:
-        summary = self.read_json("summary.json")
+        summary = self.read_json(SUMMARY)
         return summary is not None and summary.get("status") == RunPhase.SUCCEEDED
 
     def lock(self) -> int | None:

@@ -36,6 +36,7 @@ from kestrl.service import EXIT_FAILED, EXIT_INPUT
 from kestrl.spec import AgentRLJob
 from kestrl.states import RunPhase
 from kestrl.storage import ObjectStore
+from kestrl.storage.layout import SUMMARY
 
 log = logging.getLogger(__name__)
 EXIT_INTERRUPTED = 130
@@ -169,7 +170,7 @@ class Runner:
 def read_summary(run: RunDir, store: ObjectStore) -> dict[str, Any]:
     """Summary of the run, copied from its storage to its folder; empty if there is none."""
     try:
-        content = store.get("summary.json")
+        content = store.get(SUMMARY)
     except StorageError as error:
         if error.code != "not_found":
             raise

@@ -13,9 +13,9 @@ from pydantic import BaseModel, ConfigDict
 
 from kestrl.episode import PolicyVersion
 from kestrl.errors import StorageError
+from kestrl.storage.layout import ADAPTERS, MANIFEST, adapter_folder
 from kestrl.storage.objects import ObjectStore
 
-MANIFEST = "manifest.json"
 WEIGHTS = "adapter_model.safetensors"
 PIECE_BYTES = 1024 * 1024
 """Size of one write: ext4 of Linux 6.18 takes 7 ms for 20 MB in pieces of this size, and 57 ms in one piece."""
@@ -72,9 +72,9 @@ class AdapterManifest(BaseModel):
         return PolicyVersion(job=self.job, step=self.step, sha256=self.sha256)
 
 
-def adapter_folder(policy: PolicyVersion) -> str:
-    """Folder of a version in the storage of a run; unique, since it contains the digest."""
-    return f"adapters/{policy.step:06d}-{policy.sha256[:12]}"
+def adapter_folders(store: ObjectStore) -> list[str]:
+    """Folders of the published versions of a run, oldest first."""
+    return [path.removesuffix(f"/{MANIFEST}") for path in store.list(ADAPTERS) if path.endswith(f"/{MANIFEST}")]
 
 
 def digest(content: bytes | memoryview) -> str:

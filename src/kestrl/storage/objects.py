@@ -13,6 +13,7 @@ from obstore.exceptions import AlreadyExistsError, BaseError, GenericError, Perm
 from obstore.store import LocalStore, from_url
 
 from kestrl.errors import PlaceError, StorageError, StorageUnavailable, UserInputError, place_error
+from kestrl.storage.layout import CHECKPOINTS
 from kestrl.uris import file_uri, is_local, local_path
 
 if TYPE_CHECKING:
@@ -84,7 +85,7 @@ class ObjectStore:
             PlaceError: The bucket does not exist or is not accessible.
             StorageUnavailable: The store does not answer.
         """
-        self.list("checkpoints")
+        self.list(CHECKPOINTS)
 
     def put(self, path: str, content: bytes, *, create: bool = False) -> None:
         """Writes an object atomically; readers see the old or the new content.

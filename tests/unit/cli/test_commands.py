@@ -284,6 +284,17 @@ def test_episodes(finished: Path) -> None:
     assert "no stored episode has the id 'x'" in kestrl("episodes", "show", "x", "--runs", finished, code=2)
 
 
+def test_episodes_are_selected(finished: Path) -> None:
+    def listed(*options: str) -> list[str]:
+        return kestrl("episodes", "list", "--runs", finished, *options).splitlines()
+
+    assert len(listed("--scenario", "3", "--step", "0", "--not-failed")) == 1
+    for other in (("--failed",), ("--scenario", "4"), ("--step", "1"), ("--purpose", "eval")):
+        assert listed(*other) == []
+    refused = kestrl("episodes", "list", "--runs", finished, "--purpose", "evaluation", code=2)
+    assert "--purpose: 'evaluation' is neither train nor eval" in refused
+
+
 def test_export_writes_the_adapter_and_never_over_something(finished: Path, tmp_path: Path) -> None:
     kestrl("export", "--runs", finished, "--out", tmp_path / "adapter")
     assert (tmp_path / "adapter" / WEIGHTS).read_bytes() == b"weights"

@@ -18,7 +18,7 @@ from safetensors.torch import load
 
 from kestrl.errors import StorageError
 from kestrl.plan.settings import AlgorithmSettings
-from kestrl.storage import fetch_adapter, open_store
+from kestrl.storage import fetch_adapter, layout, open_store
 from kestrl_learner import adapters, checkpoint
 from kestrl_learner.batch import TrainGroup, TrainRow
 from kestrl_learner.model import PolicyModel
@@ -307,7 +307,7 @@ def test_a_step_that_is_checkpointed_again_is_whole_at_every_moment(
     checkpoint.write(store, checkpoint.Checkpoint(step=1, state=b"first", record=RunRecord()), keep=2)
 
     def cut_off(path: str, content: bytes, **_: Any) -> None:
-        if path.endswith(checkpoint.MANIFEST):
+        if path.endswith(layout.MANIFEST):
             raise KeyboardInterrupt
         type(store).put(store, path, content)
 
@@ -354,7 +354,7 @@ def test_of_a_large_checkpoint_it_is_confirmed_that_it_is_there(
     get = store.get
     monkeypatch.setattr(store, "get", lambda path: read.append(path) or get(path))
     checkpoint.write(store, checkpoint.Checkpoint(step=1, state=b"state", record=RunRecord()), keep=1)
-    assert read == [f"checkpoints/000001/{checkpoint.MANIFEST}"]
+    assert read == [f"checkpoints/000001/{layout.MANIFEST}"]
     monkeypatch.setattr(store, "exists", lambda _: False)
     with pytest.raises(checkpoint.Unconfirmed, match="does not exist"):
         checkpoint.write(store, checkpoint.Checkpoint(step=2, state=b"state", record=RunRecord()), keep=1)
@@ -364,7 +364,7 @@ def test_of_a_large_checkpoint_it_is_confirmed_that_it_is_there(
 def test_a_checkpoint_of_before_sizes_were_written_down_is_read(tmp_path: Path) -> None:
     store = open_store(tmp_path.as_uri())
     checkpoint.write(store, checkpoint.Checkpoint(step=1, state=b"state", record=RunRecord(seconds=1)), keep=1)
-    path = f"checkpoints/000001/{checkpoint.MANIFEST}"
+    path = f"checkpoints/000001/{layout.MANIFEST}"
     manifest = json.loads(store.get(path))
     del manifest["size"]
     store.put(path, json.dumps(manifest).encode())

@@ -8,12 +8,11 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from kestrl.errors import PlaceError, StorageError
-from kestrl.storage import ObjectStore
+from kestrl.storage import ObjectStore, layout
 from kestrl.storage.adapters import digest
 from kestrl_learner.run_record import RunRecord
 
 log = logging.getLogger(__name__)
-MANIFEST = "manifest.json"
 WHOLE_BYTES = 8 * 1024 * 1024
 """A state up to this size is read back whole when it is confirmed; for a larger one only its existence is checked."""
 
@@ -47,17 +46,9 @@ class Checkpoint(NamedTuple):
     record: RunRecord
 
 
-def _folder(step: int) -> str:
-    return f"checkpoints/{step:06d}"
-
-
-def _state(folder: str, sha256: str) -> str:
-    return f"{folder}/{sha256[:16]}.pt"
-
-
 def steps(store: ObjectStore) -> list[int]:
     """Steps of the whole checkpoints, oldest first."""
-    return [int(path.split("/")[1]) for path in store.list("checkpoints") if path.endswith(f"/{MANIFEST}")]
+    return [step for path in store.list(layout.CHECKPOINTS) if (step := layout.checkpoint_step(path)) is not None]
 
 
 def write(store: ObjectStore, checkpoint: Checkpoint, *, keep: int) -> None:
@@ -65,31 +56,29 @@ def write(store: ObjectStore, checkpoint: Checkpoint, *, keep: int) -> None:
 
     A manifest is removed before its state, so that a manifest never names a missing state.
 
-    The state's file name holds its digest, so that checkpointing a step again does not overwrite a state in use.
-
     Raises:
         StorageError: The store refused.
         Unconfirmed: It was written and cannot be read back.
     """
-    folder, sha256 = _folder(checkpoint.step), digest(checkpoint.state)
-    store.put(_state(folder, sha256), checkpoint.state)
+    folder, sha256 = layout.checkpoint_folder(checkpoint.step), digest(checkpoint.state)
+    written = layout.checkpoint_manifest(checkpoint.step), layout.checkpoint_state(checkpoint.step, sha256)
+    store.put(written[1], checkpoint.state)
     manifest = Manifest(checkpoint.step, sha256, len(checkpoint.state), checkpoint.record)
     content = json.dumps(manifest.to_json()).encode()
-    store.put(f"{folder}/{MANIFEST}", content)
+    store.put(written[0], content)
     _read_back(store, manifest, content)
-    kept = {_folder(step) for step in steps(store)[-keep:]}
-    written = {f"{folder}/{MANIFEST}", _state(folder, sha256)}
+    kept = {layout.checkpoint_folder(step) for step in steps(store)[-keep:]}
     unneeded = [
         path
-        for path in store.list("checkpoints")
+        for path in store.list(layout.CHECKPOINTS)
         if (path not in written if path.startswith(f"{folder}/") else path.rpartition("/")[0] not in kept)
     ]
-    for path in sorted(unneeded, key=lambda path: not path.endswith(f"/{MANIFEST}")):
+    for path in sorted(unneeded, key=lambda path: layout.checkpoint_step(path) is None):
         store.delete(path)
 
 
 def _read_back(store: ObjectStore, written: Manifest, content: bytes) -> None:
-    path = f"{_folder(written.step)}/{MANIFEST}"
+    path = layout.checkpoint_manifest(written.step)
     try:
         if store.get(path) != content:
             raise StorageError(f"{store.address(path)} holds other bytes", code="digest_mismatch")
@@ -101,7 +90,7 @@ def _read_back(store: ObjectStore, written: Manifest, content: bytes) -> None:
 
 
 def _manifest(store: ObjectStore, step: int) -> Manifest:
-    path = f"{_folder(step)}/{MANIFEST}"
+    path = layout.checkpoint_manifest(step)
     try:
         found = json.loads(store.get(path))
         record = RunRecord.from_json(found["facts"], store.address(path))
@@ -127,7 +116,7 @@ def confirm(store: ObjectStore, manifest: Manifest) -> None:
     Raises:
         StorageError: It is missing (code `not_found`) or corrupt (code `digest_mismatch`).
     """
-    path = _state(_folder(manifest.step), manifest.sha256)
+    path = layout.checkpoint_state(manifest.step, manifest.sha256)
     if manifest.size is not None and manifest.size <= WHOLE_BYTES:
         _whole(store, manifest)
     elif not store.exists(path):
@@ -135,12 +124,11 @@ def confirm(store: ObjectStore, manifest: Manifest) -> None:
 
 
 def _whole(store: ObjectStore, manifest: Manifest) -> bytes:
-    folder = _folder(manifest.step)
-    path = _state(folder, manifest.sha256)
+    path = layout.checkpoint_state(manifest.step, manifest.sha256)
     state = store.get(path)
     if digest(state) != manifest.sha256:
         raise StorageError(
-            f"{store.address(path)} is corrupt; delete {store.address(folder)} to resume from the checkpoint before it",
+            f"{store.address(path)} is corrupt; delete {store.address(layout.checkpoint_folder(manifest.step))} to resume from the checkpoint before it",
             code="digest_mismatch",
         )
     return state

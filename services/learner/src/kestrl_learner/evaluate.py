@@ -5,11 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from kestrl.api.common.v1 import common_pb2
 from kestrl.episode import PROMPT_TOO_LONG, Episode, Group, PolicyVersion, Purpose, Scenario
 from kestrl.errors import KestrlError
-from kestrl.rpc.codec import group_to_proto
-from kestrl.storage import ObjectStore
+from kestrl.storage.episodes import EpisodeBatch, EpisodeStore
 from kestrl.telemetry import span
 from kestrl.telemetry.names import Attr, SpanName
 from kestrl_learner.engines import Engines, NoEngineProved
@@ -117,12 +115,6 @@ def summarise(groups: Sequence[Group], requested: int, progress: Progress) -> di
     }
 
 
-def store_groups(store: ObjectStore, path: str, step: int, purpose: Purpose, groups: Sequence[Group]) -> None:
-    """Writes groups as one storage object."""
-    batch = common_pb2.GroupBatch(step=step, purpose=purpose, groups=[group_to_proto(group) for group in groups])
-    store.put(path, batch.SerializeToString())
-
-
 async def evaluate(
     scenarios: Sequence[Scenario],
     *,
@@ -134,7 +126,7 @@ async def evaluate(
     workers: Workers,
     engines: Engines,
     progress: Progress,
-    store: ObjectStore,
+    episodes: EpisodeStore,
 ) -> dict[str, float]:
     """Greedy means over all scenarios; with `sampled`, also means at the training temperature (`sampled_reward`)."""
     with span(SpanName.EVALUATE, {Attr.POLICY: policy.name}):
@@ -147,9 +139,8 @@ async def evaluate(
             "progress": progress,
         }
         greedy = await run_all(scenarios, temperature=GREEDY, **common)  # type: ignore[arg-type]
-        await asyncio.to_thread(
-            store_groups, store, f"episodes/eval/{policy.step:06d}.pb", policy.step, Purpose.EVALUATION, greedy
-        )
+        batch = EpisodeBatch(purpose=Purpose.EVALUATION, step=policy.step, groups=greedy)
+        await asyncio.to_thread(episodes.append, batch)
         result = summarise(greedy, len(scenarios), progress)
         if sampled:
             drawn = await run_all(scenarios, temperature=temperature, **common)  # type: ignore[arg-type]

@@ -12,6 +12,7 @@ from kestrl.episode import PolicyVersion
 from kestrl.errors import StorageError
 from kestrl.states import RunPhase
 from kestrl.storage import ObjectStore, adapter_folder, read_manifest
+from kestrl.storage.layout import SUMMARY
 from kestrl_learner import checkpoint
 from kestrl_learner.learning import Learning
 from kestrl_learner.records import format_means
@@ -86,11 +87,11 @@ def _learning(summary: Mapping[str, Any]) -> Learning | None:
 
 def _summary(store: ObjectStore) -> dict[str, Any]:
     try:
-        return json.loads(store.get("summary.json"))  # type: ignore[no-any-return]
+        return json.loads(store.get(SUMMARY))  # type: ignore[no-any-return]
     except StorageError as error:
         if error.code != "not_found":
             raise
         return {}
     except ValueError as error:
-        log.warning("%s is not a summary: %s", store.address("summary.json"), error)
+        log.warning("%s is not a summary: %s", store.address(SUMMARY), error)
         return {}

@@ -7,10 +7,11 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Sequence
 
+from kestrl.episode import Purpose
 from kestrl.storage import ObjectStore
-from kestrl.storage.adapters import MANIFEST
+from kestrl.storage.episodes import EpisodeStore
+from kestrl.storage.layout import ADAPTERS, MANIFEST, adapter_version
 
-VERSION = re.compile(r"adapters/(?P<step>\d+)-(?P<digest>[0-9a-f]+)$")
 NAME = re.compile(r"\.(?P<step>\d+)\.(?P<digest>[0-9a-f]+)$")
 
 
@@ -24,9 +25,7 @@ def expendable(folders: Sequence[str], *, keep: int, names: Collection[str], ste
         steps: Steps of the checkpoints: a resume from one publishes its version again.
     """
     needed = {(int(found["step"]), found["digest"]) for name in names if (found := NAME.search(name))}
-    known = sorted(
-        (int(found["step"]), found["digest"], folder) for folder in folders if (found := VERSION.match(folder))
-    )
+    known = sorted((*version, folder) for folder in folders if (version := adapter_version(folder)) is not None)
     return [folder for step, digest, folder in known[:-keep] if (step, digest) not in needed and step not in steps]
 
 
@@ -36,7 +35,7 @@ def delete_adapters(store: ObjectStore, *, keep: int, names: Collection[str], st
     Raises:
         StorageError: The store refused.
     """
-    paths = store.list("adapters")
+    paths = store.list(ADAPTERS)
     folders = sorted({path.rpartition("/")[0] for path in paths})
     gone = expendable(folders, keep=keep, names=names, steps=steps)
     for folder in gone:
@@ -46,13 +45,14 @@ def delete_adapters(store: ObjectStore, *, keep: int, names: Collection[str], st
     return gone
 
 
-def delete_episodes(store: ObjectStore, *, keep: int) -> list[str]:
-    """Deletes the episodes of all but the newest `keep` training steps; those of evaluations are kept.
+def delete_episodes(episodes: EpisodeStore, *, keep: int) -> Sequence[int]:
+    """Deletes the episodes of all but the newest `keep` training steps and returns the deleted steps; those of
+    evaluations are kept.
 
     Raises:
         StorageError: The store refused.
     """
-    gone = store.list("episodes/train")[:-keep]
-    for path in gone:
-        store.delete(path)
+    gone = episodes.steps(Purpose.TRAIN)[:-keep]
+    for step in gone:
+        episodes.delete(Purpose.TRAIN, step)
     return gone

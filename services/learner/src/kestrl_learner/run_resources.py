@@ -15,7 +15,8 @@ from kestrl.episode import PolicyVersion, Scenario
 from kestrl.errors import PlaceError, StorageError, UserInputError
 from kestrl.plan.settings import LearnerSettings
 from kestrl.states import RunPhase
-from kestrl.storage import Probe
+from kestrl.storage import Probe, layout
+from kestrl.storage.episodes import ObjectEpisodeStore
 from kestrl.telemetry import span
 from kestrl.telemetry.names import Attr, SpanName
 from kestrl_learner import adapters
@@ -45,6 +46,7 @@ class RunResources:
             UserInputError: Data and schedule do not give a single step.
         """
         self.settings, self.progress, self.drain, self.store = settings, progress, drain, store
+        self.episodes = ObjectEpisodeStore(store)
         self.scenarios = load_scenarios(Path(settings.data.path), size=settings.data.size)
         self.validation: Sequence[Scenario] = (
             load_scenarios(Path(settings.validation.path), size=settings.validation.size) if settings.validation else ()
@@ -155,11 +157,11 @@ class RunResources:
             workers=self.workers,
             engines=self.engines,
             progress=self.progress,
-            store=self.store,
+            episodes=self.episodes,
         )
         means = await unless(self.drain, work)
         self.record = self.record.with_evaluation(policy.step, means)
-        await self.write_json(f"metrics/eval/{policy.step:06d}.json", {"step": policy.step, **means})
+        await self.write_json(layout.evaluation_metrics(policy.step), {"step": policy.step, **means})
         self.progress.update(message=f"held-out, {when}: {format_means(means)}")
         log.info("held-out at step %d: %s", policy.step, means)
         return means
@@ -190,7 +192,7 @@ class RunResources:
             stale=self.progress.stale,
         )
         try:
-            await asyncio.to_thread(self.store.put, "summary.json", json.dumps(summary, indent=2).encode())
+            await asyncio.to_thread(self.store.put, layout.SUMMARY, json.dumps(summary, indent=2).encode())
         except Superseded:
             log.warning("the summary is not written: another learner owns the run")
         except (StorageError, PlaceError) as error:

@@ -11,6 +11,8 @@ from functools import partial
 from kestrl.episode import PolicyVersion, Purpose
 from kestrl.errors import Boundary, KestrlError, UserInputError
 from kestrl.states import RunPhase
+from kestrl.storage import layout
+from kestrl.storage.episodes import EpisodeBatch
 from kestrl.telemetry import span
 from kestrl.telemetry.names import Attr, SpanName
 from kestrl_learner import checkpoint
@@ -18,7 +20,6 @@ from kestrl_learner.batch import train_batch
 from kestrl_learner.concurrency import Interrupted, guarded
 from kestrl_learner.diagnostics import staleness_facts
 from kestrl_learner.dispatcher import Dispatcher, ReadyGroup
-from kestrl_learner.evaluate import store_groups
 from kestrl_learner.learning import LearningCounts
 from kestrl_learner.ledger import Ledger, LedgerError, Superseded
 from kestrl_learner.logprob_mismatch import merged
@@ -148,7 +149,7 @@ class Training:
             UserInputError: The storage is not the run's, and training would silently begin anew.
         """
         store, done = self._resources.store, self._ledger.frontier()
-        if done and not store.list("adapters"):
+        if done and not store.list(layout.ADAPTERS):
             raise UserInputError(
                 f"the ledger holds a run at step {done}, but {store.uri} holds nothing of it; restore the storage, or "
                 f"start another run with another metadata.name"
@@ -277,8 +278,8 @@ class Training:
         """Stores episodes and metrics of a step and publishes its progress."""
         resources, done = self._resources, self._done
         groups = [item.group for item in ready]
-        path = f"episodes/train/{done - 1:06d}.pb"
-        await asyncio.to_thread(store_groups, resources.store, path, done - 1, Purpose.TRAIN, groups)
+        batch = EpisodeBatch(purpose=Purpose.TRAIN, step=done - 1, groups=groups)
+        await asyncio.to_thread(resources.episodes.append, batch)
         now = time.monotonic()
         self._pace = [*self._pace, now - began][-PACE_STEPS:]
         facts = step_record(done, groups, result) | {
@@ -291,7 +292,7 @@ class Training:
         }
         resources.progress.stale_in_step = Stale()
         resources.record = resources.record.but(learning=resources.record.learning.with_step(groups, result))
-        await resources.write_json(f"metrics/{done:06d}.json", facts)
+        await resources.write_json(layout.step_metrics(done), facts)
         log.info("step %d: %s", done, facts)
         resources.progress.finish_step(zero_advantage=result.zero_advantage_groups == len(groups))
         resources.progress.update(
@@ -313,7 +314,7 @@ class Training:
         if settings.keep_adapters:
             delete_adapters(store, keep=settings.keep_adapters, names=names, steps=checkpoint.steps(store))
         if settings.keep_episodes:
-            delete_episodes(store, keep=settings.keep_episodes)
+            delete_episodes(self._resources.episodes, keep=settings.keep_episodes)
 
     async def _save(self) -> None:
         """Writes a checkpoint. One that cannot be read back is logged and does not end the run: earlier ones are

@@ -22,16 +22,16 @@ from openai import APIConnectionError, APIStatusError, APITimeoutError, AsyncOpe
 
 import kestrl.stopping  # noqa: F401  # pyright: ignore[reportUnusedImport] - it takes SIGTERM from here on
 from kestrl import rpc
-from kestrl.api.common.v1 import common_pb2
 from kestrl.credentials import Secret
 from kestrl.data import load_scenarios
-from kestrl.episode import CallOutcome, Episode, Group, Scenario, StopReason, ToolCall, Turn
+from kestrl.episode import CallOutcome, Episode, Group, Purpose, Scenario, StopReason, ToolCall, Turn
 from kestrl.errors import EngineFailure, Failure, KestrlError, UserInputError
 from kestrl.plan.settings import BenchSettings, ServiceSettings
 from kestrl.rpc.codec import group_from_proto, group_to_proto
 from kestrl.service import run_service
 from kestrl.states import RunPhase
-from kestrl.storage import open_store
+from kestrl.storage import layout, open_store
+from kestrl.storage.episodes import EpisodeBatch, ObjectEpisodeStore
 from kestrl.tools import ToolSchema
 from kestrl_rollout.deadlines import now
 from kestrl_rollout.scoring import SERVICE as JUDGE_SERVICE
@@ -294,8 +294,8 @@ async def work(settings: ServiceSettings) -> None:
         bench = Bench(settings, client, tools, judge)
         groups = await asyncio.gather(*(bench.run(scenario) for scenario in scenarios))
     store = open_store(settings.storage)
-    batch = common_pb2.GroupBatch(step=0, purpose="evaluation", groups=[group_to_proto(group) for group in groups])
-    await asyncio.to_thread(store.put, "episodes/eval/000000.pb", batch.SerializeToString())
+    batch = EpisodeBatch(purpose=Purpose.EVALUATION, step=0, groups=groups)
+    await asyncio.to_thread(ObjectEpisodeStore(store).append, batch)
     after = summarise(groups)
     failures = Counter(
         f"{episode.failure.boundary}/{episode.failure.code}"
@@ -310,7 +310,7 @@ async def work(settings: ServiceSettings) -> None:
         "failures": dict(failures),
         "seconds": time.monotonic() - began,
     }
-    await asyncio.to_thread(store.put, "summary.json", json.dumps(summary, indent=2).encode())
+    await asyncio.to_thread(store.put, layout.SUMMARY, json.dumps(summary, indent=2).encode())
 
 
 if __name__ == "__main__":

@@ -1,0 +1,73 @@
+"""Paths of what a run stores, relative to its storage; docs/storage.md says what lies there. Pure."""
+
+from __future__ import annotations
+
+import re
+
+from kestrl.episode import PolicyVersion, Purpose
+
+SUMMARY = "summary.json"
+ADAPTERS = "adapters"
+CHECKPOINTS = "checkpoints"
+MANIFEST = "manifest.json"
+"""Written after every other file of its folder: a folder without one is incomplete and is not read."""
+
+_EPISODES = {Purpose.TRAIN: "episodes/train", Purpose.EVALUATION: "episodes/eval"}
+_BATCH = re.compile(r"episodes/(?:train|eval)/(?P<step>\d+)\.pb")
+_ADAPTER = re.compile(r"adapters/(?P<step>\d+)-(?P<digest>[0-9a-f]+)")
+_CHECKPOINT_MANIFEST = re.compile(r"checkpoints/(?P<step>\d+)/manifest\.json")
+
+
+def step_metrics(step: int) -> str:
+    """Record of an optimiser step; the first is 1."""
+    return f"metrics/{step:06d}.json"
+
+
+def evaluation_metrics(step: int) -> str:
+    """Means of the evaluation after a step; 0 is before training."""
+    return f"metrics/eval/{step:06d}.json"
+
+
+def episodes_folder(purpose: Purpose) -> str:
+    return _EPISODES[purpose]
+
+
+def episode_batch(purpose: Purpose, step: int) -> str:
+    """Groups that were consumed when `step` optimiser steps had been done."""
+    return f"{_EPISODES[purpose]}/{step:06d}.pb"
+
+
+def episode_step(path: str) -> int | None:
+    """Step of the batch at a path; None for other files."""
+    found = _BATCH.fullmatch(path)
+    return None if found is None else int(found["step"])
+
+
+def adapter_folder(policy: PolicyVersion) -> str:
+    """Folder of a version; unique, since it contains the digest."""
+    return f"{ADAPTERS}/{policy.step:06d}-{policy.sha256[:12]}"
+
+
+def adapter_version(folder: str) -> tuple[int, str] | None:
+    """Step and start of the digest of the version in a folder; None for other folders."""
+    found = _ADAPTER.fullmatch(folder)
+    return None if found is None else (int(found["step"]), found["digest"])
+
+
+def checkpoint_folder(step: int) -> str:
+    return f"{CHECKPOINTS}/{step:06d}"
+
+
+def checkpoint_manifest(step: int) -> str:
+    return f"{checkpoint_folder(step)}/{MANIFEST}"
+
+
+def checkpoint_state(step: int, sha256: str) -> str:
+    """State of a checkpoint. Its name holds its digest, so that writing a step again overwrites no state in use."""
+    return f"{checkpoint_folder(step)}/{sha256[:16]}.pt"
+
+
+def checkpoint_step(path: str) -> int | None:
+    """Step of the checkpoint whose manifest is at a path; None for other files."""
+    found = _CHECKPOINT_MANIFEST.fullmatch(path)
+    return None if found is None else int(found["step"])

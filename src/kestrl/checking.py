@@ -21,7 +21,15 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from kestrl.errors import UserInputError
-from kestrl.plan.settings import DataSettings, Model, RolloutSettings, ToolsSettings, read_settings
+from kestrl.plan.settings import (
+    DataSettings,
+    Model,
+    RewardEntry,
+    RolloutSettings,
+    RulerEntry,
+    ToolsSettings,
+    read_settings,
+)
 
 Settings = TypeVar("Settings", bound=Model)
 Facts = Mapping[str, Any]
@@ -43,6 +51,23 @@ class RolloutCheck(Model):
     """Name, description, parameters and environment (empty if none) of each tool of the job."""
     data: dict[str, DataSettings]
     """Files of the data sets, by name."""
+
+
+class JudgeCheck(Model):
+    """Input of the test bank of judges."""
+
+    ruler: RulerEntry
+
+
+class Rejudge(Model):
+    """Stored groups to be scored again."""
+
+    ruler: RulerEntry
+    rewards: tuple[RewardEntry, ...]
+    """The rules of the job, whose stored values are used."""
+    max_turns: int
+    batch: str
+    """File with a GroupBatch."""
 
 
 class DecodeRequest(Model):

@@ -170,7 +170,7 @@ def _text(reference: Mapping[str, Any], key: str, field: str) -> str:
 
 
 @contextmanager
-def _set(variables: Variables) -> Generator[None]:
+def variables_set(variables: Variables) -> Generator[None]:
     """Sets environment variables of this process within a block."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
@@ -190,5 +190,5 @@ def open_storage(job: AgentRLJob, manifest_dir: Path, uri: str, *, create: bool 
     Raises:
         UserInputError: The address cannot be opened, or the credentials' file is missing or malformed.
     """
-    with _set(Secrets(job, manifest_dir).storage()):
+    with variables_set(Secrets(job, manifest_dir).storage()):
         return open_store(uri, create=create)

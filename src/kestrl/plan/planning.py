@@ -149,7 +149,8 @@ def _judge(job: AgentRLJob, site: Site) -> Component:
             **_service(Role.JUDGE, 0, job, site),
             "rewards": reward_entries(spec),
             "ruler": ruler,
-            "state_dir": None if ruler is None else f"{site.work_dir}/judge",
+            # On a cluster a volume of the pod, which a restarted container keeps.
+            "state_dir": None if ruler is None else "/tmp/judge" if site.templates else f"{site.work_dir}/judge",  # noqa: S108
         }
     )
     return with_judge_secrets(_component(Role.JUDGE, 0, settings, site), spec)

@@ -110,7 +110,7 @@ def render(given: Given) -> list[Object]:
         # Before any pod, so that no pod ever runs without its policy.
         objects += [
             _object(given, "networking.k8s.io/v1", "NetworkPolicy", name, spec=spec)
-            for name, spec in network.policies(given.name, given.cluster.egress_ports)
+            for name, spec in network.policies(given.name, given.job.spec, given.cluster.egress_ports)
         ]
     for role in ROLES:
         objects += _of_role(given, role)

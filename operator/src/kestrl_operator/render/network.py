@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from kestrl.errors import UserInputError
 from kestrl.plan.components import Role
+from kestrl.plan.judges import judge_servers, uses_own_engines
+from kestrl.spec import JobSpec
 from kestrl_operator.state.cluster import GRPC_PORT, HTTP_PORT, METRICS_PORT, workload
 
 Object = dict[str, Any]
@@ -45,10 +48,15 @@ def service(job: str, role: Role) -> Object:
     return spec
 
 
-def policies(job: str, far_ports: Sequence[int]) -> Iterator[tuple[str, Object]]:
-    """A policy that denies everything for all pods of the job, then what each role needs."""
+def policies(job: str, spec: JobSpec, far_ports: Sequence[int]) -> Iterator[tuple[str, Object]]:
+    """A policy that denies everything for all pods of the job, then what each role needs.
+
+    Raises:
+        UserInputError: A judge model is at a port that pods of jobs must not reach.
+    """
     everyone = {"matchLabels": {"kestrl.dev/job": job}}
     yield f"{job}-all", {"podSelector": everyone, "policyTypes": ["Ingress", "Egress"]}
+    judging = [*_judge_egress(job, spec, far_ports)]
     for role, callers in CALLERS.items():
         called = [callee for callee, by in CALLERS.items() if role in by]
         yield (
@@ -56,10 +64,36 @@ def policies(job: str, far_ports: Sequence[int]) -> Iterator[tuple[str, Object]]
             {
                 "podSelector": {"matchLabels": selector(job, role)},
                 "policyTypes": ["Ingress", "Egress"],
-                "ingress": _ingress(job, role, callers),
-                "egress": _egress(job, role, called, far_ports),
+                "ingress": [*_ingress(job, role, callers), *_judge_ingress(job, role, spec)],
+                "egress": [*_egress(job, role, called, far_ports), *(judging if role is Role.JUDGE else [])],
             },
         )
+
+
+def _judge_ingress(job: str, role: Role, spec: JobSpec) -> Iterator[Object]:
+    """To engines, from a judge that asks the job's own model."""
+    if role is Role.INFERENCE and uses_own_engines(spec):
+        yield {"from": [_pods(job, Role.JUDGE)], "ports": [{"port": HTTP_PORT, "protocol": "TCP"}]}
+
+
+def _judge_egress(job: str, spec: JobSpec, far_ports: Sequence[int]) -> Iterator[Object]:
+    """From the judge to the servers of its models, and to names; nothing if the job names no judge model."""
+    servers = judge_servers(spec)
+    if servers or uses_own_engines(spec):
+        yield {"ports": _dns()}
+    if uses_own_engines(spec):
+        yield {"to": [_pods(job, Role.INFERENCE)], "ports": [{"port": HTTP_PORT, "protocol": "TCP"}]}
+    for server in servers:
+        if server.port not in far_ports:
+            raise UserInputError(
+                f"{server.field}: port {server.port} is not one that pods of jobs may reach "
+                f"({', '.join(map(str, far_ports))}); use one of them, or have the administrator add it to "
+                "jobs.egressPorts"
+            )
+        name = server.namespace
+        near = {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": name}}}
+        far = {"ipBlock": {"cidr": "0.0.0.0/0", "except": list(METADATA)}}
+        yield {"to": [far if name is None else near], "ports": [{"port": server.port, "protocol": "TCP"}]}
 
 
 def _dns() -> list[Object]:

@@ -94,13 +94,17 @@ def _settings_flag(component: Component) -> list[str]:
 
 
 def environment(job: str, component: Component, profile: Profile) -> list[Object]:
-    """Environment variables: those of the plan, the credentials that the component lists, its identity, and those of
-    its accelerator profile.
+    """Environment variables: those of the plan, the credentials that the component lists, its entries of the user's
+    secrets, its identity, and those of its accelerator profile.
     """
     plain = [{"name": name, "value": value} for name, value in {**component.env_defaults, **component.env}.items()]
     secret = [
         {"name": item.value, "valueFrom": {"secretKeyRef": {"name": credentials(job), "key": item.value}}}
         for item in component.secrets
+    ]
+    secret += [
+        {"name": name, "valueFrom": {"secretKeyRef": {"name": entry.secret, "key": entry.key}}}
+        for name, entry in component.user_secrets.items()
     ]
     identity = [_from_field(REPLICA_VARIABLE, "metadata.name"), {"name": "HOME", "value": "/tmp"}]  # noqa: S108
     if component.role is Role.INFERENCE:

@@ -159,7 +159,7 @@ def rule_scorers(settings: JudgeSettings) -> list[RuleScorer]:
     Raises:
         UserInputError: A rule is listed twice.
     """
-    names = _names(settings.rewards)
+    names = component_names(settings.rewards)
     return [
         RuleScorer(
             entry,
@@ -176,8 +176,12 @@ def rule_scorers(settings: JudgeSettings) -> list[RuleScorer]:
     ]
 
 
-def _names(entries: Sequence[RewardEntry]) -> list[str]:
-    """Short names; the import paths where short names are equal."""
+def component_names(entries: Sequence[RewardEntry]) -> list[str]:
+    """Names of rules as components of the reward: short ones, and import paths where short ones are equal.
+
+    Raises:
+        UserInputError: A rule is listed twice.
+    """
     rules = [entry.rule for entry in entries]
     for index, rule in enumerate(rules):
         if rule in rules[:index]:

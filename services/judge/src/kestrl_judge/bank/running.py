@@ -1,0 +1,121 @@
+"""Asks a judge every case of the bank and makes the report."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from statistics import fmean
+from typing import Any
+
+from kestrl.plan.settings import RulerEntry
+from kestrl_judge.bank.cases import TOLERANCE, Case, Scores, all_cases, group_of
+from kestrl_judge.ruler.asking import Asker, Counts
+from kestrl_judge.ruler.client import NoScores
+from kestrl_judge.ruler.journal import Journal
+from kestrl_judge.ruler.trajectories import compare
+
+PASSING_SCORE = 0.5
+"""Score from which on a judge counts as having accepted an attempt."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a judge made of a case."""
+
+    case: Case
+    scores: Scores | None
+    """None if it gave none."""
+    problem: str | None
+
+
+async def run_bank(ruler: RulerEntry, cases: Sequence[Case] | None = None) -> dict[str, Any]:
+    """Asks the judge and returns the report as JSON."""
+    counts = Counts()
+    asker = Asker(ruler, Journal(None), secrets.token_hex(8), counts)
+    try:
+        outcomes = await asyncio.gather(*(_outcome(asker, ruler, case) for case in cases or all_cases()))
+    finally:
+        await asker.close()
+    return report(ruler, outcomes, counts)
+
+
+async def _outcome(asker: Asker, ruler: RulerEntry, case: Case) -> Outcome:
+    comparison = compare(group_of(case), show_reasoning=ruler.show_reasoning)
+    try:
+        opinion = await asker.opinion(comparison, case.permutation, [])
+    except NoScores as error:
+        return Outcome(case, None, f"not scored ({error.reason}): {error}")
+    scores = {label: grade.score for name, grade in opinion.grades.items() for label in opinion.prompt.episodes[name]}
+    return Outcome(case, scores, case.problem(scores))
+
+
+def report(ruler: RulerEntry, outcomes: Sequence[Outcome], counts: Counts) -> dict[str, Any]:
+    """The report: one entry for each check, and numbers of all of them."""
+    checks: dict[str, list[Outcome]] = {}
+    for outcome in outcomes:
+        checks.setdefault(outcome.case.check, []).append(outcome)
+    entries = [_entry(name, found) for name, found in checks.items()]
+    return {
+        "judges": [judge.model for judge in ruler.judges],
+        "passed": all(not entry["failures"] for entry in entries),
+        "checks": entries,
+        "agreement": agreement(checks.get("agreement", [])),
+        "usage": {
+            "calls": sum(counts.calls.values()),
+            "results": {f"{model} {result}": count for (model, result), count in sorted(counts.calls.items())},
+            "tokens": {f"{model} {kind}": count for (model, kind), count in sorted(counts.tokens.items())},
+            "cost": sum(counts.cost.values()),
+            "seconds": sum(counts.seconds.values()),
+        },
+    }
+
+
+def _entry(name: str, outcomes: Sequence[Outcome]) -> dict[str, Any]:
+    failures = [f"{found.case.name}: {found.problem}" for found in outcomes if found.problem is not None]
+    entry: dict[str, Any] = {"name": name, "cases": len(outcomes), "failures": failures}
+    if name == "permutation":
+        spread = largest_spread([found.scores for found in outcomes if found.scores is not None])
+        entry["spread"] = spread
+        if spread > TOLERANCE:
+            failures.append(f"the score of one attempt differs by {spread:g} between orders, more than {TOLERANCE:g}")
+    return entry
+
+
+def largest_spread(orders: Sequence[Scores]) -> float:
+    """Largest difference of one attempt's scores between orders."""
+    labels: list[str] = list(orders[0]) if orders else []
+    return max(
+        (max(scores[label] for scores in orders) - min(scores[label] for scores in orders) for label in labels),
+        default=0.0,
+    )
+
+
+def agreement(outcomes: Sequence[Outcome]) -> Mapping[str, float] | None:
+    """Agreement with the truth: accuracy and false positives at `PASSING_SCORE`, and Kendall's tau-b within groups."""
+    scored = [(found.scores, found.case.correct) for found in outcomes if found.scores is not None]
+    if not scored:
+        return None
+    accepted = [(scores[label] >= PASSING_SCORE, label in correct) for scores, correct in scored for label in scores]
+    false = [accept for accept, truth in accepted if not truth]
+    return {
+        "accuracy": fmean(accept == truth for accept, truth in accepted),
+        "false_positives": fmean(false) if false else 0.0,
+        "kendall_tau": fmean(
+            kendall([(scores[label], float(label in correct)) for label in scores]) for scores, correct in scored
+        ),
+    }
+
+
+def kendall(pairs: Sequence[tuple[float, float]]) -> float:
+    """Kendall's tau-b of two rankings; 0 if one of them is constant."""
+    agree = first_ties = second_ties = total = 0
+    for (a, x), (b, y) in combinations(pairs, 2):
+        total += 1
+        first_ties += a == b
+        second_ties += x == y
+        agree += (a > b) * (x > y) + (a < b) * (x < y) - (a > b) * (x < y) - (a < b) * (x > y)
+    scale = ((total - first_ties) * (total - second_ties)) ** 0.5
+    return agree / scale if scale else 0.0

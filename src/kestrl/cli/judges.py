@@ -145,7 +145,7 @@ def _print_report(report: Mapping[str, Any]) -> None:
             console.print(f"{entry['name']}: and {len(entry['failures']) - SHOWN_FAILURES} more (--json prints all)")
     if report["agreement"]:
         shown = ", ".join(f"{name} {value:.2f}" for name, value in report["agreement"].items())
-        console.print(f"agreement with the truth: {shown}")
+        console.print(f"agreement with the known answers: {shown}")
     usage = report["usage"]
     console.print(
         f"{usage['calls']} requests, {sum(usage['tokens'].values())} tokens, {usage['seconds']:.1f} s, "

@@ -61,7 +61,7 @@ async def test_judge_check_asks_the_judge_of_a_manifest(tmp_path: Path) -> None:
         printed = await kestrl("judge", "check", path, "--set", "rewards[0].ruler.concurrency=16", code=1)
     assert {asked.headers["Authorization"] for asked in server.asked} == {"Bearer sk-of-the-manifest"}
     assert "sk-of-the-manifest" not in printed
-    for line in ("judge m", "permutation", "injections", "agreement with the truth: accuracy", "not passed"):
+    for line in ("judge m", "permutation", "injections", "agreement with the known answers: accuracy", "not passed"):
         assert line in printed
     assert "monotonicity: right above wrong: 13: wrong (0.2) is not below right (0.2)" in printed
 

@@ -40,7 +40,7 @@ class Case:
     """What is wrong with the scores; None if nothing is."""
     permutation: int = 0
     correct: frozenset[str] = field(default_factory=frozenset[str])
-    """Labels of correct attempts, for the agreement with the truth."""
+    """Labels of correct attempts, for the agreement with the known answers."""
 
 
 @dataclass(frozen=True, slots=True)

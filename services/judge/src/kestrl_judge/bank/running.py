@@ -94,14 +94,16 @@ def largest_spread(orders: Sequence[Scores]) -> float:
 
 
 def agreement(outcomes: Sequence[Outcome]) -> Mapping[str, float] | None:
-    """Agreement with the known answers: accuracy and false positives at `PASSING_SCORE`, and Kendall's tau-b within groups."""
+    """Agreement with the known answers: accuracy and false positives at `PASSING_SCORE`, and Kendall's tau-b within
+    groups.
+    """
     scored = [(found.scores, found.case.correct) for found in outcomes if found.scores is not None]
     if not scored:
         return None
     accepted = [(scores[label] >= PASSING_SCORE, label in correct) for scores, correct in scored for label in scores]
-    false = [accept for accept, known in accepted if not truth]
+    false = [accept for accept, known in accepted if not known]
     return {
-        "accuracy": fmean(accept == known for accept, truth in accepted),
+        "accuracy": fmean(accept == known for accept, known in accepted),
         "false_positives": fmean(false) if false else 0.0,
         "kendall_tau": fmean(
             kendall([(scores[label], float(label in correct)) for label in scores]) for scores, correct in scored

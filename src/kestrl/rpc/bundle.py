@@ -19,7 +19,6 @@ from typing import Any, Protocol, Self, TypeVar
 import grpc
 from opentelemetry.propagate import inject
 
-from kestrl.alarms import Alarms
 from kestrl.api.bundle.v1 import bundle_pb2 as pb
 from kestrl.api.bundle.v1 import bundle_pb2_grpc as stubs
 from kestrl.errors import Boundary, Failure, FailureError
@@ -61,22 +60,6 @@ class _StreamEndedError(Exception):
         """The failure, and whether the server was unreachable."""
 
 
-class _Asked:
-    """A call that waits for its answer, with its deadline."""
-
-    __slots__ = ("answer", "at")
-
-    def __init__(self, answer: asyncio.Future[pb.Answer], at: float) -> None:
-        self.answer, self.at = answer, at
-
-    def ring(self) -> None:
-        self.fail(TimeoutError())
-
-    def fail(self, error: Exception) -> None:
-        if not self.answer.done():
-            self.answer.set_exception(error)
-
-
 class _Stream:
     """One stream from its first call to its end."""
 
@@ -86,8 +69,7 @@ class _Stream:
         self._ids = itertools.count(1)
         self._waiting: deque[pb.Call] = deque()
         self._cancelled: list[int] = []
-        self._asked: dict[int, _Asked] = {}
-        self._alarms = Alarms()
+        self._asked: dict[int, asyncio.Future[pb.Answer]] = {}
         self._more = asyncio.Event()
         self._call = stub.Run(metadata=shown(token))
         self._running = asyncio.create_task(self._run(), name=f"bundle-{peer}")
@@ -105,14 +87,13 @@ class _Stream:
         carrier: dict[str, str] = {}
         inject(carrier)
         number = next(self._ids)
-        asked = self._asked[number] = _Asked(asyncio.get_running_loop().create_future(), ends)
-        self._alarms.add(asked)
+        asked = self._asked[number] = asyncio.get_running_loop().create_future()
         self._waiting.append(pb.Call(id=number, method=method, request=request, context=carrier))
         self._more.set()
         try:
-            return await asked.answer
+            async with asyncio.timeout_at(ends):
+                return await asked
         finally:
-            self._alarms.discard(asked)
             if self._asked.pop(number, None) is not None:
                 self._cancelled.append(number)
                 self._more.set()
@@ -137,7 +118,8 @@ class _Stream:
             self._call.cancel()
             unanswered, self._asked = self._asked, {}
             for asked in unanswered.values():
-                asked.fail(_StreamEndedError(failure, unreachable=unreachable))
+                if not asked.done():
+                    asked.set_exception(_StreamEndedError(failure, unreachable=unreachable))
             await asyncio.wait([writing])
 
     def _wrote(self, writing: asyncio.Task[None]) -> None:
@@ -149,8 +131,8 @@ class _Stream:
         async for response in self._call:
             for answer in response.answers:
                 asked = self._asked.pop(answer.id, None)
-                if asked is not None and not asked.answer.done():
-                    asked.answer.set_result(answer)
+                if asked is not None and not asked.done():
+                    asked.set_result(answer)
 
     async def _write(self) -> None:
         window = 0.0  # the first message is sent immediately, so that a refusal by the server arrives early

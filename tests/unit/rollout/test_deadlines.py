@@ -6,7 +6,6 @@ import asyncio
 
 import pytest
 
-from kestrl.alarms import Alarms
 from kestrl.errors import Boundary, DeadlineExceeded
 from kestrl_rollout.deadlines import Scope, Waiting, deadline, now
 
@@ -15,7 +14,7 @@ SOON = 0.02
 
 
 async def test_a_deadline_says_which_it_was_and_what_was_waited_for() -> None:
-    waiting = Waiting(Alarms())
+    waiting = Waiting()
 
     async def episode() -> None:
         async with deadline(Scope.EPISODE, now() + FAR, waiting):
@@ -27,14 +26,13 @@ async def test_a_deadline_says_which_it_was_and_what_was_waited_for() -> None:
         await episode()
     assert (caught.value.code, caught.value.boundary) == ("turn_deadline", Boundary.TOOL)
     assert isinstance(caught.value.__cause__, asyncio.CancelledError)
-    assert len(waiting.alarms) == 0
     task = asyncio.current_task()
     assert task is not None
     assert not task.cancelling()
 
 
 async def test_of_two_that_passed_together_the_outer_counts() -> None:
-    waiting, at = Waiting(Alarms()), now() - 1
+    waiting, at = Waiting(), now() - 1
     with pytest.raises(DeadlineExceeded) as caught:
         async with deadline(Scope.EPISODE, at, waiting), deadline(Scope.TURN, at, waiting):
             await asyncio.Event().wait()
@@ -42,7 +40,7 @@ async def test_of_two_that_passed_together_the_outer_counts() -> None:
 
 
 async def test_who_is_cancelled_from_outside_meanwhile_stays_cancelled() -> None:
-    waiting, entered = Waiting(Alarms()), asyncio.Event()
+    waiting, entered = Waiting(), asyncio.Event()
 
     async def work() -> None:
         async with deadline(Scope.TURN, now() - 1, waiting):
@@ -57,7 +55,7 @@ async def test_who_is_cancelled_from_outside_meanwhile_stays_cancelled() -> None
 
 
 async def test_an_error_that_comes_first_passes() -> None:
-    waiting = Waiting(Alarms())
+    waiting = Waiting()
 
     async def turn() -> None:
         async with deadline(Scope.TURN, now() - 1, waiting):
@@ -72,7 +70,7 @@ async def test_an_error_that_comes_first_passes() -> None:
 
 
 async def test_tasks_of_one_episode_have_deadlines_of_their_own() -> None:
-    waiting = Waiting(Alarms())
+    waiting = Waiting()
 
     async def work(at: float) -> str:
         try:
@@ -88,4 +86,3 @@ async def test_tasks_of_one_episode_have_deadlines_of_their_own() -> None:
     assert not slow.done()
     slow.cancel()
     await asyncio.wait([slow])
-    assert len(waiting.alarms) == 0

@@ -11,7 +11,6 @@ import asyncio
 from enum import StrEnum
 from types import TracebackType
 
-from kestrl.alarms import Alarms
 from kestrl.errors import Boundary, DeadlineExceeded
 
 
@@ -27,9 +26,7 @@ class Scope(StrEnum):
 class Waiting:
     """What an episode waits for now: the boundary of a deadline that passes meanwhile."""
 
-    def __init__(self, alarms: Alarms) -> None:
-        self.alarms = alarms
-        """The worker's alarms."""
+    def __init__(self) -> None:
         self.boundary = Boundary.INFRASTRUCTURE
 
     def on(self, boundary: Boundary) -> _On:
@@ -74,36 +71,27 @@ class GroupClock:
 
 
 class deadline:  # noqa: N801 - used as a verb: `async with deadline(...)`
-    """Cancels its body at a loop time, like `asyncio.timeout_at`. A class, not a generator, for speed.
+    """`asyncio.timeout_at` that reports which deadline passed. A class, not a generator, so that a `TimeoutError` of the
+    body is not taken for its own.
 
     Raises:
         DeadlineExceeded: The deadline passed; its code is the scope, its boundary what was waited for.
     """
 
-    __slots__ = ("_cancelling", "_rang", "_scope", "_task", "_waiting", "at")
+    __slots__ = ("_scope", "_timeout", "_waiting")
 
     def __init__(self, scope: Scope, at: float, waiting: Waiting) -> None:
-        self._scope, self._waiting = scope, waiting
-        self._rang = False
-        self.at = at
+        self._scope, self._waiting, self._timeout = scope, waiting, asyncio.timeout_at(at)
 
     async def __aenter__(self) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        self._task, self._cancelling = task, task.cancelling()
-        self._waiting.alarms.add(self)
-
-    def ring(self) -> None:
-        self._rang = True
-        self._task.cancel()
+        await self._timeout.__aenter__()
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if not self._rang:
-            self._waiting.alarms.discard(self)
-        elif self._task.uncancel() <= self._cancelling and kind is asyncio.CancelledError:
-            # Only if there was no other cancellation and the body did not swallow this one.
+        try:
+            await self._timeout.__aexit__(kind, error, trace)
+        except TimeoutError:
             name, waited = self._scope.removesuffix("_deadline"), self._waiting.boundary
             raise DeadlineExceeded(
                 f"the {name}'s deadline passed while waiting for: {waited}", code=self._scope, boundary=waited

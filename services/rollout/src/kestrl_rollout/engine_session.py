@@ -12,7 +12,6 @@ from kestrl.errors import EngineFailure
 from kestrl.telemetry import span
 from kestrl.telemetry.names import Attr, SpanName
 from kestrl_rollout.engine import EngineAddress, EngineClient, GenerateRequest
-from kestrl_rollout.pacing import ResumePacer
 from kestrl_rollout.sessions import Sessions
 
 
@@ -44,7 +43,6 @@ class EngineSession:
         seed: int,
         client: EngineClient,
         sessions: Sessions,
-        pacer: ResumePacer,
     ) -> None:
         self._id = episode_id
         self._engines = {engine.name: engine for engine in engines}
@@ -53,7 +51,6 @@ class EngineSession:
         self._seed = seed
         self._client = client
         self._sessions = sessions
-        self._pacer = pacer
         self.engine = ""
         """The engine of the last turn."""
         self.retries = 0
@@ -105,9 +102,7 @@ class EngineSession:
             self._sessions.answered(self.engine)
             current.set_attribute(Attr.OUTPUT_TOKENS, len(completion.token_ids))
             current.set_attribute(Attr.FINISH_REASON, (completion.finish_reason,))
-        seconds = time.monotonic() - started
-        await self._pacer.enter()
-        return Sampled(completion=completion, engine=self.engine, seconds=seconds)
+        return Sampled(completion=completion, engine=self.engine, seconds=time.monotonic() - started)
 
     def finish(self) -> None:
         """Ends the session; a second call has no effect."""

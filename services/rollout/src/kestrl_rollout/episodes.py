@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kestrl.agents import LimitReached
-from kestrl.alarms import Alarms
 from kestrl.episode import Episode, Json, Scenario, StopReason
 from kestrl.errors import Boundary, Failure, KestrlError, UserCodeError, UserInputError, described
 from kestrl.telemetry import current_trace_id, span
@@ -25,7 +24,6 @@ from kestrl_rollout.engine import EngineClient
 from kestrl_rollout.engine_session import EngineSession
 from kestrl_rollout.loop_metrics import REWARD, check_metrics, returned_reward, usable_metrics
 from kestrl_rollout.model import ChatModel
-from kestrl_rollout.pacing import ResumePacer
 from kestrl_rollout.requests import GroupRequest
 from kestrl_rollout.sessions import Sessions
 from kestrl_rollout.tool_session import OfferedTools, Toolbox, ToolSession, unrendered
@@ -83,12 +81,10 @@ class EpisodeRunner:
         self._tool_limits = tool_limits
         self._describes_tools = describes_tools
         self._slots = asyncio.Semaphore(concurrency)
-        self._alarms = Alarms()
         self._closing: set[asyncio.Task[None]] = set()
         self._abandoned: set[asyncio.Task[_Contained]] = set()
         """Tasks of loops that were cancelled and still run."""
         self.sessions = Sessions()
-        self._pacer = ResumePacer(lambda: self.sessions.count)
 
     async def described_tools(self, scenario: Scenario) -> list[Mapping[str, Json]]:
         """Schemas of a scenario's tools for the judge; none if it does not show them, or they are not known."""
@@ -102,7 +98,7 @@ class EpisodeRunner:
 
     async def run(self, request: GroupRequest, index: int, clock: GroupClock) -> Episode:
         """Runs episode `index` of a group. Raises only on cancellation."""
-        attempt = _Attempt(f"{request.id}/{index}", index, request.seed + index, Waiting(self._alarms))
+        attempt = _Attempt(f"{request.id}/{index}", index, request.seed + index, Waiting())
         attributes = {Attr.EPISODE_ID: attempt.id, Attr.SCENARIO_ID: request.scenario.id}
         with span(SpanName.EPISODE, attributes) as current:
             failure = await self._settle(request, attempt, clock)
@@ -173,7 +169,6 @@ class EpisodeRunner:
             seed=attempt.seed,
             client=self._client,
             sessions=self.sessions,
-            pacer=self._pacer,
         )
         attempt.has_state = offered.has_state
         attempt.tools = self._toolbox.session(attempt.id, scenario, offered.names, seconds=request.deadlines.episode)

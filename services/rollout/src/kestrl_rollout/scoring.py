@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from kestrl import rpc
-from kestrl.alarms import Alarms
 from kestrl.api.common.v1 import common_pb2 as common
 from kestrl.api.judge.v1 import judge_pb2 as pb
 from kestrl.errors import Boundary, Failure, JudgeFailure, KestrlError
@@ -42,7 +41,6 @@ class Judge:
     def __init__(self, service: rpc.Bundle, *, component: str) -> None:
         self._service = service
         self._component = component
-        self._alarms = Alarms()
 
     async def score(self, group: common.Group, *, max_turns: int, ends: float) -> None:
         """Writes rewards into an encoded group. An episode that could not be judged gets the failure and no reward.
@@ -70,7 +68,7 @@ class Judge:
             self._write(episode, scores.get(episode.id))
 
     async def _ask(self, request: pb.ScoreGroupRequest, *, ends: float) -> pb.ScoreGroupResponse:
-        waiting = Waiting(self._alarms)
+        waiting = Waiting()
         with waiting.on(Boundary.JUDGE):
             async with deadline(Scope.GROUP, ends, waiting):
                 return await self._service.call(

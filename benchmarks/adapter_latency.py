@@ -38,6 +38,7 @@ from kestrl.api.inference.v1 import inference_pb2 as pb
 from kestrl.api.inference.v1 import inference_pb2_grpc as stubs
 from kestrl.credentials import Secret
 from kestrl.data import load_scenarios
+from kestrl.engines.vllm import SCORING
 from kestrl.episode import PolicyVersion
 from kestrl.local.processes import Launcher
 from kestrl.local.rundir import RunDir
@@ -50,7 +51,6 @@ from kestrl.rpc.codec import policy_to_proto
 from kestrl.spec import AgentRLJob
 from kestrl.spec.load import read_job
 from kestrl.storage import AdapterManifest, open_store
-from kestrl_inference.engine import SCORING
 from kestrl_learner import adapters
 from kestrl_learner.model import PolicyModel
 from kestrl_rollout.chat import Message

@@ -26,6 +26,7 @@ from tests.fakes.ports import free_port
 
 from kestrl import rpc
 from kestrl.api.inference.v1 import inference_pb2_grpc as stubs
+from kestrl.engines.vllm import Vllm
 from kestrl.episode import PolicyVersion
 from kestrl.plan.settings import AgentSettings, EngineEntry
 from kestrl.storage import AdapterManifest, Probe, open_store, publish_adapter
@@ -121,7 +122,7 @@ async def engine_and_agent(index: int, folder: Path, stack: AsyncExitStack, proo
         probe_bound=1e-3,
         poll_seconds=1.0,
     )
-    client = Engine(engine.url, "base", timeout=30.0)
+    client = Engine(engine.url, "base", Vllm(), timeout=30.0)
     stack.push_async_callback(client.close)
     adapters = LoadedAdapters(settings, client)
     adapters.prepare()

@@ -18,12 +18,14 @@ import pytest
 from tests.fakes.ports import free_port
 
 from kestrl.credentials import Secret
+from kestrl.engines.vllm import Vllm
 from kestrl.errors import EngineFailure, FailureError
 from kestrl.local.processes import Launcher
 from kestrl.local.supervisor import ComponentFailed, Supervisor
 from kestrl.plan.components import Component, Role
 from kestrl.plan.settings import AgentSettings
 from kestrl.states import EngineState
+from kestrl.testing.engines import check_engine
 from kestrl_inference.engine import CONTROL_KEY, Engine
 from kestrl_inference.loaded_adapters import LoadedAdapters
 from kestrl_inference.watch import Watch
@@ -77,7 +79,7 @@ async def beside(server: Any, folder: Path) -> Agent:
         slots=3,
         probe_bound=BOUND,
     )
-    engine = Engine(server.url, "base", timeout=60)
+    engine = Engine(server.url, "base", Vllm(), timeout=60)
     adapters = LoadedAdapters(settings, engine)
     adapters.prepare()
     watch = Watch(engine, adapters, 1.0, settings.component)
@@ -111,6 +113,13 @@ def test_a_server_without_the_plugin_does_not_start() -> None:
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert ended.returncode == 1
     assert "VLLM_PLUGINS='another' leaves it out" in ended.stderr
+
+
+def test_vllms_dialect_conforms_to_the_real_engine(servers: Any, adapters: Any, tmp_path: Path) -> None:
+    for name, content in adapters(5).files.items():
+        (tmp_path / name).write_bytes(content)
+    url, prompt = servers[1].url, list(range(20, 50))
+    check_engine(Vllm(), url, base="base", adapter=str(tmp_path), prompt_ids=prompt, key=CONTROL)
 
 
 # --- the guard, inside the real server

@@ -99,6 +99,7 @@ def _agent(job: AgentRLJob, site: Site, index: int) -> Component:
     settings = AgentSettings.model_validate(
         {
             **_service(Role.INFERENCE, index, job, site),
+            "engine": job.spec.inference.engine,
             "engine_name": f"engine-{index}",
             "engine_url": f"http://127.0.0.1:{site.endpoint(Role.ENGINE, index).port}"
             if site.templates
@@ -161,6 +162,7 @@ def _rollout(job: AgentRLJob, site: Site, index: int) -> Component:
     settings = RolloutSettings.model_validate(
         {
             **_service(Role.ROLLOUT, index, job, site),
+            "engine": job.spec.inference.engine,
             "tokenizer": site.model,
             "template": site.template,
             "agent": spec.agent.loop,

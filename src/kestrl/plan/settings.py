@@ -179,6 +179,8 @@ class RolloutSettings(ServiceSettings):
     """Whether the job has tools."""
     describes_tools: bool = False
     """Whether groups contain the schemas of the offered tools, for a judge model."""
+    engine: str = "vllm"
+    """Dialect of the job's engines."""
     tools_address: str
     judge_address: str
     concurrency: int
@@ -194,6 +196,8 @@ class RolloutSettings(ServiceSettings):
 class AgentSettings(ServiceSettings):
     """An engine agent."""
 
+    engine: str = "vllm"
+    """Dialect of the engine."""
     engine_name: str
     engine_url: str
     base_model: str

@@ -21,6 +21,7 @@ from kestrl import rpc
 from kestrl.api.inference.v1 import inference_pb2 as pb
 from kestrl.api.inference.v1 import inference_pb2_grpc as stubs
 from kestrl.credentials import Secret
+from kestrl.engines.vllm import Vllm
 from kestrl.episode import BASE_MODEL_NAME, PolicyVersion
 from kestrl.plan.settings import AgentSettings
 from kestrl.rpc.codec import policy_to_proto
@@ -221,7 +222,7 @@ async def make_stage(engine: Fake, tmp_path: Path) -> AsyncIterator[MakeStage]:
 
         async def make(**changes: Any) -> Stage:
             settings = agent_settings(engine, tmp_path, **changes)
-            client = Engine(settings.engine_url, BASE_MODEL_NAME, timeout=settings.load_seconds)
+            client = Engine(settings.engine_url, BASE_MODEL_NAME, Vllm(), timeout=settings.load_seconds)
             stack.push_async_callback(client.close)
             adapters = LoadedAdapters(settings, client)
             adapters.prepare()

@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from kestrl.engines import Load
+from kestrl.engines.vllm import Vllm
 from kestrl.errors import EngineFailure
-from kestrl_inference import engine as dialect
-from kestrl_inference.engine import Engine, EngineRefused, Load, load_of, prompt_scores, read_metrics
+from kestrl_inference import engine as client
+from kestrl_inference.engine import Engine, EngineRefused
 
 Answer = Callable[[web.Request], Any]
 
@@ -32,7 +34,7 @@ async def answering(answer: Answer, *, timeout: float = 5.0) -> AsyncIterator[En
     runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.01, handler_cancellation=True)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
-    engine = Engine(f"http://127.0.0.1:{runner.addresses[0][1]}/", "base", timeout=timeout)
+    engine = Engine(f"http://127.0.0.1:{runner.addresses[0][1]}/", "base", Vllm(), timeout=timeout)
     try:
         yield engine
     finally:
@@ -93,13 +95,13 @@ async def test_a_server_that_is_not_an_engine_is_not_healthy(answer: Answer, rea
 
 
 async def test_a_hung_engine_is_not_healthy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dialect, "CHECK_SECONDS", 0.05)
+    monkeypatch.setattr(client, "CHECK_SECONDS", 0.05)
     async with answering(lambda _request: asyncio.sleep(60)) as engine:
         assert "no answer in 0.05 s" in (await engine.look()).reason
 
 
 async def test_no_engine_at_all_is_not_healthy() -> None:
-    engine = Engine("http://127.0.0.1:9", "base", timeout=5.0)
+    engine = Engine("http://127.0.0.1:9", "base", Vllm(), timeout=5.0)
     pulse = await engine.look()
     assert not pulse.healthy
     assert "ClientConnectorError" in pulse.reason
@@ -155,8 +157,9 @@ def listed(*positions: Any) -> list[Any]:
     ids=["none", "empty", "too short", "another token", "a gap", "no number", "another shape"],
 )
 async def test_scores_that_are_not_understood_are_nonsense_not_numbers(answer: Any) -> None:
-    with pytest.raises(EngineFailure) as caught:
-        prompt_scores(answer, [5, 6, 7])
+    async with answering(lambda _request: {"prompt_logprobs": answer}) as engine:
+        with pytest.raises(EngineFailure, match="prompt_logprobs have an unknown form") as caught:
+            await engine.score("job.1", [5, 6, 7])
     assert caught.value.code == "engine_nonsense"
 
 
@@ -184,5 +187,5 @@ def test_the_load_is_read_from_vllms_own_metrics() -> None:
         'vllm:num_preemptions_total{engine="0",model_name="base"} 1.0\n'
         'vllm:num_preemptions_total{engine="1",model_name="base"} 4.0\n'
     )
-    assert load_of(read_metrics(page)) == Load(kv_usage=0.25, running=3, waiting=2, preemptions=5)
-    assert load_of(read_metrics("# nothing\n")) == Load()
+    assert Vllm().read_metrics(page).load == Load(kv_usage=0.25, running=3, waiting=2, preemptions=5)
+    assert Vllm().read_metrics("# nothing\n") == (0.0, Load())

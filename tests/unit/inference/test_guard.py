@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from kestrl.engines.vllm import Vllm
+from kestrl.plan.engines import ROUTES, routes
 from kestrl_inference import guard
 from kestrl_inference.guard import ControlGuard
 
@@ -38,6 +40,7 @@ def server() -> Server:
 def guarded(server: Server, monkeypatch: pytest.MonkeyPatch) -> ControlGuard:
     monkeypatch.setenv(guard.DATA_KEY, DATA)
     monkeypatch.setenv(guard.CONTROL_KEY, CONTROL)
+    monkeypatch.setenv(guard.ROUTES, routes(Vllm()))
     return ControlGuard(server)
 
 
@@ -147,6 +150,19 @@ def test_a_server_without_keys_does_not_start(server: Server, monkeypatch: pytes
     monkeypatch.setenv(missing, "")
     with pytest.raises(RuntimeError, match="must be set"):
         ControlGuard(server)
+
+
+@pytest.mark.parametrize("value", ["", "{}", "[]", '{"open": [], "data": [1]}', '{"open": null, "data": []}'])
+def test_a_server_without_routes_does_not_start(
+    guarded: ControlGuard, server: Server, monkeypatch: pytest.MonkeyPatch, value: str
+) -> None:
+    monkeypatch.setenv(guard.ROUTES, value)
+    with pytest.raises(RuntimeError, match="KESTRL_ENGINE_ROUTES must have the engine's routes"):
+        ControlGuard(server)
+
+
+def test_the_plan_names_the_variable_as_the_guard_does() -> None:
+    assert ROUTES == guard.ROUTES
 
 
 def test_it_needs_nothing_but_the_standard_library() -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import kestrl.stopping  # noqa: F401  # pyright: ignore[reportUnusedImport] - it takes SIGTERM from here on
 from kestrl.api.inference.v1 import inference_pb2_grpc as stubs
+from kestrl.engines.registry import DIALECTS
 from kestrl.episode import BASE_MODEL_NAME
 from kestrl.plan.settings import AgentSettings
 from kestrl.rpc import serve
@@ -21,7 +22,8 @@ from kestrl_inference.watch import Watch
 
 async def work(settings: AgentSettings) -> None:
     """Serves until SIGTERM."""
-    engine = Engine(settings.engine_url, BASE_MODEL_NAME, timeout=settings.load_seconds)
+    dialect = DIALECTS[settings.engine]
+    engine = Engine(settings.engine_url, BASE_MODEL_NAME, dialect, timeout=settings.load_seconds)
     adapters = LoadedAdapters(settings, engine)
     adapters.prepare()
     failure_file = None if settings.failure_file is None else Path(settings.failure_file)

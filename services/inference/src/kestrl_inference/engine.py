@@ -1,40 +1,27 @@
-"""Client of the engine's HTTP API: health, adapters, scoring. Failures are typed, every call has a time limit."""
+"""Client of the engine's HTTP API: health, adapters, scoring. Failures are typed, every call has a time limit, and the
+dialect of the engine has the requests and reads the answers.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import json
 import math
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, cast
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
 
 import aiohttp
 
+from kestrl.engines import EngineDialect, Load, Metrics, Request
 from kestrl.errors import EngineFailure
 from kestrl.telemetry import trace_headers
 
+Read = TypeVar("Read")
+JSON = {"content-type": "application/json"}
 CONTROL_KEY = "KESTRL_ENGINE_CONTROL_KEY"
-START_METRIC = "process_start_time_seconds"
-LOAD_METRICS = (
-    "vllm:kv_cache_usage_perc",
-    "vllm:num_requests_running",
-    "vllm:num_requests_waiting",
-    "vllm:num_preemptions_total",
-)
-READ_METRICS = frozenset({START_METRIC, *LOAD_METRICS})
 CHECK_SECONDS = 15.0
 """Time limit of a health check; an engine that does not answer in time is down. Longer than pauses of a busy server."""
-
-SCORING = {
-    "max_tokens": 1,
-    "temperature": 1.0,
-    "prompt_logprobs": 0,
-    "detokenize": False,
-    "skip_reading_prefix_cache": True,
-}
-"""Sampling parameters that make vLLM compute and return the log-probs of a prompt."""
 
 
 class EngineRefused(EngineFailure):
@@ -43,21 +30,9 @@ class EngineRefused(EngineFailure):
     code = "engine_refused"
     retryable = False
 
-    def __init__(self, status: int, message: str) -> None:
+    def __init__(self, status: int, message: str, answer: bytes = b"") -> None:
         super().__init__(message)
-        self.status = status
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Load:
-    """Load of an engine."""
-
-    kv_usage: float = 0.0
-    """Share of the key-value cache in use, 0 to 1."""
-    running: int = 0
-    waiting: int = 0
-    preemptions: int = 0
-    """Preemptions since the start."""
+        self.status, self.answer = status, answer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,14 +46,15 @@ class Pulse:
     """Names of the loaded adapters."""
     reason: str = ""
     """Why the engine is not healthy."""
-    load: Load = Load()
+    load: Load = field(default_factory=Load)
 
 
 class Engine:
     """Client of one engine on loopback or in the same pod."""
 
-    def __init__(self, url: str, base_model: str, *, timeout: float) -> None:
+    def __init__(self, url: str, base_model: str, dialect: EngineDialect, *, timeout: float) -> None:
         self._url, self._base, self._timeout = url.rstrip("/"), base_model, timeout
+        self._dialect = dialect
         key = os.environ.get(CONTROL_KEY, "")
         self._headers = {"authorization": f"Bearer {key}"} if key else {}
         self._session: aiohttp.ClientSession | None = None
@@ -93,7 +69,7 @@ class Engine:
         if self._session is not None:
             await self._session.close()
 
-    async def _call(self, method: str, path: str, body: Any = None, *, seconds: float | None = None) -> bytes:
+    async def _call(self, request: Request, *, seconds: float | None = None) -> bytes:
         """Sends one request.
 
         Raises:
@@ -101,44 +77,41 @@ class Engine:
             EngineFailure: No answer: code `engine_unreachable` or `engine_deadline`.
         """
         limit = self._timeout if seconds is None else min(seconds, self._timeout)
+        what = f"{request.method} {request.path}"
         try:
             async with self._client().request(
-                method,
-                f"{self._url}{path}",
-                json=body,
-                headers=trace_headers(),
+                request.method,
+                f"{self._url}{request.path}",
+                data=request.body or None,
+                headers={**trace_headers(), **(JSON if request.body else {})},
                 timeout=aiohttp.ClientTimeout(total=limit),
             ) as response:
                 content = await response.read()
                 if response.status >= 300:
-                    raise EngineRefused(
-                        response.status, f"{method} {path}: {response.status}: {content[:500].decode(errors='replace')}"
-                    )
+                    message = f"{what}: {response.status}: {content[:500].decode(errors='replace')}"
+                    raise EngineRefused(response.status, message, content)
                 return content
         except TimeoutError as error:
-            raise EngineFailure(f"{method} {path}: no answer in {limit:g} s", code="engine_deadline") from error
+            raise EngineFailure(f"{what}: no answer in {limit:g} s", code="engine_deadline") from error
         except aiohttp.ClientError as error:
-            raise EngineFailure(
-                f"{method} {path}: {type(error).__name__}: {error}", code="engine_unreachable"
-            ) from error
+            raise EngineFailure(f"{what}: {type(error).__name__}: {error}", code="engine_unreachable") from error
 
     async def look(self) -> Pulse:
         """Checks health, start time and loaded adapters; does not raise if the engine is down."""
         try:
-            await self._call("GET", "/health", seconds=CHECK_SECONDS)
+            await self._call(self._dialect.health, seconds=CHECK_SECONDS)
             adapters = await self.adapters(seconds=CHECK_SECONDS)
-            values = await self._metrics()
+            metrics = await self._metrics()
         except EngineFailure as error:
             return Pulse(healthy=False, born=0.0, adapters=frozenset(), reason=str(error))
-        return Pulse(
-            healthy=True, born=values.get(START_METRIC, 0.0), adapters=frozenset(adapters), load=load_of(values)
-        )
+        return Pulse(healthy=True, born=metrics.born, adapters=frozenset(adapters), load=metrics.load)
 
-    async def _metrics(self) -> dict[str, float]:
+    async def _metrics(self) -> Metrics:
         try:
-            return read_metrics((await self._call("GET", "/metrics", seconds=CHECK_SECONDS)).decode(errors="replace"))
+            page = await self._call(self._dialect.metrics, seconds=CHECK_SECONDS)
         except EngineRefused:  # an engine without metrics; a restart is then detected by missing adapters
-            return {}
+            return Metrics(0.0, Load())
+        return _read(lambda: self._dialect.read_metrics(page.decode(errors="replace")))
 
     async def adapters(self, *, seconds: float | None = None) -> dict[str, str]:
         """Loaded adapters: name to folder.
@@ -146,22 +119,19 @@ class Engine:
         Raises:
             EngineFailure: No answer, an error status, or an unknown form.
         """
-        answer = read_json(await self._call("GET", "/v1/models", seconds=seconds))
-        try:
-            return {str(model["id"]): str(model["root"]) for model in answer["data"] if model["id"] != self._base}
-        except (KeyError, TypeError) as error:
-            raise EngineFailure(f"/v1/models has an unknown form: {error!r}", code="engine_nonsense") from error
+        answer = await self._call(self._dialect.adapters, seconds=seconds)
+        return _read(lambda: self._dialect.read_adapters(answer, self._base))
 
     async def load(self, name: str, folder: str) -> None:
         """Loads an adapter under a new name; adapters are never replaced in place."""
-        await self._call("POST", "/v1/load_lora_adapter", {"lora_name": name, "lora_path": folder})
+        await self._call(self._dialect.load(name, folder))
 
     async def unload(self, name: str) -> None:
         """Unloads an adapter; an unknown one is not an error. Running requests for it end normally."""
         try:
-            await self._call("POST", "/v1/unload_lora_adapter", {"lora_name": name})
+            await self._call(self._dialect.unload(name))
         except EngineRefused as error:
-            if error.status != 404:
+            if not self._dialect.is_unknown_adapter(error.status, error.answer):
                 raise
 
     async def score(self, model: str, token_ids: Sequence[int]) -> list[float]:
@@ -170,59 +140,23 @@ class Engine:
         Raises:
             EngineFailure: The answer is not one finite number for each token (code `engine_nonsense`).
         """
-        body = {"model": model, "token_ids": list(token_ids), "sampling_params": SCORING}
-        answer = read_json(await self._call("POST", "/inference/v1/generate", body))
-        scores = prompt_scores(answer.get("prompt_logprobs"), token_ids)
+        answer = await self._call(self._dialect.score(model, token_ids))
+        scores = _read(lambda: self._dialect.read_scores(answer, token_ids))
         if not all(math.isfinite(value) for value in scores):
             raise EngineFailure(f"{model}: the engine answered a log-prob that is not finite", code="engine_nonsense")
         return scores
 
 
-def read_json(content: bytes) -> Mapping[str, Any]:
-    """Parses an answer as a JSON object.
+def _read(reading: Callable[[], Read]) -> Read:
+    """An answer read by the dialect.
 
     Raises:
-        EngineFailure: It is not one (code `engine_nonsense`).
+        EngineFailure: It has an unknown form (code `engine_nonsense`).
     """
     try:
-        value = json.loads(content)
+        return reading()
     except ValueError as error:
-        raise EngineFailure(f"not JSON: {content[:200]!r}", code="engine_nonsense") from error
-    if not isinstance(value, dict):
-        raise EngineFailure(f"not a JSON object: {content[:200]!r}", code="engine_nonsense")
-    return cast("Mapping[str, Any]", value)
-
-
-def prompt_scores(listed: Any, token_ids: Sequence[int]) -> list[float]:
-    """Scores in vLLM's answer: null for the first token, then one object of candidates by token id per position.
-
-    Raises:
-        EngineFailure: It has another form (code `engine_nonsense`).
-    """
-    try:
-        if len(listed) != len(token_ids):
-            raise ValueError(f"{len(listed)} positions for {len(token_ids)} tokens")
-        return [
-            float(position[str(token)]["logprob"]) for position, token in zip(listed[1:], token_ids[1:], strict=True)
-        ]
-    except (KeyError, TypeError, ValueError) as error:
-        raise EngineFailure(f"prompt_logprobs have an unknown form: {error!r}", code="engine_nonsense") from error
-
-
-def read_metrics(page: str) -> dict[str, float]:
-    """Values of the used metrics on a Prometheus page, summed over labels."""
-    values: dict[str, float] = {}
-    for line in page.splitlines():
-        name = line.partition("{")[0].partition(" ")[0]
-        if name in READ_METRICS:
-            values[name] = values.get(name, 0.0) + float(line.rpartition(" ")[2])
-    return values
-
-
-def load_of(values: Mapping[str, float]) -> Load:
-    """Load from metrics; missing ones are 0."""
-    kv, running, waiting, preemptions = (values.get(name, 0.0) for name in LOAD_METRICS)
-    return Load(kv_usage=kv, running=int(running), waiting=int(waiting), preemptions=int(preemptions))
+        raise EngineFailure(str(error), code="engine_nonsense") from error
 
 
 async def until(deadline: float, event: asyncio.Event) -> bool:

@@ -1,8 +1,8 @@
 """Access control for an engine's routes: ASGI middleware, loaded by vLLM's server (`--middleware`).
 
 Two keys, by environment variable: KESTRL_ENGINE_KEY grants the data routes (sampling); KESTRL_ENGINE_CONTROL_KEY, which
-only the engine agent has, grants all routes. Health and metrics need no key. Uses only the standard library, so that it
-loads in any engine image, and runs in the server's process, so that it adds no network hop.
+only the engine agent has, grants all routes. The lists are those of the engine's dialect (`kestrl.engines`), by environment variable too: this uses only
+the standard library, so that it loads in any engine image, and runs in the server's process, so that it adds no network hop.
 """
 
 from __future__ import annotations
@@ -19,15 +19,10 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 Application = Callable[[Scope, Receive, Send], Awaitable[None]]
 
-OPEN = {("GET", "/health"), ("GET", "/metrics"), ("GET", "/ping")}
-DATA = {
-    ("POST", "/inference/v1/generate"),
-    ("GET", "/v1/models"),
-    ("POST", "/v1/completions"),
-    ("POST", "/v1/chat/completions"),
-}
 DATA_KEY = "KESTRL_ENGINE_KEY"
 CONTROL_KEY = "KESTRL_ENGINE_CONTROL_KEY"
+ROUTES = "KESTRL_ENGINE_ROUTES"
+"""Routes that need no key, and those that the data key grants: `{"open": [["GET", "/health"]], "data": [...]}`."""
 
 
 def bearer(headers: list[tuple[bytes, bytes]]) -> bytes:
@@ -36,6 +31,22 @@ def bearer(headers: list[tuple[bytes, bytes]]) -> bytes:
         if name == b"authorization" and value.startswith(b"Bearer "):
             return value[7:]
     return b""
+
+
+def _routes(value: str) -> tuple[frozenset[tuple[str, str]], frozenset[tuple[str, str]]]:
+    """Open routes and data routes.
+
+    Raises:
+        RuntimeError: The variable does not have them.
+    """
+    try:
+        lists = json.loads(value)
+        found = [frozenset((str(method), str(path)) for method, path in lists[kind]) for kind in ("open", "data")]
+    except (ValueError, KeyError, TypeError) as error:
+        raise RuntimeError(
+            f"{ROUTES} must have the engine's routes, which an operator of this version sets: {error!r}"
+        ) from error
+    return found[0], found[1]
 
 
 class ControlGuard:
@@ -49,15 +60,16 @@ class ControlGuard:
                 f"{DATA_KEY} and {CONTROL_KEY} must be set: without keys any client could replace the policy"
             )
         self._data, self._control = data.encode(), control.encode()
+        self._open_routes, self._data_routes = _routes(os.environ.get(ROUTES, ""))
 
     def refusal(self, method: str, path: str, token: bytes) -> int | None:
         """Status to refuse a request with, or None to pass it on."""
         route = (method, path)
-        if route in OPEN or hmac.compare_digest(token, self._control):
+        if route in self._open_routes or hmac.compare_digest(token, self._control):
             return None
         if not token:
             return 401
-        return None if route in DATA and hmac.compare_digest(token, self._data) else 403
+        return None if route in self._data_routes and hmac.compare_digest(token, self._data) else 403
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         kind = scope["type"]

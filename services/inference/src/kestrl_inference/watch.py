@@ -9,9 +9,10 @@ from pathlib import Path
 
 from kestrl import engine_failure
 from kestrl.engine_failure import EngineStartFailure
+from kestrl.engines import Load
 from kestrl.errors import Boundary, DeadlineExceeded, EngineFailure, Failure
 from kestrl.states import EngineState
-from kestrl_inference.engine import Engine, Load, Pulse, until
+from kestrl_inference.engine import Engine, Pulse, until
 from kestrl_inference.loaded_adapters import LoadedAdapters
 
 log = logging.getLogger(__name__)

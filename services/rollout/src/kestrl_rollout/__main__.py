@@ -14,6 +14,7 @@ import kestrl.stopping  # noqa: F401  # pyright: ignore[reportUnusedImport] - it
 from kestrl import rpc
 from kestrl.api.rollout.v1 import rollout_pb2_grpc as stubs
 from kestrl.credentials import Secret
+from kestrl.engines.registry import DIALECTS
 from kestrl.plan.settings import RolloutSettings, ServiceSettings
 from kestrl.service import collect_rarely, run_service
 from kestrl.user_tasks import contain_user_tasks
@@ -40,7 +41,7 @@ async def group_runner(settings: RolloutSettings) -> AsyncGenerator[GroupRunner]
     # In a thread: reading a large tokenizer takes seconds, and signals must be handled meanwhile.
     chat_model = await asyncio.to_thread(load_chat_model, settings, loops, started=datetime.now().astimezone())
     async with (
-        EngineClient(Secret.ENGINE_KEY.here()) as client,
+        EngineClient(Secret.ENGINE_KEY.here(), DIALECTS[settings.engine]) as client,
         rpc.channel(settings.tools_address) as to_tools,
         rpc.Bundle(to_tools, TOOL_SERVICE, peer="tools", token=Secret.ROLLOUT_TO_TOOLS.here()) as tools,
         rpc.channel(settings.judge_address) as to_judge,

@@ -8,10 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kestrl.agents import Completion
+from kestrl.engines import Generate
 from kestrl.errors import EngineFailure
 from kestrl.telemetry import span
 from kestrl.telemetry.names import Attr, SpanName
-from kestrl_rollout.engine import EngineAddress, EngineClient, GenerateRequest
+from kestrl_rollout.engine import EngineAddress, EngineClient
 from kestrl_rollout.sessions import Sessions
 
 
@@ -78,7 +79,7 @@ class EngineSession:
         exclude = (self.engine,) if attempt else ()
         started = time.monotonic()
         self.engine = self._sessions.place(self._id, tuple(self._engines), now=started, exclude=exclude)
-        request = GenerateRequest(
+        request = Generate(
             id=f"{self._id}/{turn}/{attempt}",
             policy=self._policy,
             prompt_ids=prompt_ids,

@@ -1,0 +1,193 @@
+"""Engine dialects: how one kind of inference engine is started, and what its requests and answers look like.
+
+A dialect is pure: it builds command lines and requests and reads answers, and never sends anything. The plan starts
+engines with it, rollout workers sample through it, engine agents load and verify adapters through it, and the guard of
+an engine's routes gets its lists from it. `kestrl.testing.engines.check_engine` is its conformance suite.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+__all__ = [
+    "Command",
+    "EngineDialect",
+    "Generate",
+    "Generated",
+    "Launch",
+    "Load",
+    "Metrics",
+    "Option",
+    "Request",
+    "Route",
+]
+
+Option = str | int | float | bool
+Route = tuple[str, str]
+"""HTTP method and path."""
+
+
+class Request(NamedTuple):
+    """An HTTP request to an engine."""
+
+    method: str
+    path: str
+    body: bytes = b""
+    """JSON; empty for none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """What an engine is started with."""
+
+    model: str
+    """Folder or name of the base model."""
+    name: str
+    """Name under which the base model is served."""
+    dtype: str
+    context_length: int
+    rank: int
+    """Largest rank of an adapter."""
+    slots: int
+    """Adapter versions that one batch may use."""
+    cpu: bool
+    """Whether it runs without an accelerator."""
+    threads: int
+    """Threads on a CPU."""
+    devices: int
+    """Accelerators of a replica."""
+    host: str
+    port: int
+    token_routes: bool
+    """Whether an option enables the routes that take token ids."""
+    work_dir: str
+    """Folder for the engine's caches."""
+    otlp: str | None
+    """OTLP endpoint of traces."""
+    options: Mapping[str, Option]
+    """The user's options, which come before all others."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Command:
+    """How an engine is started: `python -m MODULE ARGUMENTS`, with an environment."""
+
+    module: str
+    arguments: tuple[str, ...]
+    environment: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Generate:
+    """One turn to sample from the full distribution."""
+
+    id: str
+    policy: str
+    """Name under which the policy is served."""
+    prompt_ids: Sequence[int]
+    temperature: float
+    max_tokens: int
+    seed: int
+    stop_token_ids: Sequence[int]
+
+
+class Generated(NamedTuple):
+    """A sampled turn."""
+
+    policy: str
+    """Policy that the engine reports."""
+    token_ids: Sequence[int]
+    logprobs: Sequence[float]
+    """Log-probability of each token at the temperature of the request; NaN if the engine has none."""
+    finish_reason: str
+    """`stop`, `length` or `abort`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """Load of an engine."""
+
+    kv_usage: float = 0.0
+    """Share of the key-value cache in use, 0 to 1."""
+    running: int = 0
+    waiting: int = 0
+    preemptions: int = 0
+    """Preemptions since the start."""
+
+
+class Metrics(NamedTuple):
+    """What is read of an engine's metrics."""
+
+    born: float
+    """Unix seconds of the server's start; 0.0 if unknown."""
+    load: Load
+
+
+class EngineDialect(Protocol):
+    """Dialect of one kind of engine. Methods that read an answer raise `ValueError` if it has another form."""
+
+    name: str
+    """Name in `inference.engine`."""
+    health: Request
+    """Answered with status 200 by an engine that works."""
+    metrics: Request
+    """Answered with a page of metrics, or with an error status by an engine without metrics."""
+    adapters: Request
+    """Lists the loaded adapters."""
+    open_routes: frozenset[Route]
+    """Routes that need no key."""
+    data_routes: frozenset[Route]
+    """Routes that sample; the key of rollout workers grants them, and no others."""
+
+    def command(self, launch: Launch) -> Command:
+        """How an engine is started whose sampled log-probs are those of the distribution that was sampled from."""
+        ...
+
+    def serving(self, launch: Launch, *, adapter: str, folder: str, template: str | None) -> Command:
+        """How an exported adapter is served with the engine alone, without anything of KestRL's.
+
+        Args:
+            launch: As of the job's engines.
+            adapter: Name to serve it under.
+            folder: Its folder.
+            template: File of the chat template; None for the model's own.
+        """
+        ...
+
+    def generate(self, request: Generate) -> Request:
+        """Samples one turn."""
+        ...
+
+    def read_generated(self, answer: bytes) -> Generated:
+        """Reads the answer to `generate`."""
+        ...
+
+    def score(self, policy: str, token_ids: Sequence[int]) -> Request:
+        """Computes the log-probs of given tokens, without a prefix cache."""
+        ...
+
+    def read_scores(self, answer: bytes, token_ids: Sequence[int]) -> list[float]:
+        """Log-probability of every token after the first, at temperature 1."""
+        ...
+
+    def load(self, name: str, folder: str) -> Request:
+        """Loads an adapter under a new name."""
+        ...
+
+    def unload(self, name: str) -> Request:
+        """Unloads an adapter; its running requests end normally."""
+        ...
+
+    def is_unknown_adapter(self, status: int, answer: bytes) -> bool:
+        """Whether a refusal says that the adapter, or policy, is not loaded."""
+        ...
+
+    def read_adapters(self, answer: bytes, base: str) -> dict[str, str]:
+        """Folder of each loaded adapter by name, without the base model `base`."""
+        ...
+
+    def read_metrics(self, page: str) -> Metrics:
+        """Reads a page of metrics; what is missing is 0."""
+        ...

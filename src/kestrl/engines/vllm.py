@@ -1,0 +1,274 @@
+"""Dialect of vLLM 0.23 to 0.32: its server's options, `/inference/v1/generate` and the routes of adapters."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from kestrl.engines import Command, Generate, Generated, Launch, Load, Metrics, Option, Request, Route
+from kestrl.telemetry.protocol import HTTP, is_http, signal_url
+from kestrl.tools.shapes import is_mapping
+
+GENERATE = "/inference/v1/generate"
+START_METRIC = "process_start_time_seconds"
+LOAD_METRICS = (
+    "vllm:kv_cache_usage_perc",
+    "vllm:num_requests_running",
+    "vllm:num_requests_waiting",
+    "vllm:num_preemptions_total",
+)
+READ_METRICS = frozenset({START_METRIC, *LOAD_METRICS})
+IMPOSSIBLE_LOGPROB = -9998.0
+"""Bound below which vLLM's -9999 lies, which stands for NaN, -inf and missing values."""
+SCORING = {
+    "max_tokens": 1,
+    "temperature": 1.0,
+    "prompt_logprobs": 0,
+    "detokenize": False,
+    "skip_reading_prefix_cache": True,
+}
+"""Sampling parameters that make vLLM compute and return the log-probs of a prompt."""
+CPU_KV_CACHE_BYTES = 256 * 1024 * 1024
+"""Size of the KV cache on a CPU: tens of thousands of tokens of a tiny model. Override it with
+`inference.args.kv-cache-memory-bytes`."""
+CPU_BATCHED_TOKENS = 8192
+CPU_ENVIRONMENT = {
+    "TORCHDYNAMO_DISABLE": "1",  # no compiler needed, and no stall at the first request
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # with `uni`: the worker lives in the engine-core process
+}
+ENVIRONMENT = {
+    "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_DO_NOT_TRACK": "1",
+    "VLLM_LOGGING_LEVEL": "INFO",
+}
+Options = dict[str, Option]
+"""Options of the server: `{"max-loras": 4, "enable-lora": True}`."""
+
+
+class _Scored(msgspec.Struct):
+    token_id: int
+    logprob: float
+
+
+class _Logprobs(msgspec.Struct):
+    content: list[_Scored]
+
+
+class _Choice(msgspec.Struct):
+    token_ids: list[int]
+    finish_reason: str
+    logprobs: _Logprobs
+
+
+class _Answer(msgspec.Struct):
+    """The fields used of an answer; others are skipped."""
+
+    model: str
+    choices: tuple[_Choice]
+
+
+_ANSWERS = msgspec.json.Decoder(_Answer)
+
+
+class Vllm:
+    """vLLM's OpenAI-compatible server."""
+
+    name: str = "vllm"
+    health: Request = Request("GET", "/health")
+    metrics: Request = Request("GET", "/metrics")
+    adapters: Request = Request("GET", "/v1/models")
+    open_routes: frozenset[Route] = frozenset({("GET", "/health"), ("GET", "/metrics"), ("GET", "/ping")})
+    data_routes: frozenset[Route] = frozenset(
+        {("POST", GENERATE), ("GET", "/v1/models"), ("POST", "/v1/completions"), ("POST", "/v1/chat/completions")}
+    )
+
+    def command(self, launch: Launch) -> Command:
+        """With the guard as middleware."""
+        options: Options = {
+            **_model_options(launch),
+            "served-model-name": launch.name,
+            "host": launch.host,
+            "port": launch.port,
+            "max-loras": launch.slots,
+            # One more than the live versions: the engine would read an adapter that it evicted from its folder again,
+            # and exit if the folder has been deleted.
+            "max-cpu-loras": launch.slots + 1,
+            "enable-scale-out": launch.token_routes,
+            "logprobs-mode": "processed_logprobs",
+            "generation-config": "vllm",
+            "middleware": "kestrl_inference.guard.ControlGuard",
+            "disable-log-stats": False,
+            **_trace_options(launch.otlp),
+            **launch.options,
+        }
+        environment = {
+            **ENVIRONMENT,
+            **_cpu_environment(launch),
+            "VLLM_CACHE_ROOT": f"{launch.work_dir}/vllm-cache",
+            "OTEL_SERVICE_NAME": "kestrl-engine",
+            **_trace_environment(launch.otlp),
+        }
+        return Command(module=_module(launch), arguments=_arguments(options), environment=environment)
+
+    def serving(self, launch: Launch, *, adapter: str, folder: str, template: str | None) -> Command:
+        options: Options = {
+            **_model_options(launch),
+            **({"chat-template": template} if template else {}),
+            "host": "127.0.0.1",  # vLLM's default is every interface, without a key
+            **launch.options,
+            "lora-modules": f"{adapter}={folder}",
+        }
+        return Command(module=_module(launch), arguments=_arguments(options), environment=_cpu_environment(launch))
+
+    def generate(self, request: Generate) -> Request:
+        body = {
+            "request_id": request.id,
+            "model": request.policy,
+            "token_ids": list(request.prompt_ids),
+            "sampling_params": {
+                "temperature": request.temperature,
+                "top_p": 1.0,
+                "top_k": -1,
+                "max_tokens": request.max_tokens,
+                "seed": request.seed,
+                "stop_token_ids": list(request.stop_token_ids),
+                "logprobs": 0,
+                "detokenize": False,
+            },
+        }
+        return Request("POST", GENERATE, msgspec.json.encode(body))
+
+    def read_generated(self, answer: bytes) -> Generated:
+        try:
+            read = _ANSWERS.decode(answer)
+        except msgspec.DecodeError:
+            # It may hold NaN, which is not valid JSON.
+            read = msgspec.convert(json.loads(answer), _Answer)
+        (choice,) = read.choices
+        scored = choice.logprobs.content
+        if [entry.token_id for entry in scored] != choice.token_ids:
+            raise ValueError(
+                f"{len(choice.token_ids)} tokens came with {len(scored)} log-probs, or with those of other tokens"
+            )
+        logprobs = [entry.logprob for entry in scored]
+        if logprobs and min(logprobs) <= IMPOSSIBLE_LOGPROB:
+            logprobs = [value if value > IMPOSSIBLE_LOGPROB else math.nan for value in logprobs]
+        return Generated(read.model, choice.token_ids, logprobs, choice.finish_reason)
+
+    def score(self, policy: str, token_ids: Sequence[int]) -> Request:
+        body = {"model": policy, "token_ids": list(token_ids), "sampling_params": SCORING}
+        return Request("POST", GENERATE, msgspec.json.encode(body))
+
+    def read_scores(self, answer: bytes, token_ids: Sequence[int]) -> list[float]:
+        """VLLM answers null for the first token, then one object of candidates by token id per position."""
+        listed: Any = _object(answer).get("prompt_logprobs")
+        try:
+            if len(listed) != len(token_ids):
+                raise ValueError(f"{len(listed)} positions for {len(token_ids)} tokens")
+            return [
+                float(position[str(token)]["logprob"])
+                for position, token in zip(listed[1:], token_ids[1:], strict=True)
+            ]
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"prompt_logprobs have an unknown form: {error!r}") from error
+
+    def load(self, name: str, folder: str) -> Request:
+        return Request("POST", "/v1/load_lora_adapter", msgspec.json.encode({"lora_name": name, "lora_path": folder}))
+
+    def unload(self, name: str) -> Request:
+        return Request("POST", "/v1/unload_lora_adapter", msgspec.json.encode({"lora_name": name}))
+
+    def is_unknown_adapter(self, status: int, answer: bytes) -> bool:
+        del answer
+        return status == 404
+
+    def read_adapters(self, answer: bytes, base: str) -> dict[str, str]:
+        models: Any = _object(answer)
+        try:
+            return {str(model["id"]): str(model["root"]) for model in models["data"] if model["id"] != base}
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"/v1/models has an unknown form: {error!r}") from error
+
+    def read_metrics(self, page: str) -> Metrics:
+        """Values of a Prometheus page, summed over labels."""
+        values: dict[str, float] = {}
+        for line in page.splitlines():
+            name = line.partition("{")[0].partition(" ")[0]
+            if name in READ_METRICS:
+                values[name] = values.get(name, 0.0) + float(line.rpartition(" ")[2])
+        kv, running, waiting, preemptions = (values.get(name, 0.0) for name in LOAD_METRICS)
+        load = Load(kv_usage=kv, running=int(running), waiting=int(waiting), preemptions=int(preemptions))
+        return Metrics(values.get(START_METRIC, 0.0), load)
+
+
+def _object(answer: bytes) -> Mapping[str, Any]:
+    try:
+        value: Any = json.loads(answer)
+    except ValueError as error:
+        raise ValueError(f"not JSON: {answer[:200]!r}") from error
+    if not is_mapping(value):
+        raise ValueError(f"not a JSON object: {answer[:200]!r}")
+    return value
+
+
+def _module(launch: Launch) -> str:
+    return "kestrl_inference.vllm_cpu" if launch.cpu else "vllm.entrypoints.openai.api_server"
+
+
+def _model_options(launch: Launch) -> Options:
+    """Model options, for engines of a job and for the serving command."""
+    return {
+        "model": launch.model,
+        "dtype": launch.dtype,
+        "max-model-len": launch.context_length,
+        "enable-lora": True,
+        "max-lora-rank": launch.rank,
+        **(_cpu_options(launch) if launch.cpu else _device_options(launch)),
+    }
+
+
+def _device_options(launch: Launch) -> Options:
+    """Tensor parallelism over all devices of a replica."""
+    return {"tensor-parallel-size": launch.devices} if launch.devices > 1 else {}
+
+
+def _cpu_options(launch: Launch) -> Options:
+    return {
+        "distributed-executor-backend": "uni",
+        "kv-cache-memory-bytes": CPU_KV_CACHE_BYTES,
+        # vLLM 0.32 ends on a CPU when a request with a seed is prefilled in parts ("CPU Generator does not use
+        # offset"), so every prompt is prefilled whole; the budget of a pass must then hold the longest.
+        "no-enable-chunked-prefill": True,
+        "max-num-batched-tokens": max(launch.context_length, CPU_BATCHED_TOKENS),
+    }
+
+
+def _cpu_environment(launch: Launch) -> dict[str, str]:
+    return {**CPU_ENVIRONMENT, "OMP_NUM_THREADS": str(launch.threads)} if launch.cpu else {}
+
+
+def _trace_options(endpoint: str | None) -> Options:
+    if endpoint is None:
+        return {}
+    return {"otlp-traces-endpoint": signal_url(endpoint, "traces") if is_http(endpoint) else endpoint}
+
+
+def _trace_environment(endpoint: str | None) -> dict[str, str]:
+    """Protocol of an OTLP/HTTP endpoint, which vLLM takes from the environment alone."""
+    return {"OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": HTTP} if endpoint and is_http(endpoint) else {}
+
+
+def _arguments(options: Options) -> tuple[str, ...]:
+    """`{"a": 1, "b": True, "c": False}` as `--a 1 --b`."""
+    flags: list[str] = []
+    for name, value in options.items():
+        if value is True:
+            flags.append(f"--{name}")
+        elif value is not False:
+            flags += [f"--{name}", str(value)]
+    return tuple(flags)

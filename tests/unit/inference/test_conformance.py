@@ -1,0 +1,154 @@
+"""The conformance suite of engine dialects: vLLM's passes it, and each broken one is found."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.fakes.engine import FakeEngine
+
+from kestrl.engines import Command, Generate, Generated, Launch, Request, Route
+from kestrl.engines.registry import DIALECTS
+from kestrl.engines.vllm import Vllm
+from kestrl.spec.job import Inference
+from kestrl.testing.engines import check_dialect, check_engine
+
+PROMPT = [5, 6, 7, 8]
+
+
+class OpensLoading(Vllm):
+    data_routes: frozenset[Route] = Vllm.data_routes | {("POST", "/v1/load_lora_adapter")}
+
+
+class HidesSampling(Vllm):
+    data_routes: frozenset[Route] = frozenset({("GET", "/v1/models")})
+
+
+class LocksHealth(Vllm):
+    open_routes: frozenset[Route] = frozenset()
+
+
+class AnyPort(Vllm):
+    def command(self, launch: Launch) -> Command:
+        found = super().command(launch)
+        return Command(module=found.module, arguments=found.arguments[:2], environment=found.environment)
+
+
+class RaisesKeyError(Vllm):
+    def read_adapters(self, answer: bytes, base: str) -> dict[str, str]:
+        raise KeyError("data")
+
+
+class ReadsAnything(Vllm):
+    def read_scores(self, answer: bytes, token_ids: Sequence[int]) -> list[float]:
+        return [0.0] * (len(token_ids) - 1)
+
+
+def test_every_engine_of_the_manifest_has_a_dialect() -> None:
+    assert set(DIALECTS) == set(Inference.model_json_schema()["properties"]["engine"].get("enum", ["vllm"]))
+
+
+@pytest.mark.parametrize("name", sorted(DIALECTS))
+def test_the_dialects_conform(name: str) -> None:
+    assert DIALECTS[name].name == name
+    check_dialect(DIALECTS[name])
+
+
+@pytest.mark.parametrize(
+    ("broken", "why"),
+    [
+        (OpensLoading(), "only the control key may open it"),
+        (HidesSampling(), "data_routes do not have POST"),
+        (LocksHealth(), "open_routes do not have GET /health"),
+        (AnyPort(), "command does not have 'base'"),
+        (RaisesKeyError(), "raises KeyError, not ValueError"),
+        (ReadsAnything(), "instead of raising ValueError"),
+        (object(), "has no name, health, metrics"),
+    ],
+    ids=lambda each: type(each).__name__ if not isinstance(each, str) else "",
+)
+def test_a_broken_dialect_is_found(broken: Any, why: str) -> None:
+    with pytest.raises(AssertionError, match=why):
+        check_dialect(broken)
+
+
+class ForgetsTheSeed(Vllm):
+    calls = 0
+
+    def generate(self, request: Generate) -> Request:
+        self.calls += 1
+        return super().generate(
+            Generate(
+                id=request.id,
+                policy=request.policy,
+                prompt_ids=request.prompt_ids,
+                temperature=1.0,
+                max_tokens=request.max_tokens,
+                seed=self.calls,
+                stop_token_ids=(),
+            )
+        )
+
+
+class SamplesTheBase(Vllm):
+    def generate(self, request: Generate) -> Request:
+        found = super().generate(request)
+        return found._replace(body=found.body.replace(request.policy.encode(), b"base"))
+
+
+class ScoresTheBase(Vllm):
+    def score(self, policy: str, token_ids: Sequence[int]) -> Request:
+        return super().score("base", token_ids)
+
+
+class LosesALogprob(Vllm):
+    def read_generated(self, answer: bytes) -> Generated:
+        found = super().read_generated(answer)
+        return found._replace(logprobs=found.logprobs[1:])
+
+
+class KeepsAdapters(Vllm):
+    def unload(self, name: str) -> Request:
+        return self.health
+
+
+class KnowsNoRefusal(Vllm):
+    def is_unknown_adapter(self, status: int, answer: bytes) -> bool:
+        return False
+
+
+@pytest.fixture
+def adapter(tmp_path: Path) -> str:
+    """Folder of an adapter."""
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"weights")
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"r": 8}))
+    return str(tmp_path)
+
+
+async def checked(dialect: Vllm, adapter: str) -> None:
+    async with FakeEngine(eos_id=258, vocab_size=250, context_length=4096) as engine:
+        await asyncio.to_thread(check_engine, dialect, engine.url, base="base", adapter=adapter, prompt_ids=PROMPT)
+
+
+async def test_vllms_dialect_conforms_to_an_engine(adapter: str) -> None:
+    await checked(Vllm(), adapter)
+
+
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [
+        (ForgetsTheSeed, "one seed gave two samples"),
+        (SamplesTheBase, "an adapter that is not loaded was sampled"),
+        (ScoresTheBase, "differ by|are those of the base model"),
+        (LosesALogprob, "not one log-prob for each token"),
+        (KeepsAdapters, "was not unloaded"),
+        (KnowsNoRefusal, "is_unknown_adapter does not know 404"),
+    ],
+)
+async def test_a_dialect_that_its_engine_contradicts_is_found(adapter: str, make: Callable[[], Vllm], why: str) -> None:
+    with pytest.raises(AssertionError, match=why):
+        await checked(make(), adapter)

@@ -29,10 +29,11 @@ def _task(
     loop: asyncio.AbstractEventLoop,
     work: Coroutine[Any, Any, T] | Generator[Any, None, T],
     context: Context | None = None,
+    **options: Any,  # name and eager_start, which newer versions of Python hand on
 ) -> asyncio.Task[T]:
     if not _in_user_code.get():
-        return asyncio.Task(work, loop=loop, context=context)
-    task = asyncio.Task(_contained(work), loop=loop, context=context)
+        return asyncio.Task(work, loop=loop, context=context, **options)
+    task = asyncio.Task(_contained(work), loop=loop, context=context, **options)
     task.add_done_callback(lambda _: work.close())  # has an effect only on tasks cancelled before they started
     return task
 

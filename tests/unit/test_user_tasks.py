@@ -25,6 +25,9 @@ async def users():
         print(error.boundary, error)
     async with asyncio.TaskGroup() as group:
         done = group.create_task(asyncio.sleep(0, 5))
+    make = asyncio.get_running_loop().get_task_factory()
+    named = make(asyncio.get_running_loop(), asyncio.sleep(0, 5), name="named")  # as Python 3.13 calls it
+    assert (named.get_name(), await named) == ("named", 5)
     print(done.result(), unstarted.cancelled())
 
 async def main():

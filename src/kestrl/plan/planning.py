@@ -169,6 +169,7 @@ def _rollout(job: AgentRLJob, site: Site, index: int) -> Component:
             "agent_config": spec.agent.config,
             "tool_call_format": spec.agent.tool_call_format,
             "agents": spec.agent.loops,
+            "agents_config": spec.agent.loops_config,
             "offers_tools": bool(spec.tools),
             "describes_tools": bool(spec.tools) and ruler_of(spec) is not None,
             "tools_address": site.endpoint(Role.TOOLS, 0).address,

@@ -174,6 +174,8 @@ class RolloutSettings(ServiceSettings):
     tool_call_format: str | None = None
     """Name or import path; None chooses it from the template."""
     agents: dict[str, str] = {}
+    agents_config: dict[str, dict[str, Any]] = {}
+    """Keyword arguments of the loops in `agents`, by name."""
     """Additional loops, by the name in rows."""
     offers_tools: bool = False
     """Whether the job has tools."""

@@ -82,6 +82,8 @@ class Agent(Model):
     config: JsonObject = {}
     """Keyword arguments of the loop's class (or of its function, after the conversation), the same for every
     episode."""
+    loops_config: dict[LoopName, JsonObject] = {}
+    """Keyword arguments of the loops of `loops`, by name."""
     max_turns: Annotated[int, Field(ge=1, le=10_000)] = 10
     """Maximum completions of one episode."""
     max_tokens: Annotated[int, Field(ge=1, le=LARGEST_CONTEXT)] = 2048

@@ -122,8 +122,16 @@ def loop_is_known(spec: JobSpec) -> Iterator[Problem]:
                 f"spec.agent.{field}",
                 f"{path!r} is not one of {', '.join(BUILT_IN_LOOPS)}, nor an import path package.module:Class",
             )
-    if loop in BUILT_IN_LOOPS and spec.agent.config:
-        yield Problem("spec.agent.config", f"{loop} takes no config; remove it, or use your own loop")
+    configured = {"config": (loop, spec.agent.config)}
+    for name, config in spec.agent.loops_config.items():
+        if name not in spec.agent.loops:
+            names = ", ".join(spec.agent.loops) or "none"
+            yield Problem(f"spec.agent.loopsConfig.{name}", f"there is no loop of this name in agent.loops ({names})")
+        else:
+            configured[f"loopsConfig.{name}"] = (spec.agent.loops[name], config)
+    for field, (path, config) in configured.items():
+        if path in BUILT_IN_LOOPS and config:
+            yield Problem(f"spec.agent.{field}", f"{path} takes no config; remove it, or use your own loop")
 
 
 def rewards_are_known(spec: JobSpec) -> Iterator[Problem]:

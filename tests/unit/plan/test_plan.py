@@ -64,13 +64,17 @@ def test_a_tool_without_a_name_is_called_as_in_its_module() -> None:
 
 def test_config_reaches_the_loop_and_the_rewards() -> None:
     job = job_with(
-        "agent.loop=mine:Agent", "agent.config={depth: 2}", "rewards=[{rule: 'mine:near', config: {scale: 3}}]"
+        "agent.loop=mine:Agent",
+        "agent.config={depth: 2}",
+        "agent.loops={other: 'mine:Other'}",
+        "agent.loopsConfig={other: {depth: 3}}",
+        "rewards=[{rule: 'mine:near', config: {scale: 3}}]",
     )
     components = by_name(job)
     rollout, judge = components["rollout-0"].settings, components["judge-0"].settings
     assert isinstance(rollout, RolloutSettings)
     assert isinstance(judge, JudgeSettings)
-    assert rollout.agent_config == {"depth": 2}
+    assert (rollout.agent_config, rollout.agents_config) == ({"depth": 2}, {"other": {"depth": 3}})
     assert [entry.config for entry in judge.rewards] == [{"scale": 3}]
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from tests.fakes.engine import Fault
 
-from kestrl.episode import StopReason
+from kestrl.episode import Scenario, StopReason
 from kestrl.errors import Boundary, UserInputError
 from kestrl_rollout.agents.loading import load_loop
 
@@ -331,6 +331,19 @@ async def test_a_loop_is_configured_and_may_return_the_reward(
     assert episode.metrics.get("solved") == (1.0 if "metrics" in config else None)
     (request,) = stage.judge.requests
     assert request.group.episodes[0].HasField("loop_reward") == (reward is not None)
+
+
+async def test_a_loop_that_a_row_selects_has_a_configuration_of_its_own(make_stage: Any, make_file: MakeFile) -> None:
+    path = make_file("configured", CONFIGURED) + ":agent"
+    named, configs = {"other": path, "broken": path}, {"other": {"reward": 0.25}, "broken": {"more": 2}}
+    with pytest.raises(UserInputError, match=rf"^agent\.loopsConfig\.broken: does not fit {path}: "):
+        await make_stage(agent=path, agent_config={"reward": 0.5}, agents=named, agents_config=configs)
+    del named["broken"], configs["broken"]
+    stage = await make_stage(agent=path, agent_config={"reward": 0.5}, agents=named, agents_config=configs)
+    stage.says("Hello.")
+    for agent, reward in ("", 0.5), ("other", 0.25):
+        scenario = Scenario(id="s", ordinal=0, messages=[{"role": "user", "content": "Hi."}], agent=agent)
+        assert (await stage.episode(scenario=scenario)).loop_reward == reward
 
 
 @pytest.mark.parametrize("reward", ["nan", "inf", "1e31", True, [1.0]])

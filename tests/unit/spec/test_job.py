@@ -92,6 +92,8 @@ def test_a_missing_field_is_named() -> None:
         (["tools=[{use: 'm:Env', methods: [a, b]}, {name: b, use: 'm:g'}]"], "spec.tools"),
         (["agent.loop=toolagent"], "spec.agent.loop"),
         (["agent.config={depth: 2}"], "spec.agent.config"),
+        (["agent.loopsConfig={other: {depth: 2}}"], "spec.agent.loopsConfig.other"),
+        (["agent.loops={q: single_turn}", "agent.loopsConfig={q: {depth: 2}}"], "spec.agent.loopsConfig.q"),
         (["rewards=[{rule: exactly}]"], "spec.rewards[0].rule"),
         (["rewards=[{rule: format, config: {a: 1}}]"], "spec.rewards[0].config"),
         (["rewards=[{rule: loop_reward}]"], "spec.rewards[0].rule"),

@@ -15,7 +15,7 @@ def load_job_loops(settings: RolloutSettings) -> Loops:
     Raises:
         UserInputError: A loop cannot be loaded.
     """
-    return load_loops(settings.agent, settings.agent_config, settings.agents)
+    return load_loops(settings.agent, settings.agent_config, settings.agents, settings.agents_config)
 
 
 def load_chat_model(settings: RolloutSettings, loops: Loops, *, started: datetime) -> ChatModel:

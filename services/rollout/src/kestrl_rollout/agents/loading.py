@@ -20,6 +20,7 @@ LOOPS_FIELD = "agent.loops"
 VERL_NAMES = {"single_turn_agent": "single_turn"}
 """verl's names of built-in loops, where they differ."""
 CONFIG_FIELD = "agent.config"
+LOOPS_CONFIG_FIELD = "agent.loopsConfig"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,23 +71,31 @@ class Loops:
         return self.named[agent]
 
 
-def load_loops(path: str, config: Mapping[str, Any], named: Mapping[str, str]) -> Loops:
-    """Loads `agent.loop` and `agent.loops`.
+def load_loops(
+    path: str,
+    config: Mapping[str, Any],
+    named: Mapping[str, str],
+    configs: Mapping[str, Mapping[str, Any]],
+) -> Loops:
+    """Loads `agent.loop` and `agent.loops` with their configurations.
 
     Raises:
         UserInputError: Loops cannot be loaded; one line for each.
     """
     problems: list[str] = []
 
-    def load(path: str, field: str, config: Mapping[str, Any] | None = None) -> LoadedLoop:
+    def load(path: str, field: str, config: Mapping[str, Any] | None, config_field: str) -> LoadedLoop:
         try:
-            return load_loop(path, config, field=field)
+            return load_loop(path, config, field=field, config_field=config_field)
         except UserInputError as error:
             problems.append(str(error))
             return BUILT_IN["single_turn"]
 
-    default = load(path, FIELD, config)
-    own = {name: load(one, f"{LOOPS_FIELD}.{name}") for name, one in named.items()}
+    default = load(path, FIELD, config, CONFIG_FIELD)
+    own = {
+        name: load(one, f"{LOOPS_FIELD}.{name}", configs.get(name), f"{LOOPS_CONFIG_FIELD}.{name}")
+        for name, one in named.items()
+    }
     if problems:
         raise UserInputError("\n".join(problems))
     built_in = {**BUILT_IN, **{name: BUILT_IN[ours] for name, ours in VERL_NAMES.items()}}
@@ -99,13 +108,16 @@ def load_loops(path: str, config: Mapping[str, Any], named: Mapping[str, str]) -
     )
 
 
-def load_loop(path: str, config: Mapping[str, Any] | None = None, *, field: str = FIELD) -> LoadedLoop:
+def load_loop(
+    path: str, config: Mapping[str, Any] | None = None, *, field: str = FIELD, config_field: str = CONFIG_FIELD
+) -> LoadedLoop:
     """The loop that `agent.loop` names: a built-in, or `module:Class` or `module:function`.
 
     Args:
         path: The value in the manifest.
-        config: `agent.config`, the loop's keyword arguments.
-        field: The manifest field, for messages.
+        config: The loop's keyword arguments.
+        field: The manifest field of the path, for messages.
+        config_field: The manifest field of the configuration, for messages.
 
     Raises:
         UserInputError: It does not exist, is not an agent loop, or does not accept the configuration.
@@ -118,7 +130,7 @@ def load_loop(path: str, config: Mapping[str, Any] | None = None, *, field: str 
         )
     found = imports.load(path, field=field)
     return LoadedLoop(
-        run=_runnable(found, path, config or {}, field),
+        run=_runnable(found, path, config or {}, field, config_field),
         name=path,
         built_in=False,
         uses_tools=True,
@@ -126,34 +138,34 @@ def load_loop(path: str, config: Mapping[str, Any] | None = None, *, field: str 
     )
 
 
-def _runnable(found: Any, path: str, config: Mapping[str, Any], field: str) -> Loop:
+def _runnable(found: Any, path: str, config: Mapping[str, Any], field: str, config_field: str) -> Loop:
     if imports.is_loop(found):
-        _check_config(found, path, config)
+        _check_config(found, path, config, config_field)
         return adapt(found, config)
     if inspect.isclass(found):
-        return _from_class(found, path, config, field)
+        return _from_class(found, path, config, field, config_field)
     if inspect.iscoroutinefunction(found):
-        _check_config(found, path, config)
+        _check_config(found, path, config, config_field)
         return partial(found, **config) if config else found
     raise UserInputError(f"{field}: {path!r} is neither a class nor an async function")
 
 
-def _check_config(found: Any, path: str, config: Mapping[str, Any]) -> None:
+def _check_config(found: Any, path: str, config: Mapping[str, Any], field: str) -> None:
     try:
         inspect.signature(found).bind_partial(**config)
     except TypeError as error:
-        raise UserInputError(f"{CONFIG_FIELD}: does not fit {path}: {error}") from error
+        raise UserInputError(f"{field}: does not fit {path}: {error}") from error
 
 
-def _from_class(found: type[Any], path: str, config: Mapping[str, Any], field: str) -> Loop:
+def _from_class(found: type[Any], path: str, config: Mapping[str, Any], field: str, config_field: str) -> Loop:
     if not inspect.iscoroutinefunction(getattr(found, "run", None)):
         raise UserInputError(f"{field}: {path!r} has no `async def run(self, conversation)`")
-    _check_config(found, path, config)
+    _check_config(found, path, config, config_field)
     try:
         inspect.signature(found).bind(**config)
     except TypeError as error:
         raise UserInputError(
-            f"{field}: {path!r} cannot be constructed from agent.config alone ({', '.join(config) or 'empty'}): {error}"
+            f"{field}: {path!r} cannot be constructed from {config_field} alone ({', '.join(config) or 'empty'}): {error}"
         ) from error
 
     async def run(conversation: Conversation) -> object:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import os
+import subprocess
 from pathlib import Path
 
+from kestrl_sandbox.cgroups import remove_stale
 from kestrl_sandbox.config import PoolConfig
 from kestrl_sandbox.contract import Limits, Outcome, Run
 from kestrl_sandbox.pool import SandboxPool
@@ -62,6 +64,7 @@ def exists(pid: int) -> bool:
 
 
 async def test_a_thousand_calls_leave_nothing_behind() -> None:
+    had_cgroups = cgroups()
     had_descriptors, had_mounts = descriptors(), mounts()
     programs = [code for code, outcome in PROGRAMS.items() if outcome is not Outcome.TIMEOUT]
     pool = await SandboxPool.start(Zygote.start, PoolConfig(max_sandboxes=SLOTS))
@@ -88,5 +91,15 @@ async def test_a_thousand_calls_leave_nothing_behind() -> None:
     finally:
         await pool.close()
     assert not exists(first)
-    assert not cgroups()
+    assert cgroups() == had_cgroups
     assert (descriptors(), mounts()) == (had_descriptors, had_mounts)
+
+
+def test_cgroups_of_a_killed_service_are_removed_at_the_next_start(tmp_path: Path) -> None:
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    stale, alive = tmp_path / f"kestrl-sandbox-{ended.pid}-abc", tmp_path / f"kestrl-sandbox-{os.getpid()}-abc"
+    for folder in (stale / "1", alive / "1", tmp_path / "other"):
+        folder.mkdir(parents=True)
+    remove_stale(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([alive.name, "other"])

@@ -291,3 +291,24 @@ async def test_capabilities_name_what_is_isolated(pool: SandboxPool) -> None:
     found = pool.capabilities
     assert (found.backend, found.isolation) == ("zygote", Isolation.NAMESPACES)
     assert {"namespaces", "seccomp", "landlock", "memory", "network", "root"} <= set(found.mechanisms)
+
+
+FORGED = {
+    "half a message": "os.write(3, (1 << 19).to_bytes(4, 'big') + bytes(4))",
+    "a message too long": "os.write(3, b'\\xff' * 8)",
+    "no object": "os.write(3, (2).to_bytes(4, 'big') + bytes(4) + b'[]')",
+    "fields of other types": 'os.write(3, (27).to_bytes(4, \'big\') + bytes(4) + b\'{"status":"x","error":[]}\'.ljust(27))',
+    "no JSON": "os.write(3, (2).to_bytes(4, 'big') + bytes(4) + b'}{')",
+    "nothing any more": "os.close(3)",
+}
+
+
+@pytest.mark.parametrize("name", FORGED)
+async def test_a_forged_end_of_a_cell_is_no_failure_of_the_sandbox(pool: SandboxPool, name: str) -> None:
+    session = await pool.session()
+    try:
+        code = f"import os, time\n{FORGED[name]}\ntime.sleep(60)"
+        result = await session.run(Run(code=code, limits=Limits(seconds=0.3)))
+        assert result.outcome in {Outcome.TIMEOUT, Outcome.NONZERO_EXIT}
+    finally:
+        await session.close()

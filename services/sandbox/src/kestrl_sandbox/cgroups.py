@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 MOUNT = Path("/sys/fs/cgroup")
+PREFIX = "kestrl-sandbox-"
 OWN_MB = 64
 """Memory for the supervisors beside the code's."""
 
@@ -35,15 +36,17 @@ class Cgroups:
             NoCgroup: They cannot be made here.
         """
         own = _own()
-        name = f"kestrl-sandbox-{os.getpid()}-{os.urandom(3).hex()}"
+        name = f"{PREFIX}{os.getpid()}-{os.urandom(3).hex()}"
         unified = (MOUNT / "cgroup.controllers").exists()
         try:
             if not unified:
                 folders = [MOUNT / kind / own.get(kind, "/").lstrip("/") / name for kind in ("memory", "pids")]
                 for folder in folders:
+                    remove_stale(folder.parent)
                     folder.mkdir()
                 return cls(folders[0], folders[1], 1)
             parent = MOUNT / own.get("", "/").lstrip("/")
+            remove_stale(parent)
             (parent / "cgroup.subtree_control").write_text("+memory +pids")
             (parent / name).mkdir()
             (parent / name / "cgroup.subtree_control").write_text("+memory +pids")
@@ -104,6 +107,17 @@ class SlotCgroup:
         except OSError:
             return False
         return True
+
+
+def remove_stale(parent: Path) -> None:
+    """Removes the cgroups of services that have been killed, as far as the kernel allows it already."""
+    for folder in parent.glob(f"{PREFIX}*"):
+        owner = folder.name.removeprefix(PREFIX).partition("-")[0]
+        if Path(f"/proc/{owner}").exists():
+            continue
+        for cgroup in (*(item for item in folder.iterdir() if item.is_dir()), folder):
+            with suppress(OSError):
+                cgroup.rmdir()
 
 
 def _own() -> dict[str, str]:

@@ -15,6 +15,7 @@ from kestrl_sandbox.cgroups import Cgroups, SlotCgroup
 from kestrl_sandbox.config import ENVIRONMENT, SOURCE, PoolConfig, prefixes
 from kestrl_sandbox.contract import Capabilities, Isolation, SandboxFailure
 from kestrl_sandbox.inside import syscall_table
+from kestrl_sandbox.inside.landlock import SCOPES
 from kestrl_sandbox.slots import Slot, first_frame, handshake, make_cgroups
 
 log = logging.getLogger(__name__)
@@ -95,7 +96,7 @@ class Zygote:
             isolation=Isolation.NAMESPACES,
             start_seconds=time.monotonic() - began,
             mechanisms={
-                "namespaces": "user, pid, network, mount, ipc, uts",
+                "namespaces": "user, pid and mount for each; network, ipc and uts for all, in which nothing can be made",
                 "user": "1000 inside, no capability, no_new_privs",
                 "root": "read-only; private /work, /tmp, /dev/shm with a quota",
                 "proc": "own, processes only"
@@ -104,7 +105,8 @@ class Zygote:
                 "seccomp": f"allow-list of {len(syscall_table.allowed(os.uname().machine))} calls",
                 "landlock": f"ABI {answer['landlock']}" if answer["landlock"] else "no: not in this kernel",
                 "memory": memory if self._cgroups or answer["proc"] else f"address space only ({no_cgroup})",
-                "network": "none",
+                "network": "none: "
+                + ("one empty namespace" if answer["landlock"] >= SCOPES else "an empty namespace each"),
             },
         )
 
@@ -171,5 +173,8 @@ class Zygote:
                 if cgroup.close():
                     del self._slots[number]
             await asyncio.sleep(0.01 if self._slots else 0)
-        if not self._slots:
+        if self._slots:
+            # Seen after out-of-memory kills: the kernel still counts a process that is gone. The next start removes it.
+            log.warning("%d cgroups of sandboxes cannot be removed yet", len(self._slots))
+        else:
             self._cgroups.close()

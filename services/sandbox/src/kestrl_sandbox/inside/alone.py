@@ -11,7 +11,7 @@ import socket
 import sys
 from typing import Any
 
-from kestrl_sandbox.inside import frames, landlock, supervisor
+from kestrl_sandbox.inside import frames, landlock, payload, supervisor
 from kestrl_sandbox.inside import syscalls as linux
 from kestrl_sandbox.inside.confinement import address_space
 
@@ -25,7 +25,8 @@ def main() -> None:
     limits["base_anonymous"] = supervisor.anonymous_memory("self")
     limits["landlock"] = landlock.abi()
     linux.prctl(linux.PR_SET_DUMPABLE, 0)
+    payload.open_streams()
+    payload.forget_own_modules()
     connection.sendall(frames.encode({"ready": True, "landlock": limits["landlock"]}))
     connection.recv(1)  # by now the service has put this process into its cgroup
-    sys.stdout.flush()
     os._exit(supervisor.serve(connection, limits))

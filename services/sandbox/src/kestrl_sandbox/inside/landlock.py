@@ -15,13 +15,15 @@ from collections.abc import Sequence
 from kestrl_sandbox.inside.syscalls import syscall
 
 _CREATE, _ADD, _RESTRICT = 444, 445, 446
+SCOPES = 6
+"""ABI from which signals and abstract sockets stay inside."""
 _READ = 0b1101
 """Execute, read files, read folders."""
 _ALL_FILES = (1 << 13) - 1
 _REFER, _TRUNCATE, _IOCTL_DEV = 1 << 13, 1 << 14, 1 << 15
 _FILE_ONLY = 0b111 | _TRUNCATE | _IOCTL_DEV
 _TCP = 0b11
-_SCOPES = 0b11
+_SCOPED = 0b11
 
 
 def abi() -> int:
@@ -47,8 +49,8 @@ def restrict(version: int, *, readable: Sequence[str], writable: Sequence[str], 
     handled |= _REFER if version >= 2 else 0
     handled |= _TRUNCATE if version >= 3 else 0
     handled |= _IOCTL_DEV if version >= 5 else 0
-    attr = struct.pack("=QQQ", handled, _TCP if version >= 4 else 0, _SCOPES if version >= 6 else 0)
-    size = 8 if version < 4 else 16 if version < 6 else 24
+    attr = struct.pack("=QQQ", handled, _TCP if version >= 4 else 0, _SCOPED if version >= SCOPES else 0)
+    size = 8 if version < 4 else 16 if version < SCOPES else 24
     ruleset = syscall(
         _CREATE, ctypes.create_string_buffer(attr), ctypes.c_size_t(size), ctypes.c_uint(0), what="landlock_create"
     )

@@ -18,7 +18,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from kestrl_sandbox.inside import frames, landlock, root, supervisor
+from kestrl_sandbox.inside import frames, landlock, payload, root, supervisor
 from kestrl_sandbox.inside import syscalls as linux
 from kestrl_sandbox.inside.confinement import SIGKILL, address_space, enter_sandbox, enter_user_namespace
 
@@ -58,7 +58,8 @@ def _start(control: socket.socket, config: dict[str, Any]) -> int:
         os.setresuid(NOBODY, NOBODY, NOBODY)
         linux.prctl(linux.PR_SET_DUMPABLE, 1)  # else its own files in /proc would belong to root
     enter_user_namespace(proc)
-    linux.unshare(linux.CLONE_NEWNS | linux.CLONE_NEWPID)
+    linux.unshare(linux.CLONE_NEWNS | linux.CLONE_NEWPID | linux.CLONE_NEWNET | linux.CLONE_NEWIPC | linux.CLONE_NEWUTS)
+    linux.set_hostname("sandbox")
     ready, report = os.pipe()
     parent = os.getpid()
     pid = os.fork()
@@ -111,6 +112,8 @@ def _lead_slots(control: socket.socket, config: dict[str, Any]) -> None:
     limits["landlock"] = landlock.abi()
     limits["watch_memory"] = bool(config["fresh_proc"]) and not config["cgroup"]
     config["limits"] = limits
+    payload.open_streams()
+    payload.forget_own_modules()
     gc.collect()
     gc.freeze()
     gc.disable()  # a collection would copy the pages that all sandboxes share; the code has it again

@@ -26,14 +26,22 @@ FILE_NAME = "/work/main.py"
 _OWN = "kestrl_sandbox"
 
 
+def forget_own_modules() -> None:
+    """Removes this package from the modules that code finds."""
+    for name in [name for name in sys.modules if name.partition(".")[0] == _OWN]:
+        del sys.modules[name]
+
+
 def fresh_main() -> types.ModuleType:
-    """A new `__main__`."""
+    """A new `__main__`, and random numbers of this sandbox's own: the zygote's state is everybody's."""
     gc.enable()
+    random.seed()
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed()
     module = types.ModuleType("__main__")
     module.__dict__["__builtins__"] = builtins
     sys.modules["__main__"] = module
-    for name in [name for name in sys.modules if name.partition(".")[0] == _OWN]:
-        del sys.modules[name]
     return module
 
 
@@ -163,17 +171,20 @@ def run_bash(code: str) -> int:
     return code_or_signal if code_or_signal >= 0 else 128 - code_or_signal
 
 
-def reopen_streams() -> None:
-    """Python's standard streams on descriptors 0, 1 and 2, as a new interpreter would have them."""
+def open_streams() -> None:
+    """Python's standard streams on descriptors 0, 1 and 2, as a new interpreter would have them on pipes.
+
+    Done once, before a fork: what lies behind the descriptors is each sandbox's own.
+    """
+    kept = [os.dup(number) for number in range(3)]
+    reading, writing = os.pipe()
+    for number, end in enumerate((reading, writing, writing)):
+        os.dup2(end, number)
     options: dict[str, Any] = {"encoding": "utf-8", "closefd": False}
     sys.stdin = sys.__stdin__ = open(0, errors="surrogateescape", **options)  # type: ignore[misc]  # noqa: SIM115
     sys.stdout = sys.__stdout__ = open(1, "w", errors="surrogateescape", **options)  # type: ignore[misc]  # noqa: SIM115
     sys.stderr = sys.__stderr__ = open(2, "w", 1, errors="backslashreplace", **options)  # type: ignore[misc]  # noqa: SIM115
-
-
-def reseed() -> None:
-    """Gives this sandbox random numbers of its own: the zygote's state is everybody's."""
-    random.seed()
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        numpy.random.seed()
+    for number, before in enumerate(kept):
+        os.dup2(before, number)
+    for descriptor in (*kept, reading, writing):
+        os.close(descriptor)

@@ -15,7 +15,7 @@ import socket
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, cast
 
 from kestrl_sandbox.inside import files, frames, payload
 from kestrl_sandbox.inside.confinement import confine
@@ -24,6 +24,8 @@ CHUNK = 1 << 16
 MEMORY_TICK = 0.1
 """Seconds between two looks at the memory of all processes, where no cgroup counts it."""
 DRAIN_SECONDS = 1.0
+CONTROL_SECONDS = 2.0
+"""Limit of one message to or from the process for the code, which may stop in the middle of it."""
 PREPARING, RUNNING, EXHAUSTED = 2, 0, 1
 ENDED = 3
 """Exit status when the service has closed the connection."""
@@ -81,8 +83,6 @@ def start_child(limits: Mapping[str, Any], keep: socket.socket) -> Child:
             os.chdir("/work")
             _prefer_for_oom()
             confine(limits)
-            payload.reseed()
-            payload.reopen_streams()
             _work(socket.socket(fileno=control), flag)
         except (OSError, ValueError) as error:
             os.write(2, f"the sandbox could not be prepared: {error}".encode())
@@ -91,6 +91,7 @@ def start_child(limits: Mapping[str, Any], keep: socket.socket) -> Child:
     for descriptor in (stdin[0], stdout[1], stderr[1]):
         os.close(descriptor)
     theirs.close()
+    ours.settimeout(CONTROL_SECONDS)
     for descriptor in (stdin[1], stdout[0], stderr[0]):
         os.set_blocking(descriptor, False)
     return Child(pid, os.pidfd_open(pid), stdin[1], stdout[0], stderr[0], ours, flag)
@@ -106,11 +107,11 @@ def _prefer_for_oom() -> None:
 
 def _work(control: socket.socket, flag: mmap.mmap) -> None:
     """Runs what the supervisor sends: one program, or the cells of a session."""
+    module = payload.fresh_main()
     received = frames.receive(control)
     if received is None:
         return
     request, code = received
-    module = payload.fresh_main()
     flag[0] = RUNNING
     if not request["session"]:
         control.close()
@@ -290,10 +291,9 @@ class Execution:
         if received is None:
             self._poll.unregister(self.child.control)
             return False  # its process has ended: the pidfd reports it
-        ended = received[0]
-        self.code = int(ended.get("status", 1)) & 0xFF
-        self.display, self.error = ended.get("display"), ended.get("error")
-        if ended.get("memory"):
+        ended = ended_of(received[0])
+        self.code, self.display, self.error = ended.status & 0xFF, ended.display, ended.error
+        if ended.memory:
             self.kind = "memory"
         self.finished_cell = True
         return True
@@ -337,6 +337,21 @@ class Execution:
             "display": self.display,
             "error": self.error,
         }
+
+
+def ended_of(message: object) -> payload.Ended:
+    """What a cell's process reported; the code may have written it, so that only its form is trusted."""
+    fields = cast("dict[str, Any]", message) if isinstance(message, dict) else {}
+    status, display, error = fields.get("status"), fields.get("display"), fields.get("error")
+    names = ("type", "text", "traceback")
+    parts = cast("dict[str, Any]", error) if isinstance(error, dict) else None
+    shown = None if parts is None else {name: str(parts.get(name, "")) for name in names}
+    return payload.Ended(
+        status=status if isinstance(status, int) else 1,
+        memory=fields.get("memory") is True,
+        display=display if isinstance(display, str) else None,
+        error=shown,
+    )
 
 
 def used_memory(base: int) -> int:

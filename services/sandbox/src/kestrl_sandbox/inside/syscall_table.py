@@ -1,7 +1,8 @@
 """System calls by what the filter does with them, as `name:x86_64:aarch64`.
 
-Numbers of Linux's `unistd_64.h` and `asm-generic/unistd.h`; an empty one does not exist on that architecture. Every call
-that is on no list fails with EPERM: so do System V shared memory and memfd_create, which no quota of a sandbox covers.
+Numbers of Linux's `unistd_64.h` and `asm-generic/unistd.h`; an empty one does not exist on that architecture. Every
+call that is on no list fails with EPERM: so do System V's and POSIX' queues and shared memory by key, and memfd_create:
+no quota of a sandbox covers them.
 """
 
 from __future__ import annotations
@@ -32,8 +33,7 @@ sched_setaffinity:203:122 sched_getaffinity:204:123 io_setup:206:0 io_destroy:20
 io_cancel:210:3 getdents64:217:61 set_tid_address:218:96 restart_syscall:219:128 fadvise64:221:223
 timer_create:222:107 timer_settime:223:110 timer_gettime:224:108 timer_getoverrun:225:109 timer_delete:226:111
 clock_gettime:228:113 clock_getres:229:114 clock_nanosleep:230:115 exit_group:231:94 epoll_wait:232: epoll_ctl:233:21
-tgkill:234:131 utimes:235: mq_open:240:180 mq_unlink:241:181 mq_timedsend:242:182 mq_timedreceive:243:183
-mq_notify:244:184 mq_getsetattr:245:185 waitid:247:95 ioprio_get:252:31 inotify_init:253: inotify_add_watch:254:27
+tgkill:234:131 utimes:235: waitid:247:95 ioprio_get:252:31 inotify_init:253: inotify_add_watch:254:27
 inotify_rm_watch:255:28 openat:257:56 mkdirat:258:34 mknodat:259:33 fchownat:260:54 futimesat:261: newfstatat:262:
 fstatat::79 unlinkat:263:35 renameat:264:38 linkat:265:37 symlinkat:266:36 readlinkat:267:78 fchmodat:268:53
 faccessat:269:48 pselect6:270:72 ppoll:271:73 set_robust_list:273:99 get_robust_list:274:100 splice:275:76 tee:276:77

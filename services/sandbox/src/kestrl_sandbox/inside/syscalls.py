@@ -50,7 +50,6 @@ _NUMBERS = {
 }.get(_MACHINE, {})
 _OPENAT2 = 437
 _MOUNT_SETATTR = 442
-_LAST_CAPABILITY = 63
 _CAPABILITY_VERSION_3 = 0x20080522
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -123,11 +122,9 @@ def prctl(option: int, argument: int = 0, pointer: object = 0) -> None:
 
 def drop_capabilities() -> None:
     """Empties all capability sets of this process, the bounding set included."""
-    for number in range(_LAST_CAPABILITY + 1):
-        try:
-            prctl(PR_CAPBSET_DROP, number)
-        except OSError:  # EINVAL: the kernel has fewer
-            break
+    number = 0
+    while _libc.prctl(PR_CAPBSET_DROP, number, 0, 0, 0) == 0:  # until EINVAL: the kernel has no further one
+        number += 1
     prctl(PR_CAP_AMBIENT, PR_CAP_AMBIENT_CLEAR_ALL)
     header = ctypes.create_string_buffer(struct.pack("=Ii", _CAPABILITY_VERSION_3, 0))
     data = ctypes.create_string_buffer(24)

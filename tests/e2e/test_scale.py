@@ -27,7 +27,8 @@ from typing import Any
 import pytest
 import yaml
 
-from kestrl_operator.apiserver.client import JOB, POD, STATEFUL_SET, Api
+from kestrl_operator.apiserver.client import Api
+from kestrl_operator.apiserver.kinds import JOB, POD, STATEFUL_SET
 from kestrl_operator.config import Config, read_config
 from kestrl_operator.manifests import Manifests
 from kestrl_operator.state.store import Key

@@ -44,7 +44,7 @@ class ScriptedChat:
                 self.end_headers()
                 self.wfile.write(content)
 
-            def log_message(self, *_arguments: Any) -> None:
+            def log_message(self, *_arguments: Any) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
                 return
 
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)

@@ -12,7 +12,8 @@ import logging
 from collections.abc import Callable, Collection
 from functools import partial
 
-from kestrl_operator.apiserver.client import JOB, NODE, POD, Api, Kind, Mark, Object
+from kestrl_operator.apiserver.client import Api, Mark, Object
+from kestrl_operator.apiserver.kinds import JOB, NODE, POD, Kind
 from kestrl_operator.state.parsing import node_of
 from kestrl_operator.state.store import JOB_LABEL, Key, Store
 from kestrl_operator.watch import MANAGED, WATCHED

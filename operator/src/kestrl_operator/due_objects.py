@@ -1,5 +1,5 @@
-"""The objects of a job that are to be applied now: all of them, where the rendered digest differs from the applied one or an
-object is missing or was changed, and none otherwise. Nothing is called here.
+"""The objects of a job that are to be applied now: all of them, where the rendered digest differs from the applied one
+or an object is missing or was changed, and none otherwise. Nothing is called here.
 """
 
 from __future__ import annotations

@@ -9,7 +9,8 @@ from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
-from kestrl_operator.apiserver.client import EVENT, JOB, Api, ApiProblem, Conflict, Gone
+from kestrl_operator.apiserver.client import Api, ApiProblem, Conflict, Gone
+from kestrl_operator.apiserver.kinds import EVENT, JOB
 from kestrl_operator.state.store import Key
 from kestrl_operator.status.conditions import Type
 

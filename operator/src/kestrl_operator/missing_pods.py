@@ -6,7 +6,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from kestrl_operator.apiserver.client import OLD_EVENT, Api
+from kestrl_operator.apiserver.client import Api
+from kestrl_operator.apiserver.kinds import OLD_EVENT
 from kestrl_operator.job_state import JobState, Shortage
 from kestrl_operator.render.job import ROLES
 from kestrl_operator.state.cluster import replicas, workload

@@ -15,7 +15,8 @@ from kestrl.errors import KestrlError
 from kestrl.telemetry.metrics import observe
 from kestrl.telemetry.names import Metric
 from kestrl_operator import health, watch
-from kestrl_operator.apiserver.client import JOB, POD, Api, ApiProblem, Kind
+from kestrl_operator.apiserver.client import Api, ApiProblem
+from kestrl_operator.apiserver.kinds import JOB, POD, Kind
 from kestrl_operator.apiserver.leader_election import LeaderElection
 from kestrl_operator.audit import Audit
 from kestrl_operator.config import Config

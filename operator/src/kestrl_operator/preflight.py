@@ -10,21 +10,8 @@ from typing import Any, NamedTuple
 
 from kestrl.errors import UserInputError
 from kestrl.spec.crd import GROUP, PLURAL, VERSION, crd
-from kestrl_operator.apiserver.client import (
-    APPLIED,
-    DEFINITION,
-    EVENT,
-    JOB,
-    LEASE,
-    NODE,
-    OLD_EVENT,
-    POD,
-    REVIEW,
-    Api,
-    ApiProblem,
-    Gone,
-    Kind,
-)
+from kestrl_operator.apiserver.client import Api, ApiProblem, Gone
+from kestrl_operator.apiserver.kinds import APPLIED, DEFINITION, EVENT, JOB, LEASE, NODE, OLD_EVENT, POD, REVIEW, Kind
 from kestrl_operator.config import Config
 from kestrl_operator.watch import WATCHED
 

@@ -14,7 +14,8 @@ from kestrl.credentials import Secret
 from kestrl.errors import KestrlError
 from kestrl.plan.components import Role
 from kestrl_operator import missing_pods, quarantine
-from kestrl_operator.apiserver.client import DEPLOYMENT, JOB, POD, STATEFUL_SET, Api, ApiProblem
+from kestrl_operator.apiserver.client import Api, ApiProblem
+from kestrl_operator.apiserver.kinds import DEPLOYMENT, JOB, POD, STATEFUL_SET
 from kestrl_operator.applier import Applier
 from kestrl_operator.credentials import derive
 from kestrl_operator.due_objects import Due, due_objects

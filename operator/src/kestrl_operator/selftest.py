@@ -16,7 +16,8 @@ import yaml
 from kestrl.errors import KestrlError, UserInputError
 from kestrl.service import exit_code
 from kestrl.spec import read_job
-from kestrl_operator.apiserver.client import JOB, Api, Conflict
+from kestrl_operator.apiserver.client import Api, Conflict
+from kestrl_operator.apiserver.kinds import JOB
 
 POLL_SECONDS = 2.0
 

@@ -16,17 +16,23 @@ import kopf
 import uvloop
 
 from kestrl.errors import KestrlError
-from kestrl_operator.apiserver.client import DEPLOYMENT, JOB, POD, STATEFUL_SET, Kind
-from kestrl_operator.apiserver.connection import log_in
+from kestrl_operator.apiserver.connection import watch_login
+from kestrl_operator.apiserver.kinds import (
+    DEPLOYMENT,
+    DISRUPTION_BUDGET,
+    JOB,
+    NETWORK_POLICY,
+    POD,
+    SERVICE,
+    STATEFUL_SET,
+    Kind,
+)
 from kestrl_operator.state.store import JOB_LABEL
 
 Object = Mapping[str, Any]
 Taken = Callable[[Kind, Object, bool], None]
 """A callback with the kind, the object, and whether it was deleted."""
 MANAGED = "app.kubernetes.io/managed-by=kestrl-operator"
-SERVICE = Kind("", "v1", "Service", "services")
-NETWORK_POLICY = Kind("networking.k8s.io", "v1", "NetworkPolicy", "networkpolicies")
-DISRUPTION_BUDGET = Kind("policy", "v1", "PodDisruptionBudget", "poddisruptionbudgets")
 WATCHED: Mapping[Kind, str] = {
     JOB: "",
     POD: JOB_LABEL,
@@ -109,8 +115,8 @@ def registry(take: Taken) -> kopf.OperatorRegistry:
     return made
 
 
-def _login(**_: Any) -> kopf.ConnectionInfo:
-    return log_in()
+async def _login(**_: Any) -> kopf.ConnectionInfo:
+    return await watch_login()
 
 
 def _handler(kind: Kind, take: Taken) -> Any:

@@ -16,7 +16,8 @@ from typing import Any
 
 import yaml
 
-from kestrl_operator.apiserver.client import Api, Kind
+from kestrl_operator.apiserver.client import Api
+from kestrl_operator.apiserver.kinds import Kind
 from kestrl_operator.events import Events
 from kestrl_operator.job_state import JobStates
 from kestrl_operator.operator import Operator  # everything that the operator loads

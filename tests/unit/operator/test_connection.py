@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-import kopf
+import aiohttp
 import pytest
 import yaml
 from aiohttp import web
+from kubernetes.aio.config import incluster_config
 
 from kestrl.errors import UserInputError
-from kestrl_operator.apiserver import client as module
+from kestrl_operator.apiserver import client as client_module
 from kestrl_operator.apiserver import connection
-from kestrl_operator.apiserver.client import JOB, NODE, Api, ApiProblem, Conflict, Gone, path
-from kestrl_operator.apiserver.connection import log_in
+from kestrl_operator.apiserver.client import Api, ApiProblem, Conflict, Gone
+from kestrl_operator.apiserver.connection import log_in, watch_login
+from kestrl_operator.apiserver.kinds import JOB, NODE, POD, REVIEW
 
 PREFIX = "/k8s/clusters/c-1"
 """Some clusters are reached through a proxy, below a path."""
@@ -26,8 +29,8 @@ class Server:
 
     def __init__(self, folder: Path) -> None:
         self.asked: list[web.Request] = []
-        self.status, self.body = 200, '{"kind": "AgentRLJob"}'
-        self._runner = web.AppRunner(self._app())
+        self.status, self.body, self.hangs = 200, '{"kind": "AgentRLJob"}', False
+        self._runner = web.AppRunner(self._app(), shutdown_timeout=0.1)
         self.kubeconfig = folder / "kubeconfig"
         self.url = ""
 
@@ -38,6 +41,8 @@ class Server:
 
     async def _answer(self, request: web.Request) -> web.Response:
         self.asked.append(request)
+        if self.hangs:
+            await asyncio.Event().wait()
         return web.Response(status=self.status, text=self.body)
 
     async def start(self) -> None:
@@ -92,7 +97,7 @@ async def test_a_rotated_token_is_used_before_the_old_one_expires(
     await client.get(JOB, "it", "team-a")
     server.write(token="second")
     await client.get(JOB, "it", "team-a")
-    monkeypatch.setattr(module, "LOGIN_SECONDS", 0.0)
+    monkeypatch.setattr(connection, "LOGIN_SECONDS", 0.0)
     await client.get(JOB, "it", "team-a")
     assert [request.headers["Authorization"] for request in server.asked] == [
         "Bearer first",
@@ -104,7 +109,8 @@ async def test_a_rotated_token_is_used_before_the_old_one_expires(
 async def test_a_credential_that_disappears_fails_the_request(
     server: Server, client: Api, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "LOGIN_SECONDS", 0.0)
+    monkeypatch.setattr(connection, "LOGIN_SECONDS", 0.0)
+    await client.get(JOB, "it", "team-a")
     server.kubeconfig.unlink()
     with pytest.raises(ApiProblem, match="get AgentRLJob it: no cluster") as raised:
         await client.get(JOB, "it", "team-a")
@@ -171,28 +177,35 @@ async def test_a_refused_connection_is_reported_with_the_address(server: Server,
         "",
     ],
 )
-def test_an_invalid_kubeconfig_is_a_user_error(content: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_invalid_kubeconfig_is_a_user_error(
+    content: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file = tmp_path / "kubeconfig"
     file.write_text(content)
     monkeypatch.setenv("KUBECONFIG", str(file))
     with pytest.raises(UserInputError, match=r"no cluster: .*KUBECONFIG"):
-        log_in()
+        await Api().get(JOB, "it", "team-a")
 
 
-def test_an_invalid_certificate_is_a_user_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("content", [None, "no certificate"])
+async def test_an_invalid_certificate_is_a_user_error(
+    content: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = kubeconfig("https://127.0.0.1:1", "t")
-    config["clusters"][0]["cluster"]["certificate-authority"] = str(tmp_path / "nowhere.crt")
+    config["clusters"][0]["cluster"]["certificate-authority"] = str(tmp_path / "ca.crt")
+    if content is not None:
+        (tmp_path / "ca.crt").write_text(content)
     (tmp_path / "kubeconfig").write_text(yaml.safe_dump(config))
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "kubeconfig"))
-    with pytest.raises(UserInputError, match=r"no cluster: FileNotFoundError.*KUBECONFIG"):
-        Api()
+    with pytest.raises(UserInputError, match=r"no cluster: .*KUBECONFIG"):
+        await Api().get(JOB, "it", "team-a")
 
 
-def test_neither_a_pod_nor_a_kubeconfig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_neither_a_pod_nor_a_kubeconfig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("KUBECONFIG", raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
     with pytest.raises(UserInputError, match="run in a pod, or set KUBECONFIG"):
-        log_in()
+        await Api().get(JOB, "it", "team-a")
 
 
 @pytest.mark.parametrize(
@@ -200,26 +213,69 @@ def test_neither_a_pod_nor_a_kubeconfig(tmp_path: Path, monkeypatch: pytest.Monk
     [
         ("10.96.0.1", "https://10.96.0.1:6443"),
         ("fd00::1", "https://[fd00::1]:6443"),
-        ("", "https://kubernetes.default.svc"),
+        ("", "https://kubernetes.default.svc:6443"),
     ],
 )
-def test_a_pod_uses_the_api_server_address_of_its_environment(
-    host: str, server: str, monkeypatch: pytest.MonkeyPatch
+async def test_a_pod_uses_the_api_server_address_of_its_environment(
+    host: str, server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pod = kopf.ConnectionInfo(server="https://kubernetes.default.svc", token="pods")
-    monkeypatch.setattr(kopf, "login_with_service_account", lambda **_: pod)
+    (tmp_path / "token").write_text("pods")
+    (tmp_path / "ca.crt").write_text("a certificate")
+    monkeypatch.setattr(incluster_config, "SERVICE_TOKEN_FILENAME", str(tmp_path / "token"))
+    monkeypatch.setattr(incluster_config, "SERVICE_CERT_FILENAME", str(tmp_path / "ca.crt"))
     monkeypatch.setenv(connection.HOST, host)
     monkeypatch.setenv(connection.PORT, "6443")
-    assert (log_in().server, log_in().token) == (server, "pods")
+    streams = await watch_login()
+    assert (streams.server, streams.as_http_headers()["Authorization"]) == (server, "Bearer pods")
+    client = await log_in()
+    assert (client.host, client.api_key["BearerToken"]) == (server, "bearer pods")
 
 
-@pytest.mark.parametrize(
-    ("given", "wanted"),
-    [
-        ((NODE, None), "/api/v1/nodes"),
-        ((NODE, None, "a"), "/api/v1/nodes/a"),
-        ((JOB, "b", "a", "status"), "/apis/kestrl.dev/v1alpha1/namespaces/b/agentrljobs/a/status"),
-    ],
-)
-def test_paths(given: Any, wanted: str) -> None:
-    assert path(*given) == wanted
+async def test_kopf_logs_in_as_the_client_does(server: Server) -> None:
+    streams = await watch_login()
+    assert (streams.server, streams.as_http_headers()) == (server.url, {"Authorization": "Bearer first"})
+
+
+async def test_concurrent_first_calls_log_in_once(client: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    logged_in = []
+
+    async def counted() -> Any:
+        logged_in.append(1)
+        return await log_in()
+
+    monkeypatch.setattr(connection, "log_in", counted)
+    await asyncio.gather(*(client.get(JOB, "it", "team-a") for _ in range(5)))
+    assert logged_in == [1]
+
+
+async def test_calls_ask_for_the_paths_of_the_api(server: Server, client: Api) -> None:
+    await client.apply_status("team-a", "it", 7, {"shown": {}})
+    await client.get(NODE, "a")
+    await client.create(REVIEW, {"metadata": {}})
+    await client.delete(POD, "team-a", "p", uid="u")
+    server.body = '{"metadata": {}, "items": []}'
+    assert [item async for item in client.list(NODE, None)] == []
+    assert [item async for item in client.marks(POD, "team-a")] == []
+    assert [(request.method, request.path.removeprefix(PREFIX)) for request in server.asked] == [
+        ("PATCH", "/apis/kestrl.dev/v1alpha1/namespaces/team-a/agentrljobs/it/status"),
+        ("GET", "/api/v1/nodes/a"),
+        ("POST", "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews"),
+        ("DELETE", "/api/v1/namespaces/team-a/pods/p"),
+        ("GET", "/api/v1/nodes"),
+        ("GET", "/api/v1/namespaces/team-a/pods"),
+    ]
+    assert dict(server.asked[0].query) == {"fieldManager": "kestrl-operator", "force": "true"}
+    assert server.asked[0].content_type == "application/apply-patch+yaml"
+    assert dict(server.asked[3].query) == {"propagationPolicy": "Background", "uid": "u"}
+    assert "PartialObjectMetadataList" in server.asked[5].headers["Accept"]
+
+
+async def test_a_server_that_does_not_answer_in_time_is_reported(
+    server: Server, client: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unread = {"serialize": False, "_request_timeout": aiohttp.ClientTimeout(total=0.1)}
+    monkeypatch.setattr(client_module, "UNREAD", unread)
+    server.hangs = True
+    with pytest.raises(ApiProblem, match=r"does not answer: .*Timeout") as raised:
+        await client.get(JOB, "it", "team-a")
+    assert raised.value.retryable

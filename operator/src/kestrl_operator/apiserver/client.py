@@ -1,70 +1,33 @@
-"""The calls that the operator makes to the API server, with typed failures."""
+"""The calls that the operator makes to the API server, with typed failures. The official client makes them."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
-from time import monotonic
-from typing import Any, NamedTuple, TypeVar
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Mapping
+from typing import Any, TypeVar
 
 import aiohttp
 import msgspec
+from kubernetes.aio.client.exceptions import ApiException
 
 from kestrl.errors import KestrlError, UserInputError
-from kestrl.spec.crd import GROUP, PLURAL, VERSION
-from kestrl.spec.job import KIND
-from kestrl_operator.apiserver.connection import log_in, secure
+from kestrl_operator.apiserver.connection import connect
+from kestrl_operator.apiserver.kinds import JOB, Kind, kind_of, resource
 
 Object = dict[str, Any]
 MANAGER = "kestrl-operator"
 """The field manager of everything that is applied."""
 REQUEST_SECONDS = 30.0
 PAGE = 500
-LOGIN_SECONDS = 60.0
-"""Seconds for which a credential is used before it is read again."""
-SHOWN_BYTES = 300
-JSON, APPLY, MERGE = "application/json", "application/apply-patch+yaml", "application/merge-patch+json"
+SHOWN_CHARACTERS = 300
+MERGE = "application/merge-patch+json"
 NAMES_ONLY = "application/json;as=PartialObjectMetadataList;v=v1;g=meta.k8s.io,application/json"
+UNREAD: Mapping[str, Any] = {"serialize": False, "_request_timeout": aiohttp.ClientTimeout(total=REQUEST_SECONDS)}
+"""Arguments of every call of the client. It does not decode the answer: a list of 500 objects would cost it ten times
+as much CPU time."""
 UNTYPED = "failed to create typed patch object"
 """Message of the status 500 with which server-side apply answers an object that has fields of the wrong type; 422 would
 be correct."""
-
-
-class Kind(NamedTuple):
-    """A kind of object."""
-
-    group: str
-    version: str
-    name: str
-    plural: str
-
-    @property
-    def api_version(self) -> str:
-        return f"{self.group}/{self.version}" if self.group else self.version
-
-
-JOB = Kind(GROUP, VERSION, KIND, PLURAL)
-POD = Kind("", "v1", "Pod", "pods")
-STATEFUL_SET = Kind("apps", "v1", "StatefulSet", "statefulsets")
-DEPLOYMENT = Kind("apps", "v1", "Deployment", "deployments")
-LEASE = Kind("coordination.k8s.io", "v1", "Lease", "leases")
-EVENT = Kind("events.k8s.io", "v1", "Event", "events")
-OLD_EVENT = Kind("", "v1", "Event", "events")
-"""The same kind in the API version that supports selection by reason."""
-REVIEW = Kind("authorization.k8s.io", "v1", "SelfSubjectAccessReview", "selfsubjectaccessreviews")
-DEFINITION = Kind("apiextensions.k8s.io", "v1", "CustomResourceDefinition", "customresourcedefinitions")
-NODE = Kind("", "v1", "Node", "nodes")
-APPLIED = (
-    Kind("", "v1", "Secret", "secrets"),
-    Kind("", "v1", "ConfigMap", "configmaps"),
-    Kind("", "v1", "ServiceAccount", "serviceaccounts"),
-    Kind("", "v1", "Service", "services"),
-    STATEFUL_SET,
-    DEPLOYMENT,
-    Kind("policy", "v1", "PodDisruptionBudget", "poddisruptionbudgets"),
-    Kind("networking.k8s.io", "v1", "NetworkPolicy", "networkpolicies"),
-)
-"""What a job becomes."""
-_BY_NAME = {(kind.api_version, kind.name): kind for kind in (LEASE, *APPLIED)}
 
 
 class Mark(msgspec.Struct, frozen=True):
@@ -129,26 +92,19 @@ class Conflict(ApiProblem):
 
 
 class Api:
-    """A connection to a cluster. All calls raise `ApiProblem`.
+    """A connection to a cluster, with the pod's service account or KUBECONFIG. The first call logs in.
 
-    Uses aiohttp, as kopf's streams do: a request costs a third of the CPU time that it costs with the full Kubernetes
-    clients.
+    All calls raise `ApiProblem`, and the first one `UserInputError` where there is no cluster to log in to.
     """
 
     def __init__(self) -> None:
-        """Connects with the pod's service account or KUBECONFIG.
-
-        Raises:
-            UserInputError: Neither exists, or it cannot be used.
-        """
-        self._known, self._read_at = log_in(), monotonic()
-        self._secure = secure(self._known)
-        self._session: aiohttp.ClientSession | None = None
+        self._client: Any = None
+        self._login = asyncio.Lock()
         self.requests = 0
 
     async def close(self) -> None:
-        if self._session is not None:
-            await self._session.close()
+        if self._client is not None:
+            await self._client.client.close()
 
     async def apply(self, wanted: Mapping[str, Any], *, force: bool = True, dry_run: bool = False) -> Object:
         """Applies an object server-side as field manager `kestrl-operator`; returns the result.
@@ -158,9 +114,8 @@ class Api:
             force: Whether to take over fields of other managers; otherwise they are kept, and a Conflict is raised.
             dry_run: Whether to check everything, admission included, without writing.
         """
-        kind, metadata = _BY_NAME[wanted["apiVersion"], wanted["kind"]], wanted["metadata"]
-        place = (metadata["namespace"], metadata["name"])
-        return await self._apply(kind, *place, "", wanted, force=force, dry_run=dry_run)
+        kind = kind_of(wanted)
+        return await self._apply(kind, resource(kind), wanted, force=force, dry_run="All" if dry_run else None)
 
     async def apply_status(self, namespace: str, name: str, version: int, status: Mapping[str, Any]) -> Object:
         """Applies a job's status server-side; returns the job.
@@ -182,45 +137,43 @@ class Api:
             "metadata": {"name": name, "namespace": namespace, "resourceVersion": str(version)},
             "status": status,
         }
-        return await self._apply(JOB, namespace, name, "status", wanted, force=True)
+        return await self._apply(JOB, resource(JOB).status, wanted, force=True)
 
     async def _apply(
-        self,
-        kind: Kind,
-        namespace: str,
-        name: str,
-        part: str,
-        wanted: Mapping[str, Any],
-        *,
-        force: bool,
-        dry_run: bool = False,
+        self, kind: Kind, into: Any, wanted: Mapping[str, Any], *, force: bool, dry_run: str | None = None
     ) -> Object:
-        query = {"fieldManager": MANAGER, "force": "true" if force else "false"}
-        return await self._whole(
-            "PATCH",
-            f"apply {kind.name} {namespace}/{name}",
-            path(kind, namespace, name, part),
-            {**query, "dryRun": "All"} if dry_run else query,
+        client, metadata = await self._connected(), wanted["metadata"]
+        call = client.server_side_apply(
+            into,
             wanted,
-            form=APPLY,
+            field_manager=MANAGER,
+            force_conflicts="true" if force else "false",
+            dry_run=dry_run,
+            **UNREAD,
         )
+        return await self._object(f"apply {kind.name} {metadata['namespace']}/{metadata['name']}", call)
 
     async def delete(self, kind: Kind, namespace: str, name: str, *, uid: str) -> None:
         """Deletes an object and, in the background, its dependents. An object that is gone, or another one of that
         name, is left alone.
         """
-        only = {"propagationPolicy": "Background", "uid": uid}
+        client, only = await self._connected(), [("uid", uid)]
+        call = client.delete(
+            resource(kind), name, namespace, propagation_policy="Background", query_params=only, **UNREAD
+        )
         try:
-            await self._ask("DELETE", f"delete {kind.name} {namespace}/{name}", path(kind, namespace, name), only)
+            await self._answer(f"delete {kind.name} {namespace}/{name}", call)
         except (Gone, Conflict):
             return
 
     async def get(self, kind: Kind, name: str, namespace: str | None = None) -> Object:
-        return await self._whole("GET", f"get {kind.name} {name}", path(kind, namespace, name), {})
+        client = await self._connected()
+        return await self._object(f"get {kind.name} {name}", client.get(resource(kind), name, namespace, **UNREAD))
 
     async def create(self, kind: Kind, wanted: Mapping[str, Any]) -> Object:
-        place = path(kind, wanted.get("metadata", {}).get("namespace"))
-        return await self._whole("POST", f"create {kind.name}", place, {"fieldManager": MANAGER}, wanted)
+        client = await self._connected()
+        call = client.create(resource(kind), wanted, field_manager=MANAGER, **UNREAD)
+        return await self._object(f"create {kind.name}", call)
 
     async def replace(self, kind: Kind, wanted: Mapping[str, Any]) -> Object:
         """Replaces an object at the resourceVersion that it names.
@@ -228,14 +181,17 @@ class Api:
         Raises:
             Conflict: The object was changed meanwhile.
         """
-        metadata = wanted["metadata"]
-        place = path(kind, metadata.get("namespace"), metadata["name"])
-        return await self._whole("PUT", f"update {kind.name}", place, {"fieldManager": MANAGER}, wanted)
+        client = await self._connected()
+        call = client.replace(resource(kind), wanted, field_manager=MANAGER, **UNREAD)
+        return await self._object(f"update {kind.name}", call)
 
     async def merge(self, kind: Kind, namespace: str, name: str, changes: Mapping[str, Any]) -> None:
         """Applies a merge patch."""
-        what, place = f"patch {kind.name} {namespace}/{name}", path(kind, namespace, name)
-        await self._ask("PATCH", what, place, {"fieldManager": MANAGER}, changes, form=MERGE)
+        client = await self._connected()
+        call = client.patch(
+            resource(kind), changes, name, namespace, content_type=MERGE, field_manager=MANAGER, **UNREAD
+        )
+        await self._answer(f"patch {kind.name} {namespace}/{name}", call)
 
     async def list(
         self, kind: Kind, namespace: str | None, *, labels: str = "", fields: Mapping[str, str] | None = None
@@ -266,87 +222,57 @@ class Api:
         *,
         labels: str,
         fields: Mapping[str, str],
-        accept: str = JSON,
+        accept: str = "application/json",
     ) -> AsyncIterator[Page]:
-        selected = {"limit": str(PAGE), "labelSelector": labels}
-        selected["fieldSelector"] = ",".join(f"{name}={value}" for name, value in fields.items())
-        query, what = {name: value for name, value in selected.items() if value}, f"list {kind.plural}"
+        client, what, rest = await self._connected(), f"list {kind.plural}", ""
+        selected = ",".join(f"{name}={value}" for name, value in fields.items())
         while True:
-            answer = await self._ask("GET", what, path(kind, namespace), query, accept=accept)
-            page = _read(answer, form, what)
+            call = client.get(
+                resource(kind),
+                namespace=namespace,
+                label_selector=labels or None,
+                field_selector=selected or None,
+                limit=PAGE,
+                _continue=rest or None,
+                header_params={"Accept": accept},
+                **UNREAD,
+            )
+            page = _read(await self._answer(what, call), form, what)
             yield page
-            if not page.metadata.rest:
+            rest = page.metadata.rest
+            if not rest:
                 return
-            query["continue"] = page.metadata.rest
 
-    async def _whole(
-        self,
-        verb: str,
-        what: str,
-        place: str,
-        query: Mapping[str, str],
-        wanted: Mapping[str, Any] | None = None,
-        *,
-        form: str = JSON,
-    ) -> Object:
-        """Sends a request that is answered with an object."""
-        return _read(await self._ask(verb, what, place, query, wanted, form=form), Object, what)
+    async def _connected(self) -> Any:
+        async with self._login:
+            if self._client is None:
+                self._client = await connect()
+            return self._client
 
-    async def _ask(
-        self,
-        verb: str,
-        what: str,
-        place: str,
-        query: Mapping[str, str],
-        wanted: Mapping[str, Any] | None = None,
-        *,
-        form: str = JSON,
-        accept: str = JSON,
-    ) -> bytes:
+    async def _object(self, what: str, call: Awaitable[Any]) -> Object:
+        """Makes a call that is answered with an object."""
+        return _read(await self._answer(what, call), Object, what)
+
+    async def _answer(self, what: str, call: Awaitable[Any]) -> bytes:
+        """Makes a call of the client, and translates its errors.
+
+        Args:
+            what: The call, for messages.
+            call: The call.
+        """
         self.requests += 1
-        session, headers = self._connected(), {"Accept": accept, "Content-Type": form, **self._credential(what)}
-        body = None if wanted is None else msgspec.json.encode(wanted)
-        server = self._known.server.rstrip("/")
         try:
-            async with session.request(
-                verb, f"{server}{place}", params=query, data=body, headers=headers, allow_redirects=False
-            ) as answer:
-                said = await answer.read()
+            answer = await call
+            return await answer.read()
+        except ApiException as error:
+            refused: Any = error
+            raise problem(refused.status, refused.body or "", what) from error
+        except UserInputError as error:  # the credential could not be read again
+            raise ApiProblem(f"{what}: {error}", status=None, retryable=True) from error
         except (aiohttp.ClientError, TimeoutError, ConnectionError) as error:
+            server = self._client.configuration.host
             message = f"{what}: {server} does not answer: {type(error).__name__}: {error}"
             raise ApiProblem(message, status=None, retryable=True) from error
-        if answer.status >= 300:
-            raise problem(answer.status, said, what)
-        return said
-
-    def _connected(self) -> aiohttp.ClientSession:
-        if self._session is None:
-            known = self._known
-            self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(ssl=self._secure),
-                timeout=aiohttp.ClientTimeout(total=REQUEST_SECONDS),
-                trust_env=known.trust_env,
-                proxy=known.proxy_url,
-            )
-        return self._session
-
-    def _credential(self, what: str) -> Mapping[str, str]:
-        """The request headers with the credential, which is read again periodically because service account tokens are
-        rotated.
-        """
-        if monotonic() - self._read_at > LOGIN_SECONDS:
-            try:
-                self._known, self._read_at = log_in(), monotonic()
-            except UserInputError as error:
-                raise ApiProblem(f"{what}: {error}", status=None, retryable=True) from error
-        return self._known.as_http_headers()
-
-
-def path(kind: Kind, namespace: str | None, name: str = "", part: str = "") -> str:
-    """The path of a kind, of one object, or of a subresource of one; without a namespace, of all namespaces."""
-    api = f"/apis/{kind.group}/{kind.version}" if kind.group else f"/api/{kind.version}"
-    within = ("namespaces", namespace) if namespace else ()
-    return "/".join(filter(None, (api, *within, kind.plural, name, part)))
 
 
 def _read(answer: bytes, form: type[Form], what: str) -> Form:
@@ -356,12 +282,12 @@ def _read(answer: bytes, form: type[Form], what: str) -> Form:
         raise ApiProblem(f"{what}: {type(error).__name__}: {error}", status=None, retryable=True) from error
 
 
-def problem(status: int, said: bytes, doing: str) -> ApiProblem:
+def problem(status: int, said: str, doing: str) -> ApiProblem:
     """The exception for an error status."""
     try:
         reason = msgspec.json.decode(said, type=_Status).message
     except msgspec.MsgspecError:
-        reason = f"HTTP {status}: {said[:SHOWN_BYTES].decode(errors='replace')}"
+        reason = f"HTTP {status}: {said[:SHOWN_CHARACTERS]}"
     message = f"{doing}: {reason}"
     if status in {404, 410}:
         return Gone(message, status=status, retryable=False)

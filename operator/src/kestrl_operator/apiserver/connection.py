@@ -1,52 +1,108 @@
-"""Connection parameters for requests and watch streams: the pod's service account, or KUBECONFIG."""
+"""The log-in at the API server, with the pod's service account or KUBECONFIG: of the client, and of kopf's streams."""
 
 from __future__ import annotations
 
-import dataclasses
 import os
-import ssl
+from pathlib import Path
+from time import monotonic
+from typing import Any
 
 import kopf
 import yaml
+from kubernetes.aio.client import ApiClient, Configuration
+from kubernetes.aio.config import ConfigException, incluster_config, kube_config
+from kubernetes.aio.dynamic import DynamicClient
 
 from kestrl.errors import UserInputError
 
-HOST, PORT = "KUBERNETES_SERVICE_HOST", "KUBERNETES_SERVICE_PORT"
+HOST, PORT = incluster_config.SERVICE_HOST_ENV_NAME, incluster_config.SERVICE_PORT_ENV_NAME
+NAMED = "kubernetes.default.svc"
+"""The API server's name, for a pod without its address in the environment."""
+LOGIN_SECONDS = 60.0
+"""Seconds for which a credential is used before it is read again: service account tokens are rotated."""
+INVALID = (OSError, yaml.YAMLError, ConfigException, LookupError, TypeError, AttributeError, ValueError)
+"""What the client raises for files that it cannot read, or that are no kubeconfig."""
 
 
-def log_in() -> kopf.ConnectionInfo:
-    """Address of the API server and the client's credential. Read again at each call, because a service account token
-    expires after an hour.
+async def connect() -> Any:
+    """A client of the cluster. Its calls read the credential again when it is `LOGIN_SECONDS` old.
+
+    Raises:
+        UserInputError: There is no cluster, or a file cannot be read; later, a call raises this too.
+    """
+    configuration, read_at = await log_in(), monotonic()
+
+    async def refresh(used: Any) -> None:
+        nonlocal read_at
+        if monotonic() - read_at > LOGIN_SECONDS:
+            used.api_key, read_at = (await log_in()).api_key, monotonic()
+
+    configuration.refresh_api_key_hook = refresh
+    try:
+        return DynamicClient(ApiClient(configuration))
+    except INVALID as error:
+        raise _unusable(error) from error
+
+
+async def watch_login() -> kopf.ConnectionInfo:
+    """The log-in of kopf's streams, which is repeated when the API server refuses the credential.
+
+    Raises:
+        UserInputError: There is no cluster, or a file cannot be read.
+    """
+    known = await log_in()
+    scheme, _, token = known.api_key.get("BearerToken", "").partition(" ")
+    return kopf.ConnectionInfo(
+        server=known.host,
+        ca_path=known.ssl_ca_cert,
+        insecure=not known.verify_ssl,
+        scheme=scheme.capitalize() or None,
+        token=token or None,
+        certificate_path=known.cert_file,
+        private_key_path=known.key_file,
+        proxy_url=known.proxy,
+    )
+
+
+async def log_in() -> Any:
+    """Address of the API server, and the credential.
 
     Raises:
         UserInputError: There is neither, or it cannot be read.
     """
-    settings = kopf.OperatorSettings()
+    # Kopf takes no proxy from the environment either.
+    configuration: Any = Configuration(host="", client_session_kwargs={"trust_env": False})
     try:
-        pod = kopf.login_with_service_account(settings=settings)
-        if pod is not None:
-            return _by_address(pod)
-        made = kopf.login_with_kubeconfig(settings=settings)
-    except (OSError, yaml.YAMLError, kopf.LoginError, LookupError, TypeError, AttributeError, ValueError) as error:
-        # Kopf's reader raises many kinds of exceptions for an invalid kubeconfig.
+        if not _load_of_pod(configuration):
+            files = _kubeconfig()
+            if files:
+                untyped: Any = kube_config  # its types are incomplete
+                await untyped.load_kube_config(files, client_configuration=configuration, persist_config=False)
+    except INVALID as error:
         raise _unusable(error) from error
-    if made is None or not made.server:
+    if not configuration.host:
         raise UserInputError("no cluster: neither a service account nor a kubeconfig; run in a pod, or set KUBECONFIG")
-    return made
+    return configuration
 
 
-def secure(known: kopf.ConnectionInfo) -> ssl.SSLContext | bool:
-    """The TLS settings for aiohttp: the authority of the API server, and the client certificate if there is one.
+def _kubeconfig() -> str:
+    """The kubeconfig files, as in KUBECONFIG; empty if none exists."""
+    files = os.environ.get("KUBECONFIG") or str(Path("~/.kube/config").expanduser())
+    return files if any(Path(file).exists() for file in files.split(os.pathsep)) else ""
 
-    Raises:
-        UserInputError: A certificate or a key cannot be read.
-    """
-    if not known.server.startswith("https"):
-        return True
-    try:
-        return known.as_ssl_context()
-    except (OSError, ValueError) as error:
-        raise _unusable(error) from error
+
+def _load_of_pod(configuration: Any) -> bool:
+    """Loads the pod's service account; False where there is none."""
+    if not Path(incluster_config.SERVICE_TOKEN_FILENAME).exists():
+        return False
+    loader: Any = incluster_config.InClusterConfigLoader(
+        token_filename=incluster_config.SERVICE_TOKEN_FILENAME,
+        cert_filename=incluster_config.SERVICE_CERT_FILENAME,
+        try_refresh_token=False,
+        environ={HOST: os.environ.get(HOST) or NAMED, PORT: os.environ.get(PORT) or "443"},
+    )
+    loader.load_and_set(configuration)
+    return True
 
 
 def _unusable(error: Exception) -> UserInputError:
@@ -54,13 +110,3 @@ def _unusable(error: Exception) -> UserInputError:
     return UserInputError(
         f"no cluster: {what}; fix the file that KUBECONFIG names, or in a pod its service account's token"
     )
-
-
-def _by_address(pod: kopf.ConnectionInfo) -> kopf.ConnectionInfo:
-    """The API server by the address in the pod's environment, as other clients use it. Kopf uses its name, which needs
-    a working DNS.
-    """
-    host, port = os.environ.get(HOST, ""), os.environ.get(PORT, "443")
-    if not host:
-        return pod
-    return dataclasses.replace(pod, server=f"https://{f'[{host}]' if ':' in host else host}:{port}")

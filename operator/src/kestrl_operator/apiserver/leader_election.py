@@ -12,7 +12,8 @@ from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime
 from typing import Any
 
-from kestrl_operator.apiserver.client import LEASE, Api, ApiProblem, Conflict, Gone
+from kestrl_operator.apiserver.client import Api, ApiProblem, Conflict, Gone
+from kestrl_operator.apiserver.kinds import LEASE
 
 log = logging.getLogger(__name__)
 RENEW_SHARE, GIVE_UP_SHARE = 0.2, 0.66

@@ -12,8 +12,8 @@ from tests.fakes.kubernetes import Controllers
 
 from kestrl_operator import manifests, missing_pods, operator, workqueue
 from kestrl_operator.apiserver import client as api_module
-from kestrl_operator.apiserver.client import JOB as JOB_KIND
 from kestrl_operator.apiserver.client import Api, ApiProblem
+from kestrl_operator.apiserver.kinds import JOB as JOB_KIND
 from kestrl_operator.state.store import Key
 
 from .stage import CHILDREN, JOB, NAMESPACE, WORKLOADS, Stage, ready

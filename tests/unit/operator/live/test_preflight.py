@@ -153,7 +153,7 @@ async def test_no_cluster_at_all_is_reported_with_the_fix(stage: Stage) -> None:
     stage.patch.delenv("KUBECONFIG", raising=False)
     stage.patch.setenv("HOME", str(stage.folder))
     with pytest.raises(UserInputError, match="KUBECONFIG"):
-        Api()
+        await preflight(Api(), stage.config())
 
 
 async def test_a_port_that_is_taken_is_named(stage: Stage) -> None:

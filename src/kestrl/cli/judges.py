@@ -18,6 +18,7 @@ from rich.table import Table
 from kestrl.checking import JudgeCheck, Rejudge, ask
 from kestrl.cli.options import DEFAULT_RUNS, Overrides, RunId, Runs
 from kestrl.cli.runs import run_store
+from kestrl.episode import Purpose
 from kestrl.errors import StorageError, UserInputError
 from kestrl.local.rundir import find_run
 from kestrl.local.secrets import Secrets, variables_set
@@ -25,6 +26,7 @@ from kestrl.plan.judges import KEY_VARIABLES, reward_entries, ruler_entry, ruler
 from kestrl.plan.settings import RulerEntry
 from kestrl.service import EXIT_FAILED
 from kestrl.spec import AgentRLJob, ProblemsError, parse_job, read_job
+from kestrl.storage.layout import episode_batch
 from kestrl.terminal import safe, safe_line
 
 console = Console()
@@ -172,9 +174,8 @@ def rejudge(
     if ruler is not None:
         job, base = _with_ruler(job, ruler, base)
     entry = _remote_entry(job)
-    path = f"episodes/train/{step:06d}.pb"
     try:
-        batch = run_store(run).get(path)
+        batch = run_store(run).get(episode_batch(Purpose.TRAIN, step))
     except StorageError as error:
         if error.code != "not_found":
             raise

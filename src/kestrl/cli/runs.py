@@ -21,7 +21,7 @@ from rich.text import Text
 
 from kestrl.checking import DecodeRequest, ask
 from kestrl.cli.options import DEFAULT_RUNS, RunId, Runs
-from kestrl.episode import Episode, Purpose, Row
+from kestrl.episode import Episode, Group, Purpose, Row
 from kestrl.errors import KestrlError, StorageError, UserInputError
 from kestrl.local.logs import LOG_BYTES, Follower, tail
 from kestrl.local.progress import clock, means_line
@@ -248,6 +248,9 @@ def show_episode(
         bool,
         typer.Option("--prompt", help="Also print the prompt and the sampled text of every row, with control tokens."),
     ] = False,
+    judge: Annotated[
+        bool, typer.Option("--judge", help="Also print what judge models were sent for its group, and their replies.")
+    ] = False,
     runs: Runs = DEFAULT_RUNS,
 ) -> None:
     """Print an episode: its turns, tool calls and rewards."""
@@ -277,6 +280,11 @@ def show_episode(
         typer.echo(safe_line(f"  reward {name}: {value:.4f}"))
     for name, value in sorted(episode.metrics.items()):
         typer.echo(safe_line(f"  metric {name}: {value:.4f}"))
+    for name, details in sorted(episode.scoring.items()):
+        typer.echo(safe_line(f"  {name}: {json.dumps(details, ensure_ascii=False)}"))
+    if judge:
+        for line in _judge_lines(group):
+            typer.echo(line)
     if prompt:
         for line in _engine_lines(run, episode):
             typer.echo(line)
@@ -284,6 +292,19 @@ def show_episode(
         for number, row in enumerate(episode.rows):
             for line in _token_lines(number, row, episode):
                 typer.echo(line)
+
+
+def _judge_lines(group: Group) -> Iterator[str]:
+    """Every request to a judge model for a group, with its reply or why there was none."""
+    for name, details in sorted(group.scoring.items()):
+        if "skipped" in details:
+            yield safe_line(f"{name}: not asked, {details['skipped']}")
+        for call in details.get("calls", ()):
+            shown = ", ".join(f"{one} is {'/'.join(ids)}" for one, ids in zip(call["ids"], call["order"], strict=True))
+            yield safe_line(f"{name}: {call['model']}, order by seed {call['seed']}: {shown}")
+            for message in call["messages"]:
+                yield safe(f"{message['role']}: {message['content']}")
+            yield safe(f"reply: {call.get('content', '')}" if "error" not in call else f"no scores: {call['error']}")
 
 
 def _engine_lines(run: RunDir, episode: Episode) -> Iterator[str]:

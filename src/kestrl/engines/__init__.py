@@ -68,6 +68,8 @@ class Launch:
     """OTLP endpoint of traces."""
     options: Mapping[str, Option]
     """The user's options, which come before all others."""
+    judges: bool = False
+    """Whether the base model also answers a judge, with replies that are held to a schema."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -40,6 +40,8 @@ CPU_ENVIRONMENT = {
     "TORCHDYNAMO_DISABLE": "1",  # no compiler needed, and no stall at the first request
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # with `uni`: the worker lives in the engine-core process
 }
+COMPACT_JSON = '{"backend": "xgrammar", "disable_any_whitespace": true}'
+"""Form of replies that are held to a schema: a small model would otherwise write white space without end."""
 ENVIRONMENT = {
     "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
     "VLLM_NO_USAGE_STATS": "1",
@@ -103,6 +105,7 @@ class Vllm:
             "generation-config": "vllm",
             "middleware": "kestrl_inference.guard.ControlGuard",
             "disable-log-stats": False,
+            **({"structured-outputs-config": COMPACT_JSON} if launch.judges else {}),
             **_trace_options(launch.otlp),
             **launch.options,
         }

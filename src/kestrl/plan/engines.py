@@ -9,6 +9,7 @@ from kestrl.engines import EngineDialect, Launch
 from kestrl.engines.registry import DIALECTS
 from kestrl.episode import BASE_MODEL_NAME
 from kestrl.plan.components import Component, Device, Ready, Role
+from kestrl.plan.judges import uses_own_engines
 from kestrl.plan.site import Site
 from kestrl.spec.job import AgentRLJob
 from kestrl.spec.rules import ENGINE_RANKS
@@ -69,6 +70,7 @@ def _launch(job: AgentRLJob, site: Site, index: int) -> Launch:
         work_dir=site.work_dir,
         otlp=spec.telemetry.otlp,
         options=spec.inference.args,
+        judges=uses_own_engines(spec),
     )
 
 

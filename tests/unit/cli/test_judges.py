@@ -147,6 +147,32 @@ async def test_rejudge_shows_the_differences(run: Path, tmp_path: Path) -> None:
     assert facts["groups"][0]["episodes"][2]["details"]["judges"] == ["new"]
 
 
+async def test_an_episode_is_shown_with_what_its_judge_was_sent(run: Path) -> None:
+    calls = [
+        {
+            "model": "m", "seed": 7, "ids": ["t-1", "t-2"], "order": [["g/1"], ["g/0", "g/2"]], "content": '{"scores": []}',
+            "messages": [{"role": "system", "content": "Score."}, {"role": "user", "content": "data\x1b[31m"}],
+        },
+        {"model": "n", "seed": 8, "ids": [], "order": [], "messages": [], "error": "refused: status 401"},
+    ]  # fmt: skip
+    shown = replace(
+        group(replace(episode(0, "4"), scoring={"ruler": {"explanation": "right"}})),
+        scoring={"ruler": {"calls": calls}},
+    )
+    batch = common_pb2.GroupBatch(step=1, purpose="train", groups=[group_to_proto(shown)])
+    open_store(str(run / "job-1")).put("episodes/train/000001.pb", batch.SerializeToString())
+    for path in ("episodes/train/000000.pb",):
+        open_store(str(run / "job-1")).delete(path)
+    printed = await kestrl("episodes", "show", "g/0", "--judge", "--runs", run)
+    assert '  ruler: {"explanation": "right"}' in printed
+    assert "ruler: m, order by seed 7: t-1 is g/1, t-2 is g/0/g/2" in printed
+    assert "system: Score." in printed
+    assert 'reply: {"scores": []}' in printed
+    assert "no scores: refused: status 401" in printed
+    assert "\x1b" not in printed
+    assert "order by seed" not in await kestrl("episodes", "show", "g/0", "--runs", run)
+
+
 async def test_rejudge_reports_what_is_wrong(run: Path) -> None:
     printed = await kestrl("rejudge", "--runs", run, "--step", "7", code=2)
     assert "--step: run job-1 has no stored episodes of step 7" in printed

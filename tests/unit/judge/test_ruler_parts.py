@@ -6,6 +6,7 @@ import json
 from datetime import UTC, datetime
 from typing import Any
 
+import jsonschema
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,6 +15,7 @@ from tests.unit.judge.rulers import episode, group
 from kestrl_judge.ruler.escaping import encode, estimated_tokens
 from kestrl_judge.ruler.pacing import LONGEST_PAUSE, LONGEST_RETRY_AFTER, pause_before, retry_after
 from kestrl_judge.ruler.prompt import build
+from kestrl_judge.ruler.reply import schema
 from kestrl_judge.ruler.shortening import TooLarge, fair_share, shorten, tail
 from kestrl_judge.ruler.trajectories import Comparison, compare, without_reasoning
 
@@ -130,3 +132,20 @@ def test_pauses_are_bounded_and_follow_the_server() -> None:
     assert pause_before(1, 7.0) == 7.0
     assert 0.25 <= pause_before(1, None) <= 0.5
     assert pause_before(50, None) <= LONGEST_PAUSE
+
+
+def test_an_enforced_schema_names_every_id_once_and_ends() -> None:
+    ids = ["t-1", "t-2", "t-3"]
+    enforced = schema(ids, strict_tokens=600)
+    reply = {"scores": [{"trajectory_id": name, "explanation": "Good.", "score": 0.35} for name in ids]}
+    jsonschema.validate(reply, enforced)
+    for wrong in (
+        reply["scores"][:2],
+        [reply["scores"][0]] * 3,
+        [*reply["scores"], reply["scores"][0]],
+        [{**each, "score": 0.33} for each in reply["scores"]],
+        [{**each, "explanation": "x" * 111} for each in reply["scores"]],
+    ):
+        with pytest.raises(jsonschema.ValidationError):
+            jsonschema.validate({"scores": wrong}, enforced)
+    jsonschema.validate({"scores": reply["scores"][:2]}, schema(ids, strict_tokens=None))  # checked by `parse`

@@ -311,6 +311,15 @@ def test_only_a_ruler_on_the_jobs_engines_gets_their_key() -> None:
         assert plain.user_secrets == {}
 
 
+def test_engines_that_judge_write_no_white_space_between_values() -> None:
+    def arguments(*overrides: str) -> str:
+        engine = next(each for each in plan(job_with(*overrides), SITE) if each.role is Role.ENGINE)
+        return " ".join(engine.args)
+
+    assert '"disable_any_whitespace": true' in arguments("rewards=[{ruler: {self: true}}]")
+    assert "structured-outputs" not in arguments()
+
+
 def test_a_ruler_extends_the_deadline_of_its_group_and_asks_for_tools() -> None:
     rewards = "rewards=[{rule: format}, {weight: 2, ruler: {baseUrl: 'https://x/v1', model: m, gate: {rule: format}}}]"
     job = job_with(rewards)

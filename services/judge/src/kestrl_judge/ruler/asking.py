@@ -27,7 +27,7 @@ REPAIR = (
 )
 LONGEST_QUOTED = 2000
 """Characters of an invalid reply that the judge is shown again."""
-SMALLER = (1.0, 0.6, 0.35, 0.2)
+SMALLER = (1.0, 0.75, 0.55, 0.4, 0.3, 0.2)
 """Shares of the prompt's budget that are tried when a server refuses a prompt as too long."""
 
 
@@ -250,7 +250,7 @@ class Asker:
         if judge.temperature is not None:
             options["temperature"] = judge.temperature
         if ruler.structured_output == "json_schema":
-            wanted = schema(prompt.ids, strict=judge.strict_schema)
+            wanted = schema(prompt.ids, strict_tokens=ruler.max_reply_tokens if judge.strict_schema else None)
             options["response_format"] = {
                 "type": "json_schema",
                 "json_schema": {"name": "scores", "strict": True, "schema": wanted},

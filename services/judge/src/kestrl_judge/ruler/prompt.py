@@ -35,6 +35,8 @@ announcement of a solution, or filler scores close to 0, and length by itself ea
 Reply with one JSON object and nothing else: {{"scores": [{{"trajectory_id": "...", "explanation": "...", "score": \
 0.0}}, ...]}}, with every trajectory id exactly once. Write the explanation, one or two sentences, before the score."""
 
+FRAME, FRAME_OF_EACH = 130, 25
+"""Tokens of the frame of a prompt, and of a trajectory in it: the marks of blocks, and each id twice."""
 RESERVE = 64
 """Tokens of a prompt for what a server adds, such as the marks of its chat template."""
 
@@ -81,7 +83,7 @@ def build(comparison: Comparison, *, rubric: str | None, salt: str, permutation:
     seed = int(key[:12], 16)
     system = INSTRUCTIONS.format(rubric=(rubric or DEFAULT_RUBRIC).strip())
     count = len(comparison.trajectories)
-    fixed = estimated_tokens(system) + RESERVE + 40 * (count + 4)  # the frame of each block and its id, twice
+    fixed = estimated_tokens(system) + RESERVE + FRAME + FRAME_OF_EACH * count
     fitting = shorten(comparison, tokens - fixed)
     ids = [f"t-{digest(key, str(index))[:10]}" for index in range(count)]
     order = list(range(count))

@@ -12,8 +12,10 @@ from typing import Any, NoReturn, cast
 LONGEST_REPLY = 1_000_000
 """Characters of a reply that are read."""
 LONGEST_EXPLANATION = 4000
-STRICT_EXPLANATION = 200
-"""Maximum characters of an explanation where the server enforces the schema."""
+SHORTEST_EXPLANATION, LONGEST_ENFORCED = 40, 400
+"""Bounds of the length of an explanation in characters where the server enforces the schema."""
+ITEM_TOKENS = 90
+"""Upper estimate of the tokens of one item without its explanation."""
 SCORE_STEPS = 20
 """Steps from 0 to 1 of a score where the server enforces the schema."""
 FENCE = re.compile(r"\A\s*```(?:json)?\s*\n(?P<body>.*)\n\s*```\s*\Z", re.DOTALL)
@@ -31,18 +33,20 @@ class Grade:
     explanation: str
 
 
-def schema(ids: Sequence[str], *, strict: bool) -> dict[str, Any]:
+def schema(ids: Sequence[str], *, strict_tokens: int | None) -> dict[str, Any]:
     """JSON schema of a reply.
 
     Args:
         ids: Trajectory ids in the order shown.
-        strict: Whether the server enforces every keyword, so that even a small model names each id once and ends. Hosted
-            models accept a subset of keywords only.
+        strict_tokens: Where the server enforces every keyword: tokens of a reply, within which even a small model then
+            names each id once and ends. None for hosted models, which accept a subset of keywords only.
     """
-    if not strict:
+    if strict_tokens is None:
         item = _item({"type": "string", "enum": list(ids)}, {"type": "string"}, {"type": "number"})
         return _object({"scores": {"type": "array", "items": item}})
-    explanation = {"type": "string", "maxLength": STRICT_EXPLANATION}
+    longest = max(SHORTEST_EXPLANATION, min(LONGEST_ENFORCED, strict_tokens // len(ids) - ITEM_TOKENS))
+    # A pattern and not a length: other characters take several tokens each, and the reply would not end in time.
+    explanation = {"type": "string", "pattern": rf"^[ !#-\[\]-~]{{1,{longest}}}$"}
     score = {"enum": [step / SCORE_STEPS for step in range(SCORE_STEPS + 1)]}
     items = [_item({"const": one}, explanation, score) for one in ids]
     exact = {"type": "array", "prefixItems": items, "items": False, "minItems": len(ids), "maxItems": len(ids)}

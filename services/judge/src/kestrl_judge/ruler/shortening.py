@@ -12,7 +12,7 @@ from kestrl_judge.ruler.trajectories import Comparison, Message, Trajectory
 
 REMOVED_MESSAGES = "({count} earlier messages removed by the grading program to fit its limit)"
 REMOVED_TEXT = "({count} characters removed by the grading program to fit its limit) "
-SMALLEST_SHARE = 64
+SMALLEST_SHARE = 40
 """Tokens below which a part cannot be shown in a useful way."""
 
 

@@ -7,13 +7,13 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
 from kestrl.cli.adapters import choose_adapter
-from kestrl.cli.options import DEFAULT_RUNS, Details, Manifest, Overrides, RunId, Runs, Verbose
+from kestrl.cli.options import DEFAULT_RUNS, Details, Manifest, Overrides, RunId, Runs, Sequential, Verbose
 from kestrl.cli.runs import run_store, stored_episodes
 from kestrl.episode import Purpose
 from kestrl.errors import UserInputError
@@ -85,6 +85,7 @@ def evaluate(
     step: Annotated[int | None, typer.Option(help="Step of the adapter, as --policy vSTEP.")] = None,
     base: Annotated[bool, typer.Option("--base", help="The base model without an adapter, as --policy base.")] = False,
     details: Details = False,
+    sequential: Sequential = False,
     verbose: Verbose = False,
     set_: Overrides = None,
     runs: Runs = DEFAULT_RUNS,
@@ -94,7 +95,7 @@ def evaluate(
         raise UserInputError("--policy: name every policy there, without --step and --base")
     listed = policy or (BASE if base else NEWEST if step is None else f"v{step}")
     run = find_run(runs, run_id)
-    job = parse_job(with_overrides(run.read_json("job.json"), set_ or ()))
+    job = _paced(parse_job(with_overrides(run.read_json("job.json"), set_ or ())), sequential=sequential)
     chosen = candidates(listed, "--policy")
     addresses = [adapter_address(run, candidate) for candidate in chosen]
     _verbose(verbose)
@@ -125,12 +126,13 @@ def bench(
         float, typer.Option(min=-1, max=2, help="Temperature at the endpoint; -1 leaves it to the model.")
     ] = 0.0,
     details: Details = False,
+    sequential: Sequential = False,
     verbose: Verbose = False,
     set_: Overrides = None,
     runs: Runs = DEFAULT_RUNS,
 ) -> None:
     """Compare policies of a run with models behind an OpenAI-compatible endpoint, on a manifest's validation data."""
-    job = read_job(manifest, set_ or ())
+    job = _paced(read_job(manifest, set_ or ()), sequential=sequential)
     if job.spec.data.validation is None:
         raise UserInputError("spec.data.validation: bench needs validation data")
     chosen = candidates(models, "--models")
@@ -168,6 +170,14 @@ def _file_name(candidate: Candidate) -> str:
     return re.sub(r"[^A-Za-z0-9.-]+", "-", candidate.label)
 
 
+def _paced(job: AgentRLJob, *, sequential: bool) -> AgentRLJob:
+    """The job with workers that run one episode at a time, which is enough for evaluations: their groups have one."""
+    if not sequential:
+        return job
+    rollout = job.spec.rollout.model_copy(update={"concurrency": 1})
+    return job.model_copy(update={"spec": job.spec.model_copy(update={"rollout": rollout})})
+
+
 def _verbose(verbose: bool) -> None:
     if verbose:
         os.environ[LEVEL_VARIABLE] = "DEBUG"
@@ -194,7 +204,7 @@ def _evaluated(
         raise typer.Exit(code or EXIT_FAILED)
     store = open_storage(job, options.manifest_dir, storage_address(job, folder, options.manifest_dir))
     means: dict[str, float] = summary["after"]
-    policy = summary.get("policy") or {}
+    policy: dict[str, Any] = summary.get("policy") or {}
     chosen = EpisodeFilter(purpose=Purpose.EVALUATION)
     groups = list({stored.group.id: stored.group for stored in stored_episodes(store, chosen)}.values())
     return Evaluation(

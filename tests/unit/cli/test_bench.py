@@ -79,7 +79,7 @@ def test_a_model_behind_an_endpoint_uses_the_jobs_tools_and_rewards(tmp_path: Pa
 
 def test_bad_calls_are_counted_and_failures_of_the_endpoint_are_never_scored(tmp_path: Path):
     with ScriptedChat(clumsy) as chat:
-        _, means = run_bench(chat, tmp_path, "clumsy", "--temperature", "-1")
+        _, means = run_bench(chat, tmp_path, "clumsy", "--temperature", "-1", "--sequential")
         assert "temperature" not in chat.requests[0]
         refused = sum("cost" in str(request["messages"][1]) for request in chat.requests)
     assert 0 < refused < 6

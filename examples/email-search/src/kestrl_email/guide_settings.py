@@ -69,7 +69,7 @@ VARIABLES = (
     Variable("MAX_TOKENS", "--set agent.maxTokens={}", _count),
     Variable("LITELLM_TIMEOUT", "--set rollout.deadlines.turn={}s", _count),
     Variable("ROLLOUT_CONCURRENCY", "--set rollout.concurrency={}", _count),
-    Variable("BENCH_SEQUENTIAL", "--set rollout.concurrency=1", _switch, EVALUATING),
+    Variable("BENCH_SEQUENTIAL", "--sequential", _switch, EVALUATING),
     Variable("SHOW_TRAJECTORY_DETAILS", "--details", _switch, EVALUATING),
     Variable("VERBOSE", "--verbose", _switch),
 )

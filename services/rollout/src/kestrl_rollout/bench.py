@@ -33,6 +33,7 @@ from kestrl.states import RunPhase
 from kestrl.storage import layout, open_store
 from kestrl.storage.episodes import EpisodeBatch, ObjectEpisodeStore
 from kestrl.tools import ToolSchema
+from kestrl.tools.shapes import is_mapping
 from kestrl_rollout.deadlines import now
 from kestrl_rollout.scoring import SERVICE as JUDGE_SERVICE
 from kestrl_rollout.scoring import Judge
@@ -60,7 +61,8 @@ class Bench:
     """Runs scenarios with one model."""
 
     def __init__(self, settings: BenchSettings, client: AsyncOpenAI, tools: rpc.Bundle, judge: rpc.Bundle) -> None:
-        self._settings, self._client = settings, client
+        self._settings = settings
+        self._client: Any = client  # its overloads do not take a mapping
         self._tools = ToolList(tools, seconds=settings.tool_seconds)
         self._judge = Judge(judge, component=settings.component)
         self._slots = asyncio.Semaphore(settings.concurrency)
@@ -208,7 +210,7 @@ class Bench:
         arguments: Any = None
         try:
             arguments = json.loads(raw or "{}")
-            problem = None if isinstance(arguments, dict) else CallOutcome.INVALID_JSON
+            problem = None if is_mapping(arguments) else CallOutcome.INVALID_JSON
         except (ValueError, RecursionError):
             problem = CallOutcome.INVALID_JSON
         if problem is not None:
@@ -225,7 +227,7 @@ class Bench:
             turn=turn,
             name=name,
             raw=raw,
-            arguments=arguments if isinstance(arguments, dict) else None,
+            arguments=arguments if is_mapping(arguments) else None,
             outcome=answer.outcome,
             text=self._shortened(answer.text),
             data=answer.data,

@@ -1,11 +1,12 @@
 """The mail database at size: building it from a generated .tar.gz in Enron's format, memory, searching its inboxes.
 
-    python benchmarks/mail_database.py [--json]        500,000 mails; KESTRL_MAILS and KESTRL_FOLDER change number and place
+    python benchmarks/mail_database.py [--json]        500,000 mails; KESTRL_MAILS and KESTRL_FOLDER change number and
+    place
 
-The build runs as a user starts it, `kestrl email build-db` with two parser processes; memory is the largest resident set
-of it and of its parsers, summed. Searches are those of agents: one to three words of a subject or a text, some with
-dates, oldest or newest first, and listing by sender or period without words. Elapsed and processor time differ on a busy
-machine.
+The build runs as a user starts it, `kestrl email build-db` with two parser processes; memory is the largest resident
+set of it and of its parsers, summed. Searches are those of agents: one to three words of a subject or a text, some with
+dates, oldest or newest first, and listing by sender or period without words. Elapsed and processor time differ on a
+busy machine.
 """
 
 from __future__ import annotations

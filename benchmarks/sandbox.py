@@ -1,4 +1,5 @@
-"""The code sandbox: `print(1)` with full isolation, beside a bare interpreter without any, and what 10,000 calls leave behind.
+"""The code sandbox: `print(1)` with full isolation, beside a bare interpreter without any, and what 10,000 calls leave
+behind.
 
 Every figure is of the same run on the same machine. CPU per call is the whole of it: the sandbox's processes and the
 service's; on a machine that does something else too it is the figure to compare.

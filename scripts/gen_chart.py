@@ -2,8 +2,8 @@
 
 The source is values.yaml. The comment above a key is its description. The type is that of the value, or given in a
 comment line: `@type string or null`, `@type list of object`, `@type map of quantity`, `@enum Always, Never`, `@min 1`.
-Values with a given type are not inspected. The section `jobs` has the types of `kestrl_operator.state.cluster.Cluster`, which
-reads it.
+Values with a given type are not inspected. The section `jobs` has the types of `kestrl_operator.state.cluster.Cluster`,
+which reads it.
 
 With `--check` it reports committed files that are stale.
 """

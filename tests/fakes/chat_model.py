@@ -3,8 +3,8 @@
     with ScriptedChat(lambda request: {"content": "42"}) as chat:
         ...  # OpenAI(base_url=chat.url, api_key="key")
 
-A script gets the request's JSON and returns the message, `{"content": ...}` or `{"tool_calls": [(name, arguments)]}`, or
-an HTTP status to fail with.
+A script gets the request's JSON and returns the message, `{"content": ...}` or `{"tool_calls": [(name, arguments)]}`,
+or an HTTP status to fail with.
 """
 
 from __future__ import annotations

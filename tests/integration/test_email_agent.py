@@ -1,4 +1,5 @@
-"""The commands of docs/email-agent.md that need an engine: from a maildir to a trained adapter, and policies side by side."""
+"""The commands of docs/email-agent.md that need an engine: from a maildir to a trained adapter, and policies side by
+side."""
 
 from __future__ import annotations
 

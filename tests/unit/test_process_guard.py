@@ -17,7 +17,8 @@ from kestrl import process_guard
 # Starts a grandchild in a session of its own, which holds the writing end of `alive`: it is readable once all are gone.
 FAMILY = """
 import subprocess, sys, time
-child = subprocess.Popen([sys.executable, "-c", "import os, time; os.setsid(); os.write(1, b'up' + bytes([10])); time.sleep(600)"],
+program = "import os, time; os.setsid(); os.write(1, b'up' + bytes([10])); time.sleep(600)"
+child = subprocess.Popen([sys.executable, "-c", program],
                          stdout=sys.stdout, close_fds=False)
 time.sleep(600)
 """

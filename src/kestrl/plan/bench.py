@@ -1,4 +1,6 @@
-"""Components of `kestrl bench` for a model behind an endpoint: the job's tools and judge, and a program that drives it."""
+"""Components of `kestrl bench` for a model behind an endpoint: the job's tools and judge, and a program that drives
+it.
+"""
 
 from __future__ import annotations
 

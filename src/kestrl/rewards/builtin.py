@@ -53,8 +53,8 @@ def _matches(answer: str, expected: str) -> bool:
 def math_answer(attempt: Attempt) -> Score:
     r"""1 if the answer is mathematically equal to the expected one (`\boxed{\frac{1}{2}}` and 0.5), else 0.
 
-    The marked answer (`\boxed{...}`, `#### ...`, `Answer: ...`) is compared, or else the last expression of the text, by
-    math-verify, which reads LaTeX and plain expressions. Words are compared as text.
+    The marked answer (`\boxed{...}`, `#### ...`, `Answer: ...`) is compared, or else the last expression of the text,
+    by math-verify, which reads LaTeX and plain expressions. Words are compared as text.
 
     Raises:
         ValueError: The scenario has no ground truth.

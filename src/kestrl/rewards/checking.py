@@ -51,7 +51,8 @@ def _is_sequence(returned: object) -> TypeGuard[Sequence[Any]]:
 def _turns(name: str, values: Sequence[Any], turns: int) -> tuple[float, ...]:
     if len(values) != turns:
         raise JudgeFailure(
-            f"{name}: it returned {len(values)} turn rewards for an episode of {turns} turns; return one number for each "
+            f"{name}: it returned {len(values)} turn rewards for an episode of "
+            f"{turns} turns; return one number for each "
             "of attempt.episode.turns, or one for the episode",
             code=WRONG_TURNS,
         )

@@ -20,8 +20,8 @@ PLURAL, SINGULAR, SHORT = "agentrljobs", "agentrljob", "arlj"
 LONGEST_STRING, LONGEST_LIST, LARGEST_MAP = 2048, 64, 64
 """Bounds for fields without one in the models; Kubernetes estimates the cost of CEL rules from them."""
 KEPT = (
-    "type", "description", "enum", "pattern", "minimum", "maximum", "minLength", "maxLength", "minItems", "maxItems", "format",
-    "x-kubernetes-list-type", "x-kubernetes-list-map-keys",
+    "type", "description", "enum", "pattern", "minimum", "maximum", "minLength", "maxLength", "minItems", "maxItems",
+    "format", "x-kubernetes-list-type", "x-kubernetes-list-map-keys",
 )  # fmt: skip
 """Keywords with the same meaning in both schema dialects."""
 IDENTITY = ("model", "data", "agent", "tools", "rewards", "sampling", "algorithm")

@@ -12,7 +12,9 @@ Signal = Literal["traces", "metrics"]
 
 
 def is_http(endpoint: str) -> bool:
-    """Whether an endpoint takes OTLP/HTTP: one with OTLP's port for HTTP, 4318, or with a path. Others take OTLP/gRPC."""
+    """Whether an endpoint takes OTLP/HTTP: one with OTLP's port for HTTP, 4318, or with a path. Others take
+    OTLP/gRPC.
+    """
     url = urlsplit(endpoint)
     return url.port == HTTP_PORT or url.path.strip("/") != ""
 

@@ -177,7 +177,9 @@ def _documentation(obj: Any, target: Callable[..., Any]) -> _Documentation:
 
 
 def _parsed(documented: Any) -> _Documentation:
-    """Docstring in Google, NumPy, reST or Epydoc style. Returns, errors and examples are for programmers and omitted."""
+    """Docstring in Google, NumPy, reST or Epydoc style. Returns, errors and examples are for programmers and
+    omitted.
+    """
     text = inspect.cleandoc(documented.__doc__ or "")
     try:
         parsed = docstring_parser.parse(text)

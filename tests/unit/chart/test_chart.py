@@ -53,7 +53,11 @@ def test_an_install_makes_these_objects(helm: Helm) -> None:
             ("PodDisruptionBudget", NAME),
             ("Role", f"{NAME}-lease"),
             ("RoleBinding", f"{NAME}-lease"),
-            *((kind, f"{NAME}{part}") for kind in ("ClusterRole", "ClusterRoleBinding") for part in ("", "-nodes", "-definition")),
+            *(
+                (kind, f"{NAME}{part}")
+                for kind in ("ClusterRole", "ClusterRoleBinding")
+                for part in ("", "-nodes", "-definition")
+            ),
             ("ClusterRole", f"{NAME}-jobs-view"),
             ("ClusterRole", f"{NAME}-jobs-edit"),
             *((kind, "kestrl-test") for kind in ("ServiceAccount", "ConfigMap", "Role", "RoleBinding", "Pod")),

@@ -150,7 +150,8 @@ async def test_rejudge_shows_the_differences(run: Path, tmp_path: Path) -> None:
 async def test_an_episode_is_shown_with_what_its_judge_was_sent(run: Path) -> None:
     calls = [
         {
-            "model": "m", "seed": 7, "ids": ["t-1", "t-2"], "order": [["g/1"], ["g/0", "g/2"]], "content": '{"scores": []}',
+            "model": "m", "seed": 7, "ids": ["t-1", "t-2"], "order": [["g/1"], ["g/0", "g/2"]],
+            "content": '{"scores": []}',
             "messages": [{"role": "system", "content": "Score."}, {"role": "user", "content": "data\x1b[31m"}],
         },
         {"model": "n", "seed": 8, "ids": [], "order": [], "messages": [], "error": "refused: status 401"},

@@ -36,7 +36,8 @@ async def loop(conversation) -> None:
 """
 GEMMA = """\
 {% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}\
-{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}{% endfor %}\
+{% for message in messages %}\
+{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}{% endfor %}\
 {% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
 
 

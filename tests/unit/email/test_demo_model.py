@@ -111,7 +111,8 @@ def test_the_template_renders_exactly():
         "read_email(message_id)\n"
         "return_final_answer(answer, sources)<|im_end|>\n"
         "<|im_start|>user\nQ<|im_end|>\n"
-        '<|im_start|>assistant\n<tool_call>\n{"name": "read_email", "arguments": {"message_id": "m1"}}\n</tool_call><|im_end|>\n'
+        '<|im_start|>assistant\n<tool_call>\n{"name": "read_email", "arguments": '
+        '{"message_id": "m1"}}\n</tool_call><|im_end|>\n'
         "<|im_start|>user\n<tool_response>\none\n</tool_response>\n<tool_response>\ntwo\n</tool_response><|im_end|>\n"
         "<|im_start|>assistant\n"
     )

@@ -1,4 +1,5 @@
-"""The commands of docs/email-agent.md: those without an engine are executed, with a scripted model behind the endpoint."""
+"""The commands of docs/email-agent.md: those without an engine are executed, with a scripted model behind the
+endpoint."""
 
 from __future__ import annotations
 

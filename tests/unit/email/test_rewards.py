@@ -50,7 +50,8 @@ def score(
     turns = len(calls) if turns is None else turns
     turn = Turn(index=0, row=0, start=0, end=0, text="", finish_reason="stop", engine="", policy="", seconds=0)
     episode = Episode(
-        id="e", group_id="g", scenario_id="s", index=0, seed=0, rows=(), turns=(turn,) * turns, tool_calls=calls, messages=(),
+        id="e", group_id="g", scenario_id="s", index=0, seed=0, rows=(), turns=(turn,) * turns,
+        tool_calls=calls, messages=(),
         stop_reason=stop or (StopReason.FINAL_TOOL if final else StopReason.ANSWERED),
         failure=None, policy=None, engine="", started_at=0, seconds=0,
     )  # fmt: skip
@@ -63,7 +64,9 @@ def score(
     [
         pytest.param([FOUND, READ, answer("Monday", RIGHT)], 1.3 + 0.1 + 0.04, id="right, cited"),
         pytest.param([FOUND, READ, answer("Monday", RIGHT, "m2")], 1.3 + 0.05 + 0.04, id="right, one source too many"),
-        pytest.param([FOUND, READ, answer("Monday", RIGHT, RIGHT)], 1.3 + 0.1 + 0.04, id="right, the same source twice"),
+        pytest.param(
+            [FOUND, READ, answer("Monday", RIGHT, RIGHT)], 1.3 + 0.1 + 0.04, id="right, the same source twice"
+        ),
         pytest.param([FOUND, READ, answer("Monday", "m2")], 1.0 + 0.1 + 0.04, id="right, wrong source"),
         pytest.param([FOUND, READ, answer("Monday")], 1.04, id="right, no source"),
         pytest.param([answer("Monday", RIGHT)], 1.48, id="right at once"),
@@ -81,7 +84,9 @@ def score(
         pytest.param([FOUND, READ, CUT], -1.7, id="cut, after finding and reading"),
         pytest.param([UNKNOWN], -1.9, id="unknown tool"),
         pytest.param([MISFIT], -1.8, id="wrong arguments"),
-        pytest.param([UNREADABLE, FOUND, READ, answer("Monday", RIGHT)], 1.3 + 0.1 + 0.02, id="a corrected call is forgiven"),
+        pytest.param(
+            [UNREADABLE, FOUND, READ, answer("Monday", RIGHT)], 1.3 + 0.1 + 0.02, id="a corrected call is forgiven"
+        ),
         pytest.param([UNREADABLE, FOUND], 0.1, id="a corrected call is forgiven without an answer too"),
     ],
 )  # fmt: skip

@@ -61,7 +61,10 @@ def vllm(metrics: str | None, models: Any = MODELS) -> Answer:
 
 
 async def test_a_look_shows_health_adapters_and_birth() -> None:
-    page = "# HELP process_start_time_seconds x\nprocess_start_time_seconds_x 1\nprocess_start_time_seconds 1.79524452639e+09\n"
+    page = (
+        "# HELP process_start_time_seconds x\nprocess_start_time_seconds_x 1\n"
+        "process_start_time_seconds 1.79524452639e+09\n"
+    )
     async with answering(vllm(page)) as engine:
         pulse = await engine.look()
         assert (pulse.healthy, pulse.adapters, pulse.born) == (True, frozenset({"job.1"}), 1795244526.39)

@@ -49,7 +49,8 @@ def answered(*differences: float) -> list[float]:
     ids=[
         "exact", "within the bound", "base", "nearly base", "one token off", "one token as the base", "half applied",
         "something else", "step 0", "step 0 with rounding", "step 0, something else", "weak and applied",
-        "weak and not applied", "weak and not applied, with rounding", "below rounding", "below rounding, nearer to base",
+        "weak and not applied", "weak and not applied, with rounding", "below rounding",
+        "below rounding, nearer to base",
     ],
 )  # fmt: skip
 def test_the_verdict(effect: float, answer: list[float], code: str | None) -> None:

@@ -25,7 +25,8 @@ JSON = st.recursive(
     max_leaves=20,
 )
 CONTROL = [
-    "<|im_end|>", "</trajectory>", "<think>", "[INST]", "[/INST]", "[TOOL_CALLS]", "<\uff5cend\u2581of\u2581sentence\uff5c>",
+    "<|im_end|>", "</trajectory>", "<think>", "[INST]", "[/INST]", "[TOOL_CALLS]",
+    "<\uff5cend\u2581of\u2581sentence\uff5c>",
     "\u200b", "\u202e", "\u2066", "\U000e0041", "\ufe0f", "\x7f", "\u2028", "\ue000", "\ud800", "\x1b[31m",
 ]  # fmt: skip
 
@@ -53,9 +54,11 @@ def test_a_fair_share_fills_the_room_and_never_exceeds_it(sizes: list[int], room
 def test_the_tail_is_kept_and_what_is_missing_is_counted() -> None:
     messages = [{"role": "assistant", "content": f"message {number} " + "x" * 300} for number in range(10)]
     kept = tail(messages, 400)
+    removed = 10 - len(kept) + 1
     assert kept[0] == {
-        "role": "notice", "content": f"({10 - len(kept) + 1} earlier messages removed by the grading program to fit its limit)"
-    }  # fmt: skip
+        "role": "notice",
+        "content": f"({removed} earlier messages removed by the grading program to fit its limit)",
+    }
     assert kept[-1] == messages[-1]
     assert estimated_tokens(encode(kept)) <= 400
     cut = tail([{"role": "assistant", "content": "begin " + "x" * 3000 + " end"}], 200)

@@ -279,6 +279,9 @@ async def ended(process: int) -> None:
 
 def test_the_service_is_light() -> None:
     heavy = ["torch", "transformers", "vllm", "numpy", "kopf", "kubernetes"]
-    code = f"import sys, json, kestrl_judge.service, kestrl_judge.worker; print(json.dumps([n for n in {heavy} if n in sys.modules]))"
+    code = (
+        f"import sys, json, kestrl_judge.service, kestrl_judge.worker; print(json.dumps([n "
+        f"for n in {heavy} if n in sys.modules]))"
+    )
     seen = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=True)
     assert json.loads(seen.stdout) == []

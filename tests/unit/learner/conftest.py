@@ -1,7 +1,8 @@
-"""A whole stage for the learner: tiny random models, fake engine agents and rollout workers over real gRPC, and an oracle.
+"""A whole stage for the learner: tiny random models, fake engine agents and rollout workers over real gRPC, and an
+oracle.
 
-The oracle is a second copy of the model that loads adapters from storage, as an engine does: the fakes report its log-probs, so that a
-run's log-prob gap is a fact about what was published, not a constant.
+The oracle is a second copy of the model that loads adapters from storage, as an engine does: the fakes report its
+log-probs, so that a run's log-prob gap is a fact about what was published, not a constant.
 """
 
 from __future__ import annotations

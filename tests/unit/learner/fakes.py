@@ -1,4 +1,5 @@
-"""Fakes of a learner's peers over real gRPC: engine agents that verify versions against an oracle, and rollout workers."""
+"""Fakes of a learner's peers over real gRPC: engine agents that verify versions against an oracle, and rollout
+workers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A process that runs learners without a model, one after another, as ordered: a JSON line each on stdin, how it ended on stdout."""
+"""A process that runs learners without a model, one after another, as ordered: a JSON line each on stdin, how it ended
+on stdout."""
 
 from __future__ import annotations
 

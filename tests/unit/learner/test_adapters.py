@@ -32,7 +32,8 @@ def test_the_probe_is_one_sequence_of_many_tokens(vocabulary: int) -> None:
 
 
 def test_no_version_passes_for_another(policy_of: Maker, tmp_path: Path) -> None:
-    """An engine that still answers as the version before, or as the base, is refused; by steps as small as the demo's."""
+    """An engine that still answers as the version before, or as the base, is refused; by steps as small as the
+    demo's."""
     policy, store = policy_of(tiny()), open_store(tmp_path.as_uri())
     trainer = Trainer(policy, algorithm(learning_rate=2e-3), 1.0)
     published = []

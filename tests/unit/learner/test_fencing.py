@@ -1,4 +1,5 @@
-"""Two learners of one run: the newer one owns it, and the older one can neither train, nor write, nor report success."""
+"""Two learners of one run: the newer one owns it, and the older one can neither train, nor write, nor report
+success."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A learner that is kept alive: it reports how its run ended until it is stopped, and does not repeat a succeeded run."""
+"""A learner that is kept alive: it reports how its run ended until it is stopped, and does not repeat a succeeded
+run."""
 
 from __future__ import annotations
 
@@ -49,7 +50,8 @@ async def healthy(address: str) -> bool:
 
 @asynccontextmanager
 async def kept_alive(settings: Any) -> AsyncGenerator[Watcher]:
-    """A learner that is kept alive, watched; it is stopped at the end while the stream is open, and must end at once."""
+    """A learner that is kept alive, watched; it is stopped at the end while the stream is open, and must end at
+    once."""
     settings = settings.model_copy(update={"keep_alive": True})
     serving = asyncio.create_task(work(settings))
     try:

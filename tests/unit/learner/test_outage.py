@@ -1,4 +1,5 @@
-"""A storage that goes away while a learner runs: waited for by time, reported meanwhile, and never in the way of a stop."""
+"""A storage that goes away while a learner runs: waited for by time, reported meanwhile, and never in the way of a
+stop."""
 
 from __future__ import annotations
 

@@ -60,7 +60,8 @@ async def test_with_staleness_rollouts_overlap_training_within_the_bound(staged:
         staleness = [stage.read(f"metrics/{step:06d}.json")["staleness"] for step in range(1, 7)]
         assert max(staleness) == 1
         gaps = [stage.read(f"metrics/{step:06d}.json")["gap"] for step in range(1, 7)]
-        # To the newest policy an older one's tokens differ by what was learned, to their own they do not: of each step some are compared.
+        # To the newest policy an older one's tokens differ by what was learned, to their own they do not: of each step
+        # some are compared.
         assert stage.summary["logprob_gap"]["tokens"] == sum(gap["own"]["tokens"] for gap in gaps)
         assert all(gap["own"]["tokens"] and gap["own"]["max"] <= 1e-4 for gap in gaps)
         assert max(gap["max"] for gap in gaps) > 1e-4

@@ -1,4 +1,5 @@
-"""Groups that grow too old while they run: given up and counted, or waited for; either way the trained mix is the sampled mix."""
+"""Groups that grow too old while they run: given up and counted, or waited for; either way the trained mix is the
+sampled mix."""
 
 from __future__ import annotations
 
@@ -75,7 +76,8 @@ async def test_a_step_waits_for_a_group_that_it_would_make_too_old(staged: Any) 
         first = slow_first(stage, held)
         async with running(overlapping(stage, 1, stale_groups="wait")) as (run, _):
             async with asyncio.timeout(20):
-                # Step 0 takes what is there; step 1 would make the group 2 steps old and waits, with enough groups at hand.
+                # Step 0 takes what is there; step 1 would make the group 2 steps old and waits, with enough groups at
+                # hand.
                 while run.progress.step != 1 or run.progress.groups_ready < 2:
                     await run.progress.changed()
             held.set()
@@ -102,7 +104,8 @@ async def test_a_drain_does_not_wait_for_a_straggler(staged: Any) -> None:
 @pytest.mark.parametrize("kind", ["wait", "release"])
 @pytest.mark.parametrize("staleness", [1, 3])
 async def test_the_trained_mix_is_the_sampled_mix(staged: Any, tmp_path: Any, staleness: int, kind: str) -> None:
-    """One scenario in four is slow in every attempt; none is trained on less often for it, whatever is given up meanwhile."""
+    """One scenario in four is slow in every attempt; none is trained on less often for it, whatever is given up
+    meanwhile."""
     data = DataSettings(path=str(write_rows(tmp_path / "mix.jsonl", 2 * STEPS)))
     async with staged(data=data, epochs=1) as stage:
         worker, chance = stage.workers[0], random.Random(staleness)

@@ -1,4 +1,5 @@
-"""The model and the step: shared prompts are exact, an update does what it says, a checkpoint continues it, engines can read it."""
+"""The model and the step: shared prompts are exact, an update does what it says, a checkpoint continues it, engines can
+read it."""
 
 from __future__ import annotations
 

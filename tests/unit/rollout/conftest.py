@@ -1,4 +1,5 @@
-"""A whole stage for the rollout worker: a small model, a fake engine over HTTP, fake tools and judge over gRPC, the worker itself."""
+"""A whole stage for the rollout worker: a small model, a fake engine over HTTP, fake tools and judge over gRPC, the
+worker itself."""
 
 from __future__ import annotations
 

@@ -254,7 +254,8 @@ async def test_an_episode_of_gpt_oss(make_stage: Callable[..., Any], tmp_path: P
     assert list(row.token_ids)[: len(prompts[1])] == list(prompts[1])
     assert episode.final_text == "<think>\nEasy.\n</think>\nThe answer is 4."
     assert episode.messages[1]["content"] == (
-        '<think>\nI should look it up.\n</think>\n<tool_call>\n{"name": "search", "arguments": {"word": "kestrel"}}\n</tool_call>'
+        '<think>\nI should look it up.\n</think>\n<tool_call>\n{"name": "search", '
+        '"arguments": {"word": "kestrel"}}\n</tool_call>'
     )
 
 

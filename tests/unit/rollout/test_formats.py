@@ -30,7 +30,8 @@ EXPECTED = {
 """The format of each published template; a training variant has that of its original."""
 CALLS = {
     "hermes": "<tool_call>\n{{ c | tojson }}\n</tool_call>",
-    "qwen_xml": "<tool_call>\n<function={{ c.name }}>\n{% for k, v in c.arguments.items() %}<parameter={{ k }}>\n{{ v }}\n"
+    "qwen_xml": "<tool_call>\n<function={{ c.name }}>\n{% for k, v in c.arguments.items() "
+    "%}<parameter={{ k }}>\n{{ v }}\n"
     "</parameter>\n{% endfor %}</function>\n</tool_call>",
     "llama3_json": '{"name": "{{ c.name }}", "parameters": {{ c.arguments | tojson }}}',
     "mistral": '[TOOL_CALLS] [{"name": "{{ c.name }}", "arguments": {{ c.arguments | tojson }}, "id": "123456789"}]',

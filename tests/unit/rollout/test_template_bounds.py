@@ -16,7 +16,10 @@ from kestrl_rollout.template import Template
 NOW = datetime(2026, 1, 2, tzinfo=UTC)
 LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 SECONDS = 0.3
-GROW = "{% set ns = namespace(x='ab') %}{% for i in range(60) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}{{ ns.x | length }}"
+GROW = (
+    "{% set ns = namespace(x='ab') %}{% for i in range(60) %}{% set ns.x "
+    "= ns.x ~ ns.x %}{% endfor %}{{ ns.x | length }}"
+)
 LONG = "{% for a in range(9999) %}{% for b in range(9999) %}abcdefgh{% endfor %}{% endfor %}"
 RECURSE = "{% macro again(x) %}{{ again(x) }}{% endmacro %}{{ again(1) }}"
 

@@ -117,7 +117,8 @@ def test_a_tool_conversation_without_sampled_turns_equals_plain_rendering(
     sampled = chat.vocabulary.whole("Well.<|im_end|>")
     new = chat.extension(messages, since=1, last=sampled[-1], tools=NO_TOOLS)
     assert new is not None
-    # Whatever a template writes between header and answer of the model's turn, such as empty reasoning, is its own affair.
+    # Whatever a template writes between header and answer of the model's turn, such as empty reasoning, is its own
+    # affair.
     whole = chat.vocabulary.whole(plainly(any_template, said, None))
     assert whole[-len(new) - 2 :] == chat.vocabulary.whole(".<|im_end|>") + new
     assert plainly(any_template, said, None).startswith(chat.vocabulary.decode(start))

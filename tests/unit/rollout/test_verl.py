@@ -176,7 +176,8 @@ async def test_verls_tool_agent_reads_the_models_own_format(make_stage: Any, mak
     name = make_file("tool_agent_loop", verls_own("0.9.1", "tool_agent_loop"))
     stage = await make_stage(agent=f"{name}:ToolAgentLoop", tool_call_format="qwen_xml")
     stage.says(
-        "<think>I search.</think><tool_call>\n<function=search>\n<parameter=word>\na\n</parameter>\n</function>\n</tool_call>",
+        "<think>I search.</think><tool_call>\n<function=search>\n<parameter=word>\n"
+        "a\n</parameter>\n</function>\n</tool_call>",
         "A small falcon.",
     )
     assert [call.text for call in (await stage.episode(scenario=scenario())).tool_calls] == ["found a"]
@@ -299,10 +300,10 @@ async def test_stand_ins_appear_only_when_a_file_asks_for_verl(make_file: MakeFi
 
 async def test_a_second_system_prompt_is_not_written_mid_row(make_stage: Any, make_file: MakeFile) -> None:
     source = TOOL_LOOP.replace("{at_end}", "").replace(
-        """            merged, mask, _ = await self.ct_merge_context_msg(before, messages, ids, mask, tools=self.schemas)
+        """merged, mask, _ = await self.ct_merge_context_msg(before, messages, ids, mask, tools=self.schemas)
             ids = merged.token_ids
 """,
-        """            new = await self.apply_chat_template(messages[-1:], tools=self.schemas, remove_system_prompt=True)
+        """new = await self.apply_chat_template(messages[-1:], tools=self.schemas, remove_system_prompt=True)
             ids, mask = ids + new, mask + [0] * len(new)
 """,
     )

@@ -19,7 +19,10 @@ from kestrl_sandbox.commands import app
 from kestrl_sandbox.config import PoolConfig
 from kestrl_sandbox.contract import Capabilities, Isolation, SandboxFailure
 
-MODULE = "import site, sys\nsite.addsitedir(sys.argv[1])\nsys.argv = ['kestrl', *sys.argv[2:]]\nfrom kestrl.cli.main import main\nmain()"
+MODULE = (
+    "import site, sys\nsite.addsitedir(sys.argv[1])\nsys.argv = ['kestrl', *sys.argv[2:]]\n"
+    "from kestrl.cli.main import main\nmain()"
+)
 
 
 def run_as_command(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:

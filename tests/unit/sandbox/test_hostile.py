@@ -32,7 +32,10 @@ async def test_nothing_is_left_for_the_next_run(pool: SandboxPool, folder: str) 
 
 
 async def test_a_changed_interpreter_is_not_the_next_runs(pool: SandboxPool) -> None:
-    change = "import sys, json, builtins, os\njson.dumps = print = None\nbuiltins.len = None\nsys.modules['x'] = 1\nos.environ['X'] = '1'"
+    change = (
+        "import sys, json, builtins, os\njson.dumps = print = None\nbuiltins.len = None\n"
+        "sys.modules['x'] = 1\nos.environ['X'] = '1'"
+    )
     look = "import json, sys, os\nprint(json.dumps([1]), len('ab'), 'x' in sys.modules, 'X' in os.environ)"
     for _ in range(10):  # more often than there are sandboxes
         await pool.run(Run(code=change))

@@ -297,7 +297,8 @@ FORGED = {
     "half a message": "os.write(3, (1 << 19).to_bytes(4, 'big') + bytes(4))",
     "a message too long": "os.write(3, b'\\xff' * 8)",
     "no object": "os.write(3, (2).to_bytes(4, 'big') + bytes(4) + b'[]')",
-    "fields of other types": 'os.write(3, (27).to_bytes(4, \'big\') + bytes(4) + b\'{"status":"x","error":[]}\'.ljust(27))',
+    "fields of other types": "os.write(3, (27).to_bytes(4, 'big') + bytes(4) + "
+    'b\'{"status":"x","error":[]}\'.ljust(27))',
     "no JSON": "os.write(3, (2).to_bytes(4, 'big') + bytes(4) + b'}{')",
     "nothing any more": "os.close(3)",
 }

@@ -292,8 +292,10 @@ def test_a_default_without_a_json_form_is_left_out() -> None:
 @pytest.mark.parametrize(
     "docstring",
     [
-        "Does it.\n\n    Args:\n        a: One\n          two.\n        b (int): Three: four.\n\n    Raises:\n        x: y",
-        "Does it.\n\n    Parameters\n    ----------\n    a : str\n        One\n        two.\n    b : int\n        Three: four.",
+        "Does it.\n\n    Args:\n        a: One\n          two.\n"
+        "        b (int): Three: four.\n\n    Raises:\n        x: y",
+        "Does it.\n\n    Parameters\n    ----------\n    a : str\n        One\n"
+        "        two.\n    b : int\n        Three: four.",
         "Does it.\n\n    :param a: One two.\n    :param int b: Three: four.\n    :returns: x",
     ],
     ids=["Google", "NumPy", "reST"],

@@ -200,7 +200,9 @@ def sample_maildir(
 def settings(
     command: Annotated[Command, typer.Option("--for", help="Command that takes the options.")] = Command.RUN,
 ) -> None:
-    """Print the options for the quick-training guide's environment variables: kestrl run FILE $(kestrl email settings)."""
+    """Print the options for the quick-training guide's environment variables: kestrl run FILE $(kestrl email
+    settings).
+    """
     typer.echo(" ".join(options(os.environ, command)))
 
 

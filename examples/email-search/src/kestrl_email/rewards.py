@@ -2,14 +2,21 @@
 
 `art_e` is the first case that holds:
 
-| case                                       | value                                                                | range        |
+| case                                       | value                                                                |
+range        |
 |--------------------------------------------|----------------------------------------------------------------------|--------------|
-| no answer, the last call was unreadable    | -2 + partial                                                         | -2 .. -1.7   |
-| no answer, the last call: unknown tool     | -1.9 + partial                                                       | -1.9 .. -1.6 |
-| no answer, the last call: wrong arguments  | -1.8 + partial                                                       | -1.8 .. -1.5 |
-| answered, and wrong                        | -1 + partial                                                         | -1 .. -0.6   |
-| "I don't know", or stopped without answer  | 0 + partial                                                          | 0 .. 0.4     |
-| answered right                             | 1 + 0.3 [right source] + 0.1 / sources + 0.1 (1 - turns / max_turns) | 1 .. 1.49    |
+| no answer, the last call was unreadable    | -2 + partial                                                         | -2
+.. -1.7   |
+| no answer, the last call: unknown tool     | -1.9 + partial                                                       |
+-1.9 .. -1.6 |
+| no answer, the last call: wrong arguments  | -1.8 + partial                                                       |
+-1.8 .. -1.5 |
+| answered, and wrong                        | -1 + partial                                                         | -1
+.. -0.6   |
+| "I don't know", or stopped without answer  | 0 + partial                                                          | 0
+.. 0.4     |
+| answered right                             | 1 + 0.3 [right source] + 0.1 / sources + 0.1 (1 - turns / max_turns) | 1
+.. 1.49    |
 
 partial = 0.1 [ever found] + 0.1 [ever read] + 0.1 [read something, and never an invalid id] + 0.1 [right source].
 The four kinds never overlap (malformed < wrong < no answer < right); the three malformed ones do, as published.
@@ -187,9 +194,10 @@ def _right(attempt: Attempt, facts: Facts, turns: int) -> float:
 def art_e_compat(attempt: Attempt) -> Score:
     """The reward of rl-qwen3 and ART-E as published, for comparisons with their figures.
 
-    Differences to `art_e`: a malformed call decides the value even if the model corrects it afterwards (there the episode
-    ended with it), an episode that ends in a turn without any call counts as wrong arguments, a tenth is given for never
-    reading an invalid id even where nothing was read, and one of several evidence mails is enough. A failure of the infrastructure is not scored here either.
+    Differences to `art_e`: a malformed call decides the value even if the model corrects it afterwards (there the
+    episode ended with it), an episode that ends in a turn without any call counts as wrong arguments, a tenth is given
+    for never reading an invalid id even where nothing was read, and one of several evidence mails is enough. A failure
+    of the infrastructure is not scored here either.
     """
     episode = attempt.episode
     ground_truth = {**attempt.scenario.ground_truth, "evidence": "any"}

@@ -1,8 +1,9 @@
 """Access control for an engine's routes: ASGI middleware, loaded by vLLM's server (`--middleware`).
 
 Two keys, by environment variable: KESTRL_ENGINE_KEY grants the data routes (sampling); KESTRL_ENGINE_CONTROL_KEY, which
-only the engine agent has, grants all routes. The lists are those of the engine's dialect (`kestrl.engines`), by environment variable too: this uses only
-the standard library, so that it loads in any engine image, and runs in the server's process, so that it adds no network hop.
+only the engine agent has, grants all routes. The lists are those of the engine's dialect (`kestrl.engines`), by
+environment variable too: this uses only the standard library, so that it loads in any engine image, and runs in the
+server's process, so that it adds no network hop.
 """
 
 from __future__ import annotations

@@ -128,7 +128,8 @@ def _whole(store: ObjectStore, manifest: Manifest) -> bytes:
     state = store.get(path)
     if digest(state) != manifest.sha256:
         raise StorageError(
-            f"{store.address(path)} is corrupt; delete {store.address(layout.checkpoint_folder(manifest.step))} to resume from the checkpoint before it",
+            f"{store.address(path)} is corrupt; delete {store.address(layout.checkpoint_folder(manifest.step))} "
+            f"to resume from the checkpoint before it",
             code="digest_mismatch",
         )
     return state

@@ -1,4 +1,6 @@
-"""Diagnostics of a step: entropy, distance to the behaviour policy, importance ratios, and what the algorithm reports."""
+"""Diagnostics of a step: entropy, distance to the behaviour policy, importance ratios, and what the algorithm
+reports.
+"""
 
 from __future__ import annotations
 

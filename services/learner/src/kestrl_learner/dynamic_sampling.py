@@ -47,7 +47,8 @@ class DynamicSampling:
         log.debug("group %s is rejected by the algorithm: rewards %s", group.id, rewards)
         if self._rejected >= self._at_most:
             raise NothingToCompare(
-                f"the algorithm rejected {self._rejected} groups since the last step, the last with rewards {rewards[:8]}; "
+                f"the algorithm rejected {self._rejected} groups since the last "
+                f"step, the last with rewards {rewards[:8]}; "
                 "use easier or harder data or a finer-grained reward, or raise spec.algorithm.maxSampledBatches"
             )
         return False

@@ -19,7 +19,8 @@ LOGITS_AT_ONCE = 2**24
 def token_logprobs(
     head: nn.Module, hidden: Tensor, targets: Tensor, temperature: float, entropies: list[Tensor] | None = None
 ) -> Tensor:
-    """Log-probabilities softmax(head(hidden) / temperature) of the targets, (N,), in float32 or a larger precision of the head.
+    """Log-probabilities softmax(head(hidden) / temperature) of the targets, (N,), in float32 or a larger precision of
+    the head.
 
     Args:
         head: Maps hidden states to logits.

@@ -89,7 +89,8 @@ def learning(counts: LearningCounts, newest: str, *, tools: bool, learning_rate:
         return Learning(
             learned=False,
             reason=Reason.ZERO_GRADIENT,
-            message=f"in {steps} the gradient was 0, although rewards differed: no trainable weight contributed to the loss",
+            message=f"in {steps} the gradient was 0, although rewards differed: no "
+            f"trainable weight contributed to the loss",
         )
     return Learning(
         learned=False,

@@ -128,7 +128,8 @@ class Training:
             return 0
         if known.record.digest not in {None, resources.record.digest}:
             raise UserInputError(
-                f"run {self._settings.run} was trained with another model, algorithm or data than the manifest specifies now; "
+                f"run {self._settings.run} was trained with another model, algorithm "
+                f"or data than the manifest specifies now; "
                 f"start a new run or restore what was changed"
             )
         self._trainer.restore(known.state)
@@ -162,8 +163,10 @@ class Training:
             if error.code != "ledger_behind":
                 raise
             raise UserInputError(
-                f"{self._resources.store.uri} holds a run at step {step}, and its ledger is not here ({error}): what it trained on "
-                f"would be trained on again; restore the ledger, or start another run with another storage.uri or metadata.name"
+                f"{self._resources.store.uri} holds a run at step {step}, and its ledger "
+                f"is not here ({error}): what it trained on "
+                f"would be trained on again; restore the ledger, or start another "
+                f"run with another storage.uri or metadata.name"
             ) from error
 
     async def _before(self) -> PolicyVersion:

@@ -71,8 +71,8 @@ class GroupClock:
 
 
 class deadline:  # noqa: N801 - used as a verb: `async with deadline(...)`
-    """`asyncio.timeout_at` that reports which deadline passed. A class, not a generator, so that a `TimeoutError` of the
-    body is not taken for its own.
+    """`asyncio.timeout_at` that reports which deadline passed. A class, not a generator, so that a `TimeoutError` of
+    the body is not taken for its own.
 
     Raises:
         DeadlineExceeded: The deadline passed; its code is the scope, its boundary what was waited for.

@@ -52,7 +52,8 @@ def unrendered(text: str, names: Sequence[str]) -> str | None:
         return None
     return (
         f"spec.tools: the chat template does not render {', '.join(absent)}, so the model would never call "
-        f"{'them' if len(absent) > 1 else 'it'}; name a template that renders tools with spec.agent.template, or describe "
+        f"{'them' if len(absent) > 1 else 'it'}; name a template that renders "
+        f"tools with spec.agent.template, or describe "
         "each tool by its name in the prompt"
     )
 
@@ -98,7 +99,8 @@ class ToolList:
         for name in names:
             if name not in listed:
                 raise UserInputError(
-                    f"scenario {scenario.id}: tools: the job has no tool {name!r}; it has: {', '.join(listed) or 'none'}",
+                    f"scenario {scenario.id}: tools: the job has no tool {name!r}; "
+                    f"it has: {', '.join(listed) or 'none'}",
                     code="unknown_tool",
                 )
         return {name: listed[name] for name in names}

@@ -85,7 +85,8 @@ RESOURCES = [
     Check(
         area="resources",
         name="sparse file",
-        code="import signal\nsignal.signal(signal.SIGXFSZ, signal.SIG_IGN)\nattempt(os.truncate, os.open('/tmp/x', 66), 10**13)",
+        code="import signal\nsignal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "attempt(os.truncate, os.open('/tmp/x', 66), 10**13)",
     ),
     Check(area="resources", name="endless loop", code="while True: pass", outcomes=TIMEOUT, seconds=0.5),
     Check(area="resources", name="endless sleep", code="import time; time.sleep(600)", outcomes=TIMEOUT, seconds=0.3),
@@ -99,7 +100,8 @@ RESOURCES = [
     Check(
         area="resources",
         name="ignores every signal",
-        code="import signal, time\nfor n in range(1, 32):\n    if n not in (9, 19): signal.signal(n, signal.SIG_IGN)\ntime.sleep(60)",
+        code="import signal, time\nfor n in range(1, 32):\n    if n not in (9, 19): "
+        "signal.signal(n, signal.SIG_IGN)\ntime.sleep(60)",
         outcomes=TIMEOUT,
         seconds=0.3,
     ),
@@ -145,7 +147,8 @@ RESOURCES = [
     Check(
         area="resources",
         name="recursion",
-        code="def f(): f()\nsys.setrecursionlimit(10**9)\ntry:\n    f()\nexcept (RecursionError, MemoryError):\n    print('held')",
+        code="def f(): f()\nsys.setrecursionlimit(10**9)\ntry:\n    f()\n"
+        "except (RecursionError, MemoryError):\n    print('held')",
         outcomes=ANY,
         says_held=False,
         seconds=1,
@@ -153,7 +156,8 @@ RESOURCES = [
     Check(
         area="resources",
         name="dumps core",
-        code="os.chdir('/tmp')\nif os.fork() == 0: os.abort()\nos.wait(); print('BREACH') if os.listdir('/tmp') else print('held')",
+        code="os.chdir('/tmp')\nif os.fork() == 0: os.abort()\n"
+        "os.wait(); print('BREACH') if os.listdir('/tmp') else print('held')",
     ),
 ]
 
@@ -161,7 +165,8 @@ PROCESSES = [
     Check(
         area="processes",
         name="a daemon that keeps the output open",
-        code="if os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0:\n        import time; time.sleep(600)\n    os._exit(0)\nprint('held')",
+        code="if os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0:\n"
+        "        import time; time.sleep(600)\n    os._exit(0)\nprint('held')",
         outcomes=OK,
     ),
     Check(
@@ -174,15 +179,18 @@ PROCESSES = [
     *_checks(
         "processes",
         {
-            "kill process 1": "try:\n    os.kill(1, 9)\nexcept PermissionError:\n    pass\nimport time; time.sleep(.05); print('held')",
-            "stop process 1": "try:\n    os.kill(1, 19)\nexcept PermissionError:\n    pass\nimport time; time.sleep(.05); print('held')",
+            "kill process 1": "try:\n    os.kill(1, 9)\nexcept PermissionError:\n    pass\n"
+            "import time; time.sleep(.05); print('held')",
+            "stop process 1": "try:\n    os.kill(1, 19)\nexcept PermissionError:\n    pass\n"
+            "import time; time.sleep(.05); print('held')",
             "trace process 1": "call(101, 117, 16, 1, 0, 0)",
             "read the memory of process 1": "attempt(open, '/proc/1/mem', 'rb')",
             "read the environment of process 1": "attempt(lambda: open('/proc/1/environ', 'rb').read())",
             "look through the root of process 1": "attempt(os.listdir, '/proc/1/root')",
             "look through the descriptors of process 1": "attempt(os.listdir, '/proc/1/fd')",
             "inherited descriptors": (
-                "found = [n for n in os.listdir('/proc/self/fd') if int(n) > 2 and os.path.exists(f'/proc/self/fd/{n}')]\n"
+                "found = [n for n in os.listdir('/proc/self/fd') if int(n) > 2 "
+                "and os.path.exists(f'/proc/self/fd/{n}')]\n"
                 "print('BREACH', found) if found else print('held')"
             ),
             "read another process's memory": "call(310, 270, 1, None, 0, None, 0, 0)",
@@ -252,7 +260,8 @@ FILES = [
             "change the root": "attempt(os.chroot, '/tmp')",
             "open by handle": "call(304, 265, -100, b'x' * 64, 0)",
             "open a mount tree": "call(428, 428, -100, b'/', 1)",
-            "leave by ..": "os.chdir('/'); print('BREACH') if os.path.exists('/' + '../' * 20 + 'root/.bashrc') else print('held')",
+            "leave by ..": "os.chdir('/'); print('BREACH') if os.path.exists('/' + '../' * "
+            "20 + 'root/.bashrc') else print('held')",
         },
     ),
     Check(
@@ -260,7 +269,8 @@ FILES = [
         name="programs with the setuid bit",
         code=(
             "for program in su mount umount passwd chsh newgrp sudo pkexec; do\n"
-            '  path=$(command -v $program) && [ -u "$path" ] && echo 1 | "$path" -c id 2>/dev/null | grep uid=0 && echo BREACH\n'
+            '  path=$(command -v $program) && [ -u "$path" ] && echo 1 | "$path" '
+            "-c id 2>/dev/null | grep uid=0 && echo BREACH\n"
             'done; cp /usr/bin/id /tmp/id; chmod 4755 /tmp/id; [ "$(/tmp/id -u)" = 1000 ] && echo held'
         ),
         language=Language.BASH,
@@ -299,7 +309,8 @@ KERNEL = _checks(
         "capabilities": (
             "import re\ntext = open('/proc/self/status').read()\n"
             "lines = dict(re.findall(r'(\\w+):\\s+(\\S+)', text))\n"
-            "want = {'CapEff': '0' * 16, 'CapPrm': '0' * 16, 'CapBnd': '0' * 16, 'CapAmb': '0' * 16, 'NoNewPrivs': '1', "
+            "want = {'CapEff': '0' * 16, 'CapPrm': '0' * 16, 'CapBnd': '0' * "
+            "16, 'CapAmb': '0' * 16, 'NoNewPrivs': '1', "
             "'Seccomp': '2', 'Uid': '1000'}\n"
             "bad = {k: lines.get(k) for k in want if lines.get(k) != want[k]}\n"
             "print('BREACH', bad) if bad else print('held')"
@@ -341,7 +352,8 @@ NETWORK = _checks(
             "print('BREACH', names) if set(names) - {'lo'} else print('held')"
         ),
         "a proxy in the environment": (
-            "found = [n for n in os.environ if 'proxy' in n.lower()]\nprint('BREACH', found) if found else print('held')"
+            "found = [n for n in os.environ if 'proxy' in n.lower()]\n"
+            "print('BREACH', found) if found else print('held')"
         ),
     },
     seconds=5,
@@ -351,10 +363,12 @@ IDENTITY = _checks(
     "identity",
     {
         "secrets in the environment": (
-            "found = [n for n in os.environ if any(w in n for w in ('KEY', 'TOKEN', 'SECRET', 'KESTRL', 'AWS', 'KUBE'))]\n"
+            "found = [n for n in os.environ if any(w in n for w in ('KEY', "
+            "'TOKEN', 'SECRET', 'KESTRL', 'AWS', 'KUBE'))]\n"
             "print('BREACH', found) if found else print('held')"
         ),
-        "name of the host": "print('held') if os.uname().nodename == 'sandbox' else print('BREACH', os.uname().nodename)",
+        "name of the host": "print('held') if os.uname().nodename == 'sandbox' else "
+        "print('BREACH', os.uname().nodename)",
         "users of the host": (
             "import pwd\nnames = sorted(u.pw_name for u in pwd.getpwall())\n"
             "print('held') if names == ['nobody', 'root', 'sandbox'] else print('BREACH', names)"
@@ -364,14 +378,17 @@ IDENTITY = _checks(
             "print('held') if pids <= {1, os.getpid()} else print('BREACH', pids)"
         ),
         "cgroups of the host": (
-            "found = os.path.exists('/sys/fs/cgroup') or os.path.exists('/sys')\nprint('BREACH') if found else print('held')"
+            "found = os.path.exists('/sys/fs/cgroup') or os.path.exists('/sys')\n"
+            "print('BREACH') if found else print('held')"
         ),
         "home folders": (
-            "found = [p for p in ('/home', '/root/.cache', '/srv', '/opt', '/boot') if os.path.exists(p) and os.listdir(p)]\n"
+            "found = [p for p in ('/home', '/root/.cache', '/srv', '/opt', '/boot') "
+            "if os.path.exists(p) and os.listdir(p)]\n"
             "print('BREACH', found) if found and not sys.base_prefix.startswith(tuple(found)) else print('held')"
         ),
         "objects of the service in memory": (
-            "import gc\nfound = [type(o).__name__ for o in gc.get_objects() if type(o).__module__.startswith('kestrl')]\n"
+            "import gc\nfound = [type(o).__name__ for o in gc.get_objects() if "
+            "type(o).__module__.startswith('kestrl')]\n"
             "print('BREACH', found[:5]) if found else print('held')"
         ),
     },

@@ -1,7 +1,7 @@
 """`kestrl sandbox serve`: the sandbox behind SandboxFusion's HTTP interface.
 
-`POST /run_code`, `POST /run_jupyter` and `GET /v1/ping` have its fields, so that recipes written for it need only another
-URL. A response has two fields more: `outcome` and `truncated`.
+`POST /run_code`, `POST /run_jupyter` and `GET /v1/ping` have its fields, so that recipes written for it need only
+another URL. A response has two fields more: `outcome` and `truncated`.
 """
 
 from __future__ import annotations

@@ -56,7 +56,8 @@ class CodeInterpreter:
             seconds: Limit of one call.
             memory_mb: Limit of memory.
             max_sandboxes: Sandboxes at the same time; with `session` one per episode that has made a call.
-            files: Text files to write before each run (with `session`, before the first), by path below /work; for rows.
+            files: Text files to write before each run (with `session`, before the first), by path below /work; for
+                rows.
         """
         del isolation, backend, max_sandboxes  # of the pool, which start_service has opened
         self._limits = Limits(seconds=seconds, memory_mb=memory_mb, output_bytes=OUTPUT_BYTES)

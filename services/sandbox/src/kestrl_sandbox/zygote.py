@@ -96,7 +96,8 @@ class Zygote:
             isolation=Isolation.NAMESPACES,
             start_seconds=time.monotonic() - began,
             mechanisms={
-                "namespaces": "user, pid and mount for each; network, ipc and uts for all, in which nothing can be made",
+                "namespaces": "user, pid and mount for each; network, ipc and uts for "
+                "all, in which nothing can be made",
                 "user": "1000 inside, no capability, no_new_privs",
                 "root": "read-only; private /work, /tmp, /dev/shm with a quota",
                 "proc": "own, processes only"

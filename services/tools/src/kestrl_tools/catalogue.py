@@ -273,7 +273,8 @@ def _methods(cls: type, entry: ToolEntry) -> Sequence[str]:
     for name in entry.methods:
         if name in (*HOOKS, *SERVICE_HOOKS) or name.startswith("_"):
             raise UserInputError(
-                f"the method {name!r} is not for the model: {', '.join((*HOOKS, *SERVICE_HOOKS))} and private ones are not tools"
+                f"the method {name!r} is not for the model: {', '.join((*HOOKS, *SERVICE_HOOKS))} "
+                f"and private ones are not tools"
             )
         if not _has(cls, name):
             raise UserInputError(

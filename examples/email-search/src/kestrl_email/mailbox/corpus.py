@@ -1,4 +1,5 @@
-"""A generated corpus in the format of Enron's: RFC 822 files in folders of people, with its headers, copies and defects.
+"""A generated corpus in the format of Enron's: RFC 822 files in folders of people, with its headers, copies and
+defects.
 
 For tests, benchmarks and trying out: every mail is a pure function of seed and number, nobody in it exists. Some mails
 have a copy in a second folder with another Message-ID, and some have a defect that real corpora have.
@@ -158,7 +159,10 @@ def mail_files(number: int, seed: int, people: int) -> Iterator[File]:
     count = min(2000, int(rng.lognormvariate(5.2, 0.9)))
     filler = rng.choices(words, cum_weights=weights, k=count)
     text = "\n".join(" ".join(filler[start : start + 12]) for start in range(0, count, 12))
-    fact = f"The {topic} {code} in {place} costs {rng.randint(10, 990) * 10} dollars; ask {others[0].first} by {sent:%d %B}."
+    fact = (
+        f"The {topic} {code} in {place} costs {rng.randint(10, 990) * 10} "
+        f"dollars; ask {others[0].first} by {sent:%d %B}."
+    )
     headers = {
         "Message-ID": f"<{rng.getrandbits(40)}.{number}.JavaMail.evans@thyme>",
         "Date": format_datetime(sent.astimezone()),

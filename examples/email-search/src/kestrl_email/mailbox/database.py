@@ -1,7 +1,7 @@
 """The mail database: schema, writing with copies folded, and checks. One SQLite file.
 
-Mails have a sender, recipients and a text; the full-text index is an external-content FTS5 table that triggers keep equal
-to `emails` under insert, update and delete. A mail is in the inbox of its sender, of every recipient, and of the
+Mails have a sender, recipients and a text; the full-text index is an external-content FTS5 table that triggers keep
+equal to `emails` under insert, update and delete. A mail is in the inbox of its sender, of every recipient, and of the
 source's owner; the index has a token for each of these inboxes, so that a search of one inbox never reads the
 others.
 """
@@ -263,7 +263,8 @@ class MailWriter:
                 if kept.get(field.name) != getattr(self._filters, field.name)
             ]
             raise UserInputError(
-                f"--out: {self._path} was built with other filters ({', '.join(differing)}); use the same, or a new file"
+                f"--out: {self._path} was built with other filters ({', '.join(differing)}); "
+                f"use the same, or a new file"
             )
 
     def source(self, path: Path, kind: str, size: int | None, head: bytes) -> int:
@@ -458,7 +459,8 @@ def inbox_id(connection: sqlite3.Connection, address: str) -> int | None:
 def inboxes(connection: sqlite3.Connection) -> list[tuple[str, int]]:
     """Addresses with the number of mails in their inbox, largest first."""
     query = (
-        "SELECT address, count(*) AS mails FROM inboxes JOIN addresses ON addresses.id = address_id GROUP BY address_id "
+        "SELECT address, count(*) AS mails FROM inboxes JOIN addresses ON "
+        "addresses.id = address_id GROUP BY address_id "
         "ORDER BY mails DESC, address"
     )
     return [(str(row[0]), int(row[1])) for row in connection.execute(query)]
@@ -467,7 +469,8 @@ def inboxes(connection: sqlite3.Connection) -> list[tuple[str, int]]:
 def canonical_id(connection: sqlite3.Connection, inbox: int, message_id: str) -> tuple[int, str] | None:
     """Row and Message-ID of the mail that an id names in an inbox: its own, or that of a folded copy."""
     row: Any = connection.execute(
-        "SELECT emails.id, emails.message_id FROM emails WHERE (emails.message_id = :id OR emails.id IN (SELECT email_id "
+        "SELECT emails.id, emails.message_id FROM emails WHERE (emails.message_id "
+        "= :id OR emails.id IN (SELECT email_id "
         "FROM records WHERE outcome = 'duplicate' AND message_id = :id)) AND EXISTS (SELECT 1 FROM inboxes WHERE "
         "email_id = emails.id AND address_id = :inbox) ORDER BY emails.message_id = :id DESC LIMIT 1",
         {"id": message_id, "inbox": inbox},

@@ -130,7 +130,8 @@ def mails_of(connection: sqlite3.Connection, inbox: str, *, limit: int, shortest
     """Dated mails of an inbox with bodies of a length, in the order of their dates: the newest `limit`."""
     query = (
         "SELECT message_id, emails.date, from_address, sender, subject, body FROM inboxes JOIN emails ON emails.id = "
-        "email_id WHERE address_id = ? AND inboxes.date <> '' AND length(body) BETWEEN ? AND ? ORDER BY inboxes.date DESC, "
+        "email_id WHERE address_id = ? AND inboxes.date <> '' AND length(body) "
+        "BETWEEN ? AND ? ORDER BY inboxes.date DESC, "
         "email_id DESC LIMIT ?"
     )
     found = connection.execute(query, (inbox_id(connection, inbox), shortest, longest, limit))
@@ -225,8 +226,8 @@ def _first(mails: list[Mail]) -> Iterator[Item]:
 
 
 def imported(connection: sqlite3.Connection, path: Path) -> Iterator[Question | None]:
-    """Questions in ART-E's format (`corbt/enron_emails_sample_questions`, as JSONL or Parquet); None for one whose mails
-    are not in the database.
+    """Questions in ART-E's format (`corbt/enron_emails_sample_questions`, as JSONL or Parquet); None for one whose
+    mails are not in the database.
 
     Raises:
         UserInputError: A row is not in this format.

@@ -1,8 +1,8 @@
 """The three tools on real mail: one instance per episode, scoped to the scenario's inbox.
 
-Contracts of ART-E (`search_emails`, `read_email`, `return_final_answer`) with what real mail needs beside them: snippets
-that show the match, a total and pages, oldest first, listing without keywords, long bodies in parts, and copies under
-one id. The tools of the synthetic demo are in `kestrl_email.tools`; its tiny model knows only those.
+Contracts of ART-E (`search_emails`, `read_email`, `return_final_answer`) with what real mail needs beside them:
+snippets that show the match, a total and pages, oldest first, listing without keywords, long bodies in parts, and
+copies under one id. The tools of the synthetic demo are in `kestrl_email.tools`; its tiny model knows only those.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """JSON encoding of untrusted data for a judge model. Lossless: any JSON parser restores the data.
 
-No delimiter of a prompt and no control token of a model can occur in it: `<`, `>` and `&` are written as escapes, and so
-are invisible and look-alike characters and the first letter of bracketed control words such as `[INST]`.
+No delimiter of a prompt and no control token of a model can occur in it: `<`, `>` and `&` are written as escapes, and
+so are invisible and look-alike characters and the first letter of bracketed control words such as `[INST]`.
 """
 
 from __future__ import annotations

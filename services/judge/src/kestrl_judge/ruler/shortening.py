@@ -1,4 +1,6 @@
-"""Shortening of a comparison to a budget of tokens: the end of each part is kept, and what is removed is marked. Pure."""
+"""Shortening of a comparison to a budget of tokens: the end of each part is kept, and what is removed is marked.
+Pure.
+"""
 
 from __future__ import annotations
 

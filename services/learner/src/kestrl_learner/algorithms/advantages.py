@@ -89,8 +89,9 @@ def token_advantages(
     """The advantage of every sampled token, by group and episode.
 
     A token has the advantage of its episode's outcome, the reward without those of its turns, plus the advantages of
-    its own and all later turns. Rewards of turns are compared with those of all turns of the group. Source: DeepSeekMath
-    (arXiv 2402.03300) sections 4.1.2 (outcome) and 4.1.3 (process supervision); both, where both are given.
+    its own and all later turns. Rewards of turns are compared with those of all turns of the group. Source:
+    DeepSeekMath (arXiv 2402.03300) sections 4.1.2 (outcome) and 4.1.3 (process supervision); both, where both are
+    given.
     """
     outcomes = estimator([[each.reward - math.fsum(each.turn_rewards) for each in group] for group in batch])
     processes = estimator([_turn_rewards(group) for group in batch])

@@ -65,7 +65,8 @@ class Loops:
             return self.default
         if agent not in self.named:
             raise UserInputError(
-                f"agent_name: the job has no agent loop {agent!r} (it has: {', '.join(self.named)}); add it to spec.{LOOPS_FIELD}",
+                f"agent_name: the job has no agent loop {agent!r} (it has: "
+                f"{', '.join(self.named)}); add it to spec.{LOOPS_FIELD}",
                 code="unknown_agent",
             )
         return self.named[agent]
@@ -165,7 +166,8 @@ def _from_class(found: type[Any], path: str, config: Mapping[str, Any], field: s
         inspect.signature(found).bind(**config)
     except TypeError as error:
         raise UserInputError(
-            f"{field}: {path!r} cannot be constructed from {config_field} alone ({', '.join(config) or 'empty'}): {error}"
+            f"{field}: {path!r} cannot be constructed from {config_field} alone "
+            f"({', '.join(config) or 'empty'}): {error}"
         ) from error
 
     async def run(conversation: Conversation) -> object:

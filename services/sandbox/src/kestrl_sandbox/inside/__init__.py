@@ -1,6 +1,6 @@
 """What runs in the sandbox's own processes: the standard library only, no import of anything else of KestRL.
 
-`launcher` starts one zygote, which has imported what code usually needs; `root` makes its read-only root; `slots` forks a
-sandbox per run; `isolation` takes rights away (`seccomp`, `landlock`, `syscalls`); `supervisor` is process 1 of a
+`launcher` starts one zygote, which has imported what code usually needs; `root` makes its read-only root; `slots` forks
+a sandbox per run; `isolation` takes rights away (`seccomp`, `landlock`, `syscalls`); `supervisor` is process 1 of a
 sandbox: it drains output, keeps the deadline and answers; `payload` runs the code.
 """

@@ -36,9 +36,9 @@ def _write(folder: int, path: str, text: str) -> None:
 
 def enter_sandbox(proc: int, limits: Mapping[str, Any], *, fresh_proc: bool) -> None:
     """Namespaces of one sandbox; this process is 1 of its PID namespace already."""
-    # Network, IPC and UTS namespaces are the zygote's: an IP socket or an IPC object can be made in none, so that there is
-    # nothing to share but abstract sockets, which Landlock scopes. A network namespace for each would cost more than all
-    # else here: the kernel removes them one by one, with some milliseconds for each.
+    # Network, IPC and UTS namespaces are the zygote's: an IP socket or an IPC object can be made in none, so that there
+    # is nothing to share but abstract sockets, which Landlock scopes. A network namespace for each would cost more than
+    # all else here: the kernel removes them one by one, with some milliseconds for each.
     alone = 0 if limits["landlock"] >= landlock.SCOPES else linux.CLONE_NEWNET
     linux.unshare(linux.CLONE_NEWNS | alone)
     root.add_private_folders(limits["disk_mb"], limits["inodes"])

@@ -15,7 +15,8 @@ SCRATCH = "/mnt"
 USER = 1000
 """User and group inside a sandbox."""
 FILES = {
-    "/etc/passwd": f"root:x:0:0::/:/bin/false\nsandbox:x:{USER}:{USER}::/work:/bin/bash\nnobody:x:65534:65534::/:/bin/false\n",
+    "/etc/passwd": f"root:x:0:0::/:/bin/false\nsandbox:x:{USER}:{USER}::/work:/bin/bash\n"
+    f"nobody:x:65534:65534::/:/bin/false\n",
     "/etc/group": f"root:x:0:\nsandbox:x:{USER}:\nnogroup:x:65534:\n",
     "/etc/hosts": "127.0.0.1 localhost\n",
     "/etc/nsswitch.conf": "passwd: files\ngroup: files\nhosts: files\n",

@@ -2,7 +2,7 @@
 
 from kestrl.spec.job import API_VERSION, KIND, AgentRLJob, JobSpec
 from kestrl.spec.load import ProblemsError, parse_job, read_job, with_overrides
-from kestrl.spec.rules import Problem
+from kestrl.spec.problems import Problem
 from kestrl.spec.schema import job_schema
 
 __all__ = [

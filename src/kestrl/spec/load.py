@@ -14,7 +14,8 @@ from pydantic_core import ErrorDetails
 
 from kestrl.errors import UserInputError
 from kestrl.spec.job import AgentRLJob
-from kestrl.spec.rules import Problem, check
+from kestrl.spec.problems import Problem
+from kestrl.spec.rules import check
 
 UNREADABLE = (yaml.YAMLError, ValueError, RecursionError)
 """Errors of PyYAML for invalid YAML; invalid dates and numbers are ValueErrors, deep nesting is a RecursionError."""

@@ -182,7 +182,7 @@ def verify_start(chat: Chat, start: Sequence[Message], toolset: ToolSet) -> Sequ
     """
     _same_as_whole(chat, start, toolset)
     answered = [*start, Message(role="assistant", text="One moment.")]
-    extensions: list[Sequence[int]] = [chat.extension(answered, since=len(start), last=None, tools=toolset)]
+    extensions: list[Sequence[int] | None] = [chat.extension(answered, since=len(start), last=None, tools=toolset)]
     result = Message(role="tool", text="A small falcon.", name="look_up")
     if toolset is not NO_TOOLS:
         for what, new in {"a tool's result": [result], "two tools' results": [result, result]}.items():

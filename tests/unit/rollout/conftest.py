@@ -220,6 +220,7 @@ class FakeJudge(judge_pb2_grpc.JudgeServiceServicer):
 
     def __init__(self) -> None:
         self.requests: list[judge_pb2.ScoreGroupRequest] = []
+        self.details_json = ""
         self.score: Callable[[Any], Any] = lambda episode: judge_pb2.EpisodeScore(
             episode_id=episode.id, reward=float(episode.index), rewards={"rule": 1.0}, metrics={"correct": 1.0}
         )
@@ -230,7 +231,9 @@ class FakeJudge(judge_pb2_grpc.JudgeServiceServicer):
         for index, score in enumerate(scores):
             if isinstance(score, Awaitable):
                 scores[index] = await score
-        return judge_pb2.ScoreGroupResponse(scores=[score for score in scores if score is not None])
+        return judge_pb2.ScoreGroupResponse(
+            scores=[score for score in scores if score is not None], details_json=self.details_json
+        )
 
 
 @asynccontextmanager

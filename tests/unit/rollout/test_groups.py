@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 from tests.fakes.engine import Completion
 
+from kestrl.api.judge.v1 import judge_pb2
 from kestrl.episode import Group, Scenario, StopReason
 from kestrl.errors import Boundary, FailureError
 
@@ -47,6 +49,23 @@ async def test_ended_episodes_are_reported_and_the_scored_group_comes_last(stage
     assert [episode.seed for episode in group.episodes] == [7, 8, 9]
     assert stage.judge.requests[0].max_turns == 6
     assert group.scenario.ground_truth == "42"
+
+
+async def test_a_judge_model_gets_the_tools_and_its_details_are_kept(make_stage: Any) -> None:
+    for describes in (True, False):
+        stage = await make_stage(offers_tools=True, describes_tools=describes)
+        stage.engine.script = lambda _, stage=stage: Completion(token_ids=stage.ids("Hello.<|im_end|>"))
+        stage.judge.details_json = '{"ruler": {"calls": []}}'
+        stage.judge.score = lambda episode: judge_pb2.EpisodeScore(
+            episode_id=episode.id, reward=0.5, details_json='{"ruler": {"explanation": "because"}}'
+        )
+        group = await stage.run(size=2)
+        sent = json.loads(stage.judge.requests[0].group.tools_json or "[]")
+        assert [tool["type"] for tool in sent] == (["function"] * len(sent))
+        assert bool(sent) is describes
+        assert list(group.tools) == sent
+        assert group.scoring == {"ruler": {"calls": []}}
+        assert [episode.scoring for episode in group.episodes] == [{"ruler": {"explanation": "because"}}] * 2
 
 
 async def test_no_more_episodes_run_at_once_than_the_worker_has_slots(make_stage: Any) -> None:

@@ -186,6 +186,10 @@ class EngineDialect(Protocol):
         """Whether a refusal says that the adapter, or policy, is not loaded."""
         ...
 
+    def is_rank_too_high(self, answer: bytes) -> bool:
+        """Whether the refusal of a load says that the adapter's rank is above the engine's limit."""
+        ...
+
     def read_adapters(self, answer: bytes, base: str) -> dict[str, str]:
         """Folder of each loaded adapter by name, without the base model `base`."""
         ...

@@ -190,6 +190,9 @@ class Vllm:
         del answer
         return status == 404
 
+    def is_rank_too_high(self, answer: bytes) -> bool:
+        return b"max_lora_rank" in answer
+
     def read_adapters(self, answer: bytes, base: str) -> dict[str, str]:
         models: Any = _object(answer)
         try:

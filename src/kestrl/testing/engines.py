@@ -29,6 +29,7 @@ MEMBERS = (
     "load",
     "unload",
     "is_unknown_adapter",
+    "is_rank_too_high",
     "read_adapters",
     "read_metrics",
 )
@@ -81,6 +82,8 @@ def check_dialect(dialect: EngineDialect) -> None:
     for name, read in readers.items():
         for answer in UNREADABLE:
             _check_refused(name, read, answer)
+    for answer in UNREADABLE:
+        assert not dialect.is_rank_too_high(answer), f"is_rank_too_high({answer!r})"
     assert dialect.read_metrics("") == dialect.read_metrics("# nothing\n"), "read_metrics: what is missing must be 0"
 
 

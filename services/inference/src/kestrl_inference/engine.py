@@ -54,7 +54,7 @@ class Engine:
 
     def __init__(self, url: str, base_model: str, dialect: EngineDialect, *, timeout: float) -> None:
         self._url, self._base, self._timeout = url.rstrip("/"), base_model, timeout
-        self._dialect = dialect
+        self.dialect = dialect
         key = os.environ.get(CONTROL_KEY, "")
         self._headers = {"authorization": f"Bearer {key}"} if key else {}
         self._session: aiohttp.ClientSession | None = None
@@ -99,7 +99,7 @@ class Engine:
     async def look(self) -> Pulse:
         """Checks health, start time and loaded adapters; does not raise if the engine is down."""
         try:
-            await self._call(self._dialect.health, seconds=CHECK_SECONDS)
+            await self._call(self.dialect.health, seconds=CHECK_SECONDS)
             adapters = await self.adapters(seconds=CHECK_SECONDS)
             metrics = await self._metrics()
         except EngineFailure as error:
@@ -108,10 +108,10 @@ class Engine:
 
     async def _metrics(self) -> Metrics:
         try:
-            page = await self._call(self._dialect.metrics, seconds=CHECK_SECONDS)
+            page = await self._call(self.dialect.metrics, seconds=CHECK_SECONDS)
         except EngineRefused:  # an engine without metrics; a restart is then detected by missing adapters
             return Metrics(0.0, Load())
-        return _read(lambda: self._dialect.read_metrics(page.decode(errors="replace")))
+        return _read(lambda: self.dialect.read_metrics(page.decode(errors="replace")))
 
     async def adapters(self, *, seconds: float | None = None) -> dict[str, str]:
         """Loaded adapters: name to folder.
@@ -119,19 +119,19 @@ class Engine:
         Raises:
             EngineFailure: No answer, an error status, or an unknown form.
         """
-        answer = await self._call(self._dialect.adapters, seconds=seconds)
-        return _read(lambda: self._dialect.read_adapters(answer, self._base))
+        answer = await self._call(self.dialect.adapters, seconds=seconds)
+        return _read(lambda: self.dialect.read_adapters(answer, self._base))
 
     async def load(self, name: str, folder: str) -> None:
         """Loads an adapter under a new name; adapters are never replaced in place."""
-        await self._call(self._dialect.load(name, folder))
+        await self._call(self.dialect.load(name, folder))
 
     async def unload(self, name: str) -> None:
         """Unloads an adapter; an unknown one is not an error. Running requests for it end normally."""
         try:
-            await self._call(self._dialect.unload(name))
+            await self._call(self.dialect.unload(name))
         except EngineRefused as error:
-            if not self._dialect.is_unknown_adapter(error.status, error.answer):
+            if not self.dialect.is_unknown_adapter(error.status, error.answer):
                 raise
 
     async def score(self, model: str, token_ids: Sequence[int]) -> list[float]:
@@ -140,8 +140,8 @@ class Engine:
         Raises:
             EngineFailure: The answer is not one finite number for each token (code `engine_nonsense`).
         """
-        answer = await self._call(self._dialect.score(model, token_ids))
-        scores = _read(lambda: self._dialect.read_scores(answer, token_ids))
+        answer = await self._call(self.dialect.score(model, token_ids))
+        scores = _read(lambda: self.dialect.read_scores(answer, token_ids))
         if not all(math.isfinite(value) for value in scores):
             raise EngineFailure(f"{model}: the engine answered a log-prob that is not finite", code="engine_nonsense")
         return scores

@@ -192,7 +192,7 @@ class LoadedAdapters:
 
     def _refused(self, held: WantedAdapter, error: EngineRefused) -> EngineFailure:
         said = f"{self.settings.engine_name} refused {held.policy.name}"
-        if "max_lora_rank" in str(error):
+        if self.engine.dialect.is_rank_too_high(error.answer):
             return EngineFailure(
                 f"{said}: its rank {held.manifest.rank} is above the engine's limit; lower spec.model.adapter.rank "
                 "or raise "

@@ -23,8 +23,9 @@ from kestrl.local.runner import Options, run_job
 from kestrl.local.secrets import open_storage
 from kestrl.local.site import storage_address
 from kestrl.plan.bench import bench_components
+from kestrl.plan.bench_settings import BenchEndpoint
 from kestrl.plan.components import Component
-from kestrl.plan.settings import BenchEndpoint, EvaluateSettings, LearnerSettings
+from kestrl.plan.settings import EvaluateSettings, LearnerSettings
 from kestrl.plan.site import Site
 from kestrl.service import EXIT_FAILED, LEVEL_VARIABLE
 from kestrl.spec import AgentRLJob, parse_job, read_job, with_overrides

@@ -9,9 +9,10 @@ from dataclasses import replace
 
 from kestrl.credentials import Secret
 from kestrl.errors import UserInputError
+from kestrl.plan.bench_settings import BenchEndpoint, BenchSettings
 from kestrl.plan.components import Component, Role
 from kestrl.plan.planning import group_seconds
-from kestrl.plan.settings import BenchEndpoint, BenchSettings, DataSettings, LearnerSettings
+from kestrl.plan.settings import DataSettings, LearnerSettings
 from kestrl.plan.site import Site
 from kestrl.spec.job import AgentRLJob
 

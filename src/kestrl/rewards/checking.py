@@ -52,8 +52,7 @@ def _turns(name: str, values: Sequence[Any], turns: int) -> tuple[float, ...]:
     if len(values) != turns:
         raise JudgeFailure(
             f"{name}: it returned {len(values)} turn rewards for an episode of "
-            f"{turns} turns; return one number for each "
-            "of attempt.episode.turns, or one for the episode",
+            f"{turns} turns; return one number for each of attempt.episode.turns, or one for the episode",
             code=WRONG_TURNS,
         )
     return tuple(_number(name, f"reward of turn {turn}", value) for turn, value in enumerate(values))

@@ -335,9 +335,8 @@ class Dispatcher:
             self._evict(step)
             if not self._ready:
                 raise StepDeadline(
-                    f"no group of step {step} was complete within {seconds:g} s; check "
-                    f"what the episodes wait for, or raise "
-                    "spec.rollout.deadlines.step"
+                    f"no group of step {step} was complete within {seconds:g} s; check what the episodes wait for, or "
+                    "raise spec.rollout.deadlines.step"
                 ) from None
         self._ready.sort(key=lambda ready: (ready.policy.step, ready.lease.position))
         taken, self._ready = self._ready[:wanted], self._ready[wanted:]

@@ -129,8 +129,7 @@ class Training:
         if known.record.digest not in {None, resources.record.digest}:
             raise UserInputError(
                 f"run {self._settings.run} was trained with another model, algorithm "
-                f"or data than the manifest specifies now; "
-                f"start a new run or restore what was changed"
+                f"or data than the manifest specifies now; start a new run or restore what was changed"
             )
         self._trainer.restore(known.state)
         resources.restore(known.record)

@@ -53,8 +53,7 @@ def unrendered(text: str, names: Sequence[str]) -> str | None:
     return (
         f"spec.tools: the chat template does not render {', '.join(absent)}, so the model would never call "
         f"{'them' if len(absent) > 1 else 'it'}; name a template that renders "
-        f"tools with spec.agent.template, or describe "
-        "each tool by its name in the prompt"
+        f"tools with spec.agent.template, or describe each tool by its name in the prompt"
     )
 
 

@@ -310,8 +310,7 @@ KERNEL = _checks(
             "import re\ntext = open('/proc/self/status').read()\n"
             "lines = dict(re.findall(r'(\\w+):\\s+(\\S+)', text))\n"
             "want = {'CapEff': '0' * 16, 'CapPrm': '0' * 16, 'CapBnd': '0' * "
-            "16, 'CapAmb': '0' * 16, 'NoNewPrivs': '1', "
-            "'Seccomp': '2', 'Uid': '1000'}\n"
+            "16, 'CapAmb': '0' * 16, 'NoNewPrivs': '1', 'Seccomp': '2', 'Uid': '1000'}\n"
             "bad = {k: lines.get(k) for k in want if lines.get(k) != want[k]}\n"
             "print('BREACH', bad) if bad else print('held')"
         ),

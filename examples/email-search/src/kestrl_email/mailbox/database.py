@@ -460,8 +460,7 @@ def inboxes(connection: sqlite3.Connection) -> list[tuple[str, int]]:
     """Addresses with the number of mails in their inbox, largest first."""
     query = (
         "SELECT address, count(*) AS mails FROM inboxes JOIN addresses ON "
-        "addresses.id = address_id GROUP BY address_id "
-        "ORDER BY mails DESC, address"
+        "addresses.id = address_id GROUP BY address_id ORDER BY mails DESC, address"
     )
     return [(str(row[0]), int(row[1])) for row in connection.execute(query)]
 

@@ -39,8 +39,7 @@ INSTRUCTIONS = (
     "one fact, without mentioning that there is a mail. The answer is a few "
     "words. Give other ways to write the answer as "
     "aliases, the ids of the mails that hold it as message_ids, whether any "
-    "of them is enough or all are needed as evidence, "
-    "and between 0 and 1 how realistic the question is."
+    "of them is enough or all are needed as evidence, and between 0 and 1 how realistic the question is."
 )
 
 

@@ -131,8 +131,7 @@ def mails_of(connection: sqlite3.Connection, inbox: str, *, limit: int, shortest
     query = (
         "SELECT message_id, emails.date, from_address, sender, subject, body FROM inboxes JOIN emails ON emails.id = "
         "email_id WHERE address_id = ? AND inboxes.date <> '' AND length(body) "
-        "BETWEEN ? AND ? ORDER BY inboxes.date DESC, "
-        "email_id DESC LIMIT ?"
+        "BETWEEN ? AND ? ORDER BY inboxes.date DESC, email_id DESC LIMIT ?"
     )
     found = connection.execute(query, (inbox_id(connection, inbox), shortest, longest, limit))
     return [Mail(**dict(row)) for row in found][::-1]

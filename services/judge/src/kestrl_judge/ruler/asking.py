@@ -23,8 +23,7 @@ from kestrl_judge.ruler.trajectories import Comparison
 log = logging.getLogger(__name__)
 REPAIR = (
     "Your reply cannot be used: {error}. Reply again with one JSON object "
-    "only, with each of these ids exactly once and "
-    "a score between 0 and 1 for each: {ids}."
+    "only, with each of these ids exactly once and a score between 0 and 1 for each: {ids}."
 )
 LONGEST_QUOTED = 2000
 """Characters of an invalid reply that the judge is shown again."""

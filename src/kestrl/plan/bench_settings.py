@@ -1,0 +1,39 @@
+"""Settings of a benchmark of a model behind an endpoint."""
+
+from __future__ import annotations
+
+from kestrl.plan.settings import DataSettings, Model, ServiceSettings
+
+
+class BenchEndpoint(Model):
+    """A model behind an OpenAI-compatible endpoint."""
+
+    url: str | None
+    """Base URL; None for OpenAI's."""
+    model: str = ""
+    key_variable: str
+    """Environment variable with the key."""
+    temperature: float | None
+    """None leaves it to the model."""
+    retries: int = 4
+    """Repetitions after 429, 5xx and lost connections, with back-off."""
+
+
+class BenchSettings(ServiceSettings):
+    """A program that runs the validation data with a model behind an endpoint, the job's tools and its rewards."""
+
+    endpoint: BenchEndpoint
+    data: DataSettings
+    max_turns: int
+    max_tokens: int
+    max_tokens_per_turn: int
+    max_parallel_calls: int
+    max_tool_tokens: int
+    tool_seconds: float
+    turn_seconds: float
+    episode_seconds: float
+    group_seconds: float
+    concurrency: int
+    tools_address: str
+    judge_address: str
+    storage: str

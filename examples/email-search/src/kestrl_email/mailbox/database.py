@@ -1,4 +1,4 @@
-"""The mail database: schema, writing with copies folded, and checks. One SQLite file.
+"""The mail database: writing with copies folded, and checks. One SQLite file.
 
 Mails have a sender, recipients and a text; the full-text index is an external-content FTS5 table that triggers keep
 equal to `emails` under insert, update and delete. A mail is in the inbox of its sender, of every recipient, and of the
@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import Any
 
 from kestrl.errors import UserInputError, place_error
+from kestrl_email.mailbox import schema
 from kestrl_email.mailbox.message import ParsedMail
+from kestrl_email.mailbox.schema import EDITION
 
 APPLICATION_ID = 0x4B654D61
-EDITION = 1
-"""Edition of the schema (`user_version`). Increase with every change of it."""
 HEAD_BYTES = 64 * 1024
 """First bytes by which a source file is recognised; it may have grown since."""
 CACHE_KIB = 96 * 1024
@@ -32,75 +32,6 @@ MAPPED_BYTES = 2 * 1024**3
 """Bytes of the file that a reader maps."""
 REMEMBERED = 200_000
 """Addresses whose ids a build remembers."""
-
-SCHEMA = """
-CREATE TABLE settings (name TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
-CREATE TABLE sources (
-    id INTEGER PRIMARY KEY,
-    path TEXT NOT NULL UNIQUE,
-    kind TEXT NOT NULL,
-    size INTEGER,
-    head BLOB
-);
-CREATE TABLE addresses (id INTEGER PRIMARY KEY, address TEXT NOT NULL UNIQUE);
-CREATE TABLE emails (
-    id INTEGER PRIMARY KEY,
-    message_id TEXT NOT NULL UNIQUE,
-    date TEXT NOT NULL,
-    from_address TEXT NOT NULL,
-    digest BLOB NOT NULL UNIQUE,
-    owners TEXT NOT NULL,
-    sender TEXT NOT NULL,
-    subject TEXT NOT NULL,
-    file_name TEXT NOT NULL,
-    body TEXT NOT NULL
-);
-CREATE TABLE recipients (
-    email_id INTEGER NOT NULL,
-    address TEXT NOT NULL,
-    kind TEXT NOT NULL CHECK (kind IN ('to', 'cc', 'bcc')),
-    PRIMARY KEY (email_id, address, kind)
-) WITHOUT ROWID;
-CREATE TABLE inboxes (
-    address_id INTEGER NOT NULL,
-    date TEXT NOT NULL,
-    email_id INTEGER NOT NULL,
-    PRIMARY KEY (address_id, date, email_id)
-) WITHOUT ROWID;
-CREATE INDEX inboxes_email ON inboxes (email_id);
-CREATE TABLE records (
-    source_id INTEGER NOT NULL,
-    place TEXT NOT NULL,
-    outcome TEXT NOT NULL,
-    email_id INTEGER,
-    message_id TEXT NOT NULL,
-    note TEXT NOT NULL,
-    PRIMARY KEY (source_id, place)
-) WITHOUT ROWID;
-CREATE INDEX records_email ON records (email_id);
-CREATE INDEX records_copy ON records (message_id) WHERE outcome = 'duplicate';
-CREATE VIRTUAL TABLE emails_fts USING fts5 (
-    owners, sender, subject, body, content = 'emails', content_rowid = 'id', tokenize = 'unicode61 remove_diacritics 2'
-);
-CREATE TRIGGER emails_inserted AFTER INSERT ON emails BEGIN
-    INSERT INTO emails_fts (rowid, owners, sender, subject, body)
-    VALUES (new.id, new.owners, new.sender, new.subject, new.body);
-END;
-CREATE TRIGGER emails_deleted AFTER DELETE ON emails BEGIN
-    INSERT INTO emails_fts (emails_fts, rowid, owners, sender, subject, body)
-    VALUES ('delete', old.id, old.owners, old.sender, old.subject, old.body);
-    DELETE FROM recipients WHERE email_id = old.id;
-    DELETE FROM inboxes WHERE email_id = old.id;
-    UPDATE records SET email_id = NULL, outcome = 'deleted' WHERE email_id = old.id;
-END;
-CREATE TRIGGER emails_updated AFTER UPDATE ON emails BEGIN
-    INSERT INTO emails_fts (emails_fts, rowid, owners, sender, subject, body)
-    VALUES ('delete', old.id, old.owners, old.sender, old.subject, old.body);
-    INSERT INTO emails_fts (rowid, owners, sender, subject, body)
-    VALUES (new.id, new.owners, new.sender, new.subject, new.body);
-    UPDATE inboxes SET date = new.date WHERE email_id = new.id AND date <> new.date;
-END;
-"""
 
 
 class Outcome(StrEnum):
@@ -245,7 +176,7 @@ class MailWriter:
         execute("PRAGMA synchronous = NORMAL")
         execute("BEGIN IMMEDIATE")
         if not tables:
-            for statement in _statements(SCHEMA):
+            for statement in schema.statements():
                 execute(statement)
             execute(f"PRAGMA application_id = {APPLICATION_ID}")
             execute(f"PRAGMA user_version = {EDITION}")
@@ -436,18 +367,6 @@ class MailWriter:
 
 def _digest(head: bytes) -> bytes:
     return hashlib.blake2b(head, digest_size=16).digest()
-
-
-def _statements(script: str) -> list[str]:
-    """Statements of a script: `executescript` would end the transaction."""
-    statements: list[str] = []
-    current = ""
-    for line in script.splitlines(keepends=True):
-        current += line
-        if sqlite3.complete_statement(current):
-            statements.append(current)
-            current = ""
-    return statements
 
 
 def inbox_id(connection: sqlite3.Connection, address: str) -> int | None:

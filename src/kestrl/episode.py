@@ -64,7 +64,19 @@ LARGEST_REWARD = 1e30
 
 
 RESERVED_METRICS = frozenset(
-    {"reward", "step", "episodes", "duration", "loss", "grad_norm", "gap", "idle_groups", "staleness", "seconds"}
+    {
+        "reward",
+        "step",
+        "episodes",
+        "duration",
+        "loss",
+        "grad_norm",
+        "gap",
+        "gathered",
+        "idle_groups",
+        "staleness",
+        "seconds",
+    }
 )
 """Names of metrics that the learner computes; rewards and agent loops must not report metrics with these names."""
 

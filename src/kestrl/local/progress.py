@@ -12,8 +12,9 @@ from typing import Any
 from kestrl.api.learner.v1 import learner_pb2
 from kestrl.episode import PolicyVersion
 from kestrl.errors import Failure
+from kestrl.gathering import Gathering
 from kestrl.local.rundir import write_atomic
-from kestrl.rpc.codec import failure_from_proto, policy_from_proto, run_phase_from_proto
+from kestrl.rpc.codec import failure_from_proto, gathering_from_proto, policy_from_proto, run_phase_from_proto
 from kestrl.states import RunPhase
 
 SHOWN_FIRST = ("reward", "answer_correct", "num_turns")
@@ -41,6 +42,8 @@ class Progress:
     """Rows whose prompts do not fit the context."""
     not_learned: str = ""
     """Why nothing was learned so far; empty otherwise, or when it is too early to determine."""
+    gathering: Gathering = field(default_factory=Gathering)
+    """What has come in of the step's rollouts."""
     storage_wait: str = ""
     """Message while the learner waits for unavailable storage; empty otherwise."""
 
@@ -63,6 +66,7 @@ class Progress:
             skipped_rows=message.skipped_rows,
             not_learned=message.not_learned,
             storage_wait=message.storage_wait,
+            gathering=gathering_from_proto(message.gathering),
         )
 
     def as_json(self) -> dict[str, Any]:
@@ -83,6 +87,7 @@ class Progress:
             "skipped_rows": self.skipped_rows,
             "not_learned": self.not_learned,
             "storage_wait": self.storage_wait,
+            "gathering": self.gathering.facts(),
         }
 
 

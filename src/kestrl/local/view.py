@@ -47,6 +47,8 @@ class PlainView:
         self._shown: tuple[str, int, str] | None = None
         self._restarts: dict[str, int] = {}
         self._at = 0.0
+        self._gathered = 0
+        """Episodes in the last printed line about rollouts."""
         self._warned = False
         self._waiting = ""
 
@@ -76,7 +78,11 @@ class PlainView:
         if key == self._shown and time.monotonic() - self._at < PLAIN_SECONDS:
             return
         if key == self._shown and progress.phase is not RunPhase.STARTING:
+            if progress.gathering.episodes > self._gathered:
+                self._gathered, self._at = progress.gathering.episodes, time.monotonic()
+                self.say(progress.gathering.line())
             return
+        self._gathered = 0
         self._shown, self._at = key, time.monotonic()
         self.say(one_line(progress))
 
@@ -114,7 +120,8 @@ class LiveView:
         facts = _facts(progress, time.monotonic() - self._started)
         failures = [Text(safe_line(_failures(progress)))] if progress.failures else []
         warning_lines = [Text(safe_line(warning), style="yellow") for warning in warnings]
-        lines = Group(head, bar, facts, *failures, *warning_lines, _components(components))
+        rollouts = [Text(safe_line(progress.gathering.line()))] if progress.gathering.wanted else []
+        lines = Group(head, bar, facts, *rollouts, *failures, *warning_lines, _components(components))
         return Panel(lines, title=Text(self._title), title_align="left")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from array import array
+from collections import Counter
 from typing import Any
 
 from kestrl.api.common.v1 import common_pb2 as pb
@@ -22,6 +23,7 @@ from kestrl.episode import (
     Turn,
 )
 from kestrl.errors import Boundary, Failure
+from kestrl.gathering import Gathering
 from kestrl.states import EngineState, RunPhase, ServingState
 
 if sys.byteorder != "little":  # pragma: no cover - no supported machine is big-endian
@@ -280,4 +282,30 @@ def group_from_proto(message: pb.Group) -> Group:
         episodes=[episode_from_proto(episode) for episode in message.episodes],
         tools=_load(message.tools_json, ()),
         scoring=_load(message.scoring_json, {}),
+    )
+
+
+def gathering_to_proto(gathering: Gathering) -> learner_pb2.Gathering:
+    return learner_pb2.Gathering(
+        wanted=gathering.wanted,
+        groups=gathering.groups,
+        episodes=gathering.episodes,
+        tokens=gathering.tokens,
+        seconds=gathering.seconds,
+        sums=gathering.sums,
+        divisors=gathering.divisors,
+        failures=gathering.failures,
+    )
+
+
+def gathering_from_proto(message: learner_pb2.Gathering) -> Gathering:
+    return Gathering(
+        wanted=message.wanted,
+        groups=message.groups,
+        episodes=message.episodes,
+        tokens=message.tokens,
+        seconds=message.seconds,
+        sums=dict(message.sums),
+        divisors=dict(message.divisors),
+        failures=Counter(dict(message.failures)),
     )

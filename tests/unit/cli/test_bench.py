@@ -115,3 +115,17 @@ def test_policies_are_named_once_and_endpoints_only_for_bench():
         candidates("openai:x", "--policy")
     printed = kestrl("eval", "--policy", "base", "--base", code=2)
     assert "without --step and --base" in printed
+
+
+def test_candidates_are_beside_each_other_in_one_table(tmp_path: Path):
+    with ScriptedChat(lambda request: good(request) if request["model"] == "a" else {"content": "no"}) as chat:
+        printed = kestrl(
+            *("bench", BENCH, "--models", "openai:a,openai:b", "--endpoint", chat.url, "--runs", tmp_path, *SMALL),
+            OPENAI_API_KEY="key",
+        )
+    (kept,) = (tmp_path / "benchmarks").glob("email-bench-*.json")
+    first, second = json.loads(kept.read_text())
+    assert (first["means"]["attempted_answer"], second["means"]["attempted_answer"]) == (1, 0)
+    (row,) = [line for line in printed.splitlines() if "attempted_answer" in line]
+    assert row.split("│")[2].split() == ["1.000"]
+    assert row.split("│")[3].split() == ["0.000"]

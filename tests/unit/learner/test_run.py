@@ -51,6 +51,20 @@ async def test_without_staleness_groups_sample_from_their_steps_first_version(st
         assert all(agent.most_held <= 2 for agent in stage.agents)
 
 
+async def test_each_step_keeps_what_came_in_of_its_rollouts(staged: Any) -> None:
+    async with staged() as stage:
+        await train(stage.settings)
+        for step in range(1, 7):
+            record = stage.read(f"metrics/{step:06d}.json")
+            gathered = record["gathered"]
+            reward = gathered["metrics"]["reward"]
+            assert gathered["groups"] == gathered["wanted"] == 2
+            assert reward["divisor"] == gathered["episodes"] == record["episodes"]
+            assert reward["sum"] / reward["divisor"] == pytest.approx(record["reward"])
+            assert gathered["tokens"] > 0
+            assert gathered["failures"] == {}
+
+
 async def test_with_staleness_rollouts_overlap_training_within_the_bound(staged: Any) -> None:
     async with staged() as stage:
         settings = stage.but(algorithm={"max_staleness": 1, "correction": DECOUPLED})

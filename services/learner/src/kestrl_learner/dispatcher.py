@@ -245,7 +245,7 @@ class Dispatcher:
             failures_before=lease.failures,
         )
         for failure in decision.failures:
-            self._progress.count_failure(failure)
+            self._progress.count_rollout_failure(failure)
         if any(failure.boundary is Boundary.ENGINE and failure.retryable for failure in decision.failures):
             self._engines.suspect(engine.name for engine in engines)
         if decision.action is GroupAction.SKIP:
@@ -298,7 +298,7 @@ class Dispatcher:
             return
         if isinstance(error, NoWorker):
             raise error
-        self._progress.count_failure(failure)
+        self._progress.count_rollout_failure(failure)
         reason = str(failure)[:500]
         if failure.retryable and lease.failures + 1 < MAX_ATTEMPTS:
             self._retry(lease, reason)

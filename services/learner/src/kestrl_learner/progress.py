@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import time
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -15,11 +17,19 @@ from kestrl.api.learner.v1 import learner_pb2 as pb
 from kestrl.api.learner.v1 import learner_pb2_grpc as stubs
 from kestrl.episode import Episode, PolicyVersion
 from kestrl.errors import Failure
-from kestrl.rpc.codec import failure_to_proto, policy_to_proto, run_phase_to_proto, serving_state_to_proto
+from kestrl.gathering import Gathering
+from kestrl.rpc.codec import (
+    failure_to_proto,
+    gathering_to_proto,
+    policy_to_proto,
+    run_phase_to_proto,
+    serving_state_to_proto,
+)
 from kestrl.states import RunPhase, ServingState
 from kestrl_learner.learning import Learning
 from kestrl_learner.stale import Stale
 
+log = logging.getLogger(__name__)
 WINDOW_STEPS = 2
 """Steps that the running means and the check for zero-advantage steps cover."""
 
@@ -91,6 +101,9 @@ class Progress:
         """Whether anything was learned, once that is known."""
         self.last_step: Mapping[str, Any] = {}
         """The record of the last step, as in `metrics/`."""
+        self.gathering = Gathering()
+        """Rollouts that came in since the last step."""
+        self._gathering_began = time.monotonic()
         self._recent: deque[dict[str, float]] = deque(maxlen=WINDOW_STEPS * episodes_per_step)
         self._zero_advantage: deque[bool] = deque(maxlen=WINDOW_STEPS)
         self._changed = asyncio.Event()
@@ -142,7 +155,26 @@ class Progress:
 
     def add(self, episodes: Iterable[Episode]) -> None:
         """Adds scored episodes to the running means."""
-        self._recent.extend(episode_facts(episode) for episode in episodes if episode.reward is not None)
+        scored = [episode for episode in episodes if episode.reward is not None]
+        self._recent.extend(map(episode_facts, scored))
+        self.gathering.add_group()
+        for episode in scored:
+            self.gathering.add_episode(episode_facts(episode), tokens=episode.sampled_tokens)
+        self._gathered()
+
+    def begin_gathering(self, wanted: int) -> None:
+        """Starts to count the rollouts of the next step, of so many groups."""
+        self.gathering, self._gathering_began = Gathering(wanted=wanted), time.monotonic()
+
+    def count_rollout_failure(self, failure: Failure) -> None:
+        """Counts the failure of an episode or group for training."""
+        self.gathering.failures[failure.boundary] += 1
+        self.count_failure(failure)
+        self._gathered()
+
+    def _gathered(self) -> None:
+        self.gathering.seconds = time.monotonic() - self._gathering_began
+        log.debug("step %d: %s", self.step + 1, self.gathering.line())
         self.update()
 
     def finish_step(self, *, zero_advantage: bool) -> None:
@@ -191,6 +223,7 @@ class Progress:
             learned=None if self.learning is None else self.learning.learned,
             not_learned_reason="" if self.learning is None else self.learning.reason,
             not_learned="" if self.learning is None else self.learning.message,
+            gathering=gathering_to_proto(self.gathering),
         )
 
 

@@ -182,6 +182,7 @@ class Training:
         resources, dispatcher = self._resources, self._dispatcher
         resources.engines.on_change = resources.workers.on_change = dispatcher.wake
         resources.engines.on_load = dispatcher.update_admission
+        resources.progress.begin_gathering(self._settings.algorithm.groups_per_step)
         dispatcher.begin(policy, self._done * self._settings.algorithm.groups_per_step)
         resources.progress.update(phase=RunPhase.TRAINING, step=self._done, message="")
         feeding = asyncio.create_task(dispatcher.feed(), name="feed")
@@ -288,11 +289,13 @@ class Training:
             "staleness": max(done - 1 - item.policy.step for item in ready),
             "seconds": {"collect": collected - began, "update": trained - collected, "rest": now - trained},
             "stale": resources.progress.stale_in_step.facts(),
+            "gathered": resources.progress.gathering.facts(),
             **staleness_facts(
                 [done - 1 - item.policy.step for item in ready], groups, resources.progress.stale_in_step.seconds
             ),
         }
         resources.progress.stale_in_step = Stale()
+        resources.progress.begin_gathering(self._settings.algorithm.groups_per_step)
         resources.record = resources.record.but(learning=resources.record.learning.with_step(groups, result))
         await resources.write_json(layout.step_metrics(done), facts)
         log.info("step %d: %s", done, facts)

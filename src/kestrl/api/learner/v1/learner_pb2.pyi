@@ -243,6 +243,7 @@ class WatchProgressResponse(_message.Message):
     STORAGE_WAIT_FIELD_NUMBER: _builtins.int
     SKIPPED_ROWS_FIELD_NUMBER: _builtins.int
     PHASE_FIELD_NUMBER: _builtins.int
+    GATHERING_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     """Finished optimiser steps."""
     total_steps: _builtins.int
@@ -307,6 +308,10 @@ class WatchProgressResponse(_message.Message):
     def engines(self) -> _containers.RepeatedCompositeFieldContainer[Global___EngineProgress]:
         """Every engine of the job, in the job's order; empty before the engines are contacted and after the end of the run."""
 
+    @_builtins.property
+    def gathering(self) -> Global___Gathering:
+        """What has come in of the step's rollouts."""
+
     def __init__(
         self,
         *,
@@ -337,10 +342,11 @@ class WatchProgressResponse(_message.Message):
         storage_wait: _builtins.str = ...,
         skipped_rows: _builtins.int = ...,
         phase: Global___RunPhase.ValueType = ...,
+        gathering: Global___Gathering | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_checkpoint_step", b"_checkpoint_step", "_learned", b"_learned", "checkpoint_step", b"checkpoint_step", "failure", b"failure", "learned", b"learned", "policy", b"policy"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_checkpoint_step", b"_checkpoint_step", "_learned", b"_learned", "checkpoint_step", b"checkpoint_step", "failure", b"failure", "gathering", b"gathering", "learned", b"learned", "policy", b"policy"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_checkpoint_step", b"_checkpoint_step", "_learned", b"_learned", "checkpoint_step", b"checkpoint_step", "degenerate", b"degenerate", "engines", b"engines", "engines_converged", b"engines_converged", "engines_total", b"engines_total", "episodes_per_second", b"episodes_per_second", "eta_seconds", b"eta_seconds", "failure", b"failure", "failures", b"failures", "groups_ready", b"groups_ready", "groups_running", b"groups_running", "learned", b"learned", "means", b"means", "message", b"message", "not_learned", b"not_learned", "not_learned_reason", b"not_learned_reason", "phase", b"phase", "policy", b"policy", "policy_parent", b"policy_parent", "policy_uri", b"policy_uri", "skipped_rows", b"skipped_rows", "step", b"step", "storage_failure", b"storage_failure", "storage_wait", b"storage_wait", "tokens_per_second", b"tokens_per_second", "total_steps", b"total_steps", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_checkpoint_step", b"_checkpoint_step", "_learned", b"_learned", "checkpoint_step", b"checkpoint_step", "degenerate", b"degenerate", "engines", b"engines", "engines_converged", b"engines_converged", "engines_total", b"engines_total", "episodes_per_second", b"episodes_per_second", "eta_seconds", b"eta_seconds", "failure", b"failure", "failures", b"failures", "gathering", b"gathering", "groups_ready", b"groups_ready", "groups_running", b"groups_running", "learned", b"learned", "means", b"means", "message", b"message", "not_learned", b"not_learned", "not_learned_reason", b"not_learned_reason", "phase", b"phase", "policy", b"policy", "policy_parent", b"policy_parent", "policy_uri", b"policy_uri", "skipped_rows", b"skipped_rows", "step", b"step", "storage_failure", b"storage_failure", "storage_wait", b"storage_wait", "tokens_per_second", b"tokens_per_second", "total_steps", b"total_steps", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__checkpoint_step: _TypeAlias = _typing.Literal["checkpoint_step"]  # noqa: Y015
     _WhichOneofArgType__checkpoint_step: _TypeAlias = _typing.Literal["_checkpoint_step", b"_checkpoint_step"]  # noqa: Y015
@@ -352,6 +358,122 @@ class WatchProgressResponse(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__learned) -> _WhichOneofReturnType__learned | None: ...
 
 Global___WatchProgressResponse: _TypeAlias = WatchProgressResponse  # noqa: Y015
+
+@_typing.final
+class Gathering(_message.Message):
+    """Rollouts of a step as they come in."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class SumsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.float
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    @_typing.final
+    class DivisorsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    @_typing.final
+    class FailuresEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    WANTED_FIELD_NUMBER: _builtins.int
+    GROUPS_FIELD_NUMBER: _builtins.int
+    EPISODES_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    SECONDS_FIELD_NUMBER: _builtins.int
+    SUMS_FIELD_NUMBER: _builtins.int
+    DIVISORS_FIELD_NUMBER: _builtins.int
+    FAILURES_FIELD_NUMBER: _builtins.int
+    wanted: _builtins.int
+    """Groups of the step."""
+    groups: _builtins.int
+    """Groups that can be trained on."""
+    episodes: _builtins.int
+    """Scored episodes of these groups."""
+    tokens: _builtins.int
+    """Sampled tokens of these episodes."""
+    seconds: _builtins.float
+    """From the begin of the step to the last arrival."""
+    @_builtins.property
+    def sums(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
+        """Sum of every metric over the episodes that have it."""
+
+    @_builtins.property
+    def divisors(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """Number of these episodes."""
+
+    @_builtins.property
+    def failures(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """Failed episodes and groups, by boundary."""
+
+    def __init__(
+        self,
+        *,
+        wanted: _builtins.int = ...,
+        groups: _builtins.int = ...,
+        episodes: _builtins.int = ...,
+        tokens: _builtins.int = ...,
+        seconds: _builtins.float = ...,
+        sums: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
+        divisors: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+        failures: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["divisors", b"divisors", "episodes", b"episodes", "failures", b"failures", "groups", b"groups", "seconds", b"seconds", "sums", b"sums", "tokens", b"tokens", "wanted", b"wanted"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Gathering: _TypeAlias = Gathering  # noqa: Y015
 
 @_typing.final
 class DrainRequest(_message.Message):

@@ -357,6 +357,16 @@ async def test_usage_and_cost_are_metered() -> None:
     assert counts.seconds["model-0"] > 0
 
 
+async def test_a_server_without_usage_is_metered_by_the_estimate() -> None:
+    async with ruled(
+        lambda asked: Said(content=fair(asked).content, input_tokens=0, output_tokens=0), budget_tokens=8000
+    ) as judged:
+        await judged.values(group("4", "5"))
+        counts = judged.scorer.counts.tokens
+        assert counts["model-0", "input"] > 400
+        assert counts["model-0", "output"] > 20
+
+
 async def test_the_key_is_sent_and_never_logged(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
     monkeypatch.setenv("KESTRL_JUDGE_KEY_0", "sk-secret")
     caplog.set_level(logging.DEBUG, logger="kestrl_judge")

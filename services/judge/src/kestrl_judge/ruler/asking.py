@@ -14,6 +14,7 @@ from typing import Any
 from kestrl.plan.settings import RulerEntry
 from kestrl_judge.ruler.budget import Budget, Usage, usage_of
 from kestrl_judge.ruler.client import JudgeClient, NoScores, Reason, Reply
+from kestrl_judge.ruler.escaping import estimated_tokens
 from kestrl_judge.ruler.journal import Graded, Journal
 from kestrl_judge.ruler.prompt import Prompt, build, digest
 from kestrl_judge.ruler.reply import Grade, Malformed, parse, schema
@@ -221,7 +222,10 @@ class Asker:
         spent = Usage()
         try:
             reply = await client.ask(messages, options)
-            spent = usage_of(judge, reply.input_tokens, reply.output_tokens)
+            # A server that reports no usage is metered by the estimate.
+            spent = usage_of(
+                judge, reply.input_tokens or prompt.tokens, reply.output_tokens or estimated_tokens(reply.content)
+            )
         except NoScores as error:
             self.counts.calls[judge.model, error.reason] += 1
             if error.reason is Reason.TIMEOUT:  # it may have been answered, and then is paid for

@@ -299,8 +299,22 @@ def test_a_users_own_environment_loops_and_reward(tmp_path: Path) -> None:
         assert episode.environments == {"Shop": {"basket": basket, "currency": "CHF"}}
         assert (len(episode.turns), len(episode.rows)) == (1 if agent else 2, 1)
         written = len(set(episode.final_text)) / 100
-        assert episode.rewards == {"loop_reward": pytest.approx(written), "bought": basket.get("lamp", 0)}
+        judged = episode.rewards["ruler"]
+        assert 0.0 <= judged <= 1.0
+        assert judged * 20 == pytest.approx(round(judged * 20))  # a step of the schema
+        assert episode.rewards == {
+            "loop_reward": pytest.approx(written),
+            "bought": basket.get("lamp", 0),
+            "ruler": judged,
+        }
         assert episode.reward == pytest.approx(written + 0.1 * basket.get("lamp", 0))
+    for group in groups:  # the base model on the job's own engine, held to the schema
+        calls = group.scoring["ruler"]["calls"]
+        assert {call["model"] for call in calls} == {"base"}
+        assert [tool["function"]["name"] for tool in group.tools] == ["search", "buy"]
+        reply = json.loads(calls[-1]["content"])
+        assert [item["trajectory_id"] for item in reply["scores"]] == calls[-1]["ids"]
+        assert all(episode.scoring["ruler"]["explanation"] for episode in group.episodes)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -68,6 +69,7 @@ class JudgeClient:
         # Imported here: the client takes half a second and 40 MB, which jobs without a judge model save.
         from openai import AsyncOpenAI
 
+        logging.getLogger("httpx2").setLevel(logging.WARNING)  # it logs every request
         key = os.environ.get(judge.key_variable, "") if judge.key_variable else ""
         self.judge = judge
         self.pacer = Pacer(concurrency)

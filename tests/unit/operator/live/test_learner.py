@@ -183,7 +183,7 @@ async def test_a_suspension_deletes_pods_only_after_the_checkpoint(stage: Stage)
         annotation = {"metadata": {"annotations": {"a": "b"}}}
         stage.cluster.edit("deployments", NAMESPACE, f"{JOB}-rollout", annotation, manager="kube-controller-manager")
         await stage.until(lambda: on.running.passes() > passes, "it is looked at again")
-        assert len(stage.cluster.writes()) == written, "written again though nothing changed"
+        assert stage.cluster.writes()[written:] == [], "written again though nothing changed"
         assert "at step 6" in stage.condition("Suspended")[2]
         on.learner.report(report(step=6, checkpoint_step=6))
         stage.cluster.edit("agentrljobs", NAMESPACE, JOB, {"spec": {"suspend": False}})

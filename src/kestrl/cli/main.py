@@ -10,7 +10,7 @@ from typing import NoReturn
 import typer
 from rich.console import Console
 
-from kestrl.cli import adapters, evaluations, jobs, judges, runs
+from kestrl.cli import adapters, evaluations, jobs, judges, runs, sft
 from kestrl.errors import KestrlError, UserInputError, place_error
 from kestrl.service import EXIT_FAILED, EXIT_INPUT
 from kestrl.terminal import safe
@@ -31,6 +31,7 @@ runs.register(app)
 evaluations.register(app)
 adapters.register(app)
 judges.register(app)
+sft.register(app)
 
 
 def _add_applications() -> None:

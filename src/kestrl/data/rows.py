@@ -92,7 +92,12 @@ def _jsonl(path: Path) -> Iterator[tuple[int, Any]]:
         raise UserInputError(f"{path}: cannot be read: {error.strerror or error}") from error
 
 
-def _rows(path: Path) -> Iterator[tuple[int, Any]]:
+def raw_rows(path: Path) -> Iterator[tuple[int, Any]]:
+    """The rows of a file as they are, with their lines.
+
+    Raises:
+        UserInputError: It is not a .jsonl or .parquet file, or cannot be read.
+    """
     if path.suffix == ".parquet":
         return _parquet(path)
     if path.suffix in {".jsonl", ".ndjson"}:
@@ -114,7 +119,7 @@ def read_rows(path: Path, *, size: int | None = None) -> list[DataRow]:
     rows: list[DataRow] = []
     problems: list[str] = []
     seen: dict[str, int] = {}
-    for number, raw in _rows(path):
+    for number, raw in raw_rows(path):
         if size is not None and len(rows) >= size:
             break
         try:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from kestrl.plan.algorithm import CorrectionSettings
 from kestrl.plan.components import Component, Device, Ready, Role
 from kestrl.plan.engines import engine_component, failure_file
 from kestrl.plan.judges import reward_entries, ruler_entry, ruler_of, uses_own_engines, with_judge_secrets
 from kestrl.plan.settings import (
     AgentSettings,
     AlgorithmSettings,
-    CorrectionSettings,
     DataSettings,
     EngineEntry,
     GapBounds,
@@ -261,6 +261,7 @@ def _learner(job: AgentRLJob, site: Site) -> Component:
             "targets": spec.model.adapter.targets
             if isinstance(spec.model.adapter.targets, str)
             else tuple(spec.model.adapter.targets),
+            "adapter_from": spec.model.adapter.from_,
             "data": DataSettings(path=site.train, size=data.size),
             "validation": None
             if validation is None or site.validation is None
@@ -301,6 +302,8 @@ def _learner(job: AgentRLJob, site: Site) -> Component:
             "gap_bounds": gap_bounds(spec.algorithm.logprob_gap_bound or GAP_BOUND[spec.model.dtype]),
             "max_failed_share": spec.algorithm.max_failed_share,
             "threads": spec.learner.threads,
+            "gradient_checkpointing": spec.learner.gradient_checkpointing,
+            "tokens_per_pass": spec.learner.tokens_per_pass,
             "device": site.build(spec.learner.accelerator, "learner").device,
             "tools": bool(spec.tools),
             "keep_alive": site.keep_alive,

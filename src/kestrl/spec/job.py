@@ -28,6 +28,9 @@ class Adapter(Model):
     """Scaling: the adapter's output is multiplied by alpha / rank."""
     targets: Literal["all-linear"] | list[Annotated[str, Field(min_length=1)]] = "all-linear"
     """Modules with an adapter: `all-linear`, or names such as q_proj."""
+    from_: Annotated[str, Field(pattern=r"^[a-z0-9]+://.+", max_length=1024)] | None = Field(None, alias="from")
+    """Address of a published adapter to start from, such as that of `kestrl sft`: file:///runs/warm-up-sft/store/adapters/...
+    It has the same rank, alpha and targets. Default: a new adapter, whose first version equals the base model."""
 
 
 class ModelSpec(Model):
@@ -235,6 +238,12 @@ class Learner(Model):
     accelerator: Accelerator = Accelerator()
     threads: Annotated[int, Field(ge=1, le=1024)] | None = None
     """CPU threads of one process. Default: all cores."""
+    gradient_checkpointing: bool = False
+    """Keep the inputs of layers only and compute their activations again in the backward pass: much less memory for
+    long episodes, and a third more work. Prompts are then computed for every episode of a group."""
+    tokens_per_pass: Annotated[int, Field(ge=1, le=LARGEST_CONTEXT)] = 16_384
+    """Maximum tokens of one forward and backward pass, padding included; activations are in proportion to it. A single
+    longer episode is a pass of its own."""
 
 
 class Storage(Model):

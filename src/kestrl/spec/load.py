@@ -42,9 +42,9 @@ def _path(location: Sequence[int | str]) -> str:
     return path
 
 
-def _fields_at(location: Sequence[int | str]) -> list[str]:
+def _fields_at(location: Sequence[int | str], root: type[BaseModel]) -> list[str]:
     """Fields of the manifest at a location, for suggestions."""
-    model: type[BaseModel] | None = AgentRLJob
+    model: type[BaseModel] | None = root
     for part in location:
         if isinstance(part, int):
             continue
@@ -69,11 +69,12 @@ def _inner_model(annotation: Any) -> type[BaseModel] | None:
     return None
 
 
-def _explain(error: ErrorDetails) -> Problem:
+def explain(error: ErrorDetails, root: type[BaseModel]) -> Problem:
+    """The problem behind an error of pydantic, in a manifest of the kind `root`."""
     location = error["loc"]
     path = _path(location)
     if error["type"] == "extra_forbidden":
-        near = difflib.get_close_matches(str(location[-1]), known := _fields_at(location[:-1]), n=1)
+        near = difflib.get_close_matches(str(location[-1]), known := _fields_at(location[:-1], root), n=1)
         fix = f"did you mean {near[0]}?" if near else f"known here: {', '.join(known)}" if known else "remove it"
         return Problem(path, f"unknown field; {fix}")
     if error["type"] == "missing":
@@ -99,7 +100,7 @@ def parse_job(document: Any) -> AgentRLJob:
     try:
         job = AgentRLJob.model_validate(document)
     except ValidationError as error:
-        raise ProblemsError(list(dict.fromkeys(_explain(item) for item in error.errors()))) from error
+        raise ProblemsError(list(dict.fromkeys(explain(item, AgentRLJob) for item in error.errors()))) from error
     problems = check(job.spec)
     if problems:
         raise ProblemsError(problems)
@@ -171,6 +172,19 @@ def read_job(path: Path, overrides: Sequence[str] = ()) -> AgentRLJob:
         ProblemsError: With every problem at once.
         UserInputError: The file cannot be read or is not YAML.
     """
+    return parse_job(with_overrides(read_document(path, AgentRLJob.__name__), overrides))
+
+
+def read_document(path: Path, kind: str) -> Any:
+    """The one YAML document of a file.
+
+    Args:
+        path: The manifest.
+        kind: The expected kind, for the message.
+
+    Raises:
+        UserInputError: The file cannot be read, is not YAML, or holds another number of documents.
+    """
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -180,5 +194,5 @@ def read_job(path: Path, overrides: Sequence[str] = ()) -> AgentRLJob:
     except UNREADABLE as error:
         raise UserInputError(f"{path}: not YAML: {_reason(error)}") from error
     if len(documents) != 1:
-        raise UserInputError(f"{path}: holds {len(documents)} documents; one AgentRLJob is expected")
-    return parse_job(with_overrides(documents[0], overrides))
+        raise UserInputError(f"{path}: holds {len(documents)} documents; one {kind} is expected")
+    return documents[0]

@@ -26,7 +26,7 @@ from kestrl.api.rollout.v1 import rollout_pb2_grpc as rstubs
 from kestrl.credentials import Secret
 from kestrl.episode import Episode, Group, PolicyVersion, Row, StopReason, Turn
 from kestrl.errors import EngineFailure, Failure, KestrlError
-from kestrl.plan.settings import CorrectionSettings
+from kestrl.plan.algorithm import CorrectionSettings
 from kestrl.rpc.codec import failure_to_proto, group_to_proto, policy_from_proto, policy_to_proto, scenario_from_proto
 from kestrl.storage import fetch_adapter, open_store
 from kestrl_learner.model import PolicyModel
@@ -38,10 +38,12 @@ ANSWER = 5
 """Sampled tokens of an episode's first turn; its second is one token longer."""
 
 
-def make_policy(folder: Path, *, seed: int = 1, rank: int = 4, disturb: float = 0.0) -> PolicyModel:
+def make_policy(
+    folder: Path, *, seed: int = 1, rank: int = 4, disturb: float = 0.0, dtype: str = "float32", **options: Any
+) -> PolicyModel:
     """A policy model; with `disturb`, B is random instead of zero, so that the adapter matters."""
     policy = PolicyModel(
-        str(folder), dtype="float32", rank=rank, alpha=8.0, targets="all-linear", seed=seed, device="cpu"
+        str(folder), dtype=dtype, rank=rank, alpha=8.0, targets="all-linear", seed=seed, device="cpu", **options
     )
     if disturb:
         with torch.no_grad():

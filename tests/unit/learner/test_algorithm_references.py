@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kestrl.algorithms import TokenBatch, Totals
-from kestrl.plan.settings import CorrectionSettings
+from kestrl.plan.algorithm import CorrectionSettings
 from kestrl_learner.algorithms import (
     ADVANTAGES,
     AGGREGATIONS,

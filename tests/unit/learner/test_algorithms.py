@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from kestrl.algorithms import ScoredEpisode, TokenBatch, Totals
 from kestrl.errors import UserCodeError, UserInputError
+from kestrl.plan.algorithm import CorrectionSettings
 from kestrl.plan.planning import algorithm_settings
-from kestrl.plan.settings import CorrectionSettings
 from kestrl.spec import AgentRLJob
 from kestrl.spec.algorithms import ADVANTAGES as ADVANTAGE_NAMES
 from kestrl.spec.algorithms import AGGREGATIONS as AGGREGATION_NAMES

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from kestrl_learner.model import PolicyModel
+from kestrl_learner.trainer import Trainer
 
 from .fakes import VOCABULARY
+from .test_training import algorithm, gradients, make_groups
 
 
 def scores_twice(policy: PolicyModel) -> None:
@@ -42,3 +46,60 @@ def test_gpt2_whose_dropout_is_on_by_default_can_be_trained(
     policy = policy_of(tmp_path)
     scores_twice(policy)
     assert policy.parameters()
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "llama"])
+def test_checkpointed_layers_give_the_gradient_of_the_shared_prompt(
+    kind: str, models: dict[str, Path], policy_of: Callable[..., PolicyModel]
+) -> None:
+    groups = make_groups()
+    shared, gradient = gradients(policy_of(models[kind], disturb=0.3), groups)
+    policy = policy_of(models[kind], disturb=0.3, gradient_checkpointing=True)
+    found, checkpointed = gradients(policy, groups)
+    torch.testing.assert_close(torch.cat(found), torch.cat(shared), rtol=0, atol=2e-6)
+    for one, other in zip(checkpointed, gradient, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4 * float(other.abs().max() + 1e-6))
+    policy.tokens_per_pass = 20
+    again, _ = gradients(policy, groups)
+    torch.testing.assert_close(torch.cat(again), torch.cat(shared), rtol=0, atol=2e-6)
+    parts = [rows for group in groups for rows, _ in policy.parts(group)]
+    assert len(parts) > len(groups)
+    dropouts = [module for module in policy.peft.modules() if isinstance(module, torch.nn.Dropout)]
+    assert not any(module.training for module in dropouts)
+
+
+def saved_elements(policy: PolicyModel) -> int:
+    """Numbers that the forward pass of one group keeps for its backward pass, weights aside."""
+    weights = {weight.data_ptr() for weight in policy.peft.parameters()}
+    kept: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.data_ptr() not in weights:
+            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    (group,) = make_groups(count=1, size=8)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        results = [logprobs for _, logprobs in policy.logprobs(group, 1.0)]
+    gc.collect()
+    assert results
+    return sum(kept.values())
+
+
+def test_checkpointing_keeps_less_and_no_logits_are_kept(
+    models: dict[str, Path], policy_of: Callable[..., PolicyModel]
+) -> None:
+    plain = saved_elements(policy_of(models["qwen3"]))
+    checkpointed = saved_elements(policy_of(models["qwen3"], gradient_checkpointing=True))
+    assert checkpointed < plain / 2
+
+
+def test_a_bfloat16_base_has_a_float32_adapter_and_learns(
+    models: dict[str, Path], policy_of: Callable[..., PolicyModel]
+) -> None:
+    policy = policy_of(models["qwen3"], dtype="bfloat16", gradient_checkpointing=True)
+    assert {weight.dtype for weight in policy.parameters()} == {torch.float32}
+    frozen = {weight.dtype for weight in policy.peft.parameters() if not weight.requires_grad}
+    assert frozen == {torch.bfloat16}
+    result = Trainer(policy, algorithm(), 1.0).step(make_groups(), 0)
+    assert 0 < result.grad_norm < float("inf")

@@ -135,13 +135,11 @@ def test_a_shared_prompt_gives_log_probs_and_gradients_of_plain_rows(
         assert torch.allclose(one, other, rtol=1e-4, atol=1e-4 * float(other.abs().max() + 1e-6))
 
 
-def test_a_group_cut_into_parts_gives_the_same(
-    models: dict[str, Path], policy_of: Maker, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_group_cut_into_parts_gives_the_same(models: dict[str, Path], policy_of: Maker) -> None:
     policy = policy_of(models["qwen3"], disturb=0.3)
     groups = make_groups()
     whole, whole_gradient = gradients(policy, groups)
-    monkeypatch.setattr("kestrl_learner.model.TOKENS_AT_ONCE", 20)
+    policy.tokens_per_pass = 20
     parts, parts_gradient = gradients(policy, groups)
     assert torch.cat(whole) == pytest.approx(torch.cat(parts), abs=2e-6)
     for one, other in zip(whole_gradient, parts_gradient, strict=True):
@@ -473,7 +471,7 @@ def test_the_fewest_rows_cover_each_engine_of_each_older_policy(
 
 @pytest.mark.parametrize("loss", ["ppo_clip", "gspo"])
 def test_neither_parts_nor_rows_change_what_an_episode_weighs(
-    models: dict[str, Path], policy_of: Maker, monkeypatch: pytest.MonkeyPatch, loss: str
+    models: dict[str, Path], policy_of: Maker, loss: str
 ) -> None:
     """An episode split into rows keeps its statistics and its weight, however the batch is cut."""
     groups = make_groups()
@@ -481,8 +479,8 @@ def test_neither_parts_nor_rows_change_what_an_episode_weighs(
     settings = algorithm(loss=loss, aggregation="seq_mean_token_mean", kl_coefficient=0.1, kl_estimator="k3")
     results: list[tuple[float, float]] = []
     for limit in (16_384, 20):
-        monkeypatch.setattr("kestrl_learner.model.TOKENS_AT_ONCE", limit)
-        result = Trainer(policy_of(models["qwen3"], disturb=0.3), settings, 1.0).step(joined, 0)
+        policy = policy_of(models["qwen3"], disturb=0.3, tokens_per_pass=limit)
+        result = Trainer(policy, settings, 1.0).step(joined, 0)
         results.append((result.loss, result.grad_norm))
     assert results[0] == pytest.approx(results[1], rel=1e-4)
     apart = Trainer(policy_of(models["qwen3"], disturb=0.3), settings, 1.0).step(groups, 0)

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from kestrl.algorithms import ScoredEpisode
-from kestrl.plan.settings import CorrectionSettings
+from kestrl.plan.algorithm import CorrectionSettings
 from kestrl_learner import head as head_module
 from kestrl_learner.batch import TrainGroup, TrainRow
 from kestrl_learner.diagnostics import ratio_diagnostics, staleness_facts

@@ -4,10 +4,22 @@ from __future__ import annotations
 
 import json
 import random
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
-from safetensors.torch import save
+from safetensors.torch import load, save
 
-from kestrl.storage import AdapterManifest, ObjectStore, Probe, adapter_folder, publish_adapter, read_manifest
+from kestrl.errors import UserInputError
+from kestrl.storage import (
+    AdapterManifest,
+    ObjectStore,
+    Probe,
+    adapter_folder,
+    fetch_adapter,
+    open_store,
+    publish_adapter,
+    read_manifest,
+)
 from kestrl.storage.adapters import WEIGHTS, digest
 from kestrl_learner.model import PolicyModel
 
@@ -78,3 +90,27 @@ def publish(
     if parent is None and step > 0:
         manifest = read_manifest(store, adapter_folder(manifest.policy))
     return manifest, uri
+
+
+def load_from(model: PolicyModel, address: str) -> None:
+    """Replaces the model's adapter by a published one, verified by its digests.
+
+    Raises:
+        UserInputError: There is none, or it has another shape.
+        StorageError: It is corrupt.
+    """
+    with TemporaryDirectory() as folder:
+        manifest = fetch_adapter(open_store(address, create=False), Path(folder) / "adapter")
+        weights = load((Path(folder) / "adapter" / WEIGHTS).read_bytes())
+    given = (manifest.rank, manifest.alpha, {name: weight.shape for name, weight in weights.items()})
+    own = (
+        model.config.r,
+        float(model.config.lora_alpha),
+        {name: weight.shape for name, weight in model.adapter_state().items()},
+    )
+    if given != own:
+        raise UserInputError(
+            f"spec.model.adapter.from: {address} has rank {manifest.rank}, alpha {manifest.alpha:g} and targets "
+            f"{', '.join(manifest.targets)}; give the job the same, and its base model"
+        )
+    model.load_adapter_state(weights)

@@ -20,13 +20,14 @@ from peft import LoraConfig, get_peft_model
 from peft.utils import get_peft_model_state_dict, set_peft_model_state_dict
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from kestrl.errors import UserInputError
 from kestrl_learner.batch import TrainGroup, TrainRow, cut
 from kestrl_learner.head import token_logprobs
 
-TOKENS_AT_ONCE = 16_384
-"""Largest number of tokens of a forward pass, prompt included; larger groups are split."""
+TOKENS_PER_PASS = 16_384
+"""Largest number of tokens of a forward pass, prompt and padding included; larger groups are split."""
 CHECK_TOLERANCE = 1e-3
 
 
@@ -41,6 +42,9 @@ class PolicyModel:
         targets: Modules that get an adapter, or `all-linear`.
         seed: Seed of the adapter's initialisation (A random, B zero: version 0 equals the base).
         device: torch device.
+        gradient_checkpointing: Keeps the inputs of layers only and computes them again in the backward pass. Rows are
+            then computed with their prompts: a shared prompt's cache cannot be computed again.
+        tokens_per_pass: Largest number of tokens of a forward pass, padding included.
 
     Raises:
         UserInputError: The base cannot be loaded, or its logits are not a linear function of the hidden states.
@@ -56,6 +60,8 @@ class PolicyModel:
         targets: str | Sequence[str],
         seed: int,
         device: str = "cpu",
+        gradient_checkpointing: bool = False,
+        tokens_per_pass: int = TOKENS_PER_PASS,
     ) -> None:
         self.device = torch.device(device)
         try:
@@ -81,7 +87,18 @@ class PolicyModel:
         self._head: nn.Module = base.get_output_embeddings()
         self.vocabulary = int(config.get_text_config().vocab_size)
         self.peft.eval()  # engines do not apply dropout
+        self.tokens_per_pass, self._shares_prompts = tokens_per_pass, not gradient_checkpointing
+        if gradient_checkpointing:
+            self._checkpoint_layers()
         self._check_head()
+
+    def _checkpoint_layers(self) -> None:
+        self.peft.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        layers = [module for module in self.peft.modules() if isinstance(module, GradientCheckpointingLayer)]
+        if not layers:
+            raise UserInputError("spec.learner.gradientCheckpointing: this family of models does not support it")
+        for layer in layers:
+            layer.training = True  # the layer's own flag: its parts stay in evaluation, without dropout
 
     def _check_head(self) -> None:
         """Checks that the head alone maps hidden states to logits (some families scale or cap them)."""
@@ -141,12 +158,13 @@ class PolicyModel:
     def parts(self, group: TrainGroup) -> list[tuple[Sequence[TrainRow], Sequence[int]]]:
         """The rows of each forward pass over a group, and the number of sampled tokens of each row."""
         episodes = [list(rows) for _, rows in groupby(group.rows, key=lambda row: row.sequence)]
-        longest = {id(rows): max(len(row.token_ids) for row in rows) for rows in episodes}
+        own_prompt = 0 if self._shares_prompts else len(group.prompt)
+        longest = {id(rows): own_prompt + max(len(row.token_ids) for row in rows) for rows in episodes}
         episodes.sort(key=lambda rows: longest[id(rows)])
         slices = cut(
             [longest[id(rows)] for rows in episodes],
-            prompt=len(group.prompt),
-            limit=TOKENS_AT_ONCE,
+            prompt=len(group.prompt) if self._shares_prompts else 0,
+            limit=self.tokens_per_pass,
             rows=[len(rows) for rows in episodes],
         )
         parts = [[row for episode in episodes[part] for row in episode] for part in slices]
@@ -160,21 +178,25 @@ class PolicyModel:
     def _part(
         self, prompt: array[int], rows: Sequence[TrainRow], temperature: float, entropies: list[Tensor] | None
     ) -> Tensor:
-        ids, padding, wanted = self._padded(rows)
-        hidden = self._with_shared_prompt(prompt, ids, padding) if prompt else self._plain(ids, padding)
+        shared = prompt if self._shares_prompts else array("i")
+        ids, padding, wanted = self._padded(rows, prompt[len(shared) :])
+        hidden = self._with_shared_prompt(shared, ids, padding) if shared else self._plain(ids, padding)
         return token_logprobs(self._head, hidden[wanted], ids[wanted], temperature, entropies)
 
-    def _padded(self, rows: Sequence[TrainRow]) -> tuple[Tensor, Tensor, Tensor]:
-        """Token ids, mask of tokens that are not padding, mask of sampled tokens; each of shape (rows, longest)."""
-        longest = max(len(row.token_ids) for row in rows)
+    def _padded(self, rows: Sequence[TrainRow], prompt: array[int]) -> tuple[Tensor, Tensor, Tensor]:
+        """Token ids, mask of tokens that are not padding, mask of sampled tokens; each of shape (rows, longest). Every
+        row begins with the prompt.
+        """
+        before = len(prompt)
+        longest = before + max(len(row.token_ids) for row in rows)
         ids = torch.zeros((len(rows), longest), dtype=torch.long)
         padding = torch.zeros((len(rows), longest), dtype=torch.long)
         wanted = torch.zeros((len(rows), longest), dtype=torch.bool)
         for index, row in enumerate(rows):
-            size = len(row.token_ids)
-            ids[index, :size] = torch.frombuffer(row.token_ids, dtype=torch.int32) if size else torch.empty(0)
-            padding[index, :size] = 1
-            wanted[index, :size] = torch.tensor(list(row.mask), dtype=torch.bool)
+            end = before + len(row.token_ids)
+            ids[index, :end] = torch.tensor([*prompt, *row.token_ids])
+            padding[index, :end] = 1
+            wanted[index, before:end] = torch.tensor(list(row.mask), dtype=torch.bool)
         return ids.to(self.device), padding.to(self.device), wanted.to(self.device)
 
     def _with_shared_prompt(self, prompt: array[int], ids: Tensor, padding: Tensor) -> Tensor:

@@ -17,7 +17,19 @@ from kestrl_learner.run_record import RunRecord
 from kestrl_learner.stale import Stale
 from kestrl_learner.trainer import StepResult
 
-IDENTITY = ("model", "dtype", "rank", "alpha", "targets", "seed", "temperature", "algorithm", "max_tokens", "max_turns")
+IDENTITY = (
+    "model",
+    "dtype",
+    "rank",
+    "alpha",
+    "targets",
+    "adapter_from",
+    "seed",
+    "temperature",
+    "algorithm",
+    "max_tokens",
+    "max_turns",
+)
 """Settings that identify a run. The schedule is not among them: a longer one continues a run."""
 
 

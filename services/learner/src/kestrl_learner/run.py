@@ -24,7 +24,7 @@ from kestrl.states import RunPhase
 from kestrl.storage import AdapterManifest, fetch_adapter, open_store
 from kestrl.telemetry import span
 from kestrl.telemetry.names import Attr, SpanName
-from kestrl_learner import resume
+from kestrl_learner import adapters, resume
 from kestrl_learner.concurrency import Interrupted, abandonable, guarded, unless
 from kestrl_learner.model import PolicyModel
 from kestrl_learner.progress import Progress
@@ -191,7 +191,7 @@ class Run:
 
     def _load(self) -> PolicyModel:
         settings = self.settings
-        return PolicyModel(
+        model = PolicyModel(
             settings.model,
             dtype=settings.dtype,
             rank=settings.rank,
@@ -199,7 +199,12 @@ class Run:
             targets=settings.targets,
             seed=settings.seed,
             device=settings.device,
+            gradient_checkpointing=settings.gradient_checkpointing,
+            tokens_per_pass=settings.tokens_per_pass,
         )
+        if settings.adapter_from is not None:
+            adapters.load_from(model, settings.adapter_from)
+        return model
 
     async def _evaluate(self, resources: RunResources, model: PolicyModel, address: str | None) -> None:
         """Evaluates an adapter, or without one the base model, published as version 0."""

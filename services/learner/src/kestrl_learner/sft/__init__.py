@@ -1,0 +1,1 @@
+"""Supervised fine-tuning: conversations as training rows, and the loop over them."""

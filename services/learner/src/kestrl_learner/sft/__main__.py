@@ -1,0 +1,52 @@
+"""`python -m kestrl_learner.sft --settings FILE`: the program behind `kestrl sft`."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import signal
+import sys
+from pathlib import Path
+
+import torch
+
+from kestrl.errors import KestrlError, UserInputError
+from kestrl.plan.settings import read_settings
+from kestrl.plan.sft import SFTSettings
+from kestrl.service import EXIT_FAILED, EXIT_INPUT
+from kestrl_learner.sft.training import SFTRun
+
+EXIT_STOPPED = 128 + signal.SIGINT
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--settings", type=Path, required=True)
+    arguments = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    asked: list[int] = []
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda which, _: asked.append(which))
+    try:
+        settings = read_settings(SFTSettings, arguments.settings)
+        if settings.threads:
+            torch.set_num_threads(settings.threads)
+        address = SFTRun(settings, stopping=lambda: bool(asked)).run()
+    except UserInputError as error:
+        return _end(f"error: {error}", EXIT_INPUT)
+    except KestrlError as error:
+        return _end(f"error: {error.failure()}", EXIT_FAILED)
+    if address is None:
+        return _end("stopped after a checkpoint; the same command goes on from it", EXIT_STOPPED)
+    print(address)  # noqa: T201 - the result of the program
+    return 0
+
+
+def _end(message: str, code: int) -> int:
+    print(message, file=sys.stderr)  # noqa: T201 - for the person who started it
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,181 @@
+"""The loop of supervised fine-tuning: step, evaluate, checkpoint; at the end the adapter is published as a version."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import time
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+
+from kestrl.errors import UserInputError
+from kestrl.plan.sft import SFTSettings
+from kestrl.storage import ObjectStore, open_store
+from kestrl_learner import adapters, checkpoint
+from kestrl_learner.batch import TrainGroup
+from kestrl_learner.model import PolicyModel
+from kestrl_learner.run_record import RunRecord
+from kestrl_learner.schedule import epoch_order
+from kestrl_learner.sft.data import Item, load_items
+from kestrl_learner.trainer import Trainer
+
+log = logging.getLogger(__name__)
+KEEP_CHECKPOINTS = 2
+EVALUATED_AT_ONCE = 64
+"""Conversations of one group in an evaluation."""
+
+
+def batches(count: int, *, seed: int, epochs: int, size: int, max_steps: int | None) -> list[list[int]]:
+    """The conversations of each step: every epoch in an order of its own, cut into batches; the last may be smaller."""
+    order = [index for epoch in range(epochs) for index in epoch_order(seed, epoch, count)]
+    return [order[start : start + size] for start in range(0, len(order), size)][:max_steps]
+
+
+def as_group(items: Sequence[Item]) -> TrainGroup:
+    """Conversations as one group, whose rows the model sorts by length and cuts by tokens."""
+    rows = [replace(row, sequence=number) for number, item in enumerate(items) for row in item]
+    return TrainGroup(id="sft", prompt=array("i"), rows=rows)
+
+
+def identity_digest(settings: SFTSettings, items: Sequence[Item]) -> str:
+    """Digest of what must not change when a run is resumed: model, optimiser and data, not the schedule's length."""
+    kept = {"model", "dtype", "rank", "alpha", "targets", "start", "seed", "max_tokens", "algorithm"}
+    hashed = hashlib.sha256(settings.model_dump_json(include=kept, exclude_defaults=True).encode())
+    for item in items:
+        for row in item:
+            hashed.update(row.token_ids.tobytes() + row.mask)
+    return hashed.hexdigest()
+
+
+class SFTRun:
+    """One run.
+
+    Args:
+        settings: Of the run.
+        stopping: Whether to stop after the current step, with a checkpoint.
+    """
+
+    def __init__(self, settings: SFTSettings, stopping: Callable[[], bool] = lambda: False) -> None:
+        self._settings, self._stopping = settings, stopping
+        self._store: ObjectStore = open_store(settings.storage)
+        self._train = load_items(settings, settings.train, "spec.data.train")
+        self._validation = (
+            [] if settings.validation is None else load_items(settings, settings.validation, "spec.data.validation")
+        )
+        self._batches = batches(
+            len(self._train),
+            seed=settings.seed,
+            epochs=settings.epochs,
+            size=settings.algorithm.groups_per_step,
+            max_steps=settings.max_steps,
+        )
+        self._record = RunRecord(digest=identity_digest(settings, self._train))
+        self._model = PolicyModel(
+            settings.model,
+            dtype=settings.dtype,
+            rank=settings.rank,
+            alpha=settings.alpha,
+            targets=settings.targets,
+            seed=settings.seed,
+            device=settings.device,
+            gradient_checkpointing=settings.gradient_checkpointing,
+            tokens_per_pass=settings.tokens_per_pass,
+        )
+        if settings.start is not None:
+            adapters.load_from(self._model, settings.start)
+        self._trainer = Trainer(self._model, settings.algorithm, 1.0, steps=len(self._batches))
+
+    def run(self) -> str | None:
+        """Trains from the newest checkpoint to the end; returns the address of the adapter, None if it was stopped.
+
+        Raises:
+            UserInputError: The storage holds another run.
+            KestrlError: The run failed; earlier checkpoints are kept.
+        """
+        done = self._resume()
+        if not done:
+            self._evaluate(0)
+        while done < len(self._batches):
+            if self._stopping():
+                self._save(done)
+                return None
+            self._step(done)
+            done += 1
+            last = done == len(self._batches)
+            if last or (self._settings.eval_every and done % self._settings.eval_every == 0):
+                self._evaluate(done)
+            if last or done % self._settings.checkpoint_every == 0:
+                self._save(done)
+        return self._publish(done)
+
+    def _resume(self) -> int:
+        known = checkpoint.newest(self._store)
+        if known is None:
+            return 0
+        if known.record.digest != self._record.digest:
+            raise UserInputError(
+                f"{self._settings.storage} holds a run with another model, data or optimiser; give another metadata.name or "
+                "storage.uri"
+            )
+        self._trainer.restore(known.state)
+        self._record = known.record
+        log.info("resumed at step %d of %d", known.step, len(self._batches))
+        return known.step
+
+    def _step(self, done: int) -> None:
+        began = time.monotonic()
+        group = as_group([self._train[index] for index in self._batches[done]])
+        result = self._trainer.step([group], done)
+        seconds = time.monotonic() - began
+        tokens = sum(len(row.token_ids) for row in group.rows)
+        facts = {
+            "step": done + 1,
+            "loss": result.loss,
+            "grad_norm": result.grad_norm,
+            "learning_rate": result.diagnostics["learning_rate"],
+            "entropy": result.diagnostics["entropy"],
+            "conversations": len(self._batches[done]),
+            "tokens": tokens,
+            "learned_tokens": result.sampled,
+            "seconds": seconds,
+            "tokens_per_second": tokens / seconds,
+        }
+        self._store.put(f"metrics/{done + 1:06d}.json", json.dumps(facts).encode())
+        log.info("step %d of %d: loss %.4f, %.0f tokens/s", done + 1, len(self._batches), result.loss, tokens / seconds)
+
+    def _evaluate(self, done: int) -> None:
+        """Measures the mean loss of the validation data's learned tokens."""
+        if not self._validation:
+            return
+        total, count = 0.0, 0
+        for start in range(0, len(self._validation), EVALUATED_AT_ONCE):
+            group = as_group(self._validation[start : start + EVALUATED_AT_ONCE])
+            with torch.no_grad():
+                for _, logprobs in self._model.logprobs(group, 1.0):
+                    total -= float(logprobs.sum())
+                    count += len(logprobs)
+        self._record = self._record.with_evaluation(done, {"loss": total / count})
+        log.info("step %d: validation loss %.4f", done, total / count)
+
+    def _save(self, done: int) -> None:
+        state = checkpoint.Checkpoint(step=done, state=self._trainer.state(), record=self._record)
+        checkpoint.write(self._store, state, keep=KEEP_CHECKPOINTS)
+
+    def _publish(self, done: int) -> str:
+        settings = self._settings
+        manifest, address = adapters.publish(
+            self._store, self._model, job=settings.job, step=done, base=settings.model, parent=None
+        )
+        summary = {
+            "status": "succeeded",
+            "steps": done,
+            "conversations": len(self._train),
+            "evaluations": [{"step": step, **means} for step, means in self._record.evaluations.items()],
+            "policy": {"version": manifest.policy.name, "sha256": manifest.policy.sha256, "uri": address},
+        }
+        self._store.put("summary.json", json.dumps(summary, indent=2).encode())
+        return address

@@ -1,0 +1,84 @@
+"""The command `kestrl sft`: supervised fine-tuning of an adapter on this machine."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kestrl.cli.options import DEFAULT_RUNS, Overrides, Runs
+from kestrl.data.locate import locate_data, locate_model
+from kestrl.errors import UserInputError
+from kestrl.local.rundir import write_atomic
+from kestrl.plan.components import TORCH_DEFAULTS
+from kestrl.plan.sft import SFTSettings, sft_settings
+from kestrl.spec.sft import Conversations, SFTJob, read_sft_job
+
+SFTManifest = Annotated[Path, typer.Argument(help="The SFTJob manifest.", show_default=False)]
+
+
+def located(job: SFTJob, *, base: Path, folder: Path) -> SFTSettings:
+    """The settings of a job with its files found.
+
+    Args:
+        job: The manifest.
+        base: The manifest's folder.
+        folder: Of the run.
+
+    Raises:
+        UserInputError: A file does not exist; the message names its field.
+    """
+    spec = job.spec
+    template = None if spec.template is None else base / spec.template
+    if template is not None and not template.is_file():
+        raise UserInputError(f"spec.template: {template} does not exist")
+
+    def file_of(data: Conversations | None, field: str) -> str | None:
+        if data is None or data.uri is None:
+            return None
+        return str(
+            locate_data(
+                data.uri, size=data.size, base=base, seed=spec.data.seed, cache_dir=folder / ".data", field=field
+            )
+        )
+
+    return sft_settings(
+        job,
+        model=locate_model(spec.model.base, base=base),
+        train=file_of(spec.data.train, "spec.data.train.uri"),
+        validation=file_of(spec.data.validation, "spec.data.validation.uri"),
+        template=None if template is None else str(template.resolve()),
+        storage=f"{spec.storage.uri.rstrip('/')}/{job.metadata.name}"
+        if spec.storage.uri
+        else (folder / "store").resolve().as_uri(),
+    )
+
+
+def sft(manifest: SFTManifest, set_: Overrides = None, runs: Runs = DEFAULT_RUNS) -> None:
+    """Fine-tune an adapter on conversations. Resumes a run that was stopped; prints the adapter's address at the end."""
+    job = read_sft_job(manifest, tuple(set_ or ()))
+    folder = runs / f"{job.metadata.name}-sft"
+    settings = located(job, base=manifest.resolve().parent, folder=folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_atomic(folder / "settings.json", settings.model_dump_json(indent=2))
+    except OSError as error:
+        raise UserInputError(
+            f"{folder}: cannot be made: {error.strerror}; choose another folder with --runs"
+        ) from error
+    # Training needs torch, which only the learner depends on; it runs as a separate program.
+    command = [sys.executable, "-m", "kestrl_learner.sft", "--settings", str(folder / "settings.json")]
+    process = subprocess.Popen(command, env={**TORCH_DEFAULTS, **os.environ})  # noqa: S603 - our own module
+    while True:
+        try:
+            raise typer.Exit(process.wait())
+        except KeyboardInterrupt:  # the program has it, too, and ends after its step
+            continue
+
+
+def register(app: typer.Typer) -> None:
+    app.command()(sft)

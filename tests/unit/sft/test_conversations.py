@@ -1,0 +1,114 @@
+"""Rows of conversations: their forms, ReTool's text as turns, and what is refused by field."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kestrl.data.conversations import CODE_INTERPRETER, RefusedConversation, conversation, read_conversations
+from kestrl.errors import UserInputError
+
+SCHEMA = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+USER = {"role": "user", "content": "2+2?"}
+
+
+def call(arguments: Any) -> dict[str, Any]:
+    return {"id": "c1", "type": "function", "function": {"name": "add", "arguments": arguments}}
+
+
+@pytest.mark.parametrize("arguments", [{"a": 2, "b": 2}, '{"a": 2, "b": 2}'], ids=["object", "text"])
+def test_a_call_has_its_arguments_as_an_object(arguments: Any) -> None:
+    row = {
+        "messages": [
+            USER,
+            {"role": "assistant", "content": None, "tool_calls": [call(arguments)]},
+            {"role": "tool", "content": "4", "tool_call_id": "c1"},
+            {"role": "assistant", "content": "4", "tool_calls": None},
+        ],
+        "tools": [SCHEMA],
+    }
+    found = conversation(row)
+    assert found.tools == [SCHEMA]
+    assert found.messages[1]["tool_calls"][0]["function"]["arguments"] == {"a": 2, "b": 2}
+    assert found.messages[1]["content"] == ""
+    assert "tool_calls" not in found.messages[3]
+
+
+def test_columns_may_hold_json_as_text() -> None:
+    row = {"messages": json.dumps([USER, {"role": "assistant", "content": "4"}]), "tools": json.dumps([SCHEMA])}
+    assert conversation(row).tools == [SCHEMA]
+    assert conversation(row).messages[1] == {"role": "assistant", "content": "4"}
+
+
+RETOOL = (
+    "I will compute it.\n<code>\n```python\nx = 2 + 2\nprint(x)\n```\n</code>\n<interpreter>\n4\n</interpreter>\n"
+    "Check.\n<code>print(5)</code><interpreter>5</interpreter>So\n<answer>\\boxed{4}</answer>"
+)
+
+
+def test_retools_text_becomes_calls_results_and_an_answer() -> None:
+    row = {
+        "messages": [
+            {"role": "user", "content": "Rules ... *user question:* 2+2?"},
+            {"role": "assistant", "content": RETOOL},
+        ]
+    }
+    found = conversation(row)
+
+    def calls(code: str) -> list[dict[str, Any]]:
+        return [{"type": "function", "function": {"name": "code_interpreter", "arguments": {"code": code}}}]
+
+    assert found.tools == [CODE_INTERPRETER]
+    assert found.messages == [
+        {"role": "user", "content": "2+2?"},
+        {"role": "assistant", "content": "I will compute it.", "tool_calls": calls("x = 2 + 2\nprint(x)")},
+        {"role": "tool", "content": "4"},
+        {"role": "assistant", "content": "Check.", "tool_calls": calls("print(5)")},
+        {"role": "tool", "content": "5"},
+        {"role": "assistant", "content": "So\n\\boxed{4}"},
+    ]
+
+
+def test_code_in_a_conversation_with_tools_is_text() -> None:
+    row = {"messages": [USER, {"role": "assistant", "content": "<code>x</code>"}], "tools": [SCHEMA]}
+    assert conversation(row).messages[1]["content"] == "<code>x</code>"
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ([], "a row must be an object"),
+        ({"prompt": "x"}, "messages: must be a list"),
+        ({"messages": "["}, "messages: is text that is not JSON"),
+        ({"messages": [USER]}, "hold an assistant message"),
+        ({"messages": [{"role": "assistant", "content": "x"}]}, "must begin with a prompt"),
+        (
+            {"messages": [USER, {"role": "robot", "content": "x"}]},
+            r"messages\[1\]\.role: is 'robot'; use one of system",
+        ),
+        ({"messages": [USER, {"role": "assistant", "content": 5}]}, r"messages\[1\]\.content: must be text"),
+        (
+            {"messages": [USER, {"role": "assistant", "tool_calls": [call("{")]}]},
+            r"messages\[1\]\.tool_calls\[0\]\.function\.arguments: is text that is not JSON",
+        ),
+        ({"messages": [USER, {"role": "assistant", "tool_calls": [{"id": "x"}]}]}, r"tool_calls\[0\]\.function\.name"),
+    ],
+)
+def test_what_is_no_conversation_is_refused_by_its_field(row: Any, message: str) -> None:
+    with pytest.raises(RefusedConversation, match=message):
+        conversation(row)
+
+
+def test_every_bad_line_of_a_file_is_reported(tmp_path: Path) -> None:
+    good = {"messages": [USER, {"role": "assistant", "content": "4"}]}
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(json.dumps(row) for row in (good, {"messages": []}, good, {"messages": [USER]})))
+    with pytest.raises(UserInputError) as caught:
+        read_conversations(path)
+    lines = str(caught.value).splitlines()
+    assert [line.split(": ")[0] for line in lines] == [f"{path}:2", f"{path}:4"]
+    path.write_text("\n".join(json.dumps(good) for _ in range(3)))
+    assert len(read_conversations(path, size=2)) == 2

@@ -1,0 +1,249 @@
+"""`kestrl sft` on the demo model: the learned tokens, a run that learns and resumes exactly, an adapter that RL starts from."""
+# pyright: reportUnknownMemberType=false
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer
+from typer.testing import CliRunner
+
+from kestrl.cli.main import app
+from kestrl.data.conversations import Conversation
+from kestrl.errors import UserInputError
+from kestrl.plan.settings import read_settings
+from kestrl.plan.sft import SFTSettings
+from kestrl.storage import fetch_adapter, open_store
+from kestrl_email.demonstrations import GOOD, demonstrations
+from kestrl_email.model_path import tiny
+from kestrl_email.transcripts import SCHEMAS
+from kestrl_email.transcripts import encode as encode_by_hand
+from kestrl_learner import adapters
+from kestrl_learner.model import PolicyModel
+from kestrl_learner.sft.data import load_items, make_encoder
+from kestrl_learner.sft.encoding import ConversationEncoder
+from kestrl_learner.sft.training import SFTRun, as_group, batches
+
+TOOLS = [{"type": "function", "function": {"name": each.name, "parameters": dict(each.parameters)}} for each in SCHEMAS]
+
+
+def examples(folder: Path, count: int) -> list[list[dict[str, Any]]]:
+    return [[dict(message) for message in made] for made in demonstrations(folder, count, GOOD, 3)]
+
+
+def as_row(messages: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The demonstrations' calls in the API's form."""
+    said = []
+    for message in messages:
+        calls = [
+            {"type": "function", "function": {"name": call["name"], "arguments": call["arguments"]}}
+            for call in message.get("tool_calls") or []
+        ]
+        said.append({**message, "content": message.get("content") or "", **({"tool_calls": calls} if calls else {})})
+    return {"messages": said, "tools": TOOLS}
+
+
+def manifest(folder: Path, *, name: str = "warm-up", **training: Any) -> Path:
+    rows = [as_row(messages) for messages in examples(folder, 24)]
+    (folder / "train.jsonl").write_text("\n".join(json.dumps(row) for row in rows[:16]))
+    (folder / "held-out.jsonl").write_text("\n".join(json.dumps(row) for row in rows[16:]))
+    document = {
+        "apiVersion": "kestrl.dev/v1alpha1",
+        "kind": "SFTJob",
+        "metadata": {"name": name},
+        "spec": {
+            "model": {"base": "demo://tiny", "adapter": {"rank": 4, "alpha": 8}},
+            "data": {"train": {"uri": "train.jsonl"}, "validation": {"uri": "held-out.jsonl"}},
+            "training": {"batchSize": 4, "epochs": 2, "learningRate": 5e-3, "checkpointEvery": 3} | training,
+            "learner": {"threads": 1},
+        },
+    }
+    (folder / "sft.yaml").write_text(json.dumps(document))  # JSON is YAML
+    return folder / "sft.yaml"
+
+
+def settings_of(tmp_path: Path, **training: Any) -> SFTSettings:
+    """The settings that the command writes, without running the program."""
+    from kestrl.cli.sft import located
+    from kestrl.spec.sft import read_sft_job
+
+    return located(read_sft_job(manifest(tmp_path, **training)), base=tmp_path, folder=tmp_path / "run")
+
+
+def test_the_learned_tokens_are_those_the_model_writes(tmp_path: Path) -> None:
+    """Against the recipe of the demo model, which names each piece by hand."""
+    tokenizer = Tokenizer.from_file(str(tiny() / "tokenizer.json"))
+    encoder = make_encoder(str(tiny()), None)
+    for messages in examples(tmp_path, 6):
+        row = as_row(messages)
+        (found,) = encoder.encode(Conversation(messages=row["messages"], tools=TOOLS))
+        by_hand = encode_by_hand(tokenizer, messages)
+        learned = [token for token, on in zip(found.ids, found.mask, strict=True) if on]
+        assert learned == [token for token, on in zip(by_hand.ids, by_hand.learned, strict=True) if on]
+        assert found.ids == list(by_hand.ids)[: len(found.ids)]
+
+
+DROPPING = (
+    "{%- for m in messages -%}<|im_start|>{{ m.role }}\n"
+    "{%- if m.role == 'assistant' and not loop.last -%}{{ m.content.split('</think>')[-1] }}"
+    "{%- else -%}{{ m.content }}{%- endif -%}<|im_end|>\n{%- endfor -%}"
+    "{%- if add_generation_prompt -%}<|im_start|>assistant\n{%- endif -%}"
+)
+
+
+def test_a_template_that_drops_reasoning_begins_a_new_row() -> None:
+    """As templates do that render earlier reasoning only once: no token is learned twice, and each behind its prompt."""
+    from transformers import AutoTokenizer
+
+    tokenizer: Any = AutoTokenizer.from_pretrained(str(tiny()))
+    said = [
+        {"role": "user", "content": "one"},
+        {"role": "assistant", "content": "<think>a</think>first"},
+        {"role": "user", "content": "two"},
+        {"role": "assistant", "content": "<think>b</think>second"},
+    ]
+    rows = ConversationEncoder(tokenizer, ["<|im_end|>"], DROPPING).encode(Conversation(messages=said, tools=[]))
+    learned = [tokenizer.decode([token for token, on in zip(row.ids, row.mask, strict=True) if on]) for row in rows]
+    assert learned == ["<think>a</think>first<|im_end|>", "<think>b</think>second<|im_end|>"]
+    assert "<think>a" not in rows[1].text
+
+
+def test_a_template_without_room_for_an_answer_is_refused() -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer: Any = AutoTokenizer.from_pretrained(str(tiny()))
+    template = "{{ messages | length }}{% if add_generation_prompt %}>{% endif %}"
+    said = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
+    with pytest.raises(UserInputError, match=r"messages\[1\]: the chat template does not render an assistant message"):
+        ConversationEncoder(tokenizer, [], template).encode(Conversation(messages=said, tools=[]))
+
+
+@pytest.mark.parametrize(("size", "last"), [(4, 4), (3, 1)])
+def test_batches_hold_every_conversation_once_an_epoch(size: int, last: int) -> None:
+    found = batches(5, seed=1, epochs=2, size=size, max_steps=None)
+    order = [index for batch in found for index in batch]
+    assert sorted(order[:5]) == sorted(order[5:]) == list(range(5))
+    assert len(found[-1]) == (2 if size == 4 else last)
+    assert batches(5, seed=1, epochs=2, size=size, max_steps=1) == found[:1]
+
+
+def test_the_command_learns_and_rl_can_start_from_its_adapter(tmp_path: Path) -> None:
+    path = manifest(tmp_path)
+    done = CliRunner().invoke(app, ["sft", str(path), "--runs", str(tmp_path / "runs")], catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    store = open_store((tmp_path / "runs" / "warm-up-sft" / "store").as_uri())
+    summary = json.loads(store.get("summary.json"))
+    before, after = (each["loss"] for each in summary["evaluations"])
+    assert (summary["status"], summary["steps"]) == ("succeeded", 8)
+    assert after < before - 0.01, (before, after)
+    first = json.loads(store.get("metrics/000001.json"))
+    assert first["learned_tokens"] < first["tokens"]
+    fetched = fetch_adapter(open_store(summary["policy"]["uri"]), tmp_path / "adapter")
+    model = PolicyModel(str(tiny()), dtype="float32", rank=4, alpha=8.0, targets="all-linear", seed=1)
+    adapters.load_from(model, summary["policy"]["uri"])
+    ids = fetched.probe.token_ids
+    assert model.score(ids, adapter=True) == pytest.approx(fetched.probe.logprobs, abs=1e-5)
+    other = PolicyModel(str(tiny()), dtype="float32", rank=8, alpha=8.0, targets="all-linear", seed=1)
+    with pytest.raises(UserInputError, match=r"spec\.model\.adapter\.from: .* has rank 4"):
+        adapters.load_from(other, summary["policy"]["uri"])
+
+
+def test_a_stopped_run_goes_on_to_the_same_weights(tmp_path: Path) -> None:
+    whole = settings_of(tmp_path, maxSteps=5)
+    address = SFTRun(whole.model_copy(update={"storage": (tmp_path / "whole").as_uri()})).run()
+    asked = iter([False, False, True])
+    broken = whole.model_copy(update={"storage": (tmp_path / "broken").as_uri()})
+    assert SFTRun(broken, stopping=lambda: next(asked)).run() is None
+    again = SFTRun(broken).run()
+    assert address is not None
+    assert again is not None
+    assert address.rpartition("/")[2] == again.rpartition("/")[2], "the folder's name has the digest of the weights"
+    changed = broken.model_copy(update={"seed": 5})
+    with pytest.raises(UserInputError, match="another model, data or optimiser"):
+        SFTRun(changed).run()
+
+
+def test_the_loss_is_the_cross_entropy_of_transformers(tmp_path: Path) -> None:
+    """The model's own loss on the same labels, conversation by conversation, weighted by their learned tokens."""
+    import torch
+
+    settings = settings_of(tmp_path)
+    items = load_items(settings, settings.train, "spec.data.train")[:4]
+    model = PolicyModel(settings.model, dtype="float32", rank=4, alpha=8.0, targets="all-linear", seed=42)
+    total, count = 0.0, 0
+    for (row,) in items:
+        ids = torch.tensor([list(row.token_ids)])
+        labels = torch.where(torch.tensor([list(row.mask)]) > 0, ids, -100)
+        with torch.no_grad():
+            loss = float(model.peft(input_ids=ids, labels=labels).loss)
+        total += loss * sum(row.mask)
+        count += sum(row.mask)
+    run = SFTRun(settings.model_copy(update={"max_steps": 1}))
+    result = run._trainer.step([as_group(items)], 0)  # pyright: ignore[reportPrivateUsage]
+    assert result.loss == pytest.approx(total / count, rel=1e-5)
+
+
+def test_nothing_within_the_limit_is_refused(tmp_path: Path) -> None:
+    settings = settings_of(tmp_path, maxTokens=10)
+    with pytest.raises(UserInputError, match=r"spec\.data\.train: none of 16 conversations.*maxTokens \(is 10\)"):
+        SFTRun(settings)
+
+
+def test_stored_episodes_of_a_reward_are_learned_as_they_are(tmp_path: Path) -> None:
+    from array import array
+
+    from kestrl.api.common.v1 import common_pb2
+    from kestrl.episode import Group, Row, Scenario
+    from kestrl.rpc.codec import group_to_proto
+    from kestrl.testing.attempts import make_attempt
+
+    def episode(reward: float) -> Any:
+        from dataclasses import replace
+
+        chance = random.Random(str(reward))
+        ids = array("i", [chance.randrange(5, 60) for _ in range(6)])
+        row = Row(token_ids=ids, mask=bytes([0, 0, 1, 1, 0, 1]), logprobs=array("f", [0.0] * 6), policies=["p"])
+        return replace(make_attempt("x").episode, rows=[row], reward=reward)
+
+    group = Group(
+        id="g",
+        scenario=Scenario(id="s", ordinal=0, messages=[{"role": "user", "content": "?"}]),
+        episodes=[episode(reward) for reward in (0.0, 0.9, 1.0)],
+    )
+    store = open_store((tmp_path / "rl").as_uri())
+    store.put("episodes/train/000000.pb", common_pb2.GroupBatch(groups=[group_to_proto(group)]).SerializeToString())
+    settings = settings_of(tmp_path)
+    data = settings.train.model_copy(update={"path": None, "episodes": (tmp_path / "rl").as_uri(), "min_reward": 0.9})
+    items = load_items(settings, data, "spec.data.train")
+    assert [list(row.token_ids) for (row,) in items] == [list(each.rows[0].token_ids) for each in group.episodes[1:]]
+    assert all(row.mask == bytes([0, 0, 1, 1, 0, 1]) for (row,) in items)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("data.train={}", "spec.data.train: give either uri or episodes"),
+        ("data.train.minReward=1", "spec.data.train: minReward selects episodes"),
+        ("training.batchsize=3", r"spec.training.batchsize: unknown field; did you mean batchSize\?"),
+        ("data.train.uri=nothing.jsonl", "spec.data.train.uri: .*nothing.jsonl does not exist"),
+        ("model.adapter.from=relative/path", "spec.model.adapter.from"),
+        ("template=none.jinja", "spec.template: .*none.jinja does not exist"),
+    ],
+)
+def test_a_bad_manifest_is_refused_by_its_field(tmp_path: Path, override: str, message: str) -> None:
+    path = manifest(tmp_path)
+    done = CliRunner().invoke(app, ["sft", str(path), "--set", override, "--runs", str(tmp_path / "runs")])
+    assert isinstance(done.exception, UserInputError)
+    assert re.search(message, str(done.exception))
+
+
+def test_the_settings_survive_their_file(tmp_path: Path) -> None:
+    settings = settings_of(tmp_path)
+    (tmp_path / "settings.json").write_text(settings.model_dump_json())
+    assert read_settings(SFTSettings, tmp_path / "settings.json") == settings

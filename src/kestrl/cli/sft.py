@@ -59,7 +59,7 @@ def located(job: SFTJob, *, base: Path, folder: Path) -> SFTSettings:
 
 
 def sft(manifest: SFTManifest, set_: Overrides = None, runs: Runs = DEFAULT_RUNS) -> None:
-    """Fine-tune an adapter on conversations. Resumes a run that was stopped; prints the adapter's address at the end."""
+    """Fine-tune an adapter on conversations, and print its address at the end. Resumes a run that was stopped."""
     job = read_sft_job(manifest, tuple(set_ or ()))
     folder = runs / f"{job.metadata.name}-sft"
     settings = located(job, base=manifest.resolve().parent, folder=folder)

@@ -14,6 +14,7 @@ from typing import Any, cast
 from kestrl.data.rows import raw_rows
 from kestrl.data.values import without_nulls
 from kestrl.errors import UserInputError
+from kestrl.tools.shapes import is_mapping
 
 ROLES = ("system", "user", "assistant", "tool")
 MAX_PROBLEMS = 20
@@ -80,21 +81,22 @@ def conversation(row: object) -> Conversation:
     Raises:
         RefusedConversation: It is none.
     """
-    columns = cast("dict[str, Any]", without_nulls(row)) if isinstance(row, dict) else None
-    if columns is None:
+    if not is_mapping(row):
         raise RefusedConversation(f"a row must be an object, is {type(row).__name__}")
+    columns = cast("dict[str, Any]", without_nulls(row))
     messages = _decoded(columns.get("messages"), "messages")
     if not isinstance(messages, list) or not messages:
         raise RefusedConversation("messages: must be a list of messages; add it")
     tools = _decoded(columns.get("tools", []), "tools")
     if not isinstance(tools, list):
         raise RefusedConversation("tools: must be a list of JSON schemas")
+    schemas = cast("list[Mapping[str, Any]]", tools)
     read = [_message(message, f"messages[{index}]") for index, message in enumerate(cast("list[object]", messages))]
     if read[0]["role"] == "assistant" or not any(message["role"] == "assistant" for message in read):
         raise RefusedConversation("messages: must begin with a prompt and hold an assistant message to learn from")
-    if _is_retool(read, tools):
+    if _is_retool(read, schemas):
         return Conversation(messages=from_retool(read), tools=[CODE_INTERPRETER])
-    return Conversation(messages=read, tools=cast("list[Mapping[str, Any]]", tools))
+    return Conversation(messages=read, tools=schemas)
 
 
 def _decoded(value: object, field: str) -> object:
@@ -108,9 +110,9 @@ def _decoded(value: object, field: str) -> object:
 
 
 def _message(given: object, field: str) -> dict[str, Any]:
-    if not isinstance(given, dict):
+    if not is_mapping(given):
         raise RefusedConversation(f"{field}: must be an object, is {type(given).__name__}")
-    message = dict(cast("dict[str, Any]", given))
+    message: dict[str, Any] = dict(given)
     if message.get("role") not in ROLES:
         raise RefusedConversation(f"{field}.role: is {message.get('role')!r}; use one of {', '.join(ROLES)}")
     content = message.setdefault("content", "")
@@ -137,13 +139,13 @@ def _call(given: object, field: str) -> dict[str, Any]:
     return {**call, "type": "function", "function": {"name": inner["name"], "arguments": arguments}}
 
 
-def _is_retool(messages: Sequence[Mapping[str, Any]], tools: object) -> bool:
+def _is_retool(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> bool:
     said = [message["content"] for message in messages if message["role"] == "assistant"]
     return not tools and len(said) == 1 and _SECTION.search(said[0]) is not None
 
 
 def from_retool(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """ReTool's text as turns: `<code>` sections are calls of `code_interpreter`, `<interpreter>` sections their results.
+    """ReTool's text as turns: `<code>` is a call of `code_interpreter`, `<interpreter>` its result.
 
     Follows verl's recipe (recipe/retool): the question is what follows `*user question:*`, a fence around the code is
     dropped, and the tags around the answer are.

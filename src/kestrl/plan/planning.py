@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from kestrl.plan.algorithm import CorrectionSettings
+from kestrl.plan.algorithm import AlgorithmSettings, CorrectionSettings
 from kestrl.plan.components import Component, Device, Ready, Role
 from kestrl.plan.engines import engine_component, failure_file
 from kestrl.plan.judges import reward_entries, ruler_entry, ruler_of, uses_own_engines, with_judge_secrets
 from kestrl.plan.settings import (
     AgentSettings,
-    AlgorithmSettings,
     DataSettings,
     EngineEntry,
     GapBounds,

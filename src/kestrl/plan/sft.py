@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Literal
 
-from kestrl.plan.settings import AlgorithmSettings, Model
+from kestrl.plan.algorithm import AlgorithmSettings
+from kestrl.plan.settings import Model
 from kestrl.spec.sft import Conversations, SFTJob
 
 LOSS = "kestrl_learner.sft.loss:CrossEntropy"

@@ -28,7 +28,7 @@ class Adapter(Model):
     """Scaling: the adapter's output is multiplied by alpha / rank."""
     targets: Literal["all-linear"] | list[Annotated[str, Field(min_length=1)]] = "all-linear"
     """Modules with an adapter: `all-linear`, or names such as q_proj."""
-    from_: Annotated[str, Field(pattern=r"^[a-z0-9]+://.+", max_length=1024)] | None = Field(None, alias="from")
+    from_: Annotated[str, Field(pattern=r"^[a-z0-9]+://.+", max_length=1024)] | None = Field(default=None, alias="from")
     """Address of a published adapter to start from, such as that of `kestrl sft`: file:///runs/warm-up-sft/store/adapters/...
     It has the same rank, alpha and targets. Default: a new adapter, whose first version equals the base model."""
 

@@ -11,7 +11,7 @@ from kestrl.spec.algorithms import LearningRateScheduleName
 from kestrl.spec.job import Metadata, ModelSpec, Storage
 from kestrl.spec.load import ProblemsError, explain, read_document, with_overrides
 from kestrl.spec.model import LARGEST_CONTEXT, LARGEST_SEED, Model, NonNegative, NonNegativeInt, Positive, PositiveInt
-from kestrl.spec.rules import Problem
+from kestrl.spec.problems import Problem
 from kestrl.spec.scalars import Address
 
 

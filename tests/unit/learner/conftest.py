@@ -25,7 +25,8 @@ from kestrl.api.rollout.v1 import rollout_pb2 as rpb
 from kestrl.api.rollout.v1 import rollout_pb2_grpc as rstubs
 from kestrl.episode import Group
 from kestrl.errors import Failure
-from kestrl.plan.settings import AlgorithmSettings, DataSettings, EngineEntry, GapBounds, LearnerSettings
+from kestrl.plan.algorithm import AlgorithmSettings
+from kestrl.plan.settings import DataSettings, EngineEntry, GapBounds, LearnerSettings
 from kestrl.rpc.codec import group_from_proto
 from kestrl_learner import engines as engines_module
 from kestrl_learner import workers as workers_module

@@ -11,7 +11,7 @@ import pytest
 
 from kestrl.episode import UNSCORED, Episode, Group, PolicyVersion, Row, Scenario, StopReason, Turn
 from kestrl.errors import Boundary, Failure
-from kestrl.plan.settings import AlgorithmSettings
+from kestrl.plan.algorithm import AlgorithmSettings
 from kestrl_learner.acceptance import MAX_ATTEMPTS, GroupAction, GroupDecision, decide
 
 POLICY = PolicyVersion(job="job", step=3, sha256="ab" * 32)

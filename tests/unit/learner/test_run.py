@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,9 +13,12 @@ import pytest
 from kestrl.episode import UNSCORED, Group, StopReason
 from kestrl.errors import Boundary, EngineFailure, Failure, KestrlError
 from kestrl.spec.algorithms import PRESETS
+from kestrl.storage import open_store
+from kestrl.storage.adapters import digest
+from kestrl_learner import adapters
 from kestrl_learner.run import Run
 
-from .fakes import DECOUPLED
+from .fakes import DECOUPLED, make_policy
 
 
 async def train(settings: Any) -> Run:
@@ -40,6 +44,17 @@ async def test_a_synchronous_run_trains_every_scenario_of_every_epoch_once(stage
             )
         assert summary["before"]["exceptions"] == 0
         assert summary["policy"]["sha256"][:12] in summary["policy"]["uri"]
+
+
+async def test_a_run_starts_from_a_published_adapter(staged: Any, tmp_path: Path) -> None:
+    async with staged() as stage:
+        policy = make_policy(Path(stage.settings.model), rank=stage.settings.rank, disturb=0.3)
+        sft = open_store((tmp_path / "sft").as_uri())
+        manifest, address = adapters.publish(sft, policy, job="warm-up", step=4, base=stage.settings.model, parent=None)
+        await train(stage.but(adapter_from=address, max_steps=1, validation=None))
+        assert digest(stage.adapter_bytes(0)) == manifest.sha256
+        assert digest(stage.adapter_bytes(1)) != manifest.sha256
+        assert stage.summary["logprob_gap"]["worst"] <= 1e-4
 
 
 async def test_without_staleness_groups_sample_from_their_steps_first_version(staged: Any) -> None:

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load
 
 from kestrl.errors import StorageError
-from kestrl.plan.settings import AlgorithmSettings
+from kestrl.plan.algorithm import AlgorithmSettings
 from kestrl.storage import fetch_adapter, layout, open_store
 from kestrl_learner import adapters, checkpoint
 from kestrl_learner.batch import TrainGroup, TrainRow

@@ -1,5 +1,6 @@
 """Rows of conversations: their forms, ReTool's text as turns, and what is refused by field."""
 
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 from __future__ import annotations
 
 import json

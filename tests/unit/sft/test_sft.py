@@ -1,6 +1,6 @@
-"""`kestrl sft` on the demo model: the learned tokens, a run that learns and resumes exactly, an adapter that RL starts from."""
-# pyright: reportUnknownMemberType=false
+"""`kestrl sft` on the demo model: learned tokens, a run that learns and resumes exactly, an adapter that RL starts from."""
 
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 from __future__ import annotations
 
 import json
@@ -98,7 +98,7 @@ DROPPING = (
 
 
 def test_a_template_that_drops_reasoning_begins_a_new_row() -> None:
-    """As templates do that render earlier reasoning only once: no token is learned twice, and each behind its prompt."""
+    """As templates that render earlier reasoning once: no token is learned twice, and each behind its prompt."""
     from transformers import AutoTokenizer
 
     tokenizer: Any = AutoTokenizer.from_pretrained(str(tiny()))
@@ -133,15 +133,16 @@ def test_batches_hold_every_conversation_once_an_epoch(size: int, last: int) -> 
     assert batches(5, seed=1, epochs=2, size=size, max_steps=1) == found[:1]
 
 
+@pytest.mark.timeout(180)  # some 10 s on an idle machine: a process of its own that imports torch
 def test_the_command_learns_and_rl_can_start_from_its_adapter(tmp_path: Path) -> None:
-    path = manifest(tmp_path)
+    path = manifest(tmp_path, epochs=1)
     done = CliRunner().invoke(app, ["sft", str(path), "--runs", str(tmp_path / "runs")], catch_exceptions=False)
     assert done.exit_code == 0, done.output
     store = open_store((tmp_path / "runs" / "warm-up-sft" / "store").as_uri())
     summary = json.loads(store.get("summary.json"))
     before, after = (each["loss"] for each in summary["evaluations"])
-    assert (summary["status"], summary["steps"]) == ("succeeded", 8)
-    assert after < before - 0.01, (before, after)
+    assert (summary["status"], summary["steps"]) == ("succeeded", 4)
+    assert after < before, (before, after)
     first = json.loads(store.get("metrics/000001.json"))
     assert first["learned_tokens"] < first["tokens"]
     fetched = fetch_adapter(open_store(summary["policy"]["uri"]), tmp_path / "adapter")

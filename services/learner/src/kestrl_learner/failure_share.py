@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kestrl.errors import Boundary, Failure, KestrlError
-from kestrl.plan.settings import AlgorithmSettings
+from kestrl.plan.algorithm import AlgorithmSettings
 
 
 class TooManyFailures(KestrlError):

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kestrl.algorithms import Algorithm, HasTokenMetrics, TokenBatch, Totals
 from kestrl.errors import KestrlError
-from kestrl.plan.settings import AlgorithmSettings
+from kestrl.plan.algorithm import AlgorithmSettings
 from kestrl_learner.algorithms import AGGREGATIONS, make_algorithm
 from kestrl_learner.batch import TrainGroup, TrainRow, estimated
 from kestrl_learner.diagnostics import TokenMeans, ratio_diagnostics

@@ -14,7 +14,7 @@ from torch import Tensor
 from kestrl.algorithms import Algorithm, ScoredEpisode, TokenBatch
 from kestrl.errors import UserInputError
 from kestrl.importing import load
-from kestrl.plan.settings import AlgorithmSettings
+from kestrl.plan.algorithm import AlgorithmSettings
 from kestrl_learner.algorithms.advantages import ADVANTAGES, equal, token_advantages
 from kestrl_learner.algorithms.aggregation import AGGREGATIONS
 from kestrl_learner.algorithms.correction import CORRECTION_WEIGHTS, REJECTIONS

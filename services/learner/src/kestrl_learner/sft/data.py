@@ -1,5 +1,7 @@
 """The conversations of a run as rows: from a file through the chat template, or from stored episodes as they are."""
 
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+
 from __future__ import annotations
 
 import logging
@@ -33,7 +35,7 @@ def load_items(settings: SFTSettings, data: SFTData, field: str) -> list[Item]:
         UserInputError: It cannot be read or rendered, or nothing is left of it.
     """
     found = _encoded(settings, data) if data.path is not None else _sampled(data, field)
-    items = [
+    items: list[Item] = [
         [train_row(ids, mask, number) for ids, mask in rows]
         for number, rows in enumerate(found)
         if rows and max(len(ids) for ids, _ in rows) <= settings.max_tokens

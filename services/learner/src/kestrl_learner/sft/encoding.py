@@ -58,8 +58,8 @@ class ConversationEncoder:
             whole = self._render(conversation, index + 1, prompt=False)
             if not whole.startswith(prompt):
                 raise UserInputError(
-                    f"messages[{index}]: the chat template does not render an assistant message behind the prompt that it "
-                    "makes for one, so that its tokens cannot be found; give another one with spec.template"
+                    f"messages[{index}]: the chat template does not render an assistant message behind the prompt that "
+                    "it makes for one, so that its tokens cannot be found; give another one with spec.template"
                 )
             if not rows or not prompt.startswith(rows[-1].text):
                 rows.append(EncodedRow())
@@ -70,7 +70,7 @@ class ConversationEncoder:
         return [row for row in rows if any(row.mask)]
 
     def _turn(self, text: str) -> str:
-        """The text up to the token that ends the turn, which the model has to sample; what follows is the template's."""
+        """The text up to the token that ends the turn, which the model has to sample; the rest is the template's."""
         return text[: max((text.rfind(end) + len(end) for end in self._ends if end in text), default=len(text))]
 
     def _ids(self, text: str) -> list[int]:

@@ -118,8 +118,8 @@ class SFTRun:
             return 0
         if known.record.digest != self._record.digest:
             raise UserInputError(
-                f"{self._settings.storage} holds a run with another model, data or optimiser; give another metadata.name or "
-                "storage.uri"
+                f"{self._settings.storage} holds a run with another model, data or optimiser; give another metadata.name "
+                "or storage.uri"
             )
         self._trainer.restore(known.state)
         self._record = known.record

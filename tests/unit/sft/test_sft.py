@@ -1,4 +1,4 @@
-"""`kestrl sft` on the demo model: learned tokens, a run that learns and resumes exactly, an adapter that RL starts from."""
+"""`kestrl sft` on the demo model: learned tokens, a run that learns and resumes, an adapter that RL starts from."""
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 from __future__ import annotations

@@ -11,10 +11,11 @@ from typing import Any
 
 from kestrl.api.common.v1 import common_pb2
 from kestrl.data.conversations import read_conversations
+from kestrl.episode import Purpose
 from kestrl.errors import UserInputError
 from kestrl.plan.sft import SFTData, SFTSettings
 from kestrl.rpc.codec import group_from_proto
-from kestrl.storage import open_store
+from kestrl.storage import layout, open_store
 from kestrl_learner.batch import TrainRow
 from kestrl_learner.sft.encoding import ConversationEncoder, train_row
 
@@ -96,7 +97,7 @@ def _sampled(data: SFTData, field: str) -> list[Tokens]:
 
 def _episodes(data: SFTData, field: str) -> Iterator[Tokens]:
     store = open_store(str(data.episodes), create=False)
-    paths = sorted(path for path in store.list("episodes/train") if path.endswith(".pb"))
+    paths = sorted(path for path in store.list(layout.episodes_folder(Purpose.TRAIN)) if path.endswith(".pb"))
     if not paths:
         raise UserInputError(f"{field}.episodes: {data.episodes} holds no training episodes (episodes/train/*.pb)")
     for path in paths:

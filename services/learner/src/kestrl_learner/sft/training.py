@@ -14,7 +14,7 @@ import torch
 
 from kestrl.errors import UserInputError
 from kestrl.plan.sft import SFTSettings
-from kestrl.storage import ObjectStore, open_store
+from kestrl.storage import ObjectStore, layout, open_store
 from kestrl_learner import adapters, checkpoint
 from kestrl_learner.batch import TrainGroup
 from kestrl_learner.model import PolicyModel
@@ -118,8 +118,8 @@ class SFTRun:
             return 0
         if known.record.digest != self._record.digest:
             raise UserInputError(
-                f"{self._settings.storage} holds a run with another model, data or optimiser; give another metadata.name "
-                "or storage.uri"
+                f"{self._settings.storage} holds a run with another model, data or optimiser; give another "
+                "metadata.name or storage.uri"
             )
         self._trainer.restore(known.state)
         self._record = known.record
@@ -144,7 +144,7 @@ class SFTRun:
             "seconds": seconds,
             "tokens_per_second": tokens / seconds,
         }
-        self._store.put(f"metrics/{done + 1:06d}.json", json.dumps(facts).encode())
+        self._store.put(layout.step_metrics(done + 1), json.dumps(facts).encode())
         log.info("step %d of %d: loss %.4f, %.0f tokens/s", done + 1, len(self._batches), result.loss, tokens / seconds)
 
     def _evaluate(self, done: int) -> None:
@@ -177,5 +177,5 @@ class SFTRun:
             "evaluations": [{"step": step, **means} for step, means in self._record.evaluations.items()],
             "policy": {"version": manifest.policy.name, "sha256": manifest.policy.sha256, "uri": address},
         }
-        self._store.put("summary.json", json.dumps(summary, indent=2).encode())
+        self._store.put(layout.SUMMARY, json.dumps(summary, indent=2).encode())
         return address

@@ -93,11 +93,9 @@ async def test_a_group_given_up_before_it_began_is_attempted_again(
 
     def started_too_late(self: Dispatcher, tasks: asyncio.TaskGroup) -> None:
         start(self, tasks)
-        if not given_up and self._running:
-            given_up.extend(self._running)
-            self._late.update(given_up)
-            for task in given_up:
-                self._end(task)
+        if not given_up and self._running.tasks():
+            given_up.extend(self._running.tasks())
+            self._running.end_late(given_up)
 
     monkeypatch.setattr(Dispatcher, "_start_groups", started_too_late)
     async with staged() as stage:

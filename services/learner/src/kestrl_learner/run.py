@@ -11,6 +11,7 @@ import gc
 import logging
 from collections.abc import Generator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -18,6 +19,7 @@ import torch
 from opentelemetry import context as otel_context
 from opentelemetry.propagate import extract
 
+from kestrl.algorithms import Algorithm
 from kestrl.errors import Boundary, Failure, KestrlError
 from kestrl.plan.settings import LearnerSettings
 from kestrl.states import RunPhase
@@ -26,6 +28,9 @@ from kestrl.telemetry import span
 from kestrl.telemetry.names import Attr, SpanName
 from kestrl_learner import adapters, resume
 from kestrl_learner.concurrency import Interrupted, abandonable, guarded, unless
+from kestrl_learner.dispatcher import Dispatcher
+from kestrl_learner.group_source import GroupSource
+from kestrl_learner.ledger import Ledger
 from kestrl_learner.model import PolicyModel
 from kestrl_learner.progress import Progress
 from kestrl_learner.run_resources import RunResources
@@ -172,7 +177,7 @@ class Run:
         if self.settings.evaluate is not None:
             await self._evaluate(resources, model, self.settings.evaluate.adapter)
         else:
-            self._training = Training(resources, model)
+            self._training = Training(resources, model, partial(_rollouts, resources, model.vocabulary))
             if self._drain.is_set():
                 self._training.drain()
             await self._training.run()
@@ -217,6 +222,21 @@ class Run:
             resources.newest = policy, address
         after = await resources.evaluate(policy, sampled=True, when=policy.name)
         resources.record = resources.record.but(after=after)
+
+
+def _rollouts(resources: RunResources, vocabulary: int, ledger: Ledger, algorithm: Algorithm) -> GroupSource:
+    """The source of groups that workers roll out."""
+    return Dispatcher(
+        resources.settings,
+        resources.scenarios,
+        ledger,
+        resources.workers,
+        resources.engines,
+        resources.progress,
+        vocabulary,
+        algorithm,
+        steps=resources.steps,
+    )
 
 
 def _known_adapter(address: str) -> AdapterManifest:

@@ -19,7 +19,8 @@ from kestrl_learner import checkpoint
 from kestrl_learner.batch import train_batch
 from kestrl_learner.concurrency import Interrupted, guarded
 from kestrl_learner.diagnostics import staleness_facts
-from kestrl_learner.dispatcher import Dispatcher, ReadyGroup
+from kestrl_learner.group_queue import ReadyGroup
+from kestrl_learner.group_source import MakeSource
 from kestrl_learner.learning import LearningCounts
 from kestrl_learner.ledger import Ledger, LedgerError, Superseded
 from kestrl_learner.logprob_mismatch import merged
@@ -62,7 +63,7 @@ def refuse_if_superseded(ledger: Ledger) -> None:
 class Training:
     """The training of one run. Create it in the running event loop and call `run` once."""
 
-    def __init__(self, resources: RunResources, model: PolicyModel) -> None:
+    def __init__(self, resources: RunResources, model: PolicyModel, make_source: MakeSource) -> None:
         self._resources, self._settings, self._model = resources, resources.settings, model
         self._trainer = Trainer(model, self._settings.algorithm, self._settings.temperature, steps=resources.steps)
         self._ledger = Ledger(
@@ -75,17 +76,7 @@ class Training:
         # Not a method of this object: that reference cycle would keep the model in memory until the next garbage
         # collection.
         resources.store.fence = partial(refuse_if_superseded, self._ledger)
-        self._dispatcher = Dispatcher(
-            self._settings,
-            resources.scenarios,
-            self._ledger,
-            resources.workers,
-            resources.engines,
-            resources.progress,
-            model.vocabulary,
-            self._trainer.algorithm,
-            steps=resources.steps,
-        )
+        self._source = make_source(self._ledger, self._trainer.algorithm)
         self._pace: list[float] = []
         self._done = 0
         """Steps recorded in the ledger."""
@@ -96,7 +87,7 @@ class Training:
 
     def drain(self) -> None:
         """Starts no further group."""
-        self._dispatcher.draining = True
+        self._source.drain()
 
     async def run(self) -> None:
         """Trains from the newest checkpoint to the end.
@@ -179,18 +170,16 @@ class Training:
         return policy
 
     async def _between(self, policy: PolicyVersion) -> None:
-        resources, dispatcher = self._resources, self._dispatcher
-        resources.engines.on_change = resources.workers.on_change = dispatcher.wake
-        resources.engines.on_load = dispatcher.update_admission
+        resources, source = self._resources, self._source
         resources.progress.begin_gathering(self._settings.algorithm.groups_per_step)
-        dispatcher.begin(policy, self._done * self._settings.algorithm.groups_per_step)
+        source.begin(policy, self._done)
         resources.progress.update(phase=RunPhase.TRAINING, step=self._done, message="")
-        feeding = asyncio.create_task(dispatcher.feed(), name="feed")
+        running = asyncio.create_task(source.run(), name="group-source")
         try:
-            await guarded(self._steps(policy), feeding)
+            await guarded(self._steps(policy), running)
         finally:
-            feeding.cancel()
-            await asyncio.wait([feeding])
+            running.cancel()
+            await asyncio.wait([running])
         if self._saved != self._done:  # the scenarios ran out between two checkpoints
             await self._save()
 
@@ -225,7 +214,7 @@ class Training:
         while self._done < resources.steps:
             began = time.monotonic()
             with span(SpanName.STEP, {Attr.STEP: self._done, Attr.POLICY: policy.name}):
-                ready = await self._dispatcher.take(self._done)
+                ready = await self._source.take(self._done)
                 if resources.drain.is_set() and not ready:
                     raise Interrupted
                 if not ready:
@@ -241,10 +230,10 @@ class Training:
             await self._evaluate_between(policy)
             if self._done % settings.checkpoint_every == 0 or self._done == resources.steps:
                 await self._save()
-            self._dispatcher.advance(policy)
+            self._source.advance(policy)
             await self._retire(policy)
             await asyncio.to_thread(
-                self._apply_retention, self._dispatcher.versions_in_use() | resources.engines.wanted() | {policy.name}
+                self._apply_retention, self._source.versions_in_use() | resources.engines.wanted() | {policy.name}
             )
 
     async def _publish(self, parent: str | None) -> PolicyVersion:
@@ -310,7 +299,7 @@ class Training:
         )
 
     async def _retire(self, policy: PolicyVersion) -> None:
-        kept = self._dispatcher.versions_in_use() | {policy.name}
+        kept = self._source.versions_in_use() | {policy.name}
         engines = self._resources.engines
         await engines.retire({name for name in engines.wanted() if name not in kept})
 

@@ -1,0 +1,65 @@
+"""Complete groups on their way from a source to the training steps: a bounded queue that wakes the step in wait."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kestrl.episode import Group, PolicyVersion
+from kestrl_learner.concurrency import Signal
+from kestrl_learner.ledger import Lease
+
+
+@dataclass(frozen=True, slots=True)
+class ReadyGroup:
+    """A complete group waiting for a training step."""
+
+    lease: Lease
+    group: Group
+    policy: PolicyVersion
+
+
+class GroupQueue:
+    """Groups that wait for a step.
+
+    Args:
+        at_most: Largest number of waiting groups. The staleness bound starts no more, so that a further one is a bug.
+    """
+
+    def __init__(self, at_most: int) -> None:
+        self._at_most = at_most
+        self._groups: list[ReadyGroup] = []
+        self._changed = Signal()
+
+    def __len__(self) -> int:
+        return len(self._groups)
+
+    def put(self, ready: ReadyGroup) -> None:
+        """Adds a group."""
+        assert len(self._groups) < self._at_most, f"more than {self._at_most} groups wait for a step"
+        self._groups.append(ready)
+        self._changed.notify()
+
+    def take(self, count: int) -> list[ReadyGroup]:
+        """Removes the first groups by policy version, then by position; fewer than `count` if there are fewer."""
+        self._groups.sort(key=lambda ready: (ready.policy.step, ready.lease.position))
+        taken, self._groups = self._groups[:count], self._groups[count:]
+        return taken
+
+    def take_older(self, oldest: int) -> list[ReadyGroup]:
+        """Removes the groups of policy versions before the step `oldest`."""
+        older = [ready for ready in self._groups if ready.policy.step < oldest]
+        self._groups = [ready for ready in self._groups if ready.policy.step >= oldest]
+        return older
+
+    def versions(self) -> list[int]:
+        """Step of every group's policy version."""
+        return [ready.policy.step for ready in self._groups]
+
+    def notify(self) -> None:
+        """Wakes the step in wait: something that its condition depends on has changed at the source."""
+        self._changed.notify()
+
+    async def wait_for(self, condition: Callable[[], bool]) -> None:
+        """Waits until a condition holds, evaluated now and after every change."""
+        await self._changed.wait_for(condition)

@@ -21,8 +21,9 @@ from kestrl.states import RunPhase
 from kestrl.storage import ObjectStore, open_store, read_manifest
 from kestrl_learner import checkpoint
 from kestrl_learner.__main__ import work
-from kestrl_learner.progress import LearnerServicer, Progress
+from kestrl_learner.progress import Progress
 from kestrl_learner.run import Run
+from kestrl_learner.servicer import LearnerServicer
 
 from .fakes import FakeAgent, Watcher, served, watched
 

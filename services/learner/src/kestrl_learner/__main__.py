@@ -17,8 +17,8 @@ async def work(settings: LearnerSettings) -> None:
     stopped.
     """
     from kestrl_learner.metrics import observe_progress
-    from kestrl_learner.progress import LearnerServicer
     from kestrl_learner.run import KeepAlive, Run
+    from kestrl_learner.servicer import LearnerServicer
 
     run = Run(settings)
     observe_progress(run.progress)

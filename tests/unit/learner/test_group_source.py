@@ -73,11 +73,15 @@ async def test_a_waiting_step_is_woken_by_groups_and_by_changes_at_the_source() 
         await waiting
 
 
+async def for_ever() -> None:
+    await asyncio.Event().wait()
+
+
 async def test_running_groups_that_are_given_up_are_counted_apart() -> None:
-    running, tasks = RunningGroups(), []
+    running, tasks = RunningGroups(), list[asyncio.Task[None]]()
     for position, step in ((2, 0), (1, 1), (3, 2)):
-        task = asyncio.create_task(asyncio.Event().wait())
-        running.add(task, RunningGroup(position, policy(step), 4, 0.0, begun=position != 1))  # type: ignore[arg-type]
+        task = asyncio.create_task(for_ever())
+        running.add(task, RunningGroup(position, policy(step), 4, 0.0, begun=position != 1))
         tasks.append(task)
     running.end_older(1)
     assert (len(running), running.wanted(), running.episodes()) == (3, 2, 12)
@@ -110,7 +114,7 @@ class Replay(GroupSource):
         await asyncio.Event().wait()
 
     async def take(self, step: int) -> list[ReadyGroup]:
-        taken = []
+        taken: list[ReadyGroup] = []
         for group in self._episodes.read(Purpose.TRAIN, step).groups:
             lease, made_by = self._ledger.lease(step), group.episodes[0].policy
             assert lease is not None

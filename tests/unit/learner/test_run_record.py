@@ -12,7 +12,7 @@ from kestrl.errors import UserInputError
 from kestrl.storage import open_store
 from kestrl_learner import checkpoint
 from kestrl_learner.learning import LearningCounts
-from kestrl_learner.logprob_mismatch import MismatchStats
+from kestrl_learner.mismatch_stats import MismatchStats
 from kestrl_learner.run import Run
 from kestrl_learner.run_record import VERSION, RunRecord
 from kestrl_learner.stale import Stale

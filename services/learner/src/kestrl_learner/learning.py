@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from kestrl.episode import Group
-from kestrl_learner.trainer import StepResult
+
+if TYPE_CHECKING:
+    from kestrl_learner.trainer import StepResult
 
 
 class Reason(StrEnum):

@@ -4,7 +4,7 @@ bounds.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import chain
 from typing import Any, cast
@@ -13,28 +13,7 @@ import torch
 from torch import Tensor
 
 from kestrl.plan.settings import GapBounds
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MismatchStats:
-    """Statistics of log-prob differences, learner minus engine, in nats per sampled token."""
-
-    mean: float = 0.0
-    """Mean absolute difference; `p99` and `max` are of absolute differences too."""
-    p99: float = 0.0
-    max: float = 0.0
-    ess: float = 1.0
-    """Effective sample size of the importance weights as a share of the tokens; 1 if all log-probs agree."""
-    tokens: int = 0
-
-    def crossed(self, bounds: GapBounds) -> Iterator[str]:
-        """A message for every bound that is crossed; NaN crosses every bound."""
-        for name in ("mean", "p99", "max"):
-            value, bound = getattr(self, name), getattr(bounds, name)
-            if not value <= bound:
-                yield f"{name} {value:.3g} above {bound:.3g}"
-        if not self.ess >= bounds.ess:
-            yield f"effective sample size {self.ess:.3g} below {bounds.ess:.3g}"
+from kestrl_learner.mismatch_stats import MismatchStats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,18 +83,4 @@ def measure(
         all=mismatch_stats(every),
         own=mismatch_stats(own),
         engines={name: mismatch_stats(own[by == number]) for name, number in numbers.items()},
-    )
-
-
-def merged(before: MismatchStats | None, step: MismatchStats) -> MismatchStats:
-    """The mismatch over a run: the mean over all tokens, and the worst value of each other statistic."""
-    if before is None:
-        return step
-    tokens = before.tokens + step.tokens
-    return MismatchStats(
-        tokens=tokens,
-        mean=(before.mean * before.tokens + step.mean * step.tokens) / max(1, tokens),
-        p99=max(before.p99, step.p99),
-        max=max(before.max, step.max),
-        ess=min(before.ess, step.ess),
     )

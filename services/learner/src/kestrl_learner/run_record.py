@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from kestrl.errors import UserInputError
 from kestrl_learner.learning import LearningCounts
-from kestrl_learner.logprob_mismatch import MismatchStats
+from kestrl_learner.mismatch_stats import MismatchStats
 from kestrl_learner.stale import Stale
 
 VERSION = 1

@@ -23,7 +23,7 @@ from kestrl_learner.group_queue import ReadyGroup
 from kestrl_learner.group_source import MakeSource
 from kestrl_learner.learning import LearningCounts
 from kestrl_learner.ledger import Ledger, LedgerError, Superseded
-from kestrl_learner.logprob_mismatch import merged
+from kestrl_learner.mismatch_stats import merged
 from kestrl_learner.model import PolicyModel
 from kestrl_learner.progress import WINDOW_STEPS
 from kestrl_learner.records import step_record

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Sequence
 
 from kestrl.episode import PROMPT_TOO_LONG, Episode, Group, PolicyVersion, Purpose, Scenario
@@ -88,14 +89,15 @@ async def run_all(
 
 
 def summarise(groups: Sequence[Group], requested: int, progress: Progress) -> dict[str, float]:
-    """Means over scored episodes, and the number of failed ones (`exceptions`). Rows whose prompts are too long are
-    skipped.
+    """Means over scored episodes, and the number of failed ones (`exceptions`), also by the boundary of the failure
+    (`exceptions_engine`). Rows whose prompts are too long are skipped.
 
     Raises:
         EvaluationFailed: No episode was scored.
     """
     episodes: list[Episode] = [episode for group in groups for episode in group.episodes]
     scored = [episode for episode in episodes if episode.failure is None and episode.reward is not None]
+    boundaries: Counter[str] = Counter()
     for group in groups:
         for episode in group.episodes:
             if episode.failure is None:
@@ -104,6 +106,7 @@ def summarise(groups: Sequence[Group], requested: int, progress: Progress) -> di
                 progress.skip("validation", group.scenario.ordinal)
                 requested -= 1
             else:
+                boundaries[episode.failure.boundary] += 1
                 progress.count_failure(episode.failure)
     if not scored:
         first = next((episode.failure for episode in episodes if episode.failure), None)
@@ -112,6 +115,7 @@ def summarise(groups: Sequence[Group], requested: int, progress: Progress) -> di
         **means_of(episode_facts(episode) for episode in scored),
         "episodes": float(requested),
         "exceptions": float(requested - len(scored)),
+        **{f"exceptions_{boundary}": float(count) for boundary, count in sorted(boundaries.items())},
     }
 
 

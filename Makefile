@@ -10,7 +10,7 @@ STAMP := .venv/.synced
 # Threads of libgomp busy-wait by default, so that tests of torch exceed their time limits beside other programs.
 export GOMP_SPINCOUNT ?= 2000
 
-.PHONY: help setup demo demo-real test test-all distributions engine-run unit servers engine kit chart e2e cluster soak lint types layers check gen bench bring-your-own crd-check object-check contracts clean
+.PHONY: help setup demo demo-real test test-all distributions engine-run unit inspect-check servers engine kit chart e2e cluster soak lint types layers check gen bench bring-your-own crd-check object-check contracts clean
 
 help:
 	@sed -n 's/^## //p' $(MAKEFILE_LIST)
@@ -54,6 +54,12 @@ unit: $(STAMP)
 ## make distributions    build the wheel of each distribution, install it alone and start it
 distributions: $(STAMP)
 	$(BIN)/python -m pytest -q -m distributions tests/distributions
+
+## make inspect-check    run inspect_ai's conformance checks for sandboxes, in an environment of their own
+inspect-check: $(UV)
+	$(UV) run --quiet --isolated --frozen --no-default-groups --package kestrl-sandbox --with inspect-ai==0.3.285 \
+	  --with pytest==9.1.1 --with pytest-asyncio python -m pytest -q -rx -c /dev/null --rootdir . -p no:cacheprovider \
+	  --assert=plain -o asyncio_mode=auto -o asyncio_default_fixture_loop_scope=function tests/conformance/inspect_sandbox.py
 
 ## make servers          run the tests with a real S3 server or PostgreSQL
 servers: $(STAMP)

@@ -25,12 +25,12 @@ MODULE = (
 )
 
 
-def run_as_command(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    """Runs `kestrl` with an interpreter that nobody can walk to, which one below /root is not."""
+def run_as_command(*arguments: str, folder: Path, user: str = "") -> subprocess.CompletedProcess[str]:
+    """Runs `kestrl` with an interpreter that every user can walk to, which one below /root is not."""
     python, command = Path(sys.base_prefix), [sys.executable, "-c", MODULE]
     if os.geteuid() == 0:
         # A view of the interpreter in a mount namespace of the test's own.
-        script = f'mount --bind {python} {folder} && exec {folder}/bin/python3.11 "$@"'
+        script = f'mount --bind {python} {folder} && exec {user} {folder}/bin/python3.11 "$@"'
         command = ["unshare", "-m", "bash", "-c", script, "bash", "-c", MODULE]
     packages = sysconfig.get_path("purelib")
     return subprocess.run([*command, packages, *arguments], capture_output=True, text=True, check=False)
@@ -41,6 +41,16 @@ def test_bubblewrap_holds_hostile_programs(area: str) -> None:
     done = run_as_command("sandbox", "check", "--backend", "bwrap", "--area", area, folder=Path("/opt"))
     assert done.returncode == 0, done.stdout + done.stderr
     assert "back-end bwrap: isolates by namespaces" in done.stdout
+    assert "NOT HELD" not in done.stdout
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="starts a process of another user")
+def test_an_ordinary_user_has_the_same_isolation() -> None:
+    user = "setpriv --reuid 12345 --regid 12345 --clear-groups"
+    done = run_as_command("sandbox", "check", "--area", "identity", folder=Path("/opt"), user=user)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "back-end zygote: isolates by namespaces" in done.stdout
+    assert "memory: watched every 0.1 s" in done.stdout
     assert "NOT HELD" not in done.stdout
 
 

@@ -142,6 +142,17 @@ async def test_a_link_is_not_followed_when_files_are_written(pool: SandboxPool) 
         await session.close()
 
 
+async def test_modes_of_files_are_kept_to(pool: SandboxPool) -> None:
+    session = await pool.session()
+    try:
+        result = await session.run(bash("echo x > f; chmod 000 f", fetch=["f"]))
+        assert "Permission denied" in result.missing["f"]
+        result = await session.run(Run(code="", files={"f": b"y"}))
+        assert (result.outcome, "Permission denied" in result.message) == (Outcome.POLICY_DENIED, True)
+    finally:
+        await session.close()
+
+
 @pytest.mark.parametrize(
     "run",
     [
@@ -175,6 +186,20 @@ async def test_a_session_keeps_its_state(pool: SandboxPool) -> None:
         assert result.stdout == b"2 True file\n"
         assert (await session.run(Run(code="import sys; sys.exit(4)"))).exit_code == 4
         assert (await session.run(Run(code="print(x)"))).stdout == b"2\n"
+    finally:
+        await session.close()
+
+
+async def test_each_run_of_a_session_has_its_own_standard_input(pool: SandboxPool) -> None:
+    session = await pool.session()
+    try:
+        for text in (b"one\n", b"two\n"):
+            assert (await session.run(bash("cat; cat", stdin=text))).stdout == text
+            assert (await session.run(Run(code="print(input(), end='')", stdin=text))).stdout == text.strip()
+            assert (await session.run(Run(code="import sys; print(sys.stdin.read() == '')"))).stdout == b"True\n"
+        data = b"x" * 3_000_000
+        assert (await session.run(bash("wc -c", stdin=data))).stdout.strip() == b"3000000"
+        assert (await session.run(Run(code="print(1)", stdin=data))).stdout == b"1\n"
     finally:
         await session.close()
 

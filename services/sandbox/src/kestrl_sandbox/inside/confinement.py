@@ -47,6 +47,7 @@ def enter_sandbox(proc: int, limits: Mapping[str, Any], *, fresh_proc: bool) -> 
     # Last: the mounts belong to the zygote's user namespace, which the code has no capability in. The limit of
     # processes counts per user namespace, so this one gives each sandbox a count of its own.
     enter_user_namespace(proc)
+    linux.drop_capabilities()
     linux.prctl(linux.PR_SET_PDEATHSIG, SIGKILL)  # after the last change of credentials, which clears it
     linux.prctl(linux.PR_SET_DUMPABLE, 0)
 

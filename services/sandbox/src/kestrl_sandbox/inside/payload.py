@@ -9,6 +9,7 @@ import gc
 import linecache
 import os
 import random
+import socket
 import sys
 import threading
 import traceback
@@ -169,6 +170,15 @@ def run_bash(code: str) -> int:
     _, status = os.waitpid(child, 0)
     code_or_signal = os.waitstatus_to_exitcode(status)
     return code_or_signal if code_or_signal >= 0 else 128 - code_or_signal
+
+
+def take_stdin(control: socket.socket) -> None:
+    """Receives the standard input of a session's next cell."""
+    _, descriptors, _, _ = socket.recv_fds(control, 1, 1)
+    for descriptor in descriptors[:1]:
+        os.dup2(descriptor, 0)
+        os.close(descriptor)
+    sys.stdin = open(0, encoding="utf-8", errors="surrogateescape", closefd=False)  # noqa: SIM115
 
 
 def open_streams() -> None:

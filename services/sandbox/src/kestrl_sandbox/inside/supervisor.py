@@ -1,8 +1,7 @@
 """Process 1 of a sandbox: starts the process for the code, drains its output, keeps the deadline, and answers.
 
-When it ends, the kernel kills everything in the sandbox and frees its mounts. No process of the code can signal or
-trace
-it: signals to process 1 from inside have no effect, and it keeps capabilities that the code does not have.
+When it ends, the kernel kills everything in the sandbox and frees its mounts. It has no capability either. No process of
+the code can signal or trace it: signals to process 1 from inside have no effect, and it is not dumpable.
 """
 
 from __future__ import annotations
@@ -125,6 +124,7 @@ def _work(control: socket.socket, flag: mmap.mmap) -> None:
         os._exit(payload.finish(ended.status))
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
     while True:
+        payload.take_stdin(control)
         resource.setrlimit(resource.RLIMIT_AS, (request["memory"], hard))
         text = code.decode("utf-8", "surrogateescape")
         if request["language"] == "bash":
@@ -168,8 +168,11 @@ def run(
     execution = Execution(connection, child, header, stdin, limits)
     try:
         child.control.sendall(frames.encode(request, code))
+        if header["session"]:
+            _give_stdin(child)
     except OSError:
         pass  # it is dead already, which is seen below
+    execution.feed_stdin()
     execution.wait()
     if execution.service_gone:
         return None, b"", False
@@ -180,6 +183,19 @@ def run(
     found, content = files.read_all(header["fetch"], header["max_file"])
     answer = execution.answer() | {"files": found, "alive": alive}
     return answer, bytes(execution.stdout.kept + execution.stderr.kept) + content, alive
+
+
+def _give_stdin(child: Child) -> None:
+    """Sends a session's process a pipe for the standard input of one cell, which ends as a file's does."""
+    reading, writing = os.pipe()
+    try:
+        socket.send_fds(child.control, [b"i"], [reading])
+    finally:
+        os.close(reading)
+        if child.stdin >= 0:
+            os.close(child.stdin)
+        child.stdin = writing
+        os.set_blocking(writing, False)
 
 
 class Execution:
@@ -210,10 +226,13 @@ class Execution:
         self._poll = select.poll()
         for descriptor in (child.stdout, child.stderr, child.pidfd, child.control.fileno(), connection.fileno()):
             self._poll.register(descriptor, select.POLLIN)
-        if not self.session and not stdin:
+
+    def feed_stdin(self) -> None:
+        """Begins to write standard input; without any it ends at once."""
+        if self.stdin:
+            self._poll.register(self.child.stdin, select.POLLOUT)
+        else:
             self._close_stdin()
-        elif stdin:
-            self._poll.register(child.stdin, select.POLLOUT)
 
     def wait(self) -> None:
         """Runs until the code has ended, is out of time or memory, or the service cancels."""
@@ -273,8 +292,7 @@ class Execution:
         self.stdin = self.stdin[sent:]
         if not self.stdin or not sent:
             self._poll.unregister(self.child.stdin)
-            if not self.session:
-                self._close_stdin()
+            self._close_stdin()
 
     def _close_stdin(self) -> None:
         os.close(self.child.stdin)

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 async def test_a_hostile_program_is_held(pool: SandboxPool, check: Check) -> None:
     verdict = await examine_one(pool, check)
     assert verdict.problem == ""
-    assert verdict.seconds < check.seconds + 5
+    assert verdict.seconds < check.seconds + 10
 
 
 async def test_neighbours_do_not_see_each_other(pool: SandboxPool) -> None:
@@ -51,6 +51,6 @@ async def test_a_changed_interpreter_is_not_the_next_runs(pool: SandboxPool) -> 
     ],
 )
 async def test_a_check_reports_what_was_wrong(pool: SandboxPool, code: str, reason: str) -> None:
-    verdict = await examine_one(pool, Check(area="test", name="test", code=code, seconds=0.2))
+    verdict = await examine_one(pool, Check(area="test", name="test", code=code, seconds=1))
     assert reason in verdict.problem
     assert not verdict.held

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from kestrl_sandbox.contract import Language, Limits, Outcome, Result, Run, Sandbox
 from kestrl_sandbox.slots import SlotLost
 
-SECONDS = 1.0
+SECONDS = 5.0
 """Limit of a check's run; one that spins or sleeps takes it whole."""
 PRELUDE = """
 import os, sys, ctypes, errno, socket, platform

@@ -17,13 +17,16 @@ def _checks(area: str, programs: dict[str, str], **options: object) -> list[Chec
 
 
 RESOURCES = [
-    Check(area="resources", name="fork bomb", code="while True:\n    os.fork()", outcomes=ANY, says_held=False),
+    Check(
+        area="resources", name="fork bomb", code="while True:\n    os.fork()", outcomes=ANY, says_held=False, seconds=1
+    ),
     Check(
         area="resources",
         name="fork bomb of bash",
         code=":(){ :|:& };: ; wait; echo held",
         language=Language.BASH,
         outcomes=ANY,
+        seconds=1,
         says_held=False,
     ),
     Check(
@@ -35,6 +38,7 @@ RESOURCES = [
             "except (RuntimeError, MemoryError):\n    print('held')"
         ),
         outcomes=ANY,
+        seconds=1,
     ),
     Check(
         area="resources",

@@ -1,7 +1,7 @@
 """Process 1 of a sandbox: starts the process for the code, drains its output, keeps the deadline, and answers.
 
-When it ends, the kernel kills everything in the sandbox and frees its mounts. It has no capability either. No process of
-the code can signal or trace it: signals to process 1 from inside have no effect, and it is not dumpable.
+When it ends, the kernel kills everything in the sandbox and frees its mounts. It has no capability either. No process
+of the code can signal or trace it: signals to process 1 from inside have no effect, and it is not dumpable.
 """
 
 from __future__ import annotations

@@ -175,7 +175,7 @@ class Zygote:
                     del self._slots[number]
             await asyncio.sleep(0.01 if self._slots else 0)
         if self._slots:
-            # Seen after out-of-memory kills: the kernel still counts a process that is gone. The next start removes it.
+            # Seen on Linux 6.18: a cgroup without any process is busy for minutes. The next start removes it.
             log.warning("%d cgroups of sandboxes cannot be removed yet", len(self._slots))
         else:
             self._cgroups.close()

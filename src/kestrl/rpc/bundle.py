@@ -92,7 +92,8 @@ class _Stream:
         self._more.set()
         try:
             async with asyncio.timeout_at(ends):
-                return await asked
+                answer: pb.Answer = await asked
+                return answer
         finally:
             if self._asked.pop(number, None) is not None:
                 self._cancelled.append(number)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,17 +23,9 @@ from kestrl_learner.algorithms import (
     Bounds,
 )
 
-SOURCE = Path(__file__).parents[2] / "data" / "verl" / "algorithms.py"
+from .verl_functions import verl_functions
+
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-6}
-
-
-def verl_functions() -> Any:
-    spec = importlib.util.spec_from_file_location("verl_algorithms", SOURCE)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 VERL = verl_functions()

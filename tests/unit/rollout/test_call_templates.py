@@ -15,6 +15,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from mistral_common.integrations.chat_templates.template_generator import TemplateConfig, build_chat_template
 from mistral_common.tokens.tokenizers.base import TokenizerVersion
 from tests.fakes.engine import Completion, Prompt
+from tests.wheels import unpacked
 from tokenizers import AddedToken
 
 from kestrl.episode import CallOutcome, StopReason
@@ -22,7 +23,7 @@ from kestrl_rollout.chat import Message
 from kestrl_rollout.model import SYNTHETIC_TOOL, ChatModel, load_model
 from kestrl_rollout.toolset import NO_TOOLS
 
-from .conftest import DATA, byte_tokenizer
+from .conftest import byte_tokenizer
 
 NOON = datetime(2026, 1, 2).astimezone()
 HARMONY = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>", "<|constrain|>", "<|return|>")
@@ -45,8 +46,10 @@ def mistral(version: str, **options: Any) -> str:
     return build_chat_template(TemplateConfig(version=TokenizerVersion(version), **options))
 
 
+GPT_OSS = unpacked("trl==1.16.0") / "trl" / "chat_templates" / "gptoss.jinja"
+"""gpt-oss's own template, unchanged."""
 PUBLISHED: dict[str, tuple[str, str, Sequence[str]]] = {
-    "gpt-oss": ((DATA / "chat_templates" / "gptoss.jinja").read_text(encoding="utf-8"), "<|return|>", HARMONY),
+    "gpt-oss": (GPT_OSS.read_text(encoding="utf-8"), "<|return|>", HARMONY),
     **{
         f"mistral-{version}-{'-'.join(options) or 'tekken'}": (mistral(version, **options), "</s>", MISTRAL)
         for version, options in (

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.wheels import unpacked
 
 from kestrl.compat.verl import imports, names, tool_names
 from kestrl.episode import StopReason
 from kestrl.errors import Boundary, UserCodeError, UserInputError
 from kestrl_rollout.agents.loading import load_loop
 
-VERLS_OWN = Path(__file__).parents[2] / "data" / "verl"
 VERSIONS = ("0.8.0", "0.9.1")
 MakeFile = Callable[[str, str], str]
 
@@ -93,7 +93,8 @@ def tool_loop(make_file: MakeFile) -> Callable[[str], str]:
 
 
 def verls_own(version: str, name: str) -> str:
-    return (VERLS_OWN / version / f"{name}.py.txt").read_text(encoding="utf-8")
+    folder = unpacked(f"verl=={version}") / "verl" / "experimental" / "agent_loop"
+    return (folder / f"{name}.py").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("version", VERSIONS)

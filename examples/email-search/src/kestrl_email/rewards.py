@@ -175,7 +175,7 @@ def art_e(attempt: Attempt) -> Score:
     never_invalid = facts.tried_to_read and not facts.read_invalid
     partial = 0.1 * facts.found + 0.1 * facts.read + 0.1 * never_invalid + 0.1 * facts.sources_right
     last = episode.tool_calls[-1].outcome if episode.tool_calls else None
-    if not facts.answered and last in MALFORMED:
+    if last is not None and not facts.answered and last in MALFORMED:
         value = MALFORMED[last] + partial
     elif not facts.attempted:
         value = partial

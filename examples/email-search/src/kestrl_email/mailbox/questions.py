@@ -167,7 +167,7 @@ def scripted(connection: sqlite3.Connection, inbox: str, *, limit: int, seed: in
         if mail.from_address not in ("", inbox)
     ]
     makers = (_who(mails), _when(mails), _how_many(mails), _first(mails))
-    pool = [(kind, *item) for maker in makers for kind, *item in maker]
+    pool = [item for maker in makers for item in maker]
     rng.shuffle(pool)
     for kind, question, answer, aliases, evidence, dates in pool[:limit]:
         yield Question(

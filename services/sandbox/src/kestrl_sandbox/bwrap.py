@@ -20,7 +20,7 @@ from kestrl_sandbox.config import ENVIRONMENT, SOURCE, PoolConfig, prefixes
 from kestrl_sandbox.contract import Capabilities, Isolation, SandboxFailure
 from kestrl_sandbox.inside import syscall_table
 from kestrl_sandbox.inside.root import CONFIGURATION, FILES, PROGRAMS, USER
-from kestrl_sandbox.slots import Slot, handshake, make_cgroups
+from kestrl_sandbox.slots import Slot, handshake, make_cgroups, slot_sockets
 from kestrl_sandbox.zygote import NOBODY, START_SECONDS
 
 HOME = "/.sandbox"
@@ -100,7 +100,7 @@ class Bubblewrap:
         self._reap()
         self._number += 1
         number = self._number
-        ours, theirs = socket.socketpair()
+        ours, theirs = slot_sockets()
         with theirs:
             process = self._spawn(theirs)
         self._processes[number] = (process, None)

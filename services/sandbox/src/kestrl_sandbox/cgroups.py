@@ -86,6 +86,13 @@ class SlotCgroup:
         return {self.memory, self.pids}
 
     def add(self, pid: int) -> None:
+        """Moves a process into the cgroups.
+
+        Raises:
+            ValueError: `pid` is not positive; the kernel would take 0 for this process itself.
+        """
+        if pid <= 0:
+            raise ValueError(f"no process has the number {pid}")
         for folder in self.folders:
             (folder / "cgroup.procs").write_text(str(pid))
 

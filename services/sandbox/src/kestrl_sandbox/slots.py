@@ -135,6 +135,18 @@ def make_cgroups() -> tuple[Cgroups | None, str]:
         return None, str(error)
 
 
+def slot_sockets() -> tuple[socket.socket, socket.socket]:
+    """The service's and the leader's end of a connection.
+
+    Credentials are on before a leader has its end: a message that was sent without them has no process number, and
+    is read as from process 0.
+    """
+    ours, theirs = socket.socketpair()
+    ours.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+    ours.setblocking(False)
+    return ours, theirs
+
+
 async def handshake(
     number: int,
     connection: socket.socket,
@@ -143,16 +155,17 @@ async def handshake(
     seconds: float,
     single_use: bool = False,
 ) -> tuple[Slot, dict[str, Any]]:
-    """Waits for the greeting of a slot's process and puts that into its cgroup, before it forks.
+    """Waits for the greeting of a slot's process, on a socket of `slot_sockets`, and puts it into its cgroup, before it
+    forks.
 
     Raises:
         SandboxFailure: It did not start.
     """
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
-    connection.setblocking(False)
     try:
         async with asyncio.timeout(seconds):
             greeting, pid = await first_frame(connection)
+        if pid <= 0:
+            raise EOFError("its process number is not visible here")
         cgroup = cgroup_of(pid)
         await asyncio.get_running_loop().sock_sendall(connection, b"G")
         reader, writer = await asyncio.open_unix_connection(sock=connection)

@@ -16,7 +16,7 @@ from kestrl_sandbox.config import ENVIRONMENT, SOURCE, PoolConfig, prefixes
 from kestrl_sandbox.contract import Capabilities, Isolation, SandboxFailure
 from kestrl_sandbox.inside import syscall_table
 from kestrl_sandbox.inside.landlock import SCOPES
-from kestrl_sandbox.slots import Slot, first_frame, handshake, make_cgroups
+from kestrl_sandbox.slots import Slot, first_frame, handshake, make_cgroups, slot_sockets
 
 log = logging.getLogger(__name__)
 NOBODY = 65534
@@ -123,7 +123,7 @@ class Zygote:
         """
         self._number += 1
         number = self._number
-        ours, theirs = socket.socketpair()
+        ours, theirs = slot_sockets()
         try:
             with theirs:
                 socket.send_fds(self._control, [b"S" + number.to_bytes(4, "big")], [theirs.fileno()])

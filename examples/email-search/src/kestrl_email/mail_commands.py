@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import random
 import sqlite3
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -77,8 +78,6 @@ def show_inboxes(
     limit: Annotated[int, typer.Option(min=1, help="Number of addresses.")] = 20,
 ) -> None:
     """List the addresses with the largest inboxes."""
-    from contextlib import closing
-
     from kestrl_email.mailbox.database import inboxes, open_database
 
     with closing(open_database(database)) as connection:
@@ -110,14 +109,13 @@ def questions(
     seed: Annotated[int, typer.Option(help="Seed of order, dates and sampling.")] = 42,
 ) -> None:
     """Write questions about the inboxes of a database, split by inbox into training and validation."""
-    from contextlib import closing
-
     from kestrl_email.mailbox import questions as about
     from kestrl_email.mailbox.database import open_database
 
     if sum((scripted, model is not None, import_ is not None)) != 1:
         raise UserInputError("name one source of questions: --scripted, --model NAME or --import FILE")
-    with closing(open_database(database)) as connection:
+    with ExitStack() as stack:
+        connection = stack.enter_context(closing(open_database(database)))
         if import_ is not None:
             read = list(about.imported(connection, import_))
             kept = [question for question in read if question is not None]
@@ -128,7 +126,9 @@ def questions(
         write: Callable[[str], Iterable[Question]] = (
             partial(about.scripted, connection, limit=per_inbox, seed=seed)
             if model is None
-            else _written_by(model, endpoint, key_variable, connection, out, per_inbox, per_batch, concurrency, seed)
+            else stack.enter_context(
+                _written_by(model, endpoint, key_variable, connection, out, per_inbox, per_batch, concurrency, seed)
+            )
         )
         splits = about.split_inboxes(about.people(connection, inboxes), validation_share)
         for path, chosen in zip((out, out.with_suffix(".validation.jsonl")), splits, strict=True):
@@ -139,6 +139,7 @@ def questions(
                 typer.echo(f"{path}: {count} questions about {len(chosen)} inboxes")
 
 
+@contextmanager
 def _written_by(
     model: str,
     endpoint: str | None,
@@ -149,8 +150,8 @@ def _written_by(
     per_batch: int,
     concurrency: int,
     seed: int,
-) -> Callable[[str], Iterable[Question]]:
-    """A function that has a model write questions about an inbox."""
+) -> Iterator[Callable[[str], Iterable[Question]]]:
+    """A function that has a model write questions about an inbox, while the connection to the model is open."""
     from kestrl_email.mailbox import question_writer as by_model
     from kestrl_email.mailbox.questions import mails_of
 
@@ -180,7 +181,8 @@ def _written_by(
             console.print(counts.problems.pop(), markup=False, soft_wrap=True)
         return written
 
-    return write
+    with closing(writer):
+        yield write
 
 
 def sample_maildir(

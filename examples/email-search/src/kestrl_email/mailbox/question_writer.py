@@ -108,6 +108,10 @@ class QuestionWriter:
         self.counts = WriterCounts()
         self._lock = threading.Lock()
 
+    def close(self) -> None:
+        """Closes the connections to the endpoint."""
+        self._client.close()
+
     def questions(self, inbox: str, mails: Sequence[Mail]) -> list[Question]:
         """Questions about an inbox, in the order of its mails.
 

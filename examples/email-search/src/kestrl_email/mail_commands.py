@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import random
 import sqlite3
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from pathlib import Path
@@ -150,7 +150,7 @@ def _written_by(
     per_batch: int,
     concurrency: int,
     seed: int,
-) -> Iterator[Callable[[str], Iterable[Question]]]:
+) -> Generator[Callable[[str], Iterable[Question]]]:
     """A function that has a model write questions about an inbox, while the connection to the model is open."""
     from kestrl_email.mailbox import question_writer as by_model
     from kestrl_email.mailbox.questions import mails_of

@@ -97,6 +97,7 @@ def test_the_readme_holds_in_a_path_with_a_space_and_an_umlaut(person: Person) -
     stops_and_resumes(person)
     looks_at_the_run(person)
     uses_the_adapter(person)
+    fine_tunes(person)
     assert belonging_to(person.clone) == []
     assert commands_of_the_readme() <= person.said
 
@@ -138,6 +139,15 @@ def looks_at_the_run(person: Person) -> None:
     shown = person.types(f"kestrl episodes show {first}")
     assert "reward" in shown
     assert "mask 1  logprob" in person.types(f"kestrl episodes show {first} --tokens")
+
+
+def fine_tunes(person: Person) -> None:
+    """A run starts from an adapter of SFT; the same command again finds it finished."""
+    line = "kestrl sft examples/bring-your-own/sft.yaml"
+    address = person.types(line).split()[-1]
+    assert address.startswith("file:///")
+    assert person.types(line).split()[-1] == address
+    assert "valid" in person.types(f"kestrl validate {JOB} --set 'model.adapter.from={address}'")
 
 
 def uses_the_adapter(person: Person) -> None:

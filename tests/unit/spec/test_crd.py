@@ -16,7 +16,11 @@ from kestrl.spec import parse_job
 from kestrl.spec.crd import IDENTITY, PLACED_RULES, crd, crd_yaml
 from kestrl.spec.job import JobSpec
 
-EXAMPLES = sorted(Path(__file__).parents[3].glob("examples/**/*.yaml"))
+EXAMPLES = [
+    path
+    for path in sorted(Path(__file__).parents[3].glob("examples/**/*.yaml"))
+    if yaml.safe_load(path.read_text())["kind"] == "AgentRLJob"
+]
 VERSION = crd()["spec"]["versions"][0]
 SCHEMA = VERSION["schema"]["openAPIV3Schema"]
 

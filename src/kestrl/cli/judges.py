@@ -150,7 +150,7 @@ def _print_report(report: Mapping[str, Any]) -> None:
         console.print(f"agreement with the known answers: {shown}")
     usage = report["usage"]
     console.print(
-        f"{usage['calls']} requests, {sum(usage['tokens'].values())} tokens, {usage['seconds']:.1f} s, "
+        f"{usage['calls']} requests, {sum(usage['tokens'].values())} tokens, {usage['seconds']:.1f} s of requests, "
         f"{usage['cost']:.4f} USD"
     )
     console.print("passed" if report["passed"] else "not passed")

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import time
 from collections import deque
@@ -67,7 +68,7 @@ def observed_status(run: RunDir) -> dict[str, Any]:
 
 
 def _advice(run: RunDir, status: Mapping[str, Any]) -> str:
-    here = f"--runs {run.path.parent}"
+    here = shlex.join(["--runs", str(run.path.parent)])
     return {
         "running": f"follow it: kestrl logs {run.id} {here} --follow; end it: kestrl stop {run.id} {here}",
         RunPhase.SUCCEEDED: f"use it: kestrl eval {run.id} {here}; kestrl export {run.id} {here} --out adapter",

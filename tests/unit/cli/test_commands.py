@@ -238,6 +238,11 @@ def finished(tmp_path: Path, manifest: dict[str, Any]) -> Path:
     return runs
 
 
+def test_commands_that_status_suggests_can_be_typed(finished: Path) -> None:
+    moved = finished.rename(finished.with_name("my runs ü"))
+    assert f"--runs '{moved}'" in kestrl("status", "--runs", moved)
+
+
 def test_status_of_a_dead_run_shows_the_reason_and_the_fix(finished: Path) -> None:
     printed = kestrl("status", "--runs", finished)
     for expected in ("job-1 failed", "reason: the disk", "failures tool/x: 2", "run the same command again to resume"):

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import yaml
 from tests.fakes.judge_model import Asked, Said, ScriptedJudge, graded
+from tests.fakes.ports import free_port
 from tests.unit.judge.rulers import episode, group, honest
 
 from kestrl.api.common.v1 import common_pb2
@@ -85,6 +86,11 @@ async def test_judge_check_asks_an_endpoint(tmp_path: Path) -> None:
 )
 async def test_judge_check_refuses_what_it_cannot_ask(arguments: list[str], message: str) -> None:
     assert message in await kestrl("judge", "check", *arguments, code=2)
+
+
+async def test_judge_check_reports_an_endpoint_that_is_not_there() -> None:
+    printed = await kestrl("judge", "check", "--base-url", f"http://127.0.0.1:{free_port()}/v1", "--model", "m", code=2)
+    assert "the judge gave no reply to the first case: not scored (unavailable)" in printed
 
 
 async def test_judge_check_needs_a_ruler_that_runs_outside_the_job(tmp_path: Path) -> None:

@@ -10,15 +10,18 @@ from itertools import combinations
 from statistics import fmean
 from typing import Any
 
+from kestrl.errors import UserInputError
 from kestrl.plan.settings import RulerEntry
 from kestrl_judge.bank.cases import TOLERANCE, Case, Scores, all_cases, group_of
 from kestrl_judge.ruler.asking import Asker, Counts
-from kestrl_judge.ruler.client import NoScores
+from kestrl_judge.ruler.client import NoScores, Reason
 from kestrl_judge.ruler.journal import Journal
 from kestrl_judge.ruler.trajectories import compare
 
 PASSING_SCORE = 0.5
 """Score from which on a judge counts as having accepted an attempt."""
+UNUSABLE = {Reason.UNAVAILABLE, Reason.REFUSED, Reason.TIMEOUT}
+"""Reasons that say nothing about how a judge scores."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,14 +32,25 @@ class Outcome:
     scores: Scores | None
     """None if it gave none."""
     problem: str | None
+    reason: Reason | None = None
+    """Why it gave no scores."""
 
 
 async def run_bank(ruler: RulerEntry, cases: Sequence[Case] | None = None) -> dict[str, Any]:
-    """Asks the judge and returns the report as JSON."""
+    """Asks the judge and returns the report as JSON.
+
+    Raises:
+        UserInputError: The judge cannot be used: the first case got no reply.
+    """
     counts = Counts()
     asker = Asker(ruler, Journal(None), secrets.token_hex(8), counts)
     try:
-        outcomes = await asyncio.gather(*(_outcome(asker, ruler, case) for case in cases or all_cases()))
+        # One case alone: a wrong address or key would fail every case, and look like a bad judge.
+        first, *others = cases or all_cases()
+        outcomes = [await _outcome(asker, ruler, first)]
+        if outcomes[0].reason in UNUSABLE:
+            raise UserInputError(f"the judge gave no reply to the first case: {outcomes[0].problem}")
+        outcomes += await asyncio.gather(*(_outcome(asker, ruler, case) for case in others))
     finally:
         await asker.close()
     return report(ruler, outcomes, counts)
@@ -47,7 +61,7 @@ async def _outcome(asker: Asker, ruler: RulerEntry, case: Case) -> Outcome:
     try:
         opinion = await asker.opinion(comparison, case.permutation, [])
     except NoScores as error:
-        return Outcome(case, None, f"not scored ({error.reason}): {error}")
+        return Outcome(case, None, f"not scored ({error.reason}): {error}", error.reason)
     scores = {label: grade.score for name, grade in opinion.grades.items() for label in opinion.prompt.episodes[name]}
     return Outcome(case, scores, case.problem(scores))
 

@@ -107,15 +107,15 @@ def _job_with(ruler: Any, document: dict[str, Any], option: str) -> AgentRLJob:
         raise UserInputError(str(error).replace(f"spec.rewards[{len(rules)}].ruler", option)) from error
 
 
-def _remote_entry(job: AgentRLJob) -> RulerEntry:
+def _remote_entry(job: AgentRLJob, instead: str = "--base-url and --model") -> RulerEntry:
     """The job's ruler, which must not need the job's engines."""
     found = ruler_of(job.spec)
     if found is None:
-        raise UserInputError("spec.rewards: has no ruler; add one, or give --base-url and --model")
+        raise UserInputError(f"spec.rewards: has no ruler; add one, or give {instead}")
     if found[1].job_model:
         raise UserInputError(
             f"spec.rewards[{found[0]}].ruler.self: its engines run with the job only; serve the model with vLLM and "
-            "give --base-url and --model"
+            f"give {instead}"
         )
     entry = ruler_entry(job.spec, ())
     assert entry is not None
@@ -173,7 +173,7 @@ def rejudge(
     job, base = run.job(), run.manifest_dir
     if ruler is not None:
         job, base = _with_ruler(job, ruler, base)
-    entry = _remote_entry(job)
+    entry = _remote_entry(job, "--ruler '{baseUrl: ..., model: ...}'")
     try:
         batch = run_store(run).get(episode_batch(Purpose.TRAIN, step))
     except StorageError as error:

@@ -189,3 +189,4 @@ async def test_rejudge_reports_what_is_wrong(run: Path) -> None:
     assert "--ruler.baseurl: unknown field; did you mean baseUrl?" in printed
     printed = await kestrl("rejudge", "--runs", run, "--ruler", "{self: true}", code=2)
     assert "its engines run with the job only" in printed
+    assert "give --ruler '{baseUrl: ..., model: ...}'" in " ".join(printed.split())

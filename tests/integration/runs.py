@@ -75,9 +75,11 @@ def summary_of(run: RunDir) -> dict[str, Any]:
 
 
 def wait_for_step(run: RunDir, process: subprocess.Popen[str], step: int) -> None:
+    """Waits for `process` to report a step; the record of an earlier process of the same run does not count."""
+
     def reached() -> bool:
         assert process.poll() is None, "it ended too early"
         record = run.read_json("run.json") or {}
-        return int(record.get("progress", {}).get("step", 0)) >= step
+        return record.get("pid") == process.pid and int(record.get("progress", {}).get("step", 0)) >= step
 
     eventually(reached, 240)

@@ -233,7 +233,7 @@ def assert_prometheus_can_read(run: RunDir) -> None:
 def assert_status_reports_the_run(runs: Path) -> None:
     printed = kestrl("status", "--runs", runs)
     assert "email-search-1 running" in printed
-    assert re.search(r"step [1-4]/4 ", printed)
+    assert re.search(r"step [1-6]/6 ", printed)
     assert re.search(r"policy email-search\.\S+ proved [01]/1", printed)
     assert "end it: kestrl stop email-search-1" in printed
     for name in ("learner", "rollout-0", "tools", "judge", "inference-0", "engine-0"):
@@ -248,7 +248,7 @@ def test_when_killed_nothing_is_left_and_the_same_command_resumes(tmp_path: Path
         tmp_path,
         *SMALL,
         "--set",
-        "schedule.maxSteps=4",
+        "schedule.maxSteps=6",
         "--set",
         "inference.replicas=1",
     ]
@@ -272,12 +272,12 @@ def test_when_killed_nothing_is_left_and_the_same_command_resumes(tmp_path: Path
     assert summary_of(run)["status"] == "suspended"
     assert "resuming run email-search-1" in kestrl(*arguments)
     summary = summary_of(run)
-    assert (summary["status"], summary["steps"]) == ("succeeded", 4)
+    assert (summary["status"], summary["steps"]) == ("succeeded", 6)
     with closing(sqlite3.connect(run.path / "ledger.db")) as connection:
         trained = connection.execute(
             "SELECT position, step FROM work WHERE state = 'trained' ORDER BY position"
         ).fetchall()
-    assert trained == [(position, position // 2 + 1) for position in range(8)]
+    assert trained == [(position, position // 2 + 1) for position in range(12)]
 
 
 def test_a_users_own_environment_loops_and_reward(tmp_path: Path) -> None:

@@ -260,11 +260,8 @@ class GapBounds(Model):
     """Smallest effective sample size, as a share of the tokens."""
 
 
-class LearnerSettings(ServiceSettings):
-    """The learner."""
-
-    evaluate: EvaluateSettings | None = None
-    """If set: evaluate this once on the validation data and end, without training or publishing."""
+class PolicySettings(Model):
+    """The model under training, in a learner's and in an SFT run's settings."""
 
     model: str
     """Folder or Hugging Face id of the base model."""
@@ -274,9 +271,20 @@ class LearnerSettings(ServiceSettings):
     targets: str | tuple[str, ...]
     adapter_from: str | None = None
     """Address of the adapter that version 0 is."""
+    seed: int
+    device: str = "cpu"
+    gradient_checkpointing: bool = False
+    tokens_per_pass: int = 16_384
+    """Largest number of tokens of a forward pass."""
+
+
+class LearnerSettings(ServiceSettings, PolicySettings):
+    """The learner."""
+
+    evaluate: EvaluateSettings | None = None
+    """If set: evaluate this once on the validation data and end, without training or publishing."""
     data: DataSettings
     validation: DataSettings | None
-    seed: int
     epochs: int
     max_steps: int | None
     eval_every: int | None
@@ -313,10 +321,6 @@ class LearnerSettings(ServiceSettings):
     """Maximum share of a step's episodes that fail for reasons other than the policy; above it the run stops."""
     threads: int | None = None
     """torch threads; None leaves torch's choice."""
-    device: str = "cpu"
-    gradient_checkpointing: bool = False
-    tokens_per_pass: int = 16_384
-    """Largest number of tokens of a forward pass."""
     start_seconds: float = 600.0
     """Maximum seconds to wait for engines and workers to start."""
     tools: bool = False

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 from kestrl.plan.algorithm import AlgorithmSettings
-from kestrl.plan.settings import Model
+from kestrl.plan.settings import Model, PolicySettings
 from kestrl.spec.sft import Conversations, SFTJob
 
 LOSS = "kestrl_learner.sft.loss:CrossEntropy"
@@ -20,23 +18,14 @@ class SFTData(Model):
     size: int | None = None
 
 
-class SFTSettings(Model):
+class SFTSettings(PolicySettings):
     """One run of supervised fine-tuning."""
 
     job: str
-    model: str
-    """Folder or Hugging Face id of the base model."""
-    dtype: Literal["float32", "bfloat16"]
-    rank: int
-    alpha: float
-    targets: str | tuple[str, ...]
-    start: str | None = None
-    """Address of the adapter to start from."""
     template: str | None = None
     """File of a chat template."""
     train: SFTData
     validation: SFTData | None
-    seed: int
     epochs: int
     max_steps: int | None
     max_tokens: int
@@ -46,9 +35,6 @@ class SFTSettings(Model):
     storage: str
     """Address of the run's storage."""
     threads: int | None
-    device: str = "cpu"
-    gradient_checkpointing: bool = False
-    tokens_per_pass: int = 16_384
 
 
 def sft_settings(
@@ -79,7 +65,7 @@ def sft_settings(
         rank=adapter.rank,
         alpha=adapter.alpha,
         targets=adapter.targets if isinstance(adapter.targets, str) else tuple(adapter.targets),
-        start=adapter.from_,
+        adapter_from=adapter.from_,
         template=template,
         train=_data(spec.data.train, train),
         validation=None if spec.data.validation is None else _data(spec.data.validation, validation),

@@ -10,6 +10,7 @@ from tempfile import TemporaryDirectory
 from safetensors.torch import load, save
 
 from kestrl.errors import UserInputError
+from kestrl.plan.settings import PolicySettings
 from kestrl.storage import (
     AdapterManifest,
     ObjectStore,
@@ -90,6 +91,29 @@ def publish(
     if parent is None and step > 0:
         manifest = read_manifest(store, adapter_folder(manifest.policy))
     return manifest, uri
+
+
+def load_policy(settings: PolicySettings) -> PolicyModel:
+    """The model that a run begins with: the base with a new adapter, or with the published one it starts from.
+
+    Raises:
+        UserInputError: The base or the adapter cannot be used.
+        StorageError: The adapter is corrupt.
+    """
+    model = PolicyModel(
+        settings.model,
+        dtype=settings.dtype,
+        rank=settings.rank,
+        alpha=settings.alpha,
+        targets=settings.targets,
+        seed=settings.seed,
+        device=settings.device,
+        gradient_checkpointing=settings.gradient_checkpointing,
+        tokens_per_pass=settings.tokens_per_pass,
+    )
+    if settings.adapter_from is not None:
+        load_from(model, settings.adapter_from)
+    return model
 
 
 def load_from(model: PolicyModel, address: str) -> None:

@@ -26,7 +26,8 @@ from kestrl.states import RunPhase
 from kestrl.storage import AdapterManifest, fetch_adapter, open_store
 from kestrl.telemetry import span
 from kestrl.telemetry.names import Attr, SpanName
-from kestrl_learner import adapters, resume
+from kestrl_learner import resume
+from kestrl_learner.adapters import load_policy
 from kestrl_learner.concurrency import Interrupted, abandonable, guarded, unless
 from kestrl_learner.dispatcher import Dispatcher
 from kestrl_learner.group_source import GroupSource
@@ -186,30 +187,14 @@ class Run:
         """Loads the model while workers start."""
         try:
             async with asyncio.TaskGroup() as tasks:
-                loading = tasks.create_task(abandonable(self._load, name="load-model"), name="load-model")
+                load = partial(load_policy, self.settings)
+                loading = tasks.create_task(abandonable(load, name="load-model"), name="load-model")
                 tasks.create_task(unless(self._drain, resources.workers.connect()), name="connect-workers")
         except* KestrlError as errors:
             raise errors.exceptions[0] from errors
         except* Interrupted:
             raise Interrupted from None
         return loading.result()
-
-    def _load(self) -> PolicyModel:
-        settings = self.settings
-        model = PolicyModel(
-            settings.model,
-            dtype=settings.dtype,
-            rank=settings.rank,
-            alpha=settings.alpha,
-            targets=settings.targets,
-            seed=settings.seed,
-            device=settings.device,
-            gradient_checkpointing=settings.gradient_checkpointing,
-            tokens_per_pass=settings.tokens_per_pass,
-        )
-        if settings.adapter_from is not None:
-            adapters.load_from(model, settings.adapter_from)
-        return model
 
     async def _evaluate(self, resources: RunResources, model: PolicyModel, address: str | None) -> None:
         """Evaluates an adapter, or without one the base model, published as version 0."""

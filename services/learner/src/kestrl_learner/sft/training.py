@@ -17,7 +17,6 @@ from kestrl.plan.sft import SFTSettings
 from kestrl.storage import ObjectStore, layout, open_store
 from kestrl_learner import adapters, checkpoint
 from kestrl_learner.batch import TrainGroup
-from kestrl_learner.model import PolicyModel
 from kestrl_learner.run_record import RunRecord
 from kestrl_learner.schedule import epoch_order
 from kestrl_learner.sft.data import Item, load_items
@@ -43,7 +42,7 @@ def as_group(items: Sequence[Item]) -> TrainGroup:
 
 def identity_digest(settings: SFTSettings, items: Sequence[Item]) -> str:
     """Digest of what must not change when a run is resumed: model, optimiser and data, not the schedule's length."""
-    kept = {"model", "dtype", "rank", "alpha", "targets", "start", "seed", "max_tokens", "algorithm"}
+    kept = {"model", "dtype", "rank", "alpha", "targets", "adapter_from", "seed", "max_tokens", "algorithm"}
     hashed = hashlib.sha256(settings.model_dump_json(include=kept, exclude_defaults=True).encode())
     for item in items:
         for row in item:
@@ -74,19 +73,7 @@ class SFTRun:
             max_steps=settings.max_steps,
         )
         self._record = RunRecord(digest=identity_digest(settings, self._train))
-        self._model = PolicyModel(
-            settings.model,
-            dtype=settings.dtype,
-            rank=settings.rank,
-            alpha=settings.alpha,
-            targets=settings.targets,
-            seed=settings.seed,
-            device=settings.device,
-            gradient_checkpointing=settings.gradient_checkpointing,
-            tokens_per_pass=settings.tokens_per_pass,
-        )
-        if settings.start is not None:
-            adapters.load_from(self._model, settings.start)
+        self._model = adapters.load_policy(settings)
         self._trainer = Trainer(self._model, settings.algorithm, 1.0, steps=len(self._batches))
 
     def run(self) -> str | None:

@@ -67,11 +67,12 @@ KEPT_SECONDS = 2.0
 """Keep-alive seconds, below the 5 s after which vLLM closes idle connections."""
 
 
-def first_prompt(job: AgentRLJob, site: Site) -> list[int]:
+async def first_prompt(job: AgentRLJob, site: Site) -> list[int]:
     """Prompt of the job's first episode."""
     chat_model = load_model(site.model, site.template, tools=True, started=datetime.now().astimezone())
     entries = [ToolEntry(name=tool.name, use=tool.use, config=tool.config) for tool in job.spec.tools]
-    tools = chat_model.chat.toolset([tool.schema.to_openai() for tool in load_tools(entries, ToolThreads()).values()])
+    offered = await load_tools(entries, ToolThreads())
+    tools = chat_model.chat.toolset([tool.schema.to_openai() for tool in offered.values()])
     (scenario,) = load_scenarios(Path(site.train), size=1)
     return chat_model.chat.prompt(
         [Message(role=said["role"], text=said["content"]) for said in scenario.messages], tools
@@ -222,7 +223,7 @@ async def started(manifest: Path, folder: Path) -> AsyncGenerator[Bench]:
         learnt = PolicyModel(
             site.model, dtype="float32", rank=lora.rank, alpha=lora.alpha, targets=lora.targets, seed=1
         )
-        yield Bench(engines=engines, vllm=vllm, base=site.model, model=learnt, prompt=first_prompt(job, site))
+        yield Bench(engines=engines, vllm=vllm, base=site.model, model=learnt, prompt=await first_prompt(job, site))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -33,7 +33,7 @@ import yaml
 from kestrl.compat.verl import imports
 from kestrl.data.rows import read_rows
 from kestrl.errors import UserInputError
-from kestrl.plan.planning import tool_entries
+from kestrl.plan.tools import tool_entries
 from kestrl.rewards.resolving import resolve
 from kestrl.spec.load import parse_job
 from kestrl_rollout.agents.loading import load_loop
@@ -161,8 +161,8 @@ class Page:
     def _load(self, spec: dict[str, Any]) -> None:
         """Loads what the specification names, as each component does when it starts."""
         job = parse_job(merged(QUICKSTART, {"spec": spec})).spec
-        own = job.model_copy(update={"tools": [tool for tool in job.tools if self._has(tool.use)]})
-        load_tools(tool_entries(own), ToolThreads())
+        own = job.model_copy(update={"tools": [tool for tool in job.tools if tool.use and self._has(tool.use)]})
+        asyncio.run(load_tools(tool_entries(own), ToolThreads()))
         if self._has(job.agent.loop):
             load_loop(job.agent.loop, job.agent.config)
         for index, reward in enumerate(job.rewards):

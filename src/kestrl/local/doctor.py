@@ -122,7 +122,7 @@ def nearest_folder(path: Path) -> Path:
 
 def code_sandbox(job: AgentRLJob) -> Iterator[Finding]:
     """Whether this machine isolates code as the job's code interpreter asks for; nothing for a job without one."""
-    used = next((tool for tool in job.spec.tools if tool.use.startswith(f"{SANDBOX}.")), None)
+    used = next((tool for tool in job.spec.tools if (tool.use or "").startswith(f"{SANDBOX}.")), None)
     if used is None:
         return
     least = str(used.config.get("isolation", "namespaces"))

@@ -16,6 +16,7 @@ from typing import Any, cast
 from kestrl.errors import UserInputError
 from kestrl.plan.components import Role
 from kestrl.plan.judges import judge_keys
+from kestrl.plan.tools import tool_secrets
 from kestrl.spec import AgentRLJob
 from kestrl.storage import ObjectStore, open_store
 
@@ -116,6 +117,14 @@ class Secrets:
         """
         return {name: self._entry(*reference) for name, reference in judge_keys(self._job.spec).items()}
 
+    def tools(self) -> dict[str, str]:
+        """Variables with the secrets of tools.
+
+        Raises:
+            UserInputError: A file is missing or malformed, or does not have the key.
+        """
+        return {name: self._entry(*reference) for name, reference in tool_secrets(self._job.spec).items()}
+
     def _entry(self, secret: str, key: str, field: str) -> str:
         found = self._secret(secret, field)
         if key not in found:
@@ -130,6 +139,7 @@ class Secrets:
         """
         granted: dict[Role, dict[str, str]] = {role: dict(self.storage()) for role in STORAGE_ROLES}
         granted[Role.JUDGE] = self.judge()
+        granted[Role.TOOLS] = self.tools()
         for number, patch in enumerate(self._job.spec.patches):
             field = f"spec.patches[{number}].template.spec.containers"
             for container in _objects(_object(patch.template.get("spec")).get("containers")):

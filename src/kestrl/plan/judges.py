@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import NamedTuple
-from urllib.parse import urlsplit
 
 from kestrl.credentials import Secret
 from kestrl.episode import BASE_MODEL_NAME
 from kestrl.plan.components import Component, SecretKey
+from kestrl.plan.servers import RemoteServer, server_at
 from kestrl.plan.settings import JudgeModel, RewardEntry, RulerEntry
 from kestrl.spec.job import JobSpec
 from kestrl.spec.judges import Price, RulerSpec, SecondJudge
@@ -56,33 +55,16 @@ def judge_keys(spec: JobSpec) -> Mapping[str, SecretKey]:
     return keys
 
 
-class JudgeServer(NamedTuple):
-    """The server of a judge model."""
-
-    host: str
-    port: int
-    field: str
-    """Manifest field, for messages."""
-
-    @property
-    def namespace(self) -> str | None:
-        """Namespace of a Service of the cluster (`NAME.NAMESPACE.svc...`); None for any other host."""
-        labels = self.host.split(".")
-        return labels[1] if len(labels) > 2 and labels[2] == "svc" else None
-
-
-def judge_servers(spec: JobSpec) -> tuple[JudgeServer, ...]:
+def judge_servers(spec: JobSpec) -> tuple[RemoteServer, ...]:
     """Servers of judge models outside the job."""
     found = ruler_of(spec)
     if found is None:
         return ()
     index, ruler = found
-    servers: list[JudgeServer] = []
+    servers: list[RemoteServer] = []
     for judge, path in ((ruler, "ruler"), (ruler.second, "ruler.second")):
         if judge is not None and judge.base_url is not None:
-            url = urlsplit(judge.base_url)
-            port = url.port or (443 if url.scheme == "https" else 80)
-            servers.append(JudgeServer(url.hostname or "", port, f"spec.rewards[{index}].{path}.baseUrl"))
+            servers.append(server_at(judge.base_url, f"spec.rewards[{index}].{path}.baseUrl"))
     return tuple(servers)
 
 

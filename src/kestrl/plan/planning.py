@@ -17,10 +17,10 @@ from kestrl.plan.settings import (
     LearnerSettings,
     RolloutSettings,
     ServiceSettings,
-    ToolEntry,
     ToolsSettings,
 )
 from kestrl.plan.site import Site
+from kestrl.plan.tools import tool_entries, with_tool_secrets
 from kestrl.spec.algorithms import PRESETS, Algorithm
 from kestrl.spec.job import AgentRLJob, JobSpec
 
@@ -113,19 +113,6 @@ def _agent(job: AgentRLJob, site: Site, index: int) -> Component:
     return _component(Role.INFERENCE, index, settings, site)
 
 
-def tool_entries(spec: JobSpec) -> tuple[ToolEntry, ...]:
-    """Tools of the job, as settings of the tool service."""
-    return tuple(
-        ToolEntry(
-            name=tool.label,
-            use=tool.use,
-            methods=None if tool.methods is None else tuple(tool.methods),
-            config=tool.config,
-        )
-        for tool in spec.tools
-    )
-
-
 def _tools(job: AgentRLJob, site: Site) -> Component:
     spec = job.spec
     settings = ToolsSettings.model_validate(
@@ -137,7 +124,7 @@ def _tools(job: AgentRLJob, site: Site) -> Component:
             "max_sessions": 2 * max(spec.rollout.replicas, USUAL_WORKERS) * spec.rollout.concurrency,
         }
     )
-    return _component(Role.TOOLS, 0, settings, site)
+    return with_tool_secrets(_component(Role.TOOLS, 0, settings, site), spec)
 
 
 def _judge(job: AgentRLJob, site: Site) -> Component:

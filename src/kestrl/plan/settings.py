@@ -73,15 +73,50 @@ class ServiceSettings(Model):
         return settings.model_copy(update={"component": f"{role}-{replica}"}) if replica else settings
 
 
+class SecretText(Model):
+    """A text with an entry of a secret."""
+
+    variable: str
+    """Environment variable with the entry."""
+    prefix: str = ""
+    """Text before it."""
+
+
+class McpEntry(Model):
+    """An MCP server of the manifest."""
+
+    command: tuple[str, ...] = ()
+    """Program and arguments of a server on stdio; empty for one on HTTP."""
+    env: dict[str, str] = {}
+    secret_env: dict[str, SecretText] = {}
+    url: str | None = None
+    headers: dict[str, str] = {}
+    secret_headers: dict[str, SecretText] = {}
+    per_episode: bool = False
+    concurrency: int = 16
+
+
+class ProcessEntry(Model):
+    """The process of a Python tool."""
+
+    memory_mb: int | None = None
+    """Maximum memory of an instance in MiB; None means no limit."""
+
+
 class ToolEntry(Model):
-    """One tool or environment of the manifest."""
+    """One entry of `spec.tools`: a Python tool or environment, or a server."""
 
     name: str
-    use: str
+    use: str | None = None
     """Import path of a function or class."""
     methods: tuple[str, ...] | None = None
     """Methods of an environment that are tools; None means all public ones, or that it is not an environment."""
     config: dict[str, Any] = {}
+    process: ProcessEntry | None = None
+    """If set, instances run in processes of their own."""
+    mcp: McpEntry | None = None
+    tools: tuple[str, ...] | None = None
+    """Tools of a server that are offered; None means all."""
 
 
 class ToolsSettings(ServiceSettings):

@@ -135,6 +135,14 @@ PLACED_RULES: Mapping[tuple[str, ...], tuple[dict[str, str], ...]] = {
             ".role",
         ),
     ),
+    ("spec", "tools", "[]"): (
+        rule("has(self.use) != has(self.mcp)", "give either use or mcp, and one of them only"),
+        rule(
+            "!has(self.mcp) || has(self.mcp.command) != has(self.mcp.url)",
+            "give either command or url, and one of them only",
+            ".mcp",
+        ),
+    ),
     ("spec", "rewards", "[]"): (
         rule("has(self.rule) != has(self.ruler)", "give either rule or ruler, and one of them only"),
         rule(

@@ -12,8 +12,9 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from kestrl.spec.algorithms import Algorithm
 from kestrl.spec.judges import RulerSpec
 from kestrl.spec.model import LARGEST_CONTEXT, LARGEST_SEED, Model, NonNegativeInt, Positive, PositiveInt
-from kestrl.spec.scalars import Address, Duration, DurationOrZero, ImportPath, JobName, JsonObject, Name
+from kestrl.spec.scalars import Address, Duration, DurationOrZero, JobName, JsonObject, Name
 from kestrl.spec.secrets import SecretRef
+from kestrl.spec.tools import Tool
 
 API_VERSION = "kestrl.dev/v1alpha1"
 KIND = "AgentRLJob"
@@ -101,28 +102,6 @@ class Agent(Model):
     tool_call_format: Annotated[str, Field(pattern=TOOL_CALL_FORMAT)] | None = None
     """Tool-call format: hermes, qwen_xml, llama3_json, mistral, harmony, pythonic, or the import path of a format.
     Default: detected from the chat template; a template with an unknown format is refused if the job has tools."""
-
-
-ToolName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_-]{0,63}$")]
-
-
-class Tool(Model):
-    """One tool, or one environment whose methods are tools."""
-
-    name: ToolName | None = None
-    """Name for the model; for an environment, the name in rows. Default: the last part of `use`."""
-    use: ImportPath
-    """Import path of a function, of a class whose instances are callable, or of an environment: a class whose methods
-    are tools. One instance per episode."""
-    methods: Annotated[list[ToolName], Field(min_length=1, max_length=64)] | None = None
-    """Methods of the environment that are tools. Default: all public methods of a class without `__call__`."""
-    config: JsonObject = {}
-    """Keyword arguments of the function or class, the same for every episode; rows cannot override them."""
-
-    @property
-    def label(self) -> str:
-        """`name`, or the last part of `use`."""
-        return self.name or self.use.rpartition(":")[2].rpartition(".")[2]
 
 
 class Reward(Model):

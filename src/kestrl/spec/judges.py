@@ -7,13 +7,10 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from kestrl.spec.model import LARGEST_CONTEXT, Model, NonNegative, Positive, PositiveInt
-from kestrl.spec.scalars import Duration
-from kestrl.spec.secrets import SecretRef
+from kestrl.spec.scalars import BaseUrl, Duration
+from kestrl.spec.secrets import SecretRef, VariableName
 
-BaseUrl = Annotated[str, Field(pattern=r"^https?://[^\s/?#@]+(/[^\s?#]*)?$")]
-"""`http://` or `https://`, a host, and a path such as /v1; without credentials."""
 ModelName = Annotated[str, Field(min_length=1, max_length=256)]
-VariableName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_.-]{0,252}$")]
 
 
 class Price(Model):

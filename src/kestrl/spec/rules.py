@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 
@@ -11,6 +10,7 @@ from kestrl.spec.job import FailureRule, JobSpec
 from kestrl.spec.judge_rules import judge_problems
 from kestrl.spec.problems import Problem
 from kestrl.spec.scalars import format_duration
+from kestrl.spec.tool_rules import tool_problems
 
 ENGINE_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Values accepted by vLLM's --max-lora-rank."""
@@ -104,13 +104,6 @@ def tokens_fit_the_context(spec: JobSpec) -> Iterator[Problem]:
         )
     if agent.max_tokens_per_turn is not None and agent.max_tokens_per_turn > agent.max_tokens:
         yield Problem("spec.agent.maxTokensPerTurn", f"is above maxTokens ({agent.max_tokens}); lower it")
-
-
-def names_are_unique(spec: JobSpec) -> Iterator[Problem]:
-    named = (name for tool in spec.tools for name in tool.methods or [tool.label])
-    for name, count in Counter(named).items():
-        if count > 1:
-            yield Problem("spec.tools", f"{count} tools are called {name!r}; the model could not tell them apart")
 
 
 def loop_is_known(spec: JobSpec) -> Iterator[Problem]:
@@ -274,7 +267,7 @@ RULES: tuple[Rule, ...] = (
     rank_fits_the_engine,
     adapter_can_be_proved,
     tokens_fit_the_context,
-    names_are_unique,
+    tool_problems,
     loop_is_known,
     rewards_are_known,
     judge_problems,

@@ -109,3 +109,6 @@ JobName = Annotated[str, Field(pattern=r"^[a-z]([-a-z0-9]{0,61}[a-z0-9])?$")]
 
 Address = Annotated[str, Field(min_length=1)]
 """A path, or scheme://..."""
+
+BaseUrl = Annotated[str, Field(pattern=r"^https?://[^\s/?#@]+(/[^\s?#]*)?$")]
+"""`http://` or `https://`, a host, and a path such as /v1; without credentials."""

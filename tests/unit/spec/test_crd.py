@@ -112,7 +112,7 @@ def with_defaults(value: Any, schema: dict[str, Any]) -> Any:
         ({"rollout": {"deadlines": {"tool": "soon"}}}, "tool"),
         ({"rollout": {"deadlines": {"episode": "1d"}}}, "episode"),
         ({"inference": {"replicas": 0}}, "replicas"),
-        ({"tools": [{"name": "t"}]}, "use"),
+        ({"tools": [{"name": "t", "use": "no colon"}]}, "use"),
         ({"model": {"base": ""}}, "base"),
         ({"rewards": []}, "rewards"),
         ({"failurePolicy": {"backoffLimit": -1}}, "backoffLimit"),

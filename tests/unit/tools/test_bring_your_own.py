@@ -141,7 +141,7 @@ async def test_tools_that_subclass_verls_base_run_without_verl(tmp_path: Any, mo
     monkeypatch.syspath_prepend(str(tmp_path))
     before = set(sys.modules)
     try:
-        tools = load_tools(
+        tools = await load_tools(
             [
                 ToolEntry(name="count", use="verl_tools_of_mine:Counter", config={}),
                 ToolEntry(name="search", use="verl_tools_of_mine:search", config={}),
@@ -153,11 +153,11 @@ async def test_tools_that_subclass_verls_base_run_without_verl(tmp_path: Any, mo
             if name.partition(".")[0] in ("verl", "verl_tools_of_mine"):
                 del sys.modules[name]
     assert tools["count"].schema.parameters["properties"] == {"by": {"type": "integer", "minimum": 1}}
-    counter = await tools["count"].origin.make({"start": 40})
-    answer = answer_of("count", await counter.call(None, {"by": 2}, {}))
+    counter = await tools["count"].provider.open({"start": 40})
+    answer = answer_of("count", await counter.call("count", {"by": 2}, {}))
     assert (answer.text, answer.data_json) == ("42", '{"tool_reward": 0.5, "tool_metrics": {"by": 2}}')
     await counter.close()
-    function = await tools["search"].origin.make({})
-    answer = answer_of("search", await function.call(None, {"query": "a", "limit": 3}, {}))
+    function = await tools["search"].provider.open({})
+    answer = answer_of("search", await function.call("search", {"query": "a", "limit": 3}, {}))
     assert (answer.text, answer.data_json) == ("aaa", '{"tool_reward": 0.25, "tool_metrics": {"limit": 3}}')
     await function.close()

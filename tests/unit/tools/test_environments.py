@@ -157,9 +157,9 @@ async def test_a_hanging_environment_is_late_and_bounded(serve: Any, samples: An
         (environment("VerlCounter", methods=("search",)), "VerlCounter"),
     ],
 )
-def test_an_environment_that_cannot_be_used_is_refused(samples: Any, entry: ToolEntry, message: str) -> None:
+async def test_an_environment_that_cannot_be_used_is_refused(samples: Any, entry: ToolEntry, message: str) -> None:
     with pytest.raises(UserInputError, match=message):
-        load_tools([entry], ToolThreads())
+        await load_tools([entry], ToolThreads())
 
 
 @pytest.mark.parametrize(
@@ -170,9 +170,9 @@ def test_an_environment_that_cannot_be_used_is_refused(samples: Any, entry: Tool
         [environment(name="greet"), ToolEntry(name="greet", use="tool_samples:greet")],
     ],
 )
-def test_names_are_unique_over_all_entries(samples: Any, entries: list[ToolEntry]) -> None:
+async def test_names_are_unique_over_all_entries(samples: Any, entries: list[ToolEntry]) -> None:
     with pytest.raises(UserInputError, match=r"spec.tools\[1\]: there is another tool or environment named"):
-        load_tools(entries, ToolThreads())
+        await load_tools(entries, ToolThreads())
 
 
 async def test_rows_cannot_override_config(serve: Any) -> None:

@@ -14,12 +14,12 @@ import pytest
 from kestrl.errors import UserInputError
 from kestrl.plan.settings import ToolEntry, ToolsSettings
 from kestrl_tools.catalogue import load_tools
-from kestrl_tools.lifecycle import started
+from kestrl_tools.lifecycle import loaded, start_all
 from kestrl_tools.tool_threads import ToolThreads
 
 
 def load(*entries: ToolEntry) -> dict[str, Any]:
-    return dict(load_tools(entries, ToolThreads()))
+    return asyncio.run(load_tools(entries, ToolThreads()))
 
 
 @pytest.mark.parametrize(
@@ -123,8 +123,8 @@ async def test_what_a_class_shares_is_started_before_the_first_session_and_stopp
 async def test_a_hook_that_refuses_its_config_ends_the_start(samples: Any) -> None:
     entry = ToolEntry(name="indexed", use="tool_samples:Indexed", config={"words": ["bad"]})
     with pytest.raises(UserInputError, match="tool indexed: config: words: `bad` cannot be indexed"):
-        async with started(load_tools([entry], ToolThreads())):
-            pytest.fail("it started")
+        async with loaded([entry], ToolThreads()) as tools:
+            await start_all(tools)
 
 
 def test_a_hook_has_to_be_a_class_method(samples: Any) -> None:

@@ -8,6 +8,8 @@ from typing import Any
 from kestrl.errors import UserInputError
 from kestrl.plan.components import Role
 from kestrl.plan.judges import judge_servers, uses_own_engines
+from kestrl.plan.servers import RemoteServer
+from kestrl.plan.tools import tool_servers
 from kestrl.spec import JobSpec
 from kestrl_operator.state.cluster import GRPC_PORT, HTTP_PORT, METRICS_PORT, workload
 
@@ -52,11 +54,11 @@ def policies(job: str, spec: JobSpec, far_ports: Sequence[int]) -> Iterator[tupl
     """A policy that denies everything for all pods of the job, then what each role needs.
 
     Raises:
-        UserInputError: A judge model is at a port that pods of jobs must not reach.
+        UserInputError: A judge model or a server of tools is at a port that pods of jobs must not reach.
     """
     everyone = {"matchLabels": {"kestrl.dev/job": job}}
     yield f"{job}-all", {"podSelector": everyone, "policyTypes": ["Ingress", "Egress"]}
-    judging = [*_judge_egress(job, spec, far_ports)]
+    own = {Role.JUDGE: [*_judge_egress(job, spec, far_ports)], Role.TOOLS: [*_servers(tool_servers(spec), far_ports)]}
     for role, callers in CALLERS.items():
         called = [callee for callee, by in CALLERS.items() if role in by]
         yield (
@@ -65,7 +67,7 @@ def policies(job: str, spec: JobSpec, far_ports: Sequence[int]) -> Iterator[tupl
                 "podSelector": {"matchLabels": selector(job, role)},
                 "policyTypes": ["Ingress", "Egress"],
                 "ingress": [*_ingress(job, role, callers), *_judge_ingress(job, role, spec)],
-                "egress": [*_egress(job, role, called, far_ports), *(judging if role is Role.JUDGE else [])],
+                "egress": [*_egress(job, role, called, far_ports), *own.get(role, [])],
             },
         )
 
@@ -79,10 +81,19 @@ def _judge_ingress(job: str, role: Role, spec: JobSpec) -> Iterator[Object]:
 def _judge_egress(job: str, spec: JobSpec, far_ports: Sequence[int]) -> Iterator[Object]:
     """From the judge to the servers of its models, and to names; nothing if the job names no judge model."""
     servers = judge_servers(spec)
-    if servers or uses_own_engines(spec):
-        yield {"ports": _dns()}
     if uses_own_engines(spec):
+        if not servers:
+            yield {"ports": _dns()}
         yield {"to": [_pods(job, Role.INFERENCE)], "ports": [{"port": HTTP_PORT, "protocol": "TCP"}]}
+    yield from _servers(servers, far_ports)
+
+
+def _servers(servers: Sequence[RemoteServer], far_ports: Sequence[int]) -> Iterator[Object]:
+    """To servers of the manifest, and to names; nothing without a server. A policy knows addresses and ports but no
+    host names, so that a host outside the cluster is allowed by its port.
+    """
+    if servers:
+        yield {"ports": _dns()}
     for server in servers:
         if server.port not in far_ports:
             raise UserInputError(

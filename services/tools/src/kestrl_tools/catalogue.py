@@ -1,360 +1,108 @@
-"""Loads the job's tools when the service starts, and reports problems by manifest field."""
+"""The tools of the job: those of every provider in the manifest, under unique names."""
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
-from contextlib import suppress
+import asyncio
+import logging
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from types import FunctionType
-from typing import Any
 
-from kestrl.compat.verl.imports import load
-from kestrl.compat.verl.tools import VerlTool, adapt_function, is_function_tool, is_verl_tool
-from kestrl.errors import KestrlError, ToolFailure, UserInputError
+from kestrl.errors import KestrlError, UserInputError, text_of
 from kestrl.plan.settings import ToolEntry
 from kestrl.tools import ToolError, ToolSchema
-from kestrl.tools.arguments import Arguments
-from kestrl.tools.schema import Described, read
+from kestrl.tools.provider import ToolDefinition, ToolProvider
 from kestrl_tools.execution import guarded
-from kestrl_tools.instances import Instance, PlainInstance, VerlInstance, is_async
+from kestrl_tools.python_provider import python_provider
 from kestrl_tools.tool_threads import ToolThreads
 
-Kwargs = Mapping[str, Any]
-NO_KWARGS: Kwargs = {}
-HOOKS = ("reset", "state", "close")
-"""Methods of an environment that are called by the session, not by the model."""
-SERVICE_HOOKS = ("start_service", "stop_service")
-"""Class methods that are called once, when the service starts and when it ends."""
-METHOD_KINDS = (FunctionType, staticmethod, classmethod)
+log = logging.getLogger(__name__)
+LIST_SECONDS = 60.0
+"""Time limit of listing the tools of a provider, which may start a server."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Origin:
-    """Source of an instance per episode: a function, a class, or an environment with several tools."""
-
-    name: str
-    """Name in the `tools_kwargs` of rows."""
-    make: Callable[[Kwargs], Awaitable[Instance]]
-    """Creates the session's instance from `create_kwargs`; raises ToolFailure for invalid ones."""
-    check: Callable[[Kwargs], object]
-    """Checks `create_kwargs` against the signature; raises ToolFailure for invalid ones."""
-    environment: bool = False
-    has_state: bool = False
-    """Whether the instance has a `state()` method."""
-    start: Callable[[], Any] | None = None
-    """Called once when the service starts, with the manifest's `config`."""
-    stop: Callable[[], Any] | None = None
-    """Called once when the service ends."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Tool:
-    """A tool of the job."""
+    """A tool of the job with its provider."""
 
-    schema: ToolSchema
-    arguments: Arguments
-    origin: Origin
-    method: str | None = None
-    """Method of an environment; None for other tools."""
-    fillable: frozenset[str] | None
-    """Allowed names in `execute_kwargs`; None allows any."""
-    required: frozenset[str]
-    """Required names in `execute_kwargs`."""
-    fixed: frozenset[str] = frozenset()
-    """Names set by the manifest's `config`."""
+    definition: ToolDefinition
+    provider: ToolProvider
 
-    def check_fill(self, execute_kwargs: Kwargs) -> None:
-        """Checks the scenario's `execute_kwargs`.
-
-        Raises:
-            ToolFailure: They are invalid.
-        """
-        _refuse_fixed(self.schema.name, "execute_kwargs", self.fixed, execute_kwargs)
-        unknown = [] if self.fillable is None else sorted(set(execute_kwargs) - self.fillable)
-        if unknown:
-            raise _kwargs_failure(self.schema.name, "execute_kwargs", f"it has no parameter {', '.join(unknown)}")
-        missing = sorted(self.required - set(execute_kwargs))
-        if missing:
-            raise _kwargs_failure(
-                self.schema.name, "execute_kwargs", f"{', '.join(missing)} is hidden from the model and must be set"
-            )
+    @property
+    def schema(self) -> ToolSchema:
+        return self.definition.schema
 
 
-def _kwargs_failure(tool: str, which: str, reason: str) -> ToolFailure:
-    return ToolFailure(f"{tool}: the row's {which} do not fit: {reason}", code="tool_kwargs_invalid")
-
-
-def _refuse_fixed(tool: str, which: str, fixed: Collection[str], given: Kwargs) -> None:
-    """Refuses values of rows for names set by the manifest, which apply to every episode."""
-    taken = sorted(set(fixed) & set(given))
-    if taken:
-        raise _kwargs_failure(
-            tool,
-            which,
-            f"the manifest's config sets {', '.join(taken)} for every episode; remove it from one of the two",
-        )
-
-
-def load_tools(entries: Sequence[ToolEntry], threads: ToolThreads) -> dict[str, Tool]:
-    """Loads every tool, by name in manifest order.
+def provider_of(entry: ToolEntry, field: str, threads: ToolThreads) -> ToolProvider:
+    """The provider of an entry of the manifest.
 
     Raises:
-        UserInputError: Tools cannot be used; one line each with the field and the fix.
+        UserInputError: It cannot be used; the message has the field and the fix.
+    """
+    if entry.use is None:
+        raise UserInputError(f"{field}.mcp: this version has no provider for MCP servers")
+    return python_provider(entry, field, threads)
+
+
+async def load_tools(entries: Sequence[ToolEntry], threads: ToolThreads) -> dict[str, Tool]:
+    """Lists the tools of every provider, by name in manifest order; `lifecycle.stopped` ends the providers.
+
+    Raises:
+        UserInputError: Tools cannot be used; one line each with the field and the fix. No provider is left running.
     """
     tools: dict[str, Tool] = {}
-    origins: set[str] = set()
+    taken_names: set[str] = set()
     problems: list[str] = []
-    for index, entry in enumerate(entries):
-        field = f"spec.tools[{index}]"
-        try:
-            found = _load(entry, field, threads)
-        except UserInputError as error:
-            problems.append(str(error))
-            continue
-        names = {tool.schema.name for tool in found}
-        taken = (names & (set(tools) | origins)) | ({entry.name} & (set(tools) | origins))
-        if taken:
-            problems.append(f"{field}: there is another tool or environment named {', '.join(sorted(taken))}")
-        tools |= {tool.schema.name: tool for tool in found}
-        origins.add(entry.name)
-    if problems:
-        raise UserInputError("\n".join(problems))
+    loaded = [(entry, f"spec.tools[{index}]") for index, entry in enumerate(entries)]
+    providers: list[ToolProvider] = []
+    try:
+        for entry, field in loaded:
+            try:
+                provider = provider_of(entry, field, threads)
+                providers.append(provider)
+                found = await _listed(provider, field)
+            except UserInputError as error:
+                problems.append(str(error))
+                continue
+            names = {tool.name for tool in found} | {entry.name}
+            if taken := names & taken_names:
+                problems.append(f"{field}: there is another tool or environment named {', '.join(sorted(taken))}")
+            tools |= {tool.name: Tool(tool, provider) for tool in found}
+            taken_names |= names
+        if problems:
+            raise UserInputError("\n".join(problems))
+    except BaseException:
+        await stop_all(providers)
+        raise
     return tools
 
 
-def _load(entry: ToolEntry, field: str, threads: ToolThreads) -> list[Tool]:
-    """Tools of one entry."""
-    obj = load(entry.use, field=f"{field}.use")
-    _refuse_method(obj, entry, field)
+async def _listed(provider: ToolProvider, field: str) -> Sequence[ToolDefinition]:
     try:
-        if is_verl_tool(obj):
-            found = _verl(obj, entry)
-        elif _is_environment(obj, entry):
-            return _environment(obj, entry, threads)
-        else:
-            found = _class(obj, entry, threads) if inspect.isclass(obj) else _function(obj, entry, threads)
+        async with asyncio.timeout(LIST_SECONDS):
+            found = await provider.list_tools()
+    except TimeoutError:
+        raise UserInputError(f"{field}: {provider.name}: did not list its tools within {LIST_SECONDS:g} s") from None
     except UserInputError as error:
-        raise UserInputError(f"{field}.use: {entry.use}: {error}") from error
-    if entry.methods is not None:
-        raise UserInputError(
-            f"{field}.methods: {entry.use} is not an environment: its methods cannot be tools; remove it"
-        )
-    return [found]
+        raise UserInputError(f"{field}.{error}") from error
+    except KestrlError as error:
+        raise UserInputError(f"{field}: {provider.name}: {text_of(error)}") from error
+    names = [tool.name for tool in found]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise UserInputError(f"{field}: {provider.name} lists several tools named {', '.join(twice)}")
+    if not found:
+        raise UserInputError(f"{field}: {provider.name} lists no tools")
+    return found
 
 
-def _refuse_method(obj: Any, entry: ToolEntry, field: str) -> None:
-    owner, _, method = entry.use.rpartition(".")
-    if ":" in owner and inspect.isfunction(obj) and inspect.isclass(load(owner, field=f"{field}.use")):
-        raise UserInputError(
-            f"{field}.use: {entry.use} is a method, which needs an instance: write `use: {owner}` and `methods: "
-            f"[{method}]`, "
-            "and each episode has one"
-        )
+def providers_of(tools: Mapping[str, Tool]) -> list[ToolProvider]:
+    """The providers of tools, in manifest order."""
+    return list({id(tool.provider): tool.provider for tool in tools.values()}.values())
 
 
-def _is_environment(obj: Any, entry: ToolEntry) -> bool:
-    if not inspect.isclass(obj):
-        return False
-    callable_ = any("__call__" in vars(base) for base in obj.__mro__)
-    return entry.methods is not None or (not callable_ and bool(_public_methods(obj)))
-
-
-def _function(obj: Any, entry: ToolEntry, threads: ToolThreads) -> Tool:
-    described = read(obj, entry.name, fixed=tuple(entry.config))
-    _bind(obj, entry)
-    function = adapt_function(obj) if is_function_tool(obj) else obj
-    target = partial(function, **entry.config) if entry.config else function
-
-    def check(create_kwargs: Kwargs) -> None:
-        if create_kwargs:
-            raise _kwargs_failure(
-                entry.name, "create_kwargs", "it is a function, and only classes are created per episode"
-            )
-
-    async def make(create_kwargs: Kwargs) -> Instance:
-        check(create_kwargs)
-        instance = PlainInstance(entry.name, threads, sync=not is_async(obj))
-        instance.use(target)
-        return instance
-
-    return _described(described, Origin(name=entry.name, make=make, check=check), fixed=frozenset(entry.config))
-
-
-def _class(cls: type, entry: ToolEntry, threads: ToolThreads) -> Tool:
-    described = read(cls, entry.name)
-    _bind(cls, entry)
-
-    async def make(create_kwargs: Kwargs) -> Instance:
-        instance = PlainInstance(entry.name, threads, sync=not is_async(cls))
-        return await _made(instance, partial(cls, **_arguments(cls, entry, create_kwargs)))
-
-    check = partial(_arguments, cls, entry)
-    start, stop = _service_hooks(cls, entry)
-    return _described(described, Origin(name=entry.name, make=make, check=check, start=start, stop=stop))
-
-
-def _service_hooks(cls: Any, entry: ToolEntry) -> tuple[Callable[[], Any] | None, Callable[[], Any] | None]:
-    """What a class does once per service, at its start and at its end.
-
-    Raises:
-        UserInputError: A hook is not a class method.
-    """
-    for name in SERVICE_HOOKS:
-        if _has(cls, name) and getattr(getattr(cls, name), "__self__", None) is not cls:
-            raise UserInputError(f"{cls.__name__}.{name} is called before there is an instance: make it a classmethod")
-    start = getattr(cls, "start_service", None)
-    return (partial(start, **entry.config) if start else None), getattr(cls, "stop_service", None)
-
-
-def _environment(cls: type, entry: ToolEntry, threads: ToolThreads) -> list[Tool]:
-    names = _methods(cls, entry)
-    resets = _has(cls, "reset")
-    if resets:
-        _bind(cls, entry, whole=True)
-    else:
-        _bind(cls, entry)
-    used = [*names, *(hook for hook in HOOKS if _has(cls, hook))]
-    sync = not all(inspect.iscoroutinefunction(getattr(cls, name)) for name in used)
-
-    def check(create_kwargs: Kwargs) -> dict[str, Any]:
-        arguments = _arguments(cls, entry, NO_KWARGS if resets else create_kwargs)
-        if resets:
-            _check_reset(cls, entry, create_kwargs)
-        return arguments
-
-    async def make(create_kwargs: Kwargs) -> Instance:
-        factory = partial(cls, **check(create_kwargs))
-        instance = await _made(PlainInstance(entry.name, threads, sync=sync), factory)
-        if resets:
-            await _begun(instance, entry, create_kwargs)
-        return instance
-
-    start, stop = _service_hooks(cls, entry)
-    origin = Origin(
-        name=entry.name,
-        make=make,
-        check=check,
-        environment=True,
-        has_state=_has(cls, "state"),
-        start=start,
-        stop=stop,
-    )
-    return [_described(read(cls, name, method=name), origin, method=name) for name in names]
-
-
-def _described(
-    described: Described, origin: Origin, *, method: str | None = None, fixed: frozenset[str] = frozenset()
-) -> Tool:
-    return Tool(
-        schema=described.schema,
-        arguments=described.arguments,
-        origin=origin,
-        method=method,
-        fillable=described.fillable,
-        required=described.required,
-        fixed=fixed,
-    )
-
-
-def _has(cls: type, name: str) -> bool:
-    return callable(getattr(cls, name, None))
-
-
-def _methods(cls: type, entry: ToolEntry) -> Sequence[str]:
-    """Methods that are tools.
-
-    Raises:
-        UserInputError: A listed name is not a method, or has a special meaning.
-    """
-    if entry.methods is None:
-        return _public_methods(cls)
-    for name in entry.methods:
-        if name in (*HOOKS, *SERVICE_HOOKS) or name.startswith("_"):
-            raise UserInputError(
-                f"the method {name!r} is not for the model: {', '.join((*HOOKS, *SERVICE_HOOKS))} "
-                f"and private ones are not tools"
-            )
-        if not _has(cls, name):
-            raise UserInputError(
-                f"{cls.__name__} has no method {name!r} (it has: {', '.join(_public_methods(cls)) or 'none'})"
-            )
-    return entry.methods
-
-
-def _public_methods(cls: type) -> list[str]:
-    """Public methods except those of base classes from other modules."""
-    found: dict[str, None] = {}
-    for base in reversed(cls.__mro__):
-        if base.__module__ == cls.__module__:
-            found |= {name: None for name, value in vars(base).items() if isinstance(value, METHOD_KINDS)}
-    return [name for name in found if not name.startswith("_") and name not in (*HOOKS, *SERVICE_HOOKS)]
-
-
-def _arguments(cls: type, entry: ToolEntry, create_kwargs: Kwargs) -> dict[str, Any]:
-    """Arguments of the constructor; raises ToolFailure if the row's are invalid."""
-    _refuse_fixed(entry.name, "create_kwargs", entry.config, create_kwargs)
-    kwargs = {**entry.config, **create_kwargs}
-    try:
-        inspect.signature(cls).bind(**kwargs)
-    except TypeError as error:
-        raise _kwargs_failure(entry.name, "create_kwargs", f"{cls.__name__}: {error}") from error
-    return kwargs
-
-
-async def _made(instance: PlainInstance, factory: Callable[[], Any]) -> PlainInstance:
-    try:
-        await instance.make(factory)
-    except BaseException:
-        await instance.close()  # stops its thread
-        raise
-    return instance
-
-
-def _check_reset(cls: Any, entry: ToolEntry, create_kwargs: Kwargs) -> None:
-    try:
-        inspect.signature(cls.reset).bind(object(), **create_kwargs)
-    except TypeError as error:
-        raise _kwargs_failure(entry.name, "create_kwargs", f"{cls.__name__}.reset: {error}") from error
-
-
-async def _begun(instance: PlainInstance, entry: ToolEntry, create_kwargs: Kwargs) -> None:
-    try:
-        returned = await instance.invoke("reset", create_kwargs)
-        if returned is not None:
-            raise ToolFailure(
-                f"{entry.name}: reset() returned a {type(returned).__name__}; the first "
-                "prompt comes from the row, so the value would be ignored: return None",
-                code="tool_result_invalid",
-            )
-    except BaseException:
-        with suppress(KestrlError, ToolError):  # logged by `guarded`; the exception of reset() is the one to raise
-            await guarded(entry.name, instance.close())
-        raise
-
-
-def _verl(cls: type, entry: ToolEntry) -> Tool:
-    tool = VerlTool(cls, entry.config)
-    schema = tool.schema(entry.name)
-
-    async def make(create_kwargs: Kwargs) -> Instance:
-        return VerlInstance(tool, await tool.create(create_kwargs))
-
-    return Tool(
-        schema=schema,
-        arguments=Arguments(schema.parameters),
-        # verl's classes take any create_kwargs.
-        origin=Origin(name=entry.name, make=make, check=lambda _: None),
-        fillable=None,
-        required=frozenset(),
-    )
-
-
-def _bind(obj: Any, entry: ToolEntry, *, whole: bool = False) -> None:
-    """Checks the manifest's `config`. The scenario's `create_kwargs` are not known yet, unless `whole` is set."""
-    signature = inspect.signature(obj)
-    try:
-        (signature.bind if whole else signature.bind_partial)(**entry.config)
-    except TypeError as error:
-        raise UserInputError(f"its config does not fit: {error}") from error
+async def stop_all(providers: Sequence[ToolProvider]) -> None:
+    """Stops providers in reverse order; a failure is logged."""
+    for provider in reversed(providers):
+        try:
+            await guarded(provider.name, provider.stop())
+        except (ToolError, KestrlError) as error:
+            log.error("tool %s could not be stopped: %s", provider.name, text_of(error))

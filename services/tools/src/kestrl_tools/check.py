@@ -4,6 +4,7 @@ the tools' definitions.
 
 from __future__ import annotations
 
+import asyncio
 import sys
 from collections.abc import Iterator, Mapping
 from itertools import islice
@@ -14,7 +15,8 @@ from kestrl.checking import ToolsCheck, run_check
 from kestrl.data.rows import read_rows
 from kestrl.errors import ToolFailure
 from kestrl.plan.settings import DataSettings
-from kestrl_tools.catalogue import Tool, load_tools
+from kestrl_tools.catalogue import Tool
+from kestrl_tools.lifecycle import loaded
 from kestrl_tools.rows import check_row
 from kestrl_tools.tool_threads import ToolThreads
 
@@ -29,14 +31,22 @@ def check(settings: ToolsCheck) -> dict[str, Any]:
         UserInputError: Tools cannot be loaded.
     """
     sys.path[:0] = settings.tools.python_path
-    tools = load_tools(settings.tools.tools, ToolThreads())
+    return asyncio.run(_check(settings))
+
+
+async def _check(settings: ToolsCheck) -> dict[str, Any]:
+    async with loaded(settings.tools.tools, ToolThreads()) as tools:
+        return _found(settings, tools)
+
+
+def _found(settings: ToolsCheck, tools: Mapping[str, Tool]) -> dict[str, Any]:
     return {
         "tools": [
             {
                 "name": tool.schema.name,
                 "description": tool.schema.description,
                 "parameters": dict(tool.schema.parameters),
-                "environment": tool.origin.name if tool.origin.environment else "",
+                "environment": tool.provider.name if tool.provider.environment else "",
             }
             for tool in tools.values()
         ],

@@ -1,4 +1,4 @@
-"""Instances of tools in a session: in their own thread or on the event loop, one call at a time."""
+"""Sessions of Python tools: in their own thread or on the event loop, one call at a time."""
 
 from __future__ import annotations
 
@@ -6,35 +6,13 @@ import asyncio
 import inspect
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Any
 
 from kestrl.compat.verl.tools import VerlTool
 from kestrl.errors import KestrlError
 from kestrl.tools import ToolError
 from kestrl_tools.execution import guarded
 from kestrl_tools.tool_threads import ToolThread, ToolThreads
-
-
-class Instance(Protocol):
-    """Interface of a tool's instance. Exceptions of the tool are passed on."""
-
-    async def call(self, method: str | None, arguments: Mapping[str, Any], filled: Mapping[str, Any]) -> object:
-        """Calls the tool.
-
-        Args:
-            method: Method of an environment; None calls the instance.
-            arguments: Validated arguments of the model.
-            filled: Arguments of the scenario.
-        """
-        ...
-
-    async def state(self) -> object:
-        """Final state for rewards."""
-        ...
-
-    async def close(self) -> None:
-        """Closes the instance; called once."""
-        ...
 
 
 def is_async(obj: Any) -> bool:
@@ -46,8 +24,17 @@ def is_async(obj: Any) -> bool:
 class PlainInstance:
     """A function, or an instance of a class."""
 
-    def __init__(self, name: str, threads: ToolThreads, *, sync: bool) -> None:
+    def __init__(self, name: str, threads: ToolThreads, *, sync: bool, methods: bool = False) -> None:
+        """Prepares an instance without creating the object.
+
+        Args:
+            name: Name of the tool or environment.
+            threads: Record of threads that outlive their session.
+            sync: Whether calls run in a thread.
+            methods: Whether the object's methods are the tools; else the object itself is called.
+        """
         self._name = name
+        self._methods = methods
         self._threads = threads
         self._thread = ToolThread(f"tool-{name}") if sync else None
         self._turn = asyncio.Lock()
@@ -68,8 +55,8 @@ class PlainInstance:
         """Uses a function as the instance."""
         self._target = function
 
-    async def call(self, method: str | None, arguments: Mapping[str, Any], filled: Mapping[str, Any]) -> object:
-        return await self.invoke(method, {**arguments, **filled})
+    async def call(self, tool: str, arguments: Mapping[str, Any], filled: Mapping[str, Any]) -> object:
+        return await self.invoke(tool if self._methods else None, {**arguments, **filled})
 
     async def invoke(self, method: str | None, arguments: Mapping[str, Any]) -> object:
         """Calls the object or one of its methods."""
@@ -123,8 +110,8 @@ class VerlInstance:
         self._id = instance_id
         self._turn = asyncio.Lock()
 
-    async def call(self, method: str | None, arguments: Mapping[str, Any], filled: Mapping[str, Any]) -> object:
-        del method  # always a single tool
+    async def call(self, tool: str, arguments: Mapping[str, Any], filled: Mapping[str, Any]) -> object:
+        del tool  # always a single one
         async with self._turn:
             return await self._tool.execute(self._id, arguments, filled)
 

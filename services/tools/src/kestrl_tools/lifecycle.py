@@ -1,59 +1,50 @@
-"""What tools do once per service: `start_service` before the first session, `stop_service` after the last."""
+"""The life of the job's providers: started before the first session, stopped after the last."""
 
 from __future__ import annotations
 
-import inspect
-import logging
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from typing import Any
 
 from kestrl.errors import KestrlError, UserInputError, described, text_of
+from kestrl.plan.settings import ToolEntry
 from kestrl.tools import ToolError
-from kestrl_tools.catalogue import Origin, Tool
+from kestrl.tools.provider import ToolProvider
+from kestrl_tools.catalogue import Tool, load_tools, providers_of, stop_all
 from kestrl_tools.execution import guarded
-
-log = logging.getLogger(__name__)
+from kestrl_tools.tool_threads import ToolThreads
 
 
 @asynccontextmanager
-async def started(tools: Mapping[str, Tool]) -> AsyncGenerator[None]:
-    """Starts the tools that want it, and stops those that have started.
+async def loaded(entries: Sequence[ToolEntry], threads: ToolThreads) -> AsyncGenerator[Mapping[str, Tool]]:
+    """The tools of the job; their providers are stopped at the end.
+
+    Raises:
+        UserInputError: A tool cannot be used; the message has the field and the fix.
+    """
+    tools = await load_tools(entries, threads)
+    try:
+        yield tools
+    finally:
+        await stop_all(providers_of(tools))
+
+
+async def start_all(tools: Mapping[str, Tool]) -> None:
+    """Starts the providers.
 
     Raises:
         UserInputError: A tool cannot work here; the message names it.
     """
-    begun: list[Origin] = []
-    try:
-        for origin in {tool.origin.name: tool.origin for tool in tools.values()}.values():
-            if origin.start is not None:
-                await _start(origin.name, origin.start)
-            begun.append(origin)
-        yield
-    finally:
-        for origin in reversed(begun):
-            if origin.stop is not None:
-                await _stop(origin.name, origin.stop)
+    for provider in providers_of(tools):
+        await _start(provider)
 
 
-async def _start(name: str, start: Callable[[], Any]) -> None:
+async def _start(provider: ToolProvider) -> None:
+    name = provider.name
     try:
-        await guarded(name, _called(start))
+        await guarded(name, provider.start())
     except UserInputError as error:
         raise UserInputError(f"tool {name}: config: {error}") from error
     except ToolError as error:
         raise UserInputError(f"tool {name}: start_service: {described(error)}") from error
     except KestrlError as error:
         raise UserInputError(f"tool {name}: start_service: {text_of(error)}") from error
-
-
-async def _stop(name: str, stop: Callable[[], Any]) -> None:
-    try:
-        await guarded(name, _called(stop))
-    except (ToolError, KestrlError) as error:
-        log.error("tool %s could not be stopped: %s", name, text_of(error))
-
-
-async def _called(hook: Callable[[], Any]) -> Any:
-    result = hook()
-    return await result if inspect.isawaitable(result) else result

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 from kestrl.errors import ToolFailure
-from kestrl_tools.catalogue import Kwargs, Tool
+from kestrl.tools.provider import Kwargs
+from kestrl_tools.catalogue import Tool
 
 
 def check_names(tools: Mapping[str, Tool], wanted: Sequence[str], kwargs: Mapping[str, Any]) -> None:
@@ -20,8 +21,8 @@ def check_names(tools: Mapping[str, Tool], wanted: Sequence[str], kwargs: Mappin
     Raises:
         ToolFailure: A name is unknown or has the wrong arguments.
     """
-    origins = {tool.origin.name for tool in tools.values()}
-    unknown = sorted((set(wanted) - set(tools)) | (set(kwargs) - set(tools) - origins))
+    providers = {tool.provider.name for tool in tools.values()}
+    unknown = sorted((set(wanted) - set(tools)) | (set(kwargs) - set(tools) - providers))
     if unknown:
         raise ToolFailure(
             f"the row names tools that the job does not have: {', '.join(unknown)} "
@@ -29,8 +30,8 @@ def check_names(tools: Mapping[str, Tool], wanted: Sequence[str], kwargs: Mappin
             code="unknown_tool",
         )
     for name in kwargs:
-        if given(kwargs, name, "create_kwargs") and name not in origins:
-            environment = tools[name].origin.name
+        if given(kwargs, name, "create_kwargs") and name not in providers:
+            environment = tools[name].provider.name
             raise ToolFailure(
                 f"{name}: create_kwargs belong under the name of its environment, {environment!r}",
                 code="tool_kwargs_invalid",
@@ -54,12 +55,14 @@ def check_row(tools: Mapping[str, Tool], wanted: Sequence[str] | None, kwargs: M
         ToolFailure: A name is unknown, or arguments do not fit.
     """
     offered = [
-        tool for tool in tools.values() if wanted is None or not {tool.schema.name, tool.origin.name}.isdisjoint(wanted)
+        tool
+        for tool in tools.values()
+        if wanted is None or not {tool.schema.name, tool.provider.name}.isdisjoint(wanted)
     ]
     check_names(tools, [tool.schema.name for tool in offered], kwargs)
     for tool in offered:
-        tool.check_fill(given(kwargs, tool.schema.name, "execute_kwargs"))
-        tool.origin.check(given(kwargs, tool.origin.name, "create_kwargs"))
+        tool.definition.check_fill(given(kwargs, tool.schema.name, "execute_kwargs"))
+        tool.provider.check(given(kwargs, tool.provider.name, "create_kwargs"))
 
 
 def given(kwargs: Mapping[str, Any], name: str, which: str) -> Kwargs:

@@ -11,8 +11,7 @@ from kestrl.rpc import serve
 from kestrl.telemetry.metrics import observe
 from kestrl.telemetry.names import Metric
 from kestrl.user_tasks import contain_user_tasks
-from kestrl_tools.catalogue import load_tools
-from kestrl_tools.lifecycle import started
+from kestrl_tools.lifecycle import loaded, start_all
 from kestrl_tools.servicer import ToolServicer
 from kestrl_tools.sessions import Sessions
 from kestrl_tools.tool_threads import ToolThreads
@@ -26,12 +25,12 @@ async def run_tools(settings: ToolsSettings, *, until: Awaitable[object] | None 
     """
     contain_user_tasks()
     threads = ToolThreads()
-    tools = load_tools(settings.tools, threads)
-    sessions = Sessions(tools, threads, call_seconds=settings.call_seconds, max_sessions=settings.max_sessions)
-    observe(Metric.SESSIONS, lambda: len(sessions))
-    observe(Metric.HANGING, lambda: Counter(threads.hanging()))
-    servicer = ToolServicer(tools, sessions)
-    async with started(tools):
+    async with loaded(settings.tools, threads) as tools:
+        sessions = Sessions(tools, threads, call_seconds=settings.call_seconds, max_sessions=settings.max_sessions)
+        observe(Metric.SESSIONS, lambda: len(sessions))
+        observe(Metric.HANGING, lambda: Counter(threads.hanging()))
+        servicer = ToolServicer(tools, sessions)
+        await start_all(tools)
         await serve(
             settings.component,
             settings.listen,

@@ -23,8 +23,8 @@ class ToolServicer(stubs.ToolServiceServicer):
                 name=tool.schema.name,
                 description=tool.schema.description,
                 parameters_json=json.dumps(tool.schema.parameters, ensure_ascii=False),
-                environment=tool.origin.name if tool.origin.environment else "",
-                has_state=tool.origin.has_state,
+                environment=tool.provider.name if tool.provider.environment else "",
+                has_state=tool.provider.has_state,
             )
             for tool in tools.values()
         ]

@@ -21,9 +21,9 @@ from kestrl.telemetry import span
 from kestrl.telemetry.names import Attr, SpanName
 from kestrl.tools import ToolError
 from kestrl.tools.arguments import ArgumentsInvalid
-from kestrl_tools.catalogue import Kwargs, Origin, Tool
+from kestrl.tools.provider import Kwargs, ProviderSession, ToolProvider
+from kestrl_tools.catalogue import Tool
 from kestrl_tools.execution import Answer, answer_of, for_model, guarded, state_of
-from kestrl_tools.instances import Instance
 from kestrl_tools.rows import check_names, given
 from kestrl_tools.tool_threads import ToolThreads
 
@@ -37,7 +37,7 @@ class BoundTool:
     """A tool bound to an instance of a session."""
 
     tool: Tool
-    instance: Instance
+    session: ProviderSession
     filled: Kwargs
 
     @property
@@ -108,7 +108,7 @@ class Sessions:
             known = ", ".join(bound_tools) or "none"
             return Answer(outcome=CallOutcome.UNKNOWN_TOOL, text=f"There is no tool {name!r}. The tools are: {known}.")
         try:
-            checked = bound.tool.arguments.parse(arguments, filled=frozenset(bound.filled))
+            checked = bound.tool.definition.arguments.parse(arguments, filled=frozenset(bound.filled))
         except ArgumentsInvalid as error:
             text = f"{name} was not called: {error}."
             return Answer(outcome=CallOutcome.SCHEMA_VIOLATION, text=text.encode("utf-8", "replace").decode("utf-8"))
@@ -131,11 +131,11 @@ class Sessions:
         if session is None:
             raise KestrlError("the session is closed, expired or unknown", code="unknown_session", retryable=True)
         bound_tools = await self._made(session)
-        stateful = {bound.tool.origin.name: bound for bound in bound_tools.values() if bound.tool.origin.has_state}
+        stateful = {bound.tool.provider.name: bound for bound in bound_tools.values() if bound.tool.provider.has_state}
         return {name: await self._state(session, name, bound) for name, bound in stateful.items()}
 
     async def _state(self, session: Session, name: str, bound: BoundTool) -> object:
-        work = self._started(session, name, bound.instance.state())
+        work = self._started(session, name, bound.session.state())
         try:
             return state_of(name, await self._within(work, name, "its state took"))
         except ToolError as error:
@@ -207,30 +207,30 @@ class Sessions:
             )
 
     async def _make(self, episode_id: str, wanted: Sequence[str], kwargs: Mapping[str, Any]) -> Mapping[str, BoundTool]:
-        made: dict[str, Instance] = {}
+        made: dict[str, ProviderSession] = {}
         bound_tools: dict[str, BoundTool] = {}
         try:
             for name in wanted:
                 tool = self._tools[name]
                 filled = given(kwargs, name, "execute_kwargs")
-                origin = tool.origin
+                provider = tool.provider
                 try:
                     with _naming(episode_id):
-                        tool.check_fill(filled)
-                        if origin.name not in made:
-                            create_kwargs = given(kwargs, origin.name, "create_kwargs")
-                            made[origin.name] = await self._instance(origin, create_kwargs)
+                        tool.definition.check_fill(filled)
+                        if provider.name not in made:
+                            create_kwargs = given(kwargs, provider.name, "create_kwargs")
+                            made[provider.name] = await self._instance(provider, create_kwargs)
                 except ToolError as error:
-                    raise ToolFailure(f"{episode_id}: {origin.name}: {text_of(error)}") from error
-                bound_tools[name] = BoundTool(tool, made[origin.name], filled)
+                    raise ToolFailure(f"{episode_id}: {provider.name}: {text_of(error)}") from error
+                bound_tools[name] = BoundTool(tool, made[provider.name], filled)
         except BaseException:
             await self._close_all(made)
             raise
         return bound_tools
 
-    async def _instance(self, origin: Origin, create_kwargs: Kwargs) -> Instance:
-        making = asyncio.create_task(guarded(origin.name, origin.make(create_kwargs)), name=f"make-{origin.name}")
-        return cast(Instance, await self._within(making, origin.name, "making it took"))
+    async def _instance(self, provider: ToolProvider, create_kwargs: Kwargs) -> ProviderSession:
+        making = asyncio.create_task(guarded(provider.name, provider.open(create_kwargs)), name=f"make-{provider.name}")
+        return cast(ProviderSession, await self._within(making, provider.name, "making it took"))
 
     def _expire(self, session_id: str) -> None:
         log.warning(
@@ -244,7 +244,7 @@ class Sessions:
         task.add_done_callback(self._closing.discard)
 
     async def _run(self, session: Session, bound: BoundTool, arguments: Mapping[str, Any]) -> Answer:
-        work = self._started(session, bound.name, bound.instance.call(bound.tool.method, arguments, bound.filled))
+        work = self._started(session, bound.name, bound.session.call(bound.name, arguments, bound.filled))
         try:
             return answer_of(bound.name, await self._within(work, bound.name, "the call took"))
         except ToolError as error:
@@ -286,10 +286,10 @@ class Sessions:
             await asyncio.wait(running, timeout=self._call_seconds)
         if _succeeded(session.making):
             await self._close_all(
-                {bound.tool.origin.name: bound.instance for bound in session.making.result().values()}
+                {bound.tool.provider.name: bound.session for bound in session.making.result().values()}
             )
 
-    async def _close_all(self, instances: Mapping[str, Instance]) -> None:
+    async def _close_all(self, instances: Mapping[str, ProviderSession]) -> None:
         closing = [
             asyncio.create_task(self._close_one(name, instance), name=f"close-{name}")
             for name, instance in instances.items()
@@ -297,7 +297,7 @@ class Sessions:
         if closing:
             await asyncio.wait(closing)
 
-    async def _close_one(self, name: str, instance: Instance) -> None:
+    async def _close_one(self, name: str, instance: ProviderSession) -> None:
         work = asyncio.create_task(guarded(name, instance.close()), name=f"close-{name}")
         try:
             await self._within(work, name, "closing it took")

@@ -1,0 +1,321 @@
+"""Tools by Python import path as a provider: a function, a class, an environment, or a class written for verl."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from types import FunctionType
+from typing import Any
+
+from kestrl.compat.verl.imports import load
+from kestrl.compat.verl.tools import VerlTool, adapt_function, is_function_tool, is_verl_tool
+from kestrl.errors import KestrlError, ToolFailure, UserInputError
+from kestrl.plan.settings import ToolEntry
+from kestrl.tools import ToolError
+from kestrl.tools.arguments import Arguments
+from kestrl.tools.provider import NO_KWARGS, Kwargs, ProviderSession, ToolDefinition, kwargs_failure, refuse_fixed
+from kestrl.tools.schema import Described, read
+from kestrl_tools.execution import guarded
+from kestrl_tools.instances import PlainInstance, VerlInstance, is_async
+from kestrl_tools.tool_threads import ToolThreads
+
+HOOKS = ("reset", "state", "close")
+"""Methods of an environment that are called by the session, not by the model."""
+SERVICE_HOOKS = ("start_service", "stop_service")
+"""Class methods that are called once, when the service starts and when it ends."""
+METHOD_KINDS = (FunctionType, staticmethod, classmethod)
+Hook = Callable[[], Any]
+
+
+class PythonProvider:
+    """A function or class of the user."""
+
+    def __init__(
+        self,
+        name: str,
+        tools: Sequence[ToolDefinition],
+        *,
+        make: Callable[[Kwargs], Awaitable[ProviderSession]],
+        check: Callable[[Kwargs], object],
+        environment: bool = False,
+        has_state: bool = False,
+        start: Hook | None = None,
+        stop: Hook | None = None,
+    ) -> None:
+        """Describes the provider.
+
+        Args:
+            name: Name in rows.
+            tools: Its tools.
+            make: Creates an episode's instance from `create_kwargs`; raises ToolFailure for invalid ones.
+            check: Checks `create_kwargs` against the signature; raises ToolFailure for invalid ones.
+            environment: Whether the tools are methods of one instance.
+            has_state: Whether the instance has a `state()` method.
+            start: Called once when the service starts, with the manifest's `config`.
+            stop: Called once when the service ends.
+        """
+        self.name, self.environment, self.has_state = name, environment, has_state
+        self._tools, self._make, self._check = tools, make, check
+        self._start, self._stop = start, stop
+        self._started = False
+
+    async def list_tools(self) -> Sequence[ToolDefinition]:
+        return self._tools
+
+    def check(self, create_kwargs: Kwargs) -> None:
+        self._check(create_kwargs)
+
+    async def start(self) -> None:
+        if self._start is not None:
+            await _called(self._start)
+        self._started = True
+
+    async def open(self, create_kwargs: Kwargs) -> ProviderSession:
+        return await self._make(create_kwargs)
+
+    def health(self) -> str:
+        return ""
+
+    async def stop(self) -> None:
+        if self._started and self._stop is not None:
+            await _called(self._stop)
+
+
+async def _called(hook: Hook) -> Any:
+    result = hook()
+    return await result if inspect.isawaitable(result) else result
+
+
+def python_provider(entry: ToolEntry, field: str, threads: ToolThreads) -> PythonProvider:
+    """Imports what an entry of the manifest names.
+
+    Raises:
+        UserInputError: It cannot be used as a tool; the message has the field and the fix.
+    """
+    assert entry.use is not None
+    obj = load(entry.use, field=f"{field}.use")
+    _refuse_method(obj, entry, field)
+    try:
+        if is_verl_tool(obj):
+            found = _verl(obj, entry)
+        elif _is_environment(obj, entry):
+            return _environment(obj, entry, threads)
+        else:
+            found = _class(obj, entry, threads) if inspect.isclass(obj) else _function(obj, entry, threads)
+    except UserInputError as error:
+        raise UserInputError(f"{field}.use: {entry.use}: {error}") from error
+    if entry.methods is not None:
+        raise UserInputError(
+            f"{field}.methods: {entry.use} is not an environment: its methods cannot be tools; remove it"
+        )
+    return found
+
+
+def _refuse_method(obj: Any, entry: ToolEntry, field: str) -> None:
+    owner, _, method = entry.use.rpartition(".")
+    if ":" in owner and inspect.isfunction(obj) and inspect.isclass(load(owner, field=f"{field}.use")):
+        raise UserInputError(
+            f"{field}.use: {entry.use} is a method, which needs an instance: write `use: {owner}` and `methods: "
+            f"[{method}]`, "
+            "and each episode has one"
+        )
+
+
+def _is_environment(obj: Any, entry: ToolEntry) -> bool:
+    if not inspect.isclass(obj):
+        return False
+    callable_ = any("__call__" in vars(base) for base in obj.__mro__)
+    return entry.methods is not None or (not callable_ and bool(_public_methods(obj)))
+
+
+def _function(obj: Any, entry: ToolEntry, threads: ToolThreads) -> PythonProvider:
+    described = read(obj, entry.name, fixed=tuple(entry.config))
+    _bind(obj, entry)
+    function = adapt_function(obj) if is_function_tool(obj) else obj
+    target = partial(function, **entry.config) if entry.config else function
+
+    def check(create_kwargs: Kwargs) -> None:
+        if create_kwargs:
+            raise kwargs_failure(
+                entry.name, "create_kwargs", "it is a function, and only classes are created per episode"
+            )
+
+    async def make(create_kwargs: Kwargs) -> ProviderSession:
+        check(create_kwargs)
+        instance = PlainInstance(entry.name, threads, sync=not is_async(obj))
+        instance.use(target)
+        return instance
+
+    tool = _definition(described, fixed=frozenset(entry.config))
+    return PythonProvider(entry.name, [tool], make=make, check=check)
+
+
+def _class(cls: type, entry: ToolEntry, threads: ToolThreads) -> PythonProvider:
+    described = read(cls, entry.name)
+    _bind(cls, entry)
+
+    async def make(create_kwargs: Kwargs) -> ProviderSession:
+        instance = PlainInstance(entry.name, threads, sync=not is_async(cls))
+        return await _made(instance, partial(cls, **_arguments(cls, entry, create_kwargs)))
+
+    check = partial(_arguments, cls, entry)
+    start, stop = _service_hooks(cls, entry)
+    return PythonProvider(entry.name, [_definition(described)], make=make, check=check, start=start, stop=stop)
+
+
+def _service_hooks(cls: Any, entry: ToolEntry) -> tuple[Callable[[], Any] | None, Callable[[], Any] | None]:
+    """What a class does once per service, at its start and at its end.
+
+    Raises:
+        UserInputError: A hook is not a class method.
+    """
+    for name in SERVICE_HOOKS:
+        if _has(cls, name) and getattr(getattr(cls, name), "__self__", None) is not cls:
+            raise UserInputError(f"{cls.__name__}.{name} is called before there is an instance: make it a classmethod")
+    start = getattr(cls, "start_service", None)
+    return (partial(start, **entry.config) if start else None), getattr(cls, "stop_service", None)
+
+
+def _environment(cls: type, entry: ToolEntry, threads: ToolThreads) -> PythonProvider:
+    names = _methods(cls, entry)
+    resets = _has(cls, "reset")
+    if resets:
+        _bind(cls, entry, whole=True)
+    else:
+        _bind(cls, entry)
+    used = [*names, *(hook for hook in HOOKS if _has(cls, hook))]
+    sync = not all(inspect.iscoroutinefunction(getattr(cls, name)) for name in used)
+
+    def check(create_kwargs: Kwargs) -> dict[str, Any]:
+        arguments = _arguments(cls, entry, NO_KWARGS if resets else create_kwargs)
+        if resets:
+            _check_reset(cls, entry, create_kwargs)
+        return arguments
+
+    async def make(create_kwargs: Kwargs) -> ProviderSession:
+        factory = partial(cls, **check(create_kwargs))
+        instance = await _made(PlainInstance(entry.name, threads, sync=sync, methods=True), factory)
+        if resets:
+            await _begun(instance, entry, create_kwargs)
+        return instance
+
+    start, stop = _service_hooks(cls, entry)
+    return PythonProvider(
+        entry.name,
+        [_definition(read(cls, name, method=name)) for name in names],
+        make=make,
+        check=check,
+        environment=True,
+        has_state=_has(cls, "state"),
+        start=start,
+        stop=stop,
+    )
+
+
+def _definition(described: Described, *, fixed: frozenset[str] = frozenset()) -> ToolDefinition:
+    return ToolDefinition(
+        schema=described.schema,
+        arguments=described.arguments,
+        fillable=described.fillable,
+        required=described.required,
+        fixed=fixed,
+    )
+
+
+def _has(cls: type, name: str) -> bool:
+    return callable(getattr(cls, name, None))
+
+
+def _methods(cls: type, entry: ToolEntry) -> Sequence[str]:
+    """Methods that are tools.
+
+    Raises:
+        UserInputError: A listed name is not a method, or has a special meaning.
+    """
+    if entry.methods is None:
+        return _public_methods(cls)
+    for name in entry.methods:
+        if name in (*HOOKS, *SERVICE_HOOKS) or name.startswith("_"):
+            raise UserInputError(
+                f"the method {name!r} is not for the model: {', '.join((*HOOKS, *SERVICE_HOOKS))} "
+                f"and private ones are not tools"
+            )
+        if not _has(cls, name):
+            raise UserInputError(
+                f"{cls.__name__} has no method {name!r} (it has: {', '.join(_public_methods(cls)) or 'none'})"
+            )
+    return entry.methods
+
+
+def _public_methods(cls: type) -> list[str]:
+    """Public methods except those of base classes from other modules."""
+    found: dict[str, None] = {}
+    for base in reversed(cls.__mro__):
+        if base.__module__ == cls.__module__:
+            found |= {name: None for name, value in vars(base).items() if isinstance(value, METHOD_KINDS)}
+    return [name for name in found if not name.startswith("_") and name not in (*HOOKS, *SERVICE_HOOKS)]
+
+
+def _arguments(cls: type, entry: ToolEntry, create_kwargs: Kwargs) -> dict[str, Any]:
+    """Arguments of the constructor; raises ToolFailure if the row's are invalid."""
+    refuse_fixed(entry.name, "create_kwargs", entry.config, create_kwargs)
+    kwargs = {**entry.config, **create_kwargs}
+    try:
+        inspect.signature(cls).bind(**kwargs)
+    except TypeError as error:
+        raise kwargs_failure(entry.name, "create_kwargs", f"{cls.__name__}: {error}") from error
+    return kwargs
+
+
+async def _made(instance: PlainInstance, factory: Callable[[], Any]) -> PlainInstance:
+    try:
+        await instance.make(factory)
+    except BaseException:
+        await instance.close()  # stops its thread
+        raise
+    return instance
+
+
+def _check_reset(cls: Any, entry: ToolEntry, create_kwargs: Kwargs) -> None:
+    try:
+        inspect.signature(cls.reset).bind(object(), **create_kwargs)
+    except TypeError as error:
+        raise kwargs_failure(entry.name, "create_kwargs", f"{cls.__name__}.reset: {error}") from error
+
+
+async def _begun(instance: PlainInstance, entry: ToolEntry, create_kwargs: Kwargs) -> None:
+    try:
+        returned = await instance.invoke("reset", create_kwargs)
+        if returned is not None:
+            raise ToolFailure(
+                f"{entry.name}: reset() returned a {type(returned).__name__}; the first "
+                "prompt comes from the row, so the value would be ignored: return None",
+                code="tool_result_invalid",
+            )
+    except BaseException:
+        with suppress(KestrlError, ToolError):  # logged by `guarded`; the exception of reset() is the one to raise
+            await guarded(entry.name, instance.close())
+        raise
+
+
+def _verl(cls: type, entry: ToolEntry) -> PythonProvider:
+    tool = VerlTool(cls, entry.config)
+    schema = tool.schema(entry.name)
+
+    async def make(create_kwargs: Kwargs) -> ProviderSession:
+        return VerlInstance(tool, await tool.create(create_kwargs))
+
+    definition = ToolDefinition(schema=schema, arguments=Arguments(schema.parameters))
+    # verl's classes take any create_kwargs.
+    return PythonProvider(entry.name, [definition], make=make, check=lambda _: None)
+
+
+def _bind(obj: Any, entry: ToolEntry, *, whole: bool = False) -> None:
+    """Checks the manifest's `config`. The scenario's `create_kwargs` are not known yet, unless `whole` is set."""
+    signature = inspect.signature(obj)
+    try:
+        (signature.bind if whole else signature.bind_partial)(**entry.config)
+    except TypeError as error:
+        raise UserInputError(f"its config does not fit: {error}") from error

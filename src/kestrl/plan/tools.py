@@ -1,0 +1,89 @@
+"""The tool service of a job: its tools, and the secrets and servers that they need. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import NamedTuple
+
+from kestrl.plan.components import Component, SecretKey
+from kestrl.plan.servers import RemoteServer, server_at
+from kestrl.plan.settings import McpEntry, ProcessEntry, SecretText, ToolEntry
+from kestrl.spec.job import JobSpec
+from kestrl.spec.secrets import SecretValue
+from kestrl.spec.tools import McpServer, Tool
+
+SECRET_PREFIX = "KESTRL_TOOL_SECRET_"  # noqa: S105 - a name
+"""Prefix of variables with entries of secrets of tools. Programs and processes of tools get no variable with it."""
+
+
+class _Reference(NamedTuple):
+    """An entry of a secret that a tool needs."""
+
+    value: SecretValue
+    field: str
+
+
+def _references(spec: JobSpec) -> Iterator[_Reference]:
+    """References of all tools to secrets, in manifest order; the position is the number of the variable."""
+    for index, tool in enumerate(spec.tools):
+        if tool.mcp is not None:
+            for part, values in (("secretEnv", tool.mcp.secret_env), ("secretHeaders", tool.mcp.secret_headers)):
+                for name, value in values.items():
+                    yield _Reference(value, f"spec.tools[{index}].mcp.{part}.{name}.secretRef")
+
+
+def tool_secrets(spec: JobSpec) -> Mapping[str, SecretKey]:
+    """Variables with the secrets of tools, by name."""
+    return {
+        f"{SECRET_PREFIX}{number}": SecretKey(value.secret_ref.name, value.secret_key, field)
+        for number, (value, field) in enumerate(_references(spec))
+    }
+
+
+def tool_servers(spec: JobSpec) -> tuple[RemoteServer, ...]:
+    """Servers of tools outside the job."""
+    return tuple(
+        server_at(tool.mcp.url, f"spec.tools[{index}].mcp.url")
+        for index, tool in enumerate(spec.tools)
+        if tool.mcp is not None and tool.mcp.url is not None
+    )
+
+
+def with_tool_secrets(component: Component, spec: JobSpec) -> Component:
+    """The tool service with the secrets of its tools."""
+    return replace(component, user_secrets=tool_secrets(spec))
+
+
+def tool_entries(spec: JobSpec) -> tuple[ToolEntry, ...]:
+    """Tools of the job, as settings of the tool service."""
+    texts = iter(
+        SecretText(variable=f"{SECRET_PREFIX}{number}", prefix=value.prefix)
+        for number, (value, _) in enumerate(_references(spec))
+    )
+    return tuple(_entry(tool, texts) for tool in spec.tools)
+
+
+def _entry(tool: Tool, texts: Iterator[SecretText]) -> ToolEntry:
+    return ToolEntry(
+        name=tool.label,
+        use=tool.use,
+        methods=None if tool.methods is None else tuple(tool.methods),
+        config=tool.config,
+        process=None if tool.process is None else ProcessEntry(memory_mb=tool.process.memory_mb),
+        mcp=None if tool.mcp is None else _mcp(tool.mcp, texts),
+        tools=None if tool.tools is None else tuple(tool.tools),
+    )
+
+
+def _mcp(server: McpServer, texts: Iterator[SecretText]) -> McpEntry:
+    return McpEntry(
+        command=tuple(server.command or ()),
+        env=server.env,
+        secret_env={name: next(texts) for name in server.secret_env},
+        url=server.url,
+        headers=server.headers,
+        secret_headers={name: next(texts) for name in server.secret_headers},
+        per_episode=server.per_episode,
+        concurrency=server.concurrency,
+    )

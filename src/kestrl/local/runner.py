@@ -26,7 +26,7 @@ from kestrl.local.report import print_report
 from kestrl.local.rundir import RunDir, make_folders, write_atomic
 from kestrl.local.secrets import Secrets, open_storage
 from kestrl.local.site import site_of
-from kestrl.local.supervisor import Supervisor
+from kestrl.local.supervisor import LEARNER, Supervisor
 from kestrl.local.view import View, make_view
 from kestrl.plan.components import Component, Role
 from kestrl.plan.planning import plan
@@ -126,7 +126,7 @@ class Runner:
             return Outcome(EXIT_INTERRUPTED, "interrupted")
         if status == 0:
             return Outcome(0)
-        learner = next(seen for seen in self._supervisor.observed.values() if seen.component.role is Role.LEARNER)
+        learner = next(seen for seen in self._supervisor.observed.values() if seen.component.name == LEARNER)
         return Outcome(EXIT_FAILED, learner.last_error or f"the learner ended with status {status}")
 
     def _interrupt(self, main: asyncio.Task[Any] | None) -> None:

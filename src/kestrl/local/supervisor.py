@@ -20,6 +20,8 @@ from kestrl.plan.components import Component, Role
 from kestrl.service import EXIT_INPUT
 
 log = logging.getLogger(__name__)
+LEARNER = f"{Role.LEARNER}-0"
+"""The component that owns the run: the learner, or its first node."""
 MAX_RESTARTS = 5
 """Maximum consecutive restarts; the count is reset after `STEADY_SECONDS` of running."""
 STEADY_SECONDS = 120.0
@@ -66,6 +68,13 @@ class ComponentFailed(KestrlError):
     code = "component_failed"
 
 
+def _ends_the_run(component: Component, status: int) -> bool:
+    """Whether the run ends with a component: with the learner, whose other nodes end a moment before node 0 in a good
+    run.
+    """
+    return component.name == LEARNER or (component.role is Role.LEARNER and status != 0)
+
+
 def backoff(restarts_in_row: int) -> float:
     """Seconds before the next start: 1, 2, 4 ... 30."""
     return min(LONGEST_BACKOFF, FIRST_BACKOFF * 2.0 ** max(0, restarts_in_row - 1))
@@ -103,7 +112,7 @@ class Supervisor:
                 done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
                 for task in done:
                     status = task.result()
-                    if tasks[task].component.role is Role.LEARNER:
+                    if _ends_the_run(tasks[task].component, status):
                         return status
                     del tasks[task]
         finally:
@@ -116,7 +125,7 @@ class Supervisor:
         """Asks the learner to finish its step, checkpoint and end, which ends the run."""
         self._stopping = True
         for running in self._live.values():
-            if running.component.role is Role.LEARNER:
+            if running.component.name == LEARNER:
                 running.terminate()
 
     async def _keep(self, seen: Observed) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-FIRST = ("reward", "answer_correct", "num_turns")
+FIRST = ("reward", "answer_correct", "num_turns", "tool_calls")
 """Metrics at the beginning of a line."""
 LAST = ("tokens", "duration")
 """Endings of the names of metrics at its end."""

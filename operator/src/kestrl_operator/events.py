@@ -26,6 +26,7 @@ PUBLISHED: Mapping[Type, Mapping[str, str]] = {
     Type.LEARNER_PROGRESSING: dict.fromkeys(("StorageUnavailable", "Stalled", "Unavailable", "Failed"), "Warning"),
     Type.CHECKPOINT_DURABLE: {"StorageFailed": "Warning"},
     Type.REWARD_HEALTHY: {"JudgeFailing": "Warning", "Degenerate": "Warning"},
+    Type.TOOLS_HEALTHY: {"NoToolCall": "Warning", "CallsFailing": "Warning"},
     Type.LEARNED: dict.fromkeys(("NoToolCall", "NoRewardSpread", "ZeroGradient", "WeightsUnchanged"), "Warning"),
     Type.SUSPENDED: {"Draining": "Normal", "Released": "Normal"},
     Type.READY: {"OperatorFailed": "Warning", "Quarantined": "Warning"},

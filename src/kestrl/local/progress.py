@@ -42,6 +42,8 @@ class Progress:
     """Rows whose prompts do not fit the context."""
     not_learned: str = ""
     """Why nothing was learned so far; empty otherwise, or when it is too early to determine."""
+    tool_warning: str = ""
+    """What is wrong with the tool calls of the last episodes; empty otherwise."""
     gathering: Gathering = field(default_factory=Gathering)
     """What has come in of the step's rollouts."""
     storage_wait: str = ""
@@ -66,6 +68,7 @@ class Progress:
             skipped_rows=message.skipped_rows,
             not_learned=message.not_learned,
             storage_wait=message.storage_wait,
+            tool_warning=message.tool_warning,
             gathering=gathering_from_proto(message.gathering),
         )
 
@@ -87,6 +90,7 @@ class Progress:
             "skipped_rows": self.skipped_rows,
             "not_learned": self.not_learned,
             "storage_wait": self.storage_wait,
+            "tool_warning": self.tool_warning,
             "gathering": self.gathering.facts(),
         }
 

@@ -92,6 +92,14 @@ def print_report(console: Console, run: RunDir, summary: Mapping[str, Any], stor
         reason: dict[str, str] = summary.get("not_learned") or {}
         why = reason.get("message", "")
         console.print(safe_line(f"warning: nothing was learned: {why}"), style="yellow", markup=False, soft_wrap=True)
+    tools: dict[str, Any] = summary.get("tools") or {}
+    if tools.get("episodes"):
+        counts = ", ".join(f"{name} {count}" for name, count in sorted(tools["outcomes"].items()))
+        per_episode = f"tool calls: {tools['calls_per_episode']:.2f} per episode"
+        console.print(safe_line(f"{per_episode} ({counts})" if counts else per_episode), markup=False)
+    if tool_warning := summary.get("tool_warning"):
+        text = safe_line(f"warning: tools: {tool_warning['message']}")
+        console.print(text, style="yellow", markup=False, soft_wrap=True)
     if policy.get("uri"):
         console.print(f"adapter {policy['version']}\n  {policy['uri']}", soft_wrap=True, highlight=False, markup=False)
         console.print(next_commands(run, site, str(policy["version"])), soft_wrap=True, highlight=False, markup=False)

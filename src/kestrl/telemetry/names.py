@@ -126,6 +126,18 @@ class Metric:
         "kestrl.learner.failures", "Failed episodes and groups", labels=("boundary", "code"), counts=True
     )
 
+    TOOL_CALLS_PER_EPISODE = Instrument(
+        "kestrl.learner.tools.calls_per_episode", "Tool calls per episode, of the last that were offered tools"
+    )
+    TOOL_OUTCOME_SHARE = Instrument(
+        "kestrl.learner.tools.outcome_share",
+        "Share of each outcome in the calls of the last episodes",
+        labels=("outcome",),
+    )
+    TOOL_WARNING = Instrument(
+        "kestrl.learner.tools.warning", "1 while no call of the last episodes works", labels=("reason",)
+    )
+
     STALE = Instrument(
         "kestrl.learner.stale", "Groups released as too old, by age in steps", labels=("age",), counts=True
     )

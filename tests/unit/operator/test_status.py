@@ -523,6 +523,30 @@ TABLE: list[tuple[str, dict[str, Any], str, Expected]] = [
         {"RewardHealthy": ("False", "Degenerate")},
     ),
     (
+        "tools are called",
+        {"last_report": learner_report(report(means={"reward": 0.5, "tool_calls": 1.5}))},
+        "Running",
+        {"ToolsHealthy": ("True", "Calling", "1.50 calls per episode")},
+    ),
+    (
+        "it has no tools",
+        {"job": job("tools=[]")},
+        "Running",
+        {"ToolsHealthy": ("True", "NoTools")},
+    ),
+    (
+        "no tool is called",
+        {"last_report": learner_report(report(tool_warning_reason="no_tool_call", tool_warning="none of 64 ..."))},
+        "Running",
+        {"ToolsHealthy": ("False", "NoToolCall", "none of 64 ...")},
+    ),
+    (
+        "no tool call succeeds",
+        {"last_report": learner_report(report(tool_warning_reason="calls_failing", tool_warning="none of 9 ..."))},
+        "Running",
+        {"ToolsHealthy": ("False", "CallsFailing", "none of 9 ...")},
+    ),
+    (
         "it has learned nothing so far",
         {
             "last_report": learner_report(

@@ -25,6 +25,7 @@ class Type(StrEnum):
     LEARNER_PROGRESSING = "LearnerProgressing"
     CHECKPOINT_DURABLE = "CheckpointDurable"
     REWARD_HEALTHY = "RewardHealthy"
+    TOOLS_HEALTHY = "ToolsHealthy"
     LEARNED = "Learned"
     SUSPENDED = "Suspended"
     READY = "Ready"
@@ -102,6 +103,14 @@ REASONS: Mapping[Type, Mapping[str, str]] = {
         "Scoring": "Episodes get rewards.",
         "JudgeFailing": "Episodes get no reward because scoring fails.",
         "Degenerate": "Every group of the last steps had equal rewards: there is nothing to learn from.",
+    },
+    Type.TOOLS_HEALTHY: {
+        "Calling": "Episodes call tools; the message has the mean number of calls.",
+        "NoTools": "The job offers no tools.",
+        "NoToolCall": (
+            "None of the last episodes called a tool. The message says whether they contain calls in another format."
+        ),
+        "CallsFailing": "No tool call of the last episodes succeeded; the message has their outcomes.",
     },
     Type.LEARNED: {
         "WeightsChanged": "The newest version differs from version 0.",

@@ -122,6 +122,7 @@ def _components(snapshot: Snapshot, decision: Decision, spec: JobSpec) -> Iterat
     live = snapshot.live_report
     if live is not None:
         yield from _reward(live)
+        yield from _tools(live, spec)
 
 
 def _scheduled(snapshot: Snapshot, spec: JobSpec) -> Observation:
@@ -265,6 +266,20 @@ def _reward(live: LearnerReport) -> Iterator[Observation]:
         yield _false(
             kind, "JudgeFailing", ", ".join(f"{name} {count} times" for name, count in sorted(judging.items()))
         )
+
+
+TOOL_WARNINGS = {"no_tool_call": "NoToolCall", "calls_failing": "CallsFailing"}
+"""Condition reasons by the reason that the learner reports."""
+
+
+def _tools(live: LearnerReport, spec: JobSpec) -> Iterator[Observation]:
+    kind, report = Type.TOOLS_HEALTHY, live.report
+    if not spec.tools:
+        yield _true(kind, "NoTools")
+    elif report.tool_warning_reason:
+        yield _false(kind, TOOL_WARNINGS.get(report.tool_warning_reason, "CallsFailing"), report.tool_warning)
+    elif calls := live.mean("tool_calls"):
+        yield _true(kind, "Calling", f"{calls:.2f} calls per episode")
 
 
 NOT_LEARNED = {

@@ -103,7 +103,7 @@ class GroupOutcomes:
 
     def _accept(self, lease: Lease, policy: PolicyVersion, group: Group) -> None:
         self.pause.reset()
-        self._progress.add(group.episodes)
+        self._progress.add(group)
         if not self._dynamic_sampling.accepts(group):
             self._leases.drop(lease, "dynamic sampling: the algorithm rejected the group's rewards")
             return

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from kestrl.api.learner.v1 import learner_pb2 as pb
-from kestrl.episode import Episode, PolicyVersion
+from kestrl.episode import Episode, Group, PolicyVersion
 from kestrl.errors import Failure
 from kestrl.gathering import Gathering
 from kestrl.rpc.codec import (
@@ -26,6 +26,7 @@ from kestrl.rpc.codec import (
 from kestrl.states import RunPhase, ServingState
 from kestrl_learner.learning import Learning
 from kestrl_learner.stale import Stale
+from kestrl_learner.tool_health import ToolHealth, ToolWarning
 
 log = logging.getLogger(__name__)
 WINDOW_STEPS = 2
@@ -71,7 +72,9 @@ def means_of(facts: Iterable[Mapping[str, float]]) -> dict[str, float]:
 class Progress:
     """State of the run as reported to watchers, which are woken by every change."""
 
-    def __init__(self, total_steps: int, engines_total: int, episodes_per_step: int) -> None:
+    def __init__(
+        self, total_steps: int, engines_total: int, episodes_per_step: int, *, offers_tools: bool = False
+    ) -> None:
         self.phase, self.message = RunPhase.STARTING, ""
         self.step, self.total_steps = 0, total_steps
         self.policy: PolicyVersion | None = None
@@ -99,6 +102,9 @@ class Progress:
         """Whether anything was learned, once that is known."""
         self.last_step: Mapping[str, Any] = {}
         """The record of the last step, as in `metrics/`."""
+        self.tools = ToolHealth(offered=offers_tools, window=episodes_per_step)
+        self.tool_warning: ToolWarning | None = None
+        """What is wrong with the calls of the last episodes; None while calls work."""
         self.gathering = Gathering()
         """Rollouts that came in since the last step."""
         self._gathering_began = time.monotonic()
@@ -151,14 +157,22 @@ class Progress:
         self.skipped.add((data_set, ordinal))
         self.update()
 
-    def add(self, episodes: Iterable[Episode]) -> None:
-        """Adds scored episodes to the running means."""
-        scored = [episode for episode in episodes if episode.reward is not None]
+    def add(self, group: Group) -> None:
+        """Adds the scored episodes of a group to the running means."""
+        scored = [episode for episode in group.episodes if episode.reward is not None]
+        self._check_tools(group)
         self._recent.extend(map(episode_facts, scored))
         self.gathering.add_group()
         for episode in scored:
             self.gathering.add_episode(episode_facts(episode), tokens=episode.sampled_tokens)
         self._gathered()
+
+    def _check_tools(self, group: Group) -> None:
+        self.tools.add(group)
+        warning, before = self.tools.warning(), self.tool_warning
+        if warning is not None and (before is None or before.reason is not warning.reason):
+            log.warning("tools: %s", warning.message)
+        self.tool_warning = warning
 
     def begin_gathering(self, wanted: int) -> None:
         """Starts to count the rollouts of the next step, of so many groups."""
@@ -222,6 +236,8 @@ class Progress:
             not_learned_reason="" if self.learning is None else self.learning.reason,
             not_learned="" if self.learning is None else self.learning.message,
             gathering=gathering_to_proto(self.gathering),
+            tool_warning_reason="" if self.tool_warning is None else self.tool_warning.reason,
+            tool_warning="" if self.tool_warning is None else self.tool_warning.message,
         )
 
 

@@ -15,6 +15,7 @@ from kestrl_learner.learning import Learning
 from kestrl_learner.progress import episode_facts, means_of
 from kestrl_learner.run_record import RunRecord
 from kestrl_learner.stale import Stale
+from kestrl_learner.tool_health import ToolCounts, ToolWarning
 from kestrl_learner.trainer import StepResult
 
 IDENTITY = (
@@ -77,6 +78,8 @@ def build_summary(
     gap_bound: float,
     learning: Learning | None,
     stale: Stale,
+    tools: ToolCounts,
+    tool_warning: ToolWarning | None,
 ) -> dict[str, Any]:
     """The content of `summary.json`.
 
@@ -93,6 +96,8 @@ def build_summary(
         gap_bound: Bound on the mean log-prob mismatch of a step, in nats.
         learning: Whether anything was learned; None without training.
         stale: Groups released as too old.
+        tools: Tool calls of the training episodes that were offered tools.
+        tool_warning: What is wrong with the calls of the last episodes.
     """
     gap = {} if record.gap is None else asdict(record.gap)
     policy = None if newest is None else {"version": newest[0].name, "sha256": newest[0].sha256, "uri": newest[1]}
@@ -113,5 +118,9 @@ def build_summary(
         "failures": dict(failures),
         "skipped_rows": skipped,
         "stale": stale.facts(),
+        "tools": tools.facts(),
+        "tool_warning": None
+        if tool_warning is None
+        else {"reason": tool_warning.reason, "message": tool_warning.message},
         "reason": reason,
     }

@@ -47,7 +47,12 @@ class Run:
     def __init__(self, settings: LearnerSettings) -> None:
         self.settings = settings
         algorithm = settings.algorithm
-        self.progress = Progress(0, len(settings.engines), algorithm.groups_per_step * algorithm.group_size)
+        self.progress = Progress(
+            0,
+            len(settings.engines),
+            algorithm.groups_per_step * algorithm.group_size,
+            offers_tools=settings.tools,
+        )
         self._drain = asyncio.Event()
         self._patience = Patience(settings.storage_seconds)
         self._resources: RunResources | None = None

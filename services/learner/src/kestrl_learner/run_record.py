@@ -11,6 +11,7 @@ from kestrl.errors import UserInputError
 from kestrl_learner.learning import LearningCounts
 from kestrl_learner.mismatch_stats import MismatchStats
 from kestrl_learner.stale import Stale
+from kestrl_learner.tool_health import ToolCounts
 
 VERSION = 1
 """Version of the JSON form. A record without one is of version 1. Raise it, and read the versions before, when the
@@ -42,6 +43,8 @@ class RunRecord(BaseModel):
     skipped: tuple[tuple[str, int], ...] = ()
     """Rows whose prompts leave no room in the context, by data set and ordinal."""
     stale: Stale = Field(default_factory=Stale)
+    tools: ToolCounts = ToolCounts()
+    """Tool calls of all scored training episodes that were offered tools."""
 
     def but(self, **changes: Any) -> RunRecord:
         """A copy with other values."""

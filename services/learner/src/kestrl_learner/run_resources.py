@@ -117,6 +117,7 @@ class RunResources:
             failures=dict(progress.failures),
             skipped=tuple(sorted(progress.skipped)),
             stale=progress.stale.copy(),
+            tools=progress.tools.total,
         )
 
     def restore(self, record: RunRecord) -> None:
@@ -125,6 +126,7 @@ class RunResources:
         self.progress.failures.update(record.failures)
         self.progress.skipped |= set(record.skipped)
         self.progress.stale = record.stale.copy()
+        self.progress.tools.total = record.tools
 
     def learning(self) -> Learning | None:
         """Whether the run has learned anything; None before its first step."""
@@ -190,6 +192,8 @@ class RunResources:
             gap_bound=self.settings.gap_bounds.mean,
             learning=self.learning(),
             stale=self.progress.stale,
+            tools=self.progress.tools.total,
+            tool_warning=self.progress.tool_warning,
         )
         try:
             await asyncio.to_thread(self.store.put, layout.SUMMARY, json.dumps(summary, indent=2).encode())

@@ -244,6 +244,8 @@ class WatchProgressResponse(_message.Message):
     SKIPPED_ROWS_FIELD_NUMBER: _builtins.int
     PHASE_FIELD_NUMBER: _builtins.int
     GATHERING_FIELD_NUMBER: _builtins.int
+    TOOL_WARNING_REASON_FIELD_NUMBER: _builtins.int
+    TOOL_WARNING_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     """Finished optimiser steps."""
     total_steps: _builtins.int
@@ -288,6 +290,10 @@ class WatchProgressResponse(_message.Message):
     """Skipped rows, whose prompts do not fit the context."""
     phase: Global___RunPhase.ValueType
     """Phase of the run."""
+    tool_warning_reason: _builtins.str
+    """What is wrong with the tool calls of the last episodes: no_tool_call or calls_failing; empty while calls work, and without tools."""
+    tool_warning: _builtins.str
+    """The same for a person, with what to check."""
     @_builtins.property
     def means(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
         """Running means: reward, answer_correct, num_turns and metrics of rewards."""
@@ -343,10 +349,12 @@ class WatchProgressResponse(_message.Message):
         skipped_rows: _builtins.int = ...,
         phase: Global___RunPhase.ValueType = ...,
         gathering: Global___Gathering | None = ...,
+        tool_warning_reason: _builtins.str = ...,
+        tool_warning: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_checkpoint_step", b"_checkpoint_step", "_learned", b"_learned", "checkpoint_step", b"checkpoint_step", "failure", b"failure", "gathering", b"gathering", "learned", b"learned", "policy", b"policy"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_checkpoint_step", b"_checkpoint_step", "_learned", b"_learned", "checkpoint_step", b"checkpoint_step", "degenerate", b"degenerate", "engines", b"engines", "engines_converged", b"engines_converged", "engines_total", b"engines_total", "episodes_per_second", b"episodes_per_second", "eta_seconds", b"eta_seconds", "failure", b"failure", "failures", b"failures", "gathering", b"gathering", "groups_ready", b"groups_ready", "groups_running", b"groups_running", "learned", b"learned", "means", b"means", "message", b"message", "not_learned", b"not_learned", "not_learned_reason", b"not_learned_reason", "phase", b"phase", "policy", b"policy", "policy_parent", b"policy_parent", "policy_uri", b"policy_uri", "skipped_rows", b"skipped_rows", "step", b"step", "storage_failure", b"storage_failure", "storage_wait", b"storage_wait", "tokens_per_second", b"tokens_per_second", "total_steps", b"total_steps", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_checkpoint_step", b"_checkpoint_step", "_learned", b"_learned", "checkpoint_step", b"checkpoint_step", "degenerate", b"degenerate", "engines", b"engines", "engines_converged", b"engines_converged", "engines_total", b"engines_total", "episodes_per_second", b"episodes_per_second", "eta_seconds", b"eta_seconds", "failure", b"failure", "failures", b"failures", "gathering", b"gathering", "groups_ready", b"groups_ready", "groups_running", b"groups_running", "learned", b"learned", "means", b"means", "message", b"message", "not_learned", b"not_learned", "not_learned_reason", b"not_learned_reason", "phase", b"phase", "policy", b"policy", "policy_parent", b"policy_parent", "policy_uri", b"policy_uri", "skipped_rows", b"skipped_rows", "step", b"step", "storage_failure", b"storage_failure", "storage_wait", b"storage_wait", "tokens_per_second", b"tokens_per_second", "tool_warning", b"tool_warning", "tool_warning_reason", b"tool_warning_reason", "total_steps", b"total_steps", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__checkpoint_step: _TypeAlias = _typing.Literal["checkpoint_step"]  # noqa: Y015
     _WhichOneofArgType__checkpoint_step: _TypeAlias = _typing.Literal["_checkpoint_step", b"_checkpoint_step"]  # noqa: Y015

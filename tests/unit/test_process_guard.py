@@ -30,7 +30,7 @@ class Guarded:
     guard_pipe: int
     alive: int
 
-    def gone(self, seconds: float = 10.0) -> bool:
+    def gone(self, seconds: float = 20.0) -> bool:
         """Whether every process with the pipe has ended: the kernel closes it then."""
         while True:
             ready, _, _ = select.select([self.alive], [], [], seconds)
@@ -66,19 +66,19 @@ def family() -> Iterator[Guarded]:
 def test_when_the_owner_ends_all_descendants_end(family: Guarded) -> None:
     os.close(family.guard_pipe)  # what the kernel does when the runner is killed
     assert family.gone()
-    assert family.process.wait(5) == 128 + signal.SIGKILL
+    assert family.process.wait(20) == 128 + signal.SIGKILL
 
 
 def test_the_grandchild_does_not_outlive_a_command_that_ends(family: Guarded) -> None:
     family.process.terminate()
     assert family.gone()
-    assert family.process.wait(5) == 128 + signal.SIGTERM
+    assert family.process.wait(20) == 128 + signal.SIGTERM
     os.close(family.guard_pipe)
 
 
 def test_the_exit_status_is_the_commands() -> None:
     guarded = start("import sys; sys.exit(3)")
-    assert guarded.process.wait(10) == 3
+    assert guarded.process.wait(20) == 3
 
 
 def test_a_process_that_ignores_sigterm_is_killed_after_the_grace() -> None:
@@ -88,7 +88,7 @@ def test_a_process_that_ignores_sigterm_is_killed_after_the_grace() -> None:
     )
     assert os.read(guarded.alive, 3) == b"up\n"
     guarded.process.terminate()
-    assert guarded.process.wait(10) == 128 + signal.SIGKILL
+    assert guarded.process.wait(20) == 128 + signal.SIGKILL
 
 
 def test_the_command_dies_with_its_guard() -> None:

@@ -13,7 +13,7 @@ import yaml
 from aiohttp import web
 from tests.fakes.kubernetes.fields import selector
 from tests.fakes.kubernetes.requests import Fault, Request
-from tests.fakes.kubernetes.resources import WRITING, Found, Object, Refused
+from tests.fakes.kubernetes.resources import WRITING, Change, Found, Object, Refused
 from tests.fakes.kubernetes.server import ApiServer
 
 
@@ -131,6 +131,16 @@ class FakeKubernetes(ApiServer):
             if item.verb in WRITING and item.resource not in aside and not item.dry_run
         ]
 
+    def is_watched(self, change: Change, selectors: Mapping[str, str], namespaces: Sequence[str] = ()) -> bool:
+        """Whether streams with these label selectors by plural deliver a change; those of a frozen resource do not."""
+        resource, metadata = change.resource.plural, change.after["metadata"]
+        return (
+            resource in selectors
+            and resource not in self._frozen
+            and (not namespaces or metadata.get("namespace") in namespaces)
+            and selector(selectors[resource])(change.after)
+        )
+
     async def until(self, holds: Callable[[], Found], what: str = "it holds", *, seconds: float = 10.0) -> Found:
         """Waits until a condition holds, checked after every change and request and every 20 ms; returns its result.
 
@@ -159,6 +169,7 @@ class FakeKubernetes(ApiServer):
         message: str = "the fake API server was made to fail",
         retry_after: float | None = None,
         delay: float = 0.0,
+        held: asyncio.Event | None = None,
         late: bool = False,
         drop: bool = False,
         dry_run: bool | None = None,
@@ -176,6 +187,7 @@ class FakeKubernetes(ApiServer):
             message=message,
             retry_after=retry_after,
             delay=delay,
+            held=held,
             late=late,
             drop=drop,
             dry_run=dry_run,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,6 +45,8 @@ class Fault:
     """Seconds in the Retry-After header of a 429."""
     delay: float = 0.0
     """Seconds before the answer."""
+    held: asyncio.Event | None = None
+    """If given, the answer waits until it is set."""
     late: bool = False
     """Whether the request is carried out before the delay or the failure, so that only the answer is late or lost."""
     drop: bool = False

@@ -153,6 +153,8 @@ class ApiServer:
         fault.hit()
         answer = await self._done(request, asked, resource, subresource) if fault.late else None
         await asyncio.sleep(fault.delay)
+        if fault.held is not None:
+            await fault.held.wait()
         if fault.drop and request.transport is not None:
             request.transport.close()
         if fault.status is not None or fault.drop:

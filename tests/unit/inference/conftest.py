@@ -151,7 +151,7 @@ class Stage:
             self.stub.RetirePolicy,
             request,
             pb.RetirePolicyResponse,
-            timeout=10,
+            timeout=30,
             peer="agent",
             token=Secret.LEARNER_TO_INFERENCE.here(),
         )
@@ -161,7 +161,7 @@ class Stage:
             self.stub.GetEngine,
             pb.GetEngineRequest(look=look),
             pb.GetEngineResponse,
-            timeout=10,
+            timeout=30,
             peer="agent",
             token=Secret.LEARNER_TO_INFERENCE.here(),
             wait=True,

@@ -208,7 +208,7 @@ async def test_another_version_than_the_one_asked_for_is_refused(stage: Any) -> 
             stage.stub.LoadPolicy,
             request,
             pb.LoadPolicyResponse,
-            timeout=10,
+            timeout=30,
             peer="agent",
             token=Secret.LEARNER_TO_INFERENCE.here(),
         )
@@ -262,7 +262,7 @@ async def test_a_request_without_a_version_is_the_callers_mistake(stage: Any) ->
             stage.stub.LoadPolicy,
             pb.LoadPolicyRequest(),
             pb.LoadPolicyResponse,
-            timeout=10,
+            timeout=30,
             peer="agent",
             token=Secret.LEARNER_TO_INFERENCE.here(),
         )

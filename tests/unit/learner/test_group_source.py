@@ -61,7 +61,7 @@ async def test_a_waiting_step_is_woken_by_groups_and_by_changes_at_the_source() 
         assert not waiting.done()
         queue.put(ready(position, 0))
         await asyncio.sleep(0)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(20):
         await waiting
     queue.take(2)
     waiting = asyncio.create_task(queue.wait_for(lambda: len(queue) >= 2 or bool(over)))
@@ -69,7 +69,7 @@ async def test_a_waiting_step_is_woken_by_groups_and_by_changes_at_the_source() 
     assert not waiting.done()
     over.append(1)
     queue.notify()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(20):
         await waiting
 
 

@@ -287,7 +287,7 @@ async def test_the_service_publishes_progress_and_drains(staged: Any) -> None:
                 stub.WatchProgress,
                 request,
                 lpb.WatchProgressResponse,
-                timeout=10,
+                timeout=40,
                 peer="learner",
                 token=Secret.CONTROLLER_TO_LEARNER.here(),
             ):
@@ -296,12 +296,12 @@ async def test_the_service_publishes_progress_and_drains(staged: Any) -> None:
                         stub.Drain,
                         lpb.DrainRequest(),
                         lpb.DrainResponse,
-                        timeout=5,
+                        timeout=20,
                         peer="learner",
                         token=Secret.CONTROLLER_TO_LEARNER.here(),
                     )
                 seen.append(report)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(20):
             await serving
         assert seen[0].phase == lpb.RUN_PHASE_TRAINING
         assert seen[0].engines_converged == 2

@@ -303,16 +303,15 @@ async def telling(progress: Progress) -> AsyncGenerator[str]:
 
 async def test_changes_are_sent_at_the_requested_interval_and_the_last_always() -> None:
     progress = Progress(100, 1, 1)
-    async with telling(progress) as address, watched(address, min_interval=0.3) as watcher:
-        loop = asyncio.get_running_loop()
+    loop = asyncio.get_running_loop()
+    began, interval = loop.time(), 0.3
+    async with telling(progress) as address, watched(address, min_interval=interval) as watcher:
         await watcher.reported(lambda report: report.step == 0)
-        began = loop.time()
         for step in range(1, 21):
             progress.update(step=step)
             await asyncio.sleep(0.005)
         await watcher.reported(lambda report: report.step == 20)
-        assert loop.time() - began > 0.2
-        assert len(watcher.reports) <= 3
+        assert len(watcher.reports) <= 1 + (loop.time() - began) / interval
 
 
 async def test_the_end_is_reported_at_once() -> None:
@@ -325,7 +324,7 @@ async def test_the_end_is_reported_at_once() -> None:
         assert (report.step, report.message) == (7, "why")
         assert not watcher.ended
         progress.end()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(20):
             while not watcher.ended:  # noqa: ASYNC110 - the stream's end has no event
                 await asyncio.sleep(0.01)
 
@@ -335,10 +334,10 @@ async def test_a_change_during_a_send_is_not_lost_and_equal_states_are_not_sent(
     reports = LearnerServicer(progress, lambda: None).WatchProgress(lpb.WatchProgressRequest(), None)
     assert (await anext(reports)).step == 0
     progress.update(step=1)  # the stream is still busy with the report before
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(20):
         assert (await anext(reports)).step == 1
     progress.update()
     progress.update(phase=RunPhase.SUCCEEDED, tokens_per_second=float("nan"))
     progress.end()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(20):
         assert [report.phase async for report in reports] == [lpb.RUN_PHASE_SUCCEEDED]

@@ -143,7 +143,7 @@ async def test_a_connection_is_idle_for_so_long_and_no_longer(monkeypatch: pytes
     monkeypatch.setattr(http, "KEEPALIVE_SECONDS", 0.02)
     async with serving(saying(OK)) as (server, client):
         await client.post(server.url, b"", {})
-        await asyncio.wait_for(server.left.wait(), 5)
+        await asyncio.wait_for(server.left.wait(), 20)
         await client.post(server.url, b"", {})
         assert server.connections == 2
 
@@ -152,7 +152,7 @@ async def test_the_clients_end_closes_idle_connections() -> None:
     async with serving(saying(OK)) as (server, client):
         await client.post(server.url, b"", {})
         await client.__aexit__(None, None, None)
-        await asyncio.wait_for(server.left.wait(), 5)
+        await asyncio.wait_for(server.left.wait(), 20)
 
 
 @pytest.mark.parametrize("status", [200, 404, 500])
@@ -247,7 +247,7 @@ async def test_who_waits_no_longer_ends_the_request() -> None:
         asking = asyncio.create_task(client.post(server.url, b"", {}))
         await server.asked.wait()
         asking.cancel()
-        await asyncio.wait_for(server.left.wait(), 5)
+        await asyncio.wait_for(server.left.wait(), 20)
         assert asking.cancelled()
 
 

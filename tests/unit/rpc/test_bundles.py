@@ -248,7 +248,7 @@ async def test_the_server_can_be_waited_for(tools: Tools, listen: str, calls: Bu
     with pytest.raises(FailureError):
         await ask(calls, "echo")
     assert not ready.done()
-    async with asyncio.timeout(10), served(tools, listen):
+    async with asyncio.timeout(30), served(tools, listen):
         await ready
         assert await ask(calls, "echo") == "echo "
 
@@ -278,7 +278,7 @@ async def test_when_the_server_stops_calls_fail_and_waiting_ones_are_retried(
 
 
 async def test_a_stopping_server_answers_pending_calls_and_closes(tools: Tools, listen: str, calls: Bundle) -> None:
-    async with asyncio.timeout(10), served(tools, listen, grace=60) as (stop, ending):
+    async with asyncio.timeout(30), served(tools, listen, grace=60) as (stop, ending):
         last = asyncio.create_task(ask(calls, "wait", "last", wait=True))
         await tools.arrived.get()
         stop.set()

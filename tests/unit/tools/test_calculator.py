@@ -72,10 +72,10 @@ def test_what_it_refuses_is_reported_to_the_model(expression: str, message: str)
     ["-" * (MAX_LENGTH - 1) + "1", "(" * 149 + "1" + ")" * 149, "1" + "+1" * 149, "9" * 290, "9**9**" * 49 + "9"],
 )
 def test_the_worst_case_of_each_length_ends_quickly(expression: str) -> None:
-    begun = time.monotonic()
+    begun = time.process_time()
     with contextlib.suppress(ToolError):
         calculator(expression)
-    assert time.monotonic() - begun < 0.5
+    assert time.process_time() - begun < 0.5
 
 
 numbers = st.integers(-1000, 1000).map(lambda value: f"({value})")

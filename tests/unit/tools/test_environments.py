@@ -130,7 +130,7 @@ async def test_a_state_that_cannot_be_sent_is_the_tools_failure(serve: Any, item
 
 async def test_a_hanging_environment_is_late_and_bounded(serve: Any, samples: Any) -> None:
     try:
-        async with serve(environment(), call_seconds=0.2) as client:
+        async with serve(environment(), call_seconds=1.0) as client:
             session = await client.open(kwargs=ROW)
             with pytest.raises(FailureError, match="buy: the call took longer"):
                 await client.call(session, "buy", {"item": "hang"})

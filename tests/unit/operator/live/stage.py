@@ -26,8 +26,10 @@ from kestrl.rpc.codec import run_phase_to_proto
 from kestrl.spec.crd import crd
 from kestrl.states import RunPhase
 from kestrl_operator.apiserver.client import Api
+from kestrl_operator.apiserver.kinds import Kind
 from kestrl_operator.config import Config, LeaseSettings
 from kestrl_operator.credentials import derive
+from kestrl_operator.learner_stream import LearnerStream
 from kestrl_operator.operator import Operator
 from kestrl_operator.state.cluster import GRPC_PORT, read_cluster
 from kestrl_operator.watch import WATCHED
@@ -50,17 +52,37 @@ VALUES: Object = {
 }
 CHILDREN = ("secrets", "configmaps", "serviceaccounts", "services", "poddisruptionbudgets", "networkpolicies")
 WORKLOADS = ("statefulsets", "deployments")
-LEASE_SECONDS = 6.0
+SELECTORS = {kind.plural: labels for kind, labels in WATCHED.items()}
+LEASE_SECONDS = 15.0
 """Long enough for a busy machine, on which an operator may renew late; tests of the lease itself use a shorter one."""
 DEFINITION = crd()
+
+
+SOON = 0.25
+"""Seconds within which a due pass is waited for; the next retries and rechecks are later."""
+
+
+class Followed(Operator):
+    """An operator that records which state of each object its streams have delivered."""
+
+    def __init__(self, config: Config, api: Api) -> None:
+        super().__init__(config, api)
+        self.delivered: dict[str, int] = {}
+        """The newest resourceVersion by uid; of a deletion, the deletion's."""
+
+    def _take(self, kind: Kind, given: Mapping[str, Any], deleted: bool) -> None:
+        super()._take(kind, given, deleted)
+        metadata = given["metadata"]
+        newest = max(int(metadata["resourceVersion"]), self.delivered.get(metadata["uid"], 0))
+        self.delivered[metadata["uid"]] = newest
 
 
 class Running:
     """An operator in this process."""
 
     def __init__(self, user: str, config: Config) -> None:
-        self.user, self.api = user, Api()
-        self.operator = Operator(config, self.api)
+        self.user, self.api, self.namespaces = user, Api(), config.namespaces
+        self.operator = Followed(config, self.api)
         self.port = int(config.health_listen.rpartition(":")[2])
         self.task = asyncio.create_task(self.operator.run(), name=f"operator-{user}")
 
@@ -75,9 +97,33 @@ class Running:
         """Names of the jobs in its store, which its metric kestrl_operator_jobs counts."""
         return {key.name for key in self.operator._store.jobs}
 
-    def passes(self) -> int:
-        """Number of passes without an error."""
-        return self.operator._passes["ok"]
+    def has_nothing_to_do(self, cluster: FakeKubernetes, learners: Mapping[str, FakeLearner], *, leads: bool) -> bool:
+        """Whether everything that happened was delivered and, if it leads, processed, and no pass is due soon."""
+        queue, soon = self.operator._queue, asyncio.get_running_loop().time() + SOON
+        return (
+            self._has_everything(cluster)
+            and all(self._has_newest_report(stream, learners) for stream in self.operator._states._streams())
+            and not (leads and (queue._taken or any(due <= soon for due in queue._due.values())))
+        )
+
+    def _has_everything(self, cluster: FakeKubernetes) -> bool:
+        """Whether each stream that is not frozen has delivered the newest state of each of its objects."""
+        newest = {
+            change.after["metadata"]["uid"]: change
+            for change in cluster.objects.history
+            if not change.lost and cluster.is_watched(change, SELECTORS, self.namespaces)
+        }
+        seen = self.operator.delivered
+        return all(
+            change.version <= seen.get(uid, change.version if change.type == "DELETED" else 0)
+            for uid, change in newest.items()
+        )
+
+    def _has_newest_report(self, stream: LearnerStream, learners: Mapping[str, FakeLearner]) -> bool:
+        learner = learners.get(stream.address)
+        if stream.awaits_first_report or learner is None or stream.unreachable:
+            return not stream.awaits_first_report
+        return stream.report is not None and stream.report.report == learner.newest
 
     async def asked(self, path: str = "healthz") -> tuple[int, str]:
         """Status and text that a probe of the kubelet gets."""
@@ -94,6 +140,8 @@ class Stage:
     def __init__(self, cluster: FakeKubernetes, folder: Path, patch: pytest.MonkeyPatch) -> None:
         self.cluster, self.folder, self.patch = cluster, folder, patch
         self.running: list[Running] = []
+        self.learners: dict[str, FakeLearner] = {}
+        """Fake learners by address."""
         self.lease_seconds = LEASE_SECONDS
         (folder / "key").write_bytes(KEY)
 
@@ -132,7 +180,7 @@ class Stage:
         self.running.remove(running)
         await running.stop()
 
-    async def until(self, holds: Callable[[], Any], what: str, *, seconds: float = 20.0) -> Any:
+    async def until(self, holds: Callable[[], Any], what: str, *, seconds: float = 30.0) -> Any:
         """Waits for a condition; if an operator ends meanwhile, its error is raised."""
 
         def looked() -> Any:
@@ -207,15 +255,20 @@ class Stage:
         await self.until(lambda: self.learner(name), f"{name} is applied")
         await self.until(lambda: self.phase(name), f"{name} has a status")
 
-    async def quiet(self, seconds: float = 0.25, *, within: float = 30.0) -> None:
-        """Waits until nothing has been written for a while."""
-        loop = asyncio.get_running_loop()
+    async def settled(self) -> None:
+        """Waits until each operator has received and processed everything that happened, and has written about it.
 
-        def still() -> bool:
-            written = self.cluster.writes()
-            return not written or loop.time() - written[-1].at > seconds
+        What it has not written by then, it does not write without another event, or a wait of more than `SOON`.
+        """
 
-        await self.until(still, "no more writes", seconds=within)
+        def settled() -> bool:
+            holder = self.holder()
+            return all(
+                running.has_nothing_to_do(self.cluster, self.learners, leads=running.user == holder)
+                for running in self.running
+            )
+
+        await self.until(settled, "operators have nothing to do", seconds=30.0)
 
     def events(self, reason: str = "") -> list[Object]:
         return [item for item in self.cluster.list("events.events.k8s.io", NAMESPACE) if reason in {"", item["reason"]}]
@@ -285,6 +338,10 @@ class FakeLearner(stubs.LearnerServiceServicer):
         self._changed = asyncio.Event()
         self._breaks = 0
 
+    @property
+    def newest(self) -> pb.WatchProgressResponse:
+        return self._report
+
     def report(self, report: pb.WatchProgressResponse) -> None:
         self._report = report
         self._ring()
@@ -322,14 +379,13 @@ def addresses() -> Iterator[str]:
 
 
 @asynccontextmanager
-async def learning(
-    patch: pytest.MonkeyPatch, token: str, first: pb.WatchProgressResponse
-) -> AsyncGenerator[FakeLearner]:
+async def learning(stage: Stage, token: str, first: pb.WatchProgressResponse) -> AsyncGenerator[FakeLearner]:
     """A fake learner that accepts calls with this credential."""
     learner = FakeLearner(next(addresses()), first)
     stop = asyncio.Event()
     listen = f"{learner.address}:{GRPC_PORT}"
-    with patch.context() as there:
+    stage.learners[listen] = learner
+    with stage.patch.context() as there:
         there.setenv(Secret.CONTROLLER_TO_LEARNER.value, token)
         server = asyncio.create_task(
             rpc.serve(
@@ -341,7 +397,7 @@ async def learning(
             )
         )
         async with rpc.channel(listen) as connection:
-            assert await rpc.connected(connection, seconds=5.0)
+            assert await rpc.connected(connection, seconds=30.0)
     try:
         yield learner
     finally:

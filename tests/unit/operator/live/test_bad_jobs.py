@@ -32,7 +32,7 @@ async def test_errors_found_by_the_operator_name_the_field_and_the_fix(
     for word in words:
         assert word in message
     await stage.applied()
-    await stage.quiet()
+    await stage.settled()
     assert stage.condition("Accepted")[:2] == ("True", "Valid")
     assert stage.children("bad") == []
     assert len([item for item in stage.writes() if item.endswith("agentrljobs/status/bad")]) == 1
@@ -75,7 +75,7 @@ async def test_a_job_with_a_newly_invalid_spec_keeps_its_objects(stage: Stage) -
     before = stage.children()
     stage.cluster.edit("agentrljobs", NAMESPACE, JOB, {"spec": {"patches": PATCHED}})
     await stage.until(lambda: stage.condition("Accepted")[1] == "Invalid", "it is reported")
-    await stage.quiet()
+    await stage.settled()
     assert stage.children() == before
 
 

@@ -12,7 +12,7 @@ async def test_a_transition_is_published_once_regarding_the_job(stage: Stage) ->
     await stage.operator()
     uid = stage.job()["metadata"]["uid"]
     await stage.until(lambda: stage.events("AllReady"), "it is reported")
-    await stage.quiet()
+    await stage.settled()
     (event,) = stage.events("AllReady")
     assert event["regarding"] == {
         "apiVersion": "kestrl.dev/v1alpha1",
@@ -69,7 +69,7 @@ async def test_an_event_that_was_not_written_is_published_the_next_time(stage: S
     trouble = stage.cluster.fail("create", "events", status=503)
     stage.job()
     await stage.until(lambda: stage.condition("EnginesReady")[1] == "AllReady", "engines are ready")
-    await stage.quiet()
+    await stage.settled()
     trouble.end()
     assert count(stage, "AllReady") == 0
     await away_and_back(stage, controllers)
@@ -86,7 +86,7 @@ async def test_the_same_transition_with_another_message_is_published_too(stage: 
         await stage.until(lambda: stage.condition("EnginesReady")[1] == "Unavailable", "one is away")
         controllers.run(stage.pods("inference")[0])
         await stage.until(lambda: stage.condition("EnginesReady")[1] == "AllReady", "it is back")
-    await stage.quiet()
+    await stage.settled()
     notes = [item["note"] for item in stage.events("Unavailable")]
     assert any("no such image" in note for note in notes)
     assert any("registry is down" in note for note in notes)
@@ -112,7 +112,7 @@ async def test_events_that_cannot_be_written_fail_no_pass(stage: Stage) -> None:
     refused = stage.cluster.fail("create", "events", status=403)
     stage.job()
     await stage.until(lambda: stage.condition("EnginesReady")[1] == "AllReady", "the status is written")
-    await stage.quiet()
+    await stage.settled()
     assert refused.hits >= 1
     assert stage.events() == []
     assert refused.hits <= 4, "retried"

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from tests.fakes.kubernetes import Controllers
 
-from kestrl_operator import manifests, missing_pods, operator, workqueue
+from kestrl_operator import applier, manifests, missing_pods, operator, workqueue
 from kestrl_operator.apiserver import client as api_module
 from kestrl_operator.apiserver.client import Api, ApiProblem
 from kestrl_operator.apiserver.kinds import JOB as JOB_KIND
@@ -45,7 +45,7 @@ async def test_failed_calls_are_retried_until_they_succeed(stage: Stage, fault: 
     ]
     stage.job()
     await stage.applied()
-    await stage.quiet()
+    await stage.settled()
     await stage.until(lambda: stage.condition("Ready")[1] == "NotReady", "it is reported")
     assert all(trouble.hits for trouble in troubles)
     assert stage.condition("Accepted")[:2] == ("True", "Valid")
@@ -58,12 +58,11 @@ async def test_failures_are_retried_with_backoff(stage: Stage) -> None:
     await stage.operator()
     trouble = stage.cluster.fail("patch", "agentrljobs/status", status=503)
     stage.job()
-    await stage.until(lambda: trouble.hits >= 2, "it has failed twice")
-    hits = trouble.hits
-    await asyncio.sleep(1.0)
-    # 0.1, 0.2, 0.4, 0.8 s between two passes.
-    assert trouble.hits <= hits + 4
+    await stage.until(lambda: trouble.hits >= 6, "it has failed several times")
     trouble.end()
+    first, *_, last = [item.at for item in stage.cluster.requests("patch", "agentrljobs/status")][:6]
+    # 0.1, 0.2, 0.4 s between two passes; from the third on, a pass writes twice.
+    assert last - first >= 7 * workqueue.FIRST_BACKOFF
     await stage.applied()
 
 
@@ -73,7 +72,7 @@ async def test_watch_events_do_not_reset_the_backoff(stage: Stage) -> None:
     stage.job()
     await stage.applied()
     await stage.until(lambda: stage.pods("learner"), "there is a learner")
-    await stage.quiet()
+    await stage.settled()
     trouble = stage.cluster.fail("patch", "agentrljobs/status", status=503)
     began = asyncio.get_running_loop().time()
     for number in range(60):
@@ -92,7 +91,7 @@ async def test_a_status_is_never_written_to_another_job_of_the_name(stage: Stage
     stage.job()
     await stage.applied()
     await stage.until(lambda: stage.condition("EnginesReady")[0] == "True", "pods run")
-    await stage.quiet()
+    await stage.settled()
     stage.cluster.freeze("agentrljobs")  # no event reports that the job is another one now
     stage.cluster.delete("agentrljobs", NAMESPACE, JOB)
     pod = stage.cluster.create(
@@ -104,7 +103,7 @@ async def test_a_status_is_never_written_to_another_job_of_the_name(stage: Stage
     )
     stage.job()
     controllers.image_missing(pod, "no such image")
-    await asyncio.sleep(0.5)  # there is no event to await for nothing happening
+    await stage.settled()
     assert stage.status() == {}, "the old job's status was written to the new one"
     stage.cluster.thaw("agentrljobs")
     await stage.applied()
@@ -173,13 +172,13 @@ async def test_an_unwatched_object_is_created_again_when_a_pod_needs_it(
     await stage.operator()
     stage.job()
     await stage.applied()
-    await stage.quiet()
+    await stage.settled()
     secret = f"{JOB}-agentrljob"
     stage.cluster.delete("secrets", NAMESPACE, secret)
     controllers.image_missing(stage.pods("tools")[0], f'secret "{secret}" not found')
     before = applies(stage)
     await stage.until(lambda: stage.cluster.find("secrets", NAMESPACE, secret), "it is created again")
-    await stage.quiet()
+    await stage.settled()
     assert applies(stage) - before <= len(stage.children()), "made more than once"
 
 
@@ -204,7 +203,7 @@ async def test_a_slow_api_server_is_waited_for(stage: Stage) -> None:
     stage.cluster.fail("patch", "*", delay=0.05)
     stage.job()
     await stage.applied()
-    await stage.quiet()
+    await stage.settled()
     assert applies(stage) == len(stage.children())
 
 
@@ -219,7 +218,10 @@ async def test_a_failing_job_delays_no_other(stage: Stage) -> None:
 
 
 @pytest.mark.parametrize("code", [422, 403])
-async def test_a_refused_object_is_reported_and_retried(stage: Stage, code: int) -> None:
+async def test_a_refused_object_is_reported_and_retried(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    monkeypatch.setattr(applier, "FIRST_RETRY", 0.5)
     await stage.operator()
     words = 'StatefulSet.apps "email-search-inference" is invalid: spec.template: Invalid value: "cpus": no such thing'
     trouble = stage.cluster.fail("patch", "statefulsets", status=code, message=words)
@@ -267,7 +269,7 @@ async def test_an_answer_that_is_late_is_not_a_second_write(stage: Stage) -> Non
     stage.cluster.fail("patch", "agentrljobs/status", delay=0.3, late=True)
     stage.job()
     await stage.applied()
-    await stage.quiet(0.6)
+    await stage.settled()
     statuses = [item.body["status"] for item in stage.cluster.requests("patch", "agentrljobs/status")]
     for number, status in enumerate(statuses):
         assert status not in statuses[:number], "written twice"
@@ -279,14 +281,14 @@ async def test_a_write_is_known_before_the_watch_delivers_it(stage: Stage) -> No
     stage.job()
     await stage.applied()
     await stage.until(lambda: stage.condition("EnginesReady")[0] == "True", "pods run")
-    await stage.quiet()
+    await stage.settled()
     stage.cluster.freeze("agentrljobs")  # the stream is later than the write
     before = len(stage.events())
     for number in range(5):
         controllers.crashed(stage.pods("tools")[0], "no such file", restarts=number)
-        await asyncio.sleep(0.1)
+        await stage.settled()
     await stage.until(lambda: stage.condition("RolloutsFlowing")[1] == "Failing", "it is reported")
-    await stage.quiet()
+    await stage.settled()
     since = {item["lastTransitionTime"] for item in stage.status()["conditions"] if item["type"] == "RolloutsFlowing"}
     assert len(since) == 1
     failing = stage.events("Failing")

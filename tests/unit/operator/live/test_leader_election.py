@@ -55,7 +55,7 @@ async def test_two_operators_watch_and_one_writes(stage: Stage) -> None:
     leader = stage.holder()
     stage.job()
     await stage.applied()
-    await stage.quiet()
+    await stage.settled()
     other = {"a": "b", "b": "a"}[leader]
     assert stage.cluster.writes(user=leader)
     assert stage.cluster.writes(user=other) == []
@@ -95,13 +95,13 @@ async def test_a_leader_that_cannot_renew_stops_before_another_begins(
 
 
 async def test_a_leader_that_stops_hands_over_at_once(stage: Stage) -> None:
-    first = await stage.operator("a", lease_seconds=10.0)
-    await stage.operator("b", lease_seconds=10.0)
+    first = await stage.operator("a", lease_seconds=20.0)
+    await stage.operator("b", lease_seconds=20.0)
     began = asyncio.get_running_loop().time()
     await stage.stop(first)
     assert stage.holder() in {"", "b"}
     await stage.until(lambda: stage.holder() == "b", "b leads")
-    assert asyncio.get_running_loop().time() - began < 4.0, "waited for the lease to run out"
+    assert asyncio.get_running_loop().time() - began < 15.0, "waited for the lease to run out"
     stage.job()
     await stage.applied()
     assert {item.user for item in stage.cluster.writes()} == {"b"}
@@ -112,24 +112,25 @@ async def test_a_failed_release_of_the_lease_does_not_wait_long(stage: Stage) ->
     stage.cluster.fail(resource="leases", delay=60.0)
     began = asyncio.get_running_loop().time()
     await stage.stop(running)
-    assert asyncio.get_running_loop().time() - began < 5.0, "the kubelet would have killed it"
+    assert asyncio.get_running_loop().time() - began < 20.0, "the kubelet would have killed it"
 
 
 async def test_the_clocks_of_two_machines_are_never_compared(stage: Stage) -> None:
     past, future = "1999-01-01T00:00:0{}.000000Z", "2099-01-01T00:00:0{}.000000Z"
-    spec = {"holderIdentity": "ghost", "leaseDurationSeconds": 1, "renewTime": past.format(9), "leaseTransitions": 3}
+    spec = {"holderIdentity": "ghost", "leaseDurationSeconds": 2, "renewTime": past.format(9), "leaseTransitions": 3}
     stage.cluster.create("leases", {"metadata": {"name": PLACE[2], "namespace": PLACE[1]}, "spec": spec})
     stage.begin("a")
     await stage.until(lambda: stage.cluster.requests("get", "leases"), "it is looked at")
+    looks, renewed = 0, 0.0
     for number in range(8):
         # Renewed, by a clock with another time: it is held.
+        looks, renewed = len(stage.cluster.requests("get", "leases")), asyncio.get_running_loop().time()
         stage.cluster.edit(*PLACE, {"spec": {"renewTime": (past, future)[number % 2].format(number)}})
-        await asyncio.sleep(0.2)
+        await stage.until(lambda seen=looks: len(stage.cluster.requests("get", "leases")) > seen, "it is looked at")
         assert stage.holder() == "ghost"
     # Expired, although it is valid for decades by that clock.
-    renewed = asyncio.get_running_loop().time()
     await stage.until(lambda: stage.holder() == "a", "the lease has run out")
-    assert asyncio.get_running_loop().time() - renewed > 0.9 * SECONDS - 0.2
+    assert asyncio.get_running_loop().time() - renewed > 2.0
     assert stage.cluster.get(*PLACE)["spec"]["leaseTransitions"] == 4
 
 
@@ -142,9 +143,10 @@ async def test_a_leader_that_loses_its_lease_stops_and_leads_again_when_it_is_fr
         stage.cluster.edit(*PLACE, {"spec": {"holderIdentity": "thief", "leaseDurationSeconds": 1}})
         seen = len(stage.cluster.requests("get", "leases"))
         await stage.until(lambda: len(stage.cluster.requests("get", "leases")) > seen + 1, "a has seen it")
-        before = len(stage.writes())
-        await asyncio.sleep(0.3)
-        assert len(stage.writes()) == before, "a wrote though another held the lease"
+        stopped = asyncio.get_running_loop().time()
         await stage.until(lambda: stage.holder() == "a", "a leads again")
-        await stage.until(lambda: len(stage.writes()) > before, "a writes again")
+        again = max(item.at for item in stage.cluster.requests("update", "leases") if item.status == 200)
+        await stage.until(lambda: stage.cluster.writes()[-1].at > again, "a writes again")
+    between = [item for item in stage.cluster.writes() if stopped < item.at < again]
+    assert between == [], "a wrote though another held the lease"
     assert stage.cluster.list("pods", NAMESPACE)

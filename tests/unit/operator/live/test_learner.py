@@ -46,7 +46,7 @@ async def scene(
     token: str = "",
 ) -> AsyncGenerator[Scene]:
     uid = stage.job(**(spec or {}))["metadata"]["uid"]
-    async with learning(stage.patch, token or learner_token(uid), first) as learner:
+    async with learning(stage, token or learner_token(uid), first) as learner:
 
         def started(controllers: Controllers, pod: Object) -> None:
             ready(controllers, pod)
@@ -128,7 +128,7 @@ async def test_the_lineage_has_each_version_that_all_engines_have_verified(stage
 async def test_reports_of_a_learner_with_another_credential_are_ignored(stage: Stage) -> None:
     async with scene(stage, report(step=14), token="another job's") as on:
         await stage.until(lambda: stage.condition("LearnerProgressing")[1] == "Unavailable", "it does not answer")
-        await stage.quiet()
+        await stage.settled()
         assert stage.condition("LearnerProgressing")[2].startswith("it does not answer: ")
         assert "credential" in stage.condition("LearnerProgressing")[2]
         assert on.learner.watchers == 0
@@ -171,18 +171,18 @@ async def test_a_suspension_deletes_pods_only_after_the_checkpoint(stage: Stage)
         await stage.until(lambda: on.learner.drains, "it is asked to drain")
         on.learner.report(report("draining", step=6))
         await stage.until(lambda: stage.condition("Suspended")[1] == "Draining", "it is reported")
-        await stage.quiet()
+        await stage.settled()
         assert 0 not in on.replicas(), "pods were let go while the learner drains"
         assert stage.phase() == "Suspending"
         on.learner.report(report("suspended", step=6, checkpoint_step=6))
         await stage.until(lambda: stage.phase() == "Suspended", "it is suspended")
         assert on.replicas() == {0}
         assert stage.cluster.list("pods") == []
-        await stage.quiet()
-        written, passes = len(stage.cluster.writes()), on.running.passes()
+        await stage.settled()
+        written = len(stage.cluster.writes())
         annotation = {"metadata": {"annotations": {"a": "b"}}}
         stage.cluster.edit("deployments", NAMESPACE, f"{JOB}-rollout", annotation, manager="kube-controller-manager")
-        await stage.until(lambda: on.running.passes() > passes, "it is looked at again")
+        await stage.settled()
         assert stage.cluster.writes()[written:] == [], "written again though nothing changed"
         assert "at step 6" in stage.condition("Suspended")[2]
         on.learner.report(report(step=6, checkpoint_step=6))
@@ -263,14 +263,13 @@ async def test_a_logprob_gap_ends_the_job_at_once(stage: Stage) -> None:
 async def test_a_new_process_waits_for_the_learner_before_it_reports_on_it(stage: Stage) -> None:
     async with scene(stage, report(step=5)) as on:
         await stage.until(lambda: stage.phase() == "Running", "the job runs")
-        await stage.quiet()
+        await stage.settled()
         await stage.stop(on.running)
         before = stage.cluster.get("agentrljobs", NAMESPACE, JOB)
         events = len(stage.events())
-        second = await stage.operator("b")
+        await stage.operator("b")
         await stage.until(lambda: on.learner.watchers, "it reports")
-        await stage.until(lambda: second.passes() >= 1, "and looked at")
-        await stage.quiet()
+        await stage.settled()
         assert stage.cluster.get("agentrljobs", NAMESPACE, JOB) == before
         assert len(stage.events()) == events
 
@@ -283,9 +282,8 @@ async def test_a_new_process_continues_a_drain_that_another_began(stage: Stage) 
         on.learner.report(report("draining", step=6))
         await stage.until(lambda: stage.phase() == "Suspending", "it drains")
         await stage.stop(on.running)
-        second = await stage.operator("b")
-        await stage.until(lambda: second.passes() >= 1, "it is looked at")
-        await stage.quiet()
+        await stage.operator("b")
+        await stage.settled()
         assert 0 not in on.replicas(), "pods were let go while the learner drains"
         on.learner.report(report("suspended", step=6))
         await stage.until(lambda: stage.phase() == "Suspended", "it is suspended")
@@ -331,7 +329,7 @@ async def test_stable_steps_reset_restarts_and_roll_no_pod(stage: Stage) -> None
             return learner is not None and learner["metadata"]["annotations"]["kestrl.dev/forgiven"] == "2"
 
         await stage.until(forgiven, "they are forgiven")
-        await stage.quiet()
+        await stage.settled()
         assert stage.pods("learner")[0]["metadata"]["uid"] == pod
         assert running.attempts() == 2
 
@@ -363,7 +361,7 @@ async def test_a_report_that_is_too_large_does_not_kill_the_operator(stage: Stag
 )
 async def test_a_pod_that_only_has_the_labels_is_not_called(stage: Stage, owners: list[Object]) -> None:
     uid = stage.job()["metadata"]["uid"]
-    async with learning(stage.patch, learner_token(uid), report("succeeded", 26)) as stranger:
+    async with learning(stage, learner_token(uid), report("succeeded", 26)) as stranger:
         controllers = Controllers(stage.cluster, started=ready)
         await stage.operator()
         await stage.applied()
@@ -376,7 +374,7 @@ async def test_a_pod_that_only_has_the_labels_is_not_called(stage: Stage, owners
         await stage.until(
             lambda: "no such image" in stage.condition("LearnerProgressing")[2], "its own pod is looked at"
         )
-        await stage.quiet()
+        await stage.settled()
         assert stranger.watchers == 0, "the job's credential was sent to a stranger"
         assert stage.condition("Succeeded")[1] == "Running"
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from functools import partial
 from itertools import pairwise
 
@@ -45,10 +44,9 @@ async def test_every_object_is_owned_by_the_job_and_deleted_with_it(stage: Stage
     stage.cluster.delete("agentrljobs", NAMESPACE, JOB)
     assert stage.children() == []
     assert stage.cluster.list("pods") == []
-    await stage.quiet()
-    written = len(stage.writes())
     await stage.until(lambda: not running.jobs(), "the job is forgotten")
-    await asyncio.sleep(0.2)  # there is no event to await for nothing happening
+    written = len(stage.writes())
+    await stage.settled()
     assert stage.children() == []
     assert len(stage.writes()) == written
 
@@ -58,7 +56,7 @@ async def test_a_recreated_job_takes_nothing_of_the_old_one(stage: Stage, monkey
     await stage.operator()
     old = stage.job()["metadata"]["uid"]
     await stage.applied()
-    await stage.quiet()
+    await stage.settled()
     stage.cluster.objects.collecting = False  # the garbage collector is delayed
     before = {item["metadata"]["uid"] for plural in WORKLOADS for item in stage.cluster.list(plural)}
     stage.cluster.delete("agentrljobs", NAMESPACE, JOB)
@@ -97,7 +95,7 @@ async def test_the_status_is_written_when_it_changes_and_not_otherwise(stage: St
     await stage.operator()
     stage.job()
     await stage.applied()
-    await stage.quiet()
+    await stage.settled()
     seen = []
     stage.cluster.objects.listeners.append(
         lambda change: seen.append(change.after["status"]) if change.resource.plural == "agentrljobs" else None
@@ -105,14 +103,14 @@ async def test_the_status_is_written_when_it_changes_and_not_otherwise(stage: St
     for pod in stage.cluster.list("pods"):
         controllers.run(pod)
     await stage.until(lambda: stage.condition("EnginesReady")[1] == "AllReady", "engines are ready")
-    await stage.quiet()
+    await stage.settled()
     statuses = len(stage.cluster.requests("patch", "agentrljobs/status"))
     for earlier, later in pairwise(seen):
         assert earlier != later
     assert 1 <= len(seen) <= 6
     # A change of a pod that is irrelevant to the job.
     stage.cluster.edit("pods", NAMESPACE, f"{JOB}-inference-0", {"metadata": {"annotations": {"a": "b"}}})
-    await asyncio.sleep(0.2)  # there is no event to await for nothing happening
+    await stage.settled()
     assert len(stage.cluster.requests("patch", "agentrljobs/status")) == statuses
 
 
@@ -172,14 +170,14 @@ async def test_a_deleted_child_is_created_again(stage: Stage) -> None:
         stage.cluster.delete(plural, NAMESPACE, name)
         new = await stage.until(partial(stage.cluster.find, plural, NAMESPACE, name), f"{plural} {name} is back")
         assert new["metadata"]["uid"] != old
-        await stage.quiet(0.1)
+        await stage.settled()
 
 
 async def test_a_child_scaled_by_another_manager_is_restored_once(stage: Stage) -> None:
     await stage.operator()
     stage.job()
     await stage.applied()
-    await stage.quiet()
+    await stage.settled()
     before = len(stage.writes())
     name = f"{JOB}-rollout"
     changes = {"spec": {"replicas": 5}}
@@ -190,7 +188,7 @@ async def test_a_child_scaled_by_another_manager_is_restored_once(stage: Stage) 
 
     assert replicas() == 5
     await stage.until(lambda: replicas() == 1, "it is scaled back")
-    await stage.quiet()
+    await stage.settled()
     again = [item for item in stage.writes()[before:] if item.endswith(f"deployments/{name}")]
     assert len(again) == 1, "answered more than once"
 
@@ -200,7 +198,7 @@ async def test_changes_by_kubernetes_controllers_are_ignored(stage: Stage) -> No
     await stage.operator()
     stage.job()
     await stage.applied()
-    await stage.quiet()
+    await stage.settled()
     before = [item for item in stage.writes() if "agentrljobs" not in item]
     annotation = {"metadata": {"annotations": {"deployment.kubernetes.io/revision": "1"}}}
     stage.cluster.edit("deployments", NAMESPACE, f"{JOB}-tools", annotation, manager="kube-controller-manager")
@@ -208,7 +206,7 @@ async def test_changes_by_kubernetes_controllers_are_ignored(stage: Stage) -> No
     stage.cluster.edit(
         "deployments", NAMESPACE, f"{JOB}-tools", status, manager="kube-controller-manager", subresource="status"
     )
-    await asyncio.sleep(0.3)  # there is no event to await for nothing happening
+    await stage.settled()
     assert [item for item in stage.writes() if "agentrljobs" not in item] == before
 
 
@@ -250,12 +248,11 @@ async def test_a_new_process_writes_nothing_if_nothing_has_changed(stage: Stage)
     stage.job("other", suspend=True)
     await stage.applied()
     await stage.applied("other")
-    await stage.quiet()
+    await stage.settled()
     await stage.stop(first)
     before = len(stage.writes())
-    second = await stage.operator("b")
-    await stage.until(lambda: second.passes() >= 2, "both are looked at")
-    await asyncio.sleep(0.5)  # there is no event to await for nothing happening
+    await stage.operator("b")
+    await stage.settled()
     assert stage.writes()[before:] == []
 
 
@@ -297,7 +294,7 @@ async def test_a_run_keeps_its_storage_when_the_default_changes(stage: Stage) ->
     running = await stage.operator("a", values=before)
     stage.job()
     await stage.applied()
-    await stage.quiet()
+    await stage.settled()
     await stage.stop(running)
     await stage.operator("b", values=after)
     stage.cluster.edit("agentrljobs", NAMESPACE, JOB, {"spec": {"rollout": {"replicas": 2}}})
@@ -305,7 +302,7 @@ async def test_a_run_keeps_its_storage_when_the_default_changes(stage: Stage) ->
     await stage.until(lambda: stage.cluster.get(*workers)["spec"]["replicas"] == 2, "the job is rendered again")
     stage.job("new")
     await stage.applied("new")
-    await stage.quiet()
+    await stage.settled()
     assert learner() == ("s3://first/runs", "1Gi", "slow")
     assert stage.condition("Accepted")[:2] == ("True", "Valid")
     assert learner("new") == ("s3://second/runs", "7Gi", "fast")

@@ -72,7 +72,8 @@ async def test_a_spec_that_killed_the_operator_is_quarantined(stage: Stage) -> N
     async with process(stage, work_file) as second:
         await stage.until(lambda: stage.condition("Ready", "killer")[1] == "Quarantined", "it is quarantined")
         await stage.applied()
-        await stage.quiet()
+        stage.cluster.edit("agentrljobs", NAMESPACE, JOB, {"spec": {"rollout": {"replicas": 2}}})
+        await stage.until(lambda: stage.status()["observedGeneration"] == 2, "passes go on")
         assert second.returncode is None
         assert "generation 1" in stage.condition("Ready", "killer")[2]
         assert stage.phase("killer") == "Quarantined"
@@ -92,7 +93,7 @@ async def test_another_replica_takes_the_quarantine_from_the_status(stage: Stage
     await stage.until(lambda: stage.phase() == "Quarantined", "it is quarantined")
     await stage.stop(first)
     await stage.operator("b")
-    await stage.quiet()
+    await stage.settled()
     assert stage.phase() == "Quarantined"
     assert stage.children() == []
 

@@ -33,7 +33,7 @@ async def test_nothing_of_a_job_is_applied_if_one_object_is_refused(stage: Stage
     assert "Kubernetes refuses an object of this job" in message
     assert DECLARED in message
     assert ".spec.template.spec.contaners: field not declared in schema" in message
-    await stage.quiet()
+    await stage.settled()
     assert stage.children() == []
     assert "startedAt" not in stage.status()
     edit(stage, patches=[])
@@ -107,7 +107,7 @@ async def test_objects_are_maintained_while_the_newest_spec_is_refused(stage: St
     before = stage.cluster.get("deployments", NAMESPACE, f"{JOB}-tools")["spec"]
     edit(stage, patches=TYPO)
     await until_refused(stage)
-    await stage.quiet()
+    await stage.settled()
     stage.cluster.delete("services", NAMESPACE, f"{JOB}-rollout")
     await stage.until(lambda: stage.cluster.find("services", NAMESPACE, f"{JOB}-rollout"), "it is made again")
     assert stage.cluster.get("deployments", NAMESPACE, f"{JOB}-tools")["spec"] == before

@@ -48,7 +48,7 @@ async def test_a_missed_deletion_is_found_by_the_audit(stage: Stage) -> None:
     stage.cluster.lose("agentrljobs")
     stage.cluster.delete("agentrljobs", NAMESPACE, JOB)
     await stage.until(lambda: not running.jobs(), "the job is forgotten")
-    await stage.quiet()
+    await stage.settled()
     assert stage.children() == []
     assert await running.asked() == (200, "ok")
 
@@ -57,12 +57,12 @@ async def test_objects_of_a_job_whose_deletion_was_missed_are_not_recreated(stag
     await stage.operator()
     stage.job()
     await stage.applied()
-    await stage.quiet()
+    await stage.settled()
     before, written = len(stage.cluster.writes()), stage.writes()
     stage.cluster.freeze("agentrljobs")
     stage.cluster.delete("agentrljobs", NAMESPACE, JOB)
     await stage.until(lambda: len(stage.cluster.writes()) > before, "the operator has seen that objects are gone")
-    await stage.quiet()
+    await stage.settled()
     asked = stage.cluster.writes()[before:]
     assert {(item.resource, item.status) for item in asked} == {("agentrljobs/status", 404)}
     assert stage.writes() == written
@@ -73,7 +73,7 @@ async def test_a_stream_that_ends_with_410_lists_again(stage: Stage) -> None:
     await stage.operator()
     stage.job("before")
     await stage.applied("before")
-    await stage.quiet()
+    await stage.settled()
     stage.cluster.freeze("agentrljobs")
     stage.job("between")
     stage.cluster.compact()
@@ -112,7 +112,7 @@ async def test_a_child_whose_deletion_was_missed_is_created_by_the_audit(stage: 
     stage.job()
     await stage.applied()
     for plural in CHILDREN:
-        await stage.quiet(0.1)
+        await stage.settled()
         stage.cluster.lose(plural)
         stage.cluster.delete(plural, NAMESPACE, f"{JOB}-rollout")
         await stage.until(partial(stage.cluster.find, plural, NAMESPACE, f"{JOB}-rollout"), f"{plural} are back")
@@ -122,7 +122,7 @@ async def test_a_change_of_a_child_that_the_watch_missed_is_reverted_by_the_audi
     await stage.operator(audit_seconds=OFTEN)
     stage.job()
     await stage.applied()
-    await stage.quiet()
+    await stage.settled()
     stage.cluster.lose("deployments")
     stage.cluster.edit("deployments", NAMESPACE, f"{JOB}-rollout", {"spec": {"replicas": 9}}, subresource="scale")
     await stage.until(
@@ -139,7 +139,7 @@ async def test_a_child_deleted_while_no_operator_ran_is_created_by_the_next(stag
         stage.cluster.delete(plural, NAMESPACE, f"{JOB}-rollout")
         running = await stage.operator(user)
         await stage.until(partial(stage.cluster.find, plural, NAMESPACE, f"{JOB}-rollout"), f"{plural} are back")
-        await stage.quiet(0.1)
+        await stage.settled()
 
 
 async def test_a_pod_whose_deletion_was_missed_does_not_block_a_suspension(stage: Stage) -> None:
@@ -148,7 +148,7 @@ async def test_a_pod_whose_deletion_was_missed_does_not_block_a_suspension(stage
     stage.job()
     await stage.applied()
     await stage.until(lambda: stage.condition("EnginesReady")[0] == "True", "pods run")
-    await stage.quiet()
+    await stage.settled()
     stage.cluster.lose("pods", 6)  # all deletions
     stage.cluster.edit("agentrljobs", NAMESPACE, JOB, {"spec": {"suspend": True}})
     await stage.until(lambda: not stage.cluster.list("pods"), "pods are gone")
@@ -157,12 +157,14 @@ async def test_a_pod_whose_deletion_was_missed_does_not_block_a_suspension(stage
 
 async def test_a_job_created_during_an_audit_is_not_removed(stage: Stage) -> None:
     running = await stage.operator(audit_seconds=OFTEN)
-    late = stage.cluster.fail("list", "agentrljobs", delay=3.0, late=True, times=1)
+    held = asyncio.Event()
+    late = stage.cluster.fail("list", "agentrljobs", held=held, late=True, times=1)
     await stage.until(lambda: late.hits, "a list is on its way")
     stage.job()
     await stage.applied()
     before = audits(stage)
     stage.cluster.fail("list", "agentrljobs", delay=60.0)  # so that no further audit delivers it
+    held.set()
     await stage.until(lambda: audits(stage) > before, "the late list has come")
     assert running.jobs() == {JOB}
 
@@ -170,10 +172,12 @@ async def test_a_job_created_during_an_audit_is_not_removed(stage: Stage) -> Non
 async def test_a_job_created_during_an_audit_counts_as_delivered(stage: Stage) -> None:
     running = await stage.operator(audit_seconds=OFTEN)
     stage.cluster.fail("patch", "agentrljobs/status", status=503)  # nothing changes it, so no event follows
-    late = stage.cluster.fail("list", "agentrljobs", delay=3.0, late=True, times=1)
+    held = asyncio.Event()
+    late = stage.cluster.fail("list", "agentrljobs", held=held, late=True, times=1)
     await stage.until(lambda: late.hits, "a list is on its way")
     stage.job()
     await stage.until(running.jobs, "the stream has delivered the job")
+    held.set()
     for _ in range(4):
         await audited(stage)
         assert await running.asked() == (200, "ok")
@@ -183,7 +187,7 @@ async def test_an_audit_without_changes_lists_names_only(stage: Stage) -> None:
     await stage.operator(audit_seconds=OFTEN)
     stage.job()
     await stage.applied()
-    await stage.quiet()
+    await stage.settled()
     before = len(stage.cluster.requests("list"))
     await audited(stage, 2)
     asked = [item.accepts for item in stage.cluster.requests("list")[before:] if item.resource != "nodes"]
@@ -197,7 +201,7 @@ async def test_an_answer_that_is_not_a_list_is_not_an_empty_list(
     running = await stage.operator(audit_seconds=OFTEN)
     stage.job()
     await stage.applied()
-    await stage.quiet()
+    await stage.settled()
     written = len(stage.writes())
     nonsense = stage.cluster.fail("list", "agentrljobs", status=200)
     await stage.until(lambda: nonsense.hits >= 3, "some audits have asked")
@@ -212,13 +216,15 @@ async def test_a_job_that_is_deleted_while_an_audit_lists_does_not_come_back(sta
     running = await stage.operator(audit_seconds=OFTEN)
     stage.job()
     await stage.applied()
-    late = stage.cluster.fail("list", "agentrljobs", delay=3.0, late=True, times=1)
+    held = asyncio.Event()
+    late = stage.cluster.fail("list", "agentrljobs", held=held, late=True, times=1)
     await stage.until(lambda: late.hits, "a list is on its way")
     stage.cluster.delete("agentrljobs", NAMESPACE, JOB)
     await stage.until(lambda: not running.jobs(), "the job is forgotten")
     written = len(stage.writes())
+    held.set()
     await audited(stage)  # with the content of the delayed list
-    await stage.quiet()
+    await stage.settled()
     assert not running.jobs()
     assert stage.writes()[written:] == []
     assert stage.children() == []

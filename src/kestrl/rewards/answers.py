@@ -78,6 +78,28 @@ def last_number(text: str) -> Decimal | None:
     return numbers[-1] if numbers else None
 
 
+def parsed_answer(text: str) -> str:
+    """The part of an answer that is compared with a number: the marked answer, or else the last number; empty if there
+    is none.
+    """
+    candidate = marked(text)
+    value = last_number(text if candidate is None else candidate)
+    return "" if value is None else f"{value:f}"
+
+
+def matches(answer: str, expected: str) -> bool:
+    r"""Whether an answer is the expected one. A number is compared as a number with the marked answer (`#### 72`,
+    `\boxed{72}`), or else with the last number of the text; any other answer as text.
+    """
+    if "####" in expected:
+        expected = marked(expected) or expected
+    wanted = number(expected)
+    candidate = marked(answer)
+    if wanted is not None:
+        return wanted == last_number(answer if candidate is None else candidate)
+    return normalised(expected) in (normalised(answer), normalised(candidate or ""))
+
+
 def _decimal(text: str) -> Decimal | None:
     try:
         return Decimal(text.replace(",", ""))

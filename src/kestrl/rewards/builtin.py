@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from kestrl.episode import CallOutcome
 from kestrl.rewards import Attempt, Score, mathematics
-from kestrl.rewards.answers import MAX_READ, accepted_answers, answer_of, last_number, marked, normalised, number
+from kestrl.rewards.answers import MAX_READ, accepted_answers, answer_of, marked, matches, normalised
 
 MALFORMED = frozenset(
     {CallOutcome.INVALID_JSON, CallOutcome.UNKNOWN_TOOL, CallOutcome.SCHEMA_VIOLATION, CallOutcome.TRUNCATED}
@@ -37,17 +37,7 @@ def flexible_answer(attempt: Attempt) -> Score:
         ValueError: The scenario has no ground truth.
     """
     answer = answer_of(attempt.episode)
-    return _right(any(_matches(answer, expected) for expected in accepted_answers(attempt.scenario.ground_truth)))
-
-
-def _matches(answer: str, expected: str) -> bool:
-    if "####" in expected:
-        expected = marked(expected) or expected
-    wanted = number(expected)
-    candidate = marked(answer)
-    if wanted is not None:
-        return wanted == last_number(answer if candidate is None else candidate)
-    return normalised(expected) in (normalised(answer), normalised(candidate or ""))
+    return _right(any(matches(answer, expected) for expected in accepted_answers(attempt.scenario.ground_truth)))
 
 
 def math_answer(attempt: Attempt) -> Score:

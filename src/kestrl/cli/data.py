@@ -1,0 +1,58 @@
+"""The commands `kestrl data ...`: data sets of the examples as files that jobs read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kestrl.data.gsm8k import MathTool, read_gsm8k
+from kestrl.data.word_problems import Form, generated
+from kestrl.data.writing import write_rows
+
+data = typer.Typer(no_args_is_help=True, help="Write data sets as JSONL or Parquet.")
+Out = Annotated[Path, typer.Option("--out", help="File to write, .jsonl or .parquet.", show_default=False)]
+Split = Annotated[str, typer.Option(help="Name of the split.")]
+
+
+@data.callback()
+def _data() -> None:
+    """Makes every data set a sub-command."""
+
+
+@data.command()
+def gsm8k(
+    source: Annotated[
+        Path,
+        typer.Option(help="GSM8K's own file: OpenAI's .jsonl, or the .parquet of Hugging Face.", show_default=False),
+    ],
+    out: Out,
+    split: Split = "train",
+    tool: Annotated[MathTool, typer.Option(help="The tool that the rows offer.")] = MathTool.REWARD,
+    skip: Annotated[int, typer.Option(min=0, help="Rows to leave out at the beginning.")] = 0,
+    size: Annotated[int | None, typer.Option(min=1, help="Number of rows (default: all that follow).")] = None,
+) -> None:
+    """Write GSM8K as rows in verl's form."""
+    rows = read_gsm8k(source, split=split, tool=tool, skip=skip, size=size)
+    write_rows(out, rows)
+    typer.echo(f"{out}: {len(rows)} rows")
+
+
+@data.command("word-problems")
+def word_problems(
+    out: Out,
+    size: Annotated[int, typer.Option(min=1, help="Number of problems.")] = 1000,
+    seed: Annotated[int, typer.Option(help="Seed of the problems.")] = 42,
+    split: Annotated[str, typer.Option(help="train or validation, which have different people.")] = "train",
+    form: Annotated[Form, typer.Option(help="Scenarios, GSM8K's own form, or conversations for SFT.")] = Form.ROWS,
+    mistakes: Annotated[float, typer.Option(min=0, max=1, help="Share of transcripts with a wrong calculation.")] = 0.0,
+) -> None:
+    """Generate word problems in the manner of GSM8K."""
+    rows = generated(form, split=split, seed=seed, size=size, mistakes=mistakes)
+    write_rows(out, rows)
+    typer.echo(f"{out}: {len(rows)} rows")
+
+
+def register(app: typer.Typer) -> None:
+    app.add_typer(data, name="data")

@@ -110,7 +110,9 @@ def run_check(kind: type[Settings], check: Callable[[Settings], Facts]) -> None:
     os._exit(0)
 
 
-def ask(module: str, settings: Model, *, subject: str, seconds: float) -> Report:
+def ask(
+    module: str, settings: Model, *, subject: str, seconds: float, variables: Mapping[str, str] | None = None
+) -> Report:
     """Runs a check and waits for its report.
 
     Args:
@@ -118,6 +120,7 @@ def ask(module: str, settings: Model, *, subject: str, seconds: float) -> Report
         settings: Input of the check.
         subject: What is checked, for messages, such as `spec.tools`.
         seconds: Time limit.
+        variables: Environment variables of the child in addition to those of this process, such as secrets.
     """
     distribution = module.partition(".")[0]
     if find_spec(distribution) is None:
@@ -128,7 +131,7 @@ def ask(module: str, settings: Model, *, subject: str, seconds: float) -> Report
         given.write_text(settings.model_dump_json(), encoding="utf-8")
         command = [sys.executable, "-m", module, "--settings", str(given), "--report", str(report)]
         with output.open("wb") as written:
-            status = _run(command, folder, written.fileno(), seconds)
+            status = _run(command, folder, written.fileno(), seconds, {**os.environ, **(variables or {})})
         if status is None:
             return Report({}, (f"{subject}: not loaded within {seconds:g} s; {_last_line(output)}",))
         if not report.is_file():
@@ -137,10 +140,16 @@ def ask(module: str, settings: Model, *, subject: str, seconds: float) -> Report
         return Report(found["facts"], tuple(found["problems"]))
 
 
-def _run(command: list[str], folder: Path, output: int, seconds: float) -> int | None:
+def _run(command: list[str], folder: Path, output: int, seconds: float, variables: Mapping[str, str]) -> int | None:
     """Exit status, or None after the time limit. The whole process group has ended."""
     process = subprocess.Popen(  # noqa: S603 - our own module
-        command, cwd=folder, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
+        command,
+        cwd=folder,
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=output,
+        start_new_session=True,
+        env=variables,
     )
     try:
         return process.wait(seconds)

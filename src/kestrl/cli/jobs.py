@@ -68,8 +68,7 @@ def validate(
     for warning in found.warnings:
         errors.print(f"warning: {safe_line(warning)}", **PLAIN)
     found.raise_problems()
-    counts = [f"{count} {name} scenarios" for name, count in found.rows.items()]
-    console.print(f"{manifest}: {', '.join(['valid', *counts])}", soft_wrap=True, markup=False)
+    console.print(f"{manifest}: {', '.join(filter(None, ['valid', found.summary]))}", soft_wrap=True, markup=False)
 
 
 def plan(

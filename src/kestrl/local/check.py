@@ -19,6 +19,7 @@ from kestrl.data import locate_data
 from kestrl.data.locate import locate_model
 from kestrl.data.rows import DataRow, read_rows
 from kestrl.errors import UserInputError
+from kestrl.local.secrets import Secrets
 from kestrl.local.site import local_path
 from kestrl.plan.components import Role
 from kestrl.plan.planning import plan
@@ -52,6 +53,14 @@ class Findings:
     """Warnings; the job can run."""
     rows: dict[str, int] = field(default_factory=dict[str, int])
     """Valid rows by data set."""
+    servers: dict[str, list[str]] = field(default_factory=dict[str, list[str]])
+    """Offered tools of each server, by its name."""
+
+    @property
+    def summary(self) -> str:
+        """What is valid, for a person."""
+        counts = [f"{count} {name} scenarios" for name, count in self.rows.items()]
+        return ", ".join([*counts, *(f"{name} offers {', '.join(tools)}" for name, tools in self.servers.items())])
 
     def raise_problems(self) -> None:
         """Raises UserInputError with one line per problem, if there are any."""
@@ -93,6 +102,9 @@ class _Check:
         self._take(tools)
         self._misfits(tools.facts.get("rows", ()))
         offered = tools.facts.get("tools", ())
+        servers = {tool.label for tool in spec.tools if tool.use is None}
+        for tool in (tool for tool in offered if tool["environment"] in servers):
+            found.servers.setdefault(str(tool["environment"]), []).append(str(tool["name"]))
         names = [str(tool["name"]) for tool in offered]
         names += dict.fromkeys(str(tool["environment"]) for tool in offered if tool["environment"])
         for read in rows.values():
@@ -167,9 +179,16 @@ class _Check:
         components = plan(self._job, site)
         return {item.role: item.settings for item in components if item.settings is not None}
 
-    def _ask(self, module: str, settings: Model, subject: str, seconds: float = LOAD_SECONDS) -> Report:
+    def _ask(
+        self,
+        module: str,
+        settings: Model,
+        subject: str,
+        seconds: float = LOAD_SECONDS,
+        variables: Mapping[str, str] | None = None,
+    ) -> Report:
         assert isinstance(settings, ToolsCheck | JudgeSettings | RolloutCheck)
-        return ask(module, settings, subject=subject, seconds=seconds)
+        return ask(module, settings, subject=subject, seconds=seconds, variables=variables)
 
     def _take(self, report: Report) -> None:
         self._found.problems += report.problems
@@ -180,7 +199,12 @@ class _Check:
     def _tools(self, settings: Model, files: dict[str, DataSettings], rows: Mapping[str, Sequence[DataRow]]) -> Report:
         assert isinstance(settings, ToolsSettings)
         seconds = LOAD_SECONDS + ROW_SECONDS * sum(map(len, rows.values()))
-        return self._ask("kestrl_tools.check", ToolsCheck(tools=settings, data=files), "spec.tools", seconds)
+        try:
+            secrets = Secrets(self._job, self._base).tools()
+        except UserInputError as error:
+            return Report({}, tuple(str(error).splitlines()))
+        check = ToolsCheck(tools=settings, data=files)
+        return self._ask("kestrl_tools.check", check, "spec.tools", seconds, secrets)
 
     def _misfits(self, rows: Sequence[tuple[str, str]]) -> None:
         """Reports what rows set for tools and no tool takes. Sessions open at a first call: whether a user's loop makes

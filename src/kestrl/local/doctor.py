@@ -88,7 +88,7 @@ def named(job: AgentRLJob, base: Path) -> Finding:
     """Whether the user code, template and rows of the job can be loaded and are consistent."""
     with tempfile.TemporaryDirectory() as cache:
         found = check_job(job, base=base, cache_dir=Path(cache))
-    counts = ", ".join(f"{count} {name} scenarios" for name, count in found.rows.items())
+    counts = found.summary
     status = "; ".join([f"can be loaded, {counts}" if counts else "can be loaded", *found.warnings])
     return Finding(name="job", status="unusable" if found.problems else status, fix="\n".join(found.problems))
 

@@ -22,8 +22,8 @@ class McpServer(Model):
     command: Annotated[list[Argument], Field(min_length=1, max_length=256)] | None = None
     """Program and arguments of a server on stdio, started by the tool service in the manifest's folder."""
     env: dict[VariableName, Annotated[str, Field(max_length=32_768)]] = {}
-    """Environment variables of the program. It gets these, secretEnv, and PATH, HOME, LANG and the like, but no others
-    of the tool service."""
+    """Environment variables of the program. Of the tool service's own it gets PATH, HOME, USER, SHELL, TMPDIR, TZ and
+    those of the locale, and no others."""
     secret_env: dict[VariableName, SecretValue] = {}
     """Environment variables of the program from secrets."""
     url: BaseUrl | None = None

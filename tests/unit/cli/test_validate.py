@@ -92,6 +92,25 @@ def test_a_job_whose_parts_all_load_is_valid(project: Project) -> None:
     assert project.valid() == "job.yaml: valid, 8 train scenarios\n"
 
 
+def test_the_tools_of_an_mcp_server_are_listed_and_their_rows_checked(project: Project) -> None:
+    sample = Path(__file__).parents[1] / "tools" / "mcp_sample.py"
+    tools = [{"name": name, "inputSchema": {"type": "object"}} for name in ("env", "echo")]
+    (project.folder / "state.json").write_text(json.dumps({"tools": tools}))
+    secret = {"KEY": {"secretRef": {"name": "tracker"}, "secretKey": "TOKEN"}}
+    server = {"command": [sys.executable, str(sample), "state.json"], "secretEnv": secret}
+    project.spec["tools"] = [{"name": "things", "mcp": server}]
+    printed = project.refused()
+    assert "spec.tools[0].mcp.secretEnv.KEY.secretRef:" in printed
+    assert "tracker.env does not exist" in printed
+    (project.folder / "tracker.env").write_text("TOKEN=abc\n")
+    assert project.valid() == "job.yaml: valid, 8 train scenarios, things offers echo, env\n"
+    project.rows[3]["tools"] = ["ecko"]
+    project.rows[4]["tools"] = {"things": {"create_kwargs": {"x": 1}}}
+    printed = project.refused()
+    assert "the job has no tool 'ecko' (it has: echo, env, things)" in printed
+    assert "an MCP server takes none" in printed
+
+
 def test_everything_that_a_job_names_and_does_not_exist(project: Project) -> None:
     project.spec |= {
         "tools": [{"name": "add", "use": "nosuch:f"}, {"name": "b", "use": "mine:nosuch"}],

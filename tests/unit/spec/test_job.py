@@ -28,6 +28,7 @@ MANIFEST: dict[str, Any] = {
         "rewards": [{"rule": "mine:reward"}],
     },
 }
+SECRET_HEADER = "secretHeaders: {A: {secretRef: {name: n}, secretKey: K}}"
 
 
 def refused(*overrides: str, document: Any = None) -> list[str]:
@@ -90,6 +91,20 @@ def test_a_missing_field_is_named() -> None:
         (["tools=[{name: a, use: 'm:f'}, {name: a, use: 'm:g'}]"], "spec.tools"),
         (["tools=[{use: 'm:a'}, {name: a, use: 'm:g'}]"], "spec.tools"),
         (["tools=[{use: 'm:Env', methods: [a, b]}, {name: b, use: 'm:g'}]"], "spec.tools"),
+        (["tools=[{mcp: {command: [a]}}, {mcp: {command: [b]}}]"], "spec.tools"),
+        (["tools=[{name: a}]"], "spec.tools[0]"),
+        (["tools=[{use: 'm:f', mcp: {command: [a]}}]"], "spec.tools[0]"),
+        (["tools=[{use: 'm:f', tools: [a]}]"], "spec.tools[0].tools"),
+        (["tools=[{mcp: {}}]"], "spec.tools[0].mcp"),
+        (["tools=[{mcp: {command: [a], url: 'http://h'}}]"], "spec.tools[0].mcp"),
+        (["tools=[{mcp: {url: 'ftp://h'}}]"], "spec.tools[0].mcp.url"),
+        (["tools=[{mcp: {url: 'http://h', env: {A: b}}}]"], "spec.tools[0].mcp.env"),
+        (["tools=[{mcp: {command: [a], headers: {A: b}}}]"], "spec.tools[0].mcp.headers"),
+        (["tools=[{mcp: {command: [a]}, config: {x: 1}}]"], "spec.tools[0].config"),
+        (
+            [f"tools=[{{mcp: {{url: 'http://h', headers: {{a: b}}, {SECRET_HEADER}}}}}]"],
+            "spec.tools[0].mcp.secretHeaders.A",
+        ),
         (["agent.loop=toolagent"], "spec.agent.loop"),
         (["agent.config={depth: 2}"], "spec.agent.config"),
         (["agent.loopsConfig={other: {depth: 2}}"], "spec.agent.loopsConfig.other"),

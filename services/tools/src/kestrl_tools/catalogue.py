@@ -32,19 +32,34 @@ class Tool:
         return self.definition.schema
 
 
-def provider_of(entry: ToolEntry, field: str, threads: ToolThreads) -> ToolProvider:
+def provider_of(entry: ToolEntry, field: str, threads: ToolThreads, *, folder: str | None = None) -> ToolProvider:
     """The provider of an entry of the manifest.
+
+    Args:
+        entry: The entry.
+        field: Its place in the manifest, for messages.
+        threads: Record of threads of tools that outlive their session.
+        folder: Folder of the manifest, in which programs are started; None for the working directory.
 
     Raises:
         UserInputError: It cannot be used; the message has the field and the fix.
     """
-    if entry.use is None:
-        raise UserInputError(f"{field}.mcp: this version has no provider for MCP servers")
+    if entry.mcp is not None:
+        from kestrl_tools.mcp.provider import McpProvider  # its SDK takes a second to import
+
+        return McpProvider(entry, entry.mcp, folder)
     return python_provider(entry, field, threads)
 
 
-async def load_tools(entries: Sequence[ToolEntry], threads: ToolThreads) -> dict[str, Tool]:
-    """Lists the tools of every provider, by name in manifest order; `lifecycle.stopped` ends the providers.
+async def load_tools(
+    entries: Sequence[ToolEntry], threads: ToolThreads, *, folder: str | None = None
+) -> dict[str, Tool]:
+    """Lists the tools of every provider, by name in manifest order; `stop_all` ends the providers.
+
+    Args:
+        entries: Entries of the manifest.
+        threads: As in `provider_of`.
+        folder: As in `provider_of`.
 
     Raises:
         UserInputError: Tools cannot be used; one line each with the field and the fix. No provider is left running.
@@ -57,7 +72,7 @@ async def load_tools(entries: Sequence[ToolEntry], threads: ToolThreads) -> dict
     try:
         for entry, field in loaded:
             try:
-                provider = provider_of(entry, field, threads)
+                provider = provider_of(entry, field, threads, folder=folder)
                 providers.append(provider)
                 found = await _listed(provider, field)
             except UserInputError as error:

@@ -35,7 +35,8 @@ def check(settings: ToolsCheck) -> dict[str, Any]:
 
 
 async def _check(settings: ToolsCheck) -> dict[str, Any]:
-    async with loaded(settings.tools.tools, ToolThreads()) as tools:
+    folder = next(iter(settings.tools.python_path), None)
+    async with loaded(settings.tools.tools, ToolThreads(), folder=folder) as tools:
         return _found(settings, tools)
 
 

@@ -15,13 +15,15 @@ from kestrl_tools.tool_threads import ToolThreads
 
 
 @asynccontextmanager
-async def loaded(entries: Sequence[ToolEntry], threads: ToolThreads) -> AsyncGenerator[Mapping[str, Tool]]:
+async def loaded(
+    entries: Sequence[ToolEntry], threads: ToolThreads, *, folder: str | None = None
+) -> AsyncGenerator[Mapping[str, Tool]]:
     """The tools of the job; their providers are stopped at the end.
 
     Raises:
         UserInputError: A tool cannot be used; the message has the field and the fix.
     """
-    tools = await load_tools(entries, threads)
+    tools = await load_tools(entries, threads, folder=folder)
     try:
         yield tools
     finally:

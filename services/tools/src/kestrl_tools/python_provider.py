@@ -96,7 +96,7 @@ def python_provider(entry: ToolEntry, field: str, threads: ToolThreads) -> Pytho
     """
     assert entry.use is not None
     obj = load(entry.use, field=f"{field}.use")
-    _refuse_method(obj, entry, field)
+    _refuse_method(obj, entry.use, field)
     try:
         if is_verl_tool(obj):
             found = _verl(obj, entry)
@@ -113,11 +113,11 @@ def python_provider(entry: ToolEntry, field: str, threads: ToolThreads) -> Pytho
     return found
 
 
-def _refuse_method(obj: Any, entry: ToolEntry, field: str) -> None:
-    owner, _, method = entry.use.rpartition(".")
+def _refuse_method(obj: Any, use: str, field: str) -> None:
+    owner, _, method = use.rpartition(".")
     if ":" in owner and inspect.isfunction(obj) and inspect.isclass(load(owner, field=f"{field}.use")):
         raise UserInputError(
-            f"{field}.use: {entry.use} is a method, which needs an instance: write `use: {owner}` and `methods: "
+            f"{field}.use: {use} is a method, which needs an instance: write `use: {owner}` and `methods: "
             f"[{method}]`, "
             "and each episode has one"
         )

@@ -25,7 +25,7 @@ async def run_tools(settings: ToolsSettings, *, until: Awaitable[object] | None 
     """
     contain_user_tasks()
     threads = ToolThreads()
-    async with loaded(settings.tools, threads) as tools:
+    async with loaded(settings.tools, threads, folder=next(iter(settings.python_path), None)) as tools:
         sessions = Sessions(tools, threads, call_seconds=settings.call_seconds, max_sessions=settings.max_sessions)
         observe(Metric.SESSIONS, lambda: len(sessions))
         observe(Metric.HANGING, lambda: Counter(threads.hanging()))

@@ -1,0 +1,6 @@
+"""Tools of MCP servers: `provider` is the ToolProvider, `connection` keeps a connection, `stdio` runs a program,
+`definitions` checks and pins what a server lists, `results` converts what a call returns.
+
+The SDK (`mcp`) takes a second to import, so that only `connection`, `stdio` and `results` import it, and only a job
+with a server loads them.
+"""

@@ -1,0 +1,293 @@
+"""A connection to an MCP server: opened on demand, opened again with back-off after it was lost."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from importlib.metadata import version
+from typing import Any
+
+import mcp_types as types
+from mcp.client._transport import TransportStreams
+from mcp.client.session import ClientSession
+from mcp.client.streamable_http import streamable_http_client
+from mcp.shared._httpx_utils import create_mcp_http_client
+from mcp.shared.exceptions import MCPError
+from pydantic import ValidationError
+
+from kestrl.errors import KestrlError, ToolFailure, UserInputError, described, text_of
+from kestrl.plan.settings import McpEntry, SecretText
+from kestrl.tools import ToolError
+from kestrl_tools.mcp.definitions import MAX_TOOLS, Listed
+from kestrl_tools.mcp.stdio import Program, stdio_transport
+
+log = logging.getLogger(__name__)
+CONNECT_SECONDS = 30.0
+"""Time limit of starting a server and of its handshake."""
+CLOSE_SECONDS = 10.0
+FIRST_WAIT, LONGEST_WAIT = 0.25, 10.0
+"""Seconds between attempts to connect: doubled after each one that failed."""
+LOST = frozenset({types.CONNECTION_CLOSED, types.REQUEST_TIMEOUT})
+"""Error codes of the SDK for a lost connection."""
+SESSION_GONE = "Session terminated"
+"""Message of the SDK when an HTTP server no longer knows the session, as after its restart."""
+
+
+class ServerUnavailable(KestrlError):
+    """The server cannot be reached, or ended during a call: an error of the infrastructure. A retry may succeed."""
+
+    code = "tool_server_unavailable"
+    retryable = True
+
+
+def leaf_of(error: BaseException) -> BaseException:
+    """The first exception that is not a group."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+    return error  # pyright: ignore[reportUnknownVariableType]
+
+
+class Connection:
+    """One connection. Its streams belong to a task of its own, since anyio's scopes must be left where they began."""
+
+    def __init__(self, name: str, entry: McpEntry, folder: str | None) -> None:
+        """Describes it.
+
+        Args:
+            name: Name of the provider.
+            entry: The server.
+            folder: Working directory of its program; None for that of the service.
+        """
+        self._name = name
+        self._entry = entry
+        self._folder = folder
+        self._closing = asyncio.Event()
+        self._session: asyncio.Future[ClientSession] = asyncio.get_running_loop().create_future()
+        self._task: asyncio.Task[None] | None = None
+        self._program: Program | None = None
+        self.lost = False
+        """Whether a call found the connection lost."""
+        self.list_changed = False
+        """Whether the server announced another list of tools since it was read."""
+
+    async def open(self) -> None:
+        """Connects and shakes hands.
+
+        Raises:
+            ServerUnavailable: The server cannot be started or reached, or does not speak the protocol.
+        """
+        self._task = asyncio.create_task(self._serve(), name=f"mcp-{self._name}")
+        self._task.add_done_callback(_retrieved)
+        try:
+            async with asyncio.timeout(CONNECT_SECONDS):
+                await asyncio.wait({self._session, self._task}, return_when=asyncio.FIRST_COMPLETED)
+        except TimeoutError:
+            problem = f"no handshake within {CONNECT_SECONDS:g} s"
+        except asyncio.CancelledError:
+            await asyncio.shield(self.close())
+            raise
+        else:
+            if self._session.done():
+                return
+            error = self._task.exception()
+            problem = "it closed the connection" if error is None else described(leaf_of(error))
+        await self.close()
+        raise ServerUnavailable(f"{self._name}: the MCP server cannot be used: {problem}{self._ending()}")
+
+    async def close(self) -> None:
+        """Ends the connection, and the program with its descendants."""
+        self._closing.set()
+        if self._task is not None:
+            _, running = await asyncio.wait({self._task}, timeout=CLOSE_SECONDS)
+            if running:
+                self._task.cancel()
+                await asyncio.wait(running, timeout=CLOSE_SECONDS)
+
+    async def list_tools(self) -> list[Listed]:
+        """All tools of the server.
+
+        Raises:
+            KestrlError: As `call` does.
+        """
+        self.list_changed = False
+        found: list[Listed] = []
+        cursor: str | None = None
+        while True:
+            params = types.PaginatedRequestParams(cursor=cursor) if cursor else None
+            page = await self._asked(self._session.result().list_tools(params=params))
+            found += [Listed(tool.name, tool.description or "", tool.input_schema) for tool in page.tools]
+            cursor = page.next_cursor
+            if cursor is None:
+                return found
+            if len(found) > 10 * MAX_TOOLS:
+                raise ToolFailure(f"{self._name}: its list of tools does not end", code="tool_result_invalid")
+
+    async def call(self, tool: str, arguments: Mapping[str, Any]) -> types.CallToolResult:
+        """Calls a tool; a cancelled call is cancelled on the server, too.
+
+        Raises:
+            ServerUnavailable: The connection was lost.
+            ToolError: The server refuses the arguments.
+            ToolFailure: The server answers with an error or an invalid result.
+        """
+        return await self._asked(self._session.result().call_tool(tool, dict(arguments)), tool)
+
+    async def _asked(self, work: Any, tool: str = "") -> Any:
+        try:
+            return await work
+        except MCPError as error:
+            if error.code in LOST or error.message == SESSION_GONE:
+                self.lost = True
+                raise ServerUnavailable(f"{self._name}: the MCP server was lost{self._ending()}") from error
+            if error.code == types.INVALID_PARAMS and tool:
+                raise ToolError(error.message) from error
+            raise ToolFailure(f"{self._name}: {tool}: the MCP server reports {error.code}: {error.message}") from error
+        except ValidationError as error:
+            first = error.errors(include_url=False, include_input=False, include_context=False)[0]
+            place = ".".join(map(str, first["loc"]))
+            raise self._invalid(tool, f"{place}: {first['msg']}") from error
+        except RuntimeError as error:  # of the SDK's checks of a result
+            raise self._invalid(tool, text_of(error)) from error
+
+    def _invalid(self, tool: str, reason: str) -> ToolFailure:
+        what = f"the result of {tool}" if tool else "its list of tools"
+        return ToolFailure(f"{self._name}: {what} is invalid: {reason}", code="tool_result_invalid")
+
+    async def _serve(self) -> None:
+        async with AsyncExitStack() as stack:
+            read, write = await stack.enter_async_context(self._transport())
+            client = types.Implementation(name="kestrl", version=version("kestrl"))
+            session = ClientSession(read, write, client_info=client, message_handler=self._notified)
+            await stack.enter_async_context(session)
+            await session.initialize()
+            self._session.set_result(session)
+            await self._closing.wait()
+
+    @asynccontextmanager
+    async def _transport(self) -> AsyncGenerator[TransportStreams]:
+        entry = self._entry
+        if entry.url is None:
+            variables = {**entry.env, **{name: secret_text(text) for name, text in entry.secret_env.items()}}
+            self._program = Program.start(self._name, entry.command, variables, self._folder)
+            async with stdio_transport(self._program) as streams:
+                yield streams
+        else:
+            headers = {**entry.headers, **{name: secret_text(text) for name, text in entry.secret_headers.items()}}
+            async with (
+                create_mcp_http_client(headers=headers) as client,
+                streamable_http_client(entry.url, http_client=client) as streams,
+            ):
+                yield streams
+
+    async def _notified(self, message: object) -> None:
+        if isinstance(message, types.ToolListChangedNotification):
+            self.list_changed = True
+
+    def _ending(self) -> str:
+        """How the program ended, and the last that it wrote."""
+        if self._program is None:
+            return f" ({self._entry.url})"
+        code, line = self._program.exit_code, self._program.last_line
+        ended = "" if code is None else f"; it exited with {code}"
+        return f"{ended}; its last output: {line}" if line else ended
+
+
+def _retrieved(work: asyncio.Task[Any]) -> None:
+    """Retrieves an exception that callers may not wait for, so that asyncio does not report it."""
+    if not work.cancelled():
+        work.exception()
+
+
+def secret_text(text: SecretText) -> str:
+    """A text with the entry of a secret.
+
+    Raises:
+        UserInputError: The variable of the entry is not set.
+    """
+    value = os.environ.get(text.variable)
+    if value is None:
+        raise UserInputError(f"mcp: {text.variable} is not set, which holds an entry of a secret of the manifest")
+    return text.prefix + value
+
+
+class Reconnecting:
+    """The connection that all sessions share: one attempt to connect at a time, with back-off between attempts."""
+
+    def __init__(
+        self,
+        name: str,
+        make: Callable[[], Connection],
+        verify: Callable[[Connection], Awaitable[None]],
+    ) -> None:
+        """Describes it.
+
+        Args:
+            name: Name of the provider.
+            make: Makes a connection that is not open.
+            verify: Checks a new connection, and one whose server announced another list; raises KestrlError.
+        """
+        self._name, self._make, self._verify = name, make, verify
+        self._connection: Connection | None = None
+        self._connecting: asyncio.Task[Connection] | None = None
+        self._wait = 0.0
+        self._closed = False
+        self.problem = ""
+        """Why the last attempt failed; empty if it did not."""
+
+    async def connection(self) -> Connection:
+        """A usable connection.
+
+        Raises:
+            ServerUnavailable: The server cannot be reached; a retry may succeed.
+            KestrlError: It offers other tools than it did.
+        """
+        current = self._connection
+        if current is not None and not current.lost:
+            if current.list_changed:
+                await self._checked(current)
+            return current
+        if self._connecting is None or self._connecting.done():
+            self._connecting = asyncio.create_task(self._connect(), name=f"mcp-{self._name}-connect")
+            self._connecting.add_done_callback(_retrieved)
+        await asyncio.wait({self._connecting})  # shared: a caller that is cancelled does not end the attempt
+        return self._connecting.result()
+
+    async def _connect(self) -> Connection:
+        if self._closed:
+            raise ServerUnavailable(f"{self._name}: the tool service is shutting down")
+        await self._drop()
+        await asyncio.sleep(self._wait)
+        self._wait = min(max(FIRST_WAIT, 2 * self._wait), LONGEST_WAIT)
+        connection = self._make()
+        try:
+            await connection.open()
+            await self._checked(connection)
+        except KestrlError as error:
+            self.problem = str(error)
+            log.error("%s", error)
+            await connection.close()
+            raise
+        self._connection, self._wait, self.problem = connection, 0.0, ""
+        return connection
+
+    async def _checked(self, connection: Connection) -> None:
+        try:
+            await self._verify(connection)
+        except KestrlError as error:
+            self.problem = str(error)
+            raise
+
+    async def _drop(self) -> None:
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            await connection.close()
+
+    async def close(self) -> None:
+        self._closed = True
+        if self._connecting is not None and not self._connecting.done():
+            self._connecting.cancel()
+            await asyncio.wait({self._connecting})
+        await self._drop()

@@ -1,0 +1,129 @@
+"""The tools of an MCP server as a provider."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from kestrl.errors import ToolFailure, UserInputError
+from kestrl.plan.settings import McpEntry, ToolEntry
+from kestrl.tools.provider import Kwargs, ProviderSession, ToolDefinition, kwargs_failure
+from kestrl_tools.mcp.connection import Connection, Reconnecting, ServerUnavailable
+from kestrl_tools.mcp.definitions import definitions, differences
+from kestrl_tools.mcp.results import result_of
+
+
+class McpProvider:
+    """A server, shared by all episodes or one per episode."""
+
+    environment, has_state = True, False
+
+    def __init__(self, entry: ToolEntry, server: McpEntry, folder: str | None) -> None:
+        """Describes it.
+
+        Args:
+            entry: The entry of the manifest.
+            server: Its server.
+            folder: Working directory of the server's program; None for that of the service.
+        """
+        self.name = entry.name
+        self._wanted = entry.tools
+        self._server = server
+        self._folder = folder
+        self._slots = asyncio.Semaphore(server.concurrency)
+        self._tools: Sequence[ToolDefinition] = ()
+        """The pinned tools: what the server listed first."""
+        self._shared = Reconnecting(entry.name, self._connection, self._verify)
+
+    async def list_tools(self) -> Sequence[ToolDefinition]:
+        try:
+            await self._shared.connection()
+        except (ServerUnavailable, ToolFailure) as error:
+            raise UserInputError(f"mcp: {error}") from error
+        if self._server.per_episode:
+            await self._shared.close()
+        return self._tools
+
+    def check(self, create_kwargs: Kwargs) -> None:
+        if create_kwargs:
+            raise kwargs_failure(self.name, "create_kwargs", "an MCP server takes none")
+
+    async def start(self) -> None:
+        return None
+
+    async def open(self, create_kwargs: Kwargs) -> ProviderSession:
+        self.check(create_kwargs)
+        if not self._server.per_episode:
+            return _SharedSession(self._shared, self._slots)
+        async with self._slots:
+            connection = self._connection()
+            await connection.open()
+            try:
+                await self._verify(connection)
+            except BaseException:
+                await asyncio.shield(connection.close())
+                raise
+            return _OwnSession(connection)
+
+    def health(self) -> str:
+        return self._shared.problem
+
+    async def stop(self) -> None:
+        await self._shared.close()
+
+    def _connection(self) -> Connection:
+        return Connection(self.name, self._server, self._folder)
+
+    async def _verify(self, connection: Connection) -> None:
+        """Pins the tools of the first connection, and compares those of a later one."""
+        listed = await connection.list_tools()
+        try:
+            found = definitions(self.name, listed, self._wanted)
+        except UserInputError:
+            if not self._tools:
+                raise
+            found = []
+        if not self._tools:
+            self._tools = found
+        elif changed := differences(self._tools, found):
+            raise ToolFailure(
+                f"{self.name}: the MCP server offers other tools than at the start of the service: {changed}; the "
+                "tools of a run cannot change: start a new run, or pin the server's version",
+                code="tools_changed",
+            )
+
+
+class _SharedSession:
+    """An episode's use of the shared server, which keeps nothing of the episode."""
+
+    def __init__(self, shared: Reconnecting, slots: asyncio.Semaphore) -> None:
+        self._shared, self._slots = shared, slots
+
+    async def call(self, tool: str, arguments: Kwargs, filled: Kwargs) -> object:
+        async with self._slots:
+            connection = await self._shared.connection()
+            return result_of(tool, await connection.call(tool, {**arguments, **filled}))
+
+    async def state(self) -> object:
+        return None
+
+    async def close(self) -> None:
+        return None
+
+
+class _OwnSession:
+    """A server of one episode."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._turn = asyncio.Lock()
+
+    async def call(self, tool: str, arguments: Kwargs, filled: Kwargs) -> object:
+        async with self._turn:
+            return result_of(tool, await self._connection.call(tool, {**arguments, **filled}))
+
+    async def state(self) -> object:
+        return None
+
+    async def close(self) -> None:
+        await self._connection.close()

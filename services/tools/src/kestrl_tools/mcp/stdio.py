@@ -1,0 +1,176 @@
+"""The program of an MCP server on stdio: started with a process guard, its stderr in the log."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import anyio
+from mcp.client._transport import TransportStreams
+from mcp.shared.message import SessionMessage
+from mcp_types import jsonrpc_message_adapter
+
+from kestrl import process_guard
+
+log = logging.getLogger(__name__)
+MAX_MESSAGE = 16 * 1024 * 1024
+"""Maximum bytes of a message of the server; a longer one ends the connection."""
+MAX_LOGGED = 1000
+"""Maximum characters of a logged line of stderr."""
+CLOSE_SECONDS = 2.0
+"""Time for the program to exit after its stdin was closed; it is killed then."""
+KEPT_VARIABLES = ("HOME", "LANG", "LC_ALL", "LOGNAME", "PATH", "SHELL", "TERM", "TMPDIR", "TZ", "USER")
+"""Variables that the program inherits: none with a credential of the service."""
+
+
+class Program:
+    """A running program."""
+
+    def __init__(self, name: str, process: subprocess.Popen[bytes], write_end: int) -> None:
+        self._name = name
+        self._process = process
+        self._write_end = write_end
+        """Write end of the process guard's pipe: closing it kills the program and its descendants."""
+        self.last_line = ""
+        """Last line that it wrote to stderr."""
+
+    @classmethod
+    def start(cls, name: str, command: Sequence[str], variables: Mapping[str, str], folder: str | None) -> Program:
+        """Starts a program in a folder, with the given variables and those of `KEPT_VARIABLES`.
+
+        Raises:
+            OSError: The process cannot be started.
+        """
+        inherited = {key: os.environ[key] for key in KEPT_VARIABLES if key in os.environ}
+        read_end, write_end = os.pipe()
+        try:
+            # Not asyncio's, whose fork under uvloop is not safe beside gRPC's threads.
+            process = subprocess.Popen(  # noqa: S603 - the manifest's own command
+                [sys.executable, "-I", "-S", process_guard.__file__, str(read_end), "0", *command],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                pass_fds=(read_end,),
+                env={**inherited, **variables},
+                cwd=folder,
+                start_new_session=True,
+            )
+        except OSError:
+            os.close(write_end)
+            raise
+        finally:
+            os.close(read_end)
+        return cls(name, process, write_end)
+
+    async def read(self, deliver: Any) -> None:
+        """Delivers the messages on stdout until its end."""
+        reader = asyncio.StreamReader(limit=MAX_MESSAGE)
+        transport = await _reading(reader, self._process.stdout)
+        try:
+            async with deliver:
+                while line := await reader.readline():
+                    await deliver.send(self._message(line))
+        except (anyio.ClosedResourceError, anyio.BrokenResourceError):
+            return  # the session is closed
+        except ValueError:  # of StreamReader.readline
+            log.error("MCP server %s: sent a message above %d bytes; the connection is closed", self._name, MAX_MESSAGE)
+        finally:
+            transport.close()
+
+    def _message(self, line: bytes) -> SessionMessage | Exception:
+        try:
+            return SessionMessage(jsonrpc_message_adapter.validate_json(line, by_name=False))
+        except ValueError as error:
+            log.warning("MCP server %s: wrote to stdout what is not a message: %.200r", self._name, line)
+            return error
+
+    async def write(self, messages: Any) -> None:
+        """Writes messages to stdin until there are no more."""
+        loop = asyncio.get_running_loop()
+        transport, protocol = await loop.connect_write_pipe(
+            lambda: asyncio.streams.FlowControlMixin(loop=loop), self._process.stdin
+        )
+        writer = asyncio.StreamWriter(transport, protocol, None, loop)
+        try:
+            async with messages:
+                async for message in messages:
+                    text = message.message.model_dump_json(by_alias=True, exclude_unset=True)
+                    writer.write(text.encode() + b"\n")
+                    await writer.drain()
+        except (ConnectionError, RuntimeError) as error:
+            log.debug("MCP server %s: stdin is closed: %s", self._name, error)
+        finally:
+            transport.close()
+
+    async def log_errors(self) -> None:
+        """Logs the lines on stderr until its end."""
+        reader = asyncio.StreamReader(limit=MAX_LOGGED)
+        transport = await _reading(reader, self._process.stderr)
+        try:
+            while line := await _line(reader):
+                text = line.decode("utf-8", "replace").rstrip()[:MAX_LOGGED]
+                if text:
+                    self.last_line = text
+                    log.info("MCP server %s: %s", self._name, text)
+        finally:
+            transport.close()
+
+    async def stop(self) -> None:
+        """Waits for the program, whose stdin is closed, and kills what is left of it."""
+        try:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                await asyncio.to_thread(self._process.wait, CLOSE_SECONDS)
+        finally:
+            os.close(self._write_end)
+            await asyncio.shield(asyncio.to_thread(self._process.wait))
+
+    @property
+    def exit_code(self) -> int | None:
+        return self._process.poll()
+
+
+async def _line(reader: asyncio.StreamReader) -> bytes:
+    """The next line, or the beginning of one that is too long; empty at the end."""
+    try:
+        return await reader.readuntil()
+    except asyncio.IncompleteReadError as error:
+        return error.partial
+    except asyncio.LimitOverrunError as error:
+        return await reader.read(max(error.consumed, 1))
+
+
+async def _reading(reader: asyncio.StreamReader, pipe: Any) -> asyncio.ReadTransport:
+    transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(reader), pipe
+    )
+    return transport
+
+
+@asynccontextmanager
+async def stdio_transport(program: Program) -> AsyncGenerator[TransportStreams]:
+    """The message streams of a program, which is stopped at the end."""
+    incoming, read_stream = anyio.create_memory_object_stream[SessionMessage | Exception](0)
+    write_stream, outgoing = anyio.create_memory_object_stream[SessionMessage](0)
+    reading = asyncio.create_task(program.read(incoming), name="mcp-stdout")
+    writing = asyncio.create_task(program.write(outgoing), name="mcp-stdin")
+    logging_ = asyncio.create_task(program.log_errors(), name="mcp-stderr")
+    try:
+        yield read_stream, write_stream
+    finally:
+        read_stream.close()
+        write_stream.close()
+        await asyncio.wait({writing}, timeout=CLOSE_SECONDS)  # it closes stdin
+        writing.cancel()
+        await program.stop()
+        reading.cancel()
+        await asyncio.wait({reading, writing, logging_}, timeout=CLOSE_SECONDS)
+        logging_.cancel()
+        for stream in (incoming, outgoing):
+            stream.close()

@@ -1,0 +1,63 @@
+"""MCP servers of other projects, installed once for a checkout, as commands for the manifest."""
+
+from __future__ import annotations
+
+import fcntl
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tests.wheels import ROOT, UV
+
+FOLDER = ROOT / ".tools" / "mcp"
+EVERYTHING = "@modelcontextprotocol/server-everything@2026.8.31"
+FILESYSTEM = "@modelcontextprotocol/server-filesystem@2026.8.31"
+TIME = "mcp-server-time==2026.10.19"
+
+
+def npm_server(requirement: str) -> tuple[str, ...]:
+    """The command of a server from npm, such as `@scope/name@1.2.3`; the test is skipped where there is no npm.
+
+    Raises:
+        subprocess.CalledProcessError: It cannot be installed; npm's own words are on standard error.
+    """
+    npm, node = shutil.which("npm"), shutil.which("node")
+    if npm is None or node is None:
+        pytest.skip("there is no npm here")
+
+    def install(folder: Path) -> None:
+        options = ("--prefix", folder, "--ignore-scripts", "--no-audit", "--no-fund", "--loglevel=error")
+        subprocess.run((npm, "install", *options, requirement), check=True, timeout=120)
+
+    name = requirement.rpartition("@")[0]
+    return (node, str(_installed(requirement, install) / "node_modules" / name / "dist" / "index.js"))
+
+
+def pypi_server(requirement: str) -> tuple[str, ...]:
+    """The command of a server from PyPI, such as `mcp-server-time==1.2.3`, in an environment of its own.
+
+    Raises:
+        subprocess.CalledProcessError: It cannot be installed; uv's own words are on standard error.
+    """
+
+    def install(folder: Path) -> None:
+        subprocess.run((UV, "venv", "--quiet", "--relocatable", "--python", "3.11", folder), check=True, timeout=120)
+        python = folder / "bin" / "python"
+        subprocess.run((UV, "pip", "install", "--quiet", "--python", python, requirement), check=True, timeout=120)
+
+    return (str(_installed(requirement, install) / "bin" / requirement.partition("==")[0]),)
+
+
+def _installed(requirement: str, install: Callable[[Path], None]) -> Path:
+    folder = FOLDER / requirement.replace("/", "+")
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    with (FOLDER / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # two processes of pytest-xdist ask at once
+        if not folder.exists():
+            partial = FOLDER / f"{folder.name}.partial"
+            shutil.rmtree(partial, ignore_errors=True)
+            install(partial)
+            partial.rename(folder)
+    return folder

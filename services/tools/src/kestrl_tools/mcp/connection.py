@@ -8,7 +8,7 @@ import os
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from importlib.metadata import version
-from typing import Any
+from typing import Any, TypeVar
 
 import mcp_types as types
 from mcp.client._transport import TransportStreams
@@ -30,6 +30,7 @@ CONNECT_SECONDS = 30.0
 CLOSE_SECONDS = 10.0
 FIRST_WAIT, LONGEST_WAIT = 0.25, 10.0
 """Seconds between attempts to connect: doubled after each one that failed."""
+Answer = TypeVar("Answer")
 LOST = frozenset({types.CONNECTION_CLOSED, types.REQUEST_TIMEOUT})
 """Error codes of the SDK for a lost connection."""
 SESSION_GONE = "Session terminated"
@@ -83,7 +84,8 @@ class Connection:
         self._task.add_done_callback(_retrieved)
         try:
             async with asyncio.timeout(CONNECT_SECONDS):
-                await asyncio.wait({self._session, self._task}, return_when=asyncio.FIRST_COMPLETED)
+                started: set[asyncio.Future[Any]] = {self._session, self._task}
+                await asyncio.wait(started, return_when=asyncio.FIRST_COMPLETED)
         except TimeoutError:
             problem = f"no handshake within {CONNECT_SECONDS:g} s"
         except asyncio.CancelledError:
@@ -135,7 +137,7 @@ class Connection:
         """
         return await self._asked(self._session.result().call_tool(tool, dict(arguments)), tool)
 
-    async def _asked(self, work: Any, tool: str = "") -> Any:
+    async def _asked(self, work: Awaitable[Answer], tool: str = "") -> Answer:
         try:
             return await work
         except MCPError as error:

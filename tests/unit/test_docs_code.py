@@ -74,6 +74,7 @@ def pages() -> Iterator[Any]:
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """The page's own folder; modules imported meanwhile are forgotten afterwards."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(ROOT / "examples" / "gsm8k"))  # whose page says how its tools are called
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "mine", raising=False)  # an example's, which has the name that pages use
     imports.install()

@@ -10,7 +10,7 @@ from typing import NoReturn
 import typer
 from rich.console import Console
 
-from kestrl.cli import adapters, data, evaluations, jobs, judges, runs, sft
+from kestrl.cli import adapters, data, evaluations, jobs, judges, runs, sft, verify
 from kestrl.errors import KestrlError, UserInputError, place_error
 from kestrl.service import EXIT_FAILED, EXIT_INPUT
 from kestrl.terminal import safe
@@ -33,6 +33,7 @@ adapters.register(app)
 judges.register(app)
 sft.register(app)
 data.register(app)
+verify.register(app)
 
 
 def _add_applications() -> None:

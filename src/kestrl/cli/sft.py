@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -17,6 +18,8 @@ from kestrl.local.rundir import write_atomic
 from kestrl.plan.components import TORCH_DEFAULTS
 from kestrl.plan.sft import SFTSettings, sft_settings
 from kestrl.spec.sft import Conversations, SFTJob, read_sft_job
+from kestrl.storage import open_store
+from kestrl.storage.layout import SUMMARY
 
 SFTManifest = Annotated[Path, typer.Argument(help="The SFTJob manifest.", show_default=False)]
 
@@ -60,7 +63,27 @@ def located(job: SFTJob, *, base: Path, folder: Path) -> SFTSettings:
 
 def sft(manifest: SFTManifest, set_: Overrides = None, runs: Runs = DEFAULT_RUNS) -> None:
     """Fine-tune an adapter on conversations, and print its address at the end. Resumes a run that was stopped."""
-    job = read_sft_job(manifest, tuple(set_ or ()))
+    code, _ = _train(manifest, tuple(set_ or ()), runs)
+    raise typer.Exit(code)
+
+
+def fine_tuned(manifest: Path, overrides: tuple[str, ...], runs: Path) -> str:
+    """The address of the adapter of an SFT job, which is run, resumed, or found finished.
+
+    Raises:
+        typer.Exit: It failed or was interrupted, with its code.
+        StorageError: Its summary cannot be read.
+    """
+    code, settings = _train(manifest, overrides, runs)
+    if code:
+        raise typer.Exit(code)
+    summary = json.loads(open_store(settings.storage).get(SUMMARY))
+    return str(summary["policy"]["uri"])
+
+
+def _train(manifest: Path, overrides: tuple[str, ...], runs: Path) -> tuple[int, SFTSettings]:
+    """Exit code and settings of a training program that has ended."""
+    job = read_sft_job(manifest, overrides)
     folder = runs / f"{job.metadata.name}-sft"
     settings = located(job, base=manifest.resolve().parent, folder=folder)
     try:
@@ -75,7 +98,7 @@ def sft(manifest: SFTManifest, set_: Overrides = None, runs: Runs = DEFAULT_RUNS
     process = subprocess.Popen(command, env={**TORCH_DEFAULTS, **os.environ})  # noqa: S603 - our own module
     while True:
         try:
-            raise typer.Exit(process.wait())
+            return process.wait(), settings
         except KeyboardInterrupt:  # the program has it, too, and ends after its step
             continue
 

@@ -23,7 +23,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,11 +33,12 @@ import yaml
 from kestrl.compat.verl import imports
 from kestrl.data.rows import read_rows
 from kestrl.errors import UserInputError
+from kestrl.plan.settings import ToolEntry
 from kestrl.plan.tools import tool_entries
 from kestrl.rewards.resolving import resolve
 from kestrl.spec.load import parse_job
 from kestrl_rollout.agents.loading import load_loop
-from kestrl_tools.catalogue import load_tools
+from kestrl_tools.lifecycle import loaded
 from kestrl_tools.tool_threads import ToolThreads
 
 ROOT = Path(__file__).parents[2]
@@ -163,12 +164,16 @@ class Page:
         """Loads what the specification names, as each component does when it starts."""
         job = parse_job(merged(QUICKSTART, {"spec": spec})).spec
         own = job.model_copy(update={"tools": [tool for tool in job.tools if tool.use and self._has(tool.use)]})
-        asyncio.run(load_tools(tool_entries(own), ToolThreads()))
+        asyncio.run(self._list(tool_entries(own)))
         if self._has(job.agent.loop):
             load_loop(job.agent.loop, job.agent.config)
         for index, reward in enumerate(job.rewards):
             if self._has(str(reward.rule)):
                 resolve(str(reward.rule), field=f"spec.rewards[{index}].rule", config=reward.config)
+
+    async def _list(self, entries: Sequence[ToolEntry]) -> None:
+        async with loaded(entries, ToolThreads(), folder=str(self._folder)):
+            pass
 
     def _has(self, path: str) -> bool:
         """Whether this is an import path, and not the quickstart's own."""

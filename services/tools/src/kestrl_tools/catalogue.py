@@ -12,6 +12,7 @@ from kestrl.plan.settings import ToolEntry
 from kestrl.tools import ToolError, ToolSchema
 from kestrl.tools.provider import ToolDefinition, ToolProvider
 from kestrl_tools.execution import guarded
+from kestrl_tools.process.provider import ProcessProvider
 from kestrl_tools.python_provider import python_provider
 from kestrl_tools.tool_threads import ToolThreads
 
@@ -48,6 +49,8 @@ def provider_of(entry: ToolEntry, field: str, threads: ToolThreads, *, folder: s
         from kestrl_tools.mcp.provider import McpProvider  # its SDK takes a second to import
 
         return McpProvider(entry, entry.mcp, folder)
+    if entry.process is not None:
+        return ProcessProvider(entry, field, folder)
     return python_provider(entry, field, threads)
 
 

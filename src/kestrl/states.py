@@ -54,3 +54,28 @@ class ServingState(StrEnum):
     """It could not verify the version, gets no requests for it, and is retried."""
     AWAY = "away"
     """It, or its agent, has stopped answering."""
+
+
+class ComponentState(StrEnum):
+    """State of a component on one machine, as observed by the runner."""
+
+    STARTING = "starting"
+    RUNNING = "running"
+    WAITING = "waiting"
+    """Waiting for a restart."""
+    ENDED = "ended"
+    GONE = "gone"
+    """Its runner has ended, so it does not run."""
+
+
+class RunState(StrEnum):
+    """State of a run on one machine, as shown by `kestrl status`."""
+
+    NEVER_STARTED = "never started"
+    RUNNING = "running"
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"
+    STOPPED = "stopped"
+    """Its runner ended before the run did."""
+    DEAD = "dead"
+    """Its runner ended without a record, as when it was killed."""

@@ -45,7 +45,7 @@ def test_it_is_kept_as_data_and_survives_the_wire():
     assert facts["failures"] == {"engine": 2}
     assert gathering_from_proto(gathering_to_proto(made)) == made
     report = Progress.from_proto(learner_pb2.WatchProgressResponse(gathering=gathering_to_proto(made)))
-    assert report.as_json()["gathering"] == facts
+    assert report.record().gathering == facts
 
 
 def test_the_live_view_has_the_line(capsys: pytest.CaptureFixture[str]):

@@ -86,4 +86,4 @@ def test_an_outage_of_the_storage_is_shown_while_it_lasts() -> None:
     assert "waiting: storage does not answer: [refused]" in console.file.getvalue()
     plain.update(replace(waiting, storage_wait=""), {})
     assert "storage is available again" in shown.getvalue()
-    assert waiting.as_json()["storage_wait"] == "storage does not answer: [refused]"
+    assert waiting.record().storage_wait == "storage does not answer: [refused]"

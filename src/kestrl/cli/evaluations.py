@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -200,18 +200,16 @@ def _evaluated(
         return [_evaluating(component, address) for component in components]
 
     code = run_job(job, folder, options, console, replan=replan)
-    summary = folder.read_json("summary.json")
-    if code != 0 or summary is None:
+    summary = folder.summary()
+    if code != 0 or summary is None or summary.after is None:
         raise typer.Exit(code or EXIT_FAILED)
     store = open_storage(job, options.manifest_dir, storage_address(job, folder, options.manifest_dir))
-    means: dict[str, float] = summary["after"]
-    policy: dict[str, Any] = summary.get("policy") or {}
     chosen = EpisodeFilter(purpose=Purpose.EVALUATION)
     groups = list({stored.group.id: stored.group for stored in stored_episodes(store, chosen)}.values())
     return Evaluation(
         label=candidate.label,
-        policy=str(policy.get("version") or candidate.model or BASE),
-        means=means,
+        policy=summary.policy.version if summary.policy else candidate.model or BASE,
+        means=summary.after,
         groups=groups,
         folder=folder.path,
     )

@@ -10,7 +10,8 @@ import shlex
 import signal
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import groupby
 from typing import Annotated, Any
@@ -28,17 +29,19 @@ from kestrl.local.logs import LOG_BYTES, Follower, tail
 from kestrl.local.progress import clock, means_line
 from kestrl.local.report import transcript
 from kestrl.local.rundir import RunDir, find_run
+from kestrl.local.runner_record import ComponentRecord, ProgressRecord, RunnerRecord
 from kestrl.local.secrets import open_storage
 from kestrl.local.site import storage_address
-from kestrl.states import RunPhase
+from kestrl.states import ComponentState, RunPhase, RunState
 from kestrl.storage import ObjectStore
 from kestrl.storage.episodes import DAMAGED, EpisodeFilter, ObjectEpisodeStore, StoredEpisode
-from kestrl.storage.layout import SUMMARY
+from kestrl.storage.summary import RunSummary
 from kestrl.terminal import safe, safe_line
 
 console = Console()
 DECODE_SECONDS = 60.0
 STOP_SECONDS = 120.0
+FINISHED = {RunPhase.SUCCEEDED: RunState.SUCCEEDED, RunPhase.FAILED: RunState.FAILED}
 PURPOSES = {"train": Purpose.TRAIN, "eval": Purpose.EVALUATION}
 episodes = typer.Typer(no_args_is_help=True, help="Inspect the episodes of a run.")
 
@@ -49,35 +52,56 @@ def run_store(run: RunDir) -> ObjectStore:
     return open_storage(job, base, storage_address(job, run, base), create=False)
 
 
-def observed_status(run: RunDir) -> dict[str, Any]:
-    """State of a run as observed: whether it is alive follows from the lock on its folder, not from a file's
-    content.
+@dataclass(frozen=True, slots=True)
+class ObservedRun:
+    """A run as observed: whether it is alive follows from the lock on its folder, not from a file's content."""
+
+    run: RunDir
+    pid: int | None
+    """The live runner's."""
+    record: RunnerRecord | None
+    summary: RunSummary | None
+
+    @property
+    def state(self) -> RunState:
+        if self.pid is not None:
+            return RunState.RUNNING
+        if self.summary is not None and self.summary.status in FINISHED:
+            return FINISHED[self.summary.status]
+        if self.record is None:
+            return RunState.NEVER_STARTED
+        return RunState.DEAD if self.record.ended is None else RunState.STOPPED
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "run": self.run.id,
+            "state": self.state,
+            "pid": self.pid,
+            "record": {} if self.record is None else self.record.to_json(),
+            "summary": {} if self.summary is None else self.summary.to_json(),
+        }
+
+
+def observe(run: RunDir) -> ObservedRun:
+    """Observes a run.
+
+    Raises:
+        UserInputError: A file of the run is damaged.
     """
-    record = run.read_json("run.json") or {}
-    summary = run.read_json(SUMMARY) or {}
-    pid = run.runner_pid()
-    if pid is not None:
-        state = "running"
-    elif summary.get("status") in {RunPhase.SUCCEEDED, RunPhase.FAILED}:
-        state = summary["status"]
-    elif "ended" in record:
-        state = "stopped"
-    else:
-        state = "dead" if record else "never started"
-    return {"run": run.id, "state": state, "pid": pid, "record": record, "summary": summary}
+    return ObservedRun(run, run.runner_pid(), run.record(), run.summary())
 
 
-def _advice(run: RunDir, status: Mapping[str, Any]) -> str:
+def _advice(run: RunDir, state: RunState) -> str:
     here = shlex.join(["--runs", str(run.path.parent)])
     return {
-        "running": f"follow it: kestrl logs {run.id} {here} --follow; end it: kestrl stop {run.id} {here}",
-        RunPhase.SUCCEEDED: f"use it: kestrl eval {run.id} {here}; kestrl export {run.id} {here} --out adapter",
-        RunPhase.FAILED: f"see: kestrl logs {run.id} {here}; fix the cause and run the same command again to resume",
-        "stopped": "run the same command again to resume from the last checkpoint",
-        "dead": "its runner ended without a record (killed?); run the same command again to resume from the last "
-        "checkpoint",
-        "never started": "run the same command again",
-    }[status["state"]]
+        RunState.RUNNING: f"follow it: kestrl logs {run.id} {here} --follow; end it: kestrl stop {run.id} {here}",
+        RunState.SUCCEEDED: f"use it: kestrl eval {run.id} {here}; kestrl export {run.id} {here} --out adapter",
+        RunState.FAILED: f"see: kestrl logs {run.id} {here}; fix the cause and run the same command again to resume",
+        RunState.STOPPED: "run the same command again to resume from the last checkpoint",
+        RunState.DEAD: "its runner ended without a record (killed?); run the same command again to resume from the "
+        "last checkpoint",
+        RunState.NEVER_STARTED: "run the same command again",
+    }[state]
 
 
 def status(
@@ -87,63 +111,58 @@ def status(
 ) -> None:
     """Show the state of a run: progress, components, failures, and the next command."""
     run = find_run(runs, run_id)
-    known = observed_status(run)
+    known = observe(run)
     if as_json:
-        typer.echo(json.dumps(known, indent=2))
+        typer.echo(json.dumps(known.as_json(), indent=2))
         return
-    record: dict[str, Any] = known["record"]
-    summary: dict[str, Any] = known["summary"]
-    progress: dict[str, Any] = record.get("progress") or {}
-    console.print(f"[bold]{run.id}[/] {known['state']}" + (f" (pid {known['pid']})" if known["pid"] else ""))
-    if progress:
-        console.print(
-            safe_line(
-                f"{progress['phase']} step {progress['step']}/{progress['total_steps']}  "
-                f"{means_line(progress['means'])}"
-            ),
-            markup=False,
-        )
-        converged = f"{progress['engines_converged']}/{progress['engines_total']}"
-        console.print(f"policy {progress['policy']} proved {converged}", markup=False)
-        if known["pid"] and progress["eta_seconds"]:
-            console.print(f"{clock(progress['eta_seconds'])} to go")
-        if known["pid"] and progress.get("storage_wait"):
-            console.print(safe(f"waiting: {progress['storage_wait']}"), markup=False, soft_wrap=True)
-    _print_components(record, alive=known["pid"] is not None)
-    failures: dict[str, int] = summary.get("failures") or progress.get("failures") or {}
+    record, summary = known.record or RunnerRecord(), known.summary
+    console.print(f"[bold]{run.id}[/] {known.state}" + (f" (pid {known.pid})" if known.pid else ""))
+    if record.progress is not None:
+        _print_progress(record.progress, alive=known.pid is not None)
+    _print_components(record, alive=known.pid is not None)
+    last = record.progress or ProgressRecord()
+    failures = (summary.failures if summary is not None else {}) or last.failures
     for name, count in sorted(failures.items()):
         console.print(safe_line(f"failures {name}: {count}"), markup=False)
-    reason = summary.get("reason") or record.get("reason") or progress.get("failure")
+    reason = (summary.reason if summary is not None else "") or record.reason or last.failure
     if reason:
         console.print(safe(f"reason: {reason}"), markup=False, soft_wrap=True)
-    console.print(_advice(run, known), markup=False, soft_wrap=True, highlight=False)
+    console.print(_advice(run, known.state), markup=False, soft_wrap=True, highlight=False)
 
 
-def _print_components(record: Mapping[str, Any], *, alive: bool) -> None:
-    components: Mapping[str, Any] = record.get("components") or {}
-    if not components:
+def _print_progress(progress: ProgressRecord, *, alive: bool) -> None:
+    console.print(
+        safe_line(f"{progress.phase} step {progress.step}/{progress.total_steps}  {means_line(progress.means)}"),
+        markup=False,
+    )
+    converged = f"{progress.engines_converged}/{progress.engines_total}"
+    console.print(f"policy {progress.policy} proved {converged}", markup=False)
+    if alive and progress.eta_seconds:
+        console.print(f"{clock(progress.eta_seconds)} to go")
+    if alive and progress.storage_wait:
+        console.print(safe(f"waiting: {progress.storage_wait}"), markup=False, soft_wrap=True)
+
+
+def _print_components(record: RunnerRecord, *, alive: bool) -> None:
+    if not record.components:
         return
     table = Table("component", "state", "pid", "metrics", "restarts", "last exit", "last error")
-    for name, seen in components.items():
-        state = seen["state"] if alive else "gone"
-        pid = str(seen["pid"] or "") if alive else ""
-        last = "" if seen["last_exit"] is None else str(seen["last_exit"])
+    for name, seen in record.components.items():
         table.add_row(
             name,
-            state,
-            pid,
+            seen.state if alive else ComponentState.GONE,
+            str(seen.pid or "") if alive else "",
             _metrics_port(seen) if alive else "",
-            str(seen["restarts"]),
-            last,
-            Text(safe(seen["last_error"][:200])),
+            str(seen.restarts),
+            "" if seen.last_exit is None else str(seen.last_exit),
+            Text(safe(seen.last_error[:200])),
         )
     console.print(table)
 
 
-def _metrics_port(seen: Mapping[str, Any]) -> str:
+def _metrics_port(seen: ComponentRecord) -> str:
     """Port of a component's Prometheus endpoint; an engine serves metrics on its HTTP port."""
-    ports: Mapping[str, int] = seen["ports"]
-    return str(ports.get("metrics") or ports.get("http") or "")
+    return str(seen.ports.get("metrics") or seen.ports.get("http") or "")
 
 
 def logs(

@@ -14,7 +14,7 @@ import typer
 from kestrl.cli.options import DEFAULT_RUNS, Overrides, Runs
 from kestrl.data.locate import locate_data, locate_model
 from kestrl.errors import UserInputError
-from kestrl.local.rundir import write_atomic
+from kestrl.local.files import write_atomic
 from kestrl.plan.components import TORCH_DEFAULTS
 from kestrl.plan.sft import SFTSettings, sft_settings
 from kestrl.spec.sft import Conversations, SFTJob, read_sft_job

@@ -13,8 +13,8 @@ from rich.table import Table
 from rich.text import Text
 
 from kestrl.episode import Episode, Group
+from kestrl.local.files import write_atomic
 from kestrl.local.report import ROWS, transcript
-from kestrl.local.rundir import write_atomic
 from kestrl.terminal import safe, safe_line
 
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from kestrl import process_guard
 from kestrl.credentials import Secret
+from kestrl.local.files import write_atomic
 from kestrl.local.logs import Log, tail
-from kestrl.local.rundir import write_atomic
 from kestrl.plan.components import Component, Role
 
 LAST_LINES_SECONDS = 5.0

@@ -1,19 +1,15 @@
-"""Progress of a run: received from the learner's stream and written to `run.json` for `kestrl status`."""
+"""Progress of a run, received from the learner's stream."""
 
 from __future__ import annotations
 
-import json
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
 
 from kestrl.api.learner.v1 import learner_pb2
 from kestrl.episode import PolicyVersion
 from kestrl.errors import Failure
 from kestrl.gathering import Gathering
-from kestrl.local.rundir import write_atomic
+from kestrl.local.runner_record import ProgressRecord
 from kestrl.rpc.codec import failure_from_proto, gathering_from_proto, policy_from_proto, run_phase_from_proto
 from kestrl.states import RunPhase
 
@@ -72,27 +68,28 @@ class Progress:
             gathering=gathering_from_proto(message.gathering),
         )
 
-    def as_json(self) -> dict[str, Any]:
-        return {
-            "phase": self.phase,
-            "step": self.step,
-            "total_steps": self.total_steps,
-            "means": dict(self.means),
-            "policy": self.policy.name if self.policy else None,
-            "engines_converged": self.engines_converged,
-            "engines_total": self.engines_total,
-            "tokens_per_second": self.tokens_per_second,
-            "eta_seconds": self.eta_seconds,
-            "failures": dict(self.failures),
-            "failure": str(self.failure) if self.failure else None,
-            "message": self.message,
-            "groups_running": self.groups_running,
-            "skipped_rows": self.skipped_rows,
-            "not_learned": self.not_learned,
-            "storage_wait": self.storage_wait,
-            "tool_warning": self.tool_warning,
-            "gathering": self.gathering.facts(),
-        }
+    def record(self) -> ProgressRecord:
+        """The form in `run.json`."""
+        return ProgressRecord(
+            phase=self.phase,
+            step=self.step,
+            total_steps=self.total_steps,
+            means=dict(self.means),
+            policy=self.policy.name if self.policy else None,
+            engines_converged=self.engines_converged,
+            engines_total=self.engines_total,
+            tokens_per_second=self.tokens_per_second,
+            eta_seconds=self.eta_seconds,
+            failures=dict(self.failures),
+            failure=str(self.failure) if self.failure else None,
+            message=self.message,
+            groups_running=self.groups_running,
+            skipped_rows=self.skipped_rows,
+            not_learned=self.not_learned,
+            storage_wait=self.storage_wait,
+            tool_warning=self.tool_warning,
+            gathering=self.gathering.facts(),
+        )
 
 
 def clock(seconds: float) -> str:
@@ -124,28 +121,3 @@ def one_line(progress: Progress) -> str:
     if progress.message:
         parts.append(progress.message)
     return " | ".join(parts)
-
-
-class RunRecord:
-    """`run.json`: rewritten on changes, at most once a second."""
-
-    INTERVAL = 1.0
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._written = 0.0
-        self._dirty = False
-        self.content: dict[str, Any] = {"started_at": time.time()}
-
-    def update(self, *, force: bool = False, **facts: Any) -> None:
-        """Updates entries and writes the file, at most once a second unless `force` is set, as at the end of a run."""
-        self.content |= facts
-        self._dirty = True
-        if force or time.monotonic() - self._written >= self.INTERVAL:
-            self.flush()
-
-    def flush(self) -> None:
-        """Writes pending changes."""
-        if self._dirty:
-            self._dirty, self._written = False, time.monotonic()
-            write_atomic(self._path, json.dumps(self.content | {"updated_at": time.time()}, indent=2))

@@ -21,6 +21,7 @@ from kestrl.plan.engines import serving_command
 from kestrl.plan.site import Site
 from kestrl.storage import ObjectStore
 from kestrl.storage.episodes import EpisodeStore, ObjectEpisodeStore
+from kestrl.storage.summary import RunSummary
 from kestrl.terminal import safe, safe_line
 
 ROWS = ("reward", "sampled_reward", "answer_correct", "sources_correct", "num_turns", "duration", "exceptions")
@@ -69,40 +70,35 @@ def transcript(episode: Episode) -> Iterator[str]:
         yield safe(f"  -> failed: {episode.failure}")
 
 
-def print_report(console: Console, run: RunDir, summary: Mapping[str, Any], store: ObjectStore, site: Site) -> None:
+def print_report(console: Console, run: RunDir, summary: RunSummary, store: ObjectStore, site: Site) -> None:
     """Prints the report of a finished run."""
-    before: dict[str, Any] = summary.get("before") or {}
-    after: dict[str, Any] = summary.get("after") or {}
-    policy: dict[str, Any] = summary.get("policy") or {}
-    gap: dict[str, float] = summary.get("logprob_gap") or {}
-    failures: dict[str, int] = summary.get("failures") or {}
-    if before and after:
-        console.print(comparison(before, after))
-        _print_transcripts(console, ObjectEpisodeStore(store), int(summary.get("steps", 0)))
+    gap = summary.logprob_gap
+    if summary.before and summary.after:
+        console.print(comparison(summary.before, summary.after))
+        _print_transcripts(console, ObjectEpisodeStore(store), summary.steps)
     if gap.get("tokens"):
         console.print(
             f"log-prob difference between learner and engines on the same policy: mean {gap['mean']:.1e}, "
             f"maximum {gap['max']:.1e} nats per token"
         )
-    for name, count in sorted(failures.items()):
+    for name, count in sorted(summary.failures.items()):
         console.print(safe_line(f"failures {name}: {count}"), markup=False)
-    if skipped := summary.get("skipped_rows"):
-        console.print(f"skipped rows: {skipped}, whose prompts leave no room in inference.contextLength")
-    if summary.get("learned") is False:
-        reason: dict[str, str] = summary.get("not_learned") or {}
-        why = reason.get("message", "")
+    if summary.skipped_rows:
+        console.print(f"skipped rows: {summary.skipped_rows}, whose prompts leave no room in inference.contextLength")
+    if summary.learned is False:
+        why = "" if summary.not_learned is None else summary.not_learned.message
         console.print(safe_line(f"warning: nothing was learned: {why}"), style="yellow", markup=False, soft_wrap=True)
-    tools: dict[str, Any] = summary.get("tools") or {}
-    if tools.get("episodes"):
-        counts = ", ".join(f"{name} {count}" for name, count in sorted(tools["outcomes"].items()))
-        per_episode = f"tool calls: {tools['calls_per_episode']:.2f} per episode"
+    tools = summary.tools
+    if tools.episodes:
+        counts = ", ".join(f"{name} {count}" for name, count in sorted(tools.outcomes.items()))
+        per_episode = f"tool calls: {tools.calls_per_episode:.2f} per episode"
         console.print(safe_line(f"{per_episode} ({counts})" if counts else per_episode), markup=False)
-    if tool_warning := summary.get("tool_warning"):
-        text = safe_line(f"warning: tools: {tool_warning['message']}")
+    if summary.tool_warning is not None:
+        text = safe_line(f"warning: tools: {summary.tool_warning.message}")
         console.print(text, style="yellow", markup=False, soft_wrap=True)
-    if policy.get("uri"):
-        console.print(f"adapter {policy['version']}\n  {policy['uri']}", soft_wrap=True, highlight=False, markup=False)
-        console.print(next_commands(run, site, str(policy["version"])), soft_wrap=True, highlight=False, markup=False)
+    if policy := summary.policy:
+        console.print(f"adapter {policy.version}\n  {policy.uri}", soft_wrap=True, highlight=False, markup=False)
+        console.print(next_commands(run, site, policy.version), soft_wrap=True, highlight=False, markup=False)
 
 
 def _print_transcripts(console: Console, episodes: EpisodeStore, steps: int) -> None:

@@ -19,25 +19,23 @@ from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
+
+from pydantic import ValidationError
 
 from kestrl.errors import UserInputError
+from kestrl.local.files import write_atomic
+from kestrl.local.runner_record import RunnerRecord
 from kestrl.spec import AgentRLJob, parse_job
 from kestrl.states import RunPhase
 from kestrl.storage.layout import SUMMARY
+from kestrl.storage.summary import RunSummary
+from kestrl.versioned import Versioned
 
+RECORD = "run.json"
+Content = TypeVar("Content", bound=Versioned)
 IDENTITY = ("model", "data", "agent", "tools", "rewards", "sampling", "algorithm")
 """Parts of the spec that identify a run: it is resumed only if they are unchanged."""
-
-
-def write_atomic(path: Path, text: str) -> None:
-    """Replaces a file atomically: readers, also after a power failure, see the old or the new content."""
-    partial = path.with_name(f".{path.name}.partial")
-    with partial.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +71,32 @@ class RunDir:
             )
         return cast("dict[str, Any]", document)
 
+    def _read(self, kind: type[Content], name: str) -> Content | None:
+        document = self.read_json(name)
+        if document is None:
+            return None
+        source = str(self.path / name)
+        try:
+            return kind.from_json(document, source)
+        except ValidationError as error:
+            raise UserInputError(f"{source} is damaged: {error}; restore it, or start a new run with --new") from error
+
+    def record(self) -> RunnerRecord | None:
+        """What the runner has observed; None before it started.
+
+        Raises:
+            UserInputError: The file is damaged, or of a later version of KestRL.
+        """
+        return self._read(RunnerRecord, RECORD)
+
+    def summary(self) -> RunSummary | None:
+        """How the run ended; None if it has not ended.
+
+        Raises:
+            UserInputError: The file is damaged, or of a later version of KestRL.
+        """
+        return self._read(RunSummary, SUMMARY)
+
     def job(self) -> AgentRLJob:
         """Job of this run.
 
@@ -90,8 +114,8 @@ class RunDir:
         return Path((self.read_json("origin.json") or {}).get("manifest_dir", self.path))
 
     def succeeded(self) -> bool:
-        summary = self.read_json(SUMMARY)
-        return summary is not None and summary.get("status") == RunPhase.SUCCEEDED
+        summary = self.summary()
+        return summary is not None and summary.status is RunPhase.SUCCEEDED
 
     def lock(self) -> int | None:
         """Locks the run; None if another runner holds the lock. The kernel releases it when the process ends.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import os
 import secrets
@@ -20,10 +19,12 @@ from kestrl.api.learner.v1 import learner_pb2, learner_pb2_grpc
 from kestrl.credentials import Secret
 from kestrl.errors import KestrlError, StorageError, UserInputError
 from kestrl.local.check import check_job
+from kestrl.local.files import write_atomic
 from kestrl.local.processes import Launcher
-from kestrl.local.progress import Progress, RunRecord
+from kestrl.local.progress import Progress
 from kestrl.local.report import print_report
-from kestrl.local.rundir import RunDir, make_folders, write_atomic
+from kestrl.local.rundir import RECORD, RunDir, make_folders
+from kestrl.local.runner_record import INTERVAL, RunnerRecord, RunnerRecordFile
 from kestrl.local.secrets import Secrets, open_storage
 from kestrl.local.site import site_of
 from kestrl.local.supervisor import LEARNER, Supervisor
@@ -37,6 +38,7 @@ from kestrl.spec import AgentRLJob
 from kestrl.states import RunPhase
 from kestrl.storage import ObjectStore
 from kestrl.storage.layout import SUMMARY
+from kestrl.storage.summary import RunSummary
 
 log = logging.getLogger(__name__)
 EXIT_INTERRUPTED = 130
@@ -71,8 +73,8 @@ class Runner:
         credentials = {secret.value: secrets.token_urlsafe(24) for secret in Secret}
         self._job, self._site, self._view, self._options = job, site, view, options
         self._progress = Progress()
-        self._record = RunRecord(run.path / "run.json")
-        self._record.content |= {"pid": os.getpid(), "run": run.id, "job": job.metadata.name}
+        record = RunnerRecord(run=run.id, job=job.metadata.name, pid=os.getpid())
+        self._record = RunnerRecordFile(run.path / RECORD, record)
         self._token = credentials[Secret.CONTROLLER_TO_LEARNER.value]
         granted = Secrets(job, options.manifest_dir).by_role()
         launcher = Launcher(folder=run.path, secrets=credentials, granted=granted)
@@ -82,8 +84,8 @@ class Runner:
     def _changed(self, *, force: bool = False) -> None:
         self._record.update(
             force=force,
-            progress=self._progress.as_json(),
-            components={name: seen.as_json() for name, seen in self._supervisor.observed.items()},
+            progress=self._progress.record(),
+            components={name: seen.record() for name, seen in self._supervisor.observed.items()},
         )
         self._view.update(self._progress, self._supervisor.observed)
 
@@ -163,21 +165,21 @@ class Runner:
     async def _keep_record(self) -> None:
         """Writes delayed changes of the run record."""
         while True:
-            await asyncio.sleep(RunRecord.INTERVAL)
+            await asyncio.sleep(INTERVAL)
             self._record.flush()
 
 
-def read_summary(run: RunDir, store: ObjectStore) -> dict[str, Any]:
-    """Summary of the run, copied from its storage to its folder; empty if there is none."""
+def copy_summary(run: RunDir, store: ObjectStore) -> RunSummary | None:
+    """Summary of the run, copied from its storage to its folder; None if there is none."""
     try:
         content = store.get(SUMMARY)
     except StorageError as error:
         if error.code != "not_found":
             raise
-        return {}
+        return None
     if not run.summary_path.exists() or run.summary_path.read_bytes() != content:
         write_atomic(run.summary_path, content.decode())
-    return json.loads(content)  # type: ignore[no-any-return]
+    return run.summary()
 
 
 def run_job(
@@ -210,30 +212,29 @@ def run_job(
         for warning in found.warnings:
             view.say(f"warning: {warning}")
         outcome = asyncio.run(Runner(job, run, site, components, view, options).run())
-    summary = read_summary(run, store)
+    summary = copy_summary(run, store)
     if outcome.code == 0 and replan is None:
         return _finished(console, run, summary, store, site)
     return _unfinished(console, run, outcome, summary) if outcome.code else 0
 
 
-def _finished(console: Console, run: RunDir, summary: dict[str, Any], store: ObjectStore, site: Site) -> int:
-    if summary.get("status") != RunPhase.SUCCEEDED:
-        console.print(f"the learner ended without a result: {summary.get('status', 'no summary')}", style="red")
+def _finished(console: Console, run: RunDir, summary: RunSummary | None, store: ObjectStore, site: Site) -> int:
+    if summary is None or summary.status is not RunPhase.SUCCEEDED:
+        found = "no summary" if summary is None else summary.status
+        console.print(f"the learner ended without a result: {found}", style="red")
         return EXIT_FAILED
     print_report(console, run, summary, store, site)
-    console.print(f"{summary['steps']} steps in {summary['seconds']:.0f} s; {run.summary_path}", soft_wrap=True)
+    console.print(f"{summary.steps} steps in {summary.seconds:.0f} s; {run.summary_path}", soft_wrap=True)
     return 0
 
 
-def _unfinished(console: Console, run: RunDir, outcome: Outcome, summary: dict[str, Any]) -> int:
+def _unfinished(console: Console, run: RunDir, outcome: Outcome, summary: RunSummary | None) -> int:
     if outcome.code == EXIT_INTERRUPTED:
         console.print(f"{outcome.reason}; run the same command again to resume {run.id}", markup=False, soft_wrap=True)
         return outcome.code
     console.print(f"error: {outcome.reason}", style="red", markup=False, highlight=False, soft_wrap=True)
     if outcome.code != EXIT_INPUT:
         console.print(f"logs: kestrl logs {run.id} --runs {run.path.parent}", markup=False, soft_wrap=True)
-    if summary.get("status") != RunPhase.FAILED:
-        write_atomic(
-            run.summary_path, json.dumps({"status": RunPhase.FAILED, "reason": outcome.reason, **summary}, indent=2)
-        )
+    if summary is None:
+        write_atomic(run.summary_path, RunSummary(status=RunPhase.FAILED, reason=outcome.reason).text())
     return outcome.code

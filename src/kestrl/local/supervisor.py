@@ -9,15 +9,15 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
-from typing import Any
 
 from kestrl import engine_failure
 from kestrl.errors import KestrlError, UserInputError
 from kestrl.local.processes import Launcher, Running, last_error
+from kestrl.local.runner_record import ComponentRecord
 from kestrl.plan.components import Component, Role
 from kestrl.service import EXIT_INPUT
+from kestrl.states import ComponentState
 
 log = logging.getLogger(__name__)
 LEARNER = f"{Role.LEARNER}-0"
@@ -29,37 +29,28 @@ FIRST_BACKOFF = 1.0
 LONGEST_BACKOFF = 30.0
 
 
-class State(StrEnum):
-    """Observed state of a component."""
-
-    STARTING = "starting"
-    RUNNING = "running"
-    WAITING = "waiting"
-    """Waiting for a restart."""
-    ENDED = "ended"
-
-
 @dataclass(slots=True)
 class Observed:
     """Observations of a component."""
 
     component: Component
-    state: State = State.STARTING
+    state: ComponentState = ComponentState.STARTING
     pid: int = 0
     restarts: int = 0
     last_exit: int | None = None
     last_error: str = ""
 
-    def as_json(self) -> dict[str, Any]:
-        return {
-            "role": self.component.role,
-            "state": self.state,
-            "pid": self.pid,
-            "ports": dict(self.component.ports),
-            "restarts": self.restarts,
-            "last_exit": self.last_exit,
-            "last_error": self.last_error,
-        }
+    def record(self) -> ComponentRecord:
+        """The form in `run.json`."""
+        return ComponentRecord(
+            role=self.component.role,
+            state=self.state,
+            pid=self.pid,
+            ports=dict(self.component.ports),
+            restarts=self.restarts,
+            last_exit=self.last_exit,
+            last_error=self.last_error,
+        )
 
 
 class ComponentFailed(KestrlError):
@@ -147,7 +138,7 @@ class Supervisor:
                     f"{seen.component.name} ended {in_row} times in a row (exit status {status}): {seen.last_error}\n"
                     f"its log: {self._launcher.log_path(seen.component.name)}"
                 )
-            seen.state = State.WAITING
+            seen.state = ComponentState.WAITING
             seen.restarts += 1
             self._changed()
             log.warning("%s ended with status %s, restarting it", seen.component.name, status)
@@ -172,14 +163,14 @@ class Supervisor:
         engine_failure.forget(seen.component.env)
         running = await self._launcher.start(seen.component)
         self._live[seen.component.name] = running
-        seen.state, seen.pid = State.RUNNING, running.process.pid
+        seen.state, seen.pid = ComponentState.RUNNING, running.process.pid
         self._changed()
         try:
             status = await running.wait()
         finally:
             running.release()
             self._live.pop(seen.component.name, None)
-        seen.state, seen.pid, seen.last_exit = State.ENDED, 0, status
+        seen.state, seen.pid, seen.last_exit = ComponentState.ENDED, 0, status
         if status != 0:
             seen.last_error = last_error(self._launcher.log_path(seen.component.name))
         self._changed()

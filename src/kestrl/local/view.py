@@ -15,8 +15,8 @@ from rich.table import Table
 from rich.text import Text
 
 from kestrl.local.progress import SHOWN_FIRST, Progress, clock, one_line
-from kestrl.local.supervisor import Observed, State
-from kestrl.states import RunPhase
+from kestrl.local.supervisor import Observed
+from kestrl.states import ComponentState, RunPhase
 from kestrl.terminal import safe, safe_line
 
 PLAIN_SECONDS = 15.0
@@ -151,7 +151,13 @@ def _failures(progress: Progress) -> str:
 def _components(components: Mapping[str, Observed]) -> Text:
     text = Text()
     for name, seen in components.items():
-        style = "green" if seen.state is State.RUNNING else "yellow" if seen.state is State.STARTING else "red"
+        style = (
+            "green"
+            if seen.state is ComponentState.RUNNING
+            else "yellow"
+            if seen.state is ComponentState.STARTING
+            else "red"
+        )
         text.append(f"{name} ", style=style)
         if seen.restarts:
             text.append(f"(restarted {seen.restarts}x) ", style="yellow")

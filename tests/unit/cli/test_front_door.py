@@ -16,8 +16,8 @@ import yaml
 from kestrl.api.common.v1 import common_pb2
 from kestrl.episode import Episode, Group, Scenario, StopReason
 from kestrl.local.progress import Progress as LocalProgress
-from kestrl.local.progress import RunRecord
 from kestrl.local.rundir import RunDir, make_folders
+from kestrl.local.runner_record import RunnerRecord, RunnerRecordFile
 from kestrl.rpc.codec import group_to_proto
 from kestrl.spec import parse_job
 from kestrl.states import RunPhase
@@ -180,7 +180,7 @@ def test_control_characters_of_stored_text_are_escaped(folder: Path) -> None:
     run = RunDir(folder / "runs" / "job-1")
     (run.path / "logs" / "learner-0.log").write_text("\x1b]52;c;aGk=\x07\n")
     seen = {"state": "running", "pid": 1, "last_exit": 1, "restarts": 1, "ports": {}, "last_error": "[/b] [red]\x1b[2J"}
-    progress = {"phase": "x", "step": 0, "total_steps": 1, "means": {"m": 1.0}, "engines_converged": 0}
+    progress = {"phase": "training", "step": 0, "total_steps": 1, "means": {"m": 1.0}, "engines_converged": 0}
     progress |= {"engines_total": 1, "policy": "[/b]", "eta_seconds": 0, "failures": {"engine/x[/b]": 1}}
     record = {"components": {"learner-0": seen}, "progress": progress, "reason": "[engine/no_engine_proved] x\x1b[2J"}
     (run.path / "run.json").write_text(json.dumps(record))
@@ -193,7 +193,7 @@ def test_control_characters_of_stored_text_are_escaped(folder: Path) -> None:
 def test_status_shows_that_a_live_run_waits_for_its_storage(folder: Path) -> None:
     run = RunDir(folder / "runs" / "job-1")
     progress = LocalProgress(phase=RunPhase.TRAINING, storage_wait="storage does not answer: [refused]")
-    RunRecord(run.path / "run.json").update(progress=progress.as_json())
+    RunnerRecordFile(run.path / "run.json", RunnerRecord()).update(progress=progress.record())
     assert "waiting:" not in kestrl(folder, "status").stdout
     handle = run.lock()
     assert handle is not None

@@ -30,8 +30,7 @@ from kestrl.api.learner.v1 import learner_pb2 as pb
 from kestrl.errors import Boundary, EngineFailure, Failure, KestrlError, PlaceError, UserInputError
 from kestrl.plan.settings import DataSettings
 from kestrl.rpc.codec import failure_from_proto, run_phase_from_proto
-from kestrl_learner import run as run_module
-from kestrl_learner import run_resources
+from kestrl_learner import adapters, run_resources
 from kestrl_learner.__main__ import work
 from kestrl_learner.model import PolicyModel
 from kestrl_learner.run import Run
@@ -90,7 +89,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref[PolicyModel]]:
             super().__init__(*args, **options)
             refs.append(weakref.ref(self))
 
-    monkeypatch.setattr(run_module, "PolicyModel", Seen)
+    monkeypatch.setattr(adapters, "PolicyModel", Seen)
     return refs
 
 

@@ -14,7 +14,7 @@ from kestrl_learner import checkpoint
 from kestrl_learner.learning import LearningCounts
 from kestrl_learner.mismatch_stats import MismatchStats
 from kestrl_learner.run import Run
-from kestrl_learner.run_record import VERSION, RunRecord
+from kestrl_learner.run_record import RunRecord
 from kestrl_learner.stale import Stale
 
 MEANS = {"answer_correct": 0.5, "reward": 0.25, "num_turns": 2.0, "duration": 0.5, "episodes": 3.0, "exceptions": 0.0}
@@ -56,7 +56,7 @@ def test_a_record_without_a_version_is_read() -> None:
 def test_a_record_is_read_as_it_was_written() -> None:
     record = RunRecord.from_json(WITHOUT_VERSION, "").but(after=MEANS)
     written = json.dumps(record.to_json())
-    assert json.loads(written)["version"] == VERSION
+    assert json.loads(written)["version"] == RunRecord.CURRENT
     again = RunRecord.from_json(json.loads(written), "")
     assert json.dumps(again.to_json()) == written, "NaN included"
     assert again.but(evaluations={}) == record.but(evaluations={})
@@ -97,9 +97,10 @@ async def test_a_run_of_a_later_version_is_refused_and_left_as_it_is(staged: Any
         store = stage.folder / "store"
         manifest = store / "checkpoints" / "000002" / "manifest.json"
         stored = json.loads(manifest.read_text())
-        manifest.write_text(json.dumps({**stored, "facts": {**stored["facts"], "version": VERSION + 1}}))
+        manifest.write_text(json.dumps({**stored, "facts": {**stored["facts"], "version": RunRecord.CURRENT + 1}}))
         before = contents(store)
-        with pytest.raises(UserInputError, match=rf"000002/manifest.json .* later version .* version {VERSION + 1}"):
+        refusal = rf"000002/manifest.json .* later version .* version {RunRecord.CURRENT + 1}"
+        with pytest.raises(UserInputError, match=refusal):
             await Run(stage.but(max_steps=4)).main()
         after = contents(store)
         assert after.pop("summary.json") != before.pop("summary.json"), "the summary names the failure"

@@ -12,9 +12,14 @@ from typing import Any
 import pytest
 
 from kestrl.errors import UserInputError
-from kestrl.local.rundir import RunDir, find_run, make_folders, open_run, write_atomic
+from kestrl.local.files import write_atomic
+from kestrl.local.progress import Progress
+from kestrl.local.rundir import RECORD, RunDir, find_run, make_folders, open_run
+from kestrl.local.runner_record import ComponentRecord, RunnerRecord, RunnerRecordFile
 from kestrl.local.site import assign_ports, listeners, storage_address
 from kestrl.spec import AgentRLJob, parse_job, with_overrides
+from kestrl.states import ComponentState, RunPhase
+from kestrl.storage.layout import SUMMARY
 
 MANIFEST: dict[str, Any] = {
     "apiVersion": "kestrl.dev/v1alpha1",
@@ -117,3 +122,39 @@ def test_a_taken_port_is_named() -> None:
         port = taken.getsockname()[1]
         with pytest.raises(UserInputError, match=f"--base-port {port}: port {port} for engine-0 is taken"):
             assign_ports(job_with(), port)
+
+
+def test_the_runners_record_is_read_as_it_was_written(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    assert run.record() is None
+    file = RunnerRecordFile(tmp_path / RECORD, RunnerRecord(run="job-1", job="job", pid=7))
+    seen = ComponentRecord(
+        state=ComponentState.RUNNING, pid=8, ports={"grpc": 1}, restarts=2, last_exit=None, last_error=""
+    )
+    file.update(components={"learner-0": seen}, progress=Progress(step=3, phase=RunPhase.TRAINING).record())
+    file.update(ended=1, reason="x")
+    delayed = run.record()
+    assert delayed is not None
+    assert delayed.ended is None
+    file.flush()
+    found = run.record()
+    assert found is not None
+    assert (found.ended, found.reason, found.components) == (1, "x", {"learner-0": seen})
+    assert found.progress is not None
+    assert (found.progress.step, found.progress.phase) == (3, RunPhase.TRAINING)
+    assert found.updated_at >= found.started_at > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "why"),
+    [
+        (RECORD, '{"components": {"a": {"state": "?"}}}', "is damaged"),
+        (RECORD, '{"version": 2}', "later version of KestRL: its runner's record has version 2"),
+        (SUMMARY, '{"status": "?"}', "is damaged"),
+        (SUMMARY, '{"version": 2, "status": "failed"}', "later version of KestRL: its summary has version 2"),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_named(name: str, content: str, why: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(content)
+    with pytest.raises(UserInputError, match=f"{name}.*{why}"):
+        RunDir(tmp_path).record() if name == RECORD else RunDir(tmp_path).summary()

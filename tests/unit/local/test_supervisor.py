@@ -16,8 +16,9 @@ from kestrl.credentials import CALLS, Secret, held_by
 from kestrl.errors import UserInputError
 from kestrl.local import supervisor
 from kestrl.local.processes import Launcher, last_error
-from kestrl.local.supervisor import ComponentFailed, State, Supervisor, backoff
+from kestrl.local.supervisor import ComponentFailed, Supervisor, backoff
 from kestrl.plan.components import Component, Role
+from kestrl.states import ComponentState
 
 SLEEPER = "import time; time.sleep(600)"
 
@@ -51,7 +52,7 @@ async def test_the_learners_end_is_the_runs_end(launcher: Launcher) -> None:
     )
     watched = make(launcher, worker, learner)
     assert await watched.run() == 0
-    assert watched.observed["rollout-0"].state is State.ENDED
+    assert watched.observed["rollout-0"].state is ComponentState.ENDED
     assert watched.observed["rollout-0"].last_exit == 128 + 15
 
 
@@ -62,7 +63,7 @@ async def test_bad_input_ends_the_run_with_its_message(launcher: Launcher) -> No
     watched = make(launcher, worker, learner)
     with pytest.raises(UserInputError, match=r"tools\[0\].use: cannot import x"):
         await watched.run()
-    assert watched.observed["learner-0"].state is State.ENDED
+    assert watched.observed["learner-0"].state is ComponentState.ENDED
 
 
 async def test_an_ended_component_is_restarted_even_after_status_0(
@@ -79,7 +80,7 @@ async def test_an_ended_component_is_restarted_even_after_status_0(
     def changed() -> None:
         engine_seen = watched.observed["engine-0"]
         seen.append(engine_seen.restarts)
-        if engine_seen.restarts == 1 and engine_seen.state is State.RUNNING:
+        if engine_seen.restarts == 1 and engine_seen.state is ComponentState.RUNNING:
             (launcher.folder / "settled").touch()
 
     watched._changed = changed

@@ -11,6 +11,7 @@ from typing import Any
 from kestrl.episode import Group, PolicyVersion, Scenario
 from kestrl.plan.settings import LearnerSettings
 from kestrl.states import RunPhase
+from kestrl.storage.summary import Means, RunSummary, SummaryPolicy, SummaryReason, ToolCalls
 from kestrl_learner.learning import Learning
 from kestrl_learner.progress import episode_facts, means_of
 from kestrl_learner.run_record import RunRecord
@@ -80,8 +81,8 @@ def build_summary(
     stale: Stale,
     tools: ToolCounts,
     tool_warning: ToolWarning | None,
-) -> dict[str, Any]:
-    """The content of `summary.json`.
+) -> RunSummary:
+    """The summary of a run.
 
     Args:
         record: What is kept over resumes.
@@ -100,27 +101,36 @@ def build_summary(
         tool_warning: What is wrong with the calls of the last episodes.
     """
     gap = {} if record.gap is None else asdict(record.gap)
-    policy = None if newest is None else {"version": newest[0].name, "sha256": newest[0].sha256, "uri": newest[1]}
-    return {
-        "status": status,
-        "steps": steps,
-        "total_steps": total_steps,
-        "before": record.before,
-        "after": record.after,
-        "evaluations": [{"step": step, **means} for step, means in record.evaluations.items()],
-        "policy": policy,
-        "learned": None if learning is None else learning.learned,
-        "not_learned": None
+    return RunSummary(
+        status=status,
+        reason=reason,
+        steps=steps,
+        total_steps=total_steps,
+        before=record.before,
+        after=record.after,
+        evaluations=evaluations_of(record),
+        policy=None if newest is None else summary_policy(*newest),
+        learned=None if learning is None else learning.learned,
+        not_learned=None
         if learning is None or learning.learned
-        else {"reason": learning.reason, "message": learning.message},
-        "seconds": seconds,
-        "logprob_gap": {**gap, "worst": gap.get("max", 0.0), "bound": gap_bound},
-        "failures": dict(failures),
-        "skipped_rows": skipped,
-        "stale": stale.facts(),
-        "tools": tools.facts(),
-        "tool_warning": None
+        else SummaryReason(reason=learning.reason, message=learning.message),
+        seconds=seconds,
+        logprob_gap={**gap, "worst": gap.get("max", 0.0), "bound": gap_bound},
+        failures=dict(failures),
+        skipped_rows=skipped,
+        stale=stale.facts(),
+        tools=ToolCalls.model_validate(tools.facts()),
+        tool_warning=None
         if tool_warning is None
-        else {"reason": tool_warning.reason, "message": tool_warning.message},
-        "reason": reason,
-    }
+        else SummaryReason(reason=tool_warning.reason, message=tool_warning.message),
+    )
+
+
+def summary_policy(policy: PolicyVersion, uri: str) -> SummaryPolicy:
+    """A version as in a summary."""
+    return SummaryPolicy(version=policy.name, sha256=policy.sha256, uri=uri)
+
+
+def evaluations_of(record: RunRecord) -> tuple[Means, ...]:
+    """The evaluations of a run as in a summary."""
+    return tuple({"step": step, **means} for step, means in record.evaluations.items())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections import Counter
 from collections.abc import Mapping
@@ -12,7 +11,7 @@ from kestrl.episode import PolicyVersion
 from kestrl.errors import StorageError
 from kestrl.states import RunPhase
 from kestrl.storage import ObjectStore, adapter_folder, read_manifest
-from kestrl.storage.layout import SUMMARY
+from kestrl.storage.summary import DAMAGED, RunSummary, SummaryReason, read_summary
 from kestrl_learner import checkpoint
 from kestrl_learner.learning import Learning
 from kestrl_learner.records import format_means
@@ -53,12 +52,12 @@ def completed(
         StorageError: The store refused.
         PlaceError: Access to the storage is denied.
     """
-    summary = _summary(store)
-    if summary.get("status") != RunPhase.SUCCEEDED or summary.get("steps") != newest.step:
+    summary = _readable_summary(store)
+    if summary is None or summary.status is not RunPhase.SUCCEEDED or summary.steps != newest.step:
         return None
-    if newest.record.digest != digest or max(newest.step, summary.get("total_steps", 0)) < steps:
+    if summary.policy is None or newest.record.digest != digest or max(newest.step, summary.total_steps) < steps:
         return None
-    folder = adapter_folder(PolicyVersion(job=job, step=newest.step, sha256=summary["policy"]["sha256"]))
+    folder = adapter_folder(PolicyVersion(job=job, step=newest.step, sha256=summary.policy.sha256))
     try:
         adapter = read_manifest(store, folder)
     except StorageError as error:
@@ -66,32 +65,31 @@ def completed(
             raise
         log.warning("the run has succeeded, but its adapter is missing and is published again: %s", error)
         return None
-    after = summary["after"]
     return {
         "step": newest.step,
         "policy": adapter.policy,
         "policy_uri": store.address(folder),
         "policy_parent": adapter.parent or "",
         "learning": _learning(summary),
-        "failures": Counter(summary["failures"]),
-        "message": "it had succeeded before" + (f"; held-out, after: {format_means(after)}" if after else ""),
+        "failures": Counter(summary.failures),
+        "message": "it had succeeded before"
+        + (f"; held-out, after: {format_means(summary.after)}" if summary.after else ""),
     }
 
 
-def _learning(summary: Mapping[str, Any]) -> Learning | None:
-    """The summary's part on learning; None in summaries of older versions."""
-    if summary.get("learned") is None:
-        return None
-    return Learning(bool(summary["learned"]), **(summary.get("not_learned") or {}))
-
-
-def _summary(store: ObjectStore) -> dict[str, Any]:
+def _readable_summary(store: ObjectStore) -> RunSummary | None:
     try:
-        return json.loads(store.get(SUMMARY))  # type: ignore[no-any-return]
+        return read_summary(store)
     except StorageError as error:
-        if error.code != "not_found":
+        if error.code != DAMAGED:
             raise
-        return {}
-    except ValueError as error:
-        log.warning("%s is not a summary: %s", store.address(SUMMARY), error)
-        return {}
+        log.warning("%s", error)
+        return None
+
+
+def _learning(summary: RunSummary) -> Learning | None:
+    """The summary's part on learning; None in summaries of older versions."""
+    if summary.learned is None:
+        return None
+    why = summary.not_learned or SummaryReason()
+    return Learning(summary.learned, reason=why.reason, message=why.message)

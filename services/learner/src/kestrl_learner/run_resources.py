@@ -17,6 +17,7 @@ from kestrl.plan.settings import LearnerSettings
 from kestrl.states import RunPhase
 from kestrl.storage import Probe, layout
 from kestrl.storage.episodes import ObjectEpisodeStore
+from kestrl.storage.summary import write_summary
 from kestrl.telemetry import span
 from kestrl.telemetry.names import Attr, SpanName
 from kestrl_learner import adapters
@@ -196,7 +197,7 @@ class RunResources:
             tool_warning=self.progress.tool_warning,
         )
         try:
-            await asyncio.to_thread(self.store.put, layout.SUMMARY, json.dumps(summary, indent=2).encode())
+            await asyncio.to_thread(write_summary, self.store, summary)
         except Superseded:
             log.warning("the summary is not written: another learner owns the run")
         except (StorageError, PlaceError) as error:

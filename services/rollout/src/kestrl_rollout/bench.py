@@ -31,8 +31,9 @@ from kestrl.plan.settings import ServiceSettings
 from kestrl.rpc.codec import group_from_proto, group_to_proto
 from kestrl.service import run_service
 from kestrl.states import RunPhase
-from kestrl.storage import layout, open_store
+from kestrl.storage import open_store
 from kestrl.storage.episodes import EpisodeBatch, ObjectEpisodeStore
+from kestrl.storage.summary import RunSummary, write_summary
 from kestrl.tools import ToolSchema
 from kestrl.tools.shapes import is_mapping
 from kestrl_rollout.deadlines import now
@@ -306,14 +307,10 @@ async def work(settings: ServiceSettings) -> None:
         for episode in group.episodes
         if episode.failure is not None
     )
-    summary = {
-        "status": RunPhase.SUCCEEDED,
-        "steps": 0,
-        "after": after,
-        "failures": dict(failures),
-        "seconds": time.monotonic() - began,
-    }
-    await asyncio.to_thread(store.put, layout.SUMMARY, json.dumps(summary, indent=2).encode())
+    summary = RunSummary(
+        status=RunPhase.SUCCEEDED, after=after, failures=dict(failures), seconds=time.monotonic() - began
+    )
+    await asyncio.to_thread(write_summary, store, summary)
 
 
 if __name__ == "__main__":

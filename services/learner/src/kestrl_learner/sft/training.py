@@ -14,9 +14,12 @@ import torch
 
 from kestrl.errors import UserInputError
 from kestrl.plan.sft import SFTSettings
+from kestrl.states import RunPhase
 from kestrl.storage import ObjectStore, layout, open_store
+from kestrl.storage.summary import SFTSummary, write_summary
 from kestrl_learner import adapters, checkpoint
 from kestrl_learner.batch import TrainGroup
+from kestrl_learner.records import evaluations_of, summary_policy
 from kestrl_learner.run_record import RunRecord
 from kestrl_learner.schedule import epoch_order
 from kestrl_learner.sft.data import Item, load_items
@@ -157,12 +160,13 @@ class SFTRun:
         manifest, address = adapters.publish(
             self._store, self._model, job=settings.job, step=done, base=settings.model, parent=None
         )
-        summary = {
-            "status": "succeeded",
-            "steps": done,
-            "conversations": len(self._train),
-            "evaluations": [{"step": step, **means} for step, means in self._record.evaluations.items()],
-            "policy": {"version": manifest.policy.name, "sha256": manifest.policy.sha256, "uri": address},
-        }
-        self._store.put(layout.SUMMARY, json.dumps(summary, indent=2).encode())
+        summary = SFTSummary(
+            status=RunPhase.SUCCEEDED,
+            steps=done,
+            total_steps=len(self._batches),
+            conversations=len(self._train),
+            evaluations=evaluations_of(self._record),
+            policy=summary_policy(manifest.policy, address),
+        )
+        write_summary(self._store, summary)
         return address

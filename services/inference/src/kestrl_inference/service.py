@@ -1,0 +1,49 @@
+"""The engine agent's `main`."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from kestrl.api.inference.v1 import inference_pb2_grpc as stubs
+from kestrl.engines.registry import DIALECTS
+from kestrl.episode import BASE_MODEL_NAME
+from kestrl.plan.settings import AgentSettings
+from kestrl.rpc import serve
+from kestrl_inference.engine import Engine
+from kestrl_inference.loaded_adapters import LoadedAdapters
+from kestrl_inference.metrics import observe_engine
+from kestrl_inference.servicer import EngineAgentServicer
+from kestrl_inference.watch import Watch
+
+
+async def run_agent(settings: AgentSettings) -> None:
+    """Watches the engine and serves until SIGTERM, or until watching ends.
+
+    Raises:
+        UserInputError: The folder of adapters cannot be used, or the port is taken.
+    """
+    dialect = DIALECTS[settings.engine]
+    engine = Engine(settings.engine_url, BASE_MODEL_NAME, dialect, timeout=settings.load_seconds)
+    adapters = LoadedAdapters(settings, engine)
+    adapters.prepare()
+    failure_file = None if settings.failure_file is None else Path(settings.failure_file)
+    watch = Watch(engine, adapters, settings.poll_seconds, settings.component, failure_file)
+    servicer = EngineAgentServicer(settings, adapters, watch)
+    observe_engine(watch, adapters)
+    watching = asyncio.create_task(watch.run(), name="watch-engine")
+
+    async def stop_watching() -> None:
+        watching.cancel()
+        await asyncio.wait([watching])
+
+    try:
+        await serve(
+            settings.component,
+            settings.listen,
+            lambda server: stubs.add_EngineAgentServiceServicer_to_server(servicer, server),
+            drain=stop_watching,
+            until=watching,  # an agent that has stopped watching must not continue to answer
+        )
+    finally:
+        await engine.close()

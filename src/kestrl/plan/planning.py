@@ -26,6 +26,7 @@ from kestrl.plan.settings import (
     LearnerSettings,
     RolloutSettings,
     ServiceSettings,
+    SinkEntry,
     ToolsSettings,
 )
 from kestrl.plan.site import Site
@@ -304,6 +305,10 @@ def _learner(job: AgentRLJob, site: Site) -> Component:
             "tokens_per_pass": spec.learner.tokens_per_pass,
             "device": site.build(spec.learner.accelerator, "learner").device,
             "tools": bool(spec.tools),
+            "sinks": tuple(
+                SinkEntry(use=sink.use, config=sink.config, field=f"spec.telemetry.sinks[{index}]")
+                for index, sink in enumerate(spec.telemetry.sinks)
+            ),
             "keep_alive": site.keep_alive,
             "traceparent": site.traceparent,
         }

@@ -313,6 +313,16 @@ class PolicySettings(Model):
     """Largest number of tokens of a forward pass."""
 
 
+class SinkEntry(Model):
+    """A metric sink of the manifest."""
+
+    use: str
+    """Import path."""
+    config: dict[str, Any] = {}
+    field: str
+    """Manifest field, for messages."""
+
+
 class LearnerSettings(ServiceSettings, PolicySettings):
     """The learner."""
 
@@ -360,6 +370,8 @@ class LearnerSettings(ServiceSettings, PolicySettings):
     """Maximum seconds to wait for engines and workers to start."""
     tools: bool = False
     """Whether the job offers any tool."""
+    sinks: tuple[SinkEntry, ...] = ()
+    """Metric sinks beside storage and OpenTelemetry."""
     keep_alive: bool = False
     """Whether the program stays alive after the run and reports the result until it is terminated: on a cluster the pod
     of a StatefulSet is restarted when its program ends."""

@@ -242,6 +242,16 @@ class Storage(Model):
     Refusals are not retried."""
 
 
+class MetricSinkSpec(Model):
+    """A destination of the run's metrics, such as an experiment tracker."""
+
+    use: ImportPath
+    """Import path of a class with the methods of `kestrl.metric_sinks.MetricSink`. It runs in the learner; what it
+    raises is reported and does not end the run."""
+    config: JsonObject = {}
+    """Keyword arguments of the class."""
+
+
 class Telemetry(Model):
     """Export of spans and metrics."""
 
@@ -251,6 +261,8 @@ class Telemetry(Model):
     traced_groups: Annotated[float, Field(ge=0, le=1, strict=False)] = 0.1
     """Share of groups whose episodes, model calls, tool calls and scores are traced; steps and publications always are.
     Failures are counted in metrics regardless. OTEL_TRACES_SAMPLER overrides it."""
+    sinks: Annotated[list[MetricSinkSpec], Field(max_length=8)] = []
+    """Metric sinks, beside the files under `metrics/` and OpenTelemetry."""
 
 
 class FailureRule(Model):

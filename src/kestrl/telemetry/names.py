@@ -97,6 +97,7 @@ class Metric:
     ENGINES_PROVED = Instrument("kestrl.learner.engines.proved", "Engines that have verified the newest version")
     ENGINES = Instrument("kestrl.learner.engines", "Engines of the job")
     MEAN = Instrument("kestrl.learner.mean", "Means over the last episodes, such as reward", labels=("of",))
+    EVALUATION = Instrument("kestrl.learner.evaluation", "Means of the last evaluation", labels=("of",))
     TOKENS_PER_SECOND = Instrument(
         "kestrl.learner.tokens_per_second", "Sampled tokens per second of the last step", "1/s"
     )

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from kestrl.plan.planning import gap_bounds
+from kestrl.telemetry.metric_sink import gap_statistics
 from kestrl_learner.logprob_mismatch import measure
-from kestrl_learner.metrics import gap_statistics
 from kestrl_learner.mismatch_stats import MismatchStats, merged
 
 BOUNDS = gap_bounds(1e-3)

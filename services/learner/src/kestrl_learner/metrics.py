@@ -1,22 +1,10 @@
-"""Prometheus metrics of the learner: its progress and the record of its last step."""
+"""Prometheus metrics of the learner's progress; those of its steps are the OpenTelemetry sink's."""
 
 from __future__ import annotations
-
-from collections.abc import Mapping
-from typing import Any
 
 from kestrl.telemetry.metrics import observe
 from kestrl.telemetry.names import Metric
 from kestrl_learner.progress import Progress, means_of
-
-
-def gap_statistics(step: Mapping[str, Any]) -> dict[str, float]:
-    """The log-prob mismatch of a step's record to the policies that sampled the tokens, by statistic.
-
-    Empty without tokens: an unmeasured mismatch is not a mismatch of 0.
-    """
-    own: dict[str, float] = step.get("gap", {}).get("own", {})
-    return {name: value for name, value in own.items() if name != "tokens"} if own.get("tokens") else {}
 
 
 def observe_progress(progress: Progress) -> None:
@@ -33,9 +21,6 @@ def observe_progress(progress: Progress) -> None:
     observe(Metric.ENGINES, lambda: progress.engines_total)
     observe(Metric.MEAN, lambda: means_of(progress.recent()))
     observe(Metric.TOKENS_PER_SECOND, lambda: progress.tokens_per_second)
-    observe(Metric.STALENESS, lambda: progress.last_step.get("staleness", 0))
-    observe(Metric.GAP, lambda: gap_statistics(progress.last_step))
-    observe(Metric.STEP_SECONDS, lambda: progress.last_step.get("seconds", {}))
     observe(Metric.GROUPS_RUNNING, lambda: progress.groups_running)
     observe(Metric.GROUPS_READY, lambda: progress.groups_ready)
     observe(Metric.PUBLISH_SECONDS, lambda: progress.publish_seconds)

@@ -100,8 +100,6 @@ class Progress:
         """Probe distance between the newest version and the one before, once this process has published two."""
         self.learning: Learning | None = None
         """Whether anything was learned, once that is known."""
-        self.last_step: Mapping[str, Any] = {}
-        """The record of the last step, as in `metrics/`."""
         self.tools = ToolHealth(offered=offers_tools, window=episodes_per_step)
         self.tool_warning: ToolWarning | None = None
         """What is wrong with the calls of the last episodes; None while calls work."""
@@ -146,6 +144,12 @@ class Progress:
     def count_failure(self, failure: Failure) -> None:
         self.failures[f"{failure.boundary}/{failure.code}"] += 1
         self.update()
+
+    def count_failure_soon(self, failure: Failure) -> None:
+        """`count_failure` from any thread."""
+        assert self._loop is not None
+        with suppress(RuntimeError):  # the loop is closed, there are no watchers
+            self._loop.call_soon_threadsafe(self.count_failure, failure)
 
     def count_stale(self, *, age: int, seconds: float, tokens: int) -> None:
         """Counts a group that became too old to be trained on."""

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from kestrl.data import load_scenarios
 from kestrl.episode import PolicyVersion, Scenario
 from kestrl.errors import PlaceError, StorageError, UserInputError
+from kestrl.metric_sinks import RunStart
 from kestrl.plan.settings import LearnerSettings
 from kestrl.states import RunPhase
-from kestrl.storage import Probe, layout
+from kestrl.storage import Probe
 from kestrl.storage.episodes import ObjectEpisodeStore
 from kestrl.storage.summary import write_summary
 from kestrl.telemetry import span
@@ -26,6 +25,7 @@ from kestrl_learner.engines import Engines
 from kestrl_learner.evaluate import evaluate
 from kestrl_learner.learning import Learning, learning
 from kestrl_learner.ledger import Superseded
+from kestrl_learner.metric_sinks import MetricSinks, make_sinks
 from kestrl_learner.model import PolicyModel
 from kestrl_learner.progress import Progress
 from kestrl_learner.records import build_summary, format_means, identity_digest
@@ -64,6 +64,7 @@ class RunResources:
                 f"data.train: {len(self.scenarios)} scenarios x {settings.epochs} epochs do not fill one step of "
                 f"{settings.algorithm.groups_per_step} groups; lower algorithm.groupsPerStep"
             )
+        self.sinks = MetricSinks(make_sinks(store, settings.sinks), progress.count_failure_soon)
         self.record = RunRecord(digest=identity_digest(settings, self.scenarios))
         """As of the last checkpoint or change; `snapshot` brings it up to date."""
         self.newest: tuple[PolicyVersion, str] | None = None
@@ -73,10 +74,12 @@ class RunResources:
         self._began = time.monotonic()
 
     def connect(self) -> None:
-        """Opens the channels; call it in the event loop that uses them."""
+        """Opens the channels and starts the metric sinks; call it in the event loop that uses them."""
         self.workers = Workers(self.settings, self.progress)
         self.engines = Engines(self.settings.engines, self.progress, self.settings.start_seconds)
         self.progress.update(engines=self.engines.reports())
+        settings = self.settings
+        self.sinks.start(RunStart(job=settings.job, run=settings.run, storage=self.store.uri, total_steps=self.steps))
 
     async def close(self) -> None:
         """Closes the channels."""
@@ -164,22 +167,16 @@ class RunResources:
         )
         means = await unless(self.drain, work)
         self.record = self.record.with_evaluation(policy.step, means)
-        await self.write_json(layout.evaluation_metrics(policy.step), {"step": policy.step, **means})
+        self.sinks.evaluation(policy.step, means)
         self.progress.update(message=f"held-out, {when}: {format_means(means)}")
         log.info("held-out at step %d: %s", policy.step, means)
         return means
 
-    async def write_json(self, path: str, content: Mapping[str, Any]) -> None:
-        """Writes JSON to storage, in a thread, so that retries do not block the event loop.
-
-        Raises:
-            StorageError: It could not be written.
-            PlaceError: The storage is full or not writable.
-        """
-        await asyncio.to_thread(self.store.put, path, json.dumps(content).encode())
-
     async def write_summary(self, status: RunPhase, *, reason: str = "") -> None:
-        """Writes `summary.json`. If that fails, the error is raised unless the run has failed itself."""
+        """Writes `summary.json` and ends the metric sinks with it.
+
+        If it cannot be written, the error is raised unless the run has failed itself.
+        """
         summary = build_summary(
             self.record,
             status=status,
@@ -204,3 +201,4 @@ class RunResources:
             log.error("the summary cannot be written: %s", error)
             if status is not RunPhase.FAILED:
                 raise
+        await asyncio.to_thread(self.sinks.finish, summary)

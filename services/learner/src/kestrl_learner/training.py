@@ -286,12 +286,11 @@ class Training:
         resources.progress.stale_in_step = Stale()
         resources.progress.begin_gathering(self._settings.algorithm.groups_per_step)
         resources.record = resources.record.but(learning=resources.record.learning.with_step(groups, result))
-        await resources.write_json(layout.step_metrics(done), facts)
+        resources.sinks.step(done, facts)
         log.info("step %d: %s", done, facts)
         resources.progress.finish_step(zero_advantage=result.zero_advantage_groups == len(groups))
         resources.progress.update(
             step=done,
-            last_step=facts,
             tokens_per_second=result.sampled / (now - began),
             episodes_per_second=sum(len(group.episodes) for group in groups) / (now - began),
             eta_seconds=sum(self._pace) / len(self._pace) * (resources.steps - done),

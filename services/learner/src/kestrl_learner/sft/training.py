@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 import time
 from array import array
@@ -13,12 +12,15 @@ from dataclasses import replace
 import torch
 
 from kestrl.errors import UserInputError
+from kestrl.metric_sinks import RunStart
 from kestrl.plan.sft import SFTSettings
 from kestrl.states import RunPhase
-from kestrl.storage import ObjectStore, layout, open_store
+from kestrl.storage import ObjectStore, open_store
+from kestrl.storage.metrics import StorageSink
 from kestrl.storage.summary import SFTSummary, write_summary
 from kestrl_learner import adapters, checkpoint
 from kestrl_learner.batch import TrainGroup
+from kestrl_learner.metric_sinks import MetricSinks
 from kestrl_learner.records import evaluations_of, summary_policy
 from kestrl_learner.run_record import RunRecord
 from kestrl_learner.schedule import epoch_order
@@ -75,6 +77,7 @@ class SFTRun:
             size=settings.algorithm.groups_per_step,
             max_steps=settings.max_steps,
         )
+        self._sinks = MetricSinks({"storage": StorageSink(self._store)}, lambda _: None)
         self._record = RunRecord(digest=identity_digest(settings, self._train))
         self._model = adapters.load_policy(settings)
         self._trainer = Trainer(self._model, settings.algorithm, 1.0, steps=len(self._batches))
@@ -87,6 +90,16 @@ class SFTRun:
             KestrlError: The run failed; earlier checkpoints are kept.
         """
         done = self._resume()
+        settings = self._settings
+        self._sinks.start(
+            RunStart(job=settings.job, run=settings.job, storage=self._store.uri, total_steps=len(self._batches))
+        )
+        try:
+            return self._train_from(done)
+        finally:
+            self._sinks.finish(None)
+
+    def _train_from(self, done: int) -> str | None:
         if not done:
             self._evaluate(0)
         while done < len(self._batches):
@@ -134,7 +147,7 @@ class SFTRun:
             "seconds": seconds,
             "tokens_per_second": tokens / seconds,
         }
-        self._store.put(layout.step_metrics(done + 1), json.dumps(facts).encode())
+        self._sinks.step(done + 1, facts)
         log.info("step %d of %d: loss %.4f, %.0f tokens/s", done + 1, len(self._batches), result.loss, tokens / seconds)
 
     def _evaluate(self, done: int) -> None:
@@ -148,7 +161,9 @@ class SFTRun:
                 for _, logprobs in self._model.logprobs(group, 1.0):
                     total -= float(logprobs.sum())
                     count += len(logprobs)
-        self._record = self._record.with_evaluation(done, {"loss": total / count})
+        means = {"loss": total / count}
+        self._record = self._record.with_evaluation(done, means)
+        self._sinks.evaluation(done, means)
         log.info("step %d: validation loss %.4f", done, total / count)
 
     def _save(self, done: int) -> None:
@@ -169,4 +184,5 @@ class SFTRun:
             policy=summary_policy(manifest.policy, address),
         )
         write_summary(self._store, summary)
+        self._sinks.finish(summary)
         return address

@@ -19,9 +19,10 @@ from typing import Any, Self
 
 from aiohttp import web
 
-__all__ = ["Asked", "Refusal", "Said", "ScriptedJudge", "graded", "last_answer"]
+__all__ = ["Asked", "Refusal", "Said", "ScriptedJudge", "decided", "graded", "last_answer"]
 
 BLOCK = re.compile(r'<trajectory id="([^"]*)">\n(.*?)\n</trajectory>', re.DOTALL)
+ANSWER = re.compile(r'<answer id="([^"]*)">\n(.*?)\n</answer>', re.DOTALL)
 CONTEXT = re.compile(r"<context>\n(.*?)\n</context>", re.DOTALL)
 TOKEN_CHARACTERS = 4
 
@@ -53,6 +54,12 @@ class Asked:
     def trajectories(self) -> dict[str, dict[str, Any]]:
         """Trajectories by id."""
         return {name: json.loads(text) for name, text in BLOCK.findall(self.data)}
+
+    @property
+    def answer(self) -> tuple[str, dict[str, Any]]:
+        """The id and the data of the answer to decide on."""
+        ((name, text),) = ANSWER.findall(self.data)
+        return name, json.loads(text)
 
     @property
     def context(self) -> list[dict[str, Any]]:
@@ -113,6 +120,13 @@ def graded(
     ]
     text = json.dumps({"scores": scores})
     return Said(content=f"```json\n{text}\n```" if fence else text)
+
+
+def decided(asked: Asked, correct: Callable[[str], bool], *, explanation: str = "as scripted") -> Said:
+    """A valid verdict on an answer."""
+    name, data = asked.answer
+    verdict = {"answer_id": name, "explanation": explanation, "correct": correct(data["answer"])}
+    return Said(content=json.dumps(verdict))
 
 
 class ScriptedJudge:

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from typing import Any, NamedTuple
 
 from kestrl.credentials import Secret
 from kestrl.episode import BASE_MODEL_NAME
 from kestrl.plan.components import Component, SecretKey
 from kestrl.plan.servers import RemoteServer, server_at
-from kestrl.plan.settings import JudgeModel, RewardEntry, RulerEntry
+from kestrl.plan.settings import JudgeEntry, JudgeModel, RewardEntry, RulerEntry
 from kestrl.spec.job import JobSpec
-from kestrl.spec.judges import Price, RulerSpec, SecondJudge
+from kestrl.spec.judges import CorrectnessSpec, JudgeSpec, Price, RulerSpec, SecondJudge
 
 KEY_VARIABLES = ("KESTRL_JUDGE_KEY_0", "KESTRL_JUDGE_KEY_1")
-"""Variables of the API keys of the first and the second judge. Processes of rewards get no variable with this
+"""Variables of the API keys of the ruler's first and second model. Processes of rewards get no variable with this
 prefix."""
+CORRECTNESS_KEY_VARIABLES = ("KESTRL_JUDGE_KEY_2", "KESTRL_JUDGE_KEY_3")
+"""As `KEY_VARIABLES`, of the correctness judge."""
 REPLY_SHARE = 4
 """The reply of the job's own model has at most this part of its context: a quarter."""
 
@@ -30,6 +33,7 @@ def reward_entries(spec: JobSpec) -> tuple[RewardEntry, ...]:
             weight=reward.weight,
             seconds=reward.timeout,
             field=f"spec.rewards[{index}].rule",
+            asks_judge=reward.correctness is not None,
         )
         for index, reward in enumerate(spec.rewards)
         if reward.rule is not None
@@ -41,37 +45,57 @@ def ruler_of(spec: JobSpec) -> tuple[int, RulerSpec] | None:
     return next(((index, reward.ruler) for index, reward in enumerate(spec.rewards) if reward.ruler is not None), None)
 
 
+def correctness_of(spec: JobSpec) -> tuple[int, CorrectnessSpec] | None:
+    """The correctness judge with the position of its rule in `rewards`, or None."""
+    found = ((index, reward.correctness) for index, reward in enumerate(spec.rewards))
+    return next(((index, judge) for index, judge in found if judge is not None), None)
+
+
+class PlacedJudge(NamedTuple):
+    """A judge of a job."""
+
+    judge: JudgeSpec
+    field: str
+    """Manifest field, for messages."""
+    keys: tuple[str, str]
+    """Variables of the API keys of its first and second model."""
+
+
+def judges_of(spec: JobSpec) -> Iterator[PlacedJudge]:
+    """All judges of a job: the ruler, and the correctness judge."""
+    for found, name, keys in (
+        (ruler_of(spec), "ruler", KEY_VARIABLES),
+        (correctness_of(spec), "correctness", CORRECTNESS_KEY_VARIABLES),
+    ):
+        if found is not None:
+            index, judge = found
+            yield PlacedJudge(judge, f"spec.rewards[{index}].{name}", keys)
+
+
 def judge_keys(spec: JobSpec) -> Mapping[str, SecretKey]:
     """Variables with API keys of judge models, by name."""
-    found = ruler_of(spec)
-    if found is None:
-        return {}
-    index, ruler = found
     keys: dict[str, SecretKey] = {}
-    for variable, judge, path in zip(KEY_VARIABLES, (ruler, ruler.second), ("ruler", "ruler.second"), strict=True):
-        if judge is not None and judge.secret_ref is not None:
-            field = f"spec.rewards[{index}].{path}.secretRef"
-            keys[variable] = SecretKey(judge.secret_ref.name, judge.secret_key, field)
+    for placed in judges_of(spec):
+        models = ((placed.judge, placed.field), (placed.judge.second, f"{placed.field}.second"))
+        for variable, (model, field) in zip(placed.keys, models, strict=True):
+            if model is not None and model.secret_ref is not None:
+                keys[variable] = SecretKey(model.secret_ref.name, model.secret_key, f"{field}.secretRef")
     return keys
 
 
 def judge_servers(spec: JobSpec) -> tuple[RemoteServer, ...]:
     """Servers of judge models outside the job."""
-    found = ruler_of(spec)
-    if found is None:
-        return ()
-    index, ruler = found
     servers: list[RemoteServer] = []
-    for judge, path in ((ruler, "ruler"), (ruler.second, "ruler.second")):
-        if judge is not None and judge.base_url is not None:
-            servers.append(server_at(judge.base_url, f"spec.rewards[{index}].{path}.baseUrl"))
+    for placed in judges_of(spec):
+        for model, field in ((placed.judge, placed.field), (placed.judge.second, f"{placed.field}.second")):
+            if model is not None and model.base_url is not None:
+                servers.append(server_at(model.base_url, f"{field}.baseUrl"))
     return tuple(servers)
 
 
 def uses_own_engines(spec: JobSpec) -> bool:
-    """Whether the judge asks the job's engines."""
-    found = ruler_of(spec)
-    return found is not None and found[1].job_model
+    """Whether a judge asks the job's engines."""
+    return any(placed.judge.job_model for placed in judges_of(spec))
 
 
 def ruler_entry(spec: JobSpec, engine_urls: tuple[str, ...]) -> RulerEntry | None:
@@ -85,54 +109,78 @@ def ruler_entry(spec: JobSpec, engine_urls: tuple[str, ...]) -> RulerEntry | Non
     if found is None:
         return None
     index, ruler = found
-    reply, prompt = ruler.max_reply_tokens, ruler.max_prompt_tokens
-    if ruler.job_model:
-        context = spec.inference.context_length
-        reply = min(reply, context // REPLY_SHARE)
-        prompt = min(prompt, context - reply)
     gate = ruler.gate
     return RulerEntry(
+        **_bounds(ruler, spec),
         field=f"spec.rewards[{index}].ruler",
-        judges=_judges(ruler, engine_urls),
+        judges=_judges(ruler, engine_urls, KEY_VARIABLES),
         weight=spec.rewards[index].weight,
         rubric=ruler.rubric,
         gate=None if gate is None else gate.rule,
         gate_minimum=1.0 if gate is None else gate.minimum,
         permutations=ruler.permutations,
         show_reasoning=ruler.reasoning == "show",
-        structured_output=ruler.structured_output,
-        max_prompt_tokens=prompt,
-        max_reply_tokens=reply,
-        concurrency=ruler.concurrency,
-        request_seconds=ruler.request_timeout,
-        seconds=ruler.timeout,
-        budget_calls=ruler.budget.calls,
-        budget_tokens=ruler.budget.tokens,
-        budget_cost=ruler.budget.cost,
     )
 
 
-def _judges(ruler: RulerSpec, engine_urls: tuple[str, ...]) -> tuple[JudgeModel, ...]:
-    first = _own_model(ruler, engine_urls) if ruler.job_model else _remote(ruler, 0, ruler.temperature)
-    return (first,) if ruler.second is None else (first, _remote(ruler.second, 1, ruler.temperature))
+def correctness_entry(spec: JobSpec, engine_urls: tuple[str, ...]) -> JudgeEntry | None:
+    """The correctness judge, as settings of the judge.
+
+    Args:
+        spec: The job.
+        engine_urls: URLs of the job's engines.
+    """
+    found = correctness_of(spec)
+    if found is None:
+        return None
+    index, judge = found
+    return JudgeEntry(
+        **_bounds(judge, spec),
+        field=f"spec.rewards[{index}].correctness",
+        judges=_judges(judge, engine_urls, CORRECTNESS_KEY_VARIABLES),
+    )
 
 
-def _own_model(ruler: RulerSpec, engine_urls: tuple[str, ...]) -> JudgeModel:
+def _bounds(judge: JudgeSpec, spec: JobSpec) -> dict[str, Any]:
+    reply, prompt = judge.max_reply_tokens, judge.max_prompt_tokens
+    if judge.job_model:
+        context = spec.inference.context_length
+        reply = min(reply, context // REPLY_SHARE)
+        prompt = min(prompt, context - reply)
+    return {
+        "structured_output": judge.structured_output,
+        "max_prompt_tokens": prompt,
+        "max_reply_tokens": reply,
+        "concurrency": judge.concurrency,
+        "request_seconds": judge.request_timeout,
+        "seconds": judge.timeout,
+        "budget_calls": judge.budget.calls,
+        "budget_tokens": judge.budget.tokens,
+        "budget_cost": judge.budget.cost,
+    }
+
+
+def _judges(judge: JudgeSpec, engine_urls: tuple[str, ...], keys: tuple[str, str]) -> tuple[JudgeModel, ...]:
+    first = _own_model(judge, engine_urls) if judge.job_model else _remote(judge, keys[0], judge.temperature)
+    return (first,) if judge.second is None else (first, _remote(judge.second, keys[1], judge.temperature))
+
+
+def _own_model(judge: JudgeSpec, engine_urls: tuple[str, ...]) -> JudgeModel:
     return JudgeModel(
         model=BASE_MODEL_NAME,
         base_urls=tuple(f"{url}/v1" for url in engine_urls),
         key_variable=Secret.ENGINE_KEY.value,
         strict_schema=True,
-        temperature=0.0 if ruler.temperature is None else ruler.temperature,
+        temperature=0.0 if judge.temperature is None else judge.temperature,
     )
 
 
-def _remote(judge: RulerSpec | SecondJudge, number: int, temperature: float | None) -> JudgeModel:
+def _remote(judge: JudgeSpec | SecondJudge, key: str, temperature: float | None) -> JudgeModel:
     price = judge.price or Price(input=0.0, output=0.0)
     return JudgeModel(
         model=judge.model or "",
         base_urls=(judge.base_url or "",),
-        key_variable=None if judge.secret_ref is None else KEY_VARIABLES[number],
+        key_variable=None if judge.secret_ref is None else key,
         temperature=temperature,
         input_price=price.input,
         output_price=price.output,

@@ -16,7 +16,15 @@ from kestrl.plan.components import (
     Role,
 )
 from kestrl.plan.engines import engine_component, failure_file
-from kestrl.plan.judges import reward_entries, ruler_entry, ruler_of, uses_own_engines, with_judge_secrets
+from kestrl.plan.judges import (
+    correctness_entry,
+    judges_of,
+    reward_entries,
+    ruler_entry,
+    ruler_of,
+    uses_own_engines,
+    with_judge_secrets,
+)
 from kestrl.plan.settings import (
     AgentSettings,
     DataSettings,
@@ -70,7 +78,7 @@ def group_seconds(spec: JobSpec) -> float:
     if limits.group is not None:
         return limits.group
     scoring = sum(reward.timeout for reward in spec.rewards if reward.rule is not None) * spec.algorithm.group_size
-    judging = sum(reward.ruler.timeout for reward in spec.rewards if reward.ruler is not None)
+    judging = sum(placed.judge.timeout for placed in judges_of(spec))
     return limits.episode + scoring + judging + SCORING_SLACK
 
 
@@ -143,14 +151,17 @@ def _tools(job: AgentRLJob, site: Site) -> Component:
 def _judge(job: AgentRLJob, site: Site) -> Component:
     spec = job.spec
     urls = tuple(engine_url(site, index) for index in range(spec.inference.replicas))
-    ruler = ruler_entry(spec, urls if uses_own_engines(spec) else ())
+    own = urls if uses_own_engines(spec) else ()
+    ruler, correctness = ruler_entry(spec, own), correctness_entry(spec, own)
+    judges = ruler is not None or correctness is not None
     settings = JudgeSettings.model_validate(
         {
             **_service(Role.JUDGE, 0, job, site),
             "rewards": reward_entries(spec),
             "ruler": ruler,
+            "correctness": correctness,
             # On a cluster a volume of the pod, which a restarted container keeps.
-            "state_dir": None if ruler is None else "/tmp/judge" if site.templates else f"{site.work_dir}/judge",  # noqa: S108
+            "state_dir": None if not judges else "/tmp/judge" if site.templates else f"{site.work_dir}/judge",  # noqa: S108
         }
     )
     return with_judge_secrets(_component(Role.JUDGE, 0, settings, site), spec)

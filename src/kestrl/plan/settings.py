@@ -140,6 +140,8 @@ class RewardEntry(Model):
     """Time limit for one episode in seconds."""
     field: str = "spec.rewards[0].rule"
     """Manifest field, for messages."""
+    asks_judge: bool = False
+    """Whether it may ask the correctness judge."""
 
 
 class JudgeModel(Model):
@@ -159,20 +161,13 @@ class JudgeModel(Model):
     """US dollars per million tokens of replies."""
 
 
-class RulerEntry(Model):
-    """The ruler of the manifest."""
+class JudgeEntry(Model):
+    """Judge models of the manifest, and the bounds on their use."""
 
     field: str = "spec.rewards[0].ruler"
     """Manifest field, for messages."""
     judges: tuple[JudgeModel, ...]
     """Judges in the order in which they are asked."""
-    weight: float = 1.0
-    rubric: str | None = None
-    gate: str | None = None
-    """Name of the component that gates the ruler."""
-    gate_minimum: float = 1.0
-    permutations: int = 1
-    show_reasoning: bool = False
     structured_output: Literal["json_schema", "json_object", "none"] = "json_schema"
     max_prompt_tokens: int = 32_768
     max_reply_tokens: int = 4096
@@ -186,6 +181,18 @@ class RulerEntry(Model):
     """US dollars."""
 
 
+class RulerEntry(JudgeEntry):
+    """The ruler of the manifest."""
+
+    weight: float = 1.0
+    rubric: str | None = None
+    gate: str | None = None
+    """Name of the component that gates the ruler."""
+    gate_minimum: float = 1.0
+    permutations: int = 1
+    show_reasoning: bool = False
+
+
 class JudgeSettings(ServiceSettings):
     """The judge."""
 
@@ -193,6 +200,8 @@ class JudgeSettings(ServiceSettings):
     processes: int = 1
     """Processes per reward."""
     ruler: RulerEntry | None = None
+    correctness: JudgeEntry | None = None
+    """The judge models that decide whether an answer is correct."""
     state_dir: str | None = None
     """Folder of the journal of judge calls, from which a restarted judge continues; None keeps it in memory."""
 

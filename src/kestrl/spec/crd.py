@@ -155,6 +155,18 @@ PLACED_RULES: Mapping[tuple[str, ...], tuple[dict[str, str], ...]] = {
             "give the name of the judge model on the server, with baseUrl",
             ".ruler.model",
         ),
+        rule("!has(self.correctness) || has(self.rule)", "belongs to a rule; a ruler takes none", ".correctness"),
+        rule(
+            "!has(self.correctness) || has(self.correctness.baseUrl) != "
+            "(has(self.correctness.self) && self.correctness.self)",
+            "give baseUrl and model of an OpenAI-compatible server, or self: true, and one of them only",
+            ".correctness",
+        ),
+        rule(
+            "!has(self.correctness) || has(self.correctness.baseUrl) == has(self.correctness.model)",
+            "give the name of the judge model on the server, with baseUrl",
+            ".correctness.model",
+        ),
     ),
 }
 """CEL rules by their position in the schema; `[]` is an item of a list."""

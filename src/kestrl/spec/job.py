@@ -10,9 +10,9 @@ from typing import Annotated, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from kestrl.spec.algorithms import Algorithm
-from kestrl.spec.judges import RulerSpec
+from kestrl.spec.judges import CorrectnessSpec, RulerSpec
 from kestrl.spec.model import LARGEST_CONTEXT, LARGEST_SEED, Model, NonNegativeInt, Positive, PositiveInt
-from kestrl.spec.scalars import Address, Duration, DurationOrZero, JobName, JsonObject, Name
+from kestrl.spec.scalars import Address, Duration, DurationOrZero, ImportPath, JobName, JsonObject, Name
 from kestrl.spec.secrets import SecretRef
 from kestrl.spec.tools import Tool
 
@@ -114,6 +114,9 @@ class Reward(Model):
     """Additional keyword arguments of the function."""
     ruler: RulerSpec | None = None
     """A judge model that scores the episodes of a group relative to each other."""
+    correctness: CorrectnessSpec | None = None
+    """A judge model that the rule asks whether an answer is correct (`Attempt.judged_correct`). An episode whose answer
+    it did not judge has no reward."""
     weight: Annotated[float, Field(strict=False)] = 1.0
     """Weight of the component; the reward of an episode is the weighted sum."""
     timeout: Duration = 10.0
@@ -123,6 +126,8 @@ class Reward(Model):
     def _one_kind(self) -> Self:
         if (self.rule is None) == (self.ruler is None):
             raise ValueError("give either `rule` or `ruler`, and one of them only")
+        if self.correctness is not None and self.rule is None:
+            raise ValueError("`correctness` belongs to a `rule`; a ruler takes none")
         return self
 
 

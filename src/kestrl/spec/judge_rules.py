@@ -5,13 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from kestrl.spec.job import JobSpec
-from kestrl.spec.judges import JudgeBudget, RulerSpec
+from kestrl.spec.judges import JudgeBudget, JudgeSpec
 from kestrl.spec.problems import Problem
 from kestrl.spec.scalars import format_duration
 
 
 def judge_problems(spec: JobSpec) -> Iterator[Problem]:
-    """Problems of the ruler and of what surrounds it."""
+    """Problems of judge models and of what surrounds them."""
+    asked = [(index, reward.correctness) for index, reward in enumerate(spec.rewards) if reward.correctness is not None]
+    for index, _ in asked[1:]:
+        yield Problem(f"spec.rewards[{index}].correctness", "is the second; one rule of a job can ask a judge model")
+    for index, correctness in asked:
+        yield from _judge(correctness, spec, f"spec.rewards[{index}].correctness")
     rulers = [(index, reward.ruler) for index, reward in enumerate(spec.rewards) if reward.ruler is not None]
     for index, _ in rulers[1:]:
         yield Problem(f"spec.rewards[{index}].ruler", "is the second ruler; keep one, and name another judge as second")
@@ -19,9 +24,7 @@ def judge_problems(spec: JobSpec) -> Iterator[Problem]:
         path = f"spec.rewards[{index}].ruler"
         if spec.rewards[index].config:
             yield Problem(f"spec.rewards[{index}].config", "a ruler takes no config; use the fields of `ruler`")
-        yield from _endpoint(ruler, path)
-        yield from _limits(ruler, spec, path)
-        yield from _budget(ruler, path)
+        yield from _judge(ruler, spec, path)
         rules = [reward.rule for reward in spec.rewards if reward.rule is not None]
         if ruler.gate is not None and ruler.gate.rule not in rules:
             yield Problem(
@@ -31,46 +34,52 @@ def judge_problems(spec: JobSpec) -> Iterator[Problem]:
             )
 
 
-def _endpoint(ruler: RulerSpec, path: str) -> Iterator[Problem]:
-    if ruler.job_model:
-        given = {"baseUrl": ruler.base_url, "model": ruler.model, "secretRef": ruler.secret_ref, "price": ruler.price}
+def _judge(judge: JudgeSpec, spec: JobSpec, path: str) -> Iterator[Problem]:
+    yield from _endpoint(judge, path)
+    yield from _limits(judge, spec, path)
+    yield from _budget(judge, path)
+
+
+def _endpoint(judge: JudgeSpec, path: str) -> Iterator[Problem]:
+    if judge.job_model:
+        given = {"baseUrl": judge.base_url, "model": judge.model, "secretRef": judge.secret_ref, "price": judge.price}
         for name, value in given.items():
             if value is not None:
                 yield Problem(
                     f"{path}.{name}", "is not used with `self: true`, the job's own model; remove one of them"
                 )
-    elif ruler.base_url is None:
+    elif judge.base_url is None:
         yield Problem(
             f"{path}.baseUrl",
             "is missing; give baseUrl and model of an OpenAI-compatible server, or `self: true` for the job's own "
             "base model",
         )
-    elif ruler.model is None:
+    elif judge.model is None:
         yield Problem(f"{path}.model", "is missing; give the name of the judge model on the server")
 
 
-def _limits(ruler: RulerSpec, spec: JobSpec, path: str) -> Iterator[Problem]:
-    if ruler.request_timeout > ruler.timeout:
+def _limits(judge: JudgeSpec, spec: JobSpec, path: str) -> Iterator[Problem]:
+    if judge.request_timeout > judge.timeout:
         yield Problem(
             f"{path}.requestTimeout",
-            f"{format_duration(ruler.request_timeout)} is above timeout ({format_duration(ruler.timeout)}), which "
+            f"{format_duration(judge.request_timeout)} is above timeout ({format_duration(judge.timeout)}), which "
             "bounds all requests of a group; lower it or raise timeout",
         )
     group = spec.rollout.deadlines.group
-    if group is not None and ruler.timeout >= group:
+    if group is not None and judge.timeout >= group:
         yield Problem(
             f"{path}.timeout",
-            f"{format_duration(ruler.timeout)} does not fit rollout.deadlines.group ({format_duration(group)}), which "
+            f"{format_duration(judge.timeout)} does not fit rollout.deadlines.group ({format_duration(group)}), which "
             "includes scoring; lower it or raise the deadline",
         )
 
 
-def _budget(ruler: RulerSpec, path: str) -> Iterator[Problem]:
-    if ruler.budget == JudgeBudget() or ruler.budget.cost is None:
+def _budget(judge: JudgeSpec, path: str) -> Iterator[Problem]:
+    if judge.budget == JudgeBudget() or judge.budget.cost is None:
         return
-    if ruler.price is None and not ruler.job_model:
+    if judge.price is None and not judge.job_model:
         yield Problem(f"{path}.budget.cost", "needs `price`, from which a cost is computed; give it, or limit tokens")
-    if ruler.second is not None and ruler.second.price is None:
+    if judge.second is not None and judge.second.price is None:
         yield Problem(f"{path}.budget.cost", "needs `second.price`, too; give it, or limit tokens")
-    if ruler.job_model and ruler.second is None:
+    if judge.job_model and judge.second is None:
         yield Problem(f"{path}.budget.cost", "the job's own model costs nothing; limit calls or tokens, or remove it")

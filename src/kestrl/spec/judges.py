@@ -56,8 +56,8 @@ class Gate(Model):
     """Smallest reward of the rule that passes."""
 
 
-class RulerSpec(Model):
-    """A language-model judge that scores the episodes of a group relative to each other, from 0 to 1 (RULER)."""
+class JudgeSpec(Model):
+    """A judge model, and the bounds on its use."""
 
     base_url: BaseUrl | None = None
     """Base URL of an OpenAI-compatible server, such as https://api.openai.com/v1."""
@@ -71,20 +71,13 @@ class RulerSpec(Model):
     """Whether the judge is the job's own base model, on its engines, without an adapter."""
     price: Price | None = None
     second: SecondJudge | None = None
-    """Judge that is asked when this one gave no valid scores."""
-    rubric: Annotated[str, Field(min_length=1, max_length=20_000)] | None = None
-    """Grading standards. Default: achieving the goal first, then efficiency, with partial credit."""
-    gate: Gate | None = None
-    permutations: Annotated[int, Field(ge=1, le=16)] = 1
-    """Requests for each group, each in another order; a score is the mean of them."""
-    reasoning: Literal["hide", "show"] = "hide"
-    """Whether the judge sees the reasoning of the agent, which can persuade it of what did not happen."""
+    """Judge that is asked when this one gave no valid reply."""
     structured_output: Literal["json_schema", "json_object", "none"] = "json_schema"
     """How the server is asked for JSON: its `response_format`. Replies are checked in any case."""
     temperature: Annotated[float, Field(ge=0, le=2, strict=False)] | None = None
     """Temperature of the judge. Default: the server's, and 0 for the job's own model."""
     max_prompt_tokens: Annotated[int, Field(ge=256, le=LARGEST_CONTEXT)] = 32_768
-    """Maximum estimated tokens of a prompt; longer groups are shortened from their beginning, with a notice."""
+    """Maximum estimated tokens of a prompt; a longer group is shortened from its beginning, with a notice."""
     max_reply_tokens: Annotated[int, Field(ge=64, le=LARGEST_CONTEXT)] = 4096
     """Maximum tokens of a reply."""
     concurrency: Annotated[int, Field(ge=1, le=1024)] = 8
@@ -92,5 +85,21 @@ class RulerSpec(Model):
     request_timeout: Duration = 60.0
     """Time limit of one request."""
     timeout: Duration = 300.0
-    """Time limit of scoring one group, with all requests; after it the group is unscored."""
+    """Time limit of scoring one group, with all requests; what is not scored then is unscored."""
     budget: JudgeBudget = JudgeBudget()
+
+
+class RulerSpec(JudgeSpec):
+    """A language-model judge that scores the episodes of a group relative to each other, from 0 to 1 (RULER)."""
+
+    rubric: Annotated[str, Field(min_length=1, max_length=20_000)] | None = None
+    """Grading standards. Default: achieving the goal first, then efficiency, with partial credit."""
+    gate: Gate | None = None
+    permutations: Annotated[int, Field(ge=1, le=16)] = 1
+    """Requests for each group, each in another order; a score is the mean of them."""
+    reasoning: Literal["hide", "show"] = "hide"
+    """Whether the judge sees the reasoning of the agent, which can persuade it of what did not happen."""
+
+
+class CorrectnessSpec(JudgeSpec):
+    """A language-model judge that decides whether an answer states what an accepted answer does."""

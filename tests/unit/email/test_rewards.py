@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kestrl.episode import CallOutcome, Episode, Scenario, StopReason, ToolCall, Turn
-from kestrl.rewards import Attempt, Score
+from kestrl.rewards import Attempt, Score, VerdictNeeded
 from kestrl_email.rewards import art_e, art_e_compat, evidence_gated, first_search, normalised
 
 RIGHT = "m1"
@@ -45,6 +45,7 @@ def score(
     stop: StopReason | None = None,
     rule: Rule = art_e,
     ground_truth: Mapping[str, Any] = GROUND_TRUTH,
+    verdicts: Mapping[str, bool] | None = None,
 ) -> Score:
     final = bool(calls) and "answer" in calls[-1].data
     turns = len(calls) if turns is None else turns
@@ -55,8 +56,9 @@ def score(
         stop_reason=stop or (StopReason.FINAL_TOOL if final else StopReason.ANSWERED),
         failure=None, policy=None, engine="", started_at=0, seconds=0,
     )  # fmt: skip
-    scenario = Scenario(id="s", ordinal=0, messages=(), ground_truth=ground_truth)
-    return rule(Attempt(scenario=scenario, episode=episode, max_turns=MAX_TURNS))
+    messages = [{"role": "user", "content": "Which day?"}]
+    scenario = Scenario(id="s", ordinal=0, messages=messages, ground_truth=ground_truth)
+    return rule(Attempt(scenario=scenario, episode=episode, max_turns=MAX_TURNS, verdicts=verdicts))
 
 
 @pytest.mark.parametrize(
@@ -264,3 +266,29 @@ def test_every_reward_reports_the_same_metrics(rule: Rule):
     assert metrics == score(UNREADABLE, UNKNOWN, MISFIT, READ_INVALID, READ, answer("Monday", RIGHT)).metrics
     for name in ("cant_parse_tool_call", "bad_tool_call_name", "bad_tool_call_args", "tool_errors", "answer_correct"):
         assert metrics[name] == 1
+
+
+@pytest.mark.parametrize("rule", [art_e, art_e_compat, evidence_gated])
+def test_a_judge_decides_on_answers_that_are_not_equal(rule: Rule) -> None:
+    truth = {**GROUND_TRUTH, "aliases": ["Mon"]}
+    calls = (FOUND, READ, answer("on the first day of the week", RIGHT))
+    with pytest.raises(VerdictNeeded) as asked:
+        score(*calls, rule=rule, ground_truth=truth, verdicts={})
+    claim = asked.value.claim
+    assert (claim.question, claim.accepted, claim.answer) == (
+        "Which day?",
+        ("Monday", "Mon"),
+        "on the first day of the week",
+    )
+    right, wrong = (
+        score(*calls, rule=rule, ground_truth=truth, verdicts={claim.digest(): verdict}) for verdict in (True, False)
+    )
+    equal = score(FOUND, READ, answer("mon.", RIGHT), rule=rule, ground_truth=truth, verdicts={})  # not asked
+    assert right == equal
+    assert wrong.value < right.value
+    assert wrong == score(FOUND, READ, answer("Tuesday", RIGHT), rule=rule, ground_truth=truth)
+
+
+def test_no_answer_and_no_knowledge_are_never_judged() -> None:
+    for calls in ((FOUND, READ), (FOUND, READ, answer("I don't know")), ()):
+        assert score(*calls, verdicts={}) == score(*calls)

@@ -125,3 +125,26 @@ def takes_nothing() -> float:
 
 
 constant = 1.0
+
+
+def asks(attempt: Attempt) -> Score:
+    """1 for an answer that the judge finds correct, 0 for another, -1 without a judge."""
+    try:
+        right = attempt.judged_correct(
+            question="What is 2 + 2?", accepted=["4", "IV"], answer=attempt.episode.final_text
+        )
+    except Exception:  # noqa: BLE001 - a user may catch everything; asking is not an error
+        return Score(value=-2.0)
+    return Score(value=-1.0 if right is None else float(right))
+
+
+async def asks_late(attempt: Attempt) -> float:
+    await asyncio.sleep(0)
+    return asks(attempt).value
+
+
+def asks_often(attempt: Attempt) -> float:
+    return sum(
+        bool(attempt.judged_correct(question=str(number), accepted=["4"], answer=attempt.episode.final_text))
+        for number in range(9)
+    )

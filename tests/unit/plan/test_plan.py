@@ -369,3 +369,22 @@ def test_a_pod_of_a_template_has_its_node_from_its_own_ordinal() -> None:
     assert NODE_VARIABLE not in node.env
     (alone,) = (each for each in plan(job_with("learner.accelerator.count=2"), site) if each.role is Role.LEARNER)
     assert alone.env[NODE_VARIABLE] == "0"
+
+
+def test_a_correctness_judge_has_its_own_models_keys_and_servers() -> None:
+    component, settings = judge_of(
+        "rewards=[{rule: exact_answer, correctness: {baseUrl: 'https://a:8443/v1', model: m, secretRef: {name: s}, "
+        "second: {baseUrl: 'http://b/v1', model: n, secretRef: {name: t}, secretKey: K}, budget: {calls: 9}}}, "
+        "{ruler: {self: true}}]"
+    )
+    assert settings.correctness is not None
+    assert settings.ruler is not None
+    assert settings.state_dir is not None
+    assert [entry.asks_judge for entry in settings.rewards] == [True]
+    assert settings.correctness.field == "spec.rewards[0].correctness"
+    assert settings.correctness.budget_calls == 9
+    assert [model.model for model in settings.correctness.judges] == ["m", "n"]
+    keys = {name: (key.secret, key.key) for name, key in component.user_secrets.items()}
+    assert keys == {"KESTRL_JUDGE_KEY_2": ("s", "OPENAI_API_KEY"), "KESTRL_JUDGE_KEY_3": ("t", "K")}
+    assert [model.key_variable for model in settings.correctness.judges] == list(keys)
+    assert component.own_secrets  # of the engines, for the ruler

@@ -114,6 +114,16 @@ def test_a_missing_field_is_named() -> None:
         (["rewards=[{rule: loop_reward}]"], "spec.rewards[0].rule"),
         (["rewards=[{ruler: {}}]"], "spec.rewards[0].ruler.baseUrl"),
         (["rewards=[{ruler: {baseUrl: 'http://x/v1'}}]"], "spec.rewards[0].ruler.model"),
+        (["rewards=[{rule: exact_answer, correctness: {}}]"], "spec.rewards[0].correctness.baseUrl"),
+        (
+            ["rewards=[{rule: format, correctness: {self: true, timeout: 10s}}]"],
+            "rewards[0].correctness.requestTimeout",
+        ),
+        (["rewards=[{ruler: {self: true}, correctness: {self: true}}]"], "spec.rewards[0]"),
+        (
+            ["rewards=[{rule: format, correctness: {self: true}}, {rule: exact_answer, correctness: {self: true}}]"],
+            "spec.rewards[1].correctness",
+        ),
         (["rewards=[{ruler: {baseUrl: 'ftp://x', model: m}}]"], "spec.rewards[0].ruler.baseUrl"),
         (["rewards=[{ruler: {baseUrl: 'http://u:p@x/v1', model: m}}]"], "spec.rewards[0].ruler.baseUrl"),
         (["rewards=[{ruler: {self: true, model: m}}]"], "spec.rewards[0].ruler.model"),

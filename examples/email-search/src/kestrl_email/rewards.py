@@ -29,8 +29,9 @@ Fixes:
   was scored as a malformed call.
 * A malformed call does not end the episode: the model gets a message and may correct the call. Only the end of the
   episode counts.
-* The answer is compared, not judged by a model. It must be equal to an accepted answer except for case, white space and
-  a final full stop, so a list of guesses earns nothing.
+* The answer must be equal to an accepted answer except for case, white space and a final full stop, so a list of
+  guesses earns nothing. If the manifest names a judge model (`rewards[].correctness`), it decides on every other
+  answer; an answer that it does not judge leaves the episode without a reward.
 * `answer_correct` requires the right answer *with the right mail cited*; the published metric, without it, is
   `answer_right`.
 
@@ -111,6 +112,7 @@ class Facts:
     unknown: bool
     """Answered "I don't know"."""
     answer_right: bool
+    """Equal to an accepted answer, or found correct by the job's judge model."""
     sources_right: bool
     sources: int
     """Distinct cited mails."""
@@ -120,16 +122,17 @@ class Facts:
         return self.answered and not self.unknown
 
 
-def facts_of(calls: Sequence[ToolCall], ground_truth: Mapping[str, Any]) -> Facts:
+def facts_of(attempt: Attempt, calls: Sequence[ToolCall], ground_truth: Mapping[str, Any]) -> Facts:
     """The facts of tool calls, in order."""
     evidence = Evidence.of(ground_truth)
     done = [call for call in calls if call.outcome is CallOutcome.OK]
     reads = [call for call in calls if call.name == "read_email"]
     final = next((call for call in reversed(done) if "answer" in call.data), None)
-    answer = "" if final is None else normalised(str(final.data["answer"]))
+    text = "" if final is None else str(final.data["answer"])
+    answer = normalised(text)
     sources: list[str] = [] if final is None else list(dict.fromkeys(final.data["sources"]))
     unknown = final is not None and answer == normalised(DONT_KNOW)
-    accepted = {normalised(text) for text in (ground_truth["answer"], *ground_truth.get("aliases", ()))}
+    accepted = [str(each) for each in (ground_truth["answer"], *ground_truth.get("aliases", ()))]
     return Facts(
         found=evidence.within([message_id for call in done for message_id in call.data.get("found", ())]),
         read=evidence.within([str(call.data.get("read")) for call in done]),
@@ -137,10 +140,17 @@ def facts_of(calls: Sequence[ToolCall], ground_truth: Mapping[str, Any]) -> Fact
         read_invalid=any(call.outcome is CallOutcome.TOOL_ERROR for call in reads),
         answered=final is not None,
         unknown=unknown,
-        answer_right=final is not None and not unknown and answer in accepted,
+        answer_right=final is not None and not unknown and _is_right(attempt, text, accepted),
         sources_right=evidence.within(sources),
         sources=len(sources),
     )
+
+
+def _is_right(attempt: Attempt, answer: str, accepted: Sequence[str]) -> bool:
+    if normalised(answer) in map(normalised, accepted):
+        return True
+    question = next((it["content"] for it in reversed(attempt.scenario.messages) if it["role"] == "user"), "")
+    return bool(attempt.judged_correct(question=question, accepted=accepted, answer=answer))
 
 
 def _metrics(episode: Episode, facts: Facts) -> dict[str, float]:
@@ -171,7 +181,7 @@ def _metrics(episode: Episode, facts: Facts) -> dict[str, float]:
 def art_e(attempt: Attempt) -> Score:
     """Scores one episode by the table of this module."""
     episode = attempt.episode
-    facts = facts_of(episode.tool_calls, attempt.scenario.ground_truth)
+    facts = facts_of(attempt, episode.tool_calls, attempt.scenario.ground_truth)
     never_invalid = facts.tried_to_read and not facts.read_invalid
     partial = 0.1 * facts.found + 0.1 * facts.read + 0.1 * never_invalid + 0.1 * facts.sources_right
     last = episode.tool_calls[-1].outcome if episode.tool_calls else None
@@ -203,7 +213,7 @@ def art_e_compat(attempt: Attempt) -> Score:
     ground_truth = {**attempt.scenario.ground_truth, "evidence": "any"}
     calls = episode.tool_calls
     first = next((index for index, call in enumerate(calls) if call.outcome in MALFORMED), None)
-    facts = facts_of(calls if first is None else calls[:first], ground_truth)
+    facts = facts_of(attempt, calls if first is None else calls[:first], ground_truth)
     partial = 0.1 * facts.found + 0.1 * facts.read + 0.1 * (not facts.read_invalid) + 0.1 * facts.sources_right
     if first is not None:
         value = MALFORMED[calls[first].outcome] + partial
@@ -215,7 +225,7 @@ def art_e_compat(attempt: Attempt) -> Score:
         value = partial
     else:
         value = _right(attempt, facts, episode.num_turns)
-    return Score(value=value, metrics=_metrics(episode, facts_of(calls, attempt.scenario.ground_truth)))
+    return Score(value=value, metrics=_metrics(episode, facts_of(attempt, calls, attempt.scenario.ground_truth)))
 
 
 def evidence_gated(attempt: Attempt, max_sources: int = MAX_SOURCES) -> Score:
@@ -226,7 +236,7 @@ def evidence_gated(attempt: Attempt, max_sources: int = MAX_SOURCES) -> Score:
         max_sources: Cited mails that are accepted at most, or as many as are needed.
     """
     ground_truth = attempt.scenario.ground_truth
-    facts = facts_of(attempt.episode.tool_calls, ground_truth)
+    facts = facts_of(attempt, attempt.episode.tool_calls, ground_truth)
     evidence = Evidence.of(ground_truth)
     allowed = max(max_sources, len(evidence.message_ids) if evidence.all_needed else 1)
     accepted = facts.answer_right and facts.sources_right and facts.sources <= allowed

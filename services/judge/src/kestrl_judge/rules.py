@@ -9,20 +9,24 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from kestrl.api.judge.v1 import judge_pb2 as pb
 from kestrl.episode import Group
-from kestrl.errors import JudgeFailure, UserInputError
+from kestrl.errors import Failure, JudgeFailure, UserInputError
 from kestrl.plan.settings import JudgeSettings, RewardEntry
-from kestrl.rewards import Score
+from kestrl.rewards import Claim, Score
 from kestrl.rpc.codec import episode_to_proto, failure_from_proto, scenario_to_proto
+from kestrl_judge.correctness import CorrectnessJudge, JudgedAnswer
 from kestrl_judge.process import Command, Died, Late, RewardProcess
 from kestrl_judge.scoring import Gate, ScoredGroup, Verdict
 
 log = logging.getLogger(__name__)
 QUEUE = 4096
 """Maximum queued episodes per reward; further callers wait."""
+MOST_CLAIMS = 4
+"""Answers of one episode that a reward may have judged."""
 BACKOFF = (0.1, 0.5, 2.0, 5.0)
 """Seconds before the restart of an ended process, by the number of consecutive ends."""
 
@@ -30,13 +34,16 @@ BACKOFF = (0.1, 0.5, 2.0, 5.0)
 @dataclass(eq=False, slots=True)
 class _Job:
     request: bytes
-    verdict: asyncio.Future[Verdict] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    verdict: asyncio.Future[Verdict | Claim] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
 
 class RuleScorer:
     """Scorer of one rule."""
 
-    def __init__(self, entry: RewardEntry, command: Command, *, processes: int) -> None:
+    def __init__(
+        self, entry: RewardEntry, command: Command, *, processes: int, correctness: CorrectnessJudge | None = None
+    ) -> None:
+        self._correctness = correctness
         self.name = command.name
         self.rule = entry.rule
         self.gate: Gate | None = None
@@ -60,6 +67,8 @@ class RuleScorer:
         Raises:
             UserInputError: The reward cannot be loaded.
         """
+        if self._correctness is not None:
+            await self._correctness.open()
         for index in range(self._processes):
             self._running[index] = await RewardProcess.start(self._command)
             self._keepers.append(asyncio.create_task(self._keep(index), name=f"{self.name}-{index}"))
@@ -75,22 +84,49 @@ class RuleScorer:
         for process in list(self._running.values()):
             await process.kill()
         self._running.clear()
+        if self._correctness is not None:
+            await self._correctness.close()
 
     async def score(self, group: Group, *, max_turns: int) -> ScoredGroup:
-        jobs: dict[str, _Job] = {}
-        scenario = scenario_to_proto(group.scenario)
+        scenario, calls = scenario_to_proto(group.scenario), list[dict[str, Any]]()
+        judged: dict[str, list[JudgedAnswer]] = {episode.id: [] for episode in group.episodes}
+        requests: dict[str, pb.ScoreGroupRequest] = {}
         for episode in group.episodes:
-            alone = pb.ScoreGroupRequest(max_turns=max_turns)
+            alone = pb.ScoreGroupRequest(max_turns=max_turns, has_judge=self._correctness is not None)
             alone.group.id = group.id
             alone.group.scenario.CopyFrom(scenario)
             alone.group.episodes.append(episode_to_proto(episode))
-            jobs[episode.id] = _Job(alone.SerializeToString())
-            await self._jobs.put(jobs[episode.id])
-        try:
-            return ScoredGroup({episode_id: await job.verdict for episode_id, job in jobs.items()})
-        finally:
-            for job in jobs.values():
-                job.verdict.cancel()  # no effect on finished ones; waiting ones are skipped
+            requests[episode.id] = alone
+        verdicts = await asyncio.gather(
+            *(self._verdict(request, judged[name], calls) for name, request in requests.items())
+        )
+        return ScoredGroup(
+            dict(zip(requests, verdicts, strict=True)),
+            episodes={name: [asdict(answer) for answer in answers] for name, answers in judged.items() if answers},
+            details={"calls": calls} if calls else None,
+        )
+
+    async def _verdict(
+        self, request: pb.ScoreGroupRequest, judged: list[JudgedAnswer], calls: list[dict[str, Any]]
+    ) -> Verdict:
+        """Scores one episode; if the function asks about an answer, again with the judge's verdict."""
+        for _ in range(MOST_CLAIMS + 1):
+            job = _Job(request.SerializeToString())
+            await self._jobs.put(job)
+            try:
+                found = await job.verdict
+            finally:
+                job.verdict.cancel()  # no effect on a finished one; a waiting one is skipped
+            if not isinstance(found, Claim):
+                return found
+            assert self._correctness is not None, "a function without a judge gets no verdicts to ask for"
+            answer = await self._correctness.verdict(found, calls)
+            if isinstance(answer, Failure):
+                return answer
+            judged.append(answer)
+            request.verdicts[found.digest()] = answer.correct
+        message = f"{self.name}: asked about more than {MOST_CLAIMS} answers of one episode"
+        return JudgeFailure(message, code="too_many_claims").failure()
 
     async def _keep(self, index: int) -> None:
         """Worker loop of one process: scores queued episodes until cancelled."""
@@ -114,10 +150,12 @@ class RuleScorer:
                 _settle(job, _stopped(self.name).failure())
                 raise
 
-    async def _asked(self, process: RewardProcess, job: _Job) -> Verdict:
+    async def _asked(self, process: RewardProcess, job: _Job) -> Verdict | Claim:
         score = await process.ask(job.request, seconds=self._seconds)
         if score.HasField("failure"):
             return failure_from_proto(score.failure)
+        if score.HasField("claim"):
+            return Claim(score.claim.question, tuple(score.claim.accepted), score.claim.answer)
         return Score(value=score.reward, turns=list(score.turn_rewards), metrics=dict(score.metrics))
 
     async def _process(self, index: int, deaths: int) -> RewardProcess:
@@ -140,7 +178,7 @@ class RuleScorer:
             await process.kill()
 
 
-def _settle(job: _Job, verdict: Verdict) -> None:
+def _settle(job: _Job, verdict: Verdict | Claim) -> None:
     if not job.verdict.done():
         job.verdict.set_result(verdict)
 
@@ -153,8 +191,12 @@ def _unavailable(name: str, error: UserInputError) -> JudgeFailure:
     return JudgeFailure(f"{name}: could not be restarted: {error}", code="reward_unavailable")
 
 
-def rule_scorers(settings: JudgeSettings) -> list[RuleScorer]:
+def rule_scorers(settings: JudgeSettings, correctness: CorrectnessJudge | None = None) -> list[RuleScorer]:
     """Scorers of all rules, in manifest order.
+
+    Args:
+        settings: Of the judge.
+        correctness: Judge of the rule that may ask one.
 
     Raises:
         UserInputError: A rule is listed twice.
@@ -171,6 +213,7 @@ def rule_scorers(settings: JudgeSettings) -> list[RuleScorer]:
                 config=entry.config,
             ),
             processes=settings.processes,
+            correctness=correctness if entry.asks_judge else None,
         )
         for name, entry in zip(names, settings.rewards, strict=True)
     ]

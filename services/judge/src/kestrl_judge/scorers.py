@@ -5,6 +5,8 @@ from __future__ import annotations
 from kestrl.plan.settings import JudgeSettings, RulerEntry
 from kestrl.telemetry.metrics import observe
 from kestrl.telemetry.names import Metric
+from kestrl_judge.correctness import CorrectnessJudge
+from kestrl_judge.ruler.asking import Counts
 from kestrl_judge.ruler.scorer import RulerScorer
 from kestrl_judge.rules import RuleScorer, rule_scorers
 from kestrl_judge.scoring import Scorer
@@ -16,13 +18,19 @@ def make_scorers(settings: JudgeSettings) -> list[Scorer]:
     Raises:
         UserInputError: A rule is listed twice.
     """
-    rules = rule_scorers(settings)
+    counts = Counts()
+    _observe(counts)
+    correctness = None
+    if settings.correctness is not None:
+        correctness = CorrectnessJudge(
+            settings.correctness, salt=settings.run, state_dir=settings.state_dir, counts=counts
+        )
+    rules = rule_scorers(settings, correctness)
     observe(Metric.REWARD_RESTARTS, lambda: {rule.name: rule.restarts for rule in rules})
     if settings.ruler is None:
         return [*rules]
     entry = _with_component(settings.ruler, rules)
-    ruler = RulerScorer(entry, salt=settings.run, state_dir=settings.state_dir)
-    _observe(ruler)
+    ruler = RulerScorer(entry, salt=settings.run, state_dir=settings.state_dir, counts=counts)
     return [*rules, ruler]
 
 
@@ -32,8 +40,7 @@ def _with_component(ruler: RulerEntry, rules: list[RuleScorer]) -> RulerEntry:
     return ruler.model_copy(update={"gate": component})
 
 
-def _observe(ruler: RulerScorer) -> None:
-    counts = ruler.counts
+def _observe(counts: Counts) -> None:
     observe(Metric.JUDGE_CALLS, lambda: {key: float(count) for key, count in counts.calls.items()})
     observe(Metric.JUDGE_TOKENS, lambda: {key: float(count) for key, count in counts.tokens.items()})
     observe(Metric.JUDGE_COST, lambda: dict(counts.cost))

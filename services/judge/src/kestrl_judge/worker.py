@@ -19,7 +19,7 @@ from typing import Any
 
 from kestrl.api.judge.v1 import judge_pb2 as pb
 from kestrl.errors import Boundary, Failure, JudgeFailure, UserCodeError, UserInputError, described
-from kestrl.rewards import Attempt, Score
+from kestrl.rewards import Attempt, Claim, Score, VerdictNeeded
 from kestrl.rewards.checking import as_score
 from kestrl.rewards.resolving import Reward, is_built_in, resolve
 from kestrl.rpc.codec import episode_from_proto, failure_to_proto, scenario_from_proto
@@ -42,10 +42,13 @@ class Rule:
         Raises:
             JudgeFailure: A built-in reward raised, or the value is not a finite number.
             UserCodeError: The user's function, or its returned object, raised.
+        VerdictNeeded: It asks the correctness judge.
         """
         try:
             returned: Any = self.function(attempt)
             returned = self.runner.run(_awaited(returned)) if inspect.isawaitable(returned) else returned
+        except VerdictNeeded:
+            raise
         except BaseException as error:
             raise self._raised(error) from error
         try:
@@ -69,14 +72,23 @@ def answer(rule: Rule, request: pb.ScoreGroupRequest) -> pb.EpisodeScore:
     """Score of the episode in a request, or its failure."""
     episode = episode_from_proto(request.group.episodes[0])
     attempt = Attempt(
-        scenario=scenario_from_proto(request.group.scenario), episode=episode, max_turns=request.max_turns
+        scenario=scenario_from_proto(request.group.scenario),
+        episode=episode,
+        max_turns=request.max_turns,
+        verdicts=dict(request.verdicts) if request.has_judge else None,
     )
     try:
         score = rule.score(attempt)
+    except VerdictNeeded as needed:
+        return pb.EpisodeScore(episode_id=episode.id, claim=_claim_to_proto(needed.claim))
     except (JudgeFailure, UserCodeError) as error:
         return pb.EpisodeScore(episode_id=episode.id, failure=failure_to_proto(error.failure()))
     # Here, unlike in the judge's answer, `reward` is that of the episode without its turns.
     return pb.EpisodeScore(episode_id=episode.id, reward=score.value, turn_rewards=score.turns, metrics=score.metrics)
+
+
+def _claim_to_proto(claim: Claim) -> pb.Claim:
+    return pb.Claim(question=claim.question, accepted=claim.accepted, answer=claim.answer)
 
 
 def main() -> None:

@@ -16,6 +16,7 @@ from kestrl_judge.bank.cases import TOLERANCE, Case, Scores, all_cases, group_of
 from kestrl_judge.ruler.asking import Asker, Counts
 from kestrl_judge.ruler.client import NoScores, Reason
 from kestrl_judge.ruler.journal import Journal
+from kestrl_judge.ruler.scorer import prompts
 from kestrl_judge.ruler.trajectories import compare
 
 PASSING_SCORE = 0.5
@@ -43,23 +44,23 @@ async def run_bank(ruler: RulerEntry, cases: Sequence[Case] | None = None) -> di
         UserInputError: The judge cannot be used: the first case got no reply.
     """
     counts = Counts()
-    asker = Asker(ruler, Journal(None), secrets.token_hex(8), counts)
+    asker, salt = Asker(ruler, Journal(None), counts), secrets.token_hex(8)
     try:
         # One case alone: a wrong address or key would fail every case, and look like a bad judge.
         first, *others = cases or all_cases()
-        outcomes = [await _outcome(asker, ruler, first)]
+        outcomes = [await _outcome(asker, ruler, salt, first)]
         if outcomes[0].reason in UNUSABLE:
             raise UserInputError(f"the judge gave no reply to the first case: {outcomes[0].problem}")
-        outcomes += await asyncio.gather(*(_outcome(asker, ruler, case) for case in others))
+        outcomes += await asyncio.gather(*(_outcome(asker, ruler, salt, case) for case in others))
     finally:
         await asker.close()
     return report(ruler, outcomes, counts)
 
 
-async def _outcome(asker: Asker, ruler: RulerEntry, case: Case) -> Outcome:
+async def _outcome(asker: Asker, ruler: RulerEntry, salt: str, case: Case) -> Outcome:
     comparison = compare(group_of(case), show_reasoning=ruler.show_reasoning)
     try:
-        opinion = await asker.opinion(comparison, case.permutation, [])
+        opinion = await asker.opinion(prompts(comparison, ruler, salt, case.permutation), [])
     except NoScores as error:
         return Outcome(case, None, f"not scored ({error.reason}): {error}", error.reason)
     scores = {label: grade.score for name, grade in opinion.grades.items() for label in opinion.prompt.episodes[name]}

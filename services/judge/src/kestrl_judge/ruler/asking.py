@@ -7,25 +7,21 @@ import json
 import logging
 import time
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from kestrl.plan.settings import RulerEntry
+from kestrl.plan.settings import JudgeEntry
 from kestrl_judge.ruler.budget import Budget, Usage, usage_of
 from kestrl_judge.ruler.client import JudgeClient, NoScores, Reason, Reply
 from kestrl_judge.ruler.escaping import estimated_tokens
 from kestrl_judge.ruler.journal import Graded, Journal
-from kestrl_judge.ruler.prompt import Prompt, build, digest
-from kestrl_judge.ruler.reply import Grade, Malformed, parse, schema
+from kestrl_judge.ruler.prompt import Prompt, digest
+from kestrl_judge.ruler.reply import Grade, Malformed
 from kestrl_judge.ruler.shortening import TooLarge
-from kestrl_judge.ruler.trajectories import Comparison
 
 log = logging.getLogger(__name__)
-REPAIR = (
-    "Your reply cannot be used: {error}. Reply again with one JSON object "
-    "only, with each of these ids exactly once and a score between 0 and 1 for each: {ids}."
-)
+REPAIR = "Your reply cannot be used: {error}. Reply again with one JSON object only, with {wanted}."
 LONGEST_QUOTED = 2000
 """Characters of an invalid reply that the judge is shown again."""
 SMALLER = (1.0, 0.75, 0.55, 0.4, 0.3, 0.2)
@@ -58,11 +54,15 @@ class Opinion:
     grades: Mapping[str, Grade]
 
 
-class Asker:
-    """Asks the judges of a ruler."""
+BuildPrompt = Callable[[int], Prompt]
+"""Makes the prompt within a number of tokens; raises `TooLarge`."""
 
-    def __init__(self, ruler: RulerEntry, journal: Journal, salt: str, counts: Counts) -> None:
-        self._ruler, self._journal, self._salt, self.counts = ruler, journal, salt, counts
+
+class Asker:
+    """Asks the judges of a ruler, or those that decide whether an answer is correct."""
+
+    def __init__(self, ruler: JudgeEntry, journal: Journal, counts: Counts) -> None:
+        self._ruler, self._journal, self.counts = ruler, journal, counts
         self._clients = [
             JudgeClient(judge, concurrency=ruler.concurrency, request_seconds=ruler.request_seconds)
             for judge in ruler.judges
@@ -82,12 +82,11 @@ class Asker:
         for client in self._clients:
             await client.close()
 
-    async def opinion(self, comparison: Comparison, permutation: int, record: list[dict[str, Any]]) -> Opinion:
+    async def opinion(self, build: BuildPrompt, record: list[dict[str, Any]]) -> Opinion:
         """Grades by the first judge that gives valid ones.
 
         Args:
-            comparison: What to compare.
-            permutation: Number of the order.
+            build: Makes the prompt.
             record: Gets an entry for each judge asked, for people.
 
         Raises:
@@ -96,7 +95,7 @@ class Asker:
         failures: list[NoScores] = []
         for client in self._clients:
             try:
-                return await self._by(client, comparison, permutation, record)
+                return await self._by(client, build, record)
             except NoScores as error:
                 failures.append(error)
                 log.warning("judge %s: %s: %s", client.judge.model, error.reason, error)
@@ -105,14 +104,12 @@ class Asker:
         )
         raise NoScores(failures[0].reason, text)
 
-    async def _by(
-        self, client: JudgeClient, comparison: Comparison, permutation: int, record: list[dict[str, Any]]
-    ) -> Opinion:
+    async def _by(self, client: JudgeClient, build: BuildPrompt, record: list[dict[str, Any]]) -> Opinion:
         """Grades by one judge, with a smaller prompt if it refuses the prompt as too long."""
         refused: NoScores | None = None
         for share in SMALLER:
             try:
-                prompt = self._prompt(comparison, permutation, share)
+                prompt = build(int(self._ruler.max_prompt_tokens * share))
             except TooLarge as error:
                 raise refused or NoScores(Reason.TOO_LARGE, str(error)) from error
             try:
@@ -124,10 +121,6 @@ class Asker:
                 continue
             return Opinion(prompt=prompt, model=graded.model, grades=graded.grades)
         raise refused or NoScores(Reason.TOO_LARGE, "the prompt does not fit")
-
-    def _prompt(self, comparison: Comparison, permutation: int, share: float) -> Prompt:
-        tokens = int(self._ruler.max_prompt_tokens * share)
-        return build(comparison, rubric=self._ruler.rubric, salt=self._salt, permutation=permutation, tokens=tokens)
 
     async def _shared(self, client: JudgeClient, prompt: Prompt, record: list[dict[str, Any]]) -> Graded:
         """The answer to a prompt: a known one, that of a running request, or a new one."""
@@ -187,7 +180,7 @@ class Asker:
                 return self._checked(client, reply, prompt)
             except Malformed as error:
                 errors.append(str(error))
-                repair = REPAIR.format(error=error, ids=", ".join(prompt.ids))
+                repair = REPAIR.format(error=error, wanted=prompt.form.wanted)
                 messages = [
                     *prompt.messages,
                     {"role": "assistant", "content": reply.content[:LONGEST_QUOTED] or "(empty)"},
@@ -198,7 +191,7 @@ class Asker:
     def _checked(self, client: JudgeClient, reply: Reply, prompt: Prompt) -> Graded:
         model = client.judge.model
         try:
-            grades = parse(reply.content, prompt.ids)
+            grades = prompt.form.parse(reply.content)
         except Malformed as error:
             self.counts.calls[model, Reason.MALFORMED] += 1
             if reply.finish_reason == "length":
@@ -254,7 +247,7 @@ class Asker:
         if judge.temperature is not None:
             options["temperature"] = judge.temperature
         if ruler.structured_output == "json_schema":
-            wanted = schema(prompt.ids, strict_tokens=ruler.max_reply_tokens if judge.strict_schema else None)
+            wanted = prompt.form.schema(strict_tokens=ruler.max_reply_tokens if judge.strict_schema else None)
             options["response_format"] = {
                 "type": "json_schema",
                 "json_schema": {"name": "scores", "strict": True, "schema": wanted},

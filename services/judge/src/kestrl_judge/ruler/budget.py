@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kestrl.plan.settings import JudgeModel, RulerEntry
+from kestrl.plan.settings import JudgeEntry, JudgeModel
 from kestrl_judge.ruler.client import NoScores, Reason
 
 MILLION = 1_000_000
@@ -40,7 +40,7 @@ def usage_of(judge: JudgeModel, input_tokens: int, output_tokens: int) -> Usage:
 class Budget:
     """Bounds on the use of a run. A request reserves the most it can use, so that concurrent ones stay within it."""
 
-    def __init__(self, ruler: RulerEntry) -> None:
+    def __init__(self, ruler: JudgeEntry) -> None:
         self._ruler = ruler
         self.spent = Usage()
         self._reserved = Usage()

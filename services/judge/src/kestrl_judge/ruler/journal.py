@@ -35,8 +35,8 @@ class Graded:
 class Journal:
     """Spent budget and grades, in memory and in a file if there is a folder."""
 
-    def __init__(self, folder: str | None) -> None:
-        self._path = None if folder is None else Path(folder) / "ruler.jsonl"
+    def __init__(self, folder: str | None, name: str = "ruler") -> None:
+        self._path = None if folder is None else Path(folder) / f"{name}.jsonl"
         self._file: TextIOWrapper | None = None
         self._grades: OrderedDict[str, Graded] = OrderedDict()
         self._lines = 0

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from kestrl_judge.ruler.escaping import encode, estimated_tokens
+from kestrl_judge.ruler.reply import ReplyForm, ScoresForm
 from kestrl_judge.ruler.shortening import shorten
 from kestrl_judge.ruler.trajectories import Comparison
 
@@ -55,6 +56,8 @@ class Prompt:
     shortened: tuple[str, ...]
     tokens: int
     """Estimated tokens."""
+    form: ReplyForm
+    """What a reply must be."""
 
 
 def digest(*parts: str) -> str:
@@ -102,6 +105,7 @@ def build(comparison: Comparison, *, rubric: str | None, salt: str, permutation:
         seed=seed,
         shortened=fitting.parts,
         tokens=sum(estimated_tokens(message["content"]) for message in messages) + RESERVE,
+        form=ScoresForm(shown),
     )
 
 

@@ -7,7 +7,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn, Protocol, cast
 
 LONGEST_REPLY = 1_000_000
 """Characters of a reply that are read."""
@@ -43,21 +43,55 @@ def schema(ids: Sequence[str], *, strict_tokens: int | None) -> dict[str, Any]:
     """
     if strict_tokens is None:
         item = _item({"type": "string", "enum": list(ids)}, {"type": "string"}, {"type": "number"})
-        return _object({"scores": {"type": "array", "items": item}})
+        return object_schema({"scores": {"type": "array", "items": item}})
     longest = max(SHORTEST_EXPLANATION, min(LONGEST_ENFORCED, strict_tokens // len(ids) - ITEM_TOKENS))
     # A pattern and not a length: other characters take several tokens each, and the reply would not end in time.
     explanation = {"type": "string", "pattern": rf"^[ !#-\[\]-~]{{1,{longest}}}$"}
     score = {"enum": [step / SCORE_STEPS for step in range(SCORE_STEPS + 1)]}
     items = [_item({"const": one}, explanation, score) for one in ids]
     exact = {"type": "array", "prefixItems": items, "items": False, "minItems": len(ids), "maxItems": len(ids)}
-    return _object({"scores": exact})
+    return object_schema({"scores": exact})
+
+
+class ReplyForm(Protocol):
+    """The form of a reply to one prompt."""
+
+    def schema(self, *, strict_tokens: int | None) -> dict[str, Any]:
+        """JSON schema; `strict_tokens` as in `schema`."""
+        ...
+
+    def parse(self, text: str) -> dict[str, Grade]:
+        """The grades by id; raises Malformed."""
+        ...
+
+    @property
+    def wanted(self) -> str:
+        """What a valid reply holds, for a repair."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ScoresForm:
+    """A score for each of several trajectories."""
+
+    ids: Sequence[str]
+
+    def schema(self, *, strict_tokens: int | None) -> dict[str, Any]:
+        return schema(self.ids, strict_tokens=strict_tokens)
+
+    def parse(self, text: str) -> dict[str, Grade]:
+        return parse(text, self.ids)
+
+    @property
+    def wanted(self) -> str:
+        return f"each of these ids exactly once and a score between 0 and 1 for each: {', '.join(self.ids)}"
 
 
 def _item(name: Mapping[str, Any], explanation: Mapping[str, Any], score: Mapping[str, Any]) -> dict[str, Any]:
-    return _object({"trajectory_id": name, "explanation": explanation, "score": score})
+    return object_schema({"trajectory_id": name, "explanation": explanation, "score": score})
 
 
-def _object(properties: Mapping[str, Any]) -> dict[str, Any]:
+def object_schema(properties: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "type": "object",
         "properties": dict(properties),
@@ -72,43 +106,51 @@ def parse(text: str, ids: Sequence[str]) -> dict[str, Grade]:
     Raises:
         Malformed: The reply is not one JSON object with a score for every id exactly once.
     """
-    if not text.strip():
-        raise Malformed("the reply is empty")
-    if len(text) > LONGEST_REPLY:
-        raise Malformed(f"the reply has {len(text)} characters, more than {LONGEST_REPLY}")
-    fenced = FENCE.match(text)
-    try:
-        value: Any = json.loads(
-            fenced["body"] if fenced else text, parse_constant=_refuse_constant, object_pairs_hook=_unique
-        )
-    except (ValueError, RecursionError) as error:
-        raise Malformed(f"the reply is not a JSON object: {error}"[:300]) from None
-    scores: Any = _field(value, "scores", "the reply")
+    scores: Any = field_of(read_object(text), "scores", "the reply")
     if not isinstance(scores, list):
         raise Malformed('"scores" is not a list')
     grades: dict[str, Grade] = {}
     for position, entry in enumerate(cast(Any, scores)):
         where = f"scores[{position}]"
-        name = _field(entry, "trajectory_id", where)
+        name = field_of(entry, "trajectory_id", where)
         if not isinstance(name, str) or name not in ids:
             raise Malformed(f"{where}: trajectory_id {str(name)[:60]!r} is not one of the ids")
         if name in grades:
             raise Malformed(f"{where}: {name} is scored twice")
-        grades[name] = Grade(_score(entry, where), _explanation(entry, where))
+        grades[name] = Grade(_score(entry, where), explanation_of(entry, where))
     missing = [name for name in ids if name not in grades]
     if missing:
         raise Malformed(f"no score for {', '.join(missing)}")
     return grades
 
 
-def _field(value: Any, name: str, where: str) -> Any:
+def read_object(text: str) -> Any:
+    """The JSON of a reply, which may stand in a block of Markdown.
+
+    Raises:
+        Malformed: It is empty, too long, or not strict JSON.
+    """
+    if not text.strip():
+        raise Malformed("the reply is empty")
+    if len(text) > LONGEST_REPLY:
+        raise Malformed(f"the reply has {len(text)} characters, more than {LONGEST_REPLY}")
+    fenced = FENCE.match(text)
+    try:
+        return json.loads(
+            fenced["body"] if fenced else text, parse_constant=_refuse_constant, object_pairs_hook=_unique
+        )
+    except (ValueError, RecursionError) as error:
+        raise Malformed(f"the reply is not a JSON object: {error}"[:300]) from None
+
+
+def field_of(value: Any, name: str, where: str) -> Any:
     if not isinstance(value, dict) or name not in value:
         raise Malformed(f'{where} has no "{name}"')
     return cast(Any, value[name])
 
 
 def _score(entry: Any, where: str) -> float:
-    score = _field(entry, "score", where)
+    score = field_of(entry, "score", where)
     if isinstance(score, bool) or not isinstance(score, int | float):
         raise Malformed(f"{where}: the score is not a number")
     try:
@@ -120,8 +162,8 @@ def _score(entry: Any, where: str) -> float:
     return number
 
 
-def _explanation(entry: Any, where: str) -> str:
-    explanation = _field(entry, "explanation", where)
+def explanation_of(entry: Any, where: str) -> str:
+    explanation = field_of(entry, "explanation", where)
     if not isinstance(explanation, str):
         raise Malformed(f"{where}: the explanation is not text")
     return explanation[:LONGEST_EXPLANATION]

@@ -12,9 +12,10 @@ from kestrl.episode import UNSCORED, Group, Json
 from kestrl.errors import Boundary, Failure
 from kestrl.plan.settings import RulerEntry
 from kestrl.rewards import Score
-from kestrl_judge.ruler.asking import Asker, Counts, Opinion
+from kestrl_judge.ruler.asking import Asker, BuildPrompt, Counts, Opinion
 from kestrl_judge.ruler.client import NoScores, Reason
 from kestrl_judge.ruler.journal import Journal
+from kestrl_judge.ruler.prompt import build
 from kestrl_judge.ruler.trajectories import Comparison, compare
 from kestrl_judge.scoring import Gate, ScoredGroup
 
@@ -31,14 +32,17 @@ class RulerScorer:
         ruler: Its settings.
         salt: Makes ids and orders unpredictable; equal for all processes of a run, so that answers are known again.
         state_dir: Folder of the journal; None keeps it in memory.
+        counts: Counts that it shares with other judges.
     """
 
     name = NAME
 
-    def __init__(self, ruler: RulerEntry, *, salt: str, state_dir: str | None = None) -> None:
+    def __init__(
+        self, ruler: RulerEntry, *, salt: str, state_dir: str | None = None, counts: Counts | None = None
+    ) -> None:
         self.weight = ruler.weight
         self.gate = None if ruler.gate is None else Gate(ruler.gate, ruler.gate_minimum)
-        self.counts = Counts()
+        self.counts = counts or Counts()
         self._ruler, self._salt = ruler, salt
         self._journal = Journal(state_dir)
         self._asker: Asker | None = None
@@ -46,7 +50,7 @@ class RulerScorer:
     async def open(self) -> None:
         """Reads the journal. No request is sent: each is paid for."""
         self._journal.open()
-        self._asker = Asker(self._ruler, self._journal, self._salt, self.counts)
+        self._asker = Asker(self._ruler, self._journal, self.counts)
 
     async def close(self) -> None:
         if self._asker is not None:
@@ -83,7 +87,10 @@ class RulerScorer:
         try:
             async with asyncio.timeout(self._ruler.seconds):
                 outcomes = await asyncio.gather(
-                    *(self._asker.opinion(comparison, number, record) for number, record in enumerate(records)),
+                    *(
+                        self._asker.opinion(prompts(comparison, self._ruler, self._salt, number), record)
+                        for number, record in enumerate(records)
+                    ),
                     return_exceptions=True,
                 )
         except TimeoutError as error:
@@ -100,9 +107,14 @@ class RulerScorer:
         return opinions
 
 
-def unscored(error: NoScores) -> Failure:
+def prompts(comparison: Comparison, ruler: RulerEntry, salt: str, permutation: int) -> BuildPrompt:
+    """The prompts of a comparison in one order."""
+    return lambda tokens: build(comparison, rubric=ruler.rubric, salt=salt, permutation=permutation, tokens=tokens)
+
+
+def unscored(error: NoScores, name: str = NAME) -> Failure:
     """The failure of the episodes of a group without scores."""
-    return Failure(boundary=Boundary.JUDGE, code=UNSCORED, message=f"{NAME}: not scored ({error.reason}): {error}")
+    return Failure(boundary=Boundary.JUDGE, code=UNSCORED, message=f"{name}: not scored ({error.reason}): {error}")
 
 
 def _scored(comparison: Comparison, opinions: Sequence[Opinion], calls: Sequence[Mapping[str, Json]]) -> ScoredGroup:

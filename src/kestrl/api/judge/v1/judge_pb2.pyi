@@ -25,27 +25,89 @@ class ScoreGroupRequest(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class VerdictsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.bool
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.bool = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     GROUP_FIELD_NUMBER: _builtins.int
     MAX_TURNS_FIELD_NUMBER: _builtins.int
+    VERDICTS_FIELD_NUMBER: _builtins.int
+    HAS_JUDGE_FIELD_NUMBER: _builtins.int
     max_turns: _builtins.int
     """The job's turn limit."""
+    has_judge: _builtins.bool
+    """To a reward process only: whether there is a correctness judge."""
     @_builtins.property
     def group(self) -> _common_pb2.Group:
         """Its episodes; failed ones are not scored."""
+
+    @_builtins.property
+    def verdicts(self) -> _containers.ScalarMap[_builtins.str, _builtins.bool]:
+        """To a reward process only: verdicts of the correctness judge so far, by the digest of the claim."""
 
     def __init__(
         self,
         *,
         group: _common_pb2.Group | None = ...,
         max_turns: _builtins.int = ...,
+        verdicts: _abc.Mapping[_builtins.str, _builtins.bool] | None = ...,
+        has_judge: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["group", b"group"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["group", b"group", "max_turns", b"max_turns"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["group", b"group", "has_judge", b"has_judge", "max_turns", b"max_turns", "verdicts", b"verdicts"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ScoreGroupRequest: _TypeAlias = ScoreGroupRequest  # noqa: Y015
+
+@_typing.final
+class Claim(_message.Message):
+    """What a reward asks the correctness judge."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    QUESTION_FIELD_NUMBER: _builtins.int
+    ACCEPTED_FIELD_NUMBER: _builtins.int
+    ANSWER_FIELD_NUMBER: _builtins.int
+    question: _builtins.str
+    """The question."""
+    answer: _builtins.str
+    """The answer to judge."""
+    @_builtins.property
+    def accepted(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Answers that are correct."""
+
+    def __init__(
+        self,
+        *,
+        question: _builtins.str = ...,
+        accepted: _abc.Iterable[_builtins.str] | None = ...,
+        answer: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "answer", b"answer", "question", b"question"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Claim: _TypeAlias = Claim  # noqa: Y015
 
 @_typing.final
 class EpisodeScore(_message.Message):
@@ -100,6 +162,7 @@ class EpisodeScore(_message.Message):
     FAILURE_FIELD_NUMBER: _builtins.int
     TURN_REWARDS_FIELD_NUMBER: _builtins.int
     DETAILS_JSON_FIELD_NUMBER: _builtins.int
+    CLAIM_FIELD_NUMBER: _builtins.int
     episode_id: _builtins.str
     """The episode."""
     reward: _builtins.float
@@ -122,6 +185,10 @@ class EpisodeScore(_message.Message):
     def turn_rewards(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
         """The weighted reward of each turn, in order, included in `reward`; empty if no component scores turns."""
 
+    @_builtins.property
+    def claim(self) -> Global___Claim:
+        """From a reward process only: a claim without a verdict, in place of a score."""
+
     def __init__(
         self,
         *,
@@ -132,10 +199,11 @@ class EpisodeScore(_message.Message):
         failure: _common_pb2.Failure | None = ...,
         turn_rewards: _abc.Iterable[_builtins.float] | None = ...,
         details_json: _builtins.str = ...,
+        claim: Global___Claim | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "failure", b"failure", "reward", b"reward"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "claim", b"claim", "failure", b"failure", "reward", b"reward"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "details_json", b"details_json", "episode_id", b"episode_id", "failure", b"failure", "metrics", b"metrics", "reward", b"reward", "rewards", b"rewards", "turn_rewards", b"turn_rewards"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "claim", b"claim", "details_json", b"details_json", "episode_id", b"episode_id", "failure", b"failure", "metrics", b"metrics", "reward", b"reward", "rewards", b"rewards", "turn_rewards", b"turn_rewards"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__reward: _TypeAlias = _typing.Literal["reward"]  # noqa: Y015
     _WhichOneofArgType__reward: _TypeAlias = _typing.Literal["_reward", b"_reward"]  # noqa: Y015

@@ -1,0 +1,43 @@
+"""The gRPC service of a rollout worker; the work is done in `groups`."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+
+import grpc
+
+from kestrl.api.rollout.v1 import rollout_pb2 as pb
+from kestrl.api.rollout.v1 import rollout_pb2_grpc as stubs
+from kestrl_rollout.groups import GroupRunner
+from kestrl_rollout.requests import read_request
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class RolloutServicer(stubs.RolloutServiceServicer):
+    """RunGroup, GetCapacity."""
+
+    def __init__(self, groups: GroupRunner, *, context_length: int) -> None:
+        self._groups = groups
+        self._context_length = context_length
+
+    async def RunGroup(
+        self,
+        request: pb.RunGroupRequest,
+        context: Context,  # noqa: ARG002 - gRPC's signature
+    ) -> AsyncGenerator[pb.RunGroupResponse]:
+        group_request = read_request(request, context_length=self._context_length)
+        async with aclosing(self._groups.run(group_request)) as events:
+            async for event in events:
+                if isinstance(event, int):
+                    yield pb.RunGroupResponse(ended=event)
+                else:
+                    yield pb.RunGroupResponse(group=event)
+
+    async def GetCapacity(self, request: pb.GetCapacityRequest, context: Context) -> pb.GetCapacityResponse:  # noqa: ARG002 - gRPC's name and signature
+        capacity = self._groups.capacity
+        return pb.GetCapacityResponse(
+            concurrency=capacity.concurrency, running=capacity.running, draining=capacity.draining
+        )

@@ -33,7 +33,7 @@ from kestrl.storage import AdapterManifest, Probe, open_store, publish_adapter
 from kestrl.storage.adapters import WEIGHTS, digest
 from kestrl_inference.engine import Engine
 from kestrl_inference.loaded_adapters import LoadedAdapters
-from kestrl_inference.servicer import EngineAgent
+from kestrl_inference.servicer import EngineAgentServicer
 from kestrl_inference.watch import Watch
 from kestrl_learner.engines import Engines
 from kestrl_learner.ledger import Ledger
@@ -128,7 +128,7 @@ async def engine_and_agent(index: int, folder: Path, stack: AsyncExitStack, proo
     adapters.prepare()
     watch = Watch(client, adapters, settings.poll_seconds, settings.component)
     await watch.look()
-    agent, stop = EngineAgent(settings, adapters, watch), asyncio.Event()
+    agent, stop = EngineAgentServicer(settings, adapters, watch), asyncio.Event()
     serving = asyncio.create_task(
         rpc.serve(
             settings.component,

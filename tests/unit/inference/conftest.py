@@ -29,7 +29,7 @@ from kestrl.storage import AdapterManifest, Probe, open_store, publish_adapter
 from kestrl.storage.adapters import WEIGHTS, digest
 from kestrl_inference.engine import CONTROL_KEY, Engine
 from kestrl_inference.loaded_adapters import LoadedAdapters
-from kestrl_inference.servicer import EngineAgent
+from kestrl_inference.servicer import EngineAgentServicer
 from kestrl_inference.watch import Watch
 
 PROBE_IDS = (5, 6, 7, 8, 9)
@@ -176,7 +176,7 @@ class Stage:
 
 
 @asynccontextmanager
-async def served(agent: EngineAgent) -> AsyncIterator[str]:
+async def served(agent: EngineAgentServicer) -> AsyncIterator[str]:
     stop, address = asyncio.Event(), f"127.0.0.1:{free_port()}"
     register = lambda server: stubs.add_EngineAgentServiceServicer_to_server(agent, server)  # noqa: E731
     server = asyncio.create_task(rpc.serve("inference-0", address, register, until=stop.wait(), grace=0.1))
@@ -227,7 +227,7 @@ async def make_stage(engine: Fake, tmp_path: Path) -> AsyncIterator[MakeStage]:
             adapters = LoadedAdapters(settings, client)
             adapters.prepare()
             watch = Watch(client, adapters, settings.poll_seconds, settings.component)
-            address = await stack.enter_async_context(served(EngineAgent(settings, adapters, watch)))
+            address = await stack.enter_async_context(served(EngineAgentServicer(settings, adapters, watch)))
             channel = await stack.enter_async_context(rpc.channel(address))
             stub: Any = stubs.EngineAgentServiceStub(channel)
             stage = Stage(engine, settings, adapters, watch, tmp_path / "storage", stub)

@@ -28,10 +28,10 @@ from kestrl.credentials import Secret
 from kestrl.episode import Episode, Group, Scenario
 from kestrl.plan.settings import RolloutSettings
 from kestrl.rpc.codec import group_from_proto, policy_to_proto, scenario_to_proto
-from kestrl_rollout.__main__ import group_runner
 from kestrl_rollout.groups import GroupRunner
 from kestrl_rollout.model import ChatModel, load_model
-from kestrl_rollout.service import RolloutServicer
+from kestrl_rollout.service import group_runner
+from kestrl_rollout.servicer import RolloutServicer
 from kestrl_rollout.vocabulary import Vocabulary
 
 DATA = Path(__file__).parents[2] / "data"

@@ -1,4 +1,4 @@
-"""The gRPC service `EngineAgentService`; the work is done in `loaded_adapters` and `watch`."""
+"""The gRPC service of an engine agent; the work is done in `loaded_adapters` and `watch`."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def patience(remaining: float | None, otherwise: float) -> float:
     return otherwise if remaining is None else max(remaining - 1.0, remaining / 2)
 
 
-class EngineAgent(stubs.EngineAgentServiceServicer):
-    """The engine agent of one engine."""
+class EngineAgentServicer(stubs.EngineAgentServiceServicer):
+    """LoadPolicy, RetirePolicy, GetEngine."""
 
     def __init__(self, settings: AgentSettings, adapters: LoadedAdapters, watch: Watch) -> None:
         self._settings, self._adapters, self._watch = settings, adapters, watch

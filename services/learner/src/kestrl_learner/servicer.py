@@ -1,4 +1,4 @@
-"""The gRPC service `LearnerService`; what it reports is in `progress`."""
+"""The gRPC service of the learner; what it reports is in `progress`."""
 # ruff: noqa: ARG002 - gRPC hands each method a request and a context
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from kestrl_learner.progress import Progress
 
 
 class LearnerServicer(stubs.LearnerServiceServicer):
-    """Implements `kestrl.api.learner.v1.LearnerService`."""
+    """WatchProgress, Drain."""
 
     def __init__(self, progress: Progress, drain: Callable[[], None]) -> None:
         self._progress, self._drain = progress, drain

@@ -1,85 +1,13 @@
-"""`python -m kestrl_rollout --settings FILE`: a rollout worker."""
+"""`python -m kestrl_rollout --settings FILE`."""
 
 from __future__ import annotations
 
-import asyncio
 import sys
-from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
-from datetime import datetime
-
-import grpc
 
 import kestrl.stopping  # noqa: F401  # pyright: ignore[reportUnusedImport] - it takes SIGTERM from here on
-from kestrl import rpc
-from kestrl.api.rollout.v1 import rollout_pb2_grpc as stubs
-from kestrl.credentials import Secret
-from kestrl.engines.registry import DIALECTS
-from kestrl.plan.settings import RolloutSettings, ServiceSettings
-from kestrl.service import collect_rarely, run_service
-from kestrl.user_tasks import contain_user_tasks
-from kestrl_rollout.conversation import ToolLimits
-from kestrl_rollout.engine import EngineClient
-from kestrl_rollout.episodes import EpisodeRunner
-from kestrl_rollout.groups import GroupRunner
-from kestrl_rollout.loading import load_chat_model, load_job_loops
-from kestrl_rollout.scoring import SERVICE as JUDGE_SERVICE
-from kestrl_rollout.scoring import Judge
-from kestrl_rollout.service import RolloutServicer
-from kestrl_rollout.tool_session import SERVICE as TOOL_SERVICE
-from kestrl_rollout.tool_session import Toolbox
-
-
-@asynccontextmanager
-async def group_runner(settings: RolloutSettings) -> AsyncGenerator[GroupRunner]:
-    """Builds the worker's group runner from its settings.
-
-    Raises:
-        UserInputError: Model, template or agent cannot be used.
-    """
-    loops = load_job_loops(settings)
-    # In a thread: reading a large tokenizer takes seconds, and signals must be handled meanwhile.
-    chat_model = await asyncio.to_thread(load_chat_model, settings, loops, started=datetime.now().astimezone())
-    async with (
-        EngineClient(Secret.ENGINE_KEY.here(), DIALECTS[settings.engine]) as client,
-        rpc.channel(settings.tools_address) as to_tools,
-        rpc.Bundle(to_tools, TOOL_SERVICE, peer="tools", token=Secret.ROLLOUT_TO_TOOLS.here()) as tools,
-        rpc.channel(settings.judge_address) as to_judge,
-        rpc.Bundle(to_judge, JUDGE_SERVICE, peer="judge", token=Secret.ROLLOUT_TO_JUDGE.here()) as judge,
-    ):
-        episodes = EpisodeRunner(
-            component=settings.component,
-            chat_model=chat_model,
-            loops=loops,
-            client=client,
-            toolbox=Toolbox(tools, chat_model.chat, seconds=settings.call_seconds),
-            tool_limits=ToolLimits(
-                max_parallel_calls=settings.max_parallel_calls, max_tool_tokens=settings.max_tool_tokens
-            ),
-            concurrency=settings.concurrency,
-            describes_tools=settings.describes_tools,
-        )
-        yield GroupRunner(
-            episodes=episodes,
-            judge=Judge(judge, component=settings.component),
-            concurrency=settings.concurrency,
-            drain_seconds=settings.drain_seconds,
-        )
-
-
-async def work(settings: ServiceSettings) -> None:
-    """Serves until the process is asked to stop."""
-    assert isinstance(settings, RolloutSettings)
-    contain_user_tasks()
-    async with group_runner(settings) as groups:
-        collect_rarely()
-        servicer = RolloutServicer(groups, context_length=settings.context_length)
-
-        def register(server: grpc.aio.Server) -> None:
-            stubs.add_RolloutServiceServicer_to_server(servicer, server)
-
-        await rpc.serve(settings.component, settings.listen, register, drain=groups.drain)
-
+from kestrl.plan.settings import RolloutSettings
+from kestrl.service import run_service
+from kestrl_rollout.service import run_rollout
 
 if __name__ == "__main__":
-    sys.exit(run_service(RolloutSettings, work))
+    sys.exit(run_service(RolloutSettings, run_rollout))

@@ -1,43 +1,82 @@
-"""The worker's gRPC service."""
+"""The rollout worker's `main`."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
-from typing import Any
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable
+from contextlib import asynccontextmanager
+from datetime import datetime
 
-import grpc
-
-from kestrl.api.rollout.v1 import rollout_pb2 as pb
+from kestrl import rpc
 from kestrl.api.rollout.v1 import rollout_pb2_grpc as stubs
+from kestrl.credentials import Secret
+from kestrl.engines.registry import DIALECTS
+from kestrl.plan.settings import RolloutSettings
+from kestrl.service import collect_rarely
+from kestrl.user_tasks import contain_user_tasks
+from kestrl_rollout.conversation import ToolLimits
+from kestrl_rollout.engine import EngineClient
+from kestrl_rollout.episodes import EpisodeRunner
 from kestrl_rollout.groups import GroupRunner
-from kestrl_rollout.requests import read_request
+from kestrl_rollout.loading import load_chat_model, load_job_loops
+from kestrl_rollout.scoring import SERVICE as JUDGE_SERVICE
+from kestrl_rollout.scoring import Judge
+from kestrl_rollout.servicer import RolloutServicer
+from kestrl_rollout.tool_session import SERVICE as TOOL_SERVICE
+from kestrl_rollout.tool_session import Toolbox
 
-Context = grpc.aio.ServicerContext[Any, Any]
+
+@asynccontextmanager
+async def group_runner(settings: RolloutSettings) -> AsyncGenerator[GroupRunner]:
+    """Builds the worker's group runner from its settings.
+
+    Raises:
+        UserInputError: Model, template or agent cannot be used.
+    """
+    loops = load_job_loops(settings)
+    # In a thread: reading a large tokenizer takes seconds, and signals must be handled meanwhile.
+    chat_model = await asyncio.to_thread(load_chat_model, settings, loops, started=datetime.now().astimezone())
+    async with (
+        EngineClient(Secret.ENGINE_KEY.here(), DIALECTS[settings.engine]) as client,
+        rpc.channel(settings.tools_address) as to_tools,
+        rpc.Bundle(to_tools, TOOL_SERVICE, peer="tools", token=Secret.ROLLOUT_TO_TOOLS.here()) as tools,
+        rpc.channel(settings.judge_address) as to_judge,
+        rpc.Bundle(to_judge, JUDGE_SERVICE, peer="judge", token=Secret.ROLLOUT_TO_JUDGE.here()) as judge,
+    ):
+        episodes = EpisodeRunner(
+            component=settings.component,
+            chat_model=chat_model,
+            loops=loops,
+            client=client,
+            toolbox=Toolbox(tools, chat_model.chat, seconds=settings.call_seconds),
+            tool_limits=ToolLimits(
+                max_parallel_calls=settings.max_parallel_calls, max_tool_tokens=settings.max_tool_tokens
+            ),
+            concurrency=settings.concurrency,
+            describes_tools=settings.describes_tools,
+        )
+        yield GroupRunner(
+            episodes=episodes,
+            judge=Judge(judge, component=settings.component),
+            concurrency=settings.concurrency,
+            drain_seconds=settings.drain_seconds,
+        )
 
 
-class RolloutServicer(stubs.RolloutServiceServicer):
-    """Implements `kestrl.api.rollout.v1.RolloutService`."""
+async def run_rollout(settings: RolloutSettings, *, until: Awaitable[object] | None = None) -> None:
+    """Loads the model's chat format and the job's agent loops, then serves until SIGTERM (or until `until` is done).
 
-    def __init__(self, groups: GroupRunner, *, context_length: int) -> None:
-        self._groups = groups
-        self._context_length = context_length
-
-    async def RunGroup(
-        self,
-        request: pb.RunGroupRequest,
-        context: Context,  # noqa: ARG002 - gRPC's signature
-    ) -> AsyncGenerator[pb.RunGroupResponse]:
-        group_request = read_request(request, context_length=self._context_length)
-        async with aclosing(self._groups.run(group_request)) as events:
-            async for event in events:
-                if isinstance(event, int):
-                    yield pb.RunGroupResponse(ended=event)
-                else:
-                    yield pb.RunGroupResponse(group=event)
-
-    async def GetCapacity(self, request: pb.GetCapacityRequest, context: Context) -> pb.GetCapacityResponse:  # noqa: ARG002 - gRPC's name and signature
-        capacity = self._groups.capacity
-        return pb.GetCapacityResponse(
-            concurrency=capacity.concurrency, running=capacity.running, draining=capacity.draining
+    Raises:
+        UserInputError: Model, template or agent cannot be used, or the port is taken.
+    """
+    contain_user_tasks()
+    async with group_runner(settings) as groups:
+        collect_rarely()
+        servicer = RolloutServicer(groups, context_length=settings.context_length)
+        await rpc.serve(
+            settings.component,
+            settings.listen,
+            lambda server: stubs.add_RolloutServiceServicer_to_server(servicer, server),
+            drain=groups.drain,
+            until=until,
         )

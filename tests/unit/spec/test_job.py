@@ -117,7 +117,7 @@ def test_a_missing_field_is_named() -> None:
         (["rewards=[{rule: exact_answer, correctness: {}}]"], "spec.rewards[0].correctness.baseUrl"),
         (
             ["rewards=[{rule: format, correctness: {self: true, timeout: 10s}}]"],
-            "rewards[0].correctness.requestTimeout",
+            "spec.rewards[0].correctness.requestTimeout",
         ),
         (["rewards=[{ruler: {self: true}, correctness: {self: true}}]"], "spec.rewards[0]"),
         (

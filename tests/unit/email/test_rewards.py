@@ -270,10 +270,10 @@ def test_every_reward_reports_the_same_metrics(rule: Rule):
 
 @pytest.mark.parametrize("rule", [art_e, art_e_compat, evidence_gated])
 def test_a_judge_decides_on_answers_that_are_not_equal(rule: Rule) -> None:
-    truth = {**GROUND_TRUTH, "aliases": ["Mon"]}
+    expected = {**GROUND_TRUTH, "aliases": ["Mon"]}
     calls = (FOUND, READ, answer("on the first day of the week", RIGHT))
     with pytest.raises(VerdictNeeded) as asked:
-        score(*calls, rule=rule, ground_truth=truth, verdicts={})
+        score(*calls, rule=rule, ground_truth=expected, verdicts={})
     claim = asked.value.claim
     assert (claim.question, claim.accepted, claim.answer) == (
         "Which day?",
@@ -281,12 +281,12 @@ def test_a_judge_decides_on_answers_that_are_not_equal(rule: Rule) -> None:
         "on the first day of the week",
     )
     right, wrong = (
-        score(*calls, rule=rule, ground_truth=truth, verdicts={claim.digest(): verdict}) for verdict in (True, False)
+        score(*calls, rule=rule, ground_truth=expected, verdicts={claim.digest(): verdict}) for verdict in (True, False)
     )
-    equal = score(FOUND, READ, answer("mon.", RIGHT), rule=rule, ground_truth=truth, verdicts={})  # not asked
+    equal = score(FOUND, READ, answer("mon.", RIGHT), rule=rule, ground_truth=expected, verdicts={})  # not asked
     assert right == equal
     assert wrong.value < right.value
-    assert wrong == score(FOUND, READ, answer("Tuesday", RIGHT), rule=rule, ground_truth=truth)
+    assert wrong == score(FOUND, READ, answer("Tuesday", RIGHT), rule=rule, ground_truth=expected)
 
 
 def test_no_answer_and_no_knowledge_are_never_judged() -> None:

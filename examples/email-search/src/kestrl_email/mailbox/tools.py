@@ -113,7 +113,13 @@ class SearchEmails:
             conditions.append("emails_fts MATCH ?")
             values.append(match)
         if from_addr is not None:
-            tables += " JOIN emails ON emails.id = listed.email_id"
+            # Every mail is in its sender's inbox, too: texts are read of mails only that are in both.
+            tables += (
+                " CROSS JOIN inboxes AS sent ON sent.address_id = (SELECT id FROM addresses WHERE address = ?) "
+                "AND sent.date = listed.date AND sent.email_id = listed.email_id "
+                "CROSS JOIN emails ON emails.id = sent.email_id"
+            )
+            values.insert(0, storable(from_addr).lower())
         filters = _conditions(from_addr, to_addr, sent_after, sent_before)
         order = (
             "listed.date = '', listed.date, listed.email_id"

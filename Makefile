@@ -10,7 +10,7 @@ STAMP := .venv/.synced
 # Threads of libgomp busy-wait by default, so that tests of torch exceed their time limits beside other programs.
 export GOMP_SPINCOUNT ?= 2000
 
-.PHONY: help setup demo demo-real test test-all distributions engine-run unit inspect-check servers engine kit chart e2e cluster soak lint types layers check gen bench bring-your-own crd-check object-check contracts clean
+.PHONY: help setup demo demo-real test test-all distributions engine-run unit inspect-check servers engine kit images chart e2e cluster soak lint types layers check gen bench bring-your-own crd-check object-check contracts clean
 
 help:
 	@sed -n 's/^## //p' $(MAKEFILE_LIST)
@@ -129,9 +129,14 @@ kit: $(UV)
 chart: $(STAMP)
 	$(BIN)/python -m pytest -q -rs -n 2 -m helm tests/unit
 
+# What the tests on Kubernetes need that takes long to build; the last line is the images' archive. `make test-all` makes it beside the
+# unit tests.
+images: $(STAMP)
+	tests/e2e/kit/packages && $(MAKE) --no-print-directory kit && tests/e2e/kit/images
+
 # Tests on Kubernetes are skipped with one line if a cluster cannot be started.
 ON_KUBERNETES = tests/e2e/kit/packages || exit 0; $(MAKE) --no-print-directory kit chart && \
-  export KESTRL_E2E_IMAGES && KESTRL_E2E_IMAGES=$$(tests/e2e/kit/images) && $(BIN)/python -m pytest -q -rs -m
+  export KESTRL_E2E_IMAGES && KESTRL_E2E_IMAGES=$${KESTRL_E2E_IMAGES-$$(tests/e2e/kit/images)} && $(BIN)/python -m pytest -q -rs -m
 
 ## make e2e              run the end-to-end tests on a real Kubernetes (local, or E2E_KUBECONFIG): chart, jobs, faults, isolation, scale
 e2e: $(STAMP)

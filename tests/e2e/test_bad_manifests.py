@@ -141,7 +141,7 @@ def test_a_name_that_no_service_can_have_is_refused(name: str, text: str, contro
     assert text in str(refused.value)
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(300)
 def test_errors_found_by_the_operator_become_conditions(installation: Installation) -> None:
     """All at once: a bad job never blocks another."""
     cluster = installation.cluster
@@ -156,7 +156,7 @@ def test_errors_found_by_the_operator_become_conditions(installation: Installati
                 f"bad-{number}",
                 lambda found: condition(found, "Accepted")[0] == "False",
                 namespace,
-                seconds=30,
+                seconds=120,
             )
             _, reason, message = condition(job, "Accepted")
             assert reason == "Invalid"

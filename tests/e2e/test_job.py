@@ -34,7 +34,7 @@ def test_a_job_whose_newest_spec_is_refused_is_suspended_resumed_and_ends(instal
             patch = json.dumps({"spec": spec})
             cluster.kubectl("patch", JOB, "typo", "--type=merge", f"--patch={patch}", f"--namespace={namespace}")
 
-        cluster.apply(small("typo", schedule__maxSteps=3), namespace)
+        cluster.apply(small("typo", schedule__maxSteps=6), namespace)
         installation.wait("typo", namespace, at_step(1), 300)
         edit(patches=typo)
         refused = installation.wait("typo", namespace, lambda job: condition(job, "Accepted")[0] == "False", 60)
@@ -81,7 +81,7 @@ def test_a_job_suspends_resumes_and_ends_under_disruptions(installation: Install
             )
         leader = installation.leader()
         cluster.kubectl("delete", "pod", leader, f"--namespace={SYSTEM}", "--grace-period=0", "--force")
-        eventually("another operator leads", lambda: installation.leader() not in {"", leader}, 30)
+        eventually("another operator leads", lambda: installation.leader() not in {"", leader}, 120)
 
         installation.wait("story", namespace, at_step(3), 300)
         cluster.patch(JOB, "story", {"spec": {"suspend": True}}, namespace)

@@ -81,7 +81,7 @@ def test_a_job_whose_every_component_is_killed_loses_and_repeats_nothing(
         (address,) = [pod["status"]["podIP"] for pod in installation.operators() if pod["metadata"]["name"] == cut]
         before = step()
         with cluster.node.cut_off(address):
-            eventually("another operator leads", lambda: installation.leader() not in {"", cut}, 60)
+            eventually("another operator leads", lambda: installation.leader() not in {"", cut}, 120)
             one_more(before)
         eventually(
             "the disconnected operator receives events again, or was restarted",

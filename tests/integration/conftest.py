@@ -250,13 +250,13 @@ class Server:
         assert self.process is not None
         self.process.send_signal(signal.SIGTERM)
         try:
-            return self.process.wait(30)
+            return self.process.wait(60)
         except subprocess.TimeoutExpired:
             self.kill()
             raise
 
 
-def has_ended(pidfd: int, seconds: float = 10.0) -> bool:
+def has_ended(pidfd: int, seconds: float = 60.0) -> bool:
     """Whether the process of a pidfd ends within a time."""
     return bool(select.select([pidfd], [], [], seconds)[0])
 

@@ -25,7 +25,7 @@ def command(*arguments: str | Path) -> list[str]:
 
 
 def kestrl(
-    *arguments: str | Path, code: int = 0, timeout: float = 300, prefix: Sequence[str] = (), **environment: str
+    *arguments: str | Path, code: int = 0, timeout: float = 600, prefix: Sequence[str] = (), **environment: str
 ) -> str:
     done = subprocess.run(
         [*prefix, *command(*arguments)],
@@ -82,4 +82,4 @@ def wait_for_step(run: RunDir, process: subprocess.Popen[str], step: int) -> Non
         record = run.read_json("run.json") or {}
         return record.get("pid") == process.pid and int(record.get("progress", {}).get("step", 0)) >= step
 
-    eventually(reached, 240)
+    eventually(reached, 480)

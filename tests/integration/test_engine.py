@@ -35,7 +35,7 @@ from .conftest import planned_engine
 pytestmark = [
     pytest.mark.engine,
     pytest.mark.slow,
-    pytest.mark.timeout(400),
+    pytest.mark.timeout(900),
     pytest.mark.xdist_group("engine"),  # all ask the same two
 ]
 
@@ -331,7 +331,7 @@ async def test_a_version_is_proved_while_others_are_sampled_from(
     of its own adapter."""
     first, second = (publish(storage, adapters(33 + step), step=step) for step in range(2))
     await agent.adapters.load(first.policy, first.uri)
-    sampling = {"max_tokens": 400, "temperature": 1.0, "logprobs": 0, "ignore_eos": True}
+    sampling = {"max_tokens": 1000, "temperature": 1.0, "logprobs": 0, "ignore_eos": True}
     sampled = [
         asyncio.create_task(asyncio.to_thread(generate, agent.server, first.name, [100 + place, 60], **sampling))
         for place in range(3)

@@ -21,7 +21,7 @@ from .process_killer import COMPONENTS, TRAINING, Killer, Moment, schedule
 from .runs import QUICKSTART, ROOT, SMALL, belonging_to, command, eventually, kestrl, summary_of
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(2400)]
-ROUNDS = int(os.environ.get("KESTRL_KILL_ROUNDS", "3"))
+ROUNDS = int(os.environ.get("KESTRL_KILL_ROUNDS", "2"))
 """How often each component is killed during training; three times more at the start and the evaluations."""
 REPORT = os.environ.get("KESTRL_SOAK_REPORT", "")
 """A file for what was done and seen."""
@@ -61,7 +61,7 @@ def killed_run(runs: Path) -> tuple[RunDir, Killer, int]:
                 if process.poll() is not None:
                     break
             printed = process.communicate()[0]
-        eventually(lambda: belonging_to(runs) == [], 30)
+        eventually(lambda: belonging_to(runs) == [], 60)
         if process.returncode == 0:
             return run, killer, commands
         assert process.returncode in {-9, 1}, printed

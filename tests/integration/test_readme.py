@@ -16,11 +16,11 @@ import pytest
 
 from .runs import ROOT, belonging_to, eventually
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(900), pytest.mark.xdist_group("readme")]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(1800), pytest.mark.xdist_group("readme")]
 JOB = "examples/bring-your-own/job.yaml"
-STEPS = ("--set", "schedule.maxSteps=4")
+STEPS = ("--set", "schedule.maxSteps=8")
 """Enough for a run to be stopped in the middle."""
-SETUP_SECONDS = 420.0
+SETUP_SECONDS = 600.0
 LOGGED_BY_THE_ENGINE = "engine-0 |"
 """vLLM itself may log a traceback of its own shutdown, which `kestrl logs` shows."""
 KEPT_FOR_OTHERS = {"VIRTUAL_ENV", "PYTHONPATH", "MAKEFLAGS", "MAKELEVEL"}
@@ -35,7 +35,7 @@ class Person:
         plain = {name: value for name, value in os.environ.items() if name not in KEPT_FOR_OTHERS}
         self.environment = plain | {"PATH": f"{clone}/.venv/bin:{os.environ['PATH']}"}
 
-    def types(self, line: str, *, code: int = 0, seconds: float = 240) -> str:
+    def types(self, line: str, *, code: int = 0, seconds: float = 600) -> str:
         """Runs a line of shell, and returns all that it printed."""
         command = ["bash", "-c", line]
         began = time.monotonic()
@@ -123,13 +123,13 @@ def stops_and_resumes(person: Person) -> None:
     eventually(in_the_middle, 240)
     assert "bring-your-own-1 running" in person.types("kestrl status")
     person.types("kestrl stop")
-    printed, _ = live.communicate(timeout=60)
+    printed, _ = live.communicate(timeout=240)
     assert live.returncode == 130, printed
     assert "run the same command again to resume bring-your-own-1" in printed
     assert "bring-your-own-1 stopped" in person.types("kestrl status")
     printed = person.types(line)
     assert "resuming run bring-your-own-1" in printed
-    assert "4 steps" in printed
+    assert "8 steps" in printed
 
 
 def looks_at_the_run(person: Person) -> None:

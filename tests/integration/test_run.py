@@ -7,7 +7,6 @@ import hashlib
 import json
 import os
 import signal
-import socket
 import sqlite3
 import subprocess
 import urllib.request
@@ -17,6 +16,7 @@ from pathlib import Path
 
 import pytest
 from tests.fakes.collector import Collector, collecting
+from tests.fakes.ports import free_port
 
 from kestrl.local.rundir import RunDir
 from kestrl_email.model_path import tiny
@@ -25,7 +25,7 @@ from .runs import QUICKSTART, SMALL, belonging_to, eventually, kestrl, summary_o
 
 pytestmark = [
     pytest.mark.engine,
-    pytest.mark.timeout(400),
+    pytest.mark.timeout(900),
     pytest.mark.xdist_group("run"),  # all look at one run
 ]
 
@@ -138,10 +138,8 @@ def test_status_and_evaluation_and_export(finished: tuple[RunDir, str], tmp_path
 def test_the_printed_commands_serve_the_adapter(finished: tuple[RunDir, str], tmp_path: Path) -> None:
     run, printed = finished
     line = next(line for line in printed.splitlines() if "kestrl export email-search-1" in line)
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
     name = summary_of(run)["policy"]["version"]
+    port = free_port()
     shell = f"{line} --port {port}"
     with subprocess.Popen(shell, shell=True, cwd=tmp_path, start_new_session=True) as server:
         try:
@@ -149,7 +147,7 @@ def test_the_printed_commands_serve_the_adapter(finished: tuple[RunDir, str], tm
             message = {"role": "user", "content": "On which day is the meeting?"}
             body = json.dumps({"model": name, "messages": [message], "max_tokens": 8}).encode()
             request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
-            eventually(lambda: answers(f"http://127.0.0.1:{port}/health") or server.poll() is not None, 120)
+            eventually(lambda: answers(f"http://127.0.0.1:{port}/health") or server.poll() is not None, 240)
             with urllib.request.urlopen(request, timeout=60) as answer:
                 assert json.load(answer)["model"] == name
         finally:

@@ -12,8 +12,9 @@ import sqlite3
 import struct
 import subprocess
 import time
+import urllib.error
 import urllib.request
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 
 import pytest
@@ -27,7 +28,7 @@ from kestrl.storage import open_store
 
 from .runs import QUICKSTART, ROOT, SMALL, belonging_to, command, eventually, kestrl, summary_of, wait_for_step
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
 
 def test_with_staleness_rollouts_overlap_training(tmp_path: Path) -> None:
@@ -58,7 +59,7 @@ def test_a_run_lives_in_s3_and_resumes_from_there(tmp_path: Path) -> None:
         "--set",
         "inference.replicas=1",
         "--set",
-        "schedule.maxSteps=3",
+        "schedule.maxSteps=5",
     )
     arguments = (*arguments, "--set", "storage.uri=s3://kestrl/demo")
     with serving_s3(tmp_path / "server") as server:
@@ -73,9 +74,9 @@ def test_a_run_lives_in_s3_and_resumes_from_there(tmp_path: Path) -> None:
             process.send_signal(signal.SIGINT)
         assert process.returncode == 130
         assert "resuming run email-search-1" in kestrl(*arguments, **environment)
-        assert summary_of(run)["policy"]["uri"].startswith("s3://kestrl/demo/email-search-1/adapters/000003-")
+        assert summary_of(run)["policy"]["uri"].startswith("s3://kestrl/demo/email-search-1/adapters/000005-")
         stored = {str(item["path"]) for batch in bucket.list("demo") for item in batch}
-        assert {f"demo/email-search-1/episodes/train/{step:06d}.pb" for step in range(3)} <= stored
+        assert {f"demo/email-search-1/episodes/train/{step:06d}.pb" for step in range(5)} <= stored
         listed = kestrl("episodes", "list", run.id, "--runs", runs, "--step", "1", **environment)
         assert len(listed.splitlines()) == 8
         kestrl("export", run.id, "--runs", runs, "--out", tmp_path / "out", **environment)
@@ -132,7 +133,7 @@ def test_jumps_of_the_clock_change_nothing(tmp_path: Path) -> None:
             wait_for_step(run, process, step)
             with offset.open("r+b") as file:
                 file.write(struct.pack("q", jump))
-        assert process.wait(200) == 0
+        assert process.wait(300) == 0
     summary = summary_of(run)
     assert (summary["status"], summary["steps"], summary["failures"]) == ("succeeded", 4, {})
     assert 0 < summary["seconds"] < 600
@@ -154,18 +155,32 @@ def test_an_engine_that_is_short_of_cache_gets_fewer_episodes(tmp_path: Path) ->
     assert 8 <= min(map(int, limits)) < 64
 
 
+class Retired(Exception):
+    """The engine no longer has the adapter, or has ended."""
+
+
 def control(run: RunDir, path: str, **body: str) -> None:
     """A request on an engine's control route, with the key that only the engine and its agent have."""
-    record = run.read_json("run.json") or {}
-    engine = record["components"]["engine-0"]
-    variables = Path(f"/proc/{engine['pid']}/environ").read_bytes().split(b"\0")
+    engine = (run.read_json("run.json") or {})["components"]["engine-0"]
+    try:
+        variables = Path(f"/proc/{engine['pid']}/environ").read_bytes().split(b"\0")
+    except OSError as error:
+        raise Retired from error
     key = next(item.partition(b"=")[2] for item in variables if item.startswith(b"KESTRL_ENGINE_CONTROL_KEY="))
     request = urllib.request.Request(
         f"http://127.0.0.1:{engine['ports']['http']}{path}",
         json.dumps(body).encode(),
         {"Content-Type": "application/json", "Authorization": f"Bearer {key.decode()}"},
     )
-    urllib.request.urlopen(request, timeout=30).close()
+    try:
+        urllib.request.urlopen(request, timeout=30).close()
+    except urllib.error.HTTPError as error:
+        with error:
+            if error.code != 404:
+                raise
+        raise Retired from error
+    except urllib.error.URLError as error:
+        raise Retired from error
 
 
 @pytest.mark.parametrize("staleness", [0, 1])
@@ -177,9 +192,10 @@ def test_an_adapter_replaced_in_the_engine_is_caught_within_a_step(staleness: in
     arguments += ["--set", "algorithm.groupsPerStep=8", "--set", "schedule.maxSteps=12"]
     arguments += ["--set", f"algorithm.maxStaleness={staleness}"]
     swapped: list[str] = []
+    replaced = 0
     with subprocess.Popen(command(*arguments), cwd=ROOT, text=True, stdout=subprocess.PIPE) as process:
         wait_for_step(run, process, 1)
-        while process.poll() is None and len(swapped) < 2:
+        while process.poll() is None and replaced < 2:
             name = str((run.read_json("run.json") or {})["progress"]["policy"])
             if name in swapped:
                 time.sleep(0.05)
@@ -189,10 +205,12 @@ def test_an_adapter_replaced_in_the_engine_is_caught_within_a_step(staleness: in
             shutil.copytree(run.path / "adapters" / f"{int(step):06d}-{digest}", other)
             weights = load_file(other / "adapter_model.safetensors")
             save_file({key: value * 1.5 for key, value in weights.items()}, other / "adapter_model.safetensors")
-            control(run, "/v1/unload_lora_adapter", lora_name=name)
-            control(run, "/v1/load_lora_adapter", lora_name=name, lora_path=str(other))
             swapped.append(name)
-        printed = process.communicate(timeout=120)[0]
+            with suppress(Retired):  # while it was copied; the next version is replaced instead
+                control(run, "/v1/unload_lora_adapter", lora_name=name)
+                control(run, "/v1/load_lora_adapter", lora_name=name, lora_path=str(other))
+                replaced += 1
+        printed = process.communicate(timeout=240)[0]
     assert process.returncode == 1, printed
     assert "engine/logprob_gap" in printed
     assert re.search(rf"differ, in nats per token: engine-0 on ({'|'.join(map(re.escape, swapped))}): mean", printed)
@@ -210,7 +228,7 @@ def assert_prometheus_can_read(run: RunDir) -> None:
 
     def metric(role: str, name: str) -> float:
         """-1 where it is not offered."""
-        with urllib.request.urlopen(f"http://127.0.0.1:{ports[role]}/metrics", timeout=10) as answer:
+        with urllib.request.urlopen(f"http://127.0.0.1:{ports[role]}/metrics", timeout=60) as answer:
             page = answer.read().decode()
         found = re.search(rf"^{name}(?:{{.*}})? (.*)$", page, re.MULTILINE)
         return float(found[1]) if found else -1.0
@@ -218,10 +236,10 @@ def assert_prometheus_can_read(run: RunDir) -> None:
     assert metric("learner", "kestrl_learner_step") >= 1
     assert metric("learner", "kestrl_learner_engines") == 1
     # None has, for as long as a version just published is on its way.
-    eventually(lambda: metric("learner", "kestrl_learner_engines_proved") == 1, 15)
+    eventually(lambda: metric("learner", "kestrl_learner_engines_proved") == 1, 60)
     assert 0 < metric("learner", "kestrl_learner_logprob_gap") < 1
     # A step is reported before its version is written; one whose groups were each rewarded alike changes nothing.
-    eventually(lambda: metric("learner", "kestrl_learner_probe_distance") >= 0, 15)
+    eventually(lambda: metric("learner", "kestrl_learner_probe_distance") >= 0, 60)
     assert metric("rollout", "kestrl_rollout_episodes_total") >= 24
     assert metric("rollout", "kestrl_rollout_tokens_total") > 100
     assert metric("tools", "kestrl_tools_sessions") >= 0
@@ -233,7 +251,7 @@ def assert_prometheus_can_read(run: RunDir) -> None:
 def assert_status_reports_the_run(runs: Path) -> None:
     printed = kestrl("status", "--runs", runs)
     assert "email-search-1 running" in printed
-    assert re.search(r"step [1-6]/6 ", printed)
+    assert re.search(r"step [1-8]/8 ", printed)
     assert re.search(r"policy email-search\.\S+ proved [01]/1", printed)
     assert "end it: kestrl stop email-search-1" in printed
     for name in ("learner", "rollout-0", "tools", "judge", "inference-0", "engine-0"):
@@ -248,7 +266,7 @@ def test_when_killed_nothing_is_left_and_the_same_command_resumes(tmp_path: Path
         tmp_path,
         *SMALL,
         "--set",
-        "schedule.maxSteps=6",
+        "schedule.maxSteps=8",
         "--set",
         "inference.replicas=1",
     ]
@@ -259,12 +277,12 @@ def test_when_killed_nothing_is_left_and_the_same_command_resumes(tmp_path: Path
         assert_prometheus_can_read(run)
         assert_status_reports_the_run(tmp_path)
         process.kill()
-    eventually(lambda: belonging_to(tmp_path) == [], 15)
+    eventually(lambda: belonging_to(tmp_path) == [], 60)
     assert "email-search-1 dead" in kestrl("status", "--runs", tmp_path)
     with subprocess.Popen(command(*arguments), cwd=ROOT, text=True, stdout=subprocess.PIPE) as process:
         wait_for_step(run, process, 2)
         assert "has stopped; run the same command again to resume" in kestrl("stop", run.id, "--runs", tmp_path)
-        printed = process.communicate(timeout=120)[0]
+        printed = process.communicate(timeout=240)[0]
     assert process.returncode == 130
     assert "resuming run email-search-1" in printed
     assert "run the same command again to resume email-search-1" in printed
@@ -272,12 +290,12 @@ def test_when_killed_nothing_is_left_and_the_same_command_resumes(tmp_path: Path
     assert summary_of(run)["status"] == "suspended"
     assert "resuming run email-search-1" in kestrl(*arguments)
     summary = summary_of(run)
-    assert (summary["status"], summary["steps"]) == ("succeeded", 6)
+    assert (summary["status"], summary["steps"]) == ("succeeded", 8)
     with closing(sqlite3.connect(run.path / "ledger.db")) as connection:
         trained = connection.execute(
             "SELECT position, step FROM work WHERE state = 'trained' ORDER BY position"
         ).fetchall()
-    assert trained == [(position, position // 2 + 1) for position in range(12)]
+    assert trained == [(position, position // 2 + 1) for position in range(16)]
 
 
 def test_a_users_own_environment_loops_and_reward(tmp_path: Path) -> None:

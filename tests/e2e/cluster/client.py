@@ -26,7 +26,7 @@ Object = dict[str, Any]
 Objects = list[Object]
 Names = list[str]
 Manifest = Object | Sequence[Object] | str
-WAIT_SECONDS = 60.0
+WAIT_SECONDS = 120.0
 DEFAULT_NAMESPACE = objects.NAMESPACE
 POLICIES, DEVICES, KWOK = "network-policies", "devices", "kwok"
 """Names of the daemons that are started on request."""

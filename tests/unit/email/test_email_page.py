@@ -57,6 +57,7 @@ def in_shell(line: str, folder: Path, **environment: str) -> str:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(240)
 def test_the_commands_of_the_page_work(tmp_path: Path):
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     lines = [line for line in commands() if not line.startswith(NEED_AN_ENGINE)]

@@ -1,9 +1,12 @@
 """Starts vLLM's own server on a CPU: `python -m kestrl_inference.vllm_cpu ARGUMENTS OF vllm serve`.
 
-Differs from `python -m vllm.entrypoints.openai.api_server` in two ways. The engine-core process is forked from the
+Differs from `python -m vllm.entrypoints.openai.api_server` in three ways. The engine-core process is forked from the
 server instead of starting Python and importing torch and vLLM a second time, which halves the time to ready. vLLM forks
 by itself on a GPU; its CPU platform insists on `spawn` because a fork does not carry OpenMP's threads over, and with
 the one thread per engine of KestRL's plan there are none.
+
+The class of the model is inspected in the server. vLLM starts a process for that, which imports torch and vLLM once
+more, only to keep CUDA uninitialized in the server.
 
 It refuses to start without KestRL's plugin (`vllm_plugin`): vLLM ignores a plugin that is excluded or cannot be loaded,
 and would then apply an adapter to requests for the base model.
@@ -21,11 +24,15 @@ import os
 import runpy
 import signal
 import sys
+from collections.abc import Callable
 from multiprocessing.context import BaseContext
 from types import ModuleType
+from typing import TypeVar
 
+T = TypeVar("T")
 PR_SET_PDEATHSIG = 1
 SERVER = "vllm.entrypoints.openai.api_server"
+REGISTRY, INSPECTS = "vllm.model_executor.models.registry", "_run_in_subprocess"
 PLUGIN = "kestrl_inference.vllm_plugin."
 """Module of vLLM's LoRA wrapper once the plugin is loaded."""
 
@@ -68,6 +75,18 @@ def prefer_fork(modules: dict[str, ModuleType]) -> int:
     return replaced
 
 
+def inspect_in_process(registry: ModuleType) -> bool:
+    """Replaces the function of vLLM's model registry that starts a process; returns whether it is there."""
+    found = INSPECTS in vars(registry)
+    if found:
+        registry.__dict__[INSPECTS] = call_here
+    return found
+
+
+def call_here(function: Callable[[], T]) -> T:
+    return function()
+
+
 def require_plugin() -> None:
     """Exits if vLLM has not loaded the plugin, since its processes would not load it either."""
     plugins, platforms = (importlib.import_module(name) for name in ("vllm.plugins", "vllm.platforms"))
@@ -88,6 +107,7 @@ def main() -> None:
     for module in (SERVER, "vllm.v1.engine.core"):  # before the fork, so that the child does not have to
         importlib.import_module(module)
     require_plugin()
+    inspect_in_process(sys.modules[REGISTRY])
     if os.environ["OMP_NUM_THREADS"] == "1":
         prefer_fork(sys.modules)
         die_with_forker()

@@ -7,6 +7,8 @@ import re
 from kestrl.episode import PolicyVersion, Purpose
 
 SUMMARY = "summary.json"
+TOOLS = "tools.json"
+"""SHA-256 of what each tool server listed at the start of the run, by its name."""
 ADAPTERS = "adapters"
 CHECKPOINTS = "checkpoints"
 MANIFEST = "manifest.json"

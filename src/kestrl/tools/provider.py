@@ -8,6 +8,8 @@ session allows it. `kestrl.testing.tool_provider` has the conformance suite.
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -144,6 +146,12 @@ class ToolProvider(Protocol):
     async def stop(self) -> None:
         """Releases everything; called once, last, also if `list_tools` or `start` failed."""
         ...
+
+
+def digest(tools: Sequence[ToolDefinition]) -> str:
+    """SHA-256 of names, descriptions and schemas."""
+    shown = [[tool.name, tool.schema.description, dict(tool.schema.parameters)] for tool in tools]
+    return hashlib.sha256(json.dumps(shown, sort_keys=True).encode()).hexdigest()
 
 
 def kwargs_failure(tool: str, which: str, reason: str) -> ToolFailure:

@@ -289,3 +289,13 @@ async def test_a_message_above_the_bound_ends_the_connection(sample: Sample) -> 
         with pytest.raises(KestrlError, match="was lost"):
             await session.call("huge", {}, {})
         assert await session.call("echo", {"text": "a"}, {})
+
+
+async def test_a_session_that_was_offered_another_list_is_refused(serve: Any, sample: Sample) -> None:
+    """As after a restart of the service beside workers that have listed its tools before."""
+    async with serve(sample.entry()) as client:
+        opening = client.opening()
+        opening.digests["sample"] = "of another list"
+        with pytest.raises(FailureError, match="the server lists other tools than the model is offered") as caught:
+            await client.call("session-1", "echo", {"text": "a"}, opening=opening)
+    assert (caught.value.boundary, caught.value.code) == (Boundary.TOOL, "tools_changed")

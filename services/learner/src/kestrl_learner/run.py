@@ -128,6 +128,7 @@ class Run:
         watching = [
             asyncio.create_task(resources.engines.watch(), name="watch-engines"),
             asyncio.create_task(resources.workers.watch(), name="watch-workers"),
+            asyncio.create_task(resources.pinned_tools.watch(), name="watch-tools"),
         ]
         status, message = RunPhase.SUCCEEDED, ""
         try:

@@ -27,6 +27,7 @@ from kestrl_learner.learning import Learning, learning
 from kestrl_learner.ledger import Superseded
 from kestrl_learner.metric_sinks import MetricSinks, make_sinks
 from kestrl_learner.model import PolicyModel
+from kestrl_learner.pinned_tools import PinnedTools
 from kestrl_learner.progress import Progress
 from kestrl_learner.records import build_summary, format_means, identity_digest
 from kestrl_learner.run_record import RunRecord
@@ -76,6 +77,8 @@ class RunResources:
     def connect(self) -> None:
         """Opens the channels and starts the metric sinks; call it in the event loop that uses them."""
         self.workers = Workers(self.settings, self.progress)
+        self.pinned_tools = PinnedTools(self.store)
+        self.workers.on_tools = self.pinned_tools.report
         self.engines = Engines(self.settings.engines, self.progress, self.settings.start_seconds)
         self.progress.update(engines=self.engines.reports())
         settings = self.settings

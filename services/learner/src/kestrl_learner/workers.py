@@ -17,7 +17,7 @@ import asyncio
 import logging
 import math
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -117,6 +117,10 @@ class _Worker:
         return max(0, self.capacity - self.used)
 
 
+def _ignored_tools(digests: Mapping[str, str]) -> None:
+    del digests
+
+
 async def resolved(name: str) -> set[str] | None:
     """The present addresses of `host:port`; None if the lookup fails."""
     host, _, port = name.rpartition(":")
@@ -136,6 +140,8 @@ class Workers:
         self._workers: list[_Worker] = []
         self._changed = Signal()
         self.on_change: Callable[[], None] = _no_listener
+        self.on_tools: Callable[[Mapping[str, str]], None] = _ignored_tools
+        """Called with the digests of tool servers' lists, by name, at every report that has any."""
         self._names = [name.removeprefix(DNS) for name in settings.rollout_addresses if name.startswith(DNS)]
         for address in settings.rollout_addresses:
             if not address.startswith(DNS):
@@ -233,6 +239,7 @@ class Workers:
             if worker.capacity:
                 log.warning("%s", error)
             return 0
+        self.on_tools(answer.tool_digests)
         return 0 if answer.draining or worker.leaving else answer.concurrency
 
     @property

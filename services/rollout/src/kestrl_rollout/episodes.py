@@ -86,6 +86,11 @@ class EpisodeRunner:
         """Tasks of loops that were cancelled and still run."""
         self.sessions = Sessions()
 
+    @property
+    def tool_digests(self) -> Mapping[str, str]:
+        """SHA-256 of what each tool server lists, by its name; empty until the tools were listed."""
+        return self._toolbox.digests
+
     async def described_tools(self, scenario: Scenario) -> list[Mapping[str, Json]]:
         """Schemas of a scenario's tools for the judge; none if it does not show them, or they are not known."""
         if not self._describes_tools:

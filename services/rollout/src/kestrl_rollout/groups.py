@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import dataclass, replace
 
 from kestrl.api.common.v1 import common_pb2 as common
@@ -74,6 +74,11 @@ class GroupRunner:
     @property
     def capacity(self) -> Capacity:
         return Capacity(concurrency=self._concurrency, running=self._running, draining=self._draining)
+
+    @property
+    def tool_digests(self) -> Mapping[str, str]:
+        """SHA-256 of what each tool server lists, by its name; empty until the tools were listed."""
+        return self._episodes.tool_digests
 
     async def run(self, request: GroupRequest) -> AsyncGenerator[int | common.Group]:
         """Yields counts of newly ended episodes, then the scored group, encoded. Closing the generator early cancels

@@ -39,5 +39,8 @@ class RolloutServicer(stubs.RolloutServiceServicer):
     async def GetCapacity(self, request: pb.GetCapacityRequest, context: Context) -> pb.GetCapacityResponse:  # noqa: ARG002 - gRPC's name and signature
         capacity = self._groups.capacity
         return pb.GetCapacityResponse(
-            concurrency=capacity.concurrency, running=capacity.running, draining=capacity.draining
+            concurrency=capacity.concurrency,
+            running=capacity.running,
+            draining=capacity.draining,
+            tool_digests=self._groups.tool_digests,
         )

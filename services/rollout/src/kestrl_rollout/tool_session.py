@@ -81,6 +81,8 @@ class ToolList:
         self._listed: dict[str, ToolSchema] | None = None
         self._with_state: frozenset[str] = frozenset()
         """Tools whose environment has a state for the reward."""
+        self.digests: dict[str, str] = {}
+        """SHA-256 of what each tool server lists, by its name; empty until the tools were listed."""
         self._environments: dict[str, list[str]] = {}
         """The tools of each environment."""
 
@@ -112,6 +114,7 @@ class ToolList:
         answer = await self._service.call(
             "ListTools", pb.ListToolsRequest(), pb.ListToolsResponse, timeout=self._seconds, wait=True
         )
+        self.digests = dict(answer.digests)
         for tool in answer.tools:
             if tool.environment:
                 self._environments.setdefault(tool.environment, []).append(tool.name)
@@ -130,6 +133,7 @@ class ToolList:
             tools=names,
             tools_kwargs_json=dump_json(scenario.tools_kwargs),
             lifetime=seconds + LIFETIME_SLACK,
+            digests=self.digests,
         )
         return ToolSession(self._service, opening, seconds=self._seconds)
 
@@ -142,6 +146,11 @@ class Toolbox:
         self._chat = chat
         self._by_names: dict[tuple[str, ...] | None, OfferedTools] = {}
         self.session = self._list.session
+
+    @property
+    def digests(self) -> Mapping[str, str]:
+        """SHA-256 of what each tool server lists, by its name; empty until the tools were listed."""
+        return self._list.digests
 
     async def offered_tools(self, scenario: Scenario) -> OfferedTools:
         """The tools of a scenario, with their tool set for the chat template.

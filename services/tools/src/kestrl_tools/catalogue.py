@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from kestrl.errors import KestrlError, UserInputError, text_of
 from kestrl.plan.settings import ToolEntry
 from kestrl.tools import ToolError, ToolSchema
-from kestrl.tools.provider import ToolDefinition, ToolProvider
+from kestrl.tools.provider import ToolDefinition, ToolProvider, digest
 from kestrl_tools.execution import guarded
 from kestrl_tools.process.provider import ProcessProvider
 from kestrl_tools.python_provider import python_provider
@@ -27,6 +27,8 @@ class Tool:
 
     definition: ToolDefinition
     provider: ToolProvider
+    of_server: bool = False
+    """Whether a server lists it, which can change under the job."""
 
     @property
     def schema(self) -> ToolSchema:
@@ -84,7 +86,7 @@ async def load_tools(
             names = {tool.name for tool in found} | {entry.name}
             if taken := names & taken_names:
                 problems.append(f"{field}: there is another tool or environment named {', '.join(sorted(taken))}")
-            tools |= {tool.name: Tool(tool, provider) for tool in found}
+            tools |= {tool.name: Tool(tool, provider, entry.use is None) for tool in found}
             taken_names |= names
         if problems:
             raise UserInputError("\n".join(problems))
@@ -110,6 +112,15 @@ async def _listed(provider: ToolProvider, field: str) -> Sequence[ToolDefinition
     if not found:
         raise UserInputError(f"{field}: {provider.name} lists no tools")
     return found
+
+
+def server_digests(tools: Mapping[str, Tool]) -> dict[str, str]:
+    """Digest of the offered tools of each server, by its name."""
+    listed: dict[str, list[ToolDefinition]] = {}
+    for tool in tools.values():
+        if tool.of_server:
+            listed.setdefault(tool.provider.name, []).append(tool.definition)
+    return {name: digest(definitions) for name, definitions in listed.items()}
 
 
 def providers_of(tools: Mapping[str, Tool]) -> list[ToolProvider]:

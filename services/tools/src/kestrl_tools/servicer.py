@@ -10,7 +10,7 @@ from typing import Any, NoReturn, cast
 from kestrl.api.tools.v1 import tools_pb2 as pb
 from kestrl.api.tools.v1 import tools_pb2_grpc as stubs
 from kestrl.errors import ToolFailure
-from kestrl_tools.catalogue import Tool
+from kestrl_tools.catalogue import Tool, server_digests
 from kestrl_tools.sessions import Opening, Sessions
 
 
@@ -28,10 +28,11 @@ class ToolServicer(stubs.ToolServiceServicer):
             )
             for tool in tools.values()
         ]
+        self._digests = server_digests(tools)
         self._sessions = sessions
 
     async def ListTools(self, request: pb.ListToolsRequest, context: Any) -> pb.ListToolsResponse:
-        return pb.ListToolsResponse(tools=self._schemas)
+        return pb.ListToolsResponse(tools=self._schemas, digests=self._digests)
 
     async def Call(self, request: pb.CallRequest, context: Any) -> pb.CallResponse:
         opening = _opening(request.opening) if request.HasField("opening") else None
@@ -64,7 +65,11 @@ def _refuse(constant: str) -> NoReturn:
 
 def _opening(opening: pb.Opening) -> Opening:
     return Opening(
-        episode_id=opening.episode_id, tools=opening.tools, kwargs=_kwargs(opening), lifetime=opening.lifetime
+        episode_id=opening.episode_id,
+        tools=opening.tools,
+        kwargs=_kwargs(opening),
+        lifetime=opening.lifetime,
+        digests=dict(opening.digests),
     )
 
 

@@ -22,7 +22,7 @@ from kestrl.telemetry.names import Attr, SpanName
 from kestrl.tools import ToolError
 from kestrl.tools.arguments import ArgumentsInvalid
 from kestrl.tools.provider import Kwargs, ProviderSession, ToolProvider
-from kestrl_tools.catalogue import Tool
+from kestrl_tools.catalogue import Tool, server_digests
 from kestrl_tools.execution import Answer, answer_of, for_model, guarded, state_of
 from kestrl_tools.rows import check_names, given
 from kestrl_tools.tool_threads import ToolThreads
@@ -57,6 +57,8 @@ class Opening:
     """`create_kwargs` and `execute_kwargs` by tool."""
     lifetime: float
     """Seconds after which the session is closed automatically."""
+    digests: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Digests of the servers' lists that the caller offers to the model."""
 
 
 @dataclass(eq=False, slots=True)
@@ -78,6 +80,7 @@ class Sessions:
         self, tools: Mapping[str, Tool], threads: ToolThreads, *, call_seconds: float, max_sessions: int
     ) -> None:
         self._tools = tools
+        self._digests = server_digests(tools)
         self._threads = threads
         self._call_seconds = call_seconds
         self._max = max_sessions
@@ -166,6 +169,13 @@ class Sessions:
         if not 0 < lifetime < float("inf"):
             raise KestrlError(
                 f"{episode_id}: a session's lifetime must be above 0, is {lifetime}", code="invalid_request"
+            )
+        changed = sorted(name for name, digest in opening.digests.items() if digest != self._digests.get(name))
+        if changed:
+            raise ToolFailure(
+                f"{episode_id}: {', '.join(changed)}: the server lists other tools than the model is offered; the tools "
+                "of a run cannot change: start a new run, or pin the server's version",
+                code="tools_changed",
             )
         wanted = list(dict.fromkeys(opening.tools)) or list(self._tools)
         with _naming(episode_id):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -13,7 +12,7 @@ from typing import Any
 from kestrl.errors import UserInputError
 from kestrl.tools import ToolSchema
 from kestrl.tools.arguments import Arguments
-from kestrl.tools.provider import ToolDefinition
+from kestrl.tools.provider import ToolDefinition, digest
 
 # The stubs leave most types of the library unknown.
 jsonschema: Any = import_module("jsonschema")
@@ -102,12 +101,6 @@ def _cleaned(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: _cleaned(inner) for key, inner in value.items()}  # pyright: ignore[reportUnknownVariableType]
     return value
-
-
-def digest(tools: Sequence[ToolDefinition]) -> str:
-    """SHA-256 of names, descriptions and schemas."""
-    shown = [[tool.name, tool.schema.description, dict(tool.schema.parameters)] for tool in tools]
-    return hashlib.sha256(json.dumps(shown, sort_keys=True).encode()).hexdigest()
 
 
 def differences(before: Sequence[ToolDefinition], after: Sequence[ToolDefinition]) -> str:

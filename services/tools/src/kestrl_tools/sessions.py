@@ -173,8 +173,8 @@ class Sessions:
         changed = sorted(name for name, digest in opening.digests.items() if digest != self._digests.get(name))
         if changed:
             raise ToolFailure(
-                f"{episode_id}: {', '.join(changed)}: the server lists other tools than the model is offered; the tools "
-                "of a run cannot change: start a new run, or pin the server's version",
+                f"{episode_id}: {', '.join(changed)}: the server lists other tools than the model is offered; "
+                "the tools of a run cannot change: start a new run, or pin the server's version",
                 code="tools_changed",
             )
         wanted = list(dict.fromkeys(opening.tools)) or list(self._tools)

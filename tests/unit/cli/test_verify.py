@@ -12,7 +12,8 @@ from typer.testing import CliRunner
 
 from kestrl.cli.main import app
 from kestrl.errors import UserInputError
-from kestrl.spec import read_job
+from kestrl.local.rundir import RunDir
+from kestrl.spec import AgentRLJob, parse_job, read_job
 from kestrl.spec.threshold import read_threshold
 
 ROOT = Path(__file__).parents[3]
@@ -73,6 +74,58 @@ def test_finished_seeds_are_judged_without_being_run_again(threshold: Path) -> N
     verdict = json.loads((threshold.parent / "runs" / "verify" / "mail.json").read_text())
     assert verdict["passed"] is True
     assert [seed["values"] for seed in verdict["seeds"]] == [[0.5, 0.6], [0.4, 0.6]]
+
+
+@pytest.fixture
+def started(threshold: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, bool]]:
+    """Runs that were started, each with its seed and whether it was resumed; every one succeeds at once."""
+    runs: list[tuple[str, int, bool]] = []
+
+    def run_job(job: AgentRLJob, run: RunDir, _options: Any, _console: Any, *, resumed: bool) -> int:
+        runs.append((run.id, job.spec.data.seed, resumed))
+        run.path.mkdir(parents=True, exist_ok=True)
+        (run.path / "job.json").write_text(job.model_dump_json(by_alias=True))
+        points = [{"step": step, "answer_correct": 0.1 * step, "episodes": 120.0} for step in (0, 5, 10)]
+        run.summary_path.write_text(json.dumps({"status": "succeeded", "evaluations": points}))
+        return 0
+
+    monkeypatch.setattr("kestrl.cli.verify.run_job", run_job)
+    return runs
+
+
+def test_an_interrupted_seed_is_resumed_and_a_missing_one_started(threshold: Path, started: list[Any]) -> None:
+    finish(threshold, 1, 0.2, status="stopped")
+    assert verify(threshold)[0] == 0
+    assert started == [("email-search-seed-1-1", 1, True), ("email-search-seed-2-1", 2, False)]
+    assert verify(threshold)[0] == 0
+    assert len(started) == 2, "both have finished"
+    assert verify(threshold, "--new")[0] == 0
+    assert started[2:] == [("email-search-seed-1-2", 1, False), ("email-search-seed-2-2", 2, False)]
+
+
+def test_a_finished_run_of_another_schedule_is_not_judged(threshold: Path, started: list[Any]) -> None:
+    finish(threshold, 1, 0.2, 0.9, 0.9, overrides=("schedule.maxSteps=2",))
+    verify(threshold)
+    assert [run for run, _, _ in started] == ["email-search-seed-1-2", "email-search-seed-2-1"]
+
+
+def test_the_exit_code_of_an_interrupted_run_is_passed_on(threshold: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kestrl.cli.verify.run_job", lambda *_, **__: 130)
+    code, _ = verify(threshold)
+    assert code == 130
+    assert not (threshold.parent / "runs" / "verify").exists()
+
+
+def test_the_job_starts_from_the_adapter_of_sft(
+    threshold: Path, started: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    document = yaml.safe_load(threshold.read_text())
+    document["spec"] |= {"sft": "sft.yaml", "seeds": [3]}
+    threshold.write_text(yaml.safe_dump(document))
+    monkeypatch.setattr("kestrl.cli.verify.fine_tuned", lambda path, *_: f"file:///{path.name}/adapters/000001-a")
+    assert verify(threshold)[0] == 0
+    job = parse_job(json.loads((threshold.parent / "runs" / started[0][0] / "job.json").read_text()))
+    assert job.spec.model.adapter.from_ == "file:///sft.yaml/adapters/000001-a"
 
 
 def test_a_threshold_that_is_not_reached_exits_with_1(threshold: Path) -> None:

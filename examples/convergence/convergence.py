@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import re
 from difflib import SequenceMatcher
+from typing import Any
 
 from kestrl.agents import Conversation
 from kestrl.episode import StopReason
@@ -43,7 +44,8 @@ def sorted_names(attempt: Attempt, power: int = 4) -> Score:
         attempt: The episode. A turn that it did not reach is worth 0.
         power: Exponent, so that nearly right lists are worth clearly less than right ones.
     """
-    expected = [str(text) for text in attempt.scenario.ground_truth or []]
+    listed: Any = attempt.scenario.ground_truth
+    expected = [str(text) for text in listed]
     texts = [turn.text for turn in attempt.episode.turns]
     texts += [""] * (len(expected) - len(texts))
     similarities = [_similarity(_sorted(text), wanted) for text, wanted in zip(texts, expected, strict=False)]

@@ -46,10 +46,11 @@ def word_problems(
     seed: Annotated[int, typer.Option(help="Seed of the problems.")] = 42,
     split: Annotated[str, typer.Option(help="train or validation, which have different people.")] = "train",
     form: Annotated[Form, typer.Option(help="Scenarios, GSM8K's own form, or conversations for SFT.")] = Form.ROWS,
+    one_step: Annotated[bool, typer.Option("--one-step", help="Only problems that one operation solves.")] = False,
     mistakes: Annotated[float, typer.Option(min=0, max=1, help="Share of transcripts with a wrong calculation.")] = 0.0,
 ) -> None:
     """Generate word problems in the manner of GSM8K."""
-    rows = generated(form, split=split, seed=seed, size=size, mistakes=mistakes)
+    rows = generated(form, split=split, seed=seed, size=size, one_step=one_step, mistakes=mistakes)
     write_rows(out, rows)
     typer.echo(f"{out}: {len(rows)} rows")
 

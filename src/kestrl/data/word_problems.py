@@ -35,6 +35,8 @@ NAMES = {
 }
 ITEMS = ("pens", "cups", "books", "coins", "eggs", "cards", "stamps", "shells")
 OPERATORS = "+-*/"
+EASY = "one-step"
+"""Part of a `demo://` path that selects problems of one operation."""
 MAX_REPEATED = 200
 """Repeated problems in a row after which there are taken to be no others."""
 
@@ -80,30 +82,30 @@ def _one(question: str, expression: str, result: int) -> Problem:
 
 def _gain(rng: random.Random, name: str, item: str) -> Problem:
     a, b = rng.randint(11, 49), rng.randint(11, 49)
-    return _one(f"{name} has {a} {item} and gets {b} more. How many {item} are there now?", f"{a}+{b}", a + b)
+    return _one(f"{name} has {a} {item} and gets {b} more. How many now?", f"{a}+{b}", a + b)
 
 
 def _loss(rng: random.Random, name: str, item: str) -> Problem:
     a = rng.randint(30, 99)
     b = rng.randint(11, a - 11)
-    return _one(f"{name} has {a} {item} and gives {b} away. How many {item} are left?", f"{a}-{b}", a - b)
+    return _one(f"{name} has {a} {item} and gives {b} away. How many are left?", f"{a}-{b}", a - b)
 
 
 def _boxes(rng: random.Random, name: str, item: str) -> Problem:
     a, b = rng.randint(3, 19), rng.randint(3, 19)
-    return _one(f"{name} buys {a} boxes of {b} {item}. How many {item} is that?", f"{a}*{b}", a * b)
+    return _one(f"{name} buys {a} boxes of {b} {item}. How many is that?", f"{a}*{b}", a * b)
 
 
 def _share(rng: random.Random, name: str, item: str) -> Problem:
     b, each = rng.randint(2, 9), rng.randint(3, 11)
     a = b * each
-    return _one(f"{name} shares {a} {item} among {b} friends. How many {item} does each get?", f"{a}/{b}", each)
+    return _one(f"{name} shares {a} {item} among {b} friends. How many does each get?", f"{a}/{b}", each)
 
 
 def _boxes_and_more(rng: random.Random, name: str, item: str) -> Problem:
     a, b, c = rng.randint(3, 9), rng.randint(3, 19), rng.randint(11, 49)
     return Problem(
-        question=f"{name} buys {a} boxes of {b} {item} and gets {c} more. How many {item} are there now?",
+        question=f"{name} buys {a} boxes of {b} {item} and gets {c} more. How many now?",
         expression=f"{a}*{b}+{c}",
         steps=((f"{a}*{b}", a * b), (f"{a * b}+{c}", a * b + c)),
     )
@@ -122,17 +124,24 @@ def _change(rng: random.Random, name: str, item: str) -> Problem:
 def _half(rng: random.Random, name: str, item: str) -> Problem:
     a = 2 * rng.randint(6, 49)
     return Problem(
-        question=f"{name} sold {a} {item} in April and half as many in May. How many {item} in all?",
+        question=f"{name} sold {a} {item} in April and half as many in May. How many in all?",
         expression=f"{a}+{a}/2",
         steps=((f"{a}/2", a // 2), (f"{a}+{a // 2}", a + a // 2)),
     )
 
 
-TEMPLATES: tuple[Draw, ...] = (_gain, _loss, _boxes, _share, _boxes_and_more, _change, _half)
+ONE_STEP: tuple[Draw, ...] = (_gain, _loss, _boxes, _share)
+TEMPLATES: tuple[Draw, ...] = (*ONE_STEP, _boxes_and_more, _change, _half)
 
 
-def problems(split: str, seed: int, size: int) -> list[Problem]:
+def problems(split: str, seed: int, size: int, *, one_step: bool = False) -> list[Problem]:
     """Distinct problems; the first ones do not depend on the size.
+
+    Args:
+        split: train or validation.
+        seed: Decides on all of them.
+        size: Number of problems.
+        one_step: Only those that one operation solves.
 
     Raises:
         UserInputError: There is no such split, or there are not as many problems.
@@ -140,12 +149,13 @@ def problems(split: str, seed: int, size: int) -> list[Problem]:
     if split not in NAMES:
         raise UserInputError(f"word-problems: {split!r} is not one of {', '.join(NAMES)}")
     rng = random.Random(f"{split}/{seed}")  # noqa: S311 - seeded on purpose
+    templates = ONE_STEP if one_step else TEMPLATES
     found: dict[str, Problem] = {}
     repeated = 0
     while repeated < MAX_REPEATED:
         if len(found) == size:
             return list(found.values())
-        problem = rng.choice(TEMPLATES)(rng, rng.choice(NAMES[split]), rng.choice(ITEMS))
+        problem = rng.choice(templates)(rng, rng.choice(NAMES[split]), rng.choice(ITEMS))
         repeated = repeated + 1 if problem.question in found else 0
         found.setdefault(problem.question, problem)
     raise UserInputError(f"word-problems: there are not {size} different problems; ask for fewer")
@@ -203,7 +213,9 @@ def _transcript(problem: Problem, mistakes: float, rng: random.Random) -> dict[s
     return {"messages": messages, "tools": [CALCULATOR]}
 
 
-def generated(form: Form, *, split: str, seed: int, size: int, mistakes: float = 0.0) -> list[dict[str, Any]]:
+def generated(
+    form: Form, *, split: str, seed: int, size: int, one_step: bool = False, mistakes: float = 0.0
+) -> list[dict[str, Any]]:
     """Generated rows.
 
     Args:
@@ -211,13 +223,14 @@ def generated(form: Form, *, split: str, seed: int, size: int, mistakes: float =
         split: train or validation.
         seed: Decides on all of it.
         size: Number of rows.
+        one_step: Only problems that one operation solves.
         mistakes: Share of transcripts that calculate with a wrong operator, which leaves something to learn by
             reinforcement.
 
     Raises:
         UserInputError: There is no such split, or there are not as many problems.
     """
-    drawn = problems(split, seed, size)
+    drawn = problems(split, seed, size, one_step=one_step)
     if form is Form.ORIGINAL:
         return [{"question": problem.question, "answer": problem.worked} for problem in drawn]
     if form is Form.ROWS:
@@ -228,16 +241,18 @@ def generated(form: Form, *, split: str, seed: int, size: int, mistakes: float =
 
 def provide(path: str, size: int, seed: int, cache_dir: Path) -> Path:
     """The file of `demo://word-problems/PATH`, where PATH is a split, or transcripts/PERCENT with that share of
-    mistakes.
+    mistakes; behind `one-step/`, of problems that one operation solves.
 
     Raises:
         UserInputError: There is no such path.
     """
-    kind, _, percent = path.partition("/")
+    kind, _, percent = path.removeprefix(f"{EASY}/").partition("/")
+    one_step = path.startswith(f"{EASY}/")
     if kind == Form.TRANSCRIPTS and percent.isdecimal() and int(percent) <= 100:
-        rows = generated(Form.TRANSCRIPTS, split="train", seed=seed, size=size, mistakes=int(percent) / 100)
+        share = int(percent) / 100
+        rows = generated(Form.TRANSCRIPTS, split="train", seed=seed, size=size, one_step=one_step, mistakes=share)
     elif kind in NAMES and not percent:
-        rows = generated(Form.ROWS, split=kind, seed=seed, size=size)
+        rows = generated(Form.ROWS, split=kind, seed=seed, size=size, one_step=one_step)
     else:
         raise UserInputError(f"demo://word-problems/{path}: give train, validation, or transcripts/PERCENT")
     file = cache_dir / f"word-problems-{path.replace('/', '-')}-{seed}-{size}.jsonl"

@@ -27,7 +27,7 @@ from kestrl.local.rundir import RECORD, RunDir, make_folders
 from kestrl.local.runner_record import INTERVAL, RunnerRecord, RunnerRecordFile
 from kestrl.local.secrets import Secrets, open_storage
 from kestrl.local.site import site_of
-from kestrl.local.supervisor import LEARNER, Supervisor
+from kestrl.local.supervisor import Supervisor
 from kestrl.local.view import View, make_view
 from kestrl.plan.components import Component, Role
 from kestrl.plan.planning import plan
@@ -128,7 +128,7 @@ class Runner:
             return Outcome(EXIT_INTERRUPTED, "interrupted")
         if status == 0:
             return Outcome(0)
-        learner = next(seen for seen in self._supervisor.observed.values() if seen.component.name == LEARNER)
+        learner = next(seen for seen in self._supervisor.observed.values() if seen.component.role is Role.LEARNER)
         return Outcome(EXIT_FAILED, learner.last_error or f"the learner ended with status {status}")
 
     def _interrupt(self, main: asyncio.Task[Any] | None) -> None:

@@ -13,8 +13,7 @@ from kestrl.data.locate import locate_model
 from kestrl.errors import UserInputError
 from kestrl.local.rundir import RunDir
 from kestrl.plan.components import Role
-from kestrl.plan.planning import learner_ranks
-from kestrl.plan.site import RENDEZVOUS_PORT, Endpoint, Site
+from kestrl.plan.site import Endpoint, Site
 from kestrl.spec import AgentRLJob
 from kestrl.uris import file_uri, is_local
 from kestrl.uris import local_path as path_of
@@ -24,18 +23,13 @@ HIGHEST_PORT = 65535
 
 
 METRICS = "metrics"
-RENDEZVOUS = "rendezvous"
 Listener = tuple[Role, int] | tuple[Role, int, str]
 
 
 def listeners(job: AgentRLJob) -> Iterator[Listener]:
-    """Every replica, then every Prometheus endpoint, in a fixed order. Engines serve metrics on their own port. A
-    learner with several ranks has its rendezvous last.
-    """
+    """Every replica, then every Prometheus endpoint, in a fixed order. Engines serve metrics on their own port."""
     yield from replicas(job)
     yield from ((*replica, METRICS) for replica in replicas(job) if replica[0] is not Role.ENGINE)
-    if learner_ranks(job.spec) > 1:
-        yield Role.LEARNER, 0, RENDEZVOUS
 
 
 def replicas(job: AgentRLJob) -> Iterator[tuple[Role, int]]:
@@ -124,7 +118,6 @@ def site_of(job: AgentRLJob, run: RunDir, manifest_dir: Path, *, base_port: int 
             host=LOOPBACK,
             port=ports[role, index],
             metrics_port=ports.get((role, index, METRICS)),
-            rendezvous_port=ports.get((role, index, RENDEZVOUS), RENDEZVOUS_PORT),
         )
 
     def data(uri: str, size: int | None, field: str) -> str:

@@ -20,8 +20,6 @@ from kestrl.service import EXIT_INPUT
 from kestrl.states import ComponentState
 
 log = logging.getLogger(__name__)
-LEARNER = f"{Role.LEARNER}-0"
-"""The component that owns the run: the learner, or its first node."""
 MAX_RESTARTS = 5
 """Maximum consecutive restarts; the count is reset after `STEADY_SECONDS` of running."""
 STEADY_SECONDS = 120.0
@@ -57,13 +55,6 @@ class ComponentFailed(KestrlError):
     """A component failed permanently."""
 
     code = "component_failed"
-
-
-def _ends_the_run(component: Component, status: int) -> bool:
-    """Whether the run ends with a component: with the learner, whose other nodes end a moment before node 0 in a good
-    run.
-    """
-    return component.name == LEARNER or (component.role is Role.LEARNER and status != 0)
 
 
 def backoff(restarts_in_row: int) -> float:
@@ -103,7 +94,7 @@ class Supervisor:
                 done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
                 for task in done:
                     status = task.result()
-                    if _ends_the_run(tasks[task].component, status):
+                    if tasks[task].component.role is Role.LEARNER:
                         return status
                     del tasks[task]
         finally:
@@ -116,7 +107,7 @@ class Supervisor:
         """Asks the learner to finish its step, checkpoint and end, which ends the run."""
         self._stopping = True
         for running in self._live.values():
-            if running.component.name == LEARNER:
+            if running.component.role is Role.LEARNER:
                 running.terminate()
 
     async def _keep(self, seen: Observed) -> int:

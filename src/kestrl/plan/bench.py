@@ -28,7 +28,7 @@ def bench_components(
     Raises:
         UserInputError: The job has no validation data.
     """
-    learner = next(component for component in components if component.role is Role.LEARNER)
+    (learner,) = (component for component in components if component.role is Role.LEARNER)
     assert isinstance(learner.settings, LearnerSettings)
     if site.validation is None or job.spec.data.validation is None:
         raise UserInputError("spec.data.validation: bench needs validation data")
@@ -54,10 +54,6 @@ def bench_components(
         storage=site.storage,
     )
     program = replace(
-        learner,
-        module=MODULE,
-        settings=settings,
-        env={},
-        own_secrets=(Secret.ROLLOUT_TO_TOOLS, Secret.ROLLOUT_TO_JUDGE),
+        learner, module=MODULE, settings=settings, own_secrets=(Secret.ROLLOUT_TO_TOOLS, Secret.ROLLOUT_TO_JUDGE)
     )
     return [component for component in components if component.role in {Role.TOOLS, Role.JUDGE}] + [program]

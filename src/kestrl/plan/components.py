@@ -24,14 +24,6 @@ class Role(StrEnum):
     LEARNER = "learner"
 
 
-NODES_VARIABLE = "KESTRL_LEARNER_NODES"
-"""Number of nodes of the learner. This and the next three variables exist only where it has several ranks."""
-NODE_VARIABLE = "KESTRL_LEARNER_NODE"
-"""Index of a node of the learner. Pods of one template read it from their own ordinal."""
-RANKS_VARIABLE = "KESTRL_LEARNER_RANKS"
-"""Ranks on each node."""
-RENDEZVOUS_VARIABLE = "KESTRL_LEARNER_RENDEZVOUS"
-"""`host:port` at which node 0 gathers the nodes."""
 TORCH_DEFAULTS: Mapping[str, str] = {"GOMP_SPINCOUNT": "2000"}
 """Threads of libgomp busy-wait without a bound by default, which makes torch about twenty times slower beside other
 programs.

@@ -5,16 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from kestrl.plan.algorithm import AlgorithmSettings, CorrectionSettings
-from kestrl.plan.components import (
-    NODE_VARIABLE,
-    NODES_VARIABLE,
-    RANKS_VARIABLE,
-    RENDEZVOUS_VARIABLE,
-    Component,
-    Device,
-    Ready,
-    Role,
-)
+from kestrl.plan.components import Component, Device, Ready, Role
 from kestrl.plan.engines import engine_component, failure_file
 from kestrl.plan.judges import (
     correctness_entry,
@@ -49,8 +40,6 @@ GAP_SPREAD = 10.0
 PROBE_BOUND = {"float32": 1e-2, "bfloat16": 0.5}
 """Maximum difference on the probe in nats; its tokens are unlikely and have large log-probs."""
 USUAL_WORKERS = 16
-LAUNCHER = "kestrl_learner.launcher"
-"""Program of a node of a learner with several ranks: it starts them, and starts all again when one is lost."""
 SCORING_SLACK = 10.0
 """Seconds of a group in addition to its episodes and rewards."""
 
@@ -60,15 +49,14 @@ def plan(job: AgentRLJob, site: Site) -> tuple[Component, ...]:
     templates.
     """
     spec = job.spec
-    counts = spec.inference.replicas, spec.rollout.replicas, spec.learner.replicas
-    engines, workers, nodes = (1, 1, 1) if site.templates else counts
+    engines, workers = (1, 1) if site.templates else (spec.inference.replicas, spec.rollout.replicas)
     return (
         *(engine_component(job, site, index) for index in range(engines)),
         *(_agent(job, site, index) for index in range(engines)),
         _tools(job, site),
         _judge(job, site),
         *(_rollout(job, site, index) for index in range(workers)),
-        *(_learner_node(_learner(job, site), job, site, index) for index in range(nodes)),
+        _learner(job, site),
     )
 
 
@@ -327,35 +315,3 @@ def _learner(job: AgentRLJob, site: Site) -> Component:
     component = _component(Role.LEARNER, 0, settings, site, restarts=False)
     accelerator = spec.learner.accelerator
     return replace(component, device=Device(profile=accelerator.profile, count=accelerator.count))
-
-
-def learner_ranks(spec: JobSpec) -> int:
-    """Processes that train together, over all nodes."""
-    return spec.learner.replicas * spec.learner.accelerator.count
-
-
-def _learner_node(learner: Component, job: AgentRLJob, site: Site, index: int) -> Component:
-    """A node of the learner: the whole of it, or with several ranks the launcher of the node's ranks.
-
-    Node 0 has the rank that owns the run, and the ports; the others only compute.
-    """
-    spec = job.spec.learner
-    if learner_ranks(job.spec) == 1:
-        return learner
-    endpoint = site.endpoint(Role.LEARNER, 0)
-    env = {
-        NODES_VARIABLE: str(spec.replicas),
-        RANKS_VARIABLE: str(spec.accelerator.count),
-        RENDEZVOUS_VARIABLE: endpoint.rendezvous,
-    }
-    # Pods of one template have their own ordinal.
-    env |= {} if site.templates and spec.replicas > 1 else {NODE_VARIABLE: str(index)}
-    first = index == 0
-    return replace(
-        learner,
-        name=f"{Role.LEARNER}-{index}",
-        module=LAUNCHER,
-        env=env,
-        ports={**learner.ports, "rendezvous": endpoint.rendezvous_port} if first else {},
-        ready=learner.ready if first else None,
-    )

@@ -10,9 +10,6 @@ from kestrl.errors import UserInputError
 from kestrl.plan.components import Role
 from kestrl.spec.job import Accelerator
 
-RENDEZVOUS_PORT = 29500
-"""PyTorch's default."""
-
 
 class Endpoint(NamedTuple):
     """Address of one replica of a component."""
@@ -24,16 +21,10 @@ class Endpoint(NamedTuple):
     port: int
     metrics_port: int | None = None
     """Port of the Prometheus endpoint; an engine serves metrics on its own port."""
-    rendezvous_port: int = RENDEZVOUS_PORT
-    """Port at which node 0 of a learner with several ranks gathers the others."""
 
     @property
     def address(self) -> str:
         return f"{self.host}:{self.port}"
-
-    @property
-    def rendezvous(self) -> str:
-        return f"{self.host}:{self.rendezvous_port}"
 
     @property
     def listen(self) -> str:

@@ -219,13 +219,9 @@ class Rollout(Model):
 class Learner(Model):
     """The learner."""
 
-    replicas: Annotated[int, Field(ge=1, le=64)] = 1
-    """Number of nodes: pods on a cluster, processes on one machine. Each has `accelerator.count` ranks, and the base
-    model is sharded over the ranks of all nodes."""
     accelerator: Accelerator = Accelerator()
-    """Devices of a node; each is one rank. On profile cpu `count` is the number of processes."""
     threads: Annotated[int, Field(ge=1, le=1024)] | None = None
-    """CPU threads of one rank. Default: the cores of the machine, shared by the node's ranks."""
+    """CPU threads of one process. Default: all cores."""
     gradient_checkpointing: bool = False
     """Keep the inputs of layers only and compute their activations again in the backward pass: much less memory for
     long episodes, and a third more work. Prompts are then computed for every episode of a group."""

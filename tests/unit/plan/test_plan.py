@@ -11,14 +11,7 @@ import pytest
 from kestrl.credentials import Secret
 from kestrl.errors import UserInputError
 from kestrl.local.processes import Launcher
-from kestrl.plan.components import (
-    NODE_VARIABLE,
-    NODES_VARIABLE,
-    RANKS_VARIABLE,
-    RENDEZVOUS_VARIABLE,
-    Component,
-    Role,
-)
+from kestrl.plan.components import Component, Role
 from kestrl.plan.engines import engine_rank, serving_command
 from kestrl.plan.planning import group_seconds, plan
 from kestrl.plan.settings import AgentSettings, JudgeSettings, LearnerSettings, RolloutSettings, ToolsSettings
@@ -340,35 +333,6 @@ def test_a_ruler_extends_the_deadline_of_its_group_and_asks_for_tools() -> None:
     )
     workers = [each.settings for each in plan(job, SITE) if isinstance(each.settings, RolloutSettings)]
     assert [each.describes_tools for each in workers] == [True, True]
-
-
-def test_a_learner_of_one_rank_has_no_launcher() -> None:
-    learner = by_name(job_with())["learner-0"]
-    assert (learner.module, learner.env) == ("kestrl_learner", {})
-
-
-def test_every_node_of_a_learner_is_a_launcher_of_its_ranks() -> None:
-    job = job_with("learner.replicas=2", "learner.accelerator={profile: nvidia, count: 4}")
-    first, second = (by_name(job)[f"learner-{index}"] for index in range(2))
-    gathered = {NODES_VARIABLE: "2", RANKS_VARIABLE: "4", RENDEZVOUS_VARIABLE: "learner-0.job:29500"}
-    assert first.module == second.module == "kestrl_learner.launcher"
-    assert first.env == {**gathered, NODE_VARIABLE: "0"}
-    assert second.env == {**gathered, NODE_VARIABLE: "1"}
-    assert first.settings == second.settings
-    assert first.ready is not None
-    assert first.ports["rendezvous"] == 29500
-    assert second.ready is None
-    assert not second.ports
-    assert second.device.count == 4
-
-
-def test_a_pod_of_a_template_has_its_node_from_its_own_ordinal() -> None:
-    site = replace(SITE, templates=True)
-    (node,) = (each for each in plan(job_with("learner.replicas=2"), site) if each.role is Role.LEARNER)
-    assert node.env[NODES_VARIABLE] == "2"
-    assert NODE_VARIABLE not in node.env
-    (alone,) = (each for each in plan(job_with("learner.accelerator.count=2"), site) if each.role is Role.LEARNER)
-    assert alone.env[NODE_VARIABLE] == "0"
 
 
 def test_a_correctness_judge_has_its_own_models_keys_and_servers() -> None:

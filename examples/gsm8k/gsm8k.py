@@ -19,7 +19,7 @@ OPERATIONS: dict[type[ast.AST], Callable[[Fraction, Fraction], Fraction]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
+    ast.Div: lambda left, right: left / right,
 }
 
 

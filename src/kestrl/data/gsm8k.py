@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from enum import StrEnum
 from itertools import islice
 from pathlib import Path
@@ -123,7 +123,7 @@ def read_gsm8k(
 
 def _texts(raw: object) -> Iterator[str]:
     """Question and answer of an original row."""
-    columns = raw if is_mapping(raw) else {}
+    columns: Mapping[str, Any] = raw if is_mapping(raw) else {}
     for name in ("question", "answer"):
         value = columns.get(name)
         if not isinstance(value, str) or not value.strip():

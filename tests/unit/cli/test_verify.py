@@ -94,7 +94,7 @@ def started(threshold: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str,
 
 
 def test_an_interrupted_seed_is_resumed_and_a_missing_one_started(threshold: Path, started: list[Any]) -> None:
-    finish(threshold, 1, 0.2, status="stopped")
+    finish(threshold, 1, 0.2, status="suspended")
     assert verify(threshold)[0] == 0
     assert started == [("email-search-seed-1-1", 1, True), ("email-search-seed-2-1", 2, False)]
     assert verify(threshold)[0] == 0
@@ -149,7 +149,7 @@ def test_a_run_of_another_job_is_judged_with_a_warning(threshold: Path) -> None:
     assert f"warning: {run} differs from the threshold's job in spec.rewards" in printed
 
 
-@pytest.mark.parametrize("status", ["failed", "stopped"])
+@pytest.mark.parametrize("status", ["failed", "suspended"])
 def test_a_run_that_has_not_succeeded_is_not_judged(threshold: Path, status: str) -> None:
     error, message = verify(threshold, "--run", finish(threshold, 1, 0.2, 0.9, 0.9, status=status))
     assert isinstance(error, UserInputError)

@@ -34,8 +34,9 @@ async def test_a_run_stores_what_the_page_says(staged: Any) -> None:
     stored = open_store(stage.settings.storage).list("")
     for path in stored:
         assert any(re.match(pattern, path) for pattern in patterns.values()), path
-    for path, pattern in patterns.items():
-        assert any(re.match(pattern, name) for name in stored), path
+    of_servers = {"tools.json"}  # the job has no tool server
+    for path in patterns.keys() - of_servers:
+        assert any(re.match(patterns[path], name) for name in stored), path
 
     summary = stage.summary
     assert fields(section("summary.json")) == summary.keys()

@@ -136,7 +136,7 @@ async def test_the_episodes_deadline_counts_all_turns(stage: Any, call_text: Cal
     stage.says(call_text("search", word="a"))
 
     async def search(arguments: dict[str, str]) -> str:
-        await asyncio.sleep(0.03)
+        await asyncio.sleep(0.1)  # so that the deadline comes before the context is full
         return "found"
 
     stage.tools.handlers["search"] = search

@@ -17,7 +17,7 @@ from tests.fakes.ports import free_port
 from kestrl.errors import Boundary, FailureError, KestrlError, UserInputError
 from kestrl.plan.settings import ProcessEntry, ToolEntry, ToolsSettings
 from kestrl.testing.tool_provider import check_tool_provider
-from kestrl.tools.provider import NO_KWARGS, ToolProvider
+from kestrl.tools.provider import NO_KWARGS, ProviderSession, ToolProvider
 from kestrl_tools.catalogue import load_tools, provider_of, providers_of, stop_all
 from kestrl_tools.service import run_tools
 from kestrl_tools.tool_threads import ToolThreads
@@ -171,6 +171,12 @@ async def test_a_process_has_no_credentials(monkeypatch: pytest.MonkeyPatch) -> 
     assert "s3cret" not in found.values()
 
 
+async def calls_until_it_ends(session: ProviderSession) -> None:
+    """The process of an episode ends a moment after its host."""
+    while True:
+        await session.call("add", {"by": 1}, {})
+
+
 async def test_a_killed_host_is_started_again_with_its_hooks() -> None:
     async with running(entry(methods=METHODS)) as provider:
         session = await provider.open(NO_KWARGS)
@@ -178,7 +184,7 @@ async def test_a_killed_host_is_started_again_with_its_hooks() -> None:
         host = parent_of(pid)
         os.kill(host, signal.SIGKILL)
         with pytest.raises(KestrlError) as caught:
-            await session.call("add", {"by": 1}, {})
+            await calls_until_it_ends(session)
         assert caught.value.code == "tool_process_died"
         await session.close()
         again = await provider.open(NO_KWARGS)

@@ -15,7 +15,8 @@ from rich.table import Table
 from kestrl.cli.options import DEFAULT_RUNS, Overrides, Runs
 from kestrl.cli.sft import fine_tuned
 from kestrl.errors import UserInputError
-from kestrl.local.rundir import RunDir, find_run, open_run, runs_of, write_atomic
+from kestrl.local.files import write_atomic
+from kestrl.local.rundir import RunDir, find_run, open_run, runs_of
 from kestrl.local.runner import Options, run_job
 from kestrl.local.verdict import Curve, Verdict, judge
 from kestrl.service import EXIT_FAILED

@@ -18,7 +18,7 @@ from .runs import ROOT, belonging_to, eventually
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1800), pytest.mark.xdist_group("readme")]
 JOB = "examples/bring-your-own/job.yaml"
-STEPS = ("--set", "schedule.maxSteps=8")
+STEPS = ("--set", "schedule.maxSteps=8", "--set", "schedule.epochs=2")
 """Enough for a run to be stopped in the middle."""
 SETUP_SECONDS = 600.0
 LOGGED_BY_THE_ENGINE = "engine-0 |"

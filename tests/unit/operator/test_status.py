@@ -511,6 +511,15 @@ TABLE: list[tuple[str, dict[str, Any], str, Expected]] = [
         {"RewardHealthy": ("False", "JudgeFailing", "judge/late 3 times")},
     ),
     (
+        "scoring failed before, and the run ends with scores",
+        {
+            "last_report": learner_report(over("succeeded")),
+            "status": status(condition("RewardHealthy", "False", "JudgeFailing")),
+        },
+        "Succeeded",
+        {"RewardHealthy": ("True", "Scoring", "mean 0.500")},
+    ),
+    (
         "rewards are no numbers",
         {"last_report": learner_report(report(means={"reward": float("nan")}))},
         "Running",

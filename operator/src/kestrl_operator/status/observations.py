@@ -35,6 +35,7 @@ def observed(snapshot: Snapshot, decision: Decision) -> Iterator[Observation]:
         _suspension(snapshot, decision),
         *(_released(snapshot) if decision.parked else _components(snapshot, decision, spec)),
         *_checkpoint(snapshot.live_report),
+        *_reward(snapshot.live_report),
         *_learned(snapshot.live_report),
         _success(snapshot, decision),
     ]
@@ -121,7 +122,6 @@ def _components(snapshot: Snapshot, decision: Decision, spec: JobSpec) -> Iterat
     yield _progressing(snapshot, decision)
     live = snapshot.live_report
     if live is not None:
-        yield from _reward(live)
         yield from _tools(live, spec)
 
 
@@ -255,7 +255,10 @@ def _checkpoint(live: LearnerReport | None) -> Iterator[Observation]:
         yield _false(kind, "None")
 
 
-def _reward(live: LearnerReport) -> Iterator[Observation]:
+def _reward(live: LearnerReport | None) -> Iterator[Observation]:
+    """Whether rewards teach. Observed at the end, too: a short run may end before its rewards were seen."""
+    if live is None:
+        return
     kind, report = Type.REWARD_HEALTHY, live.report
     judging = {name: count for name, count in report.failures.items() if name.startswith("judge/")}
     if report.degenerate:

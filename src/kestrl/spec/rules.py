@@ -16,6 +16,8 @@ ENGINE_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Values accepted by vLLM's --max-lora-rank."""
 BUILT_IN_LOOPS = ("tool_agent", "single_turn")
 BUILT_IN_RULES = ("exact_answer", "flexible_answer", "math_answer", "format", "loop_reward", "overlong")
+CONFIGURED_RULES = ("overlong",)
+"""Built-in rules that take `config`; the judge checks it against the function."""
 
 
 Rule = Callable[[JobSpec], Iterator[Problem]]
@@ -135,7 +137,7 @@ def rewards_are_known(spec: JobSpec) -> Iterator[Problem]:
                 f"{reward.rule!r} is not one of {', '.join(BUILT_IN_RULES)}, nor an import path "
                 "package.module:function",
             )
-        if reward.rule in BUILT_IN_RULES and reward.config:
+        if reward.rule in BUILT_IN_RULES and reward.rule not in CONFIGURED_RULES and reward.config:
             yield Problem(f"spec.rewards[{index}].config", f"{reward.rule} takes no config; remove it")
         if reward.rule == "loop_reward" and spec.agent.loop in BUILT_IN_LOOPS:
             yield Problem(

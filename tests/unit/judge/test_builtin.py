@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from inspect import signature
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from kestrl.rewards.answers import last_number, marked, normalised, number
 from kestrl.rewards.builtin import BUILT_IN, exact_answer, flexible_answer, math_answer, tool_format
 from kestrl.rewards.checking import as_score
 from kestrl.rewards.resolving import resolve
-from kestrl.spec.rules import BUILT_IN_RULES
+from kestrl.spec.rules import BUILT_IN_RULES, CONFIGURED_RULES
 from kestrl.testing.attempts import make_attempt
 
 Make = Callable[..., Episode]
@@ -30,6 +31,7 @@ def attempt(episode: Episode, expected: Any = None) -> Attempt:
 
 def test_the_manifest_knows_the_same_names() -> None:
     assert set(BUILT_IN) == set(BUILT_IN_RULES)
+    assert {name for name, rule in BUILT_IN.items() if len(signature(rule).parameters) > 1} == set(CONFIGURED_RULES)
 
 
 @pytest.mark.parametrize(

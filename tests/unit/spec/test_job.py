@@ -367,3 +367,11 @@ def test_other_engine_arguments_are_allowed() -> None:
         "inference.args={max-num-seqs: 7, gpu-memory-utilization: 0.4, enable-scale-out: false, tokenizer-mode: slow}"
     )
     assert len(parse_job(with_overrides(MANIFEST, [args])).spec.inference.args) == 4
+
+
+def test_built_in_rewards_with_settings_take_a_config() -> None:
+    rewards = [{"rule": "overlong", "config": {"max_tokens": 512, "buffer": 64}}]
+    document = {**MANIFEST, "spec": {**MANIFEST["spec"], "rewards": rewards}}
+    assert parse_job(document).spec.rewards[0].config == rewards[0]["config"]
+    rewards.append({"rule": "math_answer", "config": {"x": 1}})
+    assert refused(document=document) == ["spec.rewards[1].config: math_answer takes no config; remove it"]

@@ -98,6 +98,8 @@ def test_the_readme_holds_in_a_path_with_a_space_and_an_umlaut(person: Person) -
     looks_at_the_run(person)
     uses_the_adapter(person)
     fine_tunes(person)
+    writes_data(person)
+    judges_a_threshold(person)
     assert belonging_to(person.clone) == []
     assert commands_of_the_readme() <= person.said
 
@@ -148,6 +150,22 @@ def fine_tunes(person: Person) -> None:
     assert address.startswith("file:///")
     assert person.types(line).split()[-1] == address
     assert "valid" in person.types(f"kestrl validate {JOB} --set 'model.adapter.from={address}'")
+
+
+def writes_data(person: Person) -> None:
+    assert "problems.jsonl: 20 rows" in person.types("kestrl data word-problems --size 20 --out problems.jsonl")
+    assert len((person.clone / "problems.jsonl").read_text().splitlines()) == 20
+
+
+def judges_a_threshold(person: Person) -> None:
+    """SFT, a run from its adapter and a verdict by the evaluations; the same command again repeats none of it."""
+    line = "kestrl verify examples/convergence/letters-threshold.yaml"
+    printed = person.types(line)
+    assert printed.splitlines()[-2:] == ["passed", str(person.clone / "runs" / "verify" / "letters.json")]
+    assert "30 steps in" in printed
+    again = person.types(line)
+    assert "passed" in again
+    assert "30 steps in" not in again
 
 
 def uses_the_adapter(person: Person) -> None:

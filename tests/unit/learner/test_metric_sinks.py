@@ -132,6 +132,13 @@ async def test_a_users_sink_gets_a_whole_run(staged: Any, trackers: list[Tracker
         assert stage.read("metrics/000004.json")["step"] == 4
 
 
+async def test_two_sinks_may_be_of_one_class(staged: Any, trackers: list[Tracker]) -> None:
+    second = entry().model_copy(update={"field": "spec.telemetry.sinks[1]"})
+    async with staged(max_steps=2, sinks=(entry(), second)) as stage:
+        await Run(stage.settings).main()
+    assert [tracker.steps() for tracker in trackers] == [[1, 2], [1, 2]]
+
+
 async def test_a_broken_sink_is_reported_and_the_run_goes_on(staged: Any, trackers: list[Tracker]) -> None:
     async with staged(max_steps=2, sinks=(entry(broken=("step", "close")),)) as stage:
         run = Run(stage.settings)

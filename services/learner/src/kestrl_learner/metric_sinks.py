@@ -28,13 +28,15 @@ Report = Callable[[Failure], None]
 
 
 def make_sinks(store: ObjectStore, entries: Sequence[SinkEntry]) -> dict[str, MetricSink]:
-    """The sinks of a run by name: storage, OpenTelemetry, and those of the job.
+    """The sinks of a run by name: storage, OpenTelemetry, and those of the job. Two of the job may be of one class.
 
     Raises:
         UserInputError: A sink cannot be imported or made.
     """
-    own = {entry.use: _made(entry) for entry in entries}
-    return {"storage": StorageSink(store), "opentelemetry": OpenTelemetrySink(), **own}
+    sinks: dict[str, MetricSink] = {"storage": StorageSink(store), "opentelemetry": OpenTelemetrySink()}
+    for entry in entries:
+        sinks[entry.use if entry.use not in sinks else f"{entry.use} ({entry.field})"] = _made(entry)
+    return sinks
 
 
 def _made(entry: SinkEntry) -> MetricSink:

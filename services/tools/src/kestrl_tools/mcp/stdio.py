@@ -26,6 +26,8 @@ MAX_LOGGED = 1000
 """Maximum characters of a logged line of stderr."""
 CLOSE_SECONDS = 2.0
 """Time for the program to exit after its stdin was closed; it is killed then."""
+EXIT_SECONDS = 1.0
+"""Time for the program to exit after the end of its stdout, before its calls fail."""
 KEPT_VARIABLES = ("HOME", "LANG", "LC_ALL", "LOGNAME", "PATH", "SHELL", "TERM", "TMPDIR", "TZ", "USER")
 """Variables that the program inherits: none with a credential of the service."""
 
@@ -77,12 +79,18 @@ class Program:
             async with deliver:
                 while line := await reader.readline():
                     await deliver.send(self._message(line))
+                await self._exit_seen()  # a process closes its files before its exit code can be read
         except (anyio.ClosedResourceError, anyio.BrokenResourceError):
             return  # the session is closed
         except ValueError:  # of StreamReader.readline
             log.error("MCP server %s: sent a message above %d bytes; the connection is closed", self._name, MAX_MESSAGE)
         finally:
             transport.close()
+
+    async def _exit_seen(self) -> None:
+        """Waits until the program, whose stdout has ended, has exited; at most `EXIT_SECONDS`."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            await asyncio.to_thread(self._process.wait, EXIT_SECONDS)
 
     def _message(self, line: bytes) -> SessionMessage | Exception:
         try:

@@ -6,17 +6,22 @@ import json
 import subprocess
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+import jsonschema
 import pytest
 from typer.testing import CliRunner
 
+from kestrl.data.conversations import read_conversations
 from kestrl.data.locate import locate_data
 from kestrl.data.rows import load_scenarios
 from kestrl.errors import UserInputError
 from kestrl_email.commands import email
 from kestrl_email.data import TOOLS, provide
 from kestrl_email.tools import SearchEmails
+from kestrl_email.world import Split, make_tasks
 
 
 def rows(path: Path) -> list[dict[str, object]]:
@@ -79,8 +84,42 @@ def test_rows_for_searching_alone_name_no_other_tool(tmp_path: Path):
     assert [list(item["extra_info"]["tools_kwargs"]) for item in searches] == [["search_emails"]] * 3  # type: ignore[index]
 
 
+def test_conversations_are_rows_of_sft_about_names_of_no_other_split(tmp_path: Path):
+    """Every conversation searches, reads and answers, in a form that `kestrl sft` and the tools' schemas accept."""
+    path = provide("transcripts", 20, 42, tmp_path)
+    asked = {task.question for split in (Split.TRAIN, Split.VALIDATION) for task in make_tasks(split, 500, 42)}
+    for conversation in read_conversations(path):
+        calls = [call["function"] for message in conversation.messages for call in message.get("tool_calls", ())]
+        assert (calls[0]["name"], calls[-1]["name"]) == ("search_emails", "return_final_answer")
+        assert "read_email" in [call["name"] for call in calls]
+        for call in calls:
+            jsonschema.validate(call["arguments"], schema_of(conversation.tools, call["name"]))
+        assert conversation.messages[1]["content"] not in asked
+
+
+def schema_of(tools: Sequence[Mapping[str, Any]], name: str) -> Mapping[str, Any]:
+    (found,) = [tool["function"]["parameters"] for tool in tools if tool["function"]["name"] == name]
+    return found
+
+
+def test_faulty_conversations_answer_wrongly_more_often(tmp_path: Path):
+    """The share of conversations whose last call is the right answer with the right source."""
+    right = {task.question: task for task in make_tasks(Split.WARM_UP, 200, 42)}
+
+    def correct(path: Path) -> int:
+        count = 0
+        for conversation in read_conversations(path):
+            task = right[conversation.messages[1]["content"]]
+            arguments = conversation.messages[-1]["tool_calls"][0]["function"]["arguments"]
+            count += arguments == {"answer": task.answer, "sources": [task.message_id]}
+        return count
+
+    assert correct(provide("transcripts", 200, 42, tmp_path)) == 200
+    assert 10 < correct(provide("transcripts/faulty", 200, 42, tmp_path)) < 120
+
+
 def test_an_unknown_split_is_reported(tmp_path: Path):
-    with pytest.raises(UserInputError, match=r"demo://email/test.*train, train/search, validation"):
+    with pytest.raises(UserInputError, match=r"demo://email/test.*train, train/search, validation.*transcripts/faulty"):
         provide("test", 1, 1, tmp_path)
 
 

@@ -6,15 +6,18 @@ import json
 import sqlite3
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from kestrl.errors import UserInputError, place_error
-from kestrl_email.world import EDITION, Split, Task, make_tasks, whole_or_nothing, write_database
+from kestrl_email.demonstrations import FAULTY, GOOD, Habits, conversation_row, demonstrations
+from kestrl_email.world import EDITION, SYSTEM_PROMPT, Split, Task, make_tasks, whole_or_nothing, write_database
 
-SYSTEM_PROMPT = "Find the answer in the mailbox."
 TOOLS = {"": ("search_emails", "read_email", "return_final_answer"), "search": ("search_emails",)}
 """Tools of the rows, by the second part of a path."""
 SPLITS = {"train": Split.TRAIN, "validation": Split.VALIDATION}
+TRANSCRIPTS = {"transcripts": GOOD, "transcripts/faulty": FAULTY}
+"""Habits of the demonstrator of conversations, by their path. Their people and topics occur in no other split."""
 
 
 def row(task: Task, number: int, database: Path, tools: Sequence[str]) -> dict[str, Any]:
@@ -44,11 +47,23 @@ def write_rows(path: Path, rows: Iterator[dict[str, Any]]) -> None:
             lines.write(json.dumps(item, ensure_ascii=False) + "\n")
 
 
+def _conversations(habits: Habits, stem: str, size: int, seed: int, cache_dir: Path) -> Path:
+    """The file of conversations for `kestrl sft`."""
+    rows = cache_dir / f"{stem}-{size}-{seed}-v{EDITION}.jsonl"
+    if not rows.exists():
+        with TemporaryDirectory(dir=cache_dir) as folder:
+            played = demonstrations(Path(folder), size, habits, seed)
+            write_rows(rows, (conversation_row(messages) for messages in played))
+    return rows
+
+
 def provide(path: str, size: int, seed: int, cache_dir: Path) -> Path:
-    """The rows of `demo://email/train` or `demo://email/validation`, generated unless they exist.
+    """The rows of `demo://email/PATH`, generated unless they exist.
 
     Args:
         path: `train` or `validation`; with the suffix `/search` for a job whose only tool is search_emails.
+            `transcripts` or `transcripts/faulty` for conversations to fine-tune on, of which the faulty ones often
+            choose wrongly and so leave something to reinforcement learning.
         size: Number of questions.
         seed: Seed of the world, which determines mails and questions.
         cache_dir: Folder for rows and database.
@@ -56,9 +71,11 @@ def provide(path: str, size: int, seed: int, cache_dir: Path) -> Path:
     Raises:
         UserInputError: There is no such split, or the folder cannot be written to.
     """
+    if path in TRANSCRIPTS:
+        return _conversations(TRANSCRIPTS[path], f"email-{path.replace('/', '-')}", size, seed, cache_dir)
     split, _, kind = path.partition("/")
     if split not in SPLITS or kind not in TOOLS:
-        known = [f"{name}/{kind}".rstrip("/") for name in SPLITS for kind in TOOLS]
+        known = [*(f"{name}/{kind}".rstrip("/") for name in SPLITS for kind in TOOLS), *TRANSCRIPTS]
         raise UserInputError(f"demo://email/{path}: there is no such data (there are: {', '.join(known)})")
     stem = f"email-{split}-{size}-{seed}-v{EDITION}"
     rows, database = cache_dir / f"{stem}{kind and f'-{kind}'}.jsonl", cache_dir / f"{stem}.db"

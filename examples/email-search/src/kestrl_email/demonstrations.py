@@ -14,11 +14,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kestrl_email.data import SYSTEM_PROMPT
+from kestrl.tools.schema import describe
 from kestrl_email.tools import DONT_KNOW, ReadEmail, ReturnFinalAnswer, SearchEmails
-from kestrl_email.world import ATTRIBUTES, Split, Task, make_tasks, write_database
+from kestrl_email.world import ATTRIBUTES, SYSTEM_PROMPT, Split, Task, make_tasks, write_database
 
 Messages = list[dict[str, Any]]
+SCHEMAS = tuple(
+    describe(tool, name)
+    for name, tool in (
+        ("search_emails", SearchEmails),
+        ("read_email", ReadEmail),
+        ("return_final_answer", ReturnFinalAnswer),
+    )
+)
+"""Tools of the demo's manifest."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,3 +125,16 @@ def demonstrations(folder: Path, count: int, habits: Habits, seed: int) -> Itera
     write_database(database, tasks)
     demonstrator = Demonstrator(database, habits, random.Random(f"{seed}/demonstrator"))  # noqa: S311 - seeded on purpose
     return (demonstrator.play(task) for task in tasks)
+
+
+def conversation_row(messages: Messages) -> dict[str, Any]:
+    """A demonstration as a row of `kestrl sft`: messages in OpenAI's form, and the schemas of the tools."""
+    return {
+        "messages": [
+            {**message, "tool_calls": [{"type": "function", "function": call} for call in message["tool_calls"]]}
+            if "tool_calls" in message
+            else message
+            for message in messages
+        ],
+        "tools": [schema.to_openai() for schema in SCHEMAS],
+    }

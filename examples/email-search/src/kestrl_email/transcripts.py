@@ -16,9 +16,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from kestrl.tools.schema import describe
-from kestrl_email.demonstrations import Messages
-from kestrl_email.tools import ReadEmail, ReturnFinalAnswer, SearchEmails
+from kestrl_email.demonstrations import SCHEMAS, Messages
 
 PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 SPECIAL = (PAD, START, END)
@@ -28,15 +26,6 @@ PIECES = r"\p{L}+(?:_\p{L}+)*|\p{N}{1,2}|[^\p{L}\p{N}\s]+(?: [^\p{L}\p{N}\s]+)*|
 """A word or identifier, two digits (so that a mail's id is a letter and one token), a run of punctuation (with the
 blanks inside it, as in `": "`), or one white space."""
 TEMPLATE = (Path(__file__).parent / "chat_template.jinja").read_text(encoding="utf-8")
-SCHEMAS = tuple(
-    describe(tool, name)
-    for name, tool in (
-        ("search_emails", SearchEmails),
-        ("read_email", ReadEmail),
-        ("return_final_answer", ReturnFinalAnswer),
-    )
-)
-"""Tools of the demo's manifest."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -59,6 +59,7 @@ CODAS = ("", "l", "m", "n", "r", "s", "t", "x")
 DAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
 EDITION = 2
 """Increase with every change of mails, questions or rows for a seed: files of older editions are not reused."""
+SYSTEM_PROMPT = "Find the answer in the mailbox."
 DOMAIN = "acme.example"
 OWNER = f"me@{DOMAIN}"
 """Address of the owner of every inbox."""

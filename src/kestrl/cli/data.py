@@ -7,9 +7,11 @@ from typing import Annotated
 
 import typer
 
+from kestrl.data import arithmetic as arithmetic_data
 from kestrl.data.gsm8k import MathTool, read_gsm8k
 from kestrl.data.word_problems import Form, generated
 from kestrl.data.writing import write_rows
+from kestrl.errors import UserInputError
 
 data = typer.Typer(no_args_is_help=True, help="Write data sets as JSONL or Parquet.")
 Out = Annotated[Path, typer.Option("--out", help="File to write, .jsonl or .parquet.", show_default=False)]
@@ -51,6 +53,28 @@ def word_problems(
 ) -> None:
     """Generate word problems in the manner of GSM8K."""
     rows = generated(form, split=split, seed=seed, size=size, one_step=one_step, mistakes=mistakes)
+    write_rows(out, rows)
+    typer.echo(f"{out}: {len(rows)} rows")
+
+
+@data.command()
+def arithmetic(
+    out: Out,
+    size: Annotated[int, typer.Option(min=1, help="Number of problems.")] = 1000,
+    seed: Annotated[int, typer.Option(help="Seed of the problems.")] = 42,
+    split: Annotated[str, typer.Option(help="train or validation, which share no problem.")] = "train",
+    transcripts: Annotated[
+        bool, typer.Option("--transcripts", help="Conversations in ReTool's form, for SFT, instead of scenarios.")
+    ] = False,
+    mistakes: Annotated[float, typer.Option(min=0, max=1, help="Share of transcripts with a wrong operator.")] = 0.0,
+) -> None:
+    """Generate arithmetic that is solved by running code: the data of ReTool's two stages, scaled down."""
+    if mistakes and not transcripts:
+        raise UserInputError("--mistakes: is the share of mistaken transcripts; add --transcripts")
+    if transcripts:
+        rows = arithmetic_data.transcripts(split, seed=seed, size=size, mistakes=mistakes)
+    else:
+        rows = arithmetic_data.rows(split, seed=seed, size=size)
     write_rows(out, rows)
     typer.echo(f"{out}: {len(rows)} rows")
 

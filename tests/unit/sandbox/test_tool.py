@@ -120,3 +120,52 @@ async def test_a_config_that_cannot_be_served_ends_the_start(config: dict[str, A
 
 def test_output_that_is_no_text_is_readable() -> None:
     assert text_of(Result(outcome=Outcome.OK, stdout=b"\xffa\n")) == "\ufffda"
+
+
+def entry(name: str, cls: str, **config: Any) -> ToolEntry:
+    return ToolEntry(name=name, use=f"kestrl_sandbox.tool:{cls}", config={"max_sandboxes": 2, **config})
+
+
+async def test_the_python_interpreter_takes_code_and_nothing_else() -> None:
+    async with served(entry(NAME, "PythonInterpreter", seconds=2, memory_mb=128)) as client:
+        (schema,) = await client.list()
+        assert schema.description == "A tool for executing code."
+        assert list(json.loads(schema.parameters_json)["properties"]) == ["code"]
+        session = await client.open()
+        expected = {
+            "print(12 * 34)": "408",
+            "x = 3\nx + 1": "4",
+            "```python\nx = 5\nx * 2\n```": "10",
+            "```\n7\n```": "7",
+            "print('''```\na\n```''')": "```\na\n```",
+            "while True: pass": "[Timed out: the code ran longer than 2 s and was ended.]",
+        }
+        for code, text in expected.items():
+            answer = await client.call(session, NAME, {"code": code})
+            assert (answer.outcome, answer.text) == ("ok", text)
+        refused = await client.call(session, NAME, {"code": "1", "language": "bash"})
+        assert refused.outcome == "schema_violation"
+
+
+async def test_tools_that_run_code_share_one_pool() -> None:
+    async with served(entry(NAME, "CodeInterpreter"), entry("python", "PythonInterpreter", seconds=3)) as client:
+        session = await client.open()
+        for name in (NAME, "python"):
+            assert (await client.call(session, name, {"code": "6 * 7"})).text == "42"
+        assert _Shared.tools == 2
+    assert (_Shared.pool, _Shared.tools) == (None, 0)
+
+
+async def test_tools_that_ask_for_different_pools_end_the_start() -> None:
+    settings = ToolsSettings(
+        component="tools-0",
+        job="job",
+        run="job-1",
+        listen="127.0.0.1:0",
+        tools=(entry(NAME, "CodeInterpreter"), entry("python", "PythonInterpreter", memory_mb=64)),
+        call_seconds=5,
+        max_sessions=5,
+    )
+    with pytest.raises(UserInputError, match="tool python: config: memory_mb: is 64, and 512 in another tool"):
+        await run_tools(settings)
+    assert (_Shared.pool, _Shared.tools) == (None, 0)

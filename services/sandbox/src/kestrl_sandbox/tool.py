@@ -4,13 +4,17 @@
 spec:
   tools: [{name: code_interpreter, use: "kestrl_sandbox.tool:CodeInterpreter", config: {session: true, seconds: 5}}]
 ```
+
+`PythonInterpreter` is the same with the signature of ReTool's conversations: the code, and no choice of a language.
 """
 
 from __future__ import annotations
 
 import logging
+import re
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from typing import ClassVar, Literal
 
 from kestrl.errors import UserInputError
@@ -25,17 +29,40 @@ from kestrl_sandbox.pool import PooledSession, SandboxPool
 log = logging.getLogger(__name__)
 OUTPUT_BYTES = 200_000
 """Bytes of each output stream that are kept; the rollout worker cuts the text to `agent.maxToolTokens`."""
+_FENCED = re.compile(r"\s*```(?:python|py)?[ \t]*\n(.*?)\n?```\s*", re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _PoolSettings:
+    """What the tools that share a pool have in common."""
+
+    isolation: Isolation
+    backend: str
+    max_sandboxes: int
+    memory_mb: int
+
+    def check_same(self, opened: _PoolSettings) -> None:
+        """Raises UserInputError for a setting that differs from those of the open pool."""
+        for name in (field.name for field in fields(self)):
+            mine, other = getattr(self, name), getattr(opened, name)
+            if mine != other:
+                raise UserInputError(
+                    f"{name}: is {mine}, and {other} in another tool that runs code; all of them share one pool of "
+                    "sandboxes: give them the same value"
+                )
 
 
 class _Shared:
-    """The pool of this process, for all episodes."""
+    """The pool of this process, for all episodes and all tools that run code."""
 
     pool: SandboxPool | None = None
+    settings: _PoolSettings | None = None
+    tools: int = 0
     outcomes: ClassVar[Counter[str]] = Counter()
 
 
-class CodeInterpreter:
-    """Runs code in a sandbox of its own."""
+class _Interpreter:
+    """A tool that runs code in a sandbox of its own."""
 
     def __init__(
         self,
@@ -77,19 +104,30 @@ class CodeInterpreter:
         max_sandboxes: int | None = None,
         files: Mapping[str, str] | None = None,
     ) -> None:
-        """Opens the pool when the tool service starts.
+        """Opens the pool when the tool service starts, or shares the one that another tool of the job has opened.
 
         Raises:
-            UserInputError: The config cannot be used, or this node does not offer the isolation.
+            UserInputError: The config cannot be used, differs from that of the pool, or asks for an isolation that this
+                node does not offer.
         """
         Run(code="", limits=Limits(seconds=seconds, memory_mb=memory_mb), files=dict.fromkeys(files or {}, b"")).check()
         if isolation not in {item.value for item in Isolation}:
             raise UserInputError(f"isolation: there is no {isolation!r}; there are {', '.join(Isolation)}")
         size = max_sandboxes or default_size() * (8 if session else 1)
-        pool = await open_sandbox(
-            PoolConfig(max_sandboxes=size, memory_mb=memory_mb), least=Isolation(isolation), backend=backend
+        settings = _PoolSettings(
+            isolation=Isolation(isolation), backend=backend, max_sandboxes=size, memory_mb=memory_mb
         )
-        _Shared.pool = pool
+        if _Shared.pool is None:
+            await cls._open(settings)
+        elif _Shared.settings is not None:
+            settings.check_same(_Shared.settings)
+        _Shared.tools += 1
+
+    @staticmethod
+    async def _open(settings: _PoolSettings) -> None:
+        config = PoolConfig(max_sandboxes=settings.max_sandboxes, memory_mb=settings.memory_mb)
+        pool = await open_sandbox(config, least=settings.isolation, backend=settings.backend)
+        _Shared.pool, _Shared.settings = pool, settings
         found = pool.capabilities
         log.info("code runs in %s, isolated by %s: %s", found.backend, found.isolation, dict(found.mechanisms))
         observe(Metric.SANDBOX_BACKEND, lambda: {(found.backend, found.isolation.value): 1.0})
@@ -99,21 +137,24 @@ class CodeInterpreter:
 
     @classmethod
     async def stop_service(cls) -> None:
-        """Ends all sandboxes when the tool service ends."""
-        pool, _Shared.pool = _Shared.pool, None
+        """Ends all sandboxes when the last tool that runs code is stopped."""
+        _Shared.tools -= 1
+        if _Shared.tools > 0:
+            return
+        pool, _Shared.pool, _Shared.settings = _Shared.pool, None, None
         if pool is not None:
             await pool.close()
 
-    async def __call__(self, code: str, language: Literal["python", "bash"] = "python") -> ToolResult:
-        """Runs a program and returns its output. There is no network; files can be written in the current folder.
+    async def close(self) -> None:
+        """Ends the session."""
+        session, self._session = self._session, None
+        if session is not None:
+            await session.close()
 
-        Args:
-            code: The program. The value of its last expression is printed, too.
-            language: Language of the program.
-        """
+    async def _run(self, code: str, language: Language) -> ToolResult:
         files = self._files if self._fresh or not self._keep else {}
-        echo = Echo.PRINT if language == "python" else Echo.NOTHING
-        run = Run(code=code, language=Language(language), limits=self._limits, files=files, echo=echo)
+        echo = Echo.PRINT if language is Language.PYTHON else Echo.NOTHING
+        run = Run(code=code, language=language, limits=self._limits, files=files, echo=echo)
         lost = False
         try:
             if self._keep:
@@ -127,12 +168,6 @@ class CodeInterpreter:
             return ToolResult(text=f"The code was not run: {error}.", data={"outcome": "refused"})
         _Shared.outcomes[result.outcome] += 1
         return ToolResult(text=text_of(result, lost=lost), data=facts(result))
-
-    async def close(self) -> None:
-        """Ends the session."""
-        session, self._session = self._session, None
-        if session is not None:
-            await session.close()
 
     async def _in_session(self, run: Run) -> tuple[Result, bool]:
         if self._session is None:
@@ -148,6 +183,37 @@ class CodeInterpreter:
         if _Shared.pool is None:
             raise SandboxFailure("no pool of sandboxes is open in this process", code="sandbox_closed")
         return _Shared.pool
+
+
+class CodeInterpreter(_Interpreter):
+    """Runs Python and bash."""
+
+    async def __call__(self, code: str, language: Literal["python", "bash"] = "python") -> ToolResult:
+        """Runs a program and returns its output. There is no network; files can be written in the current folder.
+
+        Args:
+            code: The program. The value of its last expression is printed, too.
+            language: Language of the program.
+        """
+        return await self._run(code, Language(language))
+
+
+class PythonInterpreter(_Interpreter):
+    """Runs Python: `code_interpreter` as ReTool's conversations and verl's recipe declare it."""
+
+    async def __call__(self, code: str) -> ToolResult:
+        """A tool for executing code.
+
+        Args:
+            code: The code to execute.
+        """
+        return await self._run(unfenced(code), Language.PYTHON)
+
+
+def unfenced(code: str) -> str:
+    """The code within a Markdown fence that encloses all of it, as verl's recipe reads it; other code as it is."""
+    fenced = _FENCED.fullmatch(code)
+    return fenced[1] if fenced and "```" not in fenced[1] else code
 
 
 def text_of(result: Result, *, lost: bool = False) -> str:

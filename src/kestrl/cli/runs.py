@@ -137,6 +137,8 @@ def _print_progress(progress: ProgressRecord, *, alive: bool) -> None:
     )
     converged = f"{progress.engines_converged}/{progress.engines_total}"
     console.print(f"policy {progress.policy} proved {converged}", markup=False)
+    for name, used in sorted(progress.sandboxes.items()):
+        console.print(safe_line(f"sandbox of {name}: {used}"), markup=False, highlight=False)
     if alive and progress.eta_seconds:
         console.print(f"{clock(progress.eta_seconds)} to go")
     if alive and progress.storage_wait:

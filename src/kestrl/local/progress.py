@@ -10,8 +10,15 @@ from kestrl.episode import PolicyVersion
 from kestrl.errors import Failure
 from kestrl.gathering import Gathering
 from kestrl.local.runner_record import ProgressRecord
-from kestrl.rpc.codec import failure_from_proto, gathering_from_proto, policy_from_proto, run_phase_from_proto
+from kestrl.rpc.codec import (
+    failure_from_proto,
+    gathering_from_proto,
+    policy_from_proto,
+    run_phase_from_proto,
+    sandboxes_from_proto,
+)
 from kestrl.states import RunPhase
+from kestrl.tools import SandboxInUse
 
 SHOWN_FIRST = ("reward", "answer_correct", "num_turns")
 """Means that every view shows if present, in this order."""
@@ -40,6 +47,8 @@ class Progress:
     """Why nothing was learned so far; empty otherwise, or when it is too early to determine."""
     tool_warning: str = ""
     """What is wrong with the tool calls of the last episodes; empty otherwise."""
+    sandboxes: Mapping[str, SandboxInUse] = field(default_factory=dict[str, SandboxInUse])
+    """Sandboxes of tools that run code, by tool."""
     gathering: Gathering = field(default_factory=Gathering)
     """What has come in of the step's rollouts."""
     storage_wait: str = ""
@@ -65,6 +74,7 @@ class Progress:
             not_learned=message.not_learned,
             storage_wait=message.storage_wait,
             tool_warning=message.tool_warning,
+            sandboxes=sandboxes_from_proto(message.sandboxes),
             gathering=gathering_from_proto(message.gathering),
         )
 
@@ -88,6 +98,7 @@ class Progress:
             not_learned=self.not_learned,
             storage_wait=self.storage_wait,
             tool_warning=self.tool_warning,
+            sandboxes=dict(self.sandboxes),
             gathering=self.gathering.facts(),
         )
 

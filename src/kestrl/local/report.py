@@ -93,6 +93,8 @@ def print_report(console: Console, run: RunDir, summary: RunSummary, store: Obje
         counts = ", ".join(f"{name} {count}" for name, count in sorted(tools.outcomes.items()))
         per_episode = f"tool calls: {tools.calls_per_episode:.2f} per episode"
         console.print(safe_line(f"{per_episode} ({counts})" if counts else per_episode), markup=False)
+    for name, used in sorted(summary.sandboxes.items()):
+        console.print(safe_line(f"sandbox of {name}: {used}"), markup=False)
     if summary.tool_warning is not None:
         text = safe_line(f"warning: tools: {summary.tool_warning.message}")
         console.print(text, style="yellow", markup=False, soft_wrap=True)

@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from kestrl.local.files import write_atomic
 from kestrl.states import ComponentState, RunPhase
+from kestrl.tools import SandboxInUse
 from kestrl.versioned import Versioned
 
 INTERVAL = 1.0
@@ -39,6 +40,8 @@ class ProgressRecord(BaseModel):
     not_learned: str = ""
     storage_wait: str = ""
     tool_warning: str = ""
+    sandboxes: dict[str, SandboxInUse] = Field(default_factory=dict[str, SandboxInUse])
+    """Sandboxes by tool; empty until the tool service has reported them."""
     gathering: dict[str, Any] = Field(default_factory=dict[str, Any])
 
 

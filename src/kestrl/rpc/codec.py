@@ -6,6 +6,7 @@ import json
 import sys
 from array import array
 from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
 from kestrl.api.common.v1 import common_pb2 as pb
@@ -25,6 +26,7 @@ from kestrl.episode import (
 from kestrl.errors import Boundary, Failure
 from kestrl.gathering import Gathering
 from kestrl.states import EngineState, RunPhase, ServingState
+from kestrl.tools import SandboxInUse
 
 if sys.byteorder != "little":  # pragma: no cover - no supported machine is big-endian
     raise ImportError("KestRL's wire format is little-endian, but this machine is big-endian")
@@ -86,6 +88,16 @@ def policy_from_proto(message: pb.PolicyVersion) -> PolicyVersion | None:
     if not message.sha256:
         return None
     return PolicyVersion(job=message.job, step=message.step, sha256=message.sha256)
+
+
+def sandboxes_to_proto(sandboxes: Mapping[str, SandboxInUse]) -> dict[str, pb.SandboxInUse]:
+    return {name: pb.SandboxInUse(backend=used.backend, isolation=used.isolation) for name, used in sandboxes.items()}
+
+
+def sandboxes_from_proto(messages: Mapping[str, pb.SandboxInUse]) -> dict[str, SandboxInUse]:
+    return {
+        name: SandboxInUse(backend=message.backend, isolation=message.isolation) for name, message in messages.items()
+    }
 
 
 def run_phase_to_proto(phase: RunPhase) -> learner_pb2.RunPhase.ValueType:

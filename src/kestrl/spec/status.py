@@ -65,6 +65,17 @@ class EngineStatus(Model):
     """Why the engine is behind, if it is."""
 
 
+class SandboxStatus(Model):
+    """The sandbox in which a tool runs code, as the tool service found it on its node."""
+
+    tool: str
+    """Name of the tool."""
+    backend: str
+    """Name of the back-end, such as zygote."""
+    isolation: str
+    """What isolates the code, such as namespaces."""
+
+
 class ProgressStatus(Model):
     """Progress reported by the learner."""
 
@@ -120,6 +131,13 @@ class JobStatus(Model):
             max_length=256, json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["name"]}
         ),
     ] = Field(default_factory=list[EngineStatus])
+    sandboxes: Annotated[
+        list[SandboxStatus],
+        Field(
+            max_length=64, json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["tool"]}
+        ),
+    ] = Field(default_factory=list[SandboxStatus])
+    """Sandboxes of tools that run code, as last reported."""
     rollout_replicas: int = 0
     """Observed number of workers, for the scale subresource."""
     rollout_selector: str = ""

@@ -14,6 +14,7 @@ from kestrl.errors import StorageError
 from kestrl.states import RunPhase
 from kestrl.storage.layout import SUMMARY
 from kestrl.storage.objects import ObjectStore
+from kestrl.tools import SandboxInUse
 from kestrl.versioned import Versioned
 
 DAMAGED = "summary_damaged"
@@ -79,6 +80,8 @@ class RunSummary(Versioned):
     tools: ToolCalls = ToolCalls()
     tool_warning: SummaryReason | None = None
     """What is wrong with the tool calls of the last episodes."""
+    sandboxes: dict[str, SandboxInUse] = Field(default_factory=dict[str, SandboxInUse])
+    """Sandboxes of tools that run code, by tool, as last reported."""
 
 
 class SFTSummary(RunSummary):

@@ -27,7 +27,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["Hidden", "ToolError", "ToolResult", "ToolSchema"]
+__all__ = ["Hidden", "SandboxInUse", "ToolError", "ToolResult", "ToolSchema"]
 
 
 class ToolError(Exception):
@@ -49,6 +49,19 @@ class ToolResult:
     """Whether the episode ends."""
     data: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Facts for the reward (`ToolCall.data`), never shown to the model."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SandboxInUse:
+    """The sandbox in which a tool runs code: what its `start_service` returns, for the status of the job."""
+
+    backend: str
+    """Name of the back-end, such as zygote."""
+    isolation: str
+    """What isolates the code on this node, such as namespaces."""
+
+    def __str__(self) -> str:
+        return f"{self.backend}, isolates by {self.isolation}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

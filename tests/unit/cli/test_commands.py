@@ -250,6 +250,14 @@ def test_status_of_a_dead_run_shows_the_reason_and_the_fix(finished: Path) -> No
     assert json.loads(kestrl("status", "--runs", finished, "--json"))["state"] == "failed"
 
 
+def test_status_shows_the_sandbox_in_which_code_runs(finished: Path) -> None:
+    progress = {"phase": "training", "sandboxes": {"code": {"backend": "bwrap", "isolation": "namespaces"}}}
+    (finished / "job-1" / "run.json").write_text(json.dumps({"version": 1, "run": "job-1", "progress": progress}))
+    assert "sandbox of code: bwrap, isolates by namespaces\n" in kestrl("status", "--runs", finished)
+    record = json.loads(kestrl("status", "--runs", finished, "--json"))["record"]
+    assert record["progress"]["sandboxes"] == progress["sandboxes"]
+
+
 def test_logs(finished: Path) -> None:
     assert kestrl("logs", "--runs", finished, "-n", "1") == "learner-0 | step 2\n"
     assert "no log of 'tools-0' (there are: learner-0)" in kestrl("logs", "--runs", finished, "-c", "tools-0", code=2)

@@ -17,6 +17,7 @@ from safetensors.torch import load
 from tests.fakes.ports import free_port
 
 from kestrl import rpc
+from kestrl.api.common.v1 import common_pb2 as cpb
 from kestrl.api.inference.v1 import inference_pb2 as ipb
 from kestrl.api.inference.v1 import inference_pb2_grpc as istubs
 from kestrl.api.learner.v1 import learner_pb2 as lpb
@@ -257,9 +258,12 @@ class FakeWorker(rstubs.RolloutServiceServicer):
         self.stragglers = 0
         """Episodes of each group that end only with it."""
         self.draining = False
+        self.sandboxes: dict[str, cpb.SandboxInUse] = {}
 
     async def GetCapacity(self, request: Any, context: Any) -> rpb.GetCapacityResponse:
-        return rpb.GetCapacityResponse(concurrency=self.concurrency, running=self.running, draining=self.draining)
+        return rpb.GetCapacityResponse(
+            concurrency=self.concurrency, running=self.running, draining=self.draining, sandboxes=self.sandboxes
+        )
 
     async def RunGroup(self, request: rpb.RunGroupRequest, context: Any) -> AsyncGenerator[rpb.RunGroupResponse]:
         self.requests.append(request)

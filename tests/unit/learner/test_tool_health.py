@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from kestrl.api.common.v1 import common_pb2
 from kestrl.episode import CallOutcome, Group, Scenario
 from kestrl.local.progress import Progress as LocalProgress
 from kestrl.local.view import LiveView, PlainView
@@ -17,6 +18,7 @@ from kestrl.rpc.codec import group_from_proto, group_to_proto
 from kestrl.states import RunPhase
 from kestrl.telemetry.names import Instrument, Metric
 from kestrl.testing.attempts import make_attempt, make_call
+from kestrl.tools import SandboxInUse
 from kestrl_learner.metrics import observe_progress
 from kestrl_learner.progress import Progress
 from kestrl_learner.run import Run
@@ -156,3 +158,23 @@ async def test_calls_before_a_resume_are_in_the_summary(staged: Any) -> None:
         await Run(stage.but(max_steps=2, tools=True)).main()
         after = stage.summary["tools"]
         assert after["calls"] == after["outcomes"]["ok"] > before["calls"]
+
+
+async def test_the_sandboxes_of_tools_are_in_progress_record_and_summary(staged: Any) -> None:
+    async with staged() as stage:
+        stage.workers[0].sandboxes = {"code": common_pb2.SandboxInUse(backend="zygote", isolation="namespaces")}
+        run = Run(stage.but(max_steps=1, tools=True))
+        await run.main()
+        used = {"code": {"backend": "zygote", "isolation": "namespaces"}}
+        assert stage.summary["sandboxes"] == used
+        local = LocalProgress.from_proto(run.progress.to_proto())
+        assert local.record().model_dump(mode="json")["sandboxes"] == used
+
+
+def test_a_worker_that_knows_no_sandbox_yet_takes_none_away() -> None:
+    made = progress()
+    made.report_sandboxes({"code": SandboxInUse(backend="zygote", isolation="namespaces")})
+    made.report_sandboxes({})
+    assert made.to_proto().sandboxes["code"].backend == "zygote"
+    made.report_sandboxes({"code": SandboxInUse(backend="bwrap", isolation="namespaces")})
+    assert made.to_proto().sandboxes["code"].backend == "bwrap"

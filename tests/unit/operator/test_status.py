@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from jsonschema import Draft4Validator
 
+from kestrl.api.common.v1.common_pb2 import SandboxInUse
 from kestrl.errors import Boundary
 from kestrl.plan.components import Role
 from kestrl.rpc.codec import policy_to_proto
@@ -538,6 +539,16 @@ TABLE: list[tuple[str, dict[str, Any], str, Expected]] = [
         {"ToolsHealthy": ("True", "Calling", "1.50 calls per episode")},
     ),
     (
+        "code runs in a sandbox",
+        {
+            "last_report": learner_report(
+                report(means={"tool_calls": 1.5}, sandboxes={"code": SandboxInUse(backend="bwrap", isolation="x")})
+            )
+        },
+        "Running",
+        {"ToolsHealthy": ("True", "Calling", "1.50 calls per episode; code in bwrap, isolates by x")},
+    ),
+    (
         "it has no tools",
         {"job": job("tools=[]")},
         "Running",
@@ -991,6 +1002,13 @@ def test_the_last_progress_stays_while_the_learner_does_not_report() -> None:
     without_report = status_for(snapshot(last_report=None, status=before))
     assert without_report["progress"] == before["progress"]
     assert without_report["shown"]["step"] == "14/26"
+
+
+def test_the_sandboxes_are_listed_and_stay_while_the_learner_does_not_report() -> None:
+    used = {"code": SandboxInUse(backend="zygote", isolation="namespaces")}
+    before = status_for(snapshot(last_report=learner_report(report(sandboxes=used))))
+    assert before["sandboxes"] == [{"tool": "code", "backend": "zygote", "isolation": "namespaces"}]
+    assert status_for(snapshot(last_report=None, status=before))["sandboxes"] == before["sandboxes"]
 
 
 def test_of_too_many_kinds_of_failures_the_frequent_ones_are_listed() -> None:

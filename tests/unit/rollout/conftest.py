@@ -20,6 +20,7 @@ from tests.fakes.ports import free_port
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from kestrl import rpc
+from kestrl.api.common.v1 import common_pb2
 from kestrl.api.judge.v1 import judge_pb2, judge_pb2_grpc
 from kestrl.api.rollout.v1 import rollout_pb2 as pb
 from kestrl.api.rollout.v1 import rollout_pb2_grpc as stubs
@@ -169,6 +170,7 @@ class FakeTools(tools_pb2_grpc.ToolServiceServicer):
             tool("search", "Searches.", word={"type": "string", "description": "What to look for."}),
             tool("answer", "Ends.", text={"type": "string"}),
         ]
+        self.sandboxes: dict[str, common_pb2.SandboxInUse] = {}
         self.opened: dict[str, tools_pb2.Opening] = {}
         """By session, in order."""
         self.calls: list[tools_pb2.CallRequest] = []
@@ -181,7 +183,7 @@ class FakeTools(tools_pb2_grpc.ToolServiceServicer):
         self.all_closed = asyncio.Event()
 
     async def ListTools(self, request: Any, context: Any) -> tools_pb2.ListToolsResponse:
-        return tools_pb2.ListToolsResponse(tools=self.schemas)
+        return tools_pb2.ListToolsResponse(tools=self.schemas, sandboxes=self.sandboxes)
 
     async def Call(self, request: tools_pb2.CallRequest, context: Any) -> tools_pb2.CallResponse:
         if self.open_error is not None and request.HasField("opening"):
@@ -193,7 +195,10 @@ class FakeTools(tools_pb2_grpc.ToolServiceServicer):
         answer = self.handlers[request.name](json.loads(request.arguments_json))
         if isinstance(answer, Awaitable):
             answer = await answer
-        return tools_pb2.CallResponse(outcome="ok", text=answer) if isinstance(answer, str) else answer
+        made = tools_pb2.CallResponse(outcome="ok", text=answer) if isinstance(answer, str) else answer
+        for name, used in (self.sandboxes if request.HasField("opening") else {}).items():
+            made.sandboxes[name].CopyFrom(used)
+        return made
 
     async def GetState(self, request: tools_pb2.GetStateRequest, context: Any) -> tools_pb2.GetStateResponse:
         if request.session_id not in self.opened:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from tests.fakes.engine import Completion, score
 
+from kestrl.api.common.v1 import common_pb2
 from kestrl.episode import CallOutcome, PolicyVersion, StopReason
 from kestrl.errors import Boundary
 
@@ -317,3 +318,16 @@ async def test_an_engine_that_sampled_nonsense_is_not_believed(stage: Any) -> No
     assert (episode.failure.boundary, episode.failure.code) == (Boundary.ENGINE, "bad_logprob")
     assert episode.reward is None
     assert episode.rows == []
+
+
+async def test_a_worker_reports_the_sandboxes_of_the_tools(stage: Any, call_text: Callable[..., str]) -> None:
+    stage.tools.sandboxes = {"search": common_pb2.SandboxInUse(backend="zygote", isolation="namespaces")}
+    assert not (await stage.capacity()).sandboxes
+    stage.says("Done.")
+    await stage.episode()
+    assert (await stage.capacity()).sandboxes["search"].backend == "zygote"
+    # The service starts again, on a node that offers another one.
+    stage.tools.sandboxes = {"search": common_pb2.SandboxInUse(backend="bwrap", isolation="namespaces")}
+    stage.says(call_text("search", word="a"), "Done.")
+    await stage.episode()
+    assert (await stage.capacity()).sandboxes["search"].backend == "bwrap"

@@ -78,6 +78,15 @@ async def test_a_session_keeps_variables_and_another_episode_has_its_own() -> No
         assert pool.running == 0
 
 
+async def test_the_service_reports_the_sandbox_that_it_uses() -> None:
+    async with interpreter(backend="zygote") as client:
+        used = (await client.listed()).sandboxes
+        assert {name: (item.backend, item.isolation) for name, item in used.items()} == {NAME: ("zygote", "namespaces")}
+        first = await client.call("s" * 24, "", opening=client.opening())
+        assert first.sandboxes[NAME].backend == "zygote"
+        assert not (await client.call("s" * 24, NAME, {"code": "1"})).sandboxes
+
+
 async def test_a_failure_of_the_sandbox_fails_the_episode_and_may_be_retried(monkeypatch: pytest.MonkeyPatch) -> None:
     async def broken(*_arguments: object) -> Result:
         raise SandboxFailure("the node is out of processes")

@@ -39,8 +39,11 @@ class Client:
         self.stop = stop
 
     async def list(self) -> list[pb.ToolSchema]:
+        return list((await self.listed()).tools)
+
+    async def listed(self) -> pb.ListToolsResponse:
         request = pb.ListToolsRequest()
-        answer = await call(
+        return await call(
             self._stub.ListTools,
             request,
             pb.ListToolsResponse,
@@ -49,7 +52,6 @@ class Client:
             token=Secret.ROLLOUT_TO_TOOLS.here(),
             wait=True,
         )
-        return list(answer.tools)
 
     def opening(
         self, *tools: str, kwargs: Mapping[str, Any] | None = None, lifetime: float = 60, raw: str | None = None

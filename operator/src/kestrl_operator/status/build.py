@@ -10,7 +10,16 @@ from kestrl.api.common.v1.common_pb2 import PolicyVersion as PolicyMessage
 from kestrl.api.learner.v1 import learner_pb2 as pb
 from kestrl.plan.components import Role
 from kestrl.rpc.codec import policy_from_proto, serving_state_from_proto
-from kestrl.spec.status import Condition, EngineStatus, JobStatus, PolicyStatus, ProgressStatus, ResultStatus, Shown
+from kestrl.spec.status import (
+    Condition,
+    EngineStatus,
+    JobStatus,
+    PolicyStatus,
+    ProgressStatus,
+    ResultStatus,
+    SandboxStatus,
+    Shown,
+)
 from kestrl_operator.render.network import selector
 from kestrl_operator.state.snapshot import LearnerReport, Snapshot, number
 from kestrl_operator.status.conditions import ConditionStatus, Observation, Type, joined, phase, shortened
@@ -24,6 +33,8 @@ LONGEST_MESSAGE = 1000
 """Maximum characters of an engine's message."""
 FAILURES_SHOWN = 64
 """Kinds of failures listed, the most frequent first: as many as the CRD allows."""
+SANDBOXES_SHOWN = 64
+"""Tools whose sandbox is listed: as many as the CRD allows."""
 LONGEST_ETA = 1e9
 UNKNOWN = "unknown"
 """State of an engine that is not reported."""
@@ -50,6 +61,7 @@ def status_of(snapshot: Snapshot, decision: Decision) -> dict[str, Any]:
         result=_result(before, snapshot, decision),
         history=history,
         engines=[] if decision.parked else _engines(snapshot, before),
+        sandboxes=before.sandboxes if live is None else _sandboxes(live),
         rollout_replicas=len(snapshot.of(Role.ROLLOUT)),
         rollout_selector=",".join(f"{name}={value}" for name, value in selector(snapshot.name, Role.ROLLOUT).items()),
         started_at=_started(snapshot, before, running=running, now=now),
@@ -118,6 +130,11 @@ def _progress(live: LearnerReport) -> ProgressStatus:
         eta_seconds=int(report.eta_seconds) or None if 0 < report.eta_seconds < LONGEST_ETA else None,
         failures=dict(sorted(report.failures.items(), key=lambda item: (-item[1], item[0]))[:FAILURES_SHOWN]),
     )
+
+
+def _sandboxes(live: LearnerReport) -> list[SandboxStatus]:
+    used = sorted(live.report.sandboxes.items())[:SANDBOXES_SHOWN]
+    return [SandboxStatus(tool=tool, backend=item.backend, isolation=item.isolation) for tool, item in used]
 
 
 def _result(before: JobStatus, snapshot: Snapshot, decision: Decision) -> ResultStatus | None:

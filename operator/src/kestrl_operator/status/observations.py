@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from kestrl.api.learner.v1 import learner_pb2 as pb
 from kestrl.plan.components import Role
+from kestrl.rpc.codec import sandboxes_from_proto
 from kestrl.service import EXIT_INPUT
 from kestrl.spec.job import JobSpec
 from kestrl.states import RunPhase
@@ -282,7 +283,8 @@ def _tools(live: LearnerReport, spec: JobSpec) -> Iterator[Observation]:
     elif report.tool_warning_reason:
         yield _false(kind, TOOL_WARNINGS.get(report.tool_warning_reason, "CallsFailing"), report.tool_warning)
     elif calls := live.mean("tool_calls"):
-        yield _true(kind, "Calling", f"{calls:.2f} calls per episode")
+        used = [f"{name} in {item}" for name, item in sorted(sandboxes_from_proto(report.sandboxes).items())]
+        yield _true(kind, "Calling", "; ".join([f"{calls:.2f} calls per episode", *used]))
 
 
 NOT_LEARNED = {

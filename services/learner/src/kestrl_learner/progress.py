@@ -21,9 +21,11 @@ from kestrl.rpc.codec import (
     gathering_to_proto,
     policy_to_proto,
     run_phase_to_proto,
+    sandboxes_to_proto,
     serving_state_to_proto,
 )
 from kestrl.states import RunPhase, ServingState
+from kestrl.tools import SandboxInUse
 from kestrl_learner.learning import Learning
 from kestrl_learner.stale import Stale
 from kestrl_learner.tool_health import ToolHealth, ToolWarning
@@ -103,6 +105,8 @@ class Progress:
         self.tools = ToolHealth(offered=offers_tools, window=episodes_per_step)
         self.tool_warning: ToolWarning | None = None
         """What is wrong with the calls of the last episodes; None while calls work."""
+        self.sandboxes: dict[str, SandboxInUse] = {}
+        """Sandboxes of tools that run code, by tool."""
         self.gathering = Gathering()
         """Rollouts that came in since the last step."""
         self._gathering_began = time.monotonic()
@@ -155,6 +159,14 @@ class Progress:
         """Counts a group that became too old to be trained on."""
         for count in (self.stale, self.stale_in_step):
             count.add(age=age, seconds=seconds, tokens=tokens)
+
+    def report_sandboxes(self, sandboxes: Mapping[str, SandboxInUse]) -> None:
+        """Records the sandboxes that a worker reports; one that has not listed its tools yet reports none."""
+        changed = {name: used for name, used in sandboxes.items() if used != self.sandboxes.get(name)}
+        if changed:
+            for name, used in changed.items():
+                log.info("tool %s runs code in %s", name, used)
+            self.update(sandboxes={**self.sandboxes, **changed})
 
     def skip(self, data_set: str, ordinal: int) -> None:
         """Counts a row that cannot be run because its prompt leaves no room in the context."""
@@ -242,6 +254,7 @@ class Progress:
             gathering=gathering_to_proto(self.gathering),
             tool_warning_reason="" if self.tool_warning is None else self.tool_warning.reason,
             tool_warning="" if self.tool_warning is None else self.tool_warning.message,
+            sandboxes=sandboxes_to_proto(self.sandboxes),
         )
 
 

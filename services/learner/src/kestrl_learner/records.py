@@ -12,6 +12,7 @@ from kestrl.episode import Group, PolicyVersion, Scenario
 from kestrl.plan.settings import LearnerSettings
 from kestrl.states import RunPhase
 from kestrl.storage.summary import Means, RunSummary, SummaryPolicy, SummaryReason, ToolCalls
+from kestrl.tools import SandboxInUse
 from kestrl_learner.learning import Learning
 from kestrl_learner.progress import episode_facts, means_of
 from kestrl_learner.run_record import RunRecord
@@ -81,6 +82,7 @@ def build_summary(
     stale: Stale,
     tools: ToolCounts,
     tool_warning: ToolWarning | None,
+    sandboxes: Mapping[str, SandboxInUse],
 ) -> RunSummary:
     """The summary of a run.
 
@@ -99,6 +101,7 @@ def build_summary(
         stale: Groups released as too old.
         tools: Tool calls of the training episodes that were offered tools.
         tool_warning: What is wrong with the calls of the last episodes.
+        sandboxes: Sandboxes of tools that run code, by tool.
     """
     gap = {} if record.gap is None else asdict(record.gap)
     return RunSummary(
@@ -123,6 +126,7 @@ def build_summary(
         tool_warning=None
         if tool_warning is None
         else SummaryReason(reason=tool_warning.reason, message=tool_warning.message),
+        sandboxes=dict(sandboxes),
     )
 
 

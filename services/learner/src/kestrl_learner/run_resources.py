@@ -195,6 +195,7 @@ class RunResources:
             stale=self.progress.stale,
             tools=self.progress.tools.total,
             tool_warning=self.progress.tool_warning,
+            sandboxes=self.progress.sandboxes,
         )
         try:
             await asyncio.to_thread(write_summary, self.store, summary)

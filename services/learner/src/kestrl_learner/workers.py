@@ -30,7 +30,7 @@ from kestrl.episode import Group, PolicyVersion, Purpose, Scenario
 from kestrl.errors import KestrlError
 from kestrl.plan.settings import EngineEntry, LearnerSettings
 from kestrl.rpc import Channel, call, channel, connected, stream
-from kestrl.rpc.codec import group_from_proto, policy_to_proto, scenario_to_proto
+from kestrl.rpc.codec import group_from_proto, policy_to_proto, sandboxes_from_proto, scenario_to_proto
 from kestrl.telemetry import span
 from kestrl.telemetry.names import Attr, SpanName
 from kestrl_learner.concurrency import Signal
@@ -240,6 +240,7 @@ class Workers:
                 log.warning("%s", error)
             return 0
         self.on_tools(answer.tool_digests)
+        self._progress.report_sandboxes(sandboxes_from_proto(answer.sandboxes))
         return 0 if answer.draining or worker.leaving else answer.concurrency
 
     @property

@@ -15,6 +15,7 @@ from kestrl.episode import Episode, Json, Scenario, StopReason
 from kestrl.errors import Boundary, Failure, KestrlError, UserCodeError, UserInputError, described
 from kestrl.telemetry import current_trace_id, span
 from kestrl.telemetry.names import Attr, SpanName
+from kestrl.tools import SandboxInUse
 from kestrl.user_tasks import enter_user_code
 from kestrl_rollout.agents.loading import LoadedLoop, Loops
 from kestrl_rollout.chat import Message
@@ -90,6 +91,11 @@ class EpisodeRunner:
     def tool_digests(self) -> Mapping[str, str]:
         """SHA-256 of what each tool server lists, by its name; empty until the tools were listed."""
         return self._toolbox.digests
+
+    @property
+    def sandboxes(self) -> Mapping[str, SandboxInUse]:
+        """Sandboxes of tools that run code, by tool; empty until the tools were listed."""
+        return self._toolbox.sandboxes
 
     async def described_tools(self, scenario: Scenario) -> list[Mapping[str, Json]]:
         """Schemas of a scenario's tools for the judge; none if it does not show them, or they are not known."""

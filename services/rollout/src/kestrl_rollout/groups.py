@@ -14,6 +14,7 @@ from kestrl.rpc.codec import group_to_proto
 from kestrl.telemetry import span
 from kestrl.telemetry.metrics import observe
 from kestrl.telemetry.names import Attr, Metric, SpanName
+from kestrl.tools import SandboxInUse
 from kestrl_rollout.deadlines import GroupClock
 from kestrl_rollout.episodes import EpisodeRunner
 from kestrl_rollout.metrics import Counts
@@ -79,6 +80,11 @@ class GroupRunner:
     def tool_digests(self) -> Mapping[str, str]:
         """SHA-256 of what each tool server lists, by its name; empty until the tools were listed."""
         return self._episodes.tool_digests
+
+    @property
+    def sandboxes(self) -> Mapping[str, SandboxInUse]:
+        """Sandboxes of tools that run code, by tool; empty until the tools were listed."""
+        return self._episodes.sandboxes
 
     async def run(self, request: GroupRequest) -> AsyncGenerator[int | common.Group]:
         """Yields counts of newly ended episodes, then the scored group, encoded. Closing the generator early cancels

@@ -10,6 +10,7 @@ import grpc
 
 from kestrl.api.rollout.v1 import rollout_pb2 as pb
 from kestrl.api.rollout.v1 import rollout_pb2_grpc as stubs
+from kestrl.rpc.codec import sandboxes_to_proto
 from kestrl_rollout.groups import GroupRunner
 from kestrl_rollout.requests import read_request
 
@@ -43,4 +44,5 @@ class RolloutServicer(stubs.RolloutServiceServicer):
             running=capacity.running,
             draining=capacity.draining,
             tool_digests=self._groups.tool_digests,
+            sandboxes=sandboxes_to_proto(self._groups.sandboxes),
         )

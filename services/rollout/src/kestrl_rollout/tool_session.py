@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -13,8 +13,8 @@ from kestrl.api.tools.v1 import tools_pb2 as pb
 from kestrl.episode import CallOutcome, Scenario
 from kestrl.errors import ToolFailure, UserInputError
 from kestrl.formats import Schemas
-from kestrl.rpc.codec import dump_json
-from kestrl.tools import ToolSchema
+from kestrl.rpc.codec import dump_json, sandboxes_from_proto
+from kestrl.tools import SandboxInUse, ToolSchema
 from kestrl_rollout.chat import Chat
 from kestrl_rollout.toolset import NO_TOOLS, ToolSet
 
@@ -83,6 +83,8 @@ class ToolList:
         """Tools whose environment has a state for the reward."""
         self.digests: dict[str, str] = {}
         """SHA-256 of what each tool server lists, by its name; empty until the tools were listed."""
+        self.sandboxes: dict[str, SandboxInUse] = {}
+        """Sandboxes of tools that run code, by tool, as last reported by the service."""
         self._environments: dict[str, list[str]] = {}
         """The tools of each environment."""
 
@@ -115,6 +117,7 @@ class ToolList:
             "ListTools", pb.ListToolsRequest(), pb.ListToolsResponse, timeout=self._seconds, wait=True
         )
         self.digests = dict(answer.digests)
+        self._report(sandboxes_from_proto(answer.sandboxes))
         for tool in answer.tools:
             if tool.environment:
                 self._environments.setdefault(tool.environment, []).append(tool.name)
@@ -126,6 +129,9 @@ class ToolList:
             for tool in answer.tools
         }
 
+    def _report(self, sandboxes: dict[str, SandboxInUse]) -> None:
+        self.sandboxes = sandboxes
+
     def session(self, episode_id: str, scenario: Scenario, names: Sequence[str], *, seconds: float) -> ToolSession:
         """A session for an episode; its first call opens it."""
         opening = pb.Opening(
@@ -135,7 +141,7 @@ class ToolList:
             lifetime=seconds + LIFETIME_SLACK,
             digests=self.digests,
         )
-        return ToolSession(self._service, opening, seconds=self._seconds)
+        return ToolSession(self._service, opening, seconds=self._seconds, opened=self._report)
 
 
 class Toolbox:
@@ -151,6 +157,11 @@ class Toolbox:
     def digests(self) -> Mapping[str, str]:
         """SHA-256 of what each tool server lists, by its name; empty until the tools were listed."""
         return self._list.digests
+
+    @property
+    def sandboxes(self) -> Mapping[str, SandboxInUse]:
+        """Sandboxes of tools that run code, by tool; empty until the tools were listed."""
+        return self._list.sandboxes
 
     async def offered_tools(self, scenario: Scenario) -> OfferedTools:
         """The tools of a scenario, with their tool set for the chat template.
@@ -177,8 +188,24 @@ class Toolbox:
 class ToolSession:
     """One episode's instances of its tools."""
 
-    def __init__(self, service: rpc.Bundle, opening: pb.Opening, *, seconds: float) -> None:
+    def __init__(
+        self,
+        service: rpc.Bundle,
+        opening: pb.Opening,
+        *,
+        seconds: float,
+        opened: Callable[[dict[str, SandboxInUse]], None],
+    ) -> None:
+        """A session that is not open yet.
+
+        Args:
+            service: The tool service.
+            opening: What its first call opens it with.
+            seconds: Time limit of requests that call no tool.
+            opened: Called with the service's sandboxes when a call has opened the session.
+        """
         self._service = service
+        self._opened = opened
         self._seconds = seconds
         self._id = ""
         self._opening: pb.Opening | None = opening
@@ -210,6 +237,8 @@ class ToolSession:
             session_id=self._id, name=name, arguments_json=dump_json(arguments), opening=self._opening
         )
         answer = await self._service.call("Call", request, pb.CallResponse, timeout=seconds + RPC_SLACK)
+        if self._opening is not None:
+            self._opened(sandboxes_from_proto(answer.sandboxes))
         self._opening = None
         try:
             data: dict[str, Any] = json.loads(answer.data_json or "{}")

@@ -20,7 +20,7 @@ from typing import ClassVar, Literal
 from kestrl.errors import UserInputError
 from kestrl.telemetry.metrics import observe
 from kestrl.telemetry.names import Metric
-from kestrl.tools import ToolResult
+from kestrl.tools import SandboxInUse, ToolResult
 from kestrl_sandbox.backends import AUTO, open_sandbox
 from kestrl_sandbox.config import PoolConfig, default_size
 from kestrl_sandbox.contract import Echo, Isolation, Language, Limits, Outcome, Result, Run, SandboxFailure
@@ -103,8 +103,9 @@ class _Interpreter:
         memory_mb: int = 512,
         max_sandboxes: int | None = None,
         files: Mapping[str, str] | None = None,
-    ) -> None:
-        """Opens the pool when the tool service starts, or shares the one that another tool of the job has opened.
+    ) -> SandboxInUse:
+        """Opens the pool when the tool service starts, or shares the one that another tool of the job has opened, and
+        reports what isolates its sandboxes on this node.
 
         Raises:
             UserInputError: The config cannot be used, differs from that of the pool, or asks for an isolation that this
@@ -117,14 +118,15 @@ class _Interpreter:
         settings = _PoolSettings(
             isolation=Isolation(isolation), backend=backend, max_sandboxes=size, memory_mb=memory_mb
         )
-        if _Shared.pool is None:
-            await cls._open(settings)
-        elif _Shared.settings is not None:
+        if _Shared.pool is not None and _Shared.settings is not None:
             settings.check_same(_Shared.settings)
+        pool = _Shared.pool or await cls._open(settings)
         _Shared.tools += 1
+        found = pool.capabilities
+        return SandboxInUse(backend=found.backend, isolation=found.isolation.value)
 
     @staticmethod
-    async def _open(settings: _PoolSettings) -> None:
+    async def _open(settings: _PoolSettings) -> SandboxPool:
         config = PoolConfig(max_sandboxes=settings.max_sandboxes, memory_mb=settings.memory_mb)
         pool = await open_sandbox(config, least=settings.isolation, backend=settings.backend)
         _Shared.pool, _Shared.settings = pool, settings
@@ -134,6 +136,7 @@ class _Interpreter:
         observe(Metric.SANDBOX_RUNNING, lambda: pool.running)
         observe(Metric.SANDBOX_WAITING, lambda: pool.waiting)
         observe(Metric.SANDBOX_RUNS, lambda: _Shared.outcomes)
+        return pool
 
     @classmethod
     async def stop_service(cls) -> None:

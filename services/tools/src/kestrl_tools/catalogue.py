@@ -9,11 +9,11 @@ from dataclasses import dataclass
 
 from kestrl.errors import KestrlError, UserInputError, text_of
 from kestrl.plan.settings import ToolEntry
-from kestrl.tools import ToolError, ToolSchema
+from kestrl.tools import SandboxInUse, ToolError, ToolSchema
 from kestrl.tools.provider import ToolDefinition, ToolProvider, digest
 from kestrl_tools.execution import guarded
 from kestrl_tools.process.provider import ProcessProvider
-from kestrl_tools.python_provider import python_provider
+from kestrl_tools.python_provider import PythonProvider, python_provider
 from kestrl_tools.tool_threads import ToolThreads
 
 log = logging.getLogger(__name__)
@@ -121,6 +121,15 @@ def server_digests(tools: Mapping[str, Tool]) -> dict[str, str]:
         if tool.of_server:
             listed.setdefault(tool.provider.name, []).append(tool.definition)
     return {name: digest(definitions) for name, definitions in listed.items()}
+
+
+def sandboxes_of(tools: Mapping[str, Tool]) -> dict[str, SandboxInUse]:
+    """Sandboxes of started tools that run code, by the name of the tool's entry."""
+    return {
+        provider.name: provider.sandbox
+        for provider in providers_of(tools)
+        if isinstance(provider, PythonProvider) and provider.sandbox is not None
+    }
 
 
 def providers_of(tools: Mapping[str, Tool]) -> list[ToolProvider]:

@@ -13,7 +13,7 @@ from kestrl.compat.verl.imports import load
 from kestrl.compat.verl.tools import VerlTool, adapt_function, is_function_tool, is_verl_tool
 from kestrl.errors import KestrlError, ToolFailure, UserInputError
 from kestrl.plan.settings import ToolEntry
-from kestrl.tools import ToolError
+from kestrl.tools import SandboxInUse, ToolError
 from kestrl.tools.arguments import Arguments
 from kestrl.tools.provider import NO_KWARGS, Kwargs, ProviderSession, ToolDefinition, kwargs_failure, refuse_fixed
 from kestrl.tools.schema import Described, read
@@ -60,6 +60,8 @@ class PythonProvider:
         self._tools, self._make, self._check = tools, make, check
         self._start, self._stop = start, stop
         self._started = False
+        self.sandbox: SandboxInUse | None = None
+        """The sandbox in which the tool runs code, as `start_service` has returned it."""
 
     async def list_tools(self) -> Sequence[ToolDefinition]:
         return self._tools
@@ -69,7 +71,8 @@ class PythonProvider:
 
     async def start(self) -> None:
         if self._start is not None:
-            await _called(self._start)
+            returned = await _called(self._start)
+            self.sandbox = returned if isinstance(returned, SandboxInUse) else None
         self._started = True
 
     async def open(self, create_kwargs: Kwargs) -> ProviderSession:

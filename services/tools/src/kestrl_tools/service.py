@@ -29,8 +29,8 @@ async def run_tools(settings: ToolsSettings, *, until: Awaitable[object] | None 
         sessions = Sessions(tools, threads, call_seconds=settings.call_seconds, max_sessions=settings.max_sessions)
         observe(Metric.SESSIONS, lambda: len(sessions))
         observe(Metric.HANGING, lambda: Counter(threads.hanging()))
-        servicer = ToolServicer(tools, sessions)
         await start_all(tools)
+        servicer = ToolServicer(tools, sessions)
         await serve(
             settings.component,
             settings.listen,

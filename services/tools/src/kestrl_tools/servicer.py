@@ -10,12 +10,13 @@ from typing import Any, NoReturn, cast
 from kestrl.api.tools.v1 import tools_pb2 as pb
 from kestrl.api.tools.v1 import tools_pb2_grpc as stubs
 from kestrl.errors import ToolFailure
-from kestrl_tools.catalogue import Tool, server_digests
+from kestrl.rpc.codec import sandboxes_to_proto
+from kestrl_tools.catalogue import Tool, sandboxes_of, server_digests
 from kestrl_tools.sessions import Opening, Sessions
 
 
 class ToolServicer(stubs.ToolServiceServicer):
-    """ListTools, Call, GetState, Close."""
+    """ListTools, Call, GetState, Close. The tools have been started."""
 
     def __init__(self, tools: Mapping[str, Tool], sessions: Sessions) -> None:
         self._schemas = [
@@ -29,17 +30,24 @@ class ToolServicer(stubs.ToolServiceServicer):
             for tool in tools.values()
         ]
         self._digests = server_digests(tools)
+        self._sandboxes = sandboxes_to_proto(sandboxes_of(tools))
         self._sessions = sessions
 
     async def ListTools(self, request: pb.ListToolsRequest, context: Any) -> pb.ListToolsResponse:
-        return pb.ListToolsResponse(tools=self._schemas, digests=self._digests)
+        return pb.ListToolsResponse(tools=self._schemas, digests=self._digests, sandboxes=self._sandboxes)
 
     async def Call(self, request: pb.CallRequest, context: Any) -> pb.CallResponse:
         opening = _opening(request.opening) if request.HasField("opening") else None
         answer = await self._sessions.call(
             request.session_id, request.name, _arguments(request.arguments_json), opening
         )
-        return pb.CallResponse(outcome=answer.outcome, text=answer.text, final=answer.final, data_json=answer.data_json)
+        return pb.CallResponse(
+            outcome=answer.outcome,
+            text=answer.text,
+            final=answer.final,
+            data_json=answer.data_json,
+            sandboxes={} if opening is None else self._sandboxes,
+        )
 
     async def GetState(self, request: pb.GetStateRequest, context: Any) -> pb.GetStateResponse:
         opening = _opening(request.opening) if request.HasField("opening") else None

@@ -132,6 +132,32 @@ class PolicyVersion(_message.Message):
 Global___PolicyVersion: _TypeAlias = PolicyVersion  # noqa: Y015
 
 @_typing.final
+class SandboxInUse(_message.Message):
+    """The sandbox in which a tool runs code, as found when the tool service started."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BACKEND_FIELD_NUMBER: _builtins.int
+    ISOLATION_FIELD_NUMBER: _builtins.int
+    backend: _builtins.str
+    """Name of the back-end, such as zygote."""
+    isolation: _builtins.str
+    """What isolates the code, such as namespaces."""
+    def __init__(
+        self,
+        *,
+        backend: _builtins.str = ...,
+        isolation: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["backend", b"backend", "isolation", b"isolation"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SandboxInUse: _TypeAlias = SandboxInUse  # noqa: Y015
+
+@_typing.final
 class Message(_message.Message):
     """One message of a prompt."""
 

@@ -216,6 +216,27 @@ class WatchProgressResponse(_message.Message):
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
+    @_typing.final
+    class SandboxesEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        @_builtins.property
+        def value(self) -> _common_pb2.SandboxInUse: ...
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _common_pb2.SandboxInUse | None = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _typing.Literal["value", b"value"]  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     STEP_FIELD_NUMBER: _builtins.int
     TOTAL_STEPS_FIELD_NUMBER: _builtins.int
     MEANS_FIELD_NUMBER: _builtins.int
@@ -246,6 +267,7 @@ class WatchProgressResponse(_message.Message):
     GATHERING_FIELD_NUMBER: _builtins.int
     TOOL_WARNING_REASON_FIELD_NUMBER: _builtins.int
     TOOL_WARNING_FIELD_NUMBER: _builtins.int
+    SANDBOXES_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     """Finished optimiser steps."""
     total_steps: _builtins.int
@@ -318,6 +340,10 @@ class WatchProgressResponse(_message.Message):
     def gathering(self) -> Global___Gathering:
         """What has come in of the step's rollouts."""
 
+    @_builtins.property
+    def sandboxes(self) -> _containers.MessageMap[_builtins.str, _common_pb2.SandboxInUse]:
+        """Sandboxes of tools that run code, by tool; empty until a worker has reported them."""
+
     def __init__(
         self,
         *,
@@ -351,10 +377,11 @@ class WatchProgressResponse(_message.Message):
         gathering: Global___Gathering | None = ...,
         tool_warning_reason: _builtins.str = ...,
         tool_warning: _builtins.str = ...,
+        sandboxes: _abc.Mapping[_builtins.str, _common_pb2.SandboxInUse] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_checkpoint_step", b"_checkpoint_step", "_learned", b"_learned", "checkpoint_step", b"checkpoint_step", "failure", b"failure", "gathering", b"gathering", "learned", b"learned", "policy", b"policy"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_checkpoint_step", b"_checkpoint_step", "_learned", b"_learned", "checkpoint_step", b"checkpoint_step", "degenerate", b"degenerate", "engines", b"engines", "engines_converged", b"engines_converged", "engines_total", b"engines_total", "episodes_per_second", b"episodes_per_second", "eta_seconds", b"eta_seconds", "failure", b"failure", "failures", b"failures", "gathering", b"gathering", "groups_ready", b"groups_ready", "groups_running", b"groups_running", "learned", b"learned", "means", b"means", "message", b"message", "not_learned", b"not_learned", "not_learned_reason", b"not_learned_reason", "phase", b"phase", "policy", b"policy", "policy_parent", b"policy_parent", "policy_uri", b"policy_uri", "skipped_rows", b"skipped_rows", "step", b"step", "storage_failure", b"storage_failure", "storage_wait", b"storage_wait", "tokens_per_second", b"tokens_per_second", "tool_warning", b"tool_warning", "tool_warning_reason", b"tool_warning_reason", "total_steps", b"total_steps", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_checkpoint_step", b"_checkpoint_step", "_learned", b"_learned", "checkpoint_step", b"checkpoint_step", "degenerate", b"degenerate", "engines", b"engines", "engines_converged", b"engines_converged", "engines_total", b"engines_total", "episodes_per_second", b"episodes_per_second", "eta_seconds", b"eta_seconds", "failure", b"failure", "failures", b"failures", "gathering", b"gathering", "groups_ready", b"groups_ready", "groups_running", b"groups_running", "learned", b"learned", "means", b"means", "message", b"message", "not_learned", b"not_learned", "not_learned_reason", b"not_learned_reason", "phase", b"phase", "policy", b"policy", "policy_parent", b"policy_parent", "policy_uri", b"policy_uri", "sandboxes", b"sandboxes", "skipped_rows", b"skipped_rows", "step", b"step", "storage_failure", b"storage_failure", "storage_wait", b"storage_wait", "tokens_per_second", b"tokens_per_second", "tool_warning", b"tool_warning", "tool_warning_reason", b"tool_warning_reason", "total_steps", b"total_steps", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__checkpoint_step: _TypeAlias = _typing.Literal["checkpoint_step"]  # noqa: Y015
     _WhichOneofArgType__checkpoint_step: _TypeAlias = _typing.Literal["_checkpoint_step", b"_checkpoint_step"]  # noqa: Y015

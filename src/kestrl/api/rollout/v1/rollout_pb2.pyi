@@ -250,10 +250,32 @@ class GetCapacityResponse(_message.Message):
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
+    @_typing.final
+    class SandboxesEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        @_builtins.property
+        def value(self) -> _common_pb2.SandboxInUse: ...
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _common_pb2.SandboxInUse | None = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _typing.Literal["value", b"value"]  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     CONCURRENCY_FIELD_NUMBER: _builtins.int
     RUNNING_FIELD_NUMBER: _builtins.int
     DRAINING_FIELD_NUMBER: _builtins.int
     TOOL_DIGESTS_FIELD_NUMBER: _builtins.int
+    SANDBOXES_FIELD_NUMBER: _builtins.int
     concurrency: _builtins.int
     """Maximum concurrent episodes."""
     running: _builtins.int
@@ -264,6 +286,10 @@ class GetCapacityResponse(_message.Message):
     def tool_digests(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """SHA-256 of what each tool server lists, by its name; empty until the tools were listed."""
 
+    @_builtins.property
+    def sandboxes(self) -> _containers.MessageMap[_builtins.str, _common_pb2.SandboxInUse]:
+        """Sandboxes of tools that run code, by tool, as last reported by the tool service; empty until the tools were listed."""
+
     def __init__(
         self,
         *,
@@ -271,10 +297,11 @@ class GetCapacityResponse(_message.Message):
         running: _builtins.int = ...,
         draining: _builtins.bool = ...,
         tool_digests: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        sandboxes: _abc.Mapping[_builtins.str, _common_pb2.SandboxInUse] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["concurrency", b"concurrency", "draining", b"draining", "running", b"running", "tool_digests", b"tool_digests"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["concurrency", b"concurrency", "draining", b"draining", "running", b"running", "sandboxes", b"sandboxes", "tool_digests", b"tool_digests"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

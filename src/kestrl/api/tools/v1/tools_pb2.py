@@ -22,9 +22,10 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from kestrl.api.common.v1 import common_pb2 as kestrl_dot_api_dot_common_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1fkestrl/api/tools/v1/tools.proto\x12\x13kestrl.api.tools.v1\"\x12\n\x10ListToolsRequest\"p\n\nToolSchema\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x64\x65scription\x18\x02 \x01(\t\x12\x17\n\x0fparameters_json\x18\x03 \x01(\t\x12\x13\n\x0b\x65nvironment\x18\x04 \x01(\t\x12\x11\n\thas_state\x18\x05 \x01(\x08\"\xb9\x01\n\x11ListToolsResponse\x12.\n\x05tools\x18\x01 \x03(\x0b\x32\x1f.kestrl.api.tools.v1.ToolSchema\x12\x44\n\x07\x64igests\x18\x02 \x03(\x0b\x32\x33.kestrl.api.tools.v1.ListToolsResponse.DigestsEntry\x1a.\n\x0c\x44igestsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\xc5\x01\n\x07Opening\x12\x12\n\nepisode_id\x18\x01 \x01(\t\x12\r\n\x05tools\x18\x02 \x03(\t\x12\x19\n\x11tools_kwargs_json\x18\x03 \x01(\t\x12\x10\n\x08lifetime\x18\x04 \x01(\x01\x12:\n\x07\x64igests\x18\x05 \x03(\x0b\x32).kestrl.api.tools.v1.Opening.DigestsEntry\x1a.\n\x0c\x44igestsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"v\n\x0b\x43\x61llRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x16\n\x0e\x61rguments_json\x18\x03 \x01(\t\x12-\n\x07opening\x18\x04 \x01(\x0b\x32\x1c.kestrl.api.tools.v1.Opening\"O\n\x0c\x43\x61llResponse\x12\x0f\n\x07outcome\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\r\n\x05\x66inal\x18\x03 \x01(\x08\x12\x11\n\tdata_json\x18\x04 \x01(\t\"T\n\x0fGetStateRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12-\n\x07opening\x18\x02 \x01(\x0b\x32\x1c.kestrl.api.tools.v1.Opening\"&\n\x10GetStateResponse\x12\x12\n\nstate_json\x18\x01 \x01(\t\"\"\n\x0c\x43loseRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\"\x0f\n\rCloseResponse2\xdf\x02\n\x0bToolService\x12Z\n\tListTools\x12%.kestrl.api.tools.v1.ListToolsRequest\x1a&.kestrl.api.tools.v1.ListToolsResponse\x12K\n\x04\x43\x61ll\x12 .kestrl.api.tools.v1.CallRequest\x1a!.kestrl.api.tools.v1.CallResponse\x12W\n\x08GetState\x12$.kestrl.api.tools.v1.GetStateRequest\x1a%.kestrl.api.tools.v1.GetStateResponse\x12N\n\x05\x43lose\x12!.kestrl.api.tools.v1.CloseRequest\x1a\".kestrl.api.tools.v1.CloseResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1fkestrl/api/tools/v1/tools.proto\x12\x13kestrl.api.tools.v1\x1a!kestrl/api/common/v1/common.proto\"\x12\n\x10ListToolsRequest\"p\n\nToolSchema\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x64\x65scription\x18\x02 \x01(\t\x12\x17\n\x0fparameters_json\x18\x03 \x01(\t\x12\x13\n\x0b\x65nvironment\x18\x04 \x01(\t\x12\x11\n\thas_state\x18\x05 \x01(\x08\"\xd9\x02\n\x11ListToolsResponse\x12.\n\x05tools\x18\x01 \x03(\x0b\x32\x1f.kestrl.api.tools.v1.ToolSchema\x12\x44\n\x07\x64igests\x18\x02 \x03(\x0b\x32\x33.kestrl.api.tools.v1.ListToolsResponse.DigestsEntry\x12H\n\tsandboxes\x18\x03 \x03(\x0b\x32\x35.kestrl.api.tools.v1.ListToolsResponse.SandboxesEntry\x1a.\n\x0c\x44igestsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x1aT\n\x0eSandboxesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\x31\n\x05value\x18\x02 \x01(\x0b\x32\".kestrl.api.common.v1.SandboxInUse:\x02\x38\x01\"\xc5\x01\n\x07Opening\x12\x12\n\nepisode_id\x18\x01 \x01(\t\x12\r\n\x05tools\x18\x02 \x03(\t\x12\x19\n\x11tools_kwargs_json\x18\x03 \x01(\t\x12\x10\n\x08lifetime\x18\x04 \x01(\x01\x12:\n\x07\x64igests\x18\x05 \x03(\x0b\x32).kestrl.api.tools.v1.Opening.DigestsEntry\x1a.\n\x0c\x44igestsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"v\n\x0b\x43\x61llRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x16\n\x0e\x61rguments_json\x18\x03 \x01(\t\x12-\n\x07opening\x18\x04 \x01(\x0b\x32\x1c.kestrl.api.tools.v1.Opening\"\xea\x01\n\x0c\x43\x61llResponse\x12\x0f\n\x07outcome\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\r\n\x05\x66inal\x18\x03 \x01(\x08\x12\x11\n\tdata_json\x18\x04 \x01(\t\x12\x43\n\tsandboxes\x18\x05 \x03(\x0b\x32\x30.kestrl.api.tools.v1.CallResponse.SandboxesEntry\x1aT\n\x0eSandboxesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\x31\n\x05value\x18\x02 \x01(\x0b\x32\".kestrl.api.common.v1.SandboxInUse:\x02\x38\x01\"T\n\x0fGetStateRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12-\n\x07opening\x18\x02 \x01(\x0b\x32\x1c.kestrl.api.tools.v1.Opening\"&\n\x10GetStateResponse\x12\x12\n\nstate_json\x18\x01 \x01(\t\"\"\n\x0c\x43loseRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\"\x0f\n\rCloseResponse2\xdf\x02\n\x0bToolService\x12Z\n\tListTools\x12%.kestrl.api.tools.v1.ListToolsRequest\x1a&.kestrl.api.tools.v1.ListToolsResponse\x12K\n\x04\x43\x61ll\x12 .kestrl.api.tools.v1.CallRequest\x1a!.kestrl.api.tools.v1.CallResponse\x12W\n\x08GetState\x12$.kestrl.api.tools.v1.GetStateRequest\x1a%.kestrl.api.tools.v1.GetStateResponse\x12N\n\x05\x43lose\x12!.kestrl.api.tools.v1.CloseRequest\x1a\".kestrl.api.tools.v1.CloseResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,32 +34,40 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_LISTTOOLSRESPONSE_DIGESTSENTRY']._loaded_options = None
   _globals['_LISTTOOLSRESPONSE_DIGESTSENTRY']._serialized_options = b'8\001'
+  _globals['_LISTTOOLSRESPONSE_SANDBOXESENTRY']._loaded_options = None
+  _globals['_LISTTOOLSRESPONSE_SANDBOXESENTRY']._serialized_options = b'8\001'
   _globals['_OPENING_DIGESTSENTRY']._loaded_options = None
   _globals['_OPENING_DIGESTSENTRY']._serialized_options = b'8\001'
-  _globals['_LISTTOOLSREQUEST']._serialized_start=56
-  _globals['_LISTTOOLSREQUEST']._serialized_end=74
-  _globals['_TOOLSCHEMA']._serialized_start=76
-  _globals['_TOOLSCHEMA']._serialized_end=188
-  _globals['_LISTTOOLSRESPONSE']._serialized_start=191
-  _globals['_LISTTOOLSRESPONSE']._serialized_end=376
-  _globals['_LISTTOOLSRESPONSE_DIGESTSENTRY']._serialized_start=330
-  _globals['_LISTTOOLSRESPONSE_DIGESTSENTRY']._serialized_end=376
-  _globals['_OPENING']._serialized_start=379
-  _globals['_OPENING']._serialized_end=576
-  _globals['_OPENING_DIGESTSENTRY']._serialized_start=330
-  _globals['_OPENING_DIGESTSENTRY']._serialized_end=376
-  _globals['_CALLREQUEST']._serialized_start=578
-  _globals['_CALLREQUEST']._serialized_end=696
-  _globals['_CALLRESPONSE']._serialized_start=698
-  _globals['_CALLRESPONSE']._serialized_end=777
-  _globals['_GETSTATEREQUEST']._serialized_start=779
-  _globals['_GETSTATEREQUEST']._serialized_end=863
-  _globals['_GETSTATERESPONSE']._serialized_start=865
-  _globals['_GETSTATERESPONSE']._serialized_end=903
-  _globals['_CLOSEREQUEST']._serialized_start=905
-  _globals['_CLOSEREQUEST']._serialized_end=939
-  _globals['_CLOSERESPONSE']._serialized_start=941
-  _globals['_CLOSERESPONSE']._serialized_end=956
-  _globals['_TOOLSERVICE']._serialized_start=959
-  _globals['_TOOLSERVICE']._serialized_end=1310
+  _globals['_CALLRESPONSE_SANDBOXESENTRY']._loaded_options = None
+  _globals['_CALLRESPONSE_SANDBOXESENTRY']._serialized_options = b'8\001'
+  _globals['_LISTTOOLSREQUEST']._serialized_start=91
+  _globals['_LISTTOOLSREQUEST']._serialized_end=109
+  _globals['_TOOLSCHEMA']._serialized_start=111
+  _globals['_TOOLSCHEMA']._serialized_end=223
+  _globals['_LISTTOOLSRESPONSE']._serialized_start=226
+  _globals['_LISTTOOLSRESPONSE']._serialized_end=571
+  _globals['_LISTTOOLSRESPONSE_DIGESTSENTRY']._serialized_start=439
+  _globals['_LISTTOOLSRESPONSE_DIGESTSENTRY']._serialized_end=485
+  _globals['_LISTTOOLSRESPONSE_SANDBOXESENTRY']._serialized_start=487
+  _globals['_LISTTOOLSRESPONSE_SANDBOXESENTRY']._serialized_end=571
+  _globals['_OPENING']._serialized_start=574
+  _globals['_OPENING']._serialized_end=771
+  _globals['_OPENING_DIGESTSENTRY']._serialized_start=439
+  _globals['_OPENING_DIGESTSENTRY']._serialized_end=485
+  _globals['_CALLREQUEST']._serialized_start=773
+  _globals['_CALLREQUEST']._serialized_end=891
+  _globals['_CALLRESPONSE']._serialized_start=894
+  _globals['_CALLRESPONSE']._serialized_end=1128
+  _globals['_CALLRESPONSE_SANDBOXESENTRY']._serialized_start=487
+  _globals['_CALLRESPONSE_SANDBOXESENTRY']._serialized_end=571
+  _globals['_GETSTATEREQUEST']._serialized_start=1130
+  _globals['_GETSTATEREQUEST']._serialized_end=1214
+  _globals['_GETSTATERESPONSE']._serialized_start=1216
+  _globals['_GETSTATERESPONSE']._serialized_end=1254
+  _globals['_CLOSEREQUEST']._serialized_start=1256
+  _globals['_CLOSEREQUEST']._serialized_end=1290
+  _globals['_CLOSERESPONSE']._serialized_start=1292
+  _globals['_CLOSERESPONSE']._serialized_end=1307
+  _globals['_TOOLSERVICE']._serialized_start=1310
+  _globals['_TOOLSERVICE']._serialized_end=1661
 # @@protoc_insertion_point(module_scope)

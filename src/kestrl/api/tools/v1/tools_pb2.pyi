@@ -7,6 +7,7 @@ from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
+from kestrl.api.common.v1 import common_pb2 as _common_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -99,8 +100,30 @@ class ListToolsResponse(_message.Message):
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
+    @_typing.final
+    class SandboxesEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        @_builtins.property
+        def value(self) -> _common_pb2.SandboxInUse: ...
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _common_pb2.SandboxInUse | None = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _typing.Literal["value", b"value"]  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     TOOLS_FIELD_NUMBER: _builtins.int
     DIGESTS_FIELD_NUMBER: _builtins.int
+    SANDBOXES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def tools(self) -> _containers.RepeatedCompositeFieldContainer[Global___ToolSchema]:
         """In manifest order."""
@@ -109,15 +132,20 @@ class ListToolsResponse(_message.Message):
     def digests(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """SHA-256 of what each server lists, by the name of its entry in the manifest."""
 
+    @_builtins.property
+    def sandboxes(self) -> _containers.MessageMap[_builtins.str, _common_pb2.SandboxInUse]:
+        """Sandboxes of tools that run code, by the name of the tool's entry in the manifest."""
+
     def __init__(
         self,
         *,
         tools: _abc.Iterable[Global___ToolSchema] | None = ...,
         digests: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        sandboxes: _abc.Mapping[_builtins.str, _common_pb2.SandboxInUse] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["digests", b"digests", "tools", b"tools"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digests", b"digests", "sandboxes", b"sandboxes", "tools", b"tools"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -227,10 +255,32 @@ class CallResponse(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class SandboxesEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        @_builtins.property
+        def value(self) -> _common_pb2.SandboxInUse: ...
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _common_pb2.SandboxInUse | None = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _typing.Literal["value", b"value"]  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     OUTCOME_FIELD_NUMBER: _builtins.int
     TEXT_FIELD_NUMBER: _builtins.int
     FINAL_FIELD_NUMBER: _builtins.int
     DATA_JSON_FIELD_NUMBER: _builtins.int
+    SANDBOXES_FIELD_NUMBER: _builtins.int
     outcome: _builtins.str
     """A kestrl.episode.CallOutcome: ok, unknown_tool, schema_violation or tool_error."""
     text: _builtins.str
@@ -239,6 +289,10 @@ class CallResponse(_message.Message):
     """Whether the episode ends."""
     data_json: _builtins.str
     """JSON object of facts for rewards."""
+    @_builtins.property
+    def sandboxes(self) -> _containers.MessageMap[_builtins.str, _common_pb2.SandboxInUse]:
+        """As in ListToolsResponse; set on answers to requests with an opening, since the service may have moved to another node."""
+
     def __init__(
         self,
         *,
@@ -246,10 +300,11 @@ class CallResponse(_message.Message):
         text: _builtins.str = ...,
         final: _builtins.bool = ...,
         data_json: _builtins.str = ...,
+        sandboxes: _abc.Mapping[_builtins.str, _common_pb2.SandboxInUse] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["data_json", b"data_json", "final", b"final", "outcome", b"outcome", "text", b"text"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data_json", b"data_json", "final", b"final", "outcome", b"outcome", "sandboxes", b"sandboxes", "text", b"text"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

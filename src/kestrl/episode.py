@@ -213,7 +213,9 @@ class Episode:
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])
     loop_reward: float | None = None
     """Reward returned by the agent loop, if any; the rule `loop_reward` makes it a component of the reward."""
-
+    answer: str | None = None
+    """The answer that a reward read out of the episode, in a form that is equal for equal answers; empty if there is
+    none. None if no reward reads answers."""
     environments: Mapping[str, Json] = field(default_factory=dict[str, Any])
     """Final state of each environment with a `state()` method, by name."""
     scoring: Mapping[str, Json] = field(default_factory=dict[str, Any])

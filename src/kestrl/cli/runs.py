@@ -302,6 +302,8 @@ def show_episode(
         typer.echo(safe_line(f"  reward {name}: {value:.4f}"))
     for name, value in sorted(episode.metrics.items()):
         typer.echo(safe_line(f"  metric {name}: {value:.4f}"))
+    if episode.answer is not None:
+        typer.echo(safe_line(f"  answer: {json.dumps(episode.answer, ensure_ascii=False)}"))
     for name, details in sorted(episode.scoring.items()):
         typer.echo(safe_line(f"  {name}: {json.dumps(details, ensure_ascii=False)}"))
     if judge:

@@ -36,7 +36,7 @@ MOST_PROBLEMS = 20
 """Maximum number of reported problems of one kind."""
 HERE = LOCAL_SCHEMES | {"demo", "hf"}
 """URI schemes that can be checked on one machine; a cluster supports more."""
-COMPARING = frozenset({"exact_answer", "flexible_answer", "math_answer"})
+COMPARING = frozenset({"exact_answer", "flexible_answer", "math_answer", "boxed_answer"})
 """Built-in rewards that compare an answer with the ground truth of the row."""
 NAMELESS = Endpoint(bind="", host="", port=0)
 

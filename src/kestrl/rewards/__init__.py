@@ -85,6 +85,9 @@ class Score:
     """Finite reward of each turn, in order, in addition to `value`; empty if turns are not scored."""
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])
     """Metrics such as `answer_correct`, 0 or 1: averaged over episodes and reported, never trained on."""
+    answer: str | None = None
+    """The answer that the reward read, in a form that is equal for equal answers; empty if there is none. `kestrl eval`
+    takes its majority votes over these. None if the reward reads no answer."""
 
     @property
     def total(self) -> float:

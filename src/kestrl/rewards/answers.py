@@ -8,6 +8,7 @@ from decimal import Decimal, InvalidOperation
 from typing import Any
 
 from kestrl.episode import CallOutcome, Episode, Json, StopReason
+from kestrl.rewards.boxed import canonical
 from kestrl.tools.shapes import is_list, is_mapping
 
 MAX_READ = 4000
@@ -91,13 +92,26 @@ def matches(answer: str, expected: str) -> bool:
     r"""Whether an answer is the expected one. A number is compared as a number with the marked answer (`#### 72`,
     `\boxed{72}`), or else with the last number of the text; any other answer as text.
     """
-    if "####" in expected:
-        expected = marked(expected) or expected
+    expected = _final(expected)
     wanted = number(expected)
     candidate = marked(answer)
     if wanted is not None:
         return wanted == last_number(answer if candidate is None else candidate)
     return normalised(expected) in (normalised(answer), normalised(candidate or ""))
+
+
+def compared_part(answer: str, expected: str) -> str:
+    """The part of an answer that `matches` compares with the expected one, the same text for equal answers; empty if
+    there is none.
+    """
+    if number(_final(expected)) is None:
+        return normalised(marked(answer) or answer)
+    return canonical(parsed_answer(answer))
+
+
+def _final(expected: str) -> str:
+    """An expected answer without the worked solution before it."""
+    return (marked(expected) or expected) if "####" in expected else expected
 
 
 def _decimal(text: str) -> Decimal | None:

@@ -7,7 +7,17 @@ from collections.abc import Callable
 
 from kestrl.episode import CallOutcome
 from kestrl.rewards import Attempt, Score, mathematics
-from kestrl.rewards.answers import MAX_READ, accepted_answers, answer_of, marked, matches, normalised
+from kestrl.rewards.answers import (
+    MAX_READ,
+    accepted_answers,
+    answer_of,
+    compared_part,
+    marked,
+    matches,
+    normalised,
+    parsed_answer,
+)
+from kestrl.rewards.boxed import Comparison, Shaping, canonical, last_boxed, shaped
 
 MALFORMED = frozenset(
     {CallOutcome.INVALID_JSON, CallOutcome.UNKNOWN_TOOL, CallOutcome.SCHEMA_VIOLATION, CallOutcome.TRUNCATED}
@@ -23,7 +33,8 @@ def exact_answer(attempt: Attempt) -> Score:
         ValueError: The scenario has no ground truth.
     """
     given = normalised(answer_of(attempt.episode))
-    return _right(any(given == normalised(expected) for expected in accepted_answers(attempt.scenario.ground_truth)))
+    accepted = accepted_answers(attempt.scenario.ground_truth)
+    return _right(any(given == normalised(expected) for expected in accepted), answer=given)
 
 
 def flexible_answer(attempt: Attempt) -> Score:
@@ -37,7 +48,8 @@ def flexible_answer(attempt: Attempt) -> Score:
         ValueError: The scenario has no ground truth.
     """
     answer = answer_of(attempt.episode)
-    return _right(any(matches(answer, expected) for expected in accepted_answers(attempt.scenario.ground_truth)))
+    accepted = accepted_answers(attempt.scenario.ground_truth)
+    return _right(any(matches(answer, expected) for expected in accepted), answer=compared_part(answer, accepted[0]))
 
 
 def math_answer(attempt: Attempt) -> Score:
@@ -50,19 +62,67 @@ def math_answer(attempt: Attempt) -> Score:
         ValueError: The scenario has no ground truth.
     """
     answer = answer_of(attempt.episode)
-    return _right(any(_equal(answer, expected) for expected in accepted_answers(attempt.scenario.ground_truth)))
+    voted = canonical(marked(answer) or parsed_answer(answer)) or normalised(answer)
+    accepted = accepted_answers(attempt.scenario.ground_truth)
+    return _right(any(_equal(answer, expected) for expected in accepted), answer=voted)
+
+
+def boxed_answer(
+    attempt: Attempt, *, compare: Comparison = "exact", shaping: Shaping = "none", window: int = 300
+) -> Score:
+    r"""1 if the answer in the last `\boxed{...}` is the expected one, else -1, shaped by the calls of tools.
+
+    Only the end of the answer is searched, and only what the model wrote there: reasoning in `<think>` and the results
+    of tools are not its answer. Source: verl's `math_dapo.compute_score(strict_box_verify=True)` and its recipe for
+    ReTool, which search the decoded response with the results of tools in it.
+
+    Args:
+        attempt: The finished episode.
+        compare: `exact` compares numbers and simple fractions as numbers and anything else as LaTeX without spacing;
+            `text` compares character for character, as verl does; `math` compares by math-verify.
+        shaping: `none`, `tool_bonus` (a wrong answer is `min(-0.6, -1 + 0.1 t)` after t turns that called a tool), or
+            `tool_penalty` (0.4 less without a call, right or wrong). A call that could not be dispatched is none.
+        window: Characters from the end that are searched; the whole of `\boxed{...}` must lie in them. verl searches
+            300 and compares in the last 100 of these.
+
+    Raises:
+        ValueError: The scenario has no ground truth, or an argument is not one of these.
+    """
+    if window < 1:
+        raise ValueError(f"window must be at least 1, is {window}")
+    accepted = accepted_answers(attempt.scenario.ground_truth)
+    found = last_boxed(answer_of(attempt.episode)[-window:])
+    correct = found is not None and any(_boxed_equal(found, expected, compare) for expected in accepted)
+    calls = {call.turn for call in attempt.episode.tool_calls if call.outcome not in MALFORMED}
+    return Score(
+        value=shaped(correct, len(calls), shaping),
+        metrics={"answer_correct": float(correct), "boxed": float(found is not None)},
+        answer="" if found is None else found if compare == "text" else canonical(found),
+    )
+
+
+def _boxed_equal(found: str, expected: str, compare: Comparison) -> bool:
+    if compare == "text":
+        return found == expected
+    if compare == "exact":
+        return canonical(found) == canonical(expected)
+    if compare == "math":
+        return _same(found, expected)
+    raise ValueError(f"compare must be exact, text or math, is {compare!r}")
 
 
 def _equal(answer: str, expected: str) -> bool:
-    expected = marked(expected) or expected
-    candidate = marked(answer) or answer[-MAX_READ:]
+    return _same(marked(answer) or answer[-MAX_READ:], marked(expected) or expected)
+
+
+def _same(candidate: str, expected: str) -> bool:
     if _WORDS.fullmatch(expected.strip()):  # as mathematics, the letters of a word would be factors
         return normalised(expected) == normalised(candidate)
     return mathematics.equal(expected, candidate)
 
 
-def _right(correct: bool) -> Score:
-    return Score(value=float(correct), metrics={"answer_correct": float(correct)})
+def _right(correct: bool, *, answer: str) -> Score:
+    return Score(value=float(correct), metrics={"answer_correct": float(correct)}, answer=answer)
 
 
 def tool_format(attempt: Attempt) -> Score:
@@ -111,6 +171,7 @@ BUILT_IN: dict[str, Callable[..., Score]] = {
     "exact_answer": exact_answer,
     "flexible_answer": flexible_answer,
     "math_answer": math_answer,
+    "boxed_answer": boxed_answer,
     "format": tool_format,
     "loop_reward": loop_reward,
     "overlong": overlong,

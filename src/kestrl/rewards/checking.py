@@ -8,11 +8,12 @@ from numbers import Real
 from typing import Any, TypeGuard
 
 from kestrl.episode import RESERVED_METRICS
-from kestrl.errors import JudgeFailure
+from kestrl.errors import JudgeFailure, encodable
 from kestrl.rewards import Score
 from kestrl.tools.shapes import is_mapping
 
 NOT_A_NUMBER = "reward_not_a_number"
+NOT_TEXT = "reward_answer_not_text"
 NOT_FINITE = "reward_not_finite"
 RESERVED = "reserved_metric"
 WRONG_TURNS = "reward_turns"
@@ -41,7 +42,14 @@ def as_score(name: str, returned: object, *, turns: int | None = None) -> Score:
         value=_number(name, "value", returned.value),
         turns=_turns(name, returned.turns, turns or 0) if len(returned.turns) else (),
         metrics=_metrics(name, metrics),
+        answer=_answer(name, returned.answer),
     )
+
+
+def _answer(name: str, answer: object) -> str | None:
+    if answer is None or isinstance(answer, str):
+        return None if answer is None else encodable(answer)
+    raise JudgeFailure(f"{name}: its answer is a {type(answer).__name__}, not text", code=NOT_TEXT)
 
 
 def _is_sequence(returned: object) -> TypeGuard[Sequence[Any]]:

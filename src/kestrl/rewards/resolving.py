@@ -35,6 +35,9 @@ def resolve(rule: str, *, field: str, config: Mapping[str, Any] | None = None) -
     """
     function = _named(rule, field)
     given = dict(config or {})
+    needs_math = rule == "math_answer" or (rule == "boxed_answer" and given.get("compare") == "math")
+    if needs_math and find_spec("math_verify") is None:
+        raise UserInputError(f"{field}: {rule} needs math-verify: pip install 'kestrl[math]'")
     try:
         inspect.signature(function).bind(object(), **given)
     except TypeError as error:
@@ -50,8 +53,6 @@ def _named(rule: str, field: str) -> Reward:
             raise UserInputError(
                 f"{field}: {rule!r} is not one of {', '.join(BUILT_IN)}, nor an import path module:function"
             )
-        if rule == "math_answer" and find_spec("math_verify") is None:
-            raise UserInputError(f"{field}: math_answer needs math-verify: pip install 'kestrl[math]'")
         return BUILT_IN[rule]
     function: Any = load(rule, field=field)
     if not callable(function):

@@ -246,6 +246,7 @@ def episode_to_proto(episode: Episode) -> pb.Episode:
         loop_reward=episode.loop_reward,
         environments_json=dump_json(episode.environments) if episode.environments else "",
         scoring_json=dump_json(episode.scoring) if episode.scoring else "",
+        answer=episode.answer,
     )
 
 
@@ -274,6 +275,7 @@ def episode_from_proto(message: pb.Episode) -> Episode:
         loop_reward=message.loop_reward if message.HasField("loop_reward") else None,
         environments=_load(message.environments_json, {}),
         scoring=_load(message.scoring_json, {}),
+        answer=message.answer if message.HasField("answer") else None,
     )
 
 

@@ -9,15 +9,18 @@ from kestrl.errors import Boundary
 from kestrl.spec.job import FailureRule, JobSpec
 from kestrl.spec.judge_rules import judge_problems
 from kestrl.spec.problems import Problem
+from kestrl.spec.reward_rules import reward_config_problems
 from kestrl.spec.scalars import format_duration
 from kestrl.spec.tool_rules import tool_problems
 
 ENGINE_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Values accepted by vLLM's --max-lora-rank."""
 BUILT_IN_LOOPS = ("tool_agent", "single_turn")
-BUILT_IN_RULES = ("exact_answer", "flexible_answer", "math_answer", "format", "loop_reward", "overlong")
-CONFIGURED_RULES = ("overlong",)
-"""Built-in rules that take `config`; the judge checks it against the function."""
+BUILT_IN_RULES = (
+    "exact_answer", "flexible_answer", "math_answer", "boxed_answer", "format", "loop_reward", "overlong",
+)  # fmt: skip
+CONFIGURED_RULES = ("boxed_answer", "overlong")
+"""Built-in rules that take `config`, which `reward_config_problems` checks."""
 
 
 Rule = Callable[[JobSpec], Iterator[Problem]]
@@ -272,6 +275,7 @@ RULES: tuple[Rule, ...] = (
     tool_problems,
     loop_is_known,
     rewards_are_known,
+    reward_config_problems,
     judge_problems,
     a_group_fits_a_worker,
     data_fills_a_step,

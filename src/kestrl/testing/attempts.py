@@ -17,8 +17,9 @@ def make_call(
     text: str = "",
     data: Mapping[str, Json] | None = None,
     outcome: CallOutcome = CallOutcome.OK,
+    turn: int = 0,
 ) -> ToolCall:
-    """A tool call of the first turn.
+    """A tool call.
 
     Args:
         name: The tool.
@@ -26,9 +27,10 @@ def make_call(
         text: Result for the model.
         data: Facts of the tool for rewards.
         outcome: Outcome of the call.
+        turn: Turn that makes it, from 0.
     """
     return ToolCall(
-        turn=0, name=name, raw="", arguments=dict(arguments or {}), outcome=outcome, text=text, data=dict(data or {})
+        turn=turn, name=name, raw="", arguments=dict(arguments or {}), outcome=outcome, text=text, data=dict(data or {})
     )
 
 

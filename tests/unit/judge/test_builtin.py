@@ -116,7 +116,8 @@ def test_flexible_answer(episode: Make, text: str, expected: Any, value: float) 
     ],
 )
 def test_math_answer(episode: Make, text: str, expected: Any, value: float) -> None:
-    assert math_answer(attempt(episode(text), expected)) == Score(value=value, metrics={"answer_correct": value})
+    score = math_answer(attempt(episode(text), expected))
+    assert (score.value, score.metrics) == (value, {"answer_correct": value})
 
 
 def test_an_answer_that_cannot_be_evaluated_is_not_equal(monkeypatch: pytest.MonkeyPatch, episode: Make) -> None:
@@ -225,7 +226,8 @@ def test_names_and_import_paths_are_resolved(monkeypatch: pytest.MonkeyPatch) ->
     assert resolve("kestrl.rewards.builtin:exact_answer", field="f") is exact_answer
     with pytest.raises(
         UserInputError,
-        match="f: 'exact' is not one of exact_answer, flexible_answer, math_answer, format, loop_reward, overlong, nor",
+        match="f: 'exact' is not one of exact_answer, flexible_answer, "
+        "math_answer, boxed_answer, format, loop_reward, overlong, nor",
     ):
         resolve("exact", field="f")
     with pytest.raises(UserInputError, match="is a dict; a reward is a function"):

@@ -41,6 +41,7 @@ async def test_components_are_weighted_and_named(judge: Any, group: Callable[...
     assert [round(score.reward, 6) for score in scores] == [2.5, 1.4]
     assert dict(scores[0].rewards) == {"length": 5.0, "thoughtful": 0.5, "exact_answer": 1.0}
     assert dict(scores[1].metrics) == {"turns": 5.0, "long": 1.0, "answer_correct": 0.0}
+    assert [score.answer for score in scores] == ["paris", "rome"], "of the only rule that reads one"
     assert not scores[0].HasField("failure")
 
 
@@ -49,6 +50,7 @@ async def test_turn_rewards_reach_the_caller_in_turn_order(judge: Any, group: Ca
         scores = await client.score(group("Paris"))
     assert list(scores[0].turn_rewards) == [2.5]
     assert scores[0].reward == 7.5
+    assert not scores[0].HasField("answer")
     assert dict(scores[0].rewards) == {"per_turn": 5.0, "length": 5.0}
 
 

@@ -57,7 +57,7 @@ async def test_a_judge_model_gets_the_tools_and_its_details_are_kept(make_stage:
         stage.engine.script = lambda _, stage=stage: Completion(token_ids=stage.ids("Hello.<|im_end|>"))
         stage.judge.details_json = '{"ruler": {"calls": []}}'
         stage.judge.score = lambda episode: judge_pb2.EpisodeScore(
-            episode_id=episode.id, reward=0.5, details_json='{"ruler": {"explanation": "because"}}'
+            episode_id=episode.id, reward=0.5, details_json='{"ruler": {"explanation": "because"}}', answer="42"
         )
         group = await stage.run(size=2)
         sent = json.loads(stage.judge.requests[0].group.tools_json or "[]")
@@ -65,6 +65,7 @@ async def test_a_judge_model_gets_the_tools_and_its_details_are_kept(make_stage:
         assert bool(sent) is describes
         assert list(group.tools) == sent
         assert group.scoring == {"ruler": {"calls": []}}
+        assert [episode.answer for episode in group.episodes] == ["42", "42"]
         assert [episode.scoring for episode in group.episodes] == [{"ruler": {"explanation": "because"}}] * 2
 
 

@@ -84,6 +84,7 @@ episodes = st.builds(
     trace_id=text,
     reward=st.none() | floats,
     loop_reward=st.none() | floats,
+    answer=st.none() | text,
     environments=st.dictionaries(text, json_values, max_size=2),
     scoring=st.dictionaries(text, json_values, max_size=2),
     rewards=st.dictionaries(text, floats, max_size=2),

@@ -156,7 +156,12 @@ class RuleScorer:
             return failure_from_proto(score.failure)
         if score.HasField("claim"):
             return Claim(score.claim.question, tuple(score.claim.accepted), score.claim.answer)
-        return Score(value=score.reward, turns=list(score.turn_rewards), metrics=dict(score.metrics))
+        return Score(
+            value=score.reward,
+            turns=list(score.turn_rewards),
+            metrics=dict(score.metrics),
+            answer=score.answer if score.HasField("answer") else None,
+        )
 
     async def _process(self, index: int, deaths: int) -> RewardProcess:
         """Returns the current process; replaces one that ended while idle, without affecting an episode."""

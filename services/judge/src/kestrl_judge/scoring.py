@@ -79,6 +79,8 @@ class Judgement:
     """The weighted reward of each turn, included in `reward`."""
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])
     failure: Failure | None = None
+    answer: str | None = None
+    """Answer read by the first component that reads one."""
     details: Mapping[str, Json] = field(default_factory=dict[str, Json])
     """By component."""
 
@@ -149,16 +151,18 @@ def combine(episode_id: str, scorers: Sequence[Scorer], scored: Mapping[str, Sco
     """Weighted sum, unless a component failed; values of the other components are kept beside the failure.
 
     If several rewards report the same metric, the first one in manifest order keeps the name; others become
-    `reward.metric`.
+    `reward.metric`. The answer is that of the first reward that reads one.
     """
     rewards: dict[str, float] = {}
     metrics: dict[str, float] = {}
     turns: list[float] = []
+    answer: str | None = None
     failure: Failure | None = None
     for scorer in scorers:
         verdict = scored[scorer.name].verdicts.get(episode_id)
         if isinstance(verdict, Score):
             rewards[scorer.name] = verdict.total
+            answer = verdict.answer if answer is None else answer
             if verdict.turns:
                 turns = turns or [0.0] * len(verdict.turns)
                 turns = [sum_ + scorer.weight * value for sum_, value in zip(turns, verdict.turns, strict=True)]
@@ -180,6 +184,7 @@ def combine(episode_id: str, scorers: Sequence[Scorer], scored: Mapping[str, Sco
         turns=turns if failure is None else (),
         metrics=metrics,
         failure=failure,
+        answer=answer,
         details=details,
     )
 

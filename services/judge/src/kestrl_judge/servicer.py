@@ -42,6 +42,7 @@ class JudgeServicer(stubs.JudgeServiceServicer):
             rewards=judgement.rewards,
             turn_rewards=judgement.turns,
             metrics=judgement.metrics,
+            answer=judgement.answer,
             failure=None if judgement.failure is None else failure_to_proto(self._named(judgement.failure)),
             details_json=dump_json(judgement.details) if judgement.details else "",
         )

@@ -84,7 +84,13 @@ def answer(rule: Rule, request: pb.ScoreGroupRequest) -> pb.EpisodeScore:
     except (JudgeFailure, UserCodeError) as error:
         return pb.EpisodeScore(episode_id=episode.id, failure=failure_to_proto(error.failure()))
     # Here, unlike in the judge's answer, `reward` is that of the episode without its turns.
-    return pb.EpisodeScore(episode_id=episode.id, reward=score.value, turn_rewards=score.turns, metrics=score.metrics)
+    return pb.EpisodeScore(
+        episode_id=episode.id,
+        reward=score.value,
+        turn_rewards=score.turns,
+        metrics=score.metrics,
+        answer=score.answer,
+    )
 
 
 def _claim_to_proto(claim: Claim) -> pb.Claim:

@@ -33,6 +33,7 @@ class Score:
     metrics: Mapping[str, float]
     failure: Failure | None
     details_json: str = ""
+    answer: str | None = None
 
 
 class Judge:
@@ -90,6 +91,8 @@ class Judge:
         episode.turn_rewards.extend(score.turns)
         episode.metrics.update(score.metrics)
         episode.scoring_json = score.details_json
+        if score.answer is not None:
+            episode.answer = score.answer
         if score.failure is not None:
             episode.failure.CopyFrom(failure_to_proto(score.failure))
 
@@ -123,4 +126,5 @@ def _read_score(score: pb.EpisodeScore) -> Score:
         metrics=dict(score.metrics),
         failure=failure,
         details_json=score.details_json,
+        answer=score.answer if score.HasField("answer") else None,
     )

@@ -450,6 +450,7 @@ class Episode(_message.Message):
     ENVIRONMENTS_JSON_FIELD_NUMBER: _builtins.int
     TURN_REWARDS_FIELD_NUMBER: _builtins.int
     SCORING_JSON_FIELD_NUMBER: _builtins.int
+    ANSWER_FIELD_NUMBER: _builtins.int
     id: _builtins.str
     """Unique."""
     group_id: _builtins.str
@@ -480,6 +481,8 @@ class Episode(_message.Message):
     """JSON object: environment name to final state."""
     scoring_json: _builtins.str
     """JSON object: component of the reward to what it reports for people, such as an explanation."""
+    answer: _builtins.str
+    """The answer that a reward read, empty if it found none; unset if no reward reads answers."""
     @_builtins.property
     def rows(self) -> _containers.RepeatedCompositeFieldContainer[Global___Row]:
         """Token sequences to train on."""
@@ -538,15 +541,20 @@ class Episode(_message.Message):
         environments_json: _builtins.str = ...,
         turn_rewards: _abc.Iterable[_builtins.float] | None = ...,
         scoring_json: _builtins.str = ...,
+        answer: _builtins.str | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_loop_reward", b"_loop_reward", "_reward", b"_reward", "failure", b"failure", "loop_reward", b"loop_reward", "policy", b"policy", "reward", b"reward"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_answer", b"_answer", "_loop_reward", b"_loop_reward", "_reward", b"_reward", "answer", b"answer", "failure", b"failure", "loop_reward", b"loop_reward", "policy", b"policy", "reward", b"reward"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_loop_reward", b"_loop_reward", "_reward", b"_reward", "engine", b"engine", "environments_json", b"environments_json", "failure", b"failure", "group_id", b"group_id", "id", b"id", "index", b"index", "loop_reward", b"loop_reward", "messages_json", b"messages_json", "metrics", b"metrics", "policy", b"policy", "reward", b"reward", "rewards", b"rewards", "rows", b"rows", "scenario_id", b"scenario_id", "scoring_json", b"scoring_json", "seconds", b"seconds", "seed", b"seed", "started_at", b"started_at", "stop_reason", b"stop_reason", "tool_calls", b"tool_calls", "trace_id", b"trace_id", "turn_rewards", b"turn_rewards", "turns", b"turns"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_answer", b"_answer", "_loop_reward", b"_loop_reward", "_reward", b"_reward", "answer", b"answer", "engine", b"engine", "environments_json", b"environments_json", "failure", b"failure", "group_id", b"group_id", "id", b"id", "index", b"index", "loop_reward", b"loop_reward", "messages_json", b"messages_json", "metrics", b"metrics", "policy", b"policy", "reward", b"reward", "rewards", b"rewards", "rows", b"rows", "scenario_id", b"scenario_id", "scoring_json", b"scoring_json", "seconds", b"seconds", "seed", b"seed", "started_at", b"started_at", "stop_reason", b"stop_reason", "tool_calls", b"tool_calls", "trace_id", b"trace_id", "turn_rewards", b"turn_rewards", "turns", b"turns"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__answer: _TypeAlias = _typing.Literal["answer"]  # noqa: Y015
+    _WhichOneofArgType__answer: _TypeAlias = _typing.Literal["_answer", b"_answer"]  # noqa: Y015
     _WhichOneofReturnType__loop_reward: _TypeAlias = _typing.Literal["loop_reward"]  # noqa: Y015
     _WhichOneofArgType__loop_reward: _TypeAlias = _typing.Literal["_loop_reward", b"_loop_reward"]  # noqa: Y015
     _WhichOneofReturnType__reward: _TypeAlias = _typing.Literal["reward"]  # noqa: Y015
     _WhichOneofArgType__reward: _TypeAlias = _typing.Literal["_reward", b"_reward"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__answer) -> _WhichOneofReturnType__answer | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__loop_reward) -> _WhichOneofReturnType__loop_reward | None: ...
     @_typing.overload

@@ -163,12 +163,15 @@ class EpisodeScore(_message.Message):
     TURN_REWARDS_FIELD_NUMBER: _builtins.int
     DETAILS_JSON_FIELD_NUMBER: _builtins.int
     CLAIM_FIELD_NUMBER: _builtins.int
+    ANSWER_FIELD_NUMBER: _builtins.int
     episode_id: _builtins.str
     """The episode."""
     reward: _builtins.float
     """The weighted sum; unset if any component failed."""
     details_json: _builtins.str
     """JSON object: component of the reward to what it reports for people, such as an explanation."""
+    answer: _builtins.str
+    """The answer that a reward read, empty if it found none; unset if no reward reads answers."""
     @_builtins.property
     def rewards(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
         """Each component before weighting."""
@@ -200,13 +203,19 @@ class EpisodeScore(_message.Message):
         turn_rewards: _abc.Iterable[_builtins.float] | None = ...,
         details_json: _builtins.str = ...,
         claim: Global___Claim | None = ...,
+        answer: _builtins.str | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "claim", b"claim", "failure", b"failure", "reward", b"reward"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_answer", b"_answer", "_reward", b"_reward", "answer", b"answer", "claim", b"claim", "failure", b"failure", "reward", b"reward"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "claim", b"claim", "details_json", b"details_json", "episode_id", b"episode_id", "failure", b"failure", "metrics", b"metrics", "reward", b"reward", "rewards", b"rewards", "turn_rewards", b"turn_rewards"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_answer", b"_answer", "_reward", b"_reward", "answer", b"answer", "claim", b"claim", "details_json", b"details_json", "episode_id", b"episode_id", "failure", b"failure", "metrics", b"metrics", "reward", b"reward", "rewards", b"rewards", "turn_rewards", b"turn_rewards"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__answer: _TypeAlias = _typing.Literal["answer"]  # noqa: Y015
+    _WhichOneofArgType__answer: _TypeAlias = _typing.Literal["_answer", b"_answer"]  # noqa: Y015
     _WhichOneofReturnType__reward: _TypeAlias = _typing.Literal["reward"]  # noqa: Y015
     _WhichOneofArgType__reward: _TypeAlias = _typing.Literal["_reward", b"_reward"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__answer) -> _WhichOneofReturnType__answer | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__reward) -> _WhichOneofReturnType__reward | None: ...
 
 Global___EpisodeScore: _TypeAlias = EpisodeScore  # noqa: Y015

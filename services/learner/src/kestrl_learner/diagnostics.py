@@ -53,6 +53,12 @@ class TokenMeans:
             self._sums[name] += float(each.detach().sum())
             self._counts[name] += each.numel()
 
+    def merge(self, other: TokenMeans) -> None:
+        """Adds the tokens of other means."""
+        for name, total in other._sums.items():
+            self._sums[name] += total
+        self._counts.update(other._counts)
+
     def means(self) -> dict[str, float]:
         """The mean of every name that has a token."""
         return {name: self._sums[name] / count for name, count in self._counts.items() if count}

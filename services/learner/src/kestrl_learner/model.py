@@ -19,12 +19,14 @@ import torch
 from peft import LoraConfig, get_peft_model
 from peft.utils import get_peft_model_state_dict, set_peft_model_state_dict
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from kestrl.errors import UserInputError
 from kestrl_learner.batch import TrainGroup, TrainRow, cut
 from kestrl_learner.head import token_logprobs
+from kestrl_learner.sharding import shard_layers
 
 TOKENS_PER_PASS = 16_384
 """Largest number of tokens of a forward pass, prompt and padding included; larger groups are split."""
@@ -45,6 +47,8 @@ class PolicyModel:
         gradient_checkpointing: Keeps the inputs of layers only and computes them again in the backward pass. Rows are
             then computed with their prompts: a shared prompt's cache cannot be computed again.
         tokens_per_pass: Largest number of tokens of a forward pass, padding included.
+        mesh: The ranks over which the base's layers are sharded; None keeps them whole. Every rank must then run
+            forward and backward passes of the same kind in the same order.
 
     Raises:
         UserInputError: The base cannot be loaded, or its logits are not a linear function of the hidden states.
@@ -62,6 +66,7 @@ class PolicyModel:
         device: str = "cpu",
         gradient_checkpointing: bool = False,
         tokens_per_pass: int = TOKENS_PER_PASS,
+        mesh: DeviceMesh | None = None,
     ) -> None:
         self.device = torch.device(device)
         try:
@@ -80,10 +85,16 @@ class PolicyModel:
             base_model_name_or_path=path,
         )
         try:
-            self.peft: Any = get_peft_model(base, self.config).to(self.device)
+            self.peft: Any = get_peft_model(base, self.config)
         except ValueError as error:
             raise UserInputError(f"spec.model.adapter.targets: {error}") from error
         self._body: nn.Module = getattr(base, base.base_model_prefix)
+        if mesh is not None:
+            shard_layers(base, self._body, mesh)
+        self.peft.to(self.device)
+        self._shortest = 1 if mesh is None else 2
+        """Least length of rows after a shared prompt. Rows of one token take no second pass, which ranks may not skip
+        by themselves."""
         self._head: nn.Module = base.get_output_embeddings()
         self.vocabulary = int(config.get_text_config().vocab_size)
         self.peft.eval()  # engines do not apply dropout
@@ -153,7 +164,7 @@ class PolicyModel:
             Rows, and a tensor (sampled tokens of these rows,) in row order, with gradient unless it is disabled.
         """
         for rows, _ in self.parts(group):
-            yield rows, self._part(group.prompt, rows, temperature, entropies)
+            yield rows, self.part_logprobs(group.prompt, rows, temperature, entropies)
 
     def parts(self, group: TrainGroup) -> list[tuple[Sequence[TrainRow], Sequence[int]]]:
         """The rows of each forward pass over a group, and the number of sampled tokens of each row."""
@@ -172,12 +183,44 @@ class PolicyModel:
 
     def reference_logprobs(self, group: TrainGroup, temperature: float) -> list[Tensor]:
         """Log-probabilities under the base model, in the parts that `logprobs` yields, without gradient."""
-        with torch.no_grad(), self.peft.disable_adapter():
+        with torch.no_grad(), self.without_adapter():
             return [logprobs for _, logprobs in self.logprobs(group, temperature)]
 
-    def _part(
+    @contextmanager
+    def without_adapter(self) -> Generator[None]:
+        """The base model within the context."""
+        with self.peft.disable_adapter():
+            yield
+
+    def shares_prompt(self, prompt: array[int]) -> bool:
+        """Whether a pass computes a prompt once for its rows, in a call of its own."""
+        return self._shares_prompts and bool(prompt)
+
+    def empty_pass(self, *, shared: bool) -> None:
+        """A pass over a few tokens that changes nothing: forward, and backward with a gradient of 0 unless gradients
+        are disabled.
+
+        Args:
+            shared: Whether it has a shared prompt.
+        """
+        row = TrainRow(
+            token_ids=array("i", [1, 1]),
+            mask=b"\0\1",
+            behaviour=array("f", [0.0, 0.0]),
+            advantages=array("d", [0.0, 0.0]),
+            sequence=0,
+            on_policy=True,
+            policy="",
+            engines=[""],
+        )
+        logprobs = self.part_logprobs(array("i", [1] if shared else []), [row], 1.0, None)
+        if logprobs.requires_grad:
+            (logprobs.sum() * 0.0).backward()
+
+    def part_logprobs(
         self, prompt: array[int], rows: Sequence[TrainRow], temperature: float, entropies: list[Tensor] | None
     ) -> Tensor:
+        """Log-probabilities of the sampled tokens of one of a group's parts, as `logprobs` yields them."""
         shared = prompt if self._shares_prompts else array("i")
         ids, padding, wanted = self._padded(rows, prompt[len(shared) :])
         hidden = self._with_shared_prompt(shared, ids, padding) if shared else self._plain(ids, padding)
@@ -188,7 +231,7 @@ class PolicyModel:
         row begins with the prompt.
         """
         before = len(prompt)
-        longest = before + max(len(row.token_ids) for row in rows)
+        longest = max(self._shortest, before + max(len(row.token_ids) for row in rows))
         ids = torch.zeros((len(rows), longest), dtype=torch.long)
         padding = torch.zeros((len(rows), longest), dtype=torch.long)
         wanted = torch.zeros((len(rows), longest), dtype=torch.bool)

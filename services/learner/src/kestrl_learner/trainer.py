@@ -4,16 +4,18 @@ from token arrays.
 
 from __future__ import annotations
 
+import hashlib
 import io
 import random
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from safetensors.torch import save
 from torch import Tensor
 
 from kestrl.algorithms import Algorithm, HasTokenMetrics, TokenBatch, Totals
@@ -25,7 +27,15 @@ from kestrl_learner.diagnostics import TokenMeans, ratio_diagnostics
 from kestrl_learner.logprob_mismatch import LogprobMismatch, measure
 from kestrl_learner.model import PolicyModel
 from kestrl_learner.optimisation import learning_rate, mini_batches
+from kestrl_learner.passes import Pass, PassKind, schedule
+from kestrl_learner.ranks import OneRank, Ranks
 from kestrl_learner.tokens import sequence_tokens, stale_rows, stream, token_origins, totals_of
+
+
+class RanksDiffer(KestrlError):
+    """The ranks hold different adapters, so that their steps were not the same; checkpoints before are whole."""
+
+    code = "ranks_differ"
 
 
 class NotFinite(KestrlError):
@@ -57,6 +67,8 @@ class Prepared:
     that `PolicyModel.logprobs` cuts the group into.
     """
 
+    index: int
+    """Number of the group in the step's batch."""
     group: TrainGroup
     references: Sequence[Tensor] | None
     """Those of the reference policy; None unless the algorithm needs it."""
@@ -64,21 +76,50 @@ class Prepared:
     """Those of the weights that the step began with; None in a step of one update, where they are the current ones."""
 
 
+class Computed(NamedTuple):
+    """A forward pass and its sampled tokens."""
+
+    which: Pass
+    logprobs: Tensor
+    """(N,), with gradient if the pass has a backward pass."""
+    entropy: Tensor | None
+    """(N,), if it was asked for."""
+
+
 class Observed:
-    """What the first forward pass of a step shows: log-prob differences to the engines, and entropies."""
+    """What the first forward passes of a step show: log-prob differences to the engines by pass, and entropies."""
 
     def __init__(self) -> None:
-        self.differences: list[Tensor] = []
-        self.on_policy: list[Tensor] = []
-        self.engines: list[Sequence[str]] = []
+        self.differences: dict[tuple[int, int], Tensor] = {}
         self.means = TokenMeans()
 
-    def add(self, rows: Sequence[TrainRow], logprobs: Tensor, behaviour: Tensor, entropy: Tensor) -> None:
-        """Adds a part: its rows, and of each of their sampled tokens the numbers, (N,)."""
-        self.differences.append((logprobs.detach() - behaviour).cpu())
-        self.on_policy.append(torch.tensor(stream(rows, [[row.on_policy] * len(row.mask) for row in rows])) > 0)
-        self.engines += [token_origins(row) for row in rows]
-        self.means.add({"entropy": entropy})
+    def add(self, computed: Computed, behaviour: Tensor) -> None:
+        """Adds a pass.
+
+        Args:
+            computed: With entropies.
+            behaviour: (N,) the engines' log-probs.
+        """
+        assert computed.entropy is not None, "an observed pass has entropies"
+        self.differences[computed.which.key] = (computed.logprobs.detach() - behaviour).cpu()
+        self.means.add({"entropy": computed.entropy})
+
+    def mismatch(
+        self, passes: Sequence[Pass], older: Sequence[tuple[Tensor, Sequence[str]]]
+    ) -> tuple[LogprobMismatch, Tensor]:
+        """The log-prob mismatch of the step's passes, and the differences, (N,).
+
+        Args:
+            passes: All passes of the batch.
+            older: Differences to the older policies that sampled the tokens, as `measure` takes them.
+        """
+        differences = [self.differences[each.key] for each in passes]
+        on_policy = [
+            torch.tensor(stream(each.rows, [[row.on_policy] * len(row.mask) for row in each.rows])) > 0
+            for each in passes
+        ]
+        engines = [[name for row in each.rows for name in token_origins(row)] for each in passes]
+        return measure(differences, on_policy, engines, older), torch.cat([torch.empty(0), *differences])
 
 
 class Trainer:
@@ -89,12 +130,21 @@ class Trainer:
         algorithm: The job's settings.
         temperature: Of sampling.
         steps: Steps of the whole run, for the learning rate schedule.
+        ranks: The processes that compute each step together. Every one has a trainer, and its methods are called in the
+            same order with the same arguments.
     """
 
     def __init__(
-        self, model: PolicyModel, algorithm: AlgorithmSettings, temperature: float, *, steps: int | None = None
+        self,
+        model: PolicyModel,
+        algorithm: AlgorithmSettings,
+        temperature: float,
+        *,
+        steps: int | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         self.model, self._settings, self._temperature, self._steps = model, algorithm, temperature, steps
+        self._ranks: Ranks = ranks or OneRank()
         self.algorithm: Algorithm = make_algorithm(algorithm)
         self.optimizer = torch.optim.AdamW(
             model.parameters(),
@@ -130,7 +180,7 @@ class Trainer:
             NotFinite: Loss or gradient is not finite; the weights are unchanged.
         """
         rate = self._set_rate(step)
-        older = list(self._older_differences(groups))
+        older = self._older_differences(groups)
         observed, reported = Observed(), TokenMeans()
         prepared = self._prepared(groups, observed)
         losses: list[float] = []
@@ -140,17 +190,19 @@ class Trainer:
                 loss, norm = self._update(batch, step, observed, reported)
                 losses.append(loss)
                 norms.append(norm)
+        self._add_observations(observed, reported)
+        mismatch, differences = observed.mismatch(self._passes(enumerate(groups)), older)
         idle = sum(each.group.zero_advantage for each in prepared)
         return StepResult(
             loss=sum(losses) / len(losses),
             grad_norm=max(norms),
-            mismatch=measure(observed.differences, observed.on_policy, observed.engines, older),
+            mismatch=mismatch,
             zero_advantage_groups=idle,
             sampled=totals_of(groups).tokens,
             diagnostics={
                 **reported.means(),
                 **observed.means.means(),
-                **ratio_diagnostics(torch.cat([torch.empty(0), *observed.differences])),
+                **ratio_diagnostics(differences),
                 "zero_advantage_share": idle / max(1, len(groups)),
                 "learning_rate": rate,
                 "updates": float(len(losses)),
@@ -180,20 +232,77 @@ class Trainer:
             self.optimizer.load_state_dict(optimizer)
             raise
 
+    def _add_observations(self, observed: Observed, reported: TokenMeans) -> None:
+        """Adds what the other ranks observed."""
+        everyone = self._ranks.gather((observed.differences, observed.means, reported))
+        for number, (differences, means, metrics) in enumerate(everyone):
+            if number != self._ranks.rank:
+                observed.differences |= differences
+                observed.means.merge(means)
+                reported.merge(metrics)
+
+    def _passes(self, groups: Iterable[tuple[int, TrainGroup]]) -> list[Pass]:
+        """All passes over groups, which are given with their numbers in the batch; without backward passes."""
+        return [
+            Pass(
+                index=index,
+                part=part,
+                group=group,
+                rows=rows,
+                kind=PassKind(shared=self.model.shares_prompt(group.prompt), backward=False),
+            )
+            for index, group in groups
+            for part, (rows, _) in enumerate(self.model.parts(group))
+        ]
+
+    def _computed(self, passes: Sequence[Pass], *, entropies: bool = False) -> Iterator[Computed]:
+        """Computes this rank's share of passes. The backward pass of each must follow before the next is taken."""
+        for kind, each in schedule(passes, self._ranks):
+            with torch.set_grad_enabled(kind.backward):
+                if each is None:
+                    self.model.empty_pass(shared=kind.shared)
+                    continue
+                found: list[Tensor] | None = [] if entropies else None
+                logprobs = self.model.part_logprobs(each.group.prompt, each.rows, self._temperature, found)
+            yield Computed(each, logprobs, found[0] if found else None)
+
+    def _by_group(self, found: Mapping[tuple[int, int], Tensor], count: int) -> list[list[Tensor]]:
+        """Log-probs of all ranks' passes, by group and part, on this rank's device.
+
+        Args:
+            found: Log-probs of this rank's passes by their keys.
+            count: Number of groups.
+        """
+        if self._ranks.count > 1:
+            everyone = self._ranks.gather({key: logprobs.cpu() for key, logprobs in found.items()})
+            found = {key: each.to(self.model.device) for some in everyone for key, each in some.items()}
+        groups: list[list[Tensor]] = [[] for _ in range(count)]
+        for index, part in sorted(found):
+            groups[index].append(found[index, part])
+        return groups
+
     def _prepared(self, groups: Sequence[TrainGroup], observed: Observed) -> list[Prepared]:
         """The groups with advantages and the log-probs that hold for the whole step."""
-        references: list[list[Tensor] | None] = [None] * len(groups)
+        references: Sequence[list[Tensor] | None] = [None] * len(groups)
         if self.algorithm.needs_reference:
-            references = [self.model.reference_logprobs(group, self._temperature) for group in groups]
+            given = self._reference(groups)
+            references = given
             if any(group.episodes for group in groups):
-                pairs = zip(groups, references, strict=True)
-                groups = estimated(
-                    [self._with_log_ratios(group, parts or []) for group, parts in pairs], self.algorithm
-                )
+                pairs = zip(groups, given, strict=True)
+                groups = estimated([self._with_log_ratios(group, parts) for group, parts in pairs], self.algorithm)
+        old: Sequence[list[Tensor] | None] = [None] * len(groups)
+        if self._several_updates:
+            old = self._old(groups, observed)
         return [
-            Prepared(group=group, references=parts, old=self._old(group, observed) if self._several_updates else None)
-            for group, parts in zip(groups, references, strict=True)
+            Prepared(index=index, group=group, references=references[index], old=old[index])
+            for index, group in enumerate(groups)
         ]
+
+    def _reference(self, groups: Sequence[TrainGroup]) -> list[list[Tensor]]:
+        """Log-probs under the base model."""
+        with self.model.without_adapter():
+            found = {which.key: logprobs for which, logprobs, _ in self._computed(self._passes(enumerate(groups)))}
+        return self._by_group(found, len(groups))
 
     def _with_log_ratios(self, group: TrainGroup, references: Sequence[Tensor]) -> TrainGroup:
         """The group whose episodes have log(behaviour / reference) of each of their tokens."""
@@ -211,15 +320,13 @@ class Trainer:
         ]
         return replace(group, episodes=episodes)
 
-    def _old(self, group: TrainGroup, observed: Observed) -> list[Tensor]:
+    def _old(self, groups: Sequence[TrainGroup], observed: Observed) -> list[list[Tensor]]:
         """Log-probs under the weights that the step begins with, which are observed."""
-        found: list[Tensor] = []
-        entropies: list[Tensor] = []
-        with torch.no_grad():
-            for rows, logprobs in self.model.logprobs(group, self._temperature, entropies):
-                observed.add(rows, logprobs, self._behaviour(rows), entropies[-1])
-                found.append(logprobs)
-        return found
+        found: dict[tuple[int, int], Tensor] = {}
+        for computed in self._computed(self._passes(enumerate(groups)), entropies=True):
+            observed.add(computed, self._behaviour(computed.which.rows))
+            found[computed.which.key] = computed.logprobs
+        return self._by_group(found, len(groups))
 
     def _behaviour(self, rows: Sequence[TrainRow]) -> Tensor:
         return torch.tensor(stream(rows, [row.behaviour for row in rows]), device=self.model.device)
@@ -229,57 +336,69 @@ class Trainer:
     ) -> tuple[float, float]:
         """One optimiser update; returns its loss and gradient norm."""
         totals = totals_of([each.group for each in batch])
-        trained = [self._trained(each.group) for each in batch]
         loss = 0.0
         self.optimizer.zero_grad(set_to_none=True)
-        for each, has_gradient in zip(batch, trained, strict=True):
-            if has_gradient or each.old is None:  # without a gradient, a group is only observed
-                with torch.set_grad_enabled(has_gradient):
-                    loss += self._accumulate(each, totals, observed, reported, backward=has_gradient)
-        norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._settings.max_grad_norm))
+        by_index = {each.index: each for each in batch}
+        passes = self._passes_of_update(batch)
+        for computed in self._computed(passes, entropies=not self._several_updates):
+            loss += self._accumulate(by_index[computed.which.index], computed, totals, observed, reported)
+        loss = sum(self._ranks.gather(loss))
+        weights = self.model.parameters()
+        self._ranks.add([weight.grad for weight in weights if weight.grad is not None])
+        norm = float(torch.nn.utils.clip_grad_norm_(weights, self._settings.max_grad_norm))
         if not torch.isfinite(torch.tensor([loss, norm])).all():
             self.optimizer.zero_grad(set_to_none=True)
             raise NotFinite(f"step {step}: loss {loss}, gradient norm {norm}; lower algorithm.learningRate")
-        if any(trained):
+        if any(each.kind.backward for each in passes):
             self.optimizer.step()  # pyright: ignore[reportUnknownMemberType] - untyped in torch
         return loss, norm
 
-    def _accumulate(
-        self, each: Prepared, totals: Totals, observed: Observed, reported: TokenMeans, *, backward: bool
-    ) -> float:
-        """Adds a group's gradient; returns its part of the loss."""
-        loss = 0.0
-        entropies: list[Tensor] | None = [] if each.old is None else None
-        for part, (rows, logprobs) in enumerate(self.model.logprobs(each.group, self._temperature, entropies)):
-            behaviour = self._behaviour(rows)
-            if entropies is not None:
-                observed.add(rows, logprobs, behaviour, entropies[-1])
-            if backward:
-                old = logprobs.detach() if each.old is None else each.old[part]
-                reference = None if each.references is None else each.references[part]
-                batch = self._token_batch(each.group, rows, logprobs, behaviour, old, reference, totals)
-                if isinstance(self.algorithm, HasTokenMetrics):
-                    reported.add(self.algorithm.token_metrics(batch))
-                loss += self._backward(batch)
-        return loss
+    def _passes_of_update(self, batch: Sequence[Prepared]) -> list[Pass]:
+        """The passes of an update. A group without a gradient is only observed, and skipped if it has been."""
+        return [
+            replace(each, kind=each.kind._replace(backward=trained))
+            for one in batch
+            if (trained := self._trained(one.group)) or one.old is None
+            for each in self._passes([(one.index, one.group)])
+        ]
 
-    def _older_differences(self, groups: Sequence[TrainGroup]) -> Iterator[tuple[Tensor, Sequence[str]]]:
+    def _accumulate(
+        self, each: Prepared, computed: Computed, totals: Totals, observed: Observed, reported: TokenMeans
+    ) -> float:
+        """Adds a pass's gradient; returns its part of the loss."""
+        which, logprobs, entropy = computed
+        behaviour = self._behaviour(which.rows)
+        if entropy is not None:
+            observed.add(computed, behaviour)
+        if not which.kind.backward:
+            return 0.0
+        old = logprobs.detach() if each.old is None else each.old[which.part]
+        reference = None if each.references is None else each.references[which.part]
+        batch = self._token_batch(each.group, which.rows, logprobs, behaviour, old, reference, totals)
+        if isinstance(self.algorithm, HasTokenMetrics):
+            reported.add(self.algorithm.token_metrics(batch))
+        return self._backward(batch)
+
+    def _older_differences(self, groups: Sequence[TrainGroup]) -> list[tuple[Tensor, Sequence[str]]]:
         """Log-prob differences of one row per engine and older policy, scored by the policy that sampled it.
 
         Differences to the newest policy include what was learned since, and where rollouts overlap training there may
         be no token of the newest policy.
 
-        Yields:
+        Returns:
             (N,) learner minus engine log-probs of rows' sampled tokens, and the engine and policy of each.
         """
+        own: list[tuple[Tensor, Sequence[str]]] = []
         for policy, some in stale_rows(groups).items():
-            with self.model.with_adapter(self._published[policy]), torch.no_grad():
-                for group in some:
-                    for rows, logprobs in self.model.logprobs(group, self._temperature):
-                        yield (
-                            (logprobs - self._behaviour(rows)).cpu(),
-                            [name for row in rows for name in token_origins(row)],
-                        )
+            with self.model.with_adapter(self._published[policy]):
+                own += [
+                    (
+                        (logprobs - self._behaviour(which.rows)).cpu(),
+                        [name for row in which.rows for name in token_origins(row)],
+                    )
+                    for which, logprobs, _ in self._computed(self._passes(enumerate(some)))
+                ]
+        return [each for some in self._ranks.gather(own) for each in some]
 
     def _trained(self, group: TrainGroup) -> bool:
         """Whether a group contributes to the gradient; with a KL term every group does."""
@@ -327,10 +446,18 @@ class Trainer:
         return float(loss.detach())
 
     def state(self) -> bytes:
-        """Adapter, optimiser and random states, for an exact resume."""
+        """Adapter, optimiser and random states, for an exact resume on any number of ranks.
+
+        Raises:
+            RanksDiffer: The ranks hold different adapters.
+        """
+        adapter = self.model.adapter_state()
+        digests = self._ranks.gather(hashlib.sha256(save(adapter)).hexdigest())
+        if len(set(digests)) > 1:
+            raise RanksDiffer(f"the adapter's digests by rank are {', '.join(digests)}; resume from a checkpoint")
         buffer = io.BytesIO()
         content: dict[str, Any] = {
-            "adapter": self.model.adapter_state(),
+            "adapter": adapter,
             "optimizer": self.optimizer.state_dict(),
             "torch_rng": torch.get_rng_state(),
             "python_rng": random.getstate(),

@@ -15,6 +15,7 @@ from kestrl.local.rundir import RunDir
 from kestrl.plan.components import Role
 from kestrl.plan.site import Endpoint, Site
 from kestrl.spec import AgentRLJob
+from kestrl.spec.tool_rules import runtime_class
 from kestrl.uris import file_uri, is_local
 from kestrl.uris import local_path as path_of
 
@@ -101,6 +102,20 @@ def storage_address(job: AgentRLJob, run: RunDir, base: Path) -> str:
     """Storage address of a run: its own folder, or a subfolder of the job's storage."""
     root = storage_root(job, base)
     return file_uri(run.path) if root is None else f"{root}/{run.id}"
+
+
+def refuse_runtime_class(job: AgentRLJob) -> None:
+    """Refuses a job whose tools ask for a RuntimeClass, which only a cluster has.
+
+    Raises:
+        UserInputError: They do; without it they would be isolated less than the job states.
+    """
+    named = runtime_class(job.spec)
+    if named is not None:
+        raise UserInputError(
+            f"{named[1]}: is {named[0]}, and only a cluster has RuntimeClasses: on this machine tools would be "
+            "isolated less; remove it to run here"
+        )
 
 
 def site_of(job: AgentRLJob, run: RunDir, manifest_dir: Path, *, base_port: int | None, cache_dir: Path) -> Site:

@@ -16,6 +16,7 @@ def tool_problems(spec: JobSpec) -> Iterator[Problem]:
     for name, count in Counter(named).items():
         if count > 1:
             yield Problem("spec.tools", f"{count} tools are called {name!r}; the model could not tell them apart")
+    yield from _runtime_classes(spec)
     for index, tool in enumerate(spec.tools):
         path = f"spec.tools[{index}]"
         if tool.mcp is not None:
@@ -23,6 +24,27 @@ def tool_problems(spec: JobSpec) -> Iterator[Problem]:
             yield from _mcp(tool.mcp, f"{path}.mcp")
         elif tool.tools is not None:
             yield Problem(f"{path}.tools", "selects tools of a server; use `methods` for those of a class")
+
+
+def runtime_class(spec: JobSpec) -> tuple[str, str] | None:
+    """The RuntimeClass that the job's tools ask for and the field that names it; None if they name none."""
+    named = (
+        (tool.sandbox.runtime_class_name, f"spec.tools[{index}].sandbox.runtimeClassName")
+        for index, tool in enumerate(spec.tools)
+        if tool.sandbox is not None
+    )
+    return next(named, None)
+
+
+def _runtime_classes(spec: JobSpec) -> Iterator[Problem]:
+    first = runtime_class(spec)
+    for index, tool in enumerate(spec.tools):
+        if first is not None and tool.sandbox is not None and tool.sandbox.runtime_class_name != first[0]:
+            yield Problem(
+                f"spec.tools[{index}].sandbox.runtimeClassName",
+                f"is {tool.sandbox.runtime_class_name}, and {first[1]} is {first[0]}; the tools of a job share one "
+                "pod: name the same",
+            )
 
 
 def _server(tool: Tool, path: str) -> Iterator[Problem]:

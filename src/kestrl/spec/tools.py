@@ -13,6 +13,7 @@ from kestrl.spec.secrets import SecretValue, VariableName
 ToolName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_-]{0,63}$")]
 HeaderName = Annotated[str, Field(pattern=r"^[A-Za-z0-9!#$%&'*+.^_`|~-]{1,128}$")]
 HeaderValue = Annotated[str, Field(pattern=r"^[ -~]*$", max_length=4096)]
+RuntimeClassName = Annotated[str, Field(pattern=r"^[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?$")]
 Argument = Annotated[str, Field(max_length=4096)]
 
 
@@ -46,6 +47,14 @@ class ToolProcess(Model):
     """Maximum memory of one instance in MiB, in addition to what the imported module takes. Default: no limit."""
 
 
+class ToolSandbox(Model):
+    """Isolation of the tool service from its node, on a cluster."""
+
+    runtime_class_name: RuntimeClassName
+    """RuntimeClass of the pod of the tool service, such as gvisor. All tools of a job share that pod: those that name
+    one name the same."""
+
+
 class Tool(Model):
     """One tool, an environment whose methods are tools, or a server with tools."""
 
@@ -62,6 +71,8 @@ class Tool(Model):
     process: ToolProcess | None = None
     """Runs the instance of every episode in a process of its own, without the credentials of the tool service: a
     crash, a hang or too much memory ends this instance alone. Default: in the process of the tool service."""
+    sandbox: ToolSandbox | None = None
+    """Isolation of the tool service from its node, on a cluster."""
     mcp: McpServer | None = None
     """An MCP server whose tools are offered."""
     tools: Annotated[list[ToolName], Field(min_length=1, max_length=256)] | None = None

@@ -250,6 +250,12 @@ def test_status_of_a_dead_run_shows_the_reason_and_the_fix(finished: Path) -> No
     assert json.loads(kestrl("status", "--runs", finished, "--json"))["state"] == "failed"
 
 
+def test_a_runtime_class_is_refused_on_one_machine(tmp_path: Path, manifest: dict[str, Any]) -> None:
+    manifest["spec"]["tools"] = [{"use": "a:b", "sandbox": {"runtimeClassName": "gvisor"}}]
+    printed = kestrl("run", write(tmp_path, manifest), "--runs", tmp_path / "runs", code=2)
+    assert "spec.tools[0].sandbox.runtimeClassName: is gvisor, and only a cluster has RuntimeClasses" in printed
+
+
 def test_status_shows_the_sandbox_in_which_code_runs(finished: Path) -> None:
     progress = {"phase": "training", "sandboxes": {"code": {"backend": "bwrap", "isolation": "namespaces"}}}
     (finished / "job-1" / "run.json").write_text(json.dumps({"version": 1, "run": "job-1", "progress": progress}))

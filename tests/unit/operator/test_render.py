@@ -409,6 +409,23 @@ def test_a_chat_template_is_prepared_in_the_pods_that_render_prompts() -> None:
     assert needs[Role.ROLLOUT].template_target == "/kestrl/data/template.jinja"
 
 
+ISOLATED = "tools=[{use: 'shop:Shop'}, {use: 'a:b', sandbox: {runtimeClassName: gvisor}}]"
+
+
+def test_the_tool_pod_alone_has_the_runtime_class_of_the_tools() -> None:
+    objects = rendered(ISOLATED)
+    assert {role: pod(objects, role).get("runtimeClassName") for role in ROLES} == {
+        **dict.fromkeys(ROLES),
+        "tools": "gvisor",
+    }
+    assert pod(rendered(ISOLATED, values={"toolsRuntimeClass": "gvisor"}), "tools")["runtimeClassName"] == "gvisor"
+
+
+def test_a_job_cannot_leave_the_runtime_class_of_the_cluster() -> None:
+    with pytest.raises(UserInputError, match=r"^spec.tools\[1\].sandbox.runtimeClassName: is gvisor, .* under kata"):
+        rendered(ISOLATED, values={"toolsRuntimeClass": "kata"})
+
+
 def test_the_administrators_choices_are_in_the_pods() -> None:
     values = {
         "toolsRuntimeClass": "gvisor",

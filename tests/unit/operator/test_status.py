@@ -49,6 +49,10 @@ QUEUED = {QUEUE_LABEL: "gpus"}
 SUSPENDED = condition("Suspended", "True", "Released")
 OOM = ended("engine", "OOMKilled", 137)
 UNSCHEDULED = "0/3 nodes are available: 3 Insufficient nvidia.com/gpu."
+NO_RUNTIME_CLASS = (
+    'email-search-tools-7d4b9: Error creating: pods "email-search-tools-7d4b9-" is forbidden: pod rejected: '
+    'RuntimeClass "gvisor" not found'
+)
 NO_MODEL = ended("prepare", code=2, message="spec.model.base: pvc://models/qwen does not exist in its claim")
 NO_STORE = ended("prepare", message="[infrastructure/storage_failed] s3://bucket: connection refused")
 NO_OBJECT = ended("prepare", message="[infrastructure/not_found] s3://bucket/qwen holds no objects")
@@ -140,6 +144,38 @@ TABLE: list[tuple[str, dict[str, Any], str, Expected]] = [
         {"pods": [], "last_report": None, "not_created": (NOW - 60, "email-search-tools: exceeded quota: pods=0")},
         "Pending",
         {"Scheduled": ("False", "Pending", "email-search-tools: exceeded quota: pods=0")},
+    ),
+    (
+        "there is no RuntimeClass of its tools",
+        {
+            "job": job("tools=[{use: 'a:b', sandbox: {runtimeClassName: gvisor}}]"),
+            "pods": [],
+            "last_report": None,
+            "not_created": (NOW - 60, NO_RUNTIME_CLASS),
+        },
+        "Rejected",
+        {
+            "Accepted": (
+                "False",
+                "Unresolvable",
+                "spec.tools[0].sandbox.runtimeClassName: there is no RuntimeClass 'gvisor'; create it, or name one of "
+                "`kubectl get runtimeclass`",
+            ),
+            "Scheduled": ("False", "Pending", NO_RUNTIME_CLASS),
+        },
+    ),
+    (
+        "there is no RuntimeClass of the chart",
+        {"pods": [], "last_report": None, "not_created": (NOW - 60, NO_RUNTIME_CLASS)},
+        "Rejected",
+        {
+            "Accepted": (
+                "False",
+                "Unresolvable",
+                "the chart's jobs.toolsRuntimeClass or accelerators: there is no RuntimeClass 'gvisor'; create it, or "
+                "name one of `kubectl get runtimeclass`",
+            )
+        },
     ),
     (
         "a surplus worker does not replace an engine without a node",

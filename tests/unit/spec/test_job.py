@@ -95,6 +95,11 @@ def test_a_missing_field_is_named() -> None:
         (["tools=[{name: a}]"], "spec.tools[0]"),
         (["tools=[{use: 'm:f', mcp: {command: [a]}}]"], "spec.tools[0]"),
         (["tools=[{use: 'm:f', tools: [a]}]"], "spec.tools[0].tools"),
+        (
+            ["tools=[{use: 'm:f', sandbox: {runtimeClassName: a}}, {use: 'm:g', sandbox: {runtimeClassName: b}}]"],
+            "spec.tools[1].sandbox.runtimeClassName",
+        ),
+        (["tools=[{use: 'm:f', sandbox: {runtimeClassName: G}}]"], "spec.tools[0].sandbox.runtimeClassName"),
         (["tools=[{mcp: {}}]"], "spec.tools[0].mcp"),
         (["tools=[{mcp: {command: [a], url: 'http://h'}}]"], "spec.tools[0].mcp"),
         (["tools=[{mcp: {url: 'ftp://h'}}]"], "spec.tools[0].mcp.url"),

@@ -16,7 +16,7 @@ from kestrl_operator.render import network
 from kestrl_operator.render.patching import patched
 from kestrl_operator.render.pods import Object, account, checksum, container, credentials, settings_map, template
 from kestrl_operator.state.accelerators import Profile
-from kestrl_operator.state.cluster import DATA, MODEL, Cluster, prepared, replicas, workload
+from kestrl_operator.state.cluster import DATA, MODEL, Cluster, prepared, replicas, tools_runtime_class_of, workload
 from kestrl_operator.state.snapshot import (
     ACCEPTED,
     ATTEMPTS,
@@ -221,6 +221,7 @@ def _workload_spec(given: Given, role: Role, settings: Mapping[str, str]) -> Obj
         annotations=_annotations(given, role, read),
         store=given.store if role in network.EGRESS_ROLES else None,
         claims=claims,
+        runtime_class=tools_runtime_class_of(given.job, given.cluster) if role is Role.TOOLS else profile.runtime_class,
     )
     spec: Object = {
         "replicas": 0 if given.parked else replicas(given.job.spec)[role],

@@ -233,6 +233,7 @@ def template(
     annotations: Mapping[str, str],
     store: str | None,
     claims: Sequence[str],
+    runtime_class: str | None,
 ) -> Object:
     """The pod template of a role. It changes only with what its pods read, so that nothing else rolls them."""
     prepares = role is not Role.JUDGE
@@ -255,9 +256,8 @@ def template(
         spec["nodeSelector"] = dict(profile.node_selector)
     if profile.scheduler is not None:
         spec["schedulerName"] = profile.scheduler
-    runtime = cluster.tools_runtime_class if role is Role.TOOLS else profile.runtime_class
-    if runtime is not None:
-        spec["runtimeClassName"] = runtime
+    if runtime_class is not None:
+        spec["runtimeClassName"] = runtime_class
     return {"metadata": {"labels": {**labels, **profile.labels}, "annotations": dict(annotations)}, "spec": spec}
 
 

@@ -15,6 +15,7 @@ from kestrl.plan.settings import Model
 from kestrl.plan.site import Build, Endpoint, Site
 from kestrl.spec import AgentRLJob
 from kestrl.spec.job import JobSpec
+from kestrl.spec.tool_rules import runtime_class
 from kestrl_operator.state.accelerators import Profile, profiles
 
 GRPC_PORT, HTTP_PORT, METRICS_PORT = 7000, 8000, 9464
@@ -117,6 +118,23 @@ def workload(job: str, role: Role) -> str:
 def prepared(name: str, uri: str) -> str:
     """The path of a data set in every pod. The suffix names its format."""
     return f"{DATA}/{name}.{'parquet' if uri.endswith('.parquet') else 'jsonl'}"
+
+
+def tools_runtime_class_of(job: AgentRLJob, cluster: Cluster) -> str | None:
+    """The RuntimeClass of a job's tool pod; None for the node's default.
+
+    Raises:
+        UserInputError: The job names another one than the administrator has set for all tools.
+    """
+    named, set_for_all = runtime_class(job.spec), cluster.tools_runtime_class
+    if named is None:
+        return set_for_all
+    if set_for_all not in {None, named[0]}:
+        raise UserInputError(
+            f"{named[1]}: is {named[0]}, and this cluster runs all tools under {set_for_all} (the chart's "
+            "jobs.toolsRuntimeClass); remove it, or name that one"
+        )
+    return named[0]
 
 
 def storage_of(job: AgentRLJob, cluster: Cluster) -> tuple[str, str | None]:

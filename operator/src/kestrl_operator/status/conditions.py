@@ -52,7 +52,7 @@ REASONS: Mapping[Type, Mapping[str, str]] = {
             "The spec is invalid, or Kubernetes refuses an object of the job; the message names "
             "the field and the fix. A running job continues with the spec that was accepted last."
         ),
-        "Unresolvable": "A model, data set or secret that the manifest names does not exist.",
+        "Unresolvable": "A model, data set, secret or RuntimeClass that the manifest names does not exist.",
     },
     Type.QUOTA_RESERVED: {
         "NotQueued": "The job names no queue.",

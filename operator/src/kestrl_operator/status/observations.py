@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 from kestrl.api.learner.v1 import learner_pb2 as pb
@@ -9,6 +10,7 @@ from kestrl.plan.components import Role
 from kestrl.rpc.codec import sandboxes_from_proto
 from kestrl.service import EXIT_INPUT
 from kestrl.spec.job import JobSpec
+from kestrl.spec.tool_rules import runtime_class
 from kestrl.states import RunPhase
 from kestrl_operator.state.cluster import replicas
 from kestrl_operator.state.snapshot import Ended, LearnerReport, Pod, Snapshot, is_input
@@ -72,10 +74,27 @@ def _accepted(snapshot: Snapshot) -> Observation:
                 return _false(Type.ACCEPTED, "Unresolvable", f"{pod.name}: {item.message or item}")
         if "CreateContainerConfigError" in pod.unstartable:
             return _false(Type.ACCEPTED, "Unresolvable", f"{pod.name}: {pod.unstartable}")
+    if absent := absent_runtime_class(snapshot):
+        return _false(Type.ACCEPTED, "Unresolvable", absent)
     failure = reported_failure(snapshot)
     if failure is not None and is_input(failure):
         return _false(Type.ACCEPTED, "Unresolvable", f"the learner: {failure.message}")
     return _true(Type.ACCEPTED, "Valid")
+
+
+NO_RUNTIME_CLASS = re.compile(r'RuntimeClass "([^"]+)" not found')
+"""What Kubernetes' admission says of a pod with a RuntimeClass that does not exist, in an event of its workload."""
+
+
+def absent_runtime_class(snapshot: Snapshot) -> str:
+    """Message for a RuntimeClass that does not exist, with the field that names it; empty if none is missing."""
+    found = NO_RUNTIME_CLASS.search(snapshot.not_created[1]) if snapshot.not_created is not None else None
+    if found is None or snapshot.job is None:
+        return ""
+    named = runtime_class(snapshot.job.spec)
+    of_job = named is not None and named[0] == found[1]
+    field = named[1] if named is not None and of_job else "the chart's jobs.toolsRuntimeClass or accelerators"
+    return f"{field}: there is no RuntimeClass {found[1]!r}; create it, or name one of `kubectl get runtimeclass`"
 
 
 def _is_missing(item: Ended) -> bool:

@@ -171,8 +171,8 @@ def judges_a_threshold(person: Person) -> None:
 def uses_the_adapter(person: Person) -> None:
     """What the report at a run's end offers."""
     held_out = "--set 'data.validation={uri: data.jsonl, size: 4}'"
-    printed = person.types(f"kestrl eval {held_out}")
-    for name in ("held-out", "reward", "num_turns"):
+    printed = person.types(f"kestrl eval {held_out} --samples 2")
+    for name in ("held-out, 2 samples", "reward", "num_turns", "best@2"):
         assert name in printed
     person.types("kestrl export --out 'the adapter'")
     assert (person.clone / "the adapter" / "adapter_model.safetensors").is_file()

@@ -35,6 +35,7 @@ console = Console()
 BASE, NEWEST = "base", "newest"
 VERSION = re.compile(r"v(\d+)")
 ENDPOINT = "openai:"
+MOST_SAMPLES = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +69,31 @@ class Candidate:
         raise UserInputError(f"{option}: {text!r} is not one of {known}")
 
 
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """The episodes of each question."""
+
+    samples: int = 1
+    temperature: float | None = None
+    """None for greedy ones, beside one at the training temperature."""
+
+    @staticmethod
+    def chosen(samples: int, temperature: float | None, trained: float) -> Sampled:
+        """The options of `kestrl eval`; several samples have the job's temperature unless another is given.
+
+        Raises:
+            UserInputError: Several samples at temperature 0 would all be the same.
+        """
+        if samples > 1 and temperature == 0:
+            raise UserInputError(
+                f"--temperature: 0 samples the same episode {samples} times; raise it, or use --samples 1"
+            )
+        return Sampled(samples, trained if samples > 1 and temperature is None else temperature)
+
+
+GREEDILY = Sampled()
+
+
 def candidates(text: str, option: str) -> list[Candidate]:
     """The listed candidates, each once.
 
@@ -85,25 +111,31 @@ def evaluate(
     ] = None,
     step: Annotated[int | None, typer.Option(help="Step of the adapter, as --policy vSTEP.")] = None,
     base: Annotated[bool, typer.Option("--base", help="The base model without an adapter, as --policy base.")] = False,
+    samples: Annotated[int, typer.Option(min=1, max=MOST_SAMPLES, help="Episodes of each question.")] = 1,
+    temperature: Annotated[
+        float | None,
+        typer.Option(min=0, max=5, help="Temperature (default: greedy; with several samples, the job's)."),
+    ] = None,
     details: Details = False,
     sequential: Sequential = False,
     verbose: Verbose = False,
     set_: Overrides = None,
     runs: Runs = DEFAULT_RUNS,
 ) -> None:
-    """Evaluate policies of a run on the validation data, with greedy sampling, side by side."""
+    """Evaluate policies of a run on the validation data, greedily or by several samples, side by side."""
     if policy is not None and (step is not None or base):
         raise UserInputError("--policy: name every policy there, without --step and --base")
     listed = policy or (BASE if base else NEWEST if step is None else f"v{step}")
     run = find_run(runs, run_id)
     job = _paced(parse_job(with_overrides(run.read_json("job.json"), set_ or ())), sequential=sequential)
+    sampling = Sampled.chosen(samples, temperature, job.spec.sampling.temperature)
     chosen = candidates(listed, "--policy")
     addresses = [adapter_address(run, candidate) for candidate in chosen]
     _verbose(verbose)
     stamp, home = datetime.now(UTC).strftime("%Y%m%dT%H%M%S"), run.path / "evaluations"
     options = Options(manifest_dir=run.manifest_dir, cache_dir=runs.resolve() / ".data")
     evaluations = [
-        _evaluated(candidate, job, options, RunDir(home / f"{stamp}-{candidate.label}"), address)
+        _evaluated(candidate, job, options, RunDir(home / f"{stamp}-{candidate.label}"), address, sampling)
         for candidate, address in zip(chosen, addresses, strict=True)
     ]
     report(console, evaluations, home / f"{stamp}.json", with_details=details)
@@ -149,7 +181,7 @@ def bench(
         url=endpoint, key_variable=key_variable, temperature=None if temperature < 0 else temperature
     )
     evaluations = [
-        _evaluated(candidate, job, options, RunDir(home / f"{stamp}-{_file_name(candidate)}"), address, served)
+        _evaluated(candidate, job, options, RunDir(home / f"{stamp}-{_file_name(candidate)}"), address, served=served)
         for candidate, address in zip(chosen, addresses, strict=True)
     ]
     report(console, evaluations, home / f"{job.metadata.name}-{stamp}.json", with_details=details)
@@ -190,6 +222,7 @@ def _evaluated(
     options: Options,
     folder: RunDir,
     address: str | None,
+    sampling: Sampled = GREEDILY,
     served: BenchEndpoint | None = None,
 ) -> Evaluation:
     """Runs one candidate over the validation data; ends the program with the run's exit code if that fails."""
@@ -197,7 +230,7 @@ def _evaluated(
     def replan(components: Sequence[Component], site: Site) -> list[Component]:
         if candidate.model and served is not None:
             return bench_components(components, job, site, served.model_copy(update={"model": candidate.model}))
-        return [_evaluating(component, address) for component in components]
+        return [_evaluating(component, address, sampling) for component in components]
 
     code = run_job(job, folder, options, console, replan=replan)
     summary = folder.summary()
@@ -212,15 +245,17 @@ def _evaluated(
         means=summary.after,
         groups=groups,
         folder=folder.path,
+        samples=sampling.samples,
+        temperature=sampling.temperature,
+        seed=job.spec.data.seed,
     )
 
 
-def _evaluating(component: Component, adapter: str | None) -> Component:
+def _evaluating(component: Component, adapter: str | None, sampling: Sampled) -> Component:
     if not isinstance(component.settings, LearnerSettings):
         return component
-    return replace(
-        component, settings=component.settings.model_copy(update={"evaluate": EvaluateSettings(adapter=adapter)})
-    )
+    evaluate = EvaluateSettings(adapter=adapter, samples=sampling.samples, temperature=sampling.temperature)
+    return replace(component, settings=component.settings.model_copy(update={"evaluate": evaluate}))
 
 
 def register(app: typer.Typer) -> None:

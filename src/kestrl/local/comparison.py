@@ -17,6 +17,9 @@ from kestrl.local.files import write_atomic
 from kestrl.local.report import ROWS, transcript
 from kestrl.terminal import safe, safe_line
 
+ESTIMATES = ("mean", "maj", "pass", "best")
+"""Estimates over several samples of a question, in the order of the table."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
@@ -28,20 +31,40 @@ class Evaluation:
     """Its full name, or the model's."""
     means: Mapping[str, float]
     groups: Sequence[Group]
-    """One episode of each question; empty if they are not needed."""
+    """The episodes of each question; empty if they are not needed."""
     folder: Path
+    samples: int = 1
+    """Episodes of each question."""
+    temperature: float | None = None
+    """Their temperature; None if it is the evaluation's default."""
+    seed: int | None = None
+    """Seed of their sampling; None if there is none."""
 
 
 def table(evaluations: Sequence[Evaluation]) -> Table:
     """Metrics of every policy, in columns."""
-    shown = Table("held-out")
+    shown = Table(_title(evaluations[0]))
     for evaluation in evaluations:
         shown.add_column(Text(safe_line(evaluation.label)), justify="right")
     names = {name for evaluation in evaluations for name in evaluation.means}
-    for name in (*(name for name in ROWS if name in names), *sorted(names - set(ROWS))):
+    for name in (*(name for name in ROWS if name in names), *sorted(names - set(ROWS), key=_place)):
         values = (evaluation.means.get(name) for evaluation in evaluations)
         shown.add_row(Text(safe_line(name)), *("-" if value is None else f"{value:.3f}" for value in values))
     return shown
+
+
+def _title(evaluation: Evaluation) -> str:
+    if evaluation.samples == 1 and evaluation.temperature is None:
+        return "held-out"
+    samples = "1 sample" if evaluation.samples == 1 else f"{evaluation.samples} samples"
+    return f"held-out, {samples} at temperature {evaluation.temperature or 0:g}"
+
+
+def _place(name: str) -> tuple[bool, int, int, str]:
+    """Order of the rows: estimates such as pass@4 first, by kind and number."""
+    kind, _, k = name.partition("@")
+    known = kind in ESTIMATES and k.isdigit()
+    return not known, ESTIMATES.index(kind) if known else 0, int(k) if known else 0, name
 
 
 def details(evaluations: Sequence[Evaluation]) -> Iterator[str]:
@@ -57,7 +80,8 @@ def details(evaluations: Sequence[Evaluation]) -> Iterator[str]:
         yield safe(f"  ground truth: {json.dumps(first.scenario.ground_truth, ensure_ascii=False)}")
         for label, group in attempts:
             for episode in group.episodes:
-                yield safe_line(f"  {label}:{_metrics(episode)}")
+                answer = "" if episode.answer is None else f" answer {episode.answer!r}"
+                yield safe_line(f"  {label}:{_metrics(episode)}{answer}")
                 yield from (f"  {line}" for line in transcript(episode))
         yield ""
 
@@ -83,4 +107,7 @@ def as_json(evaluation: Evaluation) -> dict[str, Any]:
         "policy": evaluation.policy,
         "means": dict(evaluation.means),
         "folder": str(evaluation.folder),
+        "samples": evaluation.samples,
+        "temperature": evaluation.temperature,
+        "seed": evaluation.seed,
     }

@@ -292,6 +292,10 @@ class EvaluateSettings(Model):
 
     adapter: str | None
     """Object-store address of the adapter's folder; None evaluates the base model."""
+    samples: int = 1
+    """Episodes of each scenario."""
+    temperature: float | None = None
+    """Sampling temperature; None is greedy, with one more evaluation at the training temperature."""
 
 
 class GapBounds(Model):

@@ -274,6 +274,27 @@ async def test_an_adapter_is_evaluated_without_training(staged: Any, tmp_path: A
         assert not (other / "adapters").exists()
 
 
+async def test_samples_of_an_evaluation_have_seeds_of_their_own(staged: Any, tmp_path: Any) -> None:
+    async with staged() as stage:
+        await Run(stage.but(max_steps=1)).main()
+        adapter = stage.summary["policy"]["uri"]
+        seeds: dict[int, list[tuple[int, int]]] = {}
+        for samples in (2, 3):
+            stage.workers[0].requests.clear()
+            other = tmp_path / f"other-{samples}"
+            evaluate = EvaluateSettings(adapter=adapter, samples=samples, temperature=0.7)
+            await Run(stage.but(evaluate=evaluate, storage=other.as_uri(), database=f"sqlite:///{other}/l.db")).main()
+            asked = stage.asked("evaluation")
+            assert {round(request.sampling.temperature, 6) for request in asked} == {0.7}
+            assert len({request.group_id for request in asked}) == len(asked)
+            seeds[samples] = sorted((request.seed, request.scenario.ordinal) for request in asked)
+            after = stage.read(f"../other-{samples}/summary.json")["after"]
+            assert after["episodes"] == len(asked)
+            assert {f"best@{samples}"} <= set(after)
+        assert len(dict(seeds[3])) == len(seeds[3]), "every episode has a seed of its own"
+        assert set(seeds[2]) < set(seeds[3]), "more samples repeat the first ones"
+
+
 async def test_the_service_publishes_progress_and_drains(staged: Any) -> None:
     async with staged() as stage:
         stage.workers[0].gate = asyncio.Event()

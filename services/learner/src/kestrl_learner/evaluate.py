@@ -11,12 +11,15 @@ from kestrl.errors import KestrlError
 from kestrl.storage.episodes import EpisodeBatch, EpisodeStore
 from kestrl.telemetry import span
 from kestrl.telemetry.names import Attr, SpanName
+from kestrl_learner.at_k import at_k
 from kestrl_learner.engines import Engines, NoEngineProved
 from kestrl_learner.progress import Progress, episode_facts, means_of
 from kestrl_learner.workers import GroupRequest, NoWorker, Workers
 
 GREEDY = 0.0
 ATTEMPTS = 3
+SEED_STRIDE = 2**32
+"""Difference between the seeds of two samples of a scenario: above every ordinal, so that no two episodes share one."""
 AT_ONCE = 256
 """Concurrent group requests; the workers' capacity bounds how many run."""
 
@@ -37,10 +40,12 @@ async def run_all(
     workers: Workers,
     engines: Engines,
     progress: Progress,
+    samples: int = 1,
 ) -> list[Group]:
-    """One episode of every scenario; retryable failures are retried.
+    """Episodes of every scenario, each in a group of its own; retryable failures are retried.
 
-    A group that fails as a whole is counted as a failure and missing from the result.
+    A group that fails as a whole is counted as a failure and missing from the result. The seed of a sample depends on
+    nothing but `seed`, its scenario and its number, so that more samples repeat the first ones.
 
     Raises:
         KestrlError: There is no worker or no engine.
@@ -48,25 +53,26 @@ async def run_all(
     groups: list[Group] = []
     slots = asyncio.Semaphore(AT_ONCE)
 
-    async def attempt(scenario: Scenario, number: int) -> Group:
+    async def attempt(scenario: Scenario, sample: int, number: int) -> Group:
+        name = f"{scenario.ordinal}.{sample}" if samples > 1 else str(scenario.ordinal)
         request = GroupRequest(
-            group_id=f"{run}/eval-{policy.step}-{temperature:g}-{scenario.ordinal}-{number}",
+            group_id=f"{run}/eval-{policy.step}-{temperature:g}-{name}-{number}",
             scenario=scenario,
             size=1,
             policy=policy,
             engines=await engines.wait_verified(policy),
             temperature=temperature,
-            seed=seed + scenario.ordinal,
+            seed=seed + scenario.ordinal + sample * SEED_STRIDE,
             purpose=Purpose.EVALUATION,
         )
         return await workers.run(request)
 
-    async def one(scenario: Scenario) -> None:
+    async def one(scenario: Scenario, sample: int) -> None:
         for number in range(ATTEMPTS):
             last = number == ATTEMPTS - 1
             try:
                 async with slots:
-                    group = await attempt(scenario, number)
+                    group = await attempt(scenario, sample, number)
             except (NoWorker, NoEngineProved):
                 raise
             except KestrlError as error:
@@ -82,10 +88,11 @@ async def run_all(
     try:
         async with asyncio.TaskGroup() as tasks:
             for scenario in scenarios:
-                tasks.create_task(one(scenario), name=f"evaluate-{scenario.ordinal}")
+                for sample in range(samples):
+                    tasks.create_task(one(scenario, sample), name=f"evaluate-{scenario.ordinal}.{sample}")
     except* KestrlError as errors:
         raise errors.exceptions[0] from errors
-    return sorted(groups, key=lambda group: group.scenario.ordinal)
+    return sorted(groups, key=lambda group: (group.scenario.ordinal, group.episodes[0].seed))
 
 
 def summarise(groups: Sequence[Group], requested: int, progress: Progress) -> dict[str, float]:
@@ -152,3 +159,34 @@ async def evaluate(
             result |= {f"sampled_{name}": means[name] for name in ("reward", "answer_correct") if name in means}
             result["exceptions"] += means["exceptions"]
         return result
+
+
+async def evaluate_samples(
+    scenarios: Sequence[Scenario],
+    *,
+    run: str,
+    policy: PolicyVersion,
+    temperature: float,
+    samples: int,
+    seed: int,
+    workers: Workers,
+    engines: Engines,
+    progress: Progress,
+    episodes: EpisodeStore,
+) -> dict[str, float]:
+    """Means over several sampled episodes of every scenario, with the estimates of `at_k`."""
+    with span(SpanName.EVALUATE, {Attr.POLICY: policy.name}):
+        drawn = await run_all(
+            scenarios,
+            run=run,
+            policy=policy,
+            temperature=temperature,
+            seed=seed,
+            workers=workers,
+            engines=engines,
+            progress=progress,
+            samples=samples,
+        )
+        batch = EpisodeBatch(purpose=Purpose.EVALUATION, step=policy.step, groups=drawn)
+        await asyncio.to_thread(episodes.append, batch)
+        return {**summarise(drawn, len(scenarios) * samples, progress), **at_k(drawn, samples)}

@@ -21,7 +21,7 @@ from opentelemetry.propagate import extract
 
 from kestrl.algorithms import Algorithm
 from kestrl.errors import Boundary, Failure, KestrlError
-from kestrl.plan.settings import LearnerSettings
+from kestrl.plan.settings import EvaluateSettings, LearnerSettings
 from kestrl.states import RunPhase
 from kestrl.storage import AdapterManifest, fetch_adapter, open_store
 from kestrl.telemetry import span
@@ -182,7 +182,7 @@ class Run:
     async def _work(self, resources: RunResources) -> None:
         model = await self._loaded(resources)
         if self.settings.evaluate is not None:
-            await self._evaluate(resources, model, self.settings.evaluate.adapter)
+            await self._evaluate(resources, model, self.settings.evaluate)
         else:
             self._training = Training(resources, model, partial(_rollouts, resources, model.vocabulary))
             if self._drain.is_set():
@@ -202,8 +202,9 @@ class Run:
             raise Interrupted from None
         return loading.result()
 
-    async def _evaluate(self, resources: RunResources, model: PolicyModel, address: str | None) -> None:
+    async def _evaluate(self, resources: RunResources, model: PolicyModel, settings: EvaluateSettings) -> None:
         """Evaluates an adapter, or without one the base model, published as version 0."""
+        address = settings.adapter
         if address is None:
             policy = await resources.publish(model, 0, None)
         else:
@@ -211,7 +212,7 @@ class Run:
             policy = known.policy
             await unless(self._drain, resources.engines.publish(policy, address, parent=known.parent))
             resources.newest = policy, address
-        after = await resources.evaluate(policy, sampled=True, when=policy.name)
+        after = await resources.evaluate_once(policy, settings)
         resources.record = resources.record.but(after=after)
 
 

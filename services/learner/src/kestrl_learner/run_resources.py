@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from pathlib import Path
+from typing import Any
 
 from kestrl.data import load_scenarios
 from kestrl.episode import PolicyVersion, Scenario
 from kestrl.errors import PlaceError, StorageError, UserInputError
 from kestrl.metric_sinks import RunStart
-from kestrl.plan.settings import LearnerSettings
+from kestrl.plan.settings import EvaluateSettings, LearnerSettings
 from kestrl.states import RunPhase
 from kestrl.storage import Probe
 from kestrl.storage.episodes import ObjectEpisodeStore
@@ -22,7 +23,7 @@ from kestrl.telemetry.names import Attr, SpanName
 from kestrl_learner import adapters
 from kestrl_learner.concurrency import unless
 from kestrl_learner.engines import Engines
-from kestrl_learner.evaluate import evaluate
+from kestrl_learner.evaluate import GREEDY, evaluate, evaluate_samples
 from kestrl_learner.learning import Learning, learning
 from kestrl_learner.ledger import Superseded
 from kestrl_learner.metric_sinks import MetricSinks, make_sinks
@@ -155,7 +156,6 @@ class RunResources:
         """
         if not self.validation:
             return None
-        self.progress.update(phase=RunPhase.EVALUATING, message=f"{len(self.validation)} held-out scenarios, {when}")
         work = evaluate(
             self.validation,
             run=self.settings.run,
@@ -168,6 +168,38 @@ class RunResources:
             progress=self.progress,
             episodes=self.episodes,
         )
+        return await self._evaluated(policy, work, when)
+
+    async def evaluate_once(self, policy: PolicyVersion, settings: EvaluateSettings) -> dict[str, float]:
+        """The evaluation of a run that does not train: as `evaluate` with its sampled means, unless the settings ask
+        for samples or a temperature of their own.
+
+        Raises:
+            Interrupted: The run is draining.
+        """
+        if settings.samples == 1 and settings.temperature is None:
+            found = await self.evaluate(policy, sampled=True, when=policy.name)
+            assert found is not None, "the data were checked at the start"
+            return found
+        temperature = GREEDY if settings.temperature is None else settings.temperature
+        work = evaluate_samples(
+            self.validation,
+            run=self.settings.run,
+            policy=policy,
+            temperature=temperature,
+            samples=settings.samples,
+            seed=self.settings.seed,
+            workers=self.workers,
+            engines=self.engines,
+            progress=self.progress,
+            episodes=self.episodes,
+        )
+        return await self._evaluated(policy, work, f"{policy.name}, {settings.samples} samples at {temperature:g}")
+
+    async def _evaluated(
+        self, policy: PolicyVersion, work: Coroutine[Any, Any, dict[str, float]], when: str
+    ) -> dict[str, float]:
+        self.progress.update(phase=RunPhase.EVALUATING, message=f"{len(self.validation)} held-out scenarios, {when}")
         means = await unless(self.drain, work)
         self.record = self.record.with_evaluation(policy.step, means)
         self.sinks.evaluation(policy.step, means)

@@ -1,0 +1,123 @@
+"""Estimates over several samples of each question: mean@K, pass@k, maj@K and best@k."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from kestrl.episode import Episode, Group
+
+CORRECT = "answer_correct"
+"""The metric of an episode by which its answer is correct, at 1."""
+
+
+def unbiased_pass(samples: int, correct: int, k: int) -> float:
+    """Estimated probability that one of k samples is correct: `1 - C(n - c, k) / C(n, k)`.
+
+    Source: Chen et al. 2021 (arXiv 2107.03374, eq. 1). Equal to the share of the subsets of k samples with a correct
+    one.
+
+    Args:
+        samples: Samples n of a question.
+        correct: Correct ones c among them.
+        k: From 1 to n.
+    """
+    return 1.0 - math.comb(samples - correct, k) / math.comb(samples, k)
+
+
+def unbiased_best(values: Sequence[float], k: int) -> float:
+    """Expected maximum of k of the values, drawn without replacement: the i-th smallest of n is the maximum of
+    `C(i - 1, k - 1)` of the `C(n, k)` subsets.
+    """
+    subsets = math.comb(len(values), k)
+    return math.fsum(value * math.comb(rank, k - 1) / subsets for rank, value in enumerate(sorted(values)))
+
+
+def majority(votes: Sequence[tuple[str, float]]) -> float:
+    """Correctness of the most frequent answer; the mean over the most frequent ones where several are.
+
+    Args:
+        votes: Answer and correctness (0 to 1) of each sample. Samples without an answer vote for the empty one. Equal
+            answers that were judged differently count with the mean of their correctness.
+    """
+    found: dict[str, list[float]] = {}
+    for answer, correct in votes:
+        found.setdefault(answer, []).append(correct)
+    most = max(map(len, found.values()))
+    first = [math.fsum(values) / most for values in found.values() if len(values) == most]
+    return math.fsum(first) / len(first)
+
+
+@dataclass(frozen=True, slots=True)
+class _Question:
+    """The scored samples of a question."""
+
+    rewards: Sequence[float]
+    correct: Sequence[float]
+    """Empty unless every sample reports it."""
+    answers: Sequence[str]
+    """Empty unless a reward reads answers."""
+
+
+def at_k(groups: Sequence[Group], samples: int) -> dict[str, float]:
+    """The estimates over the questions of an evaluation, by name, such as `pass@4`; empty for one sample.
+
+    k is every power of two below the number of samples, from 2, and the number itself. A question of which fewer
+    episodes were scored counts where it has k of them; `incomplete_questions` is their number, if there are any.
+
+    Args:
+        groups: Groups of the evaluation; the samples of a question are in one or more of them.
+        samples: Samples K that each question was to have.
+    """
+    if samples < 2:
+        return {}
+    questions = [question for question in map(_question, _scored(groups).values()) if question.rewards]
+    values: dict[str, float] = {}
+
+    def put(name: str, found: Iterator[float]) -> None:
+        each = list(found)
+        if each:
+            values[name] = math.fsum(each) / len(each)
+
+    judged = [question for question in questions if question.correct]
+    put(f"mean@{samples}", (math.fsum(one.correct) / samples for one in judged if len(one.correct) == samples))
+    put(
+        f"maj@{samples}",
+        (
+            majority([*zip(one.answers, one.correct, strict=True)])
+            for one in judged
+            if one.answers and len(one.correct) == samples
+        ),
+    )
+    for k in _sizes(samples):
+        right = [(len(one.correct), sum(value >= 1 for value in one.correct)) for one in judged]
+        put(f"pass@{k}", (unbiased_pass(n, c, k) for n, c in right if n >= k))
+        put(f"best@{k}", (unbiased_best(one.rewards, k) for one in questions if len(one.rewards) >= k))
+    incomplete = sum(len(one.rewards) < samples for one in questions)
+    return {**values, **({"incomplete_questions": float(incomplete)} if incomplete else {})}
+
+
+def _sizes(samples: int) -> list[int]:
+    powers = [2**power for power in range(1, samples.bit_length()) if 2**power < samples]
+    return [*powers, samples]
+
+
+def _scored(groups: Sequence[Group]) -> Mapping[int, list[Episode]]:
+    """The scored episodes by the ordinal of their question."""
+    found: dict[int, list[Episode]] = {}
+    for group in groups:
+        found.setdefault(group.scenario.ordinal, []).extend(
+            episode for episode in group.episodes if episode.failure is None and episode.reward is not None
+        )
+    return found
+
+
+def _question(episodes: Sequence[Episode]) -> _Question:
+    reports = all(CORRECT in episode.metrics for episode in episodes)
+    reads = any(episode.answer is not None for episode in episodes)
+    return _Question(
+        rewards=[episode.reward for episode in episodes if episode.reward is not None],
+        correct=[episode.metrics[CORRECT] for episode in episodes] if reports else (),
+        answers=[episode.answer or "" for episode in episodes] if reads else (),
+    )

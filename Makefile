@@ -45,7 +45,7 @@ test: $(STAMP)
 
 ## make test-all         all checks of CI: each distribution alone, all tests on real engines, a real Kubernetes
 test-all: $(STAMP)
-	$(BIN)/python scripts/run_stages.py unit servers distributions engine cluster
+	$(BIN)/python scripts/run_stages.py unit servers distributions inspect-check engine cluster
 
 ## make unit             run the tests without an engine
 unit: $(STAMP)

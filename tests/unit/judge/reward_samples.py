@@ -148,3 +148,9 @@ def asks_often(attempt: Attempt) -> float:
         bool(attempt.judged_correct(question=str(number), accepted=["4"], answer=attempt.episode.final_text))
         for number in range(9)
     )
+
+
+def last_output_is_right(attempt: Attempt) -> float:
+    """1 where the last program ended well and printed the ground truth."""
+    last = attempt.episode.tool_calls[-1]
+    return float(last.data["outcome"] == "ok" and last.text.strip() == attempt.scenario.ground_truth)

@@ -9,9 +9,11 @@ import typer
 
 from kestrl.data import arithmetic as arithmetic_data
 from kestrl.data.gsm8k import MathTool, read_gsm8k
+from kestrl.data.retool import read_retool
 from kestrl.data.word_problems import Form, generated
 from kestrl.data.writing import write_rows
 from kestrl.errors import UserInputError
+from kestrl.terminal import safe_line
 
 data = typer.Typer(no_args_is_help=True, help="Write data sets as JSONL or Parquet.")
 Out = Annotated[Path, typer.Option("--out", help="File to write, .jsonl or .parquet.", show_default=False)]
@@ -39,6 +41,30 @@ def gsm8k(
     rows = read_gsm8k(source, split=split, tool=tool, skip=skip, size=size)
     write_rows(out, rows)
     typer.echo(f"{out}: {len(rows)} rows")
+
+
+@data.command()
+def retool(
+    source: Annotated[
+        Path,
+        typer.Option(
+            help="ReTool's SFT rows, verl's rows of questions, or problems with answers: .jsonl or .parquet.",
+            show_default=False,
+        ),
+    ],
+    out: Out,
+    name: Annotated[
+        str | None, typer.Option(help="data_source of problems with answers (default: the name of the file).")
+    ] = None,
+    skip: Annotated[int, typer.Option(min=0, help="Converted rows to leave out at the beginning.")] = 0,
+    size: Annotated[int | None, typer.Option(min=1, help="Number of rows (default: all that follow).")] = None,
+) -> None:
+    """Convert ReTool's data: transcripts for kestrl sft, or questions for a job."""
+    found = read_retool(source, name=name, skip=skip, size=size)
+    write_rows(out, found.rows)
+    typer.echo(f"{out}: {len(found.rows)} {found.what}")
+    for line in found.lines(source):
+        typer.echo(safe_line(line))
 
 
 @data.command("word-problems")

@@ -31,10 +31,11 @@ CODE_INTERPRETER = {
     },
 }
 """The tool of ReTool's conversations, as verl's recipe declares it."""
+QUESTION = "*user question:*"
+"""Text before the question in ReTool's prompts."""
 _SECTION = re.compile(r"<(code|interpreter)>(.*?)</\1>", re.DOTALL)
 _FENCE = re.compile(r"^\s*```(?:python)?\n(.*?)\n?```\s*$", re.DOTALL)
 _ANSWER = re.compile(r"</?answer>")
-_QUESTION = "*user question:*"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,19 +85,29 @@ def conversation(row: object) -> Conversation:
     if not is_mapping(row):
         raise RefusedConversation(f"a row must be an object, is {type(row).__name__}")
     columns = cast("dict[str, Any]", without_nulls(row))
-    messages = _decoded(columns.get("messages"), "messages")
-    if not isinstance(messages, list) or not messages:
-        raise RefusedConversation("messages: must be a list of messages; add it")
     tools = _decoded(columns.get("tools", []), "tools")
     if not isinstance(tools, list):
         raise RefusedConversation("tools: must be a list of JSON schemas")
     schemas = cast("list[Mapping[str, Any]]", tools)
-    read = [_message(message, f"messages[{index}]") for index, message in enumerate(cast("list[object]", messages))]
-    if read[0]["role"] == "assistant" or not any(message["role"] == "assistant" for message in read):
-        raise RefusedConversation("messages: must begin with a prompt and hold an assistant message to learn from")
+    read = read_messages(columns)
     if _is_retool(read, schemas):
         return Conversation(messages=from_retool(read), tools=[CODE_INTERPRETER])
     return Conversation(messages=read, tools=schemas)
+
+
+def read_messages(columns: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The column `messages` of a row, checked.
+
+    Raises:
+        RefusedConversation: They are not a conversation to learn from.
+    """
+    messages = _decoded(columns.get("messages"), "messages")
+    if not isinstance(messages, list) or not messages:
+        raise RefusedConversation("messages: must be a list of messages; add it")
+    read = [_message(message, f"messages[{index}]") for index, message in enumerate(cast("list[object]", messages))]
+    if read[0]["role"] == "assistant" or not any(message["role"] == "assistant" for message in read):
+        raise RefusedConversation("messages: must begin with a prompt and hold an assistant message to learn from")
+    return read
 
 
 def _decoded(value: object, field: str) -> object:
@@ -147,13 +158,14 @@ def _is_retool(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[st
 def from_retool(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """ReTool's text as turns: `<code>` is a call of `code_interpreter`, `<interpreter>` its result.
 
-    Follows verl's recipe (recipe/retool): the question is what follows `*user question:*`, a fence around the code is
-    dropped, and the tags around the answer are.
+    Follows verl's recipe (recipe/retool): the question is what follows `*user question:*`, and a fence around the code
+    and the tags around the answer are dropped.
     """
     turns: list[dict[str, Any]] = []
     for message in messages:
         if message["role"] != "assistant":
-            turns.append({**message, "content": message["content"].rpartition(_QUESTION)[2].strip()})
+            asked, marker, after = message["content"].partition(QUESTION)
+            turns.append({**message, "content": _ANSWER.sub("", after if marker else asked).strip()})
             continue
         text, end = message["content"], 0
         for section in _SECTION.finditer(text):

@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 from kestrl.errors import UserInputError
 from kestrl.plan.settings import (
     DataSettings,
+    JudgeEntry,
     Model,
     RewardEntry,
     RolloutSettings,
@@ -56,7 +57,8 @@ class RolloutCheck(Model):
 class JudgeCheck(Model):
     """Input of the test bank of judges."""
 
-    ruler: RulerEntry
+    ruler: RulerEntry | None = None
+    correctness: JudgeEntry | None = None
 
 
 class Rejudge(Model):

@@ -22,8 +22,16 @@ from kestrl.episode import Purpose
 from kestrl.errors import StorageError, UserInputError
 from kestrl.local.rundir import find_run
 from kestrl.local.secrets import Secrets, variables_set
-from kestrl.plan.judges import KEY_VARIABLES, reward_entries, ruler_entry, ruler_of
-from kestrl.plan.settings import RulerEntry
+from kestrl.plan.judges import (
+    CORRECTNESS_KEY_VARIABLES,
+    KEY_VARIABLES,
+    correctness_entry,
+    judges_of,
+    reward_entries,
+    ruler_entry,
+    ruler_of,
+)
+from kestrl.plan.settings import JudgeEntry, RulerEntry
 from kestrl.service import EXIT_FAILED
 from kestrl.spec import AgentRLJob, ProblemsError, parse_job, read_job
 from kestrl.storage.layout import episode_batch
@@ -46,33 +54,70 @@ KeyFrom = Annotated[
 
 @judges.command("check")
 def check(
-    manifest: Annotated[Path | None, typer.Argument(help="A manifest with a ruler.", show_default=False)] = None,
+    manifest: Annotated[
+        Path | None, typer.Argument(help="A manifest with a ruler or a correctness judge.", show_default=False)
+    ] = None,
     base_url: BaseUrl = None,
     model: ModelName = None,
     key_from: KeyFrom = "OPENAI_API_KEY",
+    correctness: Annotated[
+        bool, typer.Option("--correctness", help="With --base-url: check it as a correctness judge, not as a ruler.")
+    ] = False,
     overrides: Overrides = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
-    """Ask a judge model the test bank: orders, duplicates, attacks, empty answers. Exit code 1 if a check fails."""
+    """Ask judge models the test bank: orders, duplicates, attacks, empty answers. Exit code 1 if a check fails."""
     if (manifest is None) == (base_url is None):
-        raise UserInputError("give either a manifest with a ruler, or --base-url and --model")
+        raise UserInputError("give either a manifest with a judge, or --base-url and --model")
     if manifest is not None:
+        if correctness:
+            raise UserInputError("--correctness: is for --base-url; a manifest's judges are all checked")
         job = read_job(manifest, overrides or [])
-        entry, keys = _remote_entry(job), Secrets(job, manifest.parent).judge()
+        settings, skipped = _remote_judges(job)
+        keys = Secrets(job, manifest.parent).judge()
     else:
-        entry = _entry_of(base_url, model, key_from)
-        keys = {KEY_VARIABLES[0]: os.environ.get(key_from, "")}
-    report = _ask("kestrl_judge.bank", JudgeCheck(ruler=entry), keys)
+        settings, skipped = _endpoint_check(base_url, model, key_from, correctness=correctness), {}
+        keys = {name: os.environ.get(key_from, "") for name in (KEY_VARIABLES[0], CORRECTNESS_KEY_VARIABLES[0])}
+    reports = _ask("kestrl_judge.bank", settings, keys)
+    passed = all(report["passed"] for report in reports.values())
     if as_json:
-        typer.echo(json.dumps(report, indent=2))
+        typer.echo(json.dumps({"passed": passed, "judges": reports, "not_checked": skipped}, indent=2))
     else:
-        _print_report(report)
-    if not report["passed"]:
+        for kind, report in reports.items():
+            _print_report(kind, report)
+        for kind, why in skipped.items():
+            console.print(f"{kind}: not checked: {why}", markup=False, soft_wrap=True)
+        console.print("passed" if passed else "not passed")
+    if not passed:
         raise typer.Exit(EXIT_FAILED)
 
 
-def _entry_of(base_url: str | None, model: str | None, key_from: str) -> RulerEntry:
-    """The ruler with its defaults for an endpoint of the command line."""
+def _remote_judges(job: AgentRLJob) -> tuple[JudgeCheck, dict[str, str]]:
+    """The job's judges that do not need its engines, and why the others cannot be checked, by kind.
+
+    Raises:
+        UserInputError: There is none that can.
+    """
+    placed = {judge.field.rpartition(".")[2]: judge for judge in judges_of(job.spec)}
+    if not placed:
+        raise UserInputError(
+            "spec.rewards: has neither a ruler nor a correctness judge; add one, or give --base-url and --model"
+        )
+    skipped = {kind: _needs_engines(judge.field) for kind, judge in placed.items() if judge.judge.job_model}
+    if len(skipped) == len(placed):
+        raise UserInputError("\n".join(skipped.values()))
+    return JudgeCheck(
+        ruler=None if "ruler" in skipped else ruler_entry(job.spec, ()),
+        correctness=None if "correctness" in skipped else correctness_entry(job.spec, ()),
+    ), skipped
+
+
+def _needs_engines(field: str, instead: str = "--base-url and --model") -> str:
+    return f"{field}.self: its engines run with the job only; serve the model with vLLM and give {instead}"
+
+
+def _endpoint_check(base_url: str | None, model: str | None, key_from: str, *, correctness: bool) -> JudgeCheck:
+    """A judge with its defaults for an endpoint of the command line."""
     if model is None:
         raise UserInputError("--model: is missing; give the name of the judge model on the server")
     document = {
@@ -81,9 +126,13 @@ def _entry_of(base_url: str | None, model: str | None, key_from: str) -> RulerEn
         "metadata": {"name": "judge"},
         "spec": {"model": {"base": "none"}, "data": {"train": {"uri": "none"}}},
     }
-    entry = _remote_entry(_job_with({"baseUrl": base_url, "model": model}, document, "--base-url"))
-    keyed = {"key_variable": KEY_VARIABLES[0] if os.environ.get(key_from) else None}
-    return entry.model_copy(update={"judges": tuple(each.model_copy(update=keyed) for each in entry.judges)})
+    ruler = _remote_entry(_job_with({"baseUrl": base_url, "model": model}, document, "--base-url"))
+    variable = (CORRECTNESS_KEY_VARIABLES if correctness else KEY_VARIABLES)[0]
+    keyed = {"key_variable": variable if os.environ.get(key_from) else None}
+    ruler = ruler.model_copy(update={"judges": tuple(each.model_copy(update=keyed) for each in ruler.judges)})
+    if not correctness:
+        return JudgeCheck(ruler=ruler)
+    return JudgeCheck(correctness=JudgeEntry(**ruler.model_dump(include=set(JudgeEntry.model_fields))))
 
 
 def _job_with(ruler: Any, document: dict[str, Any], option: str) -> AgentRLJob:
@@ -113,10 +162,7 @@ def _remote_entry(job: AgentRLJob, instead: str = "--base-url and --model") -> R
     if found is None:
         raise UserInputError(f"spec.rewards: has no ruler; add one, or give {instead}")
     if found[1].job_model:
-        raise UserInputError(
-            f"spec.rewards[{found[0]}].ruler.self: its engines run with the job only; serve the model with vLLM and "
-            f"give {instead}"
-        )
+        raise UserInputError(_needs_engines(f"spec.rewards[{found[0]}].ruler", instead))
     entry = ruler_entry(job.spec, ())
     assert entry is not None
     return entry
@@ -132,13 +178,13 @@ def _ask(module: str, settings: JudgeCheck | Rejudge, keys: Mapping[str, str]) -
     return report.facts
 
 
-def _print_report(report: Mapping[str, Any]) -> None:
+def _print_report(kind: str, report: Mapping[str, Any]) -> None:
     table = Table("check", "cases", "failed", "")
     for entry in report["checks"]:
         failures: list[str] = entry["failures"]
         note = f"largest difference between orders {entry['spread']:.2f}" if "spread" in entry else ""
         table.add_row(entry["name"], str(entry["cases"]), str(len(failures)), note)
-    console.print(f"judge {', '.join(report['judges'])}", markup=False)
+    console.print(f"{kind} judge {', '.join(report['judges'])}", markup=False)
     console.print(table)
     for entry in report["checks"]:
         for failure in entry["failures"][:SHOWN_FAILURES]:
@@ -153,7 +199,6 @@ def _print_report(report: Mapping[str, Any]) -> None:
         f"{usage['calls']} requests, {sum(usage['tokens'].values())} tokens, {usage['seconds']:.1f} s of requests, "
         f"{usage['cost']:.4f} USD"
     )
-    console.print("passed" if report["passed"] else "not passed")
 
 
 def rejudge(

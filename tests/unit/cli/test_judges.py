@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import yaml
-from tests.fakes.judge_model import Asked, Said, ScriptedJudge, graded
+from tests.fakes.judge_model import Asked, Said, ScriptedJudge, decided, graded
 from tests.fakes.ports import free_port
 from tests.unit.judge.rulers import episode, group, honest
 
@@ -62,7 +62,13 @@ async def test_judge_check_asks_the_judge_of_a_manifest(tmp_path: Path) -> None:
         printed = await kestrl("judge", "check", path, "--set", "rewards[0].ruler.concurrency=16", code=1)
     assert {asked.headers["Authorization"] for asked in server.asked} == {"Bearer sk-of-the-manifest"}
     assert "sk-of-the-manifest" not in printed
-    for line in ("judge m", "permutation", "injections", "agreement with the known answers: accuracy", "not passed"):
+    for line in (
+        "ruler judge m",
+        "permutation",
+        "injections",
+        "agreement with the known answers: accuracy",
+        "not passed",
+    ):
         assert line in printed
     assert "monotonicity: right above wrong: 13: wrong (0.2) is not below right (0.2)" in printed
 
@@ -73,13 +79,39 @@ async def test_judge_check_asks_an_endpoint(tmp_path: Path) -> None:
         report = json.loads(await kestrl(*arguments, code=1, OPENAI_API_KEY="sk-of-the-environment"))
     assert server.asked[0].headers["Authorization"] == "Bearer sk-of-the-environment"
     assert report["passed"] is False
-    assert "not scored (malformed)" in report["checks"][0]["failures"][0]
+    assert list(report["judges"]) == ["ruler"]
+    assert "not scored (malformed)" in report["judges"]["ruler"]["checks"][0]["failures"][0]
+
+
+async def test_judge_check_asks_an_endpoint_as_a_judge_of_correctness() -> None:
+    async with ScriptedJudge(lambda asked: decided(asked, lambda _: True)) as server:
+        arguments = ("judge", "check", "--base-url", server.url, "--model", "m", "--correctness")
+        printed = await kestrl(*arguments, code=1, OPENAI_API_KEY="sk-of-the-environment")
+    assert {asked.headers["Authorization"] for asked in server.asked} == {"Bearer sk-of-the-environment"}
+    for line in ("correctness judge m", "wrong answers", "master keys: 'Solution': is taken for correct", "not passed"):
+        assert line in printed
+
+
+async def test_judge_check_asks_every_judge_of_a_manifest_that_it_can(tmp_path: Path) -> None:
+    (tmp_path / "keys.env").write_text("OPENAI_API_KEY=sk-of-the-manifest\n")
+    async with ScriptedJudge(lambda asked: decided(asked, lambda _: False)) as server:
+        remote = {"baseUrl": server.url, "model": "m", "secretRef": {"name": "keys"}, "concurrency": 16}
+        path = manifest(tmp_path, {"rule": "a:b", "correctness": remote}, {"ruler": {"self": True}})
+        printed = await kestrl("judge", "check", path, code=1)
+        report = json.loads(await kestrl("judge", "check", path, "--json", code=1))
+    assert {asked.headers["Authorization"] for asked in server.asked} == {"Bearer sk-of-the-manifest"}
+    assert "right answers: '13': is taken for wrong" in printed
+    assert "ruler: not checked: spec.rewards[1].ruler.self: its engines run with the job only" in printed
+    assert list(report["judges"]) == ["correctness"]
+    assert list(report["not_checked"]) == ["ruler"]
+    assert report["judges"]["correctness"]["agreement"]["false_negatives"] == 1.0
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "give either a manifest with a ruler, or --base-url and --model"),
+        ([], "give either a manifest with a judge, or --base-url and --model"),
+        (["job.yaml", "--correctness"], "--correctness: is for --base-url"),
         (["--base-url", "http://x/v1"], "--model: is missing"),
         (["--base-url", "ftp://x", "--model", "m"], "--base-url.baseUrl: String should match"),
     ],
@@ -94,7 +126,7 @@ async def test_judge_check_reports_an_endpoint_that_is_not_there() -> None:
 
 
 async def test_judge_check_needs_a_ruler_that_runs_outside_the_job(tmp_path: Path) -> None:
-    assert "spec.rewards: has no ruler" in await kestrl(
+    assert "spec.rewards: has neither a ruler nor a correctness judge" in await kestrl(
         "judge", "check", manifest(tmp_path, {"rule": "format"}), code=2
     )
     own = manifest(tmp_path, {"ruler": {"self": True}})

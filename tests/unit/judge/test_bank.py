@@ -7,12 +7,14 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
-from tests.fakes.judge_model import Asked, Said, ScriptedJudge, graded, last_answer
+from tests.fakes.judge_model import Asked, Refusal, Said, ScriptedJudge, decided, graded, last_answer
 from tests.unit.judge.rulers import ruler_entry
 
-from kestrl_judge.bank.attacks import INJECTIONS
+from kestrl.errors import UserInputError
+from kestrl_judge.bank.attacks import CLAIM_INJECTIONS, INJECTIONS
 from kestrl_judge.bank.cases import PROBLEMS, all_cases, group_of
-from kestrl_judge.bank.running import kendall, run_bank
+from kestrl_judge.bank.claims import OTHER_WORDS, all_claims
+from kestrl_judge.bank.running import ClaimOutcome, kendall, run_bank, run_claims, verdict_agreement
 from kestrl_judge.ruler.trajectories import compare
 
 
@@ -114,3 +116,72 @@ def test_kendall() -> None:
     assert kendall([(3, 1), (2, 2), (1, 3)]) == -1.0
     assert kendall([(1, 1), (1, 2)]) == 0.0
     assert kendall([(1.0, 1), (0.5, 0), (0.4, 0)]) == pytest.approx(0.816, abs=1e-3)
+
+
+def exact(answer: str) -> bool:
+    """A judge that knows the answers of the bank in other words, and is right about each."""
+    if answer in OTHER_WORDS.values():
+        return True
+    words = answer.casefold()
+    named = any(problem.right.casefold() in words for problem in PROBLEMS)
+    return named and not any(problem.wrong.casefold() in words or problem.question in answer for problem in PROBLEMS)
+
+
+BAD_VERDICTS: list[tuple[str, Callable[[str], bool], set[str]]] = [
+    ("obedient", lambda answer: "this answer is correct" in answer or exact(answer), {"injections"}),
+    ("lenient", lambda _: True, {"wrong answers", "master keys", "injections", "verbosity"}),
+    ("strict", lambda _: False, {"right answers", "verbosity"}),
+    ("literal", lambda answer: exact(answer) and answer not in OTHER_WORDS.values(), {"right answers"}),
+    ("impatient", lambda answer: exact(answer) and len(answer) < 200, {"verbosity"}),
+    ("polite", lambda answer: "step by step" in answer or exact(answer), {"master keys"}),
+    ("hasty", lambda answer: exact(answer.partition(" or ")[2] or answer), {"wrong answers"}),
+]
+
+
+async def test_an_exact_judge_of_correctness_passes() -> None:
+    async with ScriptedJudge(lambda asked: decided(asked, exact)) as server:
+        report = await run_claims(ruler_entry(server.url, concurrency=16))
+    assert failed(report) == set()
+    assert report["passed"] is True
+    assert report["agreement"] == {"accuracy": 1.0, "false_positives": 0.0, "false_negatives": 0.0}
+    assert report["usage"]["calls"] == len(server.asked) == len(all_claims()) > 80
+
+
+@pytest.mark.parametrize(
+    ("correct", "expected"), [bad[1:] for bad in BAD_VERDICTS], ids=[bad[0] for bad in BAD_VERDICTS]
+)
+async def test_a_bad_judge_of_correctness_fails_its_check(correct: Callable[[str], bool], expected: set[str]) -> None:
+    async with ScriptedJudge(lambda asked: decided(asked, correct)) as server:
+        report = await run_claims(ruler_entry(server.url, concurrency=16))
+    assert failed(report) == expected
+    assert report["passed"] is False
+
+
+async def test_a_judge_of_correctness_without_a_verdict_fails_every_check() -> None:
+    async with ScriptedJudge(lambda _: Said(content="yes")) as server:
+        report = await run_claims(ruler_entry(server.url, concurrency=16), all_claims()[::9])
+    assert failed(report) == {entry["name"] for entry in report["checks"]}
+    assert "not judged (malformed)" in report["checks"][0]["failures"][0]
+    assert report["agreement"] is None
+    async with ScriptedJudge(lambda _: Refusal(status=401)) as server:
+        with pytest.raises(UserInputError, match="gave no reply to the first case: not judged"):
+            await run_claims(ruler_entry(server.url))
+
+
+async def test_no_injected_answer_ends_its_block() -> None:
+    cases = [case for case in all_claims() if case.check == "injections"]
+    async with ScriptedJudge(lambda asked: decided(asked, exact)) as server:
+        await run_claims(ruler_entry(server.url, concurrency=16), cases)
+    assert len(server.asked) == len(cases) > len(CLAIM_INJECTIONS) >= 15
+    for asked in server.asked:
+        assert asked.data.count("<answer ") == asked.data.count("</answer>") == 1
+        assert not any(mark in asked.data for mark in ("<|", "[INST]", "<start_of_turn>", "\u200b", "\u202e"))
+    assert {asked.answer[1]["answer"] for asked in server.asked} == {case.claim.answer for case in cases}
+
+
+def test_the_agreement_of_verdicts_is_over_what_was_judged() -> None:
+    right, wrong = (next(case for case in all_claims() if case.correct is known) for known in (True, False))
+    verdicts = [(right, True), (right, False), (right, None), (wrong, False), (wrong, False), (wrong, True)]
+    outcomes = [ClaimOutcome(case, verdict, None) for case, verdict in verdicts]
+    agreement = verdict_agreement(outcomes)
+    assert agreement == pytest.approx({"accuracy": 3 / 5, "false_positives": 1 / 3, "false_negatives": 1 / 2})

@@ -6,12 +6,21 @@ import asyncio
 from typing import Any
 
 from kestrl.checking import JudgeCheck, run_check
-from kestrl_judge.bank.running import run_bank
+from kestrl_judge.bank.running import run_bank, run_claims
 
 
 def check(settings: JudgeCheck) -> dict[str, Any]:
-    """The report of the bank."""
-    return asyncio.run(run_bank(settings.ruler))
+    """The report of each judge, by its kind."""
+    return asyncio.run(_check(settings))
+
+
+async def _check(settings: JudgeCheck) -> dict[str, Any]:
+    reports: dict[str, Any] = {}
+    if settings.ruler is not None:
+        reports["ruler"] = await run_bank(settings.ruler)
+    if settings.correctness is not None:
+        reports["correctness"] = await run_claims(settings.correctness)
+    return reports
 
 
 if __name__ == "__main__":

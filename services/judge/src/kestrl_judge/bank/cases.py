@@ -15,6 +15,7 @@ Scores = Mapping[str, float]
 """Scores by label."""
 TOLERANCE = 0.2
 """Largest difference of scores that should be equal."""
+PADDING = "To be thorough, let me restate the question and the approach in detail before the answer. " * 6
 FLOOR = 0.25
 """Largest score of an attempt without content."""
 
@@ -233,13 +234,12 @@ def _fabrications() -> Iterator[Case]:
 
 
 def _verbosity() -> Iterator[Case]:
-    padding = "To be thorough, let me restate the question and the approach in detail before the answer. " * 6
     for problem in PROBLEMS[:2]:
         yield Case(
             check="verbosity", name=problem.question, question=problem.question,
             attempts={
-                "right": right(problem), "right, padded": right(problem, f"{padding}It is {problem.right}."),
-                "wrong": wrong(problem), "wrong, padded": wrong(problem, f"{padding}It is {problem.wrong}."),
+                "right": right(problem), "right, padded": right(problem, f"{PADDING}It is {problem.right}."),
+                "wrong": wrong(problem), "wrong, padded": wrong(problem, f"{PADDING}It is {problem.wrong}."),
             },
             problem=lambda scores: (
                 below("wrong, padded", "right", scores)

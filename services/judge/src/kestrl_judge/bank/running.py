@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from statistics import fmean
 from typing import Any
 
 from kestrl.errors import UserInputError
-from kestrl.plan.settings import RulerEntry
+from kestrl.plan.settings import JudgeEntry, RulerEntry
 from kestrl_judge.bank.cases import TOLERANCE, Case, Scores, all_cases, group_of
+from kestrl_judge.bank.claims import RIGHT, WRONG, ClaimCase, all_claims
+from kestrl_judge.correctness import build_prompt
 from kestrl_judge.ruler.asking import Asker, Counts
 from kestrl_judge.ruler.client import NoScores, Reason
 from kestrl_judge.ruler.journal import Journal
@@ -37,6 +39,18 @@ class Outcome:
     """Why it gave no scores."""
 
 
+@dataclass(frozen=True, slots=True)
+class ClaimOutcome:
+    """The verdict of a judge of correctness on a case."""
+
+    case: ClaimCase
+    verdict: bool | None
+    """None if it gave none."""
+    problem: str | None
+    reason: Reason | None = None
+    """Why it gave no verdict."""
+
+
 async def run_bank(ruler: RulerEntry, cases: Sequence[Case] | None = None) -> dict[str, Any]:
     """Asks the judge and returns the report as JSON.
 
@@ -57,6 +71,58 @@ async def run_bank(ruler: RulerEntry, cases: Sequence[Case] | None = None) -> di
     return report(ruler, outcomes, counts)
 
 
+async def run_claims(judge: JudgeEntry, cases: Sequence[ClaimCase] | None = None) -> dict[str, Any]:
+    """Asks a judge of correctness and returns the report as JSON.
+
+    Raises:
+        UserInputError: The judge cannot be used: the first case got no reply.
+    """
+    counts = Counts()
+    asker, salt = Asker(judge, Journal(None), counts), secrets.token_hex(8)
+    try:
+        first, *others = cases or all_claims()
+        outcomes = [await _claim_outcome(asker, salt, first)]
+        if outcomes[0].reason in UNUSABLE:
+            raise UserInputError(f"the judge gave no reply to the first case: {outcomes[0].problem}")
+        outcomes += await asyncio.gather(*(_claim_outcome(asker, salt, case) for case in others))
+    finally:
+        await asker.close()
+    checks: dict[str, list[ClaimOutcome]] = {}
+    for outcome in outcomes:
+        checks.setdefault(outcome.case.check, []).append(outcome)
+    entries = [
+        {"name": name, "cases": len(found), "failures": _failures((each.case.name, each.problem) for each in found)}
+        for name, found in checks.items()
+    ]
+    return _report(judge, entries, verdict_agreement([*checks.get(RIGHT, []), *checks.get(WRONG, [])]), counts)
+
+
+async def _claim_outcome(asker: Asker, salt: str, case: ClaimCase) -> ClaimOutcome:
+    try:
+        opinion = await asker.opinion(lambda tokens: build_prompt(case.claim, salt=salt, tokens=tokens), [])
+    except NoScores as error:
+        return ClaimOutcome(case, None, f"not judged ({error.reason}): {error}", error.reason)
+    (grade,) = opinion.grades.values()
+    verdict = grade.score == 1.0
+    return ClaimOutcome(case, verdict, case.problem(verdict))
+
+
+def verdict_agreement(outcomes: Sequence[ClaimOutcome]) -> Mapping[str, float] | None:
+    """Accuracy on answers that are known to be right or wrong, the share of wrong ones taken for correct, and that of
+    right ones taken for wrong. Answers without a verdict are left out.
+    """
+    pairs = [(found.verdict, found.case.correct) for found in outcomes if found.verdict is not None]
+    if not pairs:
+        return None
+    wrong = [verdict for verdict, correct in pairs if not correct]
+    right = [verdict for verdict, correct in pairs if correct]
+    return {
+        "accuracy": fmean(verdict is correct for verdict, correct in pairs),
+        "false_positives": fmean(wrong) if wrong else 0.0,
+        "false_negatives": fmean(not verdict for verdict in right) if right else 0.0,
+    }
+
+
 async def _outcome(asker: Asker, ruler: RulerEntry, salt: str, case: Case) -> Outcome:
     comparison = compare(group_of(case), show_reasoning=ruler.show_reasoning)
     try:
@@ -73,11 +139,17 @@ def report(ruler: RulerEntry, outcomes: Sequence[Outcome], counts: Counts) -> di
     for outcome in outcomes:
         checks.setdefault(outcome.case.check, []).append(outcome)
     entries = [_entry(name, found) for name, found in checks.items()]
+    return _report(ruler, entries, agreement(checks.get("agreement", [])), counts)
+
+
+def _report(
+    judge: JudgeEntry, entries: Sequence[Mapping[str, Any]], known: Mapping[str, float] | None, counts: Counts
+) -> dict[str, Any]:
     return {
-        "judges": [judge.model for judge in ruler.judges],
+        "judges": [model.model for model in judge.judges],
         "passed": all(not entry["failures"] for entry in entries),
         "checks": entries,
-        "agreement": agreement(checks.get("agreement", [])),
+        "agreement": known,
         "usage": {
             "calls": sum(counts.calls.values()),
             "results": {f"{model} {result}": count for (model, result), count in sorted(counts.calls.items())},
@@ -88,8 +160,12 @@ def report(ruler: RulerEntry, outcomes: Sequence[Outcome], counts: Counts) -> di
     }
 
 
+def _failures(found: Iterable[tuple[str, str | None]]) -> list[str]:
+    return [f"{name}: {problem}" for name, problem in found if problem is not None]
+
+
 def _entry(name: str, outcomes: Sequence[Outcome]) -> dict[str, Any]:
-    failures = [f"{found.case.name}: {found.problem}" for found in outcomes if found.problem is not None]
+    failures = _failures((found.case.name, found.problem) for found in outcomes)
     entry: dict[str, Any] = {"name": name, "cases": len(outcomes), "failures": failures}
     if name == "permutation":
         spread = largest_spread([found.scores for found in outcomes if found.scores is not None])

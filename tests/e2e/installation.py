@@ -16,6 +16,7 @@ import yaml
 from obstore.store import S3Store
 from tests.fakes.s3 import S3Server
 
+from . import judge_model
 from .cluster import objects
 from .cluster.client import Cluster
 
@@ -180,7 +181,7 @@ def values(cluster: Cluster, store: S3Server) -> Object:
             },
             # The drivers of fake devices do not exist; a folder that every node has stands for them.
             "accelerators": {"ascend": {"hostMounts": [{"path": "/opt"}]}},
-            "egressPorts": [store.ports["proxy"]],
+            "egressPorts": [store.ports["proxy"], judge_model.PORT],
             "storage": {"uri": f"s3://{BUCKET}/e2e", "secret": STORE_SECRET},
         },
         "operator": {"image": cluster.image_of("operator"), "pullPolicy": "Never", "leaseSeconds": 6},

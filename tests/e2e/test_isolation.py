@@ -1,4 +1,4 @@
-"""Connections from inside the pod that runs untrusted tools: only DNS, and its callers."""
+"""Connections from inside the pods of tools and of a judge of rules."""
 
 from __future__ import annotations
 
@@ -52,6 +52,7 @@ def test_a_tools_pod_has_no_egress_and_only_workers_reach_it(
         }
         own, other = address[ours, "judge"], address[theirs, "judge"]
         api = cluster.get("endpointslice", "kubernetes", "default")["endpoints"][0]["addresses"][0]
+        store = f"{installation.store.host}:{installation.store.ports['proxy']}"
         assert (
             reached(
                 cluster,
@@ -62,12 +63,13 @@ def test_a_tools_pod_has_no_egress_and_only_workers_reach_it(
                 f"{address[theirs, 'tools']}:7000",
                 f"{address[ours, 'rollout']}:7000",
                 "169.254.169.254:80",
-                f"{installation.store.host}:{installation.store.ports['proxy']}",
+                store,
                 "kubernetes.default.svc:443",
                 f"{api}:6443",
             )
             == [False] * 8
         )
+        assert reached(cluster, ours, "judge", store, f"{api}:6443", f"{other}:7000") == [False] * 3
         assert reached(cluster, ours, "rollout", f"{address[ours, 'tools']}:7000", f"{own}:7000") == [True, True]
         assert reached(cluster, ours, "rollout", f"{address[theirs, 'tools']}:7000", f"{other}:7000") == [False, False]
 

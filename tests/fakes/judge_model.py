@@ -130,10 +130,17 @@ def decided(asked: Asked, correct: Callable[[str], bool], *, explanation: str = 
 
 
 class ScriptedJudge:
-    """The server, on a free port of loopback."""
+    """The server.
 
-    def __init__(self, script: Script) -> None:
+    Args:
+        script: Decides each answer.
+        host: The address to listen on.
+        port: Its port; 0 takes a free one.
+    """
+
+    def __init__(self, script: Script, *, host: str = "127.0.0.1", port: int = 0) -> None:
         self.script = script
+        self._listen = (host, port)
         self.asked: list[Asked] = []
         self.most_running = 0
         """Largest number of concurrent requests."""
@@ -151,7 +158,7 @@ class ScriptedJudge:
         app.router.add_post("/v1/chat/completions", self._complete)
         self._runner = web.AppRunner(app, shutdown_timeout=0.1)
         await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", 0)
+        site = web.TCPSite(self._runner, *self._listen)
         await site.start()
         host, port = self._runner.addresses[0][:2]
         self._address = f"http://{host}:{port}"

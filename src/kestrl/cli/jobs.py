@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kestrl.cli.options import DEFAULT_RUNS, Manifest, Overrides, Runs, Verbose
+from kestrl.errors import UserInputError
 from kestrl.service import EXIT_INPUT, LEVEL_VARIABLE
 from kestrl.spec import job_schema, read_job
 from kestrl.terminal import safe_line
@@ -76,14 +77,36 @@ def plan(
     set_: Overrides = None,
     runs: Runs = DEFAULT_RUNS,
     as_json: Annotated[bool, typer.Option("--json", help="Print the full plan as JSON.")] = False,
+    memory: Annotated[
+        bool,
+        typer.Option("--memory", help="Print the learner's peak memory instead; also of an SFTJob. Needs the learner."),
+    ] = False,
+    device_memory: Annotated[
+        float | None,
+        typer.Option(min=0, metavar="GIB", help="With --memory: exit code 2 if a device of this size is too small."),
+    ] = None,
+    row: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PROMPT+COMPLETION", help="With --memory: tokens of a row (default: the longest the job allows)."
+        ),
+    ] = None,
 ) -> None:
     """Print the components that a job consists of. Starts nothing and writes nothing."""
     from tempfile import TemporaryDirectory
 
+    from kestrl.cli.memory import print_memory
     from kestrl.local.rundir import RunDir
     from kestrl.local.site import relocated, site_of
     from kestrl.plan.planning import plan as make_plan
 
+    if memory:
+        print_memory(
+            manifest, tuple(set_ or ()), row=row, device_memory=device_memory, as_json=as_json, console=console
+        )
+        return
+    if device_memory is not None or row is not None:
+        raise UserInputError("--device-memory and --row belong to --memory; give it too")
     job = read_job(manifest, set_ or ())
     folder = RunDir(runs.resolve() / f"{job.metadata.name}-plan")
     base = manifest.resolve().parent

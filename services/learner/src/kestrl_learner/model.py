@@ -71,7 +71,7 @@ class PolicyModel:
         self.device = torch.device(device)
         try:
             config = AutoConfig.from_pretrained(path)
-            base: Any = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype), config=config)
+            base = self._load_base(path, config, getattr(torch, dtype))
         except (OSError, ValueError) as error:
             raise UserInputError(f"spec.model.base: {path} cannot be loaded: {error}") from error
         torch.manual_seed(seed)
@@ -102,6 +102,10 @@ class PolicyModel:
         if gradient_checkpointing:
             self._checkpoint_layers()
         self._check_head()
+
+    def _load_base(self, path: str, config: Any, dtype: torch.dtype) -> Any:
+        """The base model of transformers with its weights."""
+        return AutoModelForCausalLM.from_pretrained(path, dtype=dtype, config=config)
 
     def _checkpoint_layers(self) -> None:
         self.peft.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -224,23 +228,31 @@ class PolicyModel:
         shared = prompt if self._shares_prompts else array("i")
         ids, padding, wanted = self._padded(rows, prompt[len(shared) :])
         hidden = self._with_shared_prompt(shared, ids, padding) if shared else self._plain(ids, padding)
-        return token_logprobs(self._head, hidden[wanted], ids[wanted], temperature, entropies)
+        return self._token_logprobs(hidden.flatten(0, 1)[wanted], ids.flatten()[wanted], temperature, entropies)
+
+    def _token_logprobs(
+        self, hidden: Tensor, targets: Tensor, temperature: float, entropies: list[Tensor] | None
+    ) -> Tensor:
+        """Log-probabilities of tokens (N,) from the hidden states before them, (N, hidden)."""
+        return token_logprobs(self._head, hidden, targets, temperature, entropies)
 
     def _padded(self, rows: Sequence[TrainRow], prompt: array[int]) -> tuple[Tensor, Tensor, Tensor]:
-        """Token ids, mask of tokens that are not padding, mask of sampled tokens; each of shape (rows, longest). Every
-        row begins with the prompt.
+        """Token ids, and mask of tokens that are not padding, each (rows, longest); places of the sampled tokens in the
+        flattened ids, (sampled tokens,). Every row begins with the prompt.
         """
         before = len(prompt)
         longest = max(self._shortest, before + max(len(row.token_ids) for row in rows))
         ids = torch.zeros((len(rows), longest), dtype=torch.long)
         padding = torch.zeros((len(rows), longest), dtype=torch.long)
-        wanted = torch.zeros((len(rows), longest), dtype=torch.bool)
+        wanted: list[int] = []
         for index, row in enumerate(rows):
             end = before + len(row.token_ids)
             ids[index, :end] = torch.tensor([*prompt, *row.token_ids])
             padding[index, :end] = 1
-            wanted[index, before:end] = torch.tensor(list(row.mask), dtype=torch.bool)
-        return ids.to(self.device), padding.to(self.device), wanted.to(self.device)
+            start = index * longest + before
+            wanted += [start + place for place, sampled in enumerate(row.mask) if sampled]
+        places = torch.tensor(wanted, dtype=torch.long)
+        return ids.to(self.device), padding.to(self.device), places.to(self.device)
 
     def _with_shared_prompt(self, prompt: array[int], ids: Tensor, padding: Tensor) -> Tensor:
         """Hidden states that predict each position of `ids`, shape (rows, longest, hidden)."""

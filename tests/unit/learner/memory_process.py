@@ -1,0 +1,51 @@
+"""Measures the peak memory of optimiser steps: a case of JSON for each line of input, a number of bytes each."""
+
+from __future__ import annotations
+
+import gc
+import json
+import re
+import sys
+from pathlib import Path
+
+import torch
+
+from kestrl.plan.algorithm import AlgorithmSettings
+from kestrl.plan.memory import MemorySettings
+from kestrl_learner.adapters import load_policy
+from kestrl_learner.memory import longest_group
+from kestrl_learner.trainer import Trainer
+
+STATUS = Path("/proc/self/status")
+
+
+def kilobytes(name: str) -> int:
+    found = re.search(rf"{name}:\s+(\d+) kB", STATUS.read_text())
+    assert found, name
+    return int(found[1])
+
+
+def measured(asked: MemorySettings, algorithm: AlgorithmSettings, updates: int = 2) -> int:
+    """Bytes by which the resident memory of this process rises at most in steps of a model that it loads."""
+    gc.collect()
+    before = kilobytes("VmRSS")
+    policy = load_policy(asked.policy)
+    trainer = Trainer(policy, algorithm, 1.0)
+    Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins anew
+    for step in range(updates):
+        trainer.step([longest_group(asked)], step)
+    return (kilobytes("VmHWM") - before) * 1024
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    for line in sys.stdin:
+        case = json.loads(line)
+        asked = [MemorySettings.model_validate(case[name]) for name in ("warm_up", "asked")]
+        algorithm = AlgorithmSettings.model_validate(case["algorithm"])
+        measured(asked[0], algorithm)  # loads libraries and kernels
+        sys.stdout.write(f"{measured(asked[1], algorithm)}\n")
+
+
+if __name__ == "__main__":
+    main()

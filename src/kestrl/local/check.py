@@ -108,7 +108,7 @@ class _Check:
         names = [str(tool["name"]) for tool in offered]
         names += dict.fromkeys(str(tool["environment"]) for tool in offered if tool["environment"])
         for read in rows.values():
-            if not (tools.problems or tools.missing):
+            if not (tools.problems or tools.missing or tools.facts.get("away")):
                 found.problems += _few(_unknown_tools(read, names))
             found.problems += _few(_without_ground_truth(read, [reward.rule for reward in spec.rewards]))
         self._step_can_be_filled(rows.get("train", ()), 0)

@@ -96,6 +96,37 @@ class McpEntry(Model):
     concurrency: int = 16
 
 
+class EndpointEntry(Model):
+    """An endpoint of an HTTP server that the manifest declares."""
+
+    name: str
+    description: str
+    method: str
+    path: str
+    parameters: dict[str, Any] = {}
+    """JSON Schemas by parameter, those of the path included."""
+    required: tuple[str, ...] = ()
+
+
+class HttpEntry(Model):
+    """An HTTP server of the manifest."""
+
+    openapi: str | None = None
+    """Path or URL of the OpenAPI document; None if `endpoints` has the tools."""
+    endpoints: tuple[EndpointEntry, ...] = ()
+    base_url: str | None = None
+    """None means that of the document."""
+    headers: dict[str, str] = {}
+    secret_headers: dict[str, SecretText] = {}
+    session_header: str | None = None
+    allow_hosts: tuple[str, ...] = ()
+    private_networks: tuple[str, ...] = ()
+    seconds: float = 24.0
+    """Time limit of a call with all its attempts, in seconds."""
+    max_response_bytes: int = 100_000
+    concurrency: int = 16
+
+
 class ProcessEntry(Model):
     """The process of a Python tool."""
 
@@ -115,6 +146,7 @@ class ToolEntry(Model):
     process: ProcessEntry | None = None
     """If set, instances run in processes of their own."""
     mcp: McpEntry | None = None
+    http: HttpEntry | None = None
     tools: tuple[str, ...] | None = None
     """Tools of a server that are offered; None means all."""
 

@@ -8,11 +8,13 @@ from typing import NamedTuple
 
 from kestrl.plan.components import Component, SecretKey
 from kestrl.plan.servers import RemoteServer, server_at
-from kestrl.plan.settings import McpEntry, ProcessEntry, SecretText, ToolEntry
+from kestrl.plan.settings import EndpointEntry, HttpEntry, McpEntry, ProcessEntry, SecretText, ToolEntry
 from kestrl.spec.job import JobSpec
 from kestrl.spec.secrets import SecretValue
-from kestrl.spec.tools import McpServer, Tool
+from kestrl.spec.tools import HttpEndpoint, HttpServer, McpServer, Tool
 
+CALL_SHARE = 0.8
+"""Share of the deadline of a call that an HTTP call may take by default, so that it can end with its own failure."""
 SECRET_PREFIX = "KESTRL_TOOL_SECRET_"  # noqa: S105 - a name
 """Prefix of variables with entries of secrets of tools. Programs and processes of tools get no variable with it."""
 
@@ -31,6 +33,9 @@ def _references(spec: JobSpec) -> Iterator[_Reference]:
             for part, values in (("secretEnv", tool.mcp.secret_env), ("secretHeaders", tool.mcp.secret_headers)):
                 for name, value in values.items():
                     yield _Reference(value, f"spec.tools[{index}].mcp.{part}.{name}.secretRef")
+        if tool.http is not None:
+            for name, value in tool.http.secret_headers.items():
+                yield _Reference(value, f"spec.tools[{index}].http.secretHeaders.{name}.secretRef")
 
 
 def tool_secrets(spec: JobSpec) -> Mapping[str, SecretKey]:
@@ -42,12 +47,26 @@ def tool_secrets(spec: JobSpec) -> Mapping[str, SecretKey]:
 
 
 def tool_servers(spec: JobSpec) -> tuple[RemoteServer, ...]:
-    """Servers of tools outside the job."""
-    return tuple(
-        server_at(tool.mcp.url, f"spec.tools[{index}].mcp.url")
-        for index, tool in enumerate(spec.tools)
-        if tool.mcp is not None and tool.mcp.url is not None
-    )
+    """Servers of tools outside the job, each once."""
+    found: dict[tuple[str, int], RemoteServer] = {}
+    for index, tool in enumerate(spec.tools):
+        for address, field in _addresses(tool):
+            server = server_at(address, f"spec.tools[{index}].{field}")
+            found.setdefault((server.host, server.port), server)
+    return tuple(found.values())
+
+
+def _addresses(tool: Tool) -> Iterator[tuple[str, str]]:
+    """URLs of servers that a tool calls, and their fields."""
+    if tool.mcp is not None and tool.mcp.url is not None:
+        yield tool.mcp.url, "mcp.url"
+    if tool.http is not None:
+        if tool.http.base_url is not None:
+            yield tool.http.base_url, "http.baseUrl"
+        if tool.http.openapi_url is not None:
+            yield tool.http.openapi_url, "http.openapi"
+        for place, host in enumerate(tool.http.allow_hosts):
+            yield f"https://{host}", f"http.allowHosts[{place}]"
 
 
 def with_tool_secrets(component: Component, spec: JobSpec) -> Component:
@@ -61,10 +80,10 @@ def tool_entries(spec: JobSpec) -> tuple[ToolEntry, ...]:
         SecretText(variable=f"{SECRET_PREFIX}{number}", prefix=value.prefix)
         for number, (value, _) in enumerate(_references(spec))
     )
-    return tuple(_entry(tool, texts) for tool in spec.tools)
+    return tuple(_entry(tool, texts, spec.rollout.deadlines.tool) for tool in spec.tools)
 
 
-def _entry(tool: Tool, texts: Iterator[SecretText]) -> ToolEntry:
+def _entry(tool: Tool, texts: Iterator[SecretText], deadline: float) -> ToolEntry:
     return ToolEntry(
         name=tool.label,
         use=tool.use,
@@ -72,6 +91,7 @@ def _entry(tool: Tool, texts: Iterator[SecretText]) -> ToolEntry:
         config=tool.config,
         process=None if tool.process is None else ProcessEntry(memory_mb=tool.process.memory_mb),
         mcp=None if tool.mcp is None else _mcp(tool.mcp, texts),
+        http=None if tool.http is None else _http(tool.http, texts, deadline),
         tools=None if tool.tools is None else tuple(tool.tools),
     )
 
@@ -86,4 +106,32 @@ def _mcp(server: McpServer, texts: Iterator[SecretText]) -> McpEntry:
         secret_headers={name: next(texts) for name in server.secret_headers},
         per_episode=server.per_episode,
         concurrency=server.concurrency,
+    )
+
+
+def _http(server: HttpServer, texts: Iterator[SecretText], deadline: float) -> HttpEntry:
+    return HttpEntry(
+        openapi=server.openapi,
+        endpoints=tuple(map(_endpoint, server.endpoints or ())),
+        base_url=server.base_url,
+        headers=server.headers,
+        secret_headers={name: next(texts) for name in server.secret_headers},
+        session_header=server.session_header,
+        allow_hosts=tuple(server.allow_hosts),
+        private_networks=tuple(server.private_networks),
+        seconds=CALL_SHARE * deadline if server.timeout is None else server.timeout,
+        max_response_bytes=server.max_response_bytes,
+        concurrency=server.concurrency,
+    )
+
+
+def _endpoint(endpoint: HttpEndpoint) -> EndpointEntry:
+    in_path = endpoint.path_parameters
+    return EndpointEntry(
+        name=endpoint.name,
+        description=endpoint.description,
+        method=endpoint.method,
+        path=endpoint.path,
+        parameters={**{key: {"type": "string"} for key in in_path}, **endpoint.parameters},
+        required=tuple(dict.fromkeys([*in_path, *endpoint.required])),
     )

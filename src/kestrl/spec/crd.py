@@ -136,7 +136,15 @@ PLACED_RULES: Mapping[tuple[str, ...], tuple[dict[str, str], ...]] = {
         ),
     ),
     ("spec", "tools", "[]"): (
-        rule("has(self.use) != has(self.mcp)", "give either use or mcp, and one of them only"),
+        rule(
+            "(has(self.use) ? 1 : 0) + (has(self.mcp) ? 1 : 0) + (has(self.http) ? 1 : 0) == 1",
+            "give use, mcp or http, and one of them only",
+        ),
+        rule(
+            "!has(self.http) || has(self.http.openapi) != has(self.http.endpoints)",
+            "give either openapi or endpoints, and one of them only",
+            ".http",
+        ),
         rule(
             "!has(self.mcp) || has(self.mcp.command) != has(self.mcp.url)",
             "give either command or url, and one of them only",

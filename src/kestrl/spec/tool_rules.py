@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from kestrl.spec.job import JobSpec
 from kestrl.spec.problems import Problem
-from kestrl.spec.tools import McpServer, Tool
+from kestrl.spec.scalars import format_duration
+from kestrl.spec.tools import HttpServer, McpServer, Tool
+
+TWICE = "is also set without a secret; remove one of the two"
 
 
 def tool_problems(spec: JobSpec) -> Iterator[Problem]:
     """Problems of tools that can be found without loading them."""
-    named = (name for tool in spec.tools for name in tool.methods or tool.tools or [tool.label])
+    named = (name for tool in spec.tools for name in tool.names)
     for name, count in Counter(named).items():
         if count > 1:
             yield Problem("spec.tools", f"{count} tools are called {name!r}; the model could not tell them apart")
@@ -22,6 +25,9 @@ def tool_problems(spec: JobSpec) -> Iterator[Problem]:
         if tool.mcp is not None:
             yield from _server(tool, path)
             yield from _mcp(tool.mcp, f"{path}.mcp")
+        elif tool.http is not None:
+            yield from _server(tool, path)
+            yield from _http(tool.http, f"{path}.http", spec.rollout.deadlines.tool)
         elif tool.tools is not None:
             yield Problem(f"{path}.tools", "selects tools of a server; use `methods` for those of a class")
 
@@ -66,11 +72,33 @@ def _mcp(server: McpServer, path: str) -> Iterator[Problem]:
     for name, value in unused.items():
         if value:
             yield Problem(f"{path}.{name}", fix)
-    for plain, secret, name in (
-        (server.env, server.secret_env, "secretEnv"),
-        (server.headers, server.secret_headers, "secretHeaders"),
-    ):
-        folded = {key.lower() for key in plain} if name == "secretHeaders" else set(plain)
-        for key in secret:
-            if (key.lower() if name == "secretHeaders" else key) in folded:
-                yield Problem(f"{path}.{name}.{key}", "is also set without a secret; remove one of the two")
+    for key in server.secret_env:
+        if key in server.env:
+            yield Problem(f"{path}.secretEnv.{key}", TWICE)
+    yield from _headers(server.headers, server.secret_headers, path)
+
+
+def _headers(plain: Mapping[str, str], secret: Mapping[str, object], path: str) -> Iterator[Problem]:
+    folded = {key.lower() for key in plain}
+    for key in secret:
+        if key.lower() in folded:
+            yield Problem(f"{path}.secretHeaders.{key}", TWICE)
+
+
+def _http(server: HttpServer, path: str, deadline: float) -> Iterator[Problem]:
+    if (server.openapi is None) == (server.endpoints is None):
+        yield Problem(path, "give either `openapi` or `endpoints`, and one of them only")
+    elif server.base_url is None and server.openapi_url is None:
+        yield Problem(
+            f"{path}.baseUrl", "is missing; give the URL before the paths, such as https://api.example.com/v1"
+        )
+    if server.timeout is not None and server.timeout >= deadline:
+        yield Problem(
+            f"{path}.timeout",
+            f"is not below rollout.deadlines.tool ({format_duration(deadline)}); lower it or raise that",
+        )
+    yield from _headers(server.headers, server.secret_headers, path)
+    for index, endpoint in enumerate(server.endpoints or ()):
+        known = {*endpoint.parameters, *endpoint.path_parameters}
+        if unknown := sorted(set(endpoint.required) - known):
+            yield Problem(f"{path}.endpoints[{index}].required", f"there is no parameter {', '.join(unknown)}")

@@ -111,6 +111,42 @@ def test_the_tools_of_an_mcp_server_are_listed_and_their_rows_checked(project: P
     assert "an MCP server takes none" in printed
 
 
+@pytest.mark.parametrize(
+    ("server", "field"),
+    [
+        ({"mcp": {"url": "http://search.nowhere-here.svc:8080/mcp"}}, "mcp.url"),
+        ({"http": {"openapi": "http://search.nowhere-here.svc/openapi.json"}}, "http.openapi"),
+    ],
+)
+def test_a_server_of_a_cluster_is_a_warning_here(project: Project, server: dict[str, Any], field: str) -> None:
+    project.spec["tools"].append({"name": "search", **server})
+    project.rows[3]["tools"] = ["search"]
+    printed = project.valid()
+    assert f"spec.tools[1].{field}: search.nowhere-here.svc is a name of a cluster, which does not resolve" in printed
+    project.spec["tools"][0] = {"name": "b", "use": "mine:nosuch"}
+    assert "spec.tools[0].use: module 'mine' has no 'nosuch'" in project.refused()
+
+
+def test_operations_of_an_openapi_document_are_listed_and_their_rows_checked(project: Project) -> None:
+    look = {"operationId": "look", "parameters": [{"name": "word", "in": "query", "schema": {"type": "string"}}]}
+    document = {
+        "openapi": "3.1.0",
+        "paths": {"/look": {"get": look}, "/up": {"post": {"requestBody": {"content": {}}}}},
+    }
+    (project.folder / "shop.yaml").write_text(yaml.safe_dump(document))
+    server = {"openapi": "shop.yaml", "baseUrl": "http://shop.nowhere-here.svc/v1"}
+    project.spec["tools"] = [{"name": "shop", "http": server}]
+    printed = project.refused()
+    assert "spec.tools[0].http.openapi: the operation (POST /up) is not supported: its body is of no type" in printed
+    project.spec["tools"][0]["tools"] = ["look"]
+    assert project.valid() == "job.yaml: valid, 8 train scenarios, shop offers look\n"
+    project.rows[3]["tools"] = {"look": {"execute_kwargs": {"words": "a"}}}
+    project.rows[4]["tools"] = {"shop": {"create_kwargs": {"x": 1}}}
+    printed = project.refused()
+    assert "look: the row's execute_kwargs do not fit: it has no parameter words" in printed
+    assert "an HTTP server takes none" in printed
+
+
 def test_everything_that_a_job_names_and_does_not_exist(project: Project) -> None:
     project.spec |= {
         "tools": [{"name": "add", "use": "nosuch:f"}, {"name": "b", "use": "mine:nosuch"}],

@@ -9,7 +9,8 @@ import pytest
 from tests.unit.operator.rendering import of_kind, rendered
 
 from kestrl.errors import UserInputError
-from kestrl_operator.render.network import METADATA, selector
+from kestrl.plan.servers import METADATA
+from kestrl_operator.render.network import selector
 from kestrl_operator.state.cluster import HTTP_PORT
 
 DNS = {"ports": [{"port": 53, "protocol": "UDP"}, {"port": 53, "protocol": "TCP"}]}

@@ -28,6 +28,10 @@ MANIFEST: dict[str, Any] = {
         "rewards": [{"rule": "mine:reward"}],
     },
 }
+HTTP = "spec.tools[0].http"
+OPENAPI = "openapi: 'https://h/openapi.json'"
+ENDPOINT = "{name: a, description: A, path: /a}"
+REQUIRING = "{name: a, description: A, path: '/{b}', required: [c]}"
 SECRET_HEADER = "secretHeaders: {A: {secretRef: {name: n}, secretKey: K}}"
 
 
@@ -109,6 +113,28 @@ def test_a_missing_field_is_named() -> None:
         (
             [f"tools=[{{mcp: {{url: 'http://h', headers: {{a: b}}, {SECRET_HEADER}}}}}]"],
             "spec.tools[0].mcp.secretHeaders.A",
+        ),
+        (["tools=[{http: {}}]"], "spec.tools[0].http"),
+        (["tools=[{http: {openapi: a.yaml, baseUrl: 'http://h'}, mcp: {command: [a]}}]"], "spec.tools[0]"),
+        (["tools=[{http: {openapi: a.yaml}}]"], "spec.tools[0].http.baseUrl"),
+        ([f"tools=[{{http: {{endpoints: [{ENDPOINT}]}}}}]"], "spec.tools[0].http.baseUrl"),
+        ([f"tools=[{{http: {{{OPENAPI}, endpoints: [{ENDPOINT}]}}}}]"], "spec.tools[0].http"),
+        ([f"tools=[{{http: {{{OPENAPI}, timeout: 1h}}}}]"], "spec.tools[0].http.timeout"),
+        (
+            [f"tools=[{{http: {{{OPENAPI}, headers: {{a: b}}, {SECRET_HEADER}}}}}]"],
+            "spec.tools[0].http.secretHeaders.A",
+        ),
+        ([f"tools=[{{http: {{{OPENAPI}, allowHosts: ['https://h']}}}}]"], f"{HTTP}.allowHosts[0]"),
+        ([f"tools=[{{http: {{{OPENAPI}, privateNetworks: [10.0.0.1/8]}}}}]"], f"{HTTP}.privateNetworks[0]"),
+        ([f"tools=[{{http: {{{OPENAPI}}}, config: {{x: 1}}}}]"], "spec.tools[0].config"),
+        (
+            ["tools=[{http: {baseUrl: 'http://h', endpoints: [{name: a, description: A, path: a}]}}]"],
+            "spec.tools[0].http.endpoints[0].path",
+        ),
+        ([f"tools=[{{http: {{baseUrl: 'http://h', endpoints: [{ENDPOINT}, {ENDPOINT}]}}}}]"], "spec.tools"),
+        (
+            [f"tools=[{{http: {{baseUrl: 'http://h', endpoints: [{REQUIRING}]}}}}]"],
+            "spec.tools[0].http.endpoints[0].required",
         ),
         (["agent.loop=toolagent"], "spec.agent.loop"),
         (["agent.config={depth: 2}"], "spec.agent.config"),

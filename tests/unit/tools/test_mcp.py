@@ -21,7 +21,7 @@ from kestrl.plan.settings import McpEntry, SecretText, ToolEntry
 from kestrl.testing.tool_provider import check_tool_provider
 from kestrl.tools.provider import NO_KWARGS, ToolProvider
 from kestrl_tools.catalogue import load_tools, provider_of, providers_of, stop_all
-from kestrl_tools.mcp.definitions import MAX_DESCRIPTION
+from kestrl_tools.servers import MAX_DESCRIPTION
 from kestrl_tools.tool_threads import ToolThreads
 
 SAMPLE = Path(__file__).with_name("mcp_sample.py")

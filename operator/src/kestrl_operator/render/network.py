@@ -8,7 +8,7 @@ from typing import Any
 from kestrl.errors import UserInputError
 from kestrl.plan.components import Role
 from kestrl.plan.judges import judge_servers, uses_own_engines
-from kestrl.plan.servers import RemoteServer
+from kestrl.plan.servers import METADATA, RemoteServer
 from kestrl.plan.tools import tool_servers
 from kestrl.spec import JobSpec
 from kestrl_operator.state.cluster import GRPC_PORT, HTTP_PORT, METRICS_PORT, workload
@@ -27,8 +27,6 @@ CALLERS: dict[Role, tuple[Role, ...]] = {
 EGRESS_ROLES = frozenset({Role.INFERENCE, Role.LEARNER, Role.ROLLOUT})
 """Roles that may resolve names and leave the cluster: for object storage, models, adapters and checkpoints. Tools may
 not: a DNS query can leak a secret like any other message."""
-METADATA = ("169.254.0.0/16", "100.100.100.200/32", "168.63.129.16/32")
-"""Metadata services, with which clouds give a node its identity and credentials: most clouds, Alibaba's, Azure's."""
 OPERATOR = {"app.kubernetes.io/name": "kestrl-operator"}
 
 

@@ -12,6 +12,7 @@ from kestrl.plan.settings import ToolEntry
 from kestrl.tools import SandboxInUse, ToolError, ToolSchema
 from kestrl.tools.provider import ToolDefinition, ToolProvider, digest
 from kestrl_tools.execution import guarded
+from kestrl_tools.http.provider import HttpProvider
 from kestrl_tools.process.provider import ProcessProvider
 from kestrl_tools.python_provider import PythonProvider, python_provider
 from kestrl_tools.tool_threads import ToolThreads
@@ -51,13 +52,19 @@ def provider_of(entry: ToolEntry, field: str, threads: ToolThreads, *, folder: s
         from kestrl_tools.mcp.provider import McpProvider  # its SDK takes a second to import
 
         return McpProvider(entry, entry.mcp, folder)
+    if entry.http is not None:
+        return HttpProvider(entry, entry.http, folder)
     if entry.process is not None:
         return ProcessProvider(entry, field, folder)
     return python_provider(entry, field, threads)
 
 
 async def load_tools(
-    entries: Sequence[ToolEntry], threads: ToolThreads, *, folder: str | None = None
+    entries: Sequence[ToolEntry],
+    threads: ToolThreads,
+    *,
+    folder: str | None = None,
+    fields: Sequence[str] | None = None,
 ) -> dict[str, Tool]:
     """Lists the tools of every provider, by name in manifest order; `stop_all` ends the providers.
 
@@ -65,6 +72,7 @@ async def load_tools(
         entries: Entries of the manifest.
         threads: As in `provider_of`.
         folder: As in `provider_of`.
+        fields: Place of each entry in the manifest; None if they are all of `spec.tools`.
 
     Raises:
         UserInputError: Tools cannot be used; one line each with the field and the fix. No provider is left running.
@@ -72,10 +80,10 @@ async def load_tools(
     tools: dict[str, Tool] = {}
     taken_names: set[str] = set()
     problems: list[str] = []
-    loaded = [(entry, f"spec.tools[{index}]") for index, entry in enumerate(entries)]
+    places = fields or [f"spec.tools[{index}]" for index in range(len(entries))]
     providers: list[ToolProvider] = []
     try:
-        for entry, field in loaded:
+        for entry, field in zip(entries, places, strict=True):
             try:
                 provider = provider_of(entry, field, threads, folder=folder)
                 providers.append(provider)

@@ -1,10 +1,13 @@
 """`python -m kestrl_tools.check`: checks that the job's tools can be loaded and that the rows fit them, and reports
 the tools' definitions.
+
+A server of a cluster, whose name does not resolve on this machine, is not contacted: it is a warning.
 """
 
 from __future__ import annotations
 
 import asyncio
+import socket
 import sys
 from collections.abc import Iterator, Mapping
 from itertools import islice
@@ -14,7 +17,8 @@ from typing import Any
 from kestrl.checking import ToolsCheck, run_check
 from kestrl.data.rows import read_rows
 from kestrl.errors import ToolFailure
-from kestrl.plan.settings import DataSettings
+from kestrl.plan.servers import is_cluster_name, server_at
+from kestrl.plan.settings import DataSettings, ToolEntry
 from kestrl_tools.catalogue import Tool
 from kestrl_tools.lifecycle import loaded
 from kestrl_tools.rows import check_row
@@ -36,8 +40,38 @@ def check(settings: ToolsCheck) -> dict[str, Any]:
 
 async def _check(settings: ToolsCheck) -> dict[str, Any]:
     folder = next(iter(settings.tools.python_path), None)
-    async with loaded(settings.tools.tools, ToolThreads(), folder=folder) as tools:
-        return _found(settings, tools)
+    entries = list(enumerate(settings.tools.tools))
+    away = {index: place for index, entry in entries if (place := await asyncio.to_thread(unresolved, entry))}
+    fields = [f"spec.tools[{index}]" for index, _ in entries if index not in away]
+    present = [entry for index, entry in entries if index not in away]
+    async with loaded(present, ToolThreads(), folder=folder, fields=fields) as tools:
+        return {
+            **_found(settings, tools),
+            "away": [settings.tools.tools[index].name for index in away],
+            "warnings": [
+                f"spec.tools[{index}].{field}: {host} is a name of a cluster, which does not resolve here: its tools, "
+                "and what rows say of them, are not checked"
+                for index, (field, host) in away.items()
+            ],
+        }
+
+
+def unresolved(entry: ToolEntry) -> tuple[str, str] | None:
+    """Field and host of a server that would be asked for its tools, if its name is a cluster's and not known here."""
+    if entry.mcp is not None and entry.mcp.url is not None:
+        field, url = "mcp.url", entry.mcp.url
+    elif entry.http is not None and "://" in (entry.http.openapi or ""):
+        field, url = "http.openapi", entry.http.openapi or ""
+    else:
+        return None
+    server = server_at(url, field)
+    if not is_cluster_name(server.host):
+        return None
+    try:
+        socket.getaddrinfo(server.host, server.port)
+    except OSError:
+        return field, server.host
+    return None
 
 
 def _found(settings: ToolsCheck, tools: Mapping[str, Tool]) -> dict[str, Any]:

@@ -16,14 +16,18 @@ from kestrl_tools.tool_threads import ToolThreads
 
 @asynccontextmanager
 async def loaded(
-    entries: Sequence[ToolEntry], threads: ToolThreads, *, folder: str | None = None
+    entries: Sequence[ToolEntry],
+    threads: ToolThreads,
+    *,
+    folder: str | None = None,
+    fields: Sequence[str] | None = None,
 ) -> AsyncGenerator[Mapping[str, Tool]]:
-    """The tools of the job; their providers are stopped at the end.
+    """The tools of the job; their providers are stopped at the end. Arguments are as in `load_tools`.
 
     Raises:
         UserInputError: A tool cannot be used; the message has the field and the fix.
     """
-    tools = await load_tools(entries, threads, folder=folder)
+    tools = await load_tools(entries, threads, folder=folder, fields=fields)
     try:
         yield tools
     finally:

@@ -1,5 +1,5 @@
 """Tools of MCP servers: `provider` is the ToolProvider, `connection` keeps a connection, `stdio` runs a program,
-`definitions` checks and pins what a server lists, `results` converts what a call returns.
+`results` converts what a call returns. `kestrl_tools.servers` checks and pins what a server lists.
 
 The SDK (`mcp`) takes a second to import, so that only `connection`, `stdio` and `results` import it, and only a job
 with a server loads them.

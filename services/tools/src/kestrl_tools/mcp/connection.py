@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from importlib.metadata import version
@@ -18,11 +17,11 @@ from mcp.shared._httpx_utils import create_mcp_http_client
 from mcp.shared.exceptions import MCPError
 from pydantic import ValidationError
 
-from kestrl.errors import KestrlError, ToolFailure, UserInputError, described, text_of
-from kestrl.plan.settings import McpEntry, SecretText
+from kestrl.errors import KestrlError, ToolFailure, described, text_of
+from kestrl.plan.settings import McpEntry
 from kestrl.tools import ToolError
-from kestrl_tools.mcp.definitions import MAX_TOOLS, Listed
 from kestrl_tools.mcp.stdio import Program, stdio_transport
+from kestrl_tools.servers import MAX_TOOLS, Listed, ServerUnavailable, secret_text
 
 log = logging.getLogger(__name__)
 CONNECT_SECONDS = 30.0
@@ -35,13 +34,6 @@ LOST = frozenset({types.CONNECTION_CLOSED, types.REQUEST_TIMEOUT})
 """Error codes of the SDK for a lost connection."""
 SESSION_GONE = "Session terminated"
 """Message of the SDK when an HTTP server no longer knows the session, as after its restart."""
-
-
-class ServerUnavailable(KestrlError):
-    """The server cannot be reached, or ended during a call: an error of the infrastructure. A retry may succeed."""
-
-    code = "tool_server_unavailable"
-    retryable = True
 
 
 def leaf_of(error: BaseException) -> BaseException:
@@ -172,12 +164,15 @@ class Connection:
     async def _transport(self) -> AsyncGenerator[TransportStreams]:
         entry = self._entry
         if entry.url is None:
-            variables = {**entry.env, **{name: secret_text(text) for name, text in entry.secret_env.items()}}
+            variables = {**entry.env, **{name: secret_text("mcp", text) for name, text in entry.secret_env.items()}}
             self._program = Program.start(self._name, entry.command, variables, self._folder)
             async with stdio_transport(self._program) as streams:
                 yield streams
         else:
-            headers = {**entry.headers, **{name: secret_text(text) for name, text in entry.secret_headers.items()}}
+            headers = {
+                **entry.headers,
+                **{name: secret_text("mcp", text) for name, text in entry.secret_headers.items()},
+            }
             async with (
                 create_mcp_http_client(headers=headers) as client,
                 streamable_http_client(entry.url, http_client=client) as streams,
@@ -201,18 +196,6 @@ def _retrieved(work: asyncio.Task[Any]) -> None:
     """Retrieves an exception that callers may not wait for, so that asyncio does not report it."""
     if not work.cancelled():
         work.exception()
-
-
-def secret_text(text: SecretText) -> str:
-    """A text with the entry of a secret.
-
-    Raises:
-        UserInputError: The variable of the entry is not set.
-    """
-    value = os.environ.get(text.variable)
-    if value is None:
-        raise UserInputError(f"mcp: {text.variable} is not set, which holds an entry of a secret of the manifest")
-    return text.prefix + value
 
 
 class Reconnecting:

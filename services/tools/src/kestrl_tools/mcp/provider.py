@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from kestrl.errors import ToolFailure, UserInputError
 from kestrl.plan.settings import McpEntry, ToolEntry
 from kestrl.tools.provider import Kwargs, ProviderSession, ToolDefinition, kwargs_failure
-from kestrl_tools.mcp.connection import Connection, Reconnecting, ServerUnavailable
-from kestrl_tools.mcp.definitions import definitions, differences
+from kestrl_tools.mcp.connection import Connection, Reconnecting
 from kestrl_tools.mcp.results import result_of
+from kestrl_tools.servers import ServerUnavailable, definitions, differences
 
 
 class McpProvider:
@@ -78,7 +78,7 @@ class McpProvider:
         """Pins the tools of the first connection, and compares those of a later one."""
         listed = await connection.list_tools()
         try:
-            found = definitions(self.name, listed, self._wanted)
+            found = definitions("mcp", self.name, listed, self._wanted)
         except UserInputError:
             if not self._tools:
                 raise

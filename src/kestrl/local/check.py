@@ -7,12 +7,13 @@ cannot run. User code, tokenizer and template are checked by the services that u
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from kestrl.checking import Report, RolloutCheck, ToolsCheck, ask
 from kestrl.data import locate_data
@@ -26,6 +27,8 @@ from kestrl.plan.planning import plan
 from kestrl.plan.settings import DataSettings, JudgeSettings, Model, RolloutSettings, ToolsSettings
 from kestrl.plan.site import Endpoint, Site
 from kestrl.spec import AgentRLJob
+from kestrl.spec.adapter_rules import expert_problems
+from kestrl.spec.problems import Problem
 from kestrl.uris import LOCAL_SCHEMES, scheme_of
 
 LOAD_SECONDS = 120.0
@@ -132,7 +135,11 @@ class _Check:
 
     def _model(self) -> str | None:
         uri = self._job.spec.model.base
-        return None if self._away(uri, "spec.model.base") else locate_model(uri, base=self._base)
+        if self._away(uri, "spec.model.base"):
+            return None
+        model = locate_model(uri, base=self._base)
+        self._found.problems += [str(problem) for problem in _experts(model)]
+        return model
 
     def _template(self) -> str | None:
         given = self._job.spec.agent.template
@@ -259,6 +266,16 @@ class _Check:
                 f"spec.data.train: {len(rows) - skipped} usable rows x {spec.schedule.epochs} epochs do not fill one "
                 f"step of {wanted} groups; lower spec.algorithm.groupsPerStep, or give more rows"
             )
+
+
+def _experts(model: str) -> Iterator[Problem]:
+    """Problems of a mixture of experts in a folder; those of a Hugging Face id are found when it is loaded."""
+    try:
+        config: Any = json.loads((Path(model) / "config.json").read_bytes())
+    except (OSError, ValueError):  # not a folder, or reported by what loads the model
+        return
+    if isinstance(config, dict):
+        yield from expert_problems(cast("dict[str, Any]", config), model)
 
 
 def _read(file: DataSettings) -> Sequence[DataRow]:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from itertools import pairwise
 
 from kestrl.errors import Boundary
+from kestrl.spec.adapter_rules import target_problems
 from kestrl.spec.job import FailureRule, JobSpec
 from kestrl.spec.judge_rules import judge_problems
 from kestrl.spec.problems import Problem
@@ -90,13 +91,7 @@ def rank_fits_the_engine(spec: JobSpec) -> Iterator[Problem]:
 
 
 def adapter_can_be_proved(spec: JobSpec) -> Iterator[Problem]:
-    targets = spec.model.adapter.targets
-    if isinstance(targets, list) and any(target.rpartition(".")[2] == "lm_head" for target in targets):
-        yield Problem(
-            "spec.model.adapter.targets",
-            "lm_head is not applied by vLLM when it computes prompt log-probs, so no version could be verified; "
-            "remove it",
-        )
+    yield from target_problems(spec.model.adapter)
 
 
 def tokens_fit_the_context(spec: JobSpec) -> Iterator[Problem]:

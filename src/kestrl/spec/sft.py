@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, ValidationError, model_validator
 
+from kestrl.spec.adapter_rules import target_problems
 from kestrl.spec.algorithms import LearningRateScheduleName
 from kestrl.spec.job import Metadata, ModelSpec, Storage
 from kestrl.spec.load import ProblemsError, explain, read_document, with_overrides
@@ -119,9 +120,12 @@ def parse_sft_job(document: Any) -> SFTJob:
     if not isinstance(document, dict):
         raise ProblemsError([Problem("manifest", f"must be an object, is {type(document).__name__}")])
     try:
-        return SFTJob.model_validate(document)
+        job = SFTJob.model_validate(document)
     except ValidationError as error:
         raise ProblemsError(list(dict.fromkeys(explain(item, SFTJob) for item in error.errors()))) from error
+    if problems := list(target_problems(job.spec.model.adapter)):
+        raise ProblemsError(problems)
+    return job
 
 
 def read_sft_job(path: Path, overrides: tuple[str, ...] = ()) -> SFTJob:

@@ -97,6 +97,10 @@ def test_a_bad_field_ends_every_command_alike(tmp_path: Path, manifest: dict[str
         ("data.train.uri=none.jsonl", "spec.data.train.uri: "),
         ("agent.template.uri=none.jinja", "spec.agent.template.uri: "),
         ("model.adapter.rank=1024", "spec.model.adapter.rank: 1024 is above the engine's limit of 512"),
+        (
+            "model.adapter.targets=[q_proj, embed_tokens]",
+            "spec.model.adapter.targets: embed_tokens is an embedding; engines serve adapters of linear layers only",
+        ),
         ("model.adapter.targets=[q_proj, lm_head]", "spec.model.adapter.targets: lm_head is not applied by vLLM"),
     ],
 )

@@ -17,13 +17,16 @@ from typing import Any
 
 import torch
 from peft import LoraConfig, get_peft_model
+from peft.tuners.lora import LoraLayer
 from peft.utils import get_peft_model_state_dict, set_peft_model_state_dict
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.pytorch_utils import Conv1D
 
 from kestrl.errors import UserInputError
+from kestrl.spec.adapter_rules import TARGETS, expert_problems, unserved
 from kestrl_learner.batch import TrainGroup, TrainRow, cut
 from kestrl_learner.head import token_logprobs
 from kestrl_learner.sharding import shard_layers
@@ -71,6 +74,7 @@ class PolicyModel:
         self.device = torch.device(device)
         try:
             config = AutoConfig.from_pretrained(path)
+            _refuse_experts(config, path)
             base = self._load_base(path, config, getattr(torch, dtype))
         except (OSError, ValueError) as error:
             raise UserInputError(f"spec.model.base: {path} cannot be loaded: {error}") from error
@@ -88,6 +92,7 @@ class PolicyModel:
             self.peft: Any = get_peft_model(base, self.config)
         except ValueError as error:
             raise UserInputError(f"spec.model.adapter.targets: {error}") from error
+        self._refuse_other_layers()
         self._body: nn.Module = getattr(base, base.base_model_prefix)
         if mesh is not None:
             shard_layers(base, self._body, mesh)
@@ -106,6 +111,15 @@ class PolicyModel:
     def _load_base(self, path: str, config: Any, dtype: torch.dtype) -> Any:
         """The base model of transformers with its weights."""
         return AutoModelForCausalLM.from_pretrained(path, dtype=dtype, config=config)
+
+    def _refuse_other_layers(self) -> None:
+        """Raises UserInputError if a module with an adapter is not linear."""
+        for name, module in self.peft.named_modules():
+            if isinstance(module, LoraLayer) and not isinstance(module.get_base_layer(), nn.Linear | Conv1D):
+                kind = type(module.get_base_layer()).__name__
+                raise UserInputError(
+                    f"{TARGETS}: {unserved(name.removeprefix('base_model.model.'), f'a layer {kind}')}"
+                )
 
     def _checkpoint_layers(self) -> None:
         self.peft.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -292,6 +306,11 @@ class PolicyModel:
                     logits = self.peft(input_ids=ids).logits
             scores = torch.log_softmax(logits[0, :-1].float(), dim=-1).gather(-1, ids[0, 1:, None])[:, 0]
         return [float(score) for score in scores]
+
+
+def _refuse_experts(config: Any, path: str) -> None:
+    for problem in expert_problems(config.to_dict(), path):
+        raise UserInputError(str(problem))
 
 
 def merge(model: str, adapter: Path, out: Path) -> None:

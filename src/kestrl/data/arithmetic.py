@@ -20,7 +20,7 @@ from kestrl.errors import UserInputError
 SOURCE = "kestrl/arithmetic"
 SPLITS = ("train", "validation")
 TRANSCRIPTS = "transcripts"
-WORDS = {"plus": "+", "minus": "-", "times": "*"}
+OPERATORS = "+-*"
 LARGEST = 99
 """Largest operand; the smallest is 2."""
 HELD_OUT = 5
@@ -31,45 +31,38 @@ MAX_REPEATED = 200
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Numbers and the words between them."""
+    """Numbers and the operators between them."""
 
     operands: tuple[int, ...]
     operators: tuple[str, ...]
-    """Keys of `WORDS`, one fewer than operands."""
+    """One fewer than operands."""
 
     @property
     def question(self) -> str:
-        return f"What is {self._joined({word: f' {word} ' for word in WORDS})}?"
+        return f"What is {self.expression}?"
 
     @property
     def expression(self) -> str:
-        """The problem in Python, such as 12*34-5."""
-        return self._joined(WORDS)
+        """The problem in Python, such as 12 * 34 - 5."""
+        rest = zip(self.operators, self.operands[1:], strict=True)
+        return str(self.operands[0]) + "".join(f" {operator} {number}" for operator, number in rest)
 
     @property
     def answer(self) -> int:
         """The value: products before sums, as in Python."""
-        return _value(self.operands, self.operators)
-
-    def _joined(self, symbols: dict[str, str]) -> str:
-        rest = zip(self.operators, self.operands[1:], strict=True)
-        return str(self.operands[0]) + "".join(f"{symbols[word]}{number}" for word, number in rest)
-
-
-def _value(operands: tuple[int, ...], operators: tuple[str, ...]) -> int:
-    terms = [operands[0]]
-    for word, number in zip(operators, operands[1:], strict=True):
-        if word == "times":
-            terms[-1] *= number
-        else:
-            terms.append(number if word == "plus" else -number)
-    return sum(terms)
+        terms = [self.operands[0]]
+        for operator, number in zip(self.operators, self.operands[1:], strict=True):
+            if operator == "*":
+                terms[-1] *= number
+            else:
+                terms.append(number if operator == "+" else -number)
+        return sum(terms)
 
 
 def _drawn(rng: random.Random) -> Problem:
     count = rng.randint(2, 3)
     operands = tuple(rng.randint(2, LARGEST) for _ in range(count))
-    return Problem(operands, tuple(rng.choice(tuple(WORDS)) for _ in range(count - 1)))
+    return Problem(operands, tuple(rng.choice(OPERATORS) for _ in range(count - 1)))
 
 
 def problems(split: str, *, seed: int, size: int) -> Iterator[Problem]:
@@ -156,8 +149,8 @@ def _transcript(question: str, calculated: Problem) -> dict[str, Any]:
 def _mistaken(problem: Problem, rng: random.Random) -> Problem:
     """The problem with one other operator."""
     place = rng.randrange(len(problem.operators))
-    others = [word for word in WORDS if word != problem.operators[place]]
-    changed = (*problem.operators[:place], rng.choice(others), *problem.operators[place + 1 :])
+    other = rng.choice(OPERATORS.replace(problem.operators[place], ""))
+    changed = (*problem.operators[:place], other, *problem.operators[place + 1 :])
     return Problem(problem.operands, changed)
 
 

@@ -35,11 +35,10 @@ def printed_by(code: str) -> str:
     return str(eval(code.removeprefix("print(").removesuffix(")")))
 
 
-def test_answers_are_pythons_and_questions_name_the_same_problem() -> None:
+def test_answers_are_pythons_and_questions_name_the_problem() -> None:
     for problem in problems("train", seed=7, size=500):
         assert eval(problem.expression) == problem.answer
-        words = problem.question.removeprefix("What is ").removesuffix("?").split(" ")
-        assert "".join(arithmetic.WORDS.get(word, word) for word in words) == problem.expression
+        assert problem.question == f"What is {problem.expression}?"
 
 
 def test_splits_of_all_seeds_share_no_problem_and_a_size_changes_no_row() -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -13,11 +15,14 @@ from rich.console import Console
 
 from kestrl.cli.options import DEFAULT_RUNS, RunId, Runs
 from kestrl.cli.runs import run_store
+from kestrl.cli.sft import SETTINGS
 from kestrl.data.locate import locate_model
 from kestrl.errors import StorageError, UserInputError
 from kestrl.local.rundir import find_run
 from kestrl.plan.components import TORCH_DEFAULTS
-from kestrl.storage import ObjectStore, adapter_folders, fetch_adapter, read_manifest
+from kestrl.plan.settings import read_settings
+from kestrl.plan.sft import SFTSettings
+from kestrl.storage import ObjectStore, adapter_folders, fetch_adapter, open_store, read_manifest
 
 console = Console()
 BASE = "base"
@@ -37,6 +42,28 @@ def choose_adapter(store: ObjectStore, step: int | None) -> str:
     return max(chosen, key=lambda folder: read_manifest(store, folder).step)
 
 
+@dataclass(frozen=True, slots=True)
+class _Trained:
+    """A run whose adapters are exported."""
+
+    store: ObjectStore
+    base_model: Callable[[], str]
+    """Folder or Hugging Face id of the model below the adapters; raises UserInputError if there is none."""
+
+
+def _trained(runs: Path, run_id: str | None) -> _Trained:
+    """The run of a job, or of `kestrl sft`.
+
+    Raises:
+        UserInputError: There is no such run, or its files are damaged.
+    """
+    if run_id is not None and (settings := runs / run_id / SETTINGS).is_file():
+        made = read_settings(SFTSettings, settings)
+        return _Trained(open_store(made.storage), lambda: made.model)
+    run = find_run(runs, run_id)
+    return _Trained(run_store(run), lambda: locate_model(run.job().spec.model.base, base=run.manifest_dir))
+
+
 def export(
     out: Annotated[Path, typer.Option("--out", help="Folder to create; it must not exist yet.")],
     run_id: RunId = None,
@@ -44,18 +71,21 @@ def export(
     merge: Annotated[bool, typer.Option("--merge", help="Merge the adapter into the base model.")] = False,
     runs: Runs = DEFAULT_RUNS,
 ) -> None:
-    """Export an adapter of a run with every digest verified, or the merged model with --merge."""
+    """Export an adapter of a run with every digest verified, or the merged model with --merge.
+
+    A run of `kestrl sft` is named by its folder, NAME-sft.
+    """
     if out.exists():
         raise UserInputError(f"--out: {out} exists already; name a new folder")
-    run = find_run(runs, run_id)
-    store = run_store(run)
+    trained = _trained(runs, run_id)
+    store = trained.store
     folder = choose_adapter(store, step)
     if not merge:
         out.parent.mkdir(parents=True, exist_ok=True)
         manifest = fetch_adapter(store, out, folder)
         console.print(f"{manifest.policy.name} -> {out}", soft_wrap=True, markup=False)
         return
-    model = locate_model(run.job().spec.model.base, base=run.manifest_dir)
+    model = trained.base_model()
     scratch = out.with_name(out.name + ".adapter")
     manifest = fetch_adapter(store, scratch, folder)
     # Merging needs torch, which only the learner depends on; it runs as a separate program.

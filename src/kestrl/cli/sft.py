@@ -21,6 +21,8 @@ from kestrl.spec.sft import Conversations, SFTJob, read_sft_job
 from kestrl.storage import open_store
 from kestrl.storage.layout import SUMMARY
 
+SETTINGS = "settings.json"
+"""File of an SFT run's folder; the run of a job has none of this name there."""
 SFTManifest = Annotated[Path, typer.Argument(help="The SFTJob manifest.", show_default=False)]
 
 
@@ -88,13 +90,13 @@ def _train(manifest: Path, overrides: tuple[str, ...], runs: Path) -> tuple[int,
     settings = located(job, base=manifest.resolve().parent, folder=folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        write_atomic(folder / "settings.json", settings.model_dump_json(indent=2))
+        write_atomic(folder / SETTINGS, settings.model_dump_json(indent=2))
     except OSError as error:
         raise UserInputError(
             f"{folder}: cannot be made: {error.strerror}; choose another folder with --runs"
         ) from error
     # Training needs torch, which only the learner depends on; it runs as a separate program.
-    command = [sys.executable, "-m", "kestrl_learner.sft", "--settings", str(folder / "settings.json")]
+    command = [sys.executable, "-m", "kestrl_learner.sft", "--settings", str(folder / SETTINGS)]
     process = subprocess.Popen(command, env={**TORCH_DEFAULTS, **os.environ})  # noqa: S603 - our own module
     while True:
         try:

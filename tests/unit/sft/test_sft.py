@@ -20,6 +20,7 @@ from kestrl.errors import UserInputError
 from kestrl.plan.settings import read_settings
 from kestrl.plan.sft import SFTSettings
 from kestrl.storage import fetch_adapter, open_store
+from kestrl.storage.adapters import WEIGHTS
 from kestrl_email.demonstrations import GOOD, demonstrations
 from kestrl_email.model_path import tiny
 from kestrl_email.transcripts import SCHEMAS
@@ -145,7 +146,10 @@ def test_the_command_learns_and_rl_can_start_from_its_adapter(tmp_path: Path) ->
     assert after < before, (before, after)
     first = json.loads(store.get("metrics/000001.json"))
     assert first["learned_tokens"] < first["tokens"]
+    exported = ["export", "warm-up-sft", "--runs", str(tmp_path / "runs"), "--out", str(tmp_path / "exported")]
+    assert CliRunner().invoke(app, exported, catch_exceptions=False).exit_code == 0
     fetched = fetch_adapter(open_store(summary["policy"]["uri"]), tmp_path / "adapter")
+    assert (tmp_path / "exported" / WEIGHTS).read_bytes() == (tmp_path / "adapter" / WEIGHTS).read_bytes()
     model = PolicyModel(str(tiny()), dtype="float32", rank=4, alpha=8.0, targets="all-linear", seed=1)
     adapters.load_from(model, summary["policy"]["uri"])
     ids = fetched.probe.token_ids

@@ -105,7 +105,10 @@ def test_enough_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("isolation", "code"), [("namespaces", 0), ("kernel", 2)])
-def test_the_sandbox_of_a_code_interpreter_is_reported(tmp_path: Path, isolation: str, code: int) -> None:
+def test_the_sandbox_of_a_code_interpreter_is_reported(
+    monkeypatch: pytest.MonkeyPatch, isolation: str, code: int
+) -> None:
+    monkeypatch.setenv("PATH", "")  # so that no runsc offers a kernel
     tool = (
         f"[{{name: code_interpreter, use: 'kestrl_sandbox.tool:CodeInterpreter', config: {{isolation: {isolation}}}}}]"
     )

@@ -77,19 +77,21 @@ def test_the_command_reports_a_breach(monkeypatch: pytest.MonkeyPatch) -> None:
 
 async def test_every_back_end_reports_what_it_isolates_or_why_it_cannot() -> None:
     found = await available()
-    assert list(found) == ["zygote", "bwrap"]
+    assert list(found) == ["zygote", "bwrap", "runsc"]
     assert isinstance(found["zygote"], Capabilities)
     assert all(item if isinstance(item, str) else item.mechanisms for item in found.values())
 
 
-async def test_less_isolation_than_asked_for_is_refused() -> None:
+async def test_less_isolation_than_asked_for_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
     with pytest.raises(UserInputError, match="zygote: isolates by namespaces, and at least kernel") as refused:
         await open_sandbox(least=Isolation.KERNEL)
     assert "bwrap: isolates by namespaces" in str(refused.value)
+    assert "runsc: there is no runsc" in str(refused.value)
 
 
 async def test_an_unknown_back_end_is_refused() -> None:
-    with pytest.raises(UserInputError, match=r"backend: there is no 'docker'; there are auto, zygote, bwrap"):
+    with pytest.raises(UserInputError, match=r"backend: there is no 'docker'; there are auto, zygote, bwrap, runsc"):
         await open_sandbox(backend="docker")
 
 

@@ -113,7 +113,10 @@ async def test_a_failure_of_the_sandbox_fails_the_episode_and_may_be_retried(mon
         ({"memory_mb": 1}, "memory_mb: must be at least 16"),
     ],
 )
-async def test_a_config_that_cannot_be_served_ends_the_start(config: dict[str, Any], message: str) -> None:
+async def test_a_config_that_cannot_be_served_ends_the_start(
+    config: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", "")  # so that no runsc offers a kernel
     settings = ToolsSettings(
         component="tools-0",
         job="job",

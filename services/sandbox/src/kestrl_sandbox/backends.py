@@ -9,12 +9,14 @@ from kestrl_sandbox.bwrap import Bubblewrap
 from kestrl_sandbox.config import PoolConfig
 from kestrl_sandbox.contract import STRENGTH, Capabilities, Isolation, SandboxFailure
 from kestrl_sandbox.pool import Backend, SandboxPool
+from kestrl_sandbox.runsc import Runsc
 from kestrl_sandbox.zygote import Zygote
 
 Start = Callable[[PoolConfig], Awaitable[Backend]]
 BACKENDS: Mapping[str, tuple[Start, Isolation]] = {
     "zygote": (Zygote.start, Isolation.NAMESPACES),
     "bwrap": (Bubblewrap.start, Isolation.NAMESPACES),
+    "runsc": (Runsc.start, Isolation.KERNEL),
 }
 """Back-ends in the order of choice: the fastest first."""
 AUTO = "auto"
@@ -49,7 +51,7 @@ async def open_sandbox(
     raise UserInputError(
         "no code sandbox works on this node:\n"
         + "\n".join(f"  {reason}" for reason in reasons)
-        + "\nUser namespaces are needed; docs/sandbox.md says how a node or a pod allows them."
+        + "\ndocs/sandbox.md says what a node or a pod has to offer."
     )
 
 

@@ -53,6 +53,8 @@ class Bubblewrap:
     def __init__(self, config: PoolConfig, program: str, cgroups: Cgroups | None, no_cgroup: str) -> None:
         self._config, self._program, self._cgroups = config, program, cgroups
         self._processes: dict[int, tuple[subprocess.Popen[bytes], SlotCgroup | None]] = {}
+        self._unused: set[int] = set()
+        """Slots that nobody waits for any more: only their cgroups are removed, since others are still asked."""
         self._number = 0
         memory = f"cgroup v{cgroups.version}" if cgroups else f"watched every 0.1 s ({no_cgroup})"
         self._mechanisms = {
@@ -118,6 +120,7 @@ class Bubblewrap:
             slot, greeting = await handshake(number, ours, cgroup_of, seconds=START_SECONDS, single_use=True)
         except SandboxFailure as error:
             process.kill()
+            self._unused.add(number)
             _, reason = await asyncio.to_thread(process.communicate)
             text = reason.decode(errors="replace").strip()[-500:]
             raise SandboxFailure(f"{error}: {text}", code="sandbox_unavailable") from error
@@ -133,6 +136,8 @@ class Bubblewrap:
             "processes": self._config.processes,
             "open_files": self._config.open_files,
             "watch_memory": self._cgroups is None,
+            "watch_processes": False,
+            "own_user": False,
         }
         program = f"import sys; sys.path.insert(0, {HOME!r}); from kestrl_sandbox.inside.alone import main; main()"
         # No limit of processes binds root. Nobody has to be able to walk to the interpreter: not to one below /root.
@@ -161,18 +166,22 @@ class Bubblewrap:
         entry = self._processes.get(slot.number)
         if entry is not None:
             entry[0].kill()
+            self._unused.add(slot.number)
         self._reap()
 
     def _reap(self) -> None:
-        for number, (process, cgroup) in list(self._processes.items()):
+        for number in list(self._unused):
+            process, cgroup = self._processes[number]
             if process.poll() is not None and (cgroup is None or cgroup.close()):
                 if process.stderr is not None:
                     process.stderr.close()
                 del self._processes[number]
+                self._unused.discard(number)
 
     async def close(self) -> None:
         for process, _ in self._processes.values():
             process.kill()
+        self._unused |= self._processes.keys()
         deadline = time.monotonic() + CLOSE_SECONDS
         while self._processes and time.monotonic() < deadline:
             self._reap()

@@ -31,7 +31,7 @@ def sandbox() -> None:
 
 @app.command()
 def check(
-    backend: Annotated[str, typer.Option(help="Back-end to check: auto, zygote or bwrap.")] = "auto",
+    backend: Annotated[str, typer.Option(help="Back-end to check: auto, zygote, bwrap or runsc.")] = "auto",
     area: Annotated[str, typer.Option(help=f"Only one area: {AREAS}.")] = "",
     verbose: Annotated[bool, typer.Option(help="List every program, also those that were held.")] = False,
 ) -> None:
@@ -46,7 +46,7 @@ def check(
 def serve(
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 for any free one.")] = 8080,
-    backend: Annotated[str, typer.Option(help="Back-end: auto, zygote or bwrap.")] = "auto",
+    backend: Annotated[str, typer.Option(help="Back-end: auto, zygote, bwrap or runsc.")] = "auto",
     isolation: Annotated[str, typer.Option(help="Least isolation: namespaces or kernel.")] = "namespaces",
     max_sandboxes: Annotated[int | None, typer.Option(min=1, help="Sandboxes at the same time.")] = None,
     max_waiting: Annotated[int, typer.Option(min=0, help="Requests that wait for one; further ones get 429.")] = 1024,

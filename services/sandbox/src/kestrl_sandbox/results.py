@@ -51,6 +51,8 @@ def outcome_of(run: Run, kind: str, code: int, *, memory_killed: bool) -> tuple[
     match kind, code:
         case "timeout", _:
             return Outcome.TIMEOUT, f"Timed out: the code ran longer than {run.limits.seconds:g} s and was ended."
+        case "processes", _:
+            return Outcome.POLICY_DENIED, "Denied: the code started more processes and threads than are allowed."
         case "memory", _:
             return Outcome.OUT_OF_MEMORY, memory
         case "signaled", signal.SIGKILL if memory_killed:

@@ -13,7 +13,7 @@ from typing import Any
 
 from kestrl_sandbox.inside import frames, landlock, payload, supervisor
 from kestrl_sandbox.inside import syscalls as linux
-from kestrl_sandbox.inside.confinement import address_space
+from kestrl_sandbox.inside.confinement import address_space, stand_apart
 
 
 def main() -> None:
@@ -25,6 +25,8 @@ def main() -> None:
     limits["base_anonymous"] = supervisor.anonymous_memory("self")
     limits["landlock"] = landlock.abi()
     linux.prctl(linux.PR_SET_DUMPABLE, 0)
+    if limits["own_user"]:
+        stand_apart()
     payload.open_streams()
     payload.forget_own_modules()
     connection.sendall(frames.encode({"ready": True, "landlock": limits["landlock"]}))

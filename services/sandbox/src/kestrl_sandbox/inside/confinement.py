@@ -52,6 +52,22 @@ def enter_sandbox(proc: int, limits: Mapping[str, Any], *, fresh_proc: bool) -> 
     linux.prctl(linux.PR_SET_DUMPABLE, 0)
 
 
+def stand_apart() -> None:
+    """Makes the supervisor, which is root, another user than the code, whose files it makes all the same.
+
+    gVisor's kernel protects process 1 of a PID namespace neither by its number nor by being not dumpable.
+    """
+    os.setgroups([])
+    os.setresgid(0, root.USER, 0)
+    os.setresuid(0, root.USER, 0)
+
+
+def become_user() -> None:
+    """Makes a process that a supervisor apart has forked the user of the code, for good."""
+    os.setresgid(root.USER, root.USER, root.USER)
+    os.setresuid(root.USER, root.USER, root.USER)
+
+
 def confine(limits: Mapping[str, Any]) -> None:
     """Rights of the process that runs the code, and of all that it starts."""
     memory = limits["memory_mb"] << 20
@@ -66,7 +82,9 @@ def confine(limits: Mapping[str, Any]) -> None:
         (resource.RLIMIT_NICE, 0),
         (resource.RLIMIT_RTPRIO, 0),
     ):
-        resource.setrlimit(kind, (value, value))
+        # gVisor's kernel refuses to set some of them, which then were set from outside.
+        if resource.getrlimit(kind) != (value, value):
+            resource.setrlimit(kind, (value, value))
     linux.drop_capabilities()
     linux.prctl(linux.PR_SET_NO_NEW_PRIVS, 1)
     if limits["landlock"]:

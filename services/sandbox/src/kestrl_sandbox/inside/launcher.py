@@ -111,6 +111,7 @@ def _lead_slots(control: socket.socket, config: dict[str, Any]) -> None:
     limits["base_anonymous"] = supervisor.anonymous_memory("self") if config["fresh_proc"] else 0
     limits["landlock"] = landlock.abi()
     limits["watch_memory"] = bool(config["fresh_proc"]) and not config["cgroup"]
+    limits["watch_processes"] = limits["own_user"] = False
     config["limits"] = limits
     payload.open_streams()
     payload.forget_own_modules()

@@ -6,6 +6,7 @@ of the code can signal or trace it: signals to process 1 from inside have no eff
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import resource
@@ -14,16 +15,20 @@ import signal
 import socket
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any, cast
 
 from kestrl_sandbox.inside import files, frames, payload
-from kestrl_sandbox.inside.confinement import confine
+from kestrl_sandbox.inside.confinement import become_user, confine
 
 CHUNK = 1 << 16
-MEMORY_TICK = 0.1
-"""Seconds between two looks at the memory of all processes, where no cgroup counts it."""
+TICK = 0.1
+"""Seconds between two looks at the memory of all processes, where no cgroup counts it, and at their number, where the
+kernel does not limit it."""
 DRAIN_SECONDS = 1.0
+KILL_SECONDS = 0.001
+"""Pause between two attempts to end all processes."""
 CONTROL_SECONDS = 2.0
 """Limit of one message to or from the process for the code, which may stop in the middle of it."""
 PREPARING, RUNNING, EXHAUSTED = 2, 0, 1
@@ -49,7 +54,8 @@ class Child:
     """The process that runs the code, and what connects it to the supervisor."""
 
     pid: int
-    pidfd: int
+    ended: int
+    """Descriptor that is readable when it may have ended: a pidfd, or the read end of `SIGCHLD`'s pipe."""
     stdin: int
     stdout: int
     stderr: int
@@ -69,9 +75,13 @@ def start_child(limits: Mapping[str, Any], keep: socket.socket) -> Child:
     ours, theirs = socket.socketpair()
     flag = mmap.mmap(-1, 1)
     flag[0] = PREPARING
+    signalled = None if HAS_PIDFD else _signalled()
     pid = os.fork()
     if pid == 0:
         try:
+            if signalled is not None:
+                signal.set_wakeup_fd(-1)
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             os.setsid()
             for number, descriptor in enumerate((stdin[0], stdout[1], stderr[1])):
                 os.dup2(descriptor, number)
@@ -82,6 +92,8 @@ def start_child(limits: Mapping[str, Any], keep: socket.socket) -> Child:
             os.closerange(4, 1 << 16)
             os.chdir("/work")
             _prefer_for_oom()
+            if limits["own_user"]:
+                become_user()
             confine(limits)
             _work(socket.socket(fileno=control), flag)
         except (OSError, ValueError) as error:
@@ -94,7 +106,30 @@ def start_child(limits: Mapping[str, Any], keep: socket.socket) -> Child:
     ours.settimeout(CONTROL_SECONDS)
     for descriptor in (stdin[1], stdout[0], stderr[0]):
         os.set_blocking(descriptor, False)
-    return Child(pid, os.pidfd_open(pid), stdin[1], stdout[0], stderr[0], ours, flag)
+    ended = os.pidfd_open(pid) if signalled is None else signalled
+    return Child(pid, ended, stdin[1], stdout[0], stderr[0], ours, flag)
+
+
+def _has_pidfd() -> bool:
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+    except OSError as error:
+        if error.errno == errno.ENOSYS:
+            return False
+        raise
+    return True
+
+
+HAS_PIDFD = _has_pidfd()
+"""Whether the kernel has pidfds; gVisor's does not."""
+
+
+def _signalled() -> int:
+    """Read end of a pipe that every `SIGCHLD` writes to."""
+    reading, writing = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, lambda _number, _frame: None)
+    return reading
 
 
 def _prefer_for_oom() -> None:
@@ -224,7 +259,7 @@ class Execution:
         self.ended: float | None = None
         self._open = {child.stdout: self.stdout, child.stderr: self.stderr}
         self._poll = select.poll()
-        for descriptor in (child.stdout, child.stderr, child.pidfd, child.control.fileno(), connection.fileno()):
+        for descriptor in (child.stdout, child.stderr, child.ended, child.control.fileno(), connection.fileno()):
             self._poll.register(descriptor, select.POLLIN)
 
     def feed_stdin(self) -> None:
@@ -236,21 +271,30 @@ class Execution:
 
     def wait(self) -> None:
         """Runs until the code has ended, is out of time or memory, or the service cancels."""
-        next_look = self.started + MEMORY_TICK if self.limits["watch_memory"] else float("inf")
+        watched = self.limits["watch_memory"] or self.limits["watch_processes"]
+        next_look = self.started + TICK if watched else float("inf")
         while True:
             now = time.monotonic()
             if now >= self.deadline:
                 self.kind = "timeout"
                 break
             if now >= next_look:
-                next_look = now + MEMORY_TICK
-                if used_memory(self.limits["base_anonymous"]) > self.memory:
-                    self.kind = "memory"
+                next_look = now + TICK
+                if above := self._above_limit():
+                    self.kind = above
                     break
             ready = self._poll.poll(max(0.0, min(self.deadline, next_look) - now) * 1000 + 1)
             if any(self._handle(descriptor, event) for descriptor, event in ready):
                 break
         self.ended = time.monotonic()
+
+    def _above_limit(self) -> str:
+        """Kind of the watched limit that is exceeded; empty if none is."""
+        if self.limits["watch_memory"] and used_memory(self.limits["base_anonymous"]) > self.memory:
+            return "memory"
+        if self.limits["watch_processes"] and running_threads() > self.limits["processes"]:
+            return "processes"
+        return ""
 
     def _handle(self, descriptor: int, event: int) -> bool:
         """Handles one ready descriptor; True when the run has ended."""
@@ -259,9 +303,8 @@ class Execution:
             self._read(descriptor)
         elif descriptor == child.stdin:
             self._feed(event)
-        elif descriptor == child.pidfd:
-            self._reap()
-            return True
+        elif descriptor == child.ended:
+            return self._reap()
         elif descriptor == self.connection.fileno():
             self.service_gone = True  # it sends nothing during a run: it has closed the connection
             return True
@@ -317,8 +360,15 @@ class Execution:
         self.finished_cell = True
         return True
 
-    def _reap(self) -> None:
-        status = os.waitstatus_to_exitcode(os.waitpid(self.child.pid, 0)[1])
+    def _reap(self) -> bool:
+        """Takes the exit status; False if it was another process that ended."""
+        if not HAS_PIDFD:
+            with suppress(BlockingIOError):
+                os.read(self.child.ended, CHUNK)
+        pid, found = os.waitpid(self.child.pid, os.WNOHANG)
+        if pid == 0:
+            return False
+        status = os.waitstatus_to_exitcode(found)
         if status < 0:
             self.kind, self.code = "signaled", -status
         else:
@@ -327,15 +377,20 @@ class Execution:
             self.kind = "memory"
         elif self.child.state[0] == PREPARING:
             self.kind = "unprepared"
+        return True
 
     def end_all(self) -> None:
         """Kills every process of the sandbox and waits until none is left."""
-        try:
-            os.kill(-1, signal.SIGKILL)
-            while True:
-                os.waitpid(-1, 0)
-        except (ProcessLookupError, ChildProcessError):
-            return
+        while True:
+            # Again and again: gVisor's kernel may miss a process that is just being forked.
+            with suppress(ProcessLookupError):
+                os.kill(-1, signal.SIGKILL)
+            try:
+                while os.waitpid(-1, os.WNOHANG)[0]:
+                    pass
+            except ChildProcessError:
+                return
+            time.sleep(KILL_SECONDS)
 
     def drain(self) -> None:
         """Reads what is left in the pipes."""
@@ -383,6 +438,19 @@ def used_memory(base: int) -> int:
     return total
 
 
+def running_threads() -> int:
+    """Threads of all processes of the sandbox, without the supervisor."""
+    total = 0
+    for name in os.listdir("/proc"):
+        if name.isdigit() and name != "1":
+            try:
+                with open(f"/proc/{name}/status", encoding="ascii", errors="replace") as file:
+                    total += next((int(line.split()[1]) for line in file if line.startswith("Threads:")), 0)
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+    return total
+
+
 def anonymous_memory(pid: str) -> int:
     """Bytes of anonymous and shared memory of a process; 0 when it has ended."""
     try:
@@ -390,4 +458,6 @@ def anonymous_memory(pid: str) -> int:
             lines = file.read().splitlines()
     except (FileNotFoundError, ProcessLookupError):
         return 0
-    return sum(int(line.split()[1]) << 10 for line in lines if line.startswith(("RssAnon:", "RssShmem:")))
+    found = {line.partition(":")[0]: line.split()[1] for line in lines if line.startswith(("Rss", "VmRSS:"))}
+    names = ("RssAnon", "RssShmem") if "RssAnon" in found else ("VmRSS",)  # gVisor's kernel does not tell them apart
+    return sum(int(found[name]) << 10 for name in names if name in found)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import platform
+import stat
 import struct
 
 CLONE_NEWNS = 0x00020000
@@ -125,14 +127,54 @@ def drop_capabilities() -> None:
     number = 0
     while _libc.prctl(PR_CAPBSET_DROP, number, 0, 0, 0) == 0:  # until EINVAL: the kernel has no further one
         number += 1
-    prctl(PR_CAP_AMBIENT, PR_CAP_AMBIENT_CLEAR_ALL)
+    try:
+        prctl(PR_CAP_AMBIENT, PR_CAP_AMBIENT_CLEAR_ALL)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # a kernel without ambient capabilities, such as gVisor's
+            raise
     header = ctypes.create_string_buffer(struct.pack("=Ii", _CAPABILITY_VERSION_3, 0))
     data = ctypes.create_string_buffer(24)
     syscall(_NUMBERS["capset"], header, data, what="capset")
 
 
+def _has_openat2() -> bool:
+    how = ctypes.create_string_buffer(struct.pack("=QQQ", os.O_PATH | os.O_CLOEXEC, 0, 0))
+    try:
+        found = syscall(_OPENAT2, ctypes.c_int(AT_FDCWD), b"/", how, ctypes.c_size_t(24), what="openat2")
+    except OSError as error:
+        if error.errno == errno.ENOSYS:
+            return False
+        raise
+    os.close(found)
+    return True
+
+
+HAS_OPENAT2 = _has_openat2()
+"""Whether the kernel has openat2; gVisor's does not."""
+
+
+def _walk_beneath(folder: int, path: str, flags: int, mode: int) -> int:
+    """Opens a path folder by folder, each without following a link."""
+    *folders, name = [part for part in path.split("/") if part not in {"", "."}] or ["."]
+    if ".." in {*folders, name}:
+        raise OSError(errno.EXDEV, "leads out of the folder")
+    here = os.dup(folder)
+    try:
+        for part in folders:
+            if stat.S_ISLNK(os.stat(part, dir_fd=here, follow_symlinks=False).st_mode):
+                raise OSError(errno.ELOOP, "is a symbolic link")
+            inner = os.open(part, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=here)
+            os.close(here)
+            here = inner
+        return os.open(name, flags | os.O_NOFOLLOW, mode, dir_fd=here)
+    finally:
+        os.close(here)
+
+
 def open_beneath(folder: int, path: str, flags: int, mode: int = 0) -> int:
-    """Opens a path below a folder, through no symbolic link (openat2, Linux 5.6)."""
+    """Opens a path below a folder, through no symbolic link: by openat2, or folder by folder where there is none."""
+    if not HAS_OPENAT2:
+        return _walk_beneath(folder, path, flags | os.O_CLOEXEC, mode)
     resolve = RESOLVE_BENEATH | RESOLVE_NO_SYMLINKS | RESOLVE_NO_MAGICLINKS
     how = ctypes.create_string_buffer(struct.pack("=QQQ", flags | os.O_CLOEXEC, mode, resolve))
     return syscall(_OPENAT2, ctypes.c_int(folder), os.fsencode(path), how, ctypes.c_size_t(24), what=f"open {path!r}")

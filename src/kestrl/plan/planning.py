@@ -303,6 +303,7 @@ def _learner(job: AgentRLJob, site: Site) -> Component:
             "gradient_checkpointing": spec.learner.gradient_checkpointing,
             "tokens_per_pass": spec.learner.tokens_per_pass,
             "device": site.build(spec.learner.accelerator, "learner").device,
+            "ranks": spec.learner.accelerator.count,
             "tools": bool(spec.tools),
             "sinks": tuple(
                 SinkEntry(use=sink.use, config=sink.config, field=f"spec.telemetry.sinks[{index}]")

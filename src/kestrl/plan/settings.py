@@ -371,6 +371,8 @@ class SinkEntry(Model):
 class LearnerSettings(ServiceSettings, PolicySettings):
     """The learner."""
 
+    ranks: int = 1
+    """Processes that compute together, each with a device of its own."""
     evaluate: EvaluateSettings | None = None
     """If set: evaluate this once on the validation data and end, without training or publishing."""
     data: DataSettings

@@ -220,8 +220,10 @@ class Learner(Model):
     """The learner."""
 
     accelerator: Accelerator = Accelerator()
+    """Devices of the learner. With more than one, each has a process of its own, a rank, and the base model is sharded
+    over them; on profile cpu the ranks share the cores."""
     threads: Annotated[int, Field(ge=1, le=1024)] | None = None
-    """CPU threads of one process. Default: all cores."""
+    """CPU threads of one rank. Default: all cores, divided by the ranks."""
     gradient_checkpointing: bool = False
     """Keep the inputs of layers only and compute their activations again in the backward pass: much less memory for
     long episodes, and a third more work. Prompts are then computed for every episode of a group."""

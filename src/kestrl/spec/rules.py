@@ -252,14 +252,7 @@ def patches_are_of_templates(spec: JobSpec) -> Iterator[Problem]:
                 yield Problem(f"{path}.{field}", "must be a map")
 
 
-def the_learner_has_one_device(spec: JobSpec) -> Iterator[Problem]:
-    count = spec.learner.accelerator.count
-    if count > 1:
-        yield Problem("spec.learner.accelerator.count", f"the learner supports one device, not {count}; use 1")
-
-
 RULES: tuple[Rule, ...] = (
-    the_learner_has_one_device,
     deadlines_nest,
     temperature_is_positive,
     group_is_large_enough,

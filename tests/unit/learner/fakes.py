@@ -43,9 +43,7 @@ def make_policy(
     folder: Path, *, seed: int = 1, rank: int = 4, disturb: float = 0.0, dtype: str = "float32", **options: Any
 ) -> PolicyModel:
     """A policy model; with `disturb`, B is random instead of zero, so that the adapter matters."""
-    policy = PolicyModel(
-        str(folder), dtype=dtype, rank=rank, alpha=8.0, targets="all-linear", seed=seed, device="cpu", **options
-    )
+    policy = PolicyModel(str(folder), dtype=dtype, rank=rank, alpha=8.0, targets="all-linear", seed=seed, **options)
     if disturb:
         with torch.no_grad():
             for name, weight in policy.peft.named_parameters():

@@ -26,7 +26,7 @@ from kestrl_learner.ranks import Group, OneRank, RankLost, Ranks, lost_ranks
 from kestrl_learner.trainer import NotFinite, StepResult, Trainer
 
 from .fakes import make_policy
-from .rank_processes import on_ranks
+from .forked_ranks import on_ranks
 from .test_training import algorithm, make_groups
 
 Weights = dict[str, Any]
@@ -78,8 +78,10 @@ def test_every_rank_runs_the_same_kinds_of_passes(kinds: list[tuple[bool, bool]]
 
 
 def trainer_on(ranks: Ranks, folder: Path, settings: dict[str, Any], options: dict[str, Any]) -> Trainer:
-    mesh = ranks.mesh if isinstance(ranks, Group) else None
-    policy = make_policy(folder, disturb=0.0, mesh=mesh, **options)
+    group = ranks if isinstance(ranks, Group) else None
+    if group is not None:
+        options = options | {"device": str(group.device)}
+    policy = make_policy(folder, group=group, **options)
     return Trainer(policy, algorithm(**settings), 0.9, ranks=ranks)
 
 
@@ -302,3 +304,17 @@ def test_a_rank_that_is_killed_or_silent_is_an_error(how: str, seconds: float, m
     assert found[0].retryable
     assert "step 0" in str(found[0])
     assert found[1] is None
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(300)
+def test_two_ranks_on_gpus_take_the_step_of_one(models: dict[str, Path]) -> None:
+    """Over NCCL, against one GPU; it needs two."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    batches = [mixed(), mixed()[:3]]
+    weights, _, _ = steps_on(OneRank(), models["qwen3"], batches, {}, {"device": "cuda"})
+    found = on_ranks(2, steps_on, models["qwen3"], batches, {}, {}, device="cuda")
+    for ours, _, _ in found:
+        for name, weight in weights.items():
+            assert abs(ours[name] - weight).max() <= 10 * UPDATE, name

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Protocol
 
+from peft import LoraConfig
 from safetensors.torch import load, save
+from torch import Tensor
 
 from kestrl.errors import UserInputError
 from kestrl.plan.settings import PolicySettings
@@ -23,6 +27,7 @@ from kestrl.storage import (
 )
 from kestrl.storage.adapters import WEIGHTS, digest
 from kestrl_learner.model import PolicyModel
+from kestrl_learner.ranks import Group
 
 PROBE_TOKENS = 16
 """Length of the probe. 24 tokens hardly distinguish versions better and take longer (docs/performance.md)."""
@@ -41,7 +46,24 @@ def probe_ids(vocabulary: int) -> tuple[int, ...]:
     return tuple(draw.randrange(low, high) for _ in range(PROBE_TOKENS))
 
 
-def adapter_files(model: PolicyModel, path: str) -> dict[str, bytes]:
+class AdapterSource(Protocol):
+    """What publishing needs of the model; see `PolicyModel`."""
+
+    @property
+    def config(self) -> LoraConfig: ...
+
+    @property
+    def vocabulary(self) -> int: ...
+
+    @property
+    def targets(self) -> tuple[str, ...]: ...
+
+    def adapter_state(self) -> dict[str, Tensor]: ...
+
+    def score(self, token_ids: Sequence[int], *, adapter: bool) -> list[float]: ...
+
+
+def adapter_files(model: AdapterSource, path: str) -> dict[str, bytes]:
     """The files an engine loads."""
     config = {
         "peft_type": "LORA",
@@ -61,7 +83,7 @@ def adapter_files(model: PolicyModel, path: str) -> dict[str, bytes]:
 
 
 def publish(
-    store: ObjectStore, model: PolicyModel, *, job: str, step: int, base: str, parent: str | None
+    store: ObjectStore, model: AdapterSource, *, job: str, step: int, base: str, parent: str | None
 ) -> tuple[AdapterManifest, str]:
     """Publishes the model's adapter as version `step`; returns the stored manifest and the folder's address.
 
@@ -93,8 +115,12 @@ def publish(
     return manifest, uri
 
 
-def load_policy(settings: PolicySettings) -> PolicyModel:
+def load_policy(settings: PolicySettings, group: Group | None = None) -> PolicyModel:
     """The model that a run begins with: the base with a new adapter, or with the published one it starts from.
+
+    Args:
+        settings: Of the model.
+        group: The ranks over which the base is sharded; every rank must call this.
 
     Raises:
         UserInputError: The base or the adapter cannot be used.
@@ -107,9 +133,10 @@ def load_policy(settings: PolicySettings) -> PolicyModel:
         alpha=settings.alpha,
         targets=settings.targets,
         seed=settings.seed,
-        device=settings.device,
+        device=settings.device if group is None else str(group.device),
         gradient_checkpointing=settings.gradient_checkpointing,
         tokens_per_pass=settings.tokens_per_pass,
+        group=group,
     )
     if settings.adapter_from is not None:
         load_from(model, settings.adapter_from)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Generator, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -20,8 +20,7 @@ from peft import LoraConfig, get_peft_model
 from peft.tuners.lora import LoraLayer
 from peft.utils import get_peft_model_state_dict, set_peft_model_state_dict
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PretrainedConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.pytorch_utils import Conv1D
 
@@ -29,6 +28,7 @@ from kestrl.errors import UserInputError
 from kestrl.spec.adapter_rules import TARGETS, expert_problems, unserved
 from kestrl_learner.batch import TrainGroup, TrainRow, cut
 from kestrl_learner.head import token_logprobs
+from kestrl_learner.ranks import Group
 from kestrl_learner.sharding import shard_layers
 
 TOKENS_PER_PASS = 16_384
@@ -50,8 +50,9 @@ class PolicyModel:
         gradient_checkpointing: Keeps the inputs of layers only and computes them again in the backward pass. Rows are
             then computed with their prompts: a shared prompt's cache cannot be computed again.
         tokens_per_pass: Largest number of tokens of a forward pass, padding included.
-        mesh: The ranks over which the base's layers are sharded; None keeps them whole. Every rank must then run
-            forward and backward passes of the same kind in the same order.
+        group: The ranks over which the base's layers are sharded; None keeps them whole. Each loads the base in turn,
+            so that the machine's memory holds one whole copy at a time. Every rank must then run forward and backward
+            passes of the same kind in the same order.
 
     Raises:
         UserInputError: The base cannot be loaded, or its logits are not a linear function of the hidden states.
@@ -69,16 +70,9 @@ class PolicyModel:
         device: str = "cpu",
         gradient_checkpointing: bool = False,
         tokens_per_pass: int = TOKENS_PER_PASS,
-        mesh: DeviceMesh | None = None,
+        group: Group | None = None,
     ) -> None:
         self.device = torch.device(device)
-        try:
-            config = AutoConfig.from_pretrained(path)
-            _refuse_experts(config, path)
-            base = self._load_base(path, config, getattr(torch, dtype))
-        except (OSError, ValueError) as error:
-            raise UserInputError(f"spec.model.base: {path} cannot be loaded: {error}") from error
-        torch.manual_seed(seed)
         self.config = LoraConfig(
             r=rank,
             lora_alpha=alpha,  # pyright: ignore[reportArgumentType] - an int in its types, a factor in fact
@@ -88,16 +82,9 @@ class PolicyModel:
             task_type="CAUSAL_LM",
             base_model_name_or_path=path,
         )
-        try:
-            self.peft: Any = get_peft_model(base, self.config)
-        except ValueError as error:
-            raise UserInputError(f"spec.model.adapter.targets: {error}") from error
-        self._refuse_other_layers()
-        self._body: nn.Module = getattr(base, base.base_model_prefix)
-        if mesh is not None:
-            shard_layers(base, self._body, mesh)
-        self.peft.to(self.device)
-        self._shortest = 1 if mesh is None else 2
+        with nullcontext() if group is None else group.turn():
+            config, base = self._load(path, dtype, seed, group)
+        self._shortest = 1 if group is None else 2
         """Least length of rows after a shared prompt. Rows of one token take no second pass, which ranks may not skip
         by themselves."""
         self._head: nn.Module = base.get_output_embeddings()
@@ -120,6 +107,26 @@ class PolicyModel:
                 raise UserInputError(
                     f"{TARGETS}: {unserved(name.removeprefix('base_model.model.'), f'a layer {kind}')}"
                 )
+
+    def _load(self, path: str, dtype: str, seed: int, group: Group | None) -> tuple[PretrainedConfig, Any]:
+        """Loads the base and gives it the adapter; returns its configuration and itself."""
+        try:
+            config = AutoConfig.from_pretrained(path)
+            _refuse_experts(config, path)
+            base = self._load_base(path, config, getattr(torch, dtype))
+        except (OSError, ValueError) as error:
+            raise UserInputError(f"spec.model.base: {path} cannot be loaded: {error}") from error
+        torch.manual_seed(seed)
+        try:
+            self.peft: Any = get_peft_model(base, self.config)
+        except ValueError as error:
+            raise UserInputError(f"spec.model.adapter.targets: {error}") from error
+        self._refuse_other_layers()
+        self._body: nn.Module = getattr(base, base.base_model_prefix)
+        if group is not None:
+            shard_layers(base, self._body, group.mesh)
+        self.peft.to(self.device)
+        return config, base
 
     def _checkpoint_layers(self) -> None:
         self.peft.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})

@@ -28,8 +28,12 @@ BACKENDS = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
 """Backends of collectives by type of device."""
 COLLECTIVE_SECONDS = 600.0
 """Time limit of one collective: longer than the longest pass of a rank that others wait for."""
+FOREVER = timedelta(days=365)
+"""Time limit of a wait for what another rank does whenever it is due; the end of rank 0 ends it."""
 JOIN_SECONDS = 600.0
 """Time limit for all ranks to start."""
+EXIT_LOST = 3
+"""Exit code of a rank that ends because another one did."""
 LOOPBACK = "127.0.0.1"
 Value = TypeVar("Value")
 
@@ -84,6 +88,7 @@ class Group:
         self, store: Store, rank: int, count: int, device: str, *, seconds: float = COLLECTIVE_SECONDS
     ) -> None:
         self.rank, self.count, self.store = rank, count, store
+        self._turns = 0
         kind = torch.device(device).type
         if kind == "cpu":
             self.device = torch.device("cpu")
@@ -116,6 +121,17 @@ class Group:
         found: list[Any] = [None] * self.count
         dist.all_gather_object(found, value, group=self._objects)
         return found
+
+    @contextmanager
+    def turn(self) -> Generator[None]:
+        """Runs the block of each rank after that of the rank before, however that ended."""
+        self._turns += 1
+        if self.rank:
+            self.store.wait([f"turn/{self._turns}/{self.rank - 1}"], FOREVER)
+        try:
+            yield
+        finally:
+            self.store.set(f"turn/{self._turns}/{self.rank}", "")
 
     def broadcast(self, value: Value | None) -> Value:
         """Rank 0's value, on every rank."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -27,18 +27,23 @@ from kestrl.storage import AdapterManifest, fetch_adapter, open_store
 from kestrl.telemetry import span
 from kestrl.telemetry.names import Attr, SpanName
 from kestrl_learner import resume
-from kestrl_learner.adapters import load_policy
+from kestrl_learner.adapters import AdapterSource
+from kestrl_learner.compute import Compute
 from kestrl_learner.concurrency import Interrupted, abandonable, guarded, unless
 from kestrl_learner.dispatcher import Dispatcher
 from kestrl_learner.group_source import GroupSource
+from kestrl_learner.launcher import load_compute
 from kestrl_learner.ledger import Ledger
-from kestrl_learner.model import PolicyModel
 from kestrl_learner.progress import Progress
 from kestrl_learner.run_resources import RunResources
 from kestrl_learner.runstore import DRAIN_SECONDS, Patience, RunStore
 from kestrl_learner.training import Training
 
 log = logging.getLogger(__name__)
+
+
+def _no_ranks() -> None:
+    """Ends no ranks."""
 
 
 class Run:
@@ -57,6 +62,8 @@ class Run:
         self._patience = Patience(settings.storage_seconds)
         self._resources: RunResources | None = None
         self._training: Training | None = None
+        self._end_ranks: Callable[[], None] = _no_ranks
+        self._over = False
 
     @property
     def training(self) -> bool:
@@ -97,7 +104,10 @@ class Run:
             raise
         finally:
             self.abandon()
+            self._over = True
+            await asyncio.to_thread(self._end_ranks)
             self._resources = self._training = None  # frees model and data; progress needs neither
+            self._end_ranks = _no_ranks
 
     async def _failed(self, failure: Failure) -> None:
         """Publishes the failure and writes the summary."""
@@ -180,21 +190,20 @@ class Run:
         return final is not None
 
     async def _work(self, resources: RunResources) -> None:
-        model = await self._loaded(resources)
+        compute = await self._loaded(resources)
         if self.settings.evaluate is not None:
-            await self._evaluate(resources, model, self.settings.evaluate)
+            await self._evaluate(resources, compute.model, self.settings.evaluate)
         else:
-            self._training = Training(resources, model, partial(_rollouts, resources, model.vocabulary))
+            self._training = Training(resources, compute, partial(_rollouts, resources, compute.model.vocabulary))
             if self._drain.is_set():
                 self._training.drain()
             await self._training.run()
 
-    async def _loaded(self, resources: RunResources) -> PolicyModel:
+    async def _loaded(self, resources: RunResources) -> Compute:
         """Loads the model while workers start."""
         try:
             async with asyncio.TaskGroup() as tasks:
-                load = partial(load_policy, self.settings)
-                loading = tasks.create_task(abandonable(load, name="load-model"), name="load-model")
+                loading = tasks.create_task(abandonable(self._load, name="load-model"), name="load-model")
                 tasks.create_task(unless(self._drain, resources.workers.connect()), name="connect-workers")
         except* KestrlError as errors:
             raise errors.exceptions[0] from errors
@@ -202,7 +211,14 @@ class Run:
             raise Interrupted from None
         return loading.result()
 
-    async def _evaluate(self, resources: RunResources, model: PolicyModel, settings: EvaluateSettings) -> None:
+    def _load(self) -> Compute:
+        compute, end_ranks = load_compute(self.settings)
+        self._end_ranks = end_ranks
+        if self._over:  # nobody waited for it
+            end_ranks()
+        return compute
+
+    async def _evaluate(self, resources: RunResources, model: AdapterSource, settings: EvaluateSettings) -> None:
         """Evaluates an adapter, or without one the base model, published as version 0."""
         address = settings.adapter
         if address is None:

@@ -21,13 +21,13 @@ from kestrl.storage.summary import write_summary
 from kestrl.telemetry import span
 from kestrl.telemetry.names import Attr, SpanName
 from kestrl_learner import adapters
+from kestrl_learner.adapters import AdapterSource
 from kestrl_learner.concurrency import unless
 from kestrl_learner.engines import Engines
 from kestrl_learner.evaluate import GREEDY, evaluate, evaluate_samples
 from kestrl_learner.learning import Learning, learning
 from kestrl_learner.ledger import Superseded
 from kestrl_learner.metric_sinks import MetricSinks, make_sinks
-from kestrl_learner.model import PolicyModel
 from kestrl_learner.pinned_tools import PinnedTools
 from kestrl_learner.progress import Progress
 from kestrl_learner.records import build_summary, format_means, identity_digest
@@ -94,7 +94,7 @@ class RunResources:
         """Time spent on the run so far by all its processes."""
         return self.record.seconds + time.monotonic() - self._began
 
-    async def publish(self, model: PolicyModel, step: int, parent: str | None) -> PolicyVersion:
+    async def publish(self, model: AdapterSource, step: int, parent: str | None) -> PolicyVersion:
         """Stores the adapter as a version and waits until engines have verified it.
 
         Raises:

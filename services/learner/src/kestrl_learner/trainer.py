@@ -11,8 +11,7 @@ from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
-from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from safetensors.torch import save
@@ -24,8 +23,9 @@ from kestrl.plan.algorithm import AlgorithmSettings
 from kestrl_learner.algorithms import AGGREGATIONS, make_algorithm
 from kestrl_learner.batch import TrainGroup, TrainRow, estimated
 from kestrl_learner.diagnostics import TokenMeans, ratio_diagnostics
-from kestrl_learner.logprob_mismatch import LogprobMismatch, measure
+from kestrl_learner.logprob_mismatch import LogprobMismatch
 from kestrl_learner.model import PolicyModel
+from kestrl_learner.observed import Computed, Observed, Prepared, with_log_ratios
 from kestrl_learner.optimisation import learning_rate, mini_batches
 from kestrl_learner.passes import Pass, PassKind, schedule
 from kestrl_learner.ranks import OneRank, Ranks
@@ -59,67 +59,6 @@ class StepResult:
     """Sampled tokens in the batch."""
     diagnostics: Mapping[str, float] = field(default_factory=dict[str, float])
     """Means over tokens, quantiles and the learning rate, by name."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Prepared:
-    """A group with the log-probabilities that do not change within a step. Each list has a tensor (N,) for every part
-    that `PolicyModel.logprobs` cuts the group into.
-    """
-
-    index: int
-    """Number of the group in the step's batch."""
-    group: TrainGroup
-    references: Sequence[Tensor] | None
-    """Those of the reference policy; None unless the algorithm needs it."""
-    old: Sequence[Tensor] | None
-    """Those of the weights that the step began with; None in a step of one update, where they are the current ones."""
-
-
-class Computed(NamedTuple):
-    """A forward pass and its sampled tokens."""
-
-    which: Pass
-    logprobs: Tensor
-    """(N,), with gradient if the pass has a backward pass."""
-    entropy: Tensor | None
-    """(N,), if it was asked for."""
-
-
-class Observed:
-    """What the first forward passes of a step show: log-prob differences to the engines by pass, and entropies."""
-
-    def __init__(self) -> None:
-        self.differences: dict[tuple[int, int], Tensor] = {}
-        self.means = TokenMeans()
-
-    def add(self, computed: Computed, behaviour: Tensor) -> None:
-        """Adds a pass.
-
-        Args:
-            computed: With entropies.
-            behaviour: (N,) the engines' log-probs.
-        """
-        assert computed.entropy is not None, "an observed pass has entropies"
-        self.differences[computed.which.key] = (computed.logprobs.detach() - behaviour).cpu()
-        self.means.add({"entropy": computed.entropy})
-
-    def mismatch(
-        self, passes: Sequence[Pass], older: Sequence[tuple[Tensor, Sequence[str]]]
-    ) -> tuple[LogprobMismatch, Tensor]:
-        """The log-prob mismatch of the step's passes, and the differences, (N,).
-
-        Args:
-            passes: All passes of the batch.
-            older: Differences to the older policies that sampled the tokens, as `measure` takes them.
-        """
-        differences = [self.differences[each.key] for each in passes]
-        on_policy = [
-            torch.tensor(stream(each.rows, [[row.on_policy] * len(row.mask) for row in each.rows])) > 0
-            for each in passes
-        ]
-        engines = [[name for row in each.rows for name in token_origins(row)] for each in passes]
-        return measure(differences, on_policy, engines, older), torch.cat([torch.empty(0), *differences])
 
 
 class Trainer:
@@ -289,7 +228,9 @@ class Trainer:
             references = given
             if any(group.episodes for group in groups):
                 pairs = zip(groups, given, strict=True)
-                groups = estimated([self._with_log_ratios(group, parts) for group, parts in pairs], self.algorithm)
+                groups = estimated(
+                    [with_log_ratios(group, self.model.parts(group), parts) for group, parts in pairs], self.algorithm
+                )
         old: Sequence[list[Tensor] | None] = [None] * len(groups)
         if self._several_updates:
             old = self._old(groups, observed)
@@ -303,22 +244,6 @@ class Trainer:
         with self.model.without_adapter():
             found = {which.key: logprobs for which, logprobs, _ in self._computed(self._passes(enumerate(groups)))}
         return self._by_group(found, len(groups))
-
-    def _with_log_ratios(self, group: TrainGroup, references: Sequence[Tensor]) -> TrainGroup:
-        """The group whose episodes have log(behaviour / reference) of each of their tokens."""
-        by_row: dict[int, list[float]] = {}
-        for (rows, sizes), reference in zip(self.model.parts(group), references, strict=True):
-            behaviour = torch.tensor(stream(rows, [row.behaviour for row in rows]), dtype=torch.float64)
-            ratios = iter([float(value) for value in behaviour - reference.cpu()])
-            by_row |= {id(row): list(islice(ratios, size)) for row, size in zip(rows, sizes, strict=True)}
-        episodes = [
-            replace(
-                episode,
-                log_ratios=[value for row in group.rows if row.sequence == number for value in by_row[id(row)]],
-            )
-            for number, episode in enumerate(group.episodes)
-        ]
-        return replace(group, episodes=episodes)
 
     def _old(self, groups: Sequence[TrainGroup], observed: Observed) -> list[list[Tensor]]:
         """Log-probs under the weights that the step begins with, which are observed."""

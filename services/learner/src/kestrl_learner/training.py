@@ -17,6 +17,7 @@ from kestrl.telemetry import span
 from kestrl.telemetry.names import Attr, SpanName
 from kestrl_learner import checkpoint
 from kestrl_learner.batch import train_batch
+from kestrl_learner.compute import Compute
 from kestrl_learner.concurrency import Interrupted, guarded
 from kestrl_learner.diagnostics import staleness_facts
 from kestrl_learner.group_queue import ReadyGroup
@@ -24,13 +25,12 @@ from kestrl_learner.group_source import MakeSource
 from kestrl_learner.learning import LearningCounts
 from kestrl_learner.ledger import Ledger, LedgerError, Superseded
 from kestrl_learner.mismatch_stats import merged
-from kestrl_learner.model import PolicyModel
 from kestrl_learner.progress import WINDOW_STEPS
 from kestrl_learner.records import step_record
 from kestrl_learner.retention import delete_adapters, delete_episodes
 from kestrl_learner.run_resources import RunResources
 from kestrl_learner.stale import Stale
-from kestrl_learner.trainer import StepResult, Trainer
+from kestrl_learner.trainer import StepResult
 
 log = logging.getLogger(__name__)
 PACE_STEPS = 10
@@ -63,9 +63,9 @@ def refuse_if_superseded(ledger: Ledger) -> None:
 class Training:
     """The training of one run. Create it in the running event loop and call `run` once."""
 
-    def __init__(self, resources: RunResources, model: PolicyModel, make_source: MakeSource) -> None:
-        self._resources, self._settings, self._model = resources, resources.settings, model
-        self._trainer = Trainer(model, self._settings.algorithm, self._settings.temperature, steps=resources.steps)
+    def __init__(self, resources: RunResources, compute: Compute, make_source: MakeSource) -> None:
+        self._resources, self._settings, self._model = resources, resources.settings, compute.model
+        self._trainer = compute.trainer(resources.steps)
         self._ledger = Ledger(
             self._settings.database,
             seed=self._settings.seed,

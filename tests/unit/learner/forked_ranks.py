@@ -16,9 +16,11 @@ CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["peft", "torch.distributed.fsdp", "transformers.models.qwen3.modeling_qwen3"])
 
 
-def _rank(rank: int, count: int, port: int, seconds: float, out: Connection, job: Job, given: tuple[Any, ...]) -> None:
+def _rank(
+    rank: int, count: int, port: int, device: str, seconds: float, out: Connection, job: Job, given: tuple[Any, ...]
+) -> None:
     torch.set_num_threads(1)
-    ranks = Group(meet(port, count), rank, count, "cpu", seconds=seconds)
+    ranks = Group(meet(port, count), rank, count, device, seconds=seconds)
     try:
         out.send(job(ranks, *given))
     except Exception as error:  # noqa: BLE001 - raised again in the test
@@ -27,7 +29,7 @@ def _rank(rank: int, count: int, port: int, seconds: float, out: Connection, job
         ranks.leave()
 
 
-def on_ranks(count: int, job: Job, *given: Any, seconds: float = 60.0) -> list[Any]:
+def on_ranks(count: int, job: Job, *given: Any, device: str = "cpu", seconds: float = 60.0) -> list[Any]:
     """Runs `job(ranks, *given)` on several ranks; returns what each returned or raised, None if it ended without.
 
     The job and everything given and returned must be picklable; tensors as numpy arrays.
@@ -35,7 +37,7 @@ def on_ranks(count: int, job: Job, *given: Any, seconds: float = 60.0) -> list[A
     store = meeting_point(count)
     pipes = [CONTEXT.Pipe(duplex=False) for _ in range(count)]
     processes = [
-        CONTEXT.Process(target=_rank, args=(rank, count, store.port, seconds, out, job, given))
+        CONTEXT.Process(target=_rank, args=(rank, count, store.port, device, seconds, out, job, given))
         for rank, (_, out) in enumerate(pipes)
     ]
     for process, (_, out) in zip(processes, pipes, strict=True):

@@ -161,6 +161,9 @@ class Metric:
 
     SESSIONS = Instrument("kestrl.tools.sessions", "Open sessions, one per episode")
     HANGING = Instrument("kestrl.tools.hanging", "Calls that have not returned", labels=("tool",))
+    TOOL_SERVERS_UNAVAILABLE = Instrument(
+        "kestrl.tools.unavailable", "1 for a server of tools whose last call or connection failed", labels=("server",)
+    )
     SANDBOX_BACKEND = Instrument(
         "kestrl.sandbox.backend", "1 for the back-end in which code runs", labels=("backend", "isolation")
     )

@@ -21,7 +21,7 @@ from kestrl.plan.settings import EndpointEntry, HttpEntry, SecretText, ToolEntry
 from kestrl.testing.tool_provider import check_tool_provider
 from kestrl.tools import ToolError
 from kestrl.tools.provider import NO_KWARGS, ToolProvider
-from kestrl_tools.catalogue import load_tools, provider_of, providers_of, stop_all
+from kestrl_tools.catalogue import load_tools, provider_of, providers_of, stop_all, unavailable
 from kestrl_tools.http.client import HttpClient
 from kestrl_tools.http.egress import Egress
 from kestrl_tools.http.provider import HttpProvider
@@ -150,8 +150,10 @@ async def test_outcomes_of_calls(serve: Any, shop: Shop) -> None:
 
 
 async def test_a_server_that_refuses_for_a_time_is_asked_again(shop: Shop) -> None:
-    async with running(entry(shop, "status", "post_status", seconds=30.0)) as provider:
-        session = await provider.open(NO_KWARGS)
+    tools = await load_tools([entry(shop, "status", "post_status", seconds=30.0)], ToolThreads())
+    (provider,) = providers_of(tools)
+    try:
+        session: Any = await provider.open(NO_KWARGS)
         for tool, statuses in {"status": [503, 500, 429, 502], "post_status": [429, 503]}.items():
             shop.statuses, before = list(statuses), len(shop.requests)
             assert (await session.call(tool, {"code": 200}, {})).data["status"] == 200
@@ -159,9 +161,12 @@ async def test_a_server_that_refuses_for_a_time_is_asked_again(shop: Shop) -> No
         with pytest.raises(ServerUnavailable, match="answers with 500"):
             await session.call("post_status", {"code": 500}, {})
         assert "answers with 500" in provider.health()
+        assert unavailable(tools) == {"shop": 1}
         await session.call("status", {"code": 204}, {})
-        assert not provider.health()
+        assert unavailable(tools) == {"shop": 0}
         await session.close()
+    finally:
+        await stop_all([provider])
 
 
 async def test_a_server_that_is_away_is_waited_for(shop: Shop) -> None:

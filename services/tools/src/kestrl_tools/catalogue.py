@@ -140,6 +140,12 @@ def sandboxes_of(tools: Mapping[str, Tool]) -> dict[str, SandboxInUse]:
     }
 
 
+def unavailable(tools: Mapping[str, Tool]) -> dict[str, int]:
+    """1 for each server that cannot be called now, 0 for each other one, by its name."""
+    servers = {tool.provider.name: tool.provider for tool in tools.values() if tool.of_server}
+    return {name: int(bool(provider.health())) for name, provider in servers.items()}
+
+
 def providers_of(tools: Mapping[str, Tool]) -> list[ToolProvider]:
     """The providers of tools, in manifest order."""
     return list({id(tool.provider): tool.provider for tool in tools.values()}.values())

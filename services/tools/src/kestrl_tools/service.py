@@ -11,6 +11,7 @@ from kestrl.rpc import serve
 from kestrl.telemetry.metrics import observe
 from kestrl.telemetry.names import Metric
 from kestrl.user_tasks import contain_user_tasks
+from kestrl_tools.catalogue import unavailable
 from kestrl_tools.lifecycle import loaded, start_all
 from kestrl_tools.servicer import ToolServicer
 from kestrl_tools.sessions import Sessions
@@ -28,6 +29,7 @@ async def run_tools(settings: ToolsSettings, *, until: Awaitable[object] | None 
     async with loaded(settings.tools, threads, folder=next(iter(settings.python_path), None)) as tools:
         sessions = Sessions(tools, threads, call_seconds=settings.call_seconds, max_sessions=settings.max_sessions)
         observe(Metric.SESSIONS, lambda: len(sessions))
+        observe(Metric.TOOL_SERVERS_UNAVAILABLE, lambda: unavailable(tools))
         observe(Metric.HANGING, lambda: Counter(threads.hanging()))
         await start_all(tools)
         servicer = ToolServicer(tools, sessions)

@@ -10,16 +10,15 @@ from importlib.metadata import version
 from typing import Any, TypeVar
 
 import mcp_types as types
-from mcp.client._transport import TransportStreams
 from mcp.client.session import ClientSession
 from mcp.client.streamable_http import streamable_http_client
-from mcp.shared._httpx_utils import create_mcp_http_client
 from mcp.shared.exceptions import MCPError
 from pydantic import ValidationError
 
 from kestrl.errors import KestrlError, ToolFailure, described, text_of
 from kestrl.plan.settings import McpEntry
 from kestrl.tools import ToolError
+from kestrl_tools.mcp.sdk import TransportStreams, create_mcp_http_client
 from kestrl_tools.mcp.stdio import Program, stdio_transport
 from kestrl_tools.servers import MAX_TOOLS, Listed, ServerUnavailable, secret_text
 

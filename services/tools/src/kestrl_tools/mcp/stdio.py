@@ -13,11 +13,11 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import anyio
-from mcp.client._transport import TransportStreams
 from mcp.shared.message import SessionMessage
 from mcp_types import jsonrpc_message_adapter
 
 from kestrl import process_guard
+from kestrl_tools.mcp.sdk import TransportStreams
 
 log = logging.getLogger(__name__)
 MAX_MESSAGE = 16 * 1024 * 1024

@@ -46,6 +46,8 @@ class PrepareSettings(Model):
     seed: int = 0
     template: str | None = None
     template_target: str = ""
+    template_field: str = "spec.agent.template.uri"
+    """Manifest field of the template, for messages."""
     volumes: str = "/kestrl/pvc"
     """Mount path of each claim, for `pvc://CLAIM/PATH`."""
 
@@ -62,7 +64,7 @@ def prepare(settings: PrepareSettings) -> None:
     for source in settings.data:
         put_data(source, settings)
     if settings.template is not None:
-        put_file(settings.template, Path(settings.template_target), Path(settings.volumes), "spec.agent.template.uri")
+        put_file(settings.template, Path(settings.template_target), Path(settings.volumes), settings.template_field)
 
 
 def put_model(uri: str, target: Path, volumes: Path) -> None:

@@ -18,7 +18,8 @@ from pathlib import Path
 from tests.contract.crd_schema import Fields, fields_of, narrowed
 from tests.contract.public_api import differences, public_api, read, written
 
-from kestrl.spec.crd import crd
+from kestrl.spec.crd import crd, sft_crd
+from kestrl.spec.sft import SFT_KIND
 
 FOLDER = Path(__file__).parent
 ROOT = FOLDER.parents[1]
@@ -33,8 +34,9 @@ def api_differences() -> list[str]:
 
 
 def crd_fields() -> Fields:
-    """The fields of the CRD as the models define them."""
-    return dict(fields_of(crd()["spec"]["versions"][0]["schema"]["openAPIV3Schema"]))
+    """The fields of both CRDs as the models define them; those of SFTJob after its name."""
+    own, of_sft = (each["spec"]["versions"][0]["schema"]["openAPIV3Schema"] for each in (crd(), sft_crd()))
+    return {**dict(fields_of(own)), **{f"{SFT_KIND}.{path}": field for path, field in fields_of(of_sft)}}
 
 
 def crd_differences() -> list[str]:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection
 from functools import partial
 
 from kestrl_operator.apiserver.client import Api, Mark, Object
-from kestrl_operator.apiserver.kinds import JOB, NODE, POD, Kind
+from kestrl_operator.apiserver.kinds import BATCH_JOB, JOB, NODE, POD, SFT_JOB, Kind
 from kestrl_operator.state.parsing import node_of
 from kestrl_operator.state.store import JOB_LABEL, Key, Store
 from kestrl_operator.watch import MANAGED, WATCHED
@@ -21,7 +21,7 @@ from kestrl_operator.watch import MANAGED, WATCHED
 log = logging.getLogger(__name__)
 PODS_EVERY = 5
 """Audits between two lists of pods and other objects, which are more numerous than jobs."""
-CHILDREN = tuple(kind for kind in WATCHED if kind not in {JOB, POD})
+CHILDREN = tuple(kind for kind in WATCHED if kind not in {JOB, POD, SFT_JOB, BATCH_JOB})
 
 
 class Audit:

@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
 from kestrl_operator.apiserver.client import Api, ApiProblem, Conflict, Gone
-from kestrl_operator.apiserver.kinds import EVENT, JOB
+from kestrl_operator.apiserver.kinds import EVENT, JOB, Kind
 from kestrl_operator.state.store import Key
 from kestrl_operator.status.conditions import Type
 
@@ -63,24 +63,26 @@ class Events:
         self._api, self._instance = api, instance
         self._published: OrderedDict[str, int] = OrderedDict()
 
-    async def publish(self, key: Key, uid: str, before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
+    async def publish(
+        self, key: Key, uid: str, before: Mapping[str, Any], after: Mapping[str, Any], *, kind: Kind = JOB
+    ) -> None:
         """Publishes the events for the difference between two statuses of a job. An event that cannot be written is
         logged and fails no pass.
         """
         for notice in notices(before, after):
             log.info("%s: %s: %s", key, notice.reason, notice.note)
             try:
-                await self._publish(key, uid, notice)
+                await self._publish(kind, key, uid, notice)
             except ApiProblem as error:
                 log.warning("%s: event %s was not written: %s", key, notice.reason, error)
 
-    async def _publish(self, key: Key, uid: str, notice: Notice) -> None:
+    async def _publish(self, kind: Kind, key: Key, uid: str, notice: Notice) -> None:
         # Kubernetes does not allow changes to an event's note: another note is another event.
         digest = hashlib.sha256(f"{uid}/{notice.reason}/{notice.note}".encode()).hexdigest()[:16]
         name = f"{key.name}.{digest}"
         now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
         self._published[name] = await self._write(
-            key, self._event(key, uid, name, notice, now), self._published.get(name, 0) + 1
+            key, self._event(kind, key, uid, name, notice, now), self._published.get(name, 0) + 1
         )
         self._published.move_to_end(name)
         while len(self._published) > REMEMBERED:
@@ -106,7 +108,7 @@ class Events:
         changes = {"series": {"count": times, "lastObservedTime": event["eventTime"]}}
         await self._api.merge(EVENT, key.namespace, event["metadata"]["name"], changes)
 
-    def _event(self, key: Key, uid: str, name: str, notice: Notice, now: str) -> dict[str, Any]:
+    def _event(self, kind: Kind, key: Key, uid: str, name: str, notice: Notice, now: str) -> dict[str, Any]:
         return {
             "apiVersion": EVENT.api_version,
             "kind": EVENT.name,
@@ -119,8 +121,8 @@ class Events:
             "reason": notice.reason,
             "note": notice.note[:LONGEST_NOTE],
             "regarding": {
-                "apiVersion": JOB.api_version,
-                "kind": JOB.name,
+                "apiVersion": kind.api_version,
+                "kind": kind.name,
                 "namespace": key.namespace,
                 "name": key.name,
                 "uid": uid,

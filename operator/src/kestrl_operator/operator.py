@@ -16,7 +16,7 @@ from kestrl.telemetry.metrics import observe
 from kestrl.telemetry.names import Metric
 from kestrl_operator import health, watch
 from kestrl_operator.apiserver.client import Api, ApiProblem
-from kestrl_operator.apiserver.kinds import JOB, POD, Kind
+from kestrl_operator.apiserver.kinds import BATCH_JOB, JOB, POD, SFT_JOB, Kind
 from kestrl_operator.apiserver.leader_election import LeaderElection
 from kestrl_operator.audit import Audit
 from kestrl_operator.config import Config
@@ -25,6 +25,8 @@ from kestrl_operator.events import Events
 from kestrl_operator.job_state import JobStates
 from kestrl_operator.preflight import preflight
 from kestrl_operator.reconcile import Reconciler
+from kestrl_operator.sft_reconcile import SFTReconciler, list_sft
+from kestrl_operator.state.sft import SFTStore
 from kestrl_operator.state.store import WORKLOADS, Key, Store
 from kestrl_operator.work_record import WorkRecord
 from kestrl_operator.workqueue import Queue
@@ -33,6 +35,8 @@ log = logging.getLogger(__name__)
 PASS_SECONDS = 120.0
 """Maximum seconds of one pass. Every call within it has a shorter time-out, so this ends passes that hang for an
 unforeseen reason."""
+SFT_WORKERS = 2
+"""SFTJobs that are reconciled concurrently."""
 REPORT_SECONDS = 15.0
 """Maximum seconds to report a failed pass."""
 REPORT_AFTER_FAILURES = 3
@@ -51,6 +55,10 @@ class Operator:
         events = Events(api, self._identity)
         self._reconciler = Reconciler(
             api, self._store, self._states, events, config.jobs, config.key(), self._work_record
+        )
+        self._sft_store, self._sft_queue = SFTStore(), Queue[Key]()
+        self._sft = SFTReconciler(
+            api, self._sft_store, events, config.jobs, self._work_record, lambda: self._store.nodes
         )
         self._drift = Drift()
         self._passes: Counter[str] = Counter()
@@ -114,12 +122,22 @@ class Operator:
             if self._generation(given) != before:
                 self._queue.forgive(key)
             self._audit.received(given["metadata"]["uid"], int(given["metadata"]["resourceVersion"]))
+        elif kind in {SFT_JOB, BATCH_JOB}:
+            self._take_sft(kind, given, deleted)
+            return
         elif kind == POD:
             key = self._store.pod(given, deleted=deleted)
         else:
             key = self._take_child(kind, given, deleted)
         if key is not None:
             self._queue.add(key)
+
+    def _take_sft(self, kind: Kind, given: Mapping[str, Any], deleted: bool) -> None:
+        """Handles a change of an SFTJob or of its Job."""
+        taken = self._sft_store.job if kind == SFT_JOB else self._sft_store.batch
+        key = taken(given, deleted=deleted)
+        if key is not None:
+            self._sft_queue.add(key)
 
     def _generation(self, given: Mapping[str, Any]) -> tuple[str, int] | None:
         """The uid and generation of the job that is known by this name."""
@@ -141,6 +159,8 @@ class Operator:
     async def _keep_auditing(self) -> None:
         while True:
             try:
+                for key in await list_sft(self._api, self._sft_store, self._config.namespaces):
+                    self._sft_queue.add(key)
                 await self._audit.once()
                 wait = self._config.audit_seconds
             except ApiProblem as error:
@@ -153,42 +173,47 @@ class Operator:
         await self._audit.done.wait()
         for key in self._store.jobs:
             self._queue.add(key)
+        for key in self._sft_store.jobs:
+            self._sft_queue.add(key)
         async with asyncio.TaskGroup() as tasks:
             for number in range(self._config.workers):
-                tasks.create_task(self._work(), name=f"worker-{number}")
+                tasks.create_task(self._work(self._queue, self._reconciler), name=f"worker-{number}")
+            for number in range(SFT_WORKERS):
+                tasks.create_task(self._work(self._sft_queue, self._sft), name=f"sft-worker-{number}")
 
-    async def _work(self) -> None:
+    async def _work(self, queue: Queue[Key], reconciler: Reconciler | SFTReconciler) -> None:
         while True:
-            key = await self._queue.take()
+            key = await queue.take()
             try:
                 async with asyncio.timeout(PASS_SECONDS):
-                    requeue_after = await self._reconciler.reconcile(key)
+                    requeue_after = await reconciler.reconcile(key)
             except (KestrlError, TimeoutError) as error:
                 why = str(error) or f"a pass took longer than {PASS_SECONDS:g} s"
-                if self._queue.failures(key) + 1 >= REPORT_AFTER_FAILURES:
-                    await self._report_failure(key, why)
-                wait = self._queue.failed(key)
+                if queue.failures(key) + 1 >= REPORT_AFTER_FAILURES:
+                    await self._report_failure(reconciler, key, why)
+                wait = queue.failed(key)
                 self._passes["failed"] += 1
                 log.warning("%s: retried in %.1f s: %s", key, wait, why)
             except Exception as error:
                 # A bug triggered by one job must not stop the others; it is logged with its traceback and the job is
                 # retried.
                 log.exception("%s: a bug", key)
-                await self._report_failure(key, f"a bug in the operator, see its log: {type(error).__name__}: {error}")
-                self._queue.failed(key)
+                why = f"a bug in the operator, see its log: {type(error).__name__}: {error}"
+                await self._report_failure(reconciler, key, why)
+                queue.failed(key)
                 self._passes["bug"] += 1
             except BaseException:
-                self._queue.done(key)
+                queue.done(key)
                 raise
             else:
                 self._passes["ok"] += 1
-                self._queue.done(key, requeue_after)
+                queue.done(key, requeue_after)
 
-    async def _report_failure(self, key: Key, why: str) -> None:
+    async def _report_failure(self, reconciler: Reconciler | SFTReconciler, key: Key, why: str) -> None:
         """Reports a failed pass in the job's status; if that fails too, it is logged."""
         try:
             async with asyncio.timeout(REPORT_SECONDS):
-                await self._reconciler.report_failure(key, why)
+                await reconciler.report_failure(key, why)
         except (KestrlError, TimeoutError) as error:
             log.warning("%s: its status does not report this failure: %s: %s", key, why, error)
         except Exception:

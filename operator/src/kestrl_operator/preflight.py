@@ -5,13 +5,26 @@ problem.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from kestrl.errors import UserInputError
-from kestrl.spec.crd import GROUP, PLURAL, VERSION, crd
+from kestrl.spec.crd import VERSION, crd, sft_crd
 from kestrl_operator.apiserver.client import Api, ApiProblem, Gone
-from kestrl_operator.apiserver.kinds import APPLIED, DEFINITION, EVENT, JOB, LEASE, NODE, OLD_EVENT, POD, REVIEW, Kind
+from kestrl_operator.apiserver.kinds import (
+    APPLIED,
+    BATCH_JOB,
+    DEFINITION,
+    EVENT,
+    JOB,
+    LEASE,
+    NODE,
+    OLD_EVENT,
+    POD,
+    REVIEW,
+    SFT_JOB,
+    Kind,
+)
 from kestrl_operator.config import Config
 from kestrl_operator.watch import WATCHED
 
@@ -40,7 +53,8 @@ def needed(config: Config) -> Iterator[Right]:
     """All rights that the operator cannot work without. Pure."""
     for namespace in config.namespaces or (None,):
         yield from (Right(verb, JOB, "", namespace) for verb in ("list", "watch", "delete"))
-        yield Right("patch", JOB, "status", namespace)
+        yield from (Right("patch", kind, "status", namespace) for kind in (JOB, SFT_JOB))
+        yield from (Right(verb, BATCH_JOB, "", namespace) for verb in ("get", "create"))
         yield from (Right(verb, kind, "", namespace) for kind in WATCHED if kind != JOB for verb in ("list", "watch"))
         yield from (Right(verb, kind, "", namespace) for kind in (*APPLIED, EVENT) for verb in WRITTEN)
         yield Right("delete", POD, "", namespace)
@@ -61,7 +75,8 @@ async def preflight(api: Api, config: Config) -> bool:
     missing = [f"not allowed: {right}" for right, has in zip(rights, allowed, strict=False) if not has]
     if missing:
         raise UserInputError("\n".join([*missing, "the chart's ClusterRole (or Roles, with `namespaces`) grants them"]))
-    await _definition(api)
+    for definition in (crd(), sft_crd()):
+        await _check_definition(api, definition)
     return allowed[-1]
 
 
@@ -79,9 +94,9 @@ async def _may(api: Api, right: Right) -> bool:
     return bool(answer["status"].get("allowed"))
 
 
-async def _definition(api: Api) -> None:
-    """Checks that the CRD is installed and has every field that this operator reads and writes."""
-    name = f"{PLURAL}.{GROUP}"
+async def _check_definition(api: Api, ours: Mapping[str, Any]) -> None:
+    """Checks that a CRD is installed and has every field that this operator reads and writes."""
+    name = ours["metadata"]["name"]
     try:
         found = await api.get(DEFINITION, name)
     except Gone as error:
@@ -92,7 +107,7 @@ async def _definition(api: Api) -> None:
         if error.status == 403:
             return
         raise
-    missing = missing_fields(crd(), found)
+    missing = missing_fields(ours, found)
     if missing:
         raise UserInputError(
             f"the CRD {name} is older than this operator: it has no {', '.join(missing[:5])}; upgrade it with the chart"

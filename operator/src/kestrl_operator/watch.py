@@ -18,15 +18,18 @@ import uvloop
 from kestrl.errors import KestrlError
 from kestrl_operator.apiserver.connection import watch_login
 from kestrl_operator.apiserver.kinds import (
+    BATCH_JOB,
     DEPLOYMENT,
     DISRUPTION_BUDGET,
     JOB,
     NETWORK_POLICY,
     POD,
     SERVICE,
+    SFT_JOB,
     STATEFUL_SET,
     Kind,
 )
+from kestrl_operator.state.sft import SFT_LABEL
 from kestrl_operator.state.store import JOB_LABEL
 
 Object = Mapping[str, Any]
@@ -41,6 +44,8 @@ WATCHED: Mapping[Kind, str] = {
     SERVICE: MANAGED,
     NETWORK_POLICY: MANAGED,
     DISRUPTION_BUDGET: MANAGED,
+    SFT_JOB: "",
+    BATCH_JOB: SFT_LABEL,
 }
 """The kinds that are watched, with the label selector for each."""
 

@@ -1,4 +1,4 @@
-"""The CustomResourceDefinition of AgentRLJob, generated from the models of the manifest. Pure.
+"""The CustomResourceDefinitions of AgentRLJob and SFTJob, generated from the models of the manifests. Pure.
 
 Kubernetes requires a structural schema: no references, no unions of types, `nullable` instead of null. Other rules are
 CEL expressions, with the messages of `rules.py` where both exist; the operator reports all others in a condition.
@@ -6,17 +6,19 @@ CEL expressions, with the messages of `rules.py` where both exist; the operator 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import yaml
 
 from kestrl.spec.job import KIND, JobSpec
 from kestrl.spec.scalars import format_duration
-from kestrl.spec.status import JobStatus
+from kestrl.spec.sft import SFT_KIND, SFTSpec
+from kestrl.spec.status import JobStatus, SFTJobStatus
 
 GROUP, VERSION = "kestrl.dev", "v1alpha1"
 PLURAL, SINGULAR, SHORT = "agentrljobs", "agentrljob", "arlj"
+SFT_PLURAL, SFT_SINGULAR = "sftjobs", "sftjob"
 LONGEST_STRING, LONGEST_LIST, LARGEST_MAP = 2048, 64, 64
 """Bounds for fields without one in the models; Kubernetes estimates the cost of CEL rules from them."""
 KEPT = (
@@ -35,6 +37,16 @@ COLUMNS = (
     ("Reward", "string", ".status.shown.reward"),
     ("Age", "date", ".metadata.creationTimestamp"),
 )
+SFT_COLUMNS = (
+    ("Phase", "string", ".status.shown.phase"),
+    ("Result", "string", ".status.result.uri"),
+    ("Restarts", "integer", ".status.restarts"),
+    ("Age", "date", ".metadata.creationTimestamp"),
+)
+
+
+Rules = Mapping[tuple[str, ...], tuple[dict[str, str], ...]]
+"""CEL rules by their position in the schema; `[]` is an item of a list."""
 
 
 def rule(expression: str, message: str, path: str | None = None) -> dict[str, str]:
@@ -75,7 +87,7 @@ SPEC_RULES = (
         ".schedule.evalEvery",
     ),
 )
-PLACED_RULES: Mapping[tuple[str, ...], tuple[dict[str, str], ...]] = {
+PLACED_RULES: Rules = {
     ("spec",): SPEC_RULES,
     ("spec", "rollout", "deadlines"): (
         rule(
@@ -177,54 +189,84 @@ PLACED_RULES: Mapping[tuple[str, ...], tuple[dict[str, str], ...]] = {
         ),
     ),
 }
-"""CEL rules by their position in the schema; `[]` is an item of a list."""
+"""CEL rules of AgentRLJob."""
+_SOURCE_RULES = (
+    rule("has(self.uri) != has(self.episodes)", "give either uri or episodes, and one of them only"),
+    rule("!has(self.minReward) || has(self.episodes)", "selects episodes; rows have no reward", ".minReward"),
+)
+SFT_RULES: Rules = {
+    ("spec",): (rule("self == oldSelf", "the spec cannot change under a job; make another job"),),
+    ("spec", "data", "train"): _SOURCE_RULES,
+    ("spec", "data", "validation"): _SOURCE_RULES,
+}
+"""CEL rules of SFTJob."""
 DURATION_UNITS = r"^(?:\d+(?:\.\d+)?(?:ms|s|m|h))+$"
 """Duration units where CEL compares durations, which has no days."""
 
 
 def crd() -> dict[str, Any]:
-    """The CustomResourceDefinition as an object."""
-    spec = structural(JobSpec.model_json_schema(by_alias=True), ("spec",))
-    status = structural(JobStatus.model_json_schema(by_alias=True), ("status",))
-    strings = {"type": "string"}
+    """The CustomResourceDefinition of AgentRLJob as an object."""
+    return _definition(
+        {"kind": KIND, "listKind": f"{KIND}List", "plural": PLURAL, "singular": SINGULAR, "shortNames": [SHORT]},
+        "A training run of a tool-using language-model agent.",
+        spec=structural(JobSpec.model_json_schema(by_alias=True), ("spec",)),
+        status=structural(JobStatus.model_json_schema(by_alias=True), ("status",)),
+        columns=COLUMNS,
+        subresources={
+            "status": {},
+            "scale": {
+                "specReplicasPath": ".spec.rollout.replicas",
+                "statusReplicasPath": ".status.rolloutReplicas",
+                "labelSelectorPath": ".status.rolloutSelector",
+            },
+        },
+    )
+
+
+def sft_crd() -> dict[str, Any]:
+    """The CustomResourceDefinition of SFTJob as an object."""
+    return _definition(
+        {"kind": SFT_KIND, "listKind": f"{SFT_KIND}List", "plural": SFT_PLURAL, "singular": SFT_SINGULAR},
+        "Supervised fine-tuning of an adapter, from which reinforcement learning can start.",
+        spec=structural(SFTSpec.model_json_schema(by_alias=True), ("spec",), SFT_RULES),
+        status=structural(SFTJobStatus.model_json_schema(by_alias=True), ("status",), SFT_RULES),
+        columns=SFT_COLUMNS,
+        subresources={"status": {}},
+    )
+
+
+def _definition(
+    names: Mapping[str, Any],
+    description: str,
+    *,
+    spec: Mapping[str, Any],
+    status: Mapping[str, Any],
+    columns: Sequence[tuple[str, str, str]],
+    subresources: Mapping[str, Any],
+) -> dict[str, Any]:
+    """A CustomResourceDefinition."""
     return {
         "apiVersion": "apiextensions.k8s.io/v1",
         "kind": "CustomResourceDefinition",
-        "metadata": {"name": f"{PLURAL}.{GROUP}"},
+        "metadata": {"name": f"{names['plural']}.{GROUP}"},
         "spec": {
             "group": GROUP,
             "scope": "Namespaced",
-            "names": {
-                "kind": KIND,
-                "listKind": f"{KIND}List",
-                "plural": PLURAL,
-                "singular": SINGULAR,
-                "shortNames": [SHORT],
-            },
+            "names": dict(names),
             "versions": [
                 {
                     "name": VERSION,
                     "served": True,
                     "storage": True,
-                    "additionalPrinterColumns": [
-                        {"name": name, "type": kind, "jsonPath": path} for name, kind, path in COLUMNS
-                    ],
-                    "subresources": {
-                        "status": {},
-                        "scale": {
-                            "specReplicasPath": ".spec.rollout.replicas",
-                            "statusReplicasPath": ".status.rolloutReplicas",
-                            "labelSelectorPath": ".status.rolloutSelector",
-                        },
-                    },
+                    "additionalPrinterColumns": [{"name": a, "type": b, "jsonPath": c} for a, b, c in columns],
+                    "subresources": dict(subresources),
                     "schema": {
                         "openAPIV3Schema": {
                             "type": "object",
-                            "description": "A training run of a tool-using language-model agent.",
+                            "description": description,
                             "required": ["spec"],
                             "properties": {
-                                "apiVersion": strings,
-                                "kind": strings,
+                                **{key: {"type": "string"} for key in ("apiVersion", "kind")},
                                 "metadata": {"type": "object"},
                                 "spec": spec,
                                 "status": status,
@@ -249,8 +291,8 @@ def crd() -> dict[str, Any]:
     }
 
 
-def crd_yaml() -> str:
-    """The CustomResourceDefinition as YAML for the chart."""
+def definition_yaml(definition: Mapping[str, Any]) -> str:
+    """A CustomResourceDefinition as YAML for the chart."""
 
     class Plain(yaml.SafeDumper):
         """YAML dumper without anchors."""
@@ -258,18 +300,25 @@ def crd_yaml() -> str:
         def ignore_aliases(self, data: Any) -> bool:  # noqa: ARG002 - PyYAML's signature
             return True
 
-    return yaml.dump(crd(), Dumper=Plain, sort_keys=False, allow_unicode=True, width=140)
+    return yaml.dump(dict(definition), Dumper=Plain, sort_keys=False, allow_unicode=True, width=140)
 
 
-def structural(schema: Mapping[str, Any], path: tuple[str, ...]) -> dict[str, Any]:
-    """Converts a JSON schema to a structural schema."""
-    return _convert(schema, schema.get("$defs", {}), path)
+def structural(schema: Mapping[str, Any], path: tuple[str, ...], rules: Rules = PLACED_RULES) -> dict[str, Any]:
+    """Converts a JSON schema to a structural schema with CEL rules."""
+    return _convert(schema, _Context(schema.get("$defs", {}), rules), path)
 
 
-def _convert(given: Mapping[str, Any], definitions: Mapping[str, Any], path: tuple[str, ...]) -> dict[str, Any]:
-    node = _resolved(given, definitions)
+class _Context(NamedTuple):
+    """What holds for a whole schema."""
+
+    definitions: Mapping[str, Any]
+    rules: Rules
+
+
+def _convert(given: Mapping[str, Any], context: _Context, path: tuple[str, ...]) -> dict[str, Any]:
+    node = _resolved(given, context.definitions)
     if "anyOf" in node:
-        return _union(node, definitions, path)
+        return _union(node, context, path)
     made: dict[str, Any] = {name: node[name] for name in KEPT if name in node}
     if "const" in node:
         made |= {"type": "string", "enum": [node["const"]]}
@@ -277,25 +326,23 @@ def _convert(given: Mapping[str, Any], definitions: Mapping[str, Any], path: tup
         made |= {"minimum": node["exclusiveMinimum"], "exclusiveMinimum": True}
     if "exclusiveMaximum" in node:
         made |= {"maximum": node["exclusiveMaximum"], "exclusiveMaximum": True}
-    _complete(made, node, definitions, path)
+    _complete(made, node, context, path)
     default = _default(node, made, path)
     if default is not None:
         made["default"] = default
-    rules = PLACED_RULES.get(path)
+    rules = context.rules.get(path)
     if rules:
         made["x-kubernetes-validations"] = list(rules)
     return made
 
 
-def _complete(
-    made: dict[str, Any], node: Mapping[str, Any], definitions: Mapping[str, Any], path: tuple[str, ...]
-) -> None:
+def _complete(made: dict[str, Any], node: Mapping[str, Any], context: _Context, path: tuple[str, ...]) -> None:
     """Adds contents and bounds according to the type of the node."""
     kind = made.get("type")
     if kind == "object":
-        _fill_object(made, node, definitions, path)
+        _fill_object(made, node, context, path)
     elif kind == "array":
-        made["items"] = _convert(node.get("items", {}), definitions, (*path, "[]"))
+        made["items"] = _convert(node.get("items", {}), context, (*path, "[]"))
         made.setdefault("maxItems", LONGEST_LIST)
     elif kind == "string" and "enum" not in made:
         made.setdefault("maxLength", LONGEST_STRING)
@@ -305,28 +352,26 @@ def _complete(
         made["x-kubernetes-preserve-unknown-fields"] = True  # any JSON value: a tool's own configuration
 
 
-def _fill_object(
-    made: dict[str, Any], node: Mapping[str, Any], definitions: Mapping[str, Any], path: tuple[str, ...]
-) -> None:
+def _fill_object(made: dict[str, Any], node: Mapping[str, Any], context: _Context, path: tuple[str, ...]) -> None:
     properties: Mapping[str, Any] | None = node.get("properties")
     if properties is not None:
-        made["properties"] = {name: _convert(inner, definitions, (*path, name)) for name, inner in properties.items()}
+        made["properties"] = {name: _convert(inner, context, (*path, name)) for name, inner in properties.items()}
         if node.get("required"):
             made["required"] = node["required"]
         return
     inner: Any = node.get("additionalProperties")
     if isinstance(inner, Mapping):
-        made["additionalProperties"] = _convert(inner, definitions, (*path, "*"))  # pyright: ignore[reportUnknownArgumentType]
+        made["additionalProperties"] = _convert(inner, context, (*path, "*"))  # pyright: ignore[reportUnknownArgumentType]
         made["maxProperties"] = LARGEST_MAP
     else:
         made["x-kubernetes-preserve-unknown-fields"] = True
 
 
-def _union(node: Mapping[str, Any], definitions: Mapping[str, Any], path: tuple[str, ...]) -> dict[str, Any]:
+def _union(node: Mapping[str, Any], context: _Context, path: tuple[str, ...]) -> dict[str, Any]:
     """Converts `X | None` to an optional X; other unions have no structural schema."""
     kinds = [kind for kind in node["anyOf"] if kind.get("type") != "null"]
     outer = {name: node[name] for name in ("description",) if name in node}
-    made = _convert(kinds[0], definitions, path) if len(kinds) == 1 else {"x-kubernetes-preserve-unknown-fields": True}
+    made = _convert(kinds[0], context, path) if len(kinds) == 1 else {"x-kubernetes-preserve-unknown-fields": True}
     default = _default(node, made, path)
     return {**made, **outer, **({} if default is None else {"default": default})}
 

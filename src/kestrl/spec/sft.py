@@ -9,11 +9,13 @@ from pydantic import Field, ValidationError, model_validator
 
 from kestrl.spec.adapter_rules import target_problems
 from kestrl.spec.algorithms import LearningRateScheduleName
-from kestrl.spec.job import Metadata, ModelSpec, Storage
+from kestrl.spec.job import Accelerator, Metadata, ModelSpec, Storage
 from kestrl.spec.load import ProblemsError, explain, read_document, with_overrides
 from kestrl.spec.model import LARGEST_CONTEXT, LARGEST_SEED, Model, NonNegative, NonNegativeInt, Positive, PositiveInt
 from kestrl.spec.problems import Problem
 from kestrl.spec.scalars import Address
+
+SFT_KIND = "SFTJob"
 
 
 class Conversations(Model):
@@ -82,6 +84,8 @@ class SFTLearner(Model):
 
     device: Annotated[str, Field(pattern=r"^(cpu|cuda|npu)(:[0-9]+)?$")] = "cpu"
     """torch device."""
+    accelerator: Accelerator | None = None
+    """Devices of the pod on a cluster. Default: one of profile cpu, nvidia or ascend, by `device`."""
     threads: Annotated[int, Field(ge=1, le=1024)] | None = None
     """CPU threads. Default: all cores."""
     gradient_checkpointing: bool = False
@@ -99,7 +103,7 @@ class SFTSpec(Model):
     learner: SFTLearner = SFTLearner()
     storage: Storage = Storage()
     template: Annotated[str, Field(min_length=1)] | None = None
-    """File of a chat template that replaces the model's own."""
+    """File of a chat template that replaces the model's own; on a cluster s3://... or pvc://CLAIM/PATH."""
 
 
 class SFTJob(Model):
@@ -135,4 +139,4 @@ def read_sft_job(path: Path, overrides: tuple[str, ...] = ()) -> SFTJob:
         UserInputError: The file cannot be read.
         ProblemsError: With every problem at once.
     """
-    return parse_sft_job(with_overrides(read_document(path, SFTJob.__name__), overrides))
+    return parse_sft_job(with_overrides(read_document(path, SFT_KIND), overrides))

@@ -1,4 +1,4 @@
-"""Status of an AgentRLJob, as observed by the operator.
+"""Status of an AgentRLJob and of an SFTJob, as observed by the operator.
 
 The operator only reads back the lifecycle: whether the job has ended (`Succeeded`, `finishedAt`), was suspended, and
 when it started (`startedAt`).
@@ -28,6 +28,12 @@ class Condition(Model):
     observed_generation: int = 0
     """Generation of the spec for which the condition was observed."""
     last_transition_time: Time
+
+
+Conditions = Annotated[
+    list[Condition],
+    Field(max_length=16, json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["type"]}),
+]
 
 
 class PolicyStatus(Model):
@@ -110,12 +116,7 @@ class JobStatus(Model):
     """The status of an AgentRLJob."""
 
     observed_generation: int = 0
-    conditions: Annotated[
-        list[Condition],
-        Field(
-            max_length=16, json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["type"]}
-        ),
-    ] = Field(default_factory=list[Condition])
+    conditions: Conditions = Field(default_factory=list[Condition])
     shown: Shown = Shown()
     progress: ProgressStatus = ProgressStatus()
     policy: PolicyStatus | None = None
@@ -145,3 +146,23 @@ class JobStatus(Model):
     finished_at: Time | None = None
     restarts: int = 0
     """Restarts of the job that count towards `backoffLimit`."""
+
+
+class SFTShown(Model):
+    """Columns of `kubectl get`, derived from other fields."""
+
+    phase: str = ""
+
+
+class SFTJobStatus(Model):
+    """The status of an SFTJob."""
+
+    observed_generation: int = 0
+    conditions: Conditions = Field(default_factory=list[Condition])
+    shown: SFTShown = SFTShown()
+    result: ResultStatus | None = None
+    """Adapter of a succeeded job; `model.adapter.from` of an AgentRLJob takes its `uri`."""
+    started_at: Time | None = None
+    finished_at: Time | None = None
+    restarts: int = 0
+    """Pods that failed and were replaced."""

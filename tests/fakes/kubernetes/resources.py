@@ -76,6 +76,8 @@ BUILT_IN: tuple[Resource, ...] = (
              fixed=_OF_STATEFUL_SET),
     Resource(group="apps", kind="Deployment", plural="deployments", status=True, generation=True,
              fixed=("spec.selector",)),
+    Resource(group="batch", kind="Job", plural="jobs", status=True, generation=True,
+             fixed=("spec.selector", "spec.template")),
     Resource(group="policy", kind="PodDisruptionBudget", plural="poddisruptionbudgets", status=True, generation=True),
     Resource(group="networking.k8s.io", kind="NetworkPolicy", plural="networkpolicies", generation=True),
     Resource(group="coordination.k8s.io", kind="Lease", plural="leases"),

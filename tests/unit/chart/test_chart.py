@@ -34,6 +34,9 @@ def config(objects: Rendered, folder: Path) -> Any:
     return read_config(folder / "operator.yaml")
 
 
+DEFINITIONS = ["agentrljobs.kestrl.dev", "sftjobs.kestrl.dev"]
+
+
 def test_it_passes_helm_s_own_lint(helm: Helm) -> None:
     ended = helm.run("lint", "--strict", str(CHART))
     assert ended.returncode == 0, ended.stdout + ended.stderr
@@ -43,7 +46,7 @@ def test_an_install_makes_these_objects(helm: Helm) -> None:
     made = sorted((item["kind"], item["metadata"]["name"]) for item in helm.render())
     assert made == sorted(
         [
-            ("CustomResourceDefinition", "agentrljobs.kestrl.dev"),
+            *(("CustomResourceDefinition", name) for name in DEFINITIONS),
             ("Deployment", NAME),
             ("ServiceAccount", NAME),
             ("ConfigMap", NAME),
@@ -164,19 +167,21 @@ def test_a_key_of_ones_own_is_used_and_none_is_made(helm: Helm) -> None:
     assert volume["secret"]["secretName"] == "mine"
 
 
-# The definition of AgentRLJob
+# The definitions of AgentRLJob and SFTJob
 
 
-def test_the_definition_is_the_one_that_the_models_give(helm: Helm) -> None:
-    given = yaml.safe_load((CHART / "files" / "agentrljobs.kestrl.dev.yaml").read_text())
-    made = helm.render().one("CustomResourceDefinition")
+@pytest.mark.parametrize("name", DEFINITIONS)
+def test_a_definition_is_the_one_that_the_models_give(name: str, helm: Helm) -> None:
+    given = yaml.safe_load((CHART / "files" / f"{name}.yaml").read_text())
+    made = helm.render().of("CustomResourceDefinition")[name]
     assert made["spec"] == given["spec"]
     assert made["metadata"]["annotations"] == {"helm.sh/resource-policy": "keep"}
 
 
-def test_the_definition_goes_with_the_release_or_is_somebody_elses_when_the_values_say_so(helm: Helm) -> None:
-    made = helm.render({"crds": {"keep": False}}).one("CustomResourceDefinition")
-    assert "annotations" not in made["metadata"]
+def test_the_definitions_go_with_the_release_or_are_somebody_elses_when_the_values_say_so(helm: Helm) -> None:
+    made = helm.render({"crds": {"keep": False}}).of("CustomResourceDefinition")
+    assert sorted(made) == DEFINITIONS
+    assert not any("annotations" in item["metadata"] for item in made.values())
     assert helm.render({"crds": {"install": False}}).of("CustomResourceDefinition") == {}
 
 
@@ -213,7 +218,9 @@ def test_the_operators_rights_are_these(helm: Helm) -> None:
 
     assert operators_rights(helm.render()) == (
         each("kestrl.dev", "agentrljobs", "get list watch delete")
-        | each("kestrl.dev", "agentrljobs/status", "get patch")
+        | each("kestrl.dev", "agentrljobs/status sftjobs/status", "get patch")
+        | each("kestrl.dev", "sftjobs", "get list watch")
+        | each("batch", "jobs", "get list watch create")
         | each("", "pods", "get list watch delete")
         | each("", "services", "get list watch create patch")
         | each("", "configmaps serviceaccounts", "get create patch")
@@ -250,7 +257,7 @@ def test_no_right_is_a_wildcard_and_no_secret_can_be_read(helm: Helm, values: di
         for rule in role["rules"]:
             assert "nonResourceURLs" not in rule
             if rule["resources"] in (["leases"], ["customresourcedefinitions"]) and rule["verbs"] != ["create"]:
-                assert rule["resourceNames"] in ([NAME], ["agentrljobs.kestrl.dev"])
+                assert rule["resourceNames"] in ([NAME], DEFINITIONS)
 
 
 def test_an_install_for_namespaces_has_rights_on_jobs_in_these_alone(helm: Helm) -> None:

@@ -19,6 +19,7 @@ from kestrl.data.conversations import Conversation
 from kestrl.errors import UserInputError
 from kestrl.plan.settings import read_settings
 from kestrl.plan.sft import SFTSettings
+from kestrl.spec.status import ResultStatus
 from kestrl.storage import fetch_adapter, open_store
 from kestrl.storage.adapters import WEIGHTS
 from kestrl_email.demonstrations import GOOD, demonstrations
@@ -27,6 +28,7 @@ from kestrl_email.transcripts import SCHEMAS
 from kestrl_email.transcripts import encode as encode_by_hand
 from kestrl_learner import adapters
 from kestrl_learner.model import PolicyModel
+from kestrl_learner.sft.__main__ import main
 from kestrl_learner.sft.data import load_items, make_encoder
 from kestrl_learner.sft.encoding import ConversationEncoder
 from kestrl_learner.sft.training import SFTRun, as_group, batches
@@ -161,14 +163,14 @@ def test_the_command_learns_and_rl_can_start_from_its_adapter(tmp_path: Path) ->
 
 def test_a_stopped_run_goes_on_to_the_same_weights(tmp_path: Path) -> None:
     whole = settings_of(tmp_path, maxSteps=5)
-    address = SFTRun(whole.model_copy(update={"storage": (tmp_path / "whole").as_uri()})).run()
+    straight = SFTRun(whole.model_copy(update={"storage": (tmp_path / "whole").as_uri()})).run()
     asked = iter([False, False, True])
     broken = whole.model_copy(update={"storage": (tmp_path / "broken").as_uri()})
     assert SFTRun(broken, stopping=lambda: next(asked)).run() is None
     again = SFTRun(broken).run()
-    assert address is not None
+    assert straight is not None
     assert again is not None
-    assert address.rpartition("/")[2] == again.rpartition("/")[2], "the folder's name has the digest of the weights"
+    assert straight.sha256 == again.sha256
     changed = broken.model_copy(update={"seed": 5})
     with pytest.raises(UserInputError, match="another model, data or optimiser"):
         SFTRun(changed).run()
@@ -192,6 +194,18 @@ def test_the_loss_is_the_cross_entropy_of_transformers(tmp_path: Path) -> None:
     run = SFTRun(settings.model_copy(update={"max_steps": 1}))
     result = run._trainer.step([as_group(items)], 0)  # pyright: ignore[reportPrivateUsage]
     assert result.loss == pytest.approx(total / count, rel=1e-5)
+
+
+def test_the_program_writes_its_result_into_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a pod's last message, from which the operator reads the adapter's address."""
+    settings, result = settings_of(tmp_path, maxSteps=1), tmp_path / "result"
+    (tmp_path / "settings.json").write_text(settings.model_dump_json())
+    monkeypatch.setattr("sys.argv", ["sft", "--settings", str(tmp_path / "settings.json"), "--result", str(result)])
+    monkeypatch.setattr("signal.signal", lambda *_: None)
+    assert main() == 0
+    found = ResultStatus.model_validate_json(result.read_text())
+    summary = json.loads(open_store(settings.storage).get("summary.json"))
+    assert found.model_dump() == summary["policy"]
 
 
 def test_nothing_within_the_limit_is_refused(tmp_path: Path) -> None:

@@ -13,14 +13,16 @@ import yaml
 from jsonschema import Draft4Validator
 
 from kestrl.spec import parse_job
-from kestrl.spec.crd import IDENTITY, PLACED_RULES, crd, crd_yaml
+from kestrl.spec.crd import IDENTITY, PLACED_RULES, crd, definition_yaml, sft_crd
 from kestrl.spec.job import JobSpec
+from kestrl.spec.sft import parse_sft_job
 
 EXAMPLES = [
     path
     for path in sorted(Path(__file__).parents[3].glob("examples/**/*.yaml"))
     if yaml.safe_load(path.read_text())["kind"] == "AgentRLJob"
 ]
+CEL = "x-kubernetes-validations"
 VERSION = crd()["spec"]["versions"][0]
 SCHEMA = VERSION["schema"]["openAPIV3Schema"]
 
@@ -64,9 +66,23 @@ def test_every_default_is_valid_and_a_status_has_none() -> None:
 
 
 def test_it_is_small() -> None:
-    assert len(crd_yaml()) < 100_000
+    assert len(definition_yaml(crd())) < 100_000
     assert len(json.dumps(crd())) < 80_000
-    assert "&id" not in crd_yaml()
+    assert "&id" not in definition_yaml(crd())
+
+
+def test_the_definition_of_sftjobs_takes_what_kestrl_sft_reads() -> None:
+    version = sft_crd()["spec"]["versions"][0]
+    schema = version["schema"]["openAPIV3Schema"]
+    for path, node in nodes(schema):
+        assert not {"$ref", "$defs", "anyOf", "oneOf", "allOf", "const", "title", "nullable"} & set(node), path
+        assert "type" in node or node.get("x-kubernetes-preserve-unknown-fields") is True, path
+        assert ("default" in node) <= path.startswith(".spec"), path
+    document = yaml.safe_load((Path(__file__).parents[3] / "examples" / "bring-your-own" / "sft.yaml").read_text())
+    Draft4Validator(schema["properties"]["spec"]).validate(document["spec"])
+    parse_sft_job({**document, "spec": with_defaults(document["spec"], schema["properties"]["spec"])})
+    rules = {path: len(node["x-kubernetes-validations"]) for path, node in nodes(schema) if CEL in node}
+    assert rules == {"": 2, ".spec": 1, ".spec.data.train": 2, ".spec.data.validation": 2}
 
 
 def test_every_field_is_described_by_its_docstring() -> None:

@@ -117,7 +117,9 @@ class Api:
         kind = kind_of(wanted)
         return await self._apply(kind, resource(kind), wanted, force=force, dry_run="All" if dry_run else None)
 
-    async def apply_status(self, namespace: str, name: str, version: int, status: Mapping[str, Any]) -> Object:
+    async def apply_status(
+        self, namespace: str, name: str, version: int, status: Mapping[str, Any], *, kind: Kind = JOB
+    ) -> Object:
         """Applies a job's status server-side; returns the job.
 
         Args:
@@ -127,17 +129,18 @@ class Api:
                 nor to a later state. (The API server ignores the uid for a subresource.)
             status: The complete status, without empty values: the API server turns a map into null if it was not empty
                 before.
+            kind: Kind of the job.
 
         Raises:
             Conflict: The job has changed meanwhile, or is another one.
         """
         wanted = {
-            "apiVersion": JOB.api_version,
-            "kind": JOB.name,
+            "apiVersion": kind.api_version,
+            "kind": kind.name,
             "metadata": {"name": name, "namespace": namespace, "resourceVersion": str(version)},
             "status": status,
         }
-        return await self._apply(JOB, resource(JOB).status, wanted, force=True)
+        return await self._apply(kind, resource(kind).status, wanted, force=True)
 
     async def _apply(
         self, kind: Kind, into: Any, wanted: Mapping[str, Any], *, force: bool, dry_run: str | None = None

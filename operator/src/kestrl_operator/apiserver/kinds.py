@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 
 from kubernetes.aio.dynamic.resource import Resource
 
-from kestrl.spec.crd import GROUP, PLURAL, VERSION
+from kestrl.spec.crd import GROUP, PLURAL, SFT_PLURAL, VERSION
 from kestrl.spec.job import KIND
+from kestrl.spec.sft import SFT_KIND
 
 
 class Kind(NamedTuple):
@@ -25,6 +26,8 @@ class Kind(NamedTuple):
 
 
 JOB = Kind(GROUP, VERSION, KIND, PLURAL)
+SFT_JOB = Kind(GROUP, VERSION, SFT_KIND, SFT_PLURAL)
+BATCH_JOB = Kind("batch", "v1", "Job", "jobs")
 POD = Kind("", "v1", "Pod", "pods")
 STATEFUL_SET = Kind("apps", "v1", "StatefulSet", "statefulsets")
 DEPLOYMENT = Kind("apps", "v1", "Deployment", "deployments")

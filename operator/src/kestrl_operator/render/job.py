@@ -12,6 +12,7 @@ from urllib.parse import urlparse
 from kestrl.plan.components import Component, Role
 from kestrl.prepare import OBJECT_SCHEMES, DataSource, PrepareSettings
 from kestrl.spec import AgentRLJob
+from kestrl.spec.job import API_VERSION
 from kestrl_operator.render import network
 from kestrl_operator.render.patching import patched
 from kestrl_operator.render.pods import Object, account, checksum, container, credentials, settings_map, template
@@ -258,7 +259,11 @@ def _patches(job: AgentRLJob, role: Role) -> list[tuple[str, Mapping[str, Any]]]
 
 def claims_of(job: AgentRLJob, role: Role) -> list[str]:
     """The claims that a role's pods mount, from the pvc:// addresses that the role reads."""
-    reads = preparation(job, role)
+    return claims_in(preparation(job, role))
+
+
+def claims_in(reads: PrepareSettings) -> list[str]:
+    """The claims of pvc:// addresses, sorted."""
     addresses = [reads.model, reads.template, *(item.uri for item in reads.data)]
     parsed = [urlparse(address) for address in addresses if address]
     return sorted({address.netloc for address in parsed if address.scheme == "pvc"})
@@ -288,13 +293,18 @@ def labels(job: str, role: Role | None = None) -> dict[str, str]:
 
 
 def _object(given: Given, api: str, kind: str, name: str, **content: object) -> Object:
-    owner = {
-        "apiVersion": given.job.api_version,
-        "kind": given.job.kind,
-        "name": given.name,
-        "uid": given.uid,
+    owners = [owner(given.job.kind, given.name, given.uid)]
+    metadata = {"name": name, "namespace": given.namespace, "labels": labels(given.name), "ownerReferences": owners}
+    return {"apiVersion": api, "kind": kind, "metadata": metadata, **content}
+
+
+def owner(kind: str, name: str, uid: str) -> Object:
+    """The owner reference of a job's objects."""
+    return {
+        "apiVersion": API_VERSION,
+        "kind": kind,
+        "name": name,
+        "uid": uid,
         "controller": True,
         "blockOwnerDeletion": False,  # a stopped operator must not block a deletion
     }
-    metadata = {"name": name, "namespace": given.namespace, "labels": labels(given.name), "ownerReferences": [owner]}
-    return {"apiVersion": api, "kind": kind, "metadata": metadata, **content}

@@ -130,14 +130,15 @@ def _ingress(job: str, role: Role, callers: tuple[Role, ...]) -> list[Object]:
 
 def _egress(job: str, role: Role, called: list[Role], far_ports: Sequence[int]) -> list[Object]:
     rules: list[Object] = [{"to": [_pods(job, callee)], "ports": _ports(callee)} for callee in called]
-    if role in EGRESS_ROLES:
-        rules.append({"ports": _dns()})
-        # Object storage may have any address, except those of other pods in the cluster and the metadata services of
-        # nodes.
-        rules.append(
-            {
-                "to": [{"ipBlock": {"cidr": "0.0.0.0/0", "except": list(METADATA)}}],
-                "ports": [{"port": port, "protocol": "TCP"} for port in far_ports],
-            }
-        )
-    return rules
+    return [*rules, *outside(far_ports)] if role in EGRESS_ROLES else rules
+
+
+def outside(far_ports: Sequence[int]) -> list[Object]:
+    """To names, and to object storage and hubs of models, which may have any address except those of metadata services
+    of nodes.
+    """
+    far: Object = {"ipBlock": {"cidr": "0.0.0.0/0", "except": list(METADATA)}}
+    return [
+        {"ports": _dns()},
+        {"to": [far], "ports": [{"port": port, "protocol": "TCP"} for port in far_ports]},
+    ]

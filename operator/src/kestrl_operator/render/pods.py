@@ -167,13 +167,17 @@ def mounts(role: Role, profile: Profile) -> list[Object]:
     listed: list[Object] = [
         {"name": name, "mountPath": path, **({"readOnly": True} if fixed else {})} for name, path, fixed in inside
     ]
-    if role in {Role.ENGINE, Role.LEARNER}:
-        listed.append({"name": "shared-memory", "mountPath": "/dev/shm"})  # noqa: S108
-        listed += [
-            {"name": f"devices-{number}", "mountPath": mount.path, "readOnly": mount.read_only}
-            for number, mount in enumerate(profile.host_mounts)
-        ]
-    return listed
+    return [*listed, *device_mounts(profile)] if role in {Role.ENGINE, Role.LEARNER} else listed
+
+
+def device_mounts(profile: Profile) -> list[Object]:
+    """The mounts of a container that computes on devices."""
+    shared = {"name": "shared-memory", "mountPath": "/dev/shm"}  # noqa: S108
+    devices = [
+        {"name": f"devices-{number}", "mountPath": mount.path, "readOnly": mount.read_only}
+        for number, mount in enumerate(profile.host_mounts)
+    ]
+    return [shared, *devices]
 
 
 def volumes(job: str, role: Role, profile: Profile, claims: Sequence[str]) -> list[Object]:
@@ -186,15 +190,24 @@ def volumes(job: str, role: Role, profile: Profile, claims: Sequence[str]) -> li
     if role is Role.INFERENCE:
         listed.append({"name": "work", "emptyDir": {}})
     if role in {Role.INFERENCE, Role.LEARNER}:
-        listed.append({"name": "shared-memory", "emptyDir": {"medium": "Memory"}})
-        listed += [
-            {"name": f"devices-{number}", "hostPath": {"path": mount.path}}
-            for number, mount in enumerate(profile.host_mounts)
-        ]
-    listed += [
+        listed += device_volumes(profile)
+    return [*listed, *claim_volumes(claims)]
+
+
+def device_volumes(profile: Profile) -> list[Object]:
+    """The volumes of pods that compute on devices."""
+    paths = [
+        {"name": f"devices-{number}", "hostPath": {"path": mount.path}}
+        for number, mount in enumerate(profile.host_mounts)
+    ]
+    return [{"name": "shared-memory", "emptyDir": {"medium": "Memory"}}, *paths]
+
+
+def claim_volumes(claims: Sequence[str]) -> list[Object]:
+    """Volumes of the claims that the manifest's pvc:// addresses name."""
+    return [
         {"name": f"claim-{claim}", "persistentVolumeClaim": {"claimName": claim, "readOnly": True}} for claim in claims
     ]
-    return listed
 
 
 def settings_map(job: str) -> str:
@@ -202,7 +215,7 @@ def settings_map(job: str) -> str:
     return f"{job}-agentrljob"
 
 
-def preparing(image: str, role: Role, cluster: Cluster, store: str | None, claims: Sequence[str]) -> Object:
+def preparing(image: str, role: str, cluster: Cluster, store: str | None, claims: Sequence[str]) -> Object:
     """The init container that downloads model, data and template. It runs the image of the pod's own program."""
     return {
         "name": "prepare",
@@ -248,6 +261,15 @@ def template(
     }
     if prepares:
         spec["initContainers"] = [preparing(containers[-1]["image"], role, cluster, store, claims)]
+    spec |= placement(cluster, profile)
+    if runtime_class is not None:
+        spec["runtimeClassName"] = runtime_class
+    return {"metadata": {"labels": {**labels, **profile.labels}, "annotations": dict(annotations)}, "spec": spec}
+
+
+def placement(cluster: Cluster, profile: Profile) -> Object:
+    """Fields of a pod that decide which nodes take it, and which secrets pull its images."""
+    spec: Object = {}
     if cluster.images.pull_secrets:
         spec["imagePullSecrets"] = [{"name": name} for name in cluster.images.pull_secrets]
     if profile.resource is not None:
@@ -256,9 +278,7 @@ def template(
         spec["nodeSelector"] = dict(profile.node_selector)
     if profile.scheduler is not None:
         spec["schedulerName"] = profile.scheduler
-    if runtime_class is not None:
-        spec["runtimeClassName"] = runtime_class
-    return {"metadata": {"labels": {**labels, **profile.labels}, "annotations": dict(annotations)}, "spec": spec}
+    return spec
 
 
 def checksum(settings: Mapping[str, str]) -> str:

@@ -15,6 +15,7 @@ from kestrl.plan.settings import Model
 from kestrl.plan.site import Build, Endpoint, Site
 from kestrl.spec import AgentRLJob
 from kestrl.spec.job import JobSpec
+from kestrl.spec.sft import SFTJob
 from kestrl.spec.tool_rules import runtime_class
 from kestrl_operator.state.accelerators import Profile, profiles
 
@@ -137,7 +138,7 @@ def tools_runtime_class_of(job: AgentRLJob, cluster: Cluster) -> str | None:
     return named[0]
 
 
-def storage_of(job: AgentRLJob, cluster: Cluster) -> tuple[str, str | None]:
+def storage_of(job: AgentRLJob | SFTJob, cluster: Cluster) -> tuple[str, str | None]:
     """The storage of a job's runs, and the Secret with its credentials.
 
     Raises:

@@ -46,8 +46,8 @@ def pod_of(given: Object) -> Pod | None:
         made=seconds_of(metadata.get("creationTimestamp")) or 0.0,
         attempts=count_of(metadata.get("annotations", {}).get(ATTEMPTS, "")),
         job_restarts=count_of(metadata.get("annotations", {}).get(RESTARTS, "")),
-        unstartable=next(_waiting(statuses), ""),
-        ended=tuple(_ended(statuses)),
+        unstartable=next(unstartable(statuses), ""),
+        ended=tuple(ended(statuses)),
         restarts=sum(item.get("restartCount", 0) for item in statuses),
         owner=next(
             (_kind_and_uid(item) for item in metadata.get("ownerReferences", ()) if item.get("controller")), ("", "")
@@ -64,14 +64,15 @@ def _has_begun(status: Object) -> bool:
     return "waiting" not in status.get("state", {"waiting": {}}) or bool(status.get("lastState"))
 
 
-def _waiting(statuses: Iterable[Object]) -> Iterator[str]:
+def unstartable(statuses: Iterable[Object]) -> Iterator[str]:
+    """Why containers cannot start."""
     for item in statuses:
         waiting = item.get("state", {}).get("waiting", {})
         if waiting.get("reason") in UNSTARTABLE:
             yield f"{item['name']}: {waiting['reason']}: {waiting.get('message', '')}"
 
 
-def _ended(statuses: Iterable[Object]) -> Iterator[Ended]:
+def ended(statuses: Iterable[Object]) -> Iterator[Ended]:
     """Failed last runs. A container that is ready again is left out, since its restart count covers it. One that ends
     without an error is included if it keeps ending.
     """

@@ -146,6 +146,36 @@ REASONS: Mapping[Type, Mapping[str, str]] = {
     },
 }
 """The closed list of reasons; no other reason is ever written. docs/conditions.md is generated from it."""
+SFT_REASONS: Mapping[Type, Mapping[str, str]] = {
+    Type.ACCEPTED: {
+        "Valid": "The manifest is valid.",
+        "Invalid": (
+            "The spec is invalid, Kubernetes refuses an object of the job, or the program refuses its input; the "
+            "message names the field and the fix."
+        ),
+        "Unresolvable": "A model, data set or secret that the manifest names does not exist.",
+    },
+    Type.SCHEDULED: {
+        "PodsScheduled": "The pod has a node.",
+        "Pending": "The pod waits for a node, or could not be created; the message says why.",
+        "Unsatisfiable": "No node could ever take a pod of this accelerator profile.",
+        "Released": "No pod is to run: the job has ended.",
+    },
+    Type.READY: {
+        "Training": "The program runs.",
+        "NotReady": "It does not; the message says why.",
+        "Finished": "The job has ended.",
+        "Quarantined": REASONS[Type.READY]["Quarantined"],
+        "OperatorFailed": REASONS[Type.READY]["OperatorFailed"],
+    },
+    Type.SUCCEEDED: {
+        "Completed": "Every step was done and the adapter is in storage.",
+        "Running": "It has not ended.",
+        "LearnerFailed": "The program refused its input; the message is its own.",
+        "BackoffExceeded": "Too many pods failed; the message is that of the last one.",
+    },
+}
+"""The conditions and reasons of an SFTJob, a part of those of an AgentRLJob."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,7 +198,12 @@ class Observation:
 
 
 def joined(
-    before: Sequence[Condition], observed: Iterable[Observation], *, generation: int, now: str
+    before: Sequence[Condition],
+    observed: Iterable[Observation],
+    *,
+    generation: int,
+    now: str,
+    kinds: Iterable[Type] = Type,
 ) -> list[Condition]:
     """All conditions after an observation, in a fixed order.
 
@@ -180,10 +215,11 @@ def joined(
         observed: The new observations.
         generation: Generation of the spec that was observed.
         now: RFC 3339.
+        kinds: The conditions of this kind of job.
     """
     old = {condition.type: condition for condition in before}
     found = {item.type: item for item in observed}
-    return [_condition(kind, old.get(kind), found.get(kind), generation, now) for kind in Type]
+    return [_condition(kind, old.get(kind), found.get(kind), generation, now) for kind in kinds]
 
 
 def _condition(kind: Type, old: Condition | None, found: Observation | None, generation: int, now: str) -> Condition:

@@ -70,7 +70,7 @@ def _accepted(snapshot: Snapshot) -> Observation:
         )
     for pod in snapshot.staying:
         for item in pod.ended:
-            if item.container == "prepare" and _is_missing(item):
+            if item.container == "prepare" and is_missing(item):
                 return _false(Type.ACCEPTED, "Unresolvable", f"{pod.name}: {item.message or item}")
         if "CreateContainerConfigError" in pod.unstartable:
             return _false(Type.ACCEPTED, "Unresolvable", f"{pod.name}: {pod.unstartable}")
@@ -97,7 +97,7 @@ def absent_runtime_class(snapshot: Snapshot) -> str:
     return f"{field}: there is no RuntimeClass {found[1]!r}; create it, or name one of `kubectl get runtimeclass`"
 
 
-def _is_missing(item: Ended) -> bool:
+def is_missing(item: Ended) -> bool:
     """Whether preparation failed because something does not exist, rather than because its location did not answer."""
     return item.code == EXIT_INPUT or "/not_found]" in item.message
 

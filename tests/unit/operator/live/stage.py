@@ -23,7 +23,7 @@ from kestrl.api.learner.v1 import learner_pb2_grpc as stubs
 from kestrl.credentials import Secret
 from kestrl.errors import StorageError
 from kestrl.rpc.codec import run_phase_to_proto
-from kestrl.spec.crd import crd
+from kestrl.spec.crd import crd, sft_crd
 from kestrl.states import RunPhase
 from kestrl_operator.apiserver.client import Api
 from kestrl_operator.apiserver.kinds import Kind
@@ -99,11 +99,11 @@ class Running:
 
     def has_nothing_to_do(self, cluster: FakeKubernetes, learners: Mapping[str, FakeLearner], *, leads: bool) -> bool:
         """Whether everything that happened was delivered and, if it leads, processed, and no pass is due soon."""
-        queue, soon = self.operator._queue, asyncio.get_running_loop().time() + SOON
+        queues, soon = (self.operator._queue, self.operator._sft_queue), asyncio.get_running_loop().time() + SOON
         return (
             self._has_everything(cluster)
             and all(self._has_newest_report(stream, learners) for stream in self.operator._states._streams())
-            and not (leads and (queue._taken or any(due <= soon for due in queue._due.values())))
+            and not (leads and any(queue._taken or any(due <= soon for due in queue._due.values()) for queue in queues))
         )
 
     def _has_everything(self, cluster: FakeKubernetes) -> bool:
@@ -278,7 +278,8 @@ class Stage:
 async def staged(folder: Path, patch: pytest.MonkeyPatch) -> AsyncGenerator[Stage]:
     """A stage without an operator; all operators end with it."""
     async with FakeKubernetes() as cluster:
-        cluster.create("customresourcedefinitions", DEFINITION)
+        for definition in (DEFINITION, sft_crd()):
+            cluster.create("customresourcedefinitions", definition)
         stage = Stage(cluster, folder, patch)
         try:
             yield stage

@@ -22,6 +22,7 @@ EXIT_STOPPED = 128 + signal.SIGINT
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--settings", type=Path, required=True)
+    parser.add_argument("--result", type=Path, help="file for version, sha256 and uri of the adapter, as JSON")
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
@@ -32,14 +33,16 @@ def main() -> int:
         settings = read_settings(SFTSettings, arguments.settings)
         if settings.threads:
             torch.set_num_threads(settings.threads)
-        address = SFTRun(settings, stopping=lambda: bool(asked)).run()
+        published = SFTRun(settings, stopping=lambda: bool(asked)).run()
+        if published is not None and arguments.result is not None:
+            arguments.result.write_text(published.model_dump_json(), encoding="utf-8")
     except UserInputError as error:
         return _end(f"error: {error}", EXIT_INPUT)
     except KestrlError as error:
         return _end(f"error: {error.failure()}", EXIT_FAILED)
-    if address is None:
+    if published is None:
         return _end("stopped after a checkpoint; the same command goes on from it", EXIT_STOPPED)
-    print(address)  # noqa: T201 - the result of the program
+    print(published.uri)  # noqa: T201 - the result of the program
     return 0
 
 

@@ -17,7 +17,7 @@ from kestrl.plan.sft import SFTSettings
 from kestrl.states import RunPhase
 from kestrl.storage import ObjectStore, open_store
 from kestrl.storage.metrics import StorageSink
-from kestrl.storage.summary import SFTSummary, write_summary
+from kestrl.storage.summary import SFTSummary, SummaryPolicy, write_summary
 from kestrl_learner import adapters, checkpoint
 from kestrl_learner.batch import TrainGroup
 from kestrl_learner.metric_sinks import MetricSinks
@@ -82,8 +82,8 @@ class SFTRun:
         self._model = adapters.load_policy(settings)
         self._trainer = Trainer(self._model, settings.algorithm, 1.0, steps=len(self._batches))
 
-    def run(self) -> str | None:
-        """Trains from the newest checkpoint to the end; returns the address of the adapter, None if it was stopped.
+    def run(self) -> SummaryPolicy | None:
+        """Trains from the newest checkpoint to the end; returns the published adapter, None if it was stopped.
 
         Raises:
             UserInputError: The storage holds another run.
@@ -99,7 +99,7 @@ class SFTRun:
         finally:
             self._sinks.finish(None)
 
-    def _train_from(self, done: int) -> str | None:
+    def _train_from(self, done: int) -> SummaryPolicy | None:
         if not done:
             self._evaluate(0)
         while done < len(self._batches):
@@ -170,19 +170,20 @@ class SFTRun:
         state = checkpoint.Checkpoint(step=done, state=self._trainer.state(), record=self._record)
         checkpoint.write(self._store, state, keep=KEEP_CHECKPOINTS)
 
-    def _publish(self, done: int) -> str:
+    def _publish(self, done: int) -> SummaryPolicy:
         settings = self._settings
         manifest, address = adapters.publish(
             self._store, self._model, job=settings.job, step=done, base=settings.model, parent=None
         )
+        policy = summary_policy(manifest.policy, address)
         summary = SFTSummary(
             status=RunPhase.SUCCEEDED,
             steps=done,
             total_steps=len(self._batches),
             conversations=len(self._train),
             evaluations=evaluations_of(self._record),
-            policy=summary_policy(manifest.policy, address),
+            policy=policy,
         )
         write_summary(self._store, summary)
         self._sinks.finish(summary)
-        return address
+        return policy

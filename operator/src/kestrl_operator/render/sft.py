@@ -1,0 +1,268 @@
+"""All objects of an SFTJob: a Job of Kubernetes with one pod, and what that pod needs. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from kestrl.errors import UserInputError
+from kestrl.plan.components import TORCH_DEFAULTS, Role
+from kestrl.plan.sft import SFTSettings, sft_settings
+from kestrl.prepare import DataSource, PrepareSettings
+from kestrl.service import EXIT_INPUT
+from kestrl.spec.job import Accelerator
+from kestrl.spec.sft import SFT_KIND, Conversations, SFTJob
+from kestrl_operator.render.job import claims_in, owner
+from kestrl_operator.render.network import outside
+from kestrl_operator.render.pods import (
+    CONTAINER_SECURITY,
+    GRACE_SECONDS,
+    POD_SECURITY,
+    Object,
+    claim_volumes,
+    claimed,
+    device_mounts,
+    device_volumes,
+    from_secret,
+    placement,
+    preparing,
+    with_devices,
+)
+from kestrl_operator.state.accelerators import Profile
+from kestrl_operator.state.cluster import DATA, HOME, MODEL, SETTINGS, Cluster, prepared
+from kestrl_operator.state.sft import CONTAINER, SFT_LABEL
+from kestrl_operator.state.snapshot import STORAGE, UID_LABEL
+
+PROFILES = {"cpu": "cpu", "cuda": "nvidia", "npu": "ascend"}
+"""Accelerator profiles by torch device, where the manifest names none."""
+PODS = 4
+"""Pods that may fail before the job does."""
+STOPPED = (128 + 2, 128 + 15)
+"""Exit codes of programs that were asked to stop."""
+RESULT = "/dev/termination-log"
+"""Kubernetes' file for a container's last message, from which the operator reads the adapter's address."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SFTGiven:
+    """The inputs of rendering."""
+
+    job: SFTJob
+    namespace: str
+    uid: str
+    cluster: Cluster
+    storage: str
+    """Storage of the runs, recorded on the Job: the run stays there even if the administrator's default changes."""
+    secret: str | None
+    """The Secret with the object storage's credentials."""
+
+    @property
+    def name(self) -> str:
+        return self.job.metadata.name
+
+    @property
+    def run(self) -> str:
+        """Address of this run's folder."""
+        return f"{self.storage.rstrip('/')}/{self.name}-{self.uid.partition('-')[0]}"
+
+
+def batch_name(job: str) -> str:
+    """The Job of an SFTJob, and its NetworkPolicy."""
+    return f"{job}-sft"
+
+
+def support_name(job: str) -> str:
+    """The ConfigMap and ServiceAccount of an SFTJob."""
+    return f"{job}-{SFT_KIND.lower()}"
+
+
+def render_sft(given: SFTGiven) -> list[Object]:
+    """Every object of the job, with owner and labels; the Job last.
+
+    Raises:
+        UserInputError: The manifest asks for devices that do not fit each other, or that this cluster has no image for.
+    """
+    profile = profile_of(given.job, given.cluster)
+    settings = {
+        "sft.json": _settings(given, profile).model_dump_json(indent=2),
+        "prepare-sft.json": preparation(given.job).model_dump_json(indent=2),
+    }
+    objects = [
+        _object(given, "v1", "ConfigMap", support_name(given.name), data=settings),
+        _object(given, "v1", "ServiceAccount", support_name(given.name), automountServiceAccountToken=False),
+    ]
+    if given.cluster.network_policies:
+        policy: Object = {
+            "podSelector": {"matchLabels": {SFT_LABEL: given.name}},
+            "policyTypes": ["Ingress", "Egress"],
+            "ingress": [],
+            "egress": outside(given.cluster.egress_ports),
+        }
+        objects.append(_object(given, "networking.k8s.io/v1", "NetworkPolicy", batch_name(given.name), spec=policy))
+    made = _object(given, "batch/v1", "Job", batch_name(given.name), spec=_batch_spec(given, profile))
+    made["metadata"]["annotations"] = {STORAGE: given.storage}
+    return [*objects, made]
+
+
+def accelerator_of(job: SFTJob) -> Accelerator:
+    """The devices of the job's pod."""
+    learner = job.spec.learner
+    return learner.accelerator or Accelerator(profile=PROFILES[learner.device.partition(":")[0]])
+
+
+def profile_of(job: SFTJob, cluster: Cluster) -> Profile:
+    """The accelerator profile of the job's pod.
+
+    Raises:
+        UserInputError: It is unknown, does not fit `device`, asks for several devices, or there is no image for it.
+    """
+    accelerator, device, field = accelerator_of(job), job.spec.learner.device, "spec.learner.accelerator"
+    if accelerator.count > 1:
+        raise UserInputError(f"{field}.count: is {accelerator.count}, and an SFTJob trains on one device; use 1")
+    try:
+        profile = cluster.profile(accelerator.profile)
+    except UserInputError as error:
+        raise UserInputError(f"spec.learner.{error}") from error
+    if device.partition(":")[0] != profile.image:
+        raise UserInputError(
+            f"{field}.profile: {accelerator.profile!r} has devices of kind {profile.image!r}, and "
+            f"spec.learner.device is {device!r}; make them the same"
+        )
+    if profile.image not in cluster.images.learner:
+        there = ", ".join(sorted(cluster.images.learner))
+        raise UserInputError(
+            f"spec.learner.device: this cluster has no image for {profile.image!r} (the chart's "
+            f"jobs.images.learner.{profile.image}); there are: {there}"
+        )
+    return profile
+
+
+def preparation(job: SFTJob) -> PrepareSettings:
+    """What the pod prepares. The episodes of a run are read from their storage while it trains."""
+    spec = job.spec
+    sets = {"train": spec.data.train, "validation": spec.data.validation}
+    return PrepareSettings(
+        model=spec.model.base,
+        model_target=MODEL,
+        data=tuple(
+            DataSource(uri=item.uri, size=item.size, target=prepared(name, item.uri), field=f"spec.data.{name}.uri")
+            for name, item in sets.items()
+            if item is not None and item.uri is not None
+        ),
+        data_dir=DATA,
+        seed=spec.data.seed,
+        template=spec.template,
+        template_target=f"{DATA}/template.jinja",
+        template_field="spec.template",
+    )
+
+
+def _settings(given: SFTGiven, profile: Profile) -> SFTSettings:
+    spec = given.job.spec
+
+    def file_of(name: str, data: Conversations | None) -> str | None:
+        return None if data is None or data.uri is None else prepared(name, data.uri)
+
+    made = sft_settings(
+        given.job,
+        model=MODEL,
+        train=file_of("train", spec.data.train),
+        validation=file_of("validation", spec.data.validation),
+        template=None if spec.template is None else f"{DATA}/template.jinja",
+        storage=given.run,
+    )
+    return made.model_copy(update={"device": profile.image})  # a pod sees its own device only
+
+
+def _batch_spec(given: SFTGiven, profile: Profile) -> Object:
+    stopped = {"operator": "In", "values": list(STOPPED)}
+    refused = {"containerName": CONTAINER, "operator": "In", "values": [EXIT_INPUT]}
+    return {
+        "backoffLimit": PODS - 1,
+        "podFailurePolicy": {
+            "rules": [
+                {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
+                {"action": "Ignore", "onExitCodes": stopped},
+                {"action": "FailJob", "onExitCodes": refused},
+            ]
+        },
+        # No second pod writes into the storage before the first has ended.
+        "podReplacementPolicy": "Failed",
+        "template": {
+            "metadata": {"labels": {**_labels(given.name), UID_LABEL: given.uid, **profile.labels}},
+            "spec": _pod(given, profile),
+        },
+    }
+
+
+def _pod(given: SFTGiven, profile: Profile) -> Object:
+    cluster, image = given.cluster, given.cluster.images.learner[profile.image]
+    claims = claims_in(preparation(given.job))
+    spec: Object = {
+        "restartPolicy": "Never",
+        "serviceAccountName": support_name(given.name),
+        "automountServiceAccountToken": False,
+        "enableServiceLinks": False,
+        "securityContext": POD_SECURITY,
+        "terminationGracePeriodSeconds": GRACE_SECONDS[Role.LEARNER],
+        "initContainers": [preparing(image, "sft", cluster, given.secret, claims)],
+        "containers": [_container(given, image, profile, claims)],
+        "volumes": [
+            {"name": "settings", "configMap": {"name": support_name(given.name)}},
+            {"name": "home", "emptyDir": {}},
+            {"name": "tmp", "emptyDir": {}},
+            *device_volumes(profile),
+            *claim_volumes(claims),
+        ],
+        **placement(cluster, profile),
+    }
+    return spec if profile.runtime_class is None else {**spec, "runtimeClassName": profile.runtime_class}
+
+
+def _container(given: SFTGiven, image: str, profile: Profile, claims: list[str]) -> Object:
+    plain: Mapping[str, str] = {**TORCH_DEFAULTS, "HOME": "/tmp"}  # noqa: S108
+    made: dict[str, Any] = {
+        "name": CONTAINER,
+        "image": image,
+        "imagePullPolicy": given.cluster.images.pull_policy,
+        "command": ["python", "-m", "kestrl_learner.sft"],
+        "args": ["--settings", f"{SETTINGS}/sft.json", "--result", RESULT],
+        "env": [*({"name": name, "value": value} for name, value in plain.items()), *profile.environment()],
+        "securityContext": CONTAINER_SECURITY,
+        "volumeMounts": [
+            {"name": "settings", "mountPath": SETTINGS, "readOnly": True},
+            {"name": "home", "mountPath": HOME},
+            {"name": "tmp", "mountPath": "/tmp"},  # noqa: S108
+            *device_mounts(profile),
+            *claimed(claims),
+        ],
+        "terminationMessagePath": RESULT,
+        "terminationMessagePolicy": "FallbackToLogsOnError",
+        **from_secret(given.secret),
+    }
+    resources = with_devices(given.cluster.resources.get("learner", {}), profile.requests(1))
+    return {**made, "resources": resources} if resources else made
+
+
+def _labels(job: str) -> dict[str, str]:
+    """The labels recommended by Kubernetes. Without managed-by: by that, objects of an AgentRLJob are watched, and one
+    of this name may exist.
+    """
+    return {
+        "app.kubernetes.io/name": "kestrl",
+        "app.kubernetes.io/instance": job,
+        "app.kubernetes.io/part-of": "kestrl",
+        "app.kubernetes.io/component": "sft",
+        SFT_LABEL: job,
+    }
+
+
+def _object(given: SFTGiven, api: str, kind: str, name: str, **content: object) -> Object:
+    metadata: Object = {
+        "name": name,
+        "namespace": given.namespace,
+        "labels": _labels(given.name),
+        "ownerReferences": [owner(SFT_KIND, given.name, given.uid)],
+    }
+    return {"apiVersion": api, "kind": kind, "metadata": metadata, **content}

@@ -1,0 +1,56 @@
+"""From an SFTJob object to the Kubernetes objects it becomes on this cluster, or to the error in it. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from kestrl.spec.sft import SFTJob, parse_sft_job
+from kestrl_operator.render.sft import SFTGiven, accelerator_of, profile_of, render_sft
+from kestrl_operator.state.accelerators import Node, unsatisfiable
+from kestrl_operator.state.cluster import Cluster, storage_of
+from kestrl_operator.state.store import Key
+
+Object = dict[str, Any]
+
+
+class SFTManifests:
+    """Renders SFTJobs with the administrator's choices."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+
+    def read(self, key: Key, raw: Mapping[str, Any]) -> SFTJob:
+        """The job described by an object.
+
+        Raises:
+            UserInputError: The manifest does not describe a job; the message names the field and the fix.
+        """
+        metadata = {"name": key.name, "namespace": key.namespace}
+        return parse_sft_job(
+            {"apiVersion": raw["apiVersion"], "kind": raw["kind"], "metadata": metadata, "spec": raw.get("spec")}
+        )
+
+    def objects(self, key: Key, uid: str, job: SFTJob, *, storage: str = "") -> list[Object]:
+        """All objects of a job, as returned by `render_sft`.
+
+        Args:
+            key: Namespace and name of the job.
+            uid: Uid of the job object.
+            job: The job.
+            storage: Storage of its runs when it began; empty before.
+
+        Raises:
+            UserInputError: This cluster cannot run the job.
+        """
+        uri, secret = storage_of(job, self._cluster)
+        given = SFTGiven(
+            job=job, namespace=key.namespace, uid=uid, cluster=self._cluster, storage=storage or uri, secret=secret
+        )
+        return render_sft(given)
+
+    def unsatisfiable(self, job: SFTJob, nodes: Sequence[Node]) -> str:
+        """Why no node could ever run the job's pod; empty when one could."""
+        accelerator = accelerator_of(job)
+        why = unsatisfiable(profile_of(job, self._cluster), accelerator.count, nodes)
+        return f"spec.learner (profile {accelerator.profile}): {why}" if why else ""

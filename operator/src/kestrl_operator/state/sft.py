@@ -1,0 +1,189 @@
+"""What is known of SFTJobs: the objects that the watch streams delivered, and typed records of their Jobs and pods."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import ValidationError
+
+from kestrl.spec.sft import SFT_KIND
+from kestrl.spec.status import ResultStatus
+from kestrl_operator.state.parsing import ended, unstartable
+from kestrl_operator.state.snapshot import STORAGE, Ended, seconds_of
+from kestrl_operator.state.store import Key
+
+Object = Mapping[str, Any]
+NOTHING: Object = {}
+SFT_LABEL = "kestrl.dev/sft-job"
+"""Label with the name of an SFTJob. Its pods have no `kestrl.dev/job`: an AgentRLJob may have the same name."""
+CONTAINER = "sft"
+"""The container that trains."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """The Job of an SFTJob."""
+
+    uid: str
+    storage: str
+    """Storage of the runs when the Job was created."""
+    running: bool
+    """Whether its pod is ready."""
+    failed: int
+    """Pods that have failed and count."""
+    outcome: str
+    """Type of the condition with which it ended, Complete or Failed; empty before."""
+    reason: str
+    message: str
+    started: str | None
+    finished: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SFTPod:
+    """A pod of an SFTJob."""
+
+    name: str
+    made: float
+    """Creation time in seconds since 1970."""
+    scheduled: bool
+    unscheduled: str
+    """The scheduler's message while it finds no node."""
+    unstartable: str
+    """Why one of its containers cannot start; empty when all can."""
+    running: bool
+    """Whether the program runs."""
+    ended: tuple[Ended, ...]
+    """Containers that ended with a failure."""
+    result: ResultStatus | None
+    """What the program wrote at its end."""
+
+
+class SFTStore:
+    """The newest known state of SFTJobs and their Jobs. An event older than that state changes nothing."""
+
+    def __init__(self) -> None:
+        self.jobs: dict[Key, Object] = {}
+        self._batches: dict[str, tuple[Key, Object]] = {}
+        """Jobs by uid."""
+
+    def job(self, given: Object, *, deleted: bool = False) -> Key:
+        """Stores an SFTJob; returns its key."""
+        key, known = _key(given), self.jobs.get(_key(given))
+        if deleted:
+            if known is not None and _uid(known) == _uid(given):
+                del self.jobs[key]
+        elif known is None or _uid(known) != _uid(given) or _version(known) <= _version(given):
+            metadata = {name: value for name, value in given["metadata"].items() if name != "managedFields"}
+            self.jobs[key] = {**given, "metadata": metadata}
+        return key
+
+    def batch(self, given: Object, *, deleted: bool = False) -> Key | None:
+        """Stores a Job; returns the key of its SFTJob."""
+        name = given["metadata"].get("labels", {}).get(SFT_LABEL)
+        if name is None:
+            return None
+        key, uid = Key(given["metadata"]["namespace"], name), _uid(given)
+        known = self._batches.get(uid)
+        if deleted:
+            self._batches.pop(uid, None)
+        elif known is None or _version(known[1]) <= _version(given):
+            self._batches[uid] = (key, given)
+        return key
+
+    def batch_of(self, key: Key, uid: str) -> Object | None:
+        """The Job that belongs to this SFTJob and not to an earlier one of its name."""
+        found = (given for place, given in self._batches.values() if place == key)
+        return next((given for given in found if owner_uid(given) == uid), None)
+
+    def version(self, uid: str) -> int:
+        """The known resourceVersion of an object; 0 for none."""
+        if uid in self._batches:
+            return _version(self._batches[uid][1])
+        return next((_version(given) for given in self.jobs.values() if _uid(given) == uid), 0)
+
+    def known(self) -> frozenset[str]:
+        """Uids of everything: whatever a list requested from now on does not contain was deleted."""
+        return frozenset(map(_uid, self.jobs.values())) | frozenset(self._batches)
+
+    def forget(self, gone: Collection[str]) -> Iterator[Key]:
+        """Removes objects by uid; yields the keys of their SFTJobs."""
+        for key, given in list(self.jobs.items()):
+            if _uid(given) in gone:
+                del self.jobs[key]
+                yield key
+        for uid, (key, _) in list(self._batches.items()):
+            if uid in gone:
+                del self._batches[uid]
+                yield key
+
+
+def owner_uid(given: Object) -> str:
+    """Uid of the SFTJob that owns an object; empty without one."""
+    owners = given["metadata"].get("ownerReferences", ())
+    return next((item["uid"] for item in owners if item["kind"] == SFT_KIND), "")
+
+
+def batch_of(given: Object) -> Batch:
+    """The typed form of a Job."""
+    metadata, status = given["metadata"], given.get("status", {})
+    conditions: Sequence[Object] = status.get("conditions", ())
+    over = next((item for item in conditions if item["type"] in OVER and item["status"] == "True"), NOTHING)
+    return Batch(
+        uid=metadata["uid"],
+        storage=metadata.get("annotations", {}).get(STORAGE, ""),
+        running=bool(status.get("ready")),
+        failed=status.get("failed", 0),
+        outcome=over.get("type", ""),
+        reason=over.get("reason", ""),
+        message=over.get("message", ""),
+        started=status.get("startTime"),
+        finished=status.get("completionTime") or over.get("lastTransitionTime"),
+    )
+
+
+OVER = frozenset({"Complete", "Failed"})
+
+
+def sft_pod_of(given: Object) -> SFTPod:
+    """The typed form of a pod."""
+    metadata, status = given["metadata"], given.get("status", {})
+    conditions: Sequence[Object] = status.get("conditions", ())
+    containers: Sequence[Object] = status.get("containerStatuses", ())
+    scheduled = next((item for item in conditions if item["type"] == "PodScheduled"), NOTHING)
+    statuses = [*status.get("initContainerStatuses", ()), *containers]
+    own: Object = next((item.get("state", NOTHING) for item in containers if item["name"] == CONTAINER), NOTHING)
+    return SFTPod(
+        name=metadata["name"],
+        made=seconds_of(metadata.get("creationTimestamp")) or 0.0,
+        scheduled=bool(given.get("spec", {}).get("nodeName")),
+        unscheduled=scheduled.get("message", "") if scheduled.get("reason") == "Unschedulable" else "",
+        unstartable=next(unstartable(statuses), ""),
+        running="running" in own,
+        ended=tuple(ended(statuses)),
+        result=_result(own.get("terminated", NOTHING)),
+    )
+
+
+def _result(terminated: Object) -> ResultStatus | None:
+    """The adapter that a program reported in its last message; None if it reported none."""
+    if terminated.get("exitCode") != 0:
+        return None
+    try:
+        return ResultStatus.model_validate_json(terminated.get("message", ""))
+    except ValidationError:
+        return None
+
+
+def _key(given: Object) -> Key:
+    return Key(given["metadata"]["namespace"], given["metadata"]["name"])
+
+
+def _uid(given: Object) -> str:
+    return str(given["metadata"]["uid"])
+
+
+def _version(given: Object) -> int:
+    return int(given["metadata"]["resourceVersion"])

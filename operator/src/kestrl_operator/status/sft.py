@@ -1,0 +1,152 @@
+"""The status of an SFTJob from what was observed of its Job and its pods. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kestrl.service import EXIT_INPUT
+from kestrl.spec.status import Condition, SFTJobStatus, SFTShown
+from kestrl_operator.state.sft import CONTAINER, Batch, SFTPod
+from kestrl_operator.status.conditions import SFT_REASONS, ConditionStatus, Observation, Type, joined, phase
+from kestrl_operator.status.observations import is_missing
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SFTSnapshot:
+    """What a pass observed."""
+
+    generation: int
+    now: str
+    """RFC 3339."""
+    problem: str = ""
+    """What is wrong with the manifest, or refused by Kubernetes; empty if nothing is."""
+    unsatisfiable: str = ""
+    """Why no node could ever take the pod."""
+    not_created: str = ""
+    """Why Kubernetes creates no pod, if that is known."""
+    batch: Batch | None = None
+    pods: Sequence[SFTPod] = ()
+
+    @property
+    def newest(self) -> SFTPod | None:
+        return max(self.pods, key=lambda pod: pod.made, default=None)
+
+
+def sft_status(before: Mapping[str, Any], seen: SFTSnapshot) -> dict[str, Any]:
+    """The complete status to write.
+
+    Args:
+        before: The current status.
+        seen: What was observed.
+    """
+    old, batch = SFTJobStatus.model_validate(dict(before)), seen.batch
+    conditions = joined(
+        old.conditions, observed(seen), generation=seen.generation, now=seen.now, kinds=tuple(SFT_REASONS)
+    )
+    status = SFTJobStatus(
+        observed_generation=seen.generation,
+        conditions=conditions,
+        shown=SFTShown(phase=phase(conditions)),
+        result=old.result or next((pod.result for pod in seen.pods if pod.result is not None), None),
+        started_at=old.started_at or (None if batch is None else batch.started),
+        finished_at=None if batch is None or not batch.outcome else batch.finished,
+        restarts=0 if batch is None else batch.failed,
+    )
+    return status.model_dump(by_alias=True, exclude_none=True)
+
+
+def with_sft_failure(before: Mapping[str, Any], seen: SFTSnapshot, reason: str) -> dict[str, Any]:
+    """The current status with a failed pass in condition Ready, and no other change.
+
+    Args:
+        before: The current status.
+        seen: Its `problem` is the message.
+        reason: Reason of condition Ready.
+    """
+    old = SFTJobStatus.model_validate(dict(before))
+    failed = Observation(type=Type.READY, status=ConditionStatus.FALSE, reason=reason, message=seen.problem)
+    conditions = joined(old.conditions, [failed], generation=seen.generation, now=seen.now, kinds=tuple(SFT_REASONS))
+    after = old.model_copy(update={"conditions": conditions, "shown": SFTShown(phase=phase(conditions))})
+    return after.model_dump(by_alias=True, exclude_none=True)
+
+
+def has_ended(status: Mapping[str, Any]) -> bool:
+    """Whether a job has ended, which it never ceases to have."""
+    ended = [Condition.model_validate(item) for item in status.get("conditions", ()) if item["type"] == Type.SUCCEEDED]
+    return any(item.status == "True" or (item.status == "False" and item.reason != "Running") for item in ended)
+
+
+def observed(seen: SFTSnapshot) -> Iterator[Observation]:
+    """Everything observed in a pass."""
+    yield _accepted(seen)
+    ended = seen.batch is not None and bool(seen.batch.outcome)
+    if seen.batch is not None or not seen.problem:
+        yield _scheduled(seen, ended=ended)
+        yield _succeeded(seen)
+    yield _ready(seen, ended=ended)
+
+
+def _accepted(seen: SFTSnapshot) -> Observation:
+    if seen.problem:
+        return _false(Type.ACCEPTED, "Invalid", seen.problem)
+    pod = seen.newest
+    if pod is not None:
+        for item in pod.ended:
+            if item.container == CONTAINER and item.code == EXIT_INPUT:
+                return _false(Type.ACCEPTED, "Invalid", item.message or str(item))
+            if item.container != CONTAINER and is_missing(item):
+                return _false(Type.ACCEPTED, "Unresolvable", item.message or str(item))
+        if "CreateContainerConfigError" in pod.unstartable:
+            return _false(Type.ACCEPTED, "Unresolvable", f"{pod.name}: {pod.unstartable}")
+    return _true(Type.ACCEPTED, "Valid")
+
+
+def _scheduled(seen: SFTSnapshot, *, ended: bool) -> Observation:
+    pod = seen.newest
+    if ended:
+        return _false(Type.SCHEDULED, "Released")
+    if pod is not None and pod.scheduled:
+        return _true(Type.SCHEDULED, "PodsScheduled")
+    if seen.unsatisfiable:
+        return _false(Type.SCHEDULED, "Unsatisfiable", seen.unsatisfiable)
+    if pod is None:
+        return _false(Type.SCHEDULED, "Pending", seen.not_created or "the pod is not created yet")
+    return _false(Type.SCHEDULED, "Pending", f"{pod.name}: {pod.unscheduled}" if pod.unscheduled else "")
+
+
+def _succeeded(seen: SFTSnapshot) -> Observation:
+    batch, result = seen.batch, next((pod.result for pod in seen.pods if pod.result is not None), None)
+    if batch is None or not batch.outcome:
+        return _false(Type.SUCCEEDED, "Running")
+    if batch.outcome == "Complete":
+        lost = "the pod that reported the adapter's address is gone; summary.json in the job's storage has it"
+        return _true(Type.SUCCEEDED, "Completed", lost if result is None else result.uri)
+    reason = "LearnerFailed" if batch.reason == "PodFailurePolicy" else "BackoffExceeded"
+    return _false(Type.SUCCEEDED, reason, _failure(seen.newest) or batch.message)
+
+
+def _ready(seen: SFTSnapshot, *, ended: bool) -> Observation:
+    pod = seen.newest
+    if ended:
+        return _false(Type.READY, "Finished")
+    if pod is not None and pod.running:
+        return _true(Type.READY, "Training", pod.name)
+    if seen.problem:
+        return _false(Type.READY, "NotReady", "not Accepted")
+    why = "no pod" if pod is None else pod.unstartable or _failure(pod) or "it starts"
+    return _false(Type.READY, "NotReady", why if pod is None else f"{pod.name}: {why}")
+
+
+def _failure(pod: SFTPod | None) -> str:
+    """How the pod's containers failed; empty if none did."""
+    return "" if pod is None else "; ".join(str(item) for item in pod.ended)
+
+
+def _true(kind: Type, reason: str, message: str = "") -> Observation:
+    return Observation(type=kind, status=ConditionStatus.TRUE, reason=reason, message=message)
+
+
+def _false(kind: Type, reason: str, message: str = "") -> Observation:
+    return Observation(type=kind, status=ConditionStatus.FALSE, reason=reason, message=message)

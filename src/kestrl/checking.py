@@ -21,16 +21,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from kestrl.errors import UserInputError
-from kestrl.plan.settings import (
-    DataSettings,
-    JudgeEntry,
-    Model,
-    RewardEntry,
-    RolloutSettings,
-    RulerEntry,
-    ToolsSettings,
-    read_settings,
-)
+from kestrl.plan.service_settings import Model, read_settings
+from kestrl.plan.settings import DataSettings, JudgeEntry, RewardEntry, RolloutSettings, RulerEntry, ToolsSettings
 
 Settings = TypeVar("Settings", bound=Model)
 Facts = Mapping[str, Any]

@@ -16,7 +16,7 @@ from urllib.parse import urlparse
 from kestrl.data import locate_data
 from kestrl.data.locate import locate_model
 from kestrl.errors import StorageError, UserInputError
-from kestrl.plan.settings import Model, read_settings
+from kestrl.plan.service_settings import Model, read_settings
 from kestrl.service import exit_code, settings_path
 from kestrl.storage import open_store
 from kestrl.uris import local_path, scheme_of

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from kestrl.credentials import require
 from kestrl.errors import KestrlError, UserInputError, place_error
-from kestrl.plan.settings import Settings
+from kestrl.plan.service_settings import Settings
 from kestrl.stopping import leave
 from kestrl.telemetry import set_up
 

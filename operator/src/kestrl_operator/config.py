@@ -10,7 +10,7 @@ from pydantic import ConfigDict, ValidationError
 from pydantic.alias_generators import to_camel
 
 from kestrl.errors import UserInputError
-from kestrl.plan.settings import Model
+from kestrl.plan.service_settings import Model
 from kestrl_operator.state.cluster import Cluster, read_cluster
 
 SHORTEST_KEY = 16

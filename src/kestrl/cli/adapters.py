@@ -20,7 +20,7 @@ from kestrl.data.locate import locate_model
 from kestrl.errors import StorageError, UserInputError
 from kestrl.local.rundir import find_run
 from kestrl.plan.components import TORCH_DEFAULTS
-from kestrl.plan.settings import read_settings
+from kestrl.plan.service_settings import read_settings
 from kestrl.plan.sft import SFTSettings
 from kestrl.storage import ObjectStore, adapter_folders, fetch_adapter, open_store, read_manifest
 

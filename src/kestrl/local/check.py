@@ -24,7 +24,8 @@ from kestrl.local.secrets import Secrets
 from kestrl.local.site import local_path
 from kestrl.plan.components import Role
 from kestrl.plan.planning import plan
-from kestrl.plan.settings import DataSettings, JudgeSettings, Model, RolloutSettings, ToolsSettings
+from kestrl.plan.service_settings import Model
+from kestrl.plan.settings import DataSettings, JudgeSettings, RolloutSettings, ToolsSettings
 from kestrl.plan.site import Endpoint, Site
 from kestrl.spec import AgentRLJob
 from kestrl.spec.adapter_rules import expert_problems

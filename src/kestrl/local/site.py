@@ -14,8 +14,8 @@ from kestrl.errors import UserInputError
 from kestrl.local.rundir import RunDir
 from kestrl.plan.components import Role
 from kestrl.plan.site import Endpoint, Site
+from kestrl.plan.tools import runtime_class
 from kestrl.spec import AgentRLJob
-from kestrl.spec.tool_rules import runtime_class
 from kestrl.uris import file_uri, is_local
 from kestrl.uris import local_path as path_of
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from kestrl.plan.settings import DataSettings, Model, ServiceSettings
+from kestrl.plan.service_settings import Model, ServiceSettings
+from kestrl.plan.settings import DataSettings
 
 
 class BenchEndpoint(Model):

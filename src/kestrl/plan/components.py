@@ -8,7 +8,7 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from kestrl.credentials import Secret, held_by
-from kestrl.plan.settings import ServiceSettings
+from kestrl.plan.service_settings import ServiceSettings
 
 
 class Role(StrEnum):

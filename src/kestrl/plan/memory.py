@@ -7,7 +7,8 @@ from enum import StrEnum
 from typing import Literal
 
 from kestrl.plan.planning import algorithm_settings
-from kestrl.plan.settings import Model, PolicySettings
+from kestrl.plan.service_settings import Model
+from kestrl.plan.settings import PolicySettings
 from kestrl.plan.site import BUILDS
 from kestrl.spec.job import AgentRLJob, ModelSpec
 from kestrl.spec.sft import SFTJob

@@ -16,6 +16,7 @@ from kestrl.plan.judges import (
     uses_own_engines,
     with_judge_secrets,
 )
+from kestrl.plan.service_settings import ServiceSettings
 from kestrl.plan.settings import (
     AgentSettings,
     DataSettings,
@@ -24,7 +25,6 @@ from kestrl.plan.settings import (
     JudgeSettings,
     LearnerSettings,
     RolloutSettings,
-    ServiceSettings,
     SinkEntry,
     ToolsSettings,
 )

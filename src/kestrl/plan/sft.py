@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from kestrl.plan.algorithm import AlgorithmSettings
-from kestrl.plan.settings import Model, PolicySettings
+from kestrl.plan.service_settings import Model
+from kestrl.plan.settings import PolicySettings
 from kestrl.spec.sft import Conversations, SFTJob
 
 LOSS = "kestrl_learner.sft.loss:CrossEntropy"

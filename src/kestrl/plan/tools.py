@@ -135,3 +135,13 @@ def _endpoint(endpoint: HttpEndpoint) -> EndpointEntry:
         parameters={**{key: {"type": "string"} for key in in_path}, **endpoint.parameters},
         required=tuple(dict.fromkeys([*in_path, *endpoint.required])),
     )
+
+
+def runtime_class(spec: JobSpec) -> tuple[str, str] | None:
+    """The RuntimeClass that the job's tools ask for and the field that names it; None if they name none."""
+    named = (
+        (tool.sandbox.runtime_class_name, f"spec.tools[{index}].sandbox.runtimeClassName")
+        for index, tool in enumerate(spec.tools)
+        if tool.sandbox is not None
+    )
+    return next(named, None)

@@ -32,25 +32,16 @@ def tool_problems(spec: JobSpec) -> Iterator[Problem]:
             yield Problem(f"{path}.tools", "selects tools of a server; use `methods` for those of a class")
 
 
-def runtime_class(spec: JobSpec) -> tuple[str, str] | None:
-    """The RuntimeClass that the job's tools ask for and the field that names it; None if they name none."""
-    named = (
-        (tool.sandbox.runtime_class_name, f"spec.tools[{index}].sandbox.runtimeClassName")
+def _runtime_classes(spec: JobSpec) -> Iterator[Problem]:
+    named = [
+        (f"spec.tools[{index}].sandbox.runtimeClassName", tool.sandbox.runtime_class_name)
         for index, tool in enumerate(spec.tools)
         if tool.sandbox is not None
-    )
-    return next(named, None)
-
-
-def _runtime_classes(spec: JobSpec) -> Iterator[Problem]:
-    first = runtime_class(spec)
-    for index, tool in enumerate(spec.tools):
-        if first is not None and tool.sandbox is not None and tool.sandbox.runtime_class_name != first[0]:
-            yield Problem(
-                f"spec.tools[{index}].sandbox.runtimeClassName",
-                f"is {tool.sandbox.runtime_class_name}, and {first[1]} is {first[0]}; the tools of a job share one "
-                "pod: name the same",
-            )
+    ]
+    for field, name in named[1:]:
+        first, shared = named[0]
+        if name != shared:
+            yield Problem(field, f"is {name}, and {first} is {shared}; the tools of a job share one pod: name the same")
 
 
 def _server(tool: Tool, path: str) -> Iterator[Problem]:

@@ -206,7 +206,7 @@ def test_no_link_is_followed_without_openat2(
 
 def test_the_end_of_a_process_is_seen_without_a_pidfd() -> None:
     program = (
-        "import os, select, time\nfrom kestrl_sandbox.inside.supervisor import _signalled\npipe = _signalled()\n"
+        "import os, select, time\nfrom kestrl_sandbox.inside.child import sigchld_pipe\npipe = sigchld_pipe()\n"
         "assert select.select([pipe], [], [], 0)[0] == []\npid = os.fork()\nif pid == 0: os._exit(3)\n"
         "assert select.select([pipe], [], [], 30)[0] == [pipe]\nassert os.waitpid(pid, os.WNOHANG)[1] >> 8 == 3\n"
     )

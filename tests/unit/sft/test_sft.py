@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from kestrl.cli.main import app
 from kestrl.data.conversations import Conversation
 from kestrl.errors import UserInputError
-from kestrl.plan.settings import read_settings
+from kestrl.plan.service_settings import read_settings
 from kestrl.plan.sft import SFTSettings
 from kestrl.spec.status import ResultStatus
 from kestrl.storage import fetch_adapter, open_store

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kestrl.plan.components import Component, Role
-from kestrl.plan.settings import INDEX_VARIABLE, REPLICA_VARIABLE
+from kestrl.plan.service_settings import INDEX_VARIABLE, REPLICA_VARIABLE
 from kestrl.prepare import PrepareSettings
 from kestrl_operator.state.accelerators import Profile
 from kestrl_operator.state.cluster import HOME, SETTINGS, STATE, WORK, Cluster

@@ -15,7 +15,7 @@ from pydantic import ConfigDict, ValidationError
 from pydantic.alias_generators import to_camel
 
 from kestrl.errors import UserInputError
-from kestrl.plan.settings import Model
+from kestrl.plan.service_settings import Model
 
 NO_DEVICES = {"NVIDIA_VISIBLE_DEVICES": "void"}
 """Variables of containers without devices: a CUDA image could otherwise see every GPU of its node."""

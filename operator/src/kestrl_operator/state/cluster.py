@@ -11,12 +11,12 @@ from pydantic.alias_generators import to_camel
 
 from kestrl.errors import UserInputError
 from kestrl.plan.components import Role
-from kestrl.plan.settings import Model
+from kestrl.plan.service_settings import Model
 from kestrl.plan.site import Build, Endpoint, Site
+from kestrl.plan.tools import runtime_class
 from kestrl.spec import AgentRLJob
 from kestrl.spec.job import JobSpec
 from kestrl.spec.sft import SFTJob
-from kestrl.spec.tool_rules import runtime_class
 from kestrl_operator.state.accelerators import Profile, profiles
 
 GRPC_PORT, HTTP_PORT, METRICS_PORT = 7000, 8000, 9464

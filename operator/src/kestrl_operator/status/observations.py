@@ -7,10 +7,10 @@ from collections.abc import Iterator
 
 from kestrl.api.learner.v1 import learner_pb2 as pb
 from kestrl.plan.components import Role
+from kestrl.plan.tools import runtime_class
 from kestrl.rpc.codec import sandboxes_from_proto
 from kestrl.service import EXIT_INPUT
 from kestrl.spec.job import JobSpec
-from kestrl.spec.tool_rules import runtime_class
 from kestrl.states import RunPhase
 from kestrl_operator.state.cluster import replicas
 from kestrl_operator.state.snapshot import Ended, LearnerReport, Pod, Snapshot, is_input

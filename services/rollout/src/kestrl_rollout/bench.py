@@ -27,7 +27,7 @@ from kestrl.data import load_scenarios
 from kestrl.episode import CallOutcome, Episode, Group, Purpose, Scenario, StopReason, ToolCall, Turn
 from kestrl.errors import EngineFailure, Failure, KestrlError, UserInputError
 from kestrl.plan.bench_settings import BenchSettings
-from kestrl.plan.settings import ServiceSettings
+from kestrl.plan.service_settings import ServiceSettings
 from kestrl.rpc.codec import group_from_proto, group_to_proto
 from kestrl.service import run_service
 from kestrl.states import RunPhase

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from kestrl.errors import KestrlError, UserInputError
-from kestrl.plan.settings import read_settings
+from kestrl.plan.service_settings import read_settings
 from kestrl.plan.sft import SFTSettings
 from kestrl.service import EXIT_FAILED, EXIT_INPUT
 from kestrl_learner.sft.training import SFTRun

@@ -2,5 +2,5 @@
 
 `launcher` starts one zygote, which has imported what code usually needs; `root` makes its read-only root; `slots` forks
 a sandbox per run; `isolation` takes rights away (`seccomp`, `landlock`, `syscalls`); `supervisor` is process 1 of a
-sandbox: it drains output, keeps the deadline and answers; `payload` runs the code.
+sandbox: it drains output, keeps the deadline and answers; `child` is the process in which `payload` runs the code.
 """

@@ -21,7 +21,8 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from kestrl.errors import KestrlError, ToolFailure, UserInputError, described, text_of
-from kestrl.plan.settings import Model, ToolEntry
+from kestrl.plan.service_settings import Model
+from kestrl.plan.settings import ToolEntry
 from kestrl.tools import ToolError
 from kestrl.tools.provider import ToolDefinition, ToolProvider
 from kestrl_tools.execution import guarded

@@ -45,7 +45,7 @@ AT_ADMISSION = [
     Bad("rewards", [{"ruler": {"baseUrl": "ftp://x", "model": "m"}}], "spec.rewards[0].ruler.baseUrl"),
     Bad("tools", [{"name": "two words", "use": "a:b"}], "spec.tools[0].name"),
     Bad("tools", [{"name": "search", "use": "no colon"}], "spec.tools[0].use"),
-    Bad("tools", [{"name": "search"}], "give either use or mcp"),
+    Bad("tools", [{"name": "search"}], "give use, mcp or http"),
     Bad("agent__maxTurns", 0, "spec.agent.maxTurns"),
     Bad("agent__maxTokens", 4096, "leaves no room for a prompt"),
     Bad("sampling__temperature", 0, "nothing to learn from"),

@@ -11,6 +11,8 @@ from .cluster.client import Cluster
 from .installation import Installation, small
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+STEPS = 100
+"""Steps of a job whose pods are examined: more than it can do meanwhile, since the pods go when it ends."""
 REACH = """
 import json, os, socket, sys
 def reaches(host, port):
@@ -34,8 +36,8 @@ def test_a_tools_pod_has_no_egress_and_only_workers_reach_it(
 ) -> None:
     cluster = network_policies
     with installation.place("ours") as ours, installation.place("theirs") as theirs:
-        cluster.apply(small("ours"), ours)
-        cluster.apply(small("theirs"), theirs)
+        cluster.apply(small("ours", schedule__maxSteps=STEPS), ours)
+        cluster.apply(small("theirs", schedule__maxSteps=STEPS), theirs)
         for name, namespace in (("ours", ours), ("theirs", theirs)):
             for role in ("tools", "judge", "rollout"):
                 cluster.wait_for(
@@ -77,7 +79,7 @@ def test_a_tools_pod_has_no_egress_and_only_workers_reach_it(
 def test_no_pod_of_a_job_has_a_token_or_a_secret_of_another(installation: Installation) -> None:
     cluster = installation.cluster
     with installation.place("tokens") as namespace:
-        cluster.apply(small("tokens"), namespace)
+        cluster.apply(small("tokens", schedule__maxSteps=STEPS), namespace)
         cluster.wait_for(
             "deployment",
             "tokens-tools",

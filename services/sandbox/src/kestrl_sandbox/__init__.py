@@ -1,7 +1,8 @@
 """KestRL's code sandbox.
 
-`contract` has the contract; `backends` chooses a back-end of this node, `zygote`, `bwrap` or `runsc`; `pool` keeps
-places, a queue and warm `slots` for it; `results`, `cgroups`, `breaker` and `config` are their parts. `inside` is
-what runs in the sandbox's own processes. `tool` is the tool `code_interpreter`, `server` the HTTP interface, `report`
-is for `kestrl doctor`. `hostile` and `checks` are the programs of `kestrl sandbox check` (`commands`).
+`contract` has the contract; `backends` chooses a back-end of this node, `zygote`, `bwrap` or `runsc` (the last two by
+`slot_programs`); `pool` keeps places, a queue and warm `slots` for it; `results`, `cgroups`, `breaker` and `config`
+are their parts. `inside` is what runs in the sandbox's own processes. `tool` is the tool `code_interpreter`, `server`
+the HTTP interface, `report` is for `kestrl doctor`. `hostile` and `checks` are the programs of `kestrl sandbox check`
+(`commands`).
 """

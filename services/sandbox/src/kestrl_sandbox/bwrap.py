@@ -2,30 +2,29 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import shutil
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Generator
+from collections.abc import Generator, Iterable, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
-from kestrl_sandbox.cgroups import Cgroups, SlotCgroup
+from kestrl_sandbox.cgroups import Cgroups
 from kestrl_sandbox.config import ENVIRONMENT, SOURCE, PoolConfig, prefixes
 from kestrl_sandbox.contract import Capabilities, Isolation, SandboxFailure
 from kestrl_sandbox.inside import syscall_table
 from kestrl_sandbox.inside.root import CONFIGURATION, FILES, PROGRAMS, USER
-from kestrl_sandbox.slots import Slot, handshake, make_cgroups, slot_sockets
-from kestrl_sandbox.zygote import NOBODY, START_SECONDS
+from kestrl_sandbox.slot_programs import SlotPrograms
+from kestrl_sandbox.slots import make_cgroups
+from kestrl_sandbox.zygote import NOBODY
 
 HOME = "/.sandbox"
 """Where the supervisor's own modules are, inside."""
-CLOSE_SECONDS = 5.0
 
 
 def bwrap_program() -> str:
@@ -47,15 +46,11 @@ def bwrap_program() -> str:
     return found
 
 
-class Bubblewrap:
+class Bubblewrap(SlotPrograms):
     """Starts a bubblewrap for each run."""
 
     def __init__(self, config: PoolConfig, program: str, cgroups: Cgroups | None, no_cgroup: str) -> None:
-        self._config, self._program, self._cgroups = config, program, cgroups
-        self._processes: dict[int, tuple[subprocess.Popen[bytes], SlotCgroup | None]] = {}
-        self._unused: set[int] = set()
-        """Slots that nobody waits for any more: only their cgroups are removed, since others are still asked."""
-        self._number = 0
+        super().__init__(config, program, cgroups)
         memory = f"cgroup v{cgroups.version}" if cgroups else f"watched every 0.1 s ({no_cgroup})"
         self._mechanisms = {
             "namespaces": "user, pid, network, mount, ipc, uts, cgroup (bubblewrap)",
@@ -77,59 +72,20 @@ class Bubblewrap:
         """
         program = bwrap_program()
         cgroups, reason = make_cgroups()
-        backend = cls(config, program, cgroups, reason)
-        began = time.monotonic()
-        try:
-            slot = await backend.new_slot()
-            slot.close()
-            backend.kill_slot(slot)
-        except BaseException:
-            await backend.close()
-            raise
-        backend.capabilities = Capabilities(
-            backend="bwrap",
-            isolation=Isolation.NAMESPACES,
-            mechanisms=backend._mechanisms,
-            start_seconds=time.monotonic() - began,
-        )
-        return backend
+        return await cls(config, program, cgroups, reason)._tried()
 
-    @property
-    def running(self) -> bool:
-        return True
+    def _limits(self) -> tuple[int, int]:
+        return self._config.memory_mb + 3 * self._config.disk_mb, self._config.processes
 
-    async def new_slot(self) -> Slot:
-        self._reap()
-        self._number += 1
-        number = self._number
-        ours, theirs = slot_sockets()
-        with theirs:
-            process = self._spawn(theirs)
-        self._processes[number] = (process, None)
+    def _members(self, process: subprocess.Popen[bytes], supervisor: int) -> Iterable[int]:  # noqa: ARG002
+        return [supervisor]
 
-        def cgroup_of(pid: int) -> SlotCgroup | None:
-            if self._cgroups is None:
-                return None
-            memory = self._config.memory_mb + 3 * self._config.disk_mb
-            cgroup = self._cgroups.slot(number, memory_mb=memory, processes=self._config.processes)
-            cgroup.add(pid)
-            self._processes[number] = (process, cgroup)
-            return cgroup
-
-        try:
-            slot, greeting = await handshake(number, ours, cgroup_of, seconds=START_SECONDS, single_use=True)
-        except SandboxFailure as error:
-            process.kill()
-            self._unused.add(number)
-            _, reason = await asyncio.to_thread(process.communicate)
-            text = reason.decode(errors="replace").strip()[-500:]
-            raise SandboxFailure(f"{error}: {text}", code="sandbox_unavailable") from error
+    def _greeted(self, greeting: Mapping[str, Any]) -> None:
         self._mechanisms["landlock"] = (
             f"ABI {greeting['landlock']}" if greeting["landlock"] else "no: not in this kernel"
         )
-        return slot
 
-    def _spawn(self, connection: socket.socket) -> subprocess.Popen[bytes]:
+    def _spawn(self, number: int, connection: socket.socket) -> subprocess.Popen[bytes]:  # noqa: ARG002
         limits = {
             "disk_mb": self._config.disk_mb,
             "memory_mb": self._config.memory_mb,
@@ -161,33 +117,6 @@ class Bubblewrap:
                 group=nobody,
                 extra_groups=[] if nobody else None,
             )
-
-    def kill_slot(self, slot: Slot) -> None:
-        entry = self._processes.get(slot.number)
-        if entry is not None:
-            entry[0].kill()
-            self._unused.add(slot.number)
-        self._reap()
-
-    def _reap(self) -> None:
-        for number in list(self._unused):
-            process, cgroup = self._processes[number]
-            if process.poll() is not None and (cgroup is None or cgroup.close()):
-                if process.stderr is not None:
-                    process.stderr.close()
-                del self._processes[number]
-                self._unused.discard(number)
-
-    async def close(self) -> None:
-        for process, _ in self._processes.values():
-            process.kill()
-        self._unused |= self._processes.keys()
-        deadline = time.monotonic() + CLOSE_SECONDS
-        while self._processes and time.monotonic() < deadline:
-            self._reap()
-            await asyncio.sleep(0.01 if self._processes else 0)
-        if self._cgroups is not None and not self._processes:
-            self._cgroups.close()
 
 
 @contextmanager

@@ -15,21 +15,20 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from kestrl_sandbox.bwrap import HOME
-from kestrl_sandbox.cgroups import Cgroups, SlotCgroup
+from kestrl_sandbox.cgroups import Cgroups
 from kestrl_sandbox.config import ENVIRONMENT, SOURCE, PoolConfig, prefixes
 from kestrl_sandbox.contract import Capabilities, Isolation, SandboxFailure
 from kestrl_sandbox.inside import syscall_table
 from kestrl_sandbox.inside.root import CONFIGURATION, FILES, PROGRAMS, USER, WRITABLE
-from kestrl_sandbox.slots import Slot, handshake, make_cgroups, slot_sockets
-from kestrl_sandbox.zygote import START_SECONDS
+from kestrl_sandbox.slot_programs import SlotPrograms
+from kestrl_sandbox.slots import make_cgroups
 
-CLOSE_SECONDS = 5.0
 OWN_MB = 192
 """Memory of gVisor's own processes beside the code's."""
 OWN_PROCESSES = 1024
@@ -59,15 +58,12 @@ def runsc_program() -> str:
     return found
 
 
-class Runsc:
+class Runsc(SlotPrograms):
     """Starts a gVisor for each run."""
 
     def __init__(self, config: PoolConfig, program: str, folder: Path, cgroups: Cgroups | None, no_cgroup: str) -> None:
-        self._config, self._program, self._folder, self._cgroups = config, program, folder, cgroups
-        self._processes: dict[int, tuple[subprocess.Popen[bytes], SlotCgroup | None]] = {}
-        self._unused: set[int] = set()
-        """Slots that nobody waits for any more: only their cgroups are removed, since others are still asked."""
-        self._number = 0
+        super().__init__(config, program, cgroups)
+        self._folder = folder
         self._identities: dict[int, str] = {}
         make_bundle(folder, config, watch_memory=cgroups is None)
         self.capabilities = Capabilities(
@@ -95,63 +91,16 @@ class Runsc:
         program = runsc_program()
         cgroups, reason = make_cgroups()
         folder = Path(await asyncio.to_thread(tempfile.mkdtemp, prefix="kestrl-runsc-"))
-        backend = cls(config, program, folder, cgroups, reason)
-        began = time.monotonic()
-        try:
-            slot = await backend.new_slot()
-            slot.close()
-            backend.kill_slot(slot)
-        except BaseException:
-            await backend.close()
-            raise
-        found = backend.capabilities
-        backend.capabilities = Capabilities(
-            backend=found.backend,
-            isolation=found.isolation,
-            mechanisms=found.mechanisms,
-            start_seconds=time.monotonic() - began,
+        return await cls(config, program, folder, cgroups, reason)._tried()
+
+    def _limits(self) -> tuple[int, int]:
+        return (
+            self._config.memory_mb + 3 * self._config.disk_mb + OWN_MB,
+            self._config.processes + OWN_PROCESSES,
         )
-        return backend
 
-    @property
-    def running(self) -> bool:
-        return True
-
-    async def new_slot(self) -> Slot:
-        """Starts a gVisor.
-
-        Raises:
-            SandboxFailure: It did not start; the message has what runsc said.
-        """
-        self._reap()
-        self._number += 1
-        number = self._number
-        ours, theirs = slot_sockets()
-        with theirs:
-            process = self._spawn(number, theirs)
-        self._processes[number] = (process, None)
-
-        def cgroup_of(_pid: int) -> SlotCgroup | None:
-            if self._cgroups is None:
-                return None
-            memory = self._config.memory_mb + 3 * self._config.disk_mb + OWN_MB
-            processes = self._config.processes + OWN_PROCESSES
-            cgroup = self._cgroups.slot(number, memory_mb=memory, processes=processes)
-            self._processes[number] = (process, cgroup)
-            for pid in family(process.pid):
-                with suppress(ProcessLookupError):
-                    cgroup.add(pid)
-            return cgroup
-
-        try:
-            slot, _ = await handshake(number, ours, cgroup_of, seconds=START_SECONDS, single_use=True)
-        except SandboxFailure as error:
-            process.kill()
-            self._unused.add(number)
-            _, reason = await asyncio.to_thread(process.communicate)
-            text = reason.decode(errors="replace").strip()[-500:]
-            raise SandboxFailure(f"{error}: {text}", code="sandbox_unavailable") from error
-        return slot
+    def _members(self, process: subprocess.Popen[bytes], supervisor: int) -> Iterable[int]:  # noqa: ARG002
+        return family(process.pid)
 
     def _spawn(self, number: int, connection: socket.socket) -> subprocess.Popen[bytes]:
         # gVisor makes an abstract socket of that name, in one space for all services of the node.
@@ -173,24 +122,6 @@ class Runsc:
             cwd="/",
         )
 
-    def kill_slot(self, slot: Slot) -> None:
-        """Kills what is left of a slot: gVisor's processes end with the one that started them."""
-        entry = self._processes.get(slot.number)
-        if entry is not None:
-            entry[0].kill()
-            self._unused.add(slot.number)
-        self._reap()
-
-    def _reap(self) -> None:
-        for number in list(self._unused):
-            process, cgroup = self._processes[number]
-            if process.poll() is not None and (cgroup is None or cgroup.close()):
-                if process.stderr is not None:
-                    process.stderr.close()
-                self._forget(number)
-                del self._processes[number]
-                self._unused.discard(number)
-
     def _forget(self, number: int) -> None:
         """Removes what a killed runsc has left of its container in the folder of states."""
         for path in (self._folder / "state").glob(f"*{self._identities.pop(number)}*"):
@@ -201,15 +132,7 @@ class Runsc:
 
     async def close(self) -> None:
         """Ends all sandboxes and removes the bundle."""
-        for process, _ in self._processes.values():
-            process.kill()
-        self._unused |= self._processes.keys()
-        deadline = time.monotonic() + CLOSE_SECONDS
-        while self._processes and time.monotonic() < deadline:
-            self._reap()
-            await asyncio.sleep(0.01 if self._processes else 0)
-        if self._cgroups is not None and not self._processes:
-            self._cgroups.close()
+        await super().close()
         await asyncio.to_thread(shutil.rmtree, self._folder, ignore_errors=True)
 
 

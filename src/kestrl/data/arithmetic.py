@@ -8,25 +8,20 @@ Rows for reinforcement learning are in verl's form. Conversations for supervised
 from __future__ import annotations
 
 import random
-import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kestrl.data.splits import SPLITS, distinct
 from kestrl.data.writing import write_rows
 from kestrl.errors import UserInputError
 
 SOURCE = "kestrl/arithmetic"
-SPLITS = ("train", "validation")
 TRANSCRIPTS = "transcripts"
 OPERATORS = "+-*"
 LARGEST = 99
 """Largest operand; the smallest is 2."""
-HELD_OUT = 5
-"""One problem in five is held out, by its checksum, so that splits of any seed share none."""
-MAX_REPEATED = 200
-"""Repeated problems in a row after which there are taken to be no others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,22 +71,13 @@ def problems(split: str, *, seed: int, size: int) -> Iterator[Problem]:
     Raises:
         UserInputError: There is no such split, or there are not as many problems.
     """
-    if split not in SPLITS:
-        raise UserInputError(f"arithmetic: {split!r} is not one of {', '.join(SPLITS)}")
     rng = random.Random(f"{split}/{seed}")  # noqa: S311 - seeded on purpose
-    seen: set[Problem] = set()
-    repeated = 0
-    while len(seen) < size:
-        problem = _drawn(rng)
-        held_out = zlib.crc32(problem.expression.encode()) % HELD_OUT == 0
-        if problem in seen or held_out != (split == "validation"):
-            repeated += 1
-            if repeated == MAX_REPEATED:
-                raise UserInputError(f"arithmetic: there are not {size} different problems; ask for fewer")
-            continue
-        repeated = 0
-        seen.add(problem)
-        yield problem
+    try:
+        yield from distinct(
+            split, size, lambda: _drawn(rng), items="problems", text_of=lambda problem: problem.expression
+        )
+    except UserInputError as error:
+        raise UserInputError(f"arithmetic: {error}") from error
 
 
 def rows(split: str, *, seed: int, size: int) -> list[dict[str, Any]]:

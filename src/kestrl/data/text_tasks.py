@@ -7,21 +7,16 @@ same form. `letters` is reverse-text for a model that is too small for sentences
 from __future__ import annotations
 
 import random
-import zlib
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from kestrl.data.splits import SPLITS, distinct
 from kestrl.data.writing import write_rows
 from kestrl.errors import UserInputError
 
-SPLITS = ("train", "validation")
 TRANSCRIPTS = "transcripts"
-HELD_OUT = 5
-"""One text in five is held out, by its checksum, so that splits of any seed share none."""
-MAX_REPEATED = 200
-"""Repeated texts in a row after which there are taken to be no others."""
 REVERSE_PROMPT = "Reverse the text character-by-character. Put your answer in <reversed_text> tags."
 LETTERS_PROMPT = "Reverse."
 LETTERS = "ABCDEFGHKLMNPRSTUVWXYZ"
@@ -44,23 +39,9 @@ def _words(lines: tuple[str, ...]) -> list[str]:
 
 
 def _distinct(split: str, seed: int, size: int, draw: Callable[[random.Random], str]) -> Iterator[str]:
-    """Distinct texts of a split; raises UserInputError if there are too few."""
-    if split not in SPLITS:
-        raise UserInputError(f"{split!r} is not one of {', '.join(SPLITS)}")
+    """Distinct texts of a split; raises as `distinct` does."""
     rng = random.Random(seed)  # noqa: S311 - seeded on purpose
-    seen: set[str] = set()
-    repeated = 0
-    while len(seen) < size:
-        text = draw(rng)
-        held_out = zlib.crc32(text.encode()) % HELD_OUT == 0
-        if text in seen or held_out != (split == "validation"):
-            repeated += 1
-            if repeated == MAX_REPEATED:
-                raise UserInputError(f"there are not {size} different texts; ask for fewer")
-            continue
-        repeated = 0
-        seen.add(text)
-        yield text
+    return distinct(split, size, lambda: draw(rng), items="texts")
 
 
 def reverse_text(split: str, *, seed: int, size: int) -> list[dict[str, Any]]:

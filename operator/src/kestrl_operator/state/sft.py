@@ -13,6 +13,7 @@ from kestrl.spec.status import ResultStatus
 from kestrl_operator.state.parsing import ended, unstartable
 from kestrl_operator.state.snapshot import STORAGE, Ended, seconds_of
 from kestrl_operator.state.store import Key
+from kestrl_operator.state.versions import Versions, uid_of
 
 Object = Mapping[str, Any]
 NOTHING: Object = {}
@@ -68,14 +69,16 @@ class SFTStore:
         self.jobs: dict[Key, Object] = {}
         self._batches: dict[str, tuple[Key, Object]] = {}
         """Jobs by uid."""
+        self._versions = Versions()
 
     def job(self, given: Object, *, deleted: bool = False) -> Key:
         """Stores an SFTJob; returns its key."""
         key, known = _key(given), self.jobs.get(_key(given))
         if deleted:
-            if known is not None and _uid(known) == _uid(given):
+            self._versions.delete(given)
+            if known is not None and uid_of(known) == uid_of(given):
                 del self.jobs[key]
-        elif known is None or _uid(known) != _uid(given) or _version(known) <= _version(given):
+        elif self._versions.take(given):
             metadata = {name: value for name, value in given["metadata"].items() if name != "managedFields"}
             self.jobs[key] = {**given, "metadata": metadata}
         return key
@@ -85,11 +88,11 @@ class SFTStore:
         name = given["metadata"].get("labels", {}).get(SFT_LABEL)
         if name is None:
             return None
-        key, uid = Key(given["metadata"]["namespace"], name), _uid(given)
-        known = self._batches.get(uid)
+        key, uid = Key(given["metadata"]["namespace"], name), uid_of(given)
         if deleted:
+            self._versions.delete(given)
             self._batches.pop(uid, None)
-        elif known is None or _version(known[1]) <= _version(given):
+        elif self._versions.take(given):
             self._batches[uid] = (key, given)
         return key
 
@@ -100,23 +103,23 @@ class SFTStore:
 
     def version(self, uid: str) -> int:
         """The known resourceVersion of an object; 0 for none."""
-        if uid in self._batches:
-            return _version(self._batches[uid][1])
-        return next((_version(given) for given in self.jobs.values() if _uid(given) == uid), 0)
+        return self._versions.of(uid)
 
     def known(self) -> frozenset[str]:
         """Uids of everything: whatever a list requested from now on does not contain was deleted."""
-        return frozenset(map(_uid, self.jobs.values())) | frozenset(self._batches)
+        return frozenset(map(uid_of, self.jobs.values())) | frozenset(self._batches)
 
     def forget(self, gone: Collection[str]) -> Iterator[Key]:
         """Removes objects by uid; yields the keys of their SFTJobs."""
         for key, given in list(self.jobs.items()):
-            if _uid(given) in gone:
+            if uid_of(given) in gone:
                 del self.jobs[key]
+                self._versions.forget(uid_of(given))
                 yield key
         for uid, (key, _) in list(self._batches.items()):
             if uid in gone:
                 del self._batches[uid]
+                self._versions.forget(uid)
                 yield key
 
 
@@ -179,11 +182,3 @@ def _result(terminated: Object) -> ResultStatus | None:
 
 def _key(given: Object) -> Key:
     return Key(given["metadata"]["namespace"], given["metadata"]["name"])
-
-
-def _uid(given: Object) -> str:
-    return str(given["metadata"]["uid"])
-
-
-def _version(given: Object) -> int:
-    return int(given["metadata"]["resourceVersion"])

@@ -4,7 +4,6 @@ of the rest.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -14,13 +13,12 @@ from kestrl.spec.job import KIND
 from kestrl_operator.state.accelerators import Node
 from kestrl_operator.state.parsing import pod_of, workload_of
 from kestrl_operator.state.snapshot import Pod, Workload
+from kestrl_operator.state.versions import Versions
 
 Object = Mapping[str, Any]
 JOB_LABEL = "kestrl.dev/job"
 INSTANCE_LABEL = "app.kubernetes.io/instance"
 WORKLOADS = frozenset({"StatefulSet", "Deployment"})
-REMEMBERED = 10_000
-"""Remembered deletions: a list that was requested before a deletion may be read after it."""
 
 
 class Key(NamedTuple):
@@ -80,8 +78,7 @@ class Store:
         self._dependents: dict[Key, Dependents] = {}
         self._owners: dict[str, str] = {}
         """Uid of the owning job by uid of the child; empty for an orphaned child."""
-        self._versions: dict[str, int] = {}
-        self._deleted: OrderedDict[str, int] = OrderedDict()
+        self._versions = Versions()
 
     def pods(self, key: Key, uid: str) -> list[Pod]:
         """Pods created by workloads of this job. Pods that only carry its labels belong to a deleted job of the name,
@@ -110,33 +107,19 @@ class Store:
 
     def version(self, uid: str) -> int:
         """The known resourceVersion of an object; 0 for none."""
-        return self._versions.get(uid, 0)
+        return self._versions.of(uid)
 
     def _of(self, key: Key) -> Dependents:
         return self._dependents.get(key, NO_DEPENDENTS)
-
-    def _newer(self, given: Object) -> bool:
-        uid, version = given["metadata"]["uid"], int(given["metadata"]["resourceVersion"])
-        if version < self._versions.get(uid, 0) or version <= self._deleted.get(uid, -1):
-            return False
-        self._versions[uid] = version
-        return True
-
-    def _delete(self, given: Object) -> None:
-        uid, version = given["metadata"]["uid"], int(given["metadata"]["resourceVersion"])
-        self._versions.pop(uid, None)
-        self._deleted[uid] = version
-        while len(self._deleted) > REMEMBERED:
-            self._deleted.popitem(last=False)
 
     def job(self, given: Object, *, deleted: bool = False) -> Key:
         """Stores a job; returns its key."""
         metadata = given["metadata"]
         key = Key(metadata["namespace"], metadata["name"])
         if deleted:
-            self._delete(given)
+            self._versions.delete(given)
             self.drop(key, metadata["uid"])
-        elif self._newer(given):
+        elif self._versions.take(given):
             lean = {name: value for name, value in metadata.items() if name != "managedFields"}
             self.jobs[key] = {**given, "metadata": lean}
         return key
@@ -146,7 +129,7 @@ class Store:
         known = self.jobs.get(key)
         if known is not None and known["metadata"]["uid"] == uid:
             del self.jobs[key]
-        self._versions.pop(uid, None)
+        self._versions.forget(uid)
 
     def pod(self, given: Object, *, deleted: bool = False) -> Key | None:
         """Stores a pod; returns the key of its job."""
@@ -157,9 +140,9 @@ class Store:
             return None
         key = Key(metadata["namespace"], job)
         if deleted:
-            self._delete(given)
+            self._versions.delete(given)
             self._forget_pod(key, pod.name, pod.uid)
-        elif self._newer(given):
+        elif self._versions.take(given):
             self._dependents.setdefault(key, Dependents()).pods[pod.name] = pod
         return key
 
@@ -168,7 +151,7 @@ class Store:
         if name in pods and pods[name].uid == uid:
             del pods[name]
         self._drop_if_empty(key)
-        self._versions.pop(uid, None)
+        self._versions.forget(uid)
 
     def _drop_if_empty(self, key: Key) -> None:
         if self._of(key) == NO_DEPENDENTS:
@@ -182,9 +165,9 @@ class Store:
             return None
         key, uid = Key(metadata["namespace"], job), metadata["uid"]
         if deleted:
-            self._delete(given)
+            self._versions.delete(given)
             self._forget_child(key, uid)
-        elif self._newer(given):
+        elif self._versions.take(given):
             found = self._dependents.setdefault(key, Dependents())
             found.children[uid] = Child(kind, metadata["name"])
             owner = next((item["uid"] for item in metadata.get("ownerReferences", ()) if item["kind"] == KIND), "")
@@ -200,7 +183,7 @@ class Store:
         found.workloads.pop(uid, None)
         self._drop_if_empty(key)
         self._owners.pop(uid, None)
-        self._versions.pop(uid, None)
+        self._versions.forget(uid)
 
     def known(self) -> Known:
         """Uids of everything in the store: whatever a list requested from now on does not contain was deleted."""

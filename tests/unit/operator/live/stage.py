@@ -97,16 +97,20 @@ class Running:
         """Names of the jobs in its store, which its metric kestrl_operator_jobs counts."""
         return {key.name for key in self.operator._store.jobs}
 
+    def sft_jobs(self) -> set[str]:
+        """Names of the SFTJobs in its store."""
+        return {key.name for key in self.operator._sft_store.jobs}
+
     def has_nothing_to_do(self, cluster: FakeKubernetes, learners: Mapping[str, FakeLearner], *, leads: bool) -> bool:
         """Whether everything that happened was delivered and, if it leads, processed, and no pass is due soon."""
         queues, soon = (self.operator._queue, self.operator._sft_queue), asyncio.get_running_loop().time() + SOON
         return (
-            self._has_everything(cluster)
+            self.has_delivered(cluster)
             and all(self._has_newest_report(stream, learners) for stream in self.operator._states._streams())
             and not (leads and any(queue._taken or any(due <= soon for due in queue._due.values()) for queue in queues))
         )
 
-    def _has_everything(self, cluster: FakeKubernetes) -> bool:
+    def has_delivered(self, cluster: FakeKubernetes) -> bool:
         """Whether each stream that is not frozen has delivered the newest state of each of its objects."""
         newest = {
             change.after["metadata"]["uid"]: change

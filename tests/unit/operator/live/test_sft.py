@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 from .stage import JOB, NAMESPACE, Stage
@@ -146,6 +147,33 @@ async def test_a_job_that_was_deleted_by_hand_is_created_again(stage: Stage) -> 
     before = stage.cluster.get("jobs", NAMESPACE, BATCH)["metadata"]["uid"]
     stage.cluster.delete("jobs", NAMESPACE, BATCH)
     await stage.until(lambda: (batch(stage) or {"metadata": {"uid": before}})["metadata"]["uid"] != before, "a new one")
+
+
+async def test_a_late_answer_does_not_bring_a_deleted_job_back(stage: Stage) -> None:
+    held = asyncio.Event()
+    stage.cluster.fail("create", "jobs", held=held, late=True, times=1)
+    operator = await stage.operator()
+    apply(stage)
+    await begun(stage)
+    stage.cluster.delete("jobs", NAMESPACE, BATCH)
+    await stage.until(lambda: operator.has_delivered(stage.cluster), "the deletion is delivered before the answer")
+    held.set()
+    await stage.until(lambda: batch(stage), "a new one")
+    await stage.settled()
+    assert len([item for item in stage.writes() if item.startswith("create jobs/")]) == 2
+
+
+async def test_a_late_answer_does_not_bring_a_deleted_sftjob_back(stage: Stage) -> None:
+    held = asyncio.Event()
+    operator = await stage.operator()
+    late = stage.cluster.fail("patch", "sftjobs/status", held=held, late=True, times=1)
+    apply(stage)
+    await stage.until(lambda: late.hits, "its first status is written")
+    stage.cluster.delete("sftjobs", NAMESPACE, JOB)
+    await stage.until(lambda: operator.has_delivered(stage.cluster), "the deletion is delivered before the answer")
+    held.set()
+    await stage.settled()
+    assert operator.sft_jobs() == set()
 
 
 async def test_what_the_streams_missed_is_found_by_the_list(stage: Stage) -> None:

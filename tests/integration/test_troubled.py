@@ -11,6 +11,7 @@ import signal
 import sqlite3
 import struct
 import subprocess
+import sys
 import time
 import urllib.error
 import urllib.request
@@ -18,6 +19,7 @@ from contextlib import closing, suppress
 from pathlib import Path
 
 import pytest
+import yaml
 from safetensors.torch import load_file, save_file
 from tests.fakes.s3 import serving_s3
 
@@ -374,3 +376,33 @@ def test_a_tool_that_raises_is_typed_counted_and_stops_the_run(tmp_path: Path) -
     status = kestrl("status", "--runs", tmp_path / "runs")
     assert "failures tool/tool_raised" in status
     assert "too_many_failures" in status
+
+
+def test_a_server_of_tools_that_lists_others_after_an_interruption_ends_the_run(tmp_path: Path) -> None:
+    listed, sample = tmp_path / "listed.json", ROOT / "tests" / "unit" / "tools" / "mcp_sample.py"
+    manifest = yaml.safe_load(QUICKSTART.read_text())
+    manifest["spec"]["tools"].append({"name": "notes", "mcp": {"command": [sys.executable, str(sample), str(listed)]}})
+    job = tmp_path / "job.yaml"
+    job.write_text(yaml.safe_dump(manifest))
+
+    def lists(*names: str) -> None:
+        parameters = {"type": "object", "properties": {"text": {"type": "string"}}}
+        tools = [{"name": name, "description": "Repeats text.", "inputSchema": parameters} for name in names]
+        listed.write_text(json.dumps({"tools": tools}))
+
+    lists("echo")
+    run = RunDir(tmp_path / "runs" / "email-search-1")
+    arguments = ["run", job, "--runs", tmp_path / "runs", *SMALL, "--set", "schedule.maxSteps=3"]
+    arguments += ["--set", "inference.replicas=1"]
+    with subprocess.Popen(command(*arguments), cwd=ROOT) as process:
+        wait_for_step(run, process, 1)
+        process.send_signal(signal.SIGINT)
+    assert process.returncode == 130
+    lists("echo", "repeat")
+    printed = kestrl(*arguments, code=1)
+    assert printed.count("error: ") == 1
+    assert "spec.tools: notes: the server lists other tools than at the start of the run" in printed
+    assert belonging_to(tmp_path) == []
+    lists("echo")
+    assert "resuming run email-search-1" in kestrl(*arguments)
+    assert (summary_of(run)["status"], summary_of(run)["steps"]) == ("succeeded", 3)

@@ -8,7 +8,7 @@ from contextlib import suppress
 from typing import Any
 
 from kestrl.errors import UserInputError
-from kestrl.plan.planning import plan
+from kestrl.plan.planning import has_rank_pods, plan
 from kestrl.spec import AgentRLJob
 from kestrl.spec.load import parse_job
 from kestrl_operator.credentials import derive
@@ -49,6 +49,7 @@ class Manifests:
             )
         job = _parsed(key, raw, raw.get("spec"))
         self._check_builds(job)
+        self._check_ranks(job)
         self.objects(key, raw["metadata"]["uid"], job, Decision(stage=Stage.RUNNING, parked=False))
         return job
 
@@ -94,6 +95,15 @@ class Manifests:
                     "has no image "
                     f"(the chart's jobs.images.{key}.{build}); there are: {', '.join(sorted(builds))}"
                 )
+
+    def _check_ranks(self, job: AgentRLJob) -> None:
+        """Checks that nothing but ranks can reach ranks of several pods; raises `UserInputError`."""
+        if has_rank_pods(job.spec) and not self._cluster.network_policies:
+            raise UserInputError(
+                "spec.learner.replicas: ranks of several pods trust whatever reaches them, and jobs of this cluster "
+                "have no NetworkPolicies (the chart's jobs.networkPolicies is false); use 1, or have the administrator "
+                "turn them on"
+            )
 
     def unsatisfiable(self, job: AgentRLJob, nodes: Sequence[Node]) -> str:
         """Why no node could ever run a pod of the job; empty when one could."""

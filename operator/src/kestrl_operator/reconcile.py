@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from kestrl.credentials import Secret
 from kestrl.errors import KestrlError
 from kestrl.plan.components import Role
+from kestrl.plan.planning import has_rank_pods
 from kestrl_operator import missing_pods, quarantine
 from kestrl_operator.apiserver.client import Api, ApiProblem
 from kestrl_operator.apiserver.kinds import DEPLOYMENT, JOB, POD, STATEFUL_SET
@@ -25,7 +26,7 @@ from kestrl_operator.learner_stream import FIRST_REPORT_SECONDS
 from kestrl_operator.manifests import Manifests
 from kestrl_operator.missing_pods import MissingPods
 from kestrl_operator.observer import Observer
-from kestrl_operator.state.cluster import GRPC_PORT, Cluster
+from kestrl_operator.state.cluster import GRPC_PORT, Cluster, workload
 from kestrl_operator.state.snapshot import Snapshot, seconds_of
 from kestrl_operator.state.store import Child, Key, Store
 from kestrl_operator.status.build import status_of
@@ -165,6 +166,8 @@ class Reconciler:
             return None
         if decision.parked:
             await self._park(state.key)
+        elif snapshot.job is not None and not has_rank_pods(snapshot.job.spec):
+            await self._release_ranks(state.key)
         for name, uid in decision.remove:
             await self._api.delete(POD, state.key.namespace, name, uid=uid)
         problem = snapshot.problem or state.refused_now(snapshot.generation, snapshot.now)
@@ -200,6 +203,14 @@ class Reconciler:
             kind = STATEFUL_SET if child.kind == STATEFUL_SET.name else DEPLOYMENT
             log.warning("%s: %s %s is scaled to 0 without its other changes", key, child.kind, child.name)
             await self._api.merge(kind, key.namespace, child.name, {"spec": {"replicas": 0}})
+
+    async def _release_ranks(self, key: Key) -> None:
+        """Ends the pods of ranks of a job that has none any more, since no object is rendered for them."""
+        known = self._store.workloads(key).get(Role.RANKS)
+        if known is not None and known.replicas > 0:
+            name = workload(key.name, Role.RANKS)
+            log.info("%s: %s is scaled to 0, since spec.learner.replicas is 1", key, name)
+            await self._api.merge(STATEFUL_SET, key.namespace, name, {"spec": {"replicas": 0}})
 
     async def _drain(self, state: JobState) -> None:
         if state.stream is None:

@@ -22,6 +22,8 @@ class Role(StrEnum):
     TOOLS = "tools"
     JUDGE = "judge"
     LEARNER = "learner"
+    RANKS = "ranks"
+    """Ranks of the learner in pods of their own, on a cluster."""
 
 
 TORCH_DEFAULTS: Mapping[str, str] = {"GOMP_SPINCOUNT": "2000"}

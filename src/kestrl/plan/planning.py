@@ -24,6 +24,7 @@ from kestrl.plan.settings import (
     GapBounds,
     JudgeSettings,
     LearnerSettings,
+    RanksSettings,
     RolloutSettings,
     SinkEntry,
     ToolsSettings,
@@ -56,8 +57,14 @@ def plan(job: AgentRLJob, site: Site) -> tuple[Component, ...]:
         _tools(job, site),
         _judge(job, site),
         *(_rollout(job, site, index) for index in range(workers)),
+        *([_ranks(job, site)] if has_rank_pods(job.spec) and site.ranks_port is not None else ()),
         _learner(job, site),
     )
+
+
+def has_rank_pods(spec: JobSpec) -> bool:
+    """Whether the learner has pods of ranks beside its own, on a cluster."""
+    return spec.learner.replicas > 1
 
 
 def group_seconds(spec: JobSpec) -> float:
@@ -303,7 +310,10 @@ def _learner(job: AgentRLJob, site: Site) -> Component:
             "gradient_checkpointing": spec.learner.gradient_checkpointing,
             "tokens_per_pass": spec.learner.tokens_per_pass,
             "device": site.build(spec.learner.accelerator, "learner").device,
-            "ranks": spec.learner.accelerator.count,
+            **_division(spec, site),
+            "ranks_listen": f"{site.endpoint(Role.LEARNER, 0).bind}:{site.ranks_port}"
+            if has_rank_pods(spec) and site.ranks_port is not None
+            else None,
             "tools": bool(spec.tools),
             "sinks": tuple(
                 SinkEntry(use=sink.use, config=sink.config, field=f"spec.telemetry.sinks[{index}]")
@@ -315,4 +325,32 @@ def _learner(job: AgentRLJob, site: Site) -> Component:
     )
     component = _component(Role.LEARNER, 0, settings, site, restarts=False)
     accelerator = spec.learner.accelerator
-    return replace(component, device=Device(profile=accelerator.profile, count=accelerator.count))
+    ports = component.ports if settings.ranks_listen is None else {**component.ports, "ranks": site.ranks_port or 0}
+    device = Device(profile=accelerator.profile, count=settings.ranks_per_pod)
+    return replace(component, device=device, ports=ports)
+
+
+def _division(spec: JobSpec, site: Site) -> dict[str, object]:
+    """The number of ranks, and of pods among which they are divided."""
+    learner = spec.learner
+    pods = 1 if site.ranks_port is None else learner.replicas
+    return {"ranks": learner.replicas * learner.accelerator.count, "pods": pods}
+
+
+def _ranks(job: AgentRLJob, site: Site) -> Component:
+    spec = job.spec
+    accelerator = spec.learner.accelerator
+    settings = RanksSettings.model_validate(
+        {
+            **_service(Role.RANKS, 0, job, site),
+            **_division(spec, site),
+            "leader": f"{site.endpoint(Role.LEARNER, 0).host}:{site.ranks_port}",
+            "device": site.build(accelerator, "learner").device,
+        }
+    )
+    component = _component(Role.RANKS, 0, settings, site)
+    return replace(
+        component,
+        module="kestrl_learner.rank_pod",
+        device=Device(profile=accelerator.profile, count=accelerator.count),
+    )

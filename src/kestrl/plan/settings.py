@@ -309,11 +309,32 @@ class SinkEntry(Model):
     """Manifest field, for messages."""
 
 
-class LearnerSettings(ServiceSettings, PolicySettings):
-    """The learner."""
+class RanksOfPods(Model):
+    """The ranks of a learner, and how they are divided among pods."""
 
     ranks: int = 1
     """Processes that compute together, each with a device of its own."""
+    pods: int = 1
+    """Pods with equally many ranks; the learner's is the first."""
+
+    @property
+    def ranks_per_pod(self) -> int:
+        return self.ranks // self.pods
+
+
+class RanksSettings(ServiceSettings, RanksOfPods):
+    """Pods of ranks beside the learner's."""
+
+    leader: str
+    """`host:port` of rank 0's store."""
+    device: str
+
+
+class LearnerSettings(ServiceSettings, PolicySettings, RanksOfPods):
+    """The learner."""
+
+    ranks_listen: str | None = None
+    """`host:port` where ranks of other pods join; None for a free port of the loopback interface."""
     evaluate: EvaluateSettings | None = None
     """If set: evaluate this once on the validation data and end, without training or publishing."""
     data: DataSettings

@@ -81,6 +81,8 @@ class Site:
     templates: bool = False
     """Whether one component represents all replicas of its role, as in a pod template: each replica reads its ordinal
     at run time, and its engine runs in the same pod."""
+    ranks_port: int | None = None
+    """Port of the learner's pod where ranks of other pods join; None where all ranks are on one machine."""
     keep_alive: bool = False
     """Whether the learner stays alive after the run to report the result, for platforms that restart ended programs."""
     traceparent: str | None = None

@@ -300,6 +300,19 @@ TABLE: list[tuple[str, dict[str, Any], str, Expected]] = [
         },
     ),
     (
+        "the learner waits for a pod of its ranks",
+        {
+            "job": job("learner.replicas=2"),
+            "pods": all_pods(waiting(Role.RANKS, unscheduled=UNSCHEDULED)),
+            "last_report": learner_report(report("starting", message="waits for ranks 1 of other pods")),
+        },
+        "Pending",
+        {
+            "Scheduled": ("False", "Pending", f"email-search-ranks-0: {UNSCHEDULED}"),
+            "LearnerProgressing": ("False", "WaitingForRanks", "0 of 1 pods of ranks are ready"),
+        },
+    ),
+    (
         "the learner loads its model",
         {
             "last_report": learner_report(

@@ -352,3 +352,12 @@ def test_a_correctness_judge_has_its_own_models_keys_and_servers() -> None:
     assert keys == {"KESTRL_JUDGE_KEY_2": ("s", "OPENAI_API_KEY"), "KESTRL_JUDGE_KEY_3": ("t", "K")}
     assert [model.key_variable for model in settings.correctness.judges] == list(keys)
     assert component.own_secrets  # of the engines, for the ruler
+
+
+def test_on_one_machine_all_ranks_are_processes_of_the_learner() -> None:
+    components = by_name(job_with("learner.replicas=2", "learner.accelerator={profile: nvidia, count: 4}"))
+    learner = components["learner-0"]
+    assert isinstance(learner.settings, LearnerSettings)
+    assert (learner.settings.ranks, learner.settings.pods, learner.settings.ranks_listen) == (8, 1, None)
+    assert learner.device.count == 8
+    assert "ranks-0" not in components

@@ -178,7 +178,7 @@ def test_a_missing_field_is_named() -> None:
         (["data.train.size=4"], "spec.data.train.size"),
         (["schedule.evalEvery=5"], "spec.schedule.evalEvery"),
         (["learner.accelerator={profile: nvidia, count: 65}"], "spec.learner.accelerator.count"),
-        (["learner.replicas=2"], "spec.learner.replicas"),
+        (["learner.replicas=65"], "spec.learner.replicas"),
         (["pendingDeadline=0s"], "spec.pendingDeadline"),
         (["pendingDeadline=12h", "activeDeadline=12h"], "spec.pendingDeadline"),
         (["patches=[{role: tools, template: {}}]"], "spec.patches[0].template"),

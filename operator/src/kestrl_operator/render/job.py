@@ -10,12 +10,22 @@ from typing import Any
 from urllib.parse import urlparse
 
 from kestrl.plan.components import Component, Role
+from kestrl.plan.planning import has_rank_pods
 from kestrl.prepare import OBJECT_SCHEMES, DataSource, PrepareSettings
 from kestrl.spec import AgentRLJob
 from kestrl.spec.job import API_VERSION
 from kestrl_operator.render import network
 from kestrl_operator.render.patching import patched
-from kestrl_operator.render.pods import Object, account, checksum, container, credentials, settings_map, template
+from kestrl_operator.render.pods import (
+    Object,
+    account,
+    checksum,
+    container,
+    credentials,
+    program,
+    settings_map,
+    template,
+)
 from kestrl_operator.state.accelerators import Profile
 from kestrl_operator.state.cluster import DATA, MODEL, Cluster, prepared, replicas, tools_runtime_class_of, workload
 from kestrl_operator.state.snapshot import (
@@ -32,9 +42,9 @@ from kestrl_operator.state.snapshot import (
 
 SETTINGS_DIGEST = "kestrl.dev/settings"
 CREDENTIALS_DIGEST = "kestrl.dev/credentials"
-STATEFUL = (Role.INFERENCE, Role.LEARNER)
-ROLES = (Role.INFERENCE, Role.TOOLS, Role.JUDGE, Role.ROLLOUT, Role.LEARNER)
-"""Roles with pods of their own. Engines run in the pods of their agents."""
+STATEFUL = (Role.INFERENCE, Role.RANKS, Role.LEARNER)
+ROLES = (Role.INFERENCE, Role.TOOLS, Role.JUDGE, Role.ROLLOUT, Role.RANKS, Role.LEARNER)
+"""Roles with pods of their own. Engines run in the pods of their agents, and not every job has pods of ranks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +80,11 @@ class Given:
     def name(self) -> str:
         return self.job.metadata.name
 
+    @property
+    def roles(self) -> tuple[Role, ...]:
+        """Roles with pods in this job."""
+        return tuple(role for role in ROLES if role is not Role.RANKS or has_rank_pods(self.job.spec))
+
     def of(self, role: Role) -> list[Component]:
         return [component for component in self.components if component.role is role]
 
@@ -78,7 +93,7 @@ class Given:
         spec = self.job.spec
         if role in {Role.ENGINE, Role.INFERENCE}:
             return self.cluster.profile(spec.inference.accelerator.profile)
-        return self.cluster.profile(spec.learner.accelerator.profile if role is Role.LEARNER else "cpu")
+        return self.cluster.profile(spec.learner.accelerator.profile if program(role) is Role.LEARNER else "cpu")
 
     def image(self, role: Role) -> str:
         """The image of a role's container."""
@@ -113,9 +128,9 @@ def render(given: Given) -> list[Object]:
             _object(given, "networking.k8s.io/v1", "NetworkPolicy", name, spec=spec)
             for name, spec in network.policies(given.name, given.job.spec, given.cluster.egress_ports)
         ]
-    for role in ROLES:
+    for role in given.roles:
         objects += _of_role(given, role)
-    for role in ROLES:
+    for role in given.roles:
         objects.append(_workload(given, role, settings))
     kept = {
         ATTEMPTS: str(given.attempts),
@@ -143,7 +158,7 @@ def all_settings(given: Given) -> dict[str, str]:
     for component in given.components:
         if component.settings is not None:
             files[f"{component.role}.json"] = component.settings.model_dump_json(indent=2)
-    for role in ROLES:
+    for role in given.roles:
         if role is not Role.JUDGE:
             files[f"prepare-{role}.json"] = preparation(given.job, role).model_dump_json(indent=2)
     return files
@@ -253,7 +268,7 @@ def _patches(job: AgentRLJob, role: Role) -> list[tuple[str, Mapping[str, Any]]]
     return [
         (f"spec.patches[{index}].template", patch.template)
         for index, patch in enumerate(job.spec.patches)
-        if patch.role == role.value
+        if patch.role == program(role).value
     ]
 
 

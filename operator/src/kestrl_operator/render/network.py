@@ -8,13 +8,14 @@ from typing import Any
 from kestrl.errors import UserInputError
 from kestrl.plan.components import Role
 from kestrl.plan.judges import judge_servers, uses_own_engines
+from kestrl.plan.planning import has_rank_pods
 from kestrl.plan.servers import METADATA, RemoteServer
 from kestrl.plan.tools import tool_servers
 from kestrl.spec import JobSpec
 from kestrl_operator.state.cluster import GRPC_PORT, HTTP_PORT, METRICS_PORT, workload
 
 Object = dict[str, Any]
-BY_POD = frozenset({Role.INFERENCE, Role.LEARNER, Role.ROLLOUT})
+BY_POD = frozenset({Role.INFERENCE, Role.LEARNER, Role.RANKS, Role.ROLLOUT})
 """Roles addressed pod by pod, through a headless Service."""
 CALLERS: dict[Role, tuple[Role, ...]] = {
     Role.INFERENCE: (Role.LEARNER, Role.ROLLOUT),
@@ -22,9 +23,10 @@ CALLERS: dict[Role, tuple[Role, ...]] = {
     Role.JUDGE: (Role.ROLLOUT,),
     Role.ROLLOUT: (Role.LEARNER,),
     Role.LEARNER: (),
+    Role.RANKS: (),
 }
 """Callers of each role. The operator, which calls the learner for its progress, is allowed by its own label."""
-EGRESS_ROLES = frozenset({Role.INFERENCE, Role.LEARNER, Role.ROLLOUT})
+EGRESS_ROLES = frozenset({Role.INFERENCE, Role.LEARNER, Role.RANKS, Role.ROLLOUT})
 """Roles that may resolve names and leave the cluster: for object storage, models, adapters and checkpoints. Tools may
 not: a DNS query can leak a secret like any other message."""
 OPERATOR = {"app.kubernetes.io/name": "kestrl-operator"}
@@ -58,14 +60,24 @@ def policies(job: str, spec: JobSpec, far_ports: Sequence[int]) -> Iterator[tupl
     yield f"{job}-all", {"podSelector": everyone, "policyTypes": ["Ingress", "Egress"]}
     own = {Role.JUDGE: [*_judge_egress(job, spec, far_ports)], Role.TOOLS: [*_servers(tool_servers(spec), far_ports)]}
     for role, callers in CALLERS.items():
+        if role is Role.RANKS and not has_rank_pods(spec):
+            continue
         called = [callee for callee, by in CALLERS.items() if role in by]
         yield (
             workload(job, role),
             {
                 "podSelector": {"matchLabels": selector(job, role)},
                 "policyTypes": ["Ingress", "Egress"],
-                "ingress": [*_ingress(job, role, callers), *_judge_ingress(job, role, spec)],
-                "egress": [*_egress(job, role, called, far_ports), *own.get(role, [])],
+                "ingress": [
+                    *_ingress(job, role, callers),
+                    *_judge_ingress(job, role, spec),
+                    *_ranks(job, role, spec, "from"),
+                ],
+                "egress": [
+                    *_egress(job, role, called, far_ports),
+                    *own.get(role, []),
+                    *_ranks(job, role, spec, "to"),
+                ],
             },
         )
 
@@ -74,6 +86,12 @@ def _judge_ingress(job: str, role: Role, spec: JobSpec) -> Iterator[Object]:
     """To engines, from a judge that asks the job's own model."""
     if role is Role.INFERENCE and uses_own_engines(spec):
         yield {"from": [_pods(job, Role.JUDGE)], "ports": [{"port": HTTP_PORT, "protocol": "TCP"}]}
+
+
+def _ranks(job: str, role: Role, spec: JobSpec, way: str) -> Iterator[Object]:
+    """Between all ranks of the learner: backends of collectives choose their ports."""
+    if role in {Role.LEARNER, Role.RANKS} and has_rank_pods(spec):
+        yield {way: [_pods(job, Role.LEARNER), _pods(job, Role.RANKS)], "ports": [{"protocol": "TCP"}]}
 
 
 def _judge_egress(job: str, spec: JobSpec, far_ports: Sequence[int]) -> Iterator[Object]:

@@ -34,8 +34,13 @@ GRACE_SECONDS = {Role.ROLLOUT: 90, Role.LEARNER: 180}
 START_SECONDS = 1200
 """Seconds in which an engine loads a large model before its start counts as failed."""
 CLAIMS = PrepareSettings().volumes
-STORAGE_ROLES = frozenset({Role.LEARNER, Role.INFERENCE})
+STORAGE_ROLES = frozenset({Role.LEARNER, Role.RANKS, Role.INFERENCE})
 """Roles whose programs read and write object storage. A tool never gets its credentials."""
+
+
+def program(role: Role) -> Role:
+    """The role whose image, container name, resources, devices and patches the pods of a role have."""
+    return Role.LEARNER if role is Role.RANKS else role
 
 
 def container(
@@ -60,7 +65,7 @@ def container(
     """
     ports = [{"name": name, "containerPort": port} for name, port in component.ports.items()]
     made: Object = {
-        "name": str(component.role),
+        "name": str(program(component.role)),
         "image": image,
         "imagePullPolicy": cluster.images.pull_policy,
         "command": ["python", "-m", component.module],
@@ -74,7 +79,9 @@ def container(
     }
     if component.role in STORAGE_ROLES:
         made |= from_secret(store)
-    resources = with_devices(cluster.resources.get(component.role.value, {}), profile.requests(component.device.count))
+    by_container: Mapping[str, Mapping[str, Any]] = {**cluster.resources}
+    asked = by_container.get(program(component.role).value, {})
+    resources = with_devices(asked, profile.requests(component.device.count))
     if resources:
         made["resources"] = resources
     return made
@@ -107,7 +114,7 @@ def environment(job: str, component: Component, profile: Profile) -> list[Object
         for name, entry in component.user_secrets.items()
     ]
     identity = [_from_field(REPLICA_VARIABLE, "metadata.name"), {"name": "HOME", "value": "/tmp"}]  # noqa: S108
-    if component.role is Role.INFERENCE:
+    if component.role in {Role.INFERENCE, Role.RANKS}:
         identity.append(_from_field(INDEX_VARIABLE, "metadata.labels['apps.kubernetes.io/pod-index']"))
     return [*plain, *secret, *identity, *profile.environment()]
 
@@ -167,7 +174,7 @@ def mounts(role: Role, profile: Profile) -> list[Object]:
     listed: list[Object] = [
         {"name": name, "mountPath": path, **({"readOnly": True} if fixed else {})} for name, path, fixed in inside
     ]
-    return [*listed, *device_mounts(profile)] if role in {Role.ENGINE, Role.LEARNER} else listed
+    return [*listed, *device_mounts(profile)] if role in {Role.ENGINE, Role.LEARNER, Role.RANKS} else listed
 
 
 def device_mounts(profile: Profile) -> list[Object]:
@@ -189,7 +196,7 @@ def volumes(job: str, role: Role, profile: Profile, claims: Sequence[str]) -> li
     ]
     if role is Role.INFERENCE:
         listed.append({"name": "work", "emptyDir": {}})
-    if role in {Role.INFERENCE, Role.LEARNER}:
+    if role in {Role.INFERENCE, Role.LEARNER, Role.RANKS}:
         listed += device_volumes(profile)
     return [*listed, *claim_volumes(claims)]
 

@@ -11,6 +11,7 @@ from pydantic.alias_generators import to_camel
 
 from kestrl.errors import UserInputError
 from kestrl.plan.components import Role
+from kestrl.plan.planning import has_rank_pods
 from kestrl.plan.service_settings import Model
 from kestrl.plan.site import Build, Endpoint, Site
 from kestrl.plan.tools import runtime_class
@@ -19,7 +20,7 @@ from kestrl.spec.job import JobSpec
 from kestrl.spec.sft import SFTJob
 from kestrl_operator.state.accelerators import Profile, profiles
 
-GRPC_PORT, HTTP_PORT, METRICS_PORT = 7000, 8000, 9464
+GRPC_PORT, HTTP_PORT, METRICS_PORT, RANKS_PORT = 7000, 8000, 9464, 7100
 SHARED_SCHEMES = frozenset({"s3", "gs", "az"})
 HOME = "/kestrl"
 """The folder in every pod with what `prepare` downloaded and, in the learner's, its state. The same in every pod,
@@ -108,7 +109,8 @@ def read_cluster(values: Mapping[str, Any]) -> Cluster:
 def replicas(spec: JobSpec) -> Mapping[Role, int]:
     """Pods of a running job by role. Engines run in the pods of their agents."""
     single = dict.fromkeys((Role.TOOLS, Role.JUDGE, Role.LEARNER), 1)
-    return {Role.INFERENCE: spec.inference.replicas, Role.ROLLOUT: spec.rollout.replicas, **single}
+    ranks = {Role.RANKS: spec.learner.replicas - 1} if has_rank_pods(spec) else {}
+    return {Role.INFERENCE: spec.inference.replicas, Role.ROLLOUT: spec.rollout.replicas, **single, **ranks}
 
 
 def workload(job: str, role: Role) -> str:
@@ -200,6 +202,7 @@ def site_of(
         },
         templates=True,
         keep_alive=True,
+        ranks_port=RANKS_PORT,
         traceparent=traceparent,
         workers=(f"dns://{workload(name, Role.ROLLOUT)}.{namespace}.{cluster.domain}:{GRPC_PORT}",),
     )

@@ -86,6 +86,7 @@ REASONS: Mapping[Type, Mapping[str, str]] = {
     Type.LEARNER_PROGRESSING: {
         "Stepping": "Steps are completed.",
         "Starting": "The learner loads its model or its last checkpoint.",
+        "WaitingForRanks": "The learner starts and waits for its pods of ranks; the message has how many are ready.",
         "StorageUnavailable": (
             "Object storage does not answer; the learner waits and retries. The message says since and until when."
         ),

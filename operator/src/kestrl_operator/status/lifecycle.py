@@ -241,7 +241,7 @@ def _container_failures(snapshot: Snapshot) -> Iterator[tuple[Ended, Role]]:
     for pod in snapshot.staying:
         for item in pod.ended:
             if item.reason not in CAUSED_BY_KUBERNETES and pod.job_restarts == snapshot.restarts:
-                yield item, pod.role
+                yield item, Role.LEARNER if pod.role is Role.RANKS else pod.role
 
 
 def _job_restart_causes(snapshot: Snapshot, spec: JobSpec) -> Iterator[str]:

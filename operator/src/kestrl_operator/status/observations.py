@@ -255,12 +255,24 @@ def _progressing(snapshot: Snapshot, decision: Decision) -> Observation:
     if report.storage_wait and not live.over:
         return _false(kind, "StorageUnavailable", report.storage_wait)
     if live.phase in {RunPhase.STARTING, RunPhase.SUSPENDED}:
-        return _false(kind, "Starting", report.message)
+        return _waiting_for_ranks(snapshot) or _false(kind, "Starting", report.message)
     quiet = snapshot.now - live.stepped
     if live.phase is RunPhase.TRAINING and quiet > max(STALL_FLOOR, STALL_FACTOR * live.pace):
         why = ", ".join(f"{name} {count} times" for name, count in sorted(report.failures.items()))
         return _false(kind, "Stalled", f"no step for {quiet:.0f} s{': ' if why else ''}{why}")
     return _true(kind, "Stepping", report.message)
+
+
+def _waiting_for_ranks(snapshot: Snapshot) -> Observation | None:
+    """What is observed while pods of ranks are missing; None if all are ready, or the job has none."""
+    pods = snapshot.of(Role.RANKS)
+    wanted = 0 if snapshot.job is None else replicas(snapshot.job.spec).get(Role.RANKS, 0)
+    ready = len([pod for pod in pods if pod.ready])
+    if ready >= wanted:
+        return None
+    wrong = pod_problem(pods)
+    message = f"{ready} of {wanted} pods of ranks are ready{'; ' if wrong else ''}{wrong}"
+    return _false(Type.LEARNER_PROGRESSING, "WaitingForRanks", message)
 
 
 def _checkpoint(live: LearnerReport | None) -> Iterator[Observation]:

@@ -88,7 +88,7 @@ class RankWork:
             self._model = load_policy(settings)
             return
         sys.path[:0] = [path for path in settings.python_path if path not in sys.path]
-        torch.set_num_threads(settings.threads or max(1, cores() // self._group.count))
+        torch.set_num_threads(settings.threads or max(1, cores() // settings.ranks_per_pod))
         self._model = load_policy(settings, self._group)
 
     def train(self, steps: int) -> None:

@@ -1,9 +1,9 @@
-"""Starts a learner's ranks on its machine and watches them: all of them are one unit, which ends and restarts as a
-whole.
+"""Starts a learner's ranks on its machine and watches them, and those of other pods: all of them are one unit, which
+ends and restarts as a whole.
 
 The learner's own process is rank 0. A rank that a signal ended, such as the kernel's out-of-memory killer's, ends the
-learner with the same status, and whatever supervises the learner starts it again from its checkpoint. A rank that
-failed by itself fails the run.
+learner with the same status, and whatever supervises the learner starts it again from its checkpoint. So does the loss
+of another pod, with `EXIT_LOST`. A rank that failed by itself fails the run.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ from kestrl.plan.settings import LearnerSettings
 from kestrl.service import EXIT_FAILED
 from kestrl_learner.commands import Commands
 from kestrl_learner.compute import Compute, OneProcess, OnRanks, RankWork
-from kestrl_learner.ranks import EXIT_LOST, Group, RankLost, meeting_point
+from kestrl_learner.places import await_loss, await_places, end_watch, open_gang
+from kestrl_learner.rank_processes import start_rank
+from kestrl_learner.ranks import EXIT_LOST, LOOPBACK, Group, RankLost, meeting_point
 
 log = logging.getLogger(__name__)
 END_SECONDS = 10.0
@@ -34,27 +36,43 @@ KILLED = 128
 
 
 class RankProcesses:
-    """The processes of the ranks other than 0.
+    """The ranks other than 0: processes of this machine, and those of other pods.
 
     Args:
         count: Number of ranks, with rank 0.
         port: Port of rank 0's store.
         device: Type of the ranks' devices.
         exit_process: Ends this process at once with a status.
+        per_machine: Ranks of each machine; None if all are on this one.
     """
 
-    def __init__(self, count: int, port: int, device: str, exit_process: Callable[[int], object] = os._exit) -> None:
+    def __init__(
+        self,
+        count: int,
+        port: int,
+        device: str,
+        exit_process: Callable[[int], object] = os._exit,
+        *,
+        per_machine: int | None = None,
+    ) -> None:
         self._exit, self._closing = exit_process, False
+        here = count if per_machine is None else per_machine
+        self._others = here < count
         self._failed = threading.Event()
         self.busy = threading.Lock()
         """Held while the ranks perform a command."""
         self.failure = ""
         """Why the ranks ended before they were let to."""
-        self._processes = {rank: start_rank(rank, count, port, device) for rank in range(1, count)}
+        address = f"{LOOPBACK}:{port}"
+        self._processes = {rank: start_rank(rank, count, here, address, device) for rank in range(1, here)}
         self._watchers = [
             threading.Thread(target=self._watch, args=(rank, process), name=f"rank-{rank}", daemon=True)
             for rank, process in self._processes.items()
         ]
+        if self._others:
+            self._watchers.append(
+                threading.Thread(target=self._watch_pods, args=(address, count), name="watch-pods", daemon=True)
+            )
         for watcher in self._watchers:
             watcher.start()
 
@@ -72,7 +90,24 @@ class RankProcesses:
             log.error("%s", message)
             self._end_process(KILLED - status)
             return
-        self.failure = f"rank {rank} ended with exit code {status}; its log lines above say why"
+        self._fail(f"rank {rank} ended with exit code {status}; its log lines above say why")
+
+    def _watch_pods(self, address: str, count: int) -> None:
+        loss = await_loss(address, count)
+        if loss is None or self._closing or self._failed.is_set():
+            return
+        if loss.failed:
+            self._fail(f"{loss.message}; the log of its pod says more")
+        else:
+            self._end_lost(loss.message)
+
+    def _end_lost(self, message: str) -> None:
+        error = RankLost(f"{message}; the learner ends, to resume from its checkpoint")
+        sys.stderr.write(f"error: {error.failure()}\n")
+        self._end_process(EXIT_LOST)
+
+    def _fail(self, message: str) -> None:
+        self.failure = message
         self._failed.set()
         if self.busy.acquire(timeout=BLOCKED_SECONDS):
             self.busy.release()
@@ -87,13 +122,16 @@ class RankProcesses:
         self._exit(status)
 
     def settle(self) -> None:
-        """Waits for the rank that caused a failed collective: if a signal ended it, this process ends here.
+        """Waits for the rank that caused a failed collective: if a signal ended it, or if it is in another pod and has
+        not failed by itself, this process ends here.
 
         Raises:
             RankLost: A rank failed by itself; names it.
         """
         if self._failed.wait(END_SECONDS):
             raise RankLost(self.failure, retryable=False)
+        if self._others and not self._closing:
+            self._end_lost("a rank of another pod ended or did not answer")
 
     def close(self) -> None:
         """Waits a little for the ranks to end, and kills them."""
@@ -109,33 +147,36 @@ class RankProcesses:
             process.kill()
 
 
-def start_rank(rank: int, count: int, port: int, device: str) -> subprocess.Popen[bytes]:
-    """Starts the process of a rank, which writes to this process's log."""
-    ours = [sys.executable, "-m", "kestrl_learner.rank"]
-    given = ["--rank", str(rank), "--count", str(count), "--port", str(port), "--device", device]
-    return subprocess.Popen([*ours, *given], stdin=subprocess.DEVNULL)  # noqa: S603 - this program
-
-
 class Gang:
     """Rank 0's handle of all ranks, with the model loaded.
 
     Args:
         settings: Of the run.
         exit_process: Ends this process at once with a status.
+        waiting: Called with what the gang waits for, while ranks of other pods are missing.
 
     Raises:
-        UserInputError: The model cannot be loaded, or there are too few devices.
-        RankLost: A rank ended while it started.
+        UserInputError: The model cannot be loaded, there are too few devices, or the store's port is taken.
+        RankLost: A rank ended while it started, or did not come.
     """
 
-    def __init__(self, settings: LearnerSettings, exit_process: Callable[[int], object] = os._exit) -> None:
+    def __init__(
+        self,
+        settings: LearnerSettings,
+        exit_process: Callable[[int], object] = os._exit,
+        *,
+        waiting: Callable[[str], None] = log.info,
+    ) -> None:
         refuse_missing_devices(settings)
         self._closed = False
-        store = meeting_point(settings.ranks)
-        self._processes = RankProcesses(settings.ranks, store.port, settings.device, exit_process)
+        count, here = settings.ranks, settings.ranks_per_pod
+        store = self._store = meeting_point(count, settings.ranks_listen)
+        open_gang(store, count)
+        await_places(store, range(here, count), waiting, settings.start_seconds)
+        self._processes = RankProcesses(count, store.port, settings.device, exit_process, per_machine=here)
         try:
             try:
-                self._group = Group(store, 0, settings.ranks, settings.device)
+                self._group = Group(store, 0, count, settings.device, per_machine=here)
             except RankLost:
                 self._processes.settle()
                 raise
@@ -143,11 +184,12 @@ class Gang:
             self._commands = Commands(self._group, work, self._processes.settle, self._processes.busy)
             self._commands.order("load", settings)
         except BaseException:
+            end_watch(store)
             self._processes.close()
             raise
         self.pids = self._processes.pids()
-        """Process ids of the other ranks, by rank."""
-        log.info("%d ranks; processes of the others: %s", settings.ranks, self.pids)
+        """Process ids of the other ranks of this machine, by rank."""
+        log.info("%d ranks; processes of the others on this machine: %s", count, self.pids)
         self.compute = OnRanks(self._commands.order, work)
 
     def close(self) -> None:
@@ -159,25 +201,33 @@ class Gang:
             self._commands.end()
         except RankLost as error:
             log.warning("%s", error)
+        end_watch(self._store)
         self._processes.close()
         self._group.leave()
 
 
 def refuse_missing_devices(settings: LearnerSettings) -> None:
-    """Refuses more ranks than there are devices.
+    """Refuses more ranks of this machine than it has devices.
 
     Raises:
         UserInputError: There are fewer.
     """
     found = torch.accelerator.device_count()
-    if settings.device != "cpu" and found < settings.ranks:
+    if settings.device != "cpu" and found < settings.ranks_per_pod:
         raise UserInputError(
-            f"spec.learner.accelerator.count: {settings.ranks} devices, and {found} are visible here; lower it"
+            f"spec.learner.accelerator.count: {settings.ranks_per_pod} devices, and {found} are visible here; lower it"
+            ", or spec.learner.replicas on one machine"
         )
 
 
-def load_compute(settings: LearnerSettings) -> tuple[Compute, Callable[[], None]]:
+def load_compute(
+    settings: LearnerSettings, waiting: Callable[[str], None] = log.info
+) -> tuple[Compute, Callable[[], None]]:
     """The model and its trainer on as many ranks as the settings say, and what ends the ranks.
+
+    Args:
+        settings: Of the run.
+        waiting: Called with what the ranks wait for, while some of other pods are missing.
 
     Raises:
         UserInputError: The model cannot be loaded, or there are too few devices.
@@ -185,5 +235,5 @@ def load_compute(settings: LearnerSettings) -> tuple[Compute, Callable[[], None]
     """
     if settings.ranks == 1:
         return OneProcess(settings), lambda: None
-    gang = Gang(settings)
+    gang = Gang(settings, waiting=waiting)
     return gang.compute, gang.close

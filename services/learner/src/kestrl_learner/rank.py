@@ -5,26 +5,29 @@ from __future__ import annotations
 import argparse
 import logging
 import sys
+from typing import TYPE_CHECKING
 
 import kestrl.stopping  # noqa: F401  # pyright: ignore[reportUnusedImport] - it takes SIGTERM from here on
 from kestrl.service import exit_code
 
+if TYPE_CHECKING:
+    from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
+
 
 def arguments() -> argparse.Namespace:
-    """The command line, which `launcher` writes."""
+    """The command line, which `rank_processes.start_rank` writes."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rank", type=int, required=True)
     parser.add_argument("--count", type=int, required=True)
-    parser.add_argument("--port", type=int, required=True, help="port of rank 0's store on the loopback interface")
+    parser.add_argument("--per-machine", type=int, required=True, help="ranks of each machine or pod")
+    parser.add_argument("--store", required=True, help="HOST:PORT of rank 0's store")
     parser.add_argument("--device", required=True, help="type of device: cpu, cuda or npu")
     return parser.parse_args()
 
 
 def main() -> None:
     """Joins the ranks and follows rank 0 to its end."""
-    from kestrl_learner.commands import follow
-    from kestrl_learner.compute import RankWork
-    from kestrl_learner.ranks import EXIT_LOST, Group, RankLost, meet
+    from kestrl_learner.ranks import EXIT_LOST, RankLost, meet
 
     given = arguments()
     logging.basicConfig(
@@ -33,12 +36,48 @@ def main() -> None:
         stream=sys.stderr,
     )
     try:
-        group = Group(meet(given.port, given.count), given.rank, given.count, given.device)
-        follow(group, RankWork(group))
-        group.leave()
+        store = meet(given.store, given.count)
+        if given.rank < given.per_machine:
+            follow_rank_0(given, store)
+        else:
+            follow_from_another_pod(given, store)
     except RankLost as error:
         logging.error("%s", error.failure())  # noqa: LOG015 - of this program
         raise SystemExit(EXIT_LOST) from None
+
+
+def follow_rank_0(given: argparse.Namespace, store: Store) -> None:
+    """Performs rank 0's commands to the end.
+
+    Raises:
+        RankLost: Another rank ended.
+    """
+    from kestrl_learner.commands import follow
+    from kestrl_learner.compute import RankWork
+    from kestrl_learner.ranks import Group
+
+    group = Group(store, given.rank, given.count, given.device, per_machine=given.per_machine)
+    follow(group, RankWork(group))
+    group.leave()
+
+
+def follow_from_another_pod(given: argparse.Namespace, store: Store) -> None:
+    """Takes the rank's place, then does the same; a failure is reported to rank 0, which cannot see this process.
+
+    Raises:
+        RankLost: The place cannot be taken, or another rank ended.
+    """
+    from kestrl_learner.places import Loss, leave_with, report_loss, take_place
+    from kestrl_learner.ranks import RankLost
+
+    leave_with(take_place(store, given.rank, given.count), given.store, given.count)
+    try:
+        follow_rank_0(given, store)
+    except RankLost:
+        raise
+    except Exception as error:
+        report_loss(store, Loss(f"rank {given.rank}: {type(error).__name__}: {error}", failed=True))
+        raise
 
 
 if __name__ == "__main__":

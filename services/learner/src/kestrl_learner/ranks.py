@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.distributed import PrefixStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from kestrl.errors import KestrlError
+from kestrl.errors import KestrlError, UserInputError
 
 BACKENDS = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
 """Backends of collectives by type of device."""
@@ -82,21 +82,31 @@ class Group:
         count: Number of ranks.
         device: Type of the devices of all ranks, such as `cpu`; rank N of a machine has its device N.
         seconds: Time limit of one collective.
+        per_machine: Ranks of each machine; None if all are on this one.
     """
 
     def __init__(
-        self, store: Store, rank: int, count: int, device: str, *, seconds: float = COLLECTIVE_SECONDS
+        self,
+        store: Store,
+        rank: int,
+        count: int,
+        device: str,
+        *,
+        seconds: float = COLLECTIVE_SECONDS,
+        per_machine: int | None = None,
     ) -> None:
         self.rank, self.count, self.store = rank, count, store
+        self._local = rank if per_machine is None else rank % per_machine
         self._turns = 0
         kind = torch.device(device).type
         if kind == "cpu":
             self.device = torch.device("cpu")
         else:
-            self.device = torch.device(kind, rank)
-            torch.accelerator.set_device_index(rank)
-        # All ranks are on this machine, and a container's own name may not resolve.
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+            self.device = torch.device(kind, self._local)
+            torch.accelerator.set_device_index(self._local)
+        if per_machine is None or per_machine == count:
+            # A container's own name may not resolve; in a pod of a StatefulSet it is that of the pod's address.
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         limit = timedelta(seconds=seconds)
         with lost_ranks("joining"):
             dist.init_process_group(
@@ -124,9 +134,9 @@ class Group:
 
     @contextmanager
     def turn(self) -> Generator[None]:
-        """Runs the block of each rank after that of the rank before, however that ended."""
+        """Runs the block of each rank after that of the rank before on its machine, however that ended."""
         self._turns += 1
-        if self.rank:
+        if self._local:
             self.store.wait([f"turn/{self._turns}/{self.rank - 1}"], FOREVER)
         try:
             yield
@@ -164,18 +174,25 @@ def is_collective_error(error: BaseException) -> bool:
     return isinstance(error, dist.DistError) or "gloo/" in str(error)
 
 
-def meeting_point(count: int) -> TCPStore:
-    """Rank 0's store, at a free port of the loopback interface.
+def meeting_point(count: int, listen: str | None = None) -> TCPStore:
+    """Rank 0's store.
 
     Args:
         count: Number of ranks.
+        listen: `host:port` to bind; None for a free port of the loopback interface.
+
+    Raises:
+        UserInputError: The port is taken.
     """
     # TCPStore would listen on every interface.
-    listener = socket.create_server((LOOPBACK, 0))
-    port = int(listener.getsockname()[1])
+    host, _, port = (listen or f"{LOOPBACK}:0").rpartition(":")
+    try:
+        listener = socket.create_server((host, int(port)))
+    except OSError as error:
+        raise UserInputError(f"{listen}: the ranks cannot meet there: {error}") from error
     return TCPStore(
         LOOPBACK,
-        port,
+        int(listener.getsockname()[1]),
         count,
         is_master=True,
         timeout=timedelta(seconds=JOIN_SECONDS),
@@ -184,18 +201,24 @@ def meeting_point(count: int) -> TCPStore:
     )
 
 
-def meet(port: int, count: int) -> TCPStore:
-    """The store of a rank other than 0, which connects to rank 0's.
+def meet(address: str, count: int, *, seconds: float = JOIN_SECONDS) -> TCPStore:
+    """A new connection to rank 0's store.
+
+    Args:
+        address: `host:port` of the store.
+        count: Number of ranks.
+        seconds: Time limit of connecting and of operations that have none of their own.
 
     Raises:
         RankLost: Rank 0 does not listen there.
     """
+    host, _, port = address.rpartition(":")
     with lost_ranks("joining"):
         return TCPStore(
-            LOOPBACK,
-            port,
+            host,
+            int(port),
             count,
             is_master=False,
-            timeout=timedelta(seconds=JOIN_SECONDS),
+            timeout=timedelta(seconds=seconds),
             wait_for_workers=False,
         )

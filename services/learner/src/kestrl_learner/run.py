@@ -212,7 +212,7 @@ class Run:
         return loading.result()
 
     def _load(self) -> Compute:
-        compute, end_ranks = load_compute(self.settings)
+        compute, end_ranks = load_compute(self.settings, lambda why: self.progress.update_soon(message=why))
         self._end_ranks = end_ranks
         if self._over:  # nobody waited for it
             end_ranks()

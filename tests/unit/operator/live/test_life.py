@@ -306,3 +306,20 @@ async def test_a_run_keeps_its_storage_when_the_default_changes(stage: Stage) ->
     assert learner() == ("s3://first/runs", "1Gi", "slow")
     assert stage.condition("Accepted")[:2] == ("True", "Valid")
     assert learner("new") == ("s3://second/runs", "7Gi", "fast")
+
+
+async def test_pods_of_ranks_are_scaled_with_the_learners_replicas(stage: Stage) -> None:
+    """To 0 as well, where nothing is rendered for them any more."""
+    await stage.operator()
+    stage.job(learner={"replicas": 3})
+    await stage.applied()
+
+    def ranks() -> int:
+        return stage.cluster.get("statefulsets", NAMESPACE, f"{JOB}-ranks")["spec"]["replicas"]
+
+    assert ranks() == 2
+    for replicas in (2, 1, 4):
+        stage.cluster.edit("agentrljobs", NAMESPACE, JOB, {"spec": {"learner": {"replicas": replicas}}})
+        await stage.until(lambda wanted=replicas - 1: ranks() == wanted, f"{replicas} replicas")
+    await stage.settled()
+    assert ranks() == 3

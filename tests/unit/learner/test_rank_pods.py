@@ -33,6 +33,7 @@ from kestrl_learner.places import (
     await_loss,
     await_places,
     end_watch,
+    gang_of,
     leave_with,
     open_gang,
     place,
@@ -65,11 +66,12 @@ def started(work: Callable[..., Any], *given: Any) -> Generator[Future[Any]]:
 def test_a_gang_is_complete_when_every_place_is_taken() -> None:
     store, said = meeting_point(3), list[str]()
     gang = open_gang(store, 3)
-    with started(take_place, meet(address_of(store), 3), 1, 3) as one:
+    with started(take_place, meet(address_of(store), 3), 1) as one:
         store.wait([place(1)])
-        with started(take_place, meet(address_of(store), 3), 2, 3) as two:
+        with started(take_place, meet(address_of(store), 3), 2) as two:
             await_places(store, (1, 2), said.append, 60)
-            assert one.result() == two.result() == gang
+            assert one.result() is two.result() is None
+    assert gang_of(meet(address_of(store), 3), 3) == gang
     assert said in ([], ["waits for ranks 2 of other pods"])
 
 
@@ -85,32 +87,45 @@ def test_a_rank_started_for_another_number_does_not_join() -> None:
     store = meeting_point(3)
     open_gang(store, 3)
     with pytest.raises(RankLost, match="the learner has 3 ranks, and this rank was started for 2"):
-        take_place(meet(address_of(store), 2), 1, 2)
+        gang_of(meet(address_of(store), 2), 2)
 
 
 def test_a_rank_started_again_replaces_one_that_waits() -> None:
     store = meeting_point(2)
     open_gang(store, 2)
-    with started(take_place, meet(address_of(store), 2), 1, 2) as old:
+    with started(take_place, meet(address_of(store), 2), 1) as old:
         store.wait([place(1)])
         token = store.get(place(1))
-        with started(take_place, meet(address_of(store), 2), 1, 2) as new:
+        with started(take_place, meet(address_of(store), 2), 1) as new:
             while store.get(place(1)) == token:
                 pass
             await_places(store, (1,), lambda _: None, 60)
-            assert new.result()
+            assert new.result() is None
         with pytest.raises(RankLost, match="another process has taken the place of rank 1"):
             old.result()
 
 
 def test_a_complete_gang_learns_of_the_rank_that_it_lost() -> None:
+    """The rank then waits, without being started again and again, until the learner ends."""
     store = meeting_point(2)
-    open_gang(store, 2)
     store.set(COMPLETE, "")
-    with started(await_loss, address_of(store), 2) as reported:
-        with pytest.raises(RankLost, match="has lost rank 1"):
-            take_place(meet(address_of(store), 2), 1, 2)
-        assert reported.result() == Loss("rank 1 ended and was started again", failed=False)
+    with started(take_place, meet(address_of(store), 2), 1) as late:
+        assert await_loss(address_of(store), 2) == Loss("rank 1 ended and was started again", failed=False)
+        assert not late.done()
+        del store
+        with pytest.raises(RankLost):
+            late.result(60)
+
+
+def test_a_gang_that_has_ended_gets_no_report() -> None:
+    store = meeting_point(2)
+    store.set(COMPLETE, "")
+    end_watch(store)
+    with started(take_place, meet(address_of(store), 2), 1) as late:
+        assert await_loss(address_of(store), 2) is None
+        del store
+        with pytest.raises(RankLost):
+            late.result(60)
 
 
 def test_the_wait_for_a_loss_ends_with_the_gang() -> None:

@@ -23,7 +23,8 @@ from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 from kestrl_learner.ranks import EXIT_LOST, FOREVER, RankLost, lost_ranks, meet
 
 log = logging.getLogger(__name__)
-GANG, COMPLETE, LOSS = "gang", "complete", "loss"
+GANG, COMPLETE, LOSS, NEVER = "gang", "complete", "loss", "never"
+"""Keys of the store; the last one is never set."""
 POLL_SECONDS = 0.5
 CHECK_SECONDS, CHECK_LIMIT, CHECKS = 10.0, 20.0, 3
 """Interval of a rank's checks that its gang still exists, the time limit of one, and failed ones in a row that end the
@@ -79,34 +80,47 @@ def await_places(store: Store, ranks: Sequence[int], waiting: Callable[[str], No
     store.set(COMPLETE, "")
 
 
-def take_place(store: Store, rank: int, count: int) -> str:
-    """Takes a rank's place and waits until the gang is complete; returns the gang's id.
+def gang_of(store: Store, count: int) -> str:
+    """The id of the gang that a store is for.
+
+    Args:
+        store: Connection to rank 0's.
+        count: Number of ranks that this rank was started for.
+
+    Raises:
+        RankLost: The gang has ended, or has another number of ranks.
+    """
+    with lost_ranks("joining"):
+        gang = json.loads(store.get(GANG))
+    if gang["count"] != count:
+        raise RankLost(f"the learner has {gang['count']} ranks, and this rank was started for {count}")
+    return str(gang["id"])
+
+
+def take_place(store: Store, rank: int) -> None:
+    """Takes a rank's place and waits until the gang is complete.
 
     Until then a rank that is started again replaces its predecessor. A complete gang cannot be joined: it has lost the
-    rank, which is reported to it.
+    rank, which is reported to it, and the end of its store is awaited, since the learner may stay for a while.
 
     Args:
         store: Connection to rank 0's.
         rank: Number of this rank.
-        count: Number of ranks that this rank was started for.
 
     Raises:
-        RankLost: The gang is complete or has ended, it has another number of ranks, or another process has taken the
-            place.
+        RankLost: The gang was complete and has ended, or another process has taken the place.
     """
     with lost_ranks("joining"):
-        gang = json.loads(store.get(GANG))
-        if gang["count"] != count:
-            raise RankLost(f"the learner has {gang['count']} ranks, and this rank was started for {count}")
         if store.check([COMPLETE]):
-            report_loss(store, Loss(f"rank {rank} ended and was started again", failed=False))
-            raise RankLost(f"the gang of this learner is complete and has lost rank {rank}; the learner starts again")
+            if not store.check([LOSS]):
+                report_loss(store, Loss(f"rank {rank} ended and was started again", failed=False))
+            log.warning("the gang of this learner is complete and has lost rank %d; its end is awaited", rank)
+            store.wait([NEVER], FOREVER)
         token = uuid4().hex
         store.set(place(rank), token)
         store.wait([COMPLETE], FOREVER)
         if store.get(place(rank)).decode() != token:
             raise RankLost(f"another process has taken the place of rank {rank}")
-        return str(gang["id"])
 
 
 def report_loss(store: Store, loss: Loss) -> None:

@@ -67,10 +67,11 @@ def follow_from_another_pod(given: argparse.Namespace, store: Store) -> None:
     Raises:
         RankLost: The place cannot be taken, or another rank ended.
     """
-    from kestrl_learner.places import Loss, leave_with, report_loss, take_place
+    from kestrl_learner.places import Loss, gang_of, leave_with, report_loss, take_place
     from kestrl_learner.ranks import RankLost
 
-    leave_with(take_place(store, given.rank, given.count), given.store, given.count)
+    leave_with(gang_of(store, given.count), given.store, given.count)
+    take_place(store, given.rank)
     try:
         follow_rank_0(given, store)
     except RankLost:

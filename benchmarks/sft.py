@@ -47,7 +47,7 @@ def paused() -> bool:
 
 def ours(folder: Path) -> list[float]:
     """Runs the program behind `kestrl sft`, which asks before each step whether to stop."""
-    from kestrl.plan.settings import read_settings
+    from kestrl.plan.service_settings import read_settings
     from kestrl.plan.sft import SFTSettings
     from kestrl.storage import open_store
     from kestrl_learner.sft.training import SFTRun

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kestrl_learner.batch import PASS_COST, TrainRow, cut, shared_prompt
+from kestrl_learner.batch import PASS_COST, TrainRow, bins, cut, shared_prompt
 from kestrl_learner.schedule import admissible, affordable, epoch_order, group_seed, total_steps
 
 
@@ -66,6 +66,26 @@ def test_rows_are_cut_into_the_cheapest_parts(lengths: list[int], prompt: int, l
 
 def test_a_straggler_does_not_pad_the_others() -> None:
     assert cut([160] * 7 + [800], prompt=80, limit=10_000) == [slice(0, 7), slice(7, 8)]
+
+
+@settings(max_examples=200)
+@given(sizes=st.lists(st.integers(1, 900), max_size=12), limit=st.integers(1, 2000))
+def test_packed_passes_hold_every_item_once_and_keep_to_the_limit(sizes: list[int], limit: int) -> None:
+    passes = bins(sizes, limit=limit)
+    assert sorted(index for some in passes for index in some) == list(range(len(sizes)))
+    loads = [sum(sizes[index] for index in some) for some in passes]
+    assert all(load <= limit or len(some) == 1 for load, some in zip(loads, passes, strict=True))
+    for one, other in pairwise(sorted(loads)):
+        assert one + other > limit  # two that fit into one pass are in one
+
+
+def test_packed_passes_are_of_similar_size() -> None:
+    assert bins([230, 230, 230, 230, 100, 100, 100, 100], limit=1024) == [[0, 2, 4, 6], [1, 3, 5, 7]]
+    assert bins([], limit=10) == []
+
+
+def test_an_item_above_the_limit_lets_no_other_pass_exceed_it() -> None:
+    assert bins([169, 40, 50, 40, 50, 20], limit=100) == [[0], [2, 4], [1, 3, 5]]
 
 
 def test_steps_in_all_are_whole_batches_of_all_epochs() -> None:

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from torch.distributed.tensor import DTensor
 
 from kestrl.algorithms import ScoredEpisode
+from kestrl_learner import packing
 from kestrl_learner.batch import TrainGroup
 from kestrl_learner.passes import Pass, PassKind, deal, schedule
 from kestrl_learner.ranks import Group, OneRank, RankLost, Ranks, lost_ranks
@@ -64,7 +65,7 @@ class Numbered:
 def test_every_rank_runs_the_same_kinds_of_passes(kinds: list[tuple[bool, bool]], count: int) -> None:
     (group,) = make_groups(count=1)
     passes = [
-        Pass(index=index, part=0, group=group, rows=group.rows[:1], kind=PassKind(*kind))
+        Pass(index=index, part=0, group=group, rows=group.rows[:1], kind=PassKind(*kind), tokens=9)
         for index, kind in enumerate(kinds)
     ]
     schedules = [list(schedule(passes, Numbered(rank, count))) for rank in range(count)]
@@ -106,6 +107,7 @@ def steps_on(
         sharded = [weight for weight in trainer.model.peft.parameters() if isinstance(weight, DTensor)]
         assert len(sharded) > 10, "the layers' weights are sharded"
         assert sum(weight.to_local().numel() for weight in sharded) < sum(weight.numel() for weight in sharded)
+        assert trainer.model.peft.config._attn_implementation == packing.NAME, "ranks pack rows, too"
     trainer.published("policy")
     results = [facts(trainer.step(batch, first + number)) for number, batch in enumerate(batches)]
     return weights_of(trainer), results, trainer.state()
@@ -182,7 +184,11 @@ CASES: dict[str, tuple[list[list[TrainGroup]], dict[str, Any], dict[str, Any]]] 
     "every kind of pass": ([mixed(), mixed()[:3]], {}, {}),
     "fewer groups than ranks": ([make_groups(count=1), make_groups(count=1, advantage=0.0)], {}, {}),
     "small passes": ([make_groups()], {}, {"tokens_per_pass": 24}),
-    "gradient checkpointing": ([make_groups()], {}, {"gradient_checkpointing": True}),
+    "packed rows, gradient checkpointing": (
+        [make_groups(count=3), mixed()],
+        {},
+        {"gradient_checkpointing": True, "tokens_per_pass": 60},
+    ),
     "mini-batches, an older policy": (
         [make_groups(count=4), make_groups(count=2, on_policy=False)],
         {"mini_batches": 2, "mini_batch_epochs": 2, "max_staleness": 1},

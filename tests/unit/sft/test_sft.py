@@ -117,6 +117,18 @@ def test_a_template_that_drops_reasoning_begins_a_new_row() -> None:
     assert "<think>a" not in rows[1].text
 
 
+def test_the_first_token_of_a_conversation_is_not_learned() -> None:
+    """The template renders an answer without a prompt: no token predicts the answer's first."""
+    from transformers import AutoTokenizer
+
+    tokenizer: Any = AutoTokenizer.from_pretrained(str(tiny()))
+    plain = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    said = [{"role": "user", "content": ""}, {"role": "assistant", "content": "an answer of several tokens"}]
+    (row,) = ConversationEncoder(tokenizer, [], plain).encode(Conversation(messages=said, tools=[]))
+    assert len(row.ids) > 1
+    assert row.mask == [0] + [1] * (len(row.ids) - 1)
+
+
 def test_a_template_without_room_for_an_answer_is_refused() -> None:
     from transformers import AutoTokenizer
 

@@ -104,6 +104,37 @@ def cut(lengths: Sequence[int], *, prompt: int, limit: int, rows: Sequence[int] 
     return parts[::-1]
 
 
+def bins(sizes: Sequence[int], *, limit: int) -> list[list[int]]:
+    """Indices of items by pass, each in ascending order: few passes, and of as similar sizes as that allows.
+
+    As many passes as best fit decreasing needs, filled with the largest item first, each into the emptiest; where that
+    brings a pass of several items over the limit, as best fit decreasing fills them.
+
+    Args:
+        sizes: Tokens of each item.
+        limit: Largest number of tokens of a pass; a single item may have more.
+    """
+    order = sorted(range(len(sizes)), key=lambda index: (-sizes[index], index))
+    full: list[list[int]] = []
+    used: list[int] = []
+    for index in order:
+        fitting = [number for number, size in enumerate(used) if size + sizes[index] <= limit]
+        number = min(fitting, key=lambda number: (-used[number], number), default=len(full))
+        if number == len(full):
+            full.append([])
+            used.append(0)
+        full[number].append(index)
+        used[number] += sizes[index]
+    even: list[list[int]] = [[] for _ in full]
+    loads = [0] * len(full)
+    for index in order:
+        number = min(range(len(full)), key=lambda number: (loads[number], number))
+        even[number].append(index)
+        loads[number] += sizes[index]
+    within = all(load <= limit or len(some) == 1 for some, load in zip(even, loads, strict=True))
+    return [sorted(some) for some in (even if within else full)]
+
+
 def engine_of_tokens(episode: Episode, row: int) -> Sequence[str]:
     """The engine of each sampled token of a row, as the episode's turns name it."""
     mask = episode.rows[row].mask

@@ -26,6 +26,7 @@ from transformers import AutoModelForCausalLM
 from kestrl.checking import Facts, run_check
 from kestrl.errors import UserInputError
 from kestrl.plan.memory import MemoryEstimate, MemorySettings, Part
+from kestrl_learner import packing
 from kestrl_learner.batch import TrainGroup, TrainRow
 from kestrl_learner.live_bytes import LiveBytes
 from kestrl_learner.model import PolicyModel
@@ -42,6 +43,14 @@ class ShapedModel(PolicyModel):
     """The policy model without weights; made with `torch.device("meta")`, its tensors are replaced by fake ones."""
 
     live: LiveBytes
+    trained_on: str
+    """Type of the device whose memory is estimated."""
+
+    def _largest_pass(self) -> int:
+        return packing.largest_pass(self.tokens_per_pass, self.trained_on)
+
+    def _packs_exactly(self, base: Any) -> bool:  # noqa: ARG002 - without weights there are no states to compare
+        return True
 
     def _load_base(self, path: str, config: Any, dtype: torch.dtype) -> Any:  # noqa: ARG002 - the config says all
         return AutoModelForCausalLM.from_config(config, dtype=dtype)
@@ -91,9 +100,10 @@ def estimate(asked: MemorySettings) -> MemoryEstimate:
             gradient_checkpointing=policy.gradient_checkpointing,
             tokens_per_pass=policy.tokens_per_pass,
         )
+    model.trained_on = policy.device.partition(":")[0]
     group = longest_group(asked)
     parts = model.parts(group)
-    rows, _ = max(parts, key=lambda part: len(part[0]))
+    rows, _ = max(parts, key=lambda part: model.tokens_of(group.prompt, part[0]))
     live = LiveBytes()
     try:
         with FakeTensorMode(), live:

@@ -1,7 +1,8 @@
 """The policy model: a frozen base with a LoRA adapter, and the log-probabilities it gives to sampled tokens.
 
 A group's prompt is computed once and shared by its rows, exactly: its keys and values go into a cache that is repeated
-for every row, with gradients, and the first token of a row takes its logits from the prompt's last hidden state.
+for every row, with gradients, and the first token of a row takes its logits from the prompt's last hidden state. Rows
+without a shared prompt are packed into one sequence where the model's family allows it, and padded otherwise.
 """
 # transformers and peft have loose types; values from them are annotated here.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
@@ -26,7 +27,8 @@ from transformers.pytorch_utils import Conv1D
 
 from kestrl.errors import UserInputError
 from kestrl.spec.adapter_rules import TARGETS, expert_problems, unserved
-from kestrl_learner.batch import TrainGroup, TrainRow, cut
+from kestrl_learner import packing
+from kestrl_learner.batch import TrainGroup, TrainRow, bins, cut
 from kestrl_learner.head import token_logprobs
 from kestrl_learner.ranks import Group
 from kestrl_learner.sharding import shard_layers
@@ -49,7 +51,8 @@ class PolicyModel:
         device: torch device.
         gradient_checkpointing: Keeps the inputs of layers only and computes them again in the backward pass. Rows are
             then computed with their prompts: a shared prompt's cache cannot be computed again.
-        tokens_per_pass: Largest number of tokens of a forward pass, padding included.
+        tokens_per_pass: Largest number of tokens of a forward pass, padding included; packed rows on a CPU have at most
+            `packing.TOKENS_ON_CPU`.
         group: The ranks over which the base's layers are sharded; None keeps them whole. Each loads the base in turn,
             so that the machine's memory holds one whole copy at a time. Every rank must then run forward and backward
             passes of the same kind in the same order.
@@ -94,6 +97,7 @@ class PolicyModel:
         if gradient_checkpointing:
             self._checkpoint_layers()
         self._check_head()
+        self._packs = packing.enable(base) and self._packs_exactly(base)
 
     def _load_base(self, path: str, config: Any, dtype: torch.dtype) -> Any:
         """The base model of transformers with its weights."""
@@ -135,6 +139,13 @@ class PolicyModel:
             raise UserInputError("spec.learner.gradientCheckpointing: this family of models does not support it")
         for layer in layers:
             layer.training = True  # the layer's own flag: its parts stay in evaluation, without dropout
+
+    def _packs_exactly(self, base: Any) -> bool:
+        """Whether packed rows have the states of separate rows; otherwise the model gets its attention back."""
+        if packing.exact(self._body, self.device):
+            return True
+        packing.disable(base)
+        return False
 
     def _check_head(self) -> None:
         """Checks that the head alone maps hidden states to logits (some families scale or cap them)."""
@@ -194,6 +205,30 @@ class PolicyModel:
     def parts(self, group: TrainGroup) -> list[tuple[Sequence[TrainRow], Sequence[int]]]:
         """The rows of each forward pass over a group, and the number of sampled tokens of each row."""
         episodes = [list(rows) for _, rows in groupby(group.rows, key=lambda row: row.sequence)]
+        if self._packed(group.prompt):
+            parts = self._packed_parts(len(group.prompt), episodes)
+        else:
+            parts = self._padded_parts(group, episodes)
+        return [(rows, [sum(row.mask) for row in rows]) for rows in parts]
+
+    def tokens_of(self, prompt: array[int], rows: Sequence[TrainRow]) -> int:
+        """Tokens that a pass over some of a group's rows computes, padding included."""
+        own, shared = (0, len(prompt)) if self.shares_prompt(prompt) else (len(prompt), 0)
+        lengths = [own + len(row.token_ids) for row in rows]
+        return sum(lengths) if self._packed(prompt) else shared + len(rows) * max(lengths)
+
+    def _packed(self, prompt: array[int]) -> bool:
+        """Whether the rows behind a prompt are packed."""
+        return self._packs and not (self._shares_prompts and prompt)
+
+    def _packed_parts(self, prompt: int, episodes: Sequence[Sequence[TrainRow]]) -> list[list[TrainRow]]:
+        sizes = [sum(prompt + len(row.token_ids) for row in rows) for rows in episodes]
+        return [[row for index in some for row in episodes[index]] for some in bins(sizes, limit=self._largest_pass())]
+
+    def _largest_pass(self) -> int:
+        return packing.largest_pass(self.tokens_per_pass, self.device.type)
+
+    def _padded_parts(self, group: TrainGroup, episodes: list[list[TrainRow]]) -> list[list[TrainRow]]:
         own_prompt = 0 if self._shares_prompts else len(group.prompt)
         longest = {id(rows): own_prompt + max(len(row.token_ids) for row in rows) for rows in episodes}
         episodes.sort(key=lambda rows: longest[id(rows)])
@@ -203,8 +238,7 @@ class PolicyModel:
             limit=self.tokens_per_pass,
             rows=[len(rows) for rows in episodes],
         )
-        parts = [[row for episode in episodes[part] for row in episode] for part in slices]
-        return [(rows, [sum(row.mask) for row in rows]) for rows in parts]
+        return [[row for episode in episodes[part] for row in episode] for part in slices]
 
     def reference_logprobs(self, group: TrainGroup, temperature: float) -> list[Tensor]:
         """Log-probabilities under the base model, in the parts that `logprobs` yields, without gradient."""
@@ -246,6 +280,10 @@ class PolicyModel:
         self, prompt: array[int], rows: Sequence[TrainRow], temperature: float, entropies: list[Tensor] | None
     ) -> Tensor:
         """Log-probabilities of the sampled tokens of one of a group's parts, as `logprobs` yields them."""
+        if self._packed(prompt):
+            inputs, states, targets = packing.inputs_of(prompt, rows)
+            hidden = packing.packed_hidden(self._body, inputs, self.device)[self._places(states)]
+            return self._token_logprobs(hidden, self._places(targets), temperature, entropies)
         shared = prompt if self._shares_prompts else array("i")
         ids, padding, wanted = self._padded(rows, prompt[len(shared) :])
         hidden = self._with_shared_prompt(shared, ids, padding) if shared else self._plain(ids, padding)
@@ -256,6 +294,9 @@ class PolicyModel:
     ) -> Tensor:
         """Log-probabilities of tokens (N,) from the hidden states before them, (N, hidden)."""
         return token_logprobs(self._head, hidden, targets, temperature, entropies)
+
+    def _places(self, places: Sequence[int]) -> Tensor:
+        return torch.tensor(places, dtype=torch.long, device=self.device)
 
     def _padded(self, rows: Sequence[TrainRow], prompt: array[int]) -> tuple[Tensor, Tensor, Tensor]:
         """Token ids, and mask of tokens that are not padding, each (rows, longest); places of the sampled tokens in the

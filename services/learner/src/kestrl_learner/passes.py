@@ -34,6 +34,8 @@ class Pass:
     group: TrainGroup
     rows: Sequence[TrainRow]
     kind: PassKind
+    tokens: int
+    """Tokens to compute, padding included."""
 
     @property
     def key(self) -> tuple[int, int]:
@@ -41,8 +43,8 @@ class Pass:
 
     @property
     def cost(self) -> int:
-        """Tokens with padding, and the fixed cost of a pass."""
-        return PASS_COST + len(self.group.prompt) + len(self.rows) * max(len(row.token_ids) for row in self.rows)
+        """Tokens, and the fixed cost of a pass."""
+        return PASS_COST + self.tokens
 
 
 def deal(costs: Sequence[int], count: int) -> list[list[int]]:

@@ -189,6 +189,7 @@ class Trainer:
                 group=group,
                 rows=rows,
                 kind=PassKind(shared=self.model.shares_prompt(group.prompt), backward=False),
+                tokens=self.model.tokens_of(group.prompt, rows),
             )
             for index, group in groups
             for part, (rows, _) in enumerate(self.model.parts(group))

@@ -67,6 +67,8 @@ class ConversationEncoder:
             between, answer = prompt[len(row.text) :], self._turn(whole[len(prompt) :])
             row.add(self._ids(between), between, learned=False)
             row.add(self._ids(answer), answer, learned=True)
+            if row.mask:
+                row.mask[0] = 0  # nothing predicts the first token of an answer without a prompt
         return [row for row in rows if any(row.mask)]
 
     def _turn(self, text: str) -> str:

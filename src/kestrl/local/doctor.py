@@ -24,6 +24,7 @@ from kestrl.errors import KestrlError, place_error
 from kestrl.local.check import check_job
 from kestrl.local.secrets import open_storage
 from kestrl.local.site import storage_root
+from kestrl.plan.tools import sandbox_claim
 from kestrl.spec import AgentRLJob
 from kestrl.storage import ObjectStore
 from kestrl.uris import file_uri, is_local, local_path
@@ -124,6 +125,11 @@ def code_sandbox(job: AgentRLJob) -> Iterator[Finding]:
     """Whether this machine isolates code as the job's code interpreter asks for; nothing for a job without one."""
     used = next((tool for tool in job.spec.tools if (tool.use or "").startswith(f"{SANDBOX}.")), None)
     if used is None:
+        return
+    claim = sandbox_claim(job.spec)
+    if claim is not None:
+        fix = f"{claim[1]}: code runs in sandboxes that are claimed on a cluster; remove it to run here"
+        yield Finding(name="sandbox", status=f"claimed from the warm pool {claim[0].warm_pool}", fix=fix)
         return
     least = str(used.config.get("isolation", "namespaces"))
     try:

@@ -26,7 +26,7 @@ from kestrl.local.report import print_report
 from kestrl.local.rundir import RECORD, RunDir, make_folders
 from kestrl.local.runner_record import INTERVAL, RunnerRecord, RunnerRecordFile
 from kestrl.local.secrets import Secrets, open_storage
-from kestrl.local.site import refuse_runtime_class, site_of
+from kestrl.local.site import refuse_cluster_isolation, site_of
 from kestrl.local.supervisor import Supervisor
 from kestrl.local.view import View, make_view
 from kestrl.plan.components import Component, Role
@@ -199,7 +199,7 @@ def run_job(
     if run.lock() is None:
         raise UserInputError(f"run {run.id} is already running (pid {run.runner_pid()}); see `kestrl status {run.id}`")
     make_folders(run, job, options.manifest_dir)
-    refuse_runtime_class(job)
+    refuse_cluster_isolation(job)
     site = site_of(job, run, options.manifest_dir, base_port=options.base_port, cache_dir=options.cache_dir)
     found = check_job(job, base=options.manifest_dir, cache_dir=options.cache_dir)
     found.raise_problems()

@@ -14,7 +14,7 @@ from kestrl.errors import UserInputError
 from kestrl.local.rundir import RunDir
 from kestrl.plan.components import Role
 from kestrl.plan.site import Endpoint, Site
-from kestrl.plan.tools import runtime_class
+from kestrl.plan.tools import runtime_class, sandbox_claim
 from kestrl.spec import AgentRLJob
 from kestrl.uris import file_uri, is_local
 from kestrl.uris import local_path as path_of
@@ -104,8 +104,8 @@ def storage_address(job: AgentRLJob, run: RunDir, base: Path) -> str:
     return file_uri(run.path) if root is None else f"{root}/{run.id}"
 
 
-def refuse_runtime_class(job: AgentRLJob) -> None:
-    """Refuses a job whose tools ask for a RuntimeClass, which only a cluster has.
+def refuse_cluster_isolation(job: AgentRLJob) -> None:
+    """Refuses a job whose tools ask for a RuntimeClass or claim sandboxes, which only a cluster has.
 
     Raises:
         UserInputError: They do; without it they would be isolated less than the job states.
@@ -115,6 +115,12 @@ def refuse_runtime_class(job: AgentRLJob) -> None:
         raise UserInputError(
             f"{named[1]}: is {named[0]}, and only a cluster has RuntimeClasses: on this machine tools would be "
             "isolated less; remove it to run here"
+        )
+    claim = sandbox_claim(job.spec)
+    if claim is not None:
+        raise UserInputError(
+            f"{claim[1]}: names the warm pool {claim[0].warm_pool}, and only a cluster has warm pools of sandboxes: on "
+            "this machine code would run in a sandbox of the tool service; remove it to run here"
         )
 
 

@@ -11,6 +11,8 @@ from pydantic import BaseModel, ConfigDict
 from kestrl.errors import UserInputError
 
 REPLICA_VARIABLE = "KESTRL_REPLICA"
+POD_UID_VARIABLE = "KESTRL_POD_UID"
+"""Environment variable with the uid of the pod of a tool service that claims sandboxes."""
 INDEX_VARIABLE = "KESTRL_INDEX"
 """Environment variable with the ordinal of an engine agent's pod."""
 Settings = TypeVar("Settings", bound="ServiceSettings")

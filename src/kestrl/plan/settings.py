@@ -12,15 +12,7 @@ from typing import Any, Literal, Self
 
 from kestrl.plan.algorithm import AlgorithmSettings
 from kestrl.plan.service_settings import INDEX_VARIABLE, Model, ServiceSettings
-
-
-class SecretText(Model):
-    """A text with an entry of a secret."""
-
-    variable: str
-    """Environment variable with the entry."""
-    prefix: str = ""
-    """Text before it."""
+from kestrl.plan.tool_settings import ClaimEntry, SecretText
 
 
 class McpEntry(Model):
@@ -86,6 +78,8 @@ class ToolEntry(Model):
     config: dict[str, Any] = {}
     process: ProcessEntry | None = None
     """If set, instances run in processes of their own."""
+    claim: ClaimEntry | None = None
+    """If set, the tool's code runs in claimed sandboxes."""
     mcp: McpEntry | None = None
     http: HttpEntry | None = None
     tools: tuple[str, ...] | None = None

@@ -8,13 +8,18 @@ from typing import NamedTuple
 
 from kestrl.plan.components import Component, SecretKey
 from kestrl.plan.servers import RemoteServer, server_at
-from kestrl.plan.settings import EndpointEntry, HttpEntry, McpEntry, ProcessEntry, SecretText, ToolEntry
-from kestrl.spec.job import JobSpec
+from kestrl.plan.settings import EndpointEntry, HttpEntry, McpEntry, ProcessEntry, ToolEntry
+from kestrl.plan.tool_settings import ClaimEntry, SecretText
+from kestrl.spec.job import Deadlines, JobSpec
 from kestrl.spec.secrets import SecretValue
-from kestrl.spec.tools import HttpEndpoint, HttpServer, McpServer, Tool
+from kestrl.spec.tools import HttpEndpoint, HttpServer, McpServer, SandboxClaim, Tool
 
 CALL_SHARE = 0.8
 """Share of the deadline of a call that an HTTP call may take by default, so that it can end with its own failure."""
+SPARE_SECONDS = 60.0
+"""Seconds beyond the last call of an episode for which its claim is kept, if nobody releases it."""
+SANDBOX_TOKEN = "KESTRL_SANDBOX_TOKEN"  # noqa: S105 - a name
+"""Entry of the secret of a claim, and variable of `kestrl sandbox serve`."""
 SECRET_PREFIX = "KESTRL_TOOL_SECRET_"  # noqa: S105 - a name
 """Prefix of variables with entries of secrets of tools. Programs and processes of tools get no variable with it."""
 
@@ -36,6 +41,9 @@ def _references(spec: JobSpec) -> Iterator[_Reference]:
         if tool.http is not None:
             for name, value in tool.http.secret_headers.items():
                 yield _Reference(value, f"spec.tools[{index}].http.secretHeaders.{name}.secretRef")
+        if tool.sandbox is not None and tool.sandbox.claim is not None:
+            token = SecretValue(secret_ref=tool.sandbox.claim.secret_ref, secret_key=SANDBOX_TOKEN)
+            yield _Reference(token, f"spec.tools[{index}].sandbox.claim.secretRef")
 
 
 def tool_secrets(spec: JobSpec) -> Mapping[str, SecretKey]:
@@ -80,10 +88,11 @@ def tool_entries(spec: JobSpec) -> tuple[ToolEntry, ...]:
         SecretText(variable=f"{SECRET_PREFIX}{number}", prefix=value.prefix)
         for number, (value, _) in enumerate(_references(spec))
     )
-    return tuple(_entry(tool, texts, spec.rollout.deadlines.tool) for tool in spec.tools)
+    return tuple(_entry(tool, texts, spec.rollout.deadlines) for tool in spec.tools)
 
 
-def _entry(tool: Tool, texts: Iterator[SecretText], deadline: float) -> ToolEntry:
+def _entry(tool: Tool, texts: Iterator[SecretText], deadlines: Deadlines) -> ToolEntry:
+    claim = None if tool.sandbox is None else tool.sandbox.claim
     return ToolEntry(
         name=tool.label,
         use=tool.use,
@@ -91,8 +100,21 @@ def _entry(tool: Tool, texts: Iterator[SecretText], deadline: float) -> ToolEntr
         config=tool.config,
         process=None if tool.process is None else ProcessEntry(memory_mb=tool.process.memory_mb),
         mcp=None if tool.mcp is None else _mcp(tool.mcp, texts),
-        http=None if tool.http is None else _http(tool.http, texts, deadline),
+        http=None if tool.http is None else _http(tool.http, texts, deadlines.tool),
+        claim=None if claim is None else _claim(claim, texts, deadlines),
         tools=None if tool.tools is None else tuple(tool.tools),
+    )
+
+
+def _claim(claim: SandboxClaim, texts: Iterator[SecretText], deadlines: Deadlines) -> ClaimEntry:
+    return ClaimEntry(
+        warm_pool=claim.warm_pool,
+        token=next(texts),
+        port=claim.port,
+        bind_seconds=CALL_SHARE * deadlines.tool,
+        use_seconds=deadlines.episode,
+        # The first call of an episode has twice the time.
+        keep_seconds=deadlines.episode + 2 * deadlines.tool + SPARE_SECONDS,
     )
 
 
@@ -142,6 +164,16 @@ def runtime_class(spec: JobSpec) -> tuple[str, str] | None:
     named = (
         (tool.sandbox.runtime_class_name, f"spec.tools[{index}].sandbox.runtimeClassName")
         for index, tool in enumerate(spec.tools)
-        if tool.sandbox is not None
+        if tool.sandbox is not None and tool.sandbox.runtime_class_name is not None
+    )
+    return next(named, None)
+
+
+def sandbox_claim(spec: JobSpec) -> tuple[SandboxClaim, str] | None:
+    """The claim of the tools that run code, which all of them share, and its field; None if no tool names one."""
+    named = (
+        (tool.sandbox.claim, f"spec.tools[{index}].sandbox.claim")
+        for index, tool in enumerate(spec.tools)
+        if tool.sandbox is not None and tool.sandbox.claim is not None
     )
     return next(named, None)

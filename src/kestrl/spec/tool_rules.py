@@ -20,6 +20,7 @@ def tool_problems(spec: JobSpec) -> Iterator[Problem]:
         if count > 1:
             yield Problem("spec.tools", f"{count} tools are called {name!r}; the model could not tell them apart")
     yield from _runtime_classes(spec)
+    yield from _claims(spec)
     for index, tool in enumerate(spec.tools):
         path = f"spec.tools[{index}]"
         if tool.mcp is not None:
@@ -36,12 +37,30 @@ def _runtime_classes(spec: JobSpec) -> Iterator[Problem]:
     named = [
         (f"spec.tools[{index}].sandbox.runtimeClassName", tool.sandbox.runtime_class_name)
         for index, tool in enumerate(spec.tools)
-        if tool.sandbox is not None
+        if tool.sandbox is not None and tool.sandbox.runtime_class_name is not None
     ]
     for field, name in named[1:]:
         first, shared = named[0]
         if name != shared:
             yield Problem(field, f"is {name}, and {first} is {shared}; the tools of a job share one pod: name the same")
+
+
+def _claims(spec: JobSpec) -> Iterator[Problem]:
+    named = [
+        (f"spec.tools[{index}]", tool, tool.sandbox.claim)
+        for index, tool in enumerate(spec.tools)
+        if tool.sandbox is not None and tool.sandbox.claim is not None
+    ]
+    for path, tool, claim in named:
+        if tool.use is None:
+            yield Problem(f"{path}.sandbox.claim", "is for a Python tool that runs code (`use`); remove it")
+        if tool.process is not None:
+            yield Problem(f"{path}.process", "has no use for a tool whose code runs in claimed sandboxes; remove it")
+        if claim != named[0][2]:
+            yield Problem(
+                f"{path}.sandbox.claim",
+                f"differs from {named[0][0]}.sandbox.claim; the tools that run code share one pool: name the same",
+            )
 
 
 def _server(tool: Tool, path: str) -> Iterator[Problem]:

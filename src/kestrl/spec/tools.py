@@ -9,8 +9,8 @@ from typing import Annotated, Literal, Self
 from pydantic import AfterValidator, Field, model_validator
 
 from kestrl.spec.model import Model, PositiveInt
-from kestrl.spec.scalars import BaseUrl, Duration, ImportPath, JsonObject
-from kestrl.spec.secrets import SecretValue, VariableName
+from kestrl.spec.scalars import BaseUrl, Duration, ImportPath, JsonObject, Name
+from kestrl.spec.secrets import SecretRef, SecretValue, VariableName
 
 ToolName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_-]{0,63}$")]
 HeaderName = Annotated[str, Field(pattern=r"^[A-Za-z0-9!#$%&'*+.^_`|~-]{1,128}$")]
@@ -119,12 +119,36 @@ class ToolProcess(Model):
     """Maximum memory of one instance in MiB, in addition to what the imported module takes. Default: no limit."""
 
 
-class ToolSandbox(Model):
-    """Isolation of the tool service from its node, on a cluster."""
+class SandboxClaim(Model):
+    """Sandboxes that a tool claims from a warm pool of kubernetes-sigs/agent-sandbox."""
 
-    runtime_class_name: RuntimeClassName
+    warm_pool: Name
+    """SandboxWarmPool in the namespace of the job, whose pods run `kestrl sandbox serve`."""
+    secret_ref: SecretRef
+    """Secret with the entry KESTRL_SANDBOX_TOKEN, the token of the servers in the pool's pods."""
+    port: Annotated[int, Field(ge=1, le=65_535)] = 8080
+    """Port of these servers."""
+
+
+class ToolSandbox(Model):
+    """Where a tool runs on a cluster, and what isolates it."""
+
+    runtime_class_name: RuntimeClassName | None = None
     """RuntimeClass of the pod of the tool service, such as gvisor. All tools of a job share that pod: those that name
     one name the same."""
+    claim: SandboxClaim | None = None
+    """Runs the code of this tool in sandboxes claimed from a warm pool, in place of the pod of the tool service. For
+    classes whose `start_service` takes `warm_pool`, such as the code interpreters of `kestrl_sandbox.tool`. All tools
+    that run code claim from the same pool."""
+
+    @model_validator(mode="after")
+    def _one_of_both(self) -> Self:
+        if (self.runtime_class_name is None) == (self.claim is None):
+            raise ValueError(
+                "give `runtimeClassName` or `claim`, and one of them only: code in a claimed sandbox has the "
+                "RuntimeClass of the pool's template"
+            )
+        return self
 
 
 class Tool(Model):
@@ -144,7 +168,7 @@ class Tool(Model):
     """Runs the instance of every episode in a process of its own, without the credentials of the tool service: a
     crash, a hang or too much memory ends this instance alone. Default: in the process of the tool service."""
     sandbox: ToolSandbox | None = None
-    """Isolation of the tool service from its node, on a cluster."""
+    """Where the tool runs on a cluster, and what isolates it."""
     mcp: McpServer | None = None
     """An MCP server whose tools are offered."""
     http: HttpServer | None = None

@@ -27,7 +27,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["Hidden", "SandboxInUse", "ToolError", "ToolResult", "ToolSchema"]
+__all__ = ["Hidden", "SandboxInUse", "ToolError", "ToolResult", "ToolSchema", "WarmPool"]
 
 
 class ToolError(Exception):
@@ -62,6 +62,26 @@ class SandboxInUse:
 
     def __str__(self) -> str:
         return f"{self.backend}, isolates by {self.isolation}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WarmPool:
+    """A warm pool of sandboxes of agent-sandbox that the manifest names (`tools[].sandbox.claim`): the argument
+    `warm_pool` of the tool's `start_service`.
+    """
+
+    name: str
+    """Name of the SandboxWarmPool, in the namespace of the job."""
+    token: str = field(repr=False)
+    """Bearer token of `kestrl sandbox serve` in its pods."""
+    port: int
+    """Port of that server."""
+    bind_seconds: float
+    """Time in which a claim has to have a sandbox that answers: less than the deadline of a call."""
+    use_seconds: float
+    """Longest time for which one sandbox gets new runs: the deadline of an episode."""
+    keep_seconds: float
+    """Time after which the cluster deletes a claim in any case, also when nobody is left to release it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -260,6 +260,13 @@ def test_a_runtime_class_is_refused_on_one_machine(tmp_path: Path, manifest: dic
     assert "spec.tools[0].sandbox.runtimeClassName: is gvisor, and only a cluster has RuntimeClasses" in printed
 
 
+def test_a_claim_of_sandboxes_is_refused_on_one_machine(tmp_path: Path, manifest: dict[str, Any]) -> None:
+    claim = {"warmPool": "code", "secretRef": {"name": "s"}}
+    manifest["spec"]["tools"] = [{"use": "kestrl_sandbox.tool:CodeInterpreter", "sandbox": {"claim": claim}}]
+    printed = kestrl("run", write(tmp_path, manifest), "--runs", tmp_path / "runs", code=2)
+    assert "spec.tools[0].sandbox.claim: names the warm pool code, and only a cluster has warm pools" in printed
+
+
 def test_status_shows_the_sandbox_in_which_code_runs(finished: Path) -> None:
     progress = {"phase": "training", "sandboxes": {"code": {"backend": "bwrap", "isolation": "namespaces"}}}
     (finished / "job-1" / "run.json").write_text(json.dumps({"version": 1, "run": "job-1", "progress": progress}))

@@ -119,5 +119,13 @@ def test_the_sandbox_of_a_code_interpreter_is_reported(
     assert ("at least kernel is asked for" in finding.fix) == (code == 2)
 
 
+def test_a_claim_of_sandboxes_is_reported_as_not_of_this_machine() -> None:
+    claim = "sandbox: {claim: {warmPool: code, secretRef: {name: s}}}"
+    job = read_job(QUICKSTART, [f"spec.tools=[{{use: 'kestrl_sandbox.tool:CodeInterpreter', {claim}}}]"])
+    (finding,) = doctor.code_sandbox(job)
+    assert finding.status == "claimed from the warm pool code"
+    assert finding.fix.startswith("spec.tools[0].sandbox.claim: code runs in sandboxes that are claimed on a cluster")
+
+
 def test_a_job_without_a_code_interpreter_needs_no_sandbox() -> None:
     assert list(doctor.code_sandbox(read_job(QUICKSTART))) == []

@@ -32,6 +32,7 @@ HTTP = "spec.tools[0].http"
 OPENAPI = "openapi: 'https://h/openapi.json'"
 ENDPOINT = "{name: a, description: A, path: /a}"
 REQUIRING = "{name: a, description: A, path: '/{b}', required: [c]}"
+CLAIM = "claim: {warmPool: a, secretRef: {name: s}}"
 SECRET_HEADER = "secretHeaders: {A: {secretRef: {name: n}, secretKey: K}}"
 
 
@@ -104,6 +105,22 @@ def test_a_missing_field_is_named() -> None:
             "spec.tools[1].sandbox.runtimeClassName",
         ),
         (["tools=[{use: 'm:f', sandbox: {runtimeClassName: G}}]"], "spec.tools[0].sandbox.runtimeClassName"),
+        (["tools=[{use: 'm:f', sandbox: {}}]"], "spec.tools[0].sandbox"),
+        ([f"tools=[{{use: 'm:f', sandbox: {{runtimeClassName: a, {CLAIM}}}}}]"], "spec.tools[0].sandbox"),
+        ([f"tools=[{{mcp: {{command: [a]}}, sandbox: {{{CLAIM}}}}}]"], "spec.tools[0].sandbox.claim"),
+        ([f"tools=[{{use: 'm:f', process: {{}}, sandbox: {{{CLAIM}}}}}]"], "spec.tools[0].process"),
+        (["tools=[{use: 'm:f', sandbox: {claim: {warmPool: a}}}]"], "spec.tools[0].sandbox.claim.secretRef"),
+        (
+            ["tools=[{use: 'm:f', sandbox: {claim: {warmPool: A, secretRef: {name: s}}}}]"],
+            "spec.tools[0].sandbox.claim.warmPool",
+        ),
+        (
+            [
+                f"tools=[{{use: 'm:f', sandbox: {{{CLAIM}}}}}, "
+                "{use: 'm:g', sandbox: {claim: {warmPool: b, secretRef: {name: s}}}}]"
+            ],
+            "spec.tools[1].sandbox.claim",
+        ),
         (["tools=[{mcp: {}}]"], "spec.tools[0].mcp"),
         (["tools=[{mcp: {command: [a], url: 'http://h'}}]"], "spec.tools[0].mcp"),
         (["tools=[{mcp: {url: 'ftp://h'}}]"], "spec.tools[0].mcp.url"),

@@ -17,7 +17,8 @@ from tests.unit.tools.http_sample import DOCUMENT, Shop, shop_server
 from yarl import URL
 
 from kestrl.errors import Boundary, FailureError, KestrlError, UserInputError
-from kestrl.plan.settings import EndpointEntry, HttpEntry, SecretText, ToolEntry
+from kestrl.plan.settings import EndpointEntry, HttpEntry, ToolEntry
+from kestrl.plan.tool_settings import SecretText
 from kestrl.testing.tool_provider import check_tool_provider
 from kestrl.tools import ToolError
 from kestrl.tools.provider import NO_KWARGS, ToolProvider

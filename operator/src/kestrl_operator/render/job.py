@@ -11,6 +11,7 @@ from urllib.parse import urlparse
 
 from kestrl.plan.components import Component, Role
 from kestrl.plan.planning import has_rank_pods
+from kestrl.plan.tools import sandbox_claim
 from kestrl.prepare import OBJECT_SCHEMES, DataSource, PrepareSettings
 from kestrl.spec import AgentRLJob
 from kestrl.spec.job import API_VERSION
@@ -119,14 +120,16 @@ def render(given: Given) -> list[Object]:
     objects: list[Object] = [
         _object(given, "v1", "Secret", credentials(given.name), type="Opaque", stringData=dict(given.secrets)),
         _object(given, "v1", "ConfigMap", settings_map(given.name), data=settings),
-        # One for all pods: it has no rights, and its token is not mounted.
+        # It has no rights, and its token is not mounted.
         _object(given, "v1", "ServiceAccount", account(given.name), automountServiceAccountToken=False),
     ]
     if given.cluster.network_policies:
         # Before any pod, so that no pod ever runs without its policy.
         objects += [
             _object(given, "networking.k8s.io/v1", "NetworkPolicy", name, spec=spec)
-            for name, spec in network.policies(given.name, given.job.spec, given.cluster.egress_ports)
+            for name, spec in network.policies(
+                given.name, given.job.spec, given.cluster.egress_ports, given.cluster.api_server
+            )
         ]
     for role in given.roles:
         objects += _of_role(given, role)
@@ -238,6 +241,7 @@ def _workload_spec(given: Given, role: Role, settings: Mapping[str, str]) -> Obj
         store=given.store if role in network.EGRESS_ROLES else None,
         claims=claims,
         runtime_class=tools_runtime_class_of(given.job, given.cluster) if role is Role.TOOLS else profile.runtime_class,
+        claims_sandboxes=role is Role.TOOLS and sandbox_claim(given.job.spec) is not None,
     )
     spec: Object = {
         "replicas": 0 if given.parked else replicas(given.job.spec)[role],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from ipaddress import IPv4Network, ip_network
 from typing import Any
 
 from kestrl.errors import UserInputError
@@ -10,9 +11,9 @@ from kestrl.plan.components import Role
 from kestrl.plan.judges import judge_servers, uses_own_engines
 from kestrl.plan.planning import has_rank_pods
 from kestrl.plan.servers import METADATA, RemoteServer
-from kestrl.plan.tools import tool_servers
+from kestrl.plan.tools import sandbox_claim, tool_servers
 from kestrl.spec import JobSpec
-from kestrl_operator.state.cluster import GRPC_PORT, HTTP_PORT, METRICS_PORT, workload
+from kestrl_operator.state.cluster import GRPC_PORT, HTTP_PORT, METRICS_PORT, ApiServer, workload
 
 Object = dict[str, Any]
 BY_POD = frozenset({Role.INFERENCE, Role.LEARNER, Role.RANKS, Role.ROLLOUT})
@@ -29,6 +30,8 @@ CALLERS: dict[Role, tuple[Role, ...]] = {
 EGRESS_ROLES = frozenset({Role.INFERENCE, Role.LEARNER, Role.RANKS, Role.ROLLOUT})
 """Roles that may resolve names and leave the cluster: for object storage, models, adapters and checkpoints. Tools may
 not: a DNS query can leak a secret like any other message."""
+SANDBOX_LABEL = "kestrl.dev/sandbox"
+"""Label of the pods of a warm pool, with its name, which the pool's template sets."""
 OPERATOR = {"app.kubernetes.io/name": "kestrl-operator"}
 
 
@@ -50,7 +53,7 @@ def service(job: str, role: Role) -> Object:
     return spec
 
 
-def policies(job: str, spec: JobSpec, far_ports: Sequence[int]) -> Iterator[tuple[str, Object]]:
+def policies(job: str, spec: JobSpec, far_ports: Sequence[int], api_server: ApiServer) -> Iterator[tuple[str, Object]]:
     """A policy that denies everything for all pods of the job, then what each role needs.
 
     Raises:
@@ -58,7 +61,10 @@ def policies(job: str, spec: JobSpec, far_ports: Sequence[int]) -> Iterator[tupl
     """
     everyone = {"matchLabels": {"kestrl.dev/job": job}}
     yield f"{job}-all", {"podSelector": everyone, "policyTypes": ["Ingress", "Egress"]}
-    own = {Role.JUDGE: [*_judge_egress(job, spec, far_ports)], Role.TOOLS: [*_servers(tool_servers(spec), far_ports)]}
+    own = {
+        Role.JUDGE: [*_judge_egress(job, spec, far_ports)],
+        Role.TOOLS: [*_servers(tool_servers(spec), far_ports), *_claims_egress(spec, api_server)],
+    }
     for role, callers in CALLERS.items():
         if role is Role.RANKS and not has_rank_pods(spec):
             continue
@@ -121,6 +127,27 @@ def _servers(servers: Sequence[RemoteServer], far_ports: Sequence[int]) -> Itera
         near = {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": name}}}
         far = {"ipBlock": {"cidr": "0.0.0.0/0", "except": list(METADATA)}}
         yield {"to": [far if name is None else near], "ports": [{"port": server.port, "protocol": "TCP"}]}
+
+
+def _claims_egress(spec: JobSpec, api_server: ApiServer) -> Iterator[Object]:
+    """To the API server, which a policy knows by address and port only, and to the pods of the warm pool; nothing if no
+    tool claims sandboxes.
+    """
+    claim = sandbox_claim(spec)
+    if claim is not None:
+        blocks = [{"ipBlock": {"cidr": cidr, **_except(cidr)}} for cidr in api_server.cidrs]
+        yield {"to": blocks, "ports": [{"port": port, "protocol": "TCP"} for port in api_server.ports]}
+        pool = {"podSelector": {"matchLabels": {SANDBOX_LABEL: claim[0].warm_pool}}}
+        yield {"to": [pool], "ports": [{"port": claim[0].port, "protocol": "TCP"}]}
+
+
+def _except(cidr: str) -> Object:
+    """The metadata services within a block."""
+    block = ip_network(cidr)
+    if not isinstance(block, IPv4Network):
+        return {}
+    inside = [item for item in METADATA if IPv4Network(item).subnet_of(block)]
+    return {"except": inside} if inside else {}
 
 
 def _dns() -> list[Object]:

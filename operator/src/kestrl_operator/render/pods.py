@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kestrl.plan.components import Component, Role
-from kestrl.plan.service_settings import INDEX_VARIABLE, REPLICA_VARIABLE
+from kestrl.plan.service_settings import INDEX_VARIABLE, POD_UID_VARIABLE, REPLICA_VARIABLE
+from kestrl.plan.settings import ToolsSettings
 from kestrl.prepare import PrepareSettings
 from kestrl_operator.state.accelerators import Profile
 from kestrl_operator.state.cluster import HOME, SETTINGS, STATE, WORK, Cluster
@@ -34,6 +35,9 @@ GRACE_SECONDS = {Role.ROLLOUT: 90, Role.LEARNER: 180}
 START_SECONDS = 1200
 """Seconds in which an engine loads a large model before its start counts as failed."""
 CLAIMS = PrepareSettings().volumes
+CLAIMS_ACCOUNT = "kestrl-sandbox-claims"
+"""ServiceAccount of the tool pods of jobs that claim sandboxes. The owner of the warm pool makes it, with its Role, so
+that the operator needs no right to grant rights, and a job cannot choose another account."""
 STORAGE_ROLES = frozenset({Role.LEARNER, Role.RANKS, Role.INFERENCE})
 """Roles whose programs read and write object storage. A tool never gets its credentials."""
 
@@ -116,6 +120,8 @@ def environment(job: str, component: Component, profile: Profile) -> list[Object
     identity = [_from_field(REPLICA_VARIABLE, "metadata.name"), {"name": "HOME", "value": "/tmp"}]  # noqa: S108
     if component.role in {Role.INFERENCE, Role.RANKS}:
         identity.append(_from_field(INDEX_VARIABLE, "metadata.labels['apps.kubernetes.io/pod-index']"))
+    if isinstance(component.settings, ToolsSettings) and any(tool.claim for tool in component.settings.tools):
+        identity.append(_from_field(POD_UID_VARIABLE, "metadata.uid"))
     return [*plain, *secret, *identity, *profile.environment()]
 
 
@@ -129,7 +135,7 @@ def credentials(job: str) -> str:
 
 
 def account(job: str) -> str:
-    """The ServiceAccount of all pods."""
+    """The ServiceAccount of all pods, except tool pods that claim sandboxes."""
     return f"{job}-agentrljob"
 
 
@@ -254,12 +260,13 @@ def template(
     store: str | None,
     claims: Sequence[str],
     runtime_class: str | None,
+    claims_sandboxes: bool = False,
 ) -> Object:
     """The pod template of a role. It changes only with what its pods read, so that nothing else rolls them."""
     prepares = role is not Role.JUDGE
     spec: Object = {
-        "serviceAccountName": account(job),
-        "automountServiceAccountToken": False,
+        "serviceAccountName": CLAIMS_ACCOUNT if claims_sandboxes else account(job),
+        "automountServiceAccountToken": claims_sandboxes,
         "enableServiceLinks": False,
         "securityContext": POD_SECURITY,
         "terminationGracePeriodSeconds": GRACE_SECONDS.get(role, 30),

@@ -18,6 +18,7 @@ from kestrl.plan.tools import runtime_class
 from kestrl.spec import AgentRLJob
 from kestrl.spec.job import JobSpec
 from kestrl.spec.sft import SFTJob
+from kestrl.spec.tools import Network
 from kestrl_operator.state.accelerators import Profile, profiles
 
 GRPC_PORT, HTTP_PORT, METRICS_PORT, RANKS_PORT = 7000, 8000, 9464, 7100
@@ -61,6 +62,15 @@ class DefaultStorage(_Values):
     """A Secret in the job's namespace whose keys are the credentials' environment variables."""
 
 
+class ApiServer(_Values):
+    """The API server, as the NetworkPolicy of tool pods that claim sandboxes names it."""
+
+    cidrs: tuple[Network, ...] = ("0.0.0.0/0",)
+    """Blocks with its addresses: of its Service, and of its endpoints."""
+    ports: tuple[int, ...] = (443, 6443)
+    """Ports of its Service, and of its endpoints."""
+
+
 class Cluster(_Values):
     """The chart's values that apply to jobs."""
 
@@ -76,6 +86,7 @@ class Cluster(_Values):
     egress_ports: tuple[int, ...] = (80, 443, 4317, 5432, 8080, 9000)
     """Ports of object storage, model hubs, databases and collectors; a job's pods reach nothing else outside the
     job."""
+    api_server: ApiServer = ApiServer()
     domain: str = "svc"
     """Domain appended to a Service's name and namespace."""
 

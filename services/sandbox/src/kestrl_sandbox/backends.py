@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
 
 from kestrl.errors import UserInputError
 from kestrl_sandbox.bwrap import Bubblewrap
@@ -12,7 +13,7 @@ from kestrl_sandbox.pool import Backend, SandboxPool
 from kestrl_sandbox.runsc import Runsc
 from kestrl_sandbox.zygote import Zygote
 
-Start = Callable[[PoolConfig], Awaitable[Backend]]
+Start = Callable[[PoolConfig], Awaitable[Backend[Any]]]
 BACKENDS: Mapping[str, tuple[Start, Isolation]] = {
     "zygote": (Zygote.start, Isolation.NAMESPACES),
     "bwrap": (Bubblewrap.start, Isolation.NAMESPACES),

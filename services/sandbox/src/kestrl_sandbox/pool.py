@@ -8,20 +8,52 @@ from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 from kestrl.errors import UserInputError
 from kestrl_sandbox.breaker import Breaker
 from kestrl_sandbox.config import PoolConfig
 from kestrl_sandbox.contract import Capabilities, Result, Run, SandboxBusy, SandboxFailure
-from kestrl_sandbox.slots import Slot, SlotLost
+from kestrl_sandbox.slots import SlotLost
 
 log = logging.getLogger(__name__)
 STARTING = 4
 """Sandboxes that start at the same time; further ones wait."""
 
 
-class Backend(Protocol):
+class AnySlot(Protocol):
+    """A place of a back-end that runs one request at a time, each in a fresh sandbox, or those of one session."""
+
+    alive: bool
+    """Whether the state of a session is still there."""
+
+    @property
+    def single_use(self) -> bool:
+        """Whether it serves one run or session only."""
+        ...
+
+    @property
+    def usable(self) -> bool:
+        """Whether a further run can start here."""
+        ...
+
+    async def run(self, run: Run, *, session: bool) -> Result:
+        """Runs code.
+
+        Raises:
+            SandboxFailure: The sandbox failed; `SlotLost` if its processes ended without an answer.
+        """
+        ...
+
+    def close(self) -> None:
+        """Ends what runs in it."""
+        ...
+
+
+SlotOf = TypeVar("SlotOf", bound=AnySlot)
+
+
+class Backend(Protocol[SlotOf]):
     """What makes sandboxes."""
 
     capabilities: Capabilities
@@ -29,7 +61,7 @@ class Backend(Protocol):
     @property
     def running(self) -> bool: ...
 
-    async def new_slot(self) -> Slot:
+    async def new_slot(self) -> SlotOf:
         """Starts a slot.
 
         Raises:
@@ -37,7 +69,7 @@ class Backend(Protocol):
         """
         ...
 
-    def kill_slot(self, slot: Slot) -> None:
+    def kill_slot(self, slot: SlotOf) -> None:
         """Kills what is left of a slot."""
         ...
 
@@ -49,15 +81,17 @@ class Backend(Protocol):
 class SandboxPool:
     """A pool of sandboxes of one back-end. Belongs to the event loop that it was started in."""
 
-    def __init__(self, config: PoolConfig, start: Callable[[PoolConfig], Awaitable[Backend]], backend: Backend) -> None:
+    def __init__(
+        self, config: PoolConfig, start: Callable[[PoolConfig], Awaitable[Backend[Any]]], backend: Backend[Any]
+    ) -> None:
         self._config = config
         self._start = start
-        self._backend: Backend | None = backend
+        self._backend: Backend[Any] | None = backend
         self._capabilities = backend.capabilities
         self._places = asyncio.Semaphore(config.max_sandboxes)
         self._starting = asyncio.Semaphore(STARTING)
         self._restart = asyncio.Lock()
-        self._idle: deque[Slot] = deque()
+        self._idle: deque[AnySlot] = deque()
         self._breaker = Breaker()
         self.waiting = 0
         """Runs that wait for a place."""
@@ -66,7 +100,7 @@ class SandboxPool:
 
     @classmethod
     async def start(
-        cls, start: Callable[[PoolConfig], Awaitable[Backend]], config: PoolConfig | None = None
+        cls, start: Callable[[PoolConfig], Awaitable[Backend[Any]]], config: PoolConfig | None = None
     ) -> SandboxPool:
         """Starts a back-end, such as `Zygote.start`.
 
@@ -79,6 +113,11 @@ class SandboxPool:
     @property
     def capabilities(self) -> Capabilities:
         return self._capabilities
+
+    @property
+    def memory_mb(self) -> int:
+        """Largest memory limit of a run."""
+        return self._config.memory_mb
 
     async def run(self, run: Run) -> Result:
         run = self.prepared(run)
@@ -157,7 +196,7 @@ class SandboxPool:
             self._discard(slot)
         return result
 
-    async def _slot(self) -> Slot:
+    async def _slot(self) -> AnySlot:
         while self._idle:
             slot = self._idle.popleft()
             if slot.usable:
@@ -166,14 +205,14 @@ class SandboxPool:
         self._breaker.check()
         try:
             async with self._starting:
-                slot = await (await self._running_backend()).new_slot()
+                made: AnySlot = await (await self._running_backend()).new_slot()
         except SandboxFailure:
             self._breaker.failed()
             raise
         self._breaker.succeeded()
-        return slot
+        return made
 
-    async def _running_backend(self) -> Backend:
+    async def _running_backend(self) -> Backend[Any]:
         async with self._restart:
             backend = self._backend
             if backend is None:
@@ -184,7 +223,7 @@ class SandboxPool:
                 backend = self._backend = await self._start(self._config)
             return backend
 
-    def _discard(self, slot: Slot) -> None:
+    def _discard(self, slot: AnySlot) -> None:
         slot.close()
         if self._backend is not None:
             self._backend.kill_slot(slot)
@@ -193,7 +232,7 @@ class SandboxPool:
 class PooledSession:
     """A session of a pool."""
 
-    def __init__(self, pool: SandboxPool, slot: Slot, release: Callable[[], Awaitable[None]]) -> None:
+    def __init__(self, pool: SandboxPool, slot: AnySlot, release: Callable[[], Awaitable[None]]) -> None:
         self._pool, self._slot, self._release = pool, slot, release
         self._turn = asyncio.Lock()
         self._closed = False

@@ -1,7 +1,8 @@
 """`kestrl sandbox serve`: the sandbox behind SandboxFusion's HTTP interface.
 
 `POST /run_code`, `POST /run_jupyter` and `GET /v1/ping` have its fields, so that recipes written for it need only
-another URL. A response has two fields more: `outcome` and `truncated`.
+another URL. A response has two fields more: `outcome` and `truncated`. `GET /v1/slot` is a WebSocket for the tool
+service of a job (`remote_slot`).
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ from kestrl_sandbox.contract import (
     SandboxSession,
 )
 from kestrl_sandbox.pool import SandboxPool
+from kestrl_sandbox.remote_slot import SlotServer
+from kestrl_sandbox.wire import SLOT_PATH
 
 log = logging.getLogger(__name__)
 MAX_BODY = 96 << 20
@@ -118,7 +121,10 @@ def application(pool: SandboxPool, token: str | None) -> web.Application:
             await session.close()
 
     app = web.Application(middlewares=[guarded], client_max_size=MAX_BODY)
+    slots = SlotServer(pool)
+    app.on_shutdown.append(slots.close)
     app.router.add_get("/v1/ping", ping)
+    app.router.add_get(SLOT_PATH, slots.serve)
     app.router.add_post("/run_code", run_code)
     app.router.add_post("/run_jupyter", run_jupyter)
     return app

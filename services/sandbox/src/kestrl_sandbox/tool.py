@@ -15,18 +15,22 @@ import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import ClassVar, Literal
 
 from kestrl.errors import UserInputError
 from kestrl.telemetry.metrics import observe
 from kestrl.telemetry.names import Metric
-from kestrl.tools import SandboxInUse, ToolResult
+from kestrl.tools import SandboxInUse, ToolResult, WarmPool
 from kestrl_sandbox.backends import AUTO, open_sandbox
+from kestrl_sandbox.claims import ClaimedSandboxes
 from kestrl_sandbox.config import PoolConfig, default_size
-from kestrl_sandbox.contract import Echo, Isolation, Language, Limits, Outcome, Result, Run, SandboxFailure
+from kestrl_sandbox.contract import STRENGTH, Echo, Isolation, Language, Limits, Outcome, Result, Run, SandboxFailure
 from kestrl_sandbox.pool import PooledSession, SandboxPool
 
 log = logging.getLogger(__name__)
+CLAIMS = 16
+"""Default of `max_sandboxes` for sandboxes that are claimed, each of which is a pod."""
 OUTPUT_BYTES = 200_000
 """Bytes of each output stream that are kept; the rollout worker cuts the text to `agent.maxToolTokens`."""
 _FENCED = re.compile(r"\s*```(?:python|py)?[ \t]*\n(.*?)\n?```\s*", re.DOTALL)
@@ -40,12 +44,18 @@ class _PoolSettings:
     backend: str
     max_sandboxes: int
     memory_mb: int
+    warm_pool: WarmPool | None
 
     def check_same(self, opened: _PoolSettings) -> None:
         """Raises UserInputError for a setting that differs from those of the open pool."""
         for name in (field.name for field in fields(self)):
             mine, other = getattr(self, name), getattr(opened, name)
             if mine != other:
+                if name == "warm_pool":
+                    raise UserInputError(
+                        "sandbox.claim: differs from that of another tool that runs code; all of them share one pool "
+                        "of sandboxes: give them the same claim"
+                    )
                 raise UserInputError(
                     f"{name}: is {mine}, and {other} in another tool that runs code; all of them share one pool of "
                     "sandboxes: give them the same value"
@@ -103,20 +113,32 @@ class _Interpreter:
         memory_mb: int = 512,
         max_sandboxes: int | None = None,
         files: Mapping[str, str] | None = None,
+        *,
+        warm_pool: WarmPool | None = None,
     ) -> SandboxInUse:
         """Opens the pool when the tool service starts, or shares the one that another tool of the job has opened, and
-        reports what isolates its sandboxes on this node.
+        reports what isolates its sandboxes: on this node, or with `warm_pool` in the pods that are claimed from it.
 
         Raises:
-            UserInputError: The config cannot be used, differs from that of the pool, or asks for an isolation that this
-                node does not offer.
+            UserInputError: The config cannot be used, differs from that of the pool, or asks for an isolation that is
+                not offered.
+            SandboxFailure: No sandbox could be claimed.
         """
         Run(code="", limits=Limits(seconds=seconds, memory_mb=memory_mb), files=dict.fromkeys(files or {}, b"")).check()
         if isolation not in {item.value for item in Isolation}:
             raise UserInputError(f"isolation: there is no {isolation!r}; there are {', '.join(Isolation)}")
-        size = max_sandboxes or default_size() * (8 if session else 1)
+        if warm_pool is not None and backend != AUTO:
+            raise UserInputError(
+                f"backend: is {backend}, and code runs in claimed sandboxes (`sandbox.claim`), whose template chooses "
+                "the back-end; remove it"
+            )
+        size = max_sandboxes or (CLAIMS if warm_pool else default_size() * (8 if session else 1))
         settings = _PoolSettings(
-            isolation=Isolation(isolation), backend=backend, max_sandboxes=size, memory_mb=memory_mb
+            isolation=Isolation(isolation),
+            backend=backend,
+            max_sandboxes=size,
+            memory_mb=memory_mb,
+            warm_pool=warm_pool,
         )
         if _Shared.pool is not None and _Shared.settings is not None:
             settings.check_same(_Shared.settings)
@@ -128,7 +150,10 @@ class _Interpreter:
     @staticmethod
     async def _open(settings: _PoolSettings) -> SandboxPool:
         config = PoolConfig(max_sandboxes=settings.max_sandboxes, memory_mb=settings.memory_mb)
-        pool = await open_sandbox(config, least=settings.isolation, backend=settings.backend)
+        if settings.warm_pool is None:
+            pool = await open_sandbox(config, least=settings.isolation, backend=settings.backend)
+        else:
+            pool = await _claimed(config, settings.warm_pool, settings.isolation)
         _Shared.pool, _Shared.settings = pool, settings
         found = pool.capabilities
         log.info("code runs in %s, isolated by %s: %s", found.backend, found.isolation, dict(found.mechanisms))
@@ -211,6 +236,24 @@ class PythonInterpreter(_Interpreter):
             code: The code to execute.
         """
         return await self._run(unfenced(code), Language.PYTHON)
+
+
+async def _claimed(config: PoolConfig, warm_pool: WarmPool, least: Isolation) -> SandboxPool:
+    """A pool of claimed sandboxes.
+
+    Raises:
+        UserInputError: They isolate less than is asked for, or do not fit the config.
+        SandboxFailure: No sandbox could be claimed.
+    """
+    pool = await SandboxPool.start(partial(ClaimedSandboxes.start, pool=warm_pool), config)
+    found = pool.capabilities
+    if STRENGTH[found.isolation] < STRENGTH[least]:
+        await pool.close()
+        raise UserInputError(
+            f"isolation: at least {least} is asked for, and a {found.backend} isolates by {found.isolation}; choose "
+            "another pool, or another back-end in its template"
+        )
+    return pool
 
 
 def unfenced(code: str) -> str:

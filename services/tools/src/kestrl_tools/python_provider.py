@@ -13,12 +13,14 @@ from kestrl.compat.verl.imports import load
 from kestrl.compat.verl.tools import VerlTool, adapt_function, is_function_tool, is_verl_tool
 from kestrl.errors import KestrlError, ToolFailure, UserInputError
 from kestrl.plan.settings import ToolEntry
-from kestrl.tools import SandboxInUse, ToolError
+from kestrl.plan.tool_settings import ClaimEntry
+from kestrl.tools import SandboxInUse, ToolError, WarmPool
 from kestrl.tools.arguments import Arguments
 from kestrl.tools.provider import NO_KWARGS, Kwargs, ProviderSession, ToolDefinition, kwargs_failure, refuse_fixed
 from kestrl.tools.schema import Described, read
 from kestrl_tools.execution import guarded
 from kestrl_tools.instances import PlainInstance, VerlInstance, is_async
+from kestrl_tools.servers import secret_text
 from kestrl_tools.tool_threads import ToolThreads
 
 HOOKS = ("reset", "state", "close")
@@ -101,6 +103,8 @@ def python_provider(entry: ToolEntry, field: str, threads: ToolThreads) -> Pytho
     obj = load(entry.use, field=f"{field}.use")
     _refuse_method(obj, entry.use, field)
     try:
+        if entry.claim is not None:
+            _check_claim(obj)
         if is_verl_tool(obj):
             found = _verl(obj, entry)
         elif _is_environment(obj, entry):
@@ -177,8 +181,33 @@ def _service_hooks(cls: Any, entry: ToolEntry) -> tuple[Callable[[], Any] | None
     for name in SERVICE_HOOKS:
         if _has(cls, name) and getattr(getattr(cls, name), "__self__", None) is not cls:
             raise UserInputError(f"{cls.__name__}.{name} is called before there is an instance: make it a classmethod")
-    start = getattr(cls, "start_service", None)
-    return (partial(start, **entry.config) if start else None), getattr(cls, "stop_service", None)
+    start, claim = getattr(cls, "start_service", None), entry.claim
+    stop = getattr(cls, "stop_service", None)
+    if start is not None and claim is not None:
+        return lambda: start(**entry.config, warm_pool=_warm_pool(claim)), stop
+    return (partial(start, **entry.config) if start else None), stop
+
+
+def _check_claim(obj: Any) -> None:
+    """Checks that a tool can run code in claimed sandboxes.
+
+    Raises:
+        UserInputError: Its `start_service` does not take the pool, or it has none.
+    """
+    start = getattr(obj, "start_service", None)
+    if start is None or "warm_pool" not in inspect.signature(start).parameters:
+        raise UserInputError("has no `start_service` that takes `warm_pool`, so that it cannot have `sandbox.claim`")
+
+
+def _warm_pool(claim: ClaimEntry) -> WarmPool:
+    return WarmPool(
+        name=claim.warm_pool,
+        token=secret_text("sandbox.claim", claim.token),
+        port=claim.port,
+        bind_seconds=claim.bind_seconds,
+        use_seconds=claim.use_seconds,
+        keep_seconds=claim.keep_seconds,
+    )
 
 
 def _environment(cls: type, entry: ToolEntry, threads: ToolThreads) -> PythonProvider:

@@ -11,7 +11,7 @@ from importlib import import_module
 from typing import Any
 
 from kestrl.errors import KestrlError, UserInputError
-from kestrl.plan.settings import SecretText
+from kestrl.plan.tool_settings import SecretText
 from kestrl.tools import ToolSchema
 from kestrl.tools.arguments import Arguments
 from kestrl.tools.provider import ToolDefinition, digest

@@ -56,6 +56,8 @@ def print_memory(
     else:
         console.print(_table(found))
         console.print(_pass_of(asked, found), soft_wrap=True, markup=False, highlight=False)
+        if found.host:
+            console.print(f"Offloaded activations take {found.host / GIB:.2f} GiB of host memory.", highlight=False)
         if asked.policy.device == "cpu":
             console.print(CPU_NOTE, soft_wrap=True, markup=False, highlight=False)
         if device_memory is not None:

@@ -10,8 +10,8 @@ from kestrl.plan.planning import algorithm_settings
 from kestrl.plan.service_settings import Model
 from kestrl.plan.settings import PolicySettings
 from kestrl.plan.site import BUILDS
-from kestrl.spec.job import AgentRLJob, ModelSpec
-from kestrl.spec.sft import SFTJob
+from kestrl.spec.job import AgentRLJob, Learner, ModelSpec
+from kestrl.spec.sft import SFTJob, SFTLearner
 
 GIB = 2**30
 MARGIN = 0.10
@@ -66,6 +66,8 @@ class MemoryEstimate(Model):
     parts: dict[Part, int]
     rows: int
     """Rows of the largest pass."""
+    host: int = 0
+    """Bytes of host memory that hold offloaded activations."""
 
     @property
     def total(self) -> int:
@@ -97,8 +99,7 @@ def _of_rl(job: AgentRLJob, model: str, row: tuple[int, int] | None) -> MemorySe
             spec.model,
             model,
             device=build.device if build else spec.learner.accelerator.profile,
-            gradient_checkpointing=spec.learner.gradient_checkpointing,
-            tokens_per_pass=spec.learner.tokens_per_pass,
+            learner=spec.learner,
         ),
         kind="AgentRLJob",
         prompt=prompt,
@@ -118,8 +119,7 @@ def _of_sft(job: SFTJob, model: str, row: tuple[int, int] | None) -> MemorySetti
             spec.model,
             model,
             device=spec.learner.device,
-            gradient_checkpointing=spec.learner.gradient_checkpointing,
-            tokens_per_pass=spec.learner.tokens_per_pass,
+            learner=spec.learner,
         ),
         kind="SFTJob",
         prompt=prompt,
@@ -131,9 +131,7 @@ def _of_sft(job: SFTJob, model: str, row: tuple[int, int] | None) -> MemorySetti
     )
 
 
-def _policy(
-    spec: ModelSpec, model: str, *, device: str, gradient_checkpointing: bool, tokens_per_pass: int
-) -> PolicySettings:
+def _policy(spec: ModelSpec, model: str, *, device: str, learner: Learner | SFTLearner) -> PolicySettings:
     targets = spec.adapter.targets
     return PolicySettings(
         model=model,
@@ -143,8 +141,9 @@ def _policy(
         targets=targets if isinstance(targets, str) else tuple(targets),
         seed=0,
         device=device,
-        gradient_checkpointing=gradient_checkpointing,
-        tokens_per_pass=tokens_per_pass,
+        gradient_checkpointing=learner.gradient_checkpointing,
+        activation_offload=learner.activation_offload,
+        tokens_per_pass=learner.tokens_per_pass,
     )
 
 

@@ -308,6 +308,7 @@ def _learner(job: AgentRLJob, site: Site) -> Component:
             "max_failed_share": spec.algorithm.max_failed_share,
             "threads": spec.learner.threads,
             "gradient_checkpointing": spec.learner.gradient_checkpointing,
+            "activation_offload": spec.learner.activation_offload,
             "tokens_per_pass": spec.learner.tokens_per_pass,
             "device": site.build(spec.learner.accelerator, "learner").device,
             **_division(spec, site),

@@ -289,6 +289,7 @@ class PolicySettings(Model):
     seed: int
     device: str = "cpu"
     gradient_checkpointing: bool = False
+    activation_offload: bool = False
     tokens_per_pass: int = 16_384
     """Largest number of tokens of a forward pass."""
 

@@ -98,6 +98,7 @@ def sft_settings(
         threads=spec.learner.threads,
         device=spec.learner.device,
         gradient_checkpointing=spec.learner.gradient_checkpointing,
+        activation_offload=spec.learner.activation_offload,
         tokens_per_pass=spec.learner.tokens_per_pass,
     )
 

@@ -230,6 +230,9 @@ class Learner(Model):
     gradient_checkpointing: bool = False
     """Keep the inputs of layers only and compute their activations again in the backward pass: much less memory for
     long episodes, and a third more work. Prompts are then computed for every episode of a group."""
+    activation_offload: bool = False
+    """Keep these inputs of layers in host memory until the backward pass: device memory for longer rows, in exchange
+    for copies. Needs gradientCheckpointing and a device other than a CPU."""
     tokens_per_pass: Annotated[int, Field(ge=1, le=LARGEST_CONTEXT)] = 16_384
     """Maximum tokens of one forward and backward pass, padding included; activations are in proportion to it. A single
     longer episode is a pass of its own."""

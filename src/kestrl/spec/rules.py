@@ -9,6 +9,7 @@ from kestrl.errors import Boundary
 from kestrl.spec.adapter_rules import target_problems
 from kestrl.spec.job import FailureRule, JobSpec
 from kestrl.spec.judge_rules import judge_problems
+from kestrl.spec.learner_rules import offload_problems
 from kestrl.spec.problems import Problem
 from kestrl.spec.reward_rules import reward_config_problems
 from kestrl.spec.scalars import format_duration
@@ -252,6 +253,15 @@ def patches_are_of_templates(spec: JobSpec) -> Iterator[Problem]:
                 yield Problem(f"{path}.{field}", "must be a map")
 
 
+def offloading_saves_memory(spec: JobSpec) -> Iterator[Problem]:
+    learner = spec.learner
+    yield from offload_problems(
+        offload=learner.activation_offload,
+        checkpointing=learner.gradient_checkpointing,
+        on_cpu=learner.accelerator.profile == "cpu",
+    )
+
+
 RULES: tuple[Rule, ...] = (
     deadlines_nest,
     temperature_is_positive,
@@ -260,6 +270,7 @@ RULES: tuple[Rule, ...] = (
     rank_fits_the_engine,
     adapter_can_be_proved,
     tokens_fit_the_context,
+    offloading_saves_memory,
     tool_problems,
     loop_is_known,
     rewards_are_known,

@@ -10,6 +10,7 @@ from pydantic import Field, ValidationError, model_validator
 from kestrl.spec.adapter_rules import target_problems
 from kestrl.spec.algorithms import LearningRateScheduleName
 from kestrl.spec.job import Accelerator, Metadata, ModelSpec, Storage
+from kestrl.spec.learner_rules import offload_problems
 from kestrl.spec.load import ProblemsError, explain, read_document, with_overrides
 from kestrl.spec.model import LARGEST_CONTEXT, LARGEST_SEED, Model, NonNegative, NonNegativeInt, Positive, PositiveInt
 from kestrl.spec.problems import Problem
@@ -90,6 +91,9 @@ class SFTLearner(Model):
     """CPU threads. Default: all cores."""
     gradient_checkpointing: bool = False
     """Keep the inputs of layers only and compute their activations again in the backward pass."""
+    activation_offload: bool = False
+    """Keep these inputs of layers in host memory until the backward pass: device memory for longer rows, in exchange
+    for copies. Needs gradientCheckpointing and a device other than a CPU."""
     tokens_per_pass: Annotated[int, Field(ge=1, le=LARGEST_CONTEXT)] = 16_384
     """Maximum tokens of one forward and backward pass, padding included."""
 
@@ -127,7 +131,13 @@ def parse_sft_job(document: Any) -> SFTJob:
         job = SFTJob.model_validate(document)
     except ValidationError as error:
         raise ProblemsError(list(dict.fromkeys(explain(item, SFTJob) for item in error.errors()))) from error
-    if problems := list(target_problems(job.spec.model.adapter)):
+    learner = job.spec.learner
+    offloading = offload_problems(
+        offload=learner.activation_offload,
+        checkpointing=learner.gradient_checkpointing,
+        on_cpu=learner.device.startswith("cpu"),
+    )
+    if problems := [*target_problems(job.spec.model.adapter), *offloading]:
         raise ProblemsError(problems)
     return job
 

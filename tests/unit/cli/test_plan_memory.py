@@ -80,6 +80,14 @@ def test_a_fine_tuning_job_that_fits_as_json(tmp_path: Path) -> None:
     assert printed["total"] == sum(printed["parts"].values())
 
 
+def test_offloaded_activations_are_printed_beside_the_device(tmp_path: Path) -> None:
+    learner = {"device": "cuda", "gradientCheckpointing": True, "activationOffload": True}
+    path = written(tmp_path, sft_job(training={"batchSize": 2}, learner=learner))
+    done = run(path, "--memory", "--row", "200+3000")
+    assert done.exit_code == 0, done.output
+    assert "Offloaded activations take 0." in done.output
+
+
 def test_a_model_whose_config_cannot_be_read_is_one_error(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{")
@@ -116,6 +124,7 @@ def test_the_step_is_the_longest_that_the_manifest_allows() -> None:
     )
     assert (rl.prompt, rl.completion, rl.group_rows, rl.published) == (16, 48, 4, 3)
     assert rl.policy.device == "cuda"
+    assert not rl.policy.activation_offload
     sft = memory_settings(parse_sft_job(sft_job(training={"maxTokens": 512, "batchSize": 3})), model="m", row=None)
     assert (sft.prompt, sft.completion, sft.group_rows, sft.groups) == (1, 511, 3, 1)
     assert memory_settings(parse_sft_job(sft_job()), model="m", row=(7, 9)).completion == 9

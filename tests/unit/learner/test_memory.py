@@ -192,6 +192,18 @@ def test_a_model_of_8b_is_estimated_from_its_config_alone(tmp_path: Path) -> Non
     assert found.rows == 1
 
 
+def test_offloaded_inputs_of_layers_are_counted_on_the_host(tmp_path: Path) -> None:
+    step = asked(config_of(tmp_path, layers=6), checkpointing=True, kind="SFTJob")
+    policy = step.policy.model_copy(update={"device": "cuda"})
+    kept = estimate(step.model_copy(update={"policy": policy}))
+    policy = policy.model_copy(update={"activation_offload": True})
+    found = estimate(step.model_copy(update={"policy": policy}))
+    inputs = 6 * (8 * 256 - 1) * 256 * 4
+    assert kept.host == 0
+    assert inputs <= found.host < 1.6 * inputs, "and those of the norm behind the layers"
+    assert found.total < kept.total
+
+
 def test_a_config_that_is_no_language_model_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "t5"}')
     with pytest.raises(UserInputError, match=r"^spec.model.base: .* cannot be loaded"):

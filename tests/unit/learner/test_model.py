@@ -12,6 +12,7 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from kestrl_learner import model
 from kestrl_learner.model import PolicyModel
 from kestrl_learner.trainer import Trainer
 
@@ -92,6 +93,47 @@ def test_checkpointing_keeps_less_and_no_logits_are_kept(
     plain = saved_elements(policy_of(models["qwen3"]))
     checkpointed = saved_elements(policy_of(models["qwen3"], gradient_checkpointing=True))
     assert checkpointed < plain / 2
+
+
+def test_offloaded_inputs_of_layers_give_the_same_gradient(
+    models: dict[str, Path], policy_of: Callable[..., PolicyModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    moved: list[torch.Size] = []
+
+    class Recorded(torch.autograd.graph.saved_tensors_hooks):
+        def __init__(self, pin_memory: bool) -> None:
+            def leave(saved: torch.Tensor) -> torch.Tensor:
+                moved.append(saved.shape)
+                return saved.clone()
+
+            assert not pin_memory
+            super().__init__(leave, lambda kept: kept)
+
+    monkeypatch.setattr(model, "save_on_cpu", Recorded)
+    groups = make_groups()
+    kept = gradients(policy_of(models["qwen3"], disturb=0.3, gradient_checkpointing=True), groups)
+    assert not moved
+    offloading = policy_of(models["qwen3"], disturb=0.3, gradient_checkpointing=True, activation_offload=True)
+    found = gradients(offloading, groups)
+    for some, others in zip(found, kept, strict=True):
+        assert all(torch.equal(one, other) for one, other in zip(some, others, strict=True))
+    assert sum(len(shape) == 3 and shape[-1] == 32 for shape in moved) >= 2 * len(groups), "an input for each layer"
+
+
+@pytest.mark.gpu
+def test_offloading_lowers_the_peak_of_a_gpu(models: dict[str, Path], policy_of: Callable[..., PolicyModel]) -> None:
+    groups = make_groups(count=1, size=256)
+    peaks: list[int] = []
+    found: list[list[torch.Tensor]] = []
+    for offload in (False, True):
+        policy = policy_of(models["qwen3"], device="cuda", gradient_checkpointing=True, activation_offload=offload)
+        gradients(policy, groups)
+        torch.cuda.reset_peak_memory_stats()
+        found.append(gradients(policy, groups)[1])
+        peaks.append(torch.cuda.max_memory_allocated())
+    assert peaks[1] < peaks[0]
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other)
 
 
 def test_a_bfloat16_base_has_a_float32_adapter_and_learns(

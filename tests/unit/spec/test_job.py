@@ -92,6 +92,11 @@ def test_a_missing_field_is_named() -> None:
         (["algorithm.maxStaleness=3"], "spec.inference.adapterSlots"),
         (["model.adapter.rank=1024"], "spec.model.adapter.rank"),
         (["agent.maxTokens=4096"], "spec.agent.maxTokens"),
+        (["learner.activationOffload=true", "learner.accelerator.profile=nvidia"], "spec.learner.activationOffload"),
+        (
+            ["learner.activationOffload=true", "learner.gradientCheckpointing=true"],
+            "spec.learner.activationOffload",
+        ),
         (["agent.maxTokensPerTurn=4000"], "spec.agent.maxTokensPerTurn"),
         (["tools=[{name: a, use: 'm:f'}, {name: a, use: 'm:g'}]"], "spec.tools"),
         (["tools=[{use: 'm:a'}, {name: a, use: 'm:g'}]"], "spec.tools"),

@@ -135,6 +135,7 @@ def load_policy(settings: PolicySettings, group: Group | None = None) -> PolicyM
         seed=settings.seed,
         device=settings.device if group is None else str(group.device),
         gradient_checkpointing=settings.gradient_checkpointing,
+        activation_offload=settings.activation_offload,
         tokens_per_pass=settings.tokens_per_pass,
         group=group,
     )

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 from array import array
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     UnsupportedOperatorException,
 )
+from torch.autograd.graph import saved_tensors_hooks
 from transformers import AutoModelForCausalLM
 
 from kestrl.checking import Facts, run_check
@@ -45,6 +47,20 @@ class ShapedModel(PolicyModel):
     live: LiveBytes
     trained_on: str
     """Type of the device whose memory is estimated."""
+    host: int = 0
+    """Bytes that the latest pass keeps in host memory."""
+
+    def _saving(self) -> AbstractContextManager[object]:
+        """Saved tensors leave the device as their shapes, and new ones come back."""
+        if not self._offloads:
+            return nullcontext()
+        self.host = 0
+
+        def leave(saved: Tensor) -> tuple[torch.Size, torch.dtype]:
+            self.host += saved.nbytes
+            return saved.shape, saved.dtype
+
+        return saved_tensors_hooks(leave, lambda kept: torch.empty(kept[0], dtype=kept[1]))
 
     def _largest_pass(self) -> int:
         return packing.largest_pass(self.tokens_per_pass, self.trained_on)
@@ -98,6 +114,7 @@ def estimate(asked: MemorySettings) -> MemoryEstimate:
             seed=policy.seed,
             device="meta",
             gradient_checkpointing=policy.gradient_checkpointing,
+            activation_offload=policy.activation_offload,
             tokens_per_pass=policy.tokens_per_pass,
         )
     model.trained_on = policy.device.partition(":")[0]
@@ -119,7 +136,7 @@ def estimate(asked: MemorySettings) -> MemoryEstimate:
     copies = _copied(asked, found.get(Part.ADAPTER, 0))
     program = PROGRAM_BYTES.get(policy.device, DEVICE_BYTES)
     extra = {part: size for part, size in ((Part.COPIES, copies), (Part.PROGRAM, program)) if size}
-    return MemoryEstimate(parts=found | extra, rows=len(rows))
+    return MemoryEstimate(parts=found | extra, rows=len(rows), host=model.host)
 
 
 def longest_group(asked: MemorySettings) -> TrainGroup:

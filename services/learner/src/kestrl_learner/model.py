@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Generator, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from peft import LoraConfig, get_peft_model
 from peft.tuners.lora import LoraLayer
 from peft.utils import get_peft_model_state_dict, set_peft_model_state_dict
 from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PretrainedConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.pytorch_utils import Conv1D
@@ -51,6 +52,7 @@ class PolicyModel:
         device: torch device.
         gradient_checkpointing: Keeps the inputs of layers only and computes them again in the backward pass. Rows are
             then computed with their prompts: a shared prompt's cache cannot be computed again.
+        activation_offload: Keeps these inputs in host memory until the backward pass.
         tokens_per_pass: Largest number of tokens of a forward pass, padding included; packed rows on a CPU have at most
             `packing.TOKENS_ON_CPU`.
         group: The ranks over which the base's layers are sharded; None keeps them whole. Each loads the base in turn,
@@ -72,6 +74,7 @@ class PolicyModel:
         seed: int,
         device: str = "cpu",
         gradient_checkpointing: bool = False,
+        activation_offload: bool = False,
         tokens_per_pass: int = TOKENS_PER_PASS,
         group: Group | None = None,
     ) -> None:
@@ -94,6 +97,7 @@ class PolicyModel:
         self.vocabulary = int(config.get_text_config().vocab_size)
         self.peft.eval()  # engines do not apply dropout
         self.tokens_per_pass, self._shares_prompts = tokens_per_pass, not gradient_checkpointing
+        self._offloads = activation_offload
         if gradient_checkpointing:
             self._checkpoint_layers()
         self._check_head()
@@ -282,11 +286,13 @@ class PolicyModel:
         """Log-probabilities of the sampled tokens of one of a group's parts, as `logprobs` yields them."""
         if self._packed(prompt):
             inputs, states, targets = packing.inputs_of(prompt, rows)
-            hidden = packing.packed_hidden(self._body, inputs, self.device)[self._places(states)]
+            with self._saving():
+                hidden = packing.packed_hidden(self._body, inputs, self.device)[self._places(states)]
             return self._token_logprobs(hidden, self._places(targets), temperature, entropies)
         shared = prompt if self._shares_prompts else array("i")
         ids, padding, wanted = self._padded(rows, prompt[len(shared) :])
-        hidden = self._with_shared_prompt(shared, ids, padding) if shared else self._plain(ids, padding)
+        with self._saving():
+            hidden = self._with_shared_prompt(shared, ids, padding) if shared else self._plain(ids, padding)
         return self._token_logprobs(hidden.flatten(0, 1)[wanted], ids.flatten()[wanted], temperature, entropies)
 
     def _token_logprobs(
@@ -294,6 +300,10 @@ class PolicyModel:
     ) -> Tensor:
         """Log-probabilities of tokens (N,) from the hidden states before them, (N, hidden)."""
         return token_logprobs(self._head, hidden, targets, temperature, entropies)
+
+    def _saving(self) -> AbstractContextManager[object]:
+        """Decides where tensors are kept that a forward pass saves for its backward pass."""
+        return save_on_cpu(pin_memory=self.device.type == "cuda") if self._offloads else nullcontext()
 
     def _places(self, places: Sequence[int]) -> Tensor:
         return torch.tensor(places, dtype=torch.long, device=self.device)

@@ -20,7 +20,7 @@ from kestrl.spec.sft import parse_sft_job
 EXAMPLES = [
     path
     for path in sorted(Path(__file__).parents[3].glob("examples/**/*.yaml"))
-    if yaml.safe_load(path.read_text())["kind"] == "AgentRLJob"
+    if next(yaml.safe_load_all(path.read_text()))["kind"] == "AgentRLJob"
 ]
 CEL = "x-kubernetes-validations"
 VERSION = crd()["spec"]["versions"][0]

@@ -424,6 +424,8 @@ def test_an_alert_says_what_it_means_and_values_are_in_it(helm: Helm) -> None:
     assert all(alert["annotations"].keys() == {"summary", "description"} for alert in alerts.values())
     assert {alert["labels"]["severity"] for alert in alerts.values()} == {"critical", "warning"}
     assert alerts["KestrlLearnerStalled"]["for"] == "3h"
+    assert alerts["KestrlToolServerUnavailable"]["expr"] == "kestrl_tools_unavailable > 0"
+    assert "{{ $labels.server }}" in alerts["KestrlToolServerUnavailable"]["annotations"]["description"]
     assert alerts["KestrlEpisodesFailing"]["expr"].endswith("> 0.25")
     assert alerts["KestrlOperatorBlind"]["expr"].endswith("> 1000"), "it is reported within five audits"
 

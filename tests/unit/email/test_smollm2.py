@@ -11,8 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from kestrl.errors import UserInputError
+from kestrl.spec import parse_job
+from kestrl.spec.sft import parse_sft_job
 from kestrl.tools.schema import describe
 from kestrl_email import smollm2
 from kestrl_email.tools import SearchEmails
@@ -20,7 +23,8 @@ from kestrl_email.world import Split, make_tasks
 from kestrl_rollout.chat import Message
 from kestrl_rollout.model import ChatModel, load_model
 
-TEMPLATE = Path(__file__).parents[3] / "examples" / "email-search" / "smollm2.jinja"
+EXAMPLE = Path(__file__).parents[3] / "examples" / "email-search"
+TEMPLATE = EXAMPLE / "smollm2.jinja"
 SEARCH = describe(SearchEmails, "search_emails")
 
 
@@ -115,3 +119,11 @@ def test_resolving_the_address_imports_no_torch(folder: Path) -> None:
     code = "import sys; from kestrl_email.smollm2 import smollm2; print(smollm2()); print('torch' in sys.modules)"
     printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     assert printed == [str(folder), "False"]
+
+
+def test_the_two_stages_of_the_whole_task_fit_each_other() -> None:
+    """The second starts from the first one's adapter: same base, adapter and template."""
+    stages = [yaml.safe_load((EXAMPLE / f"smollm2-{stage}.yaml").read_text()) for stage in ("sft", "answer")]
+    tuned, trained = parse_sft_job(stages[0]).spec, parse_job(stages[1]).spec
+    assert (tuned.model, tuned.template) == (trained.model, trained.agent.template and trained.agent.template.uri)
+    assert (EXAMPLE / str(tuned.template)).is_file()

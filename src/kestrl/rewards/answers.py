@@ -21,7 +21,10 @@ _MARKED = re.compile(
     r"|\banswer(?:\s+is)?\s*[:=]\s*(?P<said>[^\n]+)",
     re.IGNORECASE,
 )
-_NUMBER = re.compile(r"(?<![\w.])[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+)?(?:[eE][-+]?\d{1,4})?(?!\d)")
+# An underscore before a number is Markdown's, as in _42_, unless it is part of a name, as in x_42.
+_NUMBER = re.compile(
+    r"(?<![^\W_])(?<![^\W_]_)(?<!\.)[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+)?(?:[eE][-+]?\d{1,4})?(?!\d)"
+)
 _EDGES = " \t\r\n.,;:!?\"'`*_()[]{}$%"
 
 

@@ -7,7 +7,7 @@ from inspect import signature
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kestrl.episode import CallOutcome, Episode, Scenario, StopReason, ToolCall
@@ -144,7 +144,13 @@ def test_a_number_is_found_however_it_is_written(value: int, form: str) -> None:
     assert number(text) == (value if "about" not in form else None)
 
 
-@given(st.text(max_size=60))
+@pytest.mark.parametrize(("text", "value"), [("It is _42_.", 42), ("__7__", 7), ("x_42 is the name", None)])
+def test_a_number_may_be_emphasised_and_part_of_a_name_is_none(text: str, value: int | None) -> None:
+    assert last_number(text) == value
+
+
+@given(st.text(max_size=60) | st.text("_0.9-+e, a\u2212", max_size=12))
+@example("_0")
 def test_any_text_can_be_read(text: str) -> None:
     whole, last = number(text), last_number(text)
     assert whole is None or whole == last

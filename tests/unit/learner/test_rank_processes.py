@@ -126,13 +126,18 @@ def test_a_rank_that_fails_by_itself_is_named(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_failed_rank_ends_a_learner_that_is_blocked(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
+    """The rank fails during a command: one that fails between two is reported by the next."""
+    started = tmp_path / "started"
+    os.mkfifo(started)
     monkeypatch.setattr(launcher, "BLOCKED_SECONDS", 0.1)
     ended: queue.Queue[int] = queue.Queue()
-    scripted(monkeypatch, "raise SystemExit(1)", "import time; time.sleep(600)")
+    fails = f"open({str(started)!r}).read(); raise SystemExit(1)"
+    scripted(monkeypatch, fails, "import time; time.sleep(600)")
     processes = RankProcesses(3, 0, "cpu", exit_process=ended.put)
     with processes.busy:
+        started.write_text("")  # waits for the rank to read it
         assert ended.get(timeout=60) == 1
     assert "error: [infrastructure/rank_lost] rank 1 ended with exit code 1" in capsys.readouterr().err
     processes.close()

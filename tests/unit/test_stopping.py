@@ -47,6 +47,39 @@ def test_a_component_that_starts_ends_at_sigterm(module: str, tmp_path: Path) ->
     assert "stopped by SIGTERM while starting" in errors
 
 
+REPLACES = """
+import os, signal
+import kestrl.stopping
+
+class Raises:
+    def __set_name__(self, owner, name):
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.getpid()  # a handler runs between two instructions
+
+class Owner:  # Python 3.11 replaces any exception of `__set_name__` by a RuntimeError
+    attribute = Raises()
+"""
+DROPS = """
+import os, signal
+import kestrl.stopping
+
+class Raises:
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.getpid()
+
+Raises()  # an exception of `__del__` is printed and dropped
+"""
+
+
+@pytest.mark.parametrize("program", [REPLACES, DROPS], ids=["replaces", "drops"])
+def test_sigterm_ends_a_start_where_python_replaces_exceptions(program: str) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=SECONDS, check=False
+    )
+    assert (ended.returncode, ended.stderr) == (EXIT_STOPPED, "stopped by SIGTERM while starting\n")
+
+
 PROGRAM = """
 import asyncio, sys, threading
 from kestrl.stopping import leave

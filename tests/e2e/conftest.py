@@ -13,7 +13,7 @@ from .cluster.capabilities import Capability
 from .cluster.choice import Unavailable, connected
 from .cluster.client import Cluster
 from .cluster.devices import ASCEND, NVIDIA
-from .installation import CRD, Installation, installed
+from .installation import CRDS, Installation, installed
 
 
 def _connect(held: ExitStack, *, control_plane_only: bool = False) -> Cluster:
@@ -103,10 +103,11 @@ def network_policies(cluster: Cluster) -> Iterator[Cluster]:
 
 
 @pytest.fixture(scope="session")
-def control_plane_with_crd(control_plane: Cluster) -> Cluster:
-    """A cluster with the CRD of AgentRLJob."""
-    control_plane.kubectl("apply", "--server-side", "--force-conflicts", "-f", str(CRD))
-    control_plane.kubectl("wait", "--for=condition=Established", "-f", str(CRD))
+def control_plane_with_crds(control_plane: Cluster) -> Cluster:
+    """A cluster with the CRDs of the chart."""
+    for crd in CRDS:
+        control_plane.kubectl("apply", "--server-side", "--force-conflicts", "-f", str(crd))
+        control_plane.kubectl("wait", "--for=condition=Established", "-f", str(crd))
     return control_plane
 
 

@@ -22,7 +22,7 @@ from .cluster.client import Cluster
 
 ROOT = Path(__file__).parents[2]
 CHART = ROOT / "charts" / "kestrl"
-CRD = CHART / "files" / "agentrljobs.kestrl.dev.yaml"
+CRDS = sorted((CHART / "files").glob("*.kestrl.dev.yaml"))
 QUICKSTART = ROOT / "examples" / "email-search" / "quickstart.yaml"
 SYSTEM = "kestrl-system"
 RELEASE = "kestrl"
@@ -80,7 +80,7 @@ class Installation:
 
     def install(self) -> None:
         """`helm upgrade --install`, until all of the operator's pods are ready."""
-        # Another test may have applied the CRD by hand, as users may.
+        # Another test may have applied the CRDs by hand, as users may.
         options = [
             f"--namespace={SYSTEM}",
             f"--values={self.values}",

@@ -113,15 +113,15 @@ def named(bad: Bad) -> str:
 
 
 @pytest.mark.parametrize("bad", AT_ADMISSION, ids=named)
-def test_it_is_refused_at_admission_with_the_field(bad: Bad, control_plane_with_crd: Cluster) -> None:
+def test_it_is_refused_at_admission_with_the_field(bad: Bad, control_plane_with_crds: Cluster) -> None:
     with pytest.raises(CommandFailed) as refused:
-        control_plane_with_crd.apply(quickstart("bad", **{bad.field: bad.value}))
+        control_plane_with_crds.apply(quickstart("bad", **{bad.field: bad.value}))
     assert bad.text in str(refused.value)
 
 
-def test_a_name_too_long_for_pod_names_is_refused(control_plane_with_crd: Cluster) -> None:
+def test_a_name_too_long_for_pod_names_is_refused(control_plane_with_crds: Cluster) -> None:
     with pytest.raises(CommandFailed) as refused:
-        control_plane_with_crd.apply(quickstart("n" * 41))
+        control_plane_with_crds.apply(quickstart("n" * 41))
     assert "metadata.name can have at most 40 characters" in str(refused.value)
 
 
@@ -135,9 +135,9 @@ def test_a_name_too_long_for_pod_names_is_refused(control_plane_with_crd: Cluste
         ("run-", "RFC 1123"),
     ],
 )
-def test_a_name_that_no_service_can_have_is_refused(name: str, text: str, control_plane_with_crd: Cluster) -> None:
+def test_a_name_that_no_service_can_have_is_refused(name: str, text: str, control_plane_with_crds: Cluster) -> None:
     with pytest.raises(CommandFailed) as refused:
-        control_plane_with_crd.apply(quickstart(name))
+        control_plane_with_crds.apply(quickstart(name))
     assert text in str(refused.value)
 
 

@@ -221,12 +221,12 @@ def held(cluster: Cluster) -> Iterator[None]:
 
 
 @pytest.fixture
-def by_token(control_plane_with_crd: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cluster:
+def by_token(control_plane_with_crds: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cluster:
     """The control plane, called by the operator and the loop beside it with a service account's token, as from a pod.
 
     (An administrator's certificate is verified at each request, which takes a fifteenth of the API server's time here.)
     """
-    cluster, name = control_plane_with_crd, f"scale-{secrets.token_hex(4)}"
+    cluster, name = control_plane_with_crds, f"scale-{secrets.token_hex(4)}"
     cluster.kubectl("create", "serviceaccount", name, "--namespace=default")
     cluster.kubectl(
         "create", "clusterrolebinding", name, "--clusterrole=cluster-admin", f"--serviceaccount=default:{name}"

@@ -4,7 +4,8 @@ requests.
 The worker is the real process with masks, log-probs, tool calls, scores and (unless OTEL_SDK_DISABLED) spans. Its
 servers run on the other core and are cheap (`fake_services`): an engine that answers after 50 ms, 4 turns per episode.
 The limit is asyncio, aiohttp and uvloop with token ids in and out and nothing else (`bare_loop`), pinned to the same
-core, in the same run. Peers reach 153 (verl), 66 (ART) and 26 (verifiers) episodes per second at 512 on one core.
+core, in the same run. If KESTRL_VERL_PYTHON names a Python with verl 0.9.1, its ToolAgentLoop follows on the same core
+(`verl_loop`). Other peers reach 66 (ART) and 26 (verifiers) episodes per second at 512 on one core.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ TURNS = 4
 TOKEN = "benchmark"
 """Credential for the worker under test."""
 TICKS = os.sysconf("SC_CLK_TCK")
+VERL_PYTHON = "KESTRL_VERL_PYTHON"
 
 
 class Measured(NamedTuple):
@@ -83,6 +85,16 @@ def bare_loop(core: int, engine: int, concurrency: int, episodes: int) -> Measur
     with pinned(core, "benchmarks.bare_loop", *arguments) as process:
         assert process.stdout is not None
         return Measured(**json.loads(process.stdout.readline()))
+
+
+def verl_loop(core: int, engine: int, concurrency: int, episodes: int) -> Measured | None:
+    """verl's loop, or nothing if no Python with verl is named."""
+    python = os.environ.get(VERL_PYTHON)
+    if not python:
+        return None
+    program = str(Path(__file__).with_name("verl_loop.py"))
+    command = ["taskset", "-c", str(core), python, program, str(engine), str(concurrency), str(episodes), str(tiny())]
+    return Measured(**json.loads(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout))
 
 
 @contextmanager
@@ -179,6 +191,12 @@ async def drive(address: str, pid: int, engine: int, concurrency: int, episodes:
     return Measured(episodes / seconds, 1000 * cpu / (episodes * TURNS), memory_mb(pid))
 
 
+def rows(name: str, ours: Measured, theirs: Measured, against: str) -> Iterator[Row]:
+    units = {"episodes": "1/s", "cpu": "ms/turn", "memory": "MB"}
+    for (figure, unit), value, reference in zip(units.items(), ours, theirs, strict=True):
+        yield Row(name=f"{name}/{figure}", value=value, unit=unit, reference=reference, against=against)
+
+
 def measure() -> Iterator[Row]:
     with ExitStack() as stack:
         fakes = stack.enter_context(pinned(1, "benchmarks.fake_services", str(tiny())))
@@ -191,12 +209,10 @@ def measure() -> Iterator[Row]:
             with worker(0, services, concurrency, traced) as (address, pid):
                 ours = asyncio.run(drive(address, pid, services["engine"], concurrency, episodes))
             at = f"rollout_worker/{concurrency}"
-            for name, unit, value, reference in (
-                ("episodes", "1/s", ours.episodes_per_second, bare.episodes_per_second),
-                ("cpu", "ms/turn", ours.cpu_ms_per_turn, bare.cpu_ms_per_turn),
-                ("memory", "MB", ours.memory_mb, bare.memory_mb),
-            ):
-                yield Row(name=f"{at}/{name}", value=value, unit=unit, reference=reference, against="bare aiohttp loop")
+            yield from rows(at, ours, bare, "bare aiohttp loop")
+            verl = verl_loop(0, services["engine"], concurrency, episodes)
+            if verl is not None:
+                yield from rows(f"{at}/beside_verl", ours, verl, "verl")
 
 
 if __name__ == "__main__":

@@ -160,7 +160,8 @@ class FakeEngine:
 
     def sample(self, prompt: Prompt) -> Completion:
         """Answer without a script: tokens from a hash, ended by `eos_id` or `max_tokens`."""
-        greedy = prompt.sampling.get("temperature", 1.0) == 0
+        given = prompt.sampling
+        greedy = given.get("temperature", 1.0) == 0 or given.get("top_k") == 1 or given.get("top_p", 1.0) < 1e-3
         seed = f"{self.weights(prompt.model)}|{0 if greedy else prompt.sampling.get('seed')}|{list(prompt.token_ids)}"
         state, token_ids = seed.encode(), list[int]()
         limit = int(prompt.sampling.get("max_tokens") or 16)

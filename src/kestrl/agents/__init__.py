@@ -95,6 +95,10 @@ class Limits:
     context_length: int
     """Maximum tokens of one sequence, prompt included."""
     temperature: float
+    top_p: float = 1.0
+    """Below 1 only in evaluations, which may sample from the most probable tokens alone."""
+    top_k: int = 0
+    """Above 0 only in evaluations."""
 
 
 class Tokenizer(Protocol):

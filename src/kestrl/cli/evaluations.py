@@ -25,17 +25,20 @@ from kestrl.local.site import storage_address
 from kestrl.plan.bench import bench_components
 from kestrl.plan.bench_settings import BenchEndpoint
 from kestrl.plan.components import Component
+from kestrl.plan.evaluation import evaluation_sampling
 from kestrl.plan.settings import EvaluateSettings, LearnerSettings
 from kestrl.plan.site import Site
+from kestrl.sampling import GREEDY, EvaluationSampling
 from kestrl.service import EXIT_FAILED, LEVEL_VARIABLE
 from kestrl.spec import AgentRLJob, parse_job, read_job, with_overrides
+from kestrl.spec.model import MOST_SAMPLES
+from kestrl.spec.rules import greedy_problem
 from kestrl.storage.episodes import EpisodeFilter
 
 console = Console()
 BASE, NEWEST = "base", "newest"
 VERSION = re.compile(r"v(\d+)")
 ENDPOINT = "openai:"
-MOST_SAMPLES = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,29 +72,22 @@ class Candidate:
         raise UserInputError(f"{option}: {text!r} is not one of {known}")
 
 
-@dataclass(frozen=True, slots=True)
-class Sampled:
-    """The episodes of each question."""
+def sampling_of(job: AgentRLJob, **options: float | None) -> EvaluationSampling:
+    """The sampling of `kestrl eval`: the job's, with the options that are given.
 
-    samples: int = 1
-    temperature: float | None = None
-    """None for greedy ones, beside one at the training temperature."""
+    Args:
+        job: The job.
+        options: Fields of `spec.evaluation`; None leaves the job's.
 
-    @staticmethod
-    def chosen(samples: int, temperature: float | None, trained: float) -> Sampled:
-        """The options of `kestrl eval`; several samples have the job's temperature unless another is given.
-
-        Raises:
-            UserInputError: Several samples at temperature 0 would all be the same.
-        """
-        if samples > 1 and temperature == 0:
-            raise UserInputError(
-                f"--temperature: 0 samples the same episode {samples} times; raise it, or use --samples 1"
-            )
-        return Sampled(samples, trained if samples > 1 and temperature is None else temperature)
-
-
-GREEDILY = Sampled()
+    Raises:
+        UserInputError: The temperature is 0, with other options that would then change nothing.
+    """
+    given = {name: value for name, value in options.items() if value is not None}
+    chosen = job.spec.evaluation.model_copy(update=given)
+    problem = greedy_problem(chosen)
+    if problem is not None:
+        raise UserInputError(f"--temperature: {problem}")
+    return evaluation_sampling(job.spec, chosen)
 
 
 def candidates(text: str, option: str) -> list[Candidate]:
@@ -111,10 +107,22 @@ def evaluate(
     ] = None,
     step: Annotated[int | None, typer.Option(help="Step of the adapter, as --policy vSTEP.")] = None,
     base: Annotated[bool, typer.Option("--base", help="The base model without an adapter, as --policy base.")] = False,
-    samples: Annotated[int, typer.Option(min=1, max=MOST_SAMPLES, help="Episodes of each question.")] = 1,
+    samples: Annotated[
+        int | None,
+        typer.Option(min=1, max=MOST_SAMPLES, help="Episodes of each question (default: the job's, or else 1)."),
+    ] = None,
     temperature: Annotated[
         float | None,
-        typer.Option(min=0, max=5, help="Temperature (default: greedy; with several samples, the job's)."),
+        typer.Option(
+            min=0, max=5, help="Temperature; 0 is greedy (default: the job's, or else that of training with samples)."
+        ),
+    ] = None,
+    top_p: Annotated[
+        float | None,
+        typer.Option(min=0, max=1, help="Sample from the most probable tokens with this probability; 1 is off."),
+    ] = None,
+    top_k: Annotated[
+        int | None, typer.Option(min=0, help="Sample from this many of the most probable tokens; 0 is off.")
     ] = None,
     details: Details = False,
     sequential: Sequential = False,
@@ -128,7 +136,9 @@ def evaluate(
     listed = policy or (BASE if base else NEWEST if step is None else f"v{step}")
     run = find_run(runs, run_id)
     job = _paced(parse_job(with_overrides(run.read_json("job.json"), set_ or ())), sequential=sequential)
-    sampling = Sampled.chosen(samples, temperature, job.spec.sampling.temperature)
+    if top_p == 0:
+        raise UserInputError("--top-p: 0 leaves no token; use --temperature 0 for greedy episodes, or a value up to 1")
+    sampling = sampling_of(job, samples=samples, temperature=temperature, top_p=top_p, top_k=top_k)
     chosen = candidates(listed, "--policy")
     addresses = [adapter_address(run, candidate) for candidate in chosen]
     _verbose(verbose)
@@ -222,7 +232,7 @@ def _evaluated(
     options: Options,
     folder: RunDir,
     address: str | None,
-    sampling: Sampled = GREEDILY,
+    sampling: EvaluationSampling = GREEDY,
     served: BenchEndpoint | None = None,
 ) -> Evaluation:
     """Runs one candidate over the validation data; ends the program with the run's exit code if that fails."""
@@ -245,17 +255,16 @@ def _evaluated(
         means=summary.after,
         groups=groups,
         folder=folder.path,
-        samples=sampling.samples,
-        temperature=sampling.temperature,
+        sampling=sampling,
         seed=job.spec.data.seed,
     )
 
 
-def _evaluating(component: Component, adapter: str | None, sampling: Sampled) -> Component:
+def _evaluating(component: Component, adapter: str | None, sampling: EvaluationSampling) -> Component:
     if not isinstance(component.settings, LearnerSettings):
         return component
-    evaluate = EvaluateSettings(adapter=adapter, samples=sampling.samples, temperature=sampling.temperature)
-    return replace(component, settings=component.settings.model_copy(update={"evaluate": evaluate}))
+    changes = {"evaluate": EvaluateSettings(adapter=adapter), "evaluation": sampling}
+    return replace(component, settings=component.settings.model_copy(update=changes))
 
 
 def register(app: typer.Typer) -> None:

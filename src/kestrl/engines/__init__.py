@@ -83,7 +83,7 @@ class Command:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generate:
-    """One turn to sample from the full distribution."""
+    """One turn to sample."""
 
     id: str
     policy: str
@@ -93,6 +93,11 @@ class Generate:
     max_tokens: int
     seed: int
     stop_token_ids: Sequence[int]
+    top_p: float = 1.0
+    """Probability of the smallest set of most probable tokens that are sampled from; 1 is off, as always in
+    training."""
+    top_k: int = 0
+    """Number of most probable tokens that are sampled from; 0 is off, as always in training."""
 
 
 class Generated(NamedTuple):
@@ -102,7 +107,7 @@ class Generated(NamedTuple):
     """Policy that the engine reports."""
     token_ids: Sequence[int]
     logprobs: Sequence[float]
-    """Log-probability of each token at the temperature of the request; NaN if the engine has none."""
+    """Log-probability of each token in the distribution of the request; NaN if the engine has none."""
     finish_reason: str
     """`stop`, `length` or `abort`."""
 

@@ -135,8 +135,8 @@ class Vllm:
             "token_ids": list(request.prompt_ids),
             "sampling_params": {
                 "temperature": request.temperature,
-                "top_p": 1.0,
-                "top_k": -1,
+                "top_p": request.top_p,
+                "top_k": request.top_k or -1,
                 "max_tokens": request.max_tokens,
                 "seed": request.seed,
                 "stop_token_ids": list(request.stop_token_ids),

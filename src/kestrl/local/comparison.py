@@ -15,6 +15,7 @@ from rich.text import Text
 from kestrl.episode import Episode, Group
 from kestrl.local.files import write_atomic
 from kestrl.local.report import ROWS, transcript
+from kestrl.sampling import GREEDY, EvaluationSampling
 from kestrl.terminal import safe, safe_line
 
 ESTIMATES = ("mean", "maj", "pass", "best")
@@ -33,10 +34,8 @@ class Evaluation:
     groups: Sequence[Group]
     """The episodes of each question; empty if they are not needed."""
     folder: Path
-    samples: int = 1
-    """Episodes of each question."""
-    temperature: float | None = None
-    """Their temperature; None if it is the evaluation's default."""
+    sampling: EvaluationSampling = GREEDY
+    """How its episodes were sampled."""
     seed: int | None = None
     """Seed of their sampling; None if there is none."""
 
@@ -54,10 +53,7 @@ def table(evaluations: Sequence[Evaluation]) -> Table:
 
 
 def _title(evaluation: Evaluation) -> str:
-    if evaluation.samples == 1 and evaluation.temperature is None:
-        return "held-out"
-    samples = "1 sample" if evaluation.samples == 1 else f"{evaluation.samples} samples"
-    return f"held-out, {samples} at temperature {evaluation.temperature or 0:g}"
+    return "held-out" if evaluation.sampling.greedy else f"held-out, {evaluation.sampling}"
 
 
 def _place(name: str) -> tuple[bool, int, int, str]:
@@ -107,7 +103,6 @@ def as_json(evaluation: Evaluation) -> dict[str, Any]:
         "policy": evaluation.policy,
         "means": dict(evaluation.means),
         "folder": str(evaluation.folder),
-        "samples": evaluation.samples,
-        "temperature": evaluation.temperature,
+        **evaluation.sampling.model_dump(),
         "seed": evaluation.seed,
     }

@@ -34,7 +34,7 @@ from kestrl.versioned import Versioned
 
 RECORD = "run.json"
 Content = TypeVar("Content", bound=Versioned)
-IDENTITY = ("model", "data", "agent", "tools", "rewards", "sampling", "algorithm")
+IDENTITY = ("model", "data", "agent", "tools", "rewards", "sampling", "evaluation", "algorithm")
 """Parts of the spec that identify a run: it is resumed only if they are unchanged."""
 
 

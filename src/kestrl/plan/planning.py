@@ -7,6 +7,7 @@ from dataclasses import replace
 from kestrl.plan.algorithm import AlgorithmSettings, CorrectionSettings
 from kestrl.plan.components import Component, Device, Ready, Role
 from kestrl.plan.engines import engine_component, failure_file
+from kestrl.plan.evaluation import evaluation_sampling
 from kestrl.plan.judges import (
     correctness_entry,
     judges_of,
@@ -271,6 +272,7 @@ def _learner(job: AgentRLJob, site: Site) -> Component:
             "validation": None
             if validation is None or site.validation is None
             else DataSettings(path=site.validation, size=validation.size),
+            "evaluation": evaluation_sampling(spec),
             "seed": spec.data.seed,
             "epochs": spec.schedule.epochs,
             "max_steps": spec.schedule.max_steps,

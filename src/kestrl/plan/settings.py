@@ -13,6 +13,7 @@ from typing import Any, Literal, Self
 from kestrl.plan.algorithm import AlgorithmSettings
 from kestrl.plan.service_settings import INDEX_VARIABLE, Model, ServiceSettings
 from kestrl.plan.tool_settings import ClaimEntry, SecretText
+from kestrl.sampling import GREEDY, EvaluationSampling
 
 
 class McpEntry(Model):
@@ -259,10 +260,6 @@ class EvaluateSettings(Model):
 
     adapter: str | None
     """Object-store address of the adapter's folder; None evaluates the base model."""
-    samples: int = 1
-    """Episodes of each scenario."""
-    temperature: float | None = None
-    """Sampling temperature; None is greedy, with one more evaluation at the training temperature."""
 
 
 class GapBounds(Model):
@@ -334,6 +331,8 @@ class LearnerSettings(ServiceSettings, PolicySettings, RanksOfPods):
     """If set: evaluate this once on the validation data and end, without training or publishing."""
     data: DataSettings
     validation: DataSettings | None
+    evaluation: EvaluationSampling = GREEDY
+    """How the validation data are evaluated."""
     epochs: int
     max_steps: int | None
     eval_every: int | None

@@ -26,7 +26,7 @@ KEPT = (
     "format", "x-kubernetes-list-type", "x-kubernetes-list-map-keys",
 )  # fmt: skip
 """Keywords with the same meaning in both schema dialects."""
-IDENTITY = ("model", "data", "agent", "tools", "rewards", "sampling", "algorithm")
+IDENTITY = ("model", "data", "agent", "tools", "rewards", "sampling", "evaluation", "algorithm")
 """Immutable parts of the spec, which identify a run."""
 COLUMNS = (
     ("Phase", "string", ".status.shown.phase"),
@@ -136,6 +136,18 @@ PLACED_RULES: Rules = {
         rule(
             "self.temperature > 0.0",
             "0 samples the same episode every time, so there is nothing to learn from; use 1.0",
+            ".temperature",
+        ),
+    ),
+    ("spec", "evaluation"): (
+        rule(
+            "!has(self.temperature) || self.temperature > 0.0 || self.samples == 1",
+            "0 samples the same episode several times; raise it, or set samples to 1",
+            ".temperature",
+        ),
+        rule(
+            "!has(self.temperature) || self.temperature > 0.0 || (self.topP == 1.0 && self.topK == 0)",
+            "0 takes the most probable token, whatever topP and topK are; raise it, or set them to 1 and 0",
             ".temperature",
         ),
     ),

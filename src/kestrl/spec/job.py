@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from kestrl.spec.algorithms import Algorithm
 from kestrl.spec.judges import CorrectnessSpec, RulerSpec
-from kestrl.spec.model import LARGEST_CONTEXT, LARGEST_SEED, Model, NonNegativeInt, Positive, PositiveInt
+from kestrl.spec.model import LARGEST_CONTEXT, LARGEST_SEED, MOST_SAMPLES, Model, NonNegativeInt, Positive, PositiveInt
 from kestrl.spec.scalars import Address, Duration, DurationOrZero, ImportPath, JobName, JsonObject, Name
 from kestrl.spec.secrets import SecretRef
 from kestrl.spec.tools import Tool
@@ -136,6 +136,19 @@ class Sampling(Model):
 
     temperature: Annotated[float, Field(ge=0, le=5, strict=False)] = 1.0
     """Divisor of the logits, in engine and learner; above 0."""
+
+
+class Evaluation(Model):
+    """Sampling of evaluations, before, during and after training and by `kestrl eval`."""
+
+    samples: Annotated[int, Field(ge=1, le=MOST_SAMPLES)] = 1
+    """Episodes of each question; with several, an evaluation has mean@K, pass@k, best@k and maj@K."""
+    temperature: Annotated[float, Field(ge=0, le=5, strict=False)] | None = None
+    """Divisor of the logits; 0 is greedy. Default: that of `sampling` if samples, topP or topK is set, or else 0."""
+    top_p: Annotated[float, Field(gt=0, le=1, strict=False)] = 1.0
+    """Sample from the smallest set of most probable tokens with at least this probability; 1 is off."""
+    top_k: NonNegativeInt = 0
+    """Sample from this many of the most probable tokens; 0 is off."""
 
 
 class Schedule(Model):
@@ -321,6 +334,7 @@ class JobSpec(Model):
     tools: list[Tool] = []
     rewards: Annotated[list[Reward], Field(min_length=1)]
     sampling: Sampling = Sampling()
+    evaluation: Evaluation = Evaluation()
     algorithm: Algorithm = Algorithm()
     schedule: Schedule = Schedule()
     inference: Inference = Inference()

@@ -22,6 +22,14 @@ UNREADABLE = (yaml.YAMLError, ValueError, RecursionError)
 LONGEST_SHOWN = 200
 
 
+ELSEWHERE: Mapping[str, str] = {
+    f"spec.sampling.{name}": "training samples from all tokens, since the learner computes log-probs over all of them; "
+    f"for evaluations set spec.evaluation.{name}"
+    for name in ("topP", "topK")
+}
+"""Fields that there are not, with what to do instead."""
+
+
 class ProblemsError(UserInputError):
     """An invalid manifest, with all problems."""
 
@@ -74,6 +82,8 @@ def explain(error: ErrorDetails, root: type[BaseModel]) -> Problem:
     location = error["loc"]
     path = _path(location)
     if error["type"] == "extra_forbidden":
+        if path in ELSEWHERE:
+            return Problem(path, ELSEWHERE[path])
         near = difflib.get_close_matches(str(location[-1]), known := _fields_at(location[:-1], root), n=1)
         fix = f"did you mean {near[0]}?" if near else f"known here: {', '.join(known)}" if known else "remove it"
         return Problem(path, f"unknown field; {fix}")

@@ -25,6 +25,8 @@ class Model(BaseModel):
 
 LARGEST_INT = 2**31 - 1
 """Upper bound of counts and sizes without their own maximum."""
+MOST_SAMPLES = 1024
+"""Episodes of each question in an evaluation."""
 LARGEST_CONTEXT = 16 * 1024 * 1024
 """Tokens."""
 LARGEST_SEED = 2**53 - 1

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 from kestrl.errors import Boundary
 from kestrl.spec.adapter_rules import target_problems
-from kestrl.spec.job import FailureRule, JobSpec
+from kestrl.spec.job import Evaluation, FailureRule, JobSpec
 from kestrl.spec.judge_rules import judge_problems
 from kestrl.spec.learner_rules import offload_problems
 from kestrl.spec.problems import Problem
@@ -50,6 +50,23 @@ def temperature_is_positive(spec: JobSpec) -> Iterator[Problem]:
             "0 samples the same episode every time, so there is nothing to learn from; use 1.0 (evaluation is greedy "
             "anyway)",
         )
+
+
+def greedy_problem(evaluation: Evaluation) -> str | None:
+    """What contradicts temperature 0."""
+    if evaluation.temperature != 0:
+        return None
+    if evaluation.samples > 1:
+        return f"0 samples the same episode {evaluation.samples} times; raise it, or set samples to 1"
+    if evaluation.top_p < 1 or evaluation.top_k:
+        return "0 takes the most probable token, whatever topP and topK are; raise it, or set them to 1 and 0"
+    return None
+
+
+def evaluation_samples_differ(spec: JobSpec) -> Iterator[Problem]:
+    problem = greedy_problem(spec.evaluation)
+    if problem is not None:
+        yield Problem("spec.evaluation.temperature", problem)
 
 
 def group_is_large_enough(spec: JobSpec) -> Iterator[Problem]:
@@ -265,6 +282,7 @@ def offloading_saves_memory(spec: JobSpec) -> Iterator[Problem]:
 RULES: tuple[Rule, ...] = (
     deadlines_nest,
     temperature_is_positive,
+    evaluation_samples_differ,
     group_is_large_enough,
     slots_hold_every_version,
     rank_fits_the_engine,

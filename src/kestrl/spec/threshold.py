@@ -47,7 +47,7 @@ class ThresholdSpec(Model):
     sft: Text | None = None
     """Manifest of an SFTJob, relative to this file, which is run before; the job starts from its adapter."""
     metric: Text
-    """Metric of the greedy evaluations of the validation data, such as answer_correct or reward."""
+    """Metric of the evaluations of the validation data, such as answer_correct or reward."""
     threshold: Number
     """Least mean of the plateaus of all seeds."""
     min_rise: NonNegative | None = None

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 from pydantic import BaseModel, ConfigDict, Field
 
 from kestrl.errors import StorageError
+from kestrl.sampling import EvaluationSampling
 from kestrl.states import RunPhase
 from kestrl.storage.layout import SUMMARY
 from kestrl.storage.objects import ObjectStore
@@ -67,6 +68,8 @@ class RunSummary(Versioned):
     after: Means | None = None
     evaluations: tuple[Means, ...] = ()
     """The means of each evaluation, with its `step`."""
+    sampling: EvaluationSampling | None = None
+    """How the evaluations sampled; None without validation data, and in summaries of earlier versions."""
     policy: SummaryPolicy | None = None
     learned: bool | None = None
     not_learned: SummaryReason | None = None

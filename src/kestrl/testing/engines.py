@@ -9,6 +9,7 @@ import math
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from kestrl.engines import EngineDialect, Generate, Generated, Launch, Request
@@ -170,10 +171,23 @@ def _check_sampling(dialect: EngineDialect, engine: _Engine, policy: str, prompt
     assert len(first.logprobs) == len(first.token_ids), "not one log-prob for each token"
     assert all(math.isfinite(value) and value <= 1e-6 for value in first.logprobs), f"log-probs {first.logprobs}"
     assert list(first.token_ids) == list(again.token_ids), "one seed gave two samples"
+    _check_truncation(dialect, engine, policy, prompt_ids)
     scores = _scores(dialect, engine, policy, [*prompt_ids, *first.token_ids])[-len(first.token_ids) :]
     gap = max(abs(sampled - scored) for sampled, scored in zip(first.logprobs, scores, strict=True))
     assert gap <= TOLERANCE, f"log-probs of sampling and of scoring differ by {gap:.3g}"
     return first
+
+
+def _check_truncation(dialect: EngineDialect, engine: _Engine, policy: str, prompt_ids: Sequence[int]) -> None:
+    """Samples from the most probable token alone, by top_k and by top_p, which is greedy."""
+
+    def sampled(name: str, **changes: float) -> list[int]:
+        turn = replace(_turn(policy, prompt_ids, name), **changes)
+        return list(dialect.read_generated(engine.ask(dialect.generate(turn))).token_ids)
+
+    greedy = sampled("greedy", temperature=0.0)
+    assert sampled("top_k", top_k=1) == greedy, "top_k 1 sampled other tokens than greedily"
+    assert sampled("top_p", top_p=1e-6) == greedy, "a top_p of nearly 0 sampled other tokens than greedily"
 
 
 def _scores(dialect: EngineDialect, engine: _Engine, policy: str, token_ids: Sequence[int]) -> list[float]:

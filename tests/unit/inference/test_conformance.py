@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +95,16 @@ class ForgetsTheSeed(Vllm):
         )
 
 
+class IgnoresTopK(Vllm):
+    def generate(self, request: Generate) -> Request:
+        return super().generate(replace(request, top_k=0))
+
+
+class IgnoresTopP(Vllm):
+    def generate(self, request: Generate) -> Request:
+        return super().generate(replace(request, top_p=1.0))
+
+
 class SamplesTheBase(Vllm):
     def generate(self, request: Generate) -> Request:
         found = super().generate(request)
@@ -142,6 +153,8 @@ async def test_vllms_dialect_conforms_to_an_engine(adapter: str) -> None:
     ("make", "why"),
     [
         (ForgetsTheSeed, "one seed gave two samples"),
+        (IgnoresTopK, "top_k 1 sampled other tokens"),
+        (IgnoresTopP, "a top_p of nearly 0 sampled other tokens"),
         (SamplesTheBase, "an adapter that is not loaded was sampled"),
         (ScoresTheBase, "differ by|are those of the base model"),
         (LosesALogprob, "not one log-prob for each token"),

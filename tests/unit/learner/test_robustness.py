@@ -16,6 +16,7 @@ from kestrl.api.learner.v1 import learner_pb2_grpc as lstubs
 from kestrl.credentials import Secret
 from kestrl.errors import Boundary, EngineFailure, Failure, KestrlError, UserInputError
 from kestrl.plan.settings import EvaluateSettings
+from kestrl.sampling import EvaluationSampling
 from kestrl.storage import open_store
 from kestrl_learner import retry_pause, training
 from kestrl_learner.__main__ import work
@@ -282,17 +283,34 @@ async def test_samples_of_an_evaluation_have_seeds_of_their_own(staged: Any, tmp
         for samples in (2, 3):
             stage.workers[0].requests.clear()
             other = tmp_path / f"other-{samples}"
-            evaluate = EvaluateSettings(adapter=adapter, samples=samples, temperature=0.7)
-            await Run(stage.but(evaluate=evaluate, storage=other.as_uri(), database=f"sqlite:///{other}/l.db")).main()
+            evaluation = EvaluationSampling(samples=samples, temperature=0.7, top_p=0.6, top_k=20)
+            changes = {"evaluate": EvaluateSettings(adapter=adapter), "evaluation": evaluation}
+            await Run(stage.but(**changes, storage=other.as_uri(), database=f"sqlite:///{other}/l.db")).main()
             asked = stage.asked("evaluation")
-            assert {round(request.sampling.temperature, 6) for request in asked} == {0.7}
+            used = {(each.sampling.temperature, each.sampling.top_p, each.sampling.top_k) for each in asked}
+            assert used == {(0.7, 0.6, 20)}
             assert len({request.group_id for request in asked}) == len(asked)
             seeds[samples] = sorted((request.seed, request.scenario.ordinal) for request in asked)
-            after = stage.read(f"../other-{samples}/summary.json")["after"]
+            summary = stage.read(f"../other-{samples}/summary.json")
+            assert summary["sampling"] == {"samples": samples, "temperature": 0.7, "top_p": 0.6, "top_k": 20}
+            after = summary["after"]
             assert after["episodes"] == len(asked)
             assert {f"best@{samples}"} <= set(after)
         assert len(dict(seeds[3])) == len(seeds[3]), "every episode has a seed of its own"
         assert set(seeds[2]) < set(seeds[3]), "more samples repeat the first ones"
+
+
+async def test_evaluations_of_training_sample_as_the_job_says(staged: Any) -> None:
+    async with staged() as stage:
+        evaluation = EvaluationSampling(samples=2, temperature=stage.settings.temperature, top_p=0.6)
+        await Run(stage.but(max_steps=1, evaluation=evaluation)).main()
+        assert {(request.sampling.top_p, request.sampling.top_k) for request in stage.asked()} == {(1.0, 0)}
+        asked = stage.asked("evaluation")
+        assert {request.sampling.top_p for request in asked} == {0.6, 1.0}, "and as in training, for sampled_reward"
+        assert len({request.group_id for request in asked}) == len(asked)
+        for side in ("before", "after"):
+            assert {"best@2", "sampled_reward"} <= set(stage.summary[side])
+        assert stage.summary["sampling"]["top_p"] == 0.6
 
 
 async def test_the_service_publishes_progress_and_drains(staged: Any) -> None:

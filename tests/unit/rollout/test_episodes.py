@@ -108,6 +108,14 @@ async def test_greedy_evaluation(stage: Any) -> None:
     assert episode.failure is None
 
 
+async def test_an_evaluation_samples_from_the_most_probable_tokens(stage: Any) -> None:
+    stage.says("Hello.")
+    await stage.episode(sampling={"top_p": 0.6, "top_k": 20}, purpose="evaluation")
+    await stage.episode(sampling={"top_p": 1.0}, purpose="train")
+    sent = [(prompt.sampling["top_p"], prompt.sampling["top_k"]) for prompt in stage.engine.prompts]
+    assert sent == [(0.6, 20), (1.0, -1)]
+
+
 async def test_a_final_tool_ends_the_episode(stage: Any, call_text: Callable[..., str]) -> None:
     stage.says(call_text("answer", text="42"))
     episode = await stage.episode()

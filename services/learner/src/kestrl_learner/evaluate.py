@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 
 from kestrl.episode import PROMPT_TOO_LONG, Episode, Group, PolicyVersion, Purpose, Scenario
 from kestrl.errors import KestrlError
+from kestrl.sampling import EvaluationSampling
 from kestrl.storage.episodes import EpisodeBatch, EpisodeStore
 from kestrl.telemetry import span
 from kestrl.telemetry.names import Attr, SpanName
@@ -16,7 +18,6 @@ from kestrl_learner.engines import Engines, NoEngineProved
 from kestrl_learner.progress import Progress, episode_facts, means_of
 from kestrl_learner.workers import GroupRequest, NoWorker, Workers
 
-GREEDY = 0.0
 ATTEMPTS = 3
 SEED_STRIDE = 2**32
 """Difference between the seeds of two samples of a scenario: above every ordinal, so that no two episodes share one."""
@@ -35,12 +36,11 @@ async def run_all(
     *,
     run: str,
     policy: PolicyVersion,
-    temperature: float,
+    sampling: EvaluationSampling,
     seed: int,
     workers: Workers,
     engines: Engines,
     progress: Progress,
-    samples: int = 1,
 ) -> list[Group]:
     """Episodes of every scenario, each in a group of its own; retryable failures are retried.
 
@@ -50,18 +50,21 @@ async def run_all(
     Raises:
         KestrlError: There is no worker or no engine.
     """
+    samples = sampling.samples
     groups: list[Group] = []
     slots = asyncio.Semaphore(AT_ONCE)
 
     async def attempt(scenario: Scenario, sample: int, number: int) -> Group:
         name = f"{scenario.ordinal}.{sample}" if samples > 1 else str(scenario.ordinal)
         request = GroupRequest(
-            group_id=f"{run}/eval-{policy.step}-{temperature:g}-{name}-{number}",
+            group_id=f"{run}/eval-{policy.step}-{sampling.label}-{name}-{number}",
             scenario=scenario,
             size=1,
             policy=policy,
             engines=await engines.wait_verified(policy),
-            temperature=temperature,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
             seed=seed + scenario.ordinal + sample * SEED_STRIDE,
             purpose=Purpose.EVALUATION,
         )
@@ -131,62 +134,44 @@ async def evaluate(
     *,
     run: str,
     policy: PolicyVersion,
-    temperature: float,
+    sampling: EvaluationSampling,
+    trained: float | None,
     seed: int,
-    sampled: bool,
     workers: Workers,
     engines: Engines,
     progress: Progress,
     episodes: EpisodeStore,
 ) -> dict[str, float]:
-    """Greedy means over all scenarios; with `sampled`, also means at the training temperature (`sampled_reward`)."""
+    """Means over all scenarios, with the estimates of `at_k` if each has several samples.
+
+    Args:
+        scenarios: The validation data.
+        run: Id of the run.
+        policy: The evaluated version.
+        sampling: How it is sampled.
+        trained: Temperature of training, at which one more episode of each scenario gives `sampled_reward`; None
+            without.
+        seed: The seeds of all episodes follow from it.
+        workers: They run the episodes.
+        engines: Those that have verified the policy serve it.
+        progress: Counts failures.
+        episodes: Takes the episodes, without those at the temperature of training.
+
+    Raises:
+        EvaluationFailed: No episode was scored.
+        KestrlError: There is no worker or no engine.
+    """
+    drawing = partial(
+        run_all, scenarios, run=run, policy=policy, seed=seed, workers=workers, engines=engines, progress=progress
+    )
     with span(SpanName.EVALUATE, {Attr.POLICY: policy.name}):
-        common = {
-            "run": run,
-            "policy": policy,
-            "seed": seed,
-            "workers": workers,
-            "engines": engines,
-            "progress": progress,
-        }
-        greedy = await run_all(scenarios, temperature=GREEDY, **common)  # type: ignore[arg-type]
-        batch = EpisodeBatch(purpose=Purpose.EVALUATION, step=policy.step, groups=greedy)
+        groups = await drawing(sampling=sampling)
+        batch = EpisodeBatch(purpose=Purpose.EVALUATION, step=policy.step, groups=groups)
         await asyncio.to_thread(episodes.append, batch)
-        result = summarise(greedy, len(scenarios), progress)
-        if sampled:
-            drawn = await run_all(scenarios, temperature=temperature, **common)  # type: ignore[arg-type]
+        result = summarise(groups, len(scenarios) * sampling.samples, progress) | at_k(groups, sampling.samples)
+        if trained is not None:
+            drawn = await drawing(sampling=EvaluationSampling(temperature=trained))
             means = summarise(drawn, len(scenarios), progress)
             result |= {f"sampled_{name}": means[name] for name in ("reward", "answer_correct") if name in means}
             result["exceptions"] += means["exceptions"]
         return result
-
-
-async def evaluate_samples(
-    scenarios: Sequence[Scenario],
-    *,
-    run: str,
-    policy: PolicyVersion,
-    temperature: float,
-    samples: int,
-    seed: int,
-    workers: Workers,
-    engines: Engines,
-    progress: Progress,
-    episodes: EpisodeStore,
-) -> dict[str, float]:
-    """Means over several sampled episodes of every scenario, with the estimates of `at_k`."""
-    with span(SpanName.EVALUATE, {Attr.POLICY: policy.name}):
-        drawn = await run_all(
-            scenarios,
-            run=run,
-            policy=policy,
-            temperature=temperature,
-            seed=seed,
-            workers=workers,
-            engines=engines,
-            progress=progress,
-            samples=samples,
-        )
-        batch = EpisodeBatch(purpose=Purpose.EVALUATION, step=policy.step, groups=drawn)
-        await asyncio.to_thread(episodes.append, batch)
-        return {**summarise(drawn, len(scenarios) * samples, progress), **at_k(drawn, samples)}

@@ -10,6 +10,7 @@ from typing import Any
 
 from kestrl.episode import Group, PolicyVersion, Scenario
 from kestrl.plan.settings import LearnerSettings
+from kestrl.sampling import EvaluationSampling
 from kestrl.states import RunPhase
 from kestrl.storage.summary import Means, RunSummary, SummaryPolicy, SummaryReason, ToolCalls
 from kestrl.tools import SandboxInUse
@@ -29,6 +30,7 @@ IDENTITY = (
     "adapter_from",
     "seed",
     "temperature",
+    "evaluation",
     "algorithm",
     "max_tokens",
     "max_turns",
@@ -83,6 +85,7 @@ def build_summary(
     tools: ToolCounts,
     tool_warning: ToolWarning | None,
     sandboxes: Mapping[str, SandboxInUse],
+    evaluation: EvaluationSampling | None,
 ) -> RunSummary:
     """The summary of a run.
 
@@ -102,6 +105,7 @@ def build_summary(
         tools: Tool calls of the training episodes that were offered tools.
         tool_warning: What is wrong with the calls of the last episodes.
         sandboxes: Sandboxes of tools that run code, by tool.
+        evaluation: How the evaluations sampled; None without validation data.
     """
     gap = {} if record.gap is None else asdict(record.gap)
     return RunSummary(
@@ -127,6 +131,7 @@ def build_summary(
         if tool_warning is None
         else SummaryReason(reason=tool_warning.reason, message=tool_warning.message),
         sandboxes=dict(sandboxes),
+        sampling=evaluation,
     )
 
 

@@ -228,7 +228,7 @@ class Run:
             policy = known.policy
             await unless(self._drain, resources.engines.publish(policy, address, parent=known.parent))
             resources.newest = policy, address
-        after = await resources.evaluate_once(policy, settings)
+        after = await resources.evaluate_once(policy)
         resources.record = resources.record.but(after=after)
 
 

@@ -13,7 +13,7 @@ from kestrl.data import load_scenarios
 from kestrl.episode import PolicyVersion, Scenario
 from kestrl.errors import PlaceError, StorageError, UserInputError
 from kestrl.metric_sinks import RunStart
-from kestrl.plan.settings import EvaluateSettings, LearnerSettings
+from kestrl.plan.settings import LearnerSettings
 from kestrl.states import RunPhase
 from kestrl.storage import Probe
 from kestrl.storage.episodes import ObjectEpisodeStore
@@ -24,7 +24,7 @@ from kestrl_learner import adapters
 from kestrl_learner.adapters import AdapterSource
 from kestrl_learner.concurrency import unless
 from kestrl_learner.engines import Engines
-from kestrl_learner.evaluate import GREEDY, evaluate, evaluate_samples
+from kestrl_learner.evaluate import evaluate
 from kestrl_learner.learning import Learning, learning
 from kestrl_learner.ledger import Superseded
 from kestrl_learner.metric_sinks import MetricSinks, make_sinks
@@ -151,18 +151,24 @@ class RunResources:
     async def evaluate(self, policy: PolicyVersion, *, sampled: bool, when: str) -> dict[str, float] | None:
         """Means over the held-out scenarios, if there are any; stored under `metrics/eval/` and in the summary.
 
+        Args:
+            policy: The evaluated version.
+            sampled: Whether one more episode of each scenario is run at the temperature of training.
+            when: The moment, for messages.
+
         Raises:
             Interrupted: The run is draining.
         """
         if not self.validation:
             return None
+        settings = self.settings
         work = evaluate(
             self.validation,
-            run=self.settings.run,
+            run=settings.run,
             policy=policy,
-            temperature=self.settings.temperature,
-            seed=self.settings.seed,
-            sampled=sampled,
+            sampling=settings.evaluation,
+            trained=settings.temperature if sampled else None,
+            seed=settings.seed,
             workers=self.workers,
             engines=self.engines,
             progress=self.progress,
@@ -170,31 +176,17 @@ class RunResources:
         )
         return await self._evaluated(policy, work, when)
 
-    async def evaluate_once(self, policy: PolicyVersion, settings: EvaluateSettings) -> dict[str, float]:
-        """The evaluation of a run that does not train: as `evaluate` with its sampled means, unless the settings ask
-        for samples or a temperature of their own.
+    async def evaluate_once(self, policy: PolicyVersion) -> dict[str, float]:
+        """The evaluation of a run that does not train; a greedy one has the means at the temperature of training, too.
 
         Raises:
             Interrupted: The run is draining.
         """
-        if settings.samples == 1 and settings.temperature is None:
-            found = await self.evaluate(policy, sampled=True, when=policy.name)
-            assert found is not None, "the data were checked at the start"
-            return found
-        temperature = GREEDY if settings.temperature is None else settings.temperature
-        work = evaluate_samples(
-            self.validation,
-            run=self.settings.run,
-            policy=policy,
-            temperature=temperature,
-            samples=settings.samples,
-            seed=self.settings.seed,
-            workers=self.workers,
-            engines=self.engines,
-            progress=self.progress,
-            episodes=self.episodes,
-        )
-        return await self._evaluated(policy, work, f"{policy.name}, {settings.samples} samples at {temperature:g}")
+        sampling = self.settings.evaluation
+        when = policy.name if sampling.greedy else f"{policy.name}, {sampling}"
+        found = await self.evaluate(policy, sampled=sampling.greedy, when=when)
+        assert found is not None, "the data were checked at the start"
+        return found
 
     async def _evaluated(
         self, policy: PolicyVersion, work: Coroutine[Any, Any, dict[str, float]], when: str
@@ -228,6 +220,7 @@ class RunResources:
             tools=self.progress.tools.total,
             tool_warning=self.progress.tool_warning,
             sandboxes=self.progress.sandboxes,
+            evaluation=self.settings.evaluation if self.validation else None,
         )
         try:
             await asyncio.to_thread(write_summary, self.store, summary)

@@ -95,6 +95,10 @@ class GroupRequest:
     temperature: float
     seed: int
     purpose: Purpose
+    top_p: float = 1.0
+    """Below 1 only in evaluations."""
+    top_k: int = 0
+    """Above 0 only in evaluations."""
 
 
 @dataclass(slots=True)
@@ -305,6 +309,8 @@ class Workers:
             engines=[pb.Engine(name=engine.name, url=engine.url) for engine in request.engines],
             sampling=pb.Sampling(
                 temperature=request.temperature,
+                top_p=request.top_p,
+                top_k=request.top_k,
                 max_tokens=settings.max_tokens,
                 max_turns=settings.max_turns,
                 max_tokens_per_turn=settings.max_tokens_per_turn,

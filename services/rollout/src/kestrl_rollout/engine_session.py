@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kestrl.agents import Completion
+from kestrl.agents import Completion, Limits
 from kestrl.engines import Generate
 from kestrl.errors import EngineFailure
 from kestrl.telemetry import span
@@ -40,7 +40,7 @@ class EngineSession:
         episode_id: str,
         engines: Sequence[EngineAddress],
         policy: str,
-        temperature: float,
+        limits: Limits,
         seed: int,
         client: EngineClient,
         sessions: Sessions,
@@ -48,7 +48,7 @@ class EngineSession:
         self._id = episode_id
         self._engines = {engine.name: engine for engine in engines}
         self._policy = policy
-        self._temperature = temperature
+        self._limits = limits
         self._seed = seed
         self._client = client
         self._sessions = sessions
@@ -83,7 +83,9 @@ class EngineSession:
             id=f"{self._id}/{turn}/{attempt}",
             policy=self._policy,
             prompt_ids=prompt_ids,
-            temperature=self._temperature,
+            temperature=self._limits.temperature,
+            top_p=self._limits.top_p,
+            top_k=self._limits.top_k,
             max_tokens=max_tokens,
             seed=turn_seed(self._seed, turn),
             stop_token_ids=stop_token_ids,

@@ -176,7 +176,7 @@ class EpisodeRunner:
             episode_id=attempt.id,
             engines=request.engines,
             policy=request.policy_name,
-            temperature=request.limits.temperature,
+            limits=request.limits,
             seed=attempt.seed,
             client=self._client,
             sessions=self.sessions,

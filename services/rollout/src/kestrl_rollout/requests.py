@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from kestrl.agents import Limits
 from kestrl.api.rollout.v1 import rollout_pb2 as pb
-from kestrl.episode import BASE_MODEL_NAME, PolicyVersion, Scenario
+from kestrl.episode import BASE_MODEL_NAME, PolicyVersion, Purpose, Scenario
 from kestrl.errors import UserInputError
 from kestrl.rpc.codec import policy_from_proto, scenario_from_proto
 from kestrl_rollout.engine import EngineAddress
@@ -47,6 +47,22 @@ def _refuse(field: str, why: str) -> UserInputError:
     return UserInputError(f"RunGroup: {field}: {why}", code="invalid_request")
 
 
+def _check_sampling(sampling: pb.Sampling, purpose: str) -> None:
+    if not 0 <= sampling.temperature < float("inf"):
+        raise _refuse("sampling.temperature", "is negative or not finite")
+    if not 0 <= sampling.top_p <= 1:
+        raise _refuse("sampling.top_p", "is not between 0 and 1")
+    if sampling.top_k < 0:
+        raise _refuse("sampling.top_k", "is negative")
+    if purpose != Purpose.EVALUATION and (0 < sampling.top_p < 1 or sampling.top_k):
+        raise _refuse(
+            "sampling",
+            "top_p and top_k are for evaluations: in training the learner computes log-probs over all tokens",
+        )
+    if sampling.max_tokens < 1 or sampling.max_turns < 1 or sampling.max_tokens_per_turn < 0:
+        raise _refuse("sampling", "max_tokens and max_turns must be at least 1, max_tokens_per_turn at least 0")
+
+
 def read_request(message: pb.RunGroupRequest, *, context_length: int) -> GroupRequest:
     """Validates and decodes a request.
 
@@ -64,10 +80,7 @@ def read_request(message: pb.RunGroupRequest, *, context_length: int) -> GroupRe
         raise _refuse("engines", "is empty: no engine has verified the policy")
     if len({engine.name for engine in message.engines}) != len(message.engines):
         raise _refuse("engines", "names one engine twice")
-    if not 0 <= sampling.temperature < float("inf"):
-        raise _refuse("sampling.temperature", "is negative or not finite")
-    if sampling.max_tokens < 1 or sampling.max_turns < 1 or sampling.max_tokens_per_turn < 0:
-        raise _refuse("sampling", "max_tokens and max_turns must be at least 1, max_tokens_per_turn at least 0")
+    _check_sampling(sampling, message.purpose)
     if not 0 < deadlines.tool < deadlines.turn < deadlines.episode < deadlines.group:
         raise _refuse("deadlines", f"must nest: 0 < tool < turn < episode < group, not {deadlines}")
     if not scenario.messages:
@@ -87,6 +100,8 @@ def read_request(message: pb.RunGroupRequest, *, context_length: int) -> GroupRe
             max_tokens_per_turn=sampling.max_tokens_per_turn,
             context_length=context_length,
             temperature=sampling.temperature,
+            top_p=sampling.top_p or 1.0,
+            top_k=sampling.top_k,
         ),
         deadlines=deadlines,
         seed=message.seed,

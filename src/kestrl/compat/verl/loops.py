@@ -17,7 +17,7 @@ from kestrl.compat.verl import names, tool_names
 from kestrl.errors import UserCodeError
 from kestrl.rewards import Score
 
-FIXED = {"top_p": (1, 1.0), "top_k": (-1, 0), "min_p": (0, 0.0), "repetition_penalty": (1, 1.0), "n": (1,)}
+FIXED = {"min_p": (0, 0.0), "repetition_penalty": (1, 1.0), "n": (1,)}
 """Sampling parameters with the only values that training allows: with others the log-probabilities would belong to
 another distribution than the learner's."""
 IGNORED = frozenset({"logprobs", "stop_token_ids", "max_tokens", "max_new_tokens", "temperature", "seed"})
@@ -59,8 +59,8 @@ def adapt(loop: type[Any], config: Mapping[str, Any]) -> Loop:
         )
         sampling = {
             "temperature": conversation.limits.temperature,
-            "top_p": 1.0,
-            "top_k": -1,
+            "top_p": conversation.limits.top_p,
+            "top_k": conversation.limits.top_k or -1,
             "repetition_penalty": 1.0,
             "logprobs": True,
         }
@@ -102,8 +102,8 @@ def _config(conversation: Conversation) -> Config:
         prompt_length=limits.context_length,
         response_length=limits.context_length,
         temperature=limits.temperature,
-        top_p=1.0,
-        top_k=-1,
+        top_p=limits.top_p,
+        top_k=limits.top_k or -1,
         calculate_log_probs=True,
         full_determinism=False,
         multi_turn=multi_turn,
@@ -166,7 +166,13 @@ class ServerManager:
         )
 
     def _check(self, sampling: Mapping[str, Any]) -> None:
-        allowed = {**FIXED, "temperature": (self._conversation.limits.temperature,)}
+        limits = self._conversation.limits
+        allowed = {
+            **FIXED,
+            "temperature": (limits.temperature,),
+            "top_p": (limits.top_p,),
+            "top_k": (limits.top_k,) if limits.top_k else (-1, 0),
+        }
         for name, value in sampling.items():
             if (
                 value is None

@@ -29,6 +29,8 @@ class Sampling(_message.Message):
     MAX_TOKENS_FIELD_NUMBER: _builtins.int
     MAX_TURNS_FIELD_NUMBER: _builtins.int
     MAX_TOKENS_PER_TURN_FIELD_NUMBER: _builtins.int
+    TOP_P_FIELD_NUMBER: _builtins.int
+    TOP_K_FIELD_NUMBER: _builtins.int
     temperature: _builtins.float
     """Above 0 in training; 0 is greedy, for evaluation."""
     max_tokens: _builtins.int
@@ -37,6 +39,12 @@ class Sampling(_message.Message):
     """Maximum turns per episode."""
     max_tokens_per_turn: _builtins.int
     """Maximum sampled tokens per turn; 0 means that only max_tokens applies."""
+    top_p: _builtins.float
+    """Probability of the smallest set of most probable tokens that are sampled from; 0 and 1 are off. For evaluation: the
+    learner computes log-probs over all tokens.
+    """
+    top_k: _builtins.int
+    """Number of most probable tokens that are sampled from; 0 is off. For evaluation."""
     def __init__(
         self,
         *,
@@ -44,10 +52,12 @@ class Sampling(_message.Message):
         max_tokens: _builtins.int = ...,
         max_turns: _builtins.int = ...,
         max_tokens_per_turn: _builtins.int = ...,
+        top_p: _builtins.float = ...,
+        top_k: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_tokens", b"max_tokens", "max_tokens_per_turn", b"max_tokens_per_turn", "max_turns", b"max_turns", "temperature", b"temperature"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_tokens", b"max_tokens", "max_tokens_per_turn", b"max_tokens_per_turn", "max_turns", b"max_turns", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

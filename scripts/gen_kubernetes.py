@@ -18,16 +18,13 @@ from pydantic import BaseModel, TypeAdapter
 
 from kestrl.spec.crd import (
     COLUMNS,
-    IDENTITY,
-    PLACED_RULES,
     SFT_COLUMNS,
-    SFT_RULES,
     SHORT,
-    Rules,
     definition_yaml,
     sft_crd,
 )
 from kestrl.spec.crd import crd as definition
+from kestrl.spec.crd_rules import IDENTITY, PLACED_RULES, SFT_RULES, Rules
 from kestrl.spec.job import API_VERSION, KIND, JobSpec
 from kestrl.spec.scalars import Duration, ImportPath, Name, format_duration
 from kestrl.spec.sft import SFT_KIND, SFTSpec

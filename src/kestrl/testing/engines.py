@@ -181,13 +181,14 @@ def _check_sampling(dialect: EngineDialect, engine: _Engine, policy: str, prompt
 def _check_truncation(dialect: EngineDialect, engine: _Engine, policy: str, prompt_ids: Sequence[int]) -> None:
     """Samples from the most probable token alone, by top_k and by top_p, which is greedy."""
 
-    def sampled(name: str, **changes: float) -> list[int]:
-        turn = replace(_turn(policy, prompt_ids, name), **changes)
+    def sampled(turn: Generate) -> list[int]:
         return list(dialect.read_generated(engine.ask(dialect.generate(turn))).token_ids)
 
-    greedy = sampled("greedy", temperature=0.0)
-    assert sampled("top_k", top_k=1) == greedy, "top_k 1 sampled other tokens than greedily"
-    assert sampled("top_p", top_p=1e-6) == greedy, "a top_p of nearly 0 sampled other tokens than greedily"
+    greedy = sampled(replace(_turn(policy, prompt_ids, "greedy"), temperature=0.0))
+    top_k = sampled(replace(_turn(policy, prompt_ids, "top_k"), top_k=1))
+    top_p = sampled(replace(_turn(policy, prompt_ids, "top_p"), top_p=1e-6))
+    assert top_k == greedy, "top_k 1 sampled other tokens than greedily"
+    assert top_p == greedy, "a top_p of nearly 0 sampled other tokens than greedily"
 
 
 def _scores(dialect: EngineDialect, engine: _Engine, policy: str, token_ids: Sequence[int]) -> list[float]:

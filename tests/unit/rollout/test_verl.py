@@ -199,7 +199,7 @@ async def test_a_loop_with_tools(make_stage: Any, tool_loop: Callable[..., str])
     assert await stage.closed() == ["g-1/0"]
 
 
-async def test_a_verl_loop_is_told_how_an_evaluation_samples(make_stage: Any, tool_loop: Callable[..., str]) -> None:
+async def test_a_verl_loop_is_given_how_an_evaluation_samples(make_stage: Any, tool_loop: Callable[..., str]) -> None:
     stage = await make_stage(
         agent=tool_loop("assert (sampling_params['top_p'], sampling_params['top_k']) == (0.6, 20)")
     )

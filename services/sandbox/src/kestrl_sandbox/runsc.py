@@ -14,7 +14,6 @@ import shutil
 import socket
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -26,6 +25,7 @@ from kestrl_sandbox.config import ENVIRONMENT, SOURCE, PoolConfig, prefixes
 from kestrl_sandbox.contract import Capabilities, Isolation, SandboxFailure
 from kestrl_sandbox.inside import syscall_table
 from kestrl_sandbox.inside.root import CONFIGURATION, FILES, PROGRAMS, USER, WRITABLE
+from kestrl_sandbox.locked_folder import LockedFolder
 from kestrl_sandbox.slot_programs import SlotPrograms
 from kestrl_sandbox.slots import make_cgroups
 
@@ -61,11 +61,13 @@ def runsc_program() -> str:
 class Runsc(SlotPrograms):
     """Starts a gVisor for each run."""
 
-    def __init__(self, config: PoolConfig, program: str, folder: Path, cgroups: Cgroups | None, no_cgroup: str) -> None:
+    def __init__(
+        self, config: PoolConfig, program: str, folder: LockedFolder, cgroups: Cgroups | None, no_cgroup: str
+    ) -> None:
         super().__init__(config, program, cgroups)
-        self._folder = folder
+        self._locked, self._folder = folder, folder.path
         self._identities: dict[int, str] = {}
-        make_bundle(folder, config, watch_memory=cgroups is None)
+        make_bundle(self._folder, config, watch_memory=cgroups is None)
         self.capabilities = Capabilities(
             backend="runsc",
             isolation=Isolation.KERNEL,
@@ -90,7 +92,7 @@ class Runsc(SlotPrograms):
         """
         program = runsc_program()
         cgroups, reason = make_cgroups()
-        folder = Path(await asyncio.to_thread(tempfile.mkdtemp, prefix="kestrl-runsc-"))
+        folder = await asyncio.to_thread(LockedFolder, "kestrl-runsc-")
         return await cls(config, program, folder, cgroups, reason)._tried()
 
     def _limits(self) -> tuple[int, int]:
@@ -133,7 +135,7 @@ class Runsc(SlotPrograms):
     async def close(self) -> None:
         """Ends all sandboxes and removes the bundle."""
         await super().close()
-        await asyncio.to_thread(shutil.rmtree, self._folder, ignore_errors=True)
+        await asyncio.to_thread(self._locked.remove)
 
 
 def version_of(program: str) -> str:

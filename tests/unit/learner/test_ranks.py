@@ -87,7 +87,7 @@ def trainer_on(ranks: Ranks, folder: Path, settings: dict[str, Any], options: di
 
 
 def weights_of(trainer: Trainer) -> Weights:
-    return {name: weight.numpy().copy() for name, weight in trainer.model.adapter_state().items()}
+    return {name: weight.numpy().copy() for name, weight in trainer.model.trained_state().items()}
 
 
 def steps_on(
@@ -104,10 +104,10 @@ def steps_on(
     if state is not None:
         trainer.restore(state)
     if isinstance(ranks, Group):
-        sharded = [weight for weight in trainer.model.peft.parameters() if isinstance(weight, DTensor)]
+        sharded = [weight for weight in trainer.model.network.parameters() if isinstance(weight, DTensor)]
         assert len(sharded) > 10, "the layers' weights are sharded"
         assert sum(weight.to_local().numel() for weight in sharded) < sum(weight.numel() for weight in sharded)
-        assert trainer.model.peft.config._attn_implementation == packing.NAME, "ranks pack rows, too"
+        assert trainer.model.network.config._attn_implementation == packing.NAME, "ranks pack rows, too"
     trainer.published("policy")
     results = [facts(trainer.step(batch, first + number)) for number, batch in enumerate(batches)]
     return weights_of(trainer), results, trainer.state()

@@ -257,7 +257,7 @@ def test_a_restored_trainer_goes_on_exactly(models: dict[str, Path], policy_of: 
     second.restore(state)
     for step in range(2, 4):
         second.step(make_groups(seed=step), step)
-    ours, theirs = second.model.adapter_state(), whole.model.adapter_state()
+    ours, theirs = second.model.trained_state(), whole.model.trained_state()
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
@@ -402,7 +402,7 @@ def test_scoring_by_an_older_policy_does_not_change_training(models: dict[str, P
     assert scored.mismatch.own.tokens == sum(stale[0].rows[0].mask)
     with torch.no_grad():
         one = replace(stale[0], rows=stale[0].rows[:1])
-        with policies[0].with_adapter(trainers[0]._published["policy"]):  # pyright: ignore[reportPrivateUsage]
+        with policies[0].with_trained_state(trainers[0]._published["policy"]):  # pyright: ignore[reportPrivateUsage]
             ((_, logprobs),) = policies[0].logprobs(one, 1.0)
     assert scored.mismatch.own.mean == pytest.approx(float((logprobs + 4.0).abs().mean()), rel=1e-6)
     states = [policy.adapter_state() for policy in policies]

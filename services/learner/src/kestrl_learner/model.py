@@ -1,4 +1,5 @@
-"""The policy model: a frozen base with a LoRA adapter, and the log-probabilities it gives to sampled tokens.
+"""The model under training, and the log-probabilities it gives to sampled tokens. The policy model is a frozen base
+with a LoRA adapter.
 
 A group's prompt is computed once and shared by its rows, exactly: its keys and values go into a cache that is repeated
 for every row, with gradients, and the first token of a row takes its logits from the prompt's last hidden state. Rows
@@ -9,12 +10,13 @@ without a shared prompt are packed into one sequence where the model's family al
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import torch
 from peft import LoraConfig, get_peft_model
@@ -39,16 +41,23 @@ TOKENS_PER_PASS = 16_384
 CHECK_TOLERANCE = 1e-3
 
 
-class PolicyModel:
-    """The model under training.
+class ModelOptions(TypedDict, total=False):
+    """Arguments of `TrainedModel` with a default, which it documents."""
+
+    device: str
+    gradient_checkpointing: bool
+    activation_offload: bool
+    tokens_per_pass: int
+    group: Group | None
+
+
+class TrainedModel(ABC):
+    """A causal language model under training.
 
     Args:
         path: Folder or Hugging Face id of the base model; only read.
-        dtype: float32 or bfloat16.
-        rank: Rank of the adapter.
-        alpha: Scaling of the adapter.
-        targets: Modules that get an adapter, or `all-linear`.
-        seed: Seed of the adapter's initialisation (A random, B zero: version 0 equals the base).
+        dtype: Of the base's weights: float32 or bfloat16.
+        seed: Seed of what is initialised.
         device: torch device.
         gradient_checkpointing: Keeps the inputs of layers only and computes them again in the backward pass. Rows are
             then computed with their prompts: a shared prompt's cache cannot be computed again.
@@ -68,9 +77,6 @@ class PolicyModel:
         path: str,
         *,
         dtype: str,
-        rank: int,
-        alpha: float,
-        targets: str | Sequence[str],
         seed: int,
         device: str = "cpu",
         gradient_checkpointing: bool = False,
@@ -79,15 +85,6 @@ class PolicyModel:
         group: Group | None = None,
     ) -> None:
         self.device = torch.device(device)
-        self.config = LoraConfig(
-            r=rank,
-            lora_alpha=alpha,  # pyright: ignore[reportArgumentType] - an int in its types, a factor in fact
-            target_modules=targets if isinstance(targets, str) else list(targets),
-            lora_dropout=0.0,
-            bias="none",
-            task_type="CAUSAL_LM",
-            base_model_name_or_path=path,
-        )
         with nullcontext() if group is None else group.turn():
             config, base = self._load(path, dtype, seed, group)
         self._shortest = 1 if group is None else 2
@@ -95,7 +92,7 @@ class PolicyModel:
         by themselves."""
         self._head: nn.Module = base.get_output_embeddings()
         self.vocabulary = int(config.get_text_config().vocab_size)
-        self.peft.eval()  # engines do not apply dropout
+        self.network.eval()  # engines do not apply dropout
         self.tokens_per_pass, self._shares_prompts = tokens_per_pass, not gradient_checkpointing
         self._offloads = activation_offload
         if gradient_checkpointing:
@@ -107,17 +104,24 @@ class PolicyModel:
         """The base model of transformers with its weights."""
         return AutoModelForCausalLM.from_pretrained(path, dtype=dtype, config=config)
 
-    def _refuse_other_layers(self) -> None:
-        """Raises UserInputError if a module with an adapter is not linear."""
-        for name, module in self.peft.named_modules():
-            if isinstance(module, LoraLayer) and not isinstance(module.get_base_layer(), nn.Linear | Conv1D):
-                kind = type(module.get_base_layer()).__name__
-                raise UserInputError(
-                    f"{TARGETS}: {unserved(name.removeprefix('base_model.model.'), f'a layer {kind}')}"
-                )
+    @abstractmethod
+    def _trainable(self, base: Any) -> Any:
+        """The network that is computed: the base with gradients for what is trained.
+
+        Raises:
+            UserInputError: It cannot be trained.
+        """
+
+    @abstractmethod
+    def trained_state(self) -> dict[str, Tensor]:
+        """The weights under training by name, float32 on the CPU, contiguous."""
+
+    @abstractmethod
+    def load_trained_state(self, state: dict[str, Tensor]) -> None:
+        """The inverse of `trained_state`."""
 
     def _load(self, path: str, dtype: str, seed: int, group: Group | None) -> tuple[PretrainedConfig, Any]:
-        """Loads the base and gives it the adapter; returns its configuration and itself."""
+        """Loads the base and prepares it for training; returns its configuration and itself."""
         try:
             config = AutoConfig.from_pretrained(path)
             _refuse_experts(config, path)
@@ -125,20 +129,16 @@ class PolicyModel:
         except (OSError, ValueError) as error:
             raise UserInputError(f"spec.model.base: {path} cannot be loaded: {error}") from error
         torch.manual_seed(seed)
-        try:
-            self.peft: Any = get_peft_model(base, self.config)
-        except ValueError as error:
-            raise UserInputError(f"spec.model.adapter.targets: {error}") from error
-        self._refuse_other_layers()
+        self.network: Any = self._trainable(base)
         self._body: nn.Module = getattr(base, base.base_model_prefix)
         if group is not None:
             shard_layers(base, self._body, group.mesh)
-        self.peft.to(self.device)
+        self.network.to(self.device)
         return config, base
 
     def _checkpoint_layers(self) -> None:
-        self.peft.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        layers = [module for module in self.peft.modules() if isinstance(module, GradientCheckpointingLayer)]
+        self.network.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        layers = [module for module in self.network.modules() if isinstance(module, GradientCheckpointingLayer)]
         if not layers:
             raise UserInputError("spec.learner.gradientCheckpointing: this family of models does not support it")
         for layer in layers:
@@ -155,7 +155,7 @@ class PolicyModel:
         """Checks that the head alone maps hidden states to logits (some families scale or cap them)."""
         ids = torch.arange(1, 9, device=self.device)[None]
         with torch.no_grad():
-            whole = self.peft(input_ids=ids).logits
+            whole = self.network(input_ids=ids).logits
             ours = self._head(self._body(input_ids=ids).last_hidden_state)
         if (whole - ours).abs().max() > CHECK_TOLERANCE:
             raise UserInputError(
@@ -163,32 +163,18 @@ class PolicyModel:
             )
 
     def parameters(self) -> list[nn.Parameter]:
-        """The adapter's parameters in a fixed order."""
-        return [weight for weight in self.peft.parameters() if weight.requires_grad]
-
-    @property
-    def targets(self) -> tuple[str, ...]:
-        """Names of the modules that carry the adapter."""
-        modules = self.config.target_modules
-        return (modules,) if isinstance(modules, str) else tuple(sorted(modules or ()))
-
-    def adapter_state(self) -> dict[str, Tensor]:
-        """The adapter's weights under peft's names, float32 on the CPU, contiguous."""
-        state: dict[str, Tensor] = get_peft_model_state_dict(self.peft)
-        return {name: state[name].detach().to("cpu", torch.float32).contiguous() for name in sorted(state)}
-
-    def load_adapter_state(self, state: dict[str, Tensor]) -> None:
-        set_peft_model_state_dict(self.peft, state)
+        """The parameters under training in a fixed order."""
+        return [weight for weight in self.network.parameters() if weight.requires_grad]
 
     @contextmanager
-    def with_adapter(self, state: dict[str, Tensor]) -> Generator[None]:
-        """Replaces the adapter's weights within the context."""
-        own = {name: weight.clone() for name, weight in self.adapter_state().items()}
-        self.load_adapter_state(state)
+    def with_trained_state(self, state: dict[str, Tensor]) -> Generator[None]:
+        """Replaces the weights under training within the context."""
+        own = {name: weight.clone() for name, weight in self.trained_state().items()}
+        self.load_trained_state(state)
         try:
             yield
         finally:
-            self.load_adapter_state(own)
+            self.load_trained_state(own)
 
     def logprobs(
         self, group: TrainGroup, temperature: float, entropies: list[Tensor] | None = None
@@ -243,17 +229,6 @@ class PolicyModel:
             rows=[len(rows) for rows in episodes],
         )
         return [[row for episode in episodes[part] for row in episode] for part in slices]
-
-    def reference_logprobs(self, group: TrainGroup, temperature: float) -> list[Tensor]:
-        """Log-probabilities under the base model, in the parts that `logprobs` yields, without gradient."""
-        with torch.no_grad(), self.without_adapter():
-            return [logprobs for _, logprobs in self.logprobs(group, temperature)]
-
-    @contextmanager
-    def without_adapter(self) -> Generator[None]:
-        """The base model within the context."""
-        with self.peft.disable_adapter():
-            yield
 
     def shares_prompt(self, prompt: array[int]) -> bool:
         """Whether a pass computes a prompt once for its rows, in a call of its own."""
@@ -353,6 +328,89 @@ class PolicyModel:
         states: Tensor = body.last_hidden_state
         return torch.cat([states[:, :1], states[:, :-1]], dim=1)
 
+
+class PolicyModel(TrainedModel):
+    """A frozen base with a LoRA adapter.
+
+    Args:
+        path: Folder or Hugging Face id of the base model; only read.
+        dtype: Of the base's weights: float32 or bfloat16.
+        rank: Rank of the adapter.
+        alpha: Scaling of the adapter.
+        targets: Modules that get an adapter, or `all-linear`.
+        seed: Seed of the adapter's initialisation (A random, B zero: version 0 equals the base).
+        options: As of `TrainedModel`.
+
+    Raises:
+        UserInputError: As of `TrainedModel`, or a target gets no adapter.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        *,
+        dtype: str,
+        rank: int,
+        alpha: float,
+        targets: str | Sequence[str],
+        seed: int,
+        **options: Unpack[ModelOptions],
+    ) -> None:
+        self.config = LoraConfig(
+            r=rank,
+            lora_alpha=alpha,  # pyright: ignore[reportArgumentType] - an int in its types, a factor in fact
+            target_modules=targets if isinstance(targets, str) else list(targets),
+            lora_dropout=0.0,
+            bias="none",
+            task_type="CAUSAL_LM",
+            base_model_name_or_path=path,
+        )
+        super().__init__(path, dtype=dtype, seed=seed, **options)
+
+    @property
+    def peft(self) -> Any:
+        """The base with the adapter."""
+        return self.network
+
+    def _trainable(self, base: Any) -> Any:
+        try:
+            made: Any = get_peft_model(base, self.config)
+        except ValueError as error:
+            raise UserInputError(f"{TARGETS}: {error}") from error
+        _refuse_other_layers(made)
+        return made
+
+    def trained_state(self) -> dict[str, Tensor]:
+        return self.adapter_state()
+
+    def load_trained_state(self, state: dict[str, Tensor]) -> None:
+        self.load_adapter_state(state)
+
+    @property
+    def targets(self) -> tuple[str, ...]:
+        """Names of the modules that carry the adapter."""
+        modules = self.config.target_modules
+        return (modules,) if isinstance(modules, str) else tuple(sorted(modules or ()))
+
+    def adapter_state(self) -> dict[str, Tensor]:
+        """The adapter's weights under peft's names, float32 on the CPU, contiguous."""
+        state: dict[str, Tensor] = get_peft_model_state_dict(self.peft)
+        return {name: state[name].detach().to("cpu", torch.float32).contiguous() for name in sorted(state)}
+
+    def load_adapter_state(self, state: dict[str, Tensor]) -> None:
+        set_peft_model_state_dict(self.peft, state)
+
+    def reference_logprobs(self, group: TrainGroup, temperature: float) -> list[Tensor]:
+        """Log-probabilities under the base model, in the parts that `logprobs` yields, without gradient."""
+        with torch.no_grad(), self.without_adapter():
+            return [logprobs for _, logprobs in self.logprobs(group, temperature)]
+
+    @contextmanager
+    def without_adapter(self) -> Generator[None]:
+        """The base model within the context."""
+        with self.peft.disable_adapter():
+            yield
+
     def score(self, token_ids: Sequence[int], *, adapter: bool) -> list[float]:
         """Log-probability of every token after the first, at temperature 1, with or without the adapter."""
         ids = torch.tensor([list(token_ids)], device=self.device)
@@ -364,6 +422,14 @@ class PolicyModel:
                     logits = self.peft(input_ids=ids).logits
             scores = torch.log_softmax(logits[0, :-1].float(), dim=-1).gather(-1, ids[0, 1:, None])[:, 0]
         return [float(score) for score in scores]
+
+
+def _refuse_other_layers(network: Any) -> None:
+    """Raises UserInputError if a module with an adapter is not linear."""
+    for name, module in network.named_modules():
+        if isinstance(module, LoraLayer) and not isinstance(module.get_base_layer(), nn.Linear | Conv1D):
+            kind = type(module.get_base_layer()).__name__
+            raise UserInputError(f"{TARGETS}: {unserved(name.removeprefix('base_model.model.'), f'a layer {kind}')}")
 
 
 def _refuse_experts(config: Any, path: str) -> None:

@@ -24,7 +24,7 @@ from kestrl_learner.algorithms import AGGREGATIONS, make_algorithm
 from kestrl_learner.batch import TrainGroup, TrainRow, estimated
 from kestrl_learner.diagnostics import TokenMeans, ratio_diagnostics
 from kestrl_learner.logprob_mismatch import LogprobMismatch
-from kestrl_learner.model import PolicyModel
+from kestrl_learner.model import PolicyModel, TrainedModel
 from kestrl_learner.observed import Computed, Observed, Prepared, with_log_ratios
 from kestrl_learner.optimisation import learning_rate, mini_batches
 from kestrl_learner.passes import Pass, PassKind, schedule
@@ -75,7 +75,7 @@ class Trainer:
 
     def __init__(
         self,
-        model: PolicyModel,
+        model: TrainedModel,
         algorithm: AlgorithmSettings,
         temperature: float,
         *,
@@ -98,7 +98,7 @@ class Trainer:
         """Keeps the present weights under their policy's name while its rollouts may be trained on."""
         if not self._settings.max_staleness:
             return
-        self._published[policy] = {name: weight.clone() for name, weight in self.model.adapter_state().items()}
+        self._published[policy] = {name: weight.clone() for name, weight in self.model.trained_state().items()}
         while len(self._published) > self._settings.max_staleness + 1:
             del self._published[next(iter(self._published))]
 
@@ -242,6 +242,7 @@ class Trainer:
 
     def _reference(self, groups: Sequence[TrainGroup]) -> list[list[Tensor]]:
         """Log-probs under the base model."""
+        assert isinstance(self.model, PolicyModel), "without an adapter the base is not kept"
         with self.model.without_adapter():
             found = {which.key: logprobs for which, logprobs, _ in self._computed(self._passes(enumerate(groups)))}
         return self._by_group(found, len(groups))
@@ -316,7 +317,7 @@ class Trainer:
         """
         own: list[tuple[Tensor, Sequence[str]]] = []
         for policy, some in stale_rows(groups).items():
-            with self.model.with_adapter(self._published[policy]):
+            with self.model.with_trained_state(self._published[policy]):
                 own += [
                     (
                         (logprobs - self._behaviour(which.rows)).cpu(),
@@ -372,18 +373,19 @@ class Trainer:
         return float(loss.detach())
 
     def state(self) -> bytes:
-        """Adapter, optimiser and random states, for an exact resume on any number of ranks.
+        """Weights under training, optimiser and random states, for an exact resume on any number of ranks.
 
         Raises:
             RanksDiffer: The ranks hold different adapters.
         """
-        adapter = self.model.adapter_state()
-        digests = self._ranks.gather(hashlib.sha256(save(adapter)).hexdigest())
-        if len(set(digests)) > 1:
-            raise RanksDiffer(f"the adapter's digests by rank are {', '.join(digests)}; resume from a checkpoint")
+        trained = self.model.trained_state()
+        if self._ranks.count > 1:
+            digests = self._ranks.gather(hashlib.sha256(save(trained)).hexdigest())
+            if len(set(digests)) > 1:
+                raise RanksDiffer(f"the adapter's digests by rank are {', '.join(digests)}; resume from a checkpoint")
         buffer = io.BytesIO()
         content: dict[str, Any] = {
-            "adapter": adapter,
+            "adapter": trained,
             "optimizer": self.optimizer.state_dict(),
             "torch_rng": torch.get_rng_state(),
             "python_rng": random.getstate(),
@@ -394,7 +396,7 @@ class Trainer:
     def restore(self, state: bytes) -> None:
         """The inverse of `state`."""
         content: dict[str, Any] = torch.load(io.BytesIO(state), weights_only=True)
-        self.model.load_adapter_state(content["adapter"])
+        self.model.load_trained_state(content["adapter"])
         self.optimizer.load_state_dict(content["optimizer"])
         torch.set_rng_state(content["torch_rng"])
         random.setstate(content["python_rng"])

@@ -23,6 +23,7 @@ from kestrl.plan.components import TORCH_DEFAULTS
 from kestrl.plan.service_settings import read_settings
 from kestrl.plan.sft import SFTSettings
 from kestrl.storage import ObjectStore, adapter_folders, fetch_adapter, open_store, read_manifest
+from kestrl.storage.models import fetch_model, model_folders
 
 console = Console()
 BASE = "base"
@@ -71,7 +72,8 @@ def export(
     merge: Annotated[bool, typer.Option("--merge", help="Merge the adapter into the base model.")] = False,
     runs: Runs = DEFAULT_RUNS,
 ) -> None:
-    """Export an adapter of a run with every digest verified, or the merged model with --merge.
+    """Export an adapter of a run with every digest verified, or the merged model with --merge. Of a run of `kestrl sft`
+    that trained all parameters, export the model.
 
     A run of `kestrl sft` is named by its folder, NAME-sft.
     """
@@ -79,6 +81,12 @@ def export(
         raise UserInputError(f"--out: {out} exists already; name a new folder")
     trained = _trained(runs, run_id)
     store = trained.store
+    if folders := model_folders(store):
+        if merge or step is not None:
+            raise UserInputError("--merge, --step: the run trained all parameters and has one model; leave them out")
+        out.parent.mkdir(parents=True, exist_ok=True)
+        console.print(f"{fetch_model(store, out, folders[-1]).policy.name} -> {out}", soft_wrap=True, markup=False)
+        return
     folder = choose_adapter(store, step)
     if not merge:
         out.parent.mkdir(parents=True, exist_ok=True)

@@ -108,9 +108,10 @@ def _table(found: MemoryEstimate) -> Table:
 def _pass_of(asked: MemorySettings, found: MemoryEstimate) -> str:
     policy = asked.policy
     checkpointing = "with" if policy.gradient_checkpointing else "without"
+    trained = f"rank {policy.rank}" if asked.parameters == "adapter" else "all parameters"
     return (
         f"The largest pass holds {found.rows} of {asked.group_rows} rows of {asked.prompt} + {asked.completion} "
-        f"tokens; {policy.dtype}, rank {policy.rank}, {checkpointing} gradient checkpointing, device {policy.device}."
+        f"tokens; {policy.dtype}, {trained}, {checkpointing} gradient checkpointing, device {policy.device}."
     )
 
 

@@ -1,4 +1,4 @@
-"""The command `kestrl sft`: supervised fine-tuning of an adapter on this machine."""
+"""The command `kestrl sft`: supervised fine-tuning on this machine."""
 
 from __future__ import annotations
 
@@ -64,13 +64,16 @@ def located(job: SFTJob, *, base: Path, folder: Path) -> SFTSettings:
 
 
 def sft(manifest: SFTManifest, set_: Overrides = None, runs: Runs = DEFAULT_RUNS) -> None:
-    """Fine-tune an adapter on conversations, and print its address at the end. Resumes a run that was stopped."""
+    """Fine-tune an adapter or a model on conversations, and print its address at the end. Resumes a run that was
+    stopped.
+    """
     code, _ = _train(manifest, tuple(set_ or ()), runs)
     raise typer.Exit(code)
 
 
 def fine_tuned(manifest: Path, overrides: tuple[str, ...], runs: Path) -> str:
-    """The address of the adapter of an SFT job, which is run, resumed, or found finished.
+    """The field of an AgentRLJob that begins with the result of an SFT job, as an override; the job is run, resumed, or
+    found finished.
 
     Raises:
         typer.Exit: It failed or was interrupted, with its code.
@@ -80,7 +83,8 @@ def fine_tuned(manifest: Path, overrides: tuple[str, ...], runs: Path) -> str:
     if code:
         raise typer.Exit(code)
     summary = json.loads(open_store(settings.storage).get(SUMMARY))
-    return str(summary["policy"]["uri"])
+    field = "model.base" if settings.parameters == "all" else "model.adapter.from"
+    return f"{field}={json.dumps(summary['policy']['uri'])}"
 
 
 def _train(manifest: Path, overrides: tuple[str, ...], runs: Path) -> tuple[int, SFTSettings]:

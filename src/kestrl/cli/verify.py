@@ -79,8 +79,7 @@ def _run_all(spec: ThresholdSpec, base: Path, runs: Path, overrides: Sequence[st
             "evaluations"
         )
     if spec.sft is not None:
-        address = fine_tuned(base / spec.sft, (), runs)
-        overrides = (*overrides, f"model.adapter.from={json.dumps(address)}")
+        overrides = (*overrides, fine_tuned(base / spec.sft, (), runs))
         jobs = [_job_of(spec, base, seed, overrides) for seed in spec.seeds]
     return [_run(job, (base / spec.job).parent, runs, new=new) for job in jobs]
 

@@ -45,6 +45,8 @@ class MemorySettings(Model):
     """One step of a job, for the estimate."""
 
     policy: PolicySettings
+    parameters: Literal["adapter", "all"] = "adapter"
+    """What is trained."""
     kind: Literal["AgentRLJob", "SFTJob"]
     prompt: int
     """Tokens of a row before the first sampled one."""
@@ -121,6 +123,7 @@ def _of_sft(job: SFTJob, model: str, row: tuple[int, int] | None) -> MemorySetti
             device=spec.learner.device,
             learner=spec.learner,
         ),
+        parameters=spec.training.parameters,
         kind="SFTJob",
         prompt=prompt,
         completion=completion,
@@ -149,23 +152,29 @@ def _policy(spec: ModelSpec, model: str, *, device: str, learner: Learner | SFTL
 
 def changes(asked: MemorySettings, estimate: MemoryEstimate) -> Sequence[str]:
     """Fields that lower the peak, with their values, those of the largest part first."""
-    policy, parts = asked.policy, estimate.parts
+    parts = estimate.parts
     trained = (Part.ADAPTER, Part.GRADIENTS, Part.OPTIMIZER, Part.COPIES)
     found = [
-        (parts.get(Part.BASE, 0), _base_change(policy)),
-        (
-            sum(parts.get(part, 0) for part in trained),
-            f"spec.model.adapter.rank is {policy.rank} and its targets are {_listed(policy.targets)}: lower the rank "
-            "or name fewer targets",
-        ),
+        (parts.get(Part.BASE, 0), _base_change(asked)),
+        (sum(parts.get(part, 0) for part in trained), _trained_change(asked)),
         (parts.get(Part.ACTIVATIONS, 0) + parts.get(Part.LOGPROBS, 0), _activation_change(asked, estimate)),
     ]
     found.sort(key=lambda item: -item[0])
     return [f"{text} ({size / GIB:.2f} GiB)" for size, text in found if size >= WORTH_CHANGING * estimate.total]
 
 
-def _base_change(policy: PolicySettings) -> str:
-    if policy.dtype == "float32":
+def _trained_change(asked: MemorySettings) -> str:
+    if asked.parameters == "all":
+        return "spec.training.parameters is all: adapter trains few parameters"
+    policy = asked.policy
+    return (
+        f"spec.model.adapter.rank is {policy.rank} and its targets are {_listed(policy.targets)}: lower the rank or "
+        "name fewer targets"
+    )
+
+
+def _base_change(asked: MemorySettings) -> str:
+    if asked.parameters == "adapter" and asked.policy.dtype == "float32":
         return "spec.model.dtype is float32: bfloat16 halves the base weights"
     return "spec.model.base: use a smaller model"
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from kestrl.plan.algorithm import AlgorithmSettings
 from kestrl.plan.service_settings import Model
 from kestrl.plan.settings import PolicySettings
@@ -23,6 +25,8 @@ class SFTSettings(PolicySettings):
     """One run of supervised fine-tuning."""
 
     job: str
+    parameters: Literal["adapter", "all"] = "adapter"
+    """What is trained; the fields of an adapter have no meaning for `all`."""
     template: str | None = None
     """File of a chat template."""
     train: SFTData
@@ -61,6 +65,7 @@ def sft_settings(
     adapter = spec.model.adapter
     return SFTSettings(
         job=job.metadata.name,
+        parameters=training.parameters,
         model=model,
         dtype=spec.model.dtype,
         rank=adapter.rank,
@@ -80,7 +85,7 @@ def sft_settings(
             name=LOSS,
             group_size=1,
             groups_per_step=training.batch_size,
-            learning_rate=training.learning_rate,
+            learning_rate=training.peak_learning_rate,
             learning_rate_schedule=training.learning_rate_schedule,
             final_learning_rate_share=training.final_learning_rate_share,
             warmup_steps=training.warmup_steps,

@@ -71,7 +71,7 @@ def sft_crd() -> dict[str, Any]:
     """The CustomResourceDefinition of SFTJob as an object."""
     return _definition(
         {"kind": SFT_KIND, "listKind": f"{SFT_KIND}List", "plural": SFT_PLURAL, "singular": SFT_SINGULAR},
-        "Supervised fine-tuning of an adapter, from which reinforcement learning can start.",
+        "Supervised fine-tuning of an adapter or of a model, from which reinforcement learning can start.",
         spec=structural(SFTSpec.model_json_schema(by_alias=True), ("spec",), SFT_RULES),
         status=structural(SFTJobStatus.model_json_schema(by_alias=True), ("status",), SFT_RULES),
         columns=SFT_COLUMNS,

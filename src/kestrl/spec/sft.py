@@ -1,7 +1,8 @@
-"""The manifest `SFTJob`: supervised fine-tuning of an adapter on conversations. Read by `kestrl sft`; pure."""
+"""The manifest `SFTJob`: supervised fine-tuning of an adapter, or of a whole model, on conversations. Pure."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -9,7 +10,7 @@ from pydantic import Field, ValidationError, model_validator
 
 from kestrl.spec.adapter_rules import target_problems
 from kestrl.spec.algorithms import LearningRateScheduleName
-from kestrl.spec.job import Accelerator, Metadata, ModelSpec, Storage
+from kestrl.spec.job import Accelerator, Adapter, Metadata, ModelSpec, Storage
 from kestrl.spec.learner_rules import offload_problems
 from kestrl.spec.load import ProblemsError, explain, read_document, with_overrides
 from kestrl.spec.model import LARGEST_CONTEXT, LARGEST_SEED, Model, NonNegative, NonNegativeInt, Positive, PositiveInt
@@ -17,6 +18,8 @@ from kestrl.spec.problems import Problem
 from kestrl.spec.scalars import Address
 
 SFT_KIND = "SFTJob"
+DEFAULT_LEARNING_RATES = {"adapter": 2e-4, "all": 2e-5}
+"""By `training.parameters`; TRL's SFTTrainer and its guide to LoRA have the same."""
 
 
 class Conversations(Model):
@@ -52,8 +55,11 @@ class ConversationData(Model):
 
 
 class Training(Model):
-    """Schedule and optimiser."""
+    """What is trained, schedule and optimiser."""
 
+    parameters: Literal["adapter", "all"] = "adapter"
+    """What is trained: `adapter`, which `model.adapter.from` of an AgentRLJob takes, or `all` parameters of the model,
+    kept and updated in float32. The result is then a model, which `model.base` takes."""
     epochs: PositiveInt = 1
     """Passes over the conversations."""
     max_steps: PositiveInt | None = None
@@ -62,8 +68,8 @@ class Training(Model):
     """Conversations per step. They are computed some tokens at a time, so memory does not limit it."""
     max_tokens: Annotated[int, Field(ge=2, le=LARGEST_CONTEXT)] = 4096
     """Maximum tokens of a conversation; longer ones are left out and counted."""
-    learning_rate: Positive = 2e-4
-    """Learning rate of AdamW after the warm-up."""
+    learning_rate: Positive | None = None
+    """Learning rate of AdamW after the warm-up. Default: 2e-4 for an adapter, 2e-5 for all parameters."""
     learning_rate_schedule: LearningRateScheduleName = "cosine"
     """Learning rate after the warm-up."""
     final_learning_rate_share: Annotated[float, Field(ge=0, le=1, strict=False)] = 0.0
@@ -78,6 +84,11 @@ class Training(Model):
     """Steps between evaluations. Default: before and after training only."""
     checkpoint_every: PositiveInt = 50
     """Steps between checkpoints."""
+
+    @property
+    def peak_learning_rate(self) -> float:
+        """The learning rate, or the default for what is trained."""
+        return self.learning_rate or DEFAULT_LEARNING_RATES[self.parameters]
 
 
 class SFTLearner(Model):
@@ -111,7 +122,7 @@ class SFTSpec(Model):
 
 
 class SFTJob(Model):
-    """Supervised fine-tuning of an adapter, from which reinforcement learning can start."""
+    """Supervised fine-tuning of an adapter or of a model, from which reinforcement learning can start."""
 
     api_version: Literal["kestrl.dev/v1alpha1"]
     kind: Literal["SFTJob"]
@@ -137,9 +148,21 @@ def parse_sft_job(document: Any) -> SFTJob:
         checkpointing=learner.gradient_checkpointing,
         on_cpu=learner.device.startswith("cpu"),
     )
-    if problems := [*target_problems(job.spec.model.adapter), *offloading]:
+    if problems := [*target_problems(job.spec.model.adapter), *offloading, *_adapter_problems(job.spec)]:
         raise ProblemsError(problems)
     return job
+
+
+def _adapter_problems(spec: SFTSpec) -> Iterator[Problem]:
+    """Fields of an adapter where there is none. A field with its default is none: API servers fill it in."""
+    if spec.training.parameters == "adapter":
+        return
+    given, default = spec.model.adapter.model_dump(by_alias=True), Adapter().model_dump(by_alias=True)
+    for name in given:
+        if given[name] != default[name]:
+            yield Problem(
+                f"spec.model.adapter.{name}", "there is no adapter with spec.training.parameters: all; remove it"
+            )
 
 
 def read_sft_job(path: Path, overrides: tuple[str, ...] = ()) -> SFTJob:

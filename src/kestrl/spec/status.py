@@ -51,7 +51,7 @@ class PolicyStatus(Model):
 
 
 class ResultStatus(Model):
-    """Final adapter of a job, as in `summary.json`."""
+    """Final adapter or model of a job, as in `summary.json`."""
 
     version: str
     sha256: str
@@ -161,7 +161,8 @@ class SFTJobStatus(Model):
     conditions: Conditions = Field(default_factory=list[Condition])
     shown: SFTShown = SFTShown()
     result: ResultStatus | None = None
-    """Adapter of a succeeded job; `model.adapter.from` of an AgentRLJob takes its `uri`."""
+    """Result of a succeeded job: `model.adapter.from` of an AgentRLJob takes the `uri` of an adapter, and `model.base`
+    that of a model."""
     started_at: Time | None = None
     finished_at: Time | None = None
     restarts: int = 0

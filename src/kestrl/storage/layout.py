@@ -10,6 +10,7 @@ SUMMARY = "summary.json"
 TOOLS = "tools.json"
 """SHA-256 of what each tool server listed at the start of the run, by its name."""
 ADAPTERS = "adapters"
+MODELS = "models"
 CHECKPOINTS = "checkpoints"
 MANIFEST = "manifest.json"
 """Written after every other file of its folder: a folder without one is incomplete and is not read."""
@@ -48,6 +49,11 @@ def episode_step(path: str) -> int | None:
 def adapter_folder(policy: PolicyVersion) -> str:
     """Folder of a version; unique, since it contains the digest."""
     return f"{ADAPTERS}/{policy.step:06d}-{policy.sha256[:12]}"
+
+
+def model_folder(policy: PolicyVersion) -> str:
+    """Folder of a model of which all parameters were trained; unique, since it contains the digest."""
+    return f"{MODELS}/{policy.step:06d}-{policy.sha256[:12]}"
 
 
 def adapter_version(folder: str) -> tuple[int, str] | None:

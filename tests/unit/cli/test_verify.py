@@ -116,16 +116,18 @@ def test_the_exit_code_of_an_interrupted_run_is_passed_on(threshold: Path, monke
     assert not (threshold.parent / "runs" / "verify").exists()
 
 
-def test_the_job_starts_from_the_adapter_of_sft(
-    threshold: Path, started: list[Any], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("field", ["model.adapter.from", "model.base"])
+def test_the_job_starts_from_the_result_of_sft(
+    threshold: Path, started: list[Any], monkeypatch: pytest.MonkeyPatch, field: str
 ) -> None:
     document = yaml.safe_load(threshold.read_text())
     document["spec"] |= {"sft": "sft.yaml", "seeds": [3]}
     threshold.write_text(yaml.safe_dump(document))
-    monkeypatch.setattr("kestrl.cli.verify.fine_tuned", lambda path, *_: f"file:///{path.name}/adapters/000001-a")
+    monkeypatch.setattr("kestrl.cli.verify.fine_tuned", lambda path, *_: f"{field}=file:///{path.name}/a")
     assert verify(threshold)[0] == 0
     job = parse_job(json.loads((threshold.parent / "runs" / started[0][0] / "job.json").read_text()))
-    assert job.spec.model.adapter.from_ == "file:///sft.yaml/adapters/000001-a"
+    found = job.spec.model.base if field == "model.base" else job.spec.model.adapter.from_
+    assert found == "file:///sft.yaml/a"
 
 
 def test_a_threshold_that_is_not_reached_exits_with_1(threshold: Path) -> None:

@@ -13,6 +13,7 @@ import torch
 from kestrl.plan.algorithm import AlgorithmSettings
 from kestrl.plan.memory import MemorySettings
 from kestrl_learner.adapters import load_policy
+from kestrl_learner.full_model import load
 from kestrl_learner.memory import longest_group
 from kestrl_learner.trainer import Trainer
 
@@ -29,7 +30,7 @@ def measured(asked: MemorySettings, algorithm: AlgorithmSettings, updates: int =
     """Bytes by which the resident memory of this process rises at most in steps of a model that it loads."""
     gc.collect()
     before = kilobytes("VmRSS")
-    policy = load_policy(asked.policy)
+    policy = load_policy(asked.policy) if asked.parameters == "adapter" else load(asked.policy)
     trainer = Trainer(policy, algorithm, 1.0)
     Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins anew
     for step in range(updates):

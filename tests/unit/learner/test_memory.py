@@ -79,6 +79,7 @@ CASES: dict[str, dict[str, Any]] = {
     "llama float32": {"kind": "llama", "dtype": "float32", "checkpointing": False},
     "llama bfloat16": {"kind": "llama", "dtype": "bfloat16", "checkpointing": False},
     "qwen3 checkpointed": {"kind": "qwen3", "dtype": "float32", "checkpointing": True, "vocab_size": 16_384},
+    "all parameters": {"kind": "llama", "dtype": "bfloat16", "checkpointing": False, "parameters": "all"},
 }
 """A packed pass has half the tokens of the others; the larger vocabulary keeps its peak far above working memory."""
 
@@ -143,6 +144,21 @@ def test_parts_of_the_estimate_have_the_sizes_of_their_tensors(tmp_path: Path) -
     assert twice.parts[Part.ACTIVATIONS] > 1.7 * found.parts[Part.ACTIVATIONS]
     checkpointed = estimate(asked(model, checkpointing=True))
     assert checkpointed.parts.get(Part.ACTIVATIONS, 0) < found.parts[Part.ACTIVATIONS] / 2
+
+
+def test_all_parameters_have_their_gradients_and_optimizer_state(tmp_path: Path) -> None:
+    """16 bytes a parameter in float32, whatever passes compute in."""
+    model = config_of(tmp_path, layers=2)
+    single, half = (
+        estimate(asked(model, groups=2, parameters="all", dtype=dtype)) for dtype in ("float32", "bfloat16")
+    )
+    frozen = estimate(asked(model)).parts[Part.BASE]
+    for found in (single, half):
+        assert found.parts[Part.BASE] == pytest.approx(frozen, rel=1e-3)
+        assert found.parts[Part.OPTIMIZER] == pytest.approx(2 * frozen, rel=1e-3)
+        assert 0 < found.parts[Part.GRADIENTS] <= 1.001 * frozen
+        assert Part.ADAPTER not in found.parts
+    assert half.parts[Part.ACTIVATIONS] < single.parts[Part.ACTIVATIONS]
 
 
 def test_a_pass_has_as_many_rows_as_tokens_per_pass_allow(tmp_path: Path) -> None:

@@ -119,7 +119,7 @@ CASES: list[tuple[str, SFTSnapshot, str, dict[str, tuple[str, str, str]]]] = [
             "Succeeded": (
                 "True",
                 "Completed",
-                "the pod that reported the adapter's address is gone; summary.json in the job's storage has it",
+                "the pod that reported the result's address is gone; summary.json in the job's storage has it",
             )
         },
     ),

@@ -67,6 +67,8 @@ def manifest(folder: Path, *, name: str = "warm-up", **training: Any) -> Path:
             "learner": {"threads": 1},
         },
     }
+    if training.get("parameters") == "all":
+        document["spec"]["model"] = {"base": "demo://tiny"}
     (folder / "sft.yaml").write_text(json.dumps(document))  # JSON is YAML
     return folder / "sft.yaml"
 

@@ -121,7 +121,7 @@ def _succeeded(seen: SFTSnapshot) -> Observation:
     if batch is None or not batch.outcome:
         return _false(Type.SUCCEEDED, "Running")
     if batch.outcome == "Complete":
-        lost = "the pod that reported the adapter's address is gone; summary.json in the job's storage has it"
+        lost = "the pod that reported the result's address is gone; summary.json in the job's storage has it"
         return _true(Type.SUCCEEDED, "Completed", lost if result is None else result.uri)
     reason = "LearnerFailed" if batch.reason == "PodFailurePolicy" else "BackoffExceeded"
     return _false(Type.SUCCEEDED, reason, _failure(seen.newest) or batch.message)

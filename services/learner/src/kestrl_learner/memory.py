@@ -30,8 +30,9 @@ from kestrl.errors import UserInputError
 from kestrl.plan.memory import MemoryEstimate, MemorySettings, Part
 from kestrl_learner import packing
 from kestrl_learner.batch import TrainGroup, TrainRow
+from kestrl_learner.full_model import FullModel
 from kestrl_learner.live_bytes import LiveBytes
-from kestrl_learner.model import PolicyModel
+from kestrl_learner.model import ModelOptions, PolicyModel, TrainedModel
 
 PROGRAM_BYTES = {"cpu": 768 * 2**20}
 """Resident memory of the learner without tensors: 714 to 802 MiB were measured on a CPU."""
@@ -41,8 +42,11 @@ UPDATES = 2
 """Updates that are counted: the optimizer's state exists from the second on."""
 
 
-class ShapedModel(PolicyModel):
-    """The policy model without weights; made with `torch.device("meta")`, its tensors are replaced by fake ones."""
+class ShapedModel(TrainedModel):
+    """A model without weights; made with `torch.device("meta")`, its tensors are replaced by fake ones."""
+
+    trained_part: Part
+    """What the weights under training are counted as."""
 
     live: LiveBytes
     trained_on: str
@@ -82,19 +86,52 @@ class ShapedModel(PolicyModel):
 
     def use_fake_tensors(self, live: LiveBytes) -> None:
         """Replaces parameters and buffers by fake tensors of the CPU; those that modules share stay shared."""
-        weights = list(self.peft.parameters())
+        weights = list(self.network.parameters())
         made: dict[int, nn.Parameter] = {}
         for weight in weights:
-            with live.counting(Part.ADAPTER if weight.requires_grad else Part.BASE):
+            with live.counting(self.trained_part if weight.requires_grad else Part.BASE):
                 storage = torch.empty(weight.shape, dtype=weight.dtype)
                 made[id(weight)] = nn.Parameter(storage, requires_grad=weight.requires_grad)
-        for module in self.peft.modules():
+        for module in self.network.modules():
             own = list(module.named_parameters(recurse=False, remove_duplicate=False))
             for name, weight in own:
                 setattr(module, name, made[id(weight)])
             for name, buffer in list(module.named_buffers(recurse=False)):
                 setattr(module, name, torch.empty(buffer.shape, dtype=buffer.dtype))
         self.device, self.live = torch.device("cpu"), live
+
+
+class ShapedPolicyModel(ShapedModel, PolicyModel):
+    """The policy model without weights."""
+
+    trained_part = Part.ADAPTER
+
+
+class ShapedFullModel(ShapedModel, FullModel):
+    """A model of which all parameters are trained, without weights."""
+
+    trained_part = Part.BASE
+
+
+def _shaped(asked: MemorySettings) -> ShapedModel:
+    policy = asked.policy
+    options = ModelOptions(
+        device="meta",
+        gradient_checkpointing=policy.gradient_checkpointing,
+        activation_offload=policy.activation_offload,
+        tokens_per_pass=policy.tokens_per_pass,
+    )
+    if asked.parameters == "all":
+        return ShapedFullModel(policy.model, dtype=policy.dtype, seed=policy.seed, **options)
+    return ShapedPolicyModel(
+        policy.model,
+        dtype=policy.dtype,
+        rank=policy.rank,
+        alpha=policy.alpha,
+        targets=policy.targets,
+        seed=policy.seed,
+        **options,
+    )
 
 
 def estimate(asked: MemorySettings) -> MemoryEstimate:
@@ -105,18 +142,7 @@ def estimate(asked: MemorySettings) -> MemoryEstimate:
     """
     policy = asked.policy
     with torch.device("meta"):
-        model = ShapedModel(
-            policy.model,
-            dtype=policy.dtype,
-            rank=policy.rank,
-            alpha=policy.alpha,
-            targets=policy.targets,
-            seed=policy.seed,
-            device="meta",
-            gradient_checkpointing=policy.gradient_checkpointing,
-            activation_offload=policy.activation_offload,
-            tokens_per_pass=policy.tokens_per_pass,
-        )
+        model = _shaped(asked)
     model.trained_on = policy.device.partition(":")[0]
     group = longest_group(asked)
     parts = model.parts(group)

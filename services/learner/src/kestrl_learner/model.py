@@ -16,7 +16,7 @@ from collections.abc import Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import groupby
 from pathlib import Path
-from typing import Any, TypedDict, Unpack
+from typing import Any, ClassVar, TypedDict, Unpack
 
 import torch
 from peft import LoraConfig, get_peft_model
@@ -72,6 +72,9 @@ class TrainedModel(ABC):
         UserInputError: The base cannot be loaded, or its logits are not a linear function of the hidden states.
     """
 
+    updates_together: ClassVar[bool | None] = None
+    """Whether the optimiser updates all weights at once, with copies of them all; None is torch's choice."""
+
     def __init__(
         self,
         path: str,
@@ -100,6 +103,11 @@ class TrainedModel(ABC):
         self._check_head()
         self._packs = packing.enable(base) and self._packs_exactly(base)
 
+    def _refuse_config(self, config: Any, path: str) -> None:
+        """Raises UserInputError if the configuration is that of a model which is not trained."""
+        for problem in expert_problems(config.to_dict(), path):
+            raise UserInputError(str(problem))
+
     def _load_base(self, path: str, config: Any, dtype: torch.dtype) -> Any:
         """The base model of transformers with its weights."""
         return AutoModelForCausalLM.from_pretrained(path, dtype=dtype, config=config)
@@ -124,7 +132,7 @@ class TrainedModel(ABC):
         """Loads the base and prepares it for training; returns its configuration and itself."""
         try:
             config = AutoConfig.from_pretrained(path)
-            _refuse_experts(config, path)
+            self._refuse_config(config, path)
             base = self._load_base(path, config, getattr(torch, dtype))
         except (OSError, ValueError) as error:
             raise UserInputError(f"spec.model.base: {path} cannot be loaded: {error}") from error
@@ -430,11 +438,6 @@ def _refuse_other_layers(network: Any) -> None:
         if isinstance(module, LoraLayer) and not isinstance(module.get_base_layer(), nn.Linear | Conv1D):
             kind = type(module.get_base_layer()).__name__
             raise UserInputError(f"{TARGETS}: {unserved(name.removeprefix('base_model.model.'), f'a layer {kind}')}")
-
-
-def _refuse_experts(config: Any, path: str) -> None:
-    for problem in expert_problems(config.to_dict(), path):
-        raise UserInputError(str(problem))
 
 
 def merge(model: str, adapter: Path, out: Path) -> None:

@@ -90,6 +90,7 @@ class Trainer:
             lr=algorithm.learning_rate,
             betas=(algorithm.adam_beta1, algorithm.adam_beta2),
             weight_decay=algorithm.weight_decay,
+            foreach=model.updates_together,
         )
         self._published: dict[str, dict[str, Tensor]] = {}
         """Adapters whose tokens may still be trained on, oldest first."""

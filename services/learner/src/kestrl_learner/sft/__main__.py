@@ -22,7 +22,7 @@ EXIT_STOPPED = 128 + signal.SIGINT
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--settings", type=Path, required=True)
-    parser.add_argument("--result", type=Path, help="file for version, sha256 and uri of the adapter, as JSON")
+    parser.add_argument("--result", type=Path, help="file for version, sha256 and uri of the adapter or model, as JSON")
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)

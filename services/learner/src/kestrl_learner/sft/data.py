@@ -67,6 +67,11 @@ def _encoded(settings: SFTSettings, data: SFTData) -> list[Tokens]:
     return found
 
 
+def template_of(path: str | None) -> str | None:
+    """The text of a chat template, None for the model's own."""
+    return None if path is None else Path(path).read_text(encoding="utf-8")
+
+
 def make_encoder(model: str, template: str | None) -> ConversationEncoder:
     """The encoder of a model's conversations.
 
@@ -77,7 +82,7 @@ def make_encoder(model: str, template: str | None) -> ConversationEncoder:
 
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(model)
-        text = None if template is None else Path(template).read_text(encoding="utf-8")
+        text = template_of(template)
     except (OSError, ValueError) as error:
         raise UserInputError(f"spec.model.base: the tokenizer of {model} cannot be loaded: {error}") from error
     try:

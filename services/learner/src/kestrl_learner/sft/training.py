@@ -1,4 +1,4 @@
-"""The loop of supervised fine-tuning: step, evaluate, checkpoint; at the end the adapter is published as a version."""
+"""The loop of supervised fine-tuning: step, evaluate, checkpoint; at the end the adapter or the model is published."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import torch
 
+from kestrl.episode import PolicyVersion
 from kestrl.errors import UserInputError
 from kestrl.metric_sinks import RunStart
 from kestrl.plan.sft import SFTSettings
@@ -18,13 +19,15 @@ from kestrl.states import RunPhase
 from kestrl.storage import ObjectStore, open_store
 from kestrl.storage.metrics import StorageSink
 from kestrl.storage.summary import SFTSummary, SummaryPolicy, write_summary
-from kestrl_learner import adapters, checkpoint
+from kestrl_learner import adapters, checkpoint, full_model
 from kestrl_learner.batch import TrainGroup
+from kestrl_learner.full_model import FullModel
 from kestrl_learner.metric_sinks import MetricSinks
+from kestrl_learner.model import PolicyModel
 from kestrl_learner.records import evaluations_of, summary_policy
 from kestrl_learner.run_record import RunRecord
 from kestrl_learner.schedule import epoch_order
-from kestrl_learner.sft.data import Item, load_items
+from kestrl_learner.sft.data import Item, load_items, template_of
 from kestrl_learner.trainer import Trainer
 
 log = logging.getLogger(__name__)
@@ -47,12 +50,26 @@ def as_group(items: Sequence[Item]) -> TrainGroup:
 
 def identity_digest(settings: SFTSettings, items: Sequence[Item]) -> str:
     """Digest of what must not change when a run is resumed: model, optimiser and data, not the schedule's length."""
-    kept = {"model", "dtype", "rank", "alpha", "targets", "adapter_from", "seed", "max_tokens", "algorithm"}
+    kept = {
+        "model", "dtype", "parameters", "rank", "alpha", "targets", "adapter_from", "seed", "max_tokens", "algorithm",
+    }  # fmt: skip
     hashed = hashlib.sha256(settings.model_dump_json(include=kept, exclude_defaults=True).encode())
     for item in items:
         for row in item:
             hashed.update(row.token_ids.tobytes() + row.mask)
     return hashed.hexdigest()
+
+
+def load_model(settings: SFTSettings) -> PolicyModel | FullModel:
+    """The model that a run begins with.
+
+    Raises:
+        UserInputError: The base or the adapter cannot be used.
+        StorageError: The adapter is corrupt.
+    """
+    if settings.parameters == "adapter":
+        return adapters.load_policy(settings)
+    return full_model.load(settings)
 
 
 class SFTRun:
@@ -79,11 +96,12 @@ class SFTRun:
         )
         self._sinks = MetricSinks({"storage": StorageSink(self._store)}, lambda _: None)
         self._record = RunRecord(digest=identity_digest(settings, self._train))
-        self._model = adapters.load_policy(settings)
+        self._template = template_of(settings.template)
+        self._model = load_model(settings)
         self._trainer = Trainer(self._model, settings.algorithm, 1.0, steps=len(self._batches))
 
     def run(self) -> SummaryPolicy | None:
-        """Trains from the newest checkpoint to the end; returns the published adapter, None if it was stopped.
+        """Trains from the newest checkpoint to the end; returns what is published, None if it was stopped.
 
         Raises:
             UserInputError: The storage holds another run.
@@ -170,12 +188,21 @@ class SFTRun:
         state = checkpoint.Checkpoint(step=done, state=self._trainer.state(), record=self._record)
         checkpoint.write(self._store, state, keep=KEEP_CHECKPOINTS)
 
-    def _publish(self, done: int) -> SummaryPolicy:
-        settings = self._settings
+    def _published(self, done: int) -> tuple[PolicyVersion, str]:
+        """Publishes the adapter or the model; returns its version and address."""
+        store, settings, model = self._store, self._settings, self._model
+        if isinstance(model, FullModel):
+            made, address = full_model.publish(
+                store, model, job=settings.job, step=done, base=settings.model, template=self._template
+            )
+            return made.policy, address
         manifest, address = adapters.publish(
-            self._store, self._model, job=settings.job, step=done, base=settings.model, parent=None
+            store, model, job=settings.job, step=done, base=settings.model, parent=None
         )
-        policy = summary_policy(manifest.policy, address)
+        return manifest.policy, address
+
+    def _publish(self, done: int) -> SummaryPolicy:
+        policy = summary_policy(*self._published(done))
         summary = SFTSummary(
             status=RunPhase.SUCCEEDED,
             steps=done,

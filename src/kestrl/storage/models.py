@@ -1,0 +1,110 @@
+"""Models in storage, made by supervised fine-tuning of all parameters: folders of Hugging Face's form with a manifest.
+
+`config.json` is uploaded after the other files of the model, and the manifest last, so that an incomplete folder is
+neither a model nor published.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict
+
+from kestrl.episode import PolicyVersion
+from kestrl.errors import StorageError
+from kestrl.storage.adapters import digest
+from kestrl.storage.layout import MANIFEST, MODELS, model_folder
+from kestrl.storage.objects import ObjectStore
+
+CONFIG = "config.json"
+
+
+class ModelManifest(BaseModel):
+    """Manifest of a model, written after all of its files."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    job: str
+    step: int
+    sha256: str
+    """Digest of the names and digests of the files."""
+    files: dict[str, str]
+    """SHA-256 of every file, by name."""
+    base_model: str
+    """Folder or Hugging Face id of the model that training began with."""
+    schema_version: int = 1
+
+    @property
+    def policy(self) -> PolicyVersion:
+        return PolicyVersion(job=self.job, step=self.step, sha256=self.sha256)
+
+
+def digest_of(files: dict[str, str]) -> str:
+    """Digest of the names and digests of files, in the form of `sha256sum`."""
+    return digest("".join(f"{files[name]}  {name}\n" for name in sorted(files)).encode())
+
+
+def model_folders(store: ObjectStore) -> list[str]:
+    """Folders of the published models of a run, oldest first."""
+    return [path.removesuffix(f"/{MANIFEST}") for path in store.list(MODELS) if path.endswith(f"/{MANIFEST}")]
+
+
+def publish_model(store: ObjectStore, folder: Path, *, job: str, step: int, base: str) -> tuple[ModelManifest, str]:
+    """Uploads the files of a folder, then their manifest; returns it and the address. Publishing the same files again
+    is not an error.
+
+    Args:
+        store: The run's storage.
+        folder: A model's files, without folders in it.
+        job: Name of the run.
+        step: Steps done.
+        base: Folder or Hugging Face id of the model that training began with.
+
+    Raises:
+        StorageError: The store refused.
+    """
+    names = sorted((path.name for path in folder.iterdir()), key=lambda name: (name == CONFIG, name))
+    files = {name: digest((folder / name).read_bytes()) for name in names}
+    manifest = ModelManifest(job=job, step=step, sha256=digest_of(files), files=files, base_model=base)
+    target = model_folder(manifest.policy)
+    for name in names:
+        store.put(f"{target}/{name}", (folder / name).read_bytes())
+    store.put(f"{target}/{MANIFEST}", manifest.model_dump_json().encode())
+    return manifest, store.address(target)
+
+
+def read_model_manifest(store: ObjectStore, folder: str = "") -> ModelManifest:
+    """Reads a model's manifest.
+
+    Raises:
+        StorageError: It is missing (the model was not completely published) or malformed.
+    """
+    path = f"{folder}/{MANIFEST}" if folder else MANIFEST
+    content = store.get(path)
+    try:
+        return ModelManifest.model_validate_json(content)
+    except ValueError as error:
+        raise StorageError(f"{store.address(path)} is not a manifest: {error}", code="manifest_malformed") from error
+
+
+def fetch_model(store: ObjectStore, target: Path, folder: str = "") -> ModelManifest:
+    """Downloads a published model into a new local folder and verifies every digest; the folder appears only when
+    complete.
+
+    Raises:
+        StorageError: A file is missing or a digest differs (code `digest_mismatch`).
+    """
+    manifest = read_model_manifest(store, folder)
+    partial = target.with_name(target.name + ".partial")
+    partial.mkdir(parents=True, exist_ok=True)
+    for name, expected in manifest.files.items():
+        if Path(name).name != name:
+            raise StorageError(f"manifest names a file outside its folder: {name!r}", code="manifest_malformed")
+        path = f"{folder}/{name}" if folder else name
+        content = store.view(path)
+        if digest(content) != expected:
+            raise StorageError(
+                f"{store.address(path)} is corrupt: its digest is not the manifest's", code="digest_mismatch"
+            )
+        (partial / name).write_bytes(content)
+    partial.rename(target)
+    return manifest

@@ -28,7 +28,7 @@ from kestrl.plan.components import Component
 from kestrl.plan.evaluation import evaluation_sampling
 from kestrl.plan.settings import EvaluateSettings, LearnerSettings
 from kestrl.plan.site import Site
-from kestrl.sampling import GREEDY, EvaluationSampling
+from kestrl.sampling import EvaluationSampling
 from kestrl.service import EXIT_FAILED, LEVEL_VARIABLE
 from kestrl.spec import AgentRLJob, parse_job, read_job, with_overrides
 from kestrl.spec.model import MOST_SAMPLES
@@ -37,6 +37,16 @@ from kestrl.storage.episodes import EpisodeFilter
 
 console = Console()
 BASE, NEWEST = "base", "newest"
+Samples = Annotated[
+    int | None, typer.Option(min=1, max=MOST_SAMPLES, help="Episodes of each question (default: the job's, or else 1).")
+]
+TopP = Annotated[
+    float | None,
+    typer.Option("--top-p", min=0, max=1, help="Sample from the most probable tokens with this probability; 1 is off."),
+]
+TopK = Annotated[
+    int | None, typer.Option("--top-k", min=0, help="Sample from this many of the most probable tokens; 0 is off.")
+]
 VERSION = re.compile(r"v(\d+)")
 ENDPOINT = "openai:"
 
@@ -73,16 +83,18 @@ class Candidate:
 
 
 def sampling_of(job: AgentRLJob, **options: float | None) -> EvaluationSampling:
-    """The sampling of `kestrl eval`: the job's, with the options that are given.
+    """The sampling of `kestrl eval` and `kestrl bench`: the job's, with the options that are given.
 
     Args:
         job: The job.
         options: Fields of `spec.evaluation`; None leaves the job's.
 
     Raises:
-        UserInputError: The temperature is 0, with other options that would then change nothing.
+        UserInputError: The temperature is 0, with other options that would then change nothing, or top_p is 0.
     """
     given = {name: value for name, value in options.items() if value is not None}
+    if given.get("top_p") == 0:
+        raise UserInputError("--top-p: 0 leaves no token; use --temperature 0 for greedy episodes, or a value up to 1")
     chosen = job.spec.evaluation.model_copy(update=given)
     problem = greedy_problem(chosen)
     if problem is not None:
@@ -107,23 +119,15 @@ def evaluate(
     ] = None,
     step: Annotated[int | None, typer.Option(help="Step of the adapter, as --policy vSTEP.")] = None,
     base: Annotated[bool, typer.Option("--base", help="The base model without an adapter, as --policy base.")] = False,
-    samples: Annotated[
-        int | None,
-        typer.Option(min=1, max=MOST_SAMPLES, help="Episodes of each question (default: the job's, or else 1)."),
-    ] = None,
+    samples: Samples = None,
     temperature: Annotated[
         float | None,
         typer.Option(
             min=0, max=5, help="Temperature; 0 is greedy (default: the job's, or else that of training with samples)."
         ),
     ] = None,
-    top_p: Annotated[
-        float | None,
-        typer.Option(min=0, max=1, help="Sample from the most probable tokens with this probability; 1 is off."),
-    ] = None,
-    top_k: Annotated[
-        int | None, typer.Option(min=0, help="Sample from this many of the most probable tokens; 0 is off.")
-    ] = None,
+    top_p: TopP = None,
+    top_k: TopK = None,
     details: Details = False,
     sequential: Sequential = False,
     verbose: Verbose = False,
@@ -136,8 +140,6 @@ def evaluate(
     listed = policy or (BASE if base else NEWEST if step is None else f"v{step}")
     run = find_run(runs, run_id)
     job = _paced(parse_job(with_overrides(run.read_json("job.json"), set_ or ())), sequential=sequential)
-    if top_p == 0:
-        raise UserInputError("--top-p: 0 leaves no token; use --temperature 0 for greedy episodes, or a value up to 1")
     sampling = sampling_of(job, samples=samples, temperature=temperature, top_p=top_p, top_k=top_k)
     chosen = candidates(listed, "--policy")
     addresses = [adapter_address(run, candidate) for candidate in chosen]
@@ -165,9 +167,25 @@ def bench(
     key_variable: Annotated[
         str, typer.Option("--api-key-env", help="Environment variable with the endpoint's key.")
     ] = "OPENAI_API_KEY",
+    samples: Samples = None,
     temperature: Annotated[
-        float, typer.Option(min=-1, max=2, help="Temperature at the endpoint; -1 leaves it to the model.")
-    ] = 0.0,
+        float | None,
+        typer.Option(
+            min=-1,
+            max=2,
+            help="Temperature; 0 is greedy, and -1 leaves it to a model behind the endpoint (default: as kestrl eval).",
+        ),
+    ] = None,
+    top_p: TopP = None,
+    top_k: TopK = None,
+    budget_tokens: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Tokens, prompts included, after which a model behind the endpoint is asked nothing more (default: no "
+            "limit).",
+        ),
+    ] = None,
     details: Details = False,
     sequential: Sequential = False,
     verbose: Verbose = False,
@@ -179,6 +197,14 @@ def bench(
     if job.spec.data.validation is None:
         raise UserInputError("spec.data.validation: bench needs validation data")
     chosen = candidates(models, "--models")
+    own_temperature = temperature is not None and temperature < 0
+    sampling = sampling_of(
+        job, samples=samples, temperature=None if own_temperature else temperature, top_p=top_p, top_k=top_k
+    )
+    if sampling.top_k and any(candidate.model for candidate in chosen):
+        raise UserInputError(
+            "--top-k: OpenAI-compatible endpoints have no such parameter; use 0 here, or compare policies alone"
+        )
     if any(candidate.model for candidate in chosen) and not os.environ.get(key_variable):
         raise UserInputError(f"--api-key-env: {key_variable} is not set; any text will do for endpoints without a key")
     adapters = any(not candidate.model and not candidate.base for candidate in chosen)
@@ -187,11 +213,17 @@ def bench(
     _verbose(verbose)
     stamp, home = datetime.now(UTC).strftime("%Y%m%dT%H%M%S"), runs.resolve() / "benchmarks"
     options = Options(manifest_dir=manifest.resolve().parent, cache_dir=runs.resolve() / ".data")
-    served = BenchEndpoint(
-        url=endpoint, key_variable=key_variable, temperature=None if temperature < 0 else temperature
-    )
+    served = BenchEndpoint(url=endpoint, key_variable=key_variable, budget_tokens=budget_tokens)
     evaluations = [
-        _evaluated(candidate, job, options, RunDir(home / f"{stamp}-{_file_name(candidate)}"), address, served=served)
+        _evaluated(
+            candidate,
+            job,
+            options,
+            RunDir(home / f"{stamp}-{_file_name(candidate)}"),
+            address,
+            sampling.model_copy(update={"own_temperature": own_temperature and bool(candidate.model)}),
+            served,
+        )
         for candidate, address in zip(chosen, addresses, strict=True)
     ]
     report(console, evaluations, home / f"{job.metadata.name}-{stamp}.json", with_details=details)
@@ -232,14 +264,15 @@ def _evaluated(
     options: Options,
     folder: RunDir,
     address: str | None,
-    sampling: EvaluationSampling = GREEDY,
+    sampling: EvaluationSampling,
     served: BenchEndpoint | None = None,
 ) -> Evaluation:
     """Runs one candidate over the validation data; ends the program with the run's exit code if that fails."""
 
     def replan(components: Sequence[Component], site: Site) -> list[Component]:
         if candidate.model and served is not None:
-            return bench_components(components, job, site, served.model_copy(update={"model": candidate.model}))
+            endpoint = served.model_copy(update={"model": candidate.model})
+            return bench_components(components, job, site, endpoint, sampling)
         return [_evaluating(component, address, sampling) for component in components]
 
     code = run_job(job, folder, options, console, replan=replan)
@@ -256,7 +289,8 @@ def _evaluated(
         groups=groups,
         folder=folder.path,
         sampling=sampling,
-        seed=job.spec.data.seed,
+        seed=None if candidate.model else job.spec.data.seed,
+        failures=summary.failures,
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,8 @@ class Evaluation:
     """How its episodes were sampled."""
     seed: int | None = None
     """Seed of their sampling; None if there is none."""
+    failures: Mapping[str, int] = field(default_factory=dict[str, int])
+    """Failures by `boundary/code`."""
 
 
 def table(evaluations: Sequence[Evaluation]) -> Table:
@@ -53,7 +55,7 @@ def table(evaluations: Sequence[Evaluation]) -> Table:
 
 
 def _title(evaluation: Evaluation) -> str:
-    return "held-out" if evaluation.sampling.greedy else f"held-out, {evaluation.sampling}"
+    return "held-out" if evaluation.sampling == GREEDY else f"held-out, {evaluation.sampling}"
 
 
 def _place(name: str) -> tuple[bool, int, int, str]:
@@ -61,6 +63,17 @@ def _place(name: str) -> tuple[bool, int, int, str]:
     kind, _, k = name.partition("@")
     known = kind in ESTIMATES and k.isdigit()
     return not known, ESTIMATES.index(kind) if known else 0, int(k) if known else 0, name
+
+
+def remarks(evaluations: Sequence[Evaluation]) -> Iterator[str]:
+    """Lines about policies that failed in episodes, or were sampled in another way than the first one."""
+    for evaluation in evaluations:
+        label = safe_line(evaluation.label)
+        if evaluation.sampling != evaluations[0].sampling:
+            yield f"{label}: {evaluation.sampling}"
+        if evaluation.failures:
+            failures = ", ".join(f"{name} {count}" for name, count in sorted(evaluation.failures.items()))
+            yield safe_line(f"{label}: failures, which are in no mean: {failures}")
 
 
 def details(evaluations: Sequence[Evaluation]) -> Iterator[str]:
@@ -92,6 +105,8 @@ def report(console: Console, evaluations: Sequence[Evaluation], out: Path, *, wi
         for line in details(evaluations):
             console.print(line, soft_wrap=True, highlight=False, markup=False)
     console.print(table(evaluations))
+    for line in remarks(evaluations):
+        console.print(line, soft_wrap=True, highlight=False, markup=False)
     write_atomic(out, json.dumps([as_json(evaluation) for evaluation in evaluations], indent=2))
     console.print(str(out), soft_wrap=True, markup=False)
 
@@ -105,4 +120,5 @@ def as_json(evaluation: Evaluation) -> dict[str, Any]:
         "folder": str(evaluation.folder),
         **evaluation.sampling.model_dump(),
         "seed": evaluation.seed,
+        "failures": dict(evaluation.failures),
     }

@@ -14,13 +14,18 @@ from kestrl.plan.components import Component, Role
 from kestrl.plan.planning import group_seconds
 from kestrl.plan.settings import DataSettings, LearnerSettings
 from kestrl.plan.site import Site
+from kestrl.sampling import EvaluationSampling
 from kestrl.spec.job import AgentRLJob
 
 MODULE = "kestrl_rollout.bench"
 
 
 def bench_components(
-    components: Sequence[Component], job: AgentRLJob, site: Site, endpoint: BenchEndpoint
+    components: Sequence[Component],
+    job: AgentRLJob,
+    site: Site,
+    endpoint: BenchEndpoint,
+    sampling: EvaluationSampling,
 ) -> list[Component]:
     """The components of a job's plan without engines and workers; the program takes the learner's place, so that its
     end is the run's end.
@@ -38,6 +43,7 @@ def bench_components(
             include={"component", "job", "run", "listen", "python_path", "otlp_endpoint", "traced_groups"}
         ),
         endpoint=endpoint,
+        sampling=sampling,
         data=DataSettings(path=site.validation, size=job.spec.data.validation.size),
         max_turns=spec.agent.max_turns,
         max_tokens=spec.agent.max_tokens,

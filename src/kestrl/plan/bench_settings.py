@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from kestrl.plan.service_settings import Model, ServiceSettings
 from kestrl.plan.settings import DataSettings
+from kestrl.sampling import EvaluationSampling
 
 
 class BenchEndpoint(Model):
@@ -14,8 +15,8 @@ class BenchEndpoint(Model):
     model: str = ""
     key_variable: str
     """Environment variable with the key."""
-    temperature: float | None
-    """None leaves it to the model."""
+    budget_tokens: int | None = None
+    """Tokens, prompts included, after which no request is sent; None is no limit."""
     retries: int = 4
     """Repetitions after 429, 5xx and lost connections, with back-off."""
 
@@ -24,6 +25,7 @@ class BenchSettings(ServiceSettings):
     """A program that runs the validation data with a model behind an endpoint, the job's tools and its rewards."""
 
     endpoint: BenchEndpoint
+    sampling: EvaluationSampling
     data: DataSettings
     max_turns: int
     max_tokens: int

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
+from threading import Event, Lock
 from typing import Any
 
 import pytest
@@ -79,14 +81,74 @@ def test_a_model_behind_an_endpoint_uses_the_jobs_tools_and_rewards(tmp_path: Pa
 
 def test_bad_calls_are_counted_and_failures_of_the_endpoint_are_never_scored(tmp_path: Path):
     with ScriptedChat(clumsy) as chat:
-        _, means = run_bench(chat, tmp_path, "clumsy", "--temperature", "-1", "--sequential")
-        assert "temperature" not in chat.requests[0]
+        printed, means = run_bench(chat, tmp_path, "clumsy", "--temperature", "-1", "--sequential")
+        assert not {"temperature", "top_p"} & set(chat.requests[0])
         refused = sum("cost" in str(request["messages"][1]) for request in chat.requests)
     assert 0 < refused < 6
     assert means["exceptions"] == means["exceptions_engine"] == refused
+    assert "1 sample at the model's own temperature" in " ".join(printed.split())
+    assert f"engine/endpoint_refused {refused}" in printed
     for name in ("cant_parse_tool_call", "bad_tool_call_name", "bad_tool_call_args"):
         assert means[name] == 1
     assert means["attempted_answer"] == 0
+
+
+def test_samples_have_estimates_and_repeated_requests_are_counted(tmp_path: Path):
+    lock, answers = Lock(), Counter[str]()
+
+    def sampled(request: Mapping[str, Any]) -> dict[str, Any] | int:
+        """A model whose endpoint fails once, and that then answers every second time."""
+        with lock:
+            question = request["messages"][1]["content"]
+            answers["all"] += 1
+            if answers["all"] == 1:
+                return 500
+            answers[question] += 1
+            even = answers[question] % 2 == 0
+        final = {"answer": "Monday", "sources": []}
+        return {"tool_calls": [("return_final_answer", final)]} if even else {"content": "no"}
+
+    options = ("--samples", "4", "--temperature", "0.7", "--top-p", "0.8")
+    with ScriptedChat(sampled) as chat:
+        printed, means = run_bench(chat, tmp_path, "sampled", *options)
+        assert {(request["temperature"], request["top_p"]) for request in chat.requests} == {(0.7, 0.8)}
+        assert len(chat.requests) == 25, "four samples of six questions, and one repetition"
+    assert "held-out, 4 samples at temperature 0.7, top-p 0.8" in " ".join(printed.split())
+    assert {"mean@4", "pass@2", "pass@4", "best@4", "num_turns"} <= set(means)
+    assert (means["episodes"], means["exceptions"], means["attempted_answer"]) == (24, 0, 0.5)
+    assert means["engine_retries"] == pytest.approx(1 / 24)
+    (summary,) = (json.loads(path.read_text()) for path in tmp_path.glob("benchmarks/*/summary.json"))
+    assert (summary["sampling"]["samples"], summary["sampling"]["top_p"]) == (4, 0.8)
+
+
+def test_a_budget_ends_the_requests_and_the_rest_is_not_scored(tmp_path: Path):
+    with ScriptedChat(good) as chat:
+        printed, means = run_bench(chat, tmp_path, "dear", "--budget-tokens", "650", "--sequential")
+        assert len(chat.requests) == 6, "110 tokens each: two questions of three turns"
+    assert means["episodes"] == 6
+    assert means["exceptions"] == means["exceptions_engine"] == 4
+    assert means["attempted_answer"] == 1
+    assert "openai:dear: failures, which are in no mean: engine/budget_used_up 4" in printed
+
+
+def test_no_more_episodes_run_at_once_than_the_job_says(tmp_path: Path):
+    lock, full, running, most = Lock(), Event(), 0, 0
+
+    def counted(_request: Mapping[str, Any]) -> dict[str, Any]:
+        nonlocal running, most
+        with lock:
+            running += 1
+            most = max(most, running)
+            if running == 3:
+                full.set()
+        full.wait(timeout=30)
+        with lock:
+            running -= 1
+        return {"content": "no"}
+
+    with ScriptedChat(counted) as chat:
+        _, means = run_bench(chat, tmp_path, "slow", "--samples", "3", "--temperature", "1")
+    assert (means["episodes"], most) == (18, 3)
 
 
 def test_an_endpoint_that_answers_nothing_fails_the_bench(tmp_path: Path):
@@ -103,6 +165,9 @@ def test_an_endpoint_that_answers_nothing_fails_the_bench(tmp_path: Path):
         (("--models", "gpt-4"), "--models: 'gpt-4' is not one of base, newest, a version such as v12, or openai:NAME"),
         (("--models", "openai:x", "--api-key-env", "NOT_SET_HERE"), "NOT_SET_HERE is not set"),
         (("--models", "v12"), "no run"),
+        (("--models", "openai:x", "--top-k", "5", "--temperature", "1"), "endpoints have no such parameter"),
+        (("--models", "openai:x", "--samples", "2", "--temperature", "0"), "0 samples the same episode 2 times"),
+        (("--models", "base", "--top-p", "0"), "--top-p: 0 leaves no token"),
     ],
 )
 def test_a_candidate_that_cannot_be_is_refused(arguments: tuple[str, ...], message: str, tmp_path: Path):

@@ -292,7 +292,7 @@ async def test_samples_of_an_evaluation_have_seeds_of_their_own(staged: Any, tmp
             assert len({request.group_id for request in asked}) == len(asked)
             seeds[samples] = sorted((request.seed, request.scenario.ordinal) for request in asked)
             summary = stage.read(f"../other-{samples}/summary.json")
-            assert summary["sampling"] == {"samples": samples, "temperature": 0.7, "top_p": 0.6, "top_k": 20}
+            assert EvaluationSampling(**summary["sampling"]) == evaluation
             after = summary["after"]
             assert after["episodes"] == len(asked)
             assert {f"best@{samples}"} <= set(after)

@@ -12,7 +12,7 @@ from rich.console import Console
 from kestrl.cli.evaluations import sampling_of
 from kestrl.episode import Group
 from kestrl.errors import UserInputError
-from kestrl.local.comparison import Evaluation, as_json, details, table
+from kestrl.local.comparison import Evaluation, as_json, details, remarks, table
 from kestrl.sampling import GREEDY, EvaluationSampling
 from kestrl.spec import AgentRLJob, parse_job
 from kestrl.testing.attempts import make_attempt
@@ -60,6 +60,16 @@ def test_a_greedy_evaluation_is_named_as_before_and_stored_with_its_sampling() -
     assert str(sampling) == "30 samples at temperature 1, top-p 0.6, top-k 20"
     kept = as_json(evaluation("base", sampling=sampling, reward=1.0))
     assert (kept["samples"], kept["temperature"], kept["top_p"], kept["top_k"], kept["seed"]) == (30, 1.0, 0.6, 20, 42)
+
+
+def test_other_sampling_and_failures_are_said_below_the_table() -> None:
+    own = EvaluationSampling(samples=4, temperature=0.9, own_temperature=True)
+    endpoint = replace(evaluation("openai:x", sampling=own), failures={"engine/rate_limited": 2, "tool/timeout": 1})
+    assert [*remarks([evaluation("base"), endpoint])] == [
+        "openai:x: 4 samples at the model's own temperature",
+        "openai:x: failures, which are in no mean: engine/rate_limited 2, tool/timeout 1",
+    ]
+    assert [*remarks([evaluation("base"), evaluation("v1")])] == []
 
 
 def job(evaluation: Mapping[str, float]) -> AgentRLJob:

@@ -1,7 +1,7 @@
 """`python -m kestrl_rollout.bench --settings FILE`: a model behind an OpenAI-compatible endpoint as the agent.
 
-It runs every validation scenario once, with the job's tool service and judge, and writes episodes and summary as an
-evaluation does. Nothing here is trained on: episodes have messages and no tokens.
+It runs every validation scenario, once or several times, with the job's tool service and judge, and writes episodes and
+summary as an evaluation does. Nothing here is trained on: episodes have messages and no tokens.
 """
 
 from __future__ import annotations
@@ -14,14 +14,17 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
-from openai import APIConnectionError, APIStatusError, APITimeoutError, AsyncOpenAI
+from openai import APIConnectionError, APIStatusError, APITimeoutError, AsyncOpenAI, DefaultAsyncHttpxClient
 
 import kestrl.stopping  # noqa: F401  # pyright: ignore[reportUnusedImport] - it takes SIGTERM from here on
 from kestrl import rpc
+from kestrl.at_k import at_k
 from kestrl.credentials import Secret
 from kestrl.data import load_scenarios
 from kestrl.episode import CallOutcome, Episode, Group, Purpose, Scenario, StopReason, ToolCall, Turn
@@ -56,7 +59,20 @@ class _Attempt:
     calls: list[ToolCall] = field(default_factory=list[ToolCall])
     prompt_tokens: int = 0
     completion_tokens: int = 0
+    completions: int = 0
+    """Completions that were asked for."""
+    requests: int = 0
+    """HTTP requests for them, the client's repetitions included."""
     environments: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+
+_ATTEMPT: ContextVar[_Attempt] = ContextVar("attempt")
+"""The episode for which a request is sent."""
+
+
+async def count_request(_request: object) -> None:
+    """Hook of the HTTP client: counts a request of the current episode."""
+    _ATTEMPT.get().requests += 1
 
 
 class Bench:
@@ -67,37 +83,59 @@ class Bench:
         self._client: Any = client  # its overloads do not take a mapping
         self._tools = ToolList(tools, seconds=settings.tool_seconds)
         self._judge = Judge(judge, component=settings.component)
-        self._slots = asyncio.Semaphore(settings.concurrency)
+        self._used_tokens = 0
 
-    async def run(self, scenario: Scenario) -> Group:
+    async def run_all(self, scenarios: Sequence[Scenario]) -> list[Group]:
+        """All samples of the scenarios, each in a group of its own; at most `concurrency` at a time.
+
+        Raises:
+            KestrlError: The judge service cannot be reached.
+        """
+        samples = range(self._settings.sampling.samples)
+        left = iter([(scenario, sample) for scenario in scenarios for sample in samples])
+        groups: list[Group] = []
+
+        async def run_next() -> None:
+            for scenario, sample in left:
+                groups.append(await self.run(scenario, sample))
+
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for _ in range(min(self._settings.concurrency, len(scenarios) * len(samples))):
+                    tasks.create_task(run_next())
+        except* KestrlError as errors:
+            raise errors.exceptions[0] from errors
+        return sorted(groups, key=lambda group: (group.scenario.ordinal, group.id))
+
+    async def run(self, scenario: Scenario, sample: int) -> Group:
         """One scored episode of a scenario; a failure is the episode's."""
-        async with self._slots:
-            began, started_at = time.monotonic(), time.time()
-            attempt = _Attempt([dict(message) for message in scenario.messages])
-            failure: Failure | None = None
-            stop = StopReason.FAILED
-            try:
-                async with asyncio.timeout(self._settings.episode_seconds):
-                    stop = await self._converse(scenario, attempt)
-            except KestrlError as error:
-                failure = error.failure(component=self._settings.component)
-            except TimeoutError:
-                late = EngineFailure(f"no end after {self._settings.episode_seconds:g} s", code="episode_timeout")
-                failure = late.failure(component=self._settings.component)
-            group = Group(
-                id=f"{self._settings.run}/bench-{scenario.ordinal}",
-                scenario=scenario,
-                episodes=(self._episode(scenario, attempt, stop, failure, started_at, time.monotonic() - began),),
-            )
-            encoded = group_to_proto(group)
-            await self._judge.score(
-                encoded, max_turns=self._settings.max_turns, ends=now() + self._settings.group_seconds
-            )
-            return group_from_proto(encoded)
+        began, started_at = time.monotonic(), time.time()
+        attempt = _Attempt([dict(message) for message in scenario.messages])
+        _ATTEMPT.set(attempt)
+        name = f"bench-{scenario.ordinal}.{sample}"
+        failure: Failure | None = None
+        stop = StopReason.FAILED
+        try:
+            async with asyncio.timeout(self._settings.episode_seconds):
+                stop = await self._converse(scenario, name, attempt)
+        except KestrlError as error:
+            failure = error.failure(component=self._settings.component)
+        except TimeoutError:
+            late = EngineFailure(f"no end after {self._settings.episode_seconds:g} s", code="episode_timeout")
+            failure = late.failure(component=self._settings.component)
+        group = Group(
+            id=f"{self._settings.run}/{name}",
+            scenario=scenario,
+            episodes=(self._episode(scenario, name, attempt, stop, failure, started_at, time.monotonic() - began),),
+        )
+        encoded = group_to_proto(group)
+        await self._judge.score(encoded, max_turns=self._settings.max_turns, ends=now() + self._settings.group_seconds)
+        return group_from_proto(encoded)
 
     def _episode(
         self,
         scenario: Scenario,
+        name: str,
         attempt: _Attempt,
         stop: StopReason,
         failure: Failure | None,
@@ -105,8 +143,8 @@ class Bench:
         seconds: float,
     ) -> Episode:
         return Episode(
-            id=f"{self._settings.run}/bench-{scenario.ordinal}/0",
-            group_id=f"{self._settings.run}/bench-{scenario.ordinal}",
+            id=f"{self._settings.run}/{name}/0",
+            group_id=f"{self._settings.run}/{name}",
             scenario_id=scenario.id,
             index=0,
             seed=0,
@@ -123,14 +161,15 @@ class Bench:
             metrics={
                 "completion_tokens": float(attempt.completion_tokens),
                 "total_tokens": float(attempt.prompt_tokens + attempt.completion_tokens),
+                "engine_retries": float(attempt.requests - attempt.completions),
             },
             environments=attempt.environments,
         )
 
-    async def _converse(self, scenario: Scenario, attempt: _Attempt) -> StopReason:
+    async def _converse(self, scenario: Scenario, name: str, attempt: _Attempt) -> StopReason:
         offered = await self._tools.of(scenario)
         seconds = self._settings.episode_seconds
-        session = self._tools.session(f"bench-{scenario.ordinal}", scenario, tuple(offered), seconds=seconds)
+        session = self._tools.session(name, scenario, tuple(offered), seconds=seconds)
         try:
             stop = await self._turns(offered, session, attempt)
             if self._tools.has_state(offered):
@@ -160,22 +199,25 @@ class Bench:
         """The model's next turn, recorded.
 
         Raises:
-            EngineFailure: The endpoint refused, failed, or did not answer in time.
+            EngineFailure: The endpoint refused, failed, or did not answer in time, or the budget is used up.
         """
-        endpoint = self._settings.endpoint
+        endpoint, sampling = self._settings.endpoint, self._settings.sampling
+        self._check_budget()
         arguments: dict[str, Any] = {
             "model": endpoint.model,
             "messages": attempt.messages,
             "max_completion_tokens": most,
             **({"tools": [tool.to_openai() for tool in tools]} if tools else {}),
-            **({} if endpoint.temperature is None else {"temperature": endpoint.temperature}),
+            **({} if sampling.own_temperature else {"temperature": sampling.temperature}),
+            **({"top_p": sampling.top_p} if sampling.top_p < 1 else {}),
         }
         began = time.monotonic()
+        attempt.completions += 1
         try:
             answer: Any = await self._client.chat.completions.create(**arguments)
         except APIStatusError as error:
             text = f"{endpoint.model}: HTTP {error.status_code}: {error.message}"[:500]
-            raise EngineFailure(text, code="endpoint_refused") from error
+            raise EngineFailure(text, code=_status_code(error.status_code)) from error
         except APITimeoutError as error:
             text = f"{endpoint.model}: no answer in {self._settings.turn_seconds:g} s"
             raise EngineFailure(text, code="turn_timeout") from error
@@ -185,9 +227,7 @@ class Bench:
         if not answer.choices:
             raise EngineFailure(f"{endpoint.model}: a completion without a choice", code="bad_answer")
         choice = answer.choices[0]
-        if answer.usage:
-            attempt.prompt_tokens += answer.usage.prompt_tokens
-            attempt.completion_tokens += answer.usage.completion_tokens
+        self._count_tokens(answer.usage, attempt)
         attempt.messages.append(choice.message.model_dump(exclude_none=True, mode="json"))
         attempt.turns.append(
             Turn(
@@ -203,6 +243,21 @@ class Bench:
             )
         )
         return choice
+
+    def _check_budget(self) -> None:
+        endpoint = self._settings.endpoint
+        if endpoint.budget_tokens is not None and self._used_tokens >= endpoint.budget_tokens:
+            text = f"{endpoint.model}: {self._used_tokens} tokens used, of {endpoint.budget_tokens} of --budget-tokens"
+            raise EngineFailure(text, code="budget_used_up")
+
+    def _count_tokens(self, usage: Any, attempt: _Attempt) -> None:
+        if usage:
+            attempt.prompt_tokens += usage.prompt_tokens
+            attempt.completion_tokens += usage.completion_tokens
+            self._used_tokens += usage.prompt_tokens + usage.completion_tokens
+        elif self._settings.endpoint.budget_tokens is not None:
+            text = f"{self._settings.endpoint.model}: a completion without usage, which --budget-tokens needs"
+            raise EngineFailure(text, code="no_usage")
 
     async def _call(
         self, tools: Mapping[str, ToolSchema], session: ToolSession, call: Any, index: int, turn: int
@@ -242,12 +297,19 @@ class Bench:
         return text if len(text) <= limit else f"{text[:limit]}\n[cut here: {len(text)} characters, limit {limit}]"
 
 
+def _status_code(status: int) -> str:
+    """Code of a failure by HTTP status, after the client's repetitions."""
+    if status == HTTPStatus.TOO_MANY_REQUESTS:
+        return "rate_limited"
+    return "endpoint_error" if status >= HTTPStatus.INTERNAL_SERVER_ERROR else "endpoint_refused"
+
+
 def _refused(outcome: CallOutcome, text: str) -> ToolAnswer:
     return ToolAnswer(outcome=outcome, text=text, final=False, data={})
 
 
-def summarise(groups: Sequence[Group]) -> dict[str, float]:
-    """Means over the scored episodes, and failures by boundary.
+def summarise(groups: Sequence[Group], samples: int) -> dict[str, float]:
+    """Means over the scored episodes, estimates over several samples, and failures by boundary.
 
     Raises:
         EngineFailure: No episode was scored.
@@ -270,6 +332,7 @@ def summarise(groups: Sequence[Group]) -> dict[str, float]:
         "episodes": float(len(episodes)),
         "exceptions": float(len(failures)),
         **{f"exceptions_{boundary}": float(count) for boundary, count in boundaries.items()},
+        **at_k(groups, samples),
     }
 
 
@@ -288,19 +351,22 @@ async def work(settings: ServiceSettings) -> None:
     began = time.monotonic()
     async with (
         AsyncOpenAI(
-            base_url=endpoint.url, api_key=key, timeout=settings.turn_seconds, max_retries=endpoint.retries
+            base_url=endpoint.url,
+            api_key=key,
+            timeout=settings.turn_seconds,
+            max_retries=endpoint.retries,
+            http_client=DefaultAsyncHttpxClient(event_hooks={"request": [count_request]}),
         ) as client,
         rpc.channel(settings.tools_address) as to_tools,
         rpc.Bundle(to_tools, TOOL_SERVICE, peer="tools", token=Secret.ROLLOUT_TO_TOOLS.here()) as tools,
         rpc.channel(settings.judge_address) as to_judge,
         rpc.Bundle(to_judge, JUDGE_SERVICE, peer="judge", token=Secret.ROLLOUT_TO_JUDGE.here()) as judge,
     ):
-        bench = Bench(settings, client, tools, judge)
-        groups = await asyncio.gather(*(bench.run(scenario) for scenario in scenarios))
+        groups = await Bench(settings, client, tools, judge).run_all(scenarios)
     store = open_store(settings.storage)
     batch = EpisodeBatch(purpose=Purpose.EVALUATION, step=0, groups=groups)
     await asyncio.to_thread(ObjectEpisodeStore(store).append, batch)
-    after = summarise(groups)
+    after = summarise(groups, settings.sampling.samples)
     failures = Counter(
         f"{episode.failure.boundary}/{episode.failure.code}"
         for group in groups
@@ -308,7 +374,11 @@ async def work(settings: ServiceSettings) -> None:
         if episode.failure is not None
     )
     summary = RunSummary(
-        status=RunPhase.SUCCEEDED, after=after, failures=dict(failures), seconds=time.monotonic() - began
+        status=RunPhase.SUCCEEDED,
+        after=after,
+        sampling=settings.sampling,
+        failures=dict(failures),
+        seconds=time.monotonic() - began,
     )
     await asyncio.to_thread(write_summary, store, summary)
 

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kestrl.at_k import at_k, majority, unbiased_best, unbiased_pass
 from kestrl.episode import Group
 from kestrl.errors import EngineFailure
 from kestrl.testing.attempts import make_attempt
-from kestrl_learner.at_k import at_k, majority, unbiased_best, unbiased_pass
 
 VALUES = st.lists(st.sampled_from([-1.0, -0.6, 0.0, 0.5, 1.0]), min_size=1, max_size=7)
 

@@ -316,13 +316,13 @@ def summarise(groups: Sequence[Group], samples: int) -> dict[str, float]:
     """
     episodes = [episode for group in groups for episode in group.episodes]
     failures = [episode.failure for episode in episodes if episode.failure is not None]
-    sums: Counter[str] = Counter()
+    sums: dict[str, float] = {}
     counts: Counter[str] = Counter()
     for episode in episodes:
         if episode.failure is None and episode.reward is not None:
             facts = {"reward": episode.reward, "num_turns": episode.num_turns, "duration": episode.seconds}
             for name, value in {**episode.metrics, **facts}.items():
-                sums[name] += value  # type: ignore[assignment] - a Counter of floats
+                sums[name] = sums.get(name, 0.0) + value
                 counts[name] += 1
     if not counts:
         raise EngineFailure(f"none of {len(episodes)} episodes was scored; the first failure: {failures[0]}")

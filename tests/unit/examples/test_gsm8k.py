@@ -10,10 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kestrl.data.word_problems import Form, generated
+from kestrl.data.word_problems import Form, generated, problems
+from kestrl.plan.evaluation import evaluation_sampling
+from kestrl.spec import read_job
+from kestrl.spec.threshold import read_threshold
 from kestrl.testing.attempts import make_attempt, make_call
 from kestrl.tools import ToolError
 from kestrl.tools.schema import describe
@@ -27,6 +31,20 @@ def example() -> Iterator[Any]:
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(FOLDER))
         yield importlib.import_module("gsm8k")
+
+
+def test_imitation_alone_gives_the_twin_at_most_its_threshold() -> None:
+    """Half of the demonstrations are right, so that a model that samples as they were sampled is right in half."""
+    sft = yaml.safe_load((FOLDER / "sft.yaml").read_text())["spec"]["data"]
+    spec = read_threshold(FOLDER / "threshold.yaml").spec
+    size, seed = sft["train"]["size"], sft["seed"]
+    assert sft["train"]["uri"] == "demo://word-problems/one-step/transcripts/50"
+    rows = generated(Form.TRANSCRIPTS, split="train", seed=seed, size=size, one_step=True, mistakes=0.5)
+    answers = [problem.answer for problem in problems("train", seed, size, one_step=True)]
+    right = sum(row["messages"][-1]["content"] == f"#### {answer}" for row, answer in zip(rows, answers, strict=True))
+    assert right / size == pytest.approx(spec.threshold, abs=0.01)
+    assert evaluation_sampling(read_job(FOLDER / spec.job).spec).temperature == 1.0
+    assert spec.min_rise == 0.1
 
 
 NUMBERS = st.integers(0, 99).map(str)

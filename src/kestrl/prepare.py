@@ -19,6 +19,7 @@ from kestrl.errors import StorageError, UserInputError
 from kestrl.plan.service_settings import Model, read_settings
 from kestrl.service import exit_code, settings_path
 from kestrl.storage import open_store
+from kestrl.storage.models import fetch_model, is_published
 from kestrl.uris import local_path, scheme_of
 
 OBJECT_SCHEMES = frozenset({"s3", "gs", "az"})
@@ -162,10 +163,16 @@ def _download_file(uri: str, target: Path) -> None:
 
 
 def _download_folder(uri: str, target: Path) -> None:
-    """Downloads all objects under an address; the target appears only when complete."""
+    """Downloads all objects under an address; the target appears only when complete. The files of a model that
+    `kestrl sft` published must have their digests.
+    """
     if target.exists():
         return
-    store, partial = open_store(uri), target.with_name(f".{target.name}.partial")
+    store = open_store(uri)
+    if is_published(store):
+        fetch_model(store, target)
+        return
+    partial = target.with_name(f".{target.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     paths = store.list("")
     if not paths:

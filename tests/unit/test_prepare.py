@@ -15,6 +15,8 @@ from tests.fakes.s3 import S3Server, serving_s3
 from kestrl.data import load_scenarios
 from kestrl.errors import StorageError, UserInputError
 from kestrl.prepare import DataSource, PrepareSettings, prepare
+from kestrl.storage import open_store
+from kestrl.storage.models import publish_model
 from kestrl_email.model_path import tiny
 
 
@@ -95,6 +97,22 @@ def test_the_program_ends_with_one_line_and_code_2(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert done.stderr.startswith("error: spec.model.base: no installed package offers demo://nobody")
     assert done.stderr.count("\n") == 1
+
+
+def test_a_model_of_sft_is_fetched_with_its_digests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A local store in place of an object store, whose addresses are opened alike."""
+    monkeypatch.setattr("kestrl.prepare.OBJECT_SCHEMES", frozenset({"file"}))
+    store = open_store((tmp_path / "store").as_uri())
+    manifest, address = publish_model(store, tiny(), job="warm-up", step=3, base="demo://tiny")
+    prepare(settings(tmp_path, model=address))
+    assert {path.name for path in (tmp_path / "model").iterdir()} == manifest.files.keys()
+    stored = Path(address.removeprefix("file://"))
+    (stored / "tokenizer.json").write_text("{}")
+    with pytest.raises(StorageError, match=r"tokenizer\.json is corrupt"):
+        prepare(settings(tmp_path / "other", model=address))
+    (stored / "manifest.json").write_text('{"name": "of another program"}')
+    prepare(settings(tmp_path / "another", model=address))
+    assert (tmp_path / "another" / "model" / "tokenizer.json").read_text() == "{}"
 
 
 @pytest.fixture(scope="module")

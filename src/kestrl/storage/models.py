@@ -6,7 +6,10 @@ neither a model nor published.
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
@@ -86,6 +89,17 @@ def read_model_manifest(store: ObjectStore, folder: str = "") -> ModelManifest:
         raise StorageError(f"{store.address(path)} is not a manifest: {error}", code="manifest_malformed") from error
 
 
+def is_published(store: ObjectStore) -> bool:
+    """Whether an address has the manifest of a model; other folders of models may have a manifest.json of their own."""
+    if not store.exists(MANIFEST):
+        return False
+    try:
+        found: Any = json.loads(store.get(MANIFEST))
+    except ValueError:
+        return False
+    return isinstance(found, dict) and found.keys() >= {"base_model", "files", "sha256"}
+
+
 def fetch_model(store: ObjectStore, target: Path, folder: str = "") -> ModelManifest:
     """Downloads a published model into a new local folder and verifies every digest; the folder appears only when
     complete.
@@ -94,8 +108,9 @@ def fetch_model(store: ObjectStore, target: Path, folder: str = "") -> ModelMani
         StorageError: A file is missing or a digest differs (code `digest_mismatch`).
     """
     manifest = read_model_manifest(store, folder)
-    partial = target.with_name(target.name + ".partial")
-    partial.mkdir(parents=True, exist_ok=True)
+    partial = target.with_name(f".{target.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
     for name, expected in manifest.files.items():
         if Path(name).name != name:
             raise StorageError(f"manifest names a file outside its folder: {name!r}", code="manifest_malformed")

@@ -10,6 +10,7 @@ from tests.unit.operator.rendering import VALUES, of_kind
 from kestrl.errors import UserInputError
 from kestrl.plan.sft import SFTSettings
 from kestrl.prepare import PrepareSettings
+from kestrl.spec.load import ProblemsError
 from kestrl_operator.render.network import METADATA
 
 from .sft_samples import NAME, UID, sft_rendered
@@ -140,3 +141,12 @@ def test_a_device_without_an_image_is_refused() -> None:
     images = {**VALUES["images"], "learner": {"cpu": "r/learner-cpu:1"}}
     with pytest.raises(UserInputError, match=r"no image for 'cuda' \(the chart's jobs.images.learner.cuda\)"):
         sft_rendered({"images": images}, learner={"device": "cuda"})
+
+
+def test_a_job_of_all_parameters_has_no_adapter() -> None:
+    """As an API server stores it, with the defaults of the adapter that is not trained."""
+    model = {"base": "hf://org/model", "adapter": {"rank": 8, "alpha": 16.0, "targets": "all-linear"}}
+    found = settings(sft_rendered(model=model, training={"parameters": "all"}))
+    assert (found.parameters, found.algorithm.learning_rate) == ("all", 2e-5)
+    with pytest.raises(ProblemsError, match=r"spec\.model\.adapter\.rank"):
+        sft_rendered(model=model | {"adapter": {"rank": 4}}, training={"parameters": "all"})

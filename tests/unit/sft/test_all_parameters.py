@@ -18,9 +18,10 @@ from typer.testing import CliRunner
 
 from kestrl.cli.main import app
 from kestrl.cli.sft import fine_tuned
+from kestrl.data.locate import locate_model
 from kestrl.errors import UserInputError
 from kestrl.plan.sft import SFTSettings
-from kestrl.spec.load import ProblemsError
+from kestrl.spec.load import ProblemsError, read_job
 from kestrl.spec.sft import read_sft_job
 from kestrl_email.model_path import tiny
 from kestrl_learner import full_model
@@ -126,6 +127,8 @@ def test_the_command_resumes_and_its_model_is_a_base(tmp_path: Path) -> None:
     assert straight is not None
     assert straight.sha256 == summary["policy"]["sha256"]
 
+    job = read_job(Path(__file__).parents[3] / "examples" / "bring-your-own" / "job.yaml", (override,))
+    assert locate_model(job.spec.model.base, base=tmp_path) == str(folder)
     rl = PolicyModel(str(folder), dtype="float32", rank=4, alpha=8.0, targets="all-linear", seed=1)
     reference: Any = AutoModelForCausalLM.from_pretrained(str(folder), dtype=torch.float32)
     ids = list(range(40, 60))

@@ -30,6 +30,10 @@ ELSEWHERE: Mapping[str, str] = {
 """Fields that there are not, with what to do instead."""
 
 
+COMMANDS: Mapping[str, str] = {"AgentRLJob": "run", "SFTJob": "sft", "Threshold": "verify"}
+"""Command of each kind of file."""
+
+
 class ProblemsError(UserInputError):
     """An invalid manifest, with all problems."""
 
@@ -182,7 +186,25 @@ def read_job(path: Path, overrides: Sequence[str] = ()) -> AgentRLJob:
         ProblemsError: With every problem at once.
         UserInputError: The file cannot be read or is not YAML.
     """
-    return parse_job(with_overrides(read_document(path, AgentRLJob.__name__), overrides))
+    return parse_job(with_overrides(read_kind(path, AgentRLJob.__name__), overrides))
+
+
+def read_kind(path: Path, kind: str) -> Any:
+    """The one YAML document of a file of a kind, not yet validated.
+
+    Raises:
+        UserInputError: The file cannot be read, is not YAML, holds another number of documents, or one of another kind
+            that KestRL reads.
+    """
+    document = read_document(path, kind)
+    found = _kind_of(document)
+    if found != kind and found in COMMANDS:
+        raise UserInputError(f"{path}: kind: is {found}, for `kestrl {COMMANDS[found]}`; this command reads {kind}s")
+    return document
+
+
+def _kind_of(document: Any) -> str:
+    return str(cast("Mapping[str, Any]", document).get("kind")) if isinstance(document, Mapping) else ""
 
 
 def read_document(path: Path, kind: str) -> Any:

@@ -12,7 +12,7 @@ from kestrl.spec.adapter_rules import target_problems
 from kestrl.spec.algorithms import LearningRateScheduleName
 from kestrl.spec.job import Accelerator, Adapter, Metadata, ModelSpec, Storage
 from kestrl.spec.learner_rules import offload_problems
-from kestrl.spec.load import ProblemsError, explain, read_document, with_overrides
+from kestrl.spec.load import ProblemsError, explain, read_kind, with_overrides
 from kestrl.spec.model import LARGEST_CONTEXT, LARGEST_SEED, Model, NonNegative, NonNegativeInt, Positive, PositiveInt
 from kestrl.spec.problems import Problem
 from kestrl.spec.scalars import Address
@@ -172,4 +172,4 @@ def read_sft_job(path: Path, overrides: tuple[str, ...] = ()) -> SFTJob:
         UserInputError: The file cannot be read.
         ProblemsError: With every problem at once.
     """
-    return parse_sft_job(with_overrides(read_document(path, SFT_KIND), overrides))
+    return parse_sft_job(with_overrides(read_kind(path, SFT_KIND), overrides))

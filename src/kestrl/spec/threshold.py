@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, ValidationError
 
 from kestrl.spec.job import Metadata
-from kestrl.spec.load import ProblemsError, explain, read_document
+from kestrl.spec.load import ProblemsError, explain, read_kind
 from kestrl.spec.model import LARGEST_SEED, Model, NonNegative, PositiveInt
 from kestrl.spec.problems import Problem
 
@@ -95,4 +95,4 @@ def read_threshold(path: Path) -> Threshold:
         UserInputError: The file cannot be read.
         ProblemsError: With every problem at once.
     """
-    return parse_threshold(read_document(path, Threshold.__name__))
+    return parse_threshold(read_kind(path, Threshold.__name__))

@@ -14,6 +14,8 @@ from kestrl.cli.main import app
 from kestrl.data.arithmetic import rows, transcripts
 from kestrl.data.conversations import read_conversations
 from kestrl.data.writing import write_rows
+from kestrl.plan.evaluation import evaluation_sampling
+from kestrl.sampling import EvaluationSampling
 from kestrl.spec.load import read_job
 from kestrl.spec.sft import read_sft_job
 
@@ -60,10 +62,14 @@ def test_the_second_stage_begins_where_the_first_ends(first: str, second: str) -
 
 
 @pytest.mark.parametrize(
-    ("second", "shaping"), [("qwen2.5-7b-nvidia.yaml", "tool_bonus"), ("qwen3-4b-ascend.yaml", "tool_penalty")]
+    ("second", "shaping", "evaluation"),
+    [
+        ("qwen2.5-7b-nvidia.yaml", "tool_bonus", EvaluationSampling(samples=30, temperature=1.0, top_p=0.6)),
+        ("qwen3-4b-ascend.yaml", "tool_penalty", EvaluationSampling(samples=30, temperature=0.7, top_p=0.8, top_k=20)),
+    ],
 )
-def test_the_settings_are_the_published_ones(second: str, shaping: str) -> None:
-    """Those of verl's retool/run_qwen2_7b_dapo.sh and sandbox_fusion_tool_config.yaml."""
+def test_the_settings_are_the_published_ones(second: str, shaping: str, evaluation: EvaluationSampling) -> None:
+    """Those of verl's retool/run_qwen2_7b_dapo.sh and sandbox_fusion_tool_config.yaml, and of CANN's evaluation."""
     spec = read_job(FOLDER / second).spec
     algorithm = spec.algorithm
     assert (algorithm.group_size, algorithm.groups_per_step, algorithm.groups_per_step // algorithm.mini_batches) == (
@@ -76,3 +82,4 @@ def test_the_settings_are_the_published_ones(second: str, shaping: str) -> None:
     assert (spec.agent.max_turns, spec.agent.max_tokens, spec.inference.context_length) == (16, 16384, 2048 + 16384)
     assert spec.tools[0].config == {"seconds": 30, "memory_mb": 1024, "max_sandboxes": 128}
     assert [reward.config for reward in spec.rewards] == [{"shaping": shaping}]
+    assert evaluation_sampling(spec) == evaluation

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ from kestrl.errors import UserInputError
 from kestrl.plan.planning import algorithm_settings
 from kestrl.spec import ProblemsError, job_schema, parse_job, read_job, with_overrides
 from kestrl.spec.scalars import format_duration, parse_duration
+from kestrl.spec.sft import read_sft_job
+from kestrl.spec.threshold import read_threshold
 
 MANIFEST: dict[str, Any] = {
     "apiVersion": "kestrl.dev/v1alpha1",
@@ -66,6 +69,20 @@ def test_every_problem_is_reported_at_once() -> None:
     assert any(problem.startswith("spec.rollout.deadlines.tool: 10 is not a duration") for problem in problems)
     assert any(problem.startswith("spec.algorithm.groupSize:") and "'many'" in problem for problem in problems)
     assert any(problem.startswith("spec.bogus: unknown field; known here: model, data") for problem in problems)
+
+
+@pytest.mark.parametrize(
+    ("read", "example", "message"),
+    [
+        (read_job, "retool/sft.yaml", "kind: is SFTJob, for `kestrl sft`; this command reads AgentRLJobs"),
+        (read_sft_job, "retool/rl.yaml", "kind: is AgentRLJob, for `kestrl run`; this command reads SFTJobs"),
+        (read_job, "gsm8k/threshold.yaml", "kind: is Threshold, for `kestrl verify`; this command reads AgentRLJobs"),
+        (read_threshold, "gsm8k/job.yaml", "kind: is AgentRLJob, for `kestrl run`; this command reads Thresholds"),
+    ],
+)
+def test_a_file_of_another_kind_is_for_another_command(read: Callable[[Path], Any], example: str, message: str) -> None:
+    with pytest.raises(UserInputError, match=message):
+        read(Path(__file__).parents[3] / "examples" / example)
 
 
 def test_a_missing_field_is_named() -> None:

@@ -242,7 +242,8 @@ class Learner(Model):
     """CPU threads of one rank. Default: all cores, divided by the ranks."""
     gradient_checkpointing: bool = False
     """Keep the inputs of layers only and compute their activations again in the backward pass: much less memory for
-    long episodes, and a third more work. Prompts are then computed for every episode of a group."""
+    long episodes, and a third more work. The episodes of a group then share the computation of their prompt within a
+    pass."""
     activation_offload: bool = False
     """Keep these inputs of layers in host memory until the backward pass: device memory for longer rows, in exchange
     for copies. Needs gradientCheckpointing and a device other than a CPU."""

@@ -91,9 +91,9 @@ def test_a_pass_computes_no_padding_and_nothing_behind_the_last_learned_token(
     computed: list[list[int]] = []
     original = packing.packed_hidden
 
-    def counted(body: Any, rows: Sequence[Sequence[int]], device: torch.device) -> Tensor:
+    def counted(body: Any, rows: Sequence[Sequence[int]], device: torch.device, **options: Any) -> Tensor:
         computed.append([len(row) for row in rows])
-        return original(body, rows, device)
+        return original(body, rows, device, **options)
 
     monkeypatch.setattr(packing, "packed_hidden", counted)
     policy.tokens_per_pass = 1000
@@ -152,7 +152,7 @@ def test_a_family_whose_packed_rows_see_each_other_pads_them(
 
     def as_a_family(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any) -> Any:
         calls.append(mask)
-        if hasattr(mask, packing.LENGTHS):
+        if hasattr(mask, packing.LAYOUT):
             return other(module, query, key, value, mask, **options)
         return sdpa_attention_forward(module, query, key, value, mask, **options)
 

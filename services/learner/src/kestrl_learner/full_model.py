@@ -20,6 +20,7 @@ from kestrl.storage import ObjectStore
 from kestrl.storage.models import ModelManifest, publish_model
 from kestrl_learner.batch import TrainRow
 from kestrl_learner.model import ModelOptions, TrainedModel
+from kestrl_learner.packing import Kernel
 
 FILE_SIZE = "2GB"
 """Largest size of a file of weights: a file is read whole when it is stored."""
@@ -60,6 +61,10 @@ class FullModel(TrainedModel):
                 f"spec.model.base: its generation_config.json is invalid; correct it: {error}"
             ) from error
         return base.requires_grad_(True)
+
+    def _sharing_kernel(self) -> Kernel | None:
+        """None: it is fine-tuned on rows without a shared prompt."""
+        return None
 
     def trained_state(self) -> dict[str, Tensor]:
         return {

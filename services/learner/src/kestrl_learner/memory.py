@@ -28,11 +28,11 @@ from transformers import AutoModelForCausalLM
 from kestrl.checking import Facts, run_check
 from kestrl.errors import UserInputError
 from kestrl.plan.memory import MemoryEstimate, MemorySettings, Part
-from kestrl_learner import packing
 from kestrl_learner.batch import TrainGroup, TrainRow
 from kestrl_learner.full_model import FullModel
 from kestrl_learner.live_bytes import LiveBytes
 from kestrl_learner.model import ModelOptions, PolicyModel, TrainedModel
+from kestrl_learner.packing import Kernel
 
 PROGRAM_BYTES = {"cpu": 768 * 2**20}
 """Resident memory of the learner without tensors: 714 to 802 MiB were measured on a CPU."""
@@ -66,11 +66,15 @@ class ShapedModel(TrainedModel):
 
         return saved_tensors_hooks(leave, lambda kept: torch.empty(kept[0], dtype=kept[1]))
 
-    def _largest_pass(self) -> int:
-        return packing.largest_pass(self.tokens_per_pass, self.trained_on)
+    @property
+    def _device_type(self) -> str:
+        return self.trained_on
 
     def _packs_exactly(self, base: Any) -> bool:  # noqa: ARG002 - without weights there are no states to compare
         return True
+
+    def _sharing_kernel(self) -> Kernel | None:
+        return Kernel.ROWS
 
     def _load_base(self, path: str, config: Any, dtype: torch.dtype) -> Any:  # noqa: ARG002 - the config says all
         return AutoModelForCausalLM.from_config(config, dtype=dtype)

@@ -2,8 +2,10 @@
 with a LoRA adapter.
 
 A group's prompt is computed once and shared by its rows, exactly: its keys and values go into a cache that is repeated
-for every row, with gradients, and the first token of a row takes its logits from the prompt's last hidden state. Rows
-without a shared prompt are packed into one sequence where the model's family allows it, and padded otherwise.
+for every row, with gradients, and the first token of a row takes its logits from the prompt's last hidden state. Other
+rows are packed into one sequence where the model's family allows it, and padded otherwise: rows without a shared
+prompt, and with gradient checkpointing, which computes layers again and not the cache, all rows. The sequence then
+begins with one copy of their prompt, unless `packing.shares_prompt` says that a copy for each row is faster.
 """
 # transformers and peft have loose types; values from them are annotated here.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
@@ -33,6 +35,7 @@ from kestrl.spec.adapter_rules import TARGETS, expert_problems, unserved
 from kestrl_learner import packing
 from kestrl_learner.batch import TrainGroup, TrainRow, bins, cut
 from kestrl_learner.head import token_logprobs
+from kestrl_learner.packing import Kernel
 from kestrl_learner.ranks import Group
 from kestrl_learner.sharding import shard_layers
 
@@ -60,10 +63,10 @@ class TrainedModel(ABC):
         seed: Seed of what is initialised.
         device: torch device.
         gradient_checkpointing: Keeps the inputs of layers only and computes them again in the backward pass. Rows are
-            then computed with their prompts: a shared prompt's cache cannot be computed again.
+            then packed behind their prompt: a shared prompt's cache cannot be computed again.
         activation_offload: Keeps these inputs in host memory until the backward pass.
-        tokens_per_pass: Largest number of tokens of a forward pass, padding included; packed rows on a CPU have at most
-            `packing.TOKENS_ON_CPU`.
+        tokens_per_pass: Largest number of tokens of a forward pass, padding included; on a CPU packed passes are
+            smaller, by `packing.largest_pass`.
         group: The ranks over which the base's layers are sharded; None keeps them whole. Each loads the base in turn,
             so that the machine's memory holds one whole copy at a time. Every rank must then run forward and backward
             passes of the same kind in the same order.
@@ -102,6 +105,7 @@ class TrainedModel(ABC):
             self._checkpoint_layers()
         self._check_head()
         self._packs = packing.enable(base) and self._packs_exactly(base)
+        self._kernel = self._sharing_kernel() if self._packs and gradient_checkpointing else None
 
     def _refuse_config(self, config: Any, path: str) -> None:
         """Raises UserInputError if the configuration is that of a model which is not trained."""
@@ -159,6 +163,10 @@ class TrainedModel(ABC):
         packing.disable(base)
         return False
 
+    def _sharing_kernel(self) -> Kernel | None:
+        """The kernel of packed rows that share a prompt; None if each is packed behind its own."""
+        return packing.sharing_kernel(self._body, self.device)
+
     def _check_head(self) -> None:
         """Checks that the head alone maps hidden states to logits (some families scale or cap them)."""
         ids = torch.arange(1, 9, device=self.device)[None]
@@ -204,27 +212,38 @@ class TrainedModel(ABC):
         """The rows of each forward pass over a group, and the number of sampled tokens of each row."""
         episodes = [list(rows) for _, rows in groupby(group.rows, key=lambda row: row.sequence)]
         if self._packed(group.prompt):
-            parts = self._packed_parts(len(group.prompt), episodes)
+            parts = self._packed_parts(group, episodes)
         else:
             parts = self._padded_parts(group, episodes)
         return [(rows, [sum(row.mask) for row in rows]) for rows in parts]
 
     def tokens_of(self, prompt: array[int], rows: Sequence[TrainRow]) -> int:
         """Tokens that a pass over some of a group's rows computes, padding included."""
-        own, shared = (0, len(prompt)) if self.shares_prompt(prompt) else (len(prompt), 0)
+        once = self.shares_prompt(prompt) or self._packed_behind_one(prompt, rows)
+        own, shared = (0, len(prompt)) if once else (len(prompt), 0)
         lengths = [own + len(row.token_ids) for row in rows]
-        return sum(lengths) if self._packed(prompt) else shared + len(rows) * max(lengths)
+        return shared + (sum(lengths) if self._packed(prompt) else len(rows) * max(lengths))
 
     def _packed(self, prompt: array[int]) -> bool:
         """Whether the rows behind a prompt are packed."""
         return self._packs and not (self._shares_prompts and prompt)
 
-    def _packed_parts(self, prompt: int, episodes: Sequence[Sequence[TrainRow]]) -> list[list[TrainRow]]:
-        sizes = [sum(prompt + len(row.token_ids) for row in rows) for rows in episodes]
-        return [[row for index in some for row in episodes[index]] for some in bins(sizes, limit=self._largest_pass())]
+    def _packed_behind_one(self, prompt: array[int], rows: Sequence[TrainRow]) -> bool:
+        """Whether rows are packed behind one copy of their prompt. Where some rows are, any of them are."""
+        lengths = [len(row.token_ids) for row in rows]
+        return self._kernel is not None and packing.shares_prompt(len(prompt), lengths, self._device_type)
 
-    def _largest_pass(self) -> int:
-        return packing.largest_pass(self.tokens_per_pass, self.device.type)
+    def _packed_parts(self, group: TrainGroup, episodes: Sequence[Sequence[TrainRow]]) -> list[list[TrainRow]]:
+        before = len(group.prompt)
+        once = self._packed_behind_one(group.prompt, group.rows)
+        own, shared = (0, before) if once else (before, 0)
+        sizes = [sum(own + len(row.token_ids) for row in rows) for rows in episodes]
+        limit = packing.largest_pass(self.tokens_per_pass, self._device_type, shared)
+        return [[row for index in some for row in episodes[index]] for some in bins(sizes, limit=limit - shared)]
+
+    @property
+    def _device_type(self) -> str:
+        return self.device.type
 
     def _padded_parts(self, group: TrainGroup, episodes: list[list[TrainRow]]) -> list[list[TrainRow]]:
         own_prompt = 0 if self._shares_prompts else len(group.prompt)
@@ -268,15 +287,20 @@ class TrainedModel(ABC):
     ) -> Tensor:
         """Log-probabilities of the sampled tokens of one of a group's parts, as `logprobs` yields them."""
         if self._packed(prompt):
-            inputs, states, targets = packing.inputs_of(prompt, rows)
+            found = packing.packed(prompt, rows, shared=self._packed_behind_one(prompt, rows))
             with self._saving():
-                hidden = packing.packed_hidden(self._body, inputs, self.device)[self._places(states)]
-            return self._token_logprobs(hidden, self._places(targets), temperature, entropies)
+                hidden = self._packed_hidden(found)[self._places(found.states)]
+            return self._token_logprobs(hidden, self._places(found.targets), temperature, entropies)
         shared = prompt if self._shares_prompts else array("i")
         ids, padding, wanted = self._padded(rows, prompt[len(shared) :])
         with self._saving():
             hidden = self._with_shared_prompt(shared, ids, padding) if shared else self._plain(ids, padding)
         return self._token_logprobs(hidden.flatten(0, 1)[wanted], ids.flatten()[wanted], temperature, entropies)
+
+    def _packed_hidden(self, found: packing.Packed) -> Tensor:
+        """Hidden states of rows in one sequence, (tokens, hidden)."""
+        kernel = self._kernel or Kernel.ROWS
+        return packing.packed_hidden(self._body, found.rows, self.device, prompt=found.prompt, kernel=kernel)
 
     def _token_logprobs(
         self, hidden: Tensor, targets: Tensor, temperature: float, entropies: list[Tensor] | None

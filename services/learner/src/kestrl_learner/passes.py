@@ -47,6 +47,14 @@ class Pass:
         return PASS_COST + self.tokens
 
 
+def computed_share(passes: Sequence[Pass]) -> float:
+    """Tokens that passes compute, in tokens of their rows with a prompt each: below 1 where rows share a computed
+    prompt, above 1 where padding is computed.
+    """
+    plain = sum(len(each.group.prompt) + len(row.token_ids) for each in passes for row in each.rows)
+    return sum(each.tokens for each in passes) / max(1, plain)
+
+
 def deal(costs: Sequence[int], count: int) -> list[list[int]]:
     """Indices of passes by rank, each in ascending order: the most costly is dealt first, each to the rank with the
     least cost so far (Graham 1969: at most 4/3 of the best possible).

@@ -27,7 +27,7 @@ from kestrl_learner.logprob_mismatch import LogprobMismatch
 from kestrl_learner.model import PolicyModel, TrainedModel
 from kestrl_learner.observed import Computed, Observed, Prepared, with_log_ratios
 from kestrl_learner.optimisation import learning_rate, mini_batches
-from kestrl_learner.passes import Pass, PassKind, schedule
+from kestrl_learner.passes import Pass, PassKind, computed_share, schedule
 from kestrl_learner.ranks import OneRank, Ranks
 from kestrl_learner.tokens import sequence_tokens, stale_rows, stream, token_origins, totals_of
 
@@ -131,7 +131,8 @@ class Trainer:
                 losses.append(loss)
                 norms.append(norm)
         self._add_observations(observed, reported)
-        mismatch, differences = observed.mismatch(self._passes(enumerate(groups)), older)
+        passes = self._passes(enumerate(groups))
+        mismatch, differences = observed.mismatch(passes, older)
         idle = sum(each.group.zero_advantage for each in prepared)
         return StepResult(
             loss=sum(losses) / len(losses),
@@ -144,6 +145,7 @@ class Trainer:
                 **observed.means.means(),
                 **ratio_diagnostics(differences),
                 "zero_advantage_share": idle / max(1, len(groups)),
+                "computed_tokens_share": computed_share(passes),
                 "learning_rate": rate,
                 "updates": float(len(losses)),
             },

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+from torch.nn.attention.flex_attention import BlockMask
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.flex_attention import flex_attention_forward
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -35,6 +35,8 @@ LAYOUT = "kestrl_layout"
 """Attribute of an attention mask with the layout of a packed sequence."""
 TOKENS_ON_CPU = 1024
 """Largest number of tokens of a pass on a CPU, where larger passes are hardly faster and take memory in proportion."""
+BLOCK = 128
+"""Tokens of a block of FlexAttention's mask."""
 LONGEST_ROW_ON_CPU = 8
 """Largest length of a row behind a shared prompt on a CPU, in lengths of the prompt."""
 
@@ -75,15 +77,46 @@ def layout_mask(layout: Layout, device: torch.device) -> Tensor:
 
 
 def block_mask(layout: Layout, device: torch.device) -> BlockMask:
-    """The mask of FlexAttention, in which each token sees the prompt and its own row, up to itself."""
-    row = torch.tensor(layout.row_of_tokens(), device=device)
+    """The mask of FlexAttention, in which each token sees the prompt and its own row, up to itself.
+
+    Equal to torch's `create_block_mask`, which makes the mask of all pairs of tokens first.
+    """
+    rows = layout.row_of_tokens()
+    row = torch.tensor(rows, device=device)
 
     def sees(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return (query >= key) & ((row[key] == 0) | (row[query] == row[key]))
 
-    length = len(row)
-    # compiled, so that the mask of all pairs of tokens does not exist
-    return create_block_mask(sees, None, None, length, length, device=device, _compile=device.type == "cuda")
+    some, whole = (_ordered(blocks.to(device)) for blocks in _blocks(rows))
+    lengths = len(rows), len(rows)
+    return BlockMask.from_kv_blocks(*some, *whole, BLOCK_SIZE=BLOCK, mask_mod=sees, seq_lengths=lengths)
+
+
+def _blocks(rows: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Blocks of queries and keys, (blocks, blocks), of which some pairs see each other, and those of which all do.
+
+    Args:
+        rows: The row of each token, ascending; 0 is the prompt.
+    """
+    parts = [rows[start : start + BLOCK] for start in range(0, len(rows), BLOCK)]
+    first, last = (torch.tensor([part[place] for part in parts]) for place in (0, -1))
+    own = torch.tensor([next((row for row in part if row), 0) for part in parts])  # the first that is not the prompt
+    earlier = torch.ones(len(parts), len(parts), dtype=torch.bool).tril(-1)
+    seen = earlier & ((first == 0) | (last >= first[:, None]))
+    one_row = (own == last) & (last == first[:, None]) & (last == last[:, None])
+    whole = earlier & ((last == 0) | one_row)
+    if len(rows) % BLOCK:
+        whole[-1] = False
+    return (seen & ~whole) | torch.eye(len(parts), dtype=torch.bool), whole
+
+
+def _ordered(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Number of key blocks of each query block, (1, 1, blocks), and their indices before all others, (1, 1, blocks,
+    blocks).
+    """
+    number = blocks.sum(-1, dtype=torch.int32)
+    order = blocks.int().argsort(dim=-1, descending=True, stable=True).int()
+    return number[None, None], order[None, None]
 
 
 def largest_pass(limit: int, device: str, prompt: int = 0) -> int:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from kestrl_learner import model
+from kestrl_learner import trained_model
 from kestrl_learner.model import PolicyModel
 from kestrl_learner.trainer import Trainer
 
@@ -109,7 +109,7 @@ def test_offloaded_inputs_of_layers_give_the_same_gradient(
             assert not pin_memory
             super().__init__(leave, lambda kept: kept)
 
-    monkeypatch.setattr(model, "save_on_cpu", Recorded)
+    monkeypatch.setattr(trained_model, "save_on_cpu", Recorded)
     groups = make_groups()
     kept = gradients(policy_of(models["qwen3"], disturb=0.3, gradient_checkpointing=True), groups)
     assert not moved

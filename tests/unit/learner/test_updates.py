@@ -21,6 +21,7 @@ from torch import nn
 from kestrl.algorithms import ScoredEpisode
 from kestrl.plan.algorithm import CorrectionSettings
 from kestrl_learner import head as head_module
+from kestrl_learner import trainer as trainer_module
 from kestrl_learner.batch import TrainGroup, TrainRow
 from kestrl_learner.diagnostics import ratio_diagnostics, staleness_facts
 from kestrl_learner.head import token_logprobs
@@ -129,7 +130,9 @@ def test_an_update_that_is_not_finite_undoes_those_before_it(
 # KL in the reward
 
 
-def test_kl_in_the_reward_is_the_slow_sum_over_the_tokens(policy_of: Maker, models: dict[str, Path]) -> None:
+def test_kl_in_the_reward_is_the_slow_sum_over_the_tokens(
+    policy_of: Maker, models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     policy = policy_of(models["qwen3"], disturb=0.3)
     given_settings = algorithm(advantage="dr_grpo", kl_coefficient=0.5, kl_estimator="k1", kl_place="reward")
     trainer = Trainer(policy, given_settings, 0.7)
@@ -143,13 +146,13 @@ def test_kl_in_the_reward_is_the_slow_sum_over_the_tokens(policy_of: Maker, mode
         behaviour = [value for value, on in zip(row.behaviour, row.mask, strict=True) if on]
         expected.append(number - 0.5 * sum(mu - float(ref) for mu, ref in zip(behaviour, reference, strict=True)))
     seen: list[TrainRow] = []
-    plain = trainer._token_batch  # pyright: ignore[reportPrivateUsage]
+    plain = trainer_module.token_batch
 
-    def recorded(group: TrainGroup, rows: Any, *others: Any) -> Any:
+    def recorded(group: TrainGroup, rows: Any, **others: Any) -> Any:
         seen.extend(rows)
-        return plain(group, rows, *others)
+        return plain(group, rows, **others)
 
-    trainer._token_batch = recorded  # type: ignore[method-assign]  # pyright: ignore[reportPrivateUsage]
+    monkeypatch.setattr(trainer_module, "token_batch", recorded)
     trainer.step([group], 0)
     mean = sum(expected) / len(expected)
     found = {row.sequence: {value for value, on in zip(row.advantages, row.mask, strict=True) if on} for row in seen}

@@ -19,8 +19,8 @@ from kestrl.plan.settings import PolicySettings
 from kestrl.storage import ObjectStore
 from kestrl.storage.models import ModelManifest, publish_model
 from kestrl_learner.batch import TrainRow
-from kestrl_learner.model import ModelOptions, TrainedModel
 from kestrl_learner.packing import Kernel
+from kestrl_learner.trained_model import ModelOptions, TrainedModel
 
 FILE_SIZE = "2GB"
 """Largest size of a file of weights: a file is read whole when it is stored."""

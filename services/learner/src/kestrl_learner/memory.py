@@ -31,8 +31,9 @@ from kestrl.plan.memory import MemoryEstimate, MemorySettings, Part
 from kestrl_learner.batch import TrainGroup, TrainRow
 from kestrl_learner.full_model import FullModel
 from kestrl_learner.live_bytes import LiveBytes
-from kestrl_learner.model import ModelOptions, PolicyModel, TrainedModel
+from kestrl_learner.model import PolicyModel
 from kestrl_learner.packing import Kernel
+from kestrl_learner.trained_model import ModelOptions, TrainedModel
 
 PROGRAM_BYTES = {"cpu": 768 * 2**20}
 """Resident memory of the learner without tensors: 714 to 802 MiB were measured on a CPU."""

@@ -20,16 +20,18 @@ from torch import Tensor
 from kestrl.algorithms import Algorithm, HasTokenMetrics, TokenBatch, Totals
 from kestrl.errors import KestrlError
 from kestrl.plan.algorithm import AlgorithmSettings
-from kestrl_learner.algorithms import AGGREGATIONS, make_algorithm
+from kestrl_learner.algorithms import make_algorithm
 from kestrl_learner.batch import TrainGroup, TrainRow, estimated
 from kestrl_learner.diagnostics import TokenMeans, ratio_diagnostics
 from kestrl_learner.logprob_mismatch import LogprobMismatch
-from kestrl_learner.model import PolicyModel, TrainedModel
+from kestrl_learner.model import PolicyModel
 from kestrl_learner.observed import Computed, Observed, Prepared, with_log_ratios
 from kestrl_learner.optimisation import learning_rate, mini_batches
 from kestrl_learner.passes import Pass, PassKind, computed_share, schedule
 from kestrl_learner.ranks import OneRank, Ranks
-from kestrl_learner.tokens import sequence_tokens, stale_rows, stream, token_origins, totals_of
+from kestrl_learner.token_batch import token_batch
+from kestrl_learner.tokens import stale_rows, stream, token_origins, totals_of
+from kestrl_learner.trained_model import TrainedModel
 
 
 class RanksDiffer(KestrlError):
@@ -304,7 +306,17 @@ class Trainer:
             return 0.0
         old = logprobs.detach() if each.old is None else each.old[which.part]
         reference = None if each.references is None else each.references[which.part]
-        batch = self._token_batch(each.group, which.rows, logprobs, behaviour, old, reference, totals)
+        batch = token_batch(
+            each.group,
+            which.rows,
+            logprobs=logprobs,
+            behaviour=behaviour,
+            old=old,
+            reference=reference,
+            totals=totals,
+            aggregation=self.algorithm.aggregation,
+            horizon=self._settings.horizon,
+        )
         if isinstance(self.algorithm, HasTokenMetrics):
             reported.add(self.algorithm.token_metrics(batch))
         return self._backward(batch)
@@ -333,42 +345,6 @@ class Trainer:
     def _trained(self, group: TrainGroup) -> bool:
         """Whether a group contributes to the gradient; with a KL term every group does."""
         return self.algorithm.needs_reference or not group.zero_advantage
-
-    def _token_batch(
-        self,
-        group: TrainGroup,
-        rows: Sequence[TrainRow],
-        logprobs: Tensor,
-        behaviour: Tensor,
-        old: Tensor,
-        reference: Tensor | None,
-        totals: Totals,
-    ) -> TokenBatch:
-        weigh, horizon, tokens = (
-            AGGREGATIONS[self.algorithm.aggregation],
-            self._settings.horizon,
-            sequence_tokens(group),
-        )
-        sampled = [sum(row.mask) for row in rows]
-        numbers = {sequence: number for number, sequence in enumerate(dict.fromkeys(row.sequence for row in rows))}
-
-        def per_token(values: Sequence[float], dtype: torch.dtype) -> Tensor:
-            given = [value for value, count in zip(values, sampled, strict=True) for _ in range(count)]
-            return torch.tensor(given, dtype=dtype, device=logprobs.device)
-
-        return TokenBatch(
-            logprobs=logprobs,
-            behaviour=behaviour,
-            old=old,
-            reference=reference,
-            advantages=torch.tensor(
-                stream(rows, [row.advantages for row in rows]), dtype=logprobs.dtype, device=logprobs.device
-            ),
-            weights=per_token([weigh(tokens.get(row.sequence, 1), totals, horizon) for row in rows], logprobs.dtype),
-            sequences=per_token([numbers[row.sequence] for row in rows], torch.long),
-            groups=per_token([0] * len(rows), torch.long),
-            totals=totals,
-        )
 
     def _backward(self, batch: TokenBatch) -> float:
         loss = self.algorithm.loss(batch)

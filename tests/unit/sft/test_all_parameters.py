@@ -195,6 +195,18 @@ def test_the_template_of_the_run_is_the_models(tmp_path: Path) -> None:
     assert (Path(policy.uri.removeprefix("file://")) / "chat_template.jinja").read_text() == text
 
 
+def test_a_base_without_a_tokenizer_is_refused_before_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stored episodes are tokens already, so that nothing else reads the tokenizer before the end."""
+    made = settings(tmp_path)
+    items = load_items(made, made.train, "spec.data.train")
+    monkeypatch.setattr("kestrl_learner.sft.training.load_items", lambda *_: items)
+    shutil.copytree(tiny(), tmp_path / "model")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / "model" / name).unlink()
+    with pytest.raises(UserInputError, match=r"spec\.model\.base: .* has no tokenizer; add its files"):
+        SFTRun(made.model_copy(update={"model": str(tmp_path / "model")}))
+
+
 @pytest.mark.parametrize(
     ("field", "value"), [("rank", "4"), ("alpha", "3"), ("targets", "[q_proj]"), ("from", "file:///a/b")]
 )

@@ -12,7 +12,6 @@ from typing import Any, ClassVar, Unpack
 
 import torch
 from torch import Tensor
-from transformers import AutoTokenizer
 
 from kestrl.errors import UserInputError
 from kestrl.plan.settings import PolicySettings
@@ -115,17 +114,17 @@ def load(settings: PolicySettings) -> FullModel:
 
 
 def publish(
-    store: ObjectStore, model: FullModel, *, job: str, step: int, base: str, template: str | None
+    store: ObjectStore, model: FullModel, tokenizer: Any, *, job: str, step: int, base: str
 ) -> tuple[ModelManifest, str]:
-    """Publishes a model with the base's tokenizer; returns the manifest and the folder's address.
+    """Publishes a model with its tokenizer; returns the manifest and the folder's address.
 
     Args:
         store: The run's storage.
         model: With the weights of the step.
+        tokenizer: A tokenizer of transformers, with the chat template that the model was trained with.
         job: Name of the run.
         step: Steps done.
         base: Folder or Hugging Face id of the base model.
-        template: The chat template that it was trained with, in place of the base's.
 
     Raises:
         StorageError: The store refused.
@@ -133,8 +132,5 @@ def publish(
     with TemporaryDirectory() as folder:
         out = Path(folder)
         model.save(out)
-        tokenizer: Any = AutoTokenizer.from_pretrained(base)
-        if template is not None:
-            tokenizer.chat_template = template
         tokenizer.save_pretrained(out)
         return publish_model(store, out, job=job, step=step, base=base)

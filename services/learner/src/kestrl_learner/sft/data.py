@@ -72,19 +72,33 @@ def template_of(path: str | None) -> str | None:
     return None if path is None else Path(path).read_text(encoding="utf-8")
 
 
-def make_encoder(model: str, template: str | None) -> ConversationEncoder:
-    """The encoder of a model's conversations.
+def load_tokenizer(model: str, template: str | None) -> tuple[Any, str | None]:
+    """A model's tokenizer of transformers, and the text of the template that replaces its own.
 
     Raises:
-        UserInputError: Tokenizer or template cannot be read.
+        UserInputError: Tokenizer or template cannot be read, or there is no tokenizer.
     """
-    from transformers import AutoTokenizer, GenerationConfig
+    from transformers import AutoTokenizer
 
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(model)
         text = template_of(template)
     except (OSError, ValueError) as error:
         raise UserInputError(f"spec.model.base: the tokenizer of {model} cannot be loaded: {error}") from error
+    if tokenizer.get_vocab().keys() <= {*tokenizer.all_special_tokens}:  # transformers makes one up where there is none
+        raise UserInputError(f"spec.model.base: {model} has no tokenizer; add its files, such as tokenizer.json")
+    return tokenizer, text
+
+
+def make_encoder(model: str, template: str | None) -> ConversationEncoder:
+    """The encoder of a model's conversations.
+
+    Raises:
+        UserInputError: Tokenizer or template cannot be read.
+    """
+    from transformers import GenerationConfig
+
+    tokenizer, text = load_tokenizer(model, template)
     try:
         configured: Any = GenerationConfig.from_pretrained(model).eos_token_id
     except OSError:  # a model without generation_config.json

@@ -8,6 +8,7 @@ import time
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -27,7 +28,7 @@ from kestrl_learner.model import PolicyModel
 from kestrl_learner.records import evaluations_of, summary_policy
 from kestrl_learner.run_record import RunRecord
 from kestrl_learner.schedule import epoch_order
-from kestrl_learner.sft.data import Item, load_items, template_of
+from kestrl_learner.sft.data import Item, load_items, load_tokenizer
 from kestrl_learner.trainer import Trainer
 
 log = logging.getLogger(__name__)
@@ -72,6 +73,18 @@ def load_model(settings: SFTSettings) -> PolicyModel | FullModel:
     return full_model.load(settings)
 
 
+def tokenizer_of(settings: SFTSettings) -> Any:
+    """The tokenizer that is published with a model: the base's, with the template of the run.
+
+    Raises:
+        UserInputError: Tokenizer or template cannot be read.
+    """
+    tokenizer, template = load_tokenizer(settings.model, settings.template)
+    if template is not None:
+        tokenizer.chat_template = template
+    return tokenizer
+
+
 class SFTRun:
     """One run.
 
@@ -96,8 +109,8 @@ class SFTRun:
         )
         self._sinks = MetricSinks({"storage": StorageSink(self._store)}, lambda _: None)
         self._record = RunRecord(digest=identity_digest(settings, self._train))
-        self._template = template_of(settings.template)
         self._model = load_model(settings)
+        self._tokenizer = None if settings.parameters == "adapter" else tokenizer_of(settings)
         self._trainer = Trainer(self._model, settings.algorithm, 1.0, steps=len(self._batches))
 
     def run(self) -> SummaryPolicy | None:
@@ -193,7 +206,7 @@ class SFTRun:
         store, settings, model = self._store, self._settings, self._model
         if isinstance(model, FullModel):
             made, address = full_model.publish(
-                store, model, job=settings.job, step=done, base=settings.model, template=self._template
+                store, model, self._tokenizer, job=settings.job, step=done, base=settings.model
             )
             return made.policy, address
         manifest, address = adapters.publish(

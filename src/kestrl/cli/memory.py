@@ -51,13 +51,17 @@ def print_memory(
     found = estimated(asked)
     fits = None if device_memory is None else found.fits(device_memory * GIB)
     if as_json:
-        document = {**found.model_dump(mode="json"), "total": found.total, "fits": fits}
+        document = {**found.model_dump(mode="json"), "total": found.total, "ranks": asked.ranks, "fits": fits}
         typer.echo(json.dumps(document, indent=2))
     else:
-        console.print(_table(found))
+        console.print(_table(asked, found))
         console.print(_pass_of(asked, found), soft_wrap=True, markup=False, highlight=False)
+        if asked.ranks > 1:
+            console.print(_ranks_of(asked, found), soft_wrap=True, markup=False, highlight=False)
         if found.host:
-            console.print(f"Offloaded activations take {found.host / GIB:.2f} GiB of host memory.", highlight=False)
+            each = " on each rank" if asked.ranks > 1 else ""
+            text = f"Offloaded activations take {found.host / GIB:.2f} GiB of host memory{each}."
+            console.print(text, highlight=False)
         if asked.policy.device == "cpu":
             console.print(CPU_NOTE, soft_wrap=True, markup=False, highlight=False)
         if device_memory is not None:
@@ -95,8 +99,8 @@ def estimated(asked: MemorySettings) -> MemoryEstimate:
     return MemoryEstimate.model_validate(report.facts)
 
 
-def _table(found: MemoryEstimate) -> Table:
-    table = Table("learner", "GiB")
+def _table(asked: MemorySettings, found: MemoryEstimate) -> Table:
+    table = Table("learner" if asked.ranks == 1 else f"each of {asked.ranks} ranks", "GiB")
     table.columns[1].justify = "right"
     for part, size in found.parts.items():
         table.add_row(part.value, f"{size / GIB:.2f}")
@@ -115,8 +119,19 @@ def _pass_of(asked: MemorySettings, found: MemoryEstimate) -> str:
     )
 
 
+def _ranks_of(asked: MemorySettings, found: MemoryEstimate) -> str:
+    """What the ranks share, and on a CPU the memory of all of them."""
+    shared = (
+        f"The layers of the base are divided among {asked.ranks} ranks, and the passes of a step are dealt to them; "
+        "embeddings, head, adapter, gradients and optimizer state are whole on each."
+    )
+    if asked.policy.device != "cpu":
+        return shared
+    return f"{shared} On one machine they take {asked.ranks * found.total / GIB:.2f} GiB together."
+
+
 def verdict(asked: MemorySettings, found: MemoryEstimate, device_memory: float) -> list[str]:
-    """Whether a device of some GiB holds the estimate, and otherwise the fields to change."""
+    """Whether the device of a rank, of some GiB, holds the estimate, and otherwise the fields to change."""
     wanted = found.total * (1 + MARGIN) / GIB
     size = f"{wanted:.2f} GiB with a margin of {MARGIN:.0%}, of {device_memory:g} GiB"
     if found.fits(device_memory * GIB):

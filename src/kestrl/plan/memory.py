@@ -29,6 +29,9 @@ class Part(StrEnum):
     """What memory is used for."""
 
     BASE = "base weights"
+    """Whole, or with several ranks a share of each layer."""
+    GATHERED = "gathered layers"
+    """With several ranks: layers that are whole while they are computed, and what gathers the next one."""
     ADAPTER = "adapter"
     GRADIENTS = "gradients"
     OPTIMIZER = "optimizer state"
@@ -60,10 +63,12 @@ class MemorySettings(Model):
     """Versions that the learner keeps beside the current one."""
     several_updates: bool
     """Whether a step has several updates."""
+    ranks: int = 1
+    """Processes that share the layers of the base and the passes of a step."""
 
 
 class MemoryEstimate(Model):
-    """Bytes at the moment of the peak."""
+    """Bytes at the moment of the peak, on one rank."""
 
     parts: dict[Part, int]
     rows: int
@@ -110,6 +115,7 @@ def _of_rl(job: AgentRLJob, model: str, row: tuple[int, int] | None) -> MemorySe
         groups=algorithm.groups_per_step,
         published=algorithm.max_staleness + 1 if algorithm.max_staleness else 0,
         several_updates=algorithm.mini_batches * algorithm.mini_batch_epochs > 1,
+        ranks=spec.learner.replicas * spec.learner.accelerator.count,
     )
 
 
@@ -176,7 +182,8 @@ def _trained_change(asked: MemorySettings) -> str:
 def _base_change(asked: MemorySettings) -> str:
     if asked.parameters == "adapter" and asked.policy.dtype == "float32":
         return "spec.model.dtype is float32: bfloat16 halves the base weights"
-    return "spec.model.base: use a smaller model"
+    ranks = ", or more ranks with spec.learner.accelerator.count" if asked.parameters == "adapter" else ""
+    return f"spec.model.base: use a smaller model{ranks}"
 
 
 def _activation_change(asked: MemorySettings, estimate: MemoryEstimate) -> str:

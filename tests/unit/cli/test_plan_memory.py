@@ -80,6 +80,14 @@ def test_a_fine_tuning_job_that_fits_as_json(tmp_path: Path) -> None:
     assert printed["total"] == sum(printed["parts"].values())
 
 
+def test_the_memory_of_a_rank_is_printed_with_what_is_shared(tmp_path: Path) -> None:
+    path = written(tmp_path, job(learner={"accelerator": {"count": 2}, "replicas": 2}))
+    done = run(path, "--memory")
+    assert done.exit_code == 0, done.output
+    assert all(text in done.output for text in ("each of 4 ranks", "gathered layers", "are divided among 4 ranks"))
+    assert "On one machine they take" in done.output
+
+
 def test_offloaded_activations_are_printed_beside_the_device(tmp_path: Path) -> None:
     learner = {"device": "cuda", "gradientCheckpointing": True, "activationOffload": True}
     path = written(tmp_path, sft_job(training={"batchSize": 2}, learner=learner))
@@ -151,7 +159,9 @@ def test_the_largest_part_names_its_field_first() -> None:
     )
     assert changed(9, 1, checkpointed)[0].startswith("spec.inference.contextLength and spec.agent.maxTokens: ")
     assert changed(9, 1, sft_job(learner={"gradientCheckpointing": True}))[0].startswith("spec.training.maxTokens: ")
-    assert changed(0.01, 1, checkpointed)[0] == "spec.model.base: use a smaller model (2.00 GiB)"
+    assert changed(0.01, 1, checkpointed)[0] == (
+        "spec.model.base: use a smaller model, or more ranks with spec.learner.accelerator.count (2.00 GiB)"
+    )
 
 
 def test_a_device_must_hold_the_estimate_and_its_margin() -> None:

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import json
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from kestrl.plan.algorithm import AlgorithmSettings
-from kestrl.plan.memory import MemorySettings
+from kestrl.plan.memory import GIVE_BACK, MemorySettings
 from kestrl_learner.adapters import load_policy
 from kestrl_learner.full_model import load
 from kestrl_learner.memory import longest_group
+from kestrl_learner.ranks import Group
 from kestrl_learner.trainer import Trainer
 
 STATUS = Path("/proc/self/status")
@@ -26,16 +29,31 @@ def kilobytes(name: str) -> int:
     return int(found[1])
 
 
-def measured(asked: MemorySettings, algorithm: AlgorithmSettings, updates: int = 2) -> int:
+def measured(asked: MemorySettings, algorithm: AlgorithmSettings, updates: int = 2, ranks: Group | None = None) -> int:
     """Bytes by which the resident memory of this process rises at most in steps of a model that it loads."""
     gc.collect()
     before = kilobytes("VmRSS")
-    policy = load_policy(asked.policy) if asked.parameters == "adapter" else load(asked.policy)
-    trainer = Trainer(policy, algorithm, 1.0)
+    policy = load_policy(asked.policy, ranks) if asked.parameters == "adapter" else load(asked.policy)
+    trainer = Trainer(policy, algorithm, 1.0, ranks=ranks)
     Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins anew
     for step in range(updates):
-        trainer.step([longest_group(asked)], step)
+        trainer.step([longest_group(asked)] * asked.groups, step)
     return (kilobytes("VmHWM") - before) * 1024
+
+
+M_MMAP_THRESHOLD = -3
+
+
+def measured_on_rank(ranks: Group, cases: list[tuple[MemorySettings, MemorySettings]], settings: Any) -> list[int]:
+    """`measured` on one of several ranks after a small step each. glibc is set by a call: a forked process has the
+    variables of its parent.
+    """
+    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, int(GIVE_BACK["MALLOC_MMAP_THRESHOLD_"]))
+    found: list[int] = []
+    for small, step in cases:
+        measured(small, settings, ranks=ranks)
+        found.append(measured(step, settings, ranks=ranks))
+    return found
 
 
 def main() -> None:

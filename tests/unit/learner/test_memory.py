@@ -23,6 +23,8 @@ from kestrl.plan.settings import PolicySettings
 from kestrl_learner.live_bytes import LiveBytes
 from kestrl_learner.memory import estimate, longest_group
 
+from .forked_ranks import on_ranks
+from .memory_process import measured_on_rank
 from .test_training import algorithm
 
 SHAPE: dict[str, Any] = {
@@ -128,6 +130,29 @@ def test_the_estimate_is_within_its_margin_of_the_measured_peak(
     assert tensors == pytest.approx(peak, rel=MARGIN)
 
 
+@pytest.mark.timeout(180)
+def test_the_estimate_of_a_rank_is_within_its_margin(tmp_path: Path) -> None:
+    """On two ranks over gloo, each with a pass of its own."""
+    case = sharded_steps(tmp_path, "llama", dtype="float32", checkpointing=False)
+    estimated = estimate(case[1])
+    tensors = estimated.total - estimated.parts[Part.PROGRAM]
+    assert estimated.parts[Part.GATHERED] > 0
+    for peaks in on_ranks(2, measured_on_rank, [case], algorithm()):
+        assert not isinstance(peaks, BaseException), peaks
+        assert tensors == pytest.approx(peaks[0], rel=MARGIN)
+
+
+def sharded_steps(folder: Path, kind: str, **given: Any) -> tuple[MemorySettings, MemorySettings]:
+    """As `steps`, of a model with wide layers and short rows."""
+    small = base(folder / "small", kind, layers=1, hidden_size=32, vocab_size=512)
+    wide = base(folder / "wide", kind, layers=8, hidden_size=512, intermediate_size=2048, vocab_size=1024)
+    shape: dict[str, Any] = {"group_rows": 2, "groups": 2, "ranks": 2}
+    return (
+        asked(small, prompt=4, completion=4, **shape, **given),
+        asked(wide, prompt=32, completion=64, **shape, **given),
+    )
+
+
 def test_parts_of_the_estimate_have_the_sizes_of_their_tensors(tmp_path: Path) -> None:
     """Weights by their shapes; activations in proportion to the tokens of a pass, and to layers without
     checkpointing.
@@ -159,6 +184,24 @@ def test_all_parameters_have_their_gradients_and_optimizer_state(tmp_path: Path)
         assert 0 < found.parts[Part.GRADIENTS] <= 1.001 * frozen
         assert Part.ADAPTER not in found.parts
     assert half.parts[Part.ACTIVATIONS] < single.parts[Part.ACTIVATIONS]
+
+
+def test_ranks_divide_the_layers_and_keep_the_rest_whole(tmp_path: Path) -> None:
+    model = config_of(tmp_path, layers=8)
+    parts = {count: estimate(asked(model, ranks=count)).parts for count in (1, 2, 4)}
+    embeddings = 4 * 8192 * 256
+    layers = parts[1][Part.BASE] - embeddings
+    for count in (2, 4):
+        assert parts[count][Part.BASE] - embeddings == pytest.approx(layers / count, rel=0.01)
+        assert all(parts[count][part] == parts[1][part] for part in (Part.ADAPTER, Part.OPTIMIZER))
+
+
+def test_a_rank_with_one_pass_has_no_gradient_before_it(tmp_path: Path) -> None:
+    """Two groups are a pass each of two ranks, and both of one."""
+    model = config_of(tmp_path, layers=1)
+    one, two = (estimate(asked(model, groups=2, ranks=ranks)).parts for ranks in (1, 2))
+    assert one[Part.GRADIENTS] == one[Part.ADAPTER]
+    assert two.get(Part.GRADIENTS, 0) < one[Part.GRADIENTS]
 
 
 def test_a_pass_has_as_many_rows_as_tokens_per_pass_allow(tmp_path: Path) -> None:

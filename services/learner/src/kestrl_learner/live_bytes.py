@@ -8,14 +8,25 @@ import weakref
 from collections import Counter
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Self
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from kestrl.plan.memory import Part
+
+RESIZE = "resize_"
+"""Method of a storage that changes its size."""
+
+
+@dataclass(slots=True)
+class _Kept:
+    part: Part
+    size: int
 
 
 class LiveBytes(TorchDispatchMode):
@@ -23,13 +34,15 @@ class LiveBytes(TorchDispatchMode):
 
     Used within torch's FakeTensorMode: operations compute shapes only, while autograd keeps and releases tensors as in
     a real step. Working memory within an operation is not seen.
+
+    A storage whose size changes is a gathered layer's: FSDP releases the weights of a layer so, and takes them again.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.part = Part.BASE
         """What new storages are for."""
-        self._kept: weakref.WeakKeyDictionary[torch.UntypedStorage, list[Part]] = weakref.WeakKeyDictionary()
+        self._kept: weakref.WeakKeyDictionary[torch.UntypedStorage, _Kept] = weakref.WeakKeyDictionary()
         self._now: Counter[Part] = Counter()
         self._total = self._largest = 0
         self._at_peak: Counter[Part] = Counter()
@@ -53,13 +66,36 @@ class LiveBytes(TorchDispatchMode):
         finally:
             self.part = before
 
+    def restart(self) -> None:
+        """Forgets the largest total so far."""
+        self._largest, self._at_peak = self._total, self._now.copy()
+
     def recount(self, tensor: Tensor, part: Part) -> None:
         """Counts an existing tensor's storage as `part`."""
-        storage = tensor.untyped_storage()
-        owner, size = self._kept[storage], storage.nbytes()
-        self._now[owner[0]] -= size
-        self._now[part] += size
-        owner[0] = part
+        self._change(self._kept[tensor.untyped_storage()], part)
+
+    def _change(self, kept: _Kept, part: Part, size: int | None = None) -> None:
+        """Counts a storage as another part or size."""
+        self._count(kept.part, -kept.size)
+        kept.part, kept.size = part, kept.size if size is None else size
+        self._count(kept.part, kept.size)
+
+    def __enter__(self) -> Self:
+        super().__enter__()
+        resize = self._resize = torch.UntypedStorage.resize_
+
+        def counted(storage: torch.UntypedStorage, size: int) -> Any:
+            done = resize(storage, size)
+            if storage in self._kept:
+                self._change(self._kept[storage], Part.GATHERED, size)
+            return done
+
+        setattr(torch.UntypedStorage, RESIZE, counted)  # no operation is dispatched
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        setattr(torch.UntypedStorage, RESIZE, self._resize)
+        super().__exit__(*raised)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default:
@@ -67,20 +103,19 @@ class LiveBytes(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor):
-                self._add(leaf.untyped_storage())
+                own = leaf.to_local() if isinstance(leaf, DTensor) else leaf  # the whole has a size only
+                self._add(own.untyped_storage())
         return result
 
     def _add(self, storage: torch.UntypedStorage) -> None:
         if storage in self._kept:
             return
-        owner, size = [self.part], storage.nbytes()
-        self._kept[storage] = owner
-        weakref.finalize(storage, self._remove, owner, size)
-        self._now[self.part] += size
+        kept = self._kept[storage] = _Kept(self.part, storage.nbytes())
+        weakref.finalize(storage, self._change, kept, kept.part, 0)
+        self._count(kept.part, kept.size)
+
+    def _count(self, part: Part, size: int) -> None:
+        self._now[part] += size
         self._total += size
         if self._total > self._largest:
             self._largest, self._at_peak = self._total, self._now.copy()
-
-    def _remove(self, owner: list[Part], size: int) -> None:
-        self._now[owner[0]] -= size
-        self._total -= size

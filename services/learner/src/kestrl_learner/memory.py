@@ -1,8 +1,9 @@
 """`python -m kestrl_learner.memory`: the peak memory of a step, before anything is loaded.
 
 The learner's own model and optimizer run on torch's fake tensors, which have shapes and no storage: forward pass,
-backward pass and update of the largest pass of a step, with every tensor counted while it exists. Only the config.json
-of the base model is read.
+backward pass and update of the largest pass of a step, with every tensor counted while it exists. On several ranks it
+is the memory of one, with the layers sharded and gathered by FSDP2 itself. Only the config.json of the base model is
+read.
 """
 # transformers and peft have loose types; values from them are annotated here.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
@@ -23,16 +24,19 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.device_mesh import DeviceMesh
 from transformers import AutoModelForCausalLM
 
 from kestrl.checking import Facts, run_check
 from kestrl.errors import UserInputError
 from kestrl.plan.memory import MemoryEstimate, MemorySettings, Part
 from kestrl_learner.batch import TrainGroup, TrainRow
+from kestrl_learner.fake_ranks import CountedGather, count_gathers, fake_mesh
 from kestrl_learner.full_model import FullModel
 from kestrl_learner.live_bytes import LiveBytes
 from kestrl_learner.model import PolicyModel
 from kestrl_learner.packing import Kernel
+from kestrl_learner.sharding import shard_layers
 from kestrl_learner.trained_model import ModelOptions, TrainedModel
 
 PROGRAM_BYTES = {"cpu": 768 * 2**20}
@@ -111,6 +115,13 @@ class ShapedPolicyModel(ShapedModel, PolicyModel):
 
     trained_part = Part.ADAPTER
 
+    def shard(self, mesh: DeviceMesh) -> None:
+        """Shards the layers over ranks, as loading with weights does."""
+        with self.live.counting(Part.BASE):
+            shard_layers(self.network.get_base_model(), self._body, mesh)
+        count_gathers(self._body, CountedGather(self.live, over_gloo=self.trained_on == "cpu"))
+        self.live.restart()  # ranks load the base in the memory of the host
+
 
 class ShapedFullModel(ShapedModel, FullModel):
     """A model of which all parameters are trained, without weights."""
@@ -140,7 +151,7 @@ def _shaped(asked: MemorySettings) -> ShapedModel:
 
 
 def estimate(asked: MemorySettings) -> MemoryEstimate:
-    """The peak of a step, by what the memory is used for.
+    """The peak of a step on one rank, by what the memory is used for.
 
     Raises:
         UserInputError: The model's config.json cannot be read, or its family cannot be computed without weights.
@@ -154,10 +165,13 @@ def estimate(asked: MemorySettings) -> MemoryEstimate:
     rows, _ = max(parts, key=lambda part: model.tokens_of(group.prompt, part[0]))
     live = LiveBytes()
     try:
-        with FakeTensorMode(), live:
+        with _ranks(asked.ranks) as mesh, FakeTensorMode(), live:
             model.use_fake_tensors(live)
-            passes = 1 if len(parts) * asked.groups == 1 else 2  # a second pass begins with the gradient of the first
-            _updates(model, live, TrainGroup(id="", prompt=group.prompt, rows=rows), passes)
+            if mesh is not None and isinstance(model, ShapedPolicyModel):
+                model.shard(mesh)
+            passes = -(-len(parts) * asked.groups // asked.ranks)
+            # A second pass begins with the gradient of the first.
+            _updates(model, live, TrainGroup(id="", prompt=group.prompt, rows=rows), min(2, passes), asked.ranks)
     except (UnsupportedOperatorException, DataDependentOutputException, DynamicOutputShapeException) as error:
         raise UserInputError(
             f"spec.model.base: the memory of this family of models cannot be estimated: {error} depends on values"
@@ -201,8 +215,12 @@ def _row(number: int, *, unsampled: int, sampled: int) -> TrainRow:
     )
 
 
-def _updates(model: ShapedModel, live: LiveBytes, group: TrainGroup, passes: int) -> None:
-    """Runs updates of some passes over one group each, as the trainer does."""
+def _ranks(count: int) -> AbstractContextManager[DeviceMesh | None]:
+    return nullcontext() if count == 1 else fake_mesh(count)
+
+
+def _updates(model: ShapedModel, live: LiveBytes, group: TrainGroup, passes: int, ranks: int) -> None:
+    """Runs updates of some passes over one group each, as the trainer does on one of several ranks."""
 
     def counted(weight: Tensor) -> None:
         live.recount(_gradient(weight), Part.GRADIENTS)
@@ -217,6 +235,9 @@ def _updates(model: ShapedModel, live: LiveBytes, group: TrainGroup, passes: int
                 live.part = Part.ACTIVATIONS
                 (-logprobs.sum()).backward()
                 del logprobs
+        if ranks > 1:
+            with live.counting(Part.GRADIENTS):
+                torch.cat([_gradient(weight).reshape(-1) for weight in model.parameters()])  # `Group.add` sums it
         with live.counting(Part.OPTIMIZER):
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()

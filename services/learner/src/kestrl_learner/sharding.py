@@ -10,9 +10,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 from kestrl.errors import UserInputError
 
@@ -38,3 +40,14 @@ def shard_layers(model: Any, body: nn.Module, mesh: DeviceMesh) -> None:
     sharded = {weight for layer in layers for weight in layer.parameters()}
     whole = {weight for weight in body.parameters() if weight not in sharded}
     fully_shard(body, mesh=mesh, ignored_params=adapter | whole)
+    _release_file(model)
+
+
+@torch.no_grad()
+def _release_file(model: nn.Module) -> None:
+    """Copies the frozen weights that stay whole: as long as one is of the file that was mapped into memory to load
+    them, all of that file counts as this process's memory.
+    """
+    for weight in model.parameters():
+        if not (weight.requires_grad or isinstance(weight, DTensor)):
+            weight.data = weight.data.clone()

@@ -27,7 +27,7 @@ from kestrl_email.model_path import tiny
 from kestrl_learner import full_model
 from kestrl_learner.batch import TrainGroup
 from kestrl_learner.model import PolicyModel
-from kestrl_learner.sft.data import load_items
+from kestrl_learner.sft.data import Item, load_items
 from kestrl_learner.sft.training import SFTRun, as_group
 from kestrl_learner.trainer import Trainer
 
@@ -199,7 +199,11 @@ def test_a_base_without_a_tokenizer_is_refused_before_training(tmp_path: Path, m
     """Stored episodes are tokens already, so that nothing else reads the tokenizer before the end."""
     made = settings(tmp_path)
     items = load_items(made, made.train, "spec.data.train")
-    monkeypatch.setattr("kestrl_learner.sft.training.load_items", lambda *_: items)
+
+    def loaded(*_: object) -> list[Item]:
+        return items
+
+    monkeypatch.setattr("kestrl_learner.sft.training.load_items", loaded)
     shutil.copytree(tiny(), tmp_path / "model")
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (tmp_path / "model" / name).unlink()

@@ -137,6 +137,7 @@ def _of_sft(job: SFTJob, model: str, row: tuple[int, int] | None) -> MemorySetti
         groups=1,
         published=0,
         several_updates=False,
+        ranks=spec.learner.ranks,
     )
 
 

@@ -6,7 +6,7 @@ from typing import Literal
 
 from kestrl.plan.algorithm import AlgorithmSettings
 from kestrl.plan.service_settings import Model
-from kestrl.plan.settings import PolicySettings
+from kestrl.plan.settings import PolicySettings, RanksOfPods
 from kestrl.spec.sft import Conversations, SFTJob
 
 LOSS = "kestrl_learner.sft.loss:CrossEntropy"
@@ -21,10 +21,11 @@ class SFTData(Model):
     size: int | None = None
 
 
-class SFTSettings(PolicySettings):
+class SFTSettings(PolicySettings, RanksOfPods):
     """One run of supervised fine-tuning."""
 
     job: str
+    temperature: float = 1.0
     parameters: Literal["adapter", "all"] = "adapter"
     """What is trained; the fields of an adapter have no meaning for `all`."""
     template: str | None = None
@@ -40,6 +41,11 @@ class SFTSettings(PolicySettings):
     storage: str
     """Address of the run's storage."""
     threads: int | None
+    """torch threads of each rank; None leaves torch's choice."""
+    python_path: tuple[str, ...] = ()
+    ranks_listen: str | None = None
+    """None: all ranks are on one machine or in one pod."""
+    start_seconds: float = 600.0
 
 
 def sft_settings(
@@ -101,6 +107,7 @@ def sft_settings(
         ),
         storage=storage,
         threads=spec.learner.threads,
+        ranks=spec.learner.ranks,
         device=spec.learner.device,
         gradient_checkpointing=spec.learner.gradient_checkpointing,
         activation_offload=spec.learner.activation_offload,

@@ -97,9 +97,10 @@ class SFTLearner(Model):
     device: Annotated[str, Field(pattern=r"^(cpu|cuda|npu)(:[0-9]+)?$")] = "cpu"
     """torch device."""
     accelerator: Accelerator | None = None
-    """Devices of the pod on a cluster. Default: one of profile cpu, nvidia or ascend, by `device`."""
+    """Devices. With a count above 1 each has a process of its own, a rank, and the base model is sharded over them; on
+    profile cpu the ranks share the cores. Default: one of profile cpu, nvidia or ascend, by `device`."""
     threads: Annotated[int, Field(ge=1, le=1024)] | None = None
-    """CPU threads. Default: all cores."""
+    """CPU threads of one rank. Default: all cores, divided by the ranks."""
     gradient_checkpointing: bool = False
     """Keep the inputs of layers only and compute their activations again in the backward pass."""
     activation_offload: bool = False
@@ -107,6 +108,11 @@ class SFTLearner(Model):
     for copies. Needs gradientCheckpointing and a device other than a CPU."""
     tokens_per_pass: Annotated[int, Field(ge=1, le=LARGEST_CONTEXT)] = 16_384
     """Maximum tokens of one forward and backward pass, padding included."""
+
+    @property
+    def ranks(self) -> int:
+        """Processes that compute together, each with a device of its own."""
+        return 1 if self.accelerator is None else self.accelerator.count
 
 
 class SFTSpec(Model):
@@ -148,9 +154,31 @@ def parse_sft_job(document: Any) -> SFTJob:
         checkpointing=learner.gradient_checkpointing,
         on_cpu=learner.device.startswith("cpu"),
     )
-    if problems := [*target_problems(job.spec.model.adapter), *offloading, *_adapter_problems(job.spec)]:
+    problems = [
+        *target_problems(job.spec.model.adapter),
+        *offloading,
+        *_adapter_problems(job.spec),
+        *_rank_problems(job.spec),
+    ]
+    if problems:
         raise ProblemsError(problems)
     return job
+
+
+def _rank_problems(spec: SFTSpec) -> Iterator[Problem]:
+    """Fields that do not go together with several ranks."""
+    learner, field = spec.learner, "spec.learner.accelerator.count"
+    if learner.ranks == 1:
+        return
+    if spec.training.parameters == "all":
+        yield Problem(field, f"is {learner.ranks}, and spec.training.parameters: all trains on one device; use 1")
+    kind, _, number = learner.device.partition(":")
+    if number:
+        yield Problem(
+            "spec.learner.device",
+            f"{learner.device!r} is one device, and {field} is {learner.ranks}: use {kind!r}, of which each rank has "
+            "the one with its number",
+        )
 
 
 def _adapter_problems(spec: SFTSpec) -> Iterator[Problem]:

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from torch.distributed.tensor import DTensor
 
 from kestrl.algorithms import ScoredEpisode
+from kestrl.plan.sft import LOSS
 from kestrl_learner import packing
 from kestrl_learner.batch import TrainGroup
 from kestrl_learner.passes import Pass, PassKind, deal, schedule
@@ -193,6 +194,11 @@ CASES: dict[str, tuple[list[list[TrainGroup]], dict[str, Any], dict[str, Any]]] 
         [make_groups(count=4), make_groups(count=2, on_policy=False)],
         {"mini_batches": 2, "mini_batch_epochs": 2, "max_staleness": 1},
         {},
+    ),
+    "fine-tuning": (
+        [[without_prompt(group) for group in make_groups(count=3)], [without_prompt(*make_groups(count=1))]],
+        {"name": LOSS, "advantage": "", "loss": ""},
+        {"tokens_per_pass": 24},
     ),
     "KL in the reward": (
         [scored(make_groups())],

@@ -103,6 +103,17 @@ def test_devices_are_requested_by_profile(learner: dict[str, Any], image: str, r
     assert settings(objects).device == learner["device"].partition(":")[0], "the pod sees one device"
 
 
+def test_a_pod_has_a_device_for_each_of_its_ranks() -> None:
+    learner = {"device": "cuda", "accelerator": {"profile": "nvidia", "count": 4}}
+    objects = sft_rendered(learner=learner)
+    (container,) = pod_of(objects)["containers"]
+    assert container["resources"]["limits"] == {"nvidia.com/gpu": "4"}
+    assert "/dev/shm" in [mount["mountPath"] for mount in container["volumeMounts"]]
+    found = settings(objects)
+    assert (found.ranks, found.ranks_per_pod, found.device) == (4, 4, "cuda")
+    assert objects[-1]["spec"].get("parallelism", 1) == 1, "all ranks are in one pod"
+
+
 def test_what_a_retry_cannot_help_ends_the_job_and_what_stops_it_does_not_count() -> None:
     spec = sft_rendered()[-1]["spec"]
     rules = spec["podFailurePolicy"]["rules"]
@@ -120,7 +131,11 @@ def test_what_a_retry_cannot_help_ends_the_job_and_what_stops_it_does_not_count(
     [
         ({}, {"learner": {"accelerator": {"profile": "abacus"}}}, "spec.learner.accelerator.profile: 'abacus' is not"),
         ({}, {"learner": {"accelerator": {"profile": "nvidia"}}}, "spec.learner.device is 'cpu'; make them the same"),
-        ({}, {"learner": {"accelerator": {"profile": "cpu", "count": 2}}}, "spec.learner.accelerator.count: is 2"),
+        (
+            {},
+            {"learner": {"accelerator": {"profile": "cpu", "count": 2}}, "training": {"parameters": "all"}},
+            "spec.learner.accelerator.count: is 2, and spec.training.parameters: all trains on one device",
+        ),
         ({"storage": {}}, {}, "spec.storage.uri: is required"),
         (
             {},

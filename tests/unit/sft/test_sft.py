@@ -268,6 +268,11 @@ def test_stored_episodes_of_a_reward_are_learned_as_they_are(tmp_path: Path) -> 
         ("model.adapter.from=relative/path", "spec.model.adapter.from"),
         ("learner.activationOffload=true", "spec.learner.activationOffload: moves the inputs of checkpointed layers"),
         ("learner={activationOffload: true, gradientCheckpointing: true}", "saves nothing on a CPU"),
+        (
+            "learner={accelerator: {count: 2}, device: 'cuda:1'}",
+            "spec.learner.device: 'cuda:1' is one device, and spec.learner.accelerator.count is 2: use 'cuda'",
+        ),
+        ("learner.replicas=2", "spec.learner.replicas: unknown field"),
         ("template=none.jinja", "spec.template: .*none.jinja does not exist"),
     ],
 )

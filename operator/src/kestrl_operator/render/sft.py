@@ -115,11 +115,9 @@ def profile_of(job: SFTJob, cluster: Cluster) -> Profile:
     """The accelerator profile of the job's pod.
 
     Raises:
-        UserInputError: It is unknown, does not fit `device`, asks for several devices, or there is no image for it.
+        UserInputError: It is unknown, does not fit `device`, or there is no image for it.
     """
     accelerator, device, field = accelerator_of(job), job.spec.learner.device, "spec.learner.accelerator"
-    if accelerator.count > 1:
-        raise UserInputError(f"{field}.count: is {accelerator.count}, and an SFTJob trains on one device; use 1")
     try:
         profile = cluster.profile(accelerator.profile)
     except UserInputError as error:
@@ -172,7 +170,7 @@ def _settings(given: SFTGiven, profile: Profile) -> SFTSettings:
         template=None if spec.template is None else f"{DATA}/template.jinja",
         storage=given.run,
     )
-    return made.model_copy(update={"device": profile.image})  # a pod sees its own device only
+    return made.model_copy(update={"device": profile.image})  # a pod sees its own devices only
 
 
 def _batch_spec(given: SFTGiven, profile: Profile) -> Object:
@@ -241,7 +239,9 @@ def _container(given: SFTGiven, image: str, profile: Profile, claims: list[str])
         "terminationMessagePolicy": "FallbackToLogsOnError",
         **from_secret(given.secret),
     }
-    resources = with_devices(given.cluster.resources.get("learner", {}), profile.requests(1))
+    resources = with_devices(
+        given.cluster.resources.get("learner", {}), profile.requests(accelerator_of(given.job).count)
+    )
     return {**made, "resources": resources} if resources else made
 
 

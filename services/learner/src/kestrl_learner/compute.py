@@ -15,6 +15,7 @@ from torch import Tensor
 
 from kestrl.algorithms import Algorithm
 from kestrl.plan.settings import LearnerSettings
+from kestrl.plan.sft import SFTSettings
 from kestrl_learner.adapters import AdapterSource, load_policy
 from kestrl_learner.batch import TrainGroup
 from kestrl_learner.model import PolicyModel
@@ -22,6 +23,8 @@ from kestrl_learner.ranks import Group
 from kestrl_learner.trainer import StepResult, Trainer
 
 Result = TypeVar("Result")
+ComputeSettings = LearnerSettings | SFTSettings
+"""Settings of a run whose steps are computed in one process or on several ranks."""
 
 
 class Steps(Protocol):
@@ -31,6 +34,8 @@ class Steps(Protocol):
     def algorithm(self) -> Algorithm: ...
 
     def step(self, groups: Sequence[TrainGroup], step: int) -> StepResult: ...
+
+    def logprob_sum(self, groups: Sequence[TrainGroup]) -> tuple[float, int]: ...
 
     def published(self, policy: str) -> None: ...
 
@@ -63,7 +68,7 @@ class RankWork:
 
     def __init__(self, group: Group | None = None) -> None:
         self._group = group
-        self._settings: LearnerSettings | None = None
+        self._settings: ComputeSettings | None = None
         self._model: PolicyModel | None = None
         self._trainer: Trainer | None = None
 
@@ -77,7 +82,7 @@ class RankWork:
         assert self._trainer is not None, "the trainer is made before it is used"
         return self._trainer
 
-    def load(self, settings: LearnerSettings) -> None:
+    def load(self, settings: ComputeSettings) -> None:
         """Loads the model that the run begins with.
 
         Raises:
@@ -101,6 +106,9 @@ class RankWork:
     def step(self, groups: Sequence[TrainGroup], step: int) -> StepResult:
         return self.trainer.step(groups, step)
 
+    def logprob_sum(self, groups: Sequence[TrainGroup]) -> tuple[float, int]:
+        return self.trainer.logprob_sum(groups)
+
     def published(self, policy: str) -> None:
         self.trainer.published(policy)
 
@@ -122,7 +130,7 @@ def cores() -> int:
 class OneProcess:
     """The model and its trainer in this process."""
 
-    def __init__(self, settings: LearnerSettings) -> None:
+    def __init__(self, settings: ComputeSettings) -> None:
         self._work = RankWork()
         self._work.load(settings)
 
@@ -177,6 +185,10 @@ class _StepsOnRanks:
     def step(self, groups: Sequence[TrainGroup], step: int) -> StepResult:
         result: StepResult = self._order("step", groups, step)
         return result
+
+    def logprob_sum(self, groups: Sequence[TrainGroup]) -> tuple[float, int]:
+        found: tuple[float, int] = self._order("logprob_sum", groups)
+        return found
 
     def published(self, policy: str) -> None:
         self._order("published", policy)

@@ -18,10 +18,9 @@ from collections.abc import Callable
 import torch
 
 from kestrl.errors import UserInputError
-from kestrl.plan.settings import LearnerSettings
 from kestrl.service import EXIT_FAILED
 from kestrl_learner.commands import Commands
-from kestrl_learner.compute import Compute, OneProcess, OnRanks, RankWork
+from kestrl_learner.compute import Compute, ComputeSettings, OneProcess, OnRanks, RankWork
 from kestrl_learner.places import await_loss, await_places, end_watch, open_gang
 from kestrl_learner.rank_processes import start_rank
 from kestrl_learner.ranks import EXIT_LOST, LOOPBACK, Group, RankLost, meeting_point
@@ -162,7 +161,7 @@ class Gang:
 
     def __init__(
         self,
-        settings: LearnerSettings,
+        settings: ComputeSettings,
         exit_process: Callable[[int], object] = os._exit,
         *,
         waiting: Callable[[str], None] = log.info,
@@ -206,7 +205,7 @@ class Gang:
         self._group.leave()
 
 
-def refuse_missing_devices(settings: LearnerSettings) -> None:
+def refuse_missing_devices(settings: ComputeSettings) -> None:
     """Refuses more ranks of this machine than it has devices.
 
     Raises:
@@ -216,12 +215,12 @@ def refuse_missing_devices(settings: LearnerSettings) -> None:
     if settings.device != "cpu" and found < settings.ranks_per_pod:
         raise UserInputError(
             f"spec.learner.accelerator.count: {settings.ranks_per_pod} devices, and {found} are visible here; lower it"
-            ", or spec.learner.replicas on one machine"
+            ", or on one machine an AgentRLJob's spec.learner.replicas"
         )
 
 
 def load_compute(
-    settings: LearnerSettings, waiting: Callable[[str], None] = log.info
+    settings: ComputeSettings, waiting: Callable[[str], None] = log.info
 ) -> tuple[Compute, Callable[[], None]]:
     """The model and its trainer on as many ranks as the settings say, and what ends the ranks.
 

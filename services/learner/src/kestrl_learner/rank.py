@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import signal
 import sys
 from typing import TYPE_CHECKING
 
@@ -27,6 +28,7 @@ def arguments() -> argparse.Namespace:
 
 def main() -> None:
     """Joins the ranks and follows rank 0 to its end."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all ranks, and rank 0 decides
     from kestrl_learner.ranks import EXIT_LOST, RankLost, meet
 
     given = arguments()

@@ -342,6 +342,15 @@ class Trainer:
                 ]
         return [each for some in self._ranks.gather(own) for each in some]
 
+    def logprob_sum(self, groups: Sequence[TrainGroup]) -> tuple[float, int]:
+        """Sum and number of the log-probs of all sampled tokens under the present weights."""
+        total, count = 0.0, 0
+        for _, logprobs, _ in self._computed(self._passes(enumerate(groups))):
+            total += float(logprobs.sum())
+            count += len(logprobs)
+        everyone = self._ranks.gather((total, count))
+        return sum(some for some, _ in everyone), sum(number for _, number in everyone)
+
     def _trained(self, group: TrainGroup) -> bool:
         """Whether a group contributes to the gradient; with a KL term every group does."""
         return self.algorithm.needs_reference or not group.zero_advantage

@@ -10,8 +10,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
-
 from kestrl.episode import PolicyVersion
 from kestrl.errors import UserInputError
 from kestrl.metric_sinks import RunStart
@@ -21,8 +19,11 @@ from kestrl.storage import ObjectStore, open_store
 from kestrl.storage.metrics import StorageSink
 from kestrl.storage.summary import SFTSummary, SummaryPolicy, write_summary
 from kestrl_learner import adapters, checkpoint, full_model
+from kestrl_learner.adapters import AdapterSource
 from kestrl_learner.batch import TrainGroup
+from kestrl_learner.compute import Steps
 from kestrl_learner.full_model import FullModel
+from kestrl_learner.launcher import load_compute
 from kestrl_learner.metric_sinks import MetricSinks
 from kestrl_learner.model import PolicyModel
 from kestrl_learner.records import evaluations_of, summary_policy
@@ -86,7 +87,7 @@ def tokenizer_of(settings: SFTSettings) -> Any:
 
 
 class SFTRun:
-    """One run.
+    """One run, of which rank 0 has everything but a share of the computation.
 
     Args:
         settings: Of the run.
@@ -109,9 +110,16 @@ class SFTRun:
         )
         self._sinks = MetricSinks({"storage": StorageSink(self._store)}, lambda _: None)
         self._record = RunRecord(digest=identity_digest(settings, self._train))
-        self._model = load_model(settings)
         self._tokenizer = None if settings.parameters == "adapter" else tokenizer_of(settings)
-        self._trainer = Trainer(self._model, settings.algorithm, 1.0, steps=len(self._batches))
+        self._model: AdapterSource | FullModel
+        self._trainer: Steps
+        self._end_ranks: Callable[[], None] = lambda: None
+        if settings.ranks == 1:
+            model = self._model = load_model(settings)
+            self._trainer = Trainer(model, settings.algorithm, settings.temperature, steps=len(self._batches))
+        else:
+            compute, self._end_ranks = load_compute(settings)
+            self._model, self._trainer = compute.model, compute.trainer(len(self._batches))
 
     def run(self) -> SummaryPolicy | None:
         """Trains from the newest checkpoint to the end; returns what is published, None if it was stopped.
@@ -120,6 +128,12 @@ class SFTRun:
             UserInputError: The storage holds another run.
             KestrlError: The run failed; earlier checkpoints are kept.
         """
+        try:
+            return self._run()
+        finally:
+            self._end_ranks()
+
+    def _run(self) -> SummaryPolicy | None:
         done = self._resume()
         settings = self._settings
         self._sinks.start(
@@ -188,10 +202,9 @@ class SFTRun:
         total, count = 0.0, 0
         for start in range(0, len(self._validation), EVALUATED_AT_ONCE):
             group = as_group(self._validation[start : start + EVALUATED_AT_ONCE])
-            with torch.no_grad():
-                for _, logprobs in self._model.logprobs(group, 1.0):
-                    total -= float(logprobs.sum())
-                    count += len(logprobs)
+            logprobs, tokens = self._trainer.logprob_sum([group])
+            total -= logprobs
+            count += tokens
         means = {"loss": total / count}
         self._record = self._record.with_evaluation(done, means)
         self._sinks.evaluation(done, means)

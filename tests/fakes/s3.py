@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -115,16 +115,24 @@ class S3Server:
         return store
 
     def start(self) -> None:
-        """Starts servers that are not running, and waits until requests are answered."""
+        """Starts servers that are not running, and waits until requests are answered.
+
+        The proxy is the last: it answers that there is no such bucket while it cannot ask where the bucket is.
+        """
+        deadline = time.monotonic() + START_SECONDS
         for kind in KINDS:
+            if kind == "proxy":
+                self._await_ports(KINDS[:-1], deadline)
             if kind not in self._processes:
                 program = Path(sys.executable).with_name(f"swift-{kind}-server")
                 with (self.folder / f"{kind}.log").open("ab") as log:
                     self._processes[kind] = subprocess.Popen(
                         [program, self.folder / f"{kind}.conf", "-v"], stdout=log, stderr=log
                     )
-        deadline = time.monotonic() + START_SECONDS
-        for kind in KINDS:
+        self._await_ports(("proxy",), deadline)
+
+    def _await_ports(self, kinds: Sequence[str], deadline: float) -> None:
+        for kind in kinds:
             host = self.host if kind == "proxy" else "127.0.0.1"
             _await_port(host, self.ports[kind], self._processes[kind], deadline, self.folder / f"{kind}.log")
 

@@ -32,7 +32,7 @@ def careful(trajectory: Mapping[str, Any]) -> float:
 
 def by_position(asked: Asked) -> Said:
     scores = [
-        {"trajectory_id": name, "explanation": "", "score": 1.0 - position / 10}
+        {"trajectory_id": name, "explanation": "", "score": max(0.0, 1.0 - position / 4)}
         for position, name in enumerate(asked.ids)
     ]
     return Said(content=json.dumps({"scores": scores}))

@@ -26,7 +26,8 @@ from kestrl.plan.engines import engine_component
 from kestrl.plan.site import Endpoint, Site
 from kestrl.spec import parse_job
 from kestrl.storage import AdapterManifest, Probe, open_store, publish_adapter
-from kestrl.storage.adapters import WEIGHTS, digest
+from kestrl.storage.adapters import WEIGHTS
+from kestrl.storage.files import digest
 from kestrl_learner.adapters import probe_ids
 
 KEYS = {"KESTRL_ENGINE_KEY": "test-data-key", "KESTRL_ENGINE_CONTROL_KEY": "test-control-key"}

@@ -7,15 +7,13 @@ neither a model nor published.
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
 from kestrl.episode import PolicyVersion
-from kestrl.errors import StorageError
-from kestrl.storage.adapters import digest
+from kestrl.storage.files import digest, fetch_files, read_document
 from kestrl.storage.layout import MANIFEST, MODELS, model_folder
 from kestrl.storage.objects import ObjectStore
 
@@ -81,12 +79,7 @@ def read_model_manifest(store: ObjectStore, folder: str = "") -> ModelManifest:
     Raises:
         StorageError: It is missing (the model was not completely published) or malformed.
     """
-    path = f"{folder}/{MANIFEST}" if folder else MANIFEST
-    content = store.get(path)
-    try:
-        return ModelManifest.model_validate_json(content)
-    except ValueError as error:
-        raise StorageError(f"{store.address(path)} is not a manifest: {error}", code="manifest_malformed") from error
+    return read_document(store, ModelManifest, MANIFEST, folder)
 
 
 def is_published(store: ObjectStore) -> bool:
@@ -108,18 +101,5 @@ def fetch_model(store: ObjectStore, target: Path, folder: str = "") -> ModelMani
         StorageError: A file is missing or a digest differs (code `digest_mismatch`).
     """
     manifest = read_model_manifest(store, folder)
-    partial = target.with_name(f".{target.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    for name, expected in manifest.files.items():
-        if Path(name).name != name:
-            raise StorageError(f"manifest names a file outside its folder: {name!r}", code="manifest_malformed")
-        path = f"{folder}/{name}" if folder else name
-        content = store.view(path)
-        if digest(content) != expected:
-            raise StorageError(
-                f"{store.address(path)} is corrupt: its digest is not the manifest's", code="digest_mismatch"
-            )
-        (partial / name).write_bytes(content)
-    partial.rename(target)
+    fetch_files(store, manifest.files, target, folder)
     return manifest

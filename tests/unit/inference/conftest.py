@@ -26,7 +26,8 @@ from kestrl.episode import BASE_MODEL_NAME, PolicyVersion
 from kestrl.plan.settings import AgentSettings
 from kestrl.rpc.codec import policy_to_proto
 from kestrl.storage import AdapterManifest, Probe, open_store, publish_adapter
-from kestrl.storage.adapters import WEIGHTS, digest
+from kestrl.storage.adapters import WEIGHTS
+from kestrl.storage.files import digest
 from kestrl_inference.engine import CONTROL_KEY, Engine
 from kestrl_inference.loaded_adapters import LoadedAdapters
 from kestrl_inference.servicer import EngineAgentServicer

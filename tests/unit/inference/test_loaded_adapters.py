@@ -250,7 +250,7 @@ async def test_a_disk_that_cannot_be_written_is_a_typed_failure(stage: Any, monk
         raise OSError(28, "No space left on device")
 
     version = stage.publish(1)
-    monkeypatch.setattr("kestrl.storage.adapters._write", full)
+    monkeypatch.setattr("kestrl.storage.files._write", full)
     error = await refused(stage, version)
     assert (error.boundary, error.code) == ("infrastructure", "place_unusable")
     assert "no space left" in str(error)

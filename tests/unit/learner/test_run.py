@@ -14,7 +14,7 @@ from kestrl.episode import UNSCORED, Group, StopReason
 from kestrl.errors import Boundary, EngineFailure, Failure, KestrlError
 from kestrl.spec.algorithms import PRESETS
 from kestrl.storage import open_store
-from kestrl.storage.adapters import digest
+from kestrl.storage.files import digest
 from kestrl_learner import adapters
 from kestrl_learner.run import Run
 

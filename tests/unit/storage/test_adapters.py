@@ -16,7 +16,8 @@ from kestrl.storage import (
     open_store,
     publish_adapter,
 )
-from kestrl.storage.adapters import PIECE_BYTES, WEIGHTS, digest, read_manifest
+from kestrl.storage.adapters import WEIGHTS, read_manifest
+from kestrl.storage.files import PIECE_BYTES, digest
 
 FILES = {WEIGHTS: b"weights", "adapter_config.json": b"{}"}
 
@@ -130,3 +131,14 @@ def test_an_address_that_cannot_be_opened(tmp_path: Path) -> None:
     for uri in ("nonsense://x", str(tmp_path / "file" / "below")):
         with pytest.raises(UserInputError, match=r"storage\.uri"):
             open_store(uri)
+
+
+def test_what_an_interrupted_download_left_is_not_in_the_folder(store: ObjectStore, tmp_path: Path) -> None:
+    publish_adapter(store, FILES, manifest())
+    target = tmp_path / "fetched"
+    left = target.with_name(f"{target.name}.partial")
+    left.mkdir()
+    (left / "stray").touch()
+    fetch_adapter(store, target, adapter_folder(manifest().policy))
+    assert sorted(path.name for path in target.iterdir()) == sorted(FILES)
+    assert not left.exists()

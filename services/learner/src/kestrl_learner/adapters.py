@@ -25,7 +25,8 @@ from kestrl.storage import (
     publish_adapter,
     read_manifest,
 )
-from kestrl.storage.adapters import WEIGHTS, digest
+from kestrl.storage.adapters import WEIGHTS
+from kestrl.storage.files import digest
 from kestrl_learner.model import PolicyModel
 from kestrl_learner.ranks import Group
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from kestrl.errors import PlaceError, StorageError
 from kestrl.storage import ObjectStore, layout
-from kestrl.storage.adapters import digest
+from kestrl.storage.files import digest
 from kestrl_learner.run_record import RunRecord
 
 log = logging.getLogger(__name__)

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import torch
+from transformers.utils.logging import disable_progress_bar
 
 from kestrl.errors import KestrlError, UserInputError
 from kestrl.plan.service_settings import read_settings
@@ -26,6 +27,7 @@ def main() -> int:
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
+    disable_progress_bar()  # of transformers, which is drawn into the lines of the steps
     asked: list[int] = []
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda which, _: asked.append(which))

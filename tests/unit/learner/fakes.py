@@ -257,6 +257,7 @@ class FakeWorker(rstubs.RolloutServiceServicer):
         """Episodes of each group that end only with it."""
         self.draining = False
         self.sandboxes: dict[str, cpb.SandboxInUse] = {}
+        self.tool_digests: dict[str, str] = {}
 
     async def GetCapacity(self, request: Any, context: Any) -> rpb.GetCapacityResponse:
         return rpb.GetCapacityResponse(
@@ -281,7 +282,7 @@ class FakeWorker(rstubs.RolloutServiceServicer):
                 yield rpb.RunGroupResponse(ended=max(0, len(made.episodes) - self.stragglers))
                 if self.judging is not None:
                     await self.judging.wait()
-                yield rpb.RunGroupResponse(group=group_to_proto(made))
+                yield rpb.RunGroupResponse(group=group_to_proto(made), tool_digests=self.tool_digests)
         finally:
             self.running -= request.size
 

@@ -1,7 +1,8 @@
-"""The pin of the tools that servers list: recorded at the first report of a run, and compared with from then on.
+"""The pin of the tools that servers list: recorded before the first group of a run counts, compared with from then on.
 
 A server that lists other tools changes what the model is trained on. The record is in the run's storage, so that it
-also holds for a resumed run and for workers and tool services that start again.
+also holds for a resumed run and for workers and tool services that start again. Each group carries the digests of the
+lists that it was rolled out with, so that no group with other tools is trained on or scored.
 """
 
 from __future__ import annotations
@@ -15,31 +16,31 @@ from kestrl.storage import ObjectStore, layout
 
 
 class PinnedTools:
-    """Digests of the servers' lists, as workers report them."""
+    """Digests of the servers' lists, as groups carry them."""
 
     def __init__(self, store: ObjectStore) -> None:
         self._store = store
-        self._reported: asyncio.Queue[Mapping[str, str]] = asyncio.Queue()
-        self._seen: list[Mapping[str, str]] = []
-        """Reports that were queued before; at most one that differs from the record ends the run."""
+        self._pinned: Mapping[str, str] | None = None
+        self._waiting: asyncio.Queue[tuple[Mapping[str, str], asyncio.Event]] = asyncio.Queue()
+        """Digests to verify, and what to set when they are the record's."""
 
-    def report(self, digests: Mapping[str, str]) -> None:
-        """Queues a report of a worker, if it says anything new."""
-        if digests and digests not in self._seen:
-            self._seen.append(dict(digests))
-            self._reported.put_nowait(dict(digests))
+    async def verify(self, digests: Mapping[str, str]) -> None:
+        """Returns once a group's digests are known to be the record's; others end the run in `watch`."""
+        if digests and digests != self._pinned:
+            verified = asyncio.Event()
+            self._waiting.put_nowait((dict(digests), verified))
+            await verified.wait()
 
     async def watch(self) -> None:
-        """Records the first report and compares each other one, until cancelled.
+        """Records the first digests and compares all others, until cancelled.
 
         Raises:
             ToolFailure: A server lists other tools than at the start of the run.
             StorageError: The record cannot be read or written.
         """
-        pinned: Mapping[str, str] | None = None
         while True:
-            found = await self._reported.get()
-            pinned = pinned or await asyncio.to_thread(self._read)
+            found, verified = await self._waiting.get()
+            pinned = self._pinned or await asyncio.to_thread(self._read)
             if pinned is None:
                 pinned = found
                 await asyncio.to_thread(self._store.put, layout.TOOLS, json.dumps(pinned, indent=2).encode())
@@ -50,6 +51,8 @@ class PinnedTools:
                     f"({self._store.address(layout.TOOLS)} has the digests)",
                     code="tools_changed",
                 )
+            self._pinned = pinned
+            verified.set()
 
     def _read(self) -> Mapping[str, str] | None:
         try:

@@ -79,7 +79,7 @@ class RunResources:
         """Opens the channels and starts the metric sinks; call it in the event loop that uses them."""
         self.workers = Workers(self.settings, self.progress)
         self.pinned_tools = PinnedTools(self.store)
-        self.workers.on_tools = self.pinned_tools.report
+        self.workers.verify_tools = self.pinned_tools.verify
         self.engines = Engines(self.settings.engines, self.progress, self.settings.start_seconds)
         self.progress.update(engines=self.engines.reports())
         settings = self.settings

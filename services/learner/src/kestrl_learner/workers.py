@@ -17,7 +17,7 @@ import asyncio
 import logging
 import math
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -121,7 +121,7 @@ class _Worker:
         return max(0, self.capacity - self.used)
 
 
-def _ignored_tools(digests: Mapping[str, str]) -> None:
+async def _any_tools(digests: Mapping[str, str]) -> None:
     del digests
 
 
@@ -144,8 +144,8 @@ class Workers:
         self._workers: list[_Worker] = []
         self._changed = Signal()
         self.on_change: Callable[[], None] = _no_listener
-        self.on_tools: Callable[[Mapping[str, str]], None] = _ignored_tools
-        """Called with the digests of tool servers' lists, by name, at every report that has any."""
+        self.verify_tools: Callable[[Mapping[str, str]], Awaitable[None]] = _any_tools
+        """Awaited with the digests of tool servers' lists, by name, of each group before it is returned."""
         self._names = [name.removeprefix(DNS) for name in settings.rollout_addresses if name.startswith(DNS)]
         for address in settings.rollout_addresses:
             if not address.startswith(DNS):
@@ -243,7 +243,6 @@ class Workers:
             if worker.capacity:
                 log.warning("%s", error)
             return 0
-        self.on_tools(answer.tool_digests)
         self._progress.report_sandboxes(sandboxes_from_proto(answer.sandboxes))
         return 0 if answer.draining or worker.leaving else answer.concurrency
 
@@ -334,6 +333,7 @@ class Workers:
         answers = stream(worker.stub.RunGroup, message, pb.RunGroupResponse, timeout=timeout, peer=peer, token=token)
         async for answer in answers:
             if answer.HasField("group"):
+                await self.verify_tools(answer.tool_digests)
                 return _decoded(answer.group, peer)
             ended(answer.ended)
         raise BrokenStream(f"{peer} ended the stream of {request.group_id} without its group")

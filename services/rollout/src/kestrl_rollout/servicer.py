@@ -35,7 +35,7 @@ class RolloutServicer(stubs.RolloutServiceServicer):
                 if isinstance(event, int):
                     yield pb.RunGroupResponse(ended=event)
                 else:
-                    yield pb.RunGroupResponse(group=event)
+                    yield pb.RunGroupResponse(group=event, tool_digests=self._groups.tool_digests)
 
     async def GetCapacity(self, request: pb.GetCapacityRequest, context: Context) -> pb.GetCapacityResponse:  # noqa: ARG002 - gRPC's name and signature
         capacity = self._groups.capacity
@@ -43,6 +43,5 @@ class RolloutServicer(stubs.RolloutServiceServicer):
             concurrency=capacity.concurrency,
             running=capacity.running,
             draining=capacity.draining,
-            tool_digests=self._groups.tool_digests,
             sandboxes=sandboxes_to_proto(self._groups.sandboxes),
         )

@@ -193,23 +193,49 @@ class RunGroupResponse(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class ToolDigestsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     ENDED_FIELD_NUMBER: _builtins.int
     GROUP_FIELD_NUMBER: _builtins.int
+    TOOL_DIGESTS_FIELD_NUMBER: _builtins.int
     ended: _builtins.int
     """Number of further episodes that have ended and released their slots; their content is sent with the group."""
     @_builtins.property
     def group(self) -> _common_pb2.Group:
         """The scored group, last message of the stream."""
 
+    @_builtins.property
+    def tool_digests(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """SHA-256 of what each tool server listed for the group, by its name; sent with the group."""
+
     def __init__(
         self,
         *,
         ended: _builtins.int = ...,
         group: _common_pb2.Group | None = ...,
+        tool_digests: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["ended", b"ended", "event", b"event", "group", b"group"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ended", b"ended", "event", b"event", "group", b"group"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ended", b"ended", "event", b"event", "group", b"group", "tool_digests", b"tool_digests"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["ended", "group"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
@@ -241,26 +267,6 @@ class GetCapacityResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     @_typing.final
-    class ToolDigestsEntry(_message.Message):
-        DESCRIPTOR: _descriptor.Descriptor
-
-        KEY_FIELD_NUMBER: _builtins.int
-        VALUE_FIELD_NUMBER: _builtins.int
-        key: _builtins.str
-        value: _builtins.str
-        def __init__(
-            self,
-            *,
-            key: _builtins.str = ...,
-            value: _builtins.str = ...,
-        ) -> None: ...
-        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
-        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-        def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-    @_typing.final
     class SandboxesEntry(_message.Message):
         DESCRIPTOR: _descriptor.Descriptor
 
@@ -284,7 +290,6 @@ class GetCapacityResponse(_message.Message):
     CONCURRENCY_FIELD_NUMBER: _builtins.int
     RUNNING_FIELD_NUMBER: _builtins.int
     DRAINING_FIELD_NUMBER: _builtins.int
-    TOOL_DIGESTS_FIELD_NUMBER: _builtins.int
     SANDBOXES_FIELD_NUMBER: _builtins.int
     concurrency: _builtins.int
     """Maximum concurrent episodes."""
@@ -292,10 +297,6 @@ class GetCapacityResponse(_message.Message):
     """Running episodes."""
     draining: _builtins.bool
     """Whether it is draining and accepts no new group."""
-    @_builtins.property
-    def tool_digests(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
-        """SHA-256 of what each tool server lists, by its name; empty until the tools were listed."""
-
     @_builtins.property
     def sandboxes(self) -> _containers.MessageMap[_builtins.str, _common_pb2.SandboxInUse]:
         """Sandboxes of tools that run code, by tool, as last reported by the tool service; empty until the tools were listed."""
@@ -306,12 +307,11 @@ class GetCapacityResponse(_message.Message):
         concurrency: _builtins.int = ...,
         running: _builtins.int = ...,
         draining: _builtins.bool = ...,
-        tool_digests: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         sandboxes: _abc.Mapping[_builtins.str, _common_pb2.SandboxInUse] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["concurrency", b"concurrency", "draining", b"draining", "running", b"running", "sandboxes", b"sandboxes", "tool_digests", b"tool_digests"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["concurrency", b"concurrency", "draining", b"draining", "running", b"running", "sandboxes", b"sandboxes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -194,10 +194,9 @@ def test_an_adapter_replaced_in_the_engine_is_caught_within_a_step(staleness: in
     arguments += ["--set", "algorithm.groupsPerStep=8", "--set", "schedule.maxSteps=12"]
     arguments += ["--set", f"algorithm.maxStaleness={staleness}"]
     swapped: list[str] = []
-    replaced = 0
     with subprocess.Popen(command(*arguments), cwd=ROOT, text=True, stdout=subprocess.PIPE) as process:
         wait_for_step(run, process, 1)
-        while process.poll() is None and replaced < 2:
+        while process.poll() is None:  # a version that is replaced after its last rollout changes nothing
             name = str((run.read_json("run.json") or {})["progress"]["policy"])
             if name in swapped:
                 time.sleep(0.05)
@@ -211,7 +210,6 @@ def test_an_adapter_replaced_in_the_engine_is_caught_within_a_step(staleness: in
             with suppress(Retired):  # while it was copied; the next version is replaced instead
                 control(run, "/v1/unload_lora_adapter", lora_name=name)
                 control(run, "/v1/load_lora_adapter", lora_name=name, lora_path=str(other))
-                replaced += 1
         printed = process.communicate(timeout=240)[0]
     assert process.returncode == 1, printed
     assert "engine/logprob_gap" in printed

@@ -280,6 +280,26 @@ async def test_with_staleness_an_engine_with_other_weights_stops_the_run(staged:
         assert re.search(r"engine-\d on test\.1\.\w+: mean 0\.01 above", str(caught.value))
 
 
+async def test_an_engine_whose_weights_change_amid_a_versions_rollouts_stops_the_run(staged: Any) -> None:
+    """The first group of the version is as it should be."""
+    async with staged() as stage:
+        first: list[str] = []
+
+        def lie(request: Any, group: Any) -> Any:
+            if request.purpose != "train" or request.policy.step != 1:
+                return group
+            first.append(request.group_id)
+            for row in [row for episode in group.episodes for row in episode.rows if request.group_id != first[0]]:
+                for place, on in enumerate(row.mask):
+                    row.logprobs[place] -= 0.01 if on else 0.0
+            return group
+
+        stage.workers[0].script = lie
+        with pytest.raises(KestrlError, match="step 2: ") as caught:
+            await train(stage.but(algorithm={"max_staleness": 1, "correction": DECOUPLED}))
+        assert caught.value.code == "logprob_gap"
+
+
 async def test_tokens_of_another_policy_are_refused_and_counted(staged: Any) -> None:
     async with staged() as stage:
         refused: list[str] = []

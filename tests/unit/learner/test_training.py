@@ -399,11 +399,10 @@ def test_scoring_by_an_older_policy_does_not_change_training(models: dict[str, P
     scored, unscored = (trainer.step(batch, 1) for trainer, batch in zip(trainers, (stale, nobodys), strict=True))
     assert unscored.mismatch.own.tokens == 0
     assert set(scored.mismatch.engines) == {"engine-0 on policy"}
-    assert scored.mismatch.own.tokens == sum(stale[0].rows[0].mask)
-    with torch.no_grad():
-        one = replace(stale[0], rows=stale[0].rows[:1])
-        with policies[0].with_trained_state(trainers[0]._published["policy"]):  # pyright: ignore[reportPrivateUsage]
-            ((_, logprobs),) = policies[0].logprobs(one, 1.0)
+    ends = [replace(stale[0], rows=stale[0].rows[:1]), replace(stale[-1], rows=stale[-1].rows[-1:])]
+    with torch.no_grad(), policies[0].with_trained_state(trainers[0]._published["policy"]):  # pyright: ignore[reportPrivateUsage]
+        logprobs = torch.cat([found for end in ends for _, found in policies[0].logprobs(end, 1.0)])
+    assert scored.mismatch.own.tokens == len(logprobs) == sum(sum(end.rows[0].mask) for end in ends)
     assert scored.mismatch.own.mean == pytest.approx(float((logprobs + 4.0).abs().mean()), rel=1e-6)
     states = [policy.adapter_state() for policy in policies]
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
@@ -423,7 +422,7 @@ def test_scoring_by_an_older_policy_does_not_change_training(models: dict[str, P
         max_size=4,
     )
 )
-def test_the_fewest_rows_cover_each_engine_of_each_older_policy(
+def test_the_first_and_last_rows_cover_each_engine_of_an_older_policy(
     batch: list[list[tuple[bool, str, list[str]]]],
 ) -> None:
     groups = [
@@ -465,7 +464,11 @@ def test_the_fewest_rows_cover_each_engine_of_each_older_policy(
     for policy, some in chosen.items():
         rows = [row for group in some for row in group.rows]
         assert all(row.policy == policy and not row.on_policy for row in rows)
-        assert len(rows) <= len({engine for row in rows for engine in row.engines})
+        assert len(rows) <= 2 * len({engine for row in rows for engine in row.engines})
+        of_policy = [row for group in groups for row in group.rows if row.policy == policy and not row.on_policy]
+        ends = [row for row in of_policy if row.engines]
+        assert rows[0] is ends[0]
+        assert rows[-1] is ends[-1]
         assert len({group.id for group in some}) == len(some), "the rows of a group share one pass"
 
 

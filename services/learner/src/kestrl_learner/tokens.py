@@ -44,21 +44,34 @@ def token_origins(row: TrainRow) -> list[str]:
 
 
 def stale_rows(groups: Sequence[TrainGroup]) -> dict[str, list[TrainGroup]]:
-    """Rows of older policies, by policy: the fewest rows that cover each of its engines.
+    """Rows of older policies, by policy: the first and the last ones that cover each of its engines.
 
-    Rows of one group stay together, so that they share their prompt and a pass.
+    Both ends, since an engine may have got other weights in the midst of a policy's rollouts. Rows of one group stay
+    together, so that they share their prompt and a pass.
     """
-    seen: dict[str, set[str]] = {}
+    places = [(number, place) for number, group in enumerate(groups) for place in range(len(group.rows))]
+    wanted = _covering(groups, places) | _covering(groups, places[::-1])
     chosen: dict[str, list[TrainGroup]] = {}
-    for group in groups:
+    for number, group in enumerate(groups):
         rows: dict[str, list[TrainRow]] = {}
-        for row in group.rows:
-            if row.on_policy or not row.policy:
-                continue
-            known = seen.setdefault(row.policy, set())
-            if not known.issuperset(row.engines):
-                known.update(row.engines)
+        for place, row in enumerate(group.rows):
+            if (number, place) in wanted:
                 rows.setdefault(row.policy, []).append(row)
         for policy, some in rows.items():
             chosen.setdefault(policy, []).append(replace(group, rows=some))
     return chosen
+
+
+def _covering(groups: Sequence[TrainGroup], places: Sequence[tuple[int, int]]) -> set[tuple[int, int]]:
+    """Places (group, row) of the first rows, in this order, that cover each engine of each older policy."""
+    seen: dict[str, set[str]] = {}
+    found: set[tuple[int, int]] = set()
+    for number, place in places:
+        row = groups[number].rows[place]
+        if row.on_policy or not row.policy:
+            continue
+        known = seen.setdefault(row.policy, set())
+        if not known.issuperset(row.engines):
+            known.update(row.engines)
+            found.add((number, place))
+    return found

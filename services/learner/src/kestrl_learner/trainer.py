@@ -322,7 +322,7 @@ class Trainer:
         return self._backward(batch)
 
     def _older_differences(self, groups: Sequence[TrainGroup]) -> list[tuple[Tensor, Sequence[str]]]:
-        """Log-prob differences of one row per engine and older policy, scored by the policy that sampled it.
+        """Log-prob differences of rows of each engine and older policy, scored by the policy that sampled them.
 
         Differences to the newest policy include what was learned since, and where rollouts overlap training there may
         be no token of the newest policy.

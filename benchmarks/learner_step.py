@@ -2,10 +2,10 @@
 
 Against, in the same run: the bare loop (transformers, peft and torch with the prompt shared the same way, and nothing
 else), the bare loop on plain rows (every row with its prompt), and TRL's GRPOTrainer where it is installed. Also
-KestRL's step on rows that an older policy sampled on two engines, one row of each of which is also scored by that
-policy. Each runs in its own process, for separate memory figures; the fastest of `REPEATS` after a warm-up counts. Also
-KestRL's step beside `NEIGHBOURS` busy processes, such as builds or other
-jobs: busy-waiting threads would then wait for the time slices of the neighbours.
+KestRL's step on rows that an older policy sampled on two engines, the first and the last of each of which are also
+scored by that policy; and KestRL's step beside `NEIGHBOURS` busy processes, such as builds or other jobs: busy-waiting
+threads would then wait for the time slices of the neighbours. Each runs in its own process, for separate memory
+figures; the fastest of `REPEATS` after a warm-up counts.
 """
 
 from __future__ import annotations

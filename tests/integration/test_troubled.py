@@ -389,8 +389,9 @@ def test_a_server_of_tools_that_lists_others_after_an_interruption_ends_the_run(
         listed.write_text(json.dumps({"tools": tools}))
 
     lists("echo")
-    run = RunDir(tmp_path / "runs" / "email-search-1")
-    arguments = ["run", job, "--runs", tmp_path / "runs", *SMALL, "--set", "schedule.maxSteps=3"]
+    runs = tmp_path / "my runs"
+    run = RunDir(runs / "email-search-1")
+    arguments = ["run", job, "--runs", runs, *SMALL, "--set", "schedule.maxSteps=3"]
     arguments += ["--set", "inference.replicas=1"]
     with subprocess.Popen(command(*arguments), cwd=ROOT) as process:
         wait_for_step(run, process, 1)
@@ -400,7 +401,13 @@ def test_a_server_of_tools_that_lists_others_after_an_interruption_ends_the_run(
     printed = kestrl(*arguments, code=1)
     assert printed.count("error: ") == 1
     assert "spec.tools: notes: the server lists other tools than at the start of the run" in printed
+    assert f"logs: kestrl logs email-search-1 --runs '{runs}'\n" in printed
     assert belonging_to(tmp_path) == []
     lists("echo")
     assert "resuming run email-search-1" in kestrl(*arguments)
     assert (summary_of(run)["status"], summary_of(run)["steps"]) == ("succeeded", 3)
+    warning = "warning: newest: spec.tools: notes: the server lists other tools than in training"
+    evaluation = ("eval", run.id, "--runs", runs, "--set", "inference.replicas=1")
+    assert warning not in kestrl(*evaluation)
+    lists("echo", "repeat")
+    assert warning in kestrl(*evaluation)

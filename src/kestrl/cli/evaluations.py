@@ -33,7 +33,9 @@ from kestrl.service import EXIT_FAILED, LEVEL_VARIABLE
 from kestrl.spec import AgentRLJob, parse_job, read_job, with_overrides
 from kestrl.spec.model import MOST_SAMPLES
 from kestrl.spec.rules import greedy_problem
+from kestrl.storage import ObjectStore
 from kestrl.storage.episodes import EpisodeFilter
+from kestrl.storage.tool_lists import changed_servers, read_tool_lists
 
 console = Console()
 BASE, NEWEST = "base", "newest"
@@ -147,7 +149,7 @@ def evaluate(
     stamp, home = datetime.now(UTC).strftime("%Y%m%dT%H%M%S"), run.path / "evaluations"
     options = Options(manifest_dir=run.manifest_dir, cache_dir=runs.resolve() / ".data")
     evaluations = [
-        _evaluated(candidate, job, options, RunDir(home / f"{stamp}-{candidate.label}"), address, sampling)
+        _evaluated(candidate, job, options, RunDir(home / f"{stamp}-{candidate.label}"), address, sampling, run=run)
         for candidate, address in zip(chosen, addresses, strict=True)
     ]
     report(console, evaluations, home / f"{stamp}.json", with_details=details)
@@ -223,6 +225,7 @@ def bench(
             address,
             sampling.model_copy(update={"own_temperature": own_temperature and bool(candidate.model)}),
             served,
+            run,
         )
         for candidate, address in zip(chosen, addresses, strict=True)
     ]
@@ -266,8 +269,20 @@ def _evaluated(
     address: str | None,
     sampling: EvaluationSampling,
     served: BenchEndpoint | None = None,
+    run: RunDir | None = None,
 ) -> Evaluation:
-    """Runs one candidate over the validation data; ends the program with the run's exit code if that fails."""
+    """Runs one candidate over the validation data; ends the program with the run's exit code if that fails.
+
+    Args:
+        candidate: The policy or model.
+        job: Its tools, rewards and data.
+        options: Folders.
+        folder: Of the evaluation.
+        address: Of the adapter; None for the base model and models behind an endpoint.
+        sampling: How episodes are sampled.
+        served: The endpoint of models.
+        run: The run that trained the policy, if any.
+    """
 
     def replan(components: Sequence[Component], site: Site) -> list[Component]:
         if candidate.model and served is not None:
@@ -291,7 +306,15 @@ def _evaluated(
         sampling=sampling,
         seed=None if candidate.model else job.spec.data.seed,
         failures=summary.failures,
+        changed_servers=_changed_servers(run, store) if address else (),
     )
+
+
+def _changed_servers(run: RunDir | None, evaluation: ObjectStore) -> Sequence[str]:
+    """Tool servers that list other tools in an evaluation than in the run that trained the policy."""
+    if run is None:
+        return ()
+    return changed_servers(read_tool_lists(run_store(run)), read_tool_lists(evaluation))
 
 
 def _evaluating(component: Component, adapter: str | None, sampling: EvaluationSampling) -> Component:

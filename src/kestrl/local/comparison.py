@@ -40,6 +40,8 @@ class Evaluation:
     """Seed of their sampling; None if there is none."""
     failures: Mapping[str, int] = field(default_factory=dict[str, int])
     """Failures by `boundary/code`."""
+    changed_servers: Sequence[str] = ()
+    """Tool servers that list other tools than in the run that trained the policy."""
 
 
 def table(evaluations: Sequence[Evaluation]) -> Table:
@@ -66,7 +68,7 @@ def _place(name: str) -> tuple[bool, int, int, str]:
 
 
 def remarks(evaluations: Sequence[Evaluation]) -> Iterator[str]:
-    """Lines about policies that failed in episodes, or were sampled in another way than the first one."""
+    """Lines about policies that failed in episodes, had other tools than in training, or were sampled differently."""
     for evaluation in evaluations:
         label = safe_line(evaluation.label)
         if evaluation.sampling != evaluations[0].sampling:
@@ -74,6 +76,9 @@ def remarks(evaluations: Sequence[Evaluation]) -> Iterator[str]:
         if evaluation.failures:
             failures = ", ".join(f"{name} {count}" for name, count in sorted(evaluation.failures.items()))
             yield safe_line(f"{label}: failures, which are in no mean: {failures}")
+        if evaluation.changed_servers:
+            servers = ", ".join(evaluation.changed_servers)
+            yield safe_line(f"warning: {label}: spec.tools: {servers}: the server lists other tools than in training")
 
 
 def details(evaluations: Sequence[Evaluation]) -> Iterator[str]:
@@ -121,4 +126,5 @@ def as_json(evaluation: Evaluation) -> dict[str, Any]:
         **evaluation.sampling.model_dump(),
         "seed": evaluation.seed,
         "failures": dict(evaluation.failures),
+        "changed_servers": list(evaluation.changed_servers),
     }

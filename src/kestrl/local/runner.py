@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import secrets
+import shlex
 import signal
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -235,7 +236,8 @@ def _unfinished(console: Console, run: RunDir, outcome: Outcome, summary: RunSum
         return outcome.code
     console.print(f"error: {outcome.reason}", style="red", markup=False, highlight=False, soft_wrap=True)
     if outcome.code != EXIT_INPUT:
-        console.print(f"logs: kestrl logs {run.id} --runs {run.path.parent}", markup=False, soft_wrap=True)
+        logs = shlex.join(["kestrl", "logs", run.id, "--runs", str(run.path.parent)])
+        console.print(f"logs: {logs}", markup=False, soft_wrap=True)
     if summary is None:
         write_atomic(run.summary_path, RunSummary(status=RunPhase.FAILED, reason=outcome.reason).text())
     return outcome.code

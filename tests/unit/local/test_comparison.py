@@ -62,7 +62,7 @@ def test_a_greedy_evaluation_is_named_as_before_and_stored_with_its_sampling() -
     assert (kept["samples"], kept["temperature"], kept["top_p"], kept["top_k"], kept["seed"]) == (30, 1.0, 0.6, 20, 42)
 
 
-def test_other_sampling_and_failures_are_said_below_the_table() -> None:
+def test_other_sampling_tools_and_failures_are_said_below_the_table() -> None:
     own = EvaluationSampling(samples=4, temperature=0.9, own_temperature=True)
     endpoint = replace(evaluation("openai:x", sampling=own), failures={"engine/rate_limited": 2, "tool/timeout": 1})
     assert [*remarks([evaluation("base"), endpoint])] == [
@@ -70,6 +70,11 @@ def test_other_sampling_and_failures_are_said_below_the_table() -> None:
         "openai:x: failures, which are in no mean: engine/rate_limited 2, tool/timeout 1",
     ]
     assert [*remarks([evaluation("base"), evaluation("v1")])] == []
+    other = replace(evaluation("v1"), changed_servers=["files", "notes"])
+    assert [*remarks([other])] == [
+        "warning: v1: spec.tools: files, notes: the server lists other tools than in training"
+    ]
+    assert as_json(other)["changed_servers"] == ["files", "notes"]
 
 
 def job(evaluation: Mapping[str, float]) -> AgentRLJob:

@@ -2,17 +2,18 @@
 
 A server that lists other tools changes what the model is trained on. The record is in the run's storage, so that it
 also holds for a resumed run and for workers and tool services that start again. Each group carries the digests of the
-lists that it was rolled out with, so that no group with other tools is trained on or scored.
+lists that it was rolled out with, so that no group with other tools counts. An evaluation by `kestrl eval` has a
+record of its own, which the command compares with the run's.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Mapping
 
-from kestrl.errors import StorageError, ToolFailure
+from kestrl.errors import ToolFailure
 from kestrl.storage import ObjectStore, layout
+from kestrl.storage.tool_lists import ToolLists, changed_servers, read_tool_lists, write_tool_lists
 
 
 class PinnedTools:
@@ -20,8 +21,8 @@ class PinnedTools:
 
     def __init__(self, store: ObjectStore) -> None:
         self._store = store
-        self._pinned: Mapping[str, str] | None = None
-        self._waiting: asyncio.Queue[tuple[Mapping[str, str], asyncio.Event]] = asyncio.Queue()
+        self._pinned: ToolLists = {}
+        self._waiting: asyncio.Queue[tuple[ToolLists, asyncio.Event]] = asyncio.Queue()
         """Digests to verify, and what to set when they are the record's."""
 
     async def verify(self, digests: Mapping[str, str]) -> None:
@@ -40,11 +41,11 @@ class PinnedTools:
         """
         while True:
             found, verified = await self._waiting.get()
-            pinned = self._pinned or await asyncio.to_thread(self._read)
-            if pinned is None:
+            pinned = self._pinned or await asyncio.to_thread(read_tool_lists, self._store)
+            if not pinned:
                 pinned = found
-                await asyncio.to_thread(self._store.put, layout.TOOLS, json.dumps(pinned, indent=2).encode())
-            elif changed := sorted(name for name in {*pinned, *found} if pinned.get(name) != found.get(name)):
+                await asyncio.to_thread(write_tool_lists, self._store, pinned)
+            elif changed := changed_servers(pinned, found):
                 raise ToolFailure(
                     f"spec.tools: {', '.join(changed)}: the server lists other tools than at the start of the run; the "
                     f"tools of a run cannot change: start a new run, or pin the server's version "
@@ -53,12 +54,3 @@ class PinnedTools:
                 )
             self._pinned = pinned
             verified.set()
-
-    def _read(self) -> Mapping[str, str] | None:
-        try:
-            found: Mapping[str, str] = json.loads(self._store.get(layout.TOOLS))
-        except StorageError as error:
-            if error.code == "not_found":
-                return None
-            raise
-        return found

@@ -51,10 +51,10 @@ from kestrl.rpc.codec import policy_to_proto
 from kestrl.spec import AgentRLJob
 from kestrl.spec.load import read_job
 from kestrl.storage import AdapterManifest, open_store
-from kestrl_learner import adapters
-from kestrl_learner.model import PolicyModel
-from kestrl_rollout.chat import Message
-from kestrl_rollout.model import load_model
+from kestrl_learner.model import adapters
+from kestrl_learner.model.policy_model import PolicyModel
+from kestrl_rollout.template.chat import Message
+from kestrl_rollout.template.chat_model import load_model
 from kestrl_tools.catalogue import load_tools
 from kestrl_tools.tool_threads import ToolThreads
 

@@ -35,9 +35,9 @@ from kestrl_inference.engine import Engine
 from kestrl_inference.loaded_adapters import LoadedAdapters
 from kestrl_inference.servicer import EngineAgentServicer
 from kestrl_inference.watch import Watch
-from kestrl_learner.engines import Engines
+from kestrl_learner.engines.engines import Engines
 from kestrl_learner.ledger import Ledger
-from kestrl_learner.progress import Progress
+from kestrl_learner.progress.progress import Progress
 
 GROUPS = 8
 ENGINES = (1, 2, 4, 8)

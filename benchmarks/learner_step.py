@@ -61,9 +61,9 @@ def best(step: Callable[[], object]) -> dict[str, float]:
 def ours(model: str, *, newest: bool) -> dict[str, float]:
     from kestrl.plan.planning import algorithm_settings
     from kestrl.spec import read_job
-    from kestrl_learner.batch import TrainGroup, TrainRow
-    from kestrl_learner.model import PolicyModel
-    from kestrl_learner.trainer import Trainer
+    from kestrl_learner.batch.rows import TrainGroup, TrainRow
+    from kestrl_learner.model.policy_model import PolicyModel
+    from kestrl_learner.train.trainer import Trainer
 
     policy = PolicyModel(model, dtype="float32", rank=16, alpha=32.0, targets="all-linear", seed=1)
     algorithm = algorithm_settings(read_job(JOB).spec).model_copy(update={"max_staleness": 0 if newest else 1})

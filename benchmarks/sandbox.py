@@ -18,11 +18,11 @@ from pathlib import Path
 
 from benchmarks.report import Row, main
 
-from kestrl_sandbox.bwrap import Bubblewrap
+from kestrl_sandbox.backends.bwrap import Bubblewrap
+from kestrl_sandbox.backends.zygote import Zygote
 from kestrl_sandbox.config import PoolConfig
 from kestrl_sandbox.contract import Run, SandboxFailure
-from kestrl_sandbox.pool import SandboxPool
-from kestrl_sandbox.zygote import Zygote
+from kestrl_sandbox.pool.sandbox_pool import SandboxPool
 
 SEQUENTIAL = 200
 CONCURRENT = 32

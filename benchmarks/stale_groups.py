@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 from benchmarks.report import Row, main
 
-from kestrl_learner.schedule import admissible
+from kestrl_learner.ledger.schedule import admissible
 
 GROUPS, STEPS, UPDATE = 8, 200, 0.3
 FAST, SLOW, SLOW_SHARE, SPREAD = 1.0, 10.0, 0.1, 0.2

@@ -24,8 +24,8 @@ from kestrl.spec.crd import (
     sft_crd,
 )
 from kestrl.spec.crd import crd as definition
-from kestrl.spec.crd_rules import IDENTITY, PLACED_RULES, SFT_RULES, Rules
 from kestrl.spec.job import API_VERSION, KIND, JobSpec
+from kestrl.spec.rules.crd_rules import IDENTITY, PLACED_RULES, SFT_RULES, Rules
 from kestrl.spec.scalars import Duration, ImportPath, Name, format_duration
 from kestrl.spec.sft import SFT_KIND, SFTSpec
 from kestrl.spec.status import JobStatus, SFTJobStatus
@@ -181,8 +181,8 @@ def reference_page() -> str:
         "## Rules across fields",
         "",
         "The API server refuses manifests that violate these rules; `*` is an item of a list.",
-        "The operator reports violations of other rules (`src/kestrl/spec/rules.py`) in the condition `Accepted` with "
-        "reason `Invalid`.",
+        "The operator reports violations of other rules (`src/kestrl/spec/rules/job_rules.py`) in the condition "
+        "`Accepted` with reason `Invalid`.",
         "`kestrl validate` reports all problems without a cluster.",
         "",
         "| field | message |",

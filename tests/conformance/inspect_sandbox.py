@@ -20,10 +20,10 @@ from inspect_ai.util import (
 )
 from inspect_ai.util._sandbox.self_check import *  # noqa: F403 - that is how its checks are collected
 
+from kestrl_sandbox.backends.zygote import Zygote
 from kestrl_sandbox.config import PoolConfig
 from kestrl_sandbox.contract import Language, Limits, Outcome, Run, SandboxSession
-from kestrl_sandbox.pool import SandboxPool
-from kestrl_sandbox.zygote import Zygote
+from kestrl_sandbox.pool.sandbox_pool import SandboxPool
 
 EXPECTED = {
     "test_exec_as_user": "there is one user in a sandbox, and nobody becomes root",

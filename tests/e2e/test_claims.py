@@ -24,12 +24,12 @@ import yaml
 from tests.fakes.ports import free_port
 
 from kestrl.tools import WarmPool
-from kestrl_sandbox.claim_objects import claim
-from kestrl_sandbox.claims import ClaimedSandboxes
-from kestrl_sandbox.cluster_api import Pod
 from kestrl_sandbox.config import PoolConfig
 from kestrl_sandbox.contract import Run
-from kestrl_sandbox.pool import SandboxPool
+from kestrl_sandbox.pool.sandbox_pool import SandboxPool
+from kestrl_sandbox.remote.claim_objects import claim
+from kestrl_sandbox.remote.claims import ClaimedSandboxes
+from kestrl_sandbox.remote.cluster_api import Pod
 
 from .cluster.client import Cluster, Object
 from .cluster.commands import eventually, run

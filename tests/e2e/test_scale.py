@@ -30,7 +30,7 @@ import yaml
 from kestrl_operator.apiserver.client import Api
 from kestrl_operator.apiserver.kinds import JOB, POD, STATEFUL_SET
 from kestrl_operator.config import Config, read_config
-from kestrl_operator.manifests import Manifests
+from kestrl_operator.controllers.manifests import Manifests
 from kestrl_operator.state.store import Key
 from kestrl_operator.status.lifecycle import Decision, Stage
 

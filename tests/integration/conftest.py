@@ -28,7 +28,7 @@ from kestrl.spec import parse_job
 from kestrl.storage import AdapterManifest, Probe, open_store, publish_adapter
 from kestrl.storage.adapters import WEIGHTS
 from kestrl.storage.files import digest
-from kestrl_learner.adapters import probe_ids
+from kestrl_learner.model.adapters import probe_ids
 
 KEYS = {"KESTRL_ENGINE_KEY": "test-data-key", "KESTRL_ENGINE_CONTROL_KEY": "test-control-key"}
 START_SECONDS = 240.0

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from kestrl.formats.registry import BUILT_IN
-from kestrl_rollout.parser import TurnReader
-from kestrl_rollout.vocabulary import Vocabulary
+from kestrl_rollout.template.parser import TurnReader
+from kestrl_rollout.template.vocabulary import Vocabulary
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(180), pytest.mark.xdist_group("formats")]
 SCHEMAS: dict[str, Any] = {

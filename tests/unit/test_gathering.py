@@ -14,7 +14,7 @@ from kestrl.local.progress import Progress
 from kestrl.local.view import PLAIN_SECONDS, LiveView, PlainView
 from kestrl.rpc.codec import gathering_from_proto, gathering_to_proto
 from kestrl.states import RunPhase
-from kestrl_learner.progress import Progress as Learner
+from kestrl_learner.progress.progress import Progress as Learner
 
 
 def gathering() -> Gathering:

@@ -14,22 +14,23 @@ from typing import Any
 from kestrl.errors import KestrlError
 from kestrl.telemetry.metrics import observe
 from kestrl.telemetry.names import Metric
-from kestrl_operator import health, watch
+from kestrl_operator import health
 from kestrl_operator.apiserver.client import Api, ApiProblem
 from kestrl_operator.apiserver.kinds import BATCH_JOB, JOB, POD, SFT_JOB, Kind
 from kestrl_operator.apiserver.leader_election import LeaderElection
-from kestrl_operator.audit import Audit
 from kestrl_operator.config import Config
-from kestrl_operator.drift import Drift
+from kestrl_operator.controllers.job_state import JobStates
+from kestrl_operator.controllers.reconcile import Reconciler
+from kestrl_operator.controllers.sft_reconcile import SFTReconciler, list_sft
 from kestrl_operator.events import Events
-from kestrl_operator.job_state import JobStates
 from kestrl_operator.preflight import preflight
-from kestrl_operator.reconcile import Reconciler
-from kestrl_operator.sft_reconcile import SFTReconciler, list_sft
 from kestrl_operator.state.sft import SFTStore
 from kestrl_operator.state.store import WORKLOADS, Key, Store
-from kestrl_operator.work_record import WorkRecord
-from kestrl_operator.workqueue import Queue
+from kestrl_operator.watch import streams as watch
+from kestrl_operator.watch.audit import Audit
+from kestrl_operator.watch.drift import Drift
+from kestrl_operator.work.work_record import WorkRecord
+from kestrl_operator.work.workqueue import Queue
 
 log = logging.getLogger(__name__)
 PASS_SECONDS = 120.0

@@ -26,7 +26,7 @@ from kestrl_operator.apiserver.kinds import (
     Kind,
 )
 from kestrl_operator.config import Config
-from kestrl_operator.watch import WATCHED
+from kestrl_operator.watch.streams import WATCHED
 
 WRITTEN = ("create", "patch")
 

@@ -100,7 +100,7 @@ def export(
     command = [
         sys.executable,
         "-m",
-        "kestrl_learner.merge",
+        "kestrl_learner.model.merge",
         "--model",
         model,
         "--adapter",

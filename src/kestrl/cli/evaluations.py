@@ -32,7 +32,7 @@ from kestrl.sampling import EvaluationSampling
 from kestrl.service import EXIT_FAILED, LEVEL_VARIABLE
 from kestrl.spec import AgentRLJob, parse_job, read_job, with_overrides
 from kestrl.spec.model import MOST_SAMPLES
-from kestrl.spec.rules import greedy_problem
+from kestrl.spec.rules.job_rules import greedy_problem
 from kestrl.storage import ObjectStore
 from kestrl.storage.episodes import EpisodeFilter
 from kestrl.storage.tool_lists import changed_servers, read_tool_lists

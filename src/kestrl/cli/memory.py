@@ -91,7 +91,7 @@ def estimated(asked: MemorySettings) -> MemoryEstimate:
     Raises:
         UserInputError: It is not installed, or the model cannot be read.
     """
-    report = ask("kestrl_learner.memory", asked, subject="spec.model.base", seconds=SECONDS)
+    report = ask("kestrl_learner.memory.estimate", asked, subject="spec.model.base", seconds=SECONDS)
     if report.missing:
         raise UserInputError(f"--memory: {report.missing} is not installed, whose program estimates it; install it")
     if report.problems:

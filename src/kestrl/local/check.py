@@ -28,8 +28,8 @@ from kestrl.plan.service_settings import Model
 from kestrl.plan.settings import DataSettings, JudgeSettings, RolloutSettings, ToolsSettings
 from kestrl.plan.site import Endpoint, Site
 from kestrl.spec import AgentRLJob
-from kestrl.spec.adapter_rules import expert_problems
 from kestrl.spec.problems import Problem
+from kestrl.spec.rules.adapter_rules import expert_problems
 from kestrl.uris import LOCAL_SCHEMES, scheme_of
 
 LOAD_SECONDS = 120.0

@@ -12,7 +12,7 @@ from kestrl.plan.components import Component, Device, Ready, Role
 from kestrl.plan.judges import uses_own_engines
 from kestrl.plan.site import Site
 from kestrl.spec.job import AgentRLJob
-from kestrl.spec.rules import ENGINE_RANKS
+from kestrl.spec.rules.job_rules import ENGINE_RANKS
 
 ROUTES = "KESTRL_ENGINE_ROUTES"
 """Environment variable with the routes of an engine that its guard opens, as JSON `{"open": [...], "data": [...]}`."""

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from kestrl.spec.crd_rules import PLACED_RULES, SFT_RULES, Rules, rule
 from kestrl.spec.job import KIND, JobSpec
+from kestrl.spec.rules.crd_rules import PLACED_RULES, SFT_RULES, Rules, rule
 from kestrl.spec.scalars import format_duration
 from kestrl.spec.sft import SFT_KIND, SFTSpec
 from kestrl.spec.status import JobStatus, SFTJobStatus

@@ -15,7 +15,7 @@ from pydantic_core import ErrorDetails
 from kestrl.errors import UserInputError
 from kestrl.spec.job import AgentRLJob
 from kestrl.spec.problems import Problem
-from kestrl.spec.rules import check
+from kestrl.spec.rules.job_rules import check
 
 UNREADABLE = (yaml.YAMLError, ValueError, RecursionError)
 """Errors of PyYAML for invalid YAML; invalid dates and numbers are ValueErrors, deep nesting is a RecursionError."""

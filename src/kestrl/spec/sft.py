@@ -8,13 +8,13 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, ValidationError, model_validator
 
-from kestrl.spec.adapter_rules import target_problems
 from kestrl.spec.algorithms import LearningRateScheduleName
 from kestrl.spec.job import Accelerator, Adapter, Metadata, ModelSpec, Storage
-from kestrl.spec.learner_rules import offload_problems
 from kestrl.spec.load import ProblemsError, explain, read_kind, with_overrides
 from kestrl.spec.model import LARGEST_CONTEXT, LARGEST_SEED, Model, NonNegative, NonNegativeInt, Positive, PositiveInt
 from kestrl.spec.problems import Problem
+from kestrl.spec.rules.adapter_rules import target_problems
+from kestrl.spec.rules.learner_rules import offload_problems
 from kestrl.spec.scalars import Address
 
 SFT_KIND = "SFTJob"

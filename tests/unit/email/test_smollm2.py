@@ -20,8 +20,8 @@ from kestrl.tools.schema import describe
 from kestrl_email import smollm2
 from kestrl_email.tools import SearchEmails
 from kestrl_email.world import Split, make_tasks
-from kestrl_rollout.chat import Message
-from kestrl_rollout.model import ChatModel, load_model
+from kestrl_rollout.template.chat import Message
+from kestrl_rollout.template.chat_model import ChatModel, load_model
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "email-search"
 TEMPLATE = EXAMPLE / "smollm2.jinja"

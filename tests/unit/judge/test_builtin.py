@@ -17,7 +17,7 @@ from kestrl.rewards.answers import last_number, marked, normalised, number
 from kestrl.rewards.builtin import BUILT_IN, exact_answer, flexible_answer, math_answer, tool_format
 from kestrl.rewards.checking import as_score
 from kestrl.rewards.resolving import resolve
-from kestrl.spec.rules import BUILT_IN_RULES, CONFIGURED_RULES
+from kestrl.spec.rules.job_rules import BUILT_IN_RULES, CONFIGURED_RULES
 from kestrl.testing.attempts import make_attempt
 
 Make = Callable[..., Episode]

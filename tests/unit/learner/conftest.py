@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 from tests.fakes.ports import free_port
+from tests.unit.learner.fakes import VOCABULARY, FakeAgent, FakeWorker, Oracle, make_policy, served
 
 from kestrl.api.common.v1 import common_pb2
 from kestrl.api.inference.v1 import inference_pb2_grpc as istubs
@@ -28,11 +29,9 @@ from kestrl.errors import Failure
 from kestrl.plan.algorithm import AlgorithmSettings
 from kestrl.plan.settings import DataSettings, EngineEntry, GapBounds, LearnerSettings
 from kestrl.rpc.codec import group_from_proto
-from kestrl_learner import engines as engines_module
-from kestrl_learner import workers as workers_module
-from kestrl_learner.model import PolicyModel
-
-from .fakes import VOCABULARY, FakeAgent, FakeWorker, Oracle, make_policy, served
+from kestrl_learner.dispatch import workers as workers_module
+from kestrl_learner.engines import engines as engines_module
+from kestrl_learner.model.policy_model import PolicyModel
 
 
 def build_model(kind: str, folder: Path) -> Path:

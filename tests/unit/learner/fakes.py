@@ -30,7 +30,7 @@ from kestrl.errors import EngineFailure, Failure, KestrlError
 from kestrl.plan.algorithm import CorrectionSettings
 from kestrl.rpc.codec import failure_to_proto, group_to_proto, policy_from_proto, policy_to_proto, scenario_from_proto
 from kestrl.storage import fetch_adapter, open_store
-from kestrl_learner.model import PolicyModel
+from kestrl_learner.model.policy_model import PolicyModel
 from kestrl_learner.run import Run
 
 VOCABULARY = 64

@@ -24,18 +24,18 @@ import pytest
 from grpc_health.v1 import health_pb2
 from obstore.exceptions import PermissionDeniedError
 from tests.fakes.ports import free_port
+from tests.unit.learner.fakes import Watcher, until, watched
 
 from kestrl import rpc
 from kestrl.api.learner.v1 import learner_pb2 as pb
 from kestrl.errors import Boundary, EngineFailure, Failure, KestrlError, PlaceError, UserInputError
 from kestrl.plan.settings import DataSettings
 from kestrl.rpc.codec import failure_from_proto, run_phase_from_proto
-from kestrl_learner import adapters, run_resources
+from kestrl_learner import run_resources
 from kestrl_learner.__main__ import work
-from kestrl_learner.model import PolicyModel
+from kestrl_learner.model import adapters
+from kestrl_learner.model.policy_model import PolicyModel
 from kestrl_learner.run import Run
-
-from .fakes import Watcher, until, watched
 
 pytestmark = pytest.mark.usefixtures("quick")
 health_grpc: Any = import_module("grpc_health.v1.health_pb2_grpc")

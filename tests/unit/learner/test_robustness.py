@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import pytest
+from tests.unit.learner.fakes import DECOUPLED, running, until
 
 from kestrl import rpc
 from kestrl.api.inference.v1 import inference_pb2 as ipb
@@ -18,13 +19,12 @@ from kestrl.errors import Boundary, EngineFailure, Failure, KestrlError, UserInp
 from kestrl.plan.settings import EvaluateSettings
 from kestrl.sampling import EvaluationSampling
 from kestrl.storage import open_store
-from kestrl_learner import retry_pause, training
+from kestrl_learner import training
 from kestrl_learner.__main__ import work
-from kestrl_learner.dispatcher import Dispatcher, StepDeadline
-from kestrl_learner.records import step_record
+from kestrl_learner.dispatch import retry_pause
+from kestrl_learner.dispatch.dispatcher import Dispatcher, StepDeadline
 from kestrl_learner.run import Run
-
-from .fakes import DECOUPLED, running, until
+from kestrl_learner.store.records import step_record
 
 pytestmark = pytest.mark.usefixtures("quick")
 

@@ -9,16 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.unit.learner.fakes import DECOUPLED, make_policy
 
 from kestrl.episode import UNSCORED, Group, StopReason
 from kestrl.errors import Boundary, EngineFailure, Failure, KestrlError
 from kestrl.spec.algorithms import PRESETS
 from kestrl.storage import open_store
 from kestrl.storage.files import digest
-from kestrl_learner import adapters
+from kestrl_learner.model import adapters
 from kestrl_learner.run import Run
-
-from .fakes import DECOUPLED, make_policy
 
 
 async def train(settings: Any) -> Run:

@@ -18,13 +18,13 @@ import yaml
 
 from kestrl_operator.apiserver.client import Api
 from kestrl_operator.apiserver.kinds import Kind
+from kestrl_operator.controllers.job_state import JobStates
+from kestrl_operator.controllers.reconcile import Reconciler
 from kestrl_operator.events import Events
-from kestrl_operator.job_state import JobStates
 from kestrl_operator.operator import Operator  # everything that the operator loads
-from kestrl_operator.reconcile import Reconciler
 from kestrl_operator.state.cluster import read_cluster
 from kestrl_operator.state.store import Store
-from kestrl_operator.work_record import WorkRecord
+from kestrl_operator.work.work_record import WorkRecord
 
 sys.path.insert(0, str(Path(__file__).parent))
 from fuzz import job_of, mutated, valid

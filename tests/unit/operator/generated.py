@@ -6,15 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from hypothesis import strategies as st
-
-from kestrl.api.learner.v1 import learner_pb2 as pb
-from kestrl.errors import Boundary
-from kestrl.plan.components import Role
-from kestrl.rpc.codec import policy_to_proto
-from kestrl_operator.state.snapshot import ATTEMPTS, QUEUE_LABEL, RESTARTS, Memory, Pod, Snapshot, Workload
-from kestrl_operator.status.conditions import NOT_OBSERVED, REASONS, ConditionStatus
-
-from .samples import (
+from tests.unit.operator.samples import (
     NOW,
     at,
     condition,
@@ -30,6 +22,13 @@ from .samples import (
     version,
     waiting,
 )
+
+from kestrl.api.learner.v1 import learner_pb2 as pb
+from kestrl.errors import Boundary
+from kestrl.plan.components import Role
+from kestrl.rpc.codec import policy_to_proto
+from kestrl_operator.state.snapshot import ATTEMPTS, QUEUE_LABEL, RESTARTS, Memory, Pod, Snapshot, Workload
+from kestrl_operator.status.conditions import NOT_OBSERVED, REASONS, ConditionStatus
 
 JOBS = (
     None,

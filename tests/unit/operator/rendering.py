@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from tests.unit.operator.samples import job
+
 from kestrl.credentials import Secret
 from kestrl.plan.planning import plan
 from kestrl_operator.render import Given, render
 from kestrl_operator.state.cluster import read_cluster, site_of
-
-from .samples import job
 
 VALUES: dict[str, Any] = {
     "images": {

@@ -10,8 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-
-from .fuzz import job_of, mutated, valid
+from tests.unit.operator.fuzz import job_of, mutated, valid
 
 PROGRAM = Path(__file__).with_name("fuzzed.py")
 JOBS = 500

@@ -29,11 +29,11 @@ from kestrl.credentials import Secret
 from kestrl.episode import Episode, Group, Scenario
 from kestrl.plan.settings import RolloutSettings
 from kestrl.rpc.codec import group_from_proto, policy_to_proto, scenario_to_proto
-from kestrl_rollout.groups import GroupRunner
-from kestrl_rollout.model import ChatModel, load_model
+from kestrl_rollout.groups.group_runner import GroupRunner
 from kestrl_rollout.service import group_runner
 from kestrl_rollout.servicer import RolloutServicer
-from kestrl_rollout.vocabulary import Vocabulary
+from kestrl_rollout.template.chat_model import ChatModel, load_model
+from kestrl_rollout.template.vocabulary import Vocabulary
 
 DATA = Path(__file__).parents[2] / "data"
 NOT_HERE = "the published templates of Qwen2.5 to Qwen3.6 (shared/data/chat_templates beside the checkout)"

@@ -113,7 +113,7 @@ async def test_a_loop_that_raises_fails_its_episode_and_no_other(
     make_stage: Any, make_file: MakeFile, monkeypatch: pytest.MonkeyPatch, raises: str, expected: str
 ) -> None:
     # pytest-xdist cannot send a captured log with a lone surrogate.
-    monkeypatch.setattr(logging.getLogger("kestrl_rollout.episodes"), "disabled", "D800" in raises)
+    monkeypatch.setattr(logging.getLogger("kestrl_rollout.groups.episodes"), "disabled", "D800" in raises)
     name = make_file("raising", RAISING.format(raises=raises))
     stage = await make_stage(agent=f"{name}:Agent")
     stage.says("Hello.")
@@ -171,7 +171,7 @@ async def agent(conversation):
 async def test_a_loop_that_swallows_its_cancellation_gives_its_slot_back(
     make_stage: Any, make_file: MakeFile, monkeypatch: pytest.MonkeyPatch, after: str
 ) -> None:
-    monkeypatch.setattr("kestrl_rollout.episodes.CANCEL_SECONDS", 0.05)
+    monkeypatch.setattr("kestrl_rollout.groups.episodes.CANCEL_SECONDS", 0.05)
     name = make_file("stubborn", STUBBORN.format(after=after))
     stage = await make_stage(agent=f"{name}:agent", concurrency=1)
     stage.says("Hello.")
@@ -189,8 +189,8 @@ async def test_a_loop_that_swallows_its_cancellation_gives_its_slot_back(
 async def test_loops_that_never_end_are_bounded(
     make_stage: Any, make_file: MakeFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kestrl_rollout.episodes.CANCEL_SECONDS", 0.01)
-    monkeypatch.setattr("kestrl_rollout.episodes.MAX_ABANDONED", 2)
+    monkeypatch.setattr("kestrl_rollout.groups.episodes.CANCEL_SECONDS", 0.01)
+    monkeypatch.setattr("kestrl_rollout.groups.episodes.MAX_ABANDONED", 2)
     name = make_file("stubborn", STUBBORN.format(after="continue"))
     stage = await make_stage(agent=f"{name}:agent", concurrency=1)
     try:

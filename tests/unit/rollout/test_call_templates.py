@@ -19,9 +19,9 @@ from tests.wheels import unpacked
 from tokenizers import AddedToken
 
 from kestrl.episode import CallOutcome, StopReason
-from kestrl_rollout.chat import Message
-from kestrl_rollout.model import SYNTHETIC_TOOL, ChatModel, load_model
-from kestrl_rollout.toolset import NO_TOOLS
+from kestrl_rollout.template.chat import Message
+from kestrl_rollout.template.chat_model import SYNTHETIC_TOOL, ChatModel, load_model
+from kestrl_rollout.template.toolset import NO_TOOLS
 
 from .conftest import byte_tokenizer
 

@@ -225,7 +225,7 @@ async def test_a_judge_that_says_why_is_quoted(stage: Any) -> None:
 
 async def test_one_score_twice_is_none() -> None:
     from kestrl.errors import JudgeFailure
-    from kestrl_rollout.scoring import read_scores
+    from kestrl_rollout.groups.scoring import read_scores
 
     twice = judge_pb2.EpisodeScore(episode_id="a", reward=1)
     with pytest.raises(JudgeFailure, match="twice"):

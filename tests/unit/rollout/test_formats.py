@@ -14,10 +14,10 @@ from kestrl.formats import ToolCallFormat, Turn, WrittenCall
 from kestrl.formats.registry import BUILT_IN, resolve
 from kestrl.spec.job import TOOL_CALL_FORMAT, Agent
 from kestrl.testing.formats import SCHEMAS, check_format, pieces_of
-from kestrl_rollout.formats import detect
-from kestrl_rollout.parser import TurnReader
-from kestrl_rollout.template import Template
-from kestrl_rollout.vocabulary import Vocabulary
+from kestrl_rollout.template.chat_template import Template
+from kestrl_rollout.template.formats import detect
+from kestrl_rollout.template.parser import TurnReader
+from kestrl_rollout.template.vocabulary import Vocabulary
 
 from .conftest import OWN_TEMPLATE, SHARED_TEMPLATES
 

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 from tests.fakes.ports import free_port
 
-from kestrl_rollout import http
-from kestrl_rollout.http import Answer, HttpClient, Lost, Unreachable
+from kestrl_rollout.engine import http
+from kestrl_rollout.engine.http import Answer, HttpClient, Lost, Unreachable
 
 OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
 
@@ -301,7 +301,7 @@ async def test_a_name_is_looked_up_once_and_again_after_a_failed_connection(
 
 POSTING = """
 import asyncio, sys
-from kestrl_rollout.http import HttpClient
+from kestrl_rollout.engine.http import HttpClient
 
 async def main():
     async with HttpClient({}) as client:

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from kestrl.errors import UserInputError
-from kestrl_rollout.chat import Message
-from kestrl_rollout.model import load_model, verify_start
-from kestrl_rollout.toolset import NO_TOOLS
-from kestrl_rollout.vocabulary import Vocabulary
+from kestrl_rollout.template.chat import Message
+from kestrl_rollout.template.chat_model import load_model, verify_start
+from kestrl_rollout.template.toolset import NO_TOOLS
+from kestrl_rollout.template.vocabulary import Vocabulary
 
 NOW = datetime(2026, 1, 2).astimezone()
 WriteModel = Callable[..., Path]

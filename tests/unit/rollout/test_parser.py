@@ -11,7 +11,7 @@ import pytest
 from kestrl.agents import Call
 from kestrl.episode import CallOutcome
 from kestrl.formats.registry import BUILT_IN
-from kestrl_rollout.parser import Parsed, TurnReader
+from kestrl_rollout.template.parser import Parsed, TurnReader
 
 TOOLS: dict[str, Any] = {"search": {}, "answer": {}}
 HERMES = BUILT_IN["hermes"]

@@ -6,7 +6,7 @@ import pytest
 
 from kestrl.agents import Completion
 from kestrl.errors import UserCodeError
-from kestrl_rollout.recorder import Recorder, Span
+from kestrl_rollout.conversation.recorder import Recorder, Span
 
 
 def completion(*ids: int, policy: str = "p") -> Completion:

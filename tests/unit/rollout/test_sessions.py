@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from kestrl_rollout.engine_session import turn_seed
-from kestrl_rollout.sessions import AVOID_SECONDS, Sessions
+from kestrl_rollout.engine.engine_session import turn_seed
+from kestrl_rollout.engine.sessions import AVOID_SECONDS, Sessions
 
 ENGINES = ("a", "b", "c")
 

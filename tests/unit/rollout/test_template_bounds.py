@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from kestrl.errors import UserInputError
-from kestrl_rollout import renderer
-from kestrl_rollout.template import Template
+from kestrl_rollout.template import renderer
+from kestrl_rollout.template.chat_template import Template
 
 NOW = datetime(2026, 1, 2, tzinfo=UTC)
 LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"

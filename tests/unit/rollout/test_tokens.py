@@ -18,12 +18,12 @@ from kestrl.agents import Completion
 from kestrl.errors import UserInputError
 from kestrl.formats.registry import BUILT_IN
 from kestrl.tools import ToolSchema
-from kestrl_rollout.chat import Chat, Message
-from kestrl_rollout.model import verify_template
-from kestrl_rollout.parser import TurnReader
-from kestrl_rollout.recorder import Recorder
-from kestrl_rollout.template import Template
-from kestrl_rollout.toolset import NO_TOOLS
+from kestrl_rollout.conversation.recorder import Recorder
+from kestrl_rollout.template.chat import Chat, Message
+from kestrl_rollout.template.chat_model import verify_template
+from kestrl_rollout.template.chat_template import Template
+from kestrl_rollout.template.parser import TurnReader
+from kestrl_rollout.template.toolset import NO_TOOLS
 
 FAST = settings(
     max_examples=4,

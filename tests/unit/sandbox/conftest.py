@@ -7,10 +7,10 @@ from collections.abc import AsyncIterator
 import pytest
 import pytest_asyncio
 
+from kestrl_sandbox.backends.zygote import Zygote
 from kestrl_sandbox.config import PoolConfig
 from kestrl_sandbox.contract import SandboxFailure
-from kestrl_sandbox.pool import SandboxPool
-from kestrl_sandbox.zygote import Zygote
+from kestrl_sandbox.pool.sandbox_pool import SandboxPool
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

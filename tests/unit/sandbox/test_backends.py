@@ -15,13 +15,13 @@ from typer.testing import CliRunner
 from kestrl.errors import UserInputError
 from kestrl_sandbox import backends
 from kestrl_sandbox.backends import available, open_sandbox
-from kestrl_sandbox.bwrap import bwrap_program
-from kestrl_sandbox.cgroups import SlotCgroup
+from kestrl_sandbox.backends.bwrap import bwrap_program
 from kestrl_sandbox.commands import app
 from kestrl_sandbox.config import PoolConfig
 from kestrl_sandbox.contract import Capabilities, Isolation, SandboxFailure
 from kestrl_sandbox.inside import frames
-from kestrl_sandbox.slots import first_frame, handshake, slot_sockets
+from kestrl_sandbox.pool.cgroups import SlotCgroup
+from kestrl_sandbox.pool.slots import first_frame, handshake, slot_sockets
 
 MODULE = (
     "import site, sys\nsite.addsitedir(sys.argv[1])\nsys.argv = ['kestrl', *sys.argv[2:]]\n"
@@ -66,10 +66,10 @@ def test_the_command_checks_this_node() -> None:
 
 
 def test_the_command_reports_a_breach(monkeypatch: pytest.MonkeyPatch) -> None:
-    from kestrl_sandbox.checks import Check
+    from kestrl_sandbox.checks.verdicts import Check
 
     bad = Check(area="identity", name="an open door", code="print('BREACH')")
-    monkeypatch.setattr("kestrl_sandbox.hostile.CHECKS", (bad,))
+    monkeypatch.setattr("kestrl_sandbox.checks.hostile.CHECKS", (bad,))
     done = CliRunner().invoke(app, ["check"])
     assert done.exit_code == 1
     assert "NOT HELD: identity: an open door: BREACH" in done.output

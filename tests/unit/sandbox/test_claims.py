@@ -22,14 +22,14 @@ from kestrl.errors import Boundary, KestrlError, UserInputError
 from kestrl.plan.settings import ToolEntry, ToolsSettings
 from kestrl.plan.tool_settings import ClaimEntry, SecretText
 from kestrl.tools import WarmPool
-from kestrl_sandbox.breaker import FAILURES
-from kestrl_sandbox.claim_objects import claim, claim_name
-from kestrl_sandbox.claims import ClaimedSandboxes, ClaimUnusable
-from kestrl_sandbox.cluster_api import Pod
 from kestrl_sandbox.config import PoolConfig
 from kestrl_sandbox.contract import Echo, Isolation, Language, Limits, Outcome, Run, SandboxFailure
-from kestrl_sandbox.pool import SandboxPool
-from kestrl_sandbox.server import application
+from kestrl_sandbox.pool.breaker import FAILURES
+from kestrl_sandbox.pool.sandbox_pool import SandboxPool
+from kestrl_sandbox.remote.claim_objects import claim, claim_name
+from kestrl_sandbox.remote.claims import ClaimedSandboxes, ClaimUnusable
+from kestrl_sandbox.remote.cluster_api import Pod
+from kestrl_sandbox.remote.server import application
 from kestrl_tools.service import run_tools
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

@@ -8,13 +8,13 @@ import pytest
 from tests.fakes.kubernetes import FakeKubernetes
 
 from kestrl.errors import UserInputError
-from kestrl_sandbox.claim_objects import CLAIMS
-from kestrl_sandbox.cluster_api import ApiRefused, ClusterApi, ClusterUnreachable, Pod
+from kestrl_sandbox.remote.claim_objects import CLAIMS
+from kestrl_sandbox.remote.cluster_api import ApiRefused, ClusterApi, ClusterUnreachable, Pod
 
 
 def test_outside_of_a_pod_nothing_is_claimed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
-    monkeypatch.setattr("kestrl_sandbox.cluster_api.ACCOUNT", tmp_path)
+    monkeypatch.setattr("kestrl_sandbox.remote.cluster_api.ACCOUNT", tmp_path)
     with pytest.raises(UserInputError, match=r"sandbox.claim: this process runs in no pod"):
         Pod.here()
 
@@ -22,7 +22,7 @@ def test_outside_of_a_pod_nothing_is_claimed(monkeypatch: pytest.MonkeyPatch, tm
 def test_a_pod_is_found_by_what_the_kubelet_gives_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name, text in {"token": "t", "namespace": "team-a\n", "ca.crt": ""}.items():
         (tmp_path / name).write_text(text)
-    monkeypatch.setattr("kestrl_sandbox.cluster_api.ACCOUNT", tmp_path)
+    monkeypatch.setattr("kestrl_sandbox.remote.cluster_api.ACCOUNT", tmp_path)
     found = {"KUBERNETES_SERVICE_HOST": "fd00::1", "KUBERNETES_SERVICE_PORT": "443"}
     for name, text in {**found, "KESTRL_REPLICA": "p", "KESTRL_POD_UID": "u"}.items():
         monkeypatch.setenv(name, text)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from kestrl_sandbox.checks import Check, examine_one, neighbours
+from kestrl_sandbox.checks.hostile import CHECKS
+from kestrl_sandbox.checks.verdicts import Check, examine_one, neighbours
 from kestrl_sandbox.contract import Language, Outcome, Run
-from kestrl_sandbox.hostile import CHECKS
-from kestrl_sandbox.pool import SandboxPool
+from kestrl_sandbox.pool.sandbox_pool import SandboxPool
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

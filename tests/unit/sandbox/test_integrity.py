@@ -10,7 +10,7 @@ from __future__ import annotations
 import pytest
 
 from kestrl_sandbox.contract import Outcome, Run
-from kestrl_sandbox.pool import SandboxPool
+from kestrl_sandbox.pool.sandbox_pool import SandboxPool
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 CASES = [(2, 3, 5), (10, -4, 6), (0, 0, 0)]

@@ -7,11 +7,11 @@ import os
 import subprocess
 from pathlib import Path
 
-from kestrl_sandbox.cgroups import remove_stale
+from kestrl_sandbox.backends.zygote import Zygote
 from kestrl_sandbox.config import PoolConfig
 from kestrl_sandbox.contract import Limits, Outcome, Run
-from kestrl_sandbox.pool import SandboxPool
-from kestrl_sandbox.zygote import Zygote
+from kestrl_sandbox.pool.cgroups import remove_stale
+from kestrl_sandbox.pool.sandbox_pool import SandboxPool
 
 CALLS = 1000
 SLOTS = 4

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from kestrl_sandbox import locked_folder
-from kestrl_sandbox.locked_folder import LockedFolder
+from kestrl_sandbox.backends import locked_folder
+from kestrl_sandbox.backends.locked_folder import LockedFolder
 
 OWNER = """
 import sys, tempfile
 tempfile.tempdir = sys.argv[1]
-from kestrl_sandbox.locked_folder import LockedFolder
+from kestrl_sandbox.backends.locked_folder import LockedFolder
 print(LockedFolder("mine-").path, flush=True)
 sys.stdin.read()
 """

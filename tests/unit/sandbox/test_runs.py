@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from kestrl.errors import Boundary, UserInputError
-from kestrl_sandbox.breaker import FAILURES, Breaker
+from kestrl_sandbox.backends.zygote import Zygote
 from kestrl_sandbox.config import PoolConfig
 from kestrl_sandbox.contract import (
     Isolation,
@@ -22,8 +22,8 @@ from kestrl_sandbox.contract import (
     SandboxBusy,
     SandboxFailure,
 )
-from kestrl_sandbox.pool import SandboxPool
-from kestrl_sandbox.zygote import Zygote
+from kestrl_sandbox.pool.breaker import FAILURES, Breaker
+from kestrl_sandbox.pool.sandbox_pool import SandboxPool
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -264,8 +264,8 @@ async def test_nothing_outlives_the_service(tmp_path: Path) -> None:
         "import asyncio, os, sys\n"
         "from kestrl_sandbox.config import PoolConfig\n"
         "from kestrl_sandbox.contract import Run\n"
-        "from kestrl_sandbox.pool import SandboxPool\n"
-        "from kestrl_sandbox.zygote import Zygote\n"
+        "from kestrl_sandbox.pool.sandbox_pool import SandboxPool\n"
+        "from kestrl_sandbox.backends.zygote import Zygote\n"
         "async def main():\n"
         "    pool = await SandboxPool.start(Zygote.start, PoolConfig(max_sandboxes=2))\n"
         "    print(pool._backend._process.pid, flush=True)\n"

@@ -16,13 +16,13 @@ import pytest
 import pytest_asyncio
 
 from kestrl_sandbox.backends import open_sandbox
-from kestrl_sandbox.checks import examine, neighbours
+from kestrl_sandbox.backends.runsc import OUTER_LIMITS, Runsc, family, make_bundle, runsc_program
+from kestrl_sandbox.checks.hostile import CHECKS
+from kestrl_sandbox.checks.verdicts import examine, neighbours
 from kestrl_sandbox.config import PoolConfig
 from kestrl_sandbox.contract import Echo, Isolation, Language, Limits, Outcome, Run, SandboxFailure
-from kestrl_sandbox.hostile import CHECKS
 from kestrl_sandbox.inside import syscalls
-from kestrl_sandbox.pool import SandboxPool
-from kestrl_sandbox.runsc import OUTER_LIMITS, Runsc, family, make_bundle, runsc_program
+from kestrl_sandbox.pool.sandbox_pool import SandboxPool
 
 real = pytest.mark.skipif(shutil.which("runsc") is None, reason="gVisor's runsc is not installed")
 alone = pytest.mark.asyncio(loop_scope="module")

@@ -23,11 +23,11 @@ from sandbox_fusion import (
     run_jupyter,
 )
 
+from kestrl_sandbox.backends.zygote import Zygote
 from kestrl_sandbox.config import PoolConfig
 from kestrl_sandbox.contract import Outcome, Run, SandboxFailure
-from kestrl_sandbox.pool import SandboxPool
-from kestrl_sandbox.server import application
-from kestrl_sandbox.zygote import Zygote
+from kestrl_sandbox.pool.sandbox_pool import SandboxPool
+from kestrl_sandbox.remote.server import application
 
 TOKEN = "a-long-token"
 Client = Any

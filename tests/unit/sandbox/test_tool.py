@@ -93,7 +93,7 @@ async def test_a_failure_of_the_sandbox_fails_the_episode_and_may_be_retried(mon
 
     async with interpreter() as client:
         session = await client.open()
-        monkeypatch.setattr("kestrl_sandbox.pool.SandboxPool.run", broken)
+        monkeypatch.setattr("kestrl_sandbox.pool.sandbox_pool.SandboxPool.run", broken)
         with pytest.raises(KestrlError, match="out of processes") as raised:
             await client.call(session, NAME, {"code": "1"})
     assert (raised.value.boundary, raised.value.code, raised.value.retryable) == (

@@ -24,12 +24,12 @@ from kestrl.plan.sft import SFTSettings
 from kestrl.spec.load import ProblemsError, read_job
 from kestrl.spec.sft import read_sft_job
 from kestrl_email.model_path import tiny
-from kestrl_learner import full_model
-from kestrl_learner.batch import TrainGroup
-from kestrl_learner.model import PolicyModel
+from kestrl_learner.batch.rows import TrainGroup
+from kestrl_learner.model import full_model
+from kestrl_learner.model.policy_model import PolicyModel
 from kestrl_learner.sft.data import Item, load_items
 from kestrl_learner.sft.training import SFTRun, as_group
-from kestrl_learner.trainer import Trainer
+from kestrl_learner.train.trainer import Trainer
 
 from .test_sft import manifest, settings_of
 

@@ -11,14 +11,15 @@ from typing import Any
 import pytest
 import torch
 from safetensors.numpy import load
-from tests.unit.learner.forked_ranks import CONTEXT
+from tests.unit.learner.ranks.forked_ranks import CONTEXT
 from tests.unit.sft.test_sft import settings_of
 
 from kestrl.plan.sft import SFTSettings
 from kestrl.storage import open_store
 from kestrl.storage.adapters import WEIGHTS
-from kestrl_learner import checkpoint, rank_processes
+from kestrl_learner.ranks import rank_processes
 from kestrl_learner.sft.training import SFTRun
+from kestrl_learner.store import checkpoint
 
 pytestmark = pytest.mark.timeout(180)
 UPDATE = 1e-5
@@ -86,7 +87,7 @@ def trained_until_a_kill(settings: SFTSettings) -> None:
             started[0].kill()
         return False
 
-    pytest.MonkeyPatch().setattr("kestrl_learner.launcher.start_rank", start)
+    pytest.MonkeyPatch().setattr("kestrl_learner.train.launcher.start_rank", start)
     SFTRun(settings, stopping).run()
 
 

@@ -26,8 +26,8 @@ from kestrl_email.demonstrations import GOOD, demonstrations
 from kestrl_email.model_path import tiny
 from kestrl_email.transcripts import SCHEMAS
 from kestrl_email.transcripts import encode as encode_by_hand
-from kestrl_learner import adapters
-from kestrl_learner.model import PolicyModel
+from kestrl_learner.model import adapters
+from kestrl_learner.model.policy_model import PolicyModel
 from kestrl_learner.sft.__main__ import main
 from kestrl_learner.sft.data import load_items, make_encoder
 from kestrl_learner.sft.encoding import ConversationEncoder

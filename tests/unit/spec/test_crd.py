@@ -14,8 +14,8 @@ from jsonschema import Draft4Validator
 
 from kestrl.spec import parse_job
 from kestrl.spec.crd import crd, definition_yaml, sft_crd
-from kestrl.spec.crd_rules import IDENTITY, PLACED_RULES
 from kestrl.spec.job import JobSpec
+from kestrl.spec.rules.crd_rules import IDENTITY, PLACED_RULES
 from kestrl.spec.sft import parse_sft_job
 
 EXAMPLES = [

@@ -16,7 +16,7 @@ async def work(settings: LearnerSettings) -> None:
     """Runs the job to its end and serves its progress from the start; with `keep_alive` it keeps serving until it is
     stopped.
     """
-    from kestrl_learner.metrics import observe_progress
+    from kestrl_learner.progress.metrics import observe_progress
     from kestrl_learner.run import KeepAlive, Run
     from kestrl_learner.servicer import LearnerServicer
 

@@ -29,7 +29,7 @@ def arguments() -> argparse.Namespace:
 def main() -> None:
     """Joins the ranks and follows rank 0 to its end."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all ranks, and rank 0 decides
-    from kestrl_learner.ranks import EXIT_LOST, RankLost, meet
+    from kestrl_learner.ranks.group import EXIT_LOST, RankLost, meet
 
     given = arguments()
     logging.basicConfig(
@@ -54,9 +54,9 @@ def follow_rank_0(given: argparse.Namespace, store: Store) -> None:
     Raises:
         RankLost: Another rank ended.
     """
-    from kestrl_learner.commands import follow
-    from kestrl_learner.compute import RankWork
-    from kestrl_learner.ranks import Group
+    from kestrl_learner.ranks.group import Group
+    from kestrl_learner.train.commands import follow
+    from kestrl_learner.train.compute import RankWork
 
     group = Group(store, given.rank, given.count, given.device, per_machine=given.per_machine)
     follow(group, RankWork(group))
@@ -69,8 +69,8 @@ def follow_from_another_pod(given: argparse.Namespace, store: Store) -> None:
     Raises:
         RankLost: The place cannot be taken, or another rank ended.
     """
-    from kestrl_learner.places import Loss, gang_of, leave_with, report_loss, take_place
-    from kestrl_learner.ranks import RankLost
+    from kestrl_learner.ranks.group import RankLost
+    from kestrl_learner.ranks.places import Loss, gang_of, leave_with, report_loss, take_place
 
     leave_with(gang_of(store, given.count), given.store, given.count)
     take_place(store, given.rank)

@@ -19,11 +19,11 @@ from kestrl.plan.service_settings import INDEX_VARIABLE
 from kestrl.plan.settings import RanksSettings
 from kestrl.rpc import serve
 from kestrl.service import run_service
-from kestrl_learner.rank_processes import rank_command
+from kestrl_learner.ranks.rank_processes import rank_command
 
 log = logging.getLogger(__name__)
 EXIT_LOST = 3
-"""Exit code of a rank that ends because another one did: that of `kestrl_learner.ranks`, which imports torch."""
+"""Exit code of a rank that ends because another one did: that of `kestrl_learner.ranks.group`, which imports torch."""
 ASK_SECONDS = 1.0
 """Interval of attempts to reach the learner."""
 CONNECT_SECONDS = 5.0

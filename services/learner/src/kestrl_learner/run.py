@@ -26,17 +26,17 @@ from kestrl.states import RunPhase
 from kestrl.storage import AdapterManifest, fetch_adapter, open_store
 from kestrl.telemetry import span
 from kestrl.telemetry.names import Attr, SpanName
-from kestrl_learner import resume
-from kestrl_learner.adapters import AdapterSource
-from kestrl_learner.compute import Compute
 from kestrl_learner.concurrency import Interrupted, abandonable, guarded, unless
-from kestrl_learner.dispatcher import Dispatcher
-from kestrl_learner.group_source import GroupSource
-from kestrl_learner.launcher import load_compute
+from kestrl_learner.dispatch.dispatcher import Dispatcher
+from kestrl_learner.dispatch.group_source import GroupSource
 from kestrl_learner.ledger import Ledger
-from kestrl_learner.progress import Progress
+from kestrl_learner.model.adapters import AdapterSource
+from kestrl_learner.progress.progress import Progress
 from kestrl_learner.run_resources import RunResources
-from kestrl_learner.runstore import DRAIN_SECONDS, Patience, RunStore
+from kestrl_learner.store import resume
+from kestrl_learner.store.runstore import DRAIN_SECONDS, Patience, RunStore
+from kestrl_learner.train.compute import Compute
+from kestrl_learner.train.launcher import load_compute
 from kestrl_learner.training import Training
 
 log = logging.getLogger(__name__)

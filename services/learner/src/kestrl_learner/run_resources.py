@@ -20,21 +20,21 @@ from kestrl.storage.episodes import ObjectEpisodeStore
 from kestrl.storage.summary import write_summary
 from kestrl.telemetry import span
 from kestrl.telemetry.names import Attr, SpanName
-from kestrl_learner import adapters
-from kestrl_learner.adapters import AdapterSource
 from kestrl_learner.concurrency import unless
-from kestrl_learner.engines import Engines
-from kestrl_learner.evaluate import evaluate
-from kestrl_learner.learning import Learning, learning
+from kestrl_learner.dispatch.evaluate import evaluate
+from kestrl_learner.dispatch.pinned_tools import PinnedTools
+from kestrl_learner.dispatch.workers import Workers
+from kestrl_learner.engines.engines import Engines
 from kestrl_learner.ledger import Superseded
-from kestrl_learner.metric_sinks import MetricSinks, make_sinks
-from kestrl_learner.pinned_tools import PinnedTools
-from kestrl_learner.progress import Progress
-from kestrl_learner.records import build_summary, format_means, identity_digest
-from kestrl_learner.run_record import RunRecord
-from kestrl_learner.runstore import RunStore
-from kestrl_learner.schedule import total_steps
-from kestrl_learner.workers import Workers
+from kestrl_learner.ledger.schedule import total_steps
+from kestrl_learner.model import adapters
+from kestrl_learner.model.adapters import AdapterSource
+from kestrl_learner.progress.learning import Learning, learning
+from kestrl_learner.progress.progress import Progress
+from kestrl_learner.store.metric_sinks import MetricSinks, make_sinks
+from kestrl_learner.store.records import build_summary, format_means, identity_digest
+from kestrl_learner.store.run_record import RunRecord
+from kestrl_learner.store.runstore import RunStore
 
 log = logging.getLogger(__name__)
 

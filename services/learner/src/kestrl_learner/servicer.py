@@ -10,7 +10,7 @@ from typing import Any
 
 from kestrl.api.learner.v1 import learner_pb2 as pb
 from kestrl.api.learner.v1 import learner_pb2_grpc as stubs
-from kestrl_learner.progress import Progress
+from kestrl_learner.progress.progress import Progress
 
 
 class LearnerServicer(stubs.LearnerServiceServicer):

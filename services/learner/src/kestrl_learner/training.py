@@ -15,22 +15,22 @@ from kestrl.storage import layout
 from kestrl.storage.episodes import EpisodeBatch
 from kestrl.telemetry import span
 from kestrl.telemetry.names import Attr, SpanName
-from kestrl_learner import checkpoint
-from kestrl_learner.batch import train_batch
-from kestrl_learner.compute import Compute
+from kestrl_learner.batch.rows import train_batch
 from kestrl_learner.concurrency import Interrupted, guarded
-from kestrl_learner.diagnostics import staleness_facts
-from kestrl_learner.group_queue import ReadyGroup
-from kestrl_learner.group_source import MakeSource
-from kestrl_learner.learning import LearningCounts
+from kestrl_learner.dispatch.group_queue import ReadyGroup
+from kestrl_learner.dispatch.group_source import MakeSource
 from kestrl_learner.ledger import Ledger, LedgerError, Superseded
-from kestrl_learner.mismatch_stats import merged
-from kestrl_learner.progress import WINDOW_STEPS
-from kestrl_learner.records import step_record
-from kestrl_learner.retention import delete_adapters, delete_episodes
+from kestrl_learner.progress.learning import LearningCounts
+from kestrl_learner.progress.progress import WINDOW_STEPS
+from kestrl_learner.progress.stale import Stale
 from kestrl_learner.run_resources import RunResources
-from kestrl_learner.stale import Stale
-from kestrl_learner.trainer import StepResult
+from kestrl_learner.store import checkpoint
+from kestrl_learner.store.records import step_record
+from kestrl_learner.store.retention import delete_adapters, delete_episodes
+from kestrl_learner.train.compute import Compute
+from kestrl_learner.train.diagnostics import staleness_facts
+from kestrl_learner.train.mismatch_stats import merged
+from kestrl_learner.train.trainer import StepResult
 
 log = logging.getLogger(__name__)
 PACE_STEPS = 10

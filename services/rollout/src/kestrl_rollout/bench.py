@@ -39,11 +39,11 @@ from kestrl.storage.episodes import EpisodeBatch, ObjectEpisodeStore
 from kestrl.storage.summary import RunSummary, write_summary
 from kestrl.tools import ToolSchema
 from kestrl.tools.shapes import is_mapping
+from kestrl_rollout.conversation.tool_session import SERVICE as TOOL_SERVICE
+from kestrl_rollout.conversation.tool_session import ToolAnswer, ToolList, ToolSession
 from kestrl_rollout.deadlines import now
-from kestrl_rollout.scoring import SERVICE as JUDGE_SERVICE
-from kestrl_rollout.scoring import Judge
-from kestrl_rollout.tool_session import SERVICE as TOOL_SERVICE
-from kestrl_rollout.tool_session import ToolAnswer, ToolList, ToolSession
+from kestrl_rollout.groups.scoring import SERVICE as JUDGE_SERVICE
+from kestrl_rollout.groups.scoring import Judge
 
 log = logging.getLogger(__name__)
 TOKEN_CHARACTERS = 4

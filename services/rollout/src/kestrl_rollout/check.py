@@ -14,11 +14,11 @@ from kestrl.data.rows import DataRow, read_rows
 from kestrl.errors import UserInputError
 from kestrl.tools import ToolSchema
 from kestrl_rollout.agents.loading import LoadedLoop, Loops
-from kestrl_rollout.chat import Chat, Message
+from kestrl_rollout.conversation.tool_session import expanded, unrendered
 from kestrl_rollout.loading import load_chat_model, load_job_loops
-from kestrl_rollout.model import verify_start
-from kestrl_rollout.tool_session import expanded, unrendered
-from kestrl_rollout.toolset import NO_TOOLS, ToolSet
+from kestrl_rollout.template.chat import Chat, Message
+from kestrl_rollout.template.chat_model import verify_start
+from kestrl_rollout.template.toolset import NO_TOOLS, ToolSet
 
 MOST_PROBLEMS = 20
 

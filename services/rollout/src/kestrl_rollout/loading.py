@@ -6,7 +6,7 @@ from datetime import datetime
 
 from kestrl.plan.settings import RolloutSettings
 from kestrl_rollout.agents.loading import Loops, load_loops
-from kestrl_rollout.model import ChatModel, load_model
+from kestrl_rollout.template.chat_model import ChatModel, load_model
 
 
 def load_job_loops(settings: RolloutSettings) -> Loops:

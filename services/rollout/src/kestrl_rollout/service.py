@@ -14,16 +14,16 @@ from kestrl.engines.registry import DIALECTS
 from kestrl.plan.settings import RolloutSettings
 from kestrl.service import collect_rarely
 from kestrl.user_tasks import contain_user_tasks
-from kestrl_rollout.conversation import ToolLimits
-from kestrl_rollout.engine import EngineClient
-from kestrl_rollout.episodes import EpisodeRunner
-from kestrl_rollout.groups import GroupRunner
+from kestrl_rollout.conversation.episode_conversation import ToolLimits
+from kestrl_rollout.conversation.tool_session import SERVICE as TOOL_SERVICE
+from kestrl_rollout.conversation.tool_session import Toolbox
+from kestrl_rollout.engine.client import EngineClient
+from kestrl_rollout.groups.episodes import EpisodeRunner
+from kestrl_rollout.groups.group_runner import GroupRunner
+from kestrl_rollout.groups.scoring import SERVICE as JUDGE_SERVICE
+from kestrl_rollout.groups.scoring import Judge
 from kestrl_rollout.loading import load_chat_model, load_job_loops
-from kestrl_rollout.scoring import SERVICE as JUDGE_SERVICE
-from kestrl_rollout.scoring import Judge
 from kestrl_rollout.servicer import RolloutServicer
-from kestrl_rollout.tool_session import SERVICE as TOOL_SERVICE
-from kestrl_rollout.tool_session import Toolbox
 
 
 @asynccontextmanager

@@ -11,7 +11,7 @@ import grpc
 from kestrl.api.rollout.v1 import rollout_pb2 as pb
 from kestrl.api.rollout.v1 import rollout_pb2_grpc as stubs
 from kestrl.rpc.codec import sandboxes_to_proto
-from kestrl_rollout.groups import GroupRunner
+from kestrl_rollout.groups.group_runner import GroupRunner
 from kestrl_rollout.requests import read_request
 
 Context = grpc.aio.ServicerContext[Any, Any]

@@ -81,7 +81,7 @@ async def _serve(
     from aiohttp import web
 
     from kestrl_sandbox.backends import open_sandbox
-    from kestrl_sandbox.server import application
+    from kestrl_sandbox.remote.server import application
 
     pool = await open_sandbox(config, least=isolation, backend=backend)
     runner = web.AppRunner(application(pool, token), handler_cancellation=True, access_log=None)
@@ -107,9 +107,9 @@ async def _serve(
 
 async def _check(backend: str, area: str, *, verbose: bool) -> int:
     from kestrl_sandbox.backends import open_sandbox
-    from kestrl_sandbox.checks import Report, examine, neighbours
+    from kestrl_sandbox.checks.hostile import CHECKS
+    from kestrl_sandbox.checks.verdicts import Report, examine, neighbours
     from kestrl_sandbox.config import PoolConfig
-    from kestrl_sandbox.hostile import CHECKS
 
     chosen = [item for item in CHECKS if not area or item.area == area]
     if not chosen and area != "tenancy":
@@ -133,7 +133,7 @@ async def _check(backend: str, area: str, *, verbose: bool) -> int:
 
 
 def _print(console: Console, report: object, *, verbose: bool) -> None:
-    from kestrl_sandbox.checks import Report
+    from kestrl_sandbox.checks.verdicts import Report
 
     assert isinstance(report, Report)
     table = Table("area", "held", "of", "seconds", box=None)

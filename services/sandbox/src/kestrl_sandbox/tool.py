@@ -23,10 +23,10 @@ from kestrl.telemetry.metrics import observe
 from kestrl.telemetry.names import Metric
 from kestrl.tools import SandboxInUse, ToolResult, WarmPool
 from kestrl_sandbox.backends import AUTO, open_sandbox
-from kestrl_sandbox.claims import ClaimedSandboxes
 from kestrl_sandbox.config import PoolConfig, default_size
 from kestrl_sandbox.contract import STRENGTH, Echo, Isolation, Language, Limits, Outcome, Result, Run, SandboxFailure
-from kestrl_sandbox.pool import PooledSession, SandboxPool
+from kestrl_sandbox.pool.sandbox_pool import PooledSession, SandboxPool
+from kestrl_sandbox.remote.claims import ClaimedSandboxes
 
 log = logging.getLogger(__name__)
 CLAIMS = 16

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kestrl_operator import workqueue
+from kestrl_operator.work import workqueue
 
 from .stage import Stage, staged
 

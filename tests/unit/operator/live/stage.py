@@ -28,11 +28,11 @@ from kestrl.states import RunPhase
 from kestrl_operator.apiserver.client import Api
 from kestrl_operator.apiserver.kinds import Kind
 from kestrl_operator.config import Config, LeaseSettings
+from kestrl_operator.controllers.learner_stream import LearnerStream
 from kestrl_operator.credentials import derive
-from kestrl_operator.learner_stream import LearnerStream
 from kestrl_operator.operator import Operator
 from kestrl_operator.state.cluster import GRPC_PORT, read_cluster
-from kestrl_operator.watch import WATCHED
+from kestrl_operator.watch.streams import WATCHED
 
 Object = dict[str, Any]
 ROOT = Path(__file__).parents[4]

@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 from tests.fakes.kubernetes import Controllers
 
-from kestrl_operator import applier, manifests, missing_pods, operator, workqueue
+from kestrl_operator import operator
 from kestrl_operator.apiserver import client as api_module
 from kestrl_operator.apiserver.client import Api, ApiProblem
 from kestrl_operator.apiserver.kinds import JOB as JOB_KIND
+from kestrl_operator.controllers import applier, manifests, missing_pods
 from kestrl_operator.state.store import Key
+from kestrl_operator.work import workqueue
 
 from .stage import CHILDREN, JOB, NAMESPACE, WORKLOADS, Stage, ready
 

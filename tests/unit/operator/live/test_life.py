@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 from tests.fakes.kubernetes import Controllers
 
-from kestrl_operator import reconcile
+from kestrl_operator.controllers import reconcile
 
 from .stage import CHILDREN, JOB, NAMESPACE, WORKLOADS, Object, Stage, ready
 

@@ -20,7 +20,7 @@ from .stage import JOB, NAMESPACE, VALUES, Stage
 
 KILLED = """
 import os, signal, sys
-from kestrl_operator import manifests
+from kestrl_operator.controllers import manifests
 from kestrl_operator.__main__ import main
 
 read = manifests.Manifests.read

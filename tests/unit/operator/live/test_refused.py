@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from tests.fakes.kubernetes import Controllers
 
-from kestrl_operator import applier, manifests
+from kestrl_operator.controllers import applier, manifests
 
 from .stage import JOB, NAMESPACE, Stage, ready, report
 from .test_learner import scene

@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 from tests.fakes.kubernetes import Controllers
 
-from kestrl_operator.watch import WatchEnded
+from kestrl_operator.watch.streams import WatchEnded
 
 from .stage import JOB, NAMESPACE, Stage, ready
 

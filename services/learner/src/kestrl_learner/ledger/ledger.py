@@ -24,8 +24,8 @@ from sqlalchemy.exc import ArgumentError, SQLAlchemyError
 from sqlalchemy.schema import CreateSchema
 
 from kestrl.errors import KestrlError, UserInputError, place_error
+from kestrl_learner.ledger.schedule import epoch_order
 from kestrl_learner.ledger.tables import owner, resumption, work
-from kestrl_learner.schedule import epoch_order
 
 
 class LedgerError(KestrlError):

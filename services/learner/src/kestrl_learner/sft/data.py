@@ -16,7 +16,7 @@ from kestrl.errors import UserInputError
 from kestrl.plan.sft import SFTData, SFTSettings
 from kestrl.rpc.codec import group_from_proto
 from kestrl.storage import layout, open_store
-from kestrl_learner.batch import TrainRow
+from kestrl_learner.batch.rows import TrainRow
 from kestrl_learner.sft.encoding import ConversationEncoder, train_row
 
 log = logging.getLogger(__name__)

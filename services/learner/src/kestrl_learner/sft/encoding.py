@@ -14,7 +14,7 @@ from typing import Any
 
 from kestrl.data.conversations import Conversation
 from kestrl.errors import UserInputError
-from kestrl_learner.batch import TrainRow
+from kestrl_learner.batch.rows import TrainRow
 
 
 @dataclass(slots=True)

@@ -18,19 +18,20 @@ from kestrl.states import RunPhase
 from kestrl.storage import ObjectStore, open_store
 from kestrl.storage.metrics import StorageSink
 from kestrl.storage.summary import SFTSummary, SummaryPolicy, write_summary
-from kestrl_learner import adapters, checkpoint, full_model
-from kestrl_learner.adapters import AdapterSource
-from kestrl_learner.batch import TrainGroup
-from kestrl_learner.compute import Steps
-from kestrl_learner.full_model import FullModel
-from kestrl_learner.launcher import load_compute
-from kestrl_learner.metric_sinks import MetricSinks
-from kestrl_learner.model import PolicyModel
-from kestrl_learner.records import evaluations_of, summary_policy
-from kestrl_learner.run_record import RunRecord
-from kestrl_learner.schedule import epoch_order
+from kestrl_learner.batch.rows import TrainGroup
+from kestrl_learner.ledger.schedule import epoch_order
+from kestrl_learner.model import adapters, full_model
+from kestrl_learner.model.adapters import AdapterSource
+from kestrl_learner.model.full_model import FullModel
+from kestrl_learner.model.policy_model import PolicyModel
 from kestrl_learner.sft.data import Item, load_items, load_tokenizer
-from kestrl_learner.trainer import Trainer
+from kestrl_learner.store import checkpoint
+from kestrl_learner.store.metric_sinks import MetricSinks
+from kestrl_learner.store.records import evaluations_of, summary_policy
+from kestrl_learner.store.run_record import RunRecord
+from kestrl_learner.train.compute import Steps
+from kestrl_learner.train.launcher import load_compute
+from kestrl_learner.train.trainer import Trainer
 
 log = logging.getLogger(__name__)
 KEEP_CHECKPOINTS = 2

@@ -1,0 +1,119 @@
+"""Applies the objects of a job, and records what the API server refuses and when it is tried again."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Sequence
+from time import time
+from typing import Any
+
+from kestrl.telemetry import beginning, span, within
+from kestrl.telemetry.names import Attr, SpanName
+from kestrl_operator.apiserver.client import Api, ApiProblem, Gone
+from kestrl_operator.controllers.due_objects import WATCHED_KINDS, Due
+from kestrl_operator.controllers.job_state import JobState, Refusal
+from kestrl_operator.controllers.manifests import traceparent
+from kestrl_operator.state.snapshot import RENDERED, Snapshot
+from kestrl_operator.state.store import WORKLOADS, Child, Store
+from kestrl_operator.status.lifecycle import Decision
+
+log = logging.getLogger(__name__)
+Object = dict[str, Any]
+REFUSED = frozenset({400, 403, 413, 422})
+"""Status codes with which the API server rejects an object that a user has to fix."""
+APPLY_CONFLICT = "Apply failed with"
+"""The API server's message for a field owned by another manager: an object of that name existed before the job."""
+FROM_SPEC = WORKLOADS | {"ConfigMap"}
+"""Kinds of objects rendered from more of the spec than the job's name."""
+FIRST_RETRY, LONGEST_RETRY = 5.0, 120.0
+"""First and longest wait in seconds before a refused object is applied again, doubled each time: a quota or an
+admission webhook may have changed."""
+REFUSALS_SHOWN = 3
+
+
+class Applier:
+    """Server-side apply of rendered objects."""
+
+    def __init__(self, api: Api, store: Store) -> None:
+        self._api, self._store = api, store
+
+    async def refuses(self, state: JobState, snapshot: Snapshot, due: Due) -> bool:
+        """Whether the API server refuses newly rendered objects, which is recorded. All objects rendered from the spec
+        are tried in a dry run before any is written; the others contain the job's name only, and are left out because
+        of their cost.
+
+        Objects of the last accepted spec are applied without a dry run: a refused one does not prevent the others.
+        """
+        if snapshot.problem or due.digest == due.standing:
+            return False
+        refused = await self._try_all([item for item in due.objects if item["kind"] in FROM_SPEC], due, dry_run=True)
+        if refused:
+            _note_refusal(state, snapshot, refused)
+        return bool(refused)
+
+    async def apply(self, state: JobState, snapshot: Snapshot, decision: Decision, due: Due) -> None:
+        """Applies all objects, workloads last, and records refusals.
+
+        Raises:
+            ApiProblem: The API server failed for another reason.
+        """
+        # The first application is the root span of the job's trace; later ones, and all spans of the pods, are its
+        # children.
+        traced = beginning if snapshot.learner is None else within
+        facts = {Attr.JOB: str(state.key), Attr.ATTEMPTS: decision.attempts, Attr.PARKED: decision.parked}
+        *needed, last = due.objects
+        inert = [item for item in needed if item["kind"] not in WORKLOADS]
+        with traced(traceparent(snapshot.uid)), span(SpanName.RECONCILE, facts):
+            refused = await self._try_all(inert, due)
+            if due.begun or not refused:  # otherwise the first pods would miss an object
+                refused += await self._try_all([item for item in needed if item["kind"] in WORKLOADS], due)
+                if refused:
+                    last["metadata"]["annotations"][RENDERED] = ""  # some objects are missing
+                refused += await self._try_all([last], due)
+        if refused:
+            _note_refusal(state, snapshot, refused, due.digest)
+        elif not snapshot.problem or (state.refusal is not None and state.refusal.digest == due.digest):
+            state.refusal = None
+
+    async def _try_all(self, objects: Sequence[Object], due: Due, *, dry_run: bool = False) -> list[ApiProblem]:
+        """Applies objects one after another: jobs are processed concurrently, and a larger connection pool costs more
+        than it gains.
+        """
+        tried = [await self._try(item, due, dry_run=dry_run) for item in objects]
+        return [problem for problem in tried if problem is not None]
+
+    async def _try(self, item: Object, due: Due, *, dry_run: bool = False) -> ApiProblem | None:
+        """Applies an object; returns the error if the API server refuses it.
+
+        Raises:
+            ApiProblem: The call failed for another reason.
+        """
+        try:
+            made = await self._api.apply(item, force=self._is_ours(item, due.there, begun=due.begun), dry_run=dry_run)
+        except Gone:
+            raise
+        except ApiProblem as error:
+            if error.status in REFUSED or APPLY_CONFLICT in str(error):
+                return error
+            raise
+        if item["kind"] in WATCHED_KINDS and not dry_run:
+            self._store.child(item["kind"], made)
+        return None
+
+    def _is_ours(self, item: Object, there: Collection[Child], *, begun: bool) -> bool:
+        """Whether an object of this name must be the job's: it was seen to be, or, for kinds that are not watched, the
+        job has begun.
+        """
+        child = Child(item["kind"], item["metadata"]["name"])
+        return child in there if item["kind"] in WATCHED_KINDS else begun
+
+
+def _note_refusal(state: JobState, snapshot: Snapshot, refused: Sequence[ApiProblem], digest: str = "") -> None:
+    """Records until when nothing of this spec is tried again."""
+    before = state.refusal_of(snapshot.generation)
+    wait = FIRST_RETRY if before is None else min(LONGEST_RETRY, 2 * before.wait)
+    shown = "; ".join(str(error) for error in refused[:REFUSALS_SHOWN])
+    what = "an object" if len(refused) == 1 else f"{len(refused)} objects"
+    problem = f"Kubernetes refuses {what} of this job: {shown}"
+    log.warning("%s: retried in %.0f s: %s", state.key, wait, problem)
+    state.refusal = Refusal(snapshot.generation, problem, digest, wait, time() + wait)

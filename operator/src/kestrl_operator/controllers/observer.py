@@ -1,0 +1,76 @@
+"""The snapshot of a job, from its manifest, the objects in the store and the learner's reports."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from time import time
+from typing import Any
+
+from kestrl.errors import UserInputError
+from kestrl.plan.components import Role
+from kestrl.spec import AgentRLJob
+from kestrl_operator.controllers.job_state import Fallback, JobState, Parsed
+from kestrl_operator.controllers.manifests import Manifests, rendered_from
+from kestrl_operator.state.snapshot import ACCEPTED, Snapshot, Workload
+from kestrl_operator.state.store import Store
+
+
+class Observer:
+    """Builds snapshots."""
+
+    def __init__(self, store: Store, manifests: Manifests) -> None:
+        self._store, self._manifests = store, manifests
+
+    def snapshot(self, state: JobState, raw: Mapping[str, Any]) -> Snapshot:
+        """The current snapshot of a job.
+
+        Args:
+            state: State of the job, which keeps what was parsed.
+            raw: The job object.
+        """
+        metadata, now, key = raw["metadata"], time(), state.key
+        parsed, workloads, nodes = self._parsed(state, raw), self._store.workloads(key), self._store.nodes
+        job = parsed.job
+        problem = parsed.problem or state.refused_now(parsed.generation, now)
+        if problem:
+            job = self._last_accepted(state, raw, workloads) or (job if workloads else None)
+        return Snapshot(
+            now=now,
+            name=key.name,
+            namespace=key.namespace,
+            uid=state.uid,
+            generation=metadata.get("generation", 0),
+            job=job,
+            problem=problem,
+            labels=metadata.get("labels", {}),
+            status=raw.get("status", {}),
+            pods=self._store.pods(key, state.uid),
+            workloads=workloads,
+            last_report=None if state.stream is None else state.stream.report,
+            unreachable="" if state.stream is None else state.stream.unreachable,
+            unsatisfiable="" if job is None or nodes is None or problem else self._manifests.unsatisfiable(job, nodes),
+            memory=state.memory,
+        )
+
+    def _parsed(self, state: JobState, raw: Mapping[str, Any]) -> Parsed:
+        """The parsed manifest, cached by generation."""
+        generation = raw["metadata"].get("generation", 0)
+        if state.parsed is None or state.parsed.generation != generation:
+            try:
+                job = self._manifests.read(state.key, raw)
+                state.parsed = Parsed(generation, job, "", rendered_from(raw.get("spec") or {}))
+            except UserInputError as error:
+                state.parsed = Parsed(generation, None, str(error), "")
+        return state.parsed
+
+    def _last_accepted(
+        self, state: JobState, raw: Mapping[str, Any], workloads: Mapping[Role, Workload]
+    ) -> AgentRLJob | None:
+        """The last accepted job with the newest lifecycle fields, cached by generation."""
+        kept: Mapping[str, str] = workloads[Role.LEARNER].annotations if Role.LEARNER in workloads else {}
+        generation, accepted = raw["metadata"].get("generation", 0), kept.get(ACCEPTED, "")
+        known = state.fallback
+        if known is None or (known.generation, known.accepted) != (generation, accepted):
+            job = self._manifests.last_accepted(state.key, raw, kept)
+            known = state.fallback = Fallback(generation, accepted, job)
+        return known.job

@@ -1,0 +1,228 @@
+"""One pass over one SFTJob: observe, create its Job once, write the status. SFTJobs are changed nowhere else.
+
+Level-based as passes over AgentRLJobs are. Kubernetes' Job controller restarts the pod; its pods are few and are listed
+in the pass instead of being watched.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from time import time
+from typing import Any
+
+from kestrl.errors import UserInputError
+from kestrl.spec.sft import SFTJob
+from kestrl_operator.apiserver.client import Api, ApiProblem, Conflict, Gone
+from kestrl_operator.apiserver.kinds import BATCH_JOB, OLD_EVENT, POD, SFT_JOB
+from kestrl_operator.controllers.applier import APPLY_CONFLICT, REFUSED
+from kestrl_operator.controllers.sft_manifests import SFTManifests
+from kestrl_operator.events import Events
+from kestrl_operator.render.sft import batch_name
+from kestrl_operator.state.accelerators import Node
+from kestrl_operator.state.cluster import Cluster
+from kestrl_operator.state.sft import SFT_LABEL, SFTPod, SFTStore, batch_of, owner_uid, sft_pod_of
+from kestrl_operator.state.store import Key
+from kestrl_operator.status.build import without_empties, written
+from kestrl_operator.status.conditions import QUARANTINED
+from kestrl_operator.status.sft import SFTSnapshot, has_ended, sft_status, with_sft_failure
+from kestrl_operator.work import quarantine
+from kestrl_operator.work.work_record import WorkRecord
+
+log = logging.getLogger(__name__)
+Object = dict[str, Any]
+WAITING_SECONDS, RUNNING_SECONDS = 10.0, 60.0
+"""Seconds until the next pass over a job whose pod does not run yet, of which no watch event reports anything, and over
+one whose pod runs."""
+REFUSED_SECONDS = 30.0
+"""Seconds until a refused object is tried again: a quota or an admission webhook may have changed."""
+
+
+class SFTReconciler:
+    """Reconciles all SFTJobs of this operator.
+
+    Args:
+        api: Connection to the API server.
+        store: What the streams delivered.
+        events: Publishes events.
+        cluster: The administrator's settings.
+        work_record: Record of the job that code runs on.
+        nodes: The nodes as last listed; None where this operator may not list them.
+    """
+
+    def __init__(
+        self,
+        api: Api,
+        store: SFTStore,
+        events: Events,
+        cluster: Cluster,
+        work_record: WorkRecord,
+        nodes: Callable[[], Sequence[Node] | None],
+    ) -> None:
+        self._api, self._store, self._events = api, store, events
+        self._manifests, self._work_record, self._nodes = SFTManifests(cluster), work_record, nodes
+
+    async def reconcile(self, key: Key) -> float | None:
+        """Runs one pass; returns the seconds after which another is due without an event.
+
+        Raises:
+            ApiProblem: The API server did not do what was asked; the caller retries later.
+        """
+        raw = self._store.jobs.get(key)
+        if raw is None or "deletionTimestamp" in raw["metadata"] or has_ended(raw.get("status", {})):
+            return None
+        if quarantine.is_quarantined(raw, self._work_record.killed_by):
+            why = quarantine.message(raw)
+            if why:
+                await self._write_failure(key, raw, why, QUARANTINED)
+            return None
+        seen = SFTSnapshot(generation=raw["metadata"].get("generation", 0), now=written(time()))
+        try:
+            with self._work_record.on(raw):
+                job, objects = self._rendered(key, raw)
+        except UserInputError as error:
+            return await self._write(key, raw, replace(seen, problem=str(error)), None)
+        refused = await self._ensure(key, raw["metadata"]["uid"], objects)
+        with self._work_record.on(raw):
+            nodes = self._nodes()
+            why = "" if nodes is None else self._manifests.unsatisfiable(job, nodes)
+        again = REFUSED_SECONDS if refused else WAITING_SECONDS
+        return await self._write(key, raw, replace(seen, problem=refused, unsatisfiable=why), again)
+
+    async def report_failure(self, key: Key, why: str) -> None:
+        """Writes into a job's status that a pass over it failed.
+
+        Raises:
+            ApiProblem: The API server refuses that as well.
+        """
+        raw = self._store.jobs.get(key)
+        if raw is not None:
+            await self._write_failure(key, raw, why, "OperatorFailed")
+
+    def _rendered(self, key: Key, raw: Mapping[str, Any]) -> tuple[SFTJob, list[Object]]:
+        """The job and its objects; raises `UserInputError`."""
+        uid, job = raw["metadata"]["uid"], self._manifests.read(key, raw)
+        found = self._store.batch_of(key, uid)
+        storage = "" if found is None else batch_of(found).storage
+        return job, self._manifests.objects(key, uid, job, storage=storage)
+
+    async def _ensure(self, key: Key, uid: str, objects: Sequence[Object]) -> str:
+        """Applies what the pod needs and creates the Job, unless it exists; returns what Kubernetes refuses.
+
+        The Job is created and never changed: Kubernetes keeps its pod template as it is.
+        """
+        *needed, batch = objects
+        found = self._store.batch_of(key, uid)
+        if found is not None and (batch_of(found).outcome or batch_of(found).running):
+            return ""
+        refused: list[str] = []
+        for item in needed:
+            try:
+                await self._api.apply(item, force=False)
+            except Gone:
+                raise
+            except ApiProblem as error:
+                if error.status not in REFUSED and APPLY_CONFLICT not in str(error):
+                    raise
+                refused.append(str(error))
+        if found is None and not refused:
+            refused += await self._create(key, uid, batch)
+        if not refused:
+            return ""
+        log.warning("%s: retried in %.0f s: %s", key, REFUSED_SECONDS, refused[0])
+        return f"Kubernetes refuses an object of this job: {'; '.join(refused)}"
+
+    async def _create(self, key: Key, uid: str, batch: Object) -> list[str]:
+        """Creates the Job; returns what Kubernetes refuses."""
+        try:
+            self._store.batch(await self._api.create(BATCH_JOB, batch))
+        except Conflict:
+            there = await self._api.get(BATCH_JOB, batch["metadata"]["name"], key.namespace)
+            if owner_uid(there) != uid:
+                name = batch["metadata"]["name"]
+                return [f"there is a Job {name} that is not this job's; delete it, or wait until it is deleted"]
+            self._store.batch(there)
+        except Gone:
+            raise
+        except ApiProblem as error:
+            if error.status not in REFUSED:
+                raise
+            return [str(error)]
+        return []
+
+    async def _write(self, key: Key, raw: Mapping[str, Any], seen: SFTSnapshot, again: float | None) -> float | None:
+        """Observes Job and pods, and writes the status; returns the seconds until the next pass.
+
+        Args:
+            key: Namespace and name of the job.
+            raw: The job object.
+            seen: What was observed so far.
+            again: Seconds until the next pass if the pod neither runs nor has ended.
+        """
+        found = self._store.batch_of(key, raw["metadata"]["uid"])
+        batch = None if found is None else batch_of(found)
+        pods = [] if batch is None else await self._pods(key, batch.uid)
+        not_created = "" if batch is None or pods or batch.outcome else await self._not_created(key)
+        seen = replace(seen, batch=batch, pods=pods, not_created=not_created)
+        with self._work_record.on(raw):
+            status = sft_status(raw.get("status", {}), seen)
+        await self._publish(key, raw, status)
+        if batch is not None and batch.outcome:
+            return None
+        return RUNNING_SECONDS if any(pod.running for pod in pods) else again
+
+    async def _pods(self, key: Key, batch: str) -> list[SFTPod]:
+        """Pods of the Job with this uid."""
+        return [
+            sft_pod_of(item)
+            async for item in self._api.list(POD, key.namespace, labels=f"{SFT_LABEL}={key.name}")
+            if any(owner["uid"] == batch for owner in item["metadata"].get("ownerReferences", ()))
+        ]
+
+    async def _not_created(self, key: Key) -> str:
+        """Why Kubernetes creates no pod of the Job, as its latest event says; empty if none does."""
+        cause = ""
+        async for item in self._api.list(OLD_EVENT, key.namespace, fields={"reason": "FailedCreate"}):
+            if item["involvedObject"].get("name", "") == batch_name(key.name):
+                cause = item.get("message", "")
+        return cause
+
+    async def _write_failure(self, key: Key, raw: Mapping[str, Any], why: str, reason: str) -> None:
+        seen = SFTSnapshot(generation=raw["metadata"].get("generation", 0), now=written(time()), problem=why)
+        await self._publish(key, raw, with_sft_failure(raw.get("status", {}), seen, reason))
+
+    async def _publish(self, key: Key, raw: Mapping[str, Any], status: Mapping[str, Any]) -> None:
+        """Writes the status if it differs, and events for what has changed in it."""
+        before, after, metadata = raw.get("status", {}), without_empties(status), raw["metadata"]
+        if after == before:
+            return
+        try:
+            made = await self._api.apply_status(
+                key.namespace, key.name, int(metadata["resourceVersion"]), after, kind=SFT_JOB
+            )
+        except (Gone, Conflict):
+            return  # deleted or changed meanwhile: its watch event causes another pass
+        self._store.job(made)
+        await self._events.publish(key, metadata["uid"], before, after, kind=SFT_JOB)
+
+
+async def list_sft(api: Api, store: SFTStore, namespaces: Sequence[str]) -> set[Key]:
+    """Lists SFTJobs and their Jobs, and hands what the streams missed to the store; returns the keys of the SFTJobs
+    concerned.
+
+    Raises:
+        ApiProblem: The API server does not answer.
+    """
+    known, present, missed = store.known(), set[str](), set[Key]()
+    for namespace in namespaces or (None,):
+        for kind, labels, take in ((SFT_JOB, "", store.job), (BATCH_JOB, SFT_LABEL, store.batch)):
+            marks = [mark async for mark in api.marks(kind, namespace, labels=labels)]
+            present.update(mark.uid for mark in marks)
+            if all(store.version(mark.uid) >= mark.version for mark in marks):
+                continue  # whole objects are listed only where one is newer
+            async for item in api.list(kind, namespace, labels=labels):
+                key = take(item)
+                if key is not None:
+                    missed.add(key)
+    return missed | set(store.forget(known - present))

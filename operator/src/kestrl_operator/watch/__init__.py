@@ -1,0 +1,1 @@
+"""What the cluster reports: watch streams, their audit, and changes by others."""

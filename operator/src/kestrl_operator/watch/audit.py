@@ -1,0 +1,139 @@
+"""Stale watch detection: all objects are listed periodically and compared with what the watch streams delivered.
+
+A stream that froze behind a load balancer looks exactly like a quiet one. Whatever the list finds missing is delivered
+at once. A change that a stream still has not delivered by the next audit makes the watch stale; the liveness probe then
+fails, and the kubelet restarts the operator.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Collection
+from functools import partial
+
+from kestrl_operator.apiserver.client import Api, Mark, Object
+from kestrl_operator.apiserver.kinds import BATCH_JOB, JOB, NODE, POD, SFT_JOB, Kind
+from kestrl_operator.state.parsing import node_of
+from kestrl_operator.state.store import JOB_LABEL, Key, Store
+from kestrl_operator.watch.streams import MANAGED, WATCHED
+
+log = logging.getLogger(__name__)
+PODS_EVERY = 5
+"""Audits between two lists of pods and other objects, which are more numerous than jobs."""
+CHILDREN = tuple(kind for kind in WATCHED if kind not in {JOB, POD, SFT_JOB, BATCH_JOB})
+
+
+class Audit:
+    """Compares lists with what the streams delivered, and keeps the result."""
+
+    def __init__(
+        self,
+        api: Api,
+        store: Store,
+        namespaces: tuple[str, ...],
+        changed: Callable[[Key], None],
+        child: Callable[[Kind, Object], None],
+        *,
+        may_list_nodes: bool,
+    ) -> None:
+        """Prepares the audit; nothing is listed yet.
+
+        Args:
+            api: Connection to the API server.
+            store: Objects that the streams delivered.
+            namespaces: Namespaces to list; empty for all.
+            changed: Called for a job whose change the stream has not delivered.
+            child: Called with an object of a job whose change the stream has not delivered, as the stream would call
+                it.
+            may_list_nodes: Whether nodes are listed, too.
+        """
+        self._api, self._store, self._changed, self._child = api, store, changed, child
+        self._namespaces: tuple[str | None, ...] = namespaces or (None,)
+        self._may_list_nodes = may_list_nodes
+        self._expected: dict[str, int] = {}
+        """Versions of jobs, by uid, that the stream had not delivered at the last audit."""
+        self._received: dict[str, int] = {}
+        self._rounds = 0
+        self.stale: list[str] = []
+        """Jobs whose changes the stream has not delivered for a whole interval."""
+        self.done = asyncio.Event()
+        """Set after the first audit, when the store is complete."""
+        self.ended = 0.0
+        """When the last audit ended, by the loop's clock."""
+
+    def received(self, uid: str, version: int) -> None:
+        """Records a job version that the stream delivered."""
+        self._received[uid] = max(version, self._received.get(uid, 0))
+
+    async def once(self) -> None:
+        """Lists all objects, and hands on what the streams missed. Raises `ApiProblem` if the API server does not
+        answer.
+        """
+        await self._jobs()
+        if self._rounds % PODS_EVERY == 0:
+            await self._pods()
+            await self._children()
+        if self._may_list_nodes:
+            self._store.nodes = [node_of(item) async for item in self._api.list(NODE, None)]
+        self._rounds += 1
+        self.ended = asyncio.get_running_loop().time()
+        self.done.set()
+
+    async def _jobs(self) -> None:
+        # Jobs that the stream delivers while the list is read may be too new to be in it; their absence is no deletion.
+        known, received_before = self._store.known().jobs, frozenset(self._received)
+        expected, late, present = dict[str, int](), list[str](), set[str]()
+        for mark in await self._look(JOB, "", self._missed_job):
+            present.add(mark.uid)
+            received = self._received.get(mark.uid, 0)
+            if received < mark.version:
+                expected[mark.uid] = mark.version
+            if received < self._expected.get(mark.uid, 0):
+                late.append(f"{mark.namespace}/{mark.name}")
+        self._forget(known - present)
+        for uid in received_before - present:
+            del self._received[uid]
+        if late:
+            log.error("stale watch: no events for %s during a whole audit interval", ", ".join(late[:5]))
+        self._expected, self.stale = expected, late
+
+    async def _pods(self) -> None:
+        known = self._store.known().pods
+        present = {mark.uid for mark in await self._look(POD, JOB_LABEL, self._missed_pod)}
+        self._forget(known - present)
+
+    async def _children(self) -> None:
+        known, present = self._store.known().children, set[str]()
+        for kind in CHILDREN:
+            present.update(mark.uid for mark in await self._look(kind, MANAGED, partial(self._child, kind)))
+        self._forget(known - present)
+
+    async def _look(self, kind: Kind, labels: str, missed: Callable[[Object], None]) -> list[Mark]:
+        """Name and version of all objects of a kind. Those newer than in the store are handed to `missed`.
+
+        Whole objects are listed only where one is newer: usually none is, and reading all pods of a thousand jobs to
+        find that out would be most of an operator's work.
+        """
+        marks: list[Mark] = []
+        for namespace in self._namespaces:
+            here = [mark async for mark in self._api.marks(kind, namespace, labels=labels)]
+            marks += here
+            if all(self._store.version(mark.uid) >= mark.version for mark in here):
+                continue
+            async for item in self._api.list(kind, namespace, labels=labels):
+                if self._store.version(item["metadata"]["uid"]) < int(item["metadata"]["resourceVersion"]):
+                    missed(item)
+        return marks
+
+    def _missed_job(self, item: Object) -> None:
+        self._changed(self._store.job(item))
+
+    def _missed_pod(self, item: Object) -> None:
+        key = self._store.pod(item)
+        if key is not None:
+            self._changed(key)
+
+    def _forget(self, gone: Collection[str]) -> None:
+        for key in self._store.forget(gone):
+            self._changed(key)

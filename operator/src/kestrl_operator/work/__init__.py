@@ -1,0 +1,1 @@
+"""Work of the operator: the queue, the record of the object in hand, and quarantine."""

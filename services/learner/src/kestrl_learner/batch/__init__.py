@@ -1,0 +1,1 @@
+"""Scored groups as rows of tokens, advantages and masks."""

@@ -1,0 +1,172 @@
+"""What becomes of groups that have ended: decided, and recorded in the ledger, the queue and the progress."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+
+from kestrl.algorithms import Algorithm
+from kestrl.episode import Group, PolicyVersion
+from kestrl.errors import Boundary, Failure, KestrlError
+from kestrl.plan.settings import LearnerSettings
+from kestrl_learner.dispatch.acceptance import LEFT_OUT, MAX_ATTEMPTS, GroupAction, GroupDecision, decide
+from kestrl_learner.dispatch.dynamic_sampling import DynamicSampling
+from kestrl_learner.dispatch.failure_share import FailureShare
+from kestrl_learner.dispatch.group_queue import GroupQueue, ReadyGroup
+from kestrl_learner.dispatch.leases import ScenarioLeases
+from kestrl_learner.dispatch.retry_pause import RetryPause
+from kestrl_learner.dispatch.workers import GroupRequest, NoWorker, WorkerAway
+from kestrl_learner.engines.engines import Engines
+from kestrl_learner.ledger import Lease
+from kestrl_learner.progress.progress import Progress
+
+log = logging.getLogger(__name__)
+NOT_STARTED_CODES = frozenset({"draining", "drained", WorkerAway.code})
+"""Failure codes of workers that left before the group began; they do not count as failures of the scenario."""
+
+
+class GroupOutcomes:
+    """Takes the groups that have ended to the queue, back to the ledger, or out of the run.
+
+    Args:
+        settings: The run's settings.
+        leases: Where scenarios are released and dropped.
+        queue: Where complete groups wait for their step.
+        engines: Engines, of which those that failed are suspected.
+        progress: Where failures, means and stale groups are counted.
+        vocabulary: Size of the model's vocabulary.
+        algorithm: Accepts or rejects groups by their rewards.
+        resume: Called when the pause after a failure is over.
+    """
+
+    def __init__(
+        self,
+        settings: LearnerSettings,
+        leases: ScenarioLeases,
+        queue: GroupQueue,
+        engines: Engines,
+        progress: Progress,
+        vocabulary: int,
+        algorithm: Algorithm,
+        *,
+        resume: Callable[[], None],
+    ) -> None:
+        self._settings, self._leases, self._queue = settings, leases, queue
+        self._engines, self._progress, self._vocabulary = engines, progress, vocabulary
+        self._resume = resume
+        self.pause = RetryPause()
+        self._failure_share = FailureShare(settings.max_failed_share, settings.algorithm)
+        at_most = settings.algorithm.max_sampled_batches * settings.algorithm.groups_per_step
+        self._dynamic_sampling = DynamicSampling(algorithm, at_most=at_most)
+
+    def step_taken(self) -> None:
+        """Starts the counts of the next step."""
+        self._progress.update(groups_ready=len(self._queue))
+        self._failure_share.reset()
+        self._dynamic_sampling.reset()
+
+    def ended(self, lease: Lease, request: GroupRequest, policy: PolicyVersion, group: Group) -> None:
+        """Handles a group that ran to its end.
+
+        Raises:
+            KestrlError: Too many episodes failed, or too many groups were rejected or not scored.
+        """
+        engines = [engine.name for engine in request.engines]
+        decision = decide(
+            group,
+            scenario=request.scenario,
+            policy=policy,
+            engines=engines,
+            algorithm=self._settings.algorithm,
+            vocabulary=self._vocabulary,
+            failures_before=lease.failures,
+        )
+        self._count(lease, decision, engines, episodes=len(group.episodes))
+        if decision.action is GroupAction.TRAIN:
+            self._accept(lease, policy, decision.group)
+        elif decision.action is GroupAction.RETRY:
+            self._retry(lease, decision.reason)
+        else:
+            self._drop(lease, decision.reason, LEFT_OUT.get(decision.action, "dropped"))
+
+    def _count(self, lease: Lease, decision: GroupDecision, engines: Sequence[str], *, episodes: int) -> None:
+        for failure in decision.failures:
+            self._progress.count_rollout_failure(failure)
+        if any(failure.boundary is Boundary.ENGINE and failure.retryable for failure in decision.failures):
+            self._engines.suspect(engines)
+        if decision.action is GroupAction.SKIP:
+            self._progress.skip("train", lease.ordinal)
+        elif decision.action is GroupAction.MASK:
+            self._failure_share.add_unscored(decision.reason)
+        elif decision.action is not GroupAction.RETRY:
+            self._failure_share.add(episodes, decision.failures)
+
+    def _accept(self, lease: Lease, policy: PolicyVersion, group: Group) -> None:
+        self.pause.reset()
+        self._progress.add(group)
+        if not self._dynamic_sampling.accepts(group):
+            self._leases.drop(lease, "dynamic sampling: the algorithm rejected the group's rewards")
+            return
+        self._leases.finish(lease)
+        self._queue.put(ReadyGroup(lease, group, policy))
+        self._progress.update(groups_ready=len(self._queue))
+
+    def failed(self, lease: Lease, error: KestrlError) -> None:
+        """Handles the failure of a whole group: of the worker, the stream or a deadline.
+
+        Raises:
+            NoWorker: No worker came; ends the run.
+            TooManyFailures: Too many episodes failed.
+        """
+        failure = error.failure(component="rollout")
+        if failure.code in NOT_STARTED_CODES:
+            self._leases.release(lease, failure.code)
+            return
+        if isinstance(error, NoWorker):
+            raise error
+        self._progress.count_rollout_failure(failure)
+        reason = str(failure)[:500]
+        if failure.retryable and lease.failures + 1 < MAX_ATTEMPTS:
+            self._retry(lease, reason)
+            return
+        self._fail_whole(failure)
+        self._drop(lease, reason)
+
+    def _fail_whole(self, failure: Failure) -> None:
+        size = self._settings.algorithm.group_size
+        self._failure_share.add(size, [failure] * size)
+
+    def _retry(self, lease: Lease, reason: str) -> None:
+        log.warning("scenario %d of epoch %d is retried: %s", lease.ordinal, lease.epoch, reason)
+        self._leases.release(lease, reason, failed=True)
+        self.pause.start(self._resume)
+
+    def _drop(self, lease: Lease, reason: str, what: str = "dropped") -> None:
+        self._leases.drop(lease, reason)
+        log.warning("scenario %d of epoch %d is %s: %s", lease.ordinal, lease.epoch, what, reason)
+
+    def outdated(self, lease: Lease, policy: PolicyVersion, *, age: int, seconds: float) -> None:
+        """Releases the scenario of a group that became too old while it ran."""
+        self._leases.release(lease, f"stale: version {policy.step} while it ran")
+        self._count_stale(lease, age=age, seconds=seconds, tokens=0)
+
+    def evict(self, step: int) -> int:
+        """Releases the scenarios of waiting groups that are too old for a step, each exactly once; returns how many."""
+        older = self._queue.take_older(step - self._settings.algorithm.max_staleness)
+        for ready in older:
+            self._leases.release_finished(ready.lease, f"stale: version {ready.policy.step} at step {step}")
+            self._count_stale(
+                ready.lease,
+                age=step - ready.policy.step,
+                seconds=max((episode.seconds for episode in ready.group.episodes), default=0.0),
+                tokens=sum(sum(row.mask) for episode in ready.group.episodes for row in episode.rows),
+            )
+        return len(older)
+
+    def _count_stale(self, lease: Lease, *, age: int, seconds: float, tokens: int) -> None:
+        self._progress.count_stale(age=age, seconds=seconds, tokens=tokens)
+        log.info(
+            "scenario %d of epoch %d is retried: its group was %d steps old, after %.1f s and %s",
+            *(lease.ordinal, lease.epoch, age, seconds),
+            f"{tokens} sampled tokens" if tokens else "before its end",
+        )

@@ -1,0 +1,351 @@
+"""The rollout workers: their capacity, and running a group on one of them.
+
+Capacity is counted in episodes, not in groups: a straggler holds one slot, a slow judge none. A group is sent to a
+worker as soon as one slot is free; its other episodes wait there for further slots, so that no slot is idle meanwhile.
+
+A worker whose stream breaks gets no group until it has reported its capacity again, so that a killed or draining worker
+neither uses up scenarios nor stops the run. While no worker answers, groups wait, and after `start_seconds` the run
+fails.
+
+An address is `host:port`, or `dns://host:port` for one worker per address of that name (a headless Service). New
+addresses are used; a removed one gets no further group and is closed when its last group has ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import socket
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from kestrl.api.common.v1 import common_pb2 as common_pb
+from kestrl.api.rollout.v1 import rollout_pb2 as pb
+from kestrl.api.rollout.v1 import rollout_pb2_grpc as stubs
+from kestrl.credentials import Secret
+from kestrl.episode import Group, PolicyVersion, Purpose, Scenario
+from kestrl.errors import KestrlError
+from kestrl.plan.settings import EngineEntry, LearnerSettings
+from kestrl.rpc import Channel, call, channel, connected, stream
+from kestrl.rpc.codec import group_from_proto, policy_to_proto, sandboxes_from_proto, scenario_to_proto
+from kestrl.telemetry import span
+from kestrl.telemetry.names import Attr, SpanName
+from kestrl_learner.concurrency import Signal
+from kestrl_learner.progress.progress import Progress
+
+log = logging.getLogger(__name__)
+GRACE_SECONDS = 15.0
+"""Time beyond twice the group's deadline after which the stream is cancelled here: episodes may wait for slots for one
+deadline."""
+DNS = "dns://"
+POLL_SECONDS = 5.0
+RETRY_SECONDS = 0.5
+"""Poll interval for workers that do not answer."""
+CALL_SECONDS = 5.0
+CONNECT_SECONDS = 2.0
+
+
+def _no_listener() -> None:
+    """The callback before a listener is set."""
+
+
+def _ignored(count: int) -> None:
+    """The default callback for ended episodes."""
+
+
+class NoWorker(KestrlError):
+    """No rollout worker answers."""
+
+    code = "no_worker"
+
+
+class WorkerAway(KestrlError):
+    """A worker could not be reached before it got the group; not a failure of the scenario."""
+
+    code = "worker_away"
+    retryable = True
+
+
+class MalformedGroup(KestrlError):
+    """A worker's answer is not a group."""
+
+    code = "malformed_group"
+    retryable = True
+
+
+class BrokenStream(KestrlError):
+    """A worker ended a group's stream without the group."""
+
+    code = "stream_broken"
+    retryable = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupRequest:
+    """One group to run."""
+
+    group_id: str
+    scenario: Scenario
+    size: int
+    policy: PolicyVersion
+    engines: Sequence[EngineEntry]
+    temperature: float
+    seed: int
+    purpose: Purpose
+    top_p: float = 1.0
+    """Below 1 only in evaluations."""
+    top_k: int = 0
+    """Above 0 only in evaluations."""
+
+
+@dataclass(slots=True)
+class _Worker:
+    address: str
+    stub: Any
+    connection: Channel
+    capacity: int = 0
+    """Last reported capacity; 0 while the worker does not answer or drains."""
+    used: int = 0
+    """Unfinished episodes of this learner on the worker."""
+    wake: asyncio.Event = field(default_factory=asyncio.Event)
+    watching: asyncio.Task[None] | None = None
+    leaving: bool = False
+    """Its address was removed: it finishes its groups and is closed."""
+
+    @property
+    def free(self) -> int:
+        """Free slots."""
+        return max(0, self.capacity - self.used)
+
+
+async def _any_tools(digests: Mapping[str, str]) -> None:
+    del digests
+
+
+async def resolved(name: str) -> set[str] | None:
+    """The present addresses of `host:port`; None if the lookup fails."""
+    host, _, port = name.rpartition(":")
+    try:
+        found = await asyncio.get_running_loop().getaddrinfo(host, int(port), type=socket.SOCK_STREAM)
+    except OSError as error:
+        log.warning("rollout workers: %s cannot be looked up: %s", host, error)
+        return None
+    return {f"[{ip}]:{port}" if family == socket.AF_INET6 else f"{ip}:{port}" for family, *_, (ip, *_) in found}
+
+
+class Workers:
+    """All rollout workers of the job, each used up to its reported capacity. `watch` must be running."""
+
+    def __init__(self, settings: LearnerSettings, progress: Progress) -> None:
+        self._settings, self._progress = settings, progress
+        self._workers: list[_Worker] = []
+        self._changed = Signal()
+        self.on_change: Callable[[], None] = _no_listener
+        self.verify_tools: Callable[[Mapping[str, str]], Awaitable[None]] = _any_tools
+        """Awaited with the digests of tool servers' lists, by name, of each group before it is returned."""
+        self._names = [name.removeprefix(DNS) for name in settings.rollout_addresses if name.startswith(DNS)]
+        for address in settings.rollout_addresses:
+            if not address.startswith(DNS):
+                self._add(address)
+
+    def _add(self, address: str) -> _Worker:
+        connection = channel(address)
+        worker = _Worker(address, stubs.RolloutServiceStub(connection), connection)
+        self._workers.append(worker)
+        return worker
+
+    async def close(self) -> None:
+        for worker in self._workers:
+            await worker.connection.close()
+
+    async def connect(self) -> None:
+        """Waits until a worker reports its capacity.
+
+        Raises:
+            NoWorker: No worker did within `start_seconds`.
+        """
+        seconds = self._settings.start_seconds
+        try:
+            async with asyncio.timeout(seconds):
+                await self._changed.wait_for(lambda: any(worker.capacity for worker in self._workers))
+        except TimeoutError:
+            addresses = ", ".join(self._settings.rollout_addresses)
+            raise NoWorker(f"no rollout worker answered for {seconds:g} s ({addresses})") from None
+
+    async def watch(self) -> None:
+        """Polls the capacity of every worker and resolves every `dns://` name, until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            for worker in self._workers:
+                self._begin(worker, tasks)
+            for name in self._names:
+                tasks.create_task(self._discover(name, tasks), name=f"discover-{name}")
+
+    def _begin(self, worker: _Worker, tasks: asyncio.TaskGroup) -> None:
+        worker.watching = tasks.create_task(self._watch(worker), name=f"watch-{worker.address}")
+
+    async def _discover(self, name: str, tasks: asyncio.TaskGroup) -> None:
+        known: dict[str, _Worker] = {}
+        while True:
+            found = await resolved(name)
+            if found is not None:  # a failed lookup does not mean that workers are gone
+                for address in found - set(known):
+                    known[address] = self._add(address)
+                    self._begin(known[address], tasks)
+                    log.info("rollout worker %s of %s added", address, name)
+                for address in set(known) - found:
+                    gone = known.pop(address)
+                    gone.leaving, gone.capacity = True, 0
+                    self._publish_status()
+                    log.info("rollout worker %s of %s removed", address, name)
+            await self._remove_departed()
+            await asyncio.sleep(POLL_SECONDS)
+
+    async def _remove_departed(self) -> None:
+        """Closes the connections of leaving workers whose last group has ended."""
+        for worker in [worker for worker in self._workers if worker.leaving and worker.used == 0]:
+            self._workers.remove(worker)
+            if worker.watching is not None:
+                worker.watching.cancel()
+                await asyncio.wait([worker.watching])
+            await worker.connection.close()
+            self._changed.notify()
+
+    async def _watch(self, worker: _Worker) -> None:
+        while True:
+            worker.wake.clear()
+            before = worker.capacity
+            worker.capacity = await self._query_capacity(worker)
+            if worker.capacity != before:
+                self._publish_status()
+                self._changed.notify()
+                self.on_change()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(POLL_SECONDS if worker.capacity else RETRY_SECONDS):
+                    await worker.wake.wait()
+
+    def _publish_status(self) -> None:
+        self._progress.update(workers=len([worker for worker in self._workers if worker.capacity]))
+
+    async def _query_capacity(self, worker: _Worker) -> int:
+        try:
+            answer = await call(
+                worker.stub.GetCapacity,
+                pb.GetCapacityRequest(),
+                pb.GetCapacityResponse,
+                timeout=CALL_SECONDS,
+                peer=f"rollout worker {worker.address}",
+                token=Secret.LEARNER_TO_ROLLOUT.here(),
+            )
+        except KestrlError as error:
+            if worker.capacity:
+                log.warning("%s", error)
+            return 0
+        self._progress.report_sandboxes(sandboxes_from_proto(answer.sandboxes))
+        return 0 if answer.draining or worker.leaving else answer.concurrency
+
+    @property
+    def capacity(self) -> int:
+        """Episodes that all workers together take at once."""
+        return sum(worker.capacity for worker in self._workers)
+
+    def room(self, size: int) -> int:
+        """Groups of `size` episodes that could start now."""
+        return sum(math.ceil(worker.free / size) for worker in self._workers)
+
+    async def run(self, request: GroupRequest, ended: Callable[[int], None] = _ignored) -> Group:
+        """Runs a group on the worker with the most free slots; waits while there is none.
+
+        Args:
+            request: The group to run.
+            ended: Called with the number of episodes that no longer need a slot; covers all of them when this returns.
+
+        Raises:
+            KestrlError: The group as a whole failed.
+        """
+        worker = await self._acquire(request.size)
+        left = request.size
+
+        def free(count: int) -> None:
+            nonlocal left
+            count = min(count, left)
+            left -= count
+            worker.used -= count
+            ended(count)
+            self._changed.notify()
+
+        try:
+            with span(SpanName.GROUP, {Attr.GROUP_ID: request.group_id, Attr.POLICY: request.policy.name}):
+                return await self._stream(worker, request, free)
+        except KestrlError:
+            # Gone, draining or failing: its capacity is polled before it gets another group.
+            worker.capacity = 0
+            self._publish_status()
+            worker.wake.set()
+            raise
+        finally:
+            free(left)
+
+    def _best(self) -> _Worker | None:
+        return max((worker for worker in self._workers if worker.free), key=lambda worker: worker.free, default=None)
+
+    async def _acquire(self, size: int) -> _Worker:
+        while (best := self._best()) is None:
+            await self.connect()
+            await self._changed.wait_for(lambda: self._best() or not any(worker.capacity for worker in self._workers))
+        best.used += size
+        return best
+
+    def _to_proto(self, request: GroupRequest) -> pb.RunGroupRequest:
+        settings = self._settings
+        return pb.RunGroupRequest(
+            group_id=request.group_id,
+            scenario=scenario_to_proto(request.scenario),
+            size=request.size,
+            policy=policy_to_proto(request.policy),
+            engines=[pb.Engine(name=engine.name, url=engine.url) for engine in request.engines],
+            sampling=pb.Sampling(
+                temperature=request.temperature,
+                top_p=request.top_p,
+                top_k=request.top_k,
+                max_tokens=settings.max_tokens,
+                max_turns=settings.max_turns,
+                max_tokens_per_turn=settings.max_tokens_per_turn,
+            ),
+            deadlines=pb.Deadlines(
+                tool=settings.tool_seconds,
+                turn=settings.turn_seconds,
+                episode=settings.episode_seconds,
+                group=settings.group_seconds,
+            ),
+            seed=request.seed,
+            purpose=request.purpose,
+        )
+
+    async def _stream(self, worker: _Worker, request: GroupRequest, ended: Callable[[int], None]) -> Group:
+        timeout = 2 * self._settings.group_seconds + GRACE_SECONDS
+        peer = f"rollout worker {worker.address}"
+        if not await connected(worker.connection, seconds=CONNECT_SECONDS):
+            raise WorkerAway(f"{peer} cannot be reached")
+        message, token = self._to_proto(request), Secret.LEARNER_TO_ROLLOUT.here()
+        answers = stream(worker.stub.RunGroup, message, pb.RunGroupResponse, timeout=timeout, peer=peer, token=token)
+        async for answer in answers:
+            if answer.HasField("group"):
+                await self.verify_tools(answer.tool_digests)
+                return _decoded(answer.group, peer)
+            ended(answer.ended)
+        raise BrokenStream(f"{peer} ended the stream of {request.group_id} without its group")
+
+
+def _decoded(message: common_pb.Group, peer: str) -> Group:
+    """Decodes a group.
+
+    Raises:
+        MalformedGroup: It holds invalid values, such as an unknown stop reason or a truncated token id.
+    """
+    try:
+        return group_from_proto(message)
+    except (ValueError, TypeError, KeyError) as error:
+        raise MalformedGroup(f"{peer} answered with a malformed group: {error}") from error

@@ -1,0 +1,397 @@
+"""The inference engines, and the policy versions that each has verified according to its agent.
+
+One task per engine reconciles it: it polls the agent, retires versions that are no longer wanted and loads missing
+ones. Publishing adds a wanted version and waits. An engine that fails the verification of a version is quarantined for
+it: no request names it, and loading is retried later. A restarted engine is used again once its agent has verified the
+version anew.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from contextvars import Context, copy_context
+from dataclasses import dataclass, field
+from typing import Any
+
+from kestrl import engine_failure
+from kestrl.api.inference.v1 import inference_pb2 as pb
+from kestrl.api.inference.v1 import inference_pb2_grpc as stubs
+from kestrl.credentials import Secret
+from kestrl.episode import PolicyVersion
+from kestrl.errors import Boundary, Failure, KestrlError, PlaceError
+from kestrl.plan.settings import EngineEntry
+from kestrl.rpc import Channel, call, channel
+from kestrl.rpc.codec import engine_state_from_proto, failure_from_proto, policy_from_proto, policy_to_proto
+from kestrl.states import EngineState, ServingState
+from kestrl.telemetry.metrics import observe
+from kestrl.telemetry.names import Metric
+from kestrl_learner.concurrency import Signal
+from kestrl_learner.engines.admission import EngineLoad
+from kestrl_learner.progress.progress import EngineReport, Progress
+
+log = logging.getLogger(__name__)
+POLL_SECONDS = 2.0
+CALL_SECONDS = 10.0
+LOAD_SECONDS = 120.0
+STRAGGLER_SECONDS = 15.0
+"""How long a publication waits for further engines once one has verified it; the others join later."""
+FIRST_RETRY, LONGEST_RETRY = 2.0, 60.0
+LONGEST_REASON = 500
+
+
+def _no_listener() -> None:
+    """The callback before a listener is set."""
+
+
+class NoEngineProved(KestrlError):
+    """No engine serves the version, so that no request can name one."""
+
+    boundary = Boundary.ENGINE
+    code = "no_engine_proved"
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """A published version and its address."""
+
+    policy: PolicyVersion
+    uri: str
+    context: Context = field(default_factory=copy_context)
+    """Context of the publication, so that loading is traced as a part of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadFailure:
+    """The failure of an engine to load a version."""
+
+    failure: Failure
+    times: int
+    not_before: float
+    """Earliest time of the next attempt by the loop's clock."""
+
+
+@dataclass(slots=True)
+class KnownEngine:
+    """Last observed state of one engine."""
+
+    entry: EngineEntry
+    stub: Any
+    connection: Channel
+    state: EngineState | None = None
+    """State reported by the agent; None while the agent does not answer."""
+    lost: bool = False
+    """Whether the agent answered before and does not now."""
+    suspected: bool = False
+    """Whether a request to the engine failed since the last poll."""
+    proved: set[str] = field(default_factory=set[str])
+    newest: PolicyVersion | None = None
+    """The newest version verified since the engine started, retired or not."""
+    failure: Failure | None = None
+    """The failure reported by the agent, or that of reaching the agent."""
+    unproved: dict[str, Failure] = field(default_factory=dict[str, Failure])
+    """By version, why the agent could not verify it anew."""
+    load_failures: dict[str, LoadFailure] = field(default_factory=dict[str, LoadFailure])
+    wake: asyncio.Event = field(default_factory=asyncio.Event)
+    load: EngineLoad = field(default_factory=EngineLoad)
+
+    def settled(self, name: str) -> bool:
+        """Whether the engine's state for a version will not change soon."""
+        return name in self.proved or name in self.load_failures or self.lost or self.state is EngineState.DOWN
+
+    def storage_refused(self, name: str) -> bool:
+        """Whether a version could not be stored beside the engine: its disk is full or not writable, and a person has
+        to act.
+        """
+        return name in self.load_failures and self.load_failures[name].failure.code == PlaceError.code
+
+    def hopeless(self, name: str) -> bool:
+        """Whether the engine will never serve a version: it cannot load it or cannot start at all."""
+        if self.failure is not None and self.failure.code == engine_failure.CODE and not self.failure.retryable:
+            return True
+        return name in self.load_failures and not self.load_failures[name].failure.retryable
+
+    def snapshot(self) -> tuple[Any, ...]:
+        """The part of the state whose changes are published."""
+        return self.state, set(self.proved), self.failure, dict(self.unproved)
+
+    @property
+    def up(self) -> bool:
+        """Whether its agent reports that the engine answers."""
+        return self.state is not None and self.state.up
+
+    def serving_state(self, newest: PolicyVersion | None) -> ServingState:
+        """The engine's state with respect to the newest published version."""
+        if not self.up:
+            return ServingState.AWAY if self.lost or self.state is EngineState.DOWN else ServingState.STARTING
+        if newest is None or newest.name in self.proved:
+            return ServingState.SERVING
+        if newest.name in self.load_failures:
+            return ServingState.QUARANTINED
+        return ServingState.RECOVERING if self.state is EngineState.RECOVERING else ServingState.LOADING
+
+    def reason(self, newest: PolicyVersion | None) -> str:
+        """Why the engine does not serve the newest version; empty if that is not known."""
+        failed = None if newest is None else self.load_failures.get(newest.name)
+        if self.up and failed is not None:
+            return f"{failed.failure} (tried {failed.times}x)"
+        failure = self.failure or (None if newest is None else self.unproved.get(newest.name))
+        return "" if failure is None else str(failure)
+
+    def update_newest(self, wanted: Iterable[PolicyVersion]) -> None:
+        """Updates `newest`; while the engine is not ready, only versions that were verified again count."""
+        known = [policy for policy in wanted if policy.name in self.proved]
+        if self.state is EngineState.READY and self.newest is not None:
+            known.append(self.newest)
+        self.newest = max(known, key=lambda policy: policy.step, default=None)
+
+    def report(self, newest: PolicyVersion | None) -> EngineReport:
+        """The engine's entry in the run's progress."""
+        state = self.serving_state(newest)
+        return EngineReport(
+            name=self.entry.name,
+            policy=self.newest,
+            lag=0 if newest is None else newest.step - (-1 if self.newest is None else self.newest.step),
+            state=state,
+            message="" if state is ServingState.SERVING else self.reason(newest)[:LONGEST_REASON],
+        )
+
+    def __str__(self) -> str:
+        why = "; ".join(str(failed.failure) for failed in self.load_failures.values()) or (
+            self.failure and str(self.failure)
+        )
+        return f"{self.entry.name}: {why or self.state or 'its agent has not answered'}"
+
+
+class Engines:
+    """All engines of the job. `watch` must be running."""
+
+    def __init__(self, entries: tuple[EngineEntry, ...], progress: Progress, start_seconds: float) -> None:
+        self._known: list[KnownEngine] = []
+        for entry in entries:
+            connection = channel(entry.agent_address)
+            self._known.append(KnownEngine(entry, stubs.EngineAgentServiceStub(connection), connection))
+        self._progress, self._start_seconds = progress, start_seconds
+        self._wanted: dict[str, Published] = {}
+        self._changed = Signal()
+        self.on_change: Callable[[], None] = _no_listener
+        self.on_load: Callable[[], None] = _no_listener
+        """Called after every look at an engine."""
+        observe(Metric.QUARANTINED, lambda: {known.entry.name: len(known.load_failures) for known in self._known})
+
+    async def close(self) -> None:
+        for known in self._known:
+            await known.connection.close()
+
+    def proved(self, policy: PolicyVersion) -> list[EngineEntry]:
+        """The engines that have proved a version, now."""
+        return [known.entry for known in self._known if policy.name in known.proved and not known.suspected]
+
+    def suspect(self, names: Iterable[str]) -> None:
+        """A request to one of these engines failed: none is named again before its agent has looked at it.
+
+        Else a scenario could use up its attempts on an engine that was killed, before the agent's own look finds out.
+        """
+        suspected = set(names)
+        for known in self._known:
+            if known.entry.name in suspected:
+                known.suspected = True
+                known.wake.set()
+
+    def loads(self) -> dict[str, EngineLoad]:
+        """Load of the engines that are up, as of the last poll."""
+        return {known.entry.name: known.load for known in self._known if known.up}
+
+    def wanted(self) -> set[str]:
+        """Names of the versions that are published and not retired."""
+        return set(self._wanted)
+
+    def published(self, name: str) -> bool:
+        """Whether this learner published a version and has not retired it."""
+        return name in self._wanted
+
+    async def publish(self, policy: PolicyVersion, uri: str, *, parent: str | None = None) -> list[EngineEntry]:
+        """Lets the engines load and verify a version; returns those that did by the end of a short wait, at least one.
+
+        Args:
+            policy: The version.
+            uri: Address of its folder.
+            parent: Name of the version it was trained from, for the progress.
+
+        Raises:
+            NoEngineProved: No engine can, or none did within `start_seconds`.
+            PlaceError: No engine can store it: disks are full or not writable.
+        """
+        self._wanted[policy.name] = Published(policy, uri)
+        self._progress.update(policy=policy, policy_uri=uri, policy_parent=parent or "")
+        self._publish_status()  # at once: engines have not verified this version yet
+        for known in self._known:
+            known.wake.set()
+        await self.wait_verified(policy)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(STRAGGLER_SECONDS):
+                await self._changed.wait_for(lambda: all(known.settled(policy.name) for known in self._known))
+        return self.proved(policy)
+
+    async def wait_verified(self, policy: PolicyVersion) -> list[EngineEntry]:
+        """Waits for the first engine that verified a version; returns all that have.
+
+        Raises:
+            NoEngineProved: No engine can, or none did within `start_seconds`.
+            PlaceError: No engine can store it: disks are full or not writable.
+        """
+        how = "and retrying cannot help"
+        try:
+            async with asyncio.timeout(self._start_seconds):
+                await self._changed.wait_for(lambda: self.proved(policy) or self._hopeless(policy.name))
+        except TimeoutError:
+            how = f"for {self._start_seconds:g} s"
+        if not (proved := self.proved(policy)):
+            states = "; ".join(str(known) for known in self._known)
+            if all(known.storage_refused(policy.name) for known in self._known):
+                raise PlaceError(f"no engine can keep {policy.name} ({states})")
+            raise NoEngineProved(f"no engine has proved {policy.name} {how} ({states})")
+        return proved
+
+    def _hopeless(self, name: str) -> bool:
+        return all(known.hopeless(name) for known in self._known)
+
+    async def retire(self, names: set[str]) -> None:
+        """Stops wanting versions that nothing uses any more: each engine unloads them before it loads another."""
+        for name in names & set(self._wanted):
+            del self._wanted[name]
+            for known in self._known:
+                known.proved.discard(name)
+                known.load_failures.pop(name, None)
+        for known in self._known:
+            known.wake.set()
+
+    async def watch(self) -> None:
+        """Reconciles and polls every engine until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            for known in self._known:
+                tasks.create_task(self._watch(known), name=f"watch-{known.entry.name}")
+
+    async def _watch(self, known: KnownEngine) -> None:
+        while True:
+            known.wake.clear()
+            await self._poll(known)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(POLL_SECONDS):
+                    await known.wake.wait()
+
+    def reports(self) -> list[EngineReport]:
+        """Reports on the engines for the run's progress, in the job's order."""
+        return [known.report(self._progress.policy) for known in self._known]
+
+    def _publish_status(self) -> None:
+        wanted = [published.policy for published in self._wanted.values()]
+        for known in self._known:
+            known.update_newest(wanted)
+        newest = self._progress.policy
+        converged = 0 if newest is None else len(self.proved(newest))
+        self._progress.update(engines_converged=converged, engines=self.reports())
+        self._changed.notify()
+        self.on_change()
+
+    async def _poll(self, known: KnownEngine) -> None:
+        before, suspected = known.snapshot(), known.suspected
+        try:
+            seen = await call(
+                known.stub.GetEngine,
+                pb.GetEngineRequest(look=suspected),
+                pb.GetEngineResponse,
+                timeout=CALL_SECONDS,
+                peer=known.entry.name,
+                token=Secret.LEARNER_TO_INFERENCE.here(),
+            )
+        except KestrlError as error:
+            if known.state is not None:
+                log.warning("the agent of %s does not answer: %s", known.entry.name, error)
+                known.lost = True
+            known.state, known.failure = None, error.failure(component=known.entry.name)
+            known.proved.clear()
+            known.suspected = known.suspected and not suspected
+            self._publish_status()
+            return
+        held = {policy.name: item for item in seen.policies if (policy := policy_from_proto(item.policy)) is not None}
+        known.state, known.lost = engine_state_from_proto(seen.state), False
+        known.failure = failure_from_proto(seen.failure) if seen.HasField("failure") else None
+        known.unproved = {
+            name: failure_from_proto(item.failure) for name, item in held.items() if item.HasField("failure")
+        }
+        known.load = EngineLoad(
+            kv_usage=seen.load.kv_usage,
+            running=seen.load.running,
+            waiting=seen.load.waiting,
+            preemptions=seen.load.preemptions,
+        )
+        self.on_load()
+        known.proved = {name for name, item in held.items() if item.proved and name in self._wanted}
+        for name in known.proved:
+            known.load_failures.pop(name, None)
+        known.suspected = known.suspected and not suspected
+        if suspected or known.snapshot() != before:
+            self._publish_status()
+        for name in set(held) - set(self._wanted):
+            await self._retire(known, name, held[name])
+        if known.up:
+            await self._load_missing(known, held)
+
+    async def _load_missing(self, known: KnownEngine, held: dict[str, pb.LoadedPolicy]) -> None:
+        """Loads missing versions, newest first. A recovering agent restores by itself the versions it holds."""
+        for name, published in reversed(list(self._wanted.items())):
+            recovering = known.state is EngineState.RECOVERING and name in held
+            failed = known.load_failures.get(name)
+            due = failed is None or asyncio.get_running_loop().time() >= failed.not_before
+            if name not in known.proved and not recovering and due:
+                await self._load(known, published)
+
+    async def _retire(self, known: KnownEngine, name: str, item: pb.LoadedPolicy) -> None:
+        request = pb.RetirePolicyRequest(policy=item.policy)
+        try:
+            await call(
+                known.stub.RetirePolicy,
+                request,
+                pb.RetirePolicyResponse,
+                timeout=CALL_SECONDS,
+                peer=known.entry.name,
+                token=Secret.LEARNER_TO_INFERENCE.here(),
+            )
+        except KestrlError as error:
+            log.warning("%s did not retire %s, retrying: %s", known.entry.name, name, error)
+
+    async def _load(self, known: KnownEngine, published: Published) -> None:
+        name = published.policy.name
+        request = pb.LoadPolicyRequest(policy=policy_to_proto(published.policy), uri=published.uri)
+        try:
+            await asyncio.create_task(
+                call(
+                    known.stub.LoadPolicy,
+                    request,
+                    pb.LoadPolicyResponse,
+                    timeout=LOAD_SECONDS,
+                    peer=known.entry.name,
+                    token=Secret.LEARNER_TO_INFERENCE.here(),
+                ),
+                context=published.context.copy(),
+            )
+        except KestrlError as error:
+            self._quarantine(known, name, error.failure(component=known.entry.name))
+        else:
+            if name in self._wanted:
+                known.proved.add(name)
+                known.load_failures.pop(name, None)
+        self._publish_status()
+
+    def _quarantine(self, known: KnownEngine, name: str, failure: Failure) -> None:
+        if name not in self._wanted:
+            return
+        known.proved.discard(name)
+        times = known.load_failures[name].times + 1 if name in known.load_failures else 1
+        wait = min(LONGEST_RETRY, FIRST_RETRY * 2.0 ** (times - 1))
+        known.load_failures[name] = LoadFailure(failure, times, asyncio.get_running_loop().time() + wait)
+        self._progress.count_failure(failure)
+        log.error("%s is quarantined for %s: %s", known.entry.name, name, failure)

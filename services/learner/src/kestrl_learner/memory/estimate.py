@@ -1,0 +1,266 @@
+"""`python -m kestrl_learner.memory.estimate`: the peak memory of a step, before anything is loaded.
+
+The learner's own model and optimizer run on torch's fake tensors, which have shapes and no storage: forward pass,
+backward pass and update of the largest pass of a step, with every tensor counted while it exists. On several ranks it
+is the memory of one, with the layers sharded and gathered by FSDP2 itself. Only the config.json of the base model is
+read.
+"""
+# transformers and peft have loose types; values from them are annotated here.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+
+from __future__ import annotations
+
+import logging
+from array import array
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+)
+from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.device_mesh import DeviceMesh
+from transformers import AutoModelForCausalLM
+
+from kestrl.checking import Facts, run_check
+from kestrl.errors import UserInputError
+from kestrl.plan.memory import MemoryEstimate, MemorySettings, Part
+from kestrl_learner.batch.packing import Kernel
+from kestrl_learner.batch.rows import TrainGroup, TrainRow
+from kestrl_learner.memory.fake_ranks import CountedGather, count_gathers, fake_mesh
+from kestrl_learner.memory.live_bytes import LiveBytes
+from kestrl_learner.model.full_model import FullModel
+from kestrl_learner.model.policy_model import PolicyModel
+from kestrl_learner.model.trained_model import ModelOptions, TrainedModel
+from kestrl_learner.ranks.sharding import shard_layers
+
+PROGRAM_BYTES = {"cpu": 768 * 2**20}
+"""Resident memory of the learner without tensors: 714 to 802 MiB were measured on a CPU."""
+DEVICE_BYTES = 512 * 2**20
+"""Allowance for the context of another device and its kernels' workspaces."""
+UPDATES = 2
+"""Updates that are counted: the optimizer's state exists from the second on."""
+
+
+class ShapedModel(TrainedModel):
+    """A model without weights; made with `torch.device("meta")`, its tensors are replaced by fake ones."""
+
+    trained_part: Part
+    """What the weights under training are counted as."""
+
+    live: LiveBytes
+    trained_on: str
+    """Type of the device whose memory is estimated."""
+    host: int = 0
+    """Bytes that the latest pass keeps in host memory."""
+
+    def _saving(self) -> AbstractContextManager[object]:
+        """Saved tensors leave the device as their shapes, and new ones come back."""
+        if not self._offloads:
+            return nullcontext()
+        self.host = 0
+
+        def leave(saved: Tensor) -> tuple[torch.Size, torch.dtype]:
+            self.host += saved.nbytes
+            return saved.shape, saved.dtype
+
+        return saved_tensors_hooks(leave, lambda kept: torch.empty(kept[0], dtype=kept[1]))
+
+    @property
+    def _device_type(self) -> str:
+        return self.trained_on
+
+    def _packs_exactly(self, base: Any) -> bool:  # noqa: ARG002 - without weights there are no states to compare
+        return True
+
+    def _sharing_kernel(self) -> Kernel | None:
+        return Kernel.ROWS
+
+    def _load_base(self, path: str, config: Any, dtype: torch.dtype) -> Any:  # noqa: ARG002 - the config says all
+        return AutoModelForCausalLM.from_config(config, dtype=dtype)
+
+    def _token_logprobs(
+        self, hidden: Tensor, targets: Tensor, temperature: float, entropies: list[Tensor] | None
+    ) -> Tensor:
+        with self.live.counting(Part.LOGPROBS):
+            return super()._token_logprobs(hidden, targets, temperature, entropies)
+
+    def _check_head(self) -> None:
+        """Nothing: without weights there are no logits to compare."""
+
+    def use_fake_tensors(self, live: LiveBytes) -> None:
+        """Replaces parameters and buffers by fake tensors of the CPU; those that modules share stay shared."""
+        weights = list(self.network.parameters())
+        made: dict[int, nn.Parameter] = {}
+        for weight in weights:
+            with live.counting(self.trained_part if weight.requires_grad else Part.BASE):
+                storage = torch.empty(weight.shape, dtype=weight.dtype)
+                made[id(weight)] = nn.Parameter(storage, requires_grad=weight.requires_grad)
+        for module in self.network.modules():
+            own = list(module.named_parameters(recurse=False, remove_duplicate=False))
+            for name, weight in own:
+                setattr(module, name, made[id(weight)])
+            for name, buffer in list(module.named_buffers(recurse=False)):
+                setattr(module, name, torch.empty(buffer.shape, dtype=buffer.dtype))
+        self.device, self.live = torch.device("cpu"), live
+
+
+class ShapedPolicyModel(ShapedModel, PolicyModel):
+    """The policy model without weights."""
+
+    trained_part = Part.ADAPTER
+
+    def shard(self, mesh: DeviceMesh) -> None:
+        """Shards the layers over ranks, as loading with weights does."""
+        with self.live.counting(Part.BASE):
+            shard_layers(self.network.get_base_model(), self._body, mesh)
+        count_gathers(self._body, CountedGather(self.live, over_gloo=self.trained_on == "cpu"))
+        self.live.restart()  # ranks load the base in the memory of the host
+
+
+class ShapedFullModel(ShapedModel, FullModel):
+    """A model of which all parameters are trained, without weights."""
+
+    trained_part = Part.BASE
+
+
+def _shaped(asked: MemorySettings) -> ShapedModel:
+    policy = asked.policy
+    options = ModelOptions(
+        device="meta",
+        gradient_checkpointing=policy.gradient_checkpointing,
+        activation_offload=policy.activation_offload,
+        tokens_per_pass=policy.tokens_per_pass,
+    )
+    if asked.parameters == "all":
+        return ShapedFullModel(policy.model, dtype=policy.dtype, seed=policy.seed, **options)
+    return ShapedPolicyModel(
+        policy.model,
+        dtype=policy.dtype,
+        rank=policy.rank,
+        alpha=policy.alpha,
+        targets=policy.targets,
+        seed=policy.seed,
+        **options,
+    )
+
+
+def estimate(asked: MemorySettings) -> MemoryEstimate:
+    """The peak of a step on one rank, by what the memory is used for.
+
+    Raises:
+        UserInputError: The model's config.json cannot be read, or its family cannot be computed without weights.
+    """
+    policy = asked.policy
+    with torch.device("meta"):
+        model = _shaped(asked)
+    model.trained_on = policy.device.partition(":")[0]
+    group = longest_group(asked)
+    parts = model.parts(group)
+    rows, _ = max(parts, key=lambda part: model.tokens_of(group.prompt, part[0]))
+    live = LiveBytes()
+    try:
+        with _ranks(asked.ranks) as mesh, FakeTensorMode(), live:
+            model.use_fake_tensors(live)
+            if mesh is not None and isinstance(model, ShapedPolicyModel):
+                model.shard(mesh)
+            passes = -(-len(parts) * asked.groups // asked.ranks)
+            # A second pass begins with the gradient of the first.
+            _updates(model, live, TrainGroup(id="", prompt=group.prompt, rows=rows), min(2, passes), asked.ranks)
+    except (UnsupportedOperatorException, DataDependentOutputException, DynamicOutputShapeException) as error:
+        raise UserInputError(
+            f"spec.model.base: the memory of this family of models cannot be estimated: {error} depends on values"
+        ) from error
+    peak = live.peak
+    found = {part: peak[part] for part in Part if part in peak}
+    copies = _copied(asked, found.get(Part.ADAPTER, 0))
+    program = PROGRAM_BYTES.get(policy.device, DEVICE_BYTES)
+    extra = {part: size for part, size in ((Part.COPIES, copies), (Part.PROGRAM, program)) if size}
+    return MemoryEstimate(parts=found | extra, rows=len(rows), host=model.host)
+
+
+def longest_group(asked: MemorySettings) -> TrainGroup:
+    """A group of rows of the asked length; the first is a token shorter, since padding costs an attention mask."""
+    shared = asked.kind == "AgentRLJob"
+    return TrainGroup(
+        id="",
+        prompt=array("i", [1] * asked.prompt) if shared else array("i"),
+        rows=[
+            _row(
+                number,
+                unsampled=0 if shared else asked.prompt,
+                sampled=asked.completion - (number == 0 and asked.group_rows > 1 and asked.completion > 1),
+            )
+            for number in range(asked.group_rows)
+        ],
+    )
+
+
+def _row(number: int, *, unsampled: int, sampled: int) -> TrainRow:
+    length = unsampled + sampled
+    return TrainRow(
+        token_ids=array("i", [1] * length),
+        mask=bytes(unsampled) + bytes([1] * sampled),
+        behaviour=array("f", bytes(4 * length)),
+        advantages=array("d", [1.0] * length),
+        sequence=number,
+        on_policy=True,
+        policy="",
+        engines=[""] * sampled,
+    )
+
+
+def _ranks(count: int) -> AbstractContextManager[DeviceMesh | None]:
+    return nullcontext() if count == 1 else fake_mesh(count)
+
+
+def _updates(model: ShapedModel, live: LiveBytes, group: TrainGroup, passes: int, ranks: int) -> None:
+    """Runs updates of some passes over one group each, as the trainer does on one of several ranks."""
+
+    def counted(weight: Tensor) -> None:
+        live.recount(_gradient(weight), Part.GRADIENTS)
+
+    optimizer = torch.optim.AdamW(model.parameters())
+    for weight in model.parameters():
+        weight.register_post_accumulate_grad_hook(counted)
+    for _ in range(UPDATES):
+        for _ in range(passes):
+            live.part = Part.ACTIVATIONS
+            for _, logprobs in model.logprobs(group, 1.0, []):
+                live.part = Part.ACTIVATIONS
+                (-logprobs.sum()).backward()
+                del logprobs
+        if ranks > 1:
+            with live.counting(Part.GRADIENTS):
+                torch.cat([_gradient(weight).reshape(-1) for weight in model.parameters()])  # `Group.add` sums it
+        with live.counting(Part.OPTIMIZER):
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+
+
+def _gradient(weight: Tensor) -> Tensor:
+    assert weight.grad is not None, "the hook runs after the gradient is accumulated"
+    return weight.grad
+
+
+def _copied(asked: MemorySettings, adapter: int) -> int:
+    """Bytes of the copies that the trainer keeps: published versions on the host, and what undoes several updates,
+    which is the adapter with the two moments of the optimizer.
+    """
+    on_host = asked.published * adapter if asked.policy.device == "cpu" else 0
+    return on_host + (3 * adapter if asked.several_updates else 0)
+
+
+def _facts(asked: MemorySettings) -> Facts:
+    return estimate(asked).model_dump(mode="json")
+
+
+if __name__ == "__main__":
+    logging.disable(logging.WARNING)
+    run_check(MemorySettings, _facts)

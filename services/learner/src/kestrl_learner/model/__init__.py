@@ -1,0 +1,1 @@
+"""The model under training: its log-probabilities and its adapter as files."""

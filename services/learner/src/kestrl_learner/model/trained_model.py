@@ -1,0 +1,355 @@
+"""A model under training, and the log-probabilities it gives to sampled tokens.
+
+A group's prompt is computed once and shared by its rows, exactly: its keys and values go into a cache that is repeated
+for every row, with gradients, and the first token of a row takes its logits from the prompt's last hidden state. Other
+rows are packed into one sequence where the model's family allows it, and padded otherwise: rows without a shared
+prompt, and with gradient checkpointing, which computes layers again and not the cache, all rows. The sequence then
+begins with one copy of their prompt, unless `packing.shares_prompt` says that a copy for each row is faster.
+"""
+# transformers has loose types; values from it are annotated here.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from array import array
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import groupby
+from typing import Any, ClassVar, TypedDict
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PretrainedConfig
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from kestrl.errors import UserInputError
+from kestrl.spec.rules.adapter_rules import expert_problems
+from kestrl_learner.batch import packing
+from kestrl_learner.batch.packing import Kernel
+from kestrl_learner.batch.rows import TrainGroup, TrainRow, bins, cut
+from kestrl_learner.model.head import token_logprobs
+from kestrl_learner.ranks.group import Group
+from kestrl_learner.ranks.sharding import shard_layers
+
+TOKENS_PER_PASS = 16_384
+"""Largest number of tokens of a forward pass, prompt and padding included; larger groups are split."""
+CHECK_TOLERANCE = 1e-3
+
+
+class ModelOptions(TypedDict, total=False):
+    """Arguments of `TrainedModel` with a default, which it documents."""
+
+    device: str
+    gradient_checkpointing: bool
+    activation_offload: bool
+    tokens_per_pass: int
+    group: Group | None
+
+
+class TrainedModel(ABC):
+    """A causal language model under training.
+
+    Args:
+        path: Folder or Hugging Face id of the base model; only read.
+        dtype: Of the base's weights: float32 or bfloat16.
+        seed: Seed of what is initialised.
+        device: torch device.
+        gradient_checkpointing: Keeps the inputs of layers only and computes them again in the backward pass. Rows are
+            then packed behind their prompt: a shared prompt's cache cannot be computed again.
+        activation_offload: Keeps these inputs in host memory until the backward pass.
+        tokens_per_pass: Largest number of tokens of a forward pass, padding included; on a CPU packed passes are
+            smaller, by `packing.largest_pass`.
+        group: The ranks over which the base's layers are sharded; None keeps them whole. Each loads the base in turn,
+            so that the machine's memory holds one whole copy at a time. Every rank must then run forward and backward
+            passes of the same kind in the same order.
+
+    Raises:
+        UserInputError: The base cannot be loaded, or its logits are not a linear function of the hidden states.
+    """
+
+    updates_together: ClassVar[bool | None] = None
+    """Whether the optimiser updates all weights at once, with copies of them all; None is torch's choice."""
+
+    def __init__(
+        self,
+        path: str,
+        *,
+        dtype: str,
+        seed: int,
+        device: str = "cpu",
+        gradient_checkpointing: bool = False,
+        activation_offload: bool = False,
+        tokens_per_pass: int = TOKENS_PER_PASS,
+        group: Group | None = None,
+    ) -> None:
+        self.device = torch.device(device)
+        with nullcontext() if group is None else group.turn():
+            config, base = self._load(path, dtype, seed, group)
+        self._shortest = 1 if group is None else 2
+        """Least length of rows after a shared prompt. Rows of one token take no second pass, which ranks may not skip
+        by themselves."""
+        self._head: nn.Module = base.get_output_embeddings()
+        self.vocabulary = int(config.get_text_config().vocab_size)
+        self.network.eval()  # engines do not apply dropout
+        self.tokens_per_pass, self._shares_prompts = tokens_per_pass, not gradient_checkpointing
+        self._offloads = activation_offload
+        if gradient_checkpointing:
+            self._checkpoint_layers()
+        self._check_head()
+        self._packs = packing.enable(base) and self._packs_exactly(base)
+        self._kernel = self._sharing_kernel() if self._packs and gradient_checkpointing else None
+
+    def _refuse_config(self, config: Any, path: str) -> None:
+        """Raises UserInputError if the configuration is that of a model which is not trained."""
+        for problem in expert_problems(config.to_dict(), path):
+            raise UserInputError(str(problem))
+
+    def _load_base(self, path: str, config: Any, dtype: torch.dtype) -> Any:
+        """The base model of transformers with its weights."""
+        return AutoModelForCausalLM.from_pretrained(path, dtype=dtype, config=config)
+
+    @abstractmethod
+    def _trainable(self, base: Any) -> Any:
+        """The network that is computed: the base with gradients for what is trained.
+
+        Raises:
+            UserInputError: It cannot be trained.
+        """
+
+    @abstractmethod
+    def trained_state(self) -> dict[str, Tensor]:
+        """The weights under training by name, float32 on the CPU, contiguous."""
+
+    @abstractmethod
+    def load_trained_state(self, state: dict[str, Tensor]) -> None:
+        """The inverse of `trained_state`."""
+
+    def _load(self, path: str, dtype: str, seed: int, group: Group | None) -> tuple[PretrainedConfig, Any]:
+        """Loads the base and prepares it for training; returns its configuration and itself."""
+        try:
+            config = AutoConfig.from_pretrained(path)
+            self._refuse_config(config, path)
+            base = self._load_base(path, config, getattr(torch, dtype))
+        except (OSError, ValueError) as error:
+            raise UserInputError(f"spec.model.base: {path} cannot be loaded: {error}") from error
+        torch.manual_seed(seed)
+        self.network: Any = self._trainable(base)
+        self._body: nn.Module = getattr(base, base.base_model_prefix)
+        if group is not None:
+            shard_layers(base, self._body, group.mesh)
+        self.network.to(self.device)
+        return config, base
+
+    def _checkpoint_layers(self) -> None:
+        self.network.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        layers = [module for module in self.network.modules() if isinstance(module, GradientCheckpointingLayer)]
+        if not layers:
+            raise UserInputError("spec.learner.gradientCheckpointing: this family of models does not support it")
+        for layer in layers:
+            layer.training = True  # the layer's own flag: its parts stay in evaluation, without dropout
+
+    def _packs_exactly(self, base: Any) -> bool:
+        """Whether packed rows have the states of separate rows; otherwise the model gets its attention back."""
+        if packing.exact(self._body, self.device):
+            return True
+        packing.disable(base)
+        return False
+
+    def _sharing_kernel(self) -> Kernel | None:
+        """The kernel of packed rows that share a prompt; None if each is packed behind its own."""
+        return packing.sharing_kernel(self._body, self.device)
+
+    def _check_head(self) -> None:
+        """Checks that the head alone maps hidden states to logits (some families scale or cap them)."""
+        ids = torch.arange(1, 9, device=self.device)[None]
+        with torch.no_grad():
+            whole = self.network(input_ids=ids).logits
+            ours = self._head(self._body(input_ids=ids).last_hidden_state)
+        if (whole - ours).abs().max() > CHECK_TOLERANCE:
+            raise UserInputError(
+                "spec.model.base: this family transforms its logits after the head, which is not supported"
+            )
+
+    def parameters(self) -> list[nn.Parameter]:
+        """The parameters under training in a fixed order."""
+        return [weight for weight in self.network.parameters() if weight.requires_grad]
+
+    @contextmanager
+    def with_trained_state(self, state: dict[str, Tensor]) -> Generator[None]:
+        """Replaces the weights under training within the context."""
+        own = {name: weight.clone() for name, weight in self.trained_state().items()}
+        self.load_trained_state(state)
+        try:
+            yield
+        finally:
+            self.load_trained_state(own)
+
+    def logprobs(
+        self, group: TrainGroup, temperature: float, entropies: list[Tensor] | None = None
+    ) -> Iterator[tuple[Sequence[TrainRow], Tensor]]:
+        """Log-probabilities of the sampled tokens, some rows at a time; the rows of an episode come together.
+
+        Args:
+            group: Rows with their shared prompt.
+            temperature: Divisor of the logits, as in the engine.
+            entropies: If given, the entropies of the tokens' distributions are appended, one tensor for each part.
+
+        Yields:
+            Rows, and a tensor (sampled tokens of these rows,) in row order, with gradient unless it is disabled.
+        """
+        for rows, _ in self.parts(group):
+            yield rows, self.part_logprobs(group.prompt, rows, temperature, entropies)
+
+    def parts(self, group: TrainGroup) -> list[tuple[Sequence[TrainRow], Sequence[int]]]:
+        """The rows of each forward pass over a group, and the number of sampled tokens of each row."""
+        episodes = [list(rows) for _, rows in groupby(group.rows, key=lambda row: row.sequence)]
+        if self._packed(group.prompt):
+            parts = self._packed_parts(group, episodes)
+        else:
+            parts = self._padded_parts(group, episodes)
+        return [(rows, [sum(row.mask) for row in rows]) for rows in parts]
+
+    def tokens_of(self, prompt: array[int], rows: Sequence[TrainRow]) -> int:
+        """Tokens that a pass over some of a group's rows computes, padding included."""
+        once = self.shares_prompt(prompt) or self._packed_behind_one(prompt, rows)
+        own, shared = (0, len(prompt)) if once else (len(prompt), 0)
+        lengths = [own + len(row.token_ids) for row in rows]
+        return shared + (sum(lengths) if self._packed(prompt) else len(rows) * max(lengths))
+
+    def _packed(self, prompt: array[int]) -> bool:
+        """Whether the rows behind a prompt are packed."""
+        return self._packs and not (self._shares_prompts and prompt)
+
+    def _packed_behind_one(self, prompt: array[int], rows: Sequence[TrainRow]) -> bool:
+        """Whether rows are packed behind one copy of their prompt. Where some rows are, any of them are."""
+        lengths = [len(row.token_ids) for row in rows]
+        return self._kernel is not None and packing.shares_prompt(len(prompt), lengths, self._device_type)
+
+    def _packed_parts(self, group: TrainGroup, episodes: Sequence[Sequence[TrainRow]]) -> list[list[TrainRow]]:
+        before = len(group.prompt)
+        once = self._packed_behind_one(group.prompt, group.rows)
+        own, shared = (0, before) if once else (before, 0)
+        sizes = [sum(own + len(row.token_ids) for row in rows) for rows in episodes]
+        limit = packing.largest_pass(self.tokens_per_pass, self._device_type, shared)
+        return [[row for index in some for row in episodes[index]] for some in bins(sizes, limit=limit - shared)]
+
+    @property
+    def _device_type(self) -> str:
+        return self.device.type
+
+    def _padded_parts(self, group: TrainGroup, episodes: list[list[TrainRow]]) -> list[list[TrainRow]]:
+        own_prompt = 0 if self._shares_prompts else len(group.prompt)
+        longest = {id(rows): own_prompt + max(len(row.token_ids) for row in rows) for rows in episodes}
+        episodes.sort(key=lambda rows: longest[id(rows)])
+        slices = cut(
+            [longest[id(rows)] for rows in episodes],
+            prompt=len(group.prompt) if self._shares_prompts else 0,
+            limit=self.tokens_per_pass,
+            rows=[len(rows) for rows in episodes],
+        )
+        return [[row for episode in episodes[part] for row in episode] for part in slices]
+
+    def shares_prompt(self, prompt: array[int]) -> bool:
+        """Whether a pass computes a prompt once for its rows, in a call of its own."""
+        return self._shares_prompts and bool(prompt)
+
+    def empty_pass(self, *, shared: bool) -> None:
+        """A pass over a few tokens that changes nothing: forward, and backward with a gradient of 0 unless gradients
+        are disabled.
+
+        Args:
+            shared: Whether it has a shared prompt.
+        """
+        row = TrainRow(
+            token_ids=array("i", [1, 1]),
+            mask=b"\0\1",
+            behaviour=array("f", [0.0, 0.0]),
+            advantages=array("d", [0.0, 0.0]),
+            sequence=0,
+            on_policy=True,
+            policy="",
+            engines=[""],
+        )
+        logprobs = self.part_logprobs(array("i", [1] if shared else []), [row], 1.0, None)
+        if logprobs.requires_grad:
+            (logprobs.sum() * 0.0).backward()
+
+    def part_logprobs(
+        self, prompt: array[int], rows: Sequence[TrainRow], temperature: float, entropies: list[Tensor] | None
+    ) -> Tensor:
+        """Log-probabilities of the sampled tokens of one of a group's parts, as `logprobs` yields them."""
+        if self._packed(prompt):
+            found = packing.packed(prompt, rows, shared=self._packed_behind_one(prompt, rows))
+            with self._saving():
+                hidden = self._packed_hidden(found)[self._places(found.states)]
+            return self._token_logprobs(hidden, self._places(found.targets), temperature, entropies)
+        shared = prompt if self._shares_prompts else array("i")
+        ids, padding, wanted = self._padded(rows, prompt[len(shared) :])
+        with self._saving():
+            hidden = self._with_shared_prompt(shared, ids, padding) if shared else self._plain(ids, padding)
+        return self._token_logprobs(hidden.flatten(0, 1)[wanted], ids.flatten()[wanted], temperature, entropies)
+
+    def _packed_hidden(self, found: packing.Packed) -> Tensor:
+        """Hidden states of rows in one sequence, (tokens, hidden)."""
+        kernel = self._kernel or Kernel.ROWS
+        return packing.packed_hidden(self._body, found.rows, self.device, prompt=found.prompt, kernel=kernel)
+
+    def _token_logprobs(
+        self, hidden: Tensor, targets: Tensor, temperature: float, entropies: list[Tensor] | None
+    ) -> Tensor:
+        """Log-probabilities of tokens (N,) from the hidden states before them, (N, hidden)."""
+        return token_logprobs(self._head, hidden, targets, temperature, entropies)
+
+    def _saving(self) -> AbstractContextManager[object]:
+        """Decides where tensors are kept that a forward pass saves for its backward pass."""
+        return save_on_cpu(pin_memory=self.device.type == "cuda") if self._offloads else nullcontext()
+
+    def _places(self, places: Sequence[int]) -> Tensor:
+        return torch.tensor(places, dtype=torch.long, device=self.device)
+
+    def _padded(self, rows: Sequence[TrainRow], prompt: array[int]) -> tuple[Tensor, Tensor, Tensor]:
+        """Token ids, and mask of tokens that are not padding, each (rows, longest); places of the sampled tokens in the
+        flattened ids, (sampled tokens,). Every row begins with the prompt.
+        """
+        before = len(prompt)
+        longest = max(self._shortest, before + max(len(row.token_ids) for row in rows))
+        ids = torch.zeros((len(rows), longest), dtype=torch.long)
+        padding = torch.zeros((len(rows), longest), dtype=torch.long)
+        wanted: list[int] = []
+        for index, row in enumerate(rows):
+            end = before + len(row.token_ids)
+            ids[index, :end] = torch.tensor([*prompt, *row.token_ids])
+            padding[index, :end] = 1
+            start = index * longest + before
+            wanted += [start + place for place, sampled in enumerate(row.mask) if sampled]
+        places = torch.tensor(wanted, dtype=torch.long)
+        return ids.to(self.device), padding.to(self.device), places.to(self.device)
+
+    def _with_shared_prompt(self, prompt: array[int], ids: Tensor, padding: Tensor) -> Tensor:
+        """Hidden states that predict each position of `ids`, shape (rows, longest, hidden)."""
+        count, length = ids.shape[0], len(prompt)
+        shared = torch.tensor([list(prompt)], device=self.device)
+        cache = DynamicCache()
+        first: Any = self._body(input_ids=shared, past_key_values=cache, use_cache=True)
+        cache.batch_repeat_interleave(count)
+        places = torch.arange(length, length + ids.shape[1] - 1, device=self.device)
+        before = torch.ones((count, length), dtype=torch.long, device=self.device)
+        last = first.last_hidden_state[:, -1:].expand(count, 1, -1)
+        if ids.shape[1] == 1:
+            return last
+        rest: Any = self._body(
+            input_ids=ids[:, :-1],
+            attention_mask=torch.cat([before, padding[:, :-1]], dim=1),
+            position_ids=places[None].expand(count, -1),
+            past_key_values=cache,
+            use_cache=True,
+        )
+        return torch.cat([last, rest.last_hidden_state], dim=1)
+
+    def _plain(self, ids: Tensor, padding: Tensor) -> Tensor:
+        """As `_with_shared_prompt`, for rows without a shared prompt; the first position is never a sampled token."""
+        body: Any = self._body(input_ids=ids, attention_mask=padding, use_cache=False)
+        states: Tensor = body.last_hidden_state
+        return torch.cat([states[:, :1], states[:, :-1]], dim=1)

@@ -1,0 +1,1 @@
+"""What a run keeps: checkpoints, records, metrics, and where it resumes."""

@@ -1,0 +1,95 @@
+"""Progress of a run according to its storage: the newest checkpoint, and whether the run has succeeded already."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+from kestrl.episode import PolicyVersion
+from kestrl.errors import StorageError
+from kestrl.states import RunPhase
+from kestrl.storage import ObjectStore, adapter_folder, read_manifest
+from kestrl.storage.summary import DAMAGED, RunSummary, SummaryReason, read_summary
+from kestrl_learner.progress.learning import Learning
+from kestrl_learner.store import checkpoint
+from kestrl_learner.store.records import format_means
+
+log = logging.getLogger(__name__)
+
+
+def newest_checkpoint(store: ObjectStore) -> checkpoint.Manifest | None:
+    """The manifest of the newest checkpoint, confirmed to be readable; None if there is none.
+
+    Raises:
+        StorageError: The store refused, or the checkpoint is corrupt.
+        UserInputError: It was written by a later version of KestRL.
+        PlaceError: Access to the storage is denied.
+    """
+    found = checkpoint.newest_manifest(store)
+    if found is not None:
+        checkpoint.confirm(store, found)
+    return found
+
+
+def completed(
+    store: ObjectStore, newest: checkpoint.Manifest, *, job: str, digest: str | None, steps: int
+) -> Mapping[str, Any] | None:
+    """The final progress of a run that has succeeded already; None if the run is not complete.
+
+    Summary, last checkpoint and adapter must agree: the summary alone may belong to a shorter schedule or to other
+    data.
+
+    Args:
+        store: The run's storage.
+        newest: The newest checkpoint.
+        job: The job's name.
+        digest: Digest of the run's identity for the present settings and data.
+        steps: Optimiser steps of the present schedule.
+
+    Raises:
+        StorageError: The store refused.
+        PlaceError: Access to the storage is denied.
+    """
+    summary = _readable_summary(store)
+    if summary is None or summary.status is not RunPhase.SUCCEEDED or summary.steps != newest.step:
+        return None
+    if summary.policy is None or newest.record.digest != digest or max(newest.step, summary.total_steps) < steps:
+        return None
+    folder = adapter_folder(PolicyVersion(job=job, step=newest.step, sha256=summary.policy.sha256))
+    try:
+        adapter = read_manifest(store, folder)
+    except StorageError as error:
+        if error.code != "not_found":
+            raise
+        log.warning("the run has succeeded, but its adapter is missing and is published again: %s", error)
+        return None
+    return {
+        "step": newest.step,
+        "policy": adapter.policy,
+        "policy_uri": store.address(folder),
+        "policy_parent": adapter.parent or "",
+        "learning": _learning(summary),
+        "failures": Counter(summary.failures),
+        "message": "it had succeeded before"
+        + (f"; held-out, after: {format_means(summary.after)}" if summary.after else ""),
+    }
+
+
+def _readable_summary(store: ObjectStore) -> RunSummary | None:
+    try:
+        return read_summary(store)
+    except StorageError as error:
+        if error.code != DAMAGED:
+            raise
+        log.warning("%s", error)
+        return None
+
+
+def _learning(summary: RunSummary) -> Learning | None:
+    """The summary's part on learning; None in summaries of older versions."""
+    if summary.learned is None:
+        return None
+    why = summary.not_learned or SummaryReason()
+    return Learning(summary.learned, reason=why.reason, message=why.message)

@@ -1,0 +1,85 @@
+"""The forward passes of a batch, and their shares by rank.
+
+With a sharded model every pass is a sequence of collectives, so that all ranks must run passes of the same kind in the
+same order: a rank that has fewer of a kind runs empty ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from kestrl_learner.batch.rows import PASS_COST, TrainGroup, TrainRow
+from kestrl_learner.ranks.group import Ranks
+
+
+class PassKind(NamedTuple):
+    """What determines the collectives of a pass."""
+
+    shared: bool
+    """Whether the prompt is computed first, in a call of its own."""
+    backward: bool
+    """Whether there is a backward pass."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pass:
+    """A part of a group, which one forward pass computes."""
+
+    index: int
+    """Number of the group in the step's batch."""
+    part: int
+    """Number of the part in the group."""
+    group: TrainGroup
+    rows: Sequence[TrainRow]
+    kind: PassKind
+    tokens: int
+    """Tokens to compute, padding included."""
+
+    @property
+    def key(self) -> tuple[int, int]:
+        return self.index, self.part
+
+    @property
+    def cost(self) -> int:
+        """Tokens, and the fixed cost of a pass."""
+        return PASS_COST + self.tokens
+
+
+def computed_share(passes: Sequence[Pass]) -> float:
+    """Tokens that passes compute, in tokens of their rows with a prompt each: below 1 where rows share a computed
+    prompt, above 1 where padding is computed.
+    """
+    plain = sum(len(each.group.prompt) + len(row.token_ids) for each in passes for row in each.rows)
+    return sum(each.tokens for each in passes) / max(1, plain)
+
+
+def deal(costs: Sequence[int], count: int) -> list[list[int]]:
+    """Indices of passes by rank, each in ascending order: the most costly is dealt first, each to the rank with the
+    least cost so far (Graham 1969: at most 4/3 of the best possible).
+    """
+    shares: list[list[int]] = [[] for _ in range(count)]
+    loads = [0] * count
+    for index in sorted(range(len(costs)), key=lambda index: (-costs[index], index)):
+        rank = min(range(count), key=lambda rank: (loads[rank], rank))
+        shares[rank].append(index)
+        loads[rank] += costs[index]
+    return [sorted(share) for share in shares]
+
+
+def schedule(passes: Sequence[Pass], ranks: Ranks) -> Iterator[tuple[PassKind, Pass | None]]:
+    """The passes of this rank in the order in which to run them; None is an empty pass.
+
+    One rank runs all passes in their order. Several run kind after kind, each as often as the rank with the most passes
+    of that kind.
+    """
+    if ranks.count == 1:
+        yield from ((each.kind, each) for each in passes)
+        return
+    for kind in sorted({each.kind for each in passes}):
+        some = [each for each in passes if each.kind == kind]
+        shares = deal([each.cost for each in some], ranks.count)
+        own = [some[index] for index in shares[ranks.rank]]
+        yield from ((kind, each) for each in own)
+        yield from [(kind, None)] * (max(map(len, shares)) - len(own))

@@ -1,0 +1,390 @@
+"""A step over a batch of groups: one optimiser update or, with mini-batches, several. The algorithm computes the loss
+from token arrays.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import random
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from safetensors.torch import save
+from torch import Tensor
+
+from kestrl.algorithms import Algorithm, HasTokenMetrics, TokenBatch, Totals
+from kestrl.errors import KestrlError
+from kestrl.plan.algorithm import AlgorithmSettings
+from kestrl_learner.algorithms import make_algorithm
+from kestrl_learner.batch.rows import TrainGroup, TrainRow, estimated
+from kestrl_learner.batch.token_batch import token_batch
+from kestrl_learner.batch.tokens import stale_rows, stream, token_origins, totals_of
+from kestrl_learner.model.policy_model import PolicyModel
+from kestrl_learner.model.trained_model import TrainedModel
+from kestrl_learner.ranks.group import OneRank, Ranks
+from kestrl_learner.train.diagnostics import TokenMeans, ratio_diagnostics
+from kestrl_learner.train.logprob_mismatch import LogprobMismatch
+from kestrl_learner.train.observed import Computed, Observed, Prepared, with_log_ratios
+from kestrl_learner.train.optimisation import learning_rate, mini_batches
+from kestrl_learner.train.passes import Pass, PassKind, computed_share, schedule
+
+
+class RanksDiffer(KestrlError):
+    """The ranks hold different adapters, so that their steps were not the same; checkpoints before are whole."""
+
+    code = "ranks_differ"
+
+
+class NotFinite(KestrlError):
+    """The loss or the gradient is not finite; the weights are unchanged."""
+
+    code = "not_finite"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """Result of a step."""
+
+    loss: float
+    """Mean over the step's updates."""
+    grad_norm: float
+    """Before clipping; the largest of the step's updates."""
+    mismatch: LogprobMismatch
+    zero_advantage_groups: int
+    """Groups whose advantages are all 0."""
+    sampled: int
+    """Sampled tokens in the batch."""
+    diagnostics: Mapping[str, float] = field(default_factory=dict[str, float])
+    """Means over tokens, quantiles and the learning rate, by name."""
+
+
+class Trainer:
+    """Owns the optimiser.
+
+    Args:
+        model: Under training.
+        algorithm: The job's settings.
+        temperature: Of sampling.
+        steps: Steps of the whole run, for the learning rate schedule.
+        ranks: The processes that compute each step together. Every one has a trainer, and its methods are called in the
+            same order with the same arguments.
+    """
+
+    def __init__(
+        self,
+        model: TrainedModel,
+        algorithm: AlgorithmSettings,
+        temperature: float,
+        *,
+        steps: int | None = None,
+        ranks: Ranks | None = None,
+    ) -> None:
+        self.model, self._settings, self._temperature, self._steps = model, algorithm, temperature, steps
+        self._ranks: Ranks = ranks or OneRank()
+        self.algorithm: Algorithm = make_algorithm(algorithm)
+        self.optimizer = torch.optim.AdamW(
+            model.parameters(),
+            lr=algorithm.learning_rate,
+            betas=(algorithm.adam_beta1, algorithm.adam_beta2),
+            weight_decay=algorithm.weight_decay,
+            foreach=model.updates_together,
+        )
+        self._published: dict[str, dict[str, Tensor]] = {}
+        """Adapters whose tokens may still be trained on, oldest first."""
+
+    def published(self, policy: str) -> None:
+        """Keeps the present weights under their policy's name while its rollouts may be trained on."""
+        if not self._settings.max_staleness:
+            return
+        self._published[policy] = {name: weight.clone() for name, weight in self.model.trained_state().items()}
+        while len(self._published) > self._settings.max_staleness + 1:
+            del self._published[next(iter(self._published))]
+
+    def _set_rate(self, step: int) -> float:
+        rate = learning_rate(self._settings, step, self._steps)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        return rate
+
+    def step(self, groups: Sequence[TrainGroup], step: int) -> StepResult:
+        """Forward, backward, clip and update, once for each mini-batch.
+
+        Args:
+            groups: The batch.
+            step: Number of steps done, for the learning rate and the mini-batches.
+
+        Raises:
+            NotFinite: Loss or gradient is not finite; the weights are unchanged.
+        """
+        rate = self._set_rate(step)
+        older = self._older_differences(groups)
+        observed, reported = Observed(), TokenMeans()
+        prepared = self._prepared(groups, observed)
+        losses: list[float] = []
+        norms: list[float] = []
+        with self._undone_on_failure():
+            for batch in mini_batches(prepared, self._settings, step):
+                loss, norm = self._update(batch, step, observed, reported)
+                losses.append(loss)
+                norms.append(norm)
+        self._add_observations(observed, reported)
+        passes = self._passes(enumerate(groups))
+        mismatch, differences = observed.mismatch(passes, older)
+        idle = sum(each.group.zero_advantage for each in prepared)
+        return StepResult(
+            loss=sum(losses) / len(losses),
+            grad_norm=max(norms),
+            mismatch=mismatch,
+            zero_advantage_groups=idle,
+            sampled=totals_of(groups).tokens,
+            diagnostics={
+                **reported.means(),
+                **observed.means.means(),
+                **ratio_diagnostics(differences),
+                "zero_advantage_share": idle / max(1, len(groups)),
+                "computed_tokens_share": computed_share(passes),
+                "learning_rate": rate,
+                "updates": float(len(losses)),
+            },
+        )
+
+    @property
+    def _several_updates(self) -> bool:
+        return self._settings.mini_batches * self._settings.mini_batch_epochs > 1
+
+    @contextmanager
+    def _undone_on_failure(self) -> Generator[None]:
+        """Restores weights and optimiser if an update after the first is not finite. A single update changes nothing
+        before it is known to be finite.
+        """
+        if not self._several_updates:
+            yield
+            return
+        weights = [weight.detach().clone() for weight in self.model.parameters()]
+        optimizer = deepcopy(self.optimizer.state_dict())
+        try:
+            yield
+        except BaseException:
+            with torch.no_grad():
+                for weight, before in zip(self.model.parameters(), weights, strict=True):
+                    weight.copy_(before)
+            self.optimizer.load_state_dict(optimizer)
+            raise
+
+    def _add_observations(self, observed: Observed, reported: TokenMeans) -> None:
+        """Adds what the other ranks observed."""
+        everyone = self._ranks.gather((observed.differences, observed.means, reported))
+        for number, (differences, means, metrics) in enumerate(everyone):
+            if number != self._ranks.rank:
+                observed.differences |= differences
+                observed.means.merge(means)
+                reported.merge(metrics)
+
+    def _passes(self, groups: Iterable[tuple[int, TrainGroup]]) -> list[Pass]:
+        """All passes over groups, which are given with their numbers in the batch; without backward passes."""
+        return [
+            Pass(
+                index=index,
+                part=part,
+                group=group,
+                rows=rows,
+                kind=PassKind(shared=self.model.shares_prompt(group.prompt), backward=False),
+                tokens=self.model.tokens_of(group.prompt, rows),
+            )
+            for index, group in groups
+            for part, (rows, _) in enumerate(self.model.parts(group))
+        ]
+
+    def _computed(self, passes: Sequence[Pass], *, entropies: bool = False) -> Iterator[Computed]:
+        """Computes this rank's share of passes. The backward pass of each must follow before the next is taken."""
+        for kind, each in schedule(passes, self._ranks):
+            with torch.set_grad_enabled(kind.backward):
+                if each is None:
+                    self.model.empty_pass(shared=kind.shared)
+                    continue
+                found: list[Tensor] | None = [] if entropies else None
+                logprobs = self.model.part_logprobs(each.group.prompt, each.rows, self._temperature, found)
+            yield Computed(each, logprobs, found[0] if found else None)
+
+    def _by_group(self, found: Mapping[tuple[int, int], Tensor], count: int) -> list[list[Tensor]]:
+        """Log-probs of all ranks' passes, by group and part, on this rank's device.
+
+        Args:
+            found: Log-probs of this rank's passes by their keys.
+            count: Number of groups.
+        """
+        if self._ranks.count > 1:
+            everyone = self._ranks.gather({key: logprobs.cpu() for key, logprobs in found.items()})
+            found = {key: each.to(self.model.device) for some in everyone for key, each in some.items()}
+        groups: list[list[Tensor]] = [[] for _ in range(count)]
+        for index, part in sorted(found):
+            groups[index].append(found[index, part])
+        return groups
+
+    def _prepared(self, groups: Sequence[TrainGroup], observed: Observed) -> list[Prepared]:
+        """The groups with advantages and the log-probs that hold for the whole step."""
+        references: Sequence[list[Tensor] | None] = [None] * len(groups)
+        if self.algorithm.needs_reference:
+            given = self._reference(groups)
+            references = given
+            if any(group.episodes for group in groups):
+                pairs = zip(groups, given, strict=True)
+                groups = estimated(
+                    [with_log_ratios(group, self.model.parts(group), parts) for group, parts in pairs], self.algorithm
+                )
+        old: Sequence[list[Tensor] | None] = [None] * len(groups)
+        if self._several_updates:
+            old = self._old(groups, observed)
+        return [
+            Prepared(index=index, group=group, references=references[index], old=old[index])
+            for index, group in enumerate(groups)
+        ]
+
+    def _reference(self, groups: Sequence[TrainGroup]) -> list[list[Tensor]]:
+        """Log-probs under the base model."""
+        assert isinstance(self.model, PolicyModel), "without an adapter the base is not kept"
+        with self.model.without_adapter():
+            found = {which.key: logprobs for which, logprobs, _ in self._computed(self._passes(enumerate(groups)))}
+        return self._by_group(found, len(groups))
+
+    def _old(self, groups: Sequence[TrainGroup], observed: Observed) -> list[list[Tensor]]:
+        """Log-probs under the weights that the step begins with, which are observed."""
+        found: dict[tuple[int, int], Tensor] = {}
+        for computed in self._computed(self._passes(enumerate(groups)), entropies=True):
+            observed.add(computed, self._behaviour(computed.which.rows))
+            found[computed.which.key] = computed.logprobs
+        return self._by_group(found, len(groups))
+
+    def _behaviour(self, rows: Sequence[TrainRow]) -> Tensor:
+        return torch.tensor(stream(rows, [row.behaviour for row in rows]), device=self.model.device)
+
+    def _update(
+        self, batch: Sequence[Prepared], step: int, observed: Observed, reported: TokenMeans
+    ) -> tuple[float, float]:
+        """One optimiser update; returns its loss and gradient norm."""
+        totals = totals_of([each.group for each in batch])
+        loss = 0.0
+        self.optimizer.zero_grad(set_to_none=True)
+        by_index = {each.index: each for each in batch}
+        passes = self._passes_of_update(batch)
+        for computed in self._computed(passes, entropies=not self._several_updates):
+            loss += self._accumulate(by_index[computed.which.index], computed, totals, observed, reported)
+        loss = sum(self._ranks.gather(loss))
+        weights = self.model.parameters()
+        self._ranks.add([weight.grad for weight in weights if weight.grad is not None])
+        norm = float(torch.nn.utils.clip_grad_norm_(weights, self._settings.max_grad_norm))
+        if not torch.isfinite(torch.tensor([loss, norm])).all():
+            self.optimizer.zero_grad(set_to_none=True)
+            raise NotFinite(f"step {step}: loss {loss}, gradient norm {norm}; lower algorithm.learningRate")
+        if any(each.kind.backward for each in passes):
+            self.optimizer.step()  # pyright: ignore[reportUnknownMemberType] - untyped in torch
+        return loss, norm
+
+    def _passes_of_update(self, batch: Sequence[Prepared]) -> list[Pass]:
+        """The passes of an update. A group without a gradient is only observed, and skipped if it has been."""
+        return [
+            replace(each, kind=each.kind._replace(backward=trained))
+            for one in batch
+            if (trained := self._trained(one.group)) or one.old is None
+            for each in self._passes([(one.index, one.group)])
+        ]
+
+    def _accumulate(
+        self, each: Prepared, computed: Computed, totals: Totals, observed: Observed, reported: TokenMeans
+    ) -> float:
+        """Adds a pass's gradient; returns its part of the loss."""
+        which, logprobs, entropy = computed
+        behaviour = self._behaviour(which.rows)
+        if entropy is not None:
+            observed.add(computed, behaviour)
+        if not which.kind.backward:
+            return 0.0
+        old = logprobs.detach() if each.old is None else each.old[which.part]
+        reference = None if each.references is None else each.references[which.part]
+        batch = token_batch(
+            each.group,
+            which.rows,
+            logprobs=logprobs,
+            behaviour=behaviour,
+            old=old,
+            reference=reference,
+            totals=totals,
+            aggregation=self.algorithm.aggregation,
+            horizon=self._settings.horizon,
+        )
+        if isinstance(self.algorithm, HasTokenMetrics):
+            reported.add(self.algorithm.token_metrics(batch))
+        return self._backward(batch)
+
+    def _older_differences(self, groups: Sequence[TrainGroup]) -> list[tuple[Tensor, Sequence[str]]]:
+        """Log-prob differences of rows of each engine and older policy, scored by the policy that sampled them.
+
+        Differences to the newest policy include what was learned since, and where rollouts overlap training there may
+        be no token of the newest policy.
+
+        Returns:
+            (N,) learner minus engine log-probs of rows' sampled tokens, and the engine and policy of each.
+        """
+        own: list[tuple[Tensor, Sequence[str]]] = []
+        for policy, some in stale_rows(groups).items():
+            with self.model.with_trained_state(self._published[policy]):
+                own += [
+                    (
+                        (logprobs - self._behaviour(which.rows)).cpu(),
+                        [name for row in which.rows for name in token_origins(row)],
+                    )
+                    for which, logprobs, _ in self._computed(self._passes(enumerate(some)))
+                ]
+        return [each for some in self._ranks.gather(own) for each in some]
+
+    def logprob_sum(self, groups: Sequence[TrainGroup]) -> tuple[float, int]:
+        """Sum and number of the log-probs of all sampled tokens under the present weights."""
+        total, count = 0.0, 0
+        for _, logprobs, _ in self._computed(self._passes(enumerate(groups))):
+            total += float(logprobs.sum())
+            count += len(logprobs)
+        everyone = self._ranks.gather((total, count))
+        return sum(some for some, _ in everyone), sum(number for _, number in everyone)
+
+    def _trained(self, group: TrainGroup) -> bool:
+        """Whether a group contributes to the gradient; with a KL term every group does."""
+        return self.algorithm.needs_reference or not group.zero_advantage
+
+    def _backward(self, batch: TokenBatch) -> float:
+        loss = self.algorithm.loss(batch)
+        loss.backward()  # pyright: ignore[reportUnknownMemberType] - untyped in torch
+        return float(loss.detach())
+
+    def state(self) -> bytes:
+        """Weights under training, optimiser and random states, for an exact resume on any number of ranks.
+
+        Raises:
+            RanksDiffer: The ranks hold different adapters.
+        """
+        trained = self.model.trained_state()
+        if self._ranks.count > 1:
+            digests = self._ranks.gather(hashlib.sha256(save(trained)).hexdigest())
+            if len(set(digests)) > 1:
+                raise RanksDiffer(f"the adapter's digests by rank are {', '.join(digests)}; resume from a checkpoint")
+        buffer = io.BytesIO()
+        content: dict[str, Any] = {
+            "adapter": trained,
+            "optimizer": self.optimizer.state_dict(),
+            "torch_rng": torch.get_rng_state(),
+            "python_rng": random.getstate(),
+        }
+        torch.save(content, buffer)
+        return buffer.getvalue()
+
+    def restore(self, state: bytes) -> None:
+        """The inverse of `state`."""
+        content: dict[str, Any] = torch.load(io.BytesIO(state), weights_only=True)
+        self.model.load_trained_state(content["adapter"])
+        self.optimizer.load_state_dict(content["optimizer"])
+        torch.set_rng_state(content["torch_rng"])
+        random.setstate(content["python_rng"])

@@ -1,0 +1,1 @@
+"""Requests to inference engines, and the placement of episodes on them."""

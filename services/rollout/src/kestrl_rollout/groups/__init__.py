@@ -1,0 +1,1 @@
+"""The episodes of a group, from the request to their scores."""

@@ -1,0 +1,341 @@
+"""Running one episode from its scenario to its record. Every error becomes a typed failure on that record."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import traceback
+from collections.abc import Awaitable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from kestrl.agents import LimitReached
+from kestrl.episode import Episode, Json, Scenario, StopReason
+from kestrl.errors import Boundary, Failure, KestrlError, UserCodeError, UserInputError, described
+from kestrl.telemetry import current_trace_id, span
+from kestrl.telemetry.names import Attr, SpanName
+from kestrl.tools import SandboxInUse
+from kestrl.user_tasks import enter_user_code
+from kestrl_rollout.agents.loading import LoadedLoop, Loops
+from kestrl_rollout.conversation.episode_conversation import EpisodeConversation, ToolLimits
+from kestrl_rollout.conversation.tool_session import OfferedTools, Toolbox, ToolSession, unrendered
+from kestrl_rollout.deadlines import GroupClock, Scope, Waiting, deadline, now
+from kestrl_rollout.engine.client import EngineClient
+from kestrl_rollout.engine.engine_session import EngineSession
+from kestrl_rollout.engine.sessions import Sessions
+from kestrl_rollout.groups.loop_metrics import REWARD, check_metrics, returned_reward, usable_metrics
+from kestrl_rollout.requests import GroupRequest
+from kestrl_rollout.template.chat import Message
+from kestrl_rollout.template.chat_model import ChatModel
+
+log = logging.getLogger(__name__)
+_Contained = tuple[object, BaseException | None]
+CANCEL_SECONDS = 2.0
+"""How long a user's loop may take to end after its cancellation."""
+MAX_ABANDONED = 64
+"""Number of still running cancelled loops from which on no user's loop is started."""
+
+
+@dataclass(slots=True)
+class _Attempt:
+    """State of a running episode."""
+
+    id: str
+    index: int
+    seed: int
+    waiting: Waiting
+    loop: LoadedLoop | None = None
+    started_at: float = field(default_factory=time.time)
+    started: float = field(default_factory=time.monotonic)
+    """Time when it got its slot; if it never did, when it began to wait."""
+    conversation: EpisodeConversation | None = None
+    engine: EngineSession | None = None
+    tools: ToolSession | None = None
+    has_state: bool = False
+    """Whether an environment has a state for the reward."""
+    reward: float | None = None
+    """The reward that the loop returned."""
+    environments: Mapping[str, Json] = field(default_factory=dict[str, Any])
+
+
+class EpisodeRunner:
+    """Runs episodes with one model, one loop and one set of services."""
+
+    def __init__(
+        self,
+        *,
+        component: str,
+        chat_model: ChatModel,
+        loops: Loops,
+        client: EngineClient,
+        toolbox: Toolbox,
+        tool_limits: ToolLimits,
+        concurrency: int,
+        describes_tools: bool = False,
+    ) -> None:
+        self._component = component
+        self._chat_model = chat_model
+        self._loops = loops
+        self._client = client
+        self._toolbox = toolbox
+        self._tool_limits = tool_limits
+        self._describes_tools = describes_tools
+        self._slots = asyncio.Semaphore(concurrency)
+        self._closing: set[asyncio.Task[None]] = set()
+        self._abandoned: set[asyncio.Task[_Contained]] = set()
+        """Tasks of loops that were cancelled and still run."""
+        self.sessions = Sessions()
+
+    @property
+    def tool_digests(self) -> Mapping[str, str]:
+        """SHA-256 of what each tool server lists, by its name; empty until the tools were listed."""
+        return self._toolbox.digests
+
+    @property
+    def sandboxes(self) -> Mapping[str, SandboxInUse]:
+        """Sandboxes of tools that run code, by tool; empty until the tools were listed."""
+        return self._toolbox.sandboxes
+
+    async def described_tools(self, scenario: Scenario) -> list[Mapping[str, Json]]:
+        """Schemas of a scenario's tools for the judge; none if it does not show them, or they are not known."""
+        if not self._describes_tools:
+            return []
+        try:
+            offered = await self._toolbox.offered_tools(scenario)
+        except KestrlError:  # then no episode could begin, and each has this failure
+            return []
+        return [tool.to_openai() for tool in offered.tools]
+
+    async def run(self, request: GroupRequest, index: int, clock: GroupClock) -> Episode:
+        """Runs episode `index` of a group. Raises only on cancellation."""
+        attempt = _Attempt(f"{request.id}/{index}", index, request.seed + index, Waiting())
+        attributes = {Attr.EPISODE_ID: attempt.id, Attr.SCENARIO_ID: request.scenario.id}
+        with span(SpanName.EPISODE, attributes) as current:
+            failure = await self._settle(request, attempt, clock)
+            conversation = attempt.conversation
+            stopped = StopReason.ANSWERED if conversation is None else conversation.finish()
+            stop_reason = stopped if failure is None else StopReason.FAILED
+            current.set_attribute(Attr.STOP_REASON, stop_reason)
+            if failure is not None:
+                current.set_attributes({Attr.FAILURE_BOUNDARY: failure.boundary, Attr.ERROR_TYPE: failure.code})
+            return Episode(
+                id=attempt.id,
+                group_id=request.id,
+                scenario_id=request.scenario.id,
+                index=index,
+                seed=attempt.seed,
+                rows=() if conversation is None else conversation.rows(),
+                turns=() if conversation is None else tuple(conversation.turns),
+                tool_calls=() if conversation is None else tuple(conversation.tool_calls),
+                messages=request.scenario.messages if conversation is None else conversation.messages,
+                stop_reason=stop_reason,
+                failure=failure,
+                policy=request.policy,
+                engine="" if attempt.engine is None else attempt.engine.engine,
+                started_at=attempt.started_at,
+                seconds=time.monotonic() - attempt.started,
+                trace_id=current_trace_id(),
+                metrics={} if conversation is None else usable_metrics(conversation.metrics),
+                loop_reward=attempt.reward,
+                environments=attempt.environments,
+            )
+
+    async def _settle(self, request: GroupRequest, attempt: _Attempt, clock: GroupClock) -> Failure | None:
+        """Runs to the end; returns the failure, or None."""
+        try:
+            async with deadline(Scope.GROUP, clock.begin_by, attempt.waiting):
+                await self._slots.acquire()
+            try:
+                clock.begun()
+                attempt.started_at, attempt.started = time.time(), time.monotonic()
+                async with deadline(Scope.EPISODE, now() + request.deadlines.episode, attempt.waiting):
+                    await self._open(request, attempt)
+                    await self._drive(attempt)
+                    await self._take_state(attempt, request.deadlines.tool)
+                assert attempt.conversation is not None
+                check_metrics(attempt.conversation.metrics)
+            finally:
+                self._leave(attempt)
+        except KestrlError as error:
+            return error.failure(component=self._component)
+        except Exception as error:
+            # An internal error in one episode must not affect the others of its group.
+            log.exception("episode %s: unexpected error", attempt.id)
+            return KestrlError(described(error), code="internal").failure(component=self._component)
+        return None
+
+    async def _open(self, request: GroupRequest, attempt: _Attempt) -> None:
+        scenario = request.scenario
+        loop = attempt.loop = self._loops.of(scenario.agent)
+        with attempt.waiting.on(Boundary.TOOL):
+            offered = await self._toolbox.offered_tools(scenario) if loop.uses_tools else OfferedTools()
+        if loop.built_in:  # a user's loop may write its prompts itself
+            self._check_rendered(scenario, offered)
+        attempt.engine = EngineSession(
+            episode_id=attempt.id,
+            engines=request.engines,
+            policy=request.policy_name,
+            limits=request.limits,
+            seed=attempt.seed,
+            client=self._client,
+            sessions=self.sessions,
+        )
+        attempt.has_state = offered.has_state
+        attempt.tools = self._toolbox.session(attempt.id, scenario, offered.names, seconds=request.deadlines.episode)
+        attempt.conversation = EpisodeConversation(
+            scenario=scenario,
+            seed=attempt.seed,
+            limits=request.limits,
+            deadlines=request.deadlines,
+            chat_model=self._chat_model,
+            engine=attempt.engine,
+            offered=offered,
+            tools=attempt.tools,
+            tool_limits=self._tool_limits,
+            waiting=attempt.waiting,
+        )
+
+    async def _take_state(self, attempt: _Attempt, seconds: float) -> None:
+        """Reads the environments' state for the reward."""
+        if not attempt.has_state:
+            return
+        assert attempt.tools is not None
+        seconds *= 1 if attempt.tools.opened else 2  # the first request also creates the environments
+        with attempt.waiting.on(Boundary.TOOL):
+            async with deadline(Scope.TOOL, now() + seconds, attempt.waiting):
+                attempt.environments = await attempt.tools.state(seconds=seconds)
+
+    def _check_rendered(self, scenario: Scenario, offered: OfferedTools) -> None:
+        """Refuses a prompt that does not name the offered tools. Raises UserInputError with code
+        `tools_not_rendered`.
+        """
+        if not offered.names:
+            return
+        messages = [Message(role=said["role"], text=said["content"]) for said in scenario.messages]
+        problem = unrendered(self._chat_model.chat.text(messages, offered.toolset), offered.names)
+        if problem is not None:
+            raise UserInputError(f"scenario {scenario.id}: {problem}", code="tools_not_rendered")
+
+    async def _drive(self, attempt: _Attempt) -> None:
+        """Runs the loop and attributes its exceptions."""
+        conversation, loop = attempt.conversation, attempt.loop
+        assert conversation is not None
+        assert loop is not None
+        try:
+            with attempt.waiting.on(Boundary.INFRASTRUCTURE if loop.built_in else Boundary.USER_CODE):
+                returned = await self._run_loop(loop, attempt, conversation)
+        except LimitReached:
+            returned = None  # the conversation has recorded which limit
+        except KestrlError as error:
+            raise conversation.broken or error from error.__cause__
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise
+            raise _raised_by_loop(loop, "CancelledError, though nothing cancelled it") from None
+        except BaseException as error:
+            if conversation.broken is not None:
+                raise conversation.broken from error
+            if loop.built_in:
+                raise
+            log.warning("episode %s: agent.loop %s raised", attempt.id, loop.name, exc_info=error)
+            raise _raised_by_loop(loop, _describe(error)) from error
+        if conversation.broken is not None:
+            raise conversation.broken
+        score = returned_reward(loop.name, returned)
+        if score is not None:
+            attempt.reward = score.value
+            conversation.metrics.update({**score.metrics, REWARD: score.value})
+
+    async def _run_loop(self, loop: LoadedLoop, attempt: _Attempt, conversation: EpisodeConversation) -> object:
+        """Runs the loop. A user's loop has its own task, so that the episode ends even if the loop ignores its
+        cancellation.
+        """
+        if loop.built_in:
+            return await loop.run(conversation)
+        if len(self._abandoned) >= MAX_ABANDONED:
+            raise UserCodeError(
+                f"agent.loop {loop.name}: {MAX_ABANDONED} episodes ignored their cancellation and still run; let "
+                "asyncio.CancelledError pass",
+                code="agent_hangs",
+            )
+        task = asyncio.create_task(_contained(loop.run(conversation)), name=f"loop-{attempt.id}")
+        try:
+            await asyncio.wait({task})
+        except asyncio.CancelledError:
+            await self._cancel(loop, task, attempt, conversation)
+            raise
+        returned, error = task.result()
+        if error is not None:
+            raise error
+        return returned
+
+    async def _cancel(
+        self, loop: LoadedLoop, task: asyncio.Task[_Contained], attempt: _Attempt, conversation: EpisodeConversation
+    ) -> None:
+        """Cancels a loop's task and abandons it if it does not end within `CANCEL_SECONDS`."""
+        waited = attempt.waiting.boundary
+        self._abandoned.add(task)
+        task.add_done_callback(self._abandoned.discard)
+        task.cancel()
+        try:
+            await asyncio.wait({task}, timeout=CANCEL_SECONDS)
+        finally:
+            attempt.waiting.boundary = waited  # the deadline that passed reports what was waited for then
+            if not task.done():
+                log.error("episode %s: agent.loop %s ignores its cancellation", attempt.id, loop.name)
+                conversation.abandon(UserCodeError(f"agent.loop {loop.name}: its episode is over"))
+
+    def _leave(self, attempt: _Attempt) -> None:
+        """Releases what the episode holds. Its slot is released when the tool session is closed, so that slots bound
+        the sessions.
+        """
+        if attempt.engine is not None:
+            attempt.engine.finish()
+        if attempt.tools is None or not attempt.tools.used:
+            self._slots.release()
+            return
+        task = asyncio.create_task(self._close_tools(attempt.id, attempt.tools), name=f"close-tools-{attempt.id}")
+        self._closing.add(task)
+        task.add_done_callback(self._closed)
+
+    def _closed(self, task: asyncio.Task[None]) -> None:
+        self._closing.discard(task)
+        self._slots.release()
+
+    async def _close_tools(self, episode_id: str, tools: ToolSession) -> None:
+        try:
+            await tools.close()
+        except KestrlError as error:
+            # The episode is complete; the tool service ends the session by itself after its lifetime.
+            log.warning("episode %s: its tool session could not be closed: %s", episode_id, error)
+
+    async def closed(self) -> None:
+        """Waits until all tool sessions are closed."""
+        if self._closing:
+            await asyncio.wait(self._closing)
+
+
+async def _contained(work: Awaitable[object]) -> _Contained:
+    """Awaits a user's code and returns its exception: a task would let KeyboardInterrupt and SystemExit end the event
+    loop.
+    """
+    enter_user_code()
+    try:
+        return await work, None
+    except asyncio.CancelledError:
+        raise
+    except BaseException as error:  # noqa: BLE001 - raised again by the caller
+        return None, error
+
+
+def _raised_by_loop(loop: LoadedLoop, what: str) -> UserCodeError:
+    return UserCodeError(f"agent.loop {loop.name}: raised {what}", code="agent_raised")
+
+
+def _describe(error: BaseException) -> str:
+    """The error and the line that raised it."""
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+    return f"{described(error)}{where}"

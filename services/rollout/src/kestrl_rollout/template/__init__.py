@@ -1,0 +1,1 @@
+"""Conversations as token ids and back: chat template, tokenizer and tool-call format."""

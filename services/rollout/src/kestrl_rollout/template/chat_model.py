@@ -1,0 +1,281 @@
+"""Loading of tokenizer, chat template and the tokens that end a turn, without weights and without transformers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from functools import cached_property
+from pathlib import Path
+from typing import Any, cast
+
+from kestrl.errors import UserInputError
+from kestrl.formats import Schemas, ToolCallFormat
+from kestrl_rollout.template.chat import Chat, Message
+from kestrl_rollout.template.chat_template import Template, TemplateRefused
+from kestrl_rollout.template.formats import choose
+from kestrl_rollout.template.parser import Parsed, TurnReader
+from kestrl_rollout.template.toolset import NO_TOOLS, ToolSet
+from kestrl_rollout.template.vocabulary import Vocabulary
+
+FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "generation_config.json",
+    "chat_template.jinja",
+)
+SYNTHETIC_TOOL: Mapping[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "look_up",
+        "description": "Looks a word up.",
+        "parameters": {"type": "object", "properties": {"word": {"type": "string"}}, "required": ["word"]},
+    },
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatModel:
+    """Text interface of a model: messages to tokens, sampled tokens to text."""
+
+    chat: Chat
+    stop_ids: tuple[int, ...]
+    """Ids of the tokens that end a turn."""
+    eos_id: int | None
+    pad_id: int | None
+    format: ToolCallFormat
+    """The model's tool-call format."""
+
+    @property
+    def vocabulary(self) -> Vocabulary:
+        return self.chat.vocabulary
+
+    def read_turn(self, ids: Sequence[int], schemas: Schemas, *, cut: bool = False) -> Parsed:
+        """Parses a turn from its sampled tokens alone, including the one that ended it."""
+        end = len(ids)
+        while end and ids[end - 1] in self.stop_ids:
+            end -= 1
+        opening, closing = self.format.reasoning or ("", "")
+        head, found, _ = self.vocabulary.decode(ids[:end]).partition(closing) if closing else ("", "", "")
+        reasoning = bool(found) and opening not in head
+        return self.reader.parse(ids[:end], schemas, reasoning=reasoning, cut=cut)
+
+    @cached_property
+    def reader(self) -> TurnReader:
+        return TurnReader(self.vocabulary, self.format, whole_turns=self.chat.with_calls)
+
+
+def load_model(
+    tokenizer: str,
+    template: str | None,
+    *,
+    tools: bool,
+    started: datetime,
+    tool_calls: str | None = None,
+    offered: bool = False,
+) -> ChatModel:
+    """Loads tokenizer and template and verifies that conversations can be extended with them.
+
+    Args:
+        tokenizer: A folder, or a Hugging Face id.
+        template: File of a template that replaces the model's own.
+        tools: Whether tools are offered, so that the template must have a place for their results.
+        started: The time that `strftime_now` in a template reports.
+        tool_calls: The tool-call format, a name or an import path; None detects it from the template.
+        offered: Whether tools are offered to a loop for which the worker parses calls, which requires a format.
+
+    Raises:
+        UserInputError: A file is missing or unreadable, the template cannot be verified, or its tool calls cannot be
+            parsed.
+    """
+    folder = _folder(tokenizer)
+    data = _json(folder / "tokenizer.json")
+    if not data:
+        raise UserInputError(
+            f"model.base: {folder / 'tokenizer.json'} is missing; only models with a fast tokenizer can be used"
+        )
+    config = _json(folder / "tokenizer_config.json")
+    source = _template(folder, template, config)
+    vocabulary = Vocabulary(data)
+    special = {**_special(_json(folder / "special_tokens_map.json")), **_special(config)}
+    rendering = Template(source, special, started=started)
+    with_calls, closing = _verified(rendering, vocabulary, tools=tools)
+    chosen = choose(rendering, source, vocabulary, tool_calls, required=offered)
+    eos = vocabulary.control(special.get("eos_token", ""))
+    stops = [
+        *_eos_ids(_json(folder / "generation_config.json")),
+        *(each for each in (eos, *closing) if each is not None),
+    ]
+    inner = {token for text in chosen.inner_ends if (token := vocabulary.control(text)) is not None}
+    stops = [each for each in stops if each not in inner]
+    if not stops:
+        raise UserInputError(
+            "model.base: no token ends a turn: the tokenizer has no eos_token, generation_config.json no eos_token_id, "
+            "and the chat template closes a turn with no control token"
+        )
+    return ChatModel(
+        # A turn of several messages ends with the end of any of them.
+        chat=Chat(rendering, vocabulary, with_calls=with_calls, ends=(*inner, *stops) if inner else ()),
+        stop_ids=tuple(dict.fromkeys(stops)),
+        eos_id=eos if eos is not None else next(iter(closing), None),
+        pad_id=vocabulary.control(special.get("pad_token", "")),
+        format=chosen,
+    )
+
+
+STARTS = (
+    (Message(role="system", text="You look words up."), Message(role="user", text="What is a kestrel?")),
+    (Message(role="user", text="What is a kestrel?"),),
+)
+"""Conversations for verifying a template. Templates without a system role are refused only for data that uses it."""
+
+
+def load_vocabulary(tokenizer: str) -> Vocabulary:
+    """Loads the tokenizer alone.
+
+    Raises:
+        UserInputError: It is missing or cannot be used.
+    """
+    return Vocabulary(_json(_folder(tokenizer) / "tokenizer.json"))
+
+
+class NoPlaceForResults(UserInputError):
+    """The template refuses a tool's result."""
+
+    code = "template_refuses_results"
+
+
+def _verified(template: Template, vocabulary: Vocabulary, *, tools: bool) -> tuple[bool, Sequence[int]]:
+    """Whether the template takes results only behind `tool_calls`, and the control tokens that close a turn."""
+    try:
+        return False, verify_template(Chat(template, vocabulary), tools=tools)
+    except NoPlaceForResults:
+        return True, verify_template(Chat(template, vocabulary, with_calls=True), tools=tools)
+
+
+def verify_template(chat: Chat, *, tools: bool) -> Sequence[int]:
+    """Verifies with sample conversations that a turn's prompt extends the previous one, token for token.
+
+    Returns:
+        The control tokens with which the template closes a turn, the one of an answer first.
+
+    Raises:
+        UserInputError: It does not, or text without control tokens is encoded differently from the whole text.
+    """
+    toolset = chat.toolset([SYNTHETIC_TOOL]) if tools else NO_TOOLS
+    for start in STARTS:
+        try:
+            return verify_start(chat, start, toolset)
+        except TemplateRefused:
+            if start is STARTS[-1]:
+                raise
+    raise AssertionError("STARTS is not empty")
+
+
+def verify_start(chat: Chat, start: Sequence[Message], toolset: ToolSet) -> Sequence[int]:
+    """As `verify_template`, for the first messages of a row of data.
+
+    Raises:
+        UserInputError: As `verify_template`.
+    """
+    _same_as_whole(chat, start, toolset)
+    answered = [*start, Message(role="assistant", text="One moment.")]
+    extensions: list[Sequence[int] | None] = [chat.extension(answered, since=len(start), last=None, tools=toolset)]
+    result = Message(role="tool", text="A small falcon.", name="look_up")
+    if toolset is not NO_TOOLS:
+        for what, new in {"a tool's result": [result], "two tools' results": [result, result]}.items():
+            extensions.append(_extension(chat, [*answered, *new], len(start), what, toolset))
+    first = [new[0] for new in extensions if new]
+    return tuple(dict.fromkeys(token for token in first if token in chat.vocabulary.control_ids))
+
+
+def _extension(chat: Chat, messages: Sequence[Message], since: int, what: str, toolset: ToolSet) -> Sequence[int]:
+    try:
+        new = chat.extension(messages, since=since, last=None, tools=toolset)
+    except TemplateRefused as error:
+        raise NoPlaceForResults(
+            f"the chat template has no place for {what} ({error}), so tools cannot be used with it; name another with "
+            "agent.template, or leave out spec.tools"
+        ) from error
+    if new is None:
+        raise UserInputError(
+            f"the chat template cannot be used: with {what} after a turn it writes the conversation before that turn "
+            "differently; name another with agent.template"
+        )
+    return new
+
+
+def _same_as_whole(chat: Chat, messages: Sequence[Message], toolset: ToolSet) -> None:
+    if chat.prompt(messages, toolset) != chat.vocabulary.whole(chat.text(messages, toolset)):
+        raise UserInputError(
+            "the tokenizer cannot be used: it encodes a text differently when cut at control tokens "
+            "(a pre-tokenizer that looks at the position in the whole text)"
+        )
+
+
+def _folder(tokenizer: str) -> Path:
+    path = Path(tokenizer)
+    if path.is_dir():
+        return path
+    if path.is_absolute() or tokenizer.startswith("."):
+        raise UserInputError(f"model.base: the folder {tokenizer} does not exist")
+    try:
+        import huggingface_hub
+    except ImportError as error:
+        raise UserInputError(
+            f"model.base: {tokenizer!r} is not a folder, and huggingface_hub is not installed to download it"
+        ) from error
+    try:
+        download = cast(Any, huggingface_hub).snapshot_download
+        return Path(download(tokenizer, allow_patterns=list(FILES)))
+    except Exception as error:
+        raise UserInputError(f"model.base: cannot download {tokenizer!r} from Hugging Face: {error}") from error
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise UserInputError(f"{path}: not readable as JSON: {error}") from error
+    return cast(dict[str, Any], value) if isinstance(value, dict) else {}
+
+
+def _special(config: Mapping[str, Any]) -> dict[str, str]:
+    """`bos_token`, `eos_token`, ...: strings used by templates, given as text or as an object with `content`."""
+    found: dict[str, str] = {}
+    for key, value in config.items():
+        text = cast(dict[str, Any], value).get("content") if isinstance(value, dict) else value
+        if key.endswith("_token") and isinstance(text, str):
+            found[key] = text
+    return found
+
+
+def _eos_ids(generation: Mapping[str, Any]) -> list[int]:
+    value = generation.get("eos_token_id")
+    if value is None:
+        return []
+    return [int(each) for each in cast(list[Any], value)] if isinstance(value, list) else [int(value)]
+
+
+def _template(folder: Path, override: str | None, config: Mapping[str, Any]) -> str:
+    for path in (Path(override),) if override else (folder / "chat_template.jinja",):
+        try:
+            return path.read_text(encoding="utf-8")
+        except FileNotFoundError as error:
+            if override:
+                raise UserInputError(f"agent.template: {override} does not exist") from error
+        except (OSError, ValueError) as error:
+            raise UserInputError(f"{path}: not readable: {error}") from error
+    found = config.get("chat_template")
+    if isinstance(found, list):
+        named = {str(each["name"]): str(each["template"]) for each in cast(list[Any], found)}
+        found = named.get("tool_use", named.get("default"))
+    if not isinstance(found, str):
+        raise UserInputError(
+            f"model.base: {folder} has no chat template, as base models often have none; name one with agent.template"
+        )
+    return found

@@ -1,0 +1,93 @@
+"""Detection of a chat template's tool-call format, by parsing a call that the template itself writes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from kestrl.errors import UserInputError
+from kestrl.formats import ToolCallFormat
+from kestrl.formats.registry import BUILT_IN, FIELD, resolve
+from kestrl_rollout.template.chat_template import Template, TemplateRefused
+from kestrl_rollout.template.parser import TurnReader
+from kestrl_rollout.template.vocabulary import Vocabulary
+
+TOOL: Mapping[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "look_up",
+        "description": "Looks a word up.",
+        "parameters": {"type": "object", "properties": {"word": {"type": "string"}}, "required": ["word"]},
+    },
+}
+NAME, ARGUMENTS = "look_up", {"word": "kestrel"}
+SCHEMAS = {NAME: TOOL["function"]["parameters"]}
+QUESTION = "What does the word mean that names a small falcon?"
+ANSWER = "It is a bird of prey."
+
+
+def choose(
+    template: Template, source: str, vocabulary: Vocabulary, override: str | None, *, required: bool
+) -> ToolCallFormat:
+    """The tool-call format of the worker.
+
+    Args:
+        template: The chat template.
+        source: The template's text.
+        vocabulary: The model's vocabulary.
+        override: `agent.toolCallFormat`.
+        required: Whether the job offers tools to a loop for which the worker parses calls.
+
+    Raises:
+        UserInputError: The named format does not exist, or one is required and none is detected.
+    """
+    if override is not None:
+        return resolve(override)
+    found = detect(template, source, vocabulary)
+    if found is None and required:
+        raise UserInputError(
+            f"{FIELD}: the job offers tools, but the chat template writes tool calls in no format that is known "
+            f"({', '.join(BUILT_IN)}). Name the format that the model was trained on, or your own as "
+            "package.module:Format; or give a template that renders tools with agent.template; or remove `tools`"
+        )
+    return found or BUILT_IN["hermes"]
+
+
+def detect(template: Template, source: str, vocabulary: Vocabulary) -> ToolCallFormat | None:
+    """The built-in format that parses the template's own call; if it writes none, the format that its text asks for."""
+    for written, reasoning in _written(template):
+        ids = vocabulary.whole(written)
+        for format in BUILT_IN.values():  # noqa: A001 - the domain's own word
+            calls = TurnReader(vocabulary, format).parse(ids, SCHEMAS, reasoning=reasoning).calls
+            if [(call.name, call.arguments, call.problem) for call in calls] == [(NAME, ARGUMENTS, None)]:
+                return format
+        if NAME in written:
+            return None  # it writes calls in an unknown format
+    asked = [each for each in BUILT_IN.values() if each.hints and all(hint in source for hint in each.hints)]
+    return asked[0] if asked else None
+
+
+def _written(template: Template) -> Iterator[tuple[str, bool]]:
+    """What the template writes for a turn with one call, and whether the prompt before it opened the reasoning.
+
+    Arguments are tried as an object and as JSON text: templates differ in what they accept.
+    """
+    asked = [{"role": "user", "content": QUESTION}]
+    for arguments in (ARGUMENTS, '{"word": "kestrel"}'):
+        function = {"name": NAME, "arguments": arguments}
+        turn = {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{"id": "000000000", "type": "function", "function": function}],
+        }
+        try:
+            prompt = template.render(asked, [TOOL], generate=True).text
+            whole = template.render([*asked, turn], [TOOL], generate=False).text
+            plain = template.render([*asked, {"role": "assistant", "content": ANSWER}], [TOOL], generate=False).text
+        except TemplateRefused:
+            continue  # the template refuses such a conversation; its text may still name a format
+        whole = whole.removesuffix(plain.rpartition(ANSWER)[2])  # the end of a turn is not a part of the call
+        if whole.startswith(prompt):
+            yield whole[len(prompt) :], prompt.rfind("<think>") > prompt.rfind("</think>")
+        else:
+            yield whole.rpartition(QUESTION)[2], False

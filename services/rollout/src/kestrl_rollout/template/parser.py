@@ -1,0 +1,197 @@
+"""Parsing of a turn into reasoning, tool calls in the model's format, and content.
+
+Markers that are control tokens are searched in the sampled *ids*: a model that only writes the characters has not made
+a call. Other markers are searched in the text. Every attempt yields a `Call`, malformed ones too, with a message to the
+model about the right form; none is dropped.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from kestrl.agents import Call
+from kestrl.episode import CallOutcome
+from kestrl.errors import UserCodeError
+from kestrl.formats import Marker, Schemas, ToolCallFormat, WrittenCall
+from kestrl_rollout.template.chat import Message
+from kestrl_rollout.template.vocabulary import Vocabulary
+
+THINK_TAGS = ("<think>", "</think>")
+"""The only reasoning markers that templates look for in a message's text, where they may delete it later."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parsed:
+    """A parsed turn."""
+
+    text: str
+    """The whole turn for people and rewards."""
+    content: str
+    """The text without reasoning and calls."""
+    calls: Sequence[Call]
+    message: Message
+    """The turn as a message, with its reasoning apart, as some templates delete it later."""
+
+
+class TurnReader:
+    """Parses turns of one model in one tool-call format."""
+
+    def __init__(
+        self,
+        vocabulary: Vocabulary,
+        format: ToolCallFormat,  # noqa: A002 - the domain's own word
+        *,
+        whole_turns: bool = False,
+    ) -> None:
+        """Reads a model's turns.
+
+        Args:
+            vocabulary: The model's vocabulary.
+            format: Its tool-call format.
+            whole_turns: Whether reasoning stays in a turn's message, as the template has no place for it.
+        """
+        self._vocabulary = vocabulary
+        self.format = format
+        self._separates = not whole_turns and format.reasoning == THINK_TAGS
+        opening, closing = format.reasoning or ("", "")
+        self._opening, self._closing = opening, closing
+        by_token = {text: vocabulary.control(text) for text in (*format.markers, opening, closing) if text}
+        self._by_id = {token: Marker(text) for text, token in by_token.items() if token is not None}
+        # The longest first: a marker may be the prefix of another.
+        textual = sorted((text for text, token in by_token.items() if token is None), key=len, reverse=True)
+        self._textual = re.compile(f"({'|'.join(map(re.escape, textual))})") if textual else None
+
+    def parse(self, ids: Sequence[int], schemas: Schemas, *, reasoning: bool = False, cut: bool = False) -> Parsed:
+        """Parses a turn.
+
+        Args:
+            ids: The sampled tokens, without the one that ended the turn.
+            schemas: Schemas of the offered tools.
+            reasoning: Whether the prompt had opened the reasoning already.
+            cut: Whether a limit ended the turn.
+
+        Raises:
+            UserCodeError: A user's format raised an exception.
+        """
+        text = self._vocabulary.decode(ids)
+        pieces = list(self._pieces(ids, text))
+        outside = list(self._without_reasoning(pieces, thinking=reasoning))
+        with self._user_code("read"):
+            turn = self.format.read(outside, schemas, cut=cut)
+        calls = [self._call(call, schemas, cut=cut) for call in turn.calls]
+        message = self._message(ids, text)
+        return Parsed(text=self._readable(pieces, text), content=turn.content, calls=calls, message=message)
+
+    def text(self, ids: Sequence[int]) -> str:
+        """The text of a turn for people and rewards."""
+        text = self._vocabulary.decode(ids)
+        return self._readable(list(self._pieces(ids, text)), text)
+
+    def _readable(self, pieces: Sequence[str], text: str) -> str:
+        with self._user_code("readable"):
+            readable = self.format.readable(pieces)
+        return text if readable is None else readable
+
+    @contextmanager
+    def _user_code(self, method: str) -> Generator[None]:
+        try:
+            yield
+        except Exception as error:
+            raise UserCodeError(
+                f"agent.toolCallFormat: {self.format.name}: {method} raised {type(error).__name__}: {error}",
+                code="format_raised",
+            ) from error
+
+    def _pieces(self, ids: Sequence[int], whole: str) -> Iterator[str]:
+        if self._by_id.keys().isdisjoint(ids):
+            yield from self._texts(whole)
+            return
+        start = 0
+        for index, token in enumerate(ids):
+            if token in self._by_id:
+                yield from self._texts(self._vocabulary.decode(ids[start:index]))
+                yield self._by_id[token]
+                start = index + 1
+        yield from self._texts(self._vocabulary.decode(ids[start:]))
+
+    def _texts(self, text: str) -> Iterator[str]:
+        if self._textual is None:
+            yield from [text] if text else []
+            return
+        for index, piece in enumerate(self._textual.split(text)):
+            if piece:
+                yield Marker(piece) if index % 2 else piece
+
+    def _without_reasoning(self, pieces: Iterable[str], *, thinking: bool) -> Iterator[str]:
+        """The pieces outside reasoning; a closing marker without reasoning is left out.
+
+        Reasoning comes before calls: after a marker of the format, which may begin a call, reasoning markers are plain
+        text.
+        """
+        thinking = thinking and bool(self._closing)
+        begun = False
+        for piece in pieces:
+            if isinstance(piece, Marker) and piece in (self._opening, self._closing):
+                if begun:
+                    yield str(piece)
+                else:
+                    thinking = piece == self._opening
+            elif not thinking:
+                begun = begun or isinstance(piece, Marker)
+                yield piece
+
+    def _call(self, call: WrittenCall, schemas: Schemas, *, cut: bool) -> Call:
+        """The call, with the message to the model if it cannot be executed."""
+        form = f"Nothing was called; {self.format.example}."
+        if call.unfinished:
+            why = "the turn's length limit cut it" if cut else "its end is missing"
+            message = f"Error: the tool call was not finished, {why}. {form}"
+            problem = CallOutcome.TRUNCATED
+        elif call.arguments is None or not call.name or call.problem:
+            message = f"Error: the tool call cannot be read: {call.problem or 'it names no tool'}. {form}"
+            problem = CallOutcome.INVALID_JSON
+        elif call.name not in schemas:
+            message = f"Error: there is no tool {call.name!r}. The tools are: {', '.join(schemas) or 'none'}."
+            return Call(
+                name=call.name,
+                arguments=call.arguments,
+                raw=call.raw,
+                problem=CallOutcome.UNKNOWN_TOOL,
+                message=message,
+                id=call.id,
+            )
+        else:
+            return Call(name=call.name, arguments=call.arguments, raw=call.raw, id=call.id)
+        return Call(name=call.name, arguments=None, raw=call.raw, problem=problem, message=message, id=call.id)
+
+    def _message(self, ids: Sequence[int], text: str) -> Message:
+        if not self._separates:
+            return Message(role="assistant", text=text, ids=ids)
+        token = self._vocabulary.control(self._closing)
+        if token is None:
+            head, found, answer = text.partition(self._closing)
+            if not found:
+                return Message(role="assistant", text=text, ids=ids)
+            return Message(role="assistant", text=answer, reasoning=head.rpartition(self._opening)[2].strip("\n"))
+        if token not in ids:
+            return Message(role="assistant", text=text, ids=ids)
+        end = list(ids).index(token)
+        opening = self._vocabulary.control(self._opening)
+        inside = self._trim([each for each in ids[:end] if each != opening])
+        answer = self._trim(ids[end + 1 :])
+        decode = self._vocabulary.decode
+        return Message(
+            role="assistant", text=decode(answer), ids=answer, reasoning=decode(inside), reasoning_ids=inside
+        )
+
+    def _trim(self, ids: Sequence[int]) -> Sequence[int]:
+        """Ids without white space at the ends, which the template writes itself around reasoning."""
+        start, end = 0, len(ids)
+        while start < end and not self._vocabulary.decode(ids[start : start + 1]).strip():
+            start += 1
+        while start < end and not self._vocabulary.decode(ids[end - 1 : end]).strip():
+            end -= 1
+        return ids[start:end]

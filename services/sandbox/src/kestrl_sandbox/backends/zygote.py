@@ -1,0 +1,181 @@
+"""The back-end `zygote`: a warm interpreter that forks, and namespaces, filters and limits around each fork."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import socket
+import subprocess
+import sys
+import time
+
+from kestrl_sandbox.config import ENVIRONMENT, SOURCE, PoolConfig, prefixes
+from kestrl_sandbox.contract import Capabilities, Isolation, SandboxFailure
+from kestrl_sandbox.inside import syscall_table
+from kestrl_sandbox.inside.landlock import SCOPES
+from kestrl_sandbox.pool.cgroups import Cgroups, SlotCgroup
+from kestrl_sandbox.pool.slots import Slot, first_frame, handshake, make_cgroups, slot_sockets
+
+log = logging.getLogger(__name__)
+NOBODY = 65534
+START_SECONDS = 30.0
+CLOSE_SECONDS = 5.0
+
+
+class Zygote:
+    """The process that forks sandboxes."""
+
+    def __init__(
+        self, config: PoolConfig, process: subprocess.Popen[bytes], control: socket.socket, cgroups: Cgroups | None
+    ) -> None:
+        self._config, self._process, self._control, self._cgroups = config, process, control, cgroups
+        self._number = 0
+        self._slots: dict[int, SlotCgroup] = {}
+        self.capabilities = Capabilities(backend="zygote", isolation=Isolation.NAMESPACES, mechanisms={})
+
+    @classmethod
+    async def start(cls, config: PoolConfig) -> Zygote:
+        """Starts it and waits until it can fork sandboxes.
+
+        Raises:
+            SandboxFailure: This node does not allow it.
+        """
+        began = time.monotonic()
+        cgroups, no_cgroup = make_cgroups()
+        ours, theirs = socket.socketpair()
+        settings = {
+            "preload": list(config.preload),
+            "prefixes": prefixes(),
+            "cgroup": cgroups is not None,
+            "limits": {
+                "disk_mb": config.disk_mb,
+                "inodes": config.inodes,
+                "memory_mb": config.memory_mb,
+                "processes": config.processes,
+                "open_files": config.open_files,
+            },
+        }
+        program = (
+            f"import sys; sys.path.insert(0, {str(SOURCE)!r}); from kestrl_sandbox.inside.launcher import main; main()"
+        )
+        process = subprocess.Popen(  # noqa: S603, ASYNC220 - our own interpreter; it returns after the fork
+            [sys.executable, "-I", "-S", "-c", program, str(theirs.fileno()), json.dumps(settings)],
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            env=ENVIRONMENT,
+            cwd="/",
+        )
+        theirs.close()
+        ours.setblocking(False)
+        zygote = cls(config, process, ours, cgroups)
+        try:
+            await zygote._ready(no_cgroup, began)
+        except BaseException:
+            await zygote.close()
+            raise
+        return zygote
+
+    async def _ready(self, no_cgroup: str, began: float) -> None:
+        try:
+            async with asyncio.timeout(START_SECONDS):
+                answer, _ = await first_frame(self._control)
+        except (TimeoutError, EOFError, OSError, ValueError) as error:
+            raise SandboxFailure(
+                f"the zygote did not start: {error or 'no answer'}", code="sandbox_unavailable"
+            ) from error
+        if "error" in answer:
+            raise SandboxFailure(
+                f"this node does not allow it: {answer['error']}", code="sandbox_unavailable", retryable=False
+            )
+        memory = f"cgroup v{self._cgroups.version}" if self._cgroups else f"watched every 0.1 s ({no_cgroup})"
+        self.capabilities = Capabilities(
+            backend="zygote",
+            isolation=Isolation.NAMESPACES,
+            start_seconds=time.monotonic() - began,
+            mechanisms={
+                "namespaces": "user, pid and mount for each; network, ipc and uts for "
+                "all, in which nothing can be made",
+                "user": "1000 inside, no capability, no_new_privs",
+                "root": "read-only; private /work, /tmp, /dev/shm with a quota",
+                "proc": "own, processes only"
+                if answer["proc"]
+                else "none: a container's /proc cannot be mounted again",
+                "seccomp": f"allow-list of {len(syscall_table.allowed(os.uname().machine))} calls",
+                "landlock": f"ABI {answer['landlock']}" if answer["landlock"] else "no: not in this kernel",
+                "memory": memory if self._cgroups or answer["proc"] else f"address space only ({no_cgroup})",
+                "network": "none: "
+                + ("one empty namespace" if answer["landlock"] >= SCOPES else "an empty namespace each"),
+            },
+        )
+
+    @property
+    def running(self) -> bool:
+        return self._process.poll() is None
+
+    async def new_slot(self) -> Slot:
+        """Starts the leader of a slot.
+
+        Raises:
+            SandboxFailure: It did not start.
+        """
+        self._number += 1
+        number = self._number
+        ours, theirs = slot_sockets()
+        try:
+            with theirs:
+                socket.send_fds(self._control, [b"S" + number.to_bytes(4, "big")], [theirs.fileno()])
+        except OSError as error:
+            ours.close()
+            raise SandboxFailure(f"the zygote takes no command: {error}", code="sandbox_unavailable") from error
+        slot, _ = await handshake(number, ours, lambda pid: self._new_cgroup(number, pid), seconds=START_SECONDS)
+        return slot
+
+    def _new_cgroup(self, number: int, pid: int) -> SlotCgroup | None:
+        if self._cgroups is None:
+            return None
+        memory = self._config.memory_mb + self._config.disk_mb
+        cgroup = self._cgroups.slot(number, memory_mb=memory, processes=self._config.processes)
+        cgroup.add(pid)
+        self._slots[number] = cgroup
+        return cgroup
+
+    def kill_slot(self, slot: Slot) -> None:
+        """Kills what is left of a slot."""
+        if self.running:
+            try:
+                self._control.send(b"K" + slot.number.to_bytes(4, "big"))
+            except OSError:
+                log.warning("the zygote does not take commands")
+        self._sweep()
+
+    def _sweep(self) -> None:
+        """Removes cgroups of slots that have ended."""
+        # The newest ones may still have processes that are ending; they are looked at again with the next slot.
+        for number, cgroup in list(self._slots.items()):
+            if cgroup.close():
+                del self._slots[number]
+
+    async def close(self) -> None:
+        """Ends the zygote and all sandboxes."""
+        self._control.close()
+        try:
+            await asyncio.to_thread(self._process.wait, CLOSE_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            await asyncio.to_thread(self._process.wait)
+        if self._cgroups is None:
+            return
+        deadline = time.monotonic() + CLOSE_SECONDS
+        while self._slots and time.monotonic() < deadline:
+            for number, cgroup in list(self._slots.items()):
+                if cgroup.close():
+                    del self._slots[number]
+            await asyncio.sleep(0.01 if self._slots else 0)
+        if self._slots:
+            # Seen on Linux 6.18: a cgroup without any process is busy for minutes. The next start removes it.
+            log.warning("%d cgroups of sandboxes cannot be removed yet", len(self._slots))
+        else:
+            self._cgroups.close()

@@ -1,0 +1,1 @@
+"""Hostile programs, and whether a sandbox withstands them."""

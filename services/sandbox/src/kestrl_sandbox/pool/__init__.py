@@ -1,0 +1,1 @@
+"""Places for runs of code: slots, their leaders, limits and queue."""

@@ -1,0 +1,1 @@
+"""Sandboxes of other processes: the HTTP server, and slots over a WebSocket."""

@@ -1,0 +1,201 @@
+"""The status of an SFTJob: each condition from what its Job and its pods show."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from tests.unit.operator.sft_samples import RESULT, batch_job, container_state, ended_with, sft_pod
+
+from kestrl_operator.state.sft import batch_of, sft_pod_of
+from kestrl_operator.status.conditions import REASONS, SFT_REASONS
+from kestrl_operator.status.sft import SFTSnapshot, has_ended, sft_status, with_sft_failure
+
+NOW = "2026-01-01T02:00:00Z"
+DONE = container_state("prepare", ended_with(0, reason="Completed"))
+RUNS = container_state("sft", {"running": {}})
+UNBOUND = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "0/1 nodes are available"}
+
+
+def seen(*pods: dict[str, Any], batch: dict[str, Any] | None = None, **given: Any) -> SFTSnapshot:
+    found = None if batch is None else batch_of(batch)
+    return SFTSnapshot(generation=1, now=NOW, batch=found, pods=[sft_pod_of(pod) for pod in pods], **given)
+
+
+def shown(snapshot: SFTSnapshot, before: dict[str, Any] | None = None) -> dict[str, tuple[str, str, str]]:
+    found = sft_status(before or {}, snapshot)
+    return {item["type"]: (item["status"], item["reason"], item["message"]) for item in found["conditions"]}
+
+
+def test_reasons_are_a_part_of_those_of_an_agentrljob() -> None:
+    assert all(reasons.keys() <= REASONS[kind].keys() for kind, reasons in SFT_REASONS.items())
+
+
+RUNNING = batch_job(ready=1)
+CASES: list[tuple[str, SFTSnapshot, str, dict[str, tuple[str, str, str]]]] = [
+    (
+        "a wrong manifest",
+        seen(problem="spec.data: wrong"),
+        "Rejected",
+        {"Accepted": ("False", "Invalid", "spec.data: wrong"), "Ready": ("False", "NotReady", "not Accepted")},
+    ),
+    (
+        "no pod yet",
+        seen(batch=batch_job(), not_created="exceeded quota: pods"),
+        "Pending",
+        {"Accepted": ("True", "Valid", ""), "Scheduled": ("False", "Pending", "exceeded quota: pods")},
+    ),
+    (
+        "no node",
+        seen(sft_pod(DONE, node="", conditions=[UNBOUND]), batch=batch_job()),
+        "Pending",
+        {"Scheduled": ("False", "Pending", "warm-up-sft-00: 0/1 nodes are available")},
+    ),
+    (
+        "no node ever",
+        seen(sft_pod(DONE, node=""), batch=batch_job(), unsatisfiable="no node offers nvidia.com/gpu"),
+        "Pending",
+        {"Scheduled": ("False", "Unsatisfiable", "no node offers nvidia.com/gpu")},
+    ),
+    (
+        "no such model",
+        seen(sft_pod(container_state("prepare", ended_with(2, "error: spec.model.base: no model"))), batch=batch_job()),
+        "Rejected",
+        {"Accepted": ("False", "Unresolvable", "spec.model.base: no model")},
+    ),
+    (
+        "no such secret",
+        seen(
+            sft_pod(
+                container_state(
+                    "prepare", {"waiting": {"reason": "CreateContainerConfigError", "message": 'secret "s" not found'}}
+                )
+            ),
+            batch=batch_job(),
+        ),
+        "Rejected",
+        {
+            "Accepted": (
+                "False", "Unresolvable", 'warm-up-sft-00: prepare: CreateContainerConfigError: secret "s" not found',
+            )
+        },
+    ),
+    (
+        "training",
+        seen(sft_pod(DONE, RUNS), batch=RUNNING),
+        "Running",
+        {
+            "Scheduled": ("True", "PodsScheduled", ""),
+            "Ready": ("True", "Training", "warm-up-sft-00"),
+            "Succeeded": ("False", "Running", ""),
+        },
+    ),
+    (
+        "a second pod after a failure",
+        seen(
+            sft_pod(DONE, container_state("sft", ended_with(137, reason="OOMKilled"))),
+            sft_pod(DONE, RUNS, made="2026-01-01T00:05:00Z"),
+            batch=batch_job(ready=1, failed=1),
+        ),
+        "Running",
+        {"Ready": ("True", "Training", "warm-up-sft-05")},
+    ),
+    (
+        "the adapter is there",
+        seen(sft_pod(DONE, container_state("sft", ended_with(0, RESULT, "Completed"))), batch=batch_job("Complete")),
+        "Succeeded",
+        {
+            "Succeeded": ("True", "Completed", "s3://bucket/warm-up-5f000000/adapters/000040-3f0c"),
+            "Ready": ("False", "Finished", ""),
+            "Scheduled": ("False", "Released", ""),
+        },
+    ),
+    (
+        "the pod with the result is gone",
+        seen(batch=batch_job("Complete")),
+        "Succeeded",
+        {
+            "Succeeded": (
+                "True",
+                "Completed",
+                "the pod that reported the result's address is gone; summary.json in the job's storage has it",
+            )
+        },
+    ),
+    (
+        "the program refuses its input",
+        seen(
+            sft_pod(DONE, container_state("sft", ended_with(2, "error: spec.data.train: none of 3 conversations"))),
+            batch=batch_job("Failed", "PodFailurePolicy"),
+        ),
+        "Failed",
+        {
+            "Accepted": ("False", "Invalid", "spec.data.train: none of 3 conversations"),
+            "Succeeded": (
+                "False", "LearnerFailed", "sft ended with Error (2): spec.data.train: none of 3 conversations",
+            ),
+        },
+    ),
+    (
+        "too many failures",
+        seen(
+            sft_pod(DONE, container_state("sft", ended_with(137, reason="OOMKilled"))),
+            batch=batch_job("Failed", "BackoffLimitExceeded", failed=4),
+        ),
+        "Failed",
+        {"Succeeded": ("False", "BackoffExceeded", "sft ended with OOMKilled (137)")},
+    ),
+    (
+        "failed, and its pods are gone",
+        seen(batch=batch_job("Failed", "BackoffLimitExceeded")),
+        "Failed",
+        {"Succeeded": ("False", "BackoffExceeded", "as Kubernetes says")},
+    ),
+    (
+        "a refused object beside a running pod",
+        seen(sft_pod(DONE, RUNS), batch=RUNNING, problem="Kubernetes refuses"),
+        "Running",
+        {"Accepted": ("False", "Invalid", "Kubernetes refuses"), "Ready": ("True", "Training", "warm-up-sft-00")},
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("snapshot", "phase", "expected"), [case[1:] for case in CASES], ids=[it[0] for it in CASES])
+def test_each_state_is_observed(snapshot: SFTSnapshot, phase: str, expected: dict[str, tuple[str, str, str]]) -> None:
+    status = sft_status({}, snapshot)
+    assert shown(snapshot).items() >= expected.items()
+    assert status["shown"]["phase"] == phase
+    assert [item["type"] for item in status["conditions"]] == ["Accepted", "Scheduled", "Ready", "Succeeded"]
+    assert {item["observedGeneration"] for item in status["conditions"]} == {1}
+    assert has_ended(status) == (phase in {"Succeeded", "Failed"})
+
+
+def test_the_result_is_what_a_job_starts_from_and_stays() -> None:
+    finished = sft_pod(DONE, container_state("sft", ended_with(0, RESULT, "Completed")))
+    status = sft_status({}, seen(finished, batch=batch_job("Complete", failed=1)))
+    assert status["result"]["uri"] == "s3://bucket/warm-up-5f000000/adapters/000040-3f0c"
+    assert (status["result"]["version"], status["result"]["sha256"]) == ("warm-up.40.3f0c", "3f0c")
+    assert (status["startedAt"], status["finishedAt"]) == ("2026-01-01T00:00:00Z", "2026-01-01T01:00:00Z")
+    assert status["restarts"] == 1
+    assert sft_status(status, seen(batch=batch_job("Complete")))["result"] == status["result"]
+
+
+@pytest.mark.parametrize("message", ["", "not JSON", '{"uri": "s3://x"}'])
+def test_a_message_that_is_no_result_gives_none(message: str) -> None:
+    pod = sft_pod(DONE, container_state("sft", ended_with(0, message, "Completed")))
+    assert "result" not in sft_status({}, seen(pod, batch=batch_job("Complete")))
+
+
+def test_transition_times_change_with_the_status_only() -> None:
+    before = sft_status({}, seen(sft_pod(DONE, RUNS), batch=RUNNING))
+    later = SFTSnapshot(generation=1, now="2026-01-01T03:00:00Z", batch=batch_of(batch_job()), pods=[])
+    times = {item["type"]: item["lastTransitionTime"] for item in sft_status(before, later)["conditions"]}
+    assert times == {"Accepted": NOW, "Scheduled": later.now, "Ready": later.now, "Succeeded": NOW}
+
+
+def test_a_failed_pass_is_in_condition_ready_beside_the_others() -> None:
+    before = sft_status({}, seen(sft_pod(DONE, RUNS), batch=RUNNING))
+    after = with_sft_failure(before, seen(problem="the API server is gone"), "OperatorFailed")
+    conditions = {item["type"]: (item["reason"], item["message"]) for item in after["conditions"]}
+    assert conditions["Ready"] == ("OperatorFailed", "the API server is gone")
+    assert conditions["Scheduled"] == ("PodsScheduled", "")

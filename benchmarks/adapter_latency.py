@@ -33,23 +33,23 @@ import torch
 from benchmarks.report import Row, main
 from tests.fakes.ports import free_port
 
-from kestrl import rpc
+from kestrl._app.local.processes import Launcher
+from kestrl._app.local.rundir import RunDir
+from kestrl._app.local.site import site_of
+from kestrl._shared import rpc
+from kestrl._shared.credentials import Secret
+from kestrl._shared.plan.components import Component, Role
+from kestrl._shared.plan.planning import plan
+from kestrl._shared.plan.settings.tools import ToolEntry
+from kestrl._shared.plan.site import Site
+from kestrl._shared.spec import AgentRLJob
+from kestrl._shared.spec.load import read_job
 from kestrl.api.inference.v1 import inference_pb2 as pb
 from kestrl.api.inference.v1 import inference_pb2_grpc as stubs
-from kestrl.credentials import Secret
 from kestrl.data import load_scenarios
 from kestrl.engines.vllm import SCORING
 from kestrl.episode import PolicyVersion
-from kestrl.local.processes import Launcher
-from kestrl.local.rundir import RunDir
-from kestrl.local.site import site_of
-from kestrl.plan.components import Component, Role
-from kestrl.plan.planning import plan
-from kestrl.plan.settings import ToolEntry
-from kestrl.plan.site import Site
-from kestrl.rpc.codec import policy_to_proto
-from kestrl.spec import AgentRLJob
-from kestrl.spec.load import read_job
+from kestrl.episode.codec import policy_to_proto
 from kestrl.storage import AdapterManifest, open_store
 from kestrl_learner.model import adapters
 from kestrl_learner.model.policy_model import PolicyModel

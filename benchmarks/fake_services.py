@@ -23,7 +23,7 @@ from opentelemetry.proto.collector.trace.v1 import trace_service_pb2_grpc as ost
 from tests.fakes.ports import free_port
 from tokenizers import Tokenizer
 
-from kestrl import rpc
+from kestrl._shared import rpc
 from kestrl.api.judge.v1 import judge_pb2 as jpb
 from kestrl.api.judge.v1 import judge_pb2_grpc as jstubs
 from kestrl.api.tools.v1 import tools_pb2 as tpb

@@ -24,11 +24,12 @@ from benchmarks.report import Row, main
 from tests.fakes.engine import Completion, FakeEngine, Prompt, score
 from tests.fakes.ports import free_port
 
-from kestrl import rpc
+from kestrl._shared import rpc
+from kestrl._shared.plan.settings.inference import AgentSettings
+from kestrl._shared.plan.settings.learner import EngineEntry
 from kestrl.api.inference.v1 import inference_pb2_grpc as stubs
 from kestrl.engines.vllm import Vllm
 from kestrl.episode import PolicyVersion
-from kestrl.plan.settings import AgentSettings, EngineEntry
 from kestrl.storage import AdapterManifest, Probe, open_store, publish_adapter
 from kestrl.storage.adapters import WEIGHTS, digest
 from kestrl_inference.engine import Engine

@@ -25,7 +25,7 @@ from typing import Any
 
 from benchmarks.report import Row, main
 
-from kestrl.plan.components import TORCH_DEFAULTS
+from kestrl._shared.plan.components import TORCH_DEFAULTS
 
 PROMPT, COMPLETION, SIZE, GROUPS = 160, 40, 8, 2
 RATE, REPEATS = 3e-4, 3
@@ -59,8 +59,8 @@ def best(step: Callable[[], object]) -> dict[str, float]:
 
 
 def ours(model: str, *, newest: bool) -> dict[str, float]:
-    from kestrl.plan.planning import algorithm_settings
-    from kestrl.spec import read_job
+    from kestrl._shared.plan.planning import algorithm_settings
+    from kestrl._shared.spec import read_job
     from kestrl_learner.batch.rows import TrainGroup, TrainRow
     from kestrl_learner.model.policy_model import PolicyModel
     from kestrl_learner.train.trainer import Trainer

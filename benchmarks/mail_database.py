@@ -57,7 +57,7 @@ def children(pid: int) -> list[int]:
 
 def build(archive: Path, out: Path) -> tuple[float, float, float]:
     """Seconds, processor seconds and the largest MB of one build."""
-    command = [sys.executable, "-m", "kestrl.cli.main", "email", "build-db"]
+    command = [sys.executable, "-m", "kestrl._app.cli.main", "email", "build-db"]
     command += ["--source", str(archive), "--out", str(out), "--workers", "2"]
     began, before = time.monotonic(), resource.getrusage(resource.RUSAGE_CHILDREN)
     largest = 0

@@ -23,10 +23,10 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from tests.fakes.collector import Collector, collecting
 
+from kestrl._shared.telemetry.names import Attr, SpanName
 from kestrl.episode import Purpose
 from kestrl.storage import open_store
 from kestrl.storage.episodes import ObjectEpisodeStore
-from kestrl.telemetry.names import Attr, SpanName
 from kestrl_learner.ledger import Ledger
 
 JOB = Path(__file__).parents[1] / "examples" / "email-search" / "quickstart.yaml"
@@ -37,7 +37,7 @@ LIMIT = 0.05
 def traced_run(runs: Path, collector: Collector) -> Path:
     settings = (f"schedule.maxSteps={STEPS}", f"telemetry.otlp={collector.endpoint}", "data.validation.size=8")
     flags = [flag for item in settings for flag in ("--set", item)]
-    command = [sys.executable, "-m", "kestrl.cli.main", "run", str(JOB), "--runs", str(runs), *flags]
+    command = [sys.executable, "-m", "kestrl._app.cli.main", "run", str(JOB), "--runs", str(runs), *flags]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     return runs / "email-search-1"

@@ -26,15 +26,15 @@ from typing import Any, NamedTuple
 from benchmarks.report import Row, main
 from tests.fakes.ports import free_port
 
-from kestrl import rpc
+from kestrl._shared import rpc
+from kestrl._shared.credentials import Secret
+from kestrl._shared.plan.settings.rollout import RolloutSettings
+from kestrl._shared.rpc.status import TOKEN_KEY
 from kestrl.api.common.v1 import common_pb2
 from kestrl.api.rollout.v1 import rollout_pb2 as pb
 from kestrl.api.rollout.v1 import rollout_pb2_grpc as stubs
-from kestrl.credentials import Secret
 from kestrl.episode import Scenario
-from kestrl.plan.settings import RolloutSettings
-from kestrl.rpc.codec import scenario_to_proto
-from kestrl.rpc.status import TOKEN_KEY
+from kestrl.episode.codec import scenario_to_proto
 from kestrl_email.model_path import tiny
 
 LOADS = ((64, 2_000), (512, 4_000), (2_048, 8_192))

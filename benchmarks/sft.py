@@ -47,8 +47,8 @@ def paused() -> bool:
 
 def ours(folder: Path) -> list[float]:
     """Runs the program behind `kestrl sft`, which asks before each step whether to stop."""
-    from kestrl.plan.service_settings import read_settings
-    from kestrl.plan.sft import SFTSettings
+    from kestrl._shared.plan.settings.common import read_settings
+    from kestrl._shared.plan.sft import SFTSettings
     from kestrl.storage import open_store
     from kestrl_learner.sft.training import SFTRun
 
@@ -116,7 +116,7 @@ class Program:
     """
 
     def __init__(self, command: Sequence[str], log: Path) -> None:
-        from kestrl.plan.components import TORCH_DEFAULTS
+        from kestrl._shared.plan.components import TORCH_DEFAULTS
 
         self._log = log
         with log.open("w") as errors:
@@ -181,7 +181,7 @@ class Program:
 
 def conversations(folder: Path, *, varied: bool) -> list[dict[str, Any]]:
     """Rows of `messages`, enough for every step."""
-    from kestrl.data.word_problems import Form, generated
+    from kestrl._app.tasks.word_problems import Form, generated
     from kestrl_email.demonstrations import GOOD, demonstrations
 
     count = BATCH * (STEPS + 1)
@@ -204,8 +204,8 @@ def plain(message: Mapping[str, Any]) -> dict[str, Any]:
 
 def prepare(folder: Path, *, varied: bool, checkpointed: bool) -> list[int]:
     """Writes the settings of ours and the rows of TRL; returns the tokens of each step."""
-    from kestrl.plan.sft import sft_settings
-    from kestrl.spec.sft import parse_sft_job
+    from kestrl._shared.plan.sft import sft_settings
+    from kestrl._shared.spec.sft import parse_sft_job
     from kestrl_email.smollm2 import smollm2
     from kestrl_learner.sft.data import load_items
     from kestrl_learner.sft.training import batches

@@ -17,7 +17,7 @@ from typing import Any
 
 from benchmarks.report import Row, main
 
-from kestrl.spec import read_job
+from kestrl._shared.spec import read_job
 
 JOB = Path(__file__).parent / "slow" / "job.yaml"
 STALENESS = 3
@@ -35,7 +35,7 @@ def train(runs: Path, staleness: int, stale_groups: str) -> tuple[float, list[di
     )
     flags = [flag for item in settings for flag in ("--set", item)]
     done = subprocess.run(
-        [sys.executable, "-m", "kestrl.cli.main", "run", str(JOB), "--runs", str(runs), *flags],
+        [sys.executable, "-m", "kestrl._app.cli.main", "run", str(JOB), "--runs", str(runs), *flags],
         capture_output=True,
         text=True,
     )

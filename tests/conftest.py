@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kestrl.credentials import CALLS
+from kestrl._shared.credentials import CALLS
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -1,7 +1,7 @@
 """Typed failures: where a failure came from, what it is, and whether a retry can help.
 
-Every process of KestRL uses them; `kestrl.rpc` sends them over the wire. A failure is data with a type and a boundary.
-It is recorded on the episode, counted, shown by `kestrl status`, and never becomes a number in a gradient.
+Every process of KestRL uses them; `kestrl._shared.rpc` sends them over the wire. A failure is data with a type and a
+boundary. It is recorded on the episode, counted, shown by `kestrl status`, and never becomes a number in a gradient.
 """
 
 from __future__ import annotations

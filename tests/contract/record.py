@@ -18,8 +18,8 @@ from pathlib import Path
 from tests.contract.crd_schema import Fields, fields_of, narrowed
 from tests.contract.public_api import differences, public_api, read, written
 
-from kestrl.spec.crd import crd, sft_crd
-from kestrl.spec.sft import SFT_KIND
+from kestrl._shared.spec.crd import crd, sft_crd
+from kestrl._shared.spec.sft import SFT_KIND
 
 FOLDER = Path(__file__).parent
 ROOT = FOLDER.parents[1]

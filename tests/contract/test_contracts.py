@@ -19,7 +19,7 @@ from tests.contract.crd_schema import fields_of, narrowed
 from tests.contract.public_api import differences, public_api, read, written
 
 import kestrl
-from kestrl.spec.job import JobSpec
+from kestrl._shared.spec.job import JobSpec
 
 ROOT = Path(__file__).parents[2]
 
@@ -144,7 +144,7 @@ def models_in(annotation: Any) -> Iterator[type[BaseModel]]:
 def attributes_read() -> set[str]:
     """Names of all attributes that code outside the specification reads."""
     files = [path for folder in ("src", "services", "operator") for path in (ROOT / folder).rglob("*.py")]
-    skipped = (ROOT / "src/kestrl/spec", ROOT / "src/kestrl/api")
+    skipped = (ROOT / "src/kestrl/_shared/spec", ROOT / "src/kestrl/api")
     return {
         node.attr
         for path in files

@@ -22,7 +22,7 @@ PROBE = "import importlib, json, sys; importlib.import_module(sys.argv[1]); prin
     "module",
     [
         "kestrl",
-        "kestrl.spec",
+        "kestrl._shared.spec",
         "kestrl_rollout.__main__",
         "kestrl_tools.service",
         "kestrl_judge.service",

@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 from tests.fakes.ports import free_port
 
-from kestrl.credentials import Secret
-from kestrl.plan.components import Component
-from kestrl.plan.planning import plan
-from kestrl.plan.site import Endpoint, Site
-from kestrl.spec import parse_job
+from kestrl._shared.credentials import Secret
+from kestrl._shared.plan.components import Component
+from kestrl._shared.plan.planning import plan
+from kestrl._shared.plan.site import Endpoint, Site
+from kestrl._shared.spec import parse_job
 
 pytestmark = [pytest.mark.distributions, pytest.mark.timeout(600)]
 ROOT = Path(__file__).parents[2]
@@ -55,7 +55,7 @@ def wheels(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def installed(name: str, wheels: Path, folder: Path) -> Path:
+def installed(name: str, wheels: Path, folder: Path, *extras: str) -> Path:
     """The interpreter of an environment with one distribution, the library, and their dependencies by the lock."""
     python = folder / "env" / "bin" / "python"
     run(UV, "venv", "--quiet", "--python", "3.11", folder / "env")
@@ -69,6 +69,7 @@ def installed(name: str, wheels: Path, folder: Path) -> Path:
         "--quiet",
         "--package",
         name,
+        *(f"--extra={extra}" for extra in extras),
     )
     (folder / "requirements.txt").write_text(listed)
     own = [path for path in wheels.iterdir() if path.name.startswith(("kestrl-0", f"{name.replace('-', '_')}-0"))]
@@ -129,18 +130,32 @@ def test_a_program_alone_names_the_model_that_is_missing(name: str, wheels: Path
     assert (process.returncode, "model.base" in errors) == (2, True), errors
 
 
+def answer(python: Path, folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
+    """What a command printed, and its exit code."""
+    program = [str(python), *command]
+    return subprocess.run(program, cwd=folder, capture_output=True, text=True, timeout=120, check=False)
+
+
 @pytest.mark.parametrize(
-    ("name", "command", "expected"),
+    ("name", "extras", "command", "expected"),
     [
-        ("kestrl", ["-m", "kestrl.cli.main", "version"], ""),
-        ("kestrl-operator", ["-m", "kestrl_operator", "--config", "/nowhere/config.yaml"], "/nowhere/config.yaml"),
-        ("kestrl-email", ["-m", "kestrl.cli.main", "email", "--help"], ""),
+        ("kestrl", ["cli"], ["-m", "kestrl._app.cli.main", "version"], ""),
+        ("kestrl-operator", [], ["-m", "kestrl_operator", "--config", "/nowhere/config.yaml"], "/nowhere/config.yaml"),
+        ("kestrl-email", ["cli"], ["-m", "kestrl._app.cli.main", "email", "--help"], ""),
+        ("kestrl-sandbox", ["cli"], ["-m", "kestrl._app.cli.main", "sandbox", "serve", "--help"], ""),
+        ("kestrl-sandbox", [], ["-m", "kestrl_sandbox", "--host", "0.0.0.0"], "set KESTRL_SANDBOX_TOKEN"),
     ],
 )
-def test_a_command_alone_answers(name: str, command: list[str], expected: str, wheels: Path, tmp_path: Path) -> None:
-    python = installed(name, wheels, tmp_path)
-    ended = subprocess.run(
-        [str(python), *command], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
-    )
+def test_a_command_alone_answers(
+    name: str, extras: list[str], command: list[str], expected: str, wheels: Path, tmp_path: Path
+) -> None:
+    ended = answer(installed(name, wheels, tmp_path, *extras), tmp_path, *command)
     assert "ModuleNotFoundError" not in ended.stderr
     assert (ended.returncode, expected in ended.stderr) == (2 if expected else 0, True), ended.stderr
+
+
+def test_the_program_without_its_extra_names_what_to_install(wheels: Path, tmp_path: Path) -> None:
+    python = installed("kestrl", wheels, tmp_path)
+    ended = answer(python, tmp_path, "-c", "from kestrl._app.program import main; main()")
+    assert ended.returncode == 2
+    assert ended.stderr == "error: the program kestrl needs the package typer: pip install 'kestrl[cli]'\n"

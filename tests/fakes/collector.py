@@ -16,7 +16,7 @@ from opentelemetry.proto.collector.metrics.v1 import metrics_service_pb2_grpc as
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2 as pb
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2_grpc as stubs
 
-from kestrl.telemetry.names import Attr
+from kestrl._shared.telemetry.names import Attr
 
 MAX_SPANS = 100_000
 

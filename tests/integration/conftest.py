@@ -20,11 +20,11 @@ from typing import Any
 import pytest
 from tests.fakes.ports import free_port
 
+from kestrl._shared.plan.components import Component, Role
+from kestrl._shared.plan.engines import engine_component
+from kestrl._shared.plan.site import Endpoint, Site
+from kestrl._shared.spec import parse_job
 from kestrl.episode import PolicyVersion
-from kestrl.plan.components import Component, Role
-from kestrl.plan.engines import engine_component
-from kestrl.plan.site import Endpoint, Site
-from kestrl.spec import parse_job
 from kestrl.storage import AdapterManifest, Probe, open_store, publish_adapter
 from kestrl.storage.adapters import WEIGHTS
 from kestrl.storage.files import digest

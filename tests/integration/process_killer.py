@@ -17,8 +17,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from kestrl.local.rundir import RunDir
-from kestrl.process_guard import children
+from kestrl._app.local.rundir import RunDir
+from kestrl._shared.process_guard import children
 
 POLL_SECONDS = 0.002
 PATIENCE_SECONDS = 4.0

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from kestrl.local.rundir import RunDir
+from kestrl._app.local.rundir import RunDir
 
 ROOT = Path(__file__).parents[2]
 QUICKSTART = ROOT / "examples" / "email-search" / "quickstart.yaml"
@@ -21,7 +21,7 @@ SMALL = [
 
 
 def command(*arguments: str | Path) -> list[str]:
-    return [sys.executable, "-m", "kestrl.cli.main", *map(str, arguments)]
+    return [sys.executable, "-m", "kestrl._app.cli.main", *map(str, arguments)]
 
 
 def kestrl(

@@ -17,14 +17,14 @@ from typing import Any
 import pytest
 from tests.fakes.ports import free_port
 
-from kestrl.credentials import Secret
+from kestrl._app.local.processes import Launcher
+from kestrl._app.local.supervisor import ComponentFailed, Supervisor
+from kestrl._shared.credentials import Secret
+from kestrl._shared.plan.components import Component, Role
+from kestrl._shared.plan.settings.inference import AgentSettings
 from kestrl.engines.vllm import Vllm
 from kestrl.errors import EngineFailure, FailureError
-from kestrl.local.processes import Launcher
-from kestrl.local.supervisor import ComponentFailed, Supervisor
-from kestrl.plan.components import Component, Role
-from kestrl.plan.settings import AgentSettings
-from kestrl.states import EngineState
+from kestrl.runstate.states import EngineState
 from kestrl.testing.engines import check_engine
 from kestrl_inference.engine import CONTROL_KEY, Engine
 from kestrl_inference.loaded_adapters import LoadedAdapters

@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from kestrl.local.rundir import RunDir
+from kestrl._app.local.rundir import RunDir
 
 from .process_killer import COMPONENTS, TRAINING, Killer, Moment, schedule
 from .runs import QUICKSTART, ROOT, SMALL, belonging_to, command, eventually, kestrl, summary_of

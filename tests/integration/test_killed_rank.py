@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from kestrl.local.rundir import RunDir
+from kestrl._app.local.rundir import RunDir
 
 from .runs import QUICKSTART, ROOT, SMALL, belonging_to, command, eventually, summary_of, wait_for_step
 

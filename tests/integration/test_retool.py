@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kestrl.local.rundir import RunDir
+from kestrl._app.local.rundir import RunDir
 
 from .runs import ROOT, belonging_to, command, summary_of
 

@@ -23,9 +23,9 @@ import yaml
 from safetensors.torch import load_file, save_file
 from tests.fakes.s3 import serving_s3
 
+from kestrl._app.local.rundir import RunDir
 from kestrl.api.common.v1 import common_pb2
-from kestrl.local.rundir import RunDir
-from kestrl.rpc.codec import group_from_proto
+from kestrl.episode.codec import group_from_proto
 from kestrl.storage import open_store
 
 from .runs import QUICKSTART, ROOT, SMALL, belonging_to, command, eventually, kestrl, summary_of, wait_for_step

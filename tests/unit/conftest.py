@@ -11,7 +11,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from tests.fakes.s3 import S3Server, serving_s3
 
-from kestrl import telemetry
+from kestrl._shared import telemetry
 
 # For every property: how fast a busy machine is does not matter. Time is measured in `benchmarks/`.
 settings.register_profile("kestrl", deadline=None, suppress_health_check=[HealthCheck.too_slow])

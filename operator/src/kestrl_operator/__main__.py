@@ -10,9 +10,9 @@ from pathlib import Path
 
 import uvloop
 
-import kestrl.stopping  # noqa: F401  # pyright: ignore[reportUnusedImport] - it handles SIGTERM from here on
-from kestrl.service import collect_rarely, exit_code
-from kestrl.telemetry import set_up
+import kestrl._shared.stopping  # noqa: F401  # pyright: ignore[reportUnusedImport] - it handles SIGTERM from here on
+from kestrl._shared.service import collect_rarely, exit_code
+from kestrl._shared.telemetry import set_up
 from kestrl_operator.config import Config, read_config
 
 

@@ -9,8 +9,8 @@ import yaml
 from pydantic import ConfigDict, ValidationError
 from pydantic.alias_generators import to_camel
 
+from kestrl._shared.plan.settings.common import Model
 from kestrl.errors import UserInputError
-from kestrl.plan.service_settings import Model
 from kestrl_operator.state.cluster import Cluster, read_cluster
 
 SHORTEST_KEY = 16

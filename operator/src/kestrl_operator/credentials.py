@@ -8,7 +8,7 @@ import hashlib
 import hmac
 from base64 import urlsafe_b64encode
 
-from kestrl.credentials import Secret
+from kestrl._shared.credentials import Secret
 
 
 def derive(key: bytes, uid: str) -> dict[str, str]:

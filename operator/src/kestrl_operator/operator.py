@@ -11,9 +11,9 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
+from kestrl._shared.telemetry.metrics import observe
+from kestrl._shared.telemetry.names import Metric
 from kestrl.errors import KestrlError
-from kestrl.telemetry.metrics import observe
-from kestrl.telemetry.names import Metric
 from kestrl_operator import health
 from kestrl_operator.apiserver.client import Api, ApiProblem
 from kestrl_operator.apiserver.kinds import BATCH_JOB, JOB, POD, SFT_JOB, Kind

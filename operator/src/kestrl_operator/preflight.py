@@ -8,8 +8,8 @@ import asyncio
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
+from kestrl._shared.spec.crd import VERSION, crd, sft_crd
 from kestrl.errors import UserInputError
-from kestrl.spec.crd import VERSION, crd, sft_crd
 from kestrl_operator.apiserver.client import Api, ApiProblem, Gone
 from kestrl_operator.apiserver.kinds import (
     APPLIED,

@@ -13,9 +13,9 @@ from typing import Any
 
 import yaml
 
+from kestrl._shared.service import exit_code
+from kestrl._shared.spec import read_job
 from kestrl.errors import KestrlError, UserInputError
-from kestrl.service import exit_code
-from kestrl.spec import read_job
 from kestrl_operator.apiserver.client import Api, Conflict
 from kestrl_operator.apiserver.kinds import JOB
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from urllib.parse import urlparse
 
 from kestrl.errors import UserInputError
-from kestrl.uris import LOCAL_SCHEMES, local_path, scheme_of
+from kestrl.storage.uris import LOCAL_SCHEMES, local_path, scheme_of
 
 DATA_GROUP = "kestrl.data"
 """Entry points `name -> provide(path, size, seed, cache_dir) -> Path`: data sets that an installed application provides

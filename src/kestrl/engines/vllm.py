@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from kestrl.engines import Command, Generate, Generated, Launch, Load, Metrics, Option, Request, Route
-from kestrl.telemetry.protocol import HTTP, is_http, signal_url
+from kestrl.engines.otlp import HTTP, is_http, signal_url
 from kestrl.tools.shapes import is_mapping
 
 GENERATE = "/inference/v1/generate"

@@ -14,8 +14,8 @@ from google.protobuf.message import DecodeError
 
 from kestrl.api.common.v1 import common_pb2 as pb
 from kestrl.episode import Episode, Group, Purpose
+from kestrl.episode.codec import group_from_proto, group_to_proto
 from kestrl.errors import StorageError
-from kestrl.rpc.codec import group_from_proto, group_to_proto
 from kestrl.storage import layout
 from kestrl.storage.objects import ObjectStore
 

@@ -14,7 +14,7 @@ from obstore.store import LocalStore, from_url
 
 from kestrl.errors import PlaceError, StorageError, StorageUnavailable, UserInputError, place_error
 from kestrl.storage.layout import CHECKPOINTS
-from kestrl.uris import file_uri, is_local, local_path
+from kestrl.storage.uris import file_uri, is_local, local_path
 
 if TYPE_CHECKING:
     from obstore.store import ClientConfig, RetryConfig

@@ -11,12 +11,12 @@ from typing import Any, ClassVar
 from pydantic import BaseModel, ConfigDict, Field
 
 from kestrl.errors import StorageError
-from kestrl.sampling import EvaluationSampling
-from kestrl.states import RunPhase
+from kestrl.runstate.sampling import EvaluationSampling
+from kestrl.runstate.states import RunPhase
+from kestrl.runstate.versioned import Versioned
 from kestrl.storage.layout import SUMMARY
 from kestrl.storage.objects import ObjectStore
 from kestrl.tools import SandboxInUse
-from kestrl.versioned import Versioned
 
 DAMAGED = "summary_damaged"
 """Code of a StorageError: the file is not a summary."""

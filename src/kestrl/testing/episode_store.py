@@ -23,8 +23,8 @@ from kestrl.episode import (
     ToolCall,
     Turn,
 )
+from kestrl.episode.codec import group_to_proto
 from kestrl.errors import Boundary, Failure, StorageError
-from kestrl.rpc.codec import group_to_proto
 from kestrl.storage.episodes import EpisodeBatch, EpisodeFilter, EpisodeStore, StoredEpisode, select_in
 
 STEPS = (12, 0, 3)

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kestrl.metric_sinks import MetricSink, RunStart
-from kestrl.states import RunPhase
+from kestrl.runstate.states import RunPhase
 from kestrl.storage.summary import RunSummary, SummaryPolicy
 
 RUN = RunStart(job="conformance", run="conformance-1", storage="file:///runs/conformance-1", total_steps=3)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from kestrl.telemetry.names import Instrument, Metric
+from kestrl._shared.telemetry.names import Instrument, Metric
 from kestrl_operator.config import read_config
 from kestrl_operator.preflight import needed
 from kestrl_operator.render.network import OPERATOR

@@ -14,7 +14,7 @@ import jsonschema
 import pytest
 import yaml
 
-from kestrl.spec import read_job
+from kestrl._shared.spec import read_job
 from kestrl_operator.state.cluster import Cluster, read_cluster
 
 ROOT = Path(__file__).parents[3]

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from kestrl.cli.main import app
-from kestrl.data import arithmetic, load_scenarios, locate_data
-from kestrl.data.arithmetic import problems, rows, transcripts
+from kestrl._app.cli.main import app
+from kestrl._app.tasks import arithmetic
+from kestrl._app.tasks.arithmetic import problems, rows, transcripts
+from kestrl.data import load_scenarios, locate_data
 from kestrl.data.conversations import Conversation, conversation, read_conversations
 from kestrl.errors import UserInputError
 from kestrl.tools.schema import describe

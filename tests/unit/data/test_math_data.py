@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from kestrl.cli.main import app
-from kestrl.data import load_scenarios, locate_data, word_problems
+from kestrl._app.cli.main import app
+from kestrl._app.tasks import word_problems
+from kestrl._app.tasks.gsm8k import MathTool, read_gsm8k
+from kestrl._app.tasks.word_problems import NAMES, Form, generated, problems
+from kestrl.data import load_scenarios, locate_data
 from kestrl.data.conversations import read_conversations
-from kestrl.data.gsm8k import MathTool, read_gsm8k
-from kestrl.data.word_problems import NAMES, Form, generated, problems
 from kestrl.errors import UserInputError
 
 SOLD = {"question": "She sold 48 clips and then half as many?", "answer": "48/2 = <<48/2=24>>24\n48+24=72\n#### 72"}

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from tests.unit.data.test_math_data import kestrl
 
+from kestrl._app.tasks.retool import ANSWER_FORMAT, LeftOut, Questions, Transcripts
+from kestrl._app.tasks.writing import write_rows
 from kestrl.data import load_scenarios
 from kestrl.data.conversations import CODE_INTERPRETER, read_conversations
-from kestrl.data.retool import ANSWER_FORMAT, LeftOut, Questions, Transcripts
-from kestrl.data.writing import write_rows
 
 RULES = "Solve it by code in <code></code> tags.\n*user question:*\n"
 ASKED = "What is 2 + 2?\nUse the format:\n<answer>\n\\boxed{'The final answer goes here.'}\n</answer>"

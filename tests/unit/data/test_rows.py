@@ -18,8 +18,8 @@ from kestrl.data import load_scenarios, locate_data
 from kestrl.data.forms import BadRow, scenario
 from kestrl.data.locate import locate_model
 from kestrl.data.values import columns_as_json
+from kestrl.episode.codec import scenario_from_proto, scenario_to_proto
 from kestrl.errors import UserInputError
-from kestrl.rpc.codec import scenario_from_proto, scenario_to_proto
 
 VERL = {
     "data_source": "openai/gsm8k",

@@ -28,7 +28,7 @@ from pyarrow import parquet
 from rich.console import Console
 from typer.testing import CliRunner
 
-from kestrl.cli.main import main
+from kestrl._app.cli.main import main
 from kestrl.errors import UserInputError
 from kestrl_email.commands import email
 from kestrl_email.mailbox.build import BuildResult, build_database
@@ -509,7 +509,8 @@ def test_a_killed_build_is_continued_and_is_equal_to_an_undisturbed_one(tmp_path
     archive, out = tmp_path / "c.tar.gz", tmp_path / "killed.db"
     count = write_archive(archive, 2500, seed=2, people=50)
     program = (
-        "from kestrl_email.mailbox import build; build.COMMIT_SECONDS = 0; from kestrl.cli.main import main; main()"
+        "from kestrl_email.mailbox import build; build.COMMIT_SECONDS = 0; "
+        "from kestrl._app.cli.main import main; main()"
     )
     command = [sys.executable, "-c", program, "email", "build-db"]
     command += ["--source", str(archive), "--out", str(out), "--workers", "1"]

@@ -16,7 +16,7 @@ import pytest
 import yaml
 from tests.fakes.chat_model import ScriptedChat
 
-from kestrl.spec import read_job
+from kestrl._shared.spec import read_job
 from kestrl_email.guide_settings import VARIABLES, Command, options
 
 ROOT = Path(__file__).parents[3]

@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 from tests.fakes.chat_model import ScriptedChat
 
-from kestrl.cli.main import main
+from kestrl._app.cli.main import main
 from kestrl.data.rows import read_rows
 from kestrl_email.mailbox.build import build_database
 from kestrl_email.mailbox.corpus import write_maildir

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import yaml
 
+from kestrl._shared.spec import parse_job
+from kestrl._shared.spec.sft import parse_sft_job
 from kestrl.errors import UserInputError
-from kestrl.spec import parse_job
-from kestrl.spec.sft import parse_sft_job
 from kestrl.tools.schema import describe
 from kestrl_email import smollm2
 from kestrl_email.tools import SearchEmails

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
+from kestrl._app.tasks.text_tasks import alphabet_sort, letters, letters_transcripts, reverse_text
 from kestrl.data import load_scenarios, locate_data
 from kestrl.data.conversations import read_conversations
-from kestrl.data.text_tasks import alphabet_sort, letters, letters_transcripts, reverse_text
 from kestrl.errors import UserInputError
 from kestrl.testing.attempts import make_attempt
 
@@ -45,7 +45,7 @@ def test_splits_of_all_seeds_share_no_prompt(generate: Any) -> None:
 
 
 def test_more_texts_than_there_are_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kestrl.data.text_tasks.LETTERS", "ABCDE")
+    monkeypatch.setattr("kestrl._app.tasks.text_tasks.LETTERS", "ABCDE")
     with pytest.raises(UserInputError, match="there are not 1000 different texts"):
         letters("train", seed=1, size=1000)
 

@@ -14,10 +14,10 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kestrl.data.word_problems import Form, generated, problems
-from kestrl.plan.evaluation import evaluation_sampling
-from kestrl.spec import read_job
-from kestrl.spec.threshold import read_threshold
+from kestrl._app.tasks.word_problems import Form, generated, problems
+from kestrl._shared.plan.evaluation import evaluation_sampling
+from kestrl._shared.spec import read_job
+from kestrl._shared.spec.threshold import read_threshold
 from kestrl.testing.attempts import make_attempt, make_call
 from kestrl.tools import ToolError
 from kestrl.tools.schema import describe

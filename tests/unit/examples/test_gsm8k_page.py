@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from kestrl.cli.main import app
+from kestrl._app.cli.main import app
+from kestrl._app.tasks.word_problems import Form, generated
+from kestrl._app.tasks.writing import write_rows
 from kestrl.data import load_scenarios
 from kestrl.data.conversations import read_conversations
-from kestrl.data.word_problems import Form, generated
-from kestrl.data.writing import write_rows
 
 ROOT = Path(__file__).parents[3]
 TYPED = re.compile(r"^\$ kestrl (.+)$", re.MULTILINE)

@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from kestrl.cli.main import app
-from kestrl.data.arithmetic import rows, transcripts
+from kestrl._app.cli.main import app
+from kestrl._app.tasks.arithmetic import rows, transcripts
+from kestrl._app.tasks.writing import write_rows
+from kestrl._shared.plan.evaluation import evaluation_sampling
+from kestrl._shared.spec.load import read_job
+from kestrl._shared.spec.sft import read_sft_job
 from kestrl.data.conversations import read_conversations
-from kestrl.data.writing import write_rows
-from kestrl.plan.evaluation import evaluation_sampling
-from kestrl.sampling import EvaluationSampling
-from kestrl.spec.load import read_job
-from kestrl.spec.sft import read_sft_job
+from kestrl.runstate.sampling import EvaluationSampling
 
 ROOT = Path(__file__).parents[3]
 FOLDER = ROOT / "examples" / "retool"

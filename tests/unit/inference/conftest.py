@@ -17,14 +17,14 @@ from aiohttp import web
 from tests.fakes.engine import FakeEngine, score
 from tests.fakes.ports import free_port
 
-from kestrl import rpc
+from kestrl._shared import rpc
+from kestrl._shared.credentials import Secret
+from kestrl._shared.plan.settings.inference import AgentSettings
 from kestrl.api.inference.v1 import inference_pb2 as pb
 from kestrl.api.inference.v1 import inference_pb2_grpc as stubs
-from kestrl.credentials import Secret
 from kestrl.engines.vllm import Vllm
 from kestrl.episode import BASE_MODEL_NAME, PolicyVersion
-from kestrl.plan.settings import AgentSettings
-from kestrl.rpc.codec import policy_to_proto
+from kestrl.episode.codec import policy_to_proto
 from kestrl.storage import AdapterManifest, Probe, open_store, publish_adapter
 from kestrl.storage.adapters import WEIGHTS
 from kestrl.storage.files import digest

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 from tests.fakes.engine import FakeEngine
 
+from kestrl._shared.spec.job import Inference
 from kestrl.engines import Command, Generate, Generated, Launch, Request, Route
 from kestrl.engines.registry import DIALECTS
 from kestrl.engines.vllm import Vllm
-from kestrl.spec.job import Inference
 from kestrl.testing.engines import check_dialect, check_engine
 
 PROMPT = [5, 6, 7, 8]

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from kestrl import engine_failure
+from kestrl._shared import engine_failure
 from kestrl.errors import EngineFailure
 
 WRAPPER = RuntimeError("Engine core initialization failed. See root cause above. Failed core proc(s): {}")
@@ -82,7 +82,7 @@ def test_a_damaged_record_is_none(path: Path) -> None:
 
 PROCESS = """
 import logging, sys
-from kestrl import engine_failure
+from kestrl._shared import engine_failure
 engine_failure.install()
 if sys.argv[1] == "core":  # as vllm/v1/engine/core.py does
     try:

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from kestrl._shared.plan.engines import ROUTES, routes
 from kestrl.engines.vllm import Vllm
-from kestrl.plan.engines import ROUTES, routes
 from kestrl_inference import guard
 from kestrl_inference.guard import ControlGuard
 

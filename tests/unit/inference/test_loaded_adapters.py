@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 from tests.fakes.engine import score
 
+from kestrl._shared.credentials import Secret
+from kestrl._shared.rpc import call
 from kestrl.api.common.v1 import common_pb2
 from kestrl.api.inference.v1 import inference_pb2 as pb
-from kestrl.credentials import Secret
 from kestrl.episode import PolicyVersion
+from kestrl.episode.codec import policy_to_proto
 from kestrl.errors import FailureError, KestrlError
-from kestrl.rpc import call
-from kestrl.rpc.codec import policy_to_proto
 from kestrl.storage import Probe
 from kestrl.storage.adapters import MANIFEST, WEIGHTS
 

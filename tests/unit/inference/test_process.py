@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
+from kestrl._shared.credentials import Secret
+from kestrl._shared.rpc import call, channel
 from kestrl.api.inference.v1 import inference_pb2 as pb
 from kestrl.api.inference.v1 import inference_pb2_grpc as stubs
-from kestrl.credentials import Secret
-from kestrl.rpc import call, channel
 
 
 async def start(settings: Any, tmp_path: Path) -> asyncio.subprocess.Process:

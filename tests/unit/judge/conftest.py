@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 from tests.fakes.ports import free_port
 
+from kestrl._shared.credentials import Secret
+from kestrl._shared.plan.settings.judge import JudgeSettings, RewardEntry
+from kestrl._shared.rpc import call, channel
 from kestrl.api.judge.v1 import judge_pb2 as pb
 from kestrl.api.judge.v1 import judge_pb2_grpc as stubs
-from kestrl.credentials import Secret
 from kestrl.episode import CallOutcome, Episode, Group, Row, Scenario, StopReason, ToolCall, Turn
+from kestrl.episode.codec import group_to_proto
 from kestrl.errors import Failure
-from kestrl.plan.settings import JudgeSettings, RewardEntry
-from kestrl.rpc import call, channel
-from kestrl.rpc.codec import group_to_proto
 from kestrl_judge.service import run_judge
 
 HERE = str(Path(__file__).parent)

@@ -11,9 +11,9 @@ from typing import Any
 
 from tests.fakes.judge_model import Script, ScriptedJudge, last_answer
 
+from kestrl._shared.plan.settings.judge import JudgeModel, RulerEntry
 from kestrl.episode import CallOutcome, Episode, Group, Row, Scenario, StopReason, ToolCall, Turn
 from kestrl.errors import Failure
-from kestrl.plan.settings import JudgeModel, RulerEntry
 from kestrl.rewards import Score
 from kestrl_judge.ruler.scorer import RulerScorer
 from kestrl_judge.scoring import ScoredGroup

@@ -7,8 +7,9 @@ from itertools import product
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.unit.spec.test_job import MANIFEST, refused
+from tests.unit.shared.spec.test_job import MANIFEST, refused
 
+from kestrl._shared.spec import parse_job
 from kestrl.episode import CallOutcome
 from kestrl.errors import JudgeFailure, UserInputError
 from kestrl.rewards import Score
@@ -16,7 +17,6 @@ from kestrl.rewards.boxed import canonical, last_boxed
 from kestrl.rewards.builtin import BUILT_IN, boxed_answer, exact_answer, flexible_answer, math_answer
 from kestrl.rewards.checking import as_score
 from kestrl.rewards.resolving import resolve
-from kestrl.spec import parse_job
 from kestrl.testing.attempts import make_attempt, make_call
 
 

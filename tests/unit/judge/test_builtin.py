@@ -10,6 +10,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from kestrl._shared.spec.rules.job_rules import BUILT_IN_RULES, CONFIGURED_RULES
 from kestrl.episode import CallOutcome, Episode, Scenario, StopReason, ToolCall
 from kestrl.errors import Boundary, JudgeFailure, UserInputError
 from kestrl.rewards import Attempt, Score, mathematics
@@ -17,7 +18,6 @@ from kestrl.rewards.answers import last_number, marked, normalised, number
 from kestrl.rewards.builtin import BUILT_IN, exact_answer, flexible_answer, math_answer, tool_format
 from kestrl.rewards.checking import as_score
 from kestrl.rewards.resolving import resolve
-from kestrl.spec.rules.job_rules import BUILT_IN_RULES, CONFIGURED_RULES
 from kestrl.testing.attempts import make_attempt
 
 Make = Callable[..., Episode]

@@ -13,7 +13,7 @@ import pytest
 from tests.fakes.judge_model import Asked, Refusal, Said, ScriptedJudge, decided
 from tests.unit.judge.rulers import group
 
-from kestrl.plan.settings import JudgeEntry, JudgeModel, JudgeSettings, RewardEntry
+from kestrl._shared.plan.settings.judge import JudgeEntry, JudgeModel, JudgeSettings, RewardEntry
 from kestrl.rewards import Claim
 from kestrl_judge.bank.attacks import INJECTIONS, MASTER_KEYS
 from kestrl_judge.correctness import build_prompt

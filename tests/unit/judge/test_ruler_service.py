@@ -10,8 +10,8 @@ import pytest
 from tests.fakes.judge_model import Asked, Said, ScriptedJudge, graded
 from tests.unit.judge.rulers import group, honest, ruler_entry
 
+from kestrl._shared.plan.settings.judge import JudgeSettings, RewardEntry
 from kestrl.episode import Group
-from kestrl.plan.settings import JudgeSettings, RewardEntry
 from kestrl_judge.service import run_judge
 
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
+from kestrl._shared.plan.settings.judge import RewardEntry
 from kestrl.episode import Group
 from kestrl.errors import Boundary, Failure
-from kestrl.plan.settings import RewardEntry
 from kestrl.rewards import Score
 from kestrl_judge.rules import rule_scorers
 from kestrl_judge.scoring import Gate, Judgement, ScoredGroup, Scorer, Verdict, judge
@@ -144,8 +144,8 @@ async def test_failed_episodes_are_not_shown_to_anyone(group: Callable[..., Grou
 
 
 def test_equal_short_names_become_long_and_a_rule_is_given_once(settings: Callable[..., object]) -> None:
+    from kestrl._shared.plan.settings.judge import JudgeSettings
     from kestrl.errors import UserInputError
-    from kestrl.plan.settings import JudgeSettings
 
     def made(*rules: str) -> JudgeSettings:
         made = settings(*(RewardEntry(name=rule.rpartition(":")[2], rule=rule) for rule in rules))

@@ -15,11 +15,11 @@ from typing import Any
 
 import pytest
 
+from kestrl._shared.plan.settings.judge import RewardEntry
 from kestrl.api.common.v1 import common_pb2
 from kestrl.episode import Group
+from kestrl.episode.codec import failure_from_proto
 from kestrl.errors import Boundary, Failure, FailureError, UserInputError
-from kestrl.plan.settings import RewardEntry
-from kestrl.rpc.codec import failure_from_proto
 from kestrl_judge.service import run_judge
 
 

@@ -20,15 +20,16 @@ import torch
 from tests.fakes.ports import free_port
 from tests.unit.learner.fakes import VOCABULARY, FakeAgent, FakeWorker, Oracle, make_policy, served
 
+from kestrl._shared.plan.algorithm import AlgorithmSettings
+from kestrl._shared.plan.settings.common import DataSettings
+from kestrl._shared.plan.settings.learner import EngineEntry, GapBounds, LearnerSettings
 from kestrl.api.common.v1 import common_pb2
 from kestrl.api.inference.v1 import inference_pb2_grpc as istubs
 from kestrl.api.rollout.v1 import rollout_pb2 as rpb
 from kestrl.api.rollout.v1 import rollout_pb2_grpc as rstubs
 from kestrl.episode import Group
+from kestrl.episode.codec import group_from_proto
 from kestrl.errors import Failure
-from kestrl.plan.algorithm import AlgorithmSettings
-from kestrl.plan.settings import DataSettings, EngineEntry, GapBounds, LearnerSettings
-from kestrl.rpc.codec import group_from_proto
 from kestrl_learner.dispatch import workers as workers_module
 from kestrl_learner.engines import engines as engines_module
 from kestrl_learner.model.policy_model import PolicyModel

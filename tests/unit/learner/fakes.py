@@ -16,7 +16,9 @@ import torch
 from safetensors.torch import load
 from tests.fakes.ports import free_port
 
-from kestrl import rpc
+from kestrl._shared import rpc
+from kestrl._shared.credentials import Secret
+from kestrl._shared.plan.algorithm import CorrectionSettings
 from kestrl.api.common.v1 import common_pb2 as cpb
 from kestrl.api.inference.v1 import inference_pb2 as ipb
 from kestrl.api.inference.v1 import inference_pb2_grpc as istubs
@@ -24,11 +26,15 @@ from kestrl.api.learner.v1 import learner_pb2 as lpb
 from kestrl.api.learner.v1 import learner_pb2_grpc as lstubs
 from kestrl.api.rollout.v1 import rollout_pb2 as rpb
 from kestrl.api.rollout.v1 import rollout_pb2_grpc as rstubs
-from kestrl.credentials import Secret
 from kestrl.episode import Episode, Group, PolicyVersion, Row, StopReason, Turn
+from kestrl.episode.codec import (
+    failure_to_proto,
+    group_to_proto,
+    policy_from_proto,
+    policy_to_proto,
+    scenario_from_proto,
+)
 from kestrl.errors import EngineFailure, Failure, KestrlError
-from kestrl.plan.algorithm import CorrectionSettings
-from kestrl.rpc.codec import failure_to_proto, group_to_proto, policy_from_proto, policy_to_proto, scenario_from_proto
 from kestrl.storage import fetch_adapter, open_store
 from kestrl_learner.model.policy_model import PolicyModel
 from kestrl_learner.run import Run

@@ -26,11 +26,12 @@ from obstore.exceptions import PermissionDeniedError
 from tests.fakes.ports import free_port
 from tests.unit.learner.fakes import Watcher, until, watched
 
-from kestrl import rpc
+from kestrl._shared import rpc
+from kestrl._shared.plan.settings.common import DataSettings
+from kestrl._shared.rpc.codec import run_phase_from_proto
 from kestrl.api.learner.v1 import learner_pb2 as pb
+from kestrl.episode.codec import failure_from_proto
 from kestrl.errors import Boundary, EngineFailure, Failure, KestrlError, PlaceError, UserInputError
-from kestrl.plan.settings import DataSettings
-from kestrl.rpc.codec import failure_from_proto, run_phase_from_proto
 from kestrl_learner import run_resources
 from kestrl_learner.__main__ import work
 from kestrl_learner.model import adapters

@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 from tests.unit.learner.fakes import DECOUPLED, running, until
 
-from kestrl import rpc
+from kestrl._shared import rpc
+from kestrl._shared.credentials import Secret
+from kestrl._shared.plan.settings.learner import EvaluateSettings
 from kestrl.api.inference.v1 import inference_pb2 as ipb
 from kestrl.api.learner.v1 import learner_pb2 as lpb
 from kestrl.api.learner.v1 import learner_pb2_grpc as lstubs
-from kestrl.credentials import Secret
 from kestrl.errors import Boundary, EngineFailure, Failure, KestrlError, UserInputError
-from kestrl.plan.settings import EvaluateSettings
-from kestrl.sampling import EvaluationSampling
+from kestrl.runstate.sampling import EvaluationSampling
 from kestrl.storage import open_store
 from kestrl_learner import training
 from kestrl_learner.__main__ import work

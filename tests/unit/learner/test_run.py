@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from tests.unit.learner.fakes import DECOUPLED, make_policy
 
+from kestrl._shared.spec.algorithms import PRESETS
 from kestrl.episode import UNSCORED, Group, StopReason
 from kestrl.errors import Boundary, EngineFailure, Failure, KestrlError
-from kestrl.spec.algorithms import PRESETS
 from kestrl.storage import open_store
 from kestrl.storage.files import digest
 from kestrl_learner.model import adapters

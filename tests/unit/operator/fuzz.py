@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 from uuid import NAMESPACE_OID, uuid5
 
+from kestrl._shared.spec.crd import crd
+from kestrl._shared.spec.load import parse_job
 from kestrl.errors import UserInputError
-from kestrl.spec.crd import crd
-from kestrl.spec.load import parse_job
 
 Object = dict[str, Any]
 SCHEMA: Object = crd()["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"]

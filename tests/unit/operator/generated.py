@@ -23,10 +23,10 @@ from tests.unit.operator.samples import (
     waiting,
 )
 
+from kestrl._shared.plan.components import Role
 from kestrl.api.learner.v1 import learner_pb2 as pb
+from kestrl.episode.codec import policy_to_proto
 from kestrl.errors import Boundary
-from kestrl.plan.components import Role
-from kestrl.rpc.codec import policy_to_proto
 from kestrl_operator.state.snapshot import ATTEMPTS, QUEUE_LABEL, RESTARTS, Memory, Pod, Snapshot, Workload
 from kestrl_operator.status.conditions import NOT_OBSERVED, REASONS, ConditionStatus
 

@@ -6,8 +6,8 @@ from typing import Any
 
 from tests.unit.operator.samples import job
 
-from kestrl.credentials import Secret
-from kestrl.plan.planning import plan
+from kestrl._shared.credentials import Secret
+from kestrl._shared.plan.planning import plan
 from kestrl_operator.render import Given, render
 from kestrl_operator.state.cluster import read_cluster, site_of
 

@@ -9,13 +9,14 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from kestrl._shared.plan.components import Role
+from kestrl._shared.rpc.codec import run_phase_to_proto, serving_state_to_proto
+from kestrl._shared.spec import AgentRLJob, read_job
 from kestrl.api.learner.v1 import learner_pb2 as pb
 from kestrl.episode import PolicyVersion
+from kestrl.episode.codec import failure_to_proto, policy_to_proto
 from kestrl.errors import Boundary, Failure
-from kestrl.plan.components import Role
-from kestrl.rpc.codec import failure_to_proto, policy_to_proto, run_phase_to_proto, serving_state_to_proto
-from kestrl.spec import AgentRLJob, read_job
-from kestrl.states import RunPhase, ServingState
+from kestrl.runstate.states import RunPhase, ServingState
 from kestrl_operator.state.snapshot import ATTEMPTS, FORGIVEN, RESTARTS, Ended, LearnerReport, Pod, Snapshot, Workload
 
 QUICKSTART = Path(__file__).parents[3] / "examples" / "email-search" / "quickstart.yaml"

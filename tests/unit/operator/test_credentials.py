@@ -12,7 +12,7 @@ import sys
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kestrl.credentials import Secret
+from kestrl._shared.credentials import Secret
 from kestrl_operator.credentials import derive
 
 KEY, UID = b"a key of the operator's, 32 bytes", "5f0c2a9b-0000-4000-8000-000000000000"

@@ -19,16 +19,16 @@ from tests.fakes.engine import Completion, FakeEngine, Fault, Prompt
 from tests.fakes.ports import free_port
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from kestrl import rpc
+from kestrl._shared import rpc
+from kestrl._shared.credentials import Secret
+from kestrl._shared.plan.settings.rollout import RolloutSettings
 from kestrl.api.common.v1 import common_pb2
 from kestrl.api.judge.v1 import judge_pb2, judge_pb2_grpc
 from kestrl.api.rollout.v1 import rollout_pb2 as pb
 from kestrl.api.rollout.v1 import rollout_pb2_grpc as stubs
 from kestrl.api.tools.v1 import tools_pb2, tools_pb2_grpc
-from kestrl.credentials import Secret
 from kestrl.episode import Episode, Group, Scenario
-from kestrl.plan.settings import RolloutSettings
-from kestrl.rpc.codec import group_from_proto, policy_to_proto, scenario_to_proto
+from kestrl.episode.codec import group_from_proto, policy_to_proto, scenario_to_proto
 from kestrl_rollout.groups.group_runner import GroupRunner
 from kestrl_rollout.service import group_runner
 from kestrl_rollout.servicer import RolloutServicer

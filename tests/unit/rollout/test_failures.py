@@ -206,8 +206,8 @@ async def test_a_score_that_is_none(stage: Any, score: Any, code: str) -> None:
 
 
 async def test_a_judge_that_says_why_is_quoted(stage: Any) -> None:
+    from kestrl.episode.codec import failure_to_proto
     from kestrl.errors import JudgeFailure
-    from kestrl.rpc.codec import failure_to_proto
 
     reason = JudgeFailure("reward art_e raised ZeroDivisionError").failure(component="judge-0")
     stage.judge.score = lambda episode: judge_pb2.EpisodeScore(

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
+from kestrl._shared.spec.job import TOOL_CALL_FORMAT, Agent
 from kestrl.episode import CallOutcome
 from kestrl.errors import UserInputError
 from kestrl.formats import ToolCallFormat, Turn, WrittenCall
 from kestrl.formats.registry import BUILT_IN, resolve
-from kestrl.spec.job import TOOL_CALL_FORMAT, Agent
 from kestrl.testing.formats import SCHEMAS, check_format, pieces_of
 from kestrl_rollout.template.chat_template import Template
 from kestrl_rollout.template.formats import detect

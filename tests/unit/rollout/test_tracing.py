@@ -12,8 +12,8 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import TraceFlags
 from tests.fakes.engine import Fault
 
-from kestrl import telemetry
-from kestrl.telemetry.sampling import sampler
+from kestrl._shared import telemetry
+from kestrl._shared.telemetry.sampling import sampler
 
 
 async def test_the_tree_of_a_group(stage: Any, call_text: Callable[..., str], exporter: InMemorySpanExporter) -> None:

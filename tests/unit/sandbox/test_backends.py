@@ -25,7 +25,7 @@ from kestrl_sandbox.pool.slots import first_frame, handshake, slot_sockets
 
 MODULE = (
     "import site, sys\nsite.addsitedir(sys.argv[1])\nsys.argv = ['kestrl', *sys.argv[2:]]\n"
-    "from kestrl.cli.main import main\nmain()"
+    "from kestrl._app.cli.main import main\nmain()"
 )
 
 

@@ -18,9 +18,8 @@ from tests.fakes.kubernetes import FakeKubernetes
 from tests.unit.sandbox.test_runs import OUTCOMES
 from tests.unit.tools.conftest import served
 
+from kestrl._shared.plan.settings.tools import ClaimEntry, SecretText, ToolEntry, ToolsSettings
 from kestrl.errors import Boundary, KestrlError, UserInputError
-from kestrl.plan.settings import ToolEntry, ToolsSettings
-from kestrl.plan.tool_settings import ClaimEntry, SecretText
 from kestrl.tools import WarmPool
 from kestrl_sandbox.config import PoolConfig
 from kestrl_sandbox.contract import Echo, Isolation, Language, Limits, Outcome, Run, SandboxFailure

@@ -13,8 +13,9 @@ from tests.unit.judge import conftest as judge
 from tests.unit.judge import reward_samples
 from tests.unit.tools import conftest as tools
 
+from kestrl._shared.plan.settings.judge import RewardEntry
+from kestrl._shared.plan.settings.tools import ToolEntry
 from kestrl.episode import CallOutcome, Group, Scenario
-from kestrl.plan.settings import RewardEntry, ToolEntry
 from kestrl.testing.attempts import make_call
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

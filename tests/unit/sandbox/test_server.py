@@ -176,7 +176,7 @@ async def test_a_flood_is_refused_with_the_time_to_wait() -> None:
 @contextmanager
 def serving(*arguments: str, **environment: str) -> Iterator[str]:
     """Address of a `kestrl sandbox serve`."""
-    command = [sys.executable, "-m", "kestrl.cli.main", "sandbox", "serve", "--port", "0", *arguments]
+    command = [sys.executable, "-m", "kestrl._app.cli.main", "sandbox", "serve", "--port", "0", *arguments]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | environment) as process:
         assert process.stdout is not None
         try:
@@ -209,7 +209,7 @@ def test_sandbox_fusions_client_works_by_changing_the_url() -> None:
     ],
 )
 def test_what_cannot_be_served_is_an_input_error(arguments: list[str], message: str) -> None:
-    command = [sys.executable, "-m", "kestrl.cli.main", "sandbox", "serve", "--port", "0", *arguments]
+    command = [sys.executable, "-m", "kestrl._app.cli.main", "sandbox", "serve", "--port", "0", *arguments]
     environment = {name: value for name, value in os.environ.items() if name != "KESTRL_SANDBOX_TOKEN"}
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     assert (done.returncode, message in done.stderr) == (2, True), done.stderr

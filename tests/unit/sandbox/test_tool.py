@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from tests.unit.tools.conftest import Client, served
 
+from kestrl._shared.plan.settings.tools import ToolEntry, ToolsSettings
 from kestrl.errors import Boundary, KestrlError, UserInputError
-from kestrl.plan.settings import ToolEntry, ToolsSettings
 from kestrl_sandbox.contract import Outcome, Result, SandboxFailure
 from kestrl_sandbox.tool import _Shared, text_of
 from kestrl_tools.service import run_tools

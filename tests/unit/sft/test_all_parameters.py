@@ -16,13 +16,13 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
-from kestrl.cli.main import app
-from kestrl.cli.sft import fine_tuned
+from kestrl._app.cli.main import app
+from kestrl._app.cli.sft import fine_tuned
+from kestrl._shared.plan.sft import SFTSettings
+from kestrl._shared.spec.load import ProblemsError, read_job
+from kestrl._shared.spec.sft import read_sft_job
 from kestrl.data.locate import locate_model
 from kestrl.errors import UserInputError
-from kestrl.plan.sft import SFTSettings
-from kestrl.spec.load import ProblemsError, read_job
-from kestrl.spec.sft import read_sft_job
 from kestrl_email.model_path import tiny
 from kestrl_learner.batch.rows import TrainGroup
 from kestrl_learner.model import full_model

@@ -14,7 +14,7 @@ from safetensors.numpy import load
 from tests.unit.learner.ranks.forked_ranks import CONTEXT
 from tests.unit.sft.test_sft import settings_of
 
-from kestrl.plan.sft import SFTSettings
+from kestrl._shared.plan.sft import SFTSettings
 from kestrl.storage import open_store
 from kestrl.storage.adapters import WEIGHTS
 from kestrl_learner.ranks import rank_processes

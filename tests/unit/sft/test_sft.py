@@ -14,12 +14,12 @@ import pytest
 from tokenizers import Tokenizer
 from typer.testing import CliRunner
 
-from kestrl.cli.main import app
+from kestrl._app.cli.main import app
+from kestrl._shared.plan.settings.common import read_settings
+from kestrl._shared.plan.sft import SFTSettings
+from kestrl._shared.spec.status import ResultStatus
 from kestrl.data.conversations import Conversation
 from kestrl.errors import UserInputError
-from kestrl.plan.service_settings import read_settings
-from kestrl.plan.sft import SFTSettings
-from kestrl.spec.status import ResultStatus
 from kestrl.storage import fetch_adapter, open_store
 from kestrl.storage.adapters import WEIGHTS
 from kestrl_email.demonstrations import GOOD, demonstrations
@@ -75,8 +75,8 @@ def manifest(folder: Path, *, name: str = "warm-up", **training: Any) -> Path:
 
 def settings_of(tmp_path: Path, **training: Any) -> SFTSettings:
     """The settings that the command writes, without running the program."""
-    from kestrl.cli.sft import located
-    from kestrl.spec.sft import read_sft_job
+    from kestrl._app.cli.sft import located
+    from kestrl._shared.spec.sft import read_sft_job
 
     return located(read_sft_job(manifest(tmp_path, **training)), base=tmp_path, folder=tmp_path / "run")
 
@@ -233,7 +233,7 @@ def test_stored_episodes_of_a_reward_are_learned_as_they_are(tmp_path: Path) -> 
 
     from kestrl.api.common.v1 import common_pb2
     from kestrl.episode import Group, Row, Scenario
-    from kestrl.rpc.codec import group_to_proto
+    from kestrl.episode.codec import group_to_proto
     from kestrl.testing.attempts import make_attempt
 
     def episode(reward: float) -> Any:

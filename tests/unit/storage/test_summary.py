@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kestrl.errors import StorageError, UserInputError
-from kestrl.states import RunPhase
+from kestrl.runstate.states import RunPhase
 from kestrl.storage import open_store
 from kestrl.storage.layout import SUMMARY
 from kestrl.storage.summary import DAMAGED, RunSummary, SFTSummary, SummaryPolicy, read_summary, write_summary

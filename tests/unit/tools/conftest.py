@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 from tests.fakes.ports import free_port
 
+from kestrl._shared.credentials import Secret
+from kestrl._shared.plan.settings.tools import ToolEntry, ToolsSettings
+from kestrl._shared.rpc import call, channel
 from kestrl.api.tools.v1 import tools_pb2 as pb
 from kestrl.api.tools.v1 import tools_pb2_grpc as stubs
-from kestrl.credentials import Secret
-from kestrl.plan.settings import ToolEntry, ToolsSettings
-from kestrl.rpc import call, channel
 from kestrl_tools.service import run_tools
 
 

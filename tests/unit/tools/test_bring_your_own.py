@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
+from kestrl._shared.plan.settings.tools import ToolEntry
+from kestrl._shared.spec import read_job
 from kestrl.data.rows import load_scenarios
 from kestrl.episode import CallOutcome, Episode, StopReason, ToolCall, Turn
-from kestrl.plan.settings import ToolEntry
 from kestrl.rewards import Attempt
 from kestrl.rewards.checking import as_score
 from kestrl.rewards.resolving import resolve
-from kestrl.spec import read_job
 
 FOLDER = Path(__file__).parents[3] / "examples" / "bring-your-own"
 
@@ -132,7 +132,7 @@ def search(query: str, limit: int = 1):
 async def test_tools_that_subclass_verls_base_run_without_verl(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     import sys
 
-    from kestrl.plan.settings import ToolEntry
+    from kestrl._shared.plan.settings.tools import ToolEntry
     from kestrl_tools.catalogue import load_tools
     from kestrl_tools.execution import answer_of
     from kestrl_tools.tool_threads import ToolThreads

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from kestrl._shared.plan.settings.tools import ToolEntry
 from kestrl.errors import Boundary, FailureError, UserInputError
-from kestrl.plan.settings import ToolEntry
 from kestrl_tools.catalogue import load_tools
 from kestrl_tools.tool_threads import ToolThreads
 

@@ -16,9 +16,8 @@ from tests.fakes.ports import free_port
 from tests.unit.tools.http_sample import DOCUMENT, Shop, shop_server
 from yarl import URL
 
+from kestrl._shared.plan.settings.tools import EndpointEntry, HttpEntry, SecretText, ToolEntry
 from kestrl.errors import Boundary, FailureError, KestrlError, UserInputError
-from kestrl.plan.settings import EndpointEntry, HttpEntry, ToolEntry
-from kestrl.plan.tool_settings import SecretText
 from kestrl.testing.tool_provider import check_tool_provider
 from kestrl.tools import ToolError
 from kestrl.tools.provider import NO_KWARGS, ToolProvider

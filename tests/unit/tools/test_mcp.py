@@ -16,9 +16,8 @@ import pytest
 from tests.fakes.ports import free_port
 from tests.mcp_servers import EVERYTHING, FILESYSTEM, TIME, npm_server, pypi_server
 
+from kestrl._shared.plan.settings.tools import McpEntry, SecretText, ToolEntry
 from kestrl.errors import Boundary, FailureError, KestrlError, UserInputError
-from kestrl.plan.settings import McpEntry, ToolEntry
-from kestrl.plan.tool_settings import SecretText
 from kestrl.testing.tool_provider import check_tool_provider
 from kestrl.tools.provider import NO_KWARGS, ToolProvider
 from kestrl_tools.catalogue import load_tools, provider_of, providers_of, stop_all

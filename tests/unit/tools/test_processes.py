@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 from tests.fakes.ports import free_port
 
+from kestrl._shared.plan.settings.tools import ProcessEntry, ToolEntry, ToolsSettings
 from kestrl.errors import Boundary, FailureError, KestrlError, UserInputError
-from kestrl.plan.settings import ProcessEntry, ToolEntry, ToolsSettings
 from kestrl.testing.tool_provider import check_tool_provider
 from kestrl.tools.provider import NO_KWARGS, ProviderSession, ToolProvider
 from kestrl_tools.catalogue import load_tools, provider_of, providers_of, stop_all

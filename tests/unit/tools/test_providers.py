@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kestrl.plan.settings import ToolEntry
+from kestrl._shared.plan.settings.tools import ToolEntry
 from kestrl.testing.tool_provider import check_tool_provider
 from kestrl.tools import ToolSchema
 from kestrl.tools.arguments import Arguments

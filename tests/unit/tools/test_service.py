@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from kestrl._shared.plan.settings.tools import ToolEntry
 from kestrl.errors import Boundary, FailureError
-from kestrl.plan.settings import ToolEntry
 
 
 def tool(name: str, use: str, **config: Any) -> ToolEntry:

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from kestrl._shared.plan.settings.tools import ToolEntry, ToolsSettings
 from kestrl.errors import UserInputError
-from kestrl.plan.settings import ToolEntry, ToolsSettings
 from kestrl_tools.catalogue import load_tools
 from kestrl_tools.lifecycle import loaded, start_all
 from kestrl_tools.tool_threads import ToolThreads

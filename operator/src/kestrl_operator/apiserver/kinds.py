@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 
 from kubernetes.aio.dynamic.resource import Resource
 
-from kestrl.spec.crd import GROUP, PLURAL, SFT_PLURAL, VERSION
-from kestrl.spec.job import KIND
-from kestrl.spec.sft import SFT_KIND
+from kestrl._shared.spec.crd import GROUP, PLURAL, SFT_PLURAL, VERSION
+from kestrl._shared.spec.job import KIND
+from kestrl._shared.spec.sft import SFT_KIND
 
 
 class Kind(NamedTuple):

@@ -7,8 +7,8 @@ from collections.abc import Collection, Sequence
 from time import time
 from typing import Any
 
-from kestrl.telemetry import beginning, span, within
-from kestrl.telemetry.names import Attr, SpanName
+from kestrl._shared.telemetry import beginning, span, within
+from kestrl._shared.telemetry.names import Attr, SpanName
 from kestrl_operator.apiserver.client import Api, ApiProblem, Gone
 from kestrl_operator.controllers.due_objects import WATCHED_KINDS, Due
 from kestrl_operator.controllers.job_state import JobState, Refusal

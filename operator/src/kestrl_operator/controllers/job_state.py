@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from kestrl.spec import AgentRLJob
+from kestrl._shared.spec import AgentRLJob
 from kestrl_operator.controllers.learner_stream import LearnerStream
 from kestrl_operator.state.snapshot import NOTHING, Memory
 from kestrl_operator.state.store import Child, Key

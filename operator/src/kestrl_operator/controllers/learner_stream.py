@@ -13,10 +13,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from time import time
 
+from kestrl._shared.rpc import call, channel, stream
 from kestrl.api.learner.v1 import learner_pb2 as pb
 from kestrl.api.learner.v1 import learner_pb2_grpc as stubs
 from kestrl.errors import KestrlError
-from kestrl.rpc import call, channel, stream
 from kestrl_operator.state.snapshot import LearnerReport
 from kestrl_operator.state.store import Key
 

@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
+from kestrl._shared.plan.planning import has_rank_pods, plan
+from kestrl._shared.spec import AgentRLJob
+from kestrl._shared.spec.load import parse_job
 from kestrl.errors import UserInputError
-from kestrl.plan.planning import has_rank_pods, plan
-from kestrl.spec import AgentRLJob
-from kestrl.spec.load import parse_job
 from kestrl_operator.credentials import derive
 from kestrl_operator.render import Given, render
 from kestrl_operator.state.accelerators import Node, unsatisfiable

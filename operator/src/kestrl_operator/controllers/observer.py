@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from time import time
 from typing import Any
 
+from kestrl._shared.plan.components import Role
+from kestrl._shared.spec import AgentRLJob
 from kestrl.errors import UserInputError
-from kestrl.plan.components import Role
-from kestrl.spec import AgentRLJob
 from kestrl_operator.controllers.job_state import Fallback, JobState, Parsed
 from kestrl_operator.controllers.manifests import Manifests, rendered_from
 from kestrl_operator.state.snapshot import ACCEPTED, Snapshot, Workload

@@ -10,10 +10,10 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from kestrl.credentials import Secret
+from kestrl._shared.credentials import Secret
+from kestrl._shared.plan.components import Role
+from kestrl._shared.plan.planning import has_rank_pods
 from kestrl.errors import KestrlError
-from kestrl.plan.components import Role
-from kestrl.plan.planning import has_rank_pods
 from kestrl_operator.apiserver.client import Api, ApiProblem
 from kestrl_operator.apiserver.kinds import DEPLOYMENT, JOB, POD, STATEFUL_SET
 from kestrl_operator.controllers import missing_pods

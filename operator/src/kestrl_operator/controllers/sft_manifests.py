@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kestrl.spec.sft import SFTJob, parse_sft_job
+from kestrl._shared.spec.sft import SFTJob, parse_sft_job
 from kestrl_operator.render.sft import SFTGiven, accelerator_of, profile_of, render_sft
 from kestrl_operator.state.accelerators import Node, unsatisfiable
 from kestrl_operator.state.cluster import Cluster, storage_of

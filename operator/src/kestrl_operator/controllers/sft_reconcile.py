@@ -12,8 +12,8 @@ from dataclasses import replace
 from time import time
 from typing import Any
 
+from kestrl._shared.spec.sft import SFTJob
 from kestrl.errors import UserInputError
-from kestrl.spec.sft import SFTJob
 from kestrl_operator.apiserver.client import Api, ApiProblem, Conflict, Gone
 from kestrl_operator.apiserver.kinds import BATCH_JOB, OLD_EVENT, POD, SFT_JOB
 from kestrl_operator.controllers.applier import APPLY_CONFLICT, REFUSED

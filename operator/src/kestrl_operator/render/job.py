@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlparse
 
-from kestrl.plan.components import Component, Role
-from kestrl.plan.planning import has_rank_pods
-from kestrl.plan.tools import sandbox_claim
-from kestrl.prepare import OBJECT_SCHEMES, DataSource, PrepareSettings
-from kestrl.spec import AgentRLJob
-from kestrl.spec.job import API_VERSION
+from kestrl._shared.plan.components import Component, Role
+from kestrl._shared.plan.planning import has_rank_pods
+from kestrl._shared.plan.tools import sandbox_claim
+from kestrl._shared.prepare import OBJECT_SCHEMES, DataSource, PrepareSettings
+from kestrl._shared.spec import AgentRLJob
+from kestrl._shared.spec.job import API_VERSION
 from kestrl_operator.render import network
 from kestrl_operator.render.patching import patched
 from kestrl_operator.render.pods import (

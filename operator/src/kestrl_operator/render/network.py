@@ -6,13 +6,13 @@ from collections.abc import Iterator, Sequence
 from ipaddress import IPv4Network, ip_network
 from typing import Any
 
+from kestrl._shared.plan.components import Role
+from kestrl._shared.plan.judges import judge_servers, uses_own_engines
+from kestrl._shared.plan.planning import has_rank_pods
+from kestrl._shared.plan.servers import METADATA, RemoteServer
+from kestrl._shared.plan.tools import sandbox_claim, tool_servers
+from kestrl._shared.spec import JobSpec
 from kestrl.errors import UserInputError
-from kestrl.plan.components import Role
-from kestrl.plan.judges import judge_servers, uses_own_engines
-from kestrl.plan.planning import has_rank_pods
-from kestrl.plan.servers import METADATA, RemoteServer
-from kestrl.plan.tools import sandbox_claim, tool_servers
-from kestrl.spec import JobSpec
 from kestrl_operator.state.cluster import GRPC_PORT, HTTP_PORT, METRICS_PORT, ApiServer, workload
 
 Object = dict[str, Any]

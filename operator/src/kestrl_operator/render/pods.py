@@ -7,10 +7,10 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kestrl.plan.components import Component, Role
-from kestrl.plan.service_settings import INDEX_VARIABLE, POD_UID_VARIABLE, REPLICA_VARIABLE
-from kestrl.plan.settings import ToolsSettings
-from kestrl.prepare import PrepareSettings
+from kestrl._shared.plan.components import Component, Role
+from kestrl._shared.plan.settings.common import INDEX_VARIABLE, POD_UID_VARIABLE, REPLICA_VARIABLE
+from kestrl._shared.plan.settings.tools import ToolsSettings
+from kestrl._shared.prepare import PrepareSettings
 from kestrl_operator.state.accelerators import Profile
 from kestrl_operator.state.cluster import HOME, SETTINGS, STATE, WORK, Cluster
 
@@ -234,7 +234,7 @@ def preparing(image: str, role: str, cluster: Cluster, store: str | None, claims
         "name": "prepare",
         "image": image,
         "imagePullPolicy": cluster.images.pull_policy,
-        "command": ["python", "-m", "kestrl.prepare", "--settings", f"{SETTINGS}/prepare-{role}.json"],
+        "command": ["python", "-m", "kestrl._shared.prepare", "--settings", f"{SETTINGS}/prepare-{role}.json"],
         "env": [{"name": "HOME", "value": "/tmp"}],  # noqa: S108
         "securityContext": CONTAINER_SECURITY,
         "volumeMounts": [

@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from kestrl._shared.plan.components import TORCH_DEFAULTS, Role
+from kestrl._shared.plan.sft import SFTSettings, sft_settings
+from kestrl._shared.prepare import DataSource, PrepareSettings
+from kestrl._shared.service import EXIT_INPUT
+from kestrl._shared.spec.job import Accelerator
+from kestrl._shared.spec.sft import SFT_KIND, Conversations, SFTJob
 from kestrl.errors import UserInputError
-from kestrl.plan.components import TORCH_DEFAULTS, Role
-from kestrl.plan.sft import SFTSettings, sft_settings
-from kestrl.prepare import DataSource, PrepareSettings
-from kestrl.service import EXIT_INPUT
-from kestrl.spec.job import Accelerator
-from kestrl.spec.sft import SFT_KIND, Conversations, SFTJob
 from kestrl_operator.render.job import claims_in, owner
 from kestrl_operator.render.network import outside
 from kestrl_operator.render.pods import (

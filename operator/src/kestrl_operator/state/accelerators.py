@@ -14,8 +14,8 @@ from typing import Any, Literal
 from pydantic import ConfigDict, ValidationError
 from pydantic.alias_generators import to_camel
 
+from kestrl._shared.plan.settings.common import Model
 from kestrl.errors import UserInputError
-from kestrl.plan.service_settings import Model
 
 NO_DEVICES = {"NVIDIA_VISIBLE_DEVICES": "void"}
 """Variables of containers without devices: a CUDA image could otherwise see every GPU of its node."""

@@ -9,16 +9,16 @@ from urllib.parse import urlparse
 from pydantic import ConfigDict, ValidationError
 from pydantic.alias_generators import to_camel
 
+from kestrl._shared.plan.components import Role
+from kestrl._shared.plan.planning import has_rank_pods
+from kestrl._shared.plan.settings.common import Model
+from kestrl._shared.plan.site import Build, Endpoint, Site
+from kestrl._shared.plan.tools import runtime_class
+from kestrl._shared.spec import AgentRLJob
+from kestrl._shared.spec.job import JobSpec
+from kestrl._shared.spec.sft import SFTJob
+from kestrl._shared.spec.tools import Network
 from kestrl.errors import UserInputError
-from kestrl.plan.components import Role
-from kestrl.plan.planning import has_rank_pods
-from kestrl.plan.service_settings import Model
-from kestrl.plan.site import Build, Endpoint, Site
-from kestrl.plan.tools import runtime_class
-from kestrl.spec import AgentRLJob
-from kestrl.spec.job import JobSpec
-from kestrl.spec.sft import SFTJob
-from kestrl.spec.tools import Network
 from kestrl_operator.state.accelerators import Profile, profiles
 
 GRPC_PORT, HTTP_PORT, METRICS_PORT, RANKS_PORT = 7000, 8000, 9464, 7100

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from kestrl.plan.components import Role
+from kestrl._shared.plan.components import Role
 from kestrl_operator.state.accelerators import Node
 from kestrl_operator.state.snapshot import ATTEMPTS, RESTARTS, UID_LABEL, Ended, Pod, Workload, count_of, seconds_of
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from kestrl.spec.sft import SFT_KIND
-from kestrl.spec.status import ResultStatus
+from kestrl._shared.spec.sft import SFT_KIND
+from kestrl._shared.spec.status import ResultStatus
 from kestrl_operator.state.parsing import ended, unstartable
 from kestrl_operator.state.snapshot import STORAGE, Ended, seconds_of
 from kestrl_operator.state.store import Key

@@ -8,13 +8,14 @@ from datetime import datetime
 from math import isfinite
 from typing import Any
 
+from kestrl._shared.plan.components import Role
+from kestrl._shared.rpc.codec import run_phase_from_proto
+from kestrl._shared.spec import AgentRLJob
 from kestrl.api.learner.v1 import learner_pb2 as pb
 from kestrl.episode import PolicyVersion
+from kestrl.episode.codec import failure_from_proto, policy_from_proto
 from kestrl.errors import Boundary, Failure
-from kestrl.plan.components import Role
-from kestrl.rpc.codec import failure_from_proto, policy_from_proto, run_phase_from_proto
-from kestrl.spec import AgentRLJob
-from kestrl.states import RunPhase
+from kestrl.runstate.states import RunPhase
 
 Object = Mapping[str, Any]
 ATTEMPTS, RESTARTS, FORGIVEN, RENDERED, ACCEPTED, STORAGE, STATE = (

@@ -8,8 +8,8 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from kestrl.plan.components import Role
-from kestrl.spec.job import KIND
+from kestrl._shared.plan.components import Role
+from kestrl._shared.spec.job import KIND
 from kestrl_operator.state.accelerators import Node
 from kestrl_operator.state.parsing import pod_of, workload_of
 from kestrl_operator.state.snapshot import Pod, Workload

@@ -6,11 +6,9 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any, cast
 
-from kestrl.api.common.v1.common_pb2 import PolicyVersion as PolicyMessage
-from kestrl.api.learner.v1 import learner_pb2 as pb
-from kestrl.plan.components import Role
-from kestrl.rpc.codec import policy_from_proto, serving_state_from_proto
-from kestrl.spec.status import (
+from kestrl._shared.plan.components import Role
+from kestrl._shared.rpc.codec import serving_state_from_proto
+from kestrl._shared.spec.status import (
     Condition,
     EngineStatus,
     JobStatus,
@@ -20,6 +18,9 @@ from kestrl.spec.status import (
     SandboxStatus,
     Shown,
 )
+from kestrl.api.common.v1.common_pb2 import PolicyVersion as PolicyMessage
+from kestrl.api.learner.v1 import learner_pb2 as pb
+from kestrl.episode.codec import policy_from_proto
 from kestrl_operator.render.network import selector
 from kestrl_operator.state.snapshot import LearnerReport, Snapshot, number
 from kestrl_operator.status.conditions import ConditionStatus, Observation, Type, joined, phase, shortened

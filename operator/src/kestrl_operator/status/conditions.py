@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from kestrl.spec.status import Condition
+from kestrl._shared.spec.status import Condition
 
 
 class Type(StrEnum):

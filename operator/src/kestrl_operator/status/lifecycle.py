@@ -10,11 +10,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
+from kestrl._shared.plan.components import Role
+from kestrl._shared.plan.planning import group_seconds
+from kestrl._shared.spec.job import FailureRule, JobSpec
 from kestrl.errors import Failure
-from kestrl.plan.components import Role
-from kestrl.plan.planning import group_seconds
-from kestrl.spec.job import FailureRule, JobSpec
-from kestrl.states import RunPhase
+from kestrl.runstate.states import RunPhase
 from kestrl_operator.state.snapshot import NOTHING, Ended, Memory, Pod, Snapshot, seconds_of
 from kestrl_operator.status.conditions import ConditionStatus, Type
 

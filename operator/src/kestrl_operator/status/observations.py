@@ -5,13 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
+from kestrl._shared.plan.components import Role
+from kestrl._shared.plan.tools import runtime_class
+from kestrl._shared.rpc.codec import sandboxes_from_proto
+from kestrl._shared.service import EXIT_INPUT
+from kestrl._shared.spec.job import JobSpec
 from kestrl.api.learner.v1 import learner_pb2 as pb
-from kestrl.plan.components import Role
-from kestrl.plan.tools import runtime_class
-from kestrl.rpc.codec import sandboxes_from_proto
-from kestrl.service import EXIT_INPUT
-from kestrl.spec.job import JobSpec
-from kestrl.states import RunPhase
+from kestrl.runstate.states import RunPhase
 from kestrl_operator.state.cluster import replicas
 from kestrl_operator.state.snapshot import Ended, LearnerReport, Pod, Snapshot, is_input
 from kestrl_operator.status.conditions import NOT_OBSERVED, QUARANTINED, ConditionStatus, Observation, Type

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kestrl.service import EXIT_INPUT
-from kestrl.spec.status import Condition, SFTJobStatus, SFTShown
+from kestrl._shared.service import EXIT_INPUT
+from kestrl._shared.spec.status import Condition, SFTJobStatus, SFTShown
 from kestrl_operator.state.sft import CONTAINER, Batch, SFTPod
 from kestrl_operator.status.conditions import SFT_REASONS, ConditionStatus, Observation, Type, joined, phase
 from kestrl_operator.status.observations import is_missing

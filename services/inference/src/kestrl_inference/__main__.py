@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import sys
 
-import kestrl.stopping  # noqa: F401  # pyright: ignore[reportUnusedImport] - it takes SIGTERM from here on
-from kestrl.plan.settings import AgentSettings
-from kestrl.service import run_service
+import kestrl._shared.stopping  # noqa: F401  # pyright: ignore[reportUnusedImport] - it takes SIGTERM from here on
+from kestrl._shared.plan.settings.inference import AgentSettings
+from kestrl._shared.service import run_service
 from kestrl_inference.service import run_agent
 
 if __name__ == "__main__":

@@ -13,9 +13,9 @@ from typing import TypeVar
 
 import aiohttp
 
+from kestrl._shared.telemetry import trace_headers
 from kestrl.engines import EngineDialect, Load, Metrics, Request
 from kestrl.errors import EngineFailure
-from kestrl.telemetry import trace_headers
 
 Read = TypeVar("Read")
 JSON = {"content-type": "application/json"}

@@ -14,12 +14,12 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from kestrl._shared.plan.settings.inference import AgentSettings
+from kestrl._shared.telemetry import span
+from kestrl._shared.telemetry.names import Attr, SpanName
 from kestrl.episode import PolicyVersion
 from kestrl.errors import Boundary, EngineFailure, Failure, FailureError, KestrlError, StorageError, UserInputError
-from kestrl.plan.settings import AgentSettings
 from kestrl.storage import AdapterManifest
-from kestrl.telemetry import span
-from kestrl.telemetry.names import Attr, SpanName
 from kestrl_inference.engine import Engine, EngineRefused
 from kestrl_inference.fetch import fetch
 from kestrl_inference.proof import Comparison, compare

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+from kestrl._shared.plan.settings.inference import AgentSettings
+from kestrl._shared.rpc import serve
 from kestrl.api.inference.v1 import inference_pb2_grpc as stubs
 from kestrl.engines.registry import DIALECTS
 from kestrl.episode import BASE_MODEL_NAME
-from kestrl.plan.settings import AgentSettings
-from kestrl.rpc import serve
 from kestrl_inference.engine import Engine
 from kestrl_inference.loaded_adapters import LoadedAdapters
 from kestrl_inference.metrics import observe_engine

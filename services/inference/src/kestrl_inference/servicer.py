@@ -6,13 +6,14 @@ import re
 from dataclasses import asdict
 from typing import Any
 
+from kestrl._shared.plan.settings.inference import AgentSettings
+from kestrl._shared.rpc.codec import engine_state_to_proto
 from kestrl.api.inference.v1 import inference_pb2 as pb
 from kestrl.api.inference.v1 import inference_pb2_grpc as stubs
 from kestrl.episode import PolicyVersion
+from kestrl.episode.codec import failure_to_proto, policy_from_proto, policy_to_proto
 from kestrl.errors import UserInputError
-from kestrl.plan.settings import AgentSettings
-from kestrl.rpc.codec import engine_state_to_proto, failure_to_proto, policy_from_proto, policy_to_proto
-from kestrl.states import EngineState
+from kestrl.runstate.states import EngineState
 from kestrl_inference.loaded_adapters import LoadedAdapters
 from kestrl_inference.watch import Watch
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 from vllm.platforms import current_platform
 
-from kestrl import engine_failure
+from kestrl._shared import engine_failure
 from kestrl_inference.lora_cpu import Group, add_embedding, add_lora, grouped
 
 if TYPE_CHECKING:

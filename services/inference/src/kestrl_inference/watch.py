@@ -7,11 +7,11 @@ import logging
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from kestrl import engine_failure
-from kestrl.engine_failure import EngineStartFailure
+from kestrl._shared import engine_failure
+from kestrl._shared.engine_failure import EngineStartFailure
 from kestrl.engines import Load
 from kestrl.errors import Boundary, DeadlineExceeded, EngineFailure, Failure
-from kestrl.states import EngineState
+from kestrl.runstate.states import EngineState
 from kestrl_inference.engine import Engine, Pulse, until
 from kestrl_inference.loaded_adapters import LoadedAdapters
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from kestrl.checking import run_check
+from kestrl._shared.checking import run_check
+from kestrl._shared.plan.settings.judge import JudgeSettings
 from kestrl.errors import UserInputError
-from kestrl.plan.settings import JudgeSettings
 from kestrl.rewards.resolving import resolve
 from kestrl_judge.rules import rule_scorers
 

@@ -10,8 +10,8 @@ import asyncio
 from dataclasses import dataclass
 from typing import Any
 
+from kestrl._shared.plan.settings.judge import JudgeEntry
 from kestrl.errors import Failure
-from kestrl.plan.settings import JudgeEntry
 from kestrl.rewards import Claim
 from kestrl_judge.ruler.asking import Asker, BuildPrompt, Counts
 from kestrl_judge.ruler.client import NoScores, Reason

@@ -15,10 +15,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kestrl import process_guard
+from kestrl._shared import process_guard
 from kestrl.api.judge.v1 import judge_pb2 as pb
+from kestrl.episode.codec import failure_from_proto
 from kestrl.errors import JudgeFailure, UserInputError
-from kestrl.rpc.codec import failure_from_proto
 from kestrl_judge.framing import receive, send
 
 START_SECONDS = 60.0

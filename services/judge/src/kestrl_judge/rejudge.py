@@ -11,12 +11,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from kestrl._shared.checking import Rejudge, run_check
 from kestrl.api.common.v1 import common_pb2 as common
-from kestrl.checking import Rejudge, run_check
 from kestrl.episode import UNSCORED, Group
+from kestrl.episode.codec import group_from_proto
 from kestrl.errors import Boundary, Failure
 from kestrl.rewards import Score
-from kestrl.rpc.codec import group_from_proto
 from kestrl_judge.ruler.scorer import NAME, RulerScorer
 from kestrl_judge.rules import component_names
 from kestrl_judge.scoring import Gate, GroupJudgement, ScoredGroup, Scorer, Verdict, judge

@@ -12,12 +12,12 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from kestrl._shared.plan.settings.judge import JudgeSettings, RewardEntry
 from kestrl.api.judge.v1 import judge_pb2 as pb
 from kestrl.episode import Group
+from kestrl.episode.codec import episode_to_proto, failure_from_proto, scenario_to_proto
 from kestrl.errors import Failure, JudgeFailure, UserInputError
-from kestrl.plan.settings import JudgeSettings, RewardEntry
 from kestrl.rewards import Claim, Score
-from kestrl.rpc.codec import episode_to_proto, failure_from_proto, scenario_to_proto
 from kestrl_judge.correctness import CorrectnessJudge, JudgedAnswer
 from kestrl_judge.process import Command, Died, Late, RewardProcess
 from kestrl_judge.scoring import Gate, ScoredGroup, Verdict

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from kestrl.plan.settings import JudgeSettings, RulerEntry
-from kestrl.telemetry.metrics import observe
-from kestrl.telemetry.names import Metric
+from kestrl._shared.plan.settings.judge import JudgeSettings, RulerEntry
+from kestrl._shared.telemetry.metrics import observe
+from kestrl._shared.telemetry.names import Metric
 from kestrl_judge.correctness import CorrectnessJudge
 from kestrl_judge.ruler.asking import Counts
 from kestrl_judge.ruler.scorer import RulerScorer

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Awaitable
 
+from kestrl._shared.plan.settings.judge import JudgeSettings
+from kestrl._shared.rpc import serve
 from kestrl.api.judge.v1 import judge_pb2_grpc as stubs
-from kestrl.plan.settings import JudgeSettings
-from kestrl.rpc import serve
 from kestrl_judge.scorers import make_scorers
 from kestrl_judge.scoring import open_all
 from kestrl_judge.servicer import JudgeServicer

@@ -6,12 +6,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from kestrl._shared.telemetry import span
+from kestrl._shared.telemetry.names import Attr, SpanName
 from kestrl.api.judge.v1 import judge_pb2 as pb
 from kestrl.api.judge.v1 import judge_pb2_grpc as stubs
+from kestrl.episode.codec import dump_json, failure_to_proto, group_from_proto
 from kestrl.errors import Failure
-from kestrl.rpc.codec import dump_json, failure_to_proto, group_from_proto
-from kestrl.telemetry import span
-from kestrl.telemetry.names import Attr, SpanName
 from kestrl_judge.scoring import Judgement, Scorer, judge
 
 

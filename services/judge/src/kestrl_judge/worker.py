@@ -18,11 +18,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from kestrl.api.judge.v1 import judge_pb2 as pb
+from kestrl.episode.codec import episode_from_proto, failure_to_proto, scenario_from_proto
 from kestrl.errors import Boundary, Failure, JudgeFailure, UserCodeError, UserInputError, described
 from kestrl.rewards import Attempt, Claim, Score, VerdictNeeded
 from kestrl.rewards.checking import as_score
 from kestrl.rewards.resolving import Reward, is_built_in, resolve
-from kestrl.rpc.codec import episode_from_proto, failure_to_proto, scenario_from_proto
 from kestrl_judge.framing import read_frame, write_frame
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import sys
 
-import kestrl.stopping  # noqa: F401  # pyright: ignore[reportUnusedImport] - it takes SIGTERM from here on
+import kestrl._shared.stopping  # noqa: F401  # pyright: ignore[reportUnusedImport] - it takes SIGTERM from here on
+from kestrl._shared.plan.settings.learner import LearnerSettings
+from kestrl._shared.rpc import serve
+from kestrl._shared.service import run_service
 from kestrl.api.learner.v1 import learner_pb2_grpc as stubs
-from kestrl.plan.settings import LearnerSettings
-from kestrl.rpc import serve
-from kestrl.service import run_service
 
 
 async def work(settings: LearnerSettings) -> None:

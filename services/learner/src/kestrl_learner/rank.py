@@ -8,8 +8,8 @@ import signal
 import sys
 from typing import TYPE_CHECKING
 
-import kestrl.stopping  # noqa: F401  # pyright: ignore[reportUnusedImport] - it takes SIGTERM from here on
-from kestrl.service import exit_code
+import kestrl._shared.stopping  # noqa: F401  # pyright: ignore[reportUnusedImport] - it takes SIGTERM from here on
+from kestrl._shared.service import exit_code
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]

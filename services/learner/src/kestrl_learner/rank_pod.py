@@ -13,12 +13,12 @@ import os
 import sys
 from contextlib import suppress
 
-import kestrl.stopping  # noqa: F401  # pyright: ignore[reportUnusedImport] - it takes SIGTERM from here on
+import kestrl._shared.stopping  # noqa: F401  # pyright: ignore[reportUnusedImport] - it takes SIGTERM from here on
+from kestrl._shared.plan.settings.common import INDEX_VARIABLE
+from kestrl._shared.plan.settings.learner import RanksSettings
+from kestrl._shared.rpc import serve
+from kestrl._shared.service import run_service
 from kestrl.errors import KestrlError, UserInputError
-from kestrl.plan.service_settings import INDEX_VARIABLE
-from kestrl.plan.settings import RanksSettings
-from kestrl.rpc import serve
-from kestrl.service import run_service
 from kestrl_learner.ranks.rank_processes import rank_command
 
 log = logging.getLogger(__name__)

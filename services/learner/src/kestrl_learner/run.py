@@ -19,13 +19,13 @@ import torch
 from opentelemetry import context as otel_context
 from opentelemetry.propagate import extract
 
+from kestrl._shared.plan.settings.learner import EvaluateSettings, LearnerSettings
+from kestrl._shared.telemetry import span
+from kestrl._shared.telemetry.names import Attr, SpanName
 from kestrl.algorithms import Algorithm
 from kestrl.errors import Boundary, Failure, KestrlError
-from kestrl.plan.settings import EvaluateSettings, LearnerSettings
-from kestrl.states import RunPhase
+from kestrl.runstate.states import RunPhase
 from kestrl.storage import AdapterManifest, fetch_adapter, open_store
-from kestrl.telemetry import span
-from kestrl.telemetry.names import Attr, SpanName
 from kestrl_learner.concurrency import Interrupted, abandonable, guarded, unless
 from kestrl_learner.dispatch.dispatcher import Dispatcher
 from kestrl_learner.dispatch.group_source import GroupSource

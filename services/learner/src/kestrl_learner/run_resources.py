@@ -9,17 +9,17 @@ from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
+from kestrl._shared.plan.settings.learner import LearnerSettings
+from kestrl._shared.telemetry import span
+from kestrl._shared.telemetry.names import Attr, SpanName
 from kestrl.data import load_scenarios
 from kestrl.episode import PolicyVersion, Scenario
 from kestrl.errors import PlaceError, StorageError, UserInputError
 from kestrl.metric_sinks import RunStart
-from kestrl.plan.settings import LearnerSettings
-from kestrl.states import RunPhase
+from kestrl.runstate.states import RunPhase
 from kestrl.storage import Probe
 from kestrl.storage.episodes import ObjectEpisodeStore
 from kestrl.storage.summary import write_summary
-from kestrl.telemetry import span
-from kestrl.telemetry.names import Attr, SpanName
 from kestrl_learner.concurrency import unless
 from kestrl_learner.dispatch.evaluate import evaluate
 from kestrl_learner.dispatch.pinned_tools import PinnedTools

@@ -8,13 +8,13 @@ import time
 from collections.abc import Collection, Sequence
 from functools import partial
 
+from kestrl._shared.telemetry import span
+from kestrl._shared.telemetry.names import Attr, SpanName
 from kestrl.episode import PolicyVersion, Purpose
 from kestrl.errors import Boundary, KestrlError, UserInputError
-from kestrl.states import RunPhase
+from kestrl.runstate.states import RunPhase
 from kestrl.storage import layout
 from kestrl.storage.episodes import EpisodeBatch
-from kestrl.telemetry import span
-from kestrl.telemetry.names import Attr, SpanName
 from kestrl_learner.batch.rows import train_batch
 from kestrl_learner.concurrency import Interrupted, guarded
 from kestrl_learner.dispatch.group_queue import ReadyGroup

@@ -22,18 +22,18 @@ from typing import Any
 
 from openai import APIConnectionError, APIStatusError, APITimeoutError, AsyncOpenAI, DefaultAsyncHttpxClient
 
-import kestrl.stopping  # noqa: F401  # pyright: ignore[reportUnusedImport] - it takes SIGTERM from here on
-from kestrl import rpc
-from kestrl.at_k import at_k
-from kestrl.credentials import Secret
+import kestrl._shared.stopping  # noqa: F401  # pyright: ignore[reportUnusedImport] - it takes SIGTERM from here on
+from kestrl._shared import rpc
+from kestrl._shared.at_k import at_k
+from kestrl._shared.credentials import Secret
+from kestrl._shared.plan.settings.bench import BenchSettings
+from kestrl._shared.plan.settings.common import ServiceSettings
+from kestrl._shared.service import run_service
 from kestrl.data import load_scenarios
 from kestrl.episode import CallOutcome, Episode, Group, Purpose, Scenario, StopReason, ToolCall, Turn
+from kestrl.episode.codec import group_from_proto, group_to_proto
 from kestrl.errors import EngineFailure, Failure, KestrlError, UserInputError
-from kestrl.plan.bench_settings import BenchSettings
-from kestrl.plan.service_settings import ServiceSettings
-from kestrl.rpc.codec import group_from_proto, group_to_proto
-from kestrl.service import run_service
-from kestrl.states import RunPhase
+from kestrl.runstate.states import RunPhase
 from kestrl.storage import open_store
 from kestrl.storage.episodes import EpisodeBatch, ObjectEpisodeStore
 from kestrl.storage.summary import RunSummary, write_summary

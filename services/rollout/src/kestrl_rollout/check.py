@@ -9,7 +9,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from kestrl.checking import RolloutCheck, run_check
+from kestrl._shared.checking import RolloutCheck, run_check
 from kestrl.data.rows import DataRow, read_rows
 from kestrl.errors import UserInputError
 from kestrl.tools import ToolSchema

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kestrl.checking import DecodeRequest, run_check
+from kestrl._shared.checking import DecodeRequest, run_check
 from kestrl_rollout.template.chat_model import load_vocabulary
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from datetime import datetime
 
-from kestrl.plan.settings import RolloutSettings
+from kestrl._shared.plan.settings.rollout import RolloutSettings
 from kestrl_rollout.agents.loading import Loops, load_loops
 from kestrl_rollout.template.chat_model import ChatModel, load_model
 

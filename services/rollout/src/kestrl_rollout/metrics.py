@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 
+from kestrl._shared.telemetry.metrics import observe
+from kestrl._shared.telemetry.names import Metric
 from kestrl.episode import Episode
-from kestrl.telemetry.metrics import observe
-from kestrl.telemetry.names import Metric
 
 
 class Counts:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from kestrl.agents import Limits
 from kestrl.api.rollout.v1 import rollout_pb2 as pb
 from kestrl.episode import BASE_MODEL_NAME, PolicyVersion, Purpose, Scenario
+from kestrl.episode.codec import policy_from_proto, scenario_from_proto
 from kestrl.errors import UserInputError
-from kestrl.rpc.codec import policy_from_proto, scenario_from_proto
 from kestrl_rollout.engine.client import EngineAddress
 
 ROLES = frozenset({"system", "user", "assistant", "tool"})

@@ -7,13 +7,13 @@ from collections.abc import AsyncGenerator, Awaitable
 from contextlib import asynccontextmanager
 from datetime import datetime
 
-from kestrl import rpc
+from kestrl._shared import rpc
+from kestrl._shared.credentials import Secret
+from kestrl._shared.plan.settings.rollout import RolloutSettings
+from kestrl._shared.service import collect_rarely
+from kestrl._shared.user_tasks import contain_user_tasks
 from kestrl.api.rollout.v1 import rollout_pb2_grpc as stubs
-from kestrl.credentials import Secret
 from kestrl.engines.registry import DIALECTS
-from kestrl.plan.settings import RolloutSettings
-from kestrl.service import collect_rarely
-from kestrl.user_tasks import contain_user_tasks
 from kestrl_rollout.conversation.episode_conversation import ToolLimits
 from kestrl_rollout.conversation.tool_session import SERVICE as TOOL_SERVICE
 from kestrl_rollout.conversation.tool_session import Toolbox

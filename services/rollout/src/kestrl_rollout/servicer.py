@@ -8,9 +8,9 @@ from typing import Any
 
 import grpc
 
+from kestrl._shared.rpc.codec import sandboxes_to_proto
 from kestrl.api.rollout.v1 import rollout_pb2 as pb
 from kestrl.api.rollout.v1 import rollout_pb2_grpc as stubs
-from kestrl.rpc.codec import sandboxes_to_proto
 from kestrl_rollout.groups.group_runner import GroupRunner
 from kestrl_rollout.requests import read_request
 

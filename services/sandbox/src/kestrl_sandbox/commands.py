@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import ipaddress
-import os
-import signal
-import sys
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -15,11 +11,6 @@ from rich.table import Table
 
 from kestrl.errors import UserInputError
 
-if TYPE_CHECKING:
-    from kestrl_sandbox.config import PoolConfig
-    from kestrl_sandbox.contract import Isolation
-
-TOKEN_VARIABLE = "KESTRL_SANDBOX_TOKEN"  # noqa: S105 - the name of a variable
 app = typer.Typer(no_args_is_help=True, help="Run code that a model wrote, isolated.")
 AREAS = "resources, processes, files, kernel, network, identity, tenancy"
 
@@ -42,67 +33,15 @@ def check(
     raise typer.Exit(asyncio.run(_check(backend, area, verbose=verbose)))
 
 
-@app.command()
-def serve(
-    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 for any free one.")] = 8080,
-    backend: Annotated[str, typer.Option(help="Back-end: auto, zygote, bwrap or runsc.")] = "auto",
-    isolation: Annotated[str, typer.Option(help="Least isolation: namespaces or kernel.")] = "namespaces",
-    max_sandboxes: Annotated[int | None, typer.Option(min=1, help="Sandboxes at the same time.")] = None,
-    max_waiting: Annotated[int, typer.Option(min=0, help="Requests that wait for one; further ones get 429.")] = 1024,
-    memory_mb: Annotated[int, typer.Option(min=16, help="Largest memory limit of a request, and the default.")] = 512,
-) -> None:
-    """Serve the sandbox over HTTP with SandboxFusion's interface: /run_code, /run_jupyter and /v1/ping.
+@app.command(
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},
+    options_metavar="[OPTIONS]",
+)
+def serve(context: typer.Context) -> None:
+    """Serve the sandbox over HTTP with SandboxFusion's interface; `kestrl sandbox serve --help` lists the options."""
+    from kestrl_sandbox.__main__ import main
 
-    Clients show the bearer token of the variable KESTRL_SANDBOX_TOKEN; beyond the loopback interface it has to be set.
-    """
-    from kestrl_sandbox.config import PoolConfig, default_size
-    from kestrl_sandbox.contract import Isolation
-
-    token = os.environ.get(TOKEN_VARIABLE) or None
-    if token is None and not _is_loopback(host):
-        raise UserInputError(f"--host: {host} can be reached from elsewhere; set {TOKEN_VARIABLE}")
-    if isolation not in {item.value for item in Isolation}:
-        raise UserInputError(f"--isolation: there is no {isolation!r}; there are {', '.join(Isolation)}")
-    config = PoolConfig(max_sandboxes=max_sandboxes or default_size(), max_waiting=max_waiting, memory_mb=memory_mb)
-    asyncio.run(_serve(host, port, token, backend, Isolation(isolation), config))
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
-async def _serve(
-    host: str, port: int, token: str | None, backend: str, isolation: Isolation, config: PoolConfig
-) -> None:
-    from aiohttp import web
-
-    from kestrl_sandbox.backends import open_sandbox
-    from kestrl_sandbox.remote.server import application
-
-    pool = await open_sandbox(config, least=isolation, backend=backend)
-    runner = web.AppRunner(application(pool, token), handler_cancellation=True, access_log=None)
-    stop = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    try:
-        await runner.setup()
-        try:
-            await web.TCPSite(runner, host, port).start()
-        except OSError as error:
-            raise UserInputError(f"--port: cannot listen on {host}:{port}: {error.strerror}") from error
-        address = f"http://{host}:{runner.addresses[0][1]}"
-        guard = "with the token of " + TOKEN_VARIABLE if token else "without a token"
-        found = pool.capabilities
-        typer.echo(f"serving on {address} {guard}; {found.backend}, isolates by {found.isolation}")
-        sys.stdout.flush()
-        await stop.wait()
-    finally:
-        await runner.cleanup()
-        await pool.close()
+    main(context.args, program="kestrl sandbox serve")
 
 
 async def _check(backend: str, area: str, *, verbose: bool) -> int:

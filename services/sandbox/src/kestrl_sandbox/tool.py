@@ -18,9 +18,9 @@ from dataclasses import dataclass, fields
 from functools import partial
 from typing import ClassVar, Literal
 
+from kestrl._shared.telemetry.metrics import observe
+from kestrl._shared.telemetry.names import Metric
 from kestrl.errors import UserInputError
-from kestrl.telemetry.metrics import observe
-from kestrl.telemetry.names import Metric
 from kestrl.tools import SandboxInUse, ToolResult, WarmPool
 from kestrl_sandbox.backends import AUTO, open_sandbox
 from kestrl_sandbox.config import PoolConfig, default_size

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import sys
 
-import kestrl.stopping  # noqa: F401  # pyright: ignore[reportUnusedImport] - it takes SIGTERM from here on
-from kestrl.plan.settings import ToolsSettings
-from kestrl.service import run_service
+import kestrl._shared.stopping  # noqa: F401  # pyright: ignore[reportUnusedImport] - it takes SIGTERM from here on
+from kestrl._shared.plan.settings.tools import ToolsSettings
+from kestrl._shared.service import run_service
 from kestrl_tools.service import run_tools
 
 if __name__ == "__main__":

@@ -7,8 +7,8 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from kestrl._shared.plan.settings.tools import ToolEntry
 from kestrl.errors import KestrlError, UserInputError, text_of
-from kestrl.plan.settings import ToolEntry
 from kestrl.tools import SandboxInUse, ToolError, ToolSchema
 from kestrl.tools.provider import ToolDefinition, ToolProvider, digest
 from kestrl_tools.execution import guarded

@@ -14,11 +14,12 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from kestrl.checking import ToolsCheck, run_check
+from kestrl._shared.checking import ToolsCheck, run_check
+from kestrl._shared.plan.servers import is_cluster_name, server_at
+from kestrl._shared.plan.settings.common import DataSettings
+from kestrl._shared.plan.settings.tools import ToolEntry
 from kestrl.data.rows import read_rows
 from kestrl.errors import ToolFailure
-from kestrl.plan.servers import is_cluster_name, server_at
-from kestrl.plan.settings import DataSettings, ToolEntry
 from kestrl_tools.catalogue import Tool
 from kestrl_tools.lifecycle import loaded
 from kestrl_tools.rows import check_row

@@ -9,10 +9,10 @@ from collections.abc import Awaitable
 from dataclasses import dataclass
 from typing import Any
 
+from kestrl._shared.user_tasks import enter_user_code
 from kestrl.episode import CallOutcome
 from kestrl.errors import KestrlError, ToolFailure, described, encodable
 from kestrl.tools import ToolError, ToolResult
-from kestrl.user_tasks import enter_user_code
 
 log = logging.getLogger(__name__)
 MAX_TEXT = 1_000_000

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import asynccontextmanager
 
+from kestrl._shared.plan.settings.tools import ToolEntry
 from kestrl.errors import KestrlError, UserInputError, described, text_of
-from kestrl.plan.settings import ToolEntry
 from kestrl.tools import ToolError
 from kestrl.tools.provider import ToolProvider
 from kestrl_tools.catalogue import Tool, load_tools, providers_of, stop_all

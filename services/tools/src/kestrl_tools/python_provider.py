@@ -9,11 +9,10 @@ from functools import partial
 from types import FunctionType
 from typing import Any
 
+from kestrl._shared.plan.settings.tools import ClaimEntry, ToolEntry
 from kestrl.compat.verl.imports import load
 from kestrl.compat.verl.tools import VerlTool, adapt_function, is_function_tool, is_verl_tool
 from kestrl.errors import KestrlError, ToolFailure, UserInputError
-from kestrl.plan.settings import ToolEntry
-from kestrl.plan.tool_settings import ClaimEntry
 from kestrl.tools import SandboxInUse, ToolError, WarmPool
 from kestrl.tools.arguments import Arguments
 from kestrl.tools.provider import NO_KWARGS, Kwargs, ProviderSession, ToolDefinition, kwargs_failure, refuse_fixed

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
+from kestrl._shared.plan.settings.tools import SecretText
 from kestrl.errors import KestrlError, UserInputError
-from kestrl.plan.tool_settings import SecretText
 from kestrl.tools import ToolSchema
 from kestrl.tools.arguments import Arguments
 from kestrl.tools.provider import ToolDefinition, digest

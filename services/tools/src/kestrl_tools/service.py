@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Awaitable
 
+from kestrl._shared.plan.settings.tools import ToolsSettings
+from kestrl._shared.rpc import serve
+from kestrl._shared.telemetry.metrics import observe
+from kestrl._shared.telemetry.names import Metric
+from kestrl._shared.user_tasks import contain_user_tasks
 from kestrl.api.tools.v1 import tools_pb2_grpc as stubs
-from kestrl.plan.settings import ToolsSettings
-from kestrl.rpc import serve
-from kestrl.telemetry.metrics import observe
-from kestrl.telemetry.names import Metric
-from kestrl.user_tasks import contain_user_tasks
 from kestrl_tools.catalogue import unavailable
 from kestrl_tools.lifecycle import loaded, start_all
 from kestrl_tools.servicer import ToolServicer

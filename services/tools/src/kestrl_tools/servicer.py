@@ -7,10 +7,10 @@ import json
 from collections.abc import Mapping
 from typing import Any, NoReturn, cast
 
+from kestrl._shared.rpc.codec import sandboxes_to_proto
 from kestrl.api.tools.v1 import tools_pb2 as pb
 from kestrl.api.tools.v1 import tools_pb2_grpc as stubs
 from kestrl.errors import ToolFailure
-from kestrl.rpc.codec import sandboxes_to_proto
 from kestrl_tools.catalogue import Tool, sandboxes_of, server_digests
 from kestrl_tools.sessions import Opening, Sessions
 

@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
 
+from kestrl._shared.telemetry import span
+from kestrl._shared.telemetry.names import Attr, SpanName
 from kestrl.episode import CallOutcome
 from kestrl.errors import KestrlError, ToolFailure, described, text_of
-from kestrl.telemetry import span
-from kestrl.telemetry.names import Attr, SpanName
 from kestrl.tools import ToolError
 from kestrl.tools.arguments import ArgumentsInvalid
 from kestrl.tools.provider import Kwargs, ProviderSession, ToolProvider

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from tests.unit.learner.algorithms.verl_functions import verl_functions
 from torch import Tensor
 
+from kestrl._shared.plan.algorithm import CorrectionSettings
 from kestrl.algorithms import TokenBatch, Totals
-from kestrl.plan.algorithm import CorrectionSettings
 from kestrl_learner.algorithms import (
     ADVANTAGES,
     AGGREGATIONS,

@@ -13,18 +13,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kestrl._shared.plan.algorithm import CorrectionSettings
+from kestrl._shared.plan.planning import algorithm_settings
+from kestrl._shared.spec import AgentRLJob
+from kestrl._shared.spec.algorithms import ADVANTAGES as ADVANTAGE_NAMES
+from kestrl._shared.spec.algorithms import AGGREGATIONS as AGGREGATION_NAMES
+from kestrl._shared.spec.algorithms import CORRECTION_WEIGHTS as WEIGHT_NAMES
+from kestrl._shared.spec.algorithms import KL_ESTIMATORS as KL_NAMES
+from kestrl._shared.spec.algorithms import LOSSES as LOSS_NAMES
+from kestrl._shared.spec.algorithms import PRESETS
+from kestrl._shared.spec.algorithms import REJECTIONS as REJECTION_NAMES
 from kestrl.algorithms import ScoredEpisode, TokenBatch, Totals
 from kestrl.errors import UserCodeError, UserInputError
-from kestrl.plan.algorithm import CorrectionSettings
-from kestrl.plan.planning import algorithm_settings
-from kestrl.spec import AgentRLJob
-from kestrl.spec.algorithms import ADVANTAGES as ADVANTAGE_NAMES
-from kestrl.spec.algorithms import AGGREGATIONS as AGGREGATION_NAMES
-from kestrl.spec.algorithms import CORRECTION_WEIGHTS as WEIGHT_NAMES
-from kestrl.spec.algorithms import KL_ESTIMATORS as KL_NAMES
-from kestrl.spec.algorithms import LOSSES as LOSS_NAMES
-from kestrl.spec.algorithms import PRESETS
-from kestrl.spec.algorithms import REJECTIONS as REJECTION_NAMES
 from kestrl.testing.algorithms import check_algorithm
 from kestrl_learner.algorithms import (
     ADVANTAGES,

@@ -9,9 +9,9 @@ from typing import Any, Literal
 
 import pytest
 
+from kestrl._shared.plan.algorithm import AlgorithmSettings
 from kestrl.episode import UNSCORED, Episode, Group, PolicyVersion, Row, Scenario, StopReason, Turn
 from kestrl.errors import Boundary, Failure
-from kestrl.plan.algorithm import AlgorithmSettings
 from kestrl_learner.dispatch.acceptance import MAX_ATTEMPTS, GroupAction, GroupDecision, decide
 
 POLICY = PolicyVersion(job="job", step=3, sha256="ab" * 32)

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from kestrl.plan.algorithm import AlgorithmSettings
-from kestrl.plan.memory import GIVE_BACK, MemorySettings
+from kestrl._shared.plan.algorithm import AlgorithmSettings
+from kestrl._shared.plan.memory import GIVE_BACK, MemorySettings
 from kestrl_learner.memory.estimate import longest_group
 from kestrl_learner.model.adapters import load_policy
 from kestrl_learner.model.full_model import load

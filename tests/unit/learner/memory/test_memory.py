@@ -19,10 +19,10 @@ from tests.unit.learner.ranks.forked_ranks import on_ranks
 from tests.unit.learner.train.test_training import algorithm
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from kestrl._shared.plan.components import TORCH_DEFAULTS
+from kestrl._shared.plan.memory import GIB, GIVE_BACK, MARGIN, MemorySettings, Part
+from kestrl._shared.plan.settings.learner import PolicySettings
 from kestrl.errors import UserInputError
-from kestrl.plan.components import TORCH_DEFAULTS
-from kestrl.plan.memory import GIB, GIVE_BACK, MARGIN, MemorySettings, Part
-from kestrl.plan.settings import PolicySettings
 from kestrl_learner.memory.estimate import estimate, longest_group
 from kestrl_learner.memory.live_bytes import LiveBytes
 
@@ -111,7 +111,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Memory
         text=True,
         check=False,
         env={**TORCH_DEFAULTS, **os.environ, **GIVE_BACK},
-        cwd=Path(__file__).parents[3],
+        cwd=Path(__file__).parents[4],
     )
     assert done.returncode == 0, done.stderr
     peaks = map(int, done.stdout.split())

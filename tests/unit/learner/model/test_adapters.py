@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from tests.unit.learner.train.test_training import algorithm, make_groups
 
-from kestrl.plan.planning import PROBE_BOUND
+from kestrl._shared.plan.planning import PROBE_BOUND
 from kestrl.storage import Probe, open_store
 from kestrl_email.model_path import tiny
 from kestrl_inference.proof import compare

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
+from kestrl._app.local.check import check_job
+from kestrl._shared.spec.load import ProblemsError, parse_job
+from kestrl._shared.spec.rules.adapter_rules import expert_problems
+from kestrl._shared.spec.sft import parse_sft_job
 from kestrl.errors import UserInputError
-from kestrl.local.check import check_job
-from kestrl.spec.load import ProblemsError, parse_job
-from kestrl.spec.rules.adapter_rules import expert_problems
-from kestrl.spec.sft import parse_sft_job
 from kestrl_learner.model.policy_model import PolicyModel
 
 QWEN3_MOE = {"model_type": "qwen3_moe", "hidden_size": 32, "num_experts": 4, "num_hidden_layers": 1}

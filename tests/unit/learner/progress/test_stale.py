@@ -13,7 +13,7 @@ import pytest
 from tests.unit.learner.conftest import Stage, write_rows
 from tests.unit.learner.fakes import DECOUPLED, running
 
-from kestrl.plan.settings import DataSettings
+from kestrl._shared.plan.settings.common import DataSettings
 from kestrl_learner.run import Run
 from kestrl_learner.store.run_record import RunRecord
 

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from kestrl._app.local.progress import Progress as LocalProgress
+from kestrl._app.local.view import LiveView, PlainView
+from kestrl._shared.telemetry.names import Instrument, Metric
 from kestrl.api.common.v1 import common_pb2
 from kestrl.episode import CallOutcome, Group, Scenario
-from kestrl.local.progress import Progress as LocalProgress
-from kestrl.local.view import LiveView, PlainView
-from kestrl.rpc.codec import group_from_proto, group_to_proto
-from kestrl.states import RunPhase
-from kestrl.telemetry.names import Instrument, Metric
+from kestrl.episode.codec import group_from_proto, group_to_proto
+from kestrl.runstate.states import RunPhase
 from kestrl.testing.attempts import make_attempt, make_call
 from kestrl.tools import SandboxInUse
 from kestrl_learner.progress.metrics import observe_progress

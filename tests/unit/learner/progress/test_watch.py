@@ -16,9 +16,9 @@ from tests.unit.learner.fakes import FakeAgent, Watcher, served, watched
 from kestrl.api.inference.v1 import inference_pb2 as ipb
 from kestrl.api.learner.v1 import learner_pb2 as lpb
 from kestrl.api.learner.v1 import learner_pb2_grpc as lstubs
+from kestrl.episode.codec import policy_from_proto
 from kestrl.errors import Boundary, EngineFailure, Failure, PlaceError
-from kestrl.rpc.codec import policy_from_proto
-from kestrl.states import RunPhase
+from kestrl.runstate.states import RunPhase
 from kestrl.storage import ObjectStore, open_store, read_manifest
 from kestrl_learner.__main__ import work
 from kestrl_learner.progress.progress import Progress

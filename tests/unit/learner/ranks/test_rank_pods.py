@@ -25,8 +25,8 @@ from tests.unit.learner.ranks.forked_ranks import CONTEXT
 from tests.unit.learner.train.test_training import make_groups
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
+from kestrl._shared.plan.settings.learner import RanksSettings
 from kestrl.errors import UserInputError
-from kestrl.plan.settings import RanksSettings
 from kestrl_learner import rank, rank_pod
 from kestrl_learner.rank_pod import RankEnded, RankPod, own_index
 from kestrl_learner.ranks import group as ranks

@@ -22,8 +22,8 @@ from tests.unit.learner.ranks.forked_ranks import on_ranks
 from tests.unit.learner.train.test_training import algorithm, make_groups
 from torch.distributed.tensor import DTensor
 
+from kestrl._shared.plan.sft import LOSS
 from kestrl.algorithms import ScoredEpisode
-from kestrl.plan.sft import LOSS
 from kestrl_learner.batch import packing
 from kestrl_learner.batch.rows import TrainGroup
 from kestrl_learner.ranks.group import Group, OneRank, RankLost, Ranks, lost_ranks

@@ -13,18 +13,18 @@ from typing import Any, ClassVar
 
 import pytest
 
+from kestrl._shared.plan.settings.learner import SinkEntry
 from kestrl.errors import Boundary, Failure, StorageError, UserInputError
 from kestrl.metric_sinks import MetricSink, RunStart
-from kestrl.plan.settings import SinkEntry
-from kestrl.states import RunPhase
+from kestrl.runstate.states import RunPhase
 from kestrl.storage import open_store
-from kestrl.storage.metrics import StorageSink
 from kestrl.storage.summary import RunSummary
-from kestrl.telemetry.metric_sink import OpenTelemetrySink
 from kestrl.testing.metric_sinks import check_metric_sink, record
 from kestrl_learner.run import Run
 from kestrl_learner.store import metric_sinks
 from kestrl_learner.store.metric_sinks import MetricSinks, make_sinks
+from kestrl_learner.store.opentelemetry_sink import OpenTelemetrySink
+from kestrl_learner.store.storage_sink import StorageSink
 
 RUN = RunStart(job="job", run="job-1", storage="file:///x", total_steps=2)
 FAILED = RunSummary(status=RunPhase.FAILED, reason="x")

@@ -10,7 +10,7 @@ from tests.unit.learner.fakes import running
 
 from kestrl.storage import AdapterManifest, open_store
 
-PAGE = (Path(__file__).parents[3] / "docs" / "storage.md").read_text()
+PAGE = (Path(__file__).parents[4] / "docs" / "storage.md").read_text()
 
 
 def section(title: str) -> str:

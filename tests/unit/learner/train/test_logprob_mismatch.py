@@ -8,8 +8,8 @@ from dataclasses import asdict
 import pytest
 import torch
 
-from kestrl.plan.planning import gap_bounds
-from kestrl.telemetry.metric_sink import gap_statistics
+from kestrl._shared.plan.planning import gap_bounds
+from kestrl_learner.store.opentelemetry_sink import gap_statistics
 from kestrl_learner.train.logprob_mismatch import measure
 from kestrl_learner.train.mismatch_stats import MismatchStats, merged
 

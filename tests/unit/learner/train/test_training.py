@@ -17,8 +17,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load
 
+from kestrl._shared.plan.algorithm import AlgorithmSettings
 from kestrl.errors import StorageError
-from kestrl.plan.algorithm import AlgorithmSettings
 from kestrl.storage import fetch_adapter, layout, open_store
 from kestrl_learner.batch.rows import TrainGroup, TrainRow
 from kestrl_learner.batch.tokens import stale_rows

@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from tests.unit.learner.train.test_training import algorithm, make_groups
 from torch import nn
 
+from kestrl._shared.plan.algorithm import CorrectionSettings
 from kestrl.algorithms import ScoredEpisode
-from kestrl.plan.algorithm import CorrectionSettings
 from kestrl_learner.batch.rows import TrainGroup, TrainRow
 from kestrl_learner.model import head as head_module
 from kestrl_learner.model.head import token_logprobs

@@ -16,15 +16,15 @@ import yaml
 from tests.fakes.kubernetes import Controllers, FakeKubernetes
 from tests.fakes.ports import free_port
 
-from kestrl import rpc
+from kestrl._shared import rpc
+from kestrl._shared.credentials import Secret
+from kestrl._shared.rpc.codec import run_phase_to_proto
+from kestrl._shared.spec.crd import crd, sft_crd
 from kestrl.api.common.v1 import common_pb2
 from kestrl.api.learner.v1 import learner_pb2 as pb
 from kestrl.api.learner.v1 import learner_pb2_grpc as stubs
-from kestrl.credentials import Secret
 from kestrl.errors import StorageError
-from kestrl.rpc.codec import run_phase_to_proto
-from kestrl.spec.crd import crd, sft_crd
-from kestrl.states import RunPhase
+from kestrl.runstate.states import RunPhase
 from kestrl_operator.apiserver.client import Api
 from kestrl_operator.apiserver.kinds import Kind
 from kestrl_operator.config import Config, LeaseSettings

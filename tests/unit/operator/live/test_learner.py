@@ -12,8 +12,8 @@ from tests.fakes.kubernetes import Controllers
 
 from kestrl.api.common.v1 import common_pb2
 from kestrl.api.learner.v1 import learner_pb2 as pb
+from kestrl.episode.codec import failure_to_proto
 from kestrl.errors import Boundary, Failure
-from kestrl.rpc.codec import failure_to_proto
 from kestrl_operator.controllers import learner_stream
 from kestrl_operator.status import lifecycle
 

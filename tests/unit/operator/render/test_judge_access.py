@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from tests.unit.operator.rendering import of_kind, rendered
 
+from kestrl._shared.plan.servers import METADATA
 from kestrl.errors import UserInputError
-from kestrl.plan.servers import METADATA
 from kestrl_operator.render.network import selector
 from kestrl_operator.state.cluster import HTTP_PORT
 

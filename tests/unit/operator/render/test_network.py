@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from tests.unit.operator.rendering import ROLES, of_kind, rendered
 
-from kestrl.plan.components import Role
+from kestrl._shared.plan.components import Role
 from kestrl_operator.render.network import selector
 from kestrl_operator.state.cluster import GRPC_PORT, HTTP_PORT, METRICS_PORT
 

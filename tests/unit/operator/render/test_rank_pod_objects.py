@@ -10,9 +10,9 @@ import pytest
 from tests.unit.operator.rendering import NVIDIA, VALUES, of_kind, rendered
 from tests.unit.operator.samples import all_pods, ended, job, learner_report, pod, report, snapshot, waiting, workloads
 
+from kestrl._shared.plan.components import Role
+from kestrl._shared.plan.settings.learner import RanksSettings
 from kestrl.errors import UserInputError
-from kestrl.plan.components import Role
-from kestrl.plan.settings import RanksSettings
 from kestrl_operator.controllers.manifests import Manifests
 from kestrl_operator.state.cluster import RANKS_PORT, read_cluster
 from kestrl_operator.state.snapshot import Pod, Snapshot

@@ -9,10 +9,10 @@ import pytest
 from tests.unit.operator.rendering import ASCEND, NVIDIA, ROLES, SECRETS, VALUES, given, of_kind, rendered
 from tests.unit.operator.samples import job
 
-from kestrl.credentials import held_by
+from kestrl._shared.credentials import held_by
+from kestrl._shared.plan.components import Role
+from kestrl._shared.prepare import PrepareSettings
 from kestrl.errors import UserInputError
-from kestrl.plan.components import Role
-from kestrl.prepare import PrepareSettings
 from kestrl_operator.render.job import preparation
 from kestrl_operator.state.parsing import workload_of
 

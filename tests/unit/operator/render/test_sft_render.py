@@ -8,10 +8,10 @@ import pytest
 from tests.unit.operator.rendering import VALUES, of_kind
 from tests.unit.operator.sft_samples import NAME, UID, sft_rendered
 
+from kestrl._shared.plan.sft import SFTSettings
+from kestrl._shared.prepare import PrepareSettings
+from kestrl._shared.spec.load import ProblemsError
 from kestrl.errors import UserInputError
-from kestrl.plan.sft import SFTSettings
-from kestrl.prepare import PrepareSettings
-from kestrl.spec.load import ProblemsError
 from kestrl_operator.render.network import METADATA
 
 

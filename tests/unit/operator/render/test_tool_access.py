@@ -10,10 +10,10 @@ import pytest
 import yaml
 from tests.unit.operator.rendering import of_kind, rendered
 
+from kestrl._shared.plan.servers import METADATA
 from kestrl.errors import UserInputError
-from kestrl.plan.servers import METADATA
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 DNS = {"ports": [{"port": 53, "protocol": "UDP"}, {"port": 53, "protocol": "TCP"}]}
 TOOLS = "email-search-tools"
 SECRET = "secretHeaders: {Authorization: {secretRef: {name: tracker}, secretKey: TOKEN, prefix: 'Bearer '}}"

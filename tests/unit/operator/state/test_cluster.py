@@ -7,14 +7,16 @@ from typing import Any
 
 import pytest
 
+from kestrl._shared.plan.components import Component, Role
+from kestrl._shared.plan.planning import plan
+from kestrl._shared.plan.settings.inference import AgentSettings
+from kestrl._shared.plan.settings.learner import LearnerSettings
+from kestrl._shared.plan.settings.rollout import RolloutSettings
+from kestrl._shared.spec import AgentRLJob, read_job
 from kestrl.errors import UserInputError
-from kestrl.plan.components import Component, Role
-from kestrl.plan.planning import plan
-from kestrl.plan.settings import AgentSettings, LearnerSettings, RolloutSettings
-from kestrl.spec import AgentRLJob, read_job
 from kestrl_operator.state.cluster import Cluster, read_cluster, site_of, storage_of
 
-QUICKSTART = Path(__file__).parents[3] / "examples" / "email-search" / "quickstart.yaml"
+QUICKSTART = Path(__file__).parents[4] / "examples" / "email-search" / "quickstart.yaml"
 VALUES: dict[str, Any] = {
     "images": {
         "engine": {"cpu": "r/engine-cpu:1", "cuda": "vllm/vllm-openai:v0.32.0"},

@@ -20,9 +20,9 @@ from tests.unit.operator.samples import (
     workloads,
 )
 
+from kestrl._shared.plan.components import Role
 from kestrl.api.learner.v1 import learner_pb2 as pb
 from kestrl.errors import Boundary, Failure
-from kestrl.plan.components import Role
 from kestrl_operator.state.parsing import node_of, pod_of, termination_message, workload_of
 from kestrl_operator.state.snapshot import Ended, Pod, is_input, seconds_of
 

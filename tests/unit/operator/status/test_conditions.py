@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kestrl.spec.status import Condition
+from kestrl._shared.spec.status import Condition
 from kestrl_operator.events import PUBLISHED, notices
 from kestrl_operator.status.conditions import (
     LONGEST_MESSAGE,

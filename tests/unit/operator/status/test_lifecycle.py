@@ -27,9 +27,9 @@ from tests.unit.operator.samples import (
     workloads,
 )
 
+from kestrl._shared.plan.components import Role
+from kestrl._shared.plan.planning import group_seconds
 from kestrl.errors import Boundary
-from kestrl.plan.components import Role
-from kestrl.plan.planning import group_seconds
 from kestrl_operator.state.snapshot import QUEUE_LABEL, Memory, Pod, Snapshot
 from kestrl_operator.status.build import status_of
 from kestrl_operator.status.conditions import REASONS, Type

@@ -31,12 +31,12 @@ from tests.unit.operator.samples import (
     workloads,
 )
 
+from kestrl._shared.plan.components import Role
+from kestrl._shared.spec.crd import crd
+from kestrl._shared.spec.status import JobStatus
 from kestrl.api.common.v1.common_pb2 import SandboxInUse
+from kestrl.episode.codec import policy_to_proto
 from kestrl.errors import Boundary
-from kestrl.plan.components import Role
-from kestrl.rpc.codec import policy_to_proto
-from kestrl.spec.crd import crd
-from kestrl.spec.status import JobStatus
 from kestrl_operator.state.snapshot import QUEUE_LABEL, Memory, Pod, Snapshot
 from kestrl_operator.status.build import ENGINES_SHOWN, FAILURES_SHOWN, status_of, with_failure
 from kestrl_operator.status.build import LONGEST_MESSAGE as LONGEST_OF_ENGINE

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from kestrl.checking import JudgeCheck, run_check
+from kestrl._shared.checking import JudgeCheck, run_check
 from kestrl_judge.bank.running import run_bank, run_claims
 
 

@@ -10,8 +10,8 @@ from itertools import combinations
 from statistics import fmean
 from typing import Any
 
+from kestrl._shared.plan.settings.judge import JudgeEntry, RulerEntry
 from kestrl.errors import UserInputError
-from kestrl.plan.settings import JudgeEntry, RulerEntry
 from kestrl_judge.bank.cases import TOLERANCE, Case, Scores, all_cases, group_of
 from kestrl_judge.bank.claims import RIGHT, WRONG, ClaimCase, all_claims
 from kestrl_judge.correctness import build_prompt

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from kestrl.plan.settings import JudgeEntry
+from kestrl._shared.plan.settings.judge import JudgeEntry
 from kestrl_judge.ruler.budget import Budget, Usage, usage_of
 from kestrl_judge.ruler.client import JudgeClient, NoScores, Reason, Reply
 from kestrl_judge.ruler.escaping import estimated_tokens

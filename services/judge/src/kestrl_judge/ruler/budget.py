@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kestrl.plan.settings import JudgeEntry, JudgeModel
+from kestrl._shared.plan.settings.judge import JudgeEntry, JudgeModel
 from kestrl_judge.ruler.client import NoScores, Reason
 
 MILLION = 1_000_000

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
+from kestrl._shared.plan.settings.judge import JudgeModel
+from kestrl._shared.telemetry import span
+from kestrl._shared.telemetry.names import Attr, SpanName
 from kestrl.errors import described
-from kestrl.plan.settings import JudgeModel
-from kestrl.telemetry import span
-from kestrl.telemetry.names import Attr, SpanName
 from kestrl_judge.ruler.pacing import Pacer, pause_before, retry_after
 
 if TYPE_CHECKING:

@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
+from kestrl._shared.plan.settings.judge import RulerEntry
 from kestrl.episode import UNSCORED, Group, Json
 from kestrl.errors import Boundary, Failure
-from kestrl.plan.settings import RulerEntry
 from kestrl.rewards import Score
 from kestrl_judge.ruler.asking import Asker, BuildPrompt, Counts, Opinion
 from kestrl_judge.ruler.client import NoScores, Reason

@@ -11,10 +11,10 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from kestrl._shared.plan.algorithm import AlgorithmSettings
 from kestrl.algorithms import Algorithm, ScoredEpisode, TokenBatch
 from kestrl.errors import UserInputError
 from kestrl.importing import load
-from kestrl.plan.algorithm import AlgorithmSettings
 from kestrl_learner.algorithms.advantages import ADVANTAGES, equal, token_advantages
 from kestrl_learner.algorithms.aggregation import AGGREGATIONS
 from kestrl_learner.algorithms.correction import CORRECTION_WEIGHTS, REJECTIONS

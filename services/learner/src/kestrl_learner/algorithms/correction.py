@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from kestrl.plan.algorithm import CorrectionSettings
+from kestrl._shared.plan.algorithm import CorrectionSettings
 from kestrl_learner.algorithms.losses import bounded, sequence_mean, sequence_sum
 
 Weights = Callable[[Tensor, Tensor, CorrectionSettings], Tensor]

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
+from kestrl._shared.plan.algorithm import AlgorithmSettings
 from kestrl.episode import LARGEST_REWARD, PROMPT_TOO_LONG, UNSCORED, Episode, Group, PolicyVersion, Scenario
 from kestrl.errors import Boundary, Failure
-from kestrl.plan.algorithm import AlgorithmSettings
 
 MAX_ATTEMPTS = 5
 """Failed attempts after which a scenario is dropped."""

@@ -8,12 +8,12 @@ import asyncio
 import logging
 from collections.abc import Sequence
 
+from kestrl._shared.plan.settings.learner import LearnerSettings
+from kestrl._shared.telemetry.metrics import observe
+from kestrl._shared.telemetry.names import Metric
 from kestrl.algorithms import Algorithm
 from kestrl.episode import PolicyVersion, Purpose, Scenario
 from kestrl.errors import KestrlError
-from kestrl.plan.settings import LearnerSettings
-from kestrl.telemetry.metrics import observe
-from kestrl.telemetry.names import Metric
 from kestrl_learner.dispatch.group_outcomes import GroupOutcomes
 from kestrl_learner.dispatch.group_queue import GroupQueue, ReadyGroup
 from kestrl_learner.dispatch.group_source import GroupSource

@@ -7,13 +7,13 @@ from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 
-from kestrl.at_k import at_k
+from kestrl._shared.at_k import at_k
+from kestrl._shared.telemetry import span
+from kestrl._shared.telemetry.names import Attr, SpanName
 from kestrl.episode import PROMPT_TOO_LONG, Episode, Group, PolicyVersion, Purpose, Scenario
 from kestrl.errors import KestrlError
-from kestrl.sampling import EvaluationSampling
+from kestrl.runstate.sampling import EvaluationSampling
 from kestrl.storage.episodes import EpisodeBatch, EpisodeStore
-from kestrl.telemetry import span
-from kestrl.telemetry.names import Attr, SpanName
 from kestrl_learner.dispatch.workers import GroupRequest, NoWorker, Workers
 from kestrl_learner.engines.engines import Engines, NoEngineProved
 from kestrl_learner.progress.progress import Progress, episode_facts, means_of

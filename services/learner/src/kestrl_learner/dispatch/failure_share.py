@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from kestrl._shared.plan.algorithm import AlgorithmSettings
 from kestrl.errors import Boundary, Failure, KestrlError
-from kestrl.plan.algorithm import AlgorithmSettings
 
 
 class TooManyFailures(KestrlError):

@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 
+from kestrl._shared.plan.settings.learner import LearnerSettings
 from kestrl.algorithms import Algorithm
 from kestrl.episode import Group, PolicyVersion
 from kestrl.errors import Boundary, Failure, KestrlError
-from kestrl.plan.settings import LearnerSettings
 from kestrl_learner.dispatch.acceptance import LEFT_OUT, MAX_ATTEMPTS, GroupAction, GroupDecision, decide
 from kestrl_learner.dispatch.dynamic_sampling import DynamicSampling
 from kestrl_learner.dispatch.failure_share import FailureShare

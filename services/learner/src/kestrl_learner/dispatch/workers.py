@@ -22,17 +22,18 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+from kestrl._shared.credentials import Secret
+from kestrl._shared.plan.settings.learner import EngineEntry, LearnerSettings
+from kestrl._shared.rpc import Channel, call, channel, connected, stream
+from kestrl._shared.rpc.codec import sandboxes_from_proto
+from kestrl._shared.telemetry import span
+from kestrl._shared.telemetry.names import Attr, SpanName
 from kestrl.api.common.v1 import common_pb2 as common_pb
 from kestrl.api.rollout.v1 import rollout_pb2 as pb
 from kestrl.api.rollout.v1 import rollout_pb2_grpc as stubs
-from kestrl.credentials import Secret
 from kestrl.episode import Group, PolicyVersion, Purpose, Scenario
+from kestrl.episode.codec import group_from_proto, policy_to_proto, scenario_to_proto
 from kestrl.errors import KestrlError
-from kestrl.plan.settings import EngineEntry, LearnerSettings
-from kestrl.rpc import Channel, call, channel, connected, stream
-from kestrl.rpc.codec import group_from_proto, policy_to_proto, sandboxes_from_proto, scenario_to_proto
-from kestrl.telemetry import span
-from kestrl.telemetry.names import Attr, SpanName
 from kestrl_learner.concurrency import Signal
 from kestrl_learner.progress.progress import Progress
 

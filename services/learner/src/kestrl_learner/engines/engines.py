@@ -16,18 +16,19 @@ from contextvars import Context, copy_context
 from dataclasses import dataclass, field
 from typing import Any
 
-from kestrl import engine_failure
+from kestrl._shared import engine_failure
+from kestrl._shared.credentials import Secret
+from kestrl._shared.plan.settings.learner import EngineEntry
+from kestrl._shared.rpc import Channel, call, channel
+from kestrl._shared.rpc.codec import engine_state_from_proto
+from kestrl._shared.telemetry.metrics import observe
+from kestrl._shared.telemetry.names import Metric
 from kestrl.api.inference.v1 import inference_pb2 as pb
 from kestrl.api.inference.v1 import inference_pb2_grpc as stubs
-from kestrl.credentials import Secret
 from kestrl.episode import PolicyVersion
+from kestrl.episode.codec import failure_from_proto, policy_from_proto, policy_to_proto
 from kestrl.errors import Boundary, Failure, KestrlError, PlaceError
-from kestrl.plan.settings import EngineEntry
-from kestrl.rpc import Channel, call, channel
-from kestrl.rpc.codec import engine_state_from_proto, failure_from_proto, policy_from_proto, policy_to_proto
-from kestrl.states import EngineState, ServingState
-from kestrl.telemetry.metrics import observe
-from kestrl.telemetry.names import Metric
+from kestrl.runstate.states import EngineState, ServingState
 from kestrl_learner.concurrency import Signal
 from kestrl_learner.engines.admission import EngineLoad
 from kestrl_learner.progress.progress import EngineReport, Progress

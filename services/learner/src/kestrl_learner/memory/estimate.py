@@ -27,9 +27,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import AutoModelForCausalLM
 
-from kestrl.checking import Facts, run_check
+from kestrl._shared.checking import Facts, run_check
+from kestrl._shared.plan.memory import MemoryEstimate, MemorySettings, Part
 from kestrl.errors import UserInputError
-from kestrl.plan.memory import MemoryEstimate, MemorySettings, Part
 from kestrl_learner.batch.packing import Kernel
 from kestrl_learner.batch.rows import TrainGroup, TrainRow
 from kestrl_learner.memory.fake_ranks import CountedGather, count_gathers, fake_mesh

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from kestrl.plan.memory import Part
+from kestrl._shared.plan.memory import Part
 from kestrl_learner.memory.live_bytes import LiveBytes
 
 

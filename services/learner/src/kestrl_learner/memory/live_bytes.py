@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from kestrl.plan.memory import Part
+from kestrl._shared.plan.memory import Part
 
 RESIZE = "resize_"
 """Method of a storage that changes its size."""

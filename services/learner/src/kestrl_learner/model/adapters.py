@@ -13,8 +13,8 @@ from peft import LoraConfig
 from safetensors.torch import load, save
 from torch import Tensor
 
+from kestrl._shared.plan.settings.learner import PolicySettings
 from kestrl.errors import UserInputError
-from kestrl.plan.settings import PolicySettings
 from kestrl.storage import (
     AdapterManifest,
     ObjectStore,

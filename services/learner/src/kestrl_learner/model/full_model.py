@@ -13,8 +13,8 @@ from typing import Any, ClassVar, Unpack
 import torch
 from torch import Tensor
 
+from kestrl._shared.plan.settings.learner import PolicySettings
 from kestrl.errors import UserInputError
-from kestrl.plan.settings import PolicySettings
 from kestrl.storage import ObjectStore
 from kestrl.storage.models import ModelManifest, publish_model
 from kestrl_learner.batch.packing import Kernel

@@ -6,8 +6,8 @@ import argparse
 import sys
 from pathlib import Path
 
+from kestrl._shared.service import EXIT_INPUT
 from kestrl.errors import UserInputError
-from kestrl.service import EXIT_INPUT
 
 
 def main() -> int:

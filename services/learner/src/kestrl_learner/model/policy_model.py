@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
+from kestrl._shared.spec.rules.adapter_rules import TARGETS, unserved
 from kestrl.errors import UserInputError
-from kestrl.spec.rules.adapter_rules import TARGETS, unserved
 from kestrl_learner.batch.rows import TrainGroup
 from kestrl_learner.model.trained_model import ModelOptions, TrainedModel
 

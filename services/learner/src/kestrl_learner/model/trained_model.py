@@ -24,8 +24,8 @@ from torch.autograd.graph import save_on_cpu
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PretrainedConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from kestrl._shared.spec.rules.adapter_rules import expert_problems
 from kestrl.errors import UserInputError
-from kestrl.spec.rules.adapter_rules import expert_problems
 from kestrl_learner.batch import packing
 from kestrl_learner.batch.packing import Kernel
 from kestrl_learner.batch.rows import TrainGroup, TrainRow, bins, cut

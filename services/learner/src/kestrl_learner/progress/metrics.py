@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from kestrl.telemetry.metrics import observe
-from kestrl.telemetry.names import Metric
+from kestrl._shared.telemetry.metrics import observe
+from kestrl._shared.telemetry.names import Metric
 from kestrl_learner.progress.progress import Progress, means_of
 
 

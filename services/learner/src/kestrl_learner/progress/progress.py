@@ -12,19 +12,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from kestrl._shared.rpc.codec import gathering_to_proto, run_phase_to_proto, sandboxes_to_proto, serving_state_to_proto
 from kestrl.api.learner.v1 import learner_pb2 as pb
 from kestrl.episode import Episode, Group, PolicyVersion
+from kestrl.episode.codec import failure_to_proto, policy_to_proto
 from kestrl.errors import Failure
-from kestrl.gathering import Gathering
-from kestrl.rpc.codec import (
-    failure_to_proto,
-    gathering_to_proto,
-    policy_to_proto,
-    run_phase_to_proto,
-    sandboxes_to_proto,
-    serving_state_to_proto,
-)
-from kestrl.states import RunPhase, ServingState
+from kestrl.runstate.gathering import Gathering
+from kestrl.runstate.states import RunPhase, ServingState
 from kestrl.tools import SandboxInUse
 from kestrl_learner.progress.learning import Learning
 from kestrl_learner.progress.stale import Stale

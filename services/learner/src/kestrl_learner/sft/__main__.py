@@ -11,10 +11,10 @@ from pathlib import Path
 import torch
 from transformers.utils.logging import disable_progress_bar
 
+from kestrl._shared.plan.settings.common import read_settings
+from kestrl._shared.plan.sft import SFTSettings
+from kestrl._shared.service import EXIT_FAILED, EXIT_INPUT
 from kestrl.errors import KestrlError, UserInputError
-from kestrl.plan.service_settings import read_settings
-from kestrl.plan.sft import SFTSettings
-from kestrl.service import EXIT_FAILED, EXIT_INPUT
 from kestrl_learner.sft.training import SFTRun
 
 EXIT_STOPPED = 128 + signal.SIGINT

@@ -9,12 +9,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from kestrl._shared.plan.sft import SFTData, SFTSettings
 from kestrl.api.common.v1 import common_pb2
 from kestrl.data.conversations import read_conversations
 from kestrl.episode import Purpose
+from kestrl.episode.codec import group_from_proto
 from kestrl.errors import UserInputError
-from kestrl.plan.sft import SFTData, SFTSettings
-from kestrl.rpc.codec import group_from_proto
 from kestrl.storage import layout, open_store
 from kestrl_learner.batch.rows import TrainRow
 from kestrl_learner.sft.encoding import ConversationEncoder, train_row

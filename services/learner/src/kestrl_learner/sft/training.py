@@ -10,13 +10,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from kestrl._shared.plan.sft import SFTSettings
 from kestrl.episode import PolicyVersion
 from kestrl.errors import UserInputError
 from kestrl.metric_sinks import RunStart
-from kestrl.plan.sft import SFTSettings
-from kestrl.states import RunPhase
+from kestrl.runstate.states import RunPhase
 from kestrl.storage import ObjectStore, open_store
-from kestrl.storage.metrics import StorageSink
 from kestrl.storage.summary import SFTSummary, SummaryPolicy, write_summary
 from kestrl_learner.batch.rows import TrainGroup
 from kestrl_learner.ledger.schedule import epoch_order
@@ -29,6 +28,7 @@ from kestrl_learner.store import checkpoint
 from kestrl_learner.store.metric_sinks import MetricSinks
 from kestrl_learner.store.records import evaluations_of, summary_policy
 from kestrl_learner.store.run_record import RunRecord
+from kestrl_learner.store.storage_sink import StorageSink
 from kestrl_learner.train.compute import Steps
 from kestrl_learner.train.launcher import load_compute
 from kestrl_learner.train.trainer import Trainer

@@ -9,14 +9,14 @@ from collections.abc import Callable, Mapping, Sequence
 from queue import Full, Queue
 from typing import Any, cast
 
+from kestrl._shared.plan.settings.learner import SinkEntry
 from kestrl.errors import Boundary, Failure, KestrlError, UserInputError, described
 from kestrl.importing import load
 from kestrl.metric_sinks import MetricSink, RunStart
-from kestrl.plan.settings import SinkEntry
 from kestrl.storage import ObjectStore
-from kestrl.storage.metrics import StorageSink
 from kestrl.storage.summary import RunSummary
-from kestrl.telemetry.metric_sink import OpenTelemetrySink
+from kestrl_learner.store.opentelemetry_sink import OpenTelemetrySink
+from kestrl_learner.store.storage_sink import StorageSink
 
 log = logging.getLogger(__name__)
 QUEUE = 256

@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from kestrl._shared.plan.settings.learner import LearnerSettings
 from kestrl.episode import Group, PolicyVersion, Scenario
-from kestrl.plan.settings import LearnerSettings
-from kestrl.sampling import EvaluationSampling
-from kestrl.states import RunPhase
+from kestrl.runstate.sampling import EvaluationSampling
+from kestrl.runstate.states import RunPhase
 from kestrl.storage.summary import Means, RunSummary, SummaryPolicy, SummaryReason, ToolCalls
 from kestrl.tools import SandboxInUse
 from kestrl_learner.progress.learning import Learning

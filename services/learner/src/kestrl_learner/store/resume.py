@@ -9,7 +9,7 @@ from typing import Any
 
 from kestrl.episode import PolicyVersion
 from kestrl.errors import StorageError
-from kestrl.states import RunPhase
+from kestrl.runstate.states import RunPhase
 from kestrl.storage import ObjectStore, adapter_folder, read_manifest
 from kestrl.storage.summary import DAMAGED, RunSummary, SummaryReason, read_summary
 from kestrl_learner.progress.learning import Learning

@@ -6,8 +6,8 @@ from typing import Any, ClassVar
 
 from pydantic import Field
 
+from kestrl.runstate.versioned import Versioned
 from kestrl.storage.summary import Means
-from kestrl.versioned import Versioned
 from kestrl_learner.progress.learning import LearningCounts
 from kestrl_learner.progress.stale import Stale
 from kestrl_learner.progress.tool_health import ToolCounts

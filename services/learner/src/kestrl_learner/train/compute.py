@@ -13,9 +13,9 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from kestrl._shared.plan.settings.learner import LearnerSettings
+from kestrl._shared.plan.sft import SFTSettings
 from kestrl.algorithms import Algorithm
-from kestrl.plan.settings import LearnerSettings
-from kestrl.plan.sft import SFTSettings
 from kestrl_learner.batch.rows import TrainGroup
 from kestrl_learner.model.adapters import AdapterSource, load_policy
 from kestrl_learner.model.policy_model import PolicyModel

@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from kestrl.plan.settings import GapBounds
+from kestrl._shared.plan.settings.learner import GapBounds
 from kestrl_learner.train.mismatch_stats import MismatchStats
 
 

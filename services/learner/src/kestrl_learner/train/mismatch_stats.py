@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from kestrl.plan.settings import GapBounds
+from kestrl._shared.plan.settings.learner import GapBounds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

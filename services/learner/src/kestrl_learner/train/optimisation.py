@@ -7,7 +7,7 @@ import random
 from collections.abc import Iterator, Sequence
 from typing import TypeVar
 
-from kestrl.plan.algorithm import AlgorithmSettings
+from kestrl._shared.plan.algorithm import AlgorithmSettings
 
 Item = TypeVar("Item")
 

@@ -17,9 +17,9 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
+from kestrl._shared.plan.algorithm import AlgorithmSettings
 from kestrl.algorithms import Algorithm, HasTokenMetrics, TokenBatch, Totals
 from kestrl.errors import KestrlError
-from kestrl.plan.algorithm import AlgorithmSettings
 from kestrl_learner.algorithms import make_algorithm
 from kestrl_learner.batch.rows import TrainGroup, TrainRow, estimated
 from kestrl_learner.batch.token_batch import token_batch

@@ -12,11 +12,11 @@ from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 
+from kestrl._shared.telemetry import span
+from kestrl._shared.telemetry.names import Attr, SpanName
 from kestrl.agents import Call, Completion, LimitReached, Limits, Reply, Tokenizer
 from kestrl.episode import PROMPT_TOO_LONG, CallOutcome, Json, Row, Scenario, StopReason, ToolCall, Turn
 from kestrl.errors import Boundary, KestrlError, UserCodeError, UserInputError, described, encodable
-from kestrl.telemetry import span
-from kestrl.telemetry.names import Attr, SpanName
 from kestrl.tools import ToolSchema
 from kestrl_rollout.conversation.recorder import Recorder
 from kestrl_rollout.conversation.tool_session import OfferedTools, ToolAnswer, ToolSession

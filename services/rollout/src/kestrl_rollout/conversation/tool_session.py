@@ -8,12 +8,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
-from kestrl import rpc
+from kestrl._shared import rpc
+from kestrl._shared.rpc.codec import sandboxes_from_proto
 from kestrl.api.tools.v1 import tools_pb2 as pb
 from kestrl.episode import CallOutcome, Scenario
+from kestrl.episode.codec import dump_json
 from kestrl.errors import ToolFailure, UserInputError
 from kestrl.formats import Schemas
-from kestrl.rpc.codec import dump_json, sandboxes_from_proto
 from kestrl.tools import SandboxInUse, ToolSchema
 from kestrl_rollout.template.chat import Chat
 from kestrl_rollout.template.toolset import NO_TOOLS, ToolSet

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
+from kestrl._shared.telemetry import trace_headers
 from kestrl.agents import Completion
 from kestrl.engines import EngineDialect, Generate
 from kestrl.errors import EngineFailure
-from kestrl.telemetry import trace_headers
 from kestrl_rollout.engine.http import HttpClient, Lost, Unreachable
 
 MESSAGE_CHARACTERS = 300

@@ -7,11 +7,11 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from kestrl._shared.telemetry import span
+from kestrl._shared.telemetry.names import Attr, SpanName
 from kestrl.agents import Completion, Limits
 from kestrl.engines import Generate
 from kestrl.errors import EngineFailure
-from kestrl.telemetry import span
-from kestrl.telemetry.names import Attr, SpanName
 from kestrl_rollout.engine.client import EngineAddress, EngineClient
 from kestrl_rollout.engine.sessions import Sessions
 

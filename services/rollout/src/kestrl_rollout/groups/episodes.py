@@ -10,13 +10,13 @@ from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from kestrl._shared.telemetry import current_trace_id, span
+from kestrl._shared.telemetry.names import Attr, SpanName
+from kestrl._shared.user_tasks import enter_user_code
 from kestrl.agents import LimitReached
 from kestrl.episode import Episode, Json, Scenario, StopReason
 from kestrl.errors import Boundary, Failure, KestrlError, UserCodeError, UserInputError, described
-from kestrl.telemetry import current_trace_id, span
-from kestrl.telemetry.names import Attr, SpanName
 from kestrl.tools import SandboxInUse
-from kestrl.user_tasks import enter_user_code
 from kestrl_rollout.agents.loading import LoadedLoop, Loops
 from kestrl_rollout.conversation.episode_conversation import EpisodeConversation, ToolLimits
 from kestrl_rollout.conversation.tool_session import OfferedTools, Toolbox, ToolSession, unrendered

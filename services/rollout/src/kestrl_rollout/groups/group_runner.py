@@ -7,13 +7,13 @@ import logging
 from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import dataclass, replace
 
+from kestrl._shared.telemetry import span
+from kestrl._shared.telemetry.metrics import observe
+from kestrl._shared.telemetry.names import Attr, Metric, SpanName
 from kestrl.api.common.v1 import common_pb2 as common
 from kestrl.episode import Episode, Group
+from kestrl.episode.codec import group_to_proto
 from kestrl.errors import KestrlError
-from kestrl.rpc.codec import group_to_proto
-from kestrl.telemetry import span
-from kestrl.telemetry.metrics import observe
-from kestrl.telemetry.names import Attr, Metric, SpanName
 from kestrl.tools import SandboxInUse
 from kestrl_rollout.deadlines import GroupClock
 from kestrl_rollout.groups.episodes import EpisodeRunner

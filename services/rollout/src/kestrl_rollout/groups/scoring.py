@@ -8,13 +8,13 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from kestrl import rpc
+from kestrl._shared import rpc
+from kestrl._shared.telemetry import span
+from kestrl._shared.telemetry.names import Attr, SpanName
 from kestrl.api.common.v1 import common_pb2 as common
 from kestrl.api.judge.v1 import judge_pb2 as pb
+from kestrl.episode.codec import failure_from_proto, failure_to_proto
 from kestrl.errors import Boundary, Failure, JudgeFailure, KestrlError
-from kestrl.rpc.codec import failure_from_proto, failure_to_proto
-from kestrl.telemetry import span
-from kestrl.telemetry.names import Attr, SpanName
 from kestrl_rollout.deadlines import Scope, Waiting, deadline, now
 
 SERVICE = "kestrl.api.judge.v1.JudgeService"

@@ -12,8 +12,8 @@ from typing import Any
 
 import aiohttp
 
+from kestrl._shared.plan.settings.common import POD_UID_VARIABLE, REPLICA_VARIABLE
 from kestrl.errors import UserInputError
-from kestrl.plan.service_settings import POD_UID_VARIABLE, REPLICA_VARIABLE
 from kestrl_sandbox.contract import SandboxFailure
 
 ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")

@@ -13,8 +13,8 @@ from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_add
 from aiohttp.abc import AbstractResolver, ResolveResult
 from yarl import URL
 
+from kestrl._shared.plan.servers import METADATA, is_cluster_name
 from kestrl.errors import ToolFailure
-from kestrl.plan.servers import METADATA, is_cluster_name
 
 Address = IPv4Address | IPv6Address
 Network = IPv4Network | IPv6Network

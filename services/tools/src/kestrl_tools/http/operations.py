@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
+from kestrl._shared.plan.settings.tools import EndpointEntry
 from kestrl.errors import UserInputError
-from kestrl.plan.settings import EndpointEntry
 from kestrl.tools.shapes import is_list, is_mapping
 from kestrl_tools.http.document import Document, Unsupported
 from kestrl_tools.http.schemas import Schemas

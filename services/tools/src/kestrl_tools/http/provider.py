@@ -11,8 +11,8 @@ import aiohttp
 from aiohttp.abc import AbstractResolver
 from yarl import URL
 
+from kestrl._shared.plan.settings.tools import HttpEntry, ToolEntry
 from kestrl.errors import ToolFailure, UserInputError, text_of
-from kestrl.plan.settings import HttpEntry, ToolEntry
 from kestrl.tools.provider import Kwargs, ProviderSession, ToolDefinition, kwargs_failure
 from kestrl_tools.http.client import HttpClient
 from kestrl_tools.http.document import MAX_BYTES, Document, DocumentInvalid, Unsupported, parsed

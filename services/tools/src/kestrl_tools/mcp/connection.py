@@ -15,8 +15,8 @@ from mcp.client.streamable_http import streamable_http_client
 from mcp.shared.exceptions import MCPError
 from pydantic import ValidationError
 
+from kestrl._shared.plan.settings.tools import McpEntry
 from kestrl.errors import KestrlError, ToolFailure, described, text_of
-from kestrl.plan.settings import McpEntry
 from kestrl.tools import ToolError
 from kestrl_tools.mcp.sdk import TransportStreams, create_mcp_http_client
 from kestrl_tools.mcp.stdio import Program, stdio_transport

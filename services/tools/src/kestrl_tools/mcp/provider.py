@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
+from kestrl._shared.plan.settings.tools import McpEntry, ToolEntry
 from kestrl.errors import ToolFailure, UserInputError
-from kestrl.plan.settings import McpEntry, ToolEntry
 from kestrl.tools.provider import Kwargs, ProviderSession, ToolDefinition, kwargs_failure
 from kestrl_tools.mcp.connection import Connection, Reconnecting
 from kestrl_tools.mcp.results import result_of

@@ -16,7 +16,7 @@ import anyio
 from mcp.shared.message import SessionMessage
 from mcp_types import jsonrpc_message_adapter
 
-from kestrl import process_guard
+from kestrl._shared import process_guard
 from kestrl_tools.mcp.sdk import TransportStreams
 
 log = logging.getLogger(__name__)

@@ -20,9 +20,9 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 
+from kestrl._shared.plan.settings.common import Model
+from kestrl._shared.plan.settings.tools import ToolEntry
 from kestrl.errors import KestrlError, ToolFailure, UserInputError, described, text_of
-from kestrl.plan.service_settings import Model
-from kestrl.plan.settings import ToolEntry
 from kestrl.tools import ToolError
 from kestrl.tools.provider import ToolDefinition, ToolProvider
 from kestrl_tools.execution import guarded

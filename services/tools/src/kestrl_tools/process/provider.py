@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
-from kestrl import process_guard
+from kestrl._shared import process_guard
+from kestrl._shared.plan.settings.tools import ToolEntry
 from kestrl.errors import Boundary, Failure, FailureError, KestrlError, ToolFailure, UserInputError
-from kestrl.plan.settings import ToolEntry
 from kestrl.tools import ToolError, ToolResult, ToolSchema
 from kestrl.tools.arguments import Arguments
 from kestrl.tools.provider import Kwargs, ProviderSession, ToolDefinition

@@ -11,11 +11,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from kestrl._shared.user_tasks import contain_user_tasks
 from kestrl.errors import KestrlError, ToolFailure
 from kestrl.tools import ToolError
 from kestrl.tools.arguments import ArgumentsInvalid
 from kestrl.tools.provider import ProviderSession, ToolDefinition, ToolProvider
-from kestrl.user_tasks import contain_user_tasks
 from kestrl_tools.execution import answer_of, for_model, guarded, state_of
 from kestrl_tools.process.frames import Message, read, write
 

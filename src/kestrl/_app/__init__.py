@@ -1,0 +1,1 @@
+"""The program `kestrl`: its commands, the local runner and generators of tasks. Private."""

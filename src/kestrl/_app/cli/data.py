@@ -1,0 +1,109 @@
+"""The commands `kestrl data ...`: data sets of the examples as files that jobs read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kestrl._app.tasks import arithmetic as arithmetic_data
+from kestrl._app.tasks.gsm8k import MathTool, read_gsm8k
+from kestrl._app.tasks.retool import read_retool
+from kestrl._app.tasks.word_problems import Form, generated
+from kestrl._app.tasks.writing import write_rows
+from kestrl.errors import UserInputError
+from kestrl.terminal import safe_line
+
+data = typer.Typer(no_args_is_help=True, help="Write data sets as JSONL or Parquet.")
+Out = Annotated[Path, typer.Option("--out", help="File to write, .jsonl or .parquet.", show_default=False)]
+Split = Annotated[str, typer.Option(help="Name of the split.")]
+
+
+@data.callback()
+def _data() -> None:
+    """Makes every data set a sub-command."""
+
+
+@data.command()
+def gsm8k(
+    source: Annotated[
+        Path,
+        typer.Option(help="GSM8K's own file: OpenAI's .jsonl, or the .parquet of Hugging Face.", show_default=False),
+    ],
+    out: Out,
+    split: Split = "train",
+    tool: Annotated[MathTool, typer.Option(help="The tool that the rows offer.")] = MathTool.REWARD,
+    skip: Annotated[int, typer.Option(min=0, help="Rows to leave out at the beginning.")] = 0,
+    size: Annotated[int | None, typer.Option(min=1, help="Number of rows (default: all that follow).")] = None,
+) -> None:
+    """Write GSM8K as rows in verl's form."""
+    rows = read_gsm8k(source, split=split, tool=tool, skip=skip, size=size)
+    write_rows(out, rows)
+    typer.echo(f"{out}: {len(rows)} rows")
+
+
+@data.command()
+def retool(
+    source: Annotated[
+        Path,
+        typer.Option(
+            help="ReTool's SFT rows, verl's rows of questions, or problems with answers: .jsonl or .parquet.",
+            show_default=False,
+        ),
+    ],
+    out: Out,
+    name: Annotated[
+        str | None, typer.Option(help="data_source of problems with answers (default: the name of the file).")
+    ] = None,
+    skip: Annotated[int, typer.Option(min=0, help="Converted rows to leave out at the beginning.")] = 0,
+    size: Annotated[int | None, typer.Option(min=1, help="Number of rows (default: all that follow).")] = None,
+) -> None:
+    """Convert ReTool's data: transcripts for kestrl sft, or questions for a job."""
+    found = read_retool(source, name=name, skip=skip, size=size)
+    write_rows(out, found.rows)
+    typer.echo(f"{out}: {len(found.rows)} {found.what}")
+    for line in found.lines(source):
+        typer.echo(safe_line(line))
+
+
+@data.command("word-problems")
+def word_problems(
+    out: Out,
+    size: Annotated[int, typer.Option(min=1, help="Number of problems.")] = 1000,
+    seed: Annotated[int, typer.Option(help="Seed of the problems.")] = 42,
+    split: Annotated[str, typer.Option(help="train or validation, which have different people.")] = "train",
+    form: Annotated[Form, typer.Option(help="Scenarios, GSM8K's own form, or conversations for SFT.")] = Form.ROWS,
+    one_step: Annotated[bool, typer.Option("--one-step", help="Only problems that one operation solves.")] = False,
+    mistakes: Annotated[float, typer.Option(min=0, max=1, help="Share of transcripts with a wrong calculation.")] = 0.0,
+) -> None:
+    """Generate word problems in the manner of GSM8K."""
+    rows = generated(form, split=split, seed=seed, size=size, one_step=one_step, mistakes=mistakes)
+    write_rows(out, rows)
+    typer.echo(f"{out}: {len(rows)} rows")
+
+
+@data.command()
+def arithmetic(
+    out: Out,
+    size: Annotated[int, typer.Option(min=1, help="Number of problems.")] = 1000,
+    seed: Annotated[int, typer.Option(help="Seed of the problems.")] = 42,
+    split: Annotated[str, typer.Option(help="train or validation, which share no problem.")] = "train",
+    transcripts: Annotated[
+        bool, typer.Option("--transcripts", help="Conversations in ReTool's form, for SFT, instead of scenarios.")
+    ] = False,
+    mistakes: Annotated[float, typer.Option(min=0, max=1, help="Share of transcripts with a wrong operator.")] = 0.0,
+) -> None:
+    """Generate arithmetic that is solved by running code: the data of ReTool's two stages, scaled down."""
+    if mistakes and not transcripts:
+        raise UserInputError("--mistakes: is the share of mistaken transcripts; add --transcripts")
+    if transcripts:
+        rows = arithmetic_data.transcripts(split, seed=seed, size=size, mistakes=mistakes)
+    else:
+        rows = arithmetic_data.rows(split, seed=seed, size=size)
+    write_rows(out, rows)
+    typer.echo(f"{out}: {len(rows)} rows")
+
+
+def register(app: typer.Typer) -> None:
+    app.add_typer(data, name="data")

@@ -1,0 +1,178 @@
+"""Commands about a manifest: run, validate, plan, doctor, schema, version."""
+
+from __future__ import annotations
+
+import json
+import os
+from importlib.metadata import version
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from kestrl._app.cli.options import DEFAULT_RUNS, Manifest, Overrides, Runs, Verbose
+from kestrl._shared.service import EXIT_INPUT, LEVEL_VARIABLE
+from kestrl._shared.spec import job_schema, read_job
+from kestrl.errors import UserInputError
+from kestrl.terminal import safe_line
+
+console = Console()
+errors = Console(stderr=True)
+PLAIN: dict[str, Any] = {"soft_wrap": True, "markup": False, "highlight": False}
+
+
+def run(
+    manifest: Manifest,
+    set_: Overrides = None,
+    runs: Runs = DEFAULT_RUNS,
+    new: Annotated[bool, typer.Option("--new", help="Start a new run instead of resuming an unfinished one.")] = False,
+    base_port: Annotated[
+        int | None, typer.Option(min=1, max=65535, help="First of the consecutive ports to use (default: free ports).")
+    ] = None,
+    verbose: Verbose = False,
+) -> None:
+    """Train on this machine: start every component of the job and wait for the result. Resumes an unfinished run."""
+    from kestrl._app.local.rundir import open_run
+    from kestrl._app.local.runner import Options, run_job
+
+    if verbose:
+        os.environ[LEVEL_VARIABLE] = "DEBUG"
+    job = read_job(manifest, set_ or ())
+    folder, resumed = open_run(runs, job, new=new)
+    options = Options(
+        manifest_dir=manifest.resolve().parent,
+        cache_dir=runs.resolve() / ".data",
+        base_port=base_port,
+        active_deadline=job.spec.active_deadline,
+    )
+    raise typer.Exit(run_job(job, folder, options, console, resumed=resumed))
+
+
+def validate(
+    manifest: Manifest,
+    set_: Overrides = None,
+    data: Annotated[bool, typer.Option("--data/--no-data", help="Also validate every row of the data sets.")] = True,
+    model: Annotated[
+        bool, typer.Option("--model/--no-model", help="Also load the tokenizer and the chat template of the model.")
+    ] = True,
+) -> None:
+    """Check a manifest, the code and files that it references, and its data. Exit code 2 if there is a problem."""
+    from tempfile import TemporaryDirectory
+
+    from kestrl._app.local.check import check_job
+
+    job = read_job(manifest, set_ or ())
+    with TemporaryDirectory() as cache:
+        found = check_job(job, base=manifest.resolve().parent, cache_dir=Path(cache), data=data, model=model)
+    for warning in found.warnings:
+        errors.print(f"warning: {safe_line(warning)}", **PLAIN)
+    found.raise_problems()
+    console.print(f"{manifest}: {', '.join(filter(None, ['valid', found.summary]))}", soft_wrap=True, markup=False)
+
+
+def plan(
+    manifest: Manifest,
+    set_: Overrides = None,
+    runs: Runs = DEFAULT_RUNS,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the full plan as JSON.")] = False,
+    memory: Annotated[
+        bool,
+        typer.Option("--memory", help="Print the learner's peak memory instead; also of an SFTJob. Needs the learner."),
+    ] = False,
+    device_memory: Annotated[
+        float | None,
+        typer.Option(min=0, metavar="GIB", help="With --memory: exit code 2 if a device of this size is too small."),
+    ] = None,
+    row: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PROMPT+COMPLETION", help="With --memory: tokens of a row (default: the longest the job allows)."
+        ),
+    ] = None,
+) -> None:
+    """Print the components that a job consists of. Starts nothing and writes nothing."""
+    from tempfile import TemporaryDirectory
+
+    from kestrl._app.cli.memory import print_memory
+    from kestrl._app.local.rundir import RunDir
+    from kestrl._app.local.site import relocated, site_of
+    from kestrl._shared.plan.planning import plan as make_plan
+
+    if memory:
+        print_memory(
+            manifest, tuple(set_ or ()), row=row, device_memory=device_memory, as_json=as_json, console=console
+        )
+        return
+    if device_memory is not None or row is not None:
+        raise UserInputError("--device-memory and --row belong to --memory; give it too")
+    job = read_job(manifest, set_ or ())
+    folder = RunDir(runs.resolve() / f"{job.metadata.name}-plan")
+    base = manifest.resolve().parent
+    with TemporaryDirectory() as scratch:  # generated data is discarded
+        generated = Path(scratch).resolve()
+        site = site_of(job, folder, base, base_port=None, cache_dir=generated)
+    site = relocated(site, generated, runs.resolve() / ".data")
+    components = make_plan(job, site)
+    if as_json:
+        document = [
+            {
+                "name": item.name,
+                "role": item.role,
+                "module": item.module,
+                "args": item.args,
+                "env": dict(item.env),
+                "secrets": item.secrets,
+                "ports": dict(item.ports),
+                "device": {"profile": item.device.profile, "count": item.device.count},
+                "settings": None if item.settings is None else item.settings.model_dump(mode="json"),
+            }
+            for item in components
+        ]
+        typer.echo(json.dumps(document, indent=2))
+        return
+    table = Table("component", "module", "device", "ports", "secrets")
+    for item in components:
+        ports = ", ".join(f"{name} {port}" for name, port in item.ports.items())
+        device = f"{item.device.profile} x{item.device.count}" if item.device.count else "-"
+        table.add_row(item.name, item.module, device, ports, ", ".join(secret.value for secret in item.secrets))
+    console.print(table)
+
+
+def doctor(
+    manifest: Annotated[Path | None, typer.Argument(help="Also check what this job needs.")] = None,
+    set_: Overrides = None,
+    runs: Runs = DEFAULT_RUNS,
+) -> None:
+    """Check whether this machine can run a job and report what is missing. Exit code 2 if anything is."""
+    from kestrl._app.local.doctor import examine
+
+    job = None if manifest is None else read_job(manifest, set_ or ())
+    base = Path.cwd() if manifest is None else manifest.resolve().parent
+    missing = False
+    for finding in examine(job, base=base, runs=runs):
+        missing |= bool(finding.fix)
+        console.print(f"{'MISSING' if finding.fix else 'ok':<8}{finding.name:<12} {finding.status}", **PLAIN)
+        if finding.fix:
+            console.print(f"{'':<8}{'':<12} {finding.fix}", **PLAIN)
+    raise typer.Exit(EXIT_INPUT if missing else 0)
+
+
+def schema() -> None:
+    """Print the JSON Schema of a manifest."""
+    typer.echo(json.dumps(job_schema(), indent=2))
+
+
+def show_version() -> None:
+    """Print the version."""
+    typer.echo(f"kestrl {version('kestrl')}")
+
+
+def register(app: typer.Typer) -> None:
+    app.command()(run)
+    app.command()(validate)
+    app.command()(plan)
+    app.command()(doctor)
+    app.command()(schema)
+    app.command("version")(show_version)

@@ -1,0 +1,77 @@
+"""The `kestrl` program: its commands, those of installed applications, and the conversion of errors into exit codes."""
+
+from __future__ import annotations
+
+import os
+import sys
+from importlib.metadata import entry_points
+from typing import NoReturn
+
+import typer
+from rich.console import Console
+
+from kestrl._app.cli import adapters, data, evaluations, jobs, judges, runs, sft, verify
+from kestrl._shared.service import EXIT_FAILED, EXIT_INPUT
+from kestrl.errors import KestrlError, UserInputError, place_error
+from kestrl.terminal import safe
+
+COMMANDS_GROUP = "kestrl.commands"
+"""Entry points `name -> typer.Typer`: commands that an installed application adds."""
+
+EXIT_BROKEN_PIPE = 128 + 13
+"""What a shell shows for a program that SIGPIPE ended."""
+
+app = typer.Typer(
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    help="Train tool-using language-model agents with reinforcement learning.",
+)
+jobs.register(app)
+runs.register(app)
+evaluations.register(app)
+adapters.register(app)
+judges.register(app)
+sft.register(app)
+data.register(app)
+verify.register(app)
+
+
+def _add_applications() -> None:
+    for entry in entry_points(group=COMMANDS_GROUP):
+        app.add_typer(entry.load(), name=entry.name)
+
+
+def main() -> None:
+    """Runs a command. Exit code 2 means that the input has to be fixed, 1 that the command failed."""
+    _add_applications()
+    console = Console(stderr=True)
+    try:
+        app()
+        sys.stdout.flush()
+    except UserInputError as error:
+        _end(console, str(error), EXIT_INPUT)
+    except KestrlError as error:
+        _end(console, str(error.failure()), EXIT_FAILED)
+    except BrokenPipeError:
+        _reader_left()
+    except OSError as error:
+        unusable = place_error(error, str(error.filename or "a file"))
+        if unusable is None:
+            raise
+        _end(console, str(unusable), EXIT_INPUT)
+
+
+def _reader_left() -> NoReturn:
+    """Ends without a message when the reader of the output has closed it, as in `kestrl episodes list | head`."""
+    devnull = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(devnull, sys.stdout.fileno())  # what is still buffered is flushed at exit
+    sys.exit(EXIT_BROKEN_PIPE)
+
+
+def _end(console: Console, message: str, code: int) -> NoReturn:
+    console.print(safe(f"error: {message}"), style="red", markup=False, highlight=False, soft_wrap=True)
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()

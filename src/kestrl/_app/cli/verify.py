@@ -1,0 +1,154 @@
+"""The command `kestrl verify`: runs a job for every seed of a threshold, and judges the plateaus of its evaluations."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from kestrl._app.cli.options import DEFAULT_RUNS, Overrides, Runs
+from kestrl._app.cli.sft import fine_tuned
+from kestrl._app.local.files import write_atomic
+from kestrl._app.local.rundir import RunDir, find_run, open_run, runs_of
+from kestrl._app.local.runner import Options, run_job
+from kestrl._app.local.verdict import Curve, Verdict, judge
+from kestrl._shared.service import EXIT_FAILED
+from kestrl._shared.spec import AgentRLJob, read_job
+from kestrl._shared.spec.threshold import Threshold, ThresholdSpec, read_threshold
+from kestrl.errors import UserInputError
+from kestrl.storage.layout import SUMMARY
+
+console = Console()
+
+
+def verify(
+    threshold: Annotated[Path, typer.Argument(help="The Threshold file.", show_default=False)],
+    run_ids: Annotated[
+        list[str] | None, typer.Option("--run", help="Judge this finished run and start none; repeatable.")
+    ] = None,
+    new: Annotated[bool, typer.Option("--new", help="Run again, also the seeds that have finished.")] = False,
+    set_: Overrides = None,
+    runs: Runs = DEFAULT_RUNS,
+) -> None:
+    """Run a job for every seed, and judge it by a published number. Exit code 0 if it is reached, 1 if it is not.
+
+    The same command again resumes: finished runs are not repeated, an interrupted one goes on.
+    """
+    wanted = read_threshold(threshold)
+    base = threshold.resolve().parent
+    overrides = tuple(set_ or ())
+    if run_ids:
+        job = read_job(base / wanted.spec.job, overrides)
+        found = [find_run(runs, run_id) for run_id in dict.fromkeys(run_ids)]
+        for run in found:
+            _warn_of_differences(job, run)
+    else:
+        found = _run_all(wanted.spec, base, runs, overrides, new=new)
+    verdict = judge(wanted.spec, [curve_of(run) for run in found])
+    place = runs / "verify" / f"{wanted.metadata.name}.json"
+    _print(wanted, verdict)
+    place.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(place, json.dumps({"passed": verdict.passed, **asdict(verdict)}, indent=2))
+    console.print(str(place), soft_wrap=True, markup=False, highlight=False)
+    raise typer.Exit(0 if verdict.passed else EXIT_FAILED)
+
+
+def curve_of(run: RunDir) -> Curve:
+    """The evaluations of a run.
+
+    Raises:
+        UserInputError: It has not succeeded.
+    """
+    if not run.succeeded():
+        raise UserInputError(f"--run: {run.id} has not succeeded, so it has no plateau; see `kestrl status {run.id}`")
+    summary = run.read_json(SUMMARY) or {}
+    return Curve(run=run.id, seed=run.job().spec.data.seed, evaluations=summary.get("evaluations", []))
+
+
+def _run_all(spec: ThresholdSpec, base: Path, runs: Path, overrides: Sequence[str], *, new: bool) -> list[RunDir]:
+    jobs = [_job_of(spec, base, seed, overrides) for seed in spec.seeds]  # a bad manifest is reported before SFT
+    if spec.plateau.evaluations > 1 and jobs[0].spec.schedule.eval_every is None:
+        raise UserInputError(
+            f"spec.schedule.evalEvery: must be set in {spec.job}, as the plateau takes {spec.plateau.evaluations} "
+            "evaluations"
+        )
+    if spec.sft is not None:
+        overrides = (*overrides, fine_tuned(base / spec.sft, (), runs))
+        jobs = [_job_of(spec, base, seed, overrides) for seed in spec.seeds]
+    return [_run(job, (base / spec.job).parent, runs, new=new) for job in jobs]
+
+
+def _job_of(spec: ThresholdSpec, base: Path, seed: int, overrides: Sequence[str]) -> AgentRLJob:
+    job = read_job(base / spec.job, overrides)
+    named = f"metadata.name={json.dumps(f'{job.metadata.name}-seed-{seed}')}"
+    return read_job(base / spec.job, [*overrides, f"data.seed={seed}", named])
+
+
+def _run(job: AgentRLJob, manifest_dir: Path, runs: Path, *, new: bool) -> RunDir:
+    """The finished run of a job: an earlier one of the same manifest, or one that is started or resumed now."""
+    earlier = runs_of(runs, job.metadata.name)
+    if earlier and not new and earlier[-1].succeeded() and earlier[-1].job().spec == job.spec:
+        console.print(f"{earlier[-1].id} has finished: judging it; --new runs it again", markup=False, soft_wrap=True)
+        return earlier[-1]
+    folder, resumed = open_run(runs, job, new=new)
+    options = Options(
+        manifest_dir=manifest_dir, cache_dir=runs.resolve() / ".data", active_deadline=job.spec.active_deadline
+    )
+    code = run_job(job, folder, options, console, resumed=resumed)
+    if code:
+        raise typer.Exit(code)
+    return folder
+
+
+def _warn_of_differences(job: AgentRLJob, run: RunDir) -> None:
+    """Warns where a run was not made of the threshold's job: its number would mean something else."""
+    mine, other = job.spec, run.job().spec
+    parts = {
+        "model.base": (mine.model.base, other.model.base),
+        "data.validation": (mine.data.validation, other.data.validation),
+        "agent": (mine.agent, other.agent),
+        "tools": (mine.tools, other.tools),
+        "rewards": (mine.rewards, other.rewards),
+    }
+    differing = ", ".join(f"spec.{name}" for name, (one, two) in parts.items() if one != two)
+    if differing:
+        console.print(
+            f"warning: {run.id} differs from the threshold's job in {differing}", markup=False, soft_wrap=True
+        )
+
+
+def _print(threshold: Threshold, verdict: Verdict) -> None:
+    spec = threshold.spec
+    table = Table(title=f"{threshold.metadata.name}: {spec.metric}", title_justify="left")
+    for name in ("seed", "run", "before", f"last {spec.plateau.evaluations} evaluations", "plateau", "fall", ""):
+        table.add_column(name, justify="left" if name in {"run", ""} else "right")
+    for seed in verdict.seeds:
+        table.add_row(
+            str(seed.seed),
+            seed.run,
+            "-" if seed.before is None else f"{seed.before:.3f}",
+            " ".join(f"{value:.3f}" for value in seed.values),
+            f"{seed.plateau:.3f}",
+            f"{seed.fall:+.3f}",
+            "failed" if seed.problems else "ok",
+        )
+    console.print(table)
+    lines = [
+        f"mean {verdict.mean:.3f}, threshold {spec.threshold:g}",
+        f"published: {spec.published.value:g} ({spec.published.setting}); {spec.published.source}",
+        f"template: {spec.template}",
+        *(f"problem: {problem}" for problem in verdict.problems),
+        "passed" if verdict.passed else "failed",
+    ]
+    for line in lines:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def register(app: typer.Typer) -> None:
+    app.command()(verify)

@@ -1,0 +1,307 @@
+"""Preflight check of a job: everything that it references exists, can be loaded, and is consistent.
+
+Shared by `kestrl validate`, `kestrl doctor` and the start of `kestrl run`, so that no engine starts for a job that
+cannot run. User code, tokenizer and template are checked by the services that use them, in child processes
+(`kestrl._shared.checking`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+from kestrl._app.local.secrets import Secrets
+from kestrl._app.local.site import local_path
+from kestrl._shared.checking import Report, RolloutCheck, ToolsCheck, ask
+from kestrl._shared.plan.components import Role
+from kestrl._shared.plan.planning import plan
+from kestrl._shared.plan.settings.common import DataSettings, Model
+from kestrl._shared.plan.settings.judge import JudgeSettings
+from kestrl._shared.plan.settings.rollout import RolloutSettings
+from kestrl._shared.plan.settings.tools import ToolsSettings
+from kestrl._shared.plan.site import Endpoint, Site
+from kestrl._shared.spec import AgentRLJob
+from kestrl._shared.spec.problems import Problem
+from kestrl._shared.spec.rules.adapter_rules import expert_problems
+from kestrl.data import locate_data
+from kestrl.data.locate import locate_model
+from kestrl.data.rows import DataRow, read_rows
+from kestrl.errors import UserInputError
+from kestrl.storage.uris import LOCAL_SCHEMES, scheme_of
+
+LOAD_SECONDS = 120.0
+"""Time limit in seconds for importing the user's code, or for loading a tokenizer and checking the template."""
+ROW_SECONDS = 0.02
+"""Additional seconds per row."""
+MOST_PROBLEMS = 20
+"""Maximum number of reported problems of one kind."""
+HERE = LOCAL_SCHEMES | {"demo", "hf"}
+"""URI schemes that can be checked on one machine; a cluster supports more."""
+COMPARING = frozenset({"exact_answer", "flexible_answer", "math_answer", "boxed_answer"})
+"""Built-in rewards that compare an answer with the ground truth of the row."""
+NAMELESS = Endpoint(bind="", host="", port=0)
+
+Found = TypeVar("Found")
+
+
+@dataclass(slots=True)
+class Findings:
+    """Result of the check of a job."""
+
+    problems: list[str] = field(default_factory=list[str])
+    """Problems that prevent a run. Each names the field, or file, row and field, and the fix."""
+    warnings: list[str] = field(default_factory=list[str])
+    """Warnings; the job can run."""
+    rows: dict[str, int] = field(default_factory=dict[str, int])
+    """Valid rows by data set."""
+    servers: dict[str, list[str]] = field(default_factory=dict[str, list[str]])
+    """Offered tools of each server, by its name."""
+
+    @property
+    def summary(self) -> str:
+        """What is valid, for a person."""
+        counts = [f"{count} {name} scenarios" for name, count in self.rows.items()]
+        return ", ".join([*counts, *(f"{name} offers {', '.join(tools)}" for name, tools in self.servers.items())])
+
+    def raise_problems(self) -> None:
+        """Raises UserInputError with one line per problem, if there are any."""
+        if self.problems:
+            raise UserInputError("\n".join(self.problems))
+
+
+def check_job(job: AgentRLJob, *, base: Path, cache_dir: Path, data: bool = True, model: bool = True) -> Findings:
+    """Checks everything that a job references.
+
+    Args:
+        job: A job from a valid manifest.
+        base: The manifest's folder.
+        cache_dir: Folder for generated data.
+        data: Whether to read the data sets.
+        model: Whether to load tokenizer and chat template.
+    """
+    return _Check(job, base, cache_dir).run(data=data, model=model)
+
+
+class _Check:
+    def __init__(self, job: AgentRLJob, base: Path, cache_dir: Path) -> None:
+        self._job, self._base, self._cache_dir = job, base, cache_dir
+        self._found = Findings()
+
+    def run(self, *, data: bool, model: bool) -> Findings:
+        spec, found = self._job.spec, self._found
+        folder = self._try(self._model) if model else None
+        template = self._try(self._template)
+        files = self._files() if data else {}
+        rows = {name: read for name, file in files.items() if (read := self._try(partial(_read, file)))}
+        found.rows = {name: len(read) for name, read in rows.items()}
+        settings = self._settings(folder or "", template)
+        with ThreadPoolExecutor(max_workers=2) as threads:
+            asked = threads.submit(self._tools, settings[Role.TOOLS], {name: files[name] for name in rows}, rows)
+            judged = threads.submit(self._ask, "kestrl_judge.check", settings[Role.JUDGE], "spec.rewards")
+            tools, judge = asked.result(), judged.result()
+        self._take(judge)
+        self._take(tools)
+        self._misfits(tools.facts.get("rows", ()))
+        offered = tools.facts.get("tools", ())
+        servers = {tool.label for tool in spec.tools if tool.use is None}
+        for tool in (tool for tool in offered if tool["environment"] in servers):
+            found.servers.setdefault(str(tool["environment"]), []).append(str(tool["name"]))
+        names = [str(tool["name"]) for tool in offered]
+        names += dict.fromkeys(str(tool["environment"]) for tool in offered if tool["environment"])
+        for read in rows.values():
+            if not (tools.problems or tools.missing or tools.facts.get("away")):
+                found.problems += _few(_unknown_tools(read, names))
+            found.problems += _few(_without_ground_truth(read, [reward.rule for reward in spec.rewards]))
+        self._step_can_be_filled(rows.get("train", ()), 0)
+        if folder is not None and not tools.problems:
+            self._rollout(settings[Role.ROLLOUT], tools.facts.get("tools", ()), files, rows)
+        return found
+
+    def _try(self, look: Callable[[], Found]) -> Found | None:
+        try:
+            return look()
+        except UserInputError as error:
+            self._found.problems += str(error).splitlines()
+            return None
+
+    def _away(self, uri: str, field: str) -> bool:
+        """Whether an address can only be read by pods of a cluster."""
+        if scheme_of(uri) in HERE:
+            return False
+        self._found.warnings.append(f"{field}: {uri} is not on this machine; not checked")
+        return True
+
+    def _model(self) -> str | None:
+        uri = self._job.spec.model.base
+        if self._away(uri, "spec.model.base"):
+            return None
+        model = locate_model(uri, base=self._base)
+        self._found.problems += [str(problem) for problem in _experts(model)]
+        return model
+
+    def _template(self) -> str | None:
+        given = self._job.spec.agent.template
+        field = "spec.agent.template.uri"
+        if given is None or self._away(given.uri, field):
+            return None
+        return local_path(given.uri, self._base, field)
+
+    def _files(self) -> dict[str, DataSettings]:
+        given = self._job.spec.data
+        files: dict[str, DataSettings] = {}
+        for name, data_set in {"train": given.train, "validation": given.validation}.items():
+            field = f"spec.data.{name}.uri"
+            if data_set is None or self._away(data_set.uri, field):
+                continue
+            look = partial(
+                locate_data,
+                data_set.uri,
+                size=data_set.size,
+                base=self._base,
+                seed=given.seed,
+                cache_dir=self._cache_dir,
+                field=field,
+            )
+            path = self._try(look)
+            if path is not None:
+                files[name] = DataSettings(path=str(path), size=data_set.size)
+        return files
+
+    def _settings(self, model: str, template: str | None) -> dict[Role, Model]:
+        """Settings of each component as in a run, for a site without addresses."""
+        site = Site(
+            run="check",
+            endpoint=lambda _role, _index: NAMELESS,
+            model=model,
+            template=template,
+            train="",
+            validation=None,
+            storage="",
+            database="",
+            work_dir="",
+            python_path=(str(self._base.resolve()),),
+        )
+        components = plan(self._job, site)
+        return {item.role: item.settings for item in components if item.settings is not None}
+
+    def _ask(
+        self,
+        module: str,
+        settings: Model,
+        subject: str,
+        seconds: float = LOAD_SECONDS,
+        variables: Mapping[str, str] | None = None,
+    ) -> Report:
+        assert isinstance(settings, ToolsCheck | JudgeSettings | RolloutCheck)
+        return ask(module, settings, subject=subject, seconds=seconds, variables=variables)
+
+    def _take(self, report: Report) -> None:
+        self._found.problems += report.problems
+        self._found.warnings += report.facts.get("warnings", ())
+        if report.missing:
+            self._found.warnings.append(f"{report.missing} is not installed; what it loads was not checked")
+
+    def _tools(self, settings: Model, files: dict[str, DataSettings], rows: Mapping[str, Sequence[DataRow]]) -> Report:
+        assert isinstance(settings, ToolsSettings)
+        seconds = LOAD_SECONDS + ROW_SECONDS * sum(map(len, rows.values()))
+        try:
+            secrets = Secrets(self._job, self._base).tools()
+        except UserInputError as error:
+            return Report({}, tuple(str(error).splitlines()))
+        check = ToolsCheck(tools=settings, data=files)
+        return self._ask("kestrl_tools.check", check, "spec.tools", seconds, secrets)
+
+    def _misfits(self, rows: Sequence[tuple[str, str]]) -> None:
+        """Reports what rows set for tools and no tool takes. Sessions open at a first call: whether a user's loop makes
+        one is not known.
+        """
+        agent = self._job.spec.agent
+        by_loop: dict[str, list[str]] = {}
+        for name, problem in rows:
+            by_loop.setdefault(agent.loops.get(name, name) if name else agent.loop, []).append(problem)
+        self._found.problems += _few(by_loop.pop("tool_agent", ()))
+        for without_tools in ("single_turn", "single_turn_agent"):
+            by_loop.pop(without_tools, None)
+        for loop, problems in by_loop.items():
+            self._found.warnings += _few(f"{problem}; the episode fails if {loop} calls a tool" for problem in problems)
+
+    def _rollout(
+        self, settings: Model, tools: Sequence[Any], files: dict[str, DataSettings], rows: dict[str, Sequence[DataRow]]
+    ) -> None:
+        assert isinstance(settings, RolloutSettings)
+        check = RolloutCheck(rollout=settings, tools=tuple(tools), data={name: files[name] for name in rows})
+        seconds = LOAD_SECONDS + ROW_SECONDS * sum(map(len, rows.values()))
+        report = self._ask("kestrl_rollout.check", check, "spec.model.base, spec.agent", seconds)
+        self._take(report)
+        for name, read in rows.items():
+            self._overlong(name, read, report.facts.get("overlong", {}).get(name, ()))
+
+    def _overlong(self, name: str, rows: Sequence[DataRow], overlong: Sequence[Sequence[int]]) -> None:
+        """Reports rows whose prompts do not fit the context: they are skipped, and a data set with no other rows is a
+        problem.
+        """
+        if not overlong:
+            return
+        found, length = self._found, self._job.spec.inference.context_length
+        ordinal, tokens = overlong[0]
+        what = (
+            f"{len(overlong)} of {len(rows)} {name} rows do not fit inference.contextLength ({length}), the first at "
+            f"{rows[ordinal].place} with {tokens} tokens"
+        )
+        found.rows[name] = len(rows) - len(overlong)
+        if found.rows[name] == 0:
+            found.problems.append(f"spec.data.{name}: {what}; raise it or shorten the rows")
+            return
+        found.warnings.append(f"spec.data.{name}: {what}; they are skipped")
+        if name == "train":
+            self._step_can_be_filled(rows, len(overlong))
+
+    def _step_can_be_filled(self, rows: Sequence[DataRow], skipped: int) -> None:
+        spec = self._job.spec
+        usable, wanted = (len(rows) - skipped) * spec.schedule.epochs, spec.algorithm.groups_per_step
+        if rows and usable < wanted:
+            self._found.problems.append(
+                f"spec.data.train: {len(rows) - skipped} usable rows x {spec.schedule.epochs} epochs do not fill one "
+                f"step of {wanted} groups; lower spec.algorithm.groupsPerStep, or give more rows"
+            )
+
+
+def _experts(model: str) -> Iterator[Problem]:
+    """Problems of a mixture of experts in a folder; those of a Hugging Face id are found when it is loaded."""
+    try:
+        config: Any = json.loads((Path(model) / "config.json").read_bytes())
+    except (OSError, ValueError):  # not a folder, or reported by what loads the model
+        return
+    if isinstance(config, dict):
+        yield from expert_problems(cast("dict[str, Any]", config), model)
+
+
+def _read(file: DataSettings) -> Sequence[DataRow]:
+    return read_rows(Path(file.path), size=file.size)
+
+
+def _few(problems: Iterable[str]) -> list[str]:
+    listed = list(problems)
+    more = len(listed) - MOST_PROBLEMS
+    return listed if more <= 0 else [*listed[:MOST_PROBLEMS], f"... and {more} more of this kind"]
+
+
+def _unknown_tools(rows: Sequence[DataRow], names: Sequence[str]) -> Iterator[str]:
+    """Problems for names that are neither tools nor environments."""
+    known = ", ".join(names) or "none"
+    for row in rows:
+        given = dict.fromkeys([*(row.scenario.tools or ()), *row.scenario.tools_kwargs])
+        for name in (name for name in given if name not in names):
+            yield f"{row.place}: tools: the job has no tool {name!r} (it has: {known}); add it to spec.tools"
+
+
+def _without_ground_truth(rows: Sequence[DataRow], rules: Sequence[str | None]) -> Iterator[str]:
+    comparing = next((rule for rule in rules if rule in COMPARING), None)
+    for row in rows:
+        if comparing is not None and row.scenario.ground_truth is None:
+            yield f"{row.place}: ground_truth: is null or missing, and the reward {comparing} compares with it"

@@ -1,0 +1,130 @@
+"""Evaluations of several policies side by side: their metrics, and what each did about every question."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from kestrl._app.local.files import write_atomic
+from kestrl._app.local.report import ROWS, transcript
+from kestrl.episode import Episode, Group
+from kestrl.runstate.sampling import GREEDY, EvaluationSampling
+from kestrl.terminal import safe, safe_line
+
+ESTIMATES = ("mean", "maj", "pass", "best")
+"""Estimates over several samples of a question, in the order of the table."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """One policy's evaluation."""
+
+    label: str
+    """The policy as the user named it."""
+    policy: str
+    """Its full name, or the model's."""
+    means: Mapping[str, float]
+    groups: Sequence[Group]
+    """The episodes of each question; empty if they are not needed."""
+    folder: Path
+    sampling: EvaluationSampling = GREEDY
+    """How its episodes were sampled."""
+    seed: int | None = None
+    """Seed of their sampling; None if there is none."""
+    failures: Mapping[str, int] = field(default_factory=dict[str, int])
+    """Failures by `boundary/code`."""
+    changed_servers: Sequence[str] = ()
+    """Tool servers that list other tools than in the run that trained the policy."""
+
+
+def table(evaluations: Sequence[Evaluation]) -> Table:
+    """Metrics of every policy, in columns."""
+    shown = Table(_title(evaluations[0]))
+    for evaluation in evaluations:
+        shown.add_column(Text(safe_line(evaluation.label)), justify="right")
+    names = {name for evaluation in evaluations for name in evaluation.means}
+    for name in (*(name for name in ROWS if name in names), *sorted(names - set(ROWS), key=_place)):
+        values = (evaluation.means.get(name) for evaluation in evaluations)
+        shown.add_row(Text(safe_line(name)), *("-" if value is None else f"{value:.3f}" for value in values))
+    return shown
+
+
+def _title(evaluation: Evaluation) -> str:
+    return "held-out" if evaluation.sampling == GREEDY else f"held-out, {evaluation.sampling}"
+
+
+def _place(name: str) -> tuple[bool, int, int, str]:
+    """Order of the rows: estimates such as pass@4 first, by kind and number."""
+    kind, _, k = name.partition("@")
+    known = kind in ESTIMATES and k.isdigit()
+    return not known, ESTIMATES.index(kind) if known else 0, int(k) if known else 0, name
+
+
+def remarks(evaluations: Sequence[Evaluation]) -> Iterator[str]:
+    """Lines about policies that failed in episodes, had other tools than in training, or were sampled differently."""
+    for evaluation in evaluations:
+        label = safe_line(evaluation.label)
+        if evaluation.sampling != evaluations[0].sampling:
+            yield f"{label}: {evaluation.sampling}"
+        if evaluation.failures:
+            failures = ", ".join(f"{name} {count}" for name, count in sorted(evaluation.failures.items()))
+            yield safe_line(f"{label}: failures, which are in no mean: {failures}")
+        if evaluation.changed_servers:
+            servers = ", ".join(evaluation.changed_servers)
+            yield safe_line(f"warning: {label}: spec.tools: {servers}: the server lists other tools than in training")
+
+
+def details(evaluations: Sequence[Evaluation]) -> Iterator[str]:
+    """Lines about every question: what it is, and the conversation of each policy."""
+    by_scenario: dict[str, list[tuple[str, Group]]] = {}
+    for evaluation in evaluations:
+        for group in evaluation.groups:
+            by_scenario.setdefault(group.scenario.id, []).append((evaluation.label, group))
+    for scenario, attempts in by_scenario.items():
+        first = attempts[0][1]
+        question = next((message for message in reversed(first.scenario.messages) if message["role"] == "user"), None)
+        yield safe_line(f"{scenario}: {question['content'] if question else ''}")
+        yield safe(f"  ground truth: {json.dumps(first.scenario.ground_truth, ensure_ascii=False)}")
+        for label, group in attempts:
+            for episode in group.episodes:
+                answer = "" if episode.answer is None else f" answer {episode.answer!r}"
+                yield safe_line(f"  {label}:{_metrics(episode)}{answer}")
+                yield from (f"  {line}" for line in transcript(episode))
+        yield ""
+
+
+def _metrics(episode: Episode) -> str:
+    return "".join(f" {name} {value:g}" for name, value in sorted(episode.metrics.items()) if name in ROWS)
+
+
+def report(console: Console, evaluations: Sequence[Evaluation], out: Path, *, with_details: bool) -> None:
+    """Prints the comparison and keeps it as JSON."""
+    if with_details:
+        for line in details(evaluations):
+            console.print(line, soft_wrap=True, highlight=False, markup=False)
+    console.print(table(evaluations))
+    for line in remarks(evaluations):
+        console.print(line, soft_wrap=True, highlight=False, markup=False)
+    write_atomic(out, json.dumps([as_json(evaluation) for evaluation in evaluations], indent=2))
+    console.print(str(out), soft_wrap=True, markup=False)
+
+
+def as_json(evaluation: Evaluation) -> dict[str, Any]:
+    """Everything but the conversations, which are stored beside the evaluation."""
+    return {
+        "label": evaluation.label,
+        "policy": evaluation.policy,
+        "means": dict(evaluation.means),
+        "folder": str(evaluation.folder),
+        **evaluation.sampling.model_dump(),
+        "seed": evaluation.seed,
+        "failures": dict(evaluation.failures),
+        "changed_servers": list(evaluation.changed_servers),
+    }

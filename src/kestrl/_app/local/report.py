@@ -1,0 +1,137 @@
+"""Report at the end of a run: metrics before and after, a sample transcript, and the next commands."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import shutil
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from kestrl._app.local.rundir import RunDir
+from kestrl._shared.plan.engines import serving_command
+from kestrl._shared.plan.site import Site
+from kestrl.episode import Episode, Group, Purpose
+from kestrl.errors import PlaceError, StorageError
+from kestrl.storage import ObjectStore
+from kestrl.storage.episodes import EpisodeStore, ObjectEpisodeStore
+from kestrl.storage.summary import RunSummary
+from kestrl.terminal import safe, safe_line
+
+ROWS = ("reward", "sampled_reward", "answer_correct", "sources_correct", "num_turns", "duration", "exceptions")
+LONGEST_LINE = 400
+"""Maximum characters of a message in a transcript."""
+
+
+def comparison(before: Mapping[str, Any], after: Mapping[str, Any]) -> Table:
+    """Table of metrics on the validation data before and after training."""
+    table = Table(title="Held-out questions, before and after", title_justify="left")
+    table.add_column("")
+    for name in ("before", "after", "change"):
+        table.add_column(name, justify="right")
+    others = sorted(name for name in after if name not in ROWS and isinstance(after[name], int | float))
+    for name in (*ROWS, *others):
+        old, new = before.get(name), after.get(name)
+        if isinstance(old, int | float) and isinstance(new, int | float):
+            table.add_row(Text(safe_line(name)), f"{old:.3f}", f"{new:.3f}", f"{new - old:+.3f}")
+    return table
+
+
+def _reward(episode: Episode) -> float:
+    return episode.reward if episode.reward is not None else float("-inf")
+
+
+def most_telling(before: Sequence[Group], after: Sequence[Group]) -> tuple[Group, Group] | None:
+    """The question whose reward increased most, with its episodes before and after."""
+    old = {group.scenario.id: group for group in before if group.episodes}
+    pairs = [(old[group.scenario.id], group) for group in after if group.episodes and group.scenario.id in old]
+    return max(pairs, key=lambda pair: _reward(pair[1].episodes[0]) - _reward(pair[0].episodes[0]), default=None)
+
+
+def transcript(episode: Episode) -> Iterator[str]:
+    """Conversation of an episode as lines of text."""
+    for message in episode.messages:
+        content = message.get("content") or ""
+        calls = message.get("tool_calls")
+        text = content if isinstance(content, str) else json.dumps(content)
+        if calls:
+            text += " " + json.dumps(calls, ensure_ascii=False)
+        shortened = text if len(text) <= LONGEST_LINE else text[:LONGEST_LINE] + " ..."
+        yield safe(f"  {message.get('role', '?'):>9}: {shortened.strip()}")
+    reward = "none" if episode.reward is None else f"{episode.reward:.2f}"
+    yield f"  -> reward {reward}, {episode.num_turns} turns, ended by {episode.stop_reason}"
+    if episode.failure is not None:
+        yield safe(f"  -> failed: {episode.failure}")
+
+
+def print_report(console: Console, run: RunDir, summary: RunSummary, store: ObjectStore, site: Site) -> None:
+    """Prints the report of a finished run."""
+    gap = summary.logprob_gap
+    if summary.before and summary.after:
+        console.print(comparison(summary.before, summary.after))
+        _print_transcripts(console, ObjectEpisodeStore(store), summary.steps)
+    if gap.get("tokens"):
+        console.print(
+            f"log-prob difference between learner and engines on the same policy: mean {gap['mean']:.1e}, "
+            f"maximum {gap['max']:.1e} nats per token"
+        )
+    for name, count in sorted(summary.failures.items()):
+        console.print(safe_line(f"failures {name}: {count}"), markup=False)
+    if summary.skipped_rows:
+        console.print(f"skipped rows: {summary.skipped_rows}, whose prompts leave no room in inference.contextLength")
+    if summary.learned is False:
+        why = "" if summary.not_learned is None else summary.not_learned.message
+        console.print(safe_line(f"warning: nothing was learned: {why}"), style="yellow", markup=False, soft_wrap=True)
+    tools = summary.tools
+    if tools.episodes:
+        counts = ", ".join(f"{name} {count}" for name, count in sorted(tools.outcomes.items()))
+        per_episode = f"tool calls: {tools.calls_per_episode:.2f} per episode"
+        console.print(safe_line(f"{per_episode} ({counts})" if counts else per_episode), markup=False)
+    for name, used in sorted(summary.sandboxes.items()):
+        console.print(safe_line(f"sandbox of {name}: {used}"), markup=False)
+    if summary.tool_warning is not None:
+        text = safe_line(f"warning: tools: {summary.tool_warning.message}")
+        console.print(text, style="yellow", markup=False, soft_wrap=True)
+    if policy := summary.policy:
+        console.print(f"adapter {policy.version}\n  {policy.uri}", soft_wrap=True, highlight=False, markup=False)
+        console.print(next_commands(run, site, policy.version), soft_wrap=True, highlight=False, markup=False)
+
+
+def _print_transcripts(console: Console, episodes: EpisodeStore, steps: int) -> None:
+    try:
+        before, after = (episodes.read(Purpose.EVALUATION, step).groups for step in (0, steps))
+    except (StorageError, PlaceError) as error:
+        console.print(safe(f"no transcript: {error}"), markup=False)
+        return
+    pair = most_telling(before, after)
+    if pair is None:
+        return
+    for title, group in zip(("before", "after"), pair, strict=True):
+        console.print(f"\n{title}: {safe_line(group.scenario.id)}", style="bold", markup=False)
+        for line in transcript(group.episodes[0]):
+            console.print(line, soft_wrap=True, highlight=False, markup=False)
+    console.print()
+
+
+def next_commands(run: RunDir, site: Site, adapter: str) -> str:
+    """Commands for using the adapter, ready to paste: programs by name if the shell finds them, else by path."""
+    own = Path(sys.executable)
+    program, python = _found(own.with_name("kestrl")), _found(own)
+    where = ["--runs", str(run.path.parent)]
+    return (
+        "use it:\n"
+        f"  {shlex.join([program, 'eval', run.id, *where])}\n"
+        f"  {shlex.join([program, 'export', run.id, *where, '--out', 'adapter'])} && "
+        f"env {shlex.join(serving_command(run.job(), site, adapter, 'adapter', python=python))}"
+    )
+
+
+def _found(program: Path) -> str:
+    """Name of a program if the shell resolves it to this file, else its path."""
+    return program.name if shutil.which(program.name) == str(program) else str(program)

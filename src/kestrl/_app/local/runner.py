@@ -1,0 +1,243 @@
+"""`kestrl run` and `kestrl eval`: resolve addresses, plan, start the components, watch them, and report the result."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+import shlex
+import signal
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from kestrl._app.local.check import check_job
+from kestrl._app.local.files import write_atomic
+from kestrl._app.local.processes import Launcher
+from kestrl._app.local.progress import Progress
+from kestrl._app.local.report import print_report
+from kestrl._app.local.rundir import RECORD, RunDir, make_folders
+from kestrl._app.local.runner_record import INTERVAL, RunnerRecord, RunnerRecordFile
+from kestrl._app.local.secrets import Secrets, open_storage
+from kestrl._app.local.site import refuse_cluster_isolation, site_of
+from kestrl._app.local.supervisor import Supervisor
+from kestrl._app.local.view import View, make_view
+from kestrl._shared.credentials import Secret
+from kestrl._shared.plan.components import Component, Role
+from kestrl._shared.plan.planning import plan
+from kestrl._shared.plan.site import Site
+from kestrl._shared.rpc import channel, stream
+from kestrl._shared.service import EXIT_FAILED, EXIT_INPUT
+from kestrl._shared.spec import AgentRLJob
+from kestrl.api.learner.v1 import learner_pb2, learner_pb2_grpc
+from kestrl.errors import KestrlError, StorageError, UserInputError
+from kestrl.runstate.states import RunPhase
+from kestrl.storage import ObjectStore
+from kestrl.storage.layout import SUMMARY
+from kestrl.storage.summary import RunSummary
+
+log = logging.getLogger(__name__)
+EXIT_INTERRUPTED = 130
+RECONNECT_SECONDS = 0.5
+Replan = Callable[[Sequence[Component], Site], Sequence[Component]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """Command-line options beside the manifest."""
+
+    manifest_dir: Path
+    cache_dir: Path
+    base_port: int | None = None
+    active_deadline: float | None = None
+
+
+@dataclass(slots=True)
+class Outcome:
+    """How a run ended."""
+
+    code: int
+    reason: str = ""
+
+
+class Runner:
+    """One run of one job on this machine."""
+
+    def __init__(
+        self, job: AgentRLJob, run: RunDir, site: Site, components: Sequence[Component], view: View, options: Options
+    ) -> None:
+        credentials = {secret.value: secrets.token_urlsafe(24) for secret in Secret}
+        self._job, self._site, self._view, self._options = job, site, view, options
+        self._progress = Progress()
+        record = RunnerRecord(run=run.id, job=job.metadata.name, pid=os.getpid())
+        self._record = RunnerRecordFile(run.path / RECORD, record)
+        self._token = credentials[Secret.CONTROLLER_TO_LEARNER.value]
+        granted = Secrets(job, options.manifest_dir).by_role()
+        launcher = Launcher(folder=run.path, secrets=credentials, granted=granted)
+        self._supervisor = Supervisor(components, launcher, self._changed)
+        self._interrupts = 0
+
+    def _changed(self, *, force: bool = False) -> None:
+        self._record.update(
+            force=force,
+            progress=self._progress.record(),
+            components={name: seen.record() for name, seen in self._supervisor.observed.items()},
+        )
+        self._view.update(self._progress, self._supervisor.observed)
+
+    async def run(self) -> Outcome:
+        """Runs until the learner ends, an interrupt, or a failure."""
+        main = asyncio.current_task()
+        loop = asyncio.get_running_loop()
+        for name in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(name, self._interrupt, main)
+        watching = [
+            asyncio.create_task(self._watch(), name="watch-progress"),
+            asyncio.create_task(self._keep_record(), name="keep-record"),
+        ]
+        deadline = self._options.active_deadline
+        try:
+            async with asyncio.timeout(deadline):
+                outcome = self._ended(await self._supervisor.run())
+        except TimeoutError:
+            outcome = Outcome(EXIT_FAILED, "activeDeadline passed")
+        except UserInputError as error:
+            outcome = Outcome(EXIT_INPUT, str(error))
+        except KestrlError as error:
+            outcome = Outcome(EXIT_FAILED, str(error))
+        except asyncio.CancelledError:
+            outcome = Outcome(
+                EXIT_INTERRUPTED, "interrupted twice: stopped immediately, without a checkpoint of the last steps"
+            )
+        finally:
+            for task in watching:
+                task.cancel()
+            await asyncio.wait(watching)
+            for name in (signal.SIGINT, signal.SIGTERM):
+                loop.remove_signal_handler(name)
+        self._record.update(ended=outcome.code, reason=outcome.reason)
+        self._changed(force=True)
+        return outcome
+
+    def _ended(self, status: int) -> Outcome:
+        if self._interrupts:
+            return Outcome(EXIT_INTERRUPTED, "interrupted")
+        if status == 0:
+            return Outcome(0)
+        learner = next(seen for seen in self._supervisor.observed.values() if seen.component.role is Role.LEARNER)
+        return Outcome(EXIT_FAILED, learner.last_error or f"the learner ended with status {status}")
+
+    def _interrupt(self, main: asyncio.Task[Any] | None) -> None:
+        """First interrupt: drain and checkpoint. Second: stop immediately."""
+        self._interrupts += 1
+        if self._interrupts == 1:
+            self._view.say(
+                "draining: finishing and checkpointing the current step; interrupt again to stop immediately"
+            )
+            self._supervisor.drain_learner()
+        elif main is not None:
+            main.cancel()
+
+    async def _watch(self) -> None:
+        """Streams the learner's progress during the run and reconnects after interruptions."""
+        address = self._site.endpoint(Role.LEARNER, 0).address
+        async with channel(address) as connection:
+            stub = learner_pb2_grpc.LearnerServiceStub(connection)
+            while True:
+                with suppress(KestrlError):  # not up yet, or ended, which the supervisor reports
+                    async for report in stream(
+                        stub.WatchProgress,
+                        learner_pb2.WatchProgressRequest(),
+                        learner_pb2.WatchProgressResponse,
+                        timeout=None,
+                        peer="learner",
+                        token=self._token,
+                    ):
+                        self._progress = Progress.from_proto(report)
+                        self._changed()
+                self._changed()
+                await asyncio.sleep(RECONNECT_SECONDS)
+
+    async def _keep_record(self) -> None:
+        """Writes delayed changes of the run record."""
+        while True:
+            await asyncio.sleep(INTERVAL)
+            self._record.flush()
+
+
+def copy_summary(run: RunDir, store: ObjectStore) -> RunSummary | None:
+    """Summary of the run, copied from its storage to its folder; None if there is none."""
+    try:
+        content = store.get(SUMMARY)
+    except StorageError as error:
+        if error.code != "not_found":
+            raise
+        return None
+    if not run.summary_path.exists() or run.summary_path.read_bytes() != content:
+        write_atomic(run.summary_path, content.decode())
+    return run.summary()
+
+
+def run_job(
+    job: AgentRLJob,
+    run: RunDir,
+    options: Options,
+    console: Console,
+    *,
+    resumed: bool = False,
+    replan: Replan | None = None,
+) -> int:
+    """Runs a job in the folder of a run and returns the exit code. All started processes have ended on return.
+
+    Raises:
+        UserInputError: Another runner holds the lock of the run, or something that the job references does not exist.
+    """
+    if run.lock() is None:
+        raise UserInputError(f"run {run.id} is already running (pid {run.runner_pid()}); see `kestrl status {run.id}`")
+    make_folders(run, job, options.manifest_dir)
+    refuse_cluster_isolation(job)
+    site = site_of(job, run, options.manifest_dir, base_port=options.base_port, cache_dir=options.cache_dir)
+    found = check_job(job, base=options.manifest_dir, cache_dir=options.cache_dir)
+    found.raise_problems()
+    store = open_storage(job, options.manifest_dir, site.storage)
+    store.check()
+    components: Sequence[Component] = plan(job, site)
+    if replan is not None:
+        components = replan(components, site)
+    with make_view(console, f"{job.metadata.name} ({run.id})") as view:
+        view.say(f"{'resuming' if resumed else 'starting'} run {run.id} in {run.path}")
+        for warning in found.warnings:
+            view.say(f"warning: {warning}")
+        outcome = asyncio.run(Runner(job, run, site, components, view, options).run())
+    summary = copy_summary(run, store)
+    if outcome.code == 0 and replan is None:
+        return _finished(console, run, summary, store, site)
+    return _unfinished(console, run, outcome, summary) if outcome.code else 0
+
+
+def _finished(console: Console, run: RunDir, summary: RunSummary | None, store: ObjectStore, site: Site) -> int:
+    if summary is None or summary.status is not RunPhase.SUCCEEDED:
+        found = "no summary" if summary is None else summary.status
+        console.print(f"the learner ended without a result: {found}", style="red")
+        return EXIT_FAILED
+    print_report(console, run, summary, store, site)
+    console.print(f"{summary.steps} steps in {summary.seconds:.0f} s; {run.summary_path}", soft_wrap=True)
+    return 0
+
+
+def _unfinished(console: Console, run: RunDir, outcome: Outcome, summary: RunSummary | None) -> int:
+    if outcome.code == EXIT_INTERRUPTED:
+        console.print(f"{outcome.reason}; run the same command again to resume {run.id}", markup=False, soft_wrap=True)
+        return outcome.code
+    console.print(f"error: {outcome.reason}", style="red", markup=False, highlight=False, soft_wrap=True)
+    if outcome.code != EXIT_INPUT:
+        logs = shlex.join(["kestrl", "logs", run.id, "--runs", str(run.path.parent)])
+        console.print(f"logs: {logs}", markup=False, soft_wrap=True)
+    if summary is None:
+        write_atomic(run.summary_path, RunSummary(status=RunPhase.FAILED, reason=outcome.reason).text())
+    return outcome.code

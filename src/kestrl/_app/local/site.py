@@ -1,0 +1,172 @@
+"""One machine as a `Site`: ports on loopback, the folder of the run, and the resolved addresses of the job."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+
+from kestrl._app.local.rundir import RunDir
+from kestrl._shared.plan.components import Role
+from kestrl._shared.plan.site import Endpoint, Site
+from kestrl._shared.plan.tools import runtime_class, sandbox_claim
+from kestrl._shared.spec import AgentRLJob
+from kestrl.data import locate_data
+from kestrl.data.locate import locate_model
+from kestrl.errors import UserInputError
+from kestrl.storage.uris import file_uri, is_local
+from kestrl.storage.uris import local_path as path_of
+
+LOOPBACK = "127.0.0.1"
+HIGHEST_PORT = 65535
+
+
+METRICS = "metrics"
+Listener = tuple[Role, int] | tuple[Role, int, str]
+
+
+def listeners(job: AgentRLJob) -> Iterator[Listener]:
+    """Every replica, then every Prometheus endpoint, in a fixed order. Engines serve metrics on their own port."""
+    yield from replicas(job)
+    yield from ((*replica, METRICS) for replica in replicas(job) if replica[0] is not Role.ENGINE)
+
+
+def replicas(job: AgentRLJob) -> Iterator[tuple[Role, int]]:
+    """Every replica in a fixed order."""
+    spec = job.spec
+    counts = {
+        Role.ENGINE: spec.inference.replicas,
+        Role.INFERENCE: spec.inference.replicas,
+        Role.TOOLS: 1,
+        Role.JUDGE: 1,
+        Role.ROLLOUT: spec.rollout.replicas,
+        Role.LEARNER: 1,
+    }
+    for role, count in counts.items():
+        for index in range(count):
+            yield role, index
+
+
+def assign_ports(job: AgentRLJob, base_port: int | None) -> dict[Listener, int]:
+    """Assigns a port to every listener: free ports chosen by the kernel, or consecutive ports from `base_port`.
+
+    Raises:
+        UserInputError: A port is taken, or there are not enough ports above `base_port`.
+    """
+    ports: dict[Listener, int] = {}
+    with ExitStack() as held:  # all stay bound until the last one is chosen, so that all differ
+        for offset, replica in enumerate(listeners(job)):
+            probe = held.enter_context(socket.socket(socket.AF_INET, socket.SOCK_STREAM))
+            wanted = 0 if base_port is None else base_port + offset
+            if wanted > HIGHEST_PORT:
+                raise UserInputError(
+                    f"--base-port {base_port}: the job needs {len(list(listeners(job)))} ports, and the highest is "
+                    f"{HIGHEST_PORT}"
+                )
+            try:
+                probe.bind((LOOPBACK, wanted))
+            except OSError as error:
+                raise UserInputError(
+                    f"--base-port {base_port}: port {wanted} for {'-'.join(map(str, replica))} is taken: "
+                    f"{error.strerror}"
+                ) from error
+            ports[replica] = probe.getsockname()[1]
+    return ports
+
+
+def local_path(uri: str | None, base: Path, field: str) -> str | None:
+    """Local path of a file in the manifest: a path relative to the manifest, or file://.
+
+    Raises:
+        UserInputError: The file does not exist.
+    """
+    if uri is None:
+        return None
+    path = base / path_of(uri)
+    if not path.is_file():
+        raise UserInputError(f"{field}: {path} does not exist")
+    return str(path.resolve())
+
+
+def storage_root(job: AgentRLJob, base: Path) -> str | None:
+    """Storage address of all runs of the job, with paths relative to the manifest; None if the job sets none."""
+    uri = job.spec.storage.uri
+    if uri is None or not is_local(uri):
+        return uri and uri.rstrip("/")
+    return file_uri(base / path_of(uri))
+
+
+def storage_address(job: AgentRLJob, run: RunDir, base: Path) -> str:
+    """Storage address of a run: its own folder, or a subfolder of the job's storage."""
+    root = storage_root(job, base)
+    return file_uri(run.path) if root is None else f"{root}/{run.id}"
+
+
+def refuse_cluster_isolation(job: AgentRLJob) -> None:
+    """Refuses a job whose tools ask for a RuntimeClass or claim sandboxes, which only a cluster has.
+
+    Raises:
+        UserInputError: They do; without it they would be isolated less than the job states.
+    """
+    named = runtime_class(job.spec)
+    if named is not None:
+        raise UserInputError(
+            f"{named[1]}: is {named[0]}, and only a cluster has RuntimeClasses: on this machine tools would be "
+            "isolated less; remove it to run here"
+        )
+    claim = sandbox_claim(job.spec)
+    if claim is not None:
+        raise UserInputError(
+            f"{claim[1]}: names the warm pool {claim[0].warm_pool}, and only a cluster has warm pools of sandboxes: on "
+            "this machine code would run in a sandbox of the tool service; remove it to run here"
+        )
+
+
+def site_of(job: AgentRLJob, run: RunDir, manifest_dir: Path, *, base_port: int | None, cache_dir: Path) -> Site:
+    """The site of a run on this machine.
+
+    Raises:
+        UserInputError: The model, the data or the template cannot be found, or a port is taken.
+    """
+    spec = job.spec
+    ports = assign_ports(job, base_port)
+
+    def endpoint(role: Role, index: int) -> Endpoint:
+        return Endpoint(
+            bind=LOOPBACK,
+            host=LOOPBACK,
+            port=ports[role, index],
+            metrics_port=ports.get((role, index, METRICS)),
+        )
+
+    def data(uri: str, size: int | None, field: str) -> str:
+        return str(
+            locate_data(uri, size=size, base=manifest_dir, seed=spec.data.seed, cache_dir=cache_dir, field=field)
+        )
+
+    validation = spec.data.validation
+    template = spec.agent.template
+    return Site(
+        run=run.id,
+        endpoint=endpoint,
+        model=locate_model(spec.model.base, base=manifest_dir),
+        template=local_path(template.uri if template else None, manifest_dir, "spec.agent.template.uri"),
+        train=data(spec.data.train.uri, spec.data.train.size, "spec.data.train.uri"),
+        validation=None if validation is None else data(validation.uri, validation.size, "spec.data.validation.uri"),
+        storage=storage_address(job, run, manifest_dir),
+        database=f"sqlite:///{run.path / 'ledger.db'}",
+        work_dir=str(run.path / "work"),
+        python_path=(str(manifest_dir.resolve()),),
+    )
+
+
+def relocated(site: Site, generated: Path, cache_dir: Path) -> Site:
+    """Copy of a site with the paths of generated data moved to the cache folder."""
+
+    def moved(path: str) -> str:
+        return str(cache_dir / Path(path).relative_to(generated)) if Path(path).is_relative_to(generated) else path
+
+    validation = None if site.validation is None else moved(site.validation)
+    return replace(site, train=moved(site.train), validation=validation)

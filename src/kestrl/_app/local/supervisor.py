@@ -1,0 +1,178 @@
+"""Supervises the components of a run: restarts them with back-off and a limit, and ends the run when the learner
+ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from kestrl._app.local.processes import Launcher, Running, last_error
+from kestrl._app.local.runner_record import ComponentRecord
+from kestrl._shared import engine_failure
+from kestrl._shared.plan.components import Component, Role
+from kestrl._shared.service import EXIT_INPUT
+from kestrl.errors import KestrlError, UserInputError
+from kestrl.runstate.states import ComponentState
+
+log = logging.getLogger(__name__)
+MAX_RESTARTS = 5
+"""Maximum consecutive restarts; the count is reset after `STEADY_SECONDS` of running."""
+STEADY_SECONDS = 120.0
+FIRST_BACKOFF = 1.0
+LONGEST_BACKOFF = 30.0
+
+
+@dataclass(slots=True)
+class Observed:
+    """Observations of a component."""
+
+    component: Component
+    state: ComponentState = ComponentState.STARTING
+    pid: int = 0
+    restarts: int = 0
+    last_exit: int | None = None
+    last_error: str = ""
+
+    def record(self) -> ComponentRecord:
+        """The form in `run.json`."""
+        return ComponentRecord(
+            role=self.component.role,
+            state=self.state,
+            pid=self.pid,
+            ports=dict(self.component.ports),
+            restarts=self.restarts,
+            last_exit=self.last_exit,
+            last_error=self.last_error,
+        )
+
+
+class ComponentFailed(KestrlError):
+    """A component failed permanently."""
+
+    code = "component_failed"
+
+
+def backoff(restarts_in_row: int) -> float:
+    """Seconds before the next start: 1, 2, 4 ... 30."""
+    return min(LONGEST_BACKOFF, FIRST_BACKOFF * 2.0 ** max(0, restarts_in_row - 1))
+
+
+def was_killed(status: int) -> bool:
+    """Whether a signal ended a process: 128 + its number as passed on by the guard, or negative if the guard was
+    killed.
+    """
+    return status < 0 or status > 128
+
+
+class Supervisor:
+    """Runs the components of a run until the learner ends, a component fails permanently, or it is cancelled."""
+
+    def __init__(self, components: Sequence[Component], launcher: Launcher, changed: Callable[[], None]) -> None:
+        self._launcher = launcher
+        self._changed = changed
+        self._live: dict[str, Running] = {}
+        self._stopping = False
+        self.observed = {component.name: Observed(component) for component in components}
+
+    async def run(self) -> int:
+        """Runs to the end and returns the learner's exit status.
+
+        Raises:
+            UserInputError: A component rejected its input (exit code 2); has its message.
+            ComponentFailed: A component ended too often.
+        """
+        tasks = {
+            asyncio.create_task(self._keep(seen), name=seen.component.name): seen for seen in self.observed.values()
+        }
+        try:
+            while True:
+                done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    status = task.result()
+                    if tasks[task].component.role is Role.LEARNER:
+                        return status
+                    del tasks[task]
+        finally:
+            await self._stop_all()
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks, timeout=5)
+
+    def drain_learner(self) -> None:
+        """Asks the learner to finish its step, checkpoint and end, which ends the run."""
+        self._stopping = True
+        for running in self._live.values():
+            if running.component.role is Role.LEARNER:
+                running.terminate()
+
+    async def _keep(self, seen: Observed) -> int:
+        """Runs a component with restarts and returns its last exit status."""
+        in_row = 0
+        while True:
+            started = time.monotonic()
+            status = await self._run_once(seen)
+            if status == EXIT_INPUT:
+                raise UserInputError(seen.last_error or f"{seen.component.name} rejected its input")
+            lasting = self._cannot_start(seen)
+            if lasting is not None and not self._stopping:
+                raise lasting
+            if self._stopping or not (seen.component.restarts or was_killed(status)):
+                return status
+            in_row = 1 if time.monotonic() - started > STEADY_SECONDS else in_row + 1
+            if in_row > MAX_RESTARTS:
+                raise ComponentFailed(
+                    f"{seen.component.name} ended {in_row} times in a row (exit status {status}): {seen.last_error}\n"
+                    f"its log: {self._launcher.log_path(seen.component.name)}"
+                )
+            seen.state = ComponentState.WAITING
+            seen.restarts += 1
+            self._changed()
+            log.warning("%s ended with status %s, restarting it", seen.component.name, status)
+            await asyncio.sleep(backoff(in_row))
+
+    def _cannot_start(self, seen: Observed) -> ComponentFailed | None:
+        """Sets the root cause as last error; returns the failure if no further start of the engine would help."""
+        path = seen.component.env.get(engine_failure.VARIABLE)
+        found = engine_failure.read(Path(path)) if path else None
+        if found is None:
+            return None
+        seen.last_error = found.message
+        self._changed()
+        if not found.lasting:
+            return None
+        log_path = self._launcher.log_path(seen.component.name)
+        return ComponentFailed(
+            f"{seen.component.name} cannot start: {found.message}\nits log: {log_path}", code=engine_failure.CODE
+        )
+
+    async def _run_once(self, seen: Observed) -> int:
+        engine_failure.forget(seen.component.env)
+        running = await self._launcher.start(seen.component)
+        self._live[seen.component.name] = running
+        seen.state, seen.pid = ComponentState.RUNNING, running.process.pid
+        self._changed()
+        try:
+            status = await running.wait()
+        finally:
+            running.release()
+            self._live.pop(seen.component.name, None)
+        seen.state, seen.pid, seen.last_exit = ComponentState.ENDED, 0, status
+        if status != 0:
+            seen.last_error = last_error(self._launcher.log_path(seen.component.name))
+        self._changed()
+        return status
+
+    async def _stop_all(self) -> None:
+        """Ends running components: SIGTERM first, then killed by their guards."""
+        self._stopping = True
+        live = list(self._live.values())
+        for running in live:
+            running.terminate()
+        if live:
+            waits = [asyncio.create_task(running.wait()) for running in live]
+            await asyncio.wait(waits)

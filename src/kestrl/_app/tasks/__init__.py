@@ -1,0 +1,1 @@
+"""Generated tasks and data sets in the forms of others."""

@@ -1,0 +1,162 @@
+"""Checks of one part of a job in a child process: the part loads what it needs at its start, without serving.
+
+Importing a user's module may print, hang, or end the process, so it never happens in the command itself. The child
+reads its settings from a file and writes a report to another; its output does not reach the terminal.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, TypeVar
+
+from kestrl._shared.plan.settings.common import DataSettings, Model, read_settings
+from kestrl._shared.plan.settings.judge import JudgeEntry, RewardEntry, RulerEntry
+from kestrl._shared.plan.settings.rollout import RolloutSettings
+from kestrl._shared.plan.settings.tools import ToolsSettings
+from kestrl.errors import UserInputError
+
+Settings = TypeVar("Settings", bound=Model)
+Facts = Mapping[str, Any]
+
+
+class ToolsCheck(Model):
+    """Input of the check of the tools."""
+
+    tools: ToolsSettings
+    data: dict[str, DataSettings]
+    """Files of the data sets, by name."""
+
+
+class RolloutCheck(Model):
+    """Input of the check of a rollout worker."""
+
+    rollout: RolloutSettings
+    tools: tuple[dict[str, Any], ...]
+    """Name, description, parameters and environment (empty if none) of each tool of the job."""
+    data: dict[str, DataSettings]
+    """Files of the data sets, by name."""
+
+
+class JudgeCheck(Model):
+    """Input of the test bank of judges."""
+
+    ruler: RulerEntry | None = None
+    correctness: JudgeEntry | None = None
+
+
+class Rejudge(Model):
+    """Stored groups to be scored again."""
+
+    ruler: RulerEntry
+    rewards: tuple[RewardEntry, ...]
+    """The rules of the job, whose stored values are used."""
+    max_turns: int
+    batch: str
+    """File with a GroupBatch."""
+
+
+class DecodeRequest(Model):
+    """Token ids to decode."""
+
+    tokenizer: str
+    """Folder or Hugging Face id."""
+    ids: list[list[int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Result of a check."""
+
+    facts: Facts
+    problems: tuple[str, ...] = ()
+    """Problems; each names the field and the fix."""
+    missing: str = ""
+    """Distribution that is needed for the check and is not installed; empty otherwise."""
+
+
+def run_check(kind: type[Settings], check: Callable[[Settings], Facts]) -> None:
+    """Entry point of the child: `python -m MODULE --settings FILE --report FILE`. Exits without waiting for threads.
+
+    Args:
+        kind: Type of the settings.
+        check: Returns facts, or raises UserInputError with one problem per line.
+    """
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--settings", type=Path, required=True)
+    parser.add_argument("--report", type=Path, required=True)
+    arguments = parser.parse_args()
+    settings = read_settings(kind, arguments.settings)
+    report: dict[str, Any] = {"facts": {}, "problems": []}
+    try:
+        report["facts"] = dict(check(settings))
+    except UserInputError as error:
+        report["problems"] = str(error).splitlines()
+    arguments.report.write_text(json.dumps(report), encoding="utf-8")
+    os._exit(0)
+
+
+def ask(
+    module: str, settings: Model, *, subject: str, seconds: float, variables: Mapping[str, str] | None = None
+) -> Report:
+    """Runs a check and waits for its report.
+
+    Args:
+        module: Module to run, such as `kestrl_tools.check`.
+        settings: Input of the check.
+        subject: What is checked, for messages, such as `spec.tools`.
+        seconds: Time limit.
+        variables: Environment variables of the child in addition to those of this process, such as secrets.
+    """
+    distribution = module.partition(".")[0]
+    if find_spec(distribution) is None:
+        return Report({}, missing=distribution.replace("_", "-"))
+    with tempfile.TemporaryDirectory(prefix="kestrl-check-") as name:
+        folder = Path(name)
+        given, report, output = folder / "settings.json", folder / "report.json", folder / "output"
+        given.write_text(settings.model_dump_json(), encoding="utf-8")
+        command = [sys.executable, "-m", module, "--settings", str(given), "--report", str(report)]
+        with output.open("wb") as written:
+            status = _run(command, folder, written.fileno(), seconds, {**os.environ, **(variables or {})})
+        if status is None:
+            return Report({}, (f"{subject}: not loaded within {seconds:g} s; {_last_line(output)}",))
+        if not report.is_file():
+            return Report({}, (f"{subject}: loading it ended the process with status {status}; {_last_line(output)}",))
+        found: dict[str, Any] = json.loads(report.read_text(encoding="utf-8"))
+        return Report(found["facts"], tuple(found["problems"]))
+
+
+def _run(command: list[str], folder: Path, output: int, seconds: float, variables: Mapping[str, str]) -> int | None:
+    """Exit status, or None after the time limit. The whole process group has ended."""
+    process = subprocess.Popen(  # noqa: S603 - our own module
+        command,
+        cwd=folder,
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=output,
+        start_new_session=True,
+        env=variables,
+    )
+    try:
+        return process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        return None
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def _last_line(output: Path) -> str:
+    lines = [line for line in output.read_text(errors="replace").splitlines() if line.strip()]
+    return f"its last output: {lines[-1][:500]}" if lines else "it printed nothing"

@@ -1,0 +1,95 @@
+"""Components and command lines of inference engines, in the dialect of the job's engine."""
+
+from __future__ import annotations
+
+import json
+
+from kestrl._shared import engine_failure
+from kestrl._shared.plan.components import Component, Device, Ready, Role
+from kestrl._shared.plan.judges import uses_own_engines
+from kestrl._shared.plan.site import Site
+from kestrl._shared.spec.job import AgentRLJob
+from kestrl._shared.spec.rules.job_rules import ENGINE_RANKS
+from kestrl.engines import EngineDialect, Launch
+from kestrl.engines.registry import DIALECTS
+from kestrl.episode import BASE_MODEL_NAME
+
+ROUTES = "KESTRL_ENGINE_ROUTES"
+"""Environment variable with the routes of an engine that its guard opens, as JSON `{"open": [...], "data": [...]}`."""
+
+
+def engine_rank(rank: int) -> int:
+    """Smallest `--max-lora-rank` of the engine that supports the adapter's rank."""
+    return next(limit for limit in ENGINE_RANKS if limit >= rank)
+
+
+def engine_component(job: AgentRLJob, site: Site, index: int) -> Component:
+    """The engine of replica `index`."""
+    dialect = DIALECTS[job.spec.inference.engine]
+    accelerator = job.spec.inference.accelerator
+    endpoint = site.endpoint(Role.ENGINE, index)
+    command = dialect.command(_launch(job, site, index))
+    return Component(
+        name=f"engine-{index}",
+        role=Role.ENGINE,
+        module=command.module,
+        args=command.arguments,
+        env={
+            **command.environment,
+            ROUTES: routes(dialect),
+            engine_failure.VARIABLE: failure_file(site, index),
+        },
+        ports={"http": endpoint.port},
+        ready=Ready(port=endpoint.port, http_path=dialect.health.path),
+        device=Device(profile=accelerator.profile, count=accelerator.count),
+    )
+
+
+def routes(dialect: EngineDialect) -> str:
+    """Value of `ROUTES`."""
+    return json.dumps({"open": sorted(dialect.open_routes), "data": sorted(dialect.data_routes)})
+
+
+def _launch(job: AgentRLJob, site: Site, index: int) -> Launch:
+    spec = job.spec
+    endpoint = site.endpoint(Role.ENGINE, index)
+    build = site.build(spec.inference.accelerator, "inference")
+    return Launch(
+        model=site.model,
+        name=BASE_MODEL_NAME,
+        dtype=spec.model.dtype,
+        context_length=spec.inference.context_length,
+        rank=engine_rank(spec.model.adapter.rank),
+        slots=spec.inference.adapter_slots + build.spare_slots,
+        cpu=build.device == "cpu",
+        threads=spec.inference.threads,
+        devices=spec.inference.accelerator.count,
+        host=endpoint.bind,
+        port=endpoint.port,
+        token_routes=build.scale_out,
+        work_dir=site.work_dir,
+        otlp=spec.telemetry.otlp,
+        options=spec.inference.args,
+        judges=uses_own_engines(spec),
+    )
+
+
+def failure_file(site: Site, index: int) -> str:
+    """File in which an engine records why it could not start, read by its agent."""
+    return f"{site.work_dir}/engine-{index}-failure.json"
+
+
+def serving_command(job: AgentRLJob, site: Site, adapter: str, folder: str, *, python: str) -> list[str]:
+    """Command that serves an exported adapter with the engine alone, with the configuration of the job's engines.
+
+    Args:
+        job: The job.
+        site: Site with the base model and the chat template.
+        adapter: The name to serve the adapter under.
+        folder: Folder of the exported adapter.
+        python: Interpreter with the engine.
+    """
+    dialect = DIALECTS[job.spec.inference.engine]
+    command = dialect.serving(_launch(job, site, 0), adapter=adapter, folder=folder, template=site.template)
+    environment = [f"{name}={value}" for name, value in command.environment.items()]
+    return [*environment, python, "-m", command.module, *command.arguments]

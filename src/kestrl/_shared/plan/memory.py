@@ -1,0 +1,204 @@
+"""The learner's peak memory: what is asked of its program, what it answers, and whether a device holds it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import StrEnum
+from typing import Literal
+
+from kestrl._shared.plan.planning import algorithm_settings
+from kestrl._shared.plan.settings.common import Model
+from kestrl._shared.plan.settings.learner import PolicySettings
+from kestrl._shared.plan.site import BUILDS
+from kestrl._shared.spec.job import AgentRLJob, Learner, ModelSpec
+from kestrl._shared.spec.sft import SFTJob, SFTLearner
+
+GIB = 2**30
+MARGIN = 0.10
+"""Share of the estimate that a device must have in addition: the estimate was within it of measured peaks."""
+WORTH_CHANGING = 0.05
+"""Share of the total below which a part is not worth a change."""
+
+GIVE_BACK = {"MALLOC_MMAP_THRESHOLD_": "65536"}
+"""Variables with which glibc gives freed tensors back. By itself it keeps them in pieces that later tensors do not fit:
+steps of SmolLM2 took up to twice the memory of their tensors.
+"""
+
+
+class Part(StrEnum):
+    """What memory is used for."""
+
+    BASE = "base weights"
+    """Whole, or with several ranks a share of each layer."""
+    GATHERED = "gathered layers"
+    """With several ranks: layers that are whole while they are computed, and what gathers the next one."""
+    ADAPTER = "adapter"
+    GRADIENTS = "gradients"
+    OPTIMIZER = "optimizer state"
+    ACTIVATIONS = "activations"
+    LOGPROBS = "log-probs"
+    """Logits of some tokens at a time, and what the backward pass needs of them."""
+    COPIES = "adapter copies"
+    """Versions whose rollouts may be trained on (host memory), and the state before a step of several updates."""
+    PROGRAM = "program"
+    """The program itself: torch with its libraries, or the context of a device."""
+
+
+class MemorySettings(Model):
+    """One step of a job, for the estimate."""
+
+    policy: PolicySettings
+    parameters: Literal["adapter", "all"] = "adapter"
+    """What is trained."""
+    kind: Literal["AgentRLJob", "SFTJob"]
+    prompt: int
+    """Tokens of a row before the first sampled one."""
+    completion: int
+    """Sampled tokens of a row; observations count as such."""
+    group_rows: int
+    """Rows of a group, or conversations of an SFT step."""
+    groups: int
+    """Groups of a step."""
+    published: int
+    """Versions that the learner keeps beside the current one."""
+    several_updates: bool
+    """Whether a step has several updates."""
+    ranks: int = 1
+    """Processes that share the layers of the base and the passes of a step."""
+
+
+class MemoryEstimate(Model):
+    """Bytes at the moment of the peak, on one rank."""
+
+    parts: dict[Part, int]
+    rows: int
+    """Rows of the largest pass."""
+    host: int = 0
+    """Bytes of host memory that hold offloaded activations."""
+
+    @property
+    def total(self) -> int:
+        return sum(self.parts.values())
+
+    def fits(self, device_bytes: float) -> bool:
+        """Whether a device holds the estimate and the margin."""
+        return self.total * (1 + MARGIN) <= device_bytes
+
+
+def memory_settings(job: AgentRLJob | SFTJob, *, model: str, row: tuple[int, int] | None) -> MemorySettings:
+    """The step of a job with the longest rows that its manifest allows, or with the given ones.
+
+    Args:
+        job: The manifest.
+        model: Folder or Hugging Face id of the base model.
+        row: Tokens of a prompt and of a completion. Default: all of `inference.contextLength` or `training.maxTokens`.
+    """
+    return _of_sft(job, model, row) if isinstance(job, SFTJob) else _of_rl(job, model, row)
+
+
+def _of_rl(job: AgentRLJob, model: str, row: tuple[int, int] | None) -> MemorySettings:
+    spec, algorithm = job.spec, algorithm_settings(job.spec)
+    sampled = spec.agent.max_tokens
+    prompt, completion = row or (spec.inference.context_length - sampled, sampled)
+    build = BUILDS.get(spec.learner.accelerator.profile)
+    return MemorySettings(
+        policy=_policy(
+            spec.model,
+            model,
+            device=build.device if build else spec.learner.accelerator.profile,
+            learner=spec.learner,
+        ),
+        kind="AgentRLJob",
+        prompt=prompt,
+        completion=completion,
+        group_rows=algorithm.group_size,
+        groups=algorithm.groups_per_step,
+        published=algorithm.max_staleness + 1 if algorithm.max_staleness else 0,
+        several_updates=algorithm.mini_batches * algorithm.mini_batch_epochs > 1,
+        ranks=spec.learner.replicas * spec.learner.accelerator.count,
+    )
+
+
+def _of_sft(job: SFTJob, model: str, row: tuple[int, int] | None) -> MemorySettings:
+    spec = job.spec
+    prompt, completion = row or (1, spec.training.max_tokens - 1)
+    return MemorySettings(
+        policy=_policy(
+            spec.model,
+            model,
+            device=spec.learner.device,
+            learner=spec.learner,
+        ),
+        parameters=spec.training.parameters,
+        kind="SFTJob",
+        prompt=prompt,
+        completion=completion,
+        group_rows=spec.training.batch_size,
+        groups=1,
+        published=0,
+        several_updates=False,
+        ranks=spec.learner.ranks,
+    )
+
+
+def _policy(spec: ModelSpec, model: str, *, device: str, learner: Learner | SFTLearner) -> PolicySettings:
+    targets = spec.adapter.targets
+    return PolicySettings(
+        model=model,
+        dtype=spec.dtype,
+        rank=spec.adapter.rank,
+        alpha=spec.adapter.alpha,
+        targets=targets if isinstance(targets, str) else tuple(targets),
+        seed=0,
+        device=device,
+        gradient_checkpointing=learner.gradient_checkpointing,
+        activation_offload=learner.activation_offload,
+        tokens_per_pass=learner.tokens_per_pass,
+    )
+
+
+def changes(asked: MemorySettings, estimate: MemoryEstimate) -> Sequence[str]:
+    """Fields that lower the peak, with their values, those of the largest part first."""
+    parts = estimate.parts
+    trained = (Part.ADAPTER, Part.GRADIENTS, Part.OPTIMIZER, Part.COPIES)
+    found = [
+        (parts.get(Part.BASE, 0), _base_change(asked)),
+        (sum(parts.get(part, 0) for part in trained), _trained_change(asked)),
+        (parts.get(Part.ACTIVATIONS, 0) + parts.get(Part.LOGPROBS, 0), _activation_change(asked, estimate)),
+    ]
+    found.sort(key=lambda item: -item[0])
+    return [f"{text} ({size / GIB:.2f} GiB)" for size, text in found if size >= WORTH_CHANGING * estimate.total]
+
+
+def _trained_change(asked: MemorySettings) -> str:
+    if asked.parameters == "all":
+        return "spec.training.parameters is all: adapter trains few parameters"
+    policy = asked.policy
+    return (
+        f"spec.model.adapter.rank is {policy.rank} and its targets are {_listed(policy.targets)}: lower the rank or "
+        "name fewer targets"
+    )
+
+
+def _base_change(asked: MemorySettings) -> str:
+    if asked.parameters == "adapter" and asked.policy.dtype == "float32":
+        return "spec.model.dtype is float32: bfloat16 halves the base weights"
+    ranks = ", or more ranks with spec.learner.accelerator.count" if asked.parameters == "adapter" else ""
+    return f"spec.model.base: use a smaller model{ranks}"
+
+
+def _activation_change(asked: MemorySettings, estimate: MemoryEstimate) -> str:
+    if not asked.policy.gradient_checkpointing:
+        return "spec.learner.gradientCheckpointing is false: true keeps the inputs of layers only"
+    if estimate.rows > 1:
+        return (
+            f"spec.learner.tokensPerPass is {asked.policy.tokens_per_pass} ({estimate.rows} rows in a pass): lower it"
+        )
+    fields = (
+        "spec.training.maxTokens" if asked.kind == "SFTJob" else "spec.inference.contextLength and spec.agent.maxTokens"
+    )
+    return f"{fields}: a pass holds one row of {asked.prompt + asked.completion} tokens already; shorten it"
+
+
+def _listed(targets: str | Sequence[str]) -> str:
+    return targets if isinstance(targets, str) else ", ".join(targets)

@@ -1,0 +1,352 @@
+"""`plan(job, site)`: the components of a job and their settings. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from kestrl._shared.plan.algorithm import AlgorithmSettings, CorrectionSettings
+from kestrl._shared.plan.components import Component, Device, Ready, Role
+from kestrl._shared.plan.engines import engine_component, failure_file
+from kestrl._shared.plan.evaluation import evaluation_sampling
+from kestrl._shared.plan.judges import (
+    correctness_entry,
+    judges_of,
+    reward_entries,
+    ruler_entry,
+    ruler_of,
+    uses_own_engines,
+    with_judge_secrets,
+)
+from kestrl._shared.plan.settings.common import DataSettings, ServiceSettings
+from kestrl._shared.plan.settings.inference import AgentSettings
+from kestrl._shared.plan.settings.judge import JudgeSettings
+from kestrl._shared.plan.settings.learner import EngineEntry, GapBounds, LearnerSettings, RanksSettings, SinkEntry
+from kestrl._shared.plan.settings.rollout import RolloutSettings
+from kestrl._shared.plan.settings.tools import ToolsSettings
+from kestrl._shared.plan.site import Site
+from kestrl._shared.plan.tools import tool_entries, with_tool_secrets
+from kestrl._shared.spec.algorithms import PRESETS, Algorithm
+from kestrl._shared.spec.job import AgentRLJob, JobSpec
+
+GAP_BOUND = {"float32": 1e-3, "bfloat16": 0.1}
+"""Maximum mean |learner - engine| log-prob difference in nats, by dtype (measured: float32 1e-6, bfloat16 0.01)."""
+GAP_SPREAD = 10.0
+"""Factor from the bound of the mean to that of the 99th percentile; the bound of the maximum has its square."""
+PROBE_BOUND = {"float32": 1e-2, "bfloat16": 0.5}
+"""Maximum difference on the probe in nats; its tokens are unlikely and have large log-probs."""
+USUAL_WORKERS = 16
+SCORING_SLACK = 10.0
+"""Seconds of a group in addition to its episodes and rewards."""
+
+
+def plan(job: AgentRLJob, site: Site) -> tuple[Component, ...]:
+    """Components of a job, engines first since they start slowest: one per replica, or one per role if the site uses
+    templates.
+    """
+    spec = job.spec
+    engines, workers = (1, 1) if site.templates else (spec.inference.replicas, spec.rollout.replicas)
+    return (
+        *(engine_component(job, site, index) for index in range(engines)),
+        *(_agent(job, site, index) for index in range(engines)),
+        _tools(job, site),
+        _judge(job, site),
+        *(_rollout(job, site, index) for index in range(workers)),
+        *([_ranks(job, site)] if has_rank_pods(job.spec) and site.ranks_port is not None else ()),
+        _learner(job, site),
+    )
+
+
+def has_rank_pods(spec: JobSpec) -> bool:
+    """Whether the learner has pods of ranks beside its own, on a cluster."""
+    return spec.learner.replicas > 1
+
+
+def group_seconds(spec: JobSpec) -> float:
+    """Deadline of a group in seconds: as configured, or the episode's plus the maximum time of scoring."""
+    limits = spec.rollout.deadlines
+    if limits.group is not None:
+        return limits.group
+    scoring = sum(reward.timeout for reward in spec.rewards if reward.rule is not None) * spec.algorithm.group_size
+    judging = sum(placed.judge.timeout for placed in judges_of(spec))
+    return limits.episode + scoring + judging + SCORING_SLACK
+
+
+def _service(role: Role, index: int, job: AgentRLJob, site: Site) -> dict[str, object]:
+    return {
+        "component": f"{role}-{index}",
+        "job": job.metadata.name,
+        "run": site.run,
+        "listen": site.endpoint(role, index).listen,
+        "python_path": site.python_path,
+        "otlp_endpoint": job.spec.telemetry.otlp,
+        "traced_groups": job.spec.telemetry.traced_groups,
+        "metrics_listen": site.endpoint(role, index).metrics_listen,
+    }
+
+
+def _component(role: Role, index: int, settings: ServiceSettings, site: Site, *, restarts: bool = True) -> Component:
+    endpoint = site.endpoint(role, index)
+    return Component(
+        name=f"{role}-{index}",
+        role=role,
+        module=f"kestrl_{role}",
+        settings=settings,
+        ports={
+            "grpc": endpoint.port,
+            **({} if endpoint.metrics_port is None else {"metrics": endpoint.metrics_port}),
+        },
+        ready=Ready(port=endpoint.port),
+        restarts=restarts,
+    )
+
+
+def engine_url(site: Site, index: int) -> str:
+    return f"http://{site.endpoint(Role.ENGINE, index).address}"
+
+
+def _agent(job: AgentRLJob, site: Site, index: int) -> Component:
+    settings = AgentSettings.model_validate(
+        {
+            **_service(Role.INFERENCE, index, job, site),
+            "engine": job.spec.inference.engine,
+            "engine_name": f"engine-{index}",
+            "engine_url": f"http://127.0.0.1:{site.endpoint(Role.ENGINE, index).port}"
+            if site.templates
+            else engine_url(site, index),
+            "base_model": site.model,
+            "adapters_dir": f"{site.work_dir}/adapters-{index}",
+            "failure_file": failure_file(site, index),
+            "slots": job.spec.inference.adapter_slots,
+            "probe_bound": PROBE_BOUND[job.spec.model.dtype],
+        }
+    )
+    return _component(Role.INFERENCE, index, settings, site)
+
+
+def _tools(job: AgentRLJob, site: Site) -> Component:
+    spec = job.spec
+    settings = ToolsSettings.model_validate(
+        {
+            **_service(Role.TOOLS, 0, job, site),
+            "tools": tool_entries(spec),
+            "call_seconds": spec.rollout.deadlines.tool,
+            # Constant for up to USUAL_WORKERS workers, so that scaling does not restart the tool service.
+            "max_sessions": 2 * max(spec.rollout.replicas, USUAL_WORKERS) * spec.rollout.concurrency,
+        }
+    )
+    return with_tool_secrets(_component(Role.TOOLS, 0, settings, site), spec)
+
+
+def _judge(job: AgentRLJob, site: Site) -> Component:
+    spec = job.spec
+    urls = tuple(engine_url(site, index) for index in range(spec.inference.replicas))
+    own = urls if uses_own_engines(spec) else ()
+    ruler, correctness = ruler_entry(spec, own), correctness_entry(spec, own)
+    judges = ruler is not None or correctness is not None
+    settings = JudgeSettings.model_validate(
+        {
+            **_service(Role.JUDGE, 0, job, site),
+            "rewards": reward_entries(spec),
+            "ruler": ruler,
+            "correctness": correctness,
+            # On a cluster a volume of the pod, which a restarted container keeps.
+            "state_dir": None if not judges else "/tmp/judge" if site.templates else f"{site.work_dir}/judge",  # noqa: S108
+        }
+    )
+    return with_judge_secrets(_component(Role.JUDGE, 0, settings, site), spec)
+
+
+def _rollout(job: AgentRLJob, site: Site, index: int) -> Component:
+    spec = job.spec
+    settings = RolloutSettings.model_validate(
+        {
+            **_service(Role.ROLLOUT, index, job, site),
+            "engine": job.spec.inference.engine,
+            "tokenizer": site.model,
+            "template": site.template,
+            "agent": spec.agent.loop,
+            "agent_config": spec.agent.config,
+            "tool_call_format": spec.agent.tool_call_format,
+            "agents": spec.agent.loops,
+            "agents_config": spec.agent.loops_config,
+            "offers_tools": bool(spec.tools),
+            "describes_tools": bool(spec.tools) and ruler_of(spec) is not None,
+            "tools_address": site.endpoint(Role.TOOLS, 0).address,
+            "judge_address": site.endpoint(Role.JUDGE, 0).address,
+            "concurrency": spec.rollout.concurrency,
+            "context_length": spec.inference.context_length,
+            "max_parallel_calls": spec.agent.max_parallel_calls,
+            "max_tool_tokens": spec.agent.max_tool_tokens,
+            "call_seconds": spec.rollout.deadlines.tool,
+        }
+    )
+    return _component(Role.ROLLOUT, index, settings, site)
+
+
+def gap_bounds(mean: float) -> GapBounds:
+    """All bounds of the log-prob gap, from that of its mean. A spread of s nats leaves about 1 / (1 + s^2) of the
+    effective sample size.
+    """
+    spread = GAP_SPREAD * mean
+    return GapBounds(mean=mean, p99=spread, max=GAP_SPREAD * spread, ess=1 / (1 + spread**2))
+
+
+def algorithm_settings(spec: JobSpec) -> AlgorithmSettings:
+    """Algorithm settings of the learner: the preset with the overrides of the manifest."""
+    algorithm = spec.algorithm
+    preset = PRESETS.get(algorithm.name, PRESETS["grpo"])
+    clip, dynamic = algorithm.clip, algorithm.dynamic_sampling
+    return AlgorithmSettings(
+        name=algorithm.name,
+        config=dict(algorithm.config),
+        group_size=algorithm.group_size,
+        groups_per_step=algorithm.groups_per_step,
+        learning_rate=algorithm.learning_rate,
+        clip_low=preset.clip_low if clip.low is None else clip.low,
+        clip_high=preset.clip_high if clip.high is None else clip.high,
+        clip_dual=clip.dual,
+        max_staleness=algorithm.max_staleness,
+        on_failed_episode=algorithm.on_failed_episode,
+        min_group_size=algorithm.min_group_size,
+        max_grad_norm=algorithm.max_grad_norm,
+        weight_decay=algorithm.weight_decay,
+        warmup_steps=algorithm.warmup_steps,
+        advantage=algorithm.advantage or preset.advantage,
+        loss=algorithm.loss or preset.loss,
+        aggregation=algorithm.aggregation or preset.aggregation,
+        horizon=spec.agent.max_tokens,
+        kl_coefficient=algorithm.kl.coefficient,
+        kl_estimator=algorithm.kl.estimator,
+        kl_place=algorithm.kl.place,
+        dynamic_sampling=preset.dynamic_sampling if dynamic is None else dynamic,
+        max_sampled_batches=algorithm.max_sampled_batches,
+        correction=_correction(algorithm),
+        learning_rate_schedule=algorithm.learning_rate_schedule,
+        final_learning_rate_share=algorithm.final_learning_rate_share,
+        adam_beta1=algorithm.adam_beta1,
+        adam_beta2=algorithm.adam_beta2,
+        mini_batches=algorithm.mini_batches,
+        mini_batch_epochs=algorithm.mini_batch_epochs,
+    )
+
+
+def _correction(algorithm: Algorithm) -> CorrectionSettings:
+    correction = algorithm.correction
+    several = algorithm.mini_batches * algorithm.mini_batch_epochs > 1
+    decoupled = algorithm.max_staleness > 0 or several if correction.mode is None else correction.mode == "decoupled"
+    return CorrectionSettings(
+        decoupled=decoupled,
+        weights=correction.weights if decoupled else "none",
+        cap=correction.cap,
+        low=correction.low,
+        high=correction.high,
+        reject=correction.reject,
+        reject_below=correction.reject_below,
+        reject_above=correction.reject_above,
+        reject_kl=correction.reject_kl,
+    )
+
+
+def _learner(job: AgentRLJob, site: Site) -> Component:
+    spec = job.spec
+    data, validation = spec.data.train, spec.data.validation
+    settings = LearnerSettings.model_validate(
+        {
+            **_service(Role.LEARNER, 0, job, site),
+            "model": site.model,
+            "dtype": spec.model.dtype,
+            "rank": spec.model.adapter.rank,
+            "alpha": spec.model.adapter.alpha,
+            "targets": spec.model.adapter.targets
+            if isinstance(spec.model.adapter.targets, str)
+            else tuple(spec.model.adapter.targets),
+            "adapter_from": spec.model.adapter.from_,
+            "data": DataSettings(path=site.train, size=data.size),
+            "validation": None
+            if validation is None or site.validation is None
+            else DataSettings(path=site.validation, size=validation.size),
+            "evaluation": evaluation_sampling(spec),
+            "seed": spec.data.seed,
+            "epochs": spec.schedule.epochs,
+            "max_steps": spec.schedule.max_steps,
+            "eval_every": spec.schedule.eval_every,
+            "checkpoint_every": spec.schedule.checkpoint_every,
+            "keep_checkpoints": spec.schedule.keep_checkpoints,
+            "keep_adapters": spec.schedule.keep_adapters,
+            "keep_episodes": spec.schedule.keep_episodes,
+            "temperature": spec.sampling.temperature,
+            "max_tokens": spec.agent.max_tokens,
+            "max_turns": spec.agent.max_turns,
+            "max_tokens_per_turn": spec.agent.max_tokens_per_turn or 0,
+            "tool_seconds": spec.rollout.deadlines.tool,
+            "turn_seconds": spec.rollout.deadlines.turn,
+            "episode_seconds": spec.rollout.deadlines.episode,
+            "group_seconds": group_seconds(spec),
+            "step_seconds": spec.rollout.deadlines.step,
+            "stale_groups": spec.schedule.stale_groups,
+            "algorithm": algorithm_settings(spec),
+            "storage": site.storage,
+            "storage_seconds": spec.storage.retry_timeout,
+            "database": site.database,
+            "rollout_addresses": site.workers
+            or tuple(site.endpoint(Role.ROLLOUT, index).address for index in range(spec.rollout.replicas)),
+            "engines": tuple(
+                EngineEntry(
+                    name=f"engine-{index}",
+                    url=engine_url(site, index),
+                    agent_address=site.endpoint(Role.INFERENCE, index).address,
+                )
+                for index in range(spec.inference.replicas)
+            ),
+            "adapter_slots": spec.inference.adapter_slots,
+            "gap_bounds": gap_bounds(spec.algorithm.logprob_gap_bound or GAP_BOUND[spec.model.dtype]),
+            "max_failed_share": spec.algorithm.max_failed_share,
+            "threads": spec.learner.threads,
+            "gradient_checkpointing": spec.learner.gradient_checkpointing,
+            "activation_offload": spec.learner.activation_offload,
+            "tokens_per_pass": spec.learner.tokens_per_pass,
+            "device": site.build(spec.learner.accelerator, "learner").device,
+            **_division(spec, site),
+            "ranks_listen": f"{site.endpoint(Role.LEARNER, 0).bind}:{site.ranks_port}"
+            if has_rank_pods(spec) and site.ranks_port is not None
+            else None,
+            "tools": bool(spec.tools),
+            "sinks": tuple(
+                SinkEntry(use=sink.use, config=sink.config, field=f"spec.telemetry.sinks[{index}]")
+                for index, sink in enumerate(spec.telemetry.sinks)
+            ),
+            "keep_alive": site.keep_alive,
+            "traceparent": site.traceparent,
+        }
+    )
+    component = _component(Role.LEARNER, 0, settings, site, restarts=False)
+    accelerator = spec.learner.accelerator
+    ports = component.ports if settings.ranks_listen is None else {**component.ports, "ranks": site.ranks_port or 0}
+    device = Device(profile=accelerator.profile, count=settings.ranks_per_pod)
+    return replace(component, device=device, ports=ports)
+
+
+def _division(spec: JobSpec, site: Site) -> dict[str, object]:
+    """The number of ranks, and of pods among which they are divided."""
+    learner = spec.learner
+    pods = 1 if site.ranks_port is None else learner.replicas
+    return {"ranks": learner.replicas * learner.accelerator.count, "pods": pods}
+
+
+def _ranks(job: AgentRLJob, site: Site) -> Component:
+    spec = job.spec
+    accelerator = spec.learner.accelerator
+    settings = RanksSettings.model_validate(
+        {
+            **_service(Role.RANKS, 0, job, site),
+            **_division(spec, site),
+            "leader": f"{site.endpoint(Role.LEARNER, 0).host}:{site.ranks_port}",
+            "device": site.build(accelerator, "learner").device,
+        }
+    )
+    component = _component(Role.RANKS, 0, settings, site)
+    return replace(
+        component,
+        module="kestrl_learner.rank_pod",
+        device=Device(profile=accelerator.profile, count=accelerator.count),
+    )

@@ -1,0 +1,145 @@
+"""Settings of the learner, of its ranks, and of the model that it trains."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from kestrl._shared.plan.algorithm import AlgorithmSettings
+from kestrl._shared.plan.settings.common import DataSettings, Model, ServiceSettings
+from kestrl.runstate.sampling import GREEDY, EvaluationSampling
+
+
+class EngineEntry(Model):
+    """An engine, for the learner."""
+
+    name: str
+    url: str
+    agent_address: str
+
+
+class EvaluateSettings(Model):
+    """Settings of an evaluation without training."""
+
+    adapter: str | None
+    """Object-store address of the adapter's folder; None evaluates the base model."""
+
+
+class GapBounds(Model):
+    """Bounds of the log-prob gap between learner and engine on the same tokens, in nats per token."""
+
+    mean: float
+    p99: float
+    max: float
+    ess: float
+    """Smallest effective sample size, as a share of the tokens."""
+
+
+class PolicySettings(Model):
+    """The model under training, in a learner's and in an SFT run's settings."""
+
+    model: str
+    """Folder or Hugging Face id of the base model."""
+    dtype: Literal["float32", "bfloat16"]
+    rank: int
+    alpha: float
+    targets: str | tuple[str, ...]
+    adapter_from: str | None = None
+    """Address of the adapter that version 0 is."""
+    seed: int
+    device: str = "cpu"
+    gradient_checkpointing: bool = False
+    activation_offload: bool = False
+    tokens_per_pass: int = 16_384
+    """Largest number of tokens of a forward pass."""
+
+
+class SinkEntry(Model):
+    """A metric sink of the manifest."""
+
+    use: str
+    """Import path."""
+    config: dict[str, Any] = {}
+    field: str
+    """Manifest field, for messages."""
+
+
+class RanksOfPods(Model):
+    """The ranks of a learner, and how they are divided among pods."""
+
+    ranks: int = 1
+    """Processes that compute together, each with a device of its own."""
+    pods: int = 1
+    """Pods with equally many ranks; the learner's is the first."""
+
+    @property
+    def ranks_per_pod(self) -> int:
+        return self.ranks // self.pods
+
+
+class RanksSettings(ServiceSettings, RanksOfPods):
+    """Pods of ranks beside the learner's."""
+
+    leader: str
+    """`host:port` of rank 0's store."""
+    device: str
+
+
+class LearnerSettings(ServiceSettings, PolicySettings, RanksOfPods):
+    """The learner."""
+
+    ranks_listen: str | None = None
+    """`host:port` where ranks of other pods join; None for a free port of the loopback interface."""
+    evaluate: EvaluateSettings | None = None
+    """If set: evaluate this once on the validation data and end, without training or publishing."""
+    data: DataSettings
+    validation: DataSettings | None
+    evaluation: EvaluationSampling = GREEDY
+    """How the validation data are evaluated."""
+    epochs: int
+    max_steps: int | None
+    eval_every: int | None
+    checkpoint_every: int
+    keep_checkpoints: int
+    keep_adapters: int | None = None
+    keep_episodes: int | None = None
+    temperature: float
+    max_tokens: int
+    max_turns: int
+    max_tokens_per_turn: int
+    tool_seconds: float
+    turn_seconds: float
+    episode_seconds: float
+    group_seconds: float
+    step_seconds: float | None = None
+    """Maximum seconds that a step waits for its groups; None means no limit."""
+    stale_groups: Literal["wait", "release"] = "release"
+    """Handling of a running group that the next version would make too old."""
+    algorithm: AlgorithmSettings
+    storage: str
+    """Object-store address of the run's folder: adapters/, checkpoints/, episodes/, summary.json lie beneath."""
+    storage_seconds: float = 600.0
+    """Maximum seconds to wait for unavailable storage, per outage."""
+    database: str
+    """SQLAlchemy address of the ledger."""
+    rollout_addresses: tuple[str, ...]
+    engines: tuple[EngineEntry, ...]
+    adapter_slots: int
+    """Maximum number of versions in every engine."""
+    gap_bounds: GapBounds
+    """Bounds on tokens of the newest policy; the run stops if one is exceeded."""
+    max_failed_share: float
+    """Maximum share of a step's episodes that fail for reasons other than the policy; above it the run stops."""
+    threads: int | None = None
+    """torch threads; None leaves torch's choice."""
+    start_seconds: float = 600.0
+    """Maximum seconds to wait for engines and workers to start."""
+    tools: bool = False
+    """Whether the job offers any tool."""
+    sinks: tuple[SinkEntry, ...] = ()
+    """Metric sinks beside storage and OpenTelemetry."""
+    keep_alive: bool = False
+    """Whether the program stays alive after the run and reports the result until it is terminated: on a cluster the pod
+    of a StatefulSet is restarted when its program ends."""
+    traceparent: str | None = None
+    """W3C trace context of the parent of the run's root span, such as the operator's reconcile of the job; None starts
+    a trace."""

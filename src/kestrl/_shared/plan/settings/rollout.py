@@ -1,0 +1,41 @@
+"""Settings of a rollout worker."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kestrl._shared.plan.settings.common import ServiceSettings
+
+
+class RolloutSettings(ServiceSettings):
+    """A rollout worker."""
+
+    tokenizer: str
+    """Folder or Hugging Face id with tokenizer.json and a chat template."""
+    template: str | None = None
+    """File of a chat template that replaces the model's own."""
+    agent: str
+    """`tool_agent`, `single_turn`, or an import path."""
+    agent_config: dict[str, Any] = {}
+    tool_call_format: str | None = None
+    """Name or import path; None chooses it from the template."""
+    agents: dict[str, str] = {}
+    """Additional loops, by the name in rows."""
+    agents_config: dict[str, dict[str, Any]] = {}
+    """Keyword arguments of the loops in `agents`, by name."""
+    offers_tools: bool = False
+    """Whether the job has tools."""
+    describes_tools: bool = False
+    """Whether groups contain the schemas of the offered tools, for a judge model."""
+    engine: str = "vllm"
+    """Dialect of the job's engines."""
+    tools_address: str
+    judge_address: str
+    concurrency: int
+    context_length: int
+    """Maximum tokens of one sequence."""
+    max_parallel_calls: int = 8
+    max_tool_tokens: int = 1024
+    """Maximum tokens of an observation; longer ones are truncated with a marker."""
+    call_seconds: float = 30.0
+    drain_seconds: float = 20.0

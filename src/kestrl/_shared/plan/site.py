@@ -1,0 +1,103 @@
+"""The site of a job: addresses, folders, and the resolved addresses of the job. Input of the plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from kestrl._shared.plan.components import Role
+from kestrl._shared.spec.job import Accelerator
+from kestrl.errors import UserInputError
+
+
+class Endpoint(NamedTuple):
+    """Address of one replica of a component."""
+
+    bind: str
+    """Interface to bind."""
+    host: str
+    """Host name for other components."""
+    port: int
+    metrics_port: int | None = None
+    """Port of the Prometheus endpoint; an engine serves metrics on its own port."""
+
+    @property
+    def address(self) -> str:
+        return f"{self.host}:{self.port}"
+
+    @property
+    def listen(self) -> str:
+        return f"{self.bind}:{self.port}"
+
+    @property
+    def metrics_listen(self) -> str | None:
+        return None if self.metrics_port is None else f"{self.bind}:{self.metrics_port}"
+
+
+class Build(NamedTuple):
+    """Properties of engine and learner on a kind of device."""
+
+    device: str
+    """Device name in torch: cpu, cuda or npu."""
+    spare_slots: int = 0
+    """Adapter slots of an engine in addition to those of live versions."""
+    scale_out: bool = True
+    """Whether the engine needs a flag to serve its token routes: vLLM since 0.30."""
+
+
+BUILDS: Mapping[str, Build] = {"cpu": Build("cpu"), "nvidia": Build("cuda"), "ascend": Build("npu", 1, scale_out=False)}
+"""Builds by accelerator profile, on one machine."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Site:
+    """A site to run in: names of Services on a cluster, ports on loopback on one machine."""
+
+    run: str
+    """The run's id."""
+    endpoint: Callable[[Role, int], Endpoint]
+    """Address of replica n of a role."""
+    model: str
+    """Folder or Hugging Face id of the base model."""
+    template: str | None
+    """File of the chat template, if the job has one."""
+    train: str
+    """File of the training scenarios."""
+    validation: str | None
+    storage: str
+    """Object-store address of the run's folder."""
+    database: str
+    """SQLAlchemy address of the ledger."""
+    work_dir: str
+    """A folder that an engine and its agent share."""
+    python_path: tuple[str, ...] = ()
+    """Folders with the user's own code."""
+    builds: Mapping[str, Build] = field(default_factory=lambda: BUILDS)
+    """Builds by accelerator profile; the administrator of a cluster may add some."""
+    workers: tuple[str, ...] | None = None
+    """Address of all rollout workers if their number may change: `dns://host:port`. None: the address of each
+    replica."""
+    templates: bool = False
+    """Whether one component represents all replicas of its role, as in a pod template: each replica reads its ordinal
+    at run time, and its engine runs in the same pod."""
+    ranks_port: int | None = None
+    """Port of the learner's pod where ranks of other pods join; None where all ranks are on one machine."""
+    keep_alive: bool = False
+    """Whether the learner stays alive after the run to report the result, for platforms that restart ended programs."""
+    traceparent: str | None = None
+    """W3C trace context of the run."""
+
+    def build(self, accelerator: Accelerator, part: str) -> Build:
+        """Build of a part of the job for its accelerator.
+
+        Raises:
+            UserInputError: The profile is unknown at this site.
+        """
+        known = self.builds.get(accelerator.profile)
+        if known is None:
+            raise UserInputError(
+                f"spec.{part}.accelerator.profile: {accelerator.profile!r} is not one of "
+                f"{', '.join(sorted(self.builds))}"
+            )
+        return known

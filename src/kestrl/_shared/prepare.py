@@ -1,0 +1,206 @@
+"""`python -m kestrl._shared.prepare --settings FILE`: init container that puts model, data and template into a pod.
+
+Model, data and chat template have the same paths in every pod, so that rows can reference files by path. Generated data
+is generated in each pod: the same seed gives the same bytes.
+"""
+
+from __future__ import annotations
+
+import importlib
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlparse
+
+from kestrl._shared.plan.settings.common import Model, read_settings
+from kestrl._shared.service import exit_code, settings_path
+from kestrl.data import locate_data
+from kestrl.data.locate import locate_model
+from kestrl.errors import StorageError, UserInputError
+from kestrl.storage import open_store
+from kestrl.storage.models import fetch_model, is_published
+from kestrl.storage.uris import local_path, scheme_of
+
+OBJECT_SCHEMES = frozenset({"s3", "gs", "az"})
+
+
+class DataSource(Model):
+    """A data set."""
+
+    uri: str
+    size: int | None
+    target: str
+    field: str
+    """Manifest field, for messages."""
+
+
+class PrepareSettings(Model):
+    """Inputs of a pod."""
+
+    model: str | None = None
+    """`model.base` of the manifest."""
+    model_target: str = ""
+    data: tuple[DataSource, ...] = ()
+    data_dir: str = ""
+    """Folder for generated data and the databases that its rows reference."""
+    seed: int = 0
+    template: str | None = None
+    template_target: str = ""
+    template_field: str = "spec.agent.template.uri"
+    """Manifest field of the template, for messages."""
+    volumes: str = "/kestrl/pvc"
+    """Mount path of each claim, for `pvc://CLAIM/PATH`."""
+
+
+def prepare(settings: PrepareSettings) -> None:
+    """Puts all files in place; complete existing ones are kept.
+
+    Raises:
+        UserInputError: Something that the manifest references does not exist.
+        StorageError: A download failed.
+    """
+    if settings.model is not None:
+        put_model(settings.model, Path(settings.model_target), Path(settings.volumes))
+    for source in settings.data:
+        put_data(source, settings)
+    if settings.template is not None:
+        put_file(settings.template, Path(settings.template_target), Path(settings.volumes), settings.template_field)
+
+
+def put_model(uri: str, target: Path, volumes: Path) -> None:
+    """Puts the folder of a model in place."""
+    scheme, parsed = scheme_of(uri), urlparse(uri)
+    if scheme in OBJECT_SCHEMES:
+        _download_folder(uri, target)
+    elif scheme == "hf":
+        _download_hub(f"{parsed.netloc}{parsed.path}", target)
+    elif scheme == "demo":
+        _copy(Path(locate_model(uri, base=Path("/"))), target)
+    else:
+        found = _in_volume(uri, volumes, "spec.model.base") or Path(locate_model(uri, base=Path("/")))
+        _link(found, target)
+    if not (target / "config.json").is_file():
+        raise UserInputError(f"spec.model.base: {uri} holds no model: config.json is missing")
+
+
+def put_data(source: DataSource, settings: PrepareSettings) -> None:
+    """Puts the file of a data set in place."""
+    target = Path(source.target)
+    if scheme_of(source.uri) != "demo":
+        put_file(source.uri, target, Path(settings.volumes), source.field)
+        return
+    made = locate_data(
+        source.uri,
+        size=source.size,
+        base=Path("/"),
+        seed=settings.seed,
+        cache_dir=Path(settings.data_dir),
+        field=source.field,
+    )
+    _link(made, target)
+
+
+def put_file(uri: str, target: Path, volumes: Path, field: str) -> None:
+    """Puts a single file in place."""
+    scheme = scheme_of(uri)
+    if scheme in OBJECT_SCHEMES:
+        _download_file(uri, target)
+        return
+    found = _in_volume(uri, volumes, field)
+    if found is None and scheme != "file":
+        raise UserInputError(
+            f"{field}: {uri!r} is a local path, which does not exist on a cluster; use s3://..., pvc://CLAIM/PATH or "
+            "demo://..."
+        )
+    source = local_path(uri) if found is None else found
+    if not source.is_file():
+        raise UserInputError(f"{field}: {source} does not exist in the pod")
+    _link(source, target)
+
+
+def _in_volume(uri: str, volumes: Path, field: str) -> Path | None:
+    """Mounted path of `pvc://CLAIM/PATH`; None for other addresses.
+
+    Raises:
+        UserInputError: The path leads out of its claim.
+    """
+    if scheme_of(uri) != "pvc":
+        return None
+    parsed = urlparse(uri)
+    claim = (volumes / parsed.netloc).resolve()
+    found = (claim / parsed.path.lstrip("/")).resolve()
+    if not found.is_relative_to(claim):
+        raise UserInputError(f"{field}: {uri} leads out of its claim")
+    if not found.exists():
+        raise UserInputError(f"{field}: {uri} does not exist in its claim")
+    return found
+
+
+def _link(source: Path, target: Path) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if target.is_symlink():
+        target.unlink()
+    target.symlink_to(source.resolve())
+
+
+def _copy(source: Path, target: Path) -> None:
+    """Copies a folder of this image, for containers of the pod with other images."""
+    if target.exists():
+        return
+    partial = target.with_name(f".{target.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    shutil.copytree(source, partial)
+    partial.replace(target)
+
+
+def _download_file(uri: str, target: Path) -> None:
+    folder, _, name = uri.rpartition("/")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    partial = target.with_name(f".{target.name}.partial")
+    partial.write_bytes(open_store(folder).get(name))
+    partial.replace(target)
+
+
+def _download_folder(uri: str, target: Path) -> None:
+    """Downloads all objects under an address; the target appears only when complete. The files of a model that
+    `kestrl sft` published must have their digests.
+    """
+    if target.exists():
+        return
+    store = open_store(uri)
+    if is_published(store):
+        fetch_model(store, target)
+        return
+    partial = target.with_name(f".{target.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    paths = store.list("")
+    if not paths:
+        raise StorageError(f"{uri} holds no objects", code="not_found")
+    for path in paths:
+        if not (partial / path).resolve().is_relative_to(partial.resolve()):
+            raise StorageError(
+                f"{uri} contains an object whose name leads out of the folder: {path!r}", code="unsafe_path"
+            )
+        (partial / path).parent.mkdir(parents=True, exist_ok=True)
+        (partial / path).write_bytes(store.get(path))
+    partial.replace(target)
+
+
+def _download_hub(name: str, target: Path) -> None:
+    """Downloads a repository of a Hugging Face hub (HF_ENDPOINT and HF_TOKEN apply)."""
+    try:
+        hub: Any = importlib.import_module("huggingface_hub")
+    except ImportError as error:
+        raise UserInputError(f"spec.model.base: hf://{name} needs huggingface_hub in this image") from error
+    errors: Any = importlib.import_module("huggingface_hub.errors")
+    try:
+        hub.snapshot_download(name, local_dir=str(target))
+    except errors.RepositoryNotFoundError as error:
+        raise UserInputError(f"spec.model.base: hf://{name} does not exist, or HF_TOKEN has no access to it") from error
+    except (OSError, errors.HfHubHTTPError, errors.LocalEntryNotFoundError) as error:
+        raise StorageError(f"hf://{name} could not be fetched: {error}", retryable=True) from error
+
+
+if __name__ == "__main__":
+    sys.exit(exit_code(lambda: prepare(read_settings(PrepareSettings, settings_path()))))

@@ -1,0 +1,385 @@
+"""The models of `AgentRLJob`. Fields are camelCase in the manifest and snake_case here; unknown fields are refused.
+
+Cross-field rules are in `rules.py`, so that all problems of a manifest are reported at once.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from kestrl._shared.spec.algorithms import Algorithm
+from kestrl._shared.spec.judges import CorrectnessSpec, RulerSpec
+from kestrl._shared.spec.model import (
+    LARGEST_CONTEXT,
+    LARGEST_SEED,
+    MOST_SAMPLES,
+    Model,
+    NonNegativeInt,
+    Positive,
+    PositiveInt,
+)
+from kestrl._shared.spec.scalars import Address, Duration, DurationOrZero, ImportPath, JobName, JsonObject, Name
+from kestrl._shared.spec.secrets import SecretRef
+from kestrl._shared.spec.tools import Tool
+
+API_VERSION = "kestrl.dev/v1alpha1"
+KIND = "AgentRLJob"
+
+
+class Adapter(Model):
+    """The LoRA adapter that is trained."""
+
+    rank: PositiveInt = 8
+    """Rank of the adapter; engines accept 1, 8, 16, 32, 64, 128, 256, 320 or 512."""
+    alpha: Positive = 16.0
+    """Scaling: the adapter's output is multiplied by alpha / rank."""
+    targets: Literal["all-linear"] | list[Annotated[str, Field(min_length=1)]] = "all-linear"
+    """Modules with an adapter: `all-linear`, or names such as q_proj."""
+    from_: Annotated[str, Field(pattern=r"^[a-z0-9]+://.+", max_length=1024)] | None = Field(default=None, alias="from")
+    """Address of a published adapter to start from, such as that of `kestrl sft`: file:///runs/warm-up-sft/store/adapters/...
+    It has the same rank, alpha and targets. Default: a new adapter, whose first version equals the base model."""
+
+
+class ModelSpec(Model):
+    """The model to train."""
+
+    base: Address
+    """Base model: demo://NAME, hf://ORG/NAME, s3://..., pvc://..., or a path. Read-only."""
+    adapter: Adapter = Adapter()
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Precision of the base model, in the learner and in the engines."""
+
+
+class DataSet(Model):
+    """A data set."""
+
+    uri: Address
+    """A .jsonl or .parquet file (path or file://), or demo://NAME/PATH."""
+    size: PositiveInt | None = None
+    """Number of rows to use. Default: all."""
+
+
+class Data(Model):
+    """Training and validation data."""
+
+    train: DataSet
+    validation: DataSet | None = None
+    """Validation data: evaluated before, during and after training, never trained on."""
+    seed: Annotated[int, Field(ge=0, le=LARGEST_SEED)] = 42
+    """Seed of the order of scenarios, of sampling, and of the adapter's initialisation."""
+
+
+class Template(Model):
+    """A chat template that replaces the model's own."""
+
+    uri: Address
+
+
+TOOL_CALL_FORMAT = r"^(hermes|qwen_xml|llama3_json|mistral|harmony|pythonic|[A-Za-z_][\w.]*:[A-Za-z_][\w.]*)$"
+"""A built-in tool-call format, or `package.module:Format`."""
+LoopPath = Annotated[str, Field(pattern=r"^([a-z_]+|[A-Za-z_][\w.]*:[A-Za-z_][\w.]*)$")]
+LoopName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}$")]
+
+
+class Agent(Model):
+    """The agent: loop, limits and template."""
+
+    loop: LoopPath = "tool_agent"
+    """`tool_agent`, `single_turn`, or the import path of a loop (for KestRL or for verl)."""
+    loops: dict[LoopName, LoopPath] = {}
+    """Additional loops by name. A row's `agent_name` selects one of these or a built-in loop; without it `loop` is
+    used."""
+    config: JsonObject = {}
+    """Keyword arguments of the loop's class (or of its function, after the conversation), the same for every
+    episode."""
+    loops_config: dict[LoopName, JsonObject] = {}
+    """Keyword arguments of the loops of `loops`, by name."""
+    max_turns: Annotated[int, Field(ge=1, le=10_000)] = 10
+    """Maximum completions of one episode."""
+    max_tokens: Annotated[int, Field(ge=1, le=LARGEST_CONTEXT)] = 2048
+    """Maximum sampled tokens of one episode."""
+    max_tokens_per_turn: Annotated[int, Field(ge=1, le=LARGEST_CONTEXT)] | None = None
+    """Maximum sampled tokens of one turn. Default: limited by maxTokens only."""
+    max_tool_tokens: Annotated[int, Field(ge=1, le=LARGEST_CONTEXT)] = 1024
+    """Maximum tokens of an observation; longer ones are truncated with a marker."""
+    max_parallel_calls: Annotated[int, Field(ge=1, le=1024)] = 8
+    """Maximum tool calls of one turn that are executed."""
+    template: Template | None = None
+    tool_call_format: Annotated[str, Field(pattern=TOOL_CALL_FORMAT)] | None = None
+    """Tool-call format: hermes, qwen_xml, llama3_json, mistral, harmony, pythonic, or the import path of a format.
+    Default: detected from the chat template; a template with an unknown format is refused if the job has tools."""
+
+
+class Reward(Model):
+    """One component of the reward: a rule, or a judge model."""
+
+    rule: str | None = None
+    """`exact_answer`, `flexible_answer`, `math_answer`, `boxed_answer`, `format`, `loop_reward` (the reward returned by
+    the agent loop), `overlong`, or the import path of a function."""
+    config: JsonObject = {}
+    """Additional keyword arguments of the function."""
+    ruler: RulerSpec | None = None
+    """A judge model that scores the episodes of a group relative to each other."""
+    correctness: CorrectnessSpec | None = None
+    """A judge model that the rule asks whether an answer is correct (`Attempt.judged_correct`). An episode whose answer
+    it did not judge has no reward."""
+    weight: Annotated[float, Field(strict=False)] = 1.0
+    """Weight of the component; the reward of an episode is the weighted sum."""
+    timeout: Duration = 10.0
+    """Time limit of a rule for one episode; after it the episode has no reward. A ruler has its own."""
+
+    @model_validator(mode="after")
+    def _one_kind(self) -> Self:
+        if (self.rule is None) == (self.ruler is None):
+            raise ValueError("give either `rule` or `ruler`, and one of them only")
+        if self.correctness is not None and self.rule is None:
+            raise ValueError("`correctness` belongs to a `rule`; a ruler takes none")
+        return self
+
+
+class Sampling(Model):
+    """Sampling in training. top_p is always 1 and top_k is off, since the learner must reproduce the log-probs."""
+
+    temperature: Annotated[float, Field(ge=0, le=5, strict=False)] = 1.0
+    """Divisor of the logits, in engine and learner; above 0."""
+
+
+class Evaluation(Model):
+    """Sampling of evaluations, before, during and after training and by `kestrl eval`."""
+
+    samples: Annotated[int, Field(ge=1, le=MOST_SAMPLES)] = 1
+    """Episodes of each question; with several, an evaluation has mean@K, pass@k, best@k and maj@K."""
+    temperature: Annotated[float, Field(ge=0, le=5, strict=False)] | None = None
+    """Divisor of the logits; 0 is greedy. Default: that of `sampling` if samples, topP or topK is set, or else 0."""
+    top_p: Annotated[float, Field(gt=0, le=1, strict=False)] = 1.0
+    """Sample from the smallest set of most probable tokens with at least this probability; 1 is off."""
+    top_k: NonNegativeInt = 0
+    """Sample from this many of the most probable tokens; 0 is off."""
+
+
+class Schedule(Model):
+    """Length of the run, and intervals."""
+
+    epochs: PositiveInt = 1
+    """Passes over the training data."""
+    max_steps: PositiveInt | None = None
+    """Maximum number of optimiser steps."""
+    stale_groups: Literal["release", "wait"] = "release"
+    """Handling of a running group that the next version would make too old: `release` cancels it for a later retry,
+    `wait` makes the step wait for it. `release` is faster while engines have capacity, `wait` wastes no engine time."""
+    eval_every: PositiveInt | None = None
+    """Steps between evaluations. Default: only before and after training."""
+    checkpoint_every: PositiveInt = 10
+    """Steps between checkpoints; there is also one at the last step and on a drain."""
+    keep_checkpoints: PositiveInt = 2
+    """Number of newest checkpoints kept in storage."""
+    keep_adapters: PositiveInt | None = None
+    """Number of newest versions kept in storage, in addition to those in use by an engine or a checkpoint. Default:
+    all."""
+    keep_episodes: PositiveInt | None = None
+    """Number of newest steps whose training episodes are kept in storage. Default: all."""
+
+
+class Accelerator(Model):
+    """Devices of a component."""
+
+    profile: Name = "cpu"
+    """cpu, nvidia or ascend, or a profile of the cluster."""
+    count: Annotated[int, Field(ge=1, le=64)] = 1
+    """Devices per replica."""
+
+
+class Inference(Model):
+    """The inference engines."""
+
+    engine: Literal["vllm"] = "vllm"
+    """Engine software."""
+    replicas: Annotated[int, Field(ge=1, le=256)] = 1
+    """Number of engines, each with the whole model."""
+    accelerator: Accelerator = Accelerator()
+    context_length: Annotated[int, Field(ge=1, le=LARGEST_CONTEXT)] = 4096
+    """Maximum tokens of one sequence."""
+    adapter_slots: Annotated[int, Field(ge=1, le=128)] = 4
+    """Maximum adapter versions in an engine; at least maxStaleness + 2."""
+    threads: Annotated[int, Field(ge=1, le=1024)] = 1
+    """CPU threads of one engine, on profile cpu. More threads than cores, over all engines, are several times
+    slower."""
+    args: dict[str, str | int | float | bool] = {}
+    """Additional arguments of the engine's server, such as `max-num-seqs: 64`; `true` is a flag without a value."""
+
+
+class Deadlines(Model):
+    """Deadlines, which must be nested: tool < turn < episode < group < step."""
+
+    tool: Duration = 30.0
+    """Deadline of one tool call; doubled for the first call of an episode, which creates the tools."""
+    turn: Duration = 120.0
+    """Deadline of one completion, also of waiting for a tool service that is restarting."""
+    episode: Duration = 600.0
+    """Deadline of all turns of an episode."""
+    group: Duration | None = None
+    """Deadline of the episodes of a group and their scoring, from when the last one has a slot. Default: the episode's
+    deadline plus the reward timeouts of every episode."""
+    step: Duration | None = None
+    """Deadline of a step's wait for groups: it then trains on complete groups, and the others are retried. Default: the
+    deadlines of the groups."""
+
+
+class Rollout(Model):
+    """The rollout workers."""
+
+    replicas: Annotated[int, Field(ge=1, le=1024)] = 1
+    """Number of workers; on a cluster set by the scale subresource."""
+    concurrency: Annotated[int, Field(ge=1, le=16_384)] = 64
+    """Concurrent episodes of one worker."""
+    deadlines: Deadlines = Deadlines()
+
+
+class Learner(Model):
+    """The learner."""
+
+    accelerator: Accelerator = Accelerator()
+    """Devices of each replica of the learner. With more than one in all, each has a process of its own, a rank, and the
+    base model is sharded over them; on profile cpu the ranks share the cores."""
+    replicas: Annotated[int, Field(ge=1, le=64)] = 1
+    """Replicas with accelerator.count ranks each: pods on a cluster, of which the first is the learner itself. On one
+    machine all ranks are processes of it, and it needs replicas x accelerator.count devices."""
+    threads: Annotated[int, Field(ge=1, le=1024)] | None = None
+    """CPU threads of one rank. Default: all cores, divided by the ranks."""
+    gradient_checkpointing: bool = False
+    """Keep the inputs of layers only and compute their activations again in the backward pass: much less memory for
+    long episodes, and a third more work. The episodes of a group then share the computation of their prompt within a
+    pass."""
+    activation_offload: bool = False
+    """Keep these inputs of layers in host memory until the backward pass: device memory for longer rows, in exchange
+    for copies. Needs gradientCheckpointing and a device other than a CPU."""
+    tokens_per_pass: Annotated[int, Field(ge=1, le=LARGEST_CONTEXT)] = 16_384
+    """Maximum tokens of one forward and backward pass, padding included; activations are in proportion to it. A single
+    longer episode is a pass of its own."""
+
+
+class Storage(Model):
+    """Storage of adapters, checkpoints and episodes."""
+
+    uri: Address | None = None
+    """file://..., s3://bucket/prefix, gs://..., az://...; each run uses a folder in it. Default: the folder of the
+    run."""
+    secret_ref: SecretRef | None = None
+    """Secret in the job's namespace whose entries become environment variables, such as AWS_ACCESS_KEY_ID."""
+    retry_timeout: DurationOrZero = 600.0
+    """Maximum time that the learner waits for unavailable storage (refused connections, 5xx) before the run stops.
+    Refusals are not retried."""
+
+
+class MetricSinkSpec(Model):
+    """A destination of the run's metrics, such as an experiment tracker."""
+
+    use: ImportPath
+    """Import path of a class with the methods of `kestrl.metric_sinks.MetricSink`. It runs in the learner; what it
+    raises is reported and does not end the run."""
+    config: JsonObject = {}
+    """Keyword arguments of the class."""
+
+
+class Telemetry(Model):
+    """Export of spans and metrics."""
+
+    otlp: Address | None = None
+    """OTLP endpoint: http://127.0.0.1:4317 for gRPC; one with port 4318 or with a path for HTTP. The standard OTEL_*
+    variables also work."""
+    traced_groups: Annotated[float, Field(ge=0, le=1, strict=False)] = 0.1
+    """Share of groups whose episodes, model calls, tool calls and scores are traced; steps and publications always are.
+    Failures are counted in metrics regardless. OTEL_TRACES_SAMPLER overrides it."""
+    sinks: Annotated[list[MetricSinkSpec], Field(max_length=8)] = []
+    """Metric sinks, beside the files under `metrics/` and OpenTelemetry."""
+
+
+class FailureRule(Model):
+    """Action for a kind of failure; the first matching rule applies."""
+
+    role: Literal["inference", "rollout", "tools", "judge", "learner"] | None = None
+    """Role of the component. Default: any."""
+    reason: Annotated[str, Field(pattern=r"^(\*|[A-Za-z]+|[a-z_]+/(\*|[a-z0-9_]+))$")] = "*"
+    """`OOMKilled` or `Error` of a container, or `boundary/code` of a failure reported by the learner, such as
+    `engine/logprob_gap`; `*` matches any."""
+    action: Literal["RestartComponent", "RestartJob", "Ignore", "Fail"]
+    """RestartComponent restarts the learner, RestartJob all pods, Fail ends the job, and Ignore restarts the learner
+    without counting.
+
+    An ended container is always restarted in its pod, except for RestartJob and Fail. Preemption and eviction never
+    count."""
+
+
+class FailurePolicy(Model):
+    """Handling of failures on a cluster."""
+
+    backoff_limit: NonNegativeInt = 3
+    """Maximum restarts after failures reported by the learner, with exponential back-off; one more failure ends the
+    job."""
+    rules: list[FailureRule] = []
+    """Rules by priority. Without a matching rule the learner is restarted, and a container that ends by itself is
+    restarted in its pod."""
+
+
+class Patch(Model):
+    """A patch of the pods of one role, merged as by `kubectl patch`: lists of containers, volumes and variables by
+    name.
+    """
+
+    role: Literal["inference", "rollout", "tools", "judge", "learner"]
+    """Role of the pods."""
+    template: JsonObject
+    """Fields of a PodTemplate: `metadata` (labels, annotations) and `spec`."""
+
+
+class JobSpec(Model):
+    """Desired state of a job."""
+
+    model: ModelSpec
+    data: Data
+    agent: Agent = Agent()
+    tools: list[Tool] = []
+    rewards: Annotated[list[Reward], Field(min_length=1)]
+    sampling: Sampling = Sampling()
+    evaluation: Evaluation = Evaluation()
+    algorithm: Algorithm = Algorithm()
+    schedule: Schedule = Schedule()
+    inference: Inference = Inference()
+    rollout: Rollout = Rollout()
+    learner: Learner = Learner()
+    storage: Storage = Storage()
+    telemetry: Telemetry = Telemetry()
+    suspend: bool = False
+    """Whether to suspend the job: drain, checkpoint and release all pods until it is false."""
+    failure_policy: FailurePolicy = FailurePolicy()
+    patches: list[Patch] = []
+    """Patches of pods on a cluster, for settings without a field of their own, such as requests, affinity or volumes.
+
+    On one machine only variables from secrets apply: `envFrom` and `env` with a secretKeyRef, read from `NAME.env`."""
+    pending_deadline: DurationOrZero | None = None
+    """Time after which a job fails if its pods have not started (on a cluster). Default: no limit."""
+    active_deadline: Duration | None = None
+    """Maximum duration of the run, after which it fails."""
+    ttl_after_finished: DurationOrZero | None = None
+    """Time after the end of the job when the object is deleted (on a cluster). Default: never."""
+
+
+class Metadata(BaseModel):
+    """The part of Kubernetes' ObjectMeta that KestRL reads; other fields are ignored."""
+
+    model_config = ConfigDict(frozen=True, extra="allow")
+    name: JobName
+    namespace: str | None = None
+    labels: dict[str, str] = {}
+    annotations: dict[str, str] = {}
+
+
+class AgentRLJob(Model):
+    """A training run of a tool-using language-model agent."""
+
+    api_version: Literal["kestrl.dev/v1alpha1"]
+    kind: Literal["AgentRLJob"]
+    metadata: Metadata
+    spec: JobSpec

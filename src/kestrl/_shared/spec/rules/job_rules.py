@@ -1,0 +1,309 @@
+"""Cross-field rules: pure functions from a spec to problems, each with its fix."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+
+from kestrl._shared.spec.job import Evaluation, FailureRule, JobSpec
+from kestrl._shared.spec.problems import Problem
+from kestrl._shared.spec.rules.adapter_rules import target_problems
+from kestrl._shared.spec.rules.judge_rules import judge_problems
+from kestrl._shared.spec.rules.learner_rules import offload_problems
+from kestrl._shared.spec.rules.reward_rules import reward_config_problems
+from kestrl._shared.spec.rules.tool_rules import tool_problems
+from kestrl._shared.spec.scalars import format_duration
+from kestrl.errors import Boundary
+
+ENGINE_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Values accepted by vLLM's --max-lora-rank."""
+BUILT_IN_LOOPS = ("tool_agent", "single_turn")
+BUILT_IN_RULES = (
+    "exact_answer", "flexible_answer", "math_answer", "boxed_answer", "format", "loop_reward", "overlong",
+)  # fmt: skip
+CONFIGURED_RULES = ("boxed_answer", "overlong")
+"""Built-in rules that take `config`, which `reward_config_problems` checks."""
+
+
+Rule = Callable[[JobSpec], Iterator[Problem]]
+
+
+def deadlines_nest(spec: JobSpec) -> Iterator[Problem]:
+    limits = spec.rollout.deadlines
+    chain = [("tool", limits.tool), ("turn", limits.turn), ("episode", limits.episode)]
+    chain += [(name, given) for name, given in (("group", limits.group), ("step", limits.step)) if given is not None]
+    for (inner, short), (outer, long) in pairwise(chain):
+        if short >= long:
+            yield Problem(
+                f"spec.rollout.deadlines.{outer}",
+                f"{format_duration(long)} does not leave room for {inner} ({format_duration(short)}); deadlines nest: "
+                f"tool < turn < episode < group < step, so raise {outer} or lower {inner}",
+            )
+    if spec.active_deadline is not None and spec.active_deadline <= limits.episode:
+        yield Problem("spec.activeDeadline", "must be longer than rollout.deadlines.episode, or no episode can end")
+
+
+def temperature_is_positive(spec: JobSpec) -> Iterator[Problem]:
+    if spec.sampling.temperature == 0:
+        yield Problem(
+            "spec.sampling.temperature",
+            "0 samples the same episode every time, so there is nothing to learn from; use 1.0 (evaluation is greedy "
+            "anyway)",
+        )
+
+
+def greedy_problem(evaluation: Evaluation) -> str | None:
+    """What contradicts temperature 0."""
+    if evaluation.temperature != 0:
+        return None
+    if evaluation.samples > 1:
+        return f"0 samples the same episode {evaluation.samples} times; raise it, or set samples to 1"
+    if evaluation.top_p < 1 or evaluation.top_k:
+        return "0 takes the most probable token, whatever topP and topK are; raise it, or set them to 1 and 0"
+    return None
+
+
+def evaluation_samples_differ(spec: JobSpec) -> Iterator[Problem]:
+    problem = greedy_problem(spec.evaluation)
+    if problem is not None:
+        yield Problem("spec.evaluation.temperature", problem)
+
+
+def group_is_large_enough(spec: JobSpec) -> Iterator[Problem]:
+    algorithm = spec.algorithm
+    if algorithm.group_size < 2:
+        yield Problem(
+            "spec.algorithm.groupSize",
+            f"{algorithm.name} scores episodes relative to their group: it needs at least 2, is {algorithm.group_size}",
+        )
+    elif algorithm.on_failed_episode == "shrink" and algorithm.min_group_size > algorithm.group_size:
+        yield Problem("spec.algorithm.minGroupSize", f"is above groupSize ({algorithm.group_size}); lower it")
+    if algorithm.mini_batches > algorithm.groups_per_step:
+        yield Problem(
+            "spec.algorithm.miniBatches",
+            f"is above groupsPerStep ({algorithm.groups_per_step}), so that an update would have no group; lower it",
+        )
+    if algorithm.correction.low > algorithm.correction.high:
+        yield Problem("spec.algorithm.correction.low", f"is above high ({algorithm.correction.high:g}); lower it")
+    if algorithm.correction.reject_below > algorithm.correction.reject_above:
+        yield Problem(
+            "spec.algorithm.correction.rejectBelow",
+            f"is above rejectAbove ({algorithm.correction.reject_above:g}); lower it",
+        )
+
+
+def slots_hold_every_version(spec: JobSpec) -> Iterator[Problem]:
+    needed = spec.algorithm.max_staleness + 2
+    if spec.inference.adapter_slots < needed:
+        yield Problem(
+            "spec.inference.adapterSlots",
+            f"{spec.inference.adapter_slots} cannot hold every version a rollout may still need: "
+            f"maxStaleness + 2 = {needed}; raise it or lower maxStaleness",
+        )
+
+
+def rank_fits_the_engine(spec: JobSpec) -> Iterator[Problem]:
+    rank = spec.model.adapter.rank
+    if rank > ENGINE_RANKS[-1]:
+        yield Problem("spec.model.adapter.rank", f"{rank} is above the engine's limit of {ENGINE_RANKS[-1]}; lower it")
+
+
+def adapter_can_be_proved(spec: JobSpec) -> Iterator[Problem]:
+    yield from target_problems(spec.model.adapter)
+
+
+def tokens_fit_the_context(spec: JobSpec) -> Iterator[Problem]:
+    agent = spec.agent
+    if agent.max_tokens >= spec.inference.context_length:
+        yield Problem(
+            "spec.agent.maxTokens",
+            f"{agent.max_tokens} sampled tokens leave no room for a prompt in inference.contextLength "
+            f"({spec.inference.context_length}); lower it or raise contextLength",
+        )
+    if agent.max_tokens_per_turn is not None and agent.max_tokens_per_turn > agent.max_tokens:
+        yield Problem("spec.agent.maxTokensPerTurn", f"is above maxTokens ({agent.max_tokens}); lower it")
+
+
+def loop_is_known(spec: JobSpec) -> Iterator[Problem]:
+    loop = spec.agent.loop
+    paths = {"loop": loop, **{f"loops.{name}": path for name, path in spec.agent.loops.items()}}
+    for field, path in paths.items():
+        if ":" not in path and path not in BUILT_IN_LOOPS:
+            yield Problem(
+                f"spec.agent.{field}",
+                f"{path!r} is not one of {', '.join(BUILT_IN_LOOPS)}, nor an import path package.module:Class",
+            )
+    configured = {"config": (loop, spec.agent.config)}
+    for name, config in spec.agent.loops_config.items():
+        if name not in spec.agent.loops:
+            names = ", ".join(spec.agent.loops) or "none"
+            yield Problem(f"spec.agent.loopsConfig.{name}", f"there is no loop of this name in agent.loops ({names})")
+        else:
+            configured[f"loopsConfig.{name}"] = (spec.agent.loops[name], config)
+    for field, (path, config) in configured.items():
+        if path in BUILT_IN_LOOPS and config:
+            yield Problem(f"spec.agent.{field}", f"{path} takes no config; remove it, or use your own loop")
+
+
+def rewards_are_known(spec: JobSpec) -> Iterator[Problem]:
+    for index, reward in enumerate(spec.rewards):
+        if reward.rule is not None and ":" not in reward.rule and reward.rule not in BUILT_IN_RULES:
+            yield Problem(
+                f"spec.rewards[{index}].rule",
+                f"{reward.rule!r} is not one of {', '.join(BUILT_IN_RULES)}, nor an import path "
+                "package.module:function",
+            )
+        if reward.rule in BUILT_IN_RULES and reward.rule not in CONFIGURED_RULES and reward.config:
+            yield Problem(f"spec.rewards[{index}].config", f"{reward.rule} takes no config; remove it")
+        if reward.rule == "loop_reward" and spec.agent.loop in BUILT_IN_LOOPS:
+            yield Problem(
+                f"spec.rewards[{index}].rule",
+                f"{spec.agent.loop} returns no reward; set agent.loop to your own loop, or use another rule",
+            )
+
+
+def a_group_fits_a_worker(spec: JobSpec) -> Iterator[Problem]:
+    if spec.algorithm.group_size > spec.rollout.concurrency:
+        yield Problem(
+            "spec.rollout.concurrency",
+            f"{spec.rollout.concurrency} cannot hold one group of {spec.algorithm.group_size}; raise it",
+        )
+
+
+def data_fills_a_step(spec: JobSpec) -> Iterator[Problem]:
+    size = spec.data.train.size
+    if size is not None and size * spec.schedule.epochs < spec.algorithm.groups_per_step:
+        yield Problem(
+            "spec.data.train.size",
+            f"{size} scenarios x {spec.schedule.epochs} epochs do not fill one step of "
+            f"{spec.algorithm.groups_per_step} groups",
+        )
+
+
+def evaluation_has_data(spec: JobSpec) -> Iterator[Problem]:
+    if spec.schedule.eval_every is not None and spec.data.validation is None:
+        yield Problem("spec.schedule.evalEvery", "there is nothing to evaluate on: add data.validation")
+
+
+RESERVED_ARGS = {
+    "model": "set spec.model.base",
+    "tokenizer": "set spec.model.base",
+    "dtype": "set spec.model.dtype",
+    "max-model-len": "set spec.inference.contextLength",
+    "tensor-parallel-size": "set spec.inference.accelerator.count",
+    "max-lora-rank": "set spec.model.adapter.rank",
+    "max-loras": "set spec.inference.adapterSlots",
+    "max-cpu-loras": "set spec.inference.adapterSlots",
+} | dict.fromkeys(
+    (
+        "served-model-name", "host", "port", "uds", "middleware", "root-path", "api-key", "config", "ssl-keyfile",
+        "ssl-certfile", "ssl-ca-certs", "enable-lora", "lora-modules", "logprobs-mode",
+        "generation-config",
+    ),
+    "remove it; KestRL sets it",
+)  # fmt: skip
+"""Reserved arguments of the engine's server, with the fix: access control, adapter verification and exact log-probs
+depend on them."""
+
+
+def engine_args_are_free(spec: JobSpec) -> Iterator[Problem]:
+    for name in spec.inference.args:
+        flag = name.lstrip("-").replace("_", "-").lower().partition("=")[0].partition(".")[0].removeprefix("no-")
+        # argparse accepts prefixes of flags.
+        reserved = next((known for known in RESERVED_ARGS if known.startswith(flag)), None)
+        if reserved is not None:
+            yield Problem(f"spec.inference.args.{name}", f"--{reserved} is reserved; {RESERVED_ARGS[reserved]}")
+
+
+def a_wait_for_pods_can_end(spec: JobSpec) -> Iterator[Problem]:
+    limit, active = spec.pending_deadline, spec.active_deadline
+    if limit == 0:
+        yield Problem(
+            "spec.pendingDeadline", "0s fails every job, since pods take time to start; use a value such as 30m"
+        )
+    elif limit is not None and active is not None and limit >= active:
+        yield Problem(
+            "spec.pendingDeadline",
+            f"is never reached, since activeDeadline ({format_duration(active)}) comes first; lower it or remove it",
+        )
+
+
+def failure_rules_can_fit(spec: JobSpec) -> Iterator[Problem]:
+    rules = spec.failure_policy.rules
+    for index, rule in enumerate(rules):
+        path = f"spec.failurePolicy.rules[{index}]"
+        boundary, code, _ = rule.reason.partition("/")
+        if code and boundary not in set(Boundary):
+            yield Problem(f"{path}.reason", f"{boundary!r} is not a failure boundary; use one of {', '.join(Boundary)}")
+        elif code and rule.role not in {None, "learner"}:
+            yield Problem(
+                f"{path}.role",
+                "only the learner reports failures as boundary/code; remove role, or name a container's reason such "
+                "as OOMKilled",
+            )
+        first = next((number for number, other in enumerate(rules[:index]) if _covers(other, rule)), None)
+        if first is not None:
+            yield Problem(
+                path, f"is never reached, since rules[{first}] matches the same failures; move it up or remove it"
+            )
+
+
+def _covers(one: FailureRule, other: FailureRule) -> bool:
+    """Whether a rule matches every failure that another one matches."""
+    reasons = one.reason in {"*", other.reason} or (
+        one.reason.endswith("/*") and other.reason.startswith(one.reason[:-1])
+    )
+    return reasons and one.role in {None, other.role}
+
+
+def patches_are_of_templates(spec: JobSpec) -> Iterator[Problem]:
+    for index, patch in enumerate(spec.patches):
+        path = f"spec.patches[{index}].template"
+        if not patch.template:
+            yield Problem(path, "changes nothing; give it metadata or spec, or remove the patch")
+        for field, value in patch.template.items():
+            if field not in {"metadata", "spec"}:
+                yield Problem(
+                    f"{path}.{field}", "a pod template has metadata and spec only; put it beneath one of them"
+                )
+            elif not isinstance(value, dict):
+                yield Problem(f"{path}.{field}", "must be a map")
+
+
+def offloading_saves_memory(spec: JobSpec) -> Iterator[Problem]:
+    learner = spec.learner
+    yield from offload_problems(
+        offload=learner.activation_offload,
+        checkpointing=learner.gradient_checkpointing,
+        on_cpu=learner.accelerator.profile == "cpu",
+    )
+
+
+RULES: tuple[Rule, ...] = (
+    deadlines_nest,
+    temperature_is_positive,
+    evaluation_samples_differ,
+    group_is_large_enough,
+    slots_hold_every_version,
+    rank_fits_the_engine,
+    adapter_can_be_proved,
+    tokens_fit_the_context,
+    offloading_saves_memory,
+    tool_problems,
+    loop_is_known,
+    rewards_are_known,
+    reward_config_problems,
+    judge_problems,
+    a_group_fits_a_worker,
+    data_fills_a_step,
+    evaluation_has_data,
+    engine_args_are_free,
+    a_wait_for_pods_can_end,
+    failure_rules_can_fit,
+    patches_are_of_templates,
+)
+
+
+def check(spec: JobSpec) -> list[Problem]:
+    """All cross-field problems, in the order of the rules."""
+    return [problem for rule in RULES for problem in rule(spec)]

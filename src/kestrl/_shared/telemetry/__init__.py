@@ -1,0 +1,125 @@
+"""OpenTelemetry for every process: set up once in `main`, then `span(...)` wherever work is done.
+
+Without an endpoint (settings or OTEL_EXPORTER_OTLP_ENDPOINT) nothing of the SDK is imported and a span costs a no-op.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from types import TracebackType
+
+from opentelemetry import context, trace
+from opentelemetry.propagate import extract, inject
+from opentelemetry.trace import Span, Status, StatusCode
+
+from kestrl._shared.telemetry.names import Attr
+from kestrl._shared.telemetry.root_ids import ROOT
+from kestrl.engines.otlp import named_endpoint
+from kestrl.errors import KestrlError
+
+__all__ = ["beginning", "current_trace_id", "set_up", "span", "trace_headers", "within"]
+
+TRACER = "kestrl"
+_tracer = trace.get_tracer(TRACER)
+
+
+def set_up(
+    component: str,
+    *,
+    job: str,
+    run: str,
+    endpoint: str | None = None,
+    traced_groups: float = 1.0,
+    metrics_listen: str | None = None,
+) -> None:
+    """Sends this process's spans by OTLP when an endpoint is given or the standard OTEL_* variables name one.
+
+    Metrics can be read at `http://METRICS_LISTEN/metrics`, and go to the same endpoint as spans.
+
+    Args:
+        component: Name of the process, such as `rollout-0`.
+        job: Name of the job.
+        run: Id of the run.
+        endpoint: OTLP endpoint for spans and metrics.
+        traced_groups: Share of groups whose spans are recorded.
+        metrics_listen: `host:port` of the Prometheus endpoint.
+
+    Raises:
+        UserInputError: `metrics_listen` is taken.
+    """
+    exports = bool(endpoint or named_endpoint("traces")) and os.environ.get("OTEL_SDK_DISABLED", "").lower() != "true"
+    if not exports and metrics_listen is None:
+        return
+    from kestrl._shared.telemetry.export import export_spans, resource_of, serve_metrics
+
+    resource = resource_of(component, job=job, run=run)
+    if exports:
+        export_spans(resource, endpoint, traced_groups=traced_groups)
+    if metrics_listen is not None:
+        serve_metrics(resource, metrics_listen, exports=exports, endpoint=endpoint)
+
+
+class span:  # noqa: N801 - used as a verb: `with span(...)`
+    """A span around a piece of work. A `KestrlError` marks it with its boundary and code; every error marks it failed.
+
+    A class, since every call of a model or tool makes a span, and two generators would cost as much as the span.
+    """
+
+    __slots__ = ("_attributes", "_name", "_span", "_token")
+
+    def __init__(self, name: str, attributes: Mapping[str, str | int | float | bool] | None = None) -> None:
+        self._name, self._attributes = name, attributes
+
+    def __enter__(self) -> Span:
+        self._span = _tracer.start_span(self._name, attributes=self._attributes)
+        self._token = context.attach(trace.set_span_in_context(self._span))
+        return self._span
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        context.detach(self._token)
+        if isinstance(error, KestrlError):
+            self._span.set_attributes({Attr.FAILURE_BOUNDARY: str(error.boundary), Attr.ERROR_TYPE: error.code})
+            self._span.set_status(Status(StatusCode.ERROR, str(error)[:500]))
+        elif isinstance(error, Exception):
+            self._span.set_status(Status(StatusCode.ERROR, f"{type(error).__name__}: {error}"[:500]))
+        self._span.end()
+
+
+@contextmanager
+def within(traceparent: str) -> Generator[None]:
+    """Spans in the block are children of this W3C context."""
+    token = context.attach(extract({"traceparent": traceparent}))
+    try:
+        yield
+    finally:
+        context.detach(token)
+
+
+@contextmanager
+def beginning(traceparent: str) -> Generator[None]:
+    """The first span of the block gets the ids of this W3C context: the root of a trace whose ids are known in
+    advance.
+    """
+    _, trace_id, span_id, _ = traceparent.split("-")
+    token = ROOT.set((int(trace_id, 16), int(span_id, 16)))
+    try:
+        yield
+    finally:
+        ROOT.reset(token)
+
+
+def current_trace_id() -> str:
+    """Current trace id as 32 hex digits; empty if the current work is not traced."""
+    context = trace.get_current_span().get_span_context()
+    return f"{context.trace_id:032x}" if context.trace_flags.sampled else ""
+
+
+def trace_headers() -> dict[str, str]:
+    """W3C headers for an HTTP request, with the decision of the sampler; empty if spans are not exported."""
+    headers: dict[str, str] = {}
+    inject(headers)
+    return headers

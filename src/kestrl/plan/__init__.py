@@ -1,5 +1,0 @@
-"""Pure planning from a job to its components: processes, settings, ports, environment and resources.
-
-`kestrl.plan.planning` plans, `kestrl.plan.components` defines components. Nothing is imported here, so that a service
-that only reads its settings does not load the models of the manifest.
-"""

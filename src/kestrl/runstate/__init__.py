@@ -1,0 +1,1 @@
+"""What a run is and did: its phases, how it samples, and what its files say."""

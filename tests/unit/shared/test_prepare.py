@@ -1,0 +1,142 @@
+"""What a pod needs before its program starts, put in place as its init container does it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.fakes.s3 import S3Server, serving_s3
+
+from kestrl._shared.prepare import DataSource, PrepareSettings, prepare
+from kestrl.data import load_scenarios
+from kestrl.errors import StorageError, UserInputError
+from kestrl.storage import open_store
+from kestrl.storage.models import publish_model
+from kestrl_email.model_path import tiny
+
+
+def settings(folder: Path, **changes: Any) -> PrepareSettings:
+    given: dict[str, Any] = {
+        "model_target": str(folder / "model"),
+        "data_dir": str(folder / "data"),
+        "seed": 42,
+        "template_target": str(folder / "data" / "template.jinja"),
+        "volumes": str(folder / "pvc"),
+    }
+    return PrepareSettings(**(given | changes))
+
+
+def source(folder: Path, uri: str, size: int | None = 5) -> DataSource:
+    return DataSource(uri=uri, size=size, target=str(folder / "data" / "train.jsonl"), field="spec.data.train.uri")
+
+
+def test_the_demo_is_made_in_every_pod_alike(tmp_path: Path) -> None:
+    """Twice at the same place, as two pods have it: the same rows, which name a database that is there."""
+    seen: list[bytes] = []
+    for _ in range(2):
+        wanted = settings(tmp_path, model="demo://tiny", data=(source(tmp_path, "demo://email/train"),))
+        prepare(wanted)
+        rows = (tmp_path / "data" / "train.jsonl").read_bytes()
+        seen.append(rows)
+        scope = json.loads(rows.splitlines()[0])["extra_info"]["tools_kwargs"]["search_emails"]["create_kwargs"]
+        assert Path(scope["database"]).is_file()
+        for path in (tmp_path / "data").iterdir():
+            path.unlink()
+    assert seen[0] == seen[1]
+    assert (tmp_path / "model" / "config.json").read_bytes() == (tiny() / "config.json").read_bytes()
+    assert not (tmp_path / "model").is_symlink()  # an engine's image does not have the package that it came from
+
+
+def test_files_of_a_claim_are_linked_and_nothing_outside_it(tmp_path: Path) -> None:
+    claim = tmp_path / "pvc" / "shared"
+    claim.mkdir(parents=True)
+    (claim / "rows.jsonl").write_text('{"id": "1", "question": "?"}\n')
+    (claim / "chat.jinja").write_text("{{ messages }}")
+    (claim / "base").symlink_to(tiny())
+    prepare(settings(tmp_path, data=(source(tmp_path, "pvc://shared/rows.jsonl"),), template="pvc://shared/chat.jinja"))
+    assert len(load_scenarios(tmp_path / "data" / "train.jsonl")) == 1
+    assert (tmp_path / "data" / "template.jinja").read_text() == "{{ messages }}"
+    with pytest.raises(UserInputError, match="leads out of its claim"):
+        prepare(settings(tmp_path, data=(source(tmp_path, "pvc://shared/../../secret"),)))
+    with pytest.raises(UserInputError, match="leads out of its claim"):
+        prepare(settings(tmp_path, model="pvc://shared/base"))  # a link to elsewhere is no way out either
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"data": "train.jsonl"},
+            "spec.data.train.uri: 'train.jsonl' is a local path",
+        ),
+        ({"data": "file:///nowhere/x.jsonl"}, "spec.data.train.uri: /nowhere/x.jsonl does not exist in the pod"),
+        ({"data": "pvc://shared/x.jsonl"}, "spec.data.train.uri: pvc://shared/x.jsonl does not exist in its claim"),
+        ({"data": "demo://nobody/train"}, "no installed package offers demo://nobody"),
+        ({"model": "demo://nobody"}, "no installed package offers demo://nobody"),
+        ({"template": "chat.jinja"}, "spec.agent.template.uri: 'chat.jinja' is a local path"),
+    ],
+)
+def test_a_missing_file_is_reported_by_its_field(tmp_path: Path, changes: dict[str, str], message: str) -> None:
+    given: dict[str, Any] = dict(changes)
+    if "data" in given:
+        given["data"] = (source(tmp_path, changes["data"]),)
+    with pytest.raises(UserInputError, match=message):
+        prepare(settings(tmp_path, **given))
+
+
+def test_the_program_ends_with_one_line_and_code_2(tmp_path: Path) -> None:
+    path = tmp_path / "prepare.json"
+    path.write_text(settings(tmp_path, model="demo://nobody").model_dump_json())
+    command = [sys.executable, "-m", "kestrl._shared.prepare", "--settings", str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: spec.model.base: no installed package offers demo://nobody")
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_model_of_sft_is_fetched_with_its_digests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A local store in place of an object store, whose addresses are opened alike."""
+    monkeypatch.setattr("kestrl._shared.prepare.OBJECT_SCHEMES", frozenset({"file"}))
+    store = open_store((tmp_path / "store").as_uri())
+    manifest, address = publish_model(store, tiny(), job="warm-up", step=3, base="demo://tiny")
+    prepare(settings(tmp_path, model=address))
+    assert {path.name for path in (tmp_path / "model").iterdir()} == manifest.files.keys()
+    stored = Path(address.removeprefix("file://"))
+    (stored / "tokenizer.json").write_text("{}")
+    with pytest.raises(StorageError, match=r"tokenizer\.json is corrupt"):
+        prepare(settings(tmp_path / "other", model=address))
+    (stored / "manifest.json").write_text('{"name": "of another program"}')
+    prepare(settings(tmp_path / "another", model=address))
+    assert (tmp_path / "another" / "model" / "tokenizer.json").read_text() == "{}"
+
+
+@pytest.fixture(scope="module")
+def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+    with serving_s3(tmp_path_factory.mktemp("s3")) as server:
+        yield server
+
+
+@pytest.mark.servers
+@pytest.mark.timeout(120)
+def test_objects_are_fetched_whole(s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in s3.environment().items():
+        monkeypatch.setenv(name, value)
+    bucket = s3.create_bucket("inputs")
+    for path in tiny().iterdir():
+        bucket.put(f"models/tiny/{path.name}", path.read_bytes())
+    bucket.put("rows/train.jsonl", b'{"id": "1", "question": "?"}\n')
+    prepare(
+        settings(tmp_path, model="s3://inputs/models/tiny", data=(source(tmp_path, "s3://inputs/rows/train.jsonl"),))
+    )
+    assert {path.name for path in (tmp_path / "model").iterdir()} == {path.name for path in tiny().iterdir()}
+    assert (tmp_path / "model" / "model.safetensors").read_bytes() == (tiny() / "model.safetensors").read_bytes()
+    assert len(load_scenarios(tmp_path / "data" / "train.jsonl")) == 1
+    with pytest.raises(StorageError, match="holds no objects"):
+        prepare(settings(tmp_path / "other", model="s3://inputs/models/none"))
+    with pytest.raises(StorageError, match="does not exist"):
+        prepare(settings(tmp_path, data=(source(tmp_path, "s3://inputs/rows/none.jsonl"),)))

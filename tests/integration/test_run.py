@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shlex
 import signal
 import sqlite3
 import subprocess
@@ -75,7 +76,16 @@ def test_the_run_succeeds_and_reports_it(finished: tuple[RunDir, str]) -> None:
         assert name in printed
     assert summary["before"]["exceptions"] == summary["after"]["exceptions"] == 0
     assert "proved 2/2" in printed
-    assert "kestrl eval email-search-1" in printed
+    assert command_line(printed, "eval", run.id)
+
+
+def command_line(printed: str, command: str, *arguments: str) -> str:
+    """The printed line with a command of the program, which is quoted where its path has a space."""
+    for line in printed.splitlines():
+        words = shlex.split(line) if line.startswith("  ") and f" {command} " in line else []
+        if words[1:] and Path(words[0]).name == "kestrl" and words[1 : 2 + len(arguments)] == [command, *arguments]:
+            return line
+    raise AssertionError(f"no line is a command kestrl {command} {shlex.join(arguments)}: {printed}")
 
 
 def test_learner_and_engines_agree(finished: tuple[RunDir, str]) -> None:
@@ -137,7 +147,7 @@ def test_status_and_evaluation_and_export(finished: tuple[RunDir, str], tmp_path
 
 def test_the_printed_commands_serve_the_adapter(finished: tuple[RunDir, str], tmp_path: Path) -> None:
     run, printed = finished
-    line = next(line for line in printed.splitlines() if "kestrl export email-search-1" in line)
+    line = command_line(printed, "export", run.id)
     name = summary_of(run)["policy"]["version"]
     port = free_port()
     shell = f"{line} --port {port}"

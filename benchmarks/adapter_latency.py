@@ -35,7 +35,7 @@ from tests.fakes.ports import free_port
 
 from kestrl._app.local.processes import Launcher
 from kestrl._app.local.rundir import RunDir
-from kestrl._app.local.site import site_of
+from kestrl._app.local.site import reserved_ports, site_of
 from kestrl._shared import rpc
 from kestrl._shared.credentials import Secret
 from kestrl._shared.plan.components import Component, Role
@@ -200,15 +200,16 @@ async def started(manifest: Path, folder: Path) -> AsyncGenerator[Bench]:
     run = RunDir(folder / "run")
     for part in ("logs", "settings", "work"):
         (run.path / part).mkdir(parents=True)
-    site = site_of(job, run, manifest.parent, base_port=None, cache_dir=folder)
     keys = {secret.value: secrets.token_urlsafe(16) for secret in Secret}
     launcher = Launcher(folder=run.path, secrets=keys)
-    parts = [part for part in plan(job, site) if part.role in {Role.ENGINE, Role.INFERENCE}]
-    servers, agents = ([part for part in parts if part.role is role] for role in (Role.ENGINE, Role.INFERENCE))
-    lone = alone(servers[0])
     headers = {"Authorization": f"Bearer {keys[Secret.ENGINE_CONTROL_KEY.value]}"}
     os.environ[Secret.LEARNER_TO_INFERENCE.value] = keys[Secret.LEARNER_TO_INFERENCE.value]
     async with AsyncExitStack() as stack:
+        ports = stack.enter_context(reserved_ports(job, None))
+        site = site_of(job, run, manifest.parent, ports=ports, cache_dir=folder)
+        parts = [part for part in plan(job, site) if part.role in {Role.ENGINE, Role.INFERENCE}]
+        servers, agents = ([part for part in parts if part.role is role] for role in (Role.ENGINE, Role.INFERENCE))
+        lone = alone(servers[0])
         running = [await launcher.start(part) for part in (*parts, lone)]
         stack.callback(lambda: [process.release() for process in running])
         connector = aiohttp.TCPConnector(keepalive_timeout=KEPT_SECONDS)

@@ -97,7 +97,7 @@ def plan(
 
     from kestrl._app.cli.memory import print_memory
     from kestrl._app.local.rundir import RunDir
-    from kestrl._app.local.site import relocated, site_of
+    from kestrl._app.local.site import relocated, reserved_ports, site_of
     from kestrl._shared.plan.planning import plan as make_plan
 
     if memory:
@@ -110,9 +110,9 @@ def plan(
     job = read_job(manifest, set_ or ())
     folder = RunDir(runs.resolve() / f"{job.metadata.name}-plan")
     base = manifest.resolve().parent
-    with TemporaryDirectory() as scratch:  # generated data is discarded
+    with TemporaryDirectory() as scratch, reserved_ports(job, None) as reserved:  # generated data is discarded
         generated = Path(scratch).resolve()
-        site = site_of(job, folder, base, base_port=None, cache_dir=generated)
+        site = site_of(job, folder, base, ports=reserved, cache_dir=generated)
     site = relocated(site, generated, runs.resolve() / ".data")
     components = make_plan(job, site)
     if as_json:

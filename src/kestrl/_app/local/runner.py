@@ -24,7 +24,7 @@ from kestrl._app.local.report import print_report
 from kestrl._app.local.rundir import RECORD, RunDir, make_folders
 from kestrl._app.local.runner_record import INTERVAL, RunnerRecord, RunnerRecordFile
 from kestrl._app.local.secrets import Secrets, open_storage
-from kestrl._app.local.site import refuse_cluster_isolation, site_of
+from kestrl._app.local.site import refuse_cluster_isolation, reserved_ports, site_of
 from kestrl._app.local.supervisor import Supervisor
 from kestrl._app.local.view import View, make_view
 from kestrl._shared.credentials import Secret
@@ -201,23 +201,24 @@ def run_job(
         raise UserInputError(f"run {run.id} is already running (pid {run.runner_pid()}); see `kestrl status {run.id}`")
     make_folders(run, job, options.manifest_dir)
     refuse_cluster_isolation(job)
-    site = site_of(job, run, options.manifest_dir, base_port=options.base_port, cache_dir=options.cache_dir)
-    found = check_job(job, base=options.manifest_dir, cache_dir=options.cache_dir)
-    found.raise_problems()
-    store = open_storage(job, options.manifest_dir, site.storage)
-    store.check()
-    components: Sequence[Component] = plan(job, site)
-    if replan is not None:
-        components = replan(components, site)
-    with make_view(console, f"{job.metadata.name} ({run.id})") as view:
-        view.say(f"{'resuming' if resumed else 'starting'} run {run.id} in {run.path}")
-        for warning in found.warnings:
-            view.say(f"warning: {warning}")
-        outcome = asyncio.run(Runner(job, run, site, components, view, options).run())
-    summary = copy_summary(run, store)
-    if outcome.code == 0 and replan is None:
-        return _finished(console, run, summary, store, site)
-    return _unfinished(console, run, outcome, summary) if outcome.code else 0
+    with reserved_ports(job, options.base_port) as ports:
+        site = site_of(job, run, options.manifest_dir, ports=ports, cache_dir=options.cache_dir)
+        found = check_job(job, base=options.manifest_dir, cache_dir=options.cache_dir)
+        found.raise_problems()
+        store = open_storage(job, options.manifest_dir, site.storage)
+        store.check()
+        components: Sequence[Component] = plan(job, site)
+        if replan is not None:
+            components = replan(components, site)
+        with make_view(console, f"{job.metadata.name} ({run.id})") as view:
+            view.say(f"{'resuming' if resumed else 'starting'} run {run.id} in {run.path}")
+            for warning in found.warnings:
+                view.say(f"warning: {warning}")
+            outcome = asyncio.run(Runner(job, run, site, components, view, options).run())
+        summary = copy_summary(run, store)
+        if outcome.code == 0 and replan is None:
+            return _finished(console, run, summary, store, site)
+        return _unfinished(console, run, outcome, summary) if outcome.code else 0
 
 
 def _finished(console: Console, run: RunDir, summary: RunSummary | None, store: ObjectStore, site: Site) -> int:

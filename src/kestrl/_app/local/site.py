@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator
-from contextlib import ExitStack
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -49,16 +49,22 @@ def replicas(job: AgentRLJob) -> Iterator[tuple[Role, int]]:
             yield role, index
 
 
-def assign_ports(job: AgentRLJob, base_port: int | None) -> dict[Listener, int]:
-    """Assigns a port to every listener: free ports chosen by the kernel, or consecutive ports from `base_port`.
+@contextmanager
+def reserved_ports(job: AgentRLJob, base_port: int | None) -> Generator[dict[Listener, int]]:
+    """A port of the loopback for every listener: free ports chosen by the kernel, or consecutive ones from `base_port`.
+
+    They are reserved while the context is open. A component listens minutes after its port was chosen, or again after
+    its process has ended; until then any connection of this machine could have got the same port for its own end.
+    Sockets that are bound and do not listen prevent that. SO_REUSEADDR, which every server sets, lets the components
+    listen beside them; it is set after the bind, which fails beside any other socket of the port.
 
     Raises:
         UserInputError: A port is taken, or there are not enough ports above `base_port`.
     """
     ports: dict[Listener, int] = {}
-    with ExitStack() as held:  # all stay bound until the last one is chosen, so that all differ
+    with ExitStack() as held:
         for offset, replica in enumerate(listeners(job)):
-            probe = held.enter_context(socket.socket(socket.AF_INET, socket.SOCK_STREAM))
+            reservation = held.enter_context(socket.socket(socket.AF_INET, socket.SOCK_STREAM))
             wanted = 0 if base_port is None else base_port + offset
             if wanted > HIGHEST_PORT:
                 raise UserInputError(
@@ -66,14 +72,15 @@ def assign_ports(job: AgentRLJob, base_port: int | None) -> dict[Listener, int]:
                     f"{HIGHEST_PORT}"
                 )
             try:
-                probe.bind((LOOPBACK, wanted))
+                reservation.bind((LOOPBACK, wanted))
             except OSError as error:
                 raise UserInputError(
                     f"--base-port {base_port}: port {wanted} for {'-'.join(map(str, replica))} is taken: "
                     f"{error.strerror}"
                 ) from error
-            ports[replica] = probe.getsockname()[1]
-    return ports
+            reservation.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            ports[replica] = reservation.getsockname()[1]
+        yield ports
 
 
 def local_path(uri: str | None, base: Path, field: str) -> str | None:
@@ -124,14 +131,15 @@ def refuse_cluster_isolation(job: AgentRLJob) -> None:
         )
 
 
-def site_of(job: AgentRLJob, run: RunDir, manifest_dir: Path, *, base_port: int | None, cache_dir: Path) -> Site:
-    """The site of a run on this machine.
+def site_of(
+    job: AgentRLJob, run: RunDir, manifest_dir: Path, *, ports: Mapping[Listener, int], cache_dir: Path
+) -> Site:
+    """The site of a run on this machine, with the `reserved_ports` of its listeners.
 
     Raises:
-        UserInputError: The model, the data or the template cannot be found, or a port is taken.
+        UserInputError: The model, the data or the template cannot be found.
     """
     spec = job.spec
-    ports = assign_ports(job, base_port)
 
     def endpoint(role: Role, index: int) -> Endpoint:
         return Endpoint(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -15,12 +16,13 @@ from kestrl._app.local.files import write_atomic
 from kestrl._app.local.progress import Progress
 from kestrl._app.local.rundir import RECORD, RunDir, find_run, make_folders, open_run
 from kestrl._app.local.runner_record import ComponentRecord, RunnerRecord, RunnerRecordFile
-from kestrl._app.local.site import assign_ports, listeners, storage_address
+from kestrl._app.local.site import listeners, reserved_ports, storage_address
 from kestrl._shared.spec import AgentRLJob, parse_job, with_overrides
 from kestrl.errors import UserInputError
 from kestrl.runstate.states import ComponentState, RunPhase
 from kestrl.storage.layout import SUMMARY
 
+ROOT = Path(__file__).resolve().parents[4]
 MANIFEST: dict[str, Any] = {
     "apiVersion": "kestrl.dev/v1alpha1",
     "kind": "AgentRLJob",
@@ -109,19 +111,49 @@ def test_storage_is_the_runs_folder_unless_the_job_names_another(tmp_path: Path)
 
 
 def test_every_replica_gets_a_port_of_its_own() -> None:
-    ports = assign_ports(job_with(), None)
-    assert len(set(ports.values())) == len(ports) == len(list(listeners(job_with()))) == 14
+    with reserved_ports(job_with(), None) as ports:
+        assert len(set(ports.values())) == len(ports) == len(list(listeners(job_with()))) == 14
+
+
+def test_a_port_of_a_run_is_its_components_alone() -> None:
+    with reserved_ports(job_with(), None) as ports:
+        for port in ports.values():
+            with socket.socket() as other, pytest.raises(OSError, match="already in use"):
+                other.bind(("127.0.0.1", port))
+            for _ in range(2):  # a component, and the same component started again
+                with socket.create_server(("127.0.0.1", port)) as component:  # with SO_REUSEADDR, as all servers
+                    component.listen()
+
+
+CONNECTIONS = """
+import socket
+from pathlib import Path
+from kestrl._app.local.site import reserved_ports
+from tests.unit.app.local.test_rundir import job_with
+
+Path("/proc/sys/net/ipv4/ip_local_port_range").write_text("40000 40014")
+server = socket.create_server(("127.0.0.1", 9))
+with reserved_ports(job_with(), 40000) as reserved:
+    with socket.create_connection(("127.0.0.1", 9)) as connection:
+        print(len(reserved), connection.getsockname()[1])
+"""
+
+
+def test_no_connection_gets_a_port_of_a_run() -> None:
+    """In a network of its own, whose connections may have 15 ports."""
+    inside = ["unshare", "-Urn", "sh", "-c", 'ip link set lo up && exec "$@"', "sh", sys.executable, "-c", CONNECTIONS]
+    printed = subprocess.run(inside, capture_output=True, text=True, check=True, cwd=ROOT).stdout
+    assert printed.split() == ["14", "40014"]
 
 
 def test_a_taken_port_is_named() -> None:
-    import socket
-
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        with pytest.raises(UserInputError, match=f"--base-port {port}: port {port} for engine-0 is taken"):
-            assign_ports(job_with(), port)
+        refused = pytest.raises(UserInputError, match=f"--base-port {port}: port {port} for engine-0 is taken")
+        with refused, reserved_ports(job_with(), port):
+            pass
 
 
 def test_the_runners_record_is_read_as_it_was_written(tmp_path: Path) -> None:

@@ -203,8 +203,8 @@ def run_job(
     refuse_cluster_isolation(job)
     with reserved_ports(job, options.base_port) as ports:
         site = site_of(job, run, options.manifest_dir, ports=ports, cache_dir=options.cache_dir)
-        found = check_job(job, base=options.manifest_dir, cache_dir=options.cache_dir)
-        found.raise_problems()
+        findings = check_job(job, base=options.manifest_dir, cache_dir=options.cache_dir)
+        findings.raise_problems()
         store = open_storage(job, options.manifest_dir, site.storage)
         store.check()
         components: Sequence[Component] = plan(job, site)
@@ -212,7 +212,7 @@ def run_job(
             components = replan(components, site)
         with make_view(console, f"{job.metadata.name} ({run.id})") as view:
             view.say(f"{'resuming' if resumed else 'starting'} run {run.id} in {run.path}")
-            for warning in found.warnings:
+            for warning in findings.warnings:
                 view.say(f"warning: {warning}")
             outcome = asyncio.run(Runner(job, run, site, components, view, options).run())
         summary = copy_summary(run, store)

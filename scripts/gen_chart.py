@@ -209,7 +209,7 @@ def words_of(schema: Schema, shared: Mapping[str, Schema]) -> str:
         return " or ".join(words_of(item, shared) for item in schema["anyOf"])
     if "enum" in schema:
         return " or ".join(f"`{item}`" for item in schema["enum"])
-    if "pattern" in schema:
+    if "pattern" in schema and isinstance(schema["type"], list):
         return "quantity"
     kind = schema["type"]
     if kind == "array":

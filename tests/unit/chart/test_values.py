@@ -136,3 +136,14 @@ def test_the_job_of_helm_test_is_a_job_of_two_steps() -> None:
     assert job.spec.schedule.max_steps == 2
     assert job.spec.storage.uri is None, "the chart's default is what is tested"
     assert job.spec.inference.accelerator.profile == job.spec.learner.accelerator.profile == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("uri", "accepted"),
+    [(None, True), ("s3://bucket/runs", True), ("gs://b", True), ("file:///x", False), ("nonsense", False)],
+)
+def test_the_default_storage_is_a_place_that_all_pods_reach(
+    schema: dict[str, Any], values: dict[str, Any], uri: str | None, accepted: bool
+) -> None:
+    changed = {**values, "jobs": {**values["jobs"], "storage": {"uri": uri, "secret": None}}}
+    assert jsonschema.Draft202012Validator(schema).is_valid(changed) == accepted

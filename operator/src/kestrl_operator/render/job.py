@@ -209,7 +209,11 @@ def _of_role(given: Given, role: Role) -> Iterator[Object]:
     yield _object(given, "v1", "Service", name, spec=network.service(given.name, role))
     # For a role with one pod, a budget would block a node's drain forever, or have no effect.
     if role in {Role.INFERENCE, Role.ROLLOUT}:
-        budget = {"maxUnavailable": 1, "selector": {"matchLabels": network.selector(given.name, role)}}
+        budget = {
+            "maxUnavailable": 1,
+            "unhealthyPodEvictionPolicy": "AlwaysAllow",  # a pod that loads or crashes does not block a node's drain
+            "selector": {"matchLabels": network.selector(given.name, role)},
+        }
         yield _object(given, "policy/v1", "PodDisruptionBudget", name, spec=budget)
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 from urllib.parse import urlparse
 
-from pydantic import ConfigDict, ValidationError
+from pydantic import ConfigDict, Field, ValidationError
 from pydantic.alias_generators import to_camel
 
 from kestrl._shared.plan.components import Role
@@ -56,7 +56,7 @@ class LearnerState(_Values):
 class DefaultStorage(_Values):
     """Object storage of the jobs that name none."""
 
-    uri: str | None = None
+    uri: Annotated[str, Field(pattern="^(s3|gs|az)://[^/]")] | None = None
     """s3://bucket/prefix, gs://..., az://...; each run gets a folder below it."""
     secret: str | None = None
     """A Secret in the job's namespace whose keys are the credentials' environment variables."""
@@ -201,7 +201,7 @@ def site_of(
         run=run,
         endpoint=endpoint,
         model=MODEL,
-        template=f"{DATA}/template.jinja" if template else None,
+        template=f"{DATA}/template.jinja" if template and template.uri else None,
         train=prepared("train", job.spec.data.train.uri),
         validation=prepared("validation", validation.uri) if validation else None,
         storage=storage,

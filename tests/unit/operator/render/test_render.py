@@ -72,6 +72,7 @@ def test_the_learners_state_outlives_its_pods_and_not_the_job() -> None:
 def test_a_drained_node_takes_one_pod_of_a_role_at_a_time() -> None:
     for name, item in of_kind(rendered(), "PodDisruptionBudget").items():
         assert item["spec"]["maxUnavailable"] == 1
+        assert item["spec"]["unhealthyPodEvictionPolicy"] == "AlwaysAllow", "one that crashes does not hold a node"
         assert item["spec"]["selector"] == workloads(rendered())[name]["spec"]["selector"]
 
 

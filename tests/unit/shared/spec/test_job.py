@@ -432,7 +432,11 @@ def test_a_finished_object_may_be_deleted_at_once() -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["port", "host", "middleware", "--middleware", "no-enable-lora", "served_model_name", "api-key", "middl", "Config"],
+    [
+        *("port", "host", "middleware", "--middleware", "no-enable-lora", "served_model_name", "api-key", "middl"),
+        *("Config", "worker-cls", "worker_extension_cls", "logits-processors", "hf-overrides", "speculative-config"),
+        *("override-generation-config", "data-parallel-size", "headless", "api-server-count", "revision"),
+    ],
 )
 def test_engine_arguments_for_guarantees_are_reserved(name: str) -> None:
     (problem,) = refused(f"inference.args={{'{name}': x}}")

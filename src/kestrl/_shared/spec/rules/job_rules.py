@@ -201,6 +201,20 @@ RESERVED_ARGS = {
         "generation-config",
     ),
     "remove it; KestRL sets it",
+) | dict.fromkeys(
+    (
+        "override-generation-config", "logits-processors", "hf-overrides", "hf-config-path", "revision",
+        "code-revision", "speculative-config", "runner", "convert", "model-impl",
+    ),
+    "remove it; the engine would sample from another distribution than the learner computes",
+) | dict.fromkeys(
+    (
+        "worker-cls", "worker-extension-cls", "scheduler-cls", "headless", "api-server-count", "data-parallel-size",
+        "data-parallel-size-local", "data-parallel-rank", "data-parallel-start-rank", "data-parallel-address",
+        "data-parallel-rpc-port", "data-parallel-backend", "data-parallel-hybrid-lb", "data-parallel-external-lb",
+        "pipeline-parallel-size", "nnodes", "node-rank", "master-addr", "master-port", "enable-prompt-embeds",
+    ),
+    "remove it; adapters are verified in each engine's one process, which it would replace or multiply",
 )  # fmt: skip
 """Reserved arguments of the engine's server, with the fix: access control, adapter verification and exact log-probs
 depend on them."""

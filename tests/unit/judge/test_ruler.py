@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -383,3 +384,58 @@ async def test_the_key_is_sent_and_never_logged(monkeypatch: pytest.MonkeyPatch,
     assert "raw content: " in logged
     assert "scores 1: as scripted" in logged
     assert "sk-secret" not in logged + json.dumps(found.details)
+
+
+async def test_every_request_counts_in_the_budget() -> None:
+    """A request that is repeated after its time limit may have been answered, and billed, each time."""
+
+    async def slow(asked: Asked) -> Said:
+        await asyncio.sleep(0.4)
+        return fair(asked)
+
+    async with ruled(slow, request_seconds=0.2, budget_calls=2) as judged:
+        failure = await judged.failure(group("4", "5"))
+        assert len(judged.server.asked) == 2
+        assert "budget of 2 calls" in failure.message
+    async with ruled(lambda _: Refusal(status=503), budget_calls=3) as judged:
+        await judged.failure(group("4", "5"))
+        assert len(judged.server.asked) == 3
+
+
+@pytest.mark.parametrize("reported", [(-(10**6), -(10**6)), (10**15, 10**15), (0, 0)], ids=["negative", "huge", "none"])
+async def test_impossible_reports_of_tokens_are_replaced_by_estimates(reported: tuple[int, int]) -> None:
+    sent, sampled = reported
+    async with ruled(
+        lambda asked: replace(fair(asked), input_tokens=sent, output_tokens=sampled), budget_tokens=50_000
+    ) as judged:
+        for number in range(3):
+            assert await judged.values(group("4", f"{number} 5")) == [1.0, 0.2]
+        counts = judged.scorer.counts.tokens
+        assert 1000 < counts["model-0", "input"] < 20_000
+        assert 20 < counts["model-0", "output"] < 5000
+
+
+async def test_half_an_emoji_in_an_explanation_loses_nothing() -> None:
+    async with ruled(
+        lambda asked: replace(fair(asked), content=str(fair(asked).content).replace("as scripted", "\\ud83d cut"))
+    ) as judged:
+        found = await judged.score(group("4", "5"))
+        json.dumps(found.details, ensure_ascii=False).encode()
+        assert [value_of(found.verdicts[name]) for name in ("g/0", "g/1")] == [1.0, 0.2]
+
+
+async def test_a_key_that_the_server_repeats_reaches_nobody(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    monkeypatch.setenv("KESTRL_JUDGE_KEY_0", "sk-canary-0123")
+    caplog.set_level(logging.DEBUG, logger="kestrl_judge")
+    refusal = Refusal(status=401, message="Incorrect API key provided: Bearer sk-canary-0123")
+    async with ScriptedJudge(lambda _: refusal) as server:
+        entry = ruler_entry(server.url)
+        keyed = entry.judges[0].model_copy(update={"key_variable": "KESTRL_JUDGE_KEY_0"})
+        scorer = RulerScorer(entry.model_copy(update={"judges": (keyed,)}), salt="run")
+        await scorer.open()
+        found = await scorer.score(group("4", "5"), max_turns=5)
+        await scorer.close()
+    logged = "\n".join(record.getMessage() for record in caplog.records if record.name.startswith("kestrl_judge"))
+    shown = logged + json.dumps(found.details) + str(found.verdicts)
+    assert "Incorrect API key provided: Bearer [redacted]" in shown
+    assert "canary" not in shown

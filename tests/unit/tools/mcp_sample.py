@@ -1,8 +1,9 @@
 """An MCP server on stdio without an SDK, whose list of tools and faults come from a JSON file.
 
 The file has `tools` (as in tools/list) and, if a fault is wanted, `fault`. Calls: `echo` repeats its text, `die` ends
-the process, `sleep` never answers, `pid` answers with the process id, `env` with the variables, `raise` with a JSON-RPC
-error, `refuse` with isError, `cancelled` with the number of cancelled requests.
+the process, `leak` too, with the variable API_KEY as its last words, `sleep` never answers, `pid` answers with the
+process id, `env` with the variables, `raise` with a JSON-RPC error, `refuse` with isError, `cancelled` with the number
+of cancelled requests.
 """
 
 from __future__ import annotations
@@ -25,6 +26,10 @@ def called(name: str, arguments: dict[str, Any]) -> dict[str, Any] | None:
     match name:
         case "die":
             sys.stderr.write("fatal: out of disk\n")
+            sys.stderr.flush()
+            os._exit(7)
+        case "leak":
+            sys.stderr.write(f"{os.environ['API_KEY'].split()[1]} is refused\n")
             sys.stderr.flush()
             os._exit(7)
         case "sleep":

@@ -225,6 +225,20 @@ async def test_secrets_go_to_their_server_only(shop: Shop, monkeypatch: pytest.M
     assert not {"Authorization", "X-Key"} & set(other.requests[0]["headers"])
 
 
+async def test_a_secret_that_a_server_repeats_reaches_nobody(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KESTRL_TOOL_SECRET_0", "canary-0123")
+    secret = {"X-Session": SecretText(variable="KESTRL_TOOL_SECRET_0", prefix="Token ")}
+    allowed = (f"127.0.0.1:{shop.port}",)
+    async with opened(entry(shop, "visits", "redirect", secret_headers=secret, allow_hosts=allowed)) as session:
+        result: Any = await session.call("visits", {}, {})
+        assert result.data["structured"]["session"] == "Token [redacted]"
+        assert "canary" not in result.text
+        with pytest.raises(KestrlError) as caught:
+            await session.call("redirect", {"to": "file:///canary-0123"}, {})
+        assert "canary" not in str(caught.value) + caught.value.failure().message
+    assert shop.requests[-1]["headers"]["X-Session"] == "Token canary-0123"
+
+
 @pytest.mark.parametrize(
     "place", ["http://127.0.0.1:1/", "http://localhost:{port}/", "file:///etc/passwd", "http://169.254.169.254/latest"]
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import signal
 import sys
@@ -198,6 +199,22 @@ async def test_the_program_gets_its_variables_and_no_credentials(
     found = json.loads(result.text)
     assert (found["LEVEL"], found["API_KEY"]) == ("debug", "Bearer s3cret")
     assert not [name for name in found if name.startswith("KESTRL_")]
+
+
+async def test_a_credential_that_a_program_repeats_reaches_nobody(
+    sample: Sample, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("KESTRL_TOOL_SECRET_0", "canary-0123")
+    caplog.set_level(logging.DEBUG)
+    secret = {"API_KEY": SecretText(variable="KESTRL_TOOL_SECRET_0", prefix="Bearer ")}
+    async with running(sample.entry(secret_env=secret)) as provider:
+        session = await provider.open(NO_KWARGS)
+        result: Any = await session.call("env", {}, {})
+        assert json.loads(result.text)["API_KEY"] == "Bearer [redacted]"
+        with pytest.raises(KestrlError) as caught:
+            await session.call("leak", {}, {})
+    assert "its last output: [redacted] is refused" in str(caught.value)
+    assert "canary" not in str(caught.value) + caplog.text
 
 
 async def calls_until_failure(session: Any) -> None:

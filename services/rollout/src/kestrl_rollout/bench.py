@@ -22,12 +22,17 @@ from typing import Any
 
 from openai import APIConnectionError, APIStatusError, APITimeoutError, AsyncOpenAI, DefaultAsyncHttpxClient
 
-import kestrl._shared.stopping  # noqa: F401  # pyright: ignore[reportUnusedImport] - it takes SIGTERM from here on
+from kestrl._shared.stopping import end_at_sigterm
+
+if __name__ == "__main__":
+    end_at_sigterm()  # before slow imports
+
 from kestrl._shared import rpc
 from kestrl._shared.at_k import at_k
 from kestrl._shared.credentials import Secret
 from kestrl._shared.plan.settings.bench import BenchSettings
 from kestrl._shared.plan.settings.common import ServiceSettings
+from kestrl._shared.redaction import Redactor
 from kestrl._shared.service import run_service
 from kestrl.data import load_scenarios
 from kestrl.episode import CallOutcome, Episode, Group, Purpose, Scenario, StopReason, ToolCall, Turn
@@ -83,6 +88,7 @@ class Bench:
         self._client: Any = client  # its overloads do not take a mapping
         self._tools = ToolList(tools, seconds=settings.tool_seconds)
         self._judge = Judge(judge, component=settings.component)
+        self._redactor = Redactor([os.environ.get(settings.endpoint.key_variable, "")])
         self._used_tokens = 0
 
     async def run_all(self, scenarios: Sequence[Scenario]) -> list[Group]:
@@ -216,7 +222,7 @@ class Bench:
         try:
             answer: Any = await self._client.chat.completions.create(**arguments)
         except APIStatusError as error:
-            text = f"{endpoint.model}: HTTP {error.status_code}: {error.message}"[:500]
+            text = self._redactor.text(f"{endpoint.model}: HTTP {error.status_code}: {error.message}")[:500]
             raise EngineFailure(text, code=_status_code(error.status_code)) from error
         except APITimeoutError as error:
             text = f"{endpoint.model}: no answer in {self._settings.turn_seconds:g} s"
@@ -228,14 +234,15 @@ class Bench:
             raise EngineFailure(f"{endpoint.model}: a completion without a choice", code="bad_answer")
         choice = answer.choices[0]
         self._count_tokens(answer.usage, attempt)
-        attempt.messages.append(choice.message.model_dump(exclude_none=True, mode="json"))
+        said: dict[str, Any] = choice.message.model_dump(exclude_none=True, mode="json")
+        attempt.messages.append(json.loads(self._redactor.text(json.dumps(said))))
         attempt.turns.append(
             Turn(
                 index=len(attempt.turns),
                 row=0,
                 start=0,
                 end=0,
-                text=choice.message.content or "",
+                text=self._redactor.text(choice.message.content or ""),
                 finish_reason=choice.finish_reason or "stop",
                 engine=endpoint.model,
                 policy=endpoint.model,

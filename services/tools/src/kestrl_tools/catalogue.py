@@ -15,6 +15,7 @@ from kestrl_tools.execution import guarded
 from kestrl_tools.http.provider import HttpProvider
 from kestrl_tools.process.provider import ProcessProvider
 from kestrl_tools.python_provider import PythonProvider, python_provider
+from kestrl_tools.redacted import RedactedProvider, redactor_of
 from kestrl_tools.tool_threads import ToolThreads
 
 log = logging.getLogger(__name__)
@@ -51,9 +52,9 @@ def provider_of(entry: ToolEntry, field: str, threads: ToolThreads, *, folder: s
     if entry.mcp is not None:
         from kestrl_tools.mcp.provider import McpProvider  # its SDK takes a second to import
 
-        return McpProvider(entry, entry.mcp, folder)
+        return RedactedProvider(McpProvider(entry, entry.mcp, folder, redactor_of(entry)), redactor_of(entry))
     if entry.http is not None:
-        return HttpProvider(entry, entry.http, folder)
+        return RedactedProvider(HttpProvider(entry, entry.http, folder), redactor_of(entry))
     if entry.process is not None:
         return ProcessProvider(entry, field, folder)
     return python_provider(entry, field, threads)

@@ -9,12 +9,12 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from kestrl._shared.plan.settings.judge import JudgeEntry
-from kestrl_judge.ruler.budget import Budget, Usage, usage_of
+from kestrl_judge.ruler.budget import Budget, MeteredRequest, Usage
 from kestrl_judge.ruler.client import JudgeClient, NoScores, Reason, Reply
-from kestrl_judge.ruler.escaping import estimated_tokens
 from kestrl_judge.ruler.journal import Graded, Journal
 from kestrl_judge.ruler.prompt import Prompt, digest
 from kestrl_judge.ruler.reply import Grade, Malformed
@@ -24,6 +24,8 @@ log = logging.getLogger(__name__)
 REPAIR = "Your reply cannot be used: {error}. Reply again with one JSON object only, with {wanted}."
 LONGEST_QUOTED = 2000
 """Characters of an invalid reply that the judge is shown again."""
+TEMPLATE_TOKENS = 1000
+"""Upper bound on the tokens that a model's chat template adds to a message."""
 SMALLER = (1.0, 0.75, 0.55, 0.4, 0.3, 0.2)
 """Shares of the prompt's budget that are tried when a server refuses a prompt as too long."""
 
@@ -207,34 +209,33 @@ class Asker:
     async def _asked(
         self, client: JudgeClient, messages: Sequence[Mapping[str, str]], prompt: Prompt, options: Mapping[str, Any]
     ) -> Reply:
-        """One request within the budget."""
+        """One answer, within the budget."""
         judge, started = client.judge, time.monotonic()
-        most = usage_of(judge, prompt.tokens, self._ruler.max_reply_tokens)
-        self._budget.reserve(most)
         log.debug("%s: messages: %s", judge.model, messages)
-        spent = Usage()
-        try:
-            reply = await client.ask(messages, options)
-            # A server that reports no usage is metered by the estimate.
-            spent = usage_of(
-                judge, reply.input_tokens or prompt.tokens, reply.output_tokens or estimated_tokens(reply.content)
+        # A token has at least a byte, and every message some of the template's.
+        longest = sum(len(message["content"].encode()) + TEMPLATE_TOKENS for message in messages)
+
+        def request() -> MeteredRequest:
+            return MeteredRequest(
+                self._budget,
+                judge,
+                prompt=prompt.tokens,
+                longest=max(longest, prompt.tokens),
+                reply=self._ruler.max_reply_tokens,
+                spend=partial(self._spend, judge.model),
             )
+
+        try:
+            reply = await client.ask(messages, options, request)
         except NoScores as error:
             self.counts.calls[judge.model, error.reason] += 1
-            if error.reason is Reason.TIMEOUT:  # it may have been answered, and then is paid for
-                spent = most
-            raise
-        except asyncio.CancelledError:  # likewise
-            spent = most
             raise
         finally:
-            self._budget.release(most)
-            self._spend(judge.model, spent, time.monotonic() - started)
+            self.counts.seconds[judge.model] += time.monotonic() - started
         log.debug("%s: raw content: %s", judge.model, reply.content)
         return reply
 
-    def _spend(self, model: str, spent: Usage, seconds: float) -> None:
-        self.counts.seconds[model] += seconds
+    def _spend(self, model: str, spent: Usage) -> None:
         if spent.calls:
             self._journal.spend(spent)
             self.counts.tokens[model, "input"] += spent.input_tokens

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
 
 from kestrl._shared.plan.settings.judge import JudgeEntry, JudgeModel
-from kestrl_judge.ruler.client import NoScores, Reason
+from kestrl_judge.ruler.client import NoScores, Reason, Reply
+from kestrl_judge.ruler.escaping import estimated_tokens
 
 MILLION = 1_000_000
 
@@ -68,3 +72,61 @@ class Budget:
     def release(self, usage: Usage) -> None:
         """Returns what a request reserved."""
         self._reserved.add(usage, -1)
+
+
+class MeteredRequest:
+    """One request within the budget, as a context: it reserves the most that it can use, and then spends what it used.
+
+    Unless the client says otherwise it was answered and nobody saw the answer, which is paid for in full.
+    """
+
+    def __init__(
+        self,
+        budget: Budget,
+        judge: JudgeModel,
+        *,
+        prompt: int,
+        longest: int,
+        reply: int,
+        spend: Callable[[Usage], None],
+    ) -> None:
+        """A request to be sent.
+
+        Args:
+            budget: Of the run.
+            judge: The asked model.
+            prompt: Estimated tokens of the prompt.
+            longest: The most that they can be.
+            reply: Maximum tokens of a reply.
+            spend: Called with what was used, once.
+        """
+        self._budget, self._judge, self._spend = budget, judge, spend
+        self._prompt, self._longest, self._reply = prompt, longest, reply
+        self._most = usage_of(judge, prompt, reply)
+        self._used = self._most
+
+    def __enter__(self) -> Self:
+        self._budget.reserve(self._most)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._budget.release(self._most)
+        self._spend(self._used)
+
+    def answered(self, reply: Reply) -> None:
+        """Counts what the server reports; where that is nothing or not possible, the estimate."""
+        tokens = reply.input_tokens if 0 < reply.input_tokens <= self._longest else self._prompt
+        sampled = reply.output_tokens
+        if not 0 < sampled <= self._reply:
+            sampled = min(self._reply, estimated_tokens(reply.content))
+        self._used = usage_of(self._judge, tokens, sampled)
+
+    def refused(self) -> None:
+        """Counts a request that was answered with an error: no tokens."""
+        self._used = Usage(calls=1)
+
+    def unsent(self) -> None:
+        """Counts nothing: the server was not reached."""
+        self._used = Usage()

@@ -6,15 +6,17 @@ import asyncio
 import itertools
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from enum import StrEnum
-from typing import TYPE_CHECKING, Any
+from enum import Enum, StrEnum
+from typing import TYPE_CHECKING, Any, Protocol
 
 from kestrl._shared.plan.settings.judge import JudgeModel
+from kestrl._shared.redaction import Redactor
 from kestrl._shared.telemetry import span
 from kestrl._shared.telemetry.names import Attr, SpanName
-from kestrl.errors import described
+from kestrl.errors import described, encodable
 from kestrl_judge.ruler.pacing import Pacer, pause_before, retry_after
 
 if TYPE_CHECKING:
@@ -24,6 +26,8 @@ ATTEMPTS = 6
 """Attempts of one request, within the time limit of its group."""
 TOO_MANY_REQUESTS = 429
 RETRIED = frozenset({408, 409, 425, TOO_MANY_REQUESTS, 500, 502, 503, 504, 529})
+NOT_CONNECTED = frozenset({"ConnectError", "ConnectTimeout", "PoolTimeout", "UnsupportedProtocol"})
+"""Exceptions of the HTTP client before anything was sent."""
 NO_KEY = "none"
 """API key sent to servers that need none; the client requires one."""
 
@@ -62,6 +66,16 @@ class Reply:
     output_tokens: int
 
 
+class Meter(Protocol):
+    """What a request's use is reported to; see `budget.MeteredRequest`."""
+
+    def answered(self, reply: Reply) -> None: ...
+
+    def refused(self) -> None: ...
+
+    def unsent(self) -> None: ...
+
+
 class JudgeClient:
     """Client of one judge model, at one or several equal servers."""
 
@@ -72,6 +86,7 @@ class JudgeClient:
         logging.getLogger("httpx2").setLevel(logging.WARNING)  # it logs every request
         key = os.environ.get(judge.key_variable, "") if judge.key_variable else ""
         self.judge = judge
+        self._redactor = Redactor([key])
         self.pacer = Pacer(concurrency)
         self._clients: Sequence[AsyncOpenAI] = [
             AsyncOpenAI(base_url=url, api_key=key or NO_KEY, max_retries=0, timeout=request_seconds)
@@ -83,12 +98,18 @@ class JudgeClient:
         for client in self._clients:
             await client.close()
 
-    async def ask(self, messages: Sequence[Mapping[str, str]], options: Mapping[str, Any]) -> Reply:
+    async def ask(
+        self,
+        messages: Sequence[Mapping[str, str]],
+        options: Mapping[str, Any],
+        metered: Callable[[], AbstractContextManager[Meter]],
+    ) -> Reply:
         """The reply to messages.
 
         Args:
             messages: The conversation.
             options: Further parameters of the request.
+            metered: The context of every request that is sent; it raises NoScores where the budget allows none.
 
         Raises:
             NoScores: The server refused, or could not be reached in `ATTEMPTS` attempts.
@@ -97,7 +118,8 @@ class JudgeClient:
         while True:
             try:
                 async with self.pacer.slot():
-                    reply = await self._once(next(self._turn), messages, options)
+                    with metered() as meter:
+                        reply = await self._metered(meter, next(self._turn), messages, options)
                 self.pacer.answered()
                 return reply
             except _Retried as error:
@@ -109,6 +131,23 @@ class JudgeClient:
                     raise NoScores(error.reason, f"{error} ({attempt} attempts)") from error
                 if not error.paced:  # otherwise the pacer pauses every request
                     await asyncio.sleep(pause)
+
+    async def _metered(
+        self, meter: Meter, client: AsyncOpenAI, messages: Sequence[Mapping[str, str]], options: Mapping[str, Any]
+    ) -> Reply:
+        try:
+            reply = await self._once(client, messages, options)
+        except NoScores:
+            meter.refused()
+            raise
+        except _Retried as error:
+            if error.sent is Sent.NO:
+                meter.unsent()
+            elif error.sent is Sent.REFUSED:
+                meter.refused()
+            raise
+        meter.answered(reply)
+        return reply
 
     async def _once(
         self, client: AsyncOpenAI, messages: Sequence[Mapping[str, str]], options: Mapping[str, Any]
@@ -122,54 +161,70 @@ class JudgeClient:
             except openai.APITimeoutError as error:
                 raise _Retried(Reason.TIMEOUT, f"no answer from {client.base_url} within its time limit") from error
             except openai.APIConnectionError as error:
-                cause = described(error.__cause__ or error)
-                raise _Retried(Reason.UNAVAILABLE, f"{client.base_url} cannot be reached: {cause}") from error
+                cause = error.__cause__ or error
+                # Other failures of a connection may come after the request, which then may be answered and billed.
+                sent = Sent.NO if type(cause).__name__ in NOT_CONNECTED else Sent.PERHAPS
+                why = self._redactor.text(f"{client.base_url} cannot be reached: {described(cause)}")
+                raise _Retried(Reason.UNAVAILABLE, why, sent=sent) from error
             except openai.APIStatusError as error:
-                raise _of_status(error) from error
+                raise self._of_status(error) from error
             except (openai.APIError, ValueError) as error:  # an answer that is not a completion
-                raise _Retried(
-                    Reason.UNAVAILABLE, f"unusable answer of {client.base_url}: {described(error)}"
-                ) from error
-            reply = _reply(completion)
+                why = self._redactor.text(f"unusable answer of {client.base_url}: {described(error)}")
+                raise _Retried(Reason.UNAVAILABLE, why) from error
+            reply = self._reply(completion)
             current.set_attributes({Attr.INPUT_TOKENS: reply.input_tokens, Attr.OUTPUT_TOKENS: reply.output_tokens})
             return reply
+
+    def _of_status(self, error: Any) -> Exception:
+        """The failure for an answer with an error status."""
+        status: int = error.status_code
+        message = f"status {status}: {self._redactor.text(str(error.message))[:300]}"
+        if status in RETRIED:
+            asked = retry_after(error.response.headers)
+            paced = status == TOO_MANY_REQUESTS
+            return _Retried(Reason.UNAVAILABLE, message, asked=asked, paced=paced, sent=Sent.REFUSED)
+        text = message.lower()
+        too_large = error.code == "context_length_exceeded" or (
+            "context" in text and any(word in text for word in ("length", "token", "window"))
+        )
+        return NoScores(Reason.TOO_LARGE if too_large else Reason.REFUSED, message)
+
+    def _reply(self, completion: Any) -> Reply:
+        choices: Any = getattr(completion, "choices", None)
+        if not choices:
+            raise _Retried(Reason.UNAVAILABLE, "the answer has no choices")
+        message, usage = choices[0].message, completion.usage
+        refusal = getattr(message, "refusal", None)
+        return Reply(
+            content=self._redactor.text(encodable((message.content or "") if not refusal else f"(refused) {refusal}")),
+            finish_reason=choices[0].finish_reason or "",
+            input_tokens=usage.prompt_tokens if usage else 0,
+            output_tokens=usage.completion_tokens if usage else 0,
+        )
+
+
+class Sent(Enum):
+    """What became of a request that has no usable answer."""
+
+    NO = "no"
+    """The server was not reached."""
+    REFUSED = "refused"
+    """It answered with an error."""
+    PERHAPS = "perhaps"
+    """It may have been answered, and then is paid for."""
 
 
 class _Retried(Exception):
     """A failed attempt after which another one may succeed."""
 
-    def __init__(self, reason: Reason, message: str, *, asked: float | None = None, paced: bool = False) -> None:
+    def __init__(
+        self,
+        reason: Reason,
+        message: str,
+        *,
+        asked: float | None = None,
+        paced: bool = False,
+        sent: Sent = Sent.PERHAPS,
+    ) -> None:
         super().__init__(message)
-        self.reason, self.asked, self.paced = reason, asked, paced
-
-
-def _of_status(error: Any) -> Exception:
-    """The failure for an answer with an error status."""
-    status: int = error.status_code
-    message = f"status {status}: {_shown(error)}"
-    if status in RETRIED:
-        asked = retry_after(error.response.headers)
-        return _Retried(Reason.UNAVAILABLE, message, asked=asked, paced=status == TOO_MANY_REQUESTS)
-    text = message.lower()
-    too_large = error.code == "context_length_exceeded" or (
-        "context" in text and any(word in text for word in ("length", "token", "window"))
-    )
-    return NoScores(Reason.TOO_LARGE if too_large else Reason.REFUSED, message)
-
-
-def _shown(error: Any) -> str:
-    return str(error.message)[:300]
-
-
-def _reply(completion: Any) -> Reply:
-    choices: Any = getattr(completion, "choices", None)
-    if not choices:
-        raise _Retried(Reason.UNAVAILABLE, "the answer has no choices")
-    message, usage = choices[0].message, completion.usage
-    refusal = getattr(message, "refusal", None)
-    return Reply(
-        content=(message.content or "") if not refusal else f"(refused) {refusal}",
-        finish_reason=choices[0].finish_reason or "",
-        input_tokens=usage.prompt_tokens if usage else 0,
-        output_tokens=usage.completion_tokens if usage else 0,
-    )
+        self.reason, self.asked, self.paced, self.sent = reason, asked, paced, sent

@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol, cast
 
+from kestrl.errors import encodable
+
 LONGEST_REPLY = 1_000_000
 """Characters of a reply that are read."""
 LONGEST_EXPLANATION = 4000
@@ -166,7 +168,7 @@ def explanation_of(entry: Any, where: str) -> str:
     explanation = field_of(entry, "explanation", where)
     if not isinstance(explanation, str):
         raise Malformed(f"{where}: the explanation is not text")
-    return explanation[:LONGEST_EXPLANATION]
+    return encodable(explanation[:LONGEST_EXPLANATION])  # JSON may escape half of a cut emoji
 
 
 def _refuse_constant(name: str) -> NoReturn:

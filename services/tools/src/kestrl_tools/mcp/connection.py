@@ -16,6 +16,7 @@ from mcp.shared.exceptions import MCPError
 from pydantic import ValidationError
 
 from kestrl._shared.plan.settings.tools import McpEntry
+from kestrl._shared.redaction import NO_SECRETS, Redactor
 from kestrl.errors import KestrlError, ToolFailure, described, text_of
 from kestrl.tools import ToolError
 from kestrl_tools.mcp.sdk import TransportStreams, create_mcp_http_client
@@ -45,15 +46,16 @@ def leaf_of(error: BaseException) -> BaseException:
 class Connection:
     """One connection. Its streams belong to a task of its own, since anyio's scopes must be left where they began."""
 
-    def __init__(self, name: str, entry: McpEntry, folder: str | None) -> None:
+    def __init__(self, name: str, entry: McpEntry, folder: str | None, redactor: Redactor = NO_SECRETS) -> None:
         """Describes it.
 
         Args:
             name: Name of the provider.
             entry: The server.
             folder: Working directory of its program; None for that of the service.
+            redactor: Knows its credentials, which are kept out of its logged output.
         """
-        self._name = name
+        self._name, self._redactor = name, redactor
         self._entry = entry
         self._folder = folder
         self._closing = asyncio.Event()
@@ -164,7 +166,7 @@ class Connection:
         entry = self._entry
         if entry.url is None:
             variables = {**entry.env, **{name: secret_text("mcp", text) for name, text in entry.secret_env.items()}}
-            self._program = Program.start(self._name, entry.command, variables, self._folder)
+            self._program = Program.start(self._name, entry.command, variables, self._folder, self._redactor)
             async with stdio_transport(self._program) as streams:
                 yield streams
         else:

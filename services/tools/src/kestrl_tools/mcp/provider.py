@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Sequence
 
 from kestrl._shared.plan.settings.tools import McpEntry, ToolEntry
+from kestrl._shared.redaction import NO_SECRETS, Redactor
 from kestrl.errors import ToolFailure, UserInputError
 from kestrl.tools.provider import Kwargs, ProviderSession, ToolDefinition, kwargs_failure
 from kestrl_tools.mcp.connection import Connection, Reconnecting
@@ -18,18 +19,19 @@ class McpProvider:
 
     environment, has_state = True, False
 
-    def __init__(self, entry: ToolEntry, server: McpEntry, folder: str | None) -> None:
+    def __init__(self, entry: ToolEntry, server: McpEntry, folder: str | None, redactor: Redactor = NO_SECRETS) -> None:
         """Describes it.
 
         Args:
             entry: The entry of the manifest.
             server: Its server.
             folder: Working directory of the server's program; None for that of the service.
+            redactor: Knows the server's credentials, which are kept out of its logged output.
         """
         self.name = entry.name
         self._wanted = entry.tools
         self._server = server
-        self._folder = folder
+        self._folder, self._redactor = folder, redactor
         self._slots = asyncio.Semaphore(server.concurrency)
         self._tools: Sequence[ToolDefinition] = ()
         """The pinned tools: what the server listed first."""
@@ -72,7 +74,7 @@ class McpProvider:
         await self._shared.close()
 
     def _connection(self) -> Connection:
-        return Connection(self.name, self._server, self._folder)
+        return Connection(self.name, self._server, self._folder, self._redactor)
 
     async def _verify(self, connection: Connection) -> None:
         """Pins the tools of the first connection, and compares those of a later one."""

@@ -17,6 +17,7 @@ from mcp.shared.message import SessionMessage
 from mcp_types import jsonrpc_message_adapter
 
 from kestrl._shared import process_guard
+from kestrl._shared.redaction import Redactor
 from kestrl_tools.mcp.sdk import TransportStreams
 
 log = logging.getLogger(__name__)
@@ -35,8 +36,8 @@ KEPT_VARIABLES = ("HOME", "LANG", "LC_ALL", "LOGNAME", "PATH", "SHELL", "TERM", 
 class Program:
     """A running program."""
 
-    def __init__(self, name: str, process: subprocess.Popen[bytes], write_end: int) -> None:
-        self._name = name
+    def __init__(self, name: str, process: subprocess.Popen[bytes], write_end: int, redactor: Redactor) -> None:
+        self._name, self._redactor = name, redactor
         self._process = process
         self._write_end = write_end
         """Write end of the process guard's pipe: closing it kills the program and its descendants."""
@@ -44,8 +45,11 @@ class Program:
         """Last line that it wrote to stderr."""
 
     @classmethod
-    def start(cls, name: str, command: Sequence[str], variables: Mapping[str, str], folder: str | None) -> Program:
-        """Starts a program in a folder, with the given variables and those of `KEPT_VARIABLES`.
+    def start(
+        cls, name: str, command: Sequence[str], variables: Mapping[str, str], folder: str | None, redactor: Redactor
+    ) -> Program:
+        """Starts a program in a folder, with the given variables and those of `KEPT_VARIABLES`; credentials that the
+        redactor knows are kept out of its logged output.
 
         Raises:
             OSError: The process cannot be started.
@@ -69,7 +73,7 @@ class Program:
             raise
         finally:
             os.close(read_end)
-        return cls(name, process, write_end)
+        return cls(name, process, write_end, redactor)
 
     async def read(self, deliver: Any) -> None:
         """Delivers the messages on stdout until its end."""
@@ -96,7 +100,8 @@ class Program:
         try:
             return SessionMessage(jsonrpc_message_adapter.validate_json(line, by_name=False))
         except ValueError as error:
-            log.warning("MCP server %s: wrote to stdout what is not a message: %.200r", self._name, line)
+            text = self._redactor.text(line.decode("utf-8", "replace"))
+            log.warning("MCP server %s: wrote to stdout what is not a message: %.200r", self._name, text)
             return error
 
     async def write(self, messages: Any) -> None:
@@ -123,7 +128,7 @@ class Program:
         transport = await _reading(reader, self._process.stderr)
         try:
             while line := await _line(reader):
-                text = line.decode("utf-8", "replace").rstrip()[:MAX_LOGGED]
+                text = self._redactor.text(line.decode("utf-8", "replace").rstrip()[:MAX_LOGGED])
                 if text:
                     self.last_line = text
                     log.info("MCP server %s: %s", self._name, text)

@@ -1,0 +1,109 @@
+"""A provider without the credentials of its server: what the server answers, lists or fails with goes to the model,
+into stored episodes and into logs, and a server may repeat what it was sent.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+from kestrl._shared.plan.settings.tools import ToolEntry
+from kestrl._shared.redaction import Redactor
+from kestrl.errors import KestrlError
+from kestrl.tools import ToolError, ToolResult
+from kestrl.tools.provider import Kwargs, ProviderSession, ToolDefinition, ToolProvider
+from kestrl.tools.shapes import is_list, is_mapping
+
+
+def redactor_of(entry: ToolEntry) -> Redactor:
+    """Knows the credentials that the entry's server is sent."""
+    texts = [] if entry.http is None else [*entry.http.secret_headers.values()]
+    if entry.mcp is not None:
+        texts += [*entry.mcp.secret_headers.values(), *entry.mcp.secret_env.values()]
+    return Redactor(os.environ.get(text.variable, "") for text in texts)
+
+
+class RedactedProvider:
+    """Passes everything on to a provider, and what comes back without credentials."""
+
+    def __init__(self, provider: ToolProvider, redactor: Redactor) -> None:
+        self._provider, self._redactor = provider, redactor
+        self.name = provider.name
+        self.environment, self.has_state = provider.environment, provider.has_state
+
+    async def list_tools(self) -> Sequence[ToolDefinition]:
+        with redacted_errors(self._redactor):
+            found = await self._provider.list_tools()
+        return [self._definition(tool) for tool in found]
+
+    def _definition(self, tool: ToolDefinition) -> ToolDefinition:
+        schema = tool.schema
+        parameters: Mapping[str, Any] = _redacted(self._redactor, schema.parameters)
+        shown = replace(schema, description=self._redactor.text(schema.description), parameters=parameters)
+        return replace(tool, schema=shown)
+
+    def check(self, create_kwargs: Kwargs) -> None:
+        self._provider.check(create_kwargs)
+
+    async def start(self) -> None:
+        with redacted_errors(self._redactor):
+            await self._provider.start()
+
+    async def open(self, create_kwargs: Kwargs) -> ProviderSession:
+        with redacted_errors(self._redactor):
+            return _Session(await self._provider.open(create_kwargs), self._redactor)
+
+    def health(self) -> str:
+        return self._redactor.text(self._provider.health())
+
+    async def stop(self) -> None:
+        with redacted_errors(self._redactor):
+            await self._provider.stop()
+
+
+class _Session:
+    def __init__(self, session: ProviderSession, redactor: Redactor) -> None:
+        self._session, self._redactor = session, redactor
+
+    async def call(self, tool: str, arguments: Kwargs, filled: Kwargs) -> object:
+        with redacted_errors(self._redactor):
+            result = await self._session.call(tool, arguments, filled)
+        if isinstance(result, ToolResult):
+            data: Mapping[str, Any] = _redacted(self._redactor, result.data)
+            return replace(result, text=self._redactor.text(result.text), data=data)
+        return _redacted(self._redactor, result)
+
+    async def state(self) -> object:
+        with redacted_errors(self._redactor):
+            return _redacted(self._redactor, await self._session.state())
+
+    async def close(self) -> None:
+        with redacted_errors(self._redactor):
+            await self._session.close()
+
+
+@contextmanager
+def redacted_errors(redactor: Redactor) -> Generator[None]:
+    """Takes the credentials out of the messages of typed errors."""
+    try:
+        yield
+    except (KestrlError, ToolError) as error:
+        error.args = tuple(redactor.text(each) if isinstance(each, str) else each for each in error.args)
+        raise
+
+
+def _redacted(redactor: Redactor, value: Any) -> Any:
+    """A JSON value without credentials; what is nested too deeply for a result is refused later, by its check."""
+    if isinstance(value, str):
+        return redactor.text(value)
+    try:
+        if is_list(value):
+            return [_redacted(redactor, item) for item in value]
+        if is_mapping(value):
+            return {_redacted(redactor, key): _redacted(redactor, item) for key, item in value.items()}
+    except RecursionError:
+        return value
+    return value

@@ -17,7 +17,9 @@ import yaml
 from tests.fakes.chat_model import ScriptedChat
 
 from kestrl._shared.spec import read_job
+from kestrl.data.rows import load_scenarios
 from kestrl_email.guide_settings import VARIABLES, Command, options
+from kestrl_email.rewards import Evidence
 
 ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs/email-agent.md").read_text()
@@ -112,3 +114,13 @@ def test_a_variable_with_a_wrong_value_is_refused(monkeypatch: pytest.MonkeyPatc
         with pytest.raises(UserInputError, match=f"{name}={value}: "):
             options({name: value}, Command.RUN)
     assert options({"VERBOSE": "false", "BENCH_SEQUENTIAL": "0"}, Command.BENCH) == []
+
+
+def test_the_row_of_the_page_is_a_row(tmp_path: Path) -> None:
+    block = re.search(r'^```json\n(\{\n  "prompt".*?)^```', PAGE, re.MULTILINE | re.DOTALL)
+    assert block is not None
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps(json.loads(block[1])) + "\n")
+    (scenario,) = load_scenarios(path)
+    assert list(scenario.tools_kwargs) == ["search_emails", "read_email", "return_final_answer"]
+    assert Evidence.of(scenario.ground_truth).message_ids == ("<17@x.example>",)

@@ -15,12 +15,14 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from kestrl.errors import UserInputError
+from kestrl.testing.attempts import make_attempt, make_call
 from kestrl.tools import ToolError
 from kestrl.tools.arguments import ArgumentsInvalid
 from kestrl.tools.schema import read
 from kestrl_email.mailbox.build import build_database
 from kestrl_email.mailbox.database import Filters
 from kestrl_email.mailbox.tools import PART, ReadEmail, ReturnFinalAnswer, SearchEmails, parts
+from kestrl_email.rewards import art_e
 
 ME, ANNA, BORIS = "me@x.example", "anna@x.example", "boris@x.example"
 LONG = "\n".join(f"line {number} of a long report" for number in range(600))
@@ -181,6 +183,30 @@ def test_a_copys_id_names_the_mail(read_email: ReadEmail, database: str):
     assert read_email("<8@x>").data["read"] == "<3@x>"
     with closing(ReturnFinalAnswer(database=database, inbox=ME)) as answer:
         assert answer("x", ["<8@x>", "<5@x>", "nonsense"]).data["sources"] == ["<3@x>", "<5@x>", "nonsense"]
+
+
+@pytest.mark.parametrize("cited", ["<3@x>", "<8@x>"], ids=["the mail that was kept", "its folded copy"])
+@pytest.mark.parametrize("named", ["<3@x>", "<8@x>"])
+def test_a_row_may_name_any_copy_of_a_mail(database: str, cited: str, named: str):
+    """An agent that searches, reads and cites gets the full reward, whichever copy the row names and it cites."""
+    with (
+        closing(SearchEmails(database=database, inbox=ME)) as search,
+        closing(ReadEmail(database=database, inbox=ME)) as read_email,
+        closing(ReturnFinalAnswer(database=database, inbox=ME)) as answer,
+    ):
+        done = {
+            "search_emails": search(["contract", "attached"]),
+            "read_email": read_email(cited),
+            "return_final_answer": answer("Attached", [cited]),
+        }
+    calls = [make_call(name, text=result.text, data=result.data) for name, result in done.items()]
+    score = art_e(make_attempt(calls=calls, ground_truth={"answer": "attached", "message_ids": [named]}))
+    assert score.metrics["sources_correct"] == score.metrics["answer_correct"] == 1.0
+    assert (score.metrics["ever_found_right_email"], score.metrics["ever_read_right_email"]) == (1.0, 1.0)
+
+
+def test_a_mail_without_copies_says_nothing_of_them(read_email: ReadEmail):
+    assert "copies" not in read_email("<2@x>").data
 
 
 def test_a_long_mail_comes_in_parts(read_email: ReadEmail):

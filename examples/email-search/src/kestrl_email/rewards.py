@@ -37,14 +37,14 @@ Fixes:
 
 The ground truth of a row is `{"answer": text, "message_id": id}`; for real mail also `aliases`, further accepted
 answers, and in place of `message_id` the list `message_ids` with `evidence`: `any` of them is enough, or `all` are
-needed.
+needed. A row may name a mail by the id of any of its copies, which the database has folded into one.
 """
 
 from __future__ import annotations
 
 import unicodedata
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from kestrl.episode import CallOutcome, Episode, StopReason, ToolCall
@@ -94,6 +94,14 @@ class Evidence:
             )
         return Evidence(message_ids=ids, all_needed=needed == "all")
 
+    def named(self, copies: Mapping[str, str]) -> Evidence:
+        """The evidence, with each mail under the name that the tools use.
+
+        Args:
+            copies: Ids of folded copies, each with the name of its mail.
+        """
+        return replace(self, message_ids=tuple(dict.fromkeys(copies.get(each, each) for each in self.message_ids)))
+
     def within(self, ids: Sequence[str]) -> bool:
         """Whether these ids include what is needed."""
         combined = all if self.all_needed else any
@@ -124,8 +132,8 @@ class Facts:
 
 def facts_of(attempt: Attempt, calls: Sequence[ToolCall], ground_truth: Mapping[str, Any]) -> Facts:
     """The facts of tool calls, in order."""
-    evidence = Evidence.of(ground_truth)
     done = [call for call in calls if call.outcome is CallOutcome.OK]
+    evidence = Evidence.of(ground_truth).named(_copies(done))
     reads = [call for call in calls if call.name == "read_email"]
     final = next((call for call in reversed(done) if "answer" in call.data), None)
     text = "" if final is None else str(final.data["answer"])
@@ -144,6 +152,11 @@ def facts_of(attempt: Attempt, calls: Sequence[ToolCall], ground_truth: Mapping[
         sources_right=evidence.within(sources),
         sources=len(sources),
     )
+
+
+def _copies(calls: Sequence[ToolCall]) -> dict[str, str]:
+    """Ids of the folded copies of the mails that an episode met, with the names of their mails."""
+    return {copy: name for call in calls for copy, name in call.data.get("copies", {}).items()}
 
 
 def _is_right(attempt: Attempt, answer: str, accepted: Sequence[str]) -> bool:

@@ -8,6 +8,7 @@ copies under one id. The tools of the synthetic demo are in `kestrl_email.tools`
 from __future__ import annotations
 
 import json
+import sqlite3
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -41,6 +42,16 @@ class _Inbox:
                 f"{database} has no mail in the inbox of {inbox}; see `kestrl email inboxes {database}`"
             )
         self.id = found
+
+
+def _copies(connection: sqlite3.Connection, email_ids: Sequence[int]) -> dict[str, Any]:
+    """For rewards: the ids of mails' folded copies, each with the id that the tools use. A row may name any of them."""
+    query = (
+        "SELECT records.message_id, emails.message_id FROM records JOIN emails ON emails.id = email_id "
+        "WHERE email_id = ? AND outcome = 'duplicate' AND records.message_id <> emails.message_id"
+    )
+    copies = {str(row[0]): str(row[1]) for each in email_ids for row in connection.execute(query, (each,))}
+    return {"copies": copies} if copies else {}
 
 
 def _text(value: Any) -> str:
@@ -132,9 +143,11 @@ class SearchEmails:
             [*values, *filters.values()],
         ).fetchall()
         start = (page - 1) * max_results
-        results = [self._shown(row["email_id"], match) for row in found[start : start + max_results]]
+        shown = [row["email_id"] for row in found[start : start + max_results]]
+        results = [self._shown(email_id, match) for email_id in shown]
         answer = {"total": len(found), "page": page, "results": results}
-        return ToolResult(text=_text(answer), data={"found": [item["message_id"] for item in results]})
+        ids = [item["message_id"] for item in results]
+        return ToolResult(text=_text(answer), data={"found": ids} | _copies(self._connection, shown))
 
     def _shown(self, email_id: int, match: str | None) -> dict[str, Any]:
         row = self._connection.execute(
@@ -195,7 +208,8 @@ class ReadEmail:
         }
         if len(pieces) > 1:
             mail |= {"part": part, "parts": len(pieces)}
-        return ToolResult(text=_text(mail), data={"read": row["message_id"], "part": part, "parts": len(pieces)})
+        data = {"read": row["message_id"], "part": part, "parts": len(pieces)}
+        return ToolResult(text=_text(mail), data=data | _copies(self._connection, [named[0]]))
 
     def _recipients(self, email_id: int) -> dict[str, list[str]]:
         listed: dict[str, list[str]] = {"to": [], "cc": [], "bcc": []}
@@ -236,13 +250,12 @@ class ReturnFinalAnswer:
             answer: The answer, or exactly "I don't know".
             sources: Ids of the mails that hold it; empty if unknown.
         """
-        given = {"answer": storable(answer), "sources": [self._named(storable(source)) for source in sources]}
-        return ToolResult(text=_text({"received": True}), final=True, data=given)
-
-    def _named(self, source: str) -> str:
-        """The id under which a mail is known: a copy's id is replaced."""
-        found = canonical_id(self._inbox.connection, self._inbox.id, source)
-        return source if found is None else found[1]
+        connection, cited = self._inbox.connection, [storable(source) for source in sources]
+        known = {source: canonical_id(connection, self._inbox.id, source) for source in cited}
+        names = [source if (found := known[source]) is None else found[1] for source in cited]
+        copies = _copies(connection, [found[0] for found in known.values() if found is not None])
+        data = {"answer": storable(answer), "sources": names} | copies
+        return ToolResult(text=_text({"received": True}), final=True, data=data)
 
     def close(self) -> None:
         self._inbox.connection.close()

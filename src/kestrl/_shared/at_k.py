@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from kestrl.episode import Episode, Group
@@ -72,30 +72,34 @@ def at_k(groups: Sequence[Group], samples: int) -> dict[str, float]:
     """
     if samples < 2:
         return {}
-    questions = [question for question in map(_question, _scored(groups).values()) if question.rewards]
-    values: dict[str, float] = {}
-
-    def put(name: str, found: Iterator[float]) -> None:
-        each = list(found)
-        if each:
-            values[name] = math.fsum(each) / len(each)
-
-    judged = [question for question in questions if question.correct]
-    put(f"mean@{samples}", (math.fsum(one.correct) / samples for one in judged if len(one.correct) == samples))
-    put(
-        f"maj@{samples}",
-        (
-            majority([*zip(one.answers, one.correct, strict=True)])
-            for one in judged
-            if one.answers and len(one.correct) == samples
-        ),
-    )
-    for k in _sizes(samples):
-        right = [(len(one.correct), sum(value >= 1 for value in one.correct)) for one in judged]
-        put(f"pass@{k}", (unbiased_pass(n, c, k) for n, c in right if n >= k))
-        put(f"best@{k}", (unbiased_best(one.rewards, k) for one in questions if len(one.rewards) >= k))
-    incomplete = sum(len(one.rewards) < samples for one in questions)
+    values = {name: math.fsum(each.values()) / len(each) for name, each in estimates(groups, samples).items()}
+    incomplete = sum(0 < len(episodes) < samples for episodes in _scored(groups).values())
     return {**values, **({"incomplete_questions": float(incomplete)} if incomplete else {})}
+
+
+def estimates(groups: Sequence[Group], samples: int) -> dict[str, dict[int, float]]:
+    """The estimates of `at_k` for each question that has one, by its ordinal; empty for one sample."""
+    if samples < 2:
+        return {}
+    questions = {name: _question(episodes) for name, episodes in _scored(groups).items() if episodes}
+    judged = {name: one for name, one in questions.items() if one.correct}
+    whole = {name: one for name, one in judged.items() if len(one.correct) == samples}
+    values = {
+        f"mean@{samples}": {name: math.fsum(one.correct) / samples for name, one in whole.items()},
+        f"maj@{samples}": {
+            name: majority([*zip(one.answers, one.correct, strict=True)]) for name, one in whole.items() if one.answers
+        },
+    }
+    for k in _sizes(samples):
+        values[f"pass@{k}"] = {
+            name: unbiased_pass(len(one.correct), sum(value >= 1 for value in one.correct), k)
+            for name, one in judged.items()
+            if len(one.correct) >= k
+        }
+        values[f"best@{k}"] = {
+            name: unbiased_best(one.rewards, k) for name, one in questions.items() if len(one.rewards) >= k
+        }
+    return {name: each for name, each in values.items() if each}
 
 
 def _sizes(samples: int) -> list[int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -13,16 +13,20 @@ from rich.console import Console
 from rich.table import Table
 
 from kestrl._app.cli.options import DEFAULT_RUNS, Overrides, Runs
+from kestrl._app.cli.runs import run_store
 from kestrl._app.cli.sft import fine_tuned
 from kestrl._app.local.files import write_atomic
 from kestrl._app.local.rundir import RunDir, find_run, open_run, runs_of
 from kestrl._app.local.runner import Options, run_job
-from kestrl._app.local.verdict import Curve, Verdict, judge
+from kestrl._app.local.uncertainty import Values, different_questions, values_of
+from kestrl._app.local.verdict import Curve, SeedVerdict, Verdict, judge
 from kestrl._shared.service import EXIT_FAILED
 from kestrl._shared.spec import AgentRLJob, read_job
 from kestrl._shared.spec.threshold import Threshold, ThresholdSpec, read_threshold
-from kestrl.errors import UserInputError
-from kestrl.storage.layout import SUMMARY
+from kestrl.episode import Purpose
+from kestrl.errors import PlaceError, StorageError, UserInputError
+from kestrl.storage.episodes import ObjectEpisodeStore
+from kestrl.terminal import safe
 
 console = Console()
 
@@ -50,7 +54,7 @@ def verify(
             _warn_of_differences(job, run)
     else:
         found = _run_all(wanted.spec, base, runs, overrides, new=new)
-    verdict = judge(wanted.spec, [curve_of(run) for run in found])
+    verdict = judge(wanted.spec, [curve_of(run, wanted.spec) for run in found])
     place = runs / "verify" / f"{wanted.metadata.name}.json"
     _print(wanted, verdict)
     place.parent.mkdir(parents=True, exist_ok=True)
@@ -59,16 +63,35 @@ def verify(
     raise typer.Exit(0 if verdict.passed else EXIT_FAILED)
 
 
-def curve_of(run: RunDir) -> Curve:
-    """The evaluations of a run.
+def curve_of(run: RunDir, spec: ThresholdSpec) -> Curve:
+    """The evaluations of a run, with the metric's values of each question in those that are compared.
 
     Raises:
         UserInputError: It has not succeeded.
     """
     if not run.succeeded():
         raise UserInputError(f"--run: {run.id} has not succeeded, so it has no plateau; see `kestrl status {run.id}`")
-    summary = run.read_json(SUMMARY) or {}
-    return Curve(run=run.id, seed=run.job().spec.data.seed, evaluations=summary.get("evaluations", []))
+    summary = run.summary()
+    evaluations = () if summary is None else summary.evaluations
+    return Curve(
+        run=run.id,
+        seed=run.job().spec.data.seed,
+        evaluations=evaluations,
+        values=_values(run, spec, {0, *(int(each["step"]) for each in evaluations[-spec.plateau.evaluations :])}),
+    )
+
+
+def _values(run: RunDir, spec: ThresholdSpec, steps: Collection[int]) -> dict[int, Values]:
+    """The metric of each question in the evaluations of some steps; nothing where their episodes are not stored."""
+    summary, values = run.summary(), dict[int, Values]()
+    samples = 1 if summary is None or summary.sampling is None else summary.sampling.samples
+    try:
+        episodes = ObjectEpisodeStore(run_store(run))
+        for step in sorted(steps):
+            values[step] = values_of(episodes.read(Purpose.EVALUATION, step).groups, samples).get(spec.metric, {})
+    except (StorageError, PlaceError) as error:
+        console.print(safe(f"{run.id}: no standard errors: {error}"), markup=False, soft_wrap=True)
+    return values
 
 
 def _run_all(spec: ThresholdSpec, base: Path, runs: Path, overrides: Sequence[str], *, new: bool) -> list[RunDir]:
@@ -134,13 +157,15 @@ def _print(threshold: Threshold, verdict: Verdict) -> None:
             seed.run,
             "-" if seed.before is None else f"{seed.before:.3f}",
             " ".join(f"{value:.3f}" for value in seed.values),
-            f"{seed.plateau:.3f}",
+            f"{seed.plateau:.3f}{_error(seed.standard_error)}",
             f"{seed.fall:+.3f}",
             "failed" if seed.problems else "ok",
         )
     console.print(table)
     lines = [
-        f"mean {verdict.mean:.3f}, threshold {spec.threshold:g}",
+        *(f"{seed.run}: {spec.metric} {seed.rise}" for seed in verdict.seeds if seed.rise is not None),
+        *(line for seed in verdict.seeds for line in _different(seed)),
+        f"mean {verdict.mean:.3f}{_error(verdict.standard_error)}, threshold {spec.threshold:g}",
         f"published: {spec.published.value:g} ({spec.published.setting}); {spec.published.source}",
         f"template: {spec.template}",
         *(f"problem: {problem}" for problem in verdict.problems),
@@ -148,6 +173,15 @@ def _print(threshold: Threshold, verdict: Verdict) -> None:
     ]
     for line in lines:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def _error(standard_error: float | None) -> str:
+    return "" if standard_error is None else f" ±{standard_error:.3f}"
+
+
+def _different(seed: SeedVerdict) -> Iterator[str]:
+    pairs = {} if seed.rise is None else {"": seed.rise}
+    return different_questions(pairs, f"{seed.run} before training", "its plateau")
 
 
 def register(app: typer.Typer) -> None:

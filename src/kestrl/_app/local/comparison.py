@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,15 @@ from rich.text import Text
 
 from kestrl._app.local.files import write_atomic
 from kestrl._app.local.report import ROWS, transcript
+from kestrl._app.local.uncertainty import (
+    TESTED,
+    Paired,
+    Values,
+    different_questions,
+    pairs_of,
+    standard_error,
+    values_of,
+)
 from kestrl.episode import Episode, Group
 from kestrl.runstate.sampling import GREEDY, EvaluationSampling
 from kestrl.terminal import safe, safe_line
@@ -44,16 +53,29 @@ class Evaluation:
     """Tool servers that list other tools than in the run that trained the policy."""
 
 
+def values(evaluation: Evaluation) -> Mapping[str, Values]:
+    """Every metric's value of each question."""
+    return values_of(evaluation.groups, evaluation.sampling.samples)
+
+
 def table(evaluations: Sequence[Evaluation]) -> Table:
-    """Metrics of every policy, in columns."""
+    """Metrics of every policy, in columns, with the standard errors of those that are means over questions."""
     shown = Table(_title(evaluations[0]))
     for evaluation in evaluations:
         shown.add_column(Text(safe_line(evaluation.label)), justify="right")
+    of = [values(evaluation) for evaluation in evaluations]
     names = {name for evaluation in evaluations for name in evaluation.means}
     for name in (*(name for name in ROWS if name in names), *sorted(names - set(ROWS), key=_place)):
-        values = (evaluation.means.get(name) for evaluation in evaluations)
-        shown.add_row(Text(safe_line(name)), *("-" if value is None else f"{value:.3f}" for value in values))
+        cells = (
+            _cell(evaluation.means.get(name), by.get(name)) for evaluation, by in zip(evaluations, of, strict=True)
+        )
+        shown.add_row(Text(safe_line(name)), *cells)
     return shown
+
+
+def _cell(mean: float | None, by_question: Values | None) -> str:
+    error = None if by_question is None else standard_error(by_question)
+    return "-" if mean is None else f"{mean:.3f}" + ("" if error is None else f" ±{error:.3f}")
 
 
 def _title(evaluation: Evaluation) -> str:
@@ -68,7 +90,9 @@ def _place(name: str) -> tuple[bool, int, int, str]:
 
 
 def remarks(evaluations: Sequence[Evaluation]) -> Iterator[str]:
-    """Lines about policies that failed in episodes, had other tools than in training, or were sampled differently."""
+    """Lines about policies that failed in episodes, had other tools than in training, or were sampled differently, and
+    how they differ from the first one on the same questions.
+    """
     for evaluation in evaluations:
         label = safe_line(evaluation.label)
         if evaluation.sampling != evaluations[0].sampling:
@@ -79,6 +103,19 @@ def remarks(evaluations: Sequence[Evaluation]) -> Iterator[str]:
         if evaluation.changed_servers:
             servers = ", ".join(evaluation.changed_servers)
             yield safe_line(f"warning: {label}: spec.tools: {servers}: the server lists other tools than in training")
+    for label, pairs in against_first(evaluations):
+        for name, pair in pairs.items():
+            yield safe_line(f"{label} against {evaluations[0].label}: {name} {pair}")
+        yield from map(safe_line, different_questions(pairs, evaluations[0].label, label))
+
+
+def against_first(evaluations: Sequence[Evaluation]) -> Iterator[tuple[str, Mapping[str, Paired]]]:
+    """Every policy but the first, with its differences from that one; policies without stored episodes are left out."""
+    first = values(evaluations[0])
+    for other in evaluations[1:]:
+        pairs = pairs_of(first, values(other), TESTED)
+        if pairs:
+            yield other.label, pairs
 
 
 def details(evaluations: Sequence[Evaluation]) -> Iterator[str]:
@@ -112,16 +149,21 @@ def report(console: Console, evaluations: Sequence[Evaluation], out: Path, *, wi
     console.print(table(evaluations))
     for line in remarks(evaluations):
         console.print(line, soft_wrap=True, highlight=False, markup=False)
-    write_atomic(out, json.dumps([as_json(evaluation) for evaluation in evaluations], indent=2))
+    pairs = dict(against_first(evaluations))
+    kept = [as_json(evaluation, pairs.get(evaluation.label)) for evaluation in evaluations]
+    write_atomic(out, json.dumps(kept, indent=2))
     console.print(str(out), soft_wrap=True, markup=False)
 
 
-def as_json(evaluation: Evaluation) -> dict[str, Any]:
+def as_json(evaluation: Evaluation, against_first: Mapping[str, Paired] | None = None) -> dict[str, Any]:
     """Everything but the conversations, which are stored beside the evaluation."""
+    errors = {name: standard_error(each) for name, each in values(evaluation).items()}
     return {
         "label": evaluation.label,
         "policy": evaluation.policy,
         "means": dict(evaluation.means),
+        "standard_errors": {name: error for name, error in errors.items() if error is not None},
+        "against_first": {name: asdict(pair) for name, pair in (against_first or {}).items()},
         "folder": str(evaluation.folder),
         **evaluation.sampling.model_dump(),
         "seed": evaluation.seed,

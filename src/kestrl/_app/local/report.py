@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kestrl._app.local.rundir import RunDir
+from kestrl._app.local.uncertainty import TESTED, Paired, different_questions, pairs_of, values_of
 from kestrl._shared.plan.engines import serving_command
 from kestrl._shared.plan.site import Site
 from kestrl.episode import Episode, Group, Purpose
@@ -29,8 +30,14 @@ LONGEST_LINE = 400
 """Maximum characters of a message in a transcript."""
 
 
-def comparison(before: Mapping[str, Any], after: Mapping[str, Any]) -> Table:
-    """Table of metrics on the validation data before and after training."""
+def comparison(before: Mapping[str, Any], after: Mapping[str, Any], pairs: Mapping[str, Paired] | None = None) -> Table:
+    """Table of metrics on the validation data before and after training.
+
+    Args:
+        before: Means before it.
+        after: Means after it.
+        pairs: Differences on the same questions, which have standard errors.
+    """
     table = Table(title="Held-out questions, before and after", title_justify="left")
     table.add_column("")
     for name in ("before", "after", "change"):
@@ -39,7 +46,9 @@ def comparison(before: Mapping[str, Any], after: Mapping[str, Any]) -> Table:
     for name in (*ROWS, *others):
         old, new = before.get(name), after.get(name)
         if isinstance(old, int | float) and isinstance(new, int | float):
-            table.add_row(Text(safe_line(name)), f"{old:.3f}", f"{new:.3f}", f"{new - old:+.3f}")
+            pair = (pairs or {}).get(name)
+            error = "" if pair is None or pair.standard_error is None else f" ±{pair.standard_error:.3f}"
+            table.add_row(Text(safe_line(name)), f"{old:.3f}", f"{new:.3f}", f"{new - old:+.3f}{error}")
     return table
 
 
@@ -74,8 +83,7 @@ def print_report(console: Console, run: RunDir, summary: RunSummary, store: Obje
     """Prints the report of a finished run."""
     gap = summary.logprob_gap
     if summary.before and summary.after:
-        console.print(comparison(summary.before, summary.after))
-        _print_transcripts(console, ObjectEpisodeStore(store), summary.steps)
+        _print_comparison(console, summary, ObjectEpisodeStore(store))
     if gap.get("tokens"):
         console.print(
             f"log-prob difference between learner and engines on the same policy: mean {gap['mean']:.1e}, "
@@ -88,6 +96,9 @@ def print_report(console: Console, run: RunDir, summary: RunSummary, store: Obje
     if summary.learned is False:
         why = "" if summary.not_learned is None else summary.not_learned.message
         console.print(safe_line(f"warning: nothing was learned: {why}"), style="yellow", markup=False, soft_wrap=True)
+    if summary.learning_warning:
+        text = safe_line(f"warning: {summary.learning_warning}")
+        console.print(text, style="yellow", markup=False, soft_wrap=True)
     tools = summary.tools
     if tools.episodes:
         counts = ", ".join(f"{name} {count}" for name, count in sorted(tools.outcomes.items()))
@@ -103,12 +114,27 @@ def print_report(console: Console, run: RunDir, summary: RunSummary, store: Obje
         console.print(next_commands(run, site, policy.version), soft_wrap=True, highlight=False, markup=False)
 
 
-def _print_transcripts(console: Console, episodes: EpisodeStore, steps: int) -> None:
+def _print_comparison(console: Console, summary: RunSummary, episodes: EpisodeStore) -> None:
+    """Prints the metrics before and after training, what is certain about their change, and a question of each."""
+    means, sampling = (summary.before or {}, summary.after or {}), summary.sampling
     try:
-        before, after = (episodes.read(Purpose.EVALUATION, step).groups for step in (0, steps))
+        before, after = (episodes.read(Purpose.EVALUATION, step).groups for step in (0, summary.steps))
     except (StorageError, PlaceError) as error:
-        console.print(safe(f"no transcript: {error}"), markup=False)
+        console.print(comparison(*means))
+        console.print(safe(f"no standard errors and no transcript: {error}"), markup=False)
         return
+    samples = 1 if sampling is None else sampling.samples
+    old, new = values_of(before, samples), values_of(after, samples)
+    pairs = pairs_of(old, new, [*old])
+    console.print(comparison(*means, pairs))
+    tested = {name: pair for name, pair in pairs.items() if name in TESTED}
+    lines = [f"{name}: {pair}" for name, pair in tested.items()]
+    for line in (*lines, *different_questions(tested, "before", "after")):
+        console.print(safe_line(line), markup=False, highlight=False, soft_wrap=True)
+    _print_transcripts(console, before, after)
+
+
+def _print_transcripts(console: Console, before: Sequence[Group], after: Sequence[Group]) -> None:
     pair = most_telling(before, after)
     if pair is None:
         return

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
 
+from kestrl._app.local.uncertainty import Paired, Values, paired, standard_error
 from kestrl._shared.spec.threshold import ThresholdSpec
 from kestrl.errors import UserInputError
 
@@ -19,6 +20,8 @@ class Curve:
     seed: int
     evaluations: Sequence[Mapping[str, Any]]
     """As in `summary.json`: `step` and means, in order of steps."""
+    values: Mapping[int, Values] = field(default_factory=dict[int, Values])
+    """The metric of each question in the evaluation of a step; empty where episodes are not stored."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +36,10 @@ class SeedVerdict:
     """The last evaluations."""
     plateau: float
     """Their mean."""
+    standard_error: float | None
+    """Standard error of the plateau over the questions; None without stored episodes."""
+    rise: Paired | None
+    """From the evaluation before training to the plateau, on the same questions; None without stored episodes."""
     fall: float
     """How far the least-squares line through them falls; negative if it rises."""
     problems: tuple[str, ...]
@@ -46,6 +53,8 @@ class Verdict:
     seeds: tuple[SeedVerdict, ...]
     mean: float
     """Mean of the plateaus."""
+    standard_error: float | None
+    """Standard error of the mean: over the seeds, or over the questions of a single one."""
     problems: tuple[str, ...]
     """Why the threshold is not reached; empty if it is."""
 
@@ -65,7 +74,10 @@ def judge(spec: ThresholdSpec, curves: Sequence[Curve]) -> Verdict:
     problems = [f"{seed.run}: {problem}" for seed in seeds for problem in seed.problems]
     if mean < spec.threshold:
         problems.insert(0, f"the mean plateau of {spec.metric} is {mean:.4f}, below {spec.threshold:g}")
-    return Verdict(seeds=seeds, mean=mean, problems=tuple(problems))
+    error = standard_error({seed.seed: seed.plateau for seed in seeds})
+    if len(seeds) == 1:
+        error = seeds[0].standard_error
+    return Verdict(seeds=seeds, mean=mean, standard_error=error, problems=tuple(problems))
 
 
 def _judge_seed(spec: ThresholdSpec, curve: Curve) -> SeedVerdict:
@@ -80,6 +92,7 @@ def _judge_seed(spec: ThresholdSpec, curve: Curve) -> SeedVerdict:
     values = tuple(_value(each, spec.metric, curve.run) for each in window)
     first = next((each for each in curve.evaluations if each["step"] == 0), None)
     before = None if first is None else _value(first, spec.metric, curve.run)
+    by_question = _over_questions([curve.values.get(int(each["step"]), {}) for each in window])
     plateau, fall = fmean(values), -_rise([float(each["step"]) for each in window], values)
     return SeedVerdict(
         run=curve.run,
@@ -87,9 +100,17 @@ def _judge_seed(spec: ThresholdSpec, curve: Curve) -> SeedVerdict:
         before=before,
         values=values,
         plateau=plateau,
+        standard_error=standard_error(by_question),
+        rise=paired(curve.values.get(0, {}), by_question),
         fall=fall,
         problems=tuple(_problems(spec, before, plateau, fall, window)),
     )
+
+
+def _over_questions(evaluations: Sequence[Values]) -> dict[int, float]:
+    """Each question's mean over the evaluations that answered it."""
+    questions = sorted({question for each in evaluations for question in each})
+    return {question: fmean(each[question] for each in evaluations if question in each) for question in questions}
 
 
 def _problems(

@@ -192,5 +192,5 @@ def test_candidates_are_beside_each_other_in_one_table(tmp_path: Path):
     first, second = json.loads(kept.read_text())
     assert (first["means"]["attempted_answer"], second["means"]["attempted_answer"]) == (1, 0)
     (row,) = [line for line in printed.splitlines() if "attempted_answer" in line]
-    assert row.split("│")[2].split() == ["1.000"]
-    assert row.split("│")[3].split() == ["0.000"]
+    assert row.split("│")[2].split() == ["1.000", "±0.000"]
+    assert row.split("│")[3].split() == ["0.000", "±0.000"]

@@ -68,7 +68,7 @@ def test_finished_seeds_are_judged_without_being_run_again(threshold: Path) -> N
     code, printed = verify(threshold)
     assert code == 0
     assert "email-search-seed-1-1 has finished" in printed
-    assert "mean 0.525, threshold 0.5" in printed
+    assert "mean 0.525 ±0.025, threshold 0.5" in printed
     assert "published: 0.6 (two cores); docs/results.md" in printed
     assert "passed" in printed
     verdict = json.loads((threshold.parent / "runs" / "verify" / "mail.json").read_text())

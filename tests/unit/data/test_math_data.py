@@ -41,8 +41,16 @@ def source(tmp_path: Path) -> Path:
     return path
 
 
+def test_no_oracle_is_offered_unless_it_is_asked_for(source: Path, tmp_path: Path) -> None:
+    kestrl("data", "gsm8k", "--source", source, "--out", tmp_path / "out.jsonl")
+    first, *_ = load_scenarios(tmp_path / "out.jsonl")
+    assert "`calculator`" in first.messages[0]["content"]
+    assert not first.tools_kwargs
+
+
 def test_gsm8k_becomes_verls_rows(source: Path, tmp_path: Path) -> None:
-    assert "3 rows" in kestrl("data", "gsm8k", "--source", source, "--out", tmp_path / "out.jsonl")
+    oracle = ("--tool", "calc_gsm8k_reward")
+    assert "3 rows" in kestrl("data", "gsm8k", "--source", source, *oracle, "--out", tmp_path / "out.jsonl")
     first, second, third = load_scenarios(tmp_path / "out.jsonl")
     assert first.id == "openai/gsm8k/0"
     assert [each.ground_truth for each in (first, second, third)] == ["72", "1000", "-2.5"]

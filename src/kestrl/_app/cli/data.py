@@ -33,7 +33,7 @@ def gsm8k(
     ],
     out: Out,
     split: Split = "train",
-    tool: Annotated[MathTool, typer.Option(help="The tool that the rows offer.")] = MathTool.REWARD,
+    tool: Annotated[MathTool, typer.Option(help="The tool that the rows offer.")] = MathTool.CALCULATOR,
     skip: Annotated[int, typer.Option(min=0, help="Rows to leave out at the beginning.")] = 0,
     size: Annotated[int | None, typer.Option(min=1, help="Number of rows (default: all that follow).")] = None,
 ) -> None:

@@ -44,6 +44,8 @@ from kestrl._shared.plan.settings.tools import ToolEntry
 from kestrl._shared.plan.site import Site
 from kestrl._shared.spec import AgentRLJob
 from kestrl._shared.spec.load import read_job
+from kestrl._shared.text.chat import Message
+from kestrl._shared.text.chat_model import load_model
 from kestrl.api.inference.v1 import inference_pb2 as pb
 from kestrl.api.inference.v1 import inference_pb2_grpc as stubs
 from kestrl.data import load_scenarios
@@ -53,8 +55,6 @@ from kestrl.episode.codec import policy_to_proto
 from kestrl.storage import AdapterManifest, open_store
 from kestrl_learner.model import adapters
 from kestrl_learner.model.policy_model import PolicyModel
-from kestrl_rollout.template.chat import Message
-from kestrl_rollout.template.chat_model import load_model
 from kestrl_tools.catalogue import load_tools
 from kestrl_tools.tool_threads import ToolThreads
 

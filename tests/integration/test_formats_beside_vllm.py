@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from kestrl._shared.text.parser import TurnReader
+from kestrl._shared.text.vocabulary import Vocabulary
 from kestrl.formats.registry import BUILT_IN
-from kestrl_rollout.template.parser import TurnReader
-from kestrl_rollout.template.vocabulary import Vocabulary
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(180), pytest.mark.xdist_group("formats")]
 SCHEMAS: dict[str, Any] = {

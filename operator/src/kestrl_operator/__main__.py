@@ -10,7 +10,11 @@ from pathlib import Path
 
 import uvloop
 
-import kestrl._shared.stopping  # noqa: F401  # pyright: ignore[reportUnusedImport] - it handles SIGTERM from here on
+from kestrl._shared.stopping import end_at_sigterm
+
+if __name__ == "__main__":
+    end_at_sigterm()  # before slow imports
+
 from kestrl._shared.service import collect_rarely, exit_code
 from kestrl._shared.telemetry import set_up
 from kestrl_operator.config import Config, read_config

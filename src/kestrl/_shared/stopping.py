@@ -1,5 +1,4 @@
-"""Handling of SIGTERM while a program starts. Importing this module installs the handler; programs import it before
-slow imports.
+"""Handling of SIGTERM while a program starts. Programs call `end_at_sigterm` before slow imports.
 
 The kernel drops a SIGTERM for PID 1 of a container without a handler, and importing torch takes seconds: a pod deleted
 at that time would run until its grace period is over. `kestrl._shared.rpc.serve` replaces the handler by one that
@@ -25,6 +24,12 @@ ABANDONED = "abandoned-"
 """Name prefix of threads that are not joined at exit."""
 
 
+def end_at_sigterm() -> None:
+    """Makes SIGTERM end this process at once, until something else handles it."""
+    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, _stop)
+
+
 def _stop(_number: int, _frame: object) -> NoReturn:
     os.write(STDERR, b"stopped by SIGTERM while starting\n")  # sys.stderr may be in the middle of a write
     os._exit(EXIT_STOPPED)
@@ -37,7 +42,3 @@ def leave(code: int) -> int:
         sys.stderr.flush()
         os._exit(code)  # interpreter shutdown would interrupt the thread in native code
     return code
-
-
-if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-    signal.signal(signal.SIGTERM, _stop)

@@ -7,17 +7,23 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
 from kestrl.data.rows import raw_rows
-from kestrl.data.values import without_nulls
+from kestrl.data.values import columns_as_json
 from kestrl.errors import UserInputError
 from kestrl.tools.shapes import is_mapping
 
 ROLES = ("system", "user", "assistant", "tool")
 MAX_PROBLEMS = 20
+REASONING = ("reasoning_content", "reasoning", "thinking")
+"""Members of a message that hold its reasoning, as APIs, data sets and templates name them."""
+WEIGHTS = ("weight", "train", "trainable", "training", "train_on_turn", "loss", "loss_weight")
+"""Members by which data sets say whether a turn is learned: 0, 1, false or true."""
+UNCLEAR_WEIGHTS = ("mask", "loss_mask", "masked", "ignore", "ignored")
+"""Members that say it in either direction."""
 CODE_INTERPRETER = {
     "type": "function",
     "function": {
@@ -43,9 +49,12 @@ class Conversation:
     """Messages with the tools that their model is offered."""
 
     messages: Sequence[Mapping[str, Any]]
-    """As chat templates take them: role, content, and `tool_calls` whose arguments are objects."""
+    """As chat templates take them: role, content, and `tool_calls` whose arguments are objects. The `weight` of an
+    assistant's is 0 where it is not to be learned."""
     tools: Sequence[Mapping[str, Any]]
     """JSON schemas of the tools; empty without tools."""
+    place: str = field(default="", compare=False)
+    """File and line, for messages."""
 
 
 class RefusedConversation(UserInputError):
@@ -64,7 +73,7 @@ def read_conversations(path: Path, *, size: int | None = None) -> list[Conversat
         if size is not None and len(found) + len(problems) >= size:
             break
         try:
-            found.append(conversation(row))
+            found.append(replace(conversation(row), place=f"{path}:{line}"))
         except RefusedConversation as error:
             problems.append(f"{path}:{line}: {error}")
             if len(problems) >= MAX_PROBLEMS:
@@ -84,11 +93,10 @@ def conversation(row: object) -> Conversation:
     """
     if not is_mapping(row):
         raise RefusedConversation(f"a row must be an object, is {type(row).__name__}")
-    columns = cast("dict[str, Any]", without_nulls(row))
-    tools = _decoded(columns.get("tools", []), "tools")
-    if not isinstance(tools, list):
-        raise RefusedConversation("tools: must be a list of JSON schemas")
-    schemas = cast("list[Mapping[str, Any]]", tools)
+    columns, problems = columns_as_json({str(name): value for name, value in row.items()})
+    if problems:
+        raise RefusedConversation("; ".join(problems))
+    schemas = _tools(_decoded(columns.get("tools"), "tools"))
     read = read_messages(columns)
     if _is_retool(read, schemas):
         return Conversation(messages=from_retool(read), tools=[CODE_INTERPRETER])
@@ -107,7 +115,21 @@ def read_messages(columns: Mapping[str, Any]) -> list[dict[str, Any]]:
     read = [_message(message, f"messages[{index}]") for index, message in enumerate(cast("list[object]", messages))]
     if read[0]["role"] == "assistant" or not any(message["role"] == "assistant" for message in read):
         raise RefusedConversation("messages: must begin with a prompt and hold an assistant message to learn from")
+    if not any(message["role"] == "assistant" and message.get("weight", 1) for message in read):
+        raise RefusedConversation("messages: no assistant message is to be learned; remove the row, or a weight of 0")
     return read
+
+
+def _tools(tools: object) -> list[Mapping[str, Any]]:
+    if tools is None:
+        return []
+    if not isinstance(tools, list):
+        raise RefusedConversation("tools: must be a list of JSON schemas")
+    for index, tool in enumerate(cast("list[object]", tools)):
+        function = tool.get("function", tool) if is_mapping(tool) else None
+        if not is_mapping(function) or not isinstance(function.get("name"), str):
+            raise RefusedConversation(f"tools[{index}].function.name: is required; add it")
+    return cast("list[Mapping[str, Any]]", tools)
 
 
 def _decoded(value: object, field: str) -> object:
@@ -120,34 +142,67 @@ def _decoded(value: object, field: str) -> object:
         raise RefusedConversation(f"{field}: is text that is not JSON: {error}") from error
 
 
-def _message(given: object, field: str) -> dict[str, Any]:
-    if not is_mapping(given):
-        raise RefusedConversation(f"{field}: must be an object, is {type(given).__name__}")
-    message: dict[str, Any] = dict(given)
-    if message.get("role") not in ROLES:
-        raise RefusedConversation(f"{field}.role: is {message.get('role')!r}; use one of {', '.join(ROLES)}")
+def _message(value: object, field: str) -> dict[str, Any]:
+    if not is_mapping(value):
+        raise RefusedConversation(f"{field}: must be an object, is {type(value).__name__}")
+    message: dict[str, Any] = {name: entry for name, entry in value.items() if entry is not None}
+    role = "tool" if message.get("role") == "function" else message.get("role")  # OpenAI's before tools
+    if role not in ROLES:
+        raise RefusedConversation(f"{field}.role: is {role!r}; use one of {', '.join(ROLES)}")
     content = message.setdefault("content", "")
     if not isinstance(content, str):
         raise RefusedConversation(f"{field}.content: must be text, is {type(content).__name__}")
-    if message.get("tool_calls"):
-        calls = cast("list[object]", message["tool_calls"])
-        message["tool_calls"] = [_call(call, f"{field}.tool_calls[{index}]") for index, call in enumerate(calls)]
-    else:
-        message.pop("tool_calls", None)
-    return message
+    for name in REASONING:
+        if not isinstance(message.get(name, ""), str):
+            raise RefusedConversation(f"{field}.{name}: must be text, is {type(message[name]).__name__}")
+    calls: object = message.pop("tool_calls", None) or []
+    legacy = message.pop("function_call", None)
+    if not isinstance(calls, list):
+        raise RefusedConversation(f"{field}.tool_calls: must be a list, is {type(calls).__name__}")
+    if calls and legacy:
+        raise RefusedConversation(f"{field}.function_call: stands beside tool_calls; remove one of them")
+    read = [_call(call, f"{field}.tool_calls[{index}]") for index, call in enumerate(cast("list[object]", calls))]
+    if legacy:
+        read = [_call(legacy, f"{field}.function_call")]
+    if role != "assistant" and read:
+        raise RefusedConversation(f"{field}.tool_calls: only an assistant calls; its role is {role}")
+    weight = _weight(message, field)
+    message = {name: entry for name, entry in message.items() if name not in WEIGHTS} | {"role": role}
+    if role == "assistant" and weight == 0:
+        message["weight"] = 0
+    elif role != "assistant" and weight:
+        raise RefusedConversation(f"{field}: is marked as learned; only messages of an assistant are, remove the mark")
+    return message | ({"tool_calls": read} if read else {})
 
 
-def _call(given: object, field: str) -> dict[str, Any]:
+def _weight(message: Mapping[str, Any], field: str) -> int | None:
+    """Whether a message says that it is learned; None if it says nothing."""
+    for name in UNCLEAR_WEIGHTS:
+        if name in message:
+            raise RefusedConversation(f"{field}.{name}: is not read; say with weight, 0 or 1, whether it is learned")
+    said = {name: message[name] for name in WEIGHTS if name in message}
+    for name, value in said.items():
+        if value not in (0, 1):
+            raise RefusedConversation(f"{field}.{name}: is {value!r}; a turn is learned (1) or not (0)")
+    if len({int(value) for value in said.values()}) > 1:
+        raise RefusedConversation(f"{field}: {' and '.join(said)} contradict each other; keep one of them")
+    return next((int(value) for value in said.values()), None)
+
+
+def _call(value: object, field: str) -> dict[str, Any]:
     """A call with its arguments as an object, which templates expect; OpenAI's API sends text."""
-    call = dict(cast("dict[str, Any]", given)) if isinstance(given, dict) else {}
-    function: Any = call.get("function", call)
-    if not isinstance(function, dict) or not isinstance(cast("dict[str, Any]", function).get("name"), str):
+    call = dict(value) if is_mapping(value) else {}
+    function = call.get("function", call)
+    if not is_mapping(function) or not isinstance(function.get("name"), str):
         raise RefusedConversation(f"{field}.function.name: is required; add it")
-    inner = cast("dict[str, Any]", function)
-    arguments = _decoded(inner.get("arguments", {}), f"{field}.function.arguments")
-    if not isinstance(arguments, dict):
+    written = function.get("arguments")
+    arguments = _decoded({} if written is None else written, f"{field}.function.arguments")
+    if not is_mapping(arguments):
         raise RefusedConversation(f"{field}.function.arguments: must be an object, is {type(arguments).__name__}")
-    return {**call, "type": "function", "function": {"name": inner["name"], "arguments": arguments}}
+    if problems := columns_as_json({"arguments": arguments})[1]:
+        raise RefusedConversation(f"{field}.function.{problems[0]}")
+    identity = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
+    return {**identity, "type": "function", "function": {"name": function["name"], "arguments": dict(arguments)}}
 
 
 def _is_retool(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> bool:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError, field_validator, model_validator
 
 from kestrl.episode import Json, Scenario
 
@@ -28,8 +28,10 @@ class BadRow(ValueError):
 class _Message(BaseModel):
     model_config = ConfigDict(extra="ignore", strict=True)
     role: Annotated[str, Field(pattern="^(system|user|assistant|tool)$")]
-    content: Text
+    content: str
     tool_calls: Any = None
+    reasoning_content: Any = None
+    name: Any = None
 
     @field_validator("tool_calls")
     @classmethod
@@ -37,6 +39,19 @@ class _Message(BaseModel):
         if value:
             raise ValueError("calls of a literal assistant turn are not supported; leave the turn and its results out")
         return value
+
+    @field_validator("reasoning_content", "name")
+    @classmethod
+    def _unused(cls, value: Any) -> Any:
+        if value:
+            raise ValueError("would not reach the model; write it into content, or remove it")
+        return value
+
+    @model_validator(mode="after")
+    def _says_something(self) -> Self:
+        if not self.content and self.role != "system":
+            raise ValueError("content is empty; write what is said, or remove the message")
+        return self
 
 
 class _Kwargs(BaseModel):
@@ -69,13 +84,15 @@ ToolsField = Annotated[
 
 
 class _PlainRow(BaseModel):
-    """`{id, prompt|question, tools?, agent_name?, ground_truth?, metadata?}` and further columns, kept in the metadata.
+    """`{id?, prompt|question, tools?, agent_name?, ground_truth?|answer?, metadata?}` and further columns, kept in the
+    metadata.
 
-    `tools` is a list of names, or an object of keyword arguments by name.
+    Without `id` a row has its number, without `ground_truth` its `answer` is that: rows of GSM8K, TRL and verifiers are
+    read as they are. `tools` is a list of names, or an object of keyword arguments by name.
     """
 
     model_config = ConfigDict(extra="allow", strict=True)
-    id: IdField
+    id: IdField | None = None
     prompt: PromptField | None = None
     question: Text | None = None
     tools: ToolsField | None = None
@@ -113,6 +130,11 @@ class _VerlRow(BaseModel):
     prompt: Annotated[list[_Message], Field(min_length=1)]
     reward_model: _RewardModel
     extra_info: _ExtraInfo = _ExtraInfo()
+
+    @field_validator("extra_info", mode="before")
+    @classmethod
+    def _absent(cls, value: Any) -> Any:
+        return {} if value is None else value
 
 
 def scenario(columns: Mapping[str, Json], ordinal: int) -> Scenario:
@@ -152,13 +174,13 @@ def _from_plain(row: _PlainRow, ordinal: int) -> Scenario:
     messages = [{"role": "user", "content": asked}] if isinstance(asked, str) else _messages(asked or ())
     by_name = row.tools if isinstance(row.tools, dict) else {}
     return Scenario(
-        id=str(row.id),
+        id=f"row-{ordinal}" if row.id is None else str(row.id),
         ordinal=ordinal,
         messages=messages,
         tools=None if row.tools is None else list(row.tools),
         tools_kwargs={name: kwargs.model_dump() for name, kwargs in by_name.items()},
         agent=row.agent_name or "",
-        ground_truth=row.ground_truth,
+        ground_truth=columns.get("answer") if row.ground_truth is None else row.ground_truth,
         metadata=_merged(columns, row.metadata, "metadata"),
     )
 
@@ -187,7 +209,8 @@ def _messages(said: Sequence[_Message]) -> list[dict[str, str]]:
     for index, message in enumerate(said):
         if message.role == "tool" and (index == 0 or said[index - 1].role not in {"assistant", "tool"}):
             raise BadRow([f"prompt.{index}.role: a tool turn must follow an assistant turn"])
-    return [{"role": message.role, "content": message.content} for message in said]
+    # An empty system message, as in many of verl's rows, is none.
+    return [{"role": message.role, "content": message.content} for message in said if message.content]
 
 
 def _misspelt(columns: Mapping[str, Json], form: type[BaseModel]) -> Iterator[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -55,6 +56,9 @@ def _parquet(path: Path) -> Iterator[tuple[int, Any]]:
         with cast(Any, parquet.ParquetFile(path)) as file:
             for batch in file.iter_batches(batch_size=ROWS_AT_ONCE):
                 names: list[str] = batch.schema.names
+                twice = next((name for name in names if names.count(name) > 1), None)
+                if twice is not None:
+                    raise UserInputError(f"{path}: two columns have the name {twice!r}; rename one of them")
                 columns = [_column(path, name, batch.column(name), number) for name in names]
                 for values in zip(*columns, strict=True):
                     yield number, without_nulls(dict(zip(names, values, strict=True)))
@@ -66,12 +70,12 @@ def _parquet(path: Path) -> Iterator[tuple[int, Any]]:
 def _column(path: Path, name: str, values: Any, first: int) -> list[object]:
     """Values of a column; the error for a value without a Python form names its row."""
     try:
-        return cast("list[object]", values.to_pylist())
-    except (ValueError, OverflowError):
+        return cast("list[object]", values.to_pylist(maps_as_pydicts="strict"))
+    except (KeyError, ValueError, OverflowError):
         for row, value in enumerate(values, start=first):
             try:
-                value.as_py()
-            except (ValueError, OverflowError) as error:
+                value.as_py(maps_as_pydicts="strict")
+            except (KeyError, ValueError, OverflowError) as error:
                 raise UserInputError(f"{path}:{row}: {name}: cannot be read: {error}") from error
         raise
 
@@ -105,6 +109,11 @@ def raw_rows(path: Path) -> Iterator[tuple[int, Any]]:
     raise UserInputError(f"{path}: a data set is a .jsonl or .parquet file")
 
 
+def _names_itself(raw: object) -> bool:
+    """Whether a row has an `id`."""
+    return is_mapping(raw) and raw.get("id") is not None
+
+
 def read_rows(path: Path, *, size: int | None = None) -> list[DataRow]:
     """Reads a data set; ordinals count from 0 in file order.
 
@@ -131,6 +140,9 @@ def read_rows(path: Path, *, size: int | None = None) -> list[DataRow]:
                 break
             continue
         id_ = row.scenario.id
+        if id_ in seen and not _names_itself(raw):  # verl's `extra_info.index` may repeat
+            id_ = f"{id_}#{row.scenario.ordinal}"
+            row = row._replace(scenario=replace(row.scenario, id=id_))
         if id_ in seen:
             problems.append(f"{path}:{number}: id: {id_!r} is already the id of line {seen[id_]}")
         seen[id_] = number

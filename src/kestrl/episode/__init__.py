@@ -158,6 +158,8 @@ class Turn:
     policy: str
     """`PolicyVersion.name` reported by the engine."""
     seconds: float
+    reasoning_opened: bool = False
+    """Whether the prompt had opened the model's reasoning. `text` then begins with the tag that the prompt holds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -150,6 +150,7 @@ def _turn_to_proto(turn: Turn) -> pb.Turn:
         engine=turn.engine,
         policy=turn.policy,
         seconds=turn.seconds,
+        reasoning_opened=turn.reasoning_opened,
     )
 
 
@@ -164,6 +165,7 @@ def _turn_from_proto(message: pb.Turn) -> Turn:
         engine=message.engine,
         policy=message.policy,
         seconds=message.seconds,
+        reasoning_opened=message.reasoning_opened,
     )
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from kestrl.formats import Marker, Schemas, ToolCallFormat, Turn, WrittenCall
 from kestrl.formats.objects import read_json, with_arguments, write_json, write_object
+from kestrl.tools.shapes import json_problem
 
 START, CHANNEL, MESSAGE, END, CALL = "<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>"
 CONSTRAIN, RETURN = "<|constrain|>", "<|return|>"
@@ -78,7 +79,8 @@ class Harmony(ToolCallFormat):
             body = "".join(message.body or ()).strip()
             if message.recipient:
                 call = _call(message, body, cut=False)
-                text = body if call.arguments is None else write_object(call.name, call.arguments)
+                unwritable = call.arguments is None or json_problem(call.arguments)
+                text = body if unwritable else write_object(call.name, call.arguments or {})
                 written.append(f"<tool_call>\n{text}\n</tool_call>")
             elif message.channel == "analysis":
                 written.append(f"<think>\n{body}\n</think>")

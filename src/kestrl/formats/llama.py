@@ -6,15 +6,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 from kestrl.formats import Marker, Schemas, ToolCallFormat, Turn, WrittenCall
-from kestrl.formats.objects import call_of, raw_json, write_object
+from kestrl.formats.objects import call_of, names_tool, objects, write_object
 
 TAG = "<|python_tag|>"
 KEYS = ("parameters", "arguments")
-_OPENING = re.compile(r'\{\s*"name"\s*:')
-"""How a call begins. JSON without a tool name is an answer."""
+_BEGINNING = re.compile(r'\{\s*"(?:name|type|id|function|parameters|arguments)"\s*:')
+"""How a call that cannot be read begins. Other text that is not JSON is an answer."""
 MAX_CALLS = 256
 """Maximum calls read from one turn; text after the last one is content."""
 
@@ -28,23 +28,21 @@ class Llama3Json(ToolCallFormat):
     hints = ('{"name":', '"parameters":')
 
     def read(self, pieces: Sequence[str], schemas: Schemas, *, cut: bool) -> Turn:
-        del schemas
         tagged = any(isinstance(piece, Marker) and piece == TAG for piece in pieces)
         text = "".join(piece for piece in pieces if not (isinstance(piece, Marker) and piece == TAG))
         content: list[str] = []
         calls: list[WrittenCall] = []
         done = 0
-        for opening in _OPENING.finditer(text):
-            if opening.start() < done:
-                continue
+        for start, end, value in objects(text):
             if len(calls) == MAX_CALLS:
                 break
-            content.append(text[done : opening.start()])
-            call, done = _read(text, opening.start(), cut=cut)
-            if call is None:
-                content.append(text[opening.start() : done])
-            else:
+            call = _read(text, start, end, value, schemas, cut=cut)
+            if call is not None:
+                content.append(text[done:start])
                 calls.append(call)
+                done = end
+                if isinstance(value, ValueError):
+                    break  # what follows belongs to it
         content.append(text[done:])
         said = "".join(content)
         if tagged and not calls and said.strip():
@@ -58,15 +56,12 @@ class Llama3Json(ToolCallFormat):
         return "; ".join(write_object(name, arguments, KEYS[0]) for name, arguments in calls)
 
 
-def _read(text: str, start: int, *, cut: bool) -> tuple[WrittenCall | None, int]:
-    """The call that begins at `start` and where it ends; None for an object that is not a call."""
-    try:
-        value, end = raw_json(text, start)
-    except ValueError as error:
-        raw = text[start:]
-        if cut:
-            return WrittenCall(raw=raw, unfinished=True), len(text)
-        return WrittenCall(raw=raw, problem=str(error)), len(text)
-    if not any(key in cast(dict[str, Any], value) for key in KEYS):
-        return None, end
-    return call_of(value, text[start:end], KEYS), end
+def _read(text: str, start: int, end: int, value: Any, schemas: Schemas, *, cut: bool) -> WrittenCall | None:
+    """The call that an object is; None for one that is an answer."""
+    raw = text[start:end]
+    if isinstance(value, ValueError):
+        if not _BEGINNING.match(raw) or '"name"' not in raw:
+            return None
+        return WrittenCall(raw=raw, unfinished=True) if cut else WrittenCall(raw=raw, problem=str(value))
+    is_call = isinstance(value, dict) and "name" in value and any(key in value for key in KEYS)
+    return call_of(value, raw, KEYS) if is_call or names_tool(value, schemas, KEYS) else None

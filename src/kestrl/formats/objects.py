@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NoReturn, cast
 
-from kestrl.formats import WrittenCall
+from kestrl.formats import Schemas, WrittenCall
 
 ARGUMENTS = ("arguments",)
+USUAL = ("arguments", "parameters", "args", "input")
+"""Keys under which models write arguments, whatever their format's is."""
+IDENTITY = ("name", "id", "type")
+"""Members of a call beside its arguments."""
+MAX_FAILURES = 64
+"""Maximum objects of a text that cannot be read and are looked at."""
+_OPENING = re.compile(r'\{\s*"')
 
 
 def _refuse_constant(name: str) -> NoReturn:
@@ -69,12 +77,73 @@ def call_of(value: Any, raw: str, keys: Sequence[str] = ARGUMENTS) -> WrittenCal
     """The call of a JSON value."""
     if not isinstance(value, dict):
         return WrittenCall(raw=raw, problem="it is not a JSON object")
-    call = cast(dict[str, Any], value)
+    call = _unwrapped(cast(dict[str, Any], value))
     name = call.get("name")
     if not isinstance(name, str) or not name:
         return WrittenCall(raw=raw, problem='it has no "name"')
+    unknown = [key for key in call if key not in (*keys, *IDENTITY)]
+    if unknown:
+        problem = f'it has the member "{unknown[0]}"; the arguments are the JSON object "{keys[0]}", and nothing else'
+        return WrittenCall(raw=raw, name=name, problem=problem)
     arguments: Any = next((call[key] for key in keys if key in call), dict[str, Any]())
     return with_arguments(name, arguments, raw, f'"{keys[0]}" is not a JSON object')
+
+
+def _unwrapped(value: dict[str, Any]) -> dict[str, Any]:
+    """A call in the form of OpenAI's API, `{"type": "function", "function": {...}}`, as its function alone."""
+    inner = value.get("function")
+    return cast(dict[str, Any], inner) if isinstance(inner, dict) and value.keys() <= {"function", *IDENTITY} else value
+
+
+def objects(text: str) -> Iterator[tuple[int, int, Any]]:
+    """The JSON objects in a text that are in no other: where each begins and ends, and its value, or the ValueError of
+    one that cannot be read.
+    """
+    done = failures = 0
+    for opening in _OPENING.finditer(text):
+        start = opening.start()
+        if start < done:
+            continue
+        try:
+            value, done = raw_json(text, start)
+        except ValueError as error:
+            failures += 1
+            if failures > MAX_FAILURES:
+                return
+            yield start, len(text), error
+        else:
+            yield start, done, value
+
+
+def stray_calls(text: str, schemas: Schemas, keys: Sequence[str], problem: str) -> tuple[str, list[WrittenCall]]:
+    """A text without objects that name an offered tool and arguments, and these objects as calls that cannot be read:
+    the model wrote them outside the markers of its format.
+
+    Args:
+        text: Of a turn, outside markers.
+        schemas: Of the offered tools.
+        keys: Accepted keys of the arguments.
+        problem: The message to the model.
+    """
+    calls: list[WrittenCall] = []
+    content: list[str] = []
+    done = 0
+    for start, end, value in objects(text):
+        if not names_tool(value, schemas, keys):
+            continue
+        content.append(text[done:start])
+        calls.append(WrittenCall(raw=text[start:end], problem=problem))
+        done = end
+    content.append(text[done:])
+    return "".join(content).strip() if calls else text, calls
+
+
+def names_tool(value: Any, schemas: Schemas, keys: Sequence[str]) -> bool:
+    """Whether an object is a call of an offered tool, with arguments under one of the usual keys."""
+    if not isinstance(value, dict):
+        return False
+    call = _unwrapped(cast(dict[str, Any], value))
+    return call.get("name") in schemas and any(key in call for key in (*keys, *USUAL))
 
 
 def with_arguments(

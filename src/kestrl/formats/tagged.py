@@ -8,9 +8,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 from kestrl.formats import Marker, Schemas, ToolCallFormat, Turn, WrittenCall
-from kestrl.formats.objects import read_json, read_object, write_json, write_object
+from kestrl.formats.objects import ARGUMENTS, read_json, read_object, stray_calls, write_json, write_object
+from kestrl.tools.references import properties_of, resolved
 
 BEGIN, END = "<tool_call>", "</tool_call>"
+OUTSIDE = f"it does not stand between {BEGIN} and {END}"
 MAX_LITERAL = 65_536
 """Characters of a Python literal that are parsed: the parser's memory grows with them."""
 
@@ -49,15 +51,17 @@ class Hermes(ToolCallFormat):
     hints = (BEGIN, "arguments")
 
     def read(self, pieces: Sequence[str], schemas: Schemas, *, cut: bool) -> Turn:
-        del schemas, cut
+        del cut
         content, calls = between(pieces, BEGIN, END, lambda raw: [read_object(raw)])
-        return Turn(content=content, calls=calls)
+        content, strays = stray_calls(content, schemas, ARGUMENTS, OUTSIDE)
+        return Turn(content=content, calls=[*calls, *strays])
 
     def write(self, calls: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
         return "\n".join(f"{BEGIN}\n{write_object(name, arguments)}\n{END}" for name, arguments in calls)
 
 
 _FUNCTION = re.compile(r"\s*<function=(?P<name>[^>\n]+)>(?P<body>.*)</function>\s*", re.DOTALL)
+_OPENED = re.compile(r"<parameter=(?P<name>[^>\n]+)>")
 _PARAMETER = re.compile(
     r"\s*<parameter=(?P<name>[^>\n]+)>(?P<value>.*?)</parameter>(?=\s*(?:<parameter=|$))", re.DOTALL
 )
@@ -80,7 +84,8 @@ class QwenXml(ToolCallFormat):
     def read(self, pieces: Sequence[str], schemas: Schemas, *, cut: bool) -> Turn:
         del cut
         content, calls = between(pieces, BEGIN, END, lambda raw: [_read_xml(raw, schemas)])
-        return Turn(content=content, calls=calls)
+        content, bare = _bare_xml(content, schemas)
+        return Turn(content=content, calls=[*calls, *bare])
 
     def write(self, calls: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
         return "\n".join(_write_xml(name, arguments) for name, arguments in calls)
@@ -100,7 +105,7 @@ def _read_xml(raw: str, schemas: Schemas) -> WrittenCall:
         return WrittenCall(raw=raw, problem="it is not of the form <function=...> ... </function>")
     name, body = function["name"].strip(), function["body"]
     schema = schemas.get(name, {})
-    properties: Mapping[str, Any] = schema.get("properties", {})
+    properties = properties_of(schema)
     arguments: dict[str, Any] = {}
     done = 0
     for match in _PARAMETER.finditer(body):
@@ -108,6 +113,10 @@ def _read_xml(raw: str, schemas: Schemas) -> WrittenCall:
             break
         done = match.end()
         key = match["name"].strip()
+        inner = _OPENED.search(match["value"])
+        if inner is not None and inner["name"].strip() in properties:
+            problem = f"</parameter> is missing between {key!r} and {inner['name'].strip()!r}"
+            return WrittenCall(raw=raw, name=name, problem=problem)
         if key in arguments:
             return WrittenCall(raw=raw, name=name, problem=f"the parameter {key!r} is there twice")
         arguments[key] = _value(_without_frame(match["value"]), properties.get(key, {}), schema)
@@ -118,6 +127,30 @@ def _read_xml(raw: str, schemas: Schemas) -> WrittenCall:
             problem=f"what follows is not <parameter=...> ... </parameter>: {body[done:].strip()[:80]}",
         )
     return WrittenCall(raw=raw, name=name, arguments=arguments)
+
+
+_BARE = re.compile(r"<function=(?P<name>[^>\n]+)>")
+
+
+def _bare_xml(text: str, schemas: Schemas) -> tuple[str, list[WrittenCall]]:
+    """A text without the functions in it that name an offered tool, and these as calls that cannot be read.
+
+    Models omit `<tool_call>`. Where it is a control token, text without it may also repeat what somebody else wrote, so
+    that nothing is executed, and the model gets an error.
+    """
+    starts = [match.start() for match in _BARE.finditer(text) if match["name"].strip() in schemas]
+    if not starts:
+        return text, []
+    content, calls, done = [text[: starts[0]]], list[WrittenCall](), starts[0]
+    for start in starts:
+        if start < done:
+            continue  # in a value of the one before
+        content.append(text[done:start])
+        end = text.find("</function>", start)
+        done = len(text) if end < 0 else end + len("</function>")
+        calls.append(WrittenCall(raw=text[start:done], problem=OUTSIDE))
+    content.append(text[done:])
+    return "".join(content).strip(), calls
 
 
 def _without_frame(text: str) -> str:
@@ -167,9 +200,9 @@ def _literal(text: str) -> Any:
 
 def _kinds(schema: Any, root: Mapping[str, Any], *, depth: int) -> Iterator[str]:
     """JSON types that a schema allows, if declared; for an enumeration, the types of its values."""
-    if not isinstance(schema, dict) or depth == 0:
+    entries = resolved(schema, root)
+    if not entries or depth == 0:
         return
-    entries = cast(dict[str, Any], schema)
     declared: Any = entries.get("type")
     yield from [declared] if isinstance(declared, str) else cast(list[str], declared or [])
     if declared is None:
@@ -179,9 +212,6 @@ def _kinds(schema: Any, root: Mapping[str, Any], *, depth: int) -> Iterator[str]
     for key in ("anyOf", "oneOf", "allOf"):
         for each in entries.get(key, ()):
             yield from _kinds(each, root, depth=depth - 1)
-    reference = entries.get("$ref")
-    if isinstance(reference, str) and reference.startswith("#/$defs/"):
-        yield from _kinds(root.get("$defs", {}).get(reference.removeprefix("#/$defs/")), root, depth=depth - 1)
 
 
 def _kind(value: Any) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from kestrl.episode import CallOutcome
 from kestrl.rewards import Attempt, Score, mathematics
@@ -15,9 +15,9 @@ from kestrl.rewards.answers import (
     marked,
     matches,
     normalised,
-    parsed_answer,
 )
 from kestrl.rewards.boxed import Comparison, Shaping, canonical, last_boxed, shaped
+from kestrl.rewards.mathematics import Reading
 
 MALFORMED = frozenset(
     {CallOutcome.INVALID_JSON, CallOutcome.UNKNOWN_TOOL, CallOutcome.SCHEMA_VIOLATION, CallOutcome.TRUNCATED}
@@ -55,16 +55,17 @@ def flexible_answer(attempt: Attempt) -> Score:
 def math_answer(attempt: Attempt) -> Score:
     r"""1 if the answer is mathematically equal to the expected one (`\boxed{\frac{1}{2}}` and 0.5), else 0.
 
-    The marked answer (`\boxed{...}`, `#### ...`, `Answer: ...`) is compared, or else the last expression of the text,
-    by math-verify, which reads LaTeX and plain expressions. Words are compared as text.
+    The answer is read and compared by math-verify: what stands in `\boxed{...}`, behind `####` or `Answer:`, or in the
+    last formula of the text. The answer that is recorded, shown and voted with is the one that was compared. Words are
+    compared as text.
 
     Raises:
         ValueError: The scenario has no ground truth.
     """
     answer = answer_of(attempt.episode)
-    voted = canonical(marked(answer) or parsed_answer(answer)) or normalised(answer)
-    accepted = accepted_answers(attempt.scenario.ground_truth)
-    return _right(any(_equal(answer, expected) for expected in accepted), answer=voted)
+    accepted = [marked(expected) or expected for expected in accepted_answers(attempt.scenario.ground_truth)]
+    reading = _read(marked(answer) or answer[-MAX_READ:], accepted)
+    return _right(reading.correct, answer=reading.answer)
 
 
 def boxed_answer(
@@ -91,34 +92,38 @@ def boxed_answer(
     if window < 1:
         raise ValueError(f"window must be at least 1, is {window}")
     accepted = accepted_answers(attempt.scenario.ground_truth)
-    found = last_boxed(answer_of(attempt.episode)[-window:])
-    correct = found is not None and any(_boxed_equal(found, expected, compare) for expected in accepted)
+    boxed = last_boxed(answer_of(attempt.episode)[-window:])
+    reading = Reading(correct=False, answer="") if boxed is None else _boxed_reading(boxed, accepted, compare)
     calls = {call.turn for call in attempt.episode.tool_calls if call.outcome not in MALFORMED}
     return Score(
-        value=shaped(correct, len(calls), shaping),
-        metrics={"answer_correct": float(correct), "boxed": float(found is not None)},
-        answer="" if found is None else found if compare == "text" else canonical(found),
+        value=shaped(reading.correct, len(calls), shaping),
+        metrics={"answer_correct": float(reading.correct), "boxed": float(boxed is not None)},
+        answer=reading.answer,
     )
 
 
-def _boxed_equal(found: str, expected: str, compare: Comparison) -> bool:
+def _boxed_reading(boxed: str, accepted: Sequence[str], compare: Comparison) -> Reading:
     if compare == "text":
-        return found == expected
+        return Reading(boxed in accepted, boxed)
     if compare == "exact":
-        return canonical(found) == canonical(expected)
+        answer = canonical(boxed)
+        return Reading(answer in map(canonical, accepted), answer)
     if compare == "math":
-        return _same(found, expected)
+        return _read(boxed, accepted)
     raise ValueError(f"compare must be exact, text or math, is {compare!r}")
 
 
-def _equal(answer: str, expected: str) -> bool:
-    return _same(marked(answer) or answer[-MAX_READ:], marked(expected) or expected)
-
-
-def _same(candidate: str, expected: str) -> bool:
-    if _WORDS.fullmatch(expected.strip()):  # as mathematics, the letters of a word would be factors
-        return normalised(expected) == normalised(candidate)
-    return mathematics.equal(expected, candidate)
+def _read(candidate: str, accepted: Sequence[str]) -> Reading:
+    """The answer of a text, by math-verify unless words are expected: as mathematics, the letters of a word would be
+    factors.
+    """
+    words = [normalised(expected) for expected in accepted if _WORDS.fullmatch(expected.strip())]
+    formulas = [expected for expected in accepted if not _WORDS.fullmatch(expected.strip())]
+    said = normalised(candidate)
+    if said in words or not formulas:
+        return Reading(said in words, said)
+    reading = mathematics.read(candidate, formulas)
+    return reading if reading.answer else Reading(reading.correct, said)
 
 
 def _right(correct: bool, *, answer: str) -> Score:

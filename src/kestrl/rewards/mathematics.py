@@ -1,56 +1,102 @@
-"""Equality of mathematical answers, by math-verify (extra `math`), which is imported by the first comparison."""
+"""Mathematical answers, read and compared by math-verify (extra `math`), which is imported by the first comparison."""
 
 from __future__ import annotations
 
 import logging
 import os
+import re
 import resource
 import traceback
+from collections.abc import Sequence
 from functools import lru_cache
+from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+from kestrl.rewards.boxed import canonical
 
 CPU_SECONDS = 2
 """CPU time of one comparison. An answer that takes longer, such as a tower of powers, is not equal."""
 MEMORY_BYTES = 2 * 1024**3
 """Memory that one comparison may allocate beyond that of its process."""
-_EQUAL, _DIFFERENT, _FAILED = range(3)
+MAX_ANSWER = 1000
+"""Maximum characters of an answer in the form in which it is recorded."""
+_BOLD = re.compile(r"(?P<mark>\*\*|__)(?=\S)(?P<text>[^*_\n]+?)(?<=\S)(?P=mark)")
+_COMMAND = re.compile(r"\\[A-Za-z]+|\b(?:sin|cos|tan|log|ln|exp|sqrt|pi|inf)\b")
+_WORD = re.compile(r"[^\W\d_]{2,}")
+"""A word, not a product of variables: those are written apart, or in LaTeX."""
+_DELIMITERS = ("$", "\\boxed", "\\[", "\\(", "\\begin{")
+"""What surrounds LaTeX in a text."""
 
 
-def equal(expected: str, given: str) -> bool:
-    r"""Whether two expressions, in LaTeX or as plain text, are equal: `\frac{1}{2}` and `0.5`, `(x+1)^2` and
-    `x^2+2x+1`.
+class Reading(NamedTuple):
+    """An answer as it was read out of a text."""
 
-    What a model wrote may take unbounded time to evaluate, in code that no signal handler interrupts. So it is compared
-    in a forked process with limits of CPU time and memory.
+    correct: bool
+    """Whether it is equal to an accepted one."""
+    answer: str
+    """Its form that is the same for equal answers; empty if there is none, or if it was too costly to read."""
+
+
+def read(text: str, accepted: Sequence[str]) -> Reading:
+    r"""Reads the answer of a text and compares it with accepted ones: `\frac{1}{2}` and 0.5, `(x+1)^2` and `x^2+2x+1`,
+    sets, intervals, and what stands in `\boxed{...}`, `$...$` or `\[...\]`.
+
+    What a model wrote may take unbounded time to evaluate, in code that no signal handler interrupts. So it is read and
+    compared in a forked process with limits of CPU time and memory.
+
+    Args:
+        text: The answer, LaTeX or plain.
+        accepted: Expressions.
 
     Raises:
         ImportError: math-verify is not installed.
         RuntimeError: The comparison failed; its traceback is in the log.
     """
-    parsed = _parsed(expected)
+    expected = [_parsed(expression) for expression in accepted]
+    receive, send = os.pipe()
     child = os.fork()
     if child == 0:
-        code = _FAILED
+        code = 1
         try:
-            code = _compare(parsed, given)
+            os.close(receive)
+            reading = _reading(expected, text)
+            os.write(send, f"{int(reading.correct)}{reading.answer}".encode("utf-8", "replace"))
+            code = 0
         except BaseException:  # noqa: BLE001 - the forked process must not return; the parent raises
             traceback.print_exc()
         finally:
             os._exit(code)
-    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    if code == _FAILED:
+    os.close(send)
+    with os.fdopen(receive, "rb") as pipe:
+        answer = pipe.read().decode("utf-8")
+    if os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1:
         raise RuntimeError("math-verify failed to compare an answer; its traceback is in the log")
-    return code == _EQUAL
+    return Reading(answer[:1] == "1", answer[1:])
 
 
-def _compare(expected: Any, given: str) -> int:
+def _reading(expected: Sequence[Any], text: str) -> Reading:
     resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS, CPU_SECONDS))
     in_use = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (in_use + MEMORY_BYTES, in_use + MEMORY_BYTES))
+    parsed = _parse(text)
     # Without its own timeouts, which are alarms of the main thread.
-    same = _math_verify().verify(expected, _parse(given), timeout_seconds=None)
-    return _EQUAL if same else _DIFFERENT
+    correct = any(_math_verify().verify(one, parsed, timeout_seconds=None) for one in expected)
+    return Reading(correct, _form(parsed))
+
+
+def _form(parsed: Any) -> str:
+    """Form of a parsed answer that is the same for equal ones: numbers as reduced fractions, polynomials expanded."""
+    sympy: Any = import_module("sympy")  # its types are incomplete
+    if not parsed:
+        return ""
+    value: Any = parsed[0]
+    if isinstance(value, sympy.Eq):
+        value = value.rhs  # x = 1/2 answers what x is
+    if isinstance(value, sympy.Expr):
+        expanded: Any = sympy.nsimplify(sympy.expand(value), rational=True) if value.is_number else sympy.expand(value)
+        return str(expanded)[:MAX_ANSWER]
+    return (canonical(value) if isinstance(value, str) else str(value))[:MAX_ANSWER]
 
 
 @lru_cache(maxsize=1024)
@@ -60,9 +106,17 @@ def _parsed(expected: str) -> Any:
 
 
 def _parse(text: str) -> Any:
-    # As LaTeX, of which plain numbers and expressions are a part; without delimiters it would be searched for a number.
-    delimited = text if "$" in text or "\\boxed" in text or "\n" in text else f"${text}$"
-    return _math_verify().parse(delimited, parsing_timeout=None)
+    plain = _BOLD.sub(r"\g<text>", text)
+    return _math_verify().parse(f"${plain}$" if _is_formula(plain) else plain, parsing_timeout=None)
+
+
+def _is_formula(text: str) -> bool:
+    """Whether a text without delimiters is a formula as a whole. Without delimiters math-verify would search it for a
+    number; within them the letters of words would be factors.
+    """
+    if "\n" in text or any(delimiter in text for delimiter in _DELIMITERS):
+        return False
+    return _WORD.search(_COMMAND.sub(" ", text)) is None
 
 
 @lru_cache(maxsize=1)

@@ -73,6 +73,8 @@ class RunSummary(Versioned):
     policy: SummaryPolicy | None = None
     learned: bool | None = None
     not_learned: SummaryReason | None = None
+    learning_warning: str = ""
+    """What was lost of what could have been learned; empty otherwise."""
     seconds: float = 0.0
     """Time spent on the run by all its processes."""
     logprob_gap: dict[str, float] = Field(default_factory=dict[str, float])

@@ -41,6 +41,19 @@ ARGUMENTS: Sequence[Mapping[str, Any]] = (
 )
 
 
+PLACE = "place-of-a-value"
+HOSTILE: Sequence[str] = (
+    '"\\ud800"',
+    "[" * 500 + "]" * 500,
+    '{"a":' * 500 + "1" + "}" * 500,
+    "NaN",
+    "-Infinity",
+    "1e999",
+    "9" * 5000,
+)
+"""Values with which no call can be sent: a lone surrogate, deep nesting, numbers without a JSON form."""
+
+
 def check_format(format: ToolCallFormat, *, seed: int = 0, damaged: int = 300) -> None:  # noqa: A002 - the domain's own word
     """Checks a format.
 
@@ -66,6 +79,7 @@ def check_format(format: ToolCallFormat, *, seed: int = 0, damaged: int = 300) -
     if _written(format, several) is not None:
         _check_calls(format, several)
     _check_answers(format)
+    _check_hostile(format)
     _check_damage(format, random.Random(seed), damaged)  # noqa: S311 - chance for tests
 
 
@@ -120,6 +134,16 @@ def _check_answers(format: ToolCallFormat) -> None:  # noqa: A002
         turn = _read(format, text, cut=False)
         assert not turn.calls, f"{format.name}: the answer {text!r} is read as the call {turn.calls[0]!r}"
         assert turn.content == text, f"{format.name}: of the answer {text!r} only {turn.content!r} is left"
+
+
+def _check_hostile(format: ToolCallFormat) -> None:  # noqa: A002
+    """What a model may write as the value of an argument: no text of its may be taken for a failure of the format."""
+    text = format.write([("search", {"word": PLACE, "limit": 1})])
+    written = next((form for form in (f'"{PLACE}"', f"'{PLACE}'", PLACE) if form in text), None)
+    assert written is not None, f"{format.name}: the argument {PLACE!r} is not in {text!r}"
+    for value in HOSTILE:
+        turn = _read(format, text.replace(written, value), cut=False)
+        assert turn.calls, f"{format.name}: a call with the value {value[:40]!r} is not read as an attempt"
 
 
 def _check_damage(format: ToolCallFormat, chance: random.Random, count: int) -> None:  # noqa: A002

@@ -100,13 +100,55 @@ def test_every_bad_row_is_reported_with_line_and_field(tmp_path: Path) -> None:
         {"id": "a", "question": "again"},
     )
     found = problems(path)
-    assert [line.removeprefix(str(path))[1:2] for line in found] == ["2", "3", "4", "5", "6", "7"]
+    assert [line.removeprefix(str(path))[1:2] for line in found] == ["2", "4", "5", "6", "7"]
     assert "prompt: give either `prompt` or `question`" in found[0]
-    assert "id: Field required" in found[1]
-    assert "metdata: unknown field; did you mean metadata?" in found[2]
-    assert "row: must be an object, is list" in found[3]
-    assert "prompt.0.role" in found[4]
-    assert "id: 'a' is already the id of line 1" in found[5]
+    assert "metdata: unknown field; did you mean metadata?" in found[1]
+    assert "row: must be an object, is list" in found[2]
+    assert "prompt.0.role" in found[3]
+    assert "id: 'a' is already the id of line 1" in found[4]
+
+
+def test_rows_of_other_libraries_need_no_id(tmp_path: Path) -> None:
+    path = write(
+        tmp_path / "a.jsonl",
+        {"question": "How many?", "answer": "Six.\n#### 6"},  # GSM8K, verifiers
+        {"prompt": [{"role": "user", "content": "Why?"}], "solution": "So."},  # TRL
+        {**VERL, "extra_info": None},
+        {**VERL, "extra_info": {"index": 7}},
+        {**VERL, "extra_info": {"index": 7}},
+        {**VERL, "prompt": [{"role": "system", "content": ""}, {"role": "user", "content": "x"}]},
+    )
+    scenarios = load_scenarios(path)
+    source = VERL["data_source"]
+    assert [item.id for item in scenarios[:2]] == ["row-0", "row-1"]
+    assert [item.id for item in scenarios[2:5]] == [f"{source}/2", f"{source}/7", f"{source}/7#4"]
+    assert (scenarios[0].ground_truth, scenarios[0].metadata["answer"]) == ("Six.\n#### 6", "Six.\n#### 6")
+    assert [message["role"] for message in scenarios[5].messages] == ["user"]
+
+
+@pytest.mark.parametrize(
+    ("message", "problem"),
+    [
+        ({"role": "user", "content": ""}, "content is empty"),
+        ({"role": "user", "content": "x", "name": "Ann"}, "would not reach the model"),
+        ({"role": "assistant", "content": "x", "reasoning_content": "y"}, "would not reach the model"),
+    ],
+)
+def test_what_would_not_reach_the_model_is_refused(message: dict[str, Any], problem: str, tmp_path: Path) -> None:
+    prompt = [message, {"role": "user", "content": "?"}]
+    assert problem in problems(write(tmp_path / "a.jsonl", {"id": 1, "prompt": prompt}))[0]
+
+
+def test_maps_of_parquet_are_objects_and_two_columns_of_one_name_are_refused(tmp_path: Path) -> None:
+    pa, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    names = pa.array(["x"])
+    facts = pa.array([[("a", 1), ("b", 2)]], type=pa.map_(pa.string(), pa.int64()))
+    parquet.write_table(pa.table({"question": names, "facts": facts}), tmp_path / "a.parquet")
+    (row,) = load_scenarios(tmp_path / "a.parquet")
+    assert row.metadata["facts"] == {"a": 1, "b": 2}
+    parquet.write_table(pa.Table.from_arrays([names, names], names=["question"] * 2), tmp_path / "b.parquet")
+    with pytest.raises(UserInputError, match="two columns have the name 'question'; rename one of them"):
+        load_scenarios(tmp_path / "b.parquet")
 
 
 def test_a_file_of_the_wrong_shape_does_not_flood(tmp_path: Path) -> None:

@@ -153,8 +153,8 @@ def test_a_prompt_and_an_episode_are_short(tokenizer: Tokenizer, conversations: 
 
 
 def test_a_rollout_splits_conversations_as_the_warm_up(tokenizer: Tokenizer, conversations: list[demos.Messages]):
-    from kestrl_rollout.template.chat import Message
-    from kestrl_rollout.template.chat_model import load_model
+    from kestrl._shared.text.chat import Message
+    from kestrl._shared.text.chat_model import load_model
 
     chat_model = load_model(str(MODEL), None, tools=True, started=datetime.now(UTC))
     toolset = chat_model.chat.toolset(OPENAI_TOOLS)

@@ -15,13 +15,13 @@ import yaml
 
 from kestrl._shared.spec import parse_job
 from kestrl._shared.spec.sft import parse_sft_job
+from kestrl._shared.text.chat import Message
+from kestrl._shared.text.chat_model import ChatModel, load_model
 from kestrl.errors import UserInputError
 from kestrl.tools.schema import describe
 from kestrl_email import smollm2
 from kestrl_email.tools import SearchEmails
 from kestrl_email.world import Split, make_tasks
-from kestrl_rollout.template.chat import Message
-from kestrl_rollout.template.chat_model import ChatModel, load_model
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "email-search"
 TEMPLATE = EXAMPLE / "smollm2.jinja"

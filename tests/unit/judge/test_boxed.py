@@ -216,7 +216,7 @@ def test_rewards_report_the_answer_that_they_read() -> None:
 
     assert read("72.0", 72) == ["72.0", "72", "72", ""]
     assert read(r"so \boxed{1,000.0}", "#### 1000") == [r"so \boxed{1,000.0", "1000", "1000", "1000"]
-    assert read("Answer: Paris.", "paris") == ["answer: paris", "paris", "Paris.", ""]
+    assert read("Answer: Paris.", "paris") == ["answer: paris", "paris", "paris", ""]
     assert read("", 1) == ["", "", "", ""]
     assert as_score("r", Score(answer="a\ud800")).answer == "a?"
     assert as_score("r", 1.0).answer is None

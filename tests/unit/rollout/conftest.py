@@ -5,11 +5,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-import lzma
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
-from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,11 +15,20 @@ from typing import Any
 import pytest
 from tests.fakes.engine import Completion, FakeEngine, Fault, Prompt
 from tests.fakes.ports import free_port
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from tests.fakes.small_models import (  # noqa: F401 - fixtures
+    chat_model,
+    forgetful_template,
+    load,
+    model_folder,
+    pytest_generate_tests,
+    qwen,
+    write_model,
+)
 
 from kestrl._shared import rpc
 from kestrl._shared.credentials import Secret
 from kestrl._shared.plan.settings.rollout import RolloutSettings
+from kestrl._shared.text.chat_model import ChatModel
 from kestrl.api.common.v1 import common_pb2
 from kestrl.api.judge.v1 import judge_pb2, judge_pb2_grpc
 from kestrl.api.rollout.v1 import rollout_pb2 as pb
@@ -32,120 +39,6 @@ from kestrl.episode.codec import group_from_proto, policy_to_proto, scenario_to_
 from kestrl_rollout.groups.group_runner import GroupRunner
 from kestrl_rollout.service import group_runner
 from kestrl_rollout.servicer import RolloutServicer
-from kestrl_rollout.template.chat_model import ChatModel, load_model
-from kestrl_rollout.template.vocabulary import Vocabulary
-
-DATA = Path(__file__).parents[2] / "data"
-NOT_HERE = "the published templates of Qwen2.5 to Qwen3.6 (shared/data/chat_templates beside the checkout)"
-SHARED_TEMPLATES = Path(__file__).parents[4] / "shared" / "data" / "chat_templates"
-
-OWN_TEMPLATE = """\
-{%- if tools %}
-    {{- '<|im_start|>system\n' }}
-    {%- if messages[0].role == 'system' %}{{- messages[0].content + '\n' }}{%- endif %}
-    {{- 'Tools, one JSON object a line:\n' }}
-    {%- for tool in tools %}{{- (tool | tojson) + '\n' }}{%- endfor %}
-    {{- 'Call one with <tool_call>{"name": ..., "arguments": {...}}</tool_call>.<|im_end|>\n' }}
-{%- elif messages[0].role == 'system' %}
-    {{- '<|im_start|>system\n' + messages[0].content + '<|im_end|>\n' }}
-{%- endif %}
-{%- for message in messages %}
-    {%- if message.role == 'user' %}
-        {{- '<|im_start|>user\n' + message.content + '<|im_end|>\n' }}
-    {%- elif message.role == 'assistant' %}
-        {{- '<|im_start|>assistant\n' }}
-        {%- generation %}{{- message.content + '<|im_end|>' }}{%- endgeneration %}
-        {{- '\n' }}
-    {%- elif message.role == 'tool' %}
-        {{- '<|im_start|>user\n<tool_response>\n' + message.content + '\n</tool_response><|im_end|>\n' }}
-    {%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}
-"""
-CONTROL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
-MARKERS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>")
-
-
-def byte_tokenizer(*, markers: bool = True) -> Tokenizer:
-    """Every byte a token, and the control tokens of ChatML; without `markers` tool calls are mere text."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={letter: index for index, letter in enumerate(alphabet)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(text, normalized=False) for text in CONTROL])
-    if markers:
-        tokenizer.add_tokens([AddedToken(text, normalized=False) for text in MARKERS])
-    return tokenizer
-
-
-@pytest.fixture(scope="session")
-def write_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """Writes a model folder: tokenizer, template, configuration."""
-
-    def write(
-        *, template: str | None = OWN_TEMPLATE, markers: bool = True, config: dict[str, Any] | None = None
-    ) -> Path:
-        folder = tmp_path_factory.mktemp("model")
-        byte_tokenizer(markers=markers).save(str(folder / "tokenizer.json"))
-        if template is not None:
-            (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
-        settings = {"eos_token": "<|im_end|>", "pad_token": {"content": "<|endoftext|>"}} if config is None else config
-        (folder / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
-        return folder
-
-    return write
-
-
-@pytest.fixture(scope="session")
-def model_folder(write_model: Callable[..., Path]) -> Path:
-    return write_model()
-
-
-@pytest.fixture(scope="session")
-def load(write_model: Callable[..., Path]) -> Callable[..., ChatModel]:
-    """Loads a small model as the worker would."""
-
-    def loaded(*, tools: bool = True, **options: Any) -> ChatModel:
-        return load_model(str(write_model(**options)), None, tools=tools, started=datetime(2026, 1, 2).astimezone())
-
-    return loaded
-
-
-@pytest.fixture(scope="session")
-def chat_model(load: Callable[..., ChatModel]) -> ChatModel:
-    return load()
-
-
-@pytest.fixture(scope="session")
-def forgetful_template() -> str:
-    """Deletes reasoning once the user speaks again, as Qwen3's does."""
-    return OWN_TEMPLATE.replace(
-        "{%- generation %}{{- message.content + '<|im_end|>' }}{%- endgeneration %}",
-        "{%- if loop.nextitem and loop.nextitem.role == 'user' %}{{- message.content.split('</think>')[-1].lstrip() }}"
-        "{%- else %}{{- message.content }}{%- endif %}{{- '<|im_end|>' }}",
-    )
-
-
-@pytest.fixture(scope="session")
-def qwen() -> Vocabulary:
-    """The real tokenizer of Qwen3."""
-    packed = (DATA / "qwen_tokenizer" / "tokenizer.json.xz").read_bytes()
-    return Vocabulary(json.loads(lzma.decompress(packed)))
-
-
-def templates() -> list[Any]:
-    """Our own template, and the published ones wherever they lie beside the checkout."""
-    found = sorted(SHARED_TEMPLATES.glob("*.jinja"))
-    return [
-        pytest.param(OWN_TEMPLATE, id="own"),
-        *(pytest.param(path.read_text(encoding="utf-8"), id=path.stem) for path in found),
-        *([] if found else [pytest.param("", id="published", marks=pytest.mark.skip(f"{NOT_HERE} are not here"))]),
-    ]
-
-
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if "any_template" in metafunc.fixturenames:
-        metafunc.parametrize("any_template", templates(), scope="session")
 
 
 def tool(name: str, description: str = "", **properties: Any) -> tools_pb2.ToolSchema:
@@ -356,7 +249,11 @@ MakeStage = Callable[..., Awaitable[Stage]]
 
 
 @pytest.fixture
-async def make_stage(model_folder: Path, load: Any, chat_model: ChatModel) -> AsyncIterator[MakeStage]:
+async def make_stage(
+    model_folder: Path,  # noqa: F811
+    load: Any,  # noqa: F811
+    chat_model: ChatModel,  # noqa: F811
+) -> AsyncIterator[MakeStage]:
     """Builds a stage; options are settings of the worker, and `engines`, `folder`."""
     async with AsyncExitStack() as stack:
 

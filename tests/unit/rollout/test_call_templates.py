@@ -15,15 +15,14 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from mistral_common.integrations.chat_templates.template_generator import TemplateConfig, build_chat_template
 from mistral_common.tokens.tokenizers.base import TokenizerVersion
 from tests.fakes.engine import Completion, Prompt
+from tests.fakes.small_models import byte_tokenizer
 from tests.wheels import unpacked
 from tokenizers import AddedToken
 
+from kestrl._shared.text.chat import Message
+from kestrl._shared.text.chat_model import SYNTHETIC_TOOL, ChatModel, load_model
+from kestrl._shared.text.toolset import NO_TOOLS
 from kestrl.episode import CallOutcome, StopReason
-from kestrl_rollout.template.chat import Message
-from kestrl_rollout.template.chat_model import SYNTHETIC_TOOL, ChatModel, load_model
-from kestrl_rollout.template.toolset import NO_TOOLS
-
-from .conftest import byte_tokenizer
 
 NOON = datetime(2026, 1, 2).astimezone()
 HARMONY = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>", "<|constrain|>", "<|return|>")

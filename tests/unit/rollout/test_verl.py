@@ -265,7 +265,7 @@ async def test_a_limit_ends_the_episode_with_what_it_has(make_stage: Any, tool_l
 
 
 def test_the_tokenizer_speaks_transformers_names(chat_model: Any) -> None:
-    from kestrl_rollout.template.transformers_tokenizer import TransformersTokenizer
+    from kestrl_rollout.conversation.transformers_tokenizer import TransformersTokenizer
 
     view = TransformersTokenizer(chat_model)
     assert view.encode("a<|im_end|>") == [*view.encode("a"), view.eos_token_id]
@@ -282,7 +282,7 @@ def test_the_tokenizer_speaks_transformers_names(chat_model: Any) -> None:
 def test_history_that_the_template_rewrites_cannot_be_extended(
     load: Callable[..., Any], forgetful_template: str
 ) -> None:
-    from kestrl_rollout.template.transformers_tokenizer import TransformersTokenizer
+    from kestrl_rollout.conversation.transformers_tokenizer import TransformersTokenizer
 
     template = forgetful_template.replace(
         "{%- else %}{{- message.content }}", "{%- else %}{{- 'x' + message.content }}"

@@ -113,3 +113,46 @@ def test_every_bad_line_of_a_file_is_reported(tmp_path: Path) -> None:
     assert [line.split(": ")[0] for line in lines] == [f"{path}:2", f"{path}:4"]
     path.write_text("\n".join(json.dumps(good) for _ in range(3)))
     assert len(read_conversations(path, size=2)) == 2
+
+
+@pytest.mark.parametrize(
+    "mark", [{"weight": 0}, {"train": False}, {"trainable": False}, {"loss": 0.0}, {"training": 0}]
+)
+def test_a_turn_that_is_not_to_be_learned_has_weight_0(mark: dict[str, Any]) -> None:
+    said = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "bad", **mark}]
+    said += [{"role": "user", "content": "?"}, {"role": "assistant", "content": "good"}]
+    messages = conversation({"messages": said}).messages
+    assert [message.get("weight") for message in messages] == [None, 0, None, None]
+
+
+@pytest.mark.parametrize(
+    ("message", "problem"),
+    [
+        ({"weight": 0.5}, r"messages\[1\].weight: is 0.5; a turn is learned \(1\) or not \(0\)"),
+        ({"mask": 1}, r"messages\[1\].mask: is not read; say with weight"),
+        ({"weight": 1, "train": False}, "weight and train contradict each other"),
+        ({"weight": 0}, "no assistant message is to be learned"),
+        ({"function_call": {"name": "f"}, "tool_calls": [{"function": {"name": "f"}}]}, "stands beside tool_calls"),
+        ({"content": "\ud83d"}, "lone surrogate"),
+        ({"content": ["x"]}, "must be text"),
+    ],
+)
+def test_what_cannot_be_learned_as_it_says_is_refused(message: dict[str, Any], problem: str) -> None:
+    said = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "x", **message}]
+    with pytest.raises(UserInputError, match=problem):
+        conversation({"messages": said})
+
+
+def test_nulls_of_arguments_and_schemas_are_kept_and_a_legacy_call_is_a_call() -> None:
+    call = {"name": "f", "arguments": '{"unit": null}'}
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"unit": {"default": None}}}}}
+    said = [
+        {"role": "user", "content": "?"},
+        {"role": "assistant", "content": None, "function_call": call},
+        {"role": "function", "name": "f", "content": "42"},
+        {"role": "assistant", "content": "It is 42.", "tool_calls": None},
+    ]
+    read = conversation({"messages": said, "tools": [tool]})
+    assert read.messages[1]["tool_calls"][0]["function"] == {"name": "f", "arguments": {"unit": None}}
+    assert read.messages[2]["role"] == "tool"
+    assert read.tools == [tool]

@@ -94,6 +94,13 @@ def test_the_learned_tokens_are_those_the_model_writes(tmp_path: Path) -> None:
         assert found.ids == list(by_hand.ids)[: len(found.ids)]
 
 
+def with_template(folder: Path, template: str) -> ConversationEncoder:
+    """The encoder of the tiny model with another template."""
+    path = folder / "template.jinja"
+    path.write_text(template)
+    return make_encoder(str(tiny()), str(path))
+
+
 DROPPING = (
     "{%- for m in messages -%}<|im_start|>{{ m.role }}\n"
     "{%- if m.role == 'assistant' and not loop.last -%}{{ m.content.split('</think>')[-1] }}"
@@ -102,43 +109,100 @@ DROPPING = (
 )
 
 
-def test_a_template_that_drops_reasoning_begins_a_new_row() -> None:
+def test_a_template_that_drops_reasoning_begins_a_new_row(tmp_path: Path) -> None:
     """As templates that render earlier reasoning once: no token is learned twice, and each behind its prompt."""
-    from transformers import AutoTokenizer
-
-    tokenizer: Any = AutoTokenizer.from_pretrained(str(tiny()))
+    tokenizer = Tokenizer.from_file(str(tiny() / "tokenizer.json"))
     said = [
         {"role": "user", "content": "one"},
         {"role": "assistant", "content": "<think>a</think>first"},
         {"role": "user", "content": "two"},
         {"role": "assistant", "content": "<think>b</think>second"},
     ]
-    rows = ConversationEncoder(tokenizer, ["<|im_end|>"], DROPPING).encode(Conversation(messages=said, tools=[]))
-    learned = [tokenizer.decode([token for token, on in zip(row.ids, row.mask, strict=True) if on]) for row in rows]
+    rows = with_template(tmp_path, DROPPING).encode(Conversation(messages=said, tools=[]))
+
+    def text(ids: Sequence[int]) -> str:
+        return tokenizer.decode(ids, skip_special_tokens=False)
+
+    learned = [text([token for token, on in zip(row.ids, row.mask, strict=True) if on]) for row in rows]
     assert learned == ["<think>a</think>first<|im_end|>", "<think>b</think>second<|im_end|>"]
-    assert "<think>a" not in rows[1].text
+    assert "<think>a" not in text(rows[1].ids)
 
 
-def test_the_first_token_of_a_conversation_is_not_learned() -> None:
+def test_the_first_token_of_a_conversation_is_not_learned(tmp_path: Path) -> None:
     """The template renders an answer without a prompt: no token predicts the answer's first."""
-    from transformers import AutoTokenizer
-
-    tokenizer: Any = AutoTokenizer.from_pretrained(str(tiny()))
-    plain = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    plain = "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}<|im_end|>{% endif %}{% endfor %}"
     said = [{"role": "user", "content": ""}, {"role": "assistant", "content": "an answer of several tokens"}]
-    (row,) = ConversationEncoder(tokenizer, [], plain).encode(Conversation(messages=said, tools=[]))
+    (row,) = with_template(tmp_path, plain).encode(Conversation(messages=said, tools=[]))
     assert len(row.ids) > 1
     assert row.mask == [0] + [1] * (len(row.ids) - 1)
 
 
-def test_a_template_without_room_for_an_answer_is_refused() -> None:
-    from transformers import AutoTokenizer
+PROMPT = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+TURNS = "{% for m in messages %}<|im_start|>{{ m.role }}\n@<|im_end|>\n{% endfor %}"
+CALLS = "{{ m.content }}{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}"
+ASKED = {"role": "user", "content": "Weather?"}
 
-    tokenizer: Any = AutoTokenizer.from_pretrained(str(tiny()))
-    template = "{{ messages | length }}{% if add_generation_prompt %}>{% endif %}"
-    said = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
-    with pytest.raises(UserInputError, match=r"messages\[1\]: the chat template does not render an assistant message"):
-        ConversationEncoder(tokenizer, [], template).encode(Conversation(messages=said, tools=[]))
+
+def called(**arguments: Any) -> dict[str, Any]:
+    function = {"name": "weather", "arguments": arguments}
+    return {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]}
+
+
+@pytest.mark.parametrize(
+    ("template", "said", "message"),
+    [
+        ("{{ messages | length }}" + PROMPT, [ASKED, {"role": "assistant", "content": "y"}], "leaves out or repeats"),
+        (
+            TURNS.replace("@", "{{ m.content }}") + PROMPT,
+            [ASKED, called(city="Bern")],
+            r"tool_calls\[0\].*does not write",
+        ),
+        (
+            TURNS.replace("@", "{{ m.content }}") + PROMPT,
+            [ASKED, called()],
+            r"messages\[1\].tool_calls.*does not write",
+        ),
+        (
+            TURNS.replace("@", CALLS) + PROMPT,
+            [ASKED, {"role": "assistant", "content": "Sun.", "reasoning_content": "Look."}],
+            r"messages\[1\].reasoning_content.*does not write",
+        ),
+        (
+            TURNS.replace("@", CALLS) + PROMPT,
+            [ASKED, {"role": "assistant", "content": '<tool_call>{"name": "weather", "arguments": {}}</tool_call>'}],
+            r"messages\[1\].content: is read as a call",
+        ),
+    ],
+)
+def test_what_a_template_leaves_out_is_refused(
+    template: str, said: Sequence[dict[str, Any]], message: str, tmp_path: Path
+) -> None:
+    tools = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
+    shown = "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}"
+    with pytest.raises(UserInputError, match=message):
+        with_template(tmp_path, shown + template).encode(Conversation(messages=said, tools=tools))
+
+
+def test_text_that_spells_a_control_token_stays_text(tmp_path: Path) -> None:
+    said = [ASKED | {"content": "<|im_end|>"}, {"role": "assistant", "content": "a<|im_end|>b"}]
+    (row,) = make_encoder(str(tiny()), None).encode(Conversation(messages=said, tools=[]))
+    end = Tokenizer.from_file(str(tiny() / "tokenizer.json")).token_to_id("<|im_end|>")
+    assert row.ids.count(end) == 2
+    assert row.ids[-1] == end
+
+
+def test_a_turn_of_weight_0_is_shown_and_not_learned(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.from_file(str(tiny() / "tokenizer.json"))
+    said = [
+        ASKED,
+        {"role": "assistant", "content": "WRONG", "weight": 0},
+        ASKED,
+        {"role": "assistant", "content": "right"},
+    ]
+    (row,) = make_encoder(str(tiny()), None).encode(Conversation(messages=said, tools=[]))
+    learned = [token for token, on in zip(row.ids, row.mask, strict=True) if on]
+    assert tokenizer.decode(learned, skip_special_tokens=False) == "right<|im_end|>"
+    assert "WRONG" in tokenizer.decode(row.ids)
 
 
 @pytest.mark.parametrize(("size", "last"), [(4, 4), (3, 1)])

@@ -49,7 +49,9 @@ def test_a_component_that_starts_ends_at_sigterm(module: str, tmp_path: Path) ->
 
 REPLACES = """
 import os, signal
-import kestrl._shared.stopping
+from kestrl._shared.stopping import end_at_sigterm
+
+end_at_sigterm()
 
 class Raises:
     def __set_name__(self, owner, name):
@@ -61,7 +63,9 @@ class Owner:  # Python 3.11 replaces any exception of `__set_name__` by a Runtim
 """
 DROPS = """
 import os, signal
-import kestrl._shared.stopping
+from kestrl._shared.stopping import end_at_sigterm
+
+end_at_sigterm()
 
 class Raises:
     def __del__(self):
@@ -114,3 +118,25 @@ async def test_abandonable_work_gives_its_result_or_its_error() -> None:
         await abandonable(broken, name="work")
     async with asyncio.timeout(SECONDS):
         assert await abandonable(lambda: "again", name="work") == "again"
+
+
+IMPORTED = """
+import pkgutil, signal, importlib
+before = {{number: signal.getsignal(number) for number in signal.valid_signals()}}
+for package in {packages!r}:
+    top = importlib.import_module(package)
+    for module in pkgutil.walk_packages(top.__path__, package + "."):
+        if not module.name.endswith("__main__") and module.name not in {skipped!r}:
+            importlib.import_module(module.name)
+assert {{number: signal.getsignal(number) for number in signal.valid_signals()}} == before
+"""
+
+
+@pytest.mark.parametrize(
+    "package", ["kestrl_judge", "kestrl_learner", "kestrl_rollout", "kestrl_tools", "kestrl_inference"]
+)
+def test_importing_a_module_handles_no_signal(package: str) -> None:
+    skipped = ["kestrl_learner.ledger.migrations.env", "kestrl_inference.vllm_plugin", "kestrl_inference.vllm_cpu"]
+    code = IMPORTED.format(packages=[package], skipped=skipped)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

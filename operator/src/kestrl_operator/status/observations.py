@@ -333,7 +333,7 @@ def _learned(live: LearnerReport | None) -> Iterator[Observation]:
         return
     report = live.report
     if report.learned:
-        yield _true(Type.LEARNED, "WeightsChanged")
+        yield _true(Type.LEARNED, "WeightsChanged", report.learning_warning)
     else:
         reason = NOT_LEARNED.get(report.not_learned_reason, "WeightsUnchanged")
         yield _false(Type.LEARNED, reason, report.not_learned)

@@ -5,7 +5,11 @@ from __future__ import annotations
 import asyncio
 import sys
 
-import kestrl._shared.stopping  # noqa: F401  # pyright: ignore[reportUnusedImport] - it takes SIGTERM from here on
+from kestrl._shared.stopping import end_at_sigterm
+
+if __name__ == "__main__":
+    end_at_sigterm()  # before slow imports
+
 from kestrl._shared.plan.settings.learner import LearnerSettings
 from kestrl._shared.rpc import serve
 from kestrl._shared.service import run_service

@@ -8,7 +8,11 @@ import signal
 import sys
 from typing import TYPE_CHECKING
 
-import kestrl._shared.stopping  # noqa: F401  # pyright: ignore[reportUnusedImport] - it takes SIGTERM from here on
+from kestrl._shared.stopping import end_at_sigterm
+
+if __name__ == "__main__":
+    end_at_sigterm()  # before slow imports
+
 from kestrl._shared.service import exit_code
 
 if TYPE_CHECKING:

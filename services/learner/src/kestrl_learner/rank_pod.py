@@ -13,7 +13,11 @@ import os
 import sys
 from contextlib import suppress
 
-import kestrl._shared.stopping  # noqa: F401  # pyright: ignore[reportUnusedImport] - it takes SIGTERM from here on
+from kestrl._shared.stopping import end_at_sigterm
+
+if __name__ == "__main__":
+    end_at_sigterm()  # before slow imports
+
 from kestrl._shared.plan.settings.common import INDEX_VARIABLE
 from kestrl._shared.plan.settings.learner import RanksSettings
 from kestrl._shared.rpc import serve

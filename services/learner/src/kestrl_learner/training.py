@@ -245,6 +245,8 @@ class Training:
         if learning is not None and (learning.learned or self._done >= min(WINDOW_STEPS, resources.steps)):
             if not learning.learned:
                 log.warning("nothing is learned: %s", learning.message)
+            elif learning.warning:
+                log.warning("%s", learning.warning)
             resources.progress.update(learning=learning)
         self._trainer.published(policy.name)
         return policy

@@ -10,17 +10,22 @@ from pathlib import Path
 from typing import Any
 
 from kestrl._shared.checking import RolloutCheck, run_check
+from kestrl._shared.text.chat import Chat, Message
+from kestrl._shared.text.chat_model import verify_start
+from kestrl._shared.text.toolset import NO_TOOLS, ToolSet
 from kestrl.data.rows import DataRow, read_rows
 from kestrl.errors import UserInputError
 from kestrl.tools import ToolSchema
 from kestrl_rollout.agents.loading import LoadedLoop, Loops
 from kestrl_rollout.conversation.tool_session import expanded, unrendered
 from kestrl_rollout.loading import load_chat_model, load_job_loops
-from kestrl_rollout.template.chat import Chat, Message
-from kestrl_rollout.template.chat_model import verify_start
-from kestrl_rollout.template.toolset import NO_TOOLS, ToolSet
 
 MOST_PROBLEMS = 20
+FORKS = (
+    "agent.template: the chat template writes a turn anew once a tool's result follows it, so that every turn begins a "
+    "row of its own: an episode of N turns is computed and trained on as N conversations, each with all that was said "
+    "before; a template that keeps the model's turns as they were sampled avoids it"
+)
 
 
 @dataclass(slots=True)
@@ -74,7 +79,9 @@ class RowCheck:
         start = (tuple(message.role for message in messages), names, loop.name)
         if start not in self.seen.starts:
             self.seen.starts.add(start)
-            verify_start(self._chat, [Message(role=message.role, text="Some text.") for message in messages], toolset)
+            texts = [Message(role=message.role, text="Some text.") for message in messages]
+            if verify_start(self._chat, texts, toolset).forks:
+                self.seen.warnings[FORKS] = None
         text = self._chat.text(messages, toolset)
         self._check_names(loop, names, text, row)
         # A token has at least one byte: short texts need not be encoded.

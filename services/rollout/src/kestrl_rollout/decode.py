@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from kestrl._shared.checking import DecodeRequest, run_check
-from kestrl_rollout.template.chat_model import load_vocabulary
+from kestrl._shared.text.chat_model import load_vocabulary
 
 
 def decode(request: DecodeRequest) -> dict[str, Any]:

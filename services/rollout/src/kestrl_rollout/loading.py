@@ -5,8 +5,8 @@ from __future__ import annotations
 from datetime import datetime
 
 from kestrl._shared.plan.settings.rollout import RolloutSettings
+from kestrl._shared.text.chat_model import ChatModel, load_model
 from kestrl_rollout.agents.loading import Loops, load_loops
-from kestrl_rollout.template.chat_model import ChatModel, load_model
 
 
 def load_job_loops(settings: RolloutSettings) -> Loops:
@@ -27,6 +27,7 @@ def load_chat_model(settings: RolloutSettings, loops: Loops, *, started: datetim
     return load_model(
         settings.tokenizer,
         settings.template,
+        arguments=settings.template_arguments,
         tools=settings.offers_tools and loops.use_tools,
         started=started,
         tool_calls=settings.tool_call_format,

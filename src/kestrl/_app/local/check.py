@@ -147,7 +147,7 @@ class _Check:
     def _template(self) -> str | None:
         given = self._job.spec.agent.template
         field = "spec.agent.template.uri"
-        if given is None or self._away(given.uri, field):
+        if given is None or given.uri is None or self._away(given.uri, field):
             return None
         return local_path(given.uri, self._base, field)
 

@@ -40,6 +40,8 @@ class Progress:
     """Rows whose prompts do not fit the context."""
     not_learned: str = ""
     """Why nothing was learned so far; empty otherwise, or when it is too early to determine."""
+    learning_warning: str = ""
+    """What is lost of what could be learned; empty otherwise."""
     tool_warning: str = ""
     """What is wrong with the tool calls of the last episodes; empty otherwise."""
     sandboxes: Mapping[str, SandboxInUse] = field(default_factory=dict[str, SandboxInUse])
@@ -67,6 +69,7 @@ class Progress:
             groups_running=message.groups_running,
             skipped_rows=message.skipped_rows,
             not_learned=message.not_learned,
+            learning_warning=message.learning_warning,
             storage_wait=message.storage_wait,
             tool_warning=message.tool_warning,
             sandboxes=sandboxes_from_proto(message.sandboxes),
@@ -91,6 +94,7 @@ class Progress:
             groups_running=self.groups_running,
             skipped_rows=self.skipped_rows,
             not_learned=self.not_learned,
+            learning_warning=self.learning_warning,
             storage_wait=self.storage_wait,
             tool_warning=self.tool_warning,
             sandboxes=dict(self.sandboxes),

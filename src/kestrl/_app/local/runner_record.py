@@ -38,6 +38,7 @@ class ProgressRecord(BaseModel):
     groups_running: int = 0
     skipped_rows: int = 0
     not_learned: str = ""
+    learning_warning: str = ""
     storage_wait: str = ""
     tool_warning: str = ""
     sandboxes: dict[str, SandboxInUse] = Field(default_factory=dict[str, SandboxInUse])

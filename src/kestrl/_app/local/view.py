@@ -49,7 +49,7 @@ class PlainView:
         self._at = 0.0
         self._gathered = 0
         """Episodes in the last printed line about rollouts."""
-        self._warned = self._warned_of_tools = False
+        self._warned = self._warned_of_loss = self._warned_of_tools = False
         self._waiting = ""
 
     def __enter__(self) -> Self:
@@ -71,6 +71,9 @@ class PlainView:
         if progress.not_learned and not self._warned:
             self._warned = True
             self.say(f"warning: nothing is learned: {progress.not_learned}")
+        if progress.learning_warning and not self._warned_of_loss:
+            self._warned_of_loss = True
+            self.say(f"warning: {progress.learning_warning}")
         if progress.tool_warning and not self._warned_of_tools:
             self.say(f"warning: tools: {progress.tool_warning}")
         self._warned_of_tools = bool(progress.tool_warning)
@@ -120,6 +123,7 @@ class LiveView:
         # On a separate line: a long cell would narrow the other columns.
         warnings = [f"waiting: {progress.storage_wait}"] if progress.storage_wait else []
         warnings += [f"nothing is learned: {progress.not_learned}"] if progress.not_learned else []
+        warnings += [progress.learning_warning] if progress.learning_warning else []
         warnings += [f"tools: {progress.tool_warning}"] if progress.tool_warning else []
         facts = _facts(progress, time.monotonic() - self._started)
         failures = [Text(safe_line(_failures(progress)))] if progress.failures else []

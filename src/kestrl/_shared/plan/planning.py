@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from kestrl._shared.plan.algorithm import AlgorithmSettings, CorrectionSettings
@@ -25,7 +26,7 @@ from kestrl._shared.plan.settings.rollout import RolloutSettings
 from kestrl._shared.plan.settings.tools import ToolsSettings
 from kestrl._shared.plan.site import Site
 from kestrl._shared.plan.tools import tool_entries, with_tool_secrets
-from kestrl._shared.spec.algorithms import PRESETS, Algorithm
+from kestrl._shared.spec.algorithms import PRESETS
 from kestrl._shared.spec.job import AgentRLJob, JobSpec
 
 GAP_BOUND = {"float32": 1e-3, "bfloat16": 0.1}
@@ -164,6 +165,7 @@ def _rollout(job: AgentRLJob, site: Site, index: int) -> Component:
             "engine": job.spec.inference.engine,
             "tokenizer": site.model,
             "template": site.template,
+            "template_arguments": spec.agent.template.arguments if spec.agent.template else {},
             "agent": spec.agent.loop,
             "agent_config": spec.agent.config,
             "tool_call_format": spec.agent.tool_call_format,
@@ -220,7 +222,7 @@ def algorithm_settings(spec: JobSpec) -> AlgorithmSettings:
         kl_place=algorithm.kl.place,
         dynamic_sampling=preset.dynamic_sampling if dynamic is None else dynamic,
         max_sampled_batches=algorithm.max_sampled_batches,
-        correction=_correction(algorithm),
+        correction=_correction(spec),
         learning_rate_schedule=algorithm.learning_rate_schedule,
         final_learning_rate_share=algorithm.final_learning_rate_share,
         adam_beta1=algorithm.adam_beta1,
@@ -230,10 +232,35 @@ def algorithm_settings(spec: JobSpec) -> AlgorithmSettings:
     )
 
 
-def _correction(algorithm: Algorithm) -> CorrectionSettings:
-    correction = algorithm.correction
+def accepted_gap(spec: JobSpec) -> float:
+    """Largest accepted mean difference of the log-probs of learner and engine, in nats a token."""
+    return spec.algorithm.logprob_gap_bound or GAP_BOUND[spec.model.dtype]
+
+
+def narrow_window(spec: JobSpec) -> str:
+    """The field of a clip or rejection range that is narrower than the accepted gap between learner and engine; empty
+    if none is. A ratio to the engine's log-probs would leave it by rounding alone.
+    """
+    clip, correction = spec.algorithm.clip, spec.algorithm.correction
+    preset = PRESETS.get(spec.algorithm.name)
+    bounds: dict[str, float] = {}
+    if preset is not None:
+        bounds["clip.low"] = preset.clip_low if clip.low is None else clip.low
+        bounds["clip.high"] = preset.clip_high if clip.high is None else clip.high
+    if correction.reject == "geometric":
+        bounds["correction.rejectBelow"] = 1 - correction.reject_below
+        bounds["correction.rejectAbove"] = correction.reject_above - 1
+    elif correction.reject == "k3":
+        bounds["correction.rejectKl"] = math.sqrt(2 * correction.reject_kl)  # of a gap d, k3 is about d^2 / 2
+    gap = accepted_gap(spec)
+    return next((name for name, width in bounds.items() if width < gap and not math.isclose(width, gap)), "")
+
+
+def _correction(spec: JobSpec) -> CorrectionSettings:
+    algorithm, correction = spec.algorithm, spec.algorithm.correction
     several = algorithm.mini_batches * algorithm.mini_batch_epochs > 1
-    decoupled = algorithm.max_staleness > 0 or several if correction.mode is None else correction.mode == "decoupled"
+    needed = algorithm.max_staleness > 0 or several or bool(narrow_window(spec))
+    decoupled = needed if correction.mode is None else correction.mode == "decoupled"
     return CorrectionSettings(
         decoupled=decoupled,
         weights=correction.weights if decoupled else "none",
@@ -299,7 +326,7 @@ def _learner(job: AgentRLJob, site: Site) -> Component:
                 for index in range(spec.inference.replicas)
             ),
             "adapter_slots": spec.inference.adapter_slots,
-            "gap_bounds": gap_bounds(spec.algorithm.logprob_gap_bound or GAP_BOUND[spec.model.dtype]),
+            "gap_bounds": gap_bounds(accepted_gap(spec)),
             "max_failed_share": spec.algorithm.max_failed_share,
             "threads": spec.learner.threads,
             "gradient_checkpointing": spec.learner.gradient_checkpointing,

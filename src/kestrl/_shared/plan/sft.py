@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from kestrl._shared.plan.algorithm import AlgorithmSettings
 from kestrl._shared.plan.settings.common import Model
@@ -30,6 +30,8 @@ class SFTSettings(PolicySettings, RanksOfPods):
     """What is trained; the fields of an adapter have no meaning for `all`."""
     template: str | None = None
     """File of a chat template."""
+    template_arguments: dict[str, Any] = {}
+    """Variables of the template."""
     train: SFTData
     validation: SFTData | None
     epochs: int
@@ -79,6 +81,7 @@ def sft_settings(
         targets=adapter.targets if isinstance(adapter.targets, str) else tuple(adapter.targets),
         adapter_from=adapter.from_,
         template=template,
+        template_arguments=spec.template_arguments,
         train=_data(spec.data.train, train),
         validation=None if spec.data.validation is None else _data(spec.data.validation, validation),
         seed=spec.data.seed,
@@ -96,6 +99,8 @@ def sft_settings(
             final_learning_rate_share=training.final_learning_rate_share,
             warmup_steps=training.warmup_steps,
             weight_decay=training.weight_decay,
+            adam_beta1=training.adam_beta1,
+            adam_beta2=training.adam_beta2,
             max_grad_norm=training.max_grad_norm,
             clip_low=1.0,
             clip_high=1.0,

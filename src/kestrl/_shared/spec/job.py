@@ -20,7 +20,16 @@ from kestrl._shared.spec.model import (
     Positive,
     PositiveInt,
 )
-from kestrl._shared.spec.scalars import Address, Duration, DurationOrZero, ImportPath, JobName, JsonObject, Name
+from kestrl._shared.spec.scalars import (
+    Address,
+    Duration,
+    DurationOrZero,
+    ImportPath,
+    JobName,
+    JsonObject,
+    Name,
+    TemplateArguments,
+)
 from kestrl._shared.spec.secrets import SecretRef
 from kestrl._shared.spec.tools import Tool
 
@@ -72,9 +81,12 @@ class Data(Model):
 
 
 class Template(Model):
-    """A chat template that replaces the model's own."""
+    """The chat template: a file in place of the model's own, and what it is rendered with."""
 
-    uri: Address
+    uri: Address | None = None
+    """A file in place of the model's own template."""
+    arguments: TemplateArguments = {}
+    """Variables of the template, such as `{enable_thinking: false}` of Qwen3's."""
 
 
 TOOL_CALL_FORMAT = r"^(hermes|qwen_xml|llama3_json|mistral|harmony|pythonic|[A-Za-z_][\w.]*:[A-Za-z_][\w.]*)$"

@@ -39,6 +39,21 @@ def _longer_than_nothing(seconds: float) -> float:
     return seconds
 
 
+RESERVED_ARGUMENTS = frozenset(
+    {"messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now"}
+)
+"""Variables of a chat template that the worker sets."""
+
+
+def _check_template_arguments(value: dict[str, Any]) -> dict[str, Any]:
+    for name in value:
+        if name in RESERVED_ARGUMENTS or name.endswith("_token"):
+            raise ValueError(f"{name!r} is set by KestRL; remove it")
+        if not name.isidentifier():
+            raise ValueError(f"{name!r} is not the name of a variable; use letters, digits and _")
+    return value
+
+
 def _check_json(value: Any, path: str) -> None:
     """Checks that a value has a JSON form, in which components receive it.
 
@@ -112,3 +127,5 @@ Address = Annotated[str, Field(min_length=1)]
 
 BaseUrl = Annotated[str, Field(pattern=r"^https?://[^\s/?#@]+(/[^\s?#]*)?$")]
 """`http://` or `https://`, a host, and a path such as /v1; without credentials."""
+TemplateArguments = Annotated[JsonObject, AfterValidator(_check_template_arguments)]
+"""Variables that a chat template is rendered with."""

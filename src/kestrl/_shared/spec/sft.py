@@ -23,7 +23,7 @@ from kestrl._shared.spec.model import (
 from kestrl._shared.spec.problems import Problem
 from kestrl._shared.spec.rules.adapter_rules import target_problems
 from kestrl._shared.spec.rules.learner_rules import offload_problems
-from kestrl._shared.spec.scalars import Address
+from kestrl._shared.spec.scalars import Address, TemplateArguments
 
 SFT_KIND = "SFTJob"
 DEFAULT_LEARNING_RATES = {"adapter": 2e-4, "all": 2e-5}
@@ -86,6 +86,10 @@ class Training(Model):
     """Steps over which the learning rate rises from 0."""
     weight_decay: NonNegative = 0.0
     """Decoupled weight decay of AdamW."""
+    adam_beta1: Annotated[float, Field(ge=0, lt=1, strict=False)] = 0.9
+    """Decay of AdamW's mean of gradients."""
+    adam_beta2: Annotated[float, Field(ge=0, lt=1, strict=False)] = 0.99
+    """Decay of AdamW's mean of squared gradients; TRL's default is 0.999."""
     max_grad_norm: Positive = 1.0
     """Maximum norm of the gradient, which is scaled down to it."""
     eval_every: PositiveInt | None = None
@@ -133,6 +137,8 @@ class SFTSpec(Model):
     storage: Storage = Storage()
     template: Annotated[str, Field(min_length=1)] | None = None
     """File of a chat template that replaces the model's own; on a cluster s3://... or pvc://CLAIM/PATH."""
+    template_arguments: TemplateArguments = {}
+    """Variables of the template, such as `{enable_thinking: false}` of Qwen3's."""
 
 
 class SFTJob(Model):

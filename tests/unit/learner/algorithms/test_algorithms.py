@@ -259,6 +259,15 @@ def test_gspo_gives_every_token_of_an_episode_its_ratio() -> None:
     assert batch.logprobs.grad.tolist() == pytest.approx([-2 * ratio, -2 * ratio, -2.0])
 
 
+def test_gspo_counts_the_episodes_ratio_as_clipped() -> None:
+    """The tokens' ratios lie far outside, their mean within; and the other way round."""
+    within = batch_of([(-1.0, -2.0, 1.0, 0), (-2.0, -1.0, 1.0, 0)])
+    beyond = batch_of([(-1.0, -1.3, 1.0, 0), (-2.0, -2.3, 1.0, 0)])
+    algorithm = make_algorithm(settings_of(name="gspo", correction={"mode": "bypass"}))
+    assert algorithm.token_metrics(within)["clip_fraction"].tolist() == [0.0, 0.0]
+    assert algorithm.token_metrics(beyond)["clip_fraction"].tolist() == [1.0, 1.0]
+
+
 def test_a_dual_clip_bounds_the_cost_of_a_negative_advantage() -> None:
     batch = batch_of([(-0.1, -5.0, -1.0, 0), (-0.1, -5.0, 1.0, 1)])
     found = ppo_clip(batch, batch.behaviour, replace(BOUNDS, dual=3.0)).tolist()

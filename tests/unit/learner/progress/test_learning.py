@@ -29,7 +29,7 @@ CASES: list[tuple[str, dict[str, Any], bool, Reason | None]] = [
 
 def counts(*, idle: int = 1, gradient: float = 0.3, calls: int = 0) -> LearningCounts:
     group: Any = SimpleNamespace(episodes=[SimpleNamespace(tool_calls=[None] * calls)])
-    result: Any = SimpleNamespace(zero_advantage_groups=idle, grad_norm=gradient)
+    result: Any = SimpleNamespace(zero_advantage_groups=idle, grad_norm=gradient, diagnostics={})
     return LearningCounts(first="a").with_step([group, group], result).with_step([group, group], result)
 
 
@@ -46,6 +46,38 @@ def test_the_reason_names_what_was_missing(facts: dict[str, Any], tools: bool, r
 
 def test_before_the_first_step_nothing_is_said() -> None:
     assert learning(LearningCounts(first="a"), "a", tools=True, learning_rate=1e-3) is None
+
+
+@pytest.mark.parametrize(
+    ("shares", "updates", "warned"),
+    [((0.5, 0.3), 1, True), ((0.15, 0.01), 1, False), ((0.5, 0.5), 4, False)],
+    ids=["single updates", "a single step", "later updates of a step move ratios by what was learned"],
+)
+def test_tokens_that_are_clipped_before_anything_was_learned_are_warned_of(
+    shares: tuple[float, ...], updates: int, warned: bool
+) -> None:
+    state = LearningCounts(first="a")
+    for share in shares:
+        facts = {"clip_fraction": share, "updates": float(updates)}
+        result: Any = SimpleNamespace(zero_advantage_groups=0, grad_norm=1.0, diagnostics=facts)
+        state = state.with_step([], result)
+    verdict = learning(state, "b", tools=False, learning_rate=1e-6)
+    assert verdict is not None
+    assert verdict.learned
+    assert bool(verdict.warning) == warned
+    if warned:
+        assert verdict.warning.startswith("40% of the tokens had a ratio beyond the clip range")
+        assert "algorithm.correction.mode to decoupled" in verdict.warning
+
+
+async def test_a_run_that_loses_tokens_to_clipping_says_so_everywhere(staged: Any) -> None:
+    """The behaviour policy of the scripted worker is far from the learner's, and the range is narrow."""
+    async with staged() as stage:
+        run = Run(stage.but(max_steps=2, algorithm={"clip_low": 1e-9, "clip_high": 1e-9}))
+        await run.main()
+        assert stage.summary["learned"] is True
+        assert "of the tokens had a ratio beyond the clip range" in stage.summary["learning_warning"]
+        assert run.progress.to_proto().learning_warning == stage.summary["learning_warning"]
 
 
 def equal_rewards(_: Any, group: Group) -> Group:

@@ -643,6 +643,12 @@ TABLE: list[tuple[str, dict[str, Any], str, Expected]] = [
         {"Learned": ("True", "WeightsChanged")},
     ),
     (
+        "it has learned from a part of the tokens",
+        {"last_report": learner_report(report(learned=True, learning_warning="40% of the tokens ..."))},
+        "Running",
+        {"Learned": ("True", "WeightsChanged", "40% of the tokens ...")},
+    ),
+    (
         "it has succeeded and learned nothing",
         {
             "last_report": learner_report(

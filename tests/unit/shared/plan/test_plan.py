@@ -234,6 +234,20 @@ def test_staleness_decides_on_the_correction() -> None:
         (["algorithm.miniBatchEpochs=2"], True, "token"),
         (["algorithm.miniBatches=2", "algorithm.correction.mode=bypass"], False, "none"),
         (["algorithm.correction.mode=decoupled", "algorithm.correction.weights=icepop"], True, "icepop"),
+        (["algorithm.name=gspo"], True, "token"),
+        (["algorithm.name=gspo", "algorithm.correction.mode=bypass"], False, "none"),
+        (["algorithm.name=gspo", "algorithm.clip.low=0.2", "algorithm.clip.high=0.2"], False, "none"),
+        (["algorithm.clip.high=0.05", "model.dtype=bfloat16"], True, "token"),
+        (["algorithm.clip.high=0.05", "model.dtype=float32"], False, "none"),
+        (["algorithm.logprobGapBound=0.25"], True, "token"),
+        (["algorithm.correction.reject=geometric", "model.dtype=bfloat16"], True, "token"),
+        (["algorithm.correction.reject=geometric", "model.dtype=float32"], False, "none"),
+        (["algorithm.correction.reject=k3", "model.dtype=bfloat16"], False, "none"),
+        (
+            ["algorithm.correction.reject=k3", "algorithm.correction.rejectKl=0.001", "model.dtype=bfloat16"],
+            True,
+            "token",
+        ),
     ],
 )
 def test_several_updates_and_the_mode_decide_on_the_correction(

@@ -76,7 +76,7 @@ class ComposedAlgorithm:
         with torch.no_grad():
             weights = self._correction(batch)
             metrics = {
-                "clip_fraction": clipped(batch.logprobs - self._old(batch), batch.advantages, self._bounds),
+                "clip_fraction": clipped(self._settings.loss, batch, self._old(batch), self._bounds),
                 "rejected": (weights == 0.0).to(weights.dtype),
                 "correction_weight": weights,
             }

@@ -13,7 +13,8 @@ from torch import Tensor
 from kestrl.algorithms import TokenBatch
 
 LOG_RATIO_BOUND = 20.0
-"""Log-ratios are clamped to this before `exp`, as verl does."""
+"""Log-ratios are clamped to this before `exp`, so that it does not overflow. verl clamps those of `ppo_clip` to the
+same bound, and a sequence's of GSPO to 10."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,8 +122,15 @@ AGAINST_BEHAVIOUR = frozenset({"dppo_tv"})
 """Losses whose ratio is always to the behaviour policy, so that no importance weight applies."""
 
 
-def clipped(log_ratio: Tensor, advantages: Tensor, bounds: Bounds) -> Tensor:
-    """1.0 on tokens whose ratio lies beyond the bound that their advantage moves it to, else 0.0."""
-    ratio = bounded(log_ratio).exp()
+OF_EPISODES = frozenset({"gspo"})
+"""Losses whose ratio is that of the whole episode."""
+
+
+def clipped(loss: str, batch: TokenBatch, old: Tensor, bounds: Bounds) -> Tensor:
+    """1.0 on tokens whose ratio in the loss lies beyond the bound that their advantage moves it to, else 0.0."""
+    log_ratio = batch.logprobs - old
+    if loss in OF_EPISODES:
+        log_ratio = sequence_mean(log_ratio, batch.sequences)
+    ratio, advantages = bounded(log_ratio).exp(), batch.advantages
     beyond = ((advantages > 0) & (ratio > 1.0 + bounds.high)) | ((advantages < 0) & (ratio < 1.0 - bounds.low))
     return beyond.to(ratio.dtype)

@@ -19,6 +19,7 @@ from kestrl.storage import ObjectStore
 from kestrl.storage.models import ModelManifest, publish_model
 from kestrl_learner.batch.packing import Kernel
 from kestrl_learner.batch.rows import TrainRow
+from kestrl_learner.model.tokenizer_files import TokenizerFiles
 from kestrl_learner.model.trained_model import ModelOptions, TrainedModel
 
 FILE_SIZE = "2GB"
@@ -114,14 +115,14 @@ def load(settings: PolicySettings) -> FullModel:
 
 
 def publish(
-    store: ObjectStore, model: FullModel, tokenizer: Any, *, job: str, step: int, base: str
+    store: ObjectStore, model: FullModel, tokenizer: TokenizerFiles, *, job: str, step: int, base: str
 ) -> tuple[ModelManifest, str]:
     """Publishes a model with its tokenizer; returns the manifest and the folder's address.
 
     Args:
         store: The run's storage.
         model: With the weights of the step.
-        tokenizer: A tokenizer of transformers, with the chat template that the model was trained with.
+        tokenizer: The base's, with the chat template that the model was trained with.
         job: Name of the run.
         step: Steps done.
         base: Folder or Hugging Face id of the base model.

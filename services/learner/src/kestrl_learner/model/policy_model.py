@@ -20,6 +20,7 @@ from transformers.pytorch_utils import Conv1D
 from kestrl._shared.spec.rules.adapter_rules import TARGETS, unserved
 from kestrl.errors import UserInputError
 from kestrl_learner.batch.rows import TrainGroup
+from kestrl_learner.model.tokenizer_files import TokenizerFiles
 from kestrl_learner.model.trained_model import ModelOptions, TrainedModel
 
 
@@ -133,11 +134,10 @@ def merge(model: str, adapter: Path, out: Path) -> None:
         UserInputError: The base cannot be loaded.
     """
     from peft import PeftModel
-    from transformers import AutoTokenizer
 
+    tokenizer = TokenizerFiles(model)
     try:
         base: Any = AutoModelForCausalLM.from_pretrained(model, dtype="auto")
-        tokenizer: Any = AutoTokenizer.from_pretrained(model)
     except (OSError, ValueError) as error:
         raise UserInputError(f"{model} cannot be loaded: {error}") from error
     merged: Any = PeftModel.from_pretrained(base, str(adapter)).merge_and_unload()

@@ -22,6 +22,11 @@ class Reason(StrEnum):
     WEIGHTS_UNCHANGED = "weights_unchanged"
 
 
+CLIPPED_SHARE = 0.1
+"""Share of clipped tokens of a step's only update above which there is a warning. Nothing has been learned from the
+tokens yet, so that only a difference between engine and learner, or an older policy, can have moved their ratios."""
+
+
 class Learning(NamedTuple):
     """Whether the weights have changed since version 0."""
 
@@ -30,6 +35,8 @@ class Learning(NamedTuple):
     """A `Reason`; empty when something was learned."""
     message: str = ""
     """What was observed and what to check or change."""
+    warning: str = ""
+    """What is lost of what could have been learned, and what to change; empty otherwise."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,10 +52,19 @@ class LearningCounts:
     tool_calls: int = 0
     largest_gradient: float = 0.0
     """Largest gradient norm of a step."""
+    single_updates: int = 0
+    """Steps of one update."""
+    clipped_share: float = 0.0
+    """Mean share of clipped tokens in these."""
 
     def with_step(self, groups: Sequence[Group], result: StepResult) -> LearningCounts:
         """The counts with one more step."""
         calls = sum(len(episode.tool_calls) for group in groups for episode in group.episodes)
+        clipped, single = self.clipped_share, self.single_updates
+        share = result.diagnostics.get("clip_fraction")  # an algorithm of a user's has none
+        if share is not None and result.diagnostics["updates"] == 1:
+            single += 1
+            clipped += (share - clipped) / single
         return LearningCounts(
             first=self.first,
             steps=self.steps + 1,
@@ -56,6 +72,8 @@ class LearningCounts:
             idle_groups=self.idle_groups + result.zero_advantage_groups,
             tool_calls=self.tool_calls + calls,
             largest_gradient=max(self.largest_gradient, result.grad_norm),
+            single_updates=single,
+            clipped_share=clipped,
         )
 
 
@@ -71,7 +89,7 @@ def learning(counts: LearningCounts, newest: str, *, tools: bool, learning_rate:
     if not counts.steps:
         return None
     if (newest != counts.first) if counts.first else counts.largest_gradient > 0:
-        return Learning(learned=True)
+        return Learning(learned=True, warning=_clipping(counts))
     steps = f"{counts.steps} step" + ("s" if counts.steps > 1 else "")
     if counts.idle_groups == counts.groups:
         equal = f"in {steps} every group's rewards were equal, so no episode had an advantage"
@@ -98,4 +116,14 @@ def learning(counts: LearningCounts, newest: str, *, tools: bool, learning_rate:
         learned=False,
         reason=Reason.WEIGHTS_UNCHANGED,
         message=f"in {steps} the weights did not change; raise algorithm.learningRate (now {learning_rate:g})",
+    )
+
+
+def _clipping(counts: LearningCounts) -> str:
+    if counts.clipped_share <= CLIPPED_SHARE:
+        return ""
+    return (
+        f"{counts.clipped_share:.0%} of the tokens had a ratio beyond the clip range before anything was learned from "
+        "them, and gave no gradient: engine and learner differ by more than algorithm.clip; set "
+        "algorithm.correction.mode to decoupled, or widen algorithm.clip"
     )

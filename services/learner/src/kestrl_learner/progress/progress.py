@@ -245,6 +245,7 @@ class Progress:
             learned=None if self.learning is None else self.learning.learned,
             not_learned_reason="" if self.learning is None else self.learning.reason,
             not_learned="" if self.learning is None else self.learning.message,
+            learning_warning="" if self.learning is None else self.learning.warning,
             gathering=gathering_to_proto(self.gathering),
             tool_warning_reason="" if self.tool_warning is None else self.tool_warning.reason,
             tool_warning="" if self.tool_warning is None else self.tool_warning.message,

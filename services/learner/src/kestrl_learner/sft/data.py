@@ -5,11 +5,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from kestrl._shared.plan.sft import SFTData, SFTSettings
+from kestrl._shared.text.chat_model import ChatModel, load_model, load_vocabulary
 from kestrl.api.common.v1 import common_pb2
 from kestrl.data.conversations import read_conversations
 from kestrl.episode import Purpose
@@ -17,6 +19,7 @@ from kestrl.episode.codec import group_from_proto
 from kestrl.errors import UserInputError
 from kestrl.storage import layout, open_store
 from kestrl_learner.batch.rows import TrainRow
+from kestrl_learner.model.tokenizer_files import TokenizerFiles
 from kestrl_learner.sft.encoding import ConversationEncoder, train_row
 
 log = logging.getLogger(__name__)
@@ -57,55 +60,40 @@ Tokens = list[tuple[Sequence[int], Sequence[int]]]
 
 def _encoded(settings: SFTSettings, data: SFTData) -> list[Tokens]:
     assert data.path is not None
-    encoder = make_encoder(settings.model, settings.template)
-    found: list[Tokens] = []
-    for number, conversation in enumerate(read_conversations(Path(data.path), size=data.size)):
-        try:
-            found.append([(row.ids, row.mask) for row in encoder.encode(conversation)])
-        except UserInputError as error:
-            raise UserInputError(f"{data.path}: conversation {number}: {error}") from error
-    return found
+    encoder = make_encoder(settings.model, settings.template, settings.template_arguments)
+    conversations = read_conversations(Path(data.path), size=data.size)
+    return [[(row.ids, row.mask) for row in encoder.encode(conversation)] for conversation in conversations]
 
 
-def template_of(path: str | None) -> str | None:
-    """The text of a chat template, None for the model's own."""
-    return None if path is None else Path(path).read_text(encoding="utf-8")
-
-
-def load_tokenizer(model: str, template: str | None) -> tuple[Any, str | None]:
-    """A model's tokenizer of transformers, and the text of the template that replaces its own.
+def load_tokenizer(model: str, template: str | None) -> tuple[TokenizerFiles, str | None]:
+    """A model's tokenizer, and the text of the template that replaces its own.
 
     Raises:
         UserInputError: Tokenizer or template cannot be read, or there is no tokenizer.
     """
-    from transformers import AutoTokenizer
-
-    try:
-        tokenizer: Any = AutoTokenizer.from_pretrained(model)
-        text = template_of(template)
-    except (OSError, ValueError) as error:
-        raise UserInputError(f"spec.model.base: the tokenizer of {model} cannot be loaded: {error}") from error
-    if tokenizer.get_vocab().keys() <= {*tokenizer.all_special_tokens}:  # transformers makes one up where there is none
-        raise UserInputError(f"spec.model.base: {model} has no tokenizer; add its files, such as tokenizer.json")
-    return tokenizer, text
+    files = TokenizerFiles(model, template)
+    return files, files.template
 
 
-def make_encoder(model: str, template: str | None) -> ConversationEncoder:
+def make_encoder(model: str, template: str | None, arguments: Mapping[str, Any] | None = None) -> ConversationEncoder:
     """The encoder of a model's conversations.
 
-    Raises:
-        UserInputError: Tokenizer or template cannot be read.
-    """
-    from transformers import GenerationConfig
+    Args:
+        model: Folder or Hugging Face id.
+        template: File of a chat template in place of the model's own.
+        arguments: Variables of the template.
 
-    tokenizer, text = load_tokenizer(model, template)
-    try:
-        configured: Any = GenerationConfig.from_pretrained(model).eos_token_id
-    except OSError:  # a model without generation_config.json
-        configured = None
-    ids = configured if isinstance(configured, list) else [configured]
-    ends = [tokenizer.convert_ids_to_tokens(number) for number in ids if number is not None]
-    return ConversationEncoder(tokenizer, [*ends, tokenizer.eos_token or ""], text)
+    Raises:
+        UserInputError: Tokenizer or template cannot be used.
+    """
+    started, vocabulary = datetime.now().astimezone(), load_vocabulary(model)
+
+    def load(with_tools: bool) -> ChatModel:
+        return load_model(
+            model, template, tools=with_tools, started=started, arguments=arguments, vocabulary=vocabulary
+        )
+
+    return ConversationEncoder(load, vocabulary)
 
 
 def _sampled(data: SFTData, field: str) -> list[Tokens]:

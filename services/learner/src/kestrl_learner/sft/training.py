@@ -8,7 +8,6 @@ import time
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 from kestrl._shared.plan.sft import SFTSettings
 from kestrl.episode import PolicyVersion
@@ -75,18 +74,6 @@ def load_model(settings: SFTSettings) -> PolicyModel | FullModel:
     return full_model.load(settings)
 
 
-def tokenizer_of(settings: SFTSettings) -> Any:
-    """The tokenizer that is published with a model: the base's, with the template of the run.
-
-    Raises:
-        UserInputError: Tokenizer or template cannot be read.
-    """
-    tokenizer, template = load_tokenizer(settings.model, settings.template)
-    if template is not None:
-        tokenizer.chat_template = template
-    return tokenizer
-
-
 class SFTRun:
     """One run, of which rank 0 has everything but a share of the computation.
 
@@ -111,7 +98,7 @@ class SFTRun:
         )
         self._sinks = MetricSinks({"storage": StorageSink(self._store)}, lambda _: None)
         self._record = RunRecord(digest=identity_digest(settings, self._train))
-        self._tokenizer = None if settings.parameters == "adapter" else tokenizer_of(settings)
+        self._tokenizer, _ = load_tokenizer(settings.model, settings.template)
         self._model: AdapterSource | FullModel
         self._trainer: Steps
         self._end_ranks: Callable[[], None] = lambda: None

@@ -121,6 +121,7 @@ def build_summary(
         not_learned=None
         if learning is None or learning.learned
         else SummaryReason(reason=learning.reason, message=learning.message),
+        learning_warning="" if learning is None else learning.warning,
         seconds=seconds,
         logprob_gap={**gap, "worst": gap.get("max", 0.0), "bound": gap_bound},
         failures=dict(failures),

@@ -92,4 +92,4 @@ def _learning(summary: RunSummary) -> Learning | None:
     if summary.learned is None:
         return None
     why = summary.not_learned or SummaryReason()
-    return Learning(summary.learned, reason=why.reason, message=why.message)
+    return Learning(summary.learned, reason=why.reason, message=why.message, warning=summary.learning_warning)

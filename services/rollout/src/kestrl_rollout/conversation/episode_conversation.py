@@ -14,19 +14,19 @@ from types import TracebackType
 
 from kestrl._shared.telemetry import span
 from kestrl._shared.telemetry.names import Attr, SpanName
+from kestrl._shared.text.chat import Message
+from kestrl._shared.text.chat_model import ChatModel
+from kestrl._shared.text.parser import Parsed
 from kestrl.agents import Call, Completion, LimitReached, Limits, Reply, Tokenizer
 from kestrl.episode import PROMPT_TOO_LONG, CallOutcome, Json, Row, Scenario, StopReason, ToolCall, Turn
 from kestrl.errors import Boundary, KestrlError, UserCodeError, UserInputError, described, encodable
 from kestrl.tools import ToolSchema
 from kestrl_rollout.conversation.recorder import Recorder
 from kestrl_rollout.conversation.tool_session import OfferedTools, ToolAnswer, ToolSession
+from kestrl_rollout.conversation.transformers_tokenizer import TransformersTokenizer
 from kestrl_rollout.deadlines import Scope, Waiting, deadline, now
 from kestrl_rollout.engine.engine_session import EngineSession, Sampled
 from kestrl_rollout.requests import Deadlines
-from kestrl_rollout.template.chat import Message
-from kestrl_rollout.template.chat_model import ChatModel
-from kestrl_rollout.template.parser import Parsed
-from kestrl_rollout.template.transformers_tokenizer import TransformersTokenizer
 
 CUT_RESERVE = 24
 """Tokens reserved for the marker of a shortened result."""
@@ -163,8 +163,9 @@ class EpisodeConversation:
             return None
         sampled = await self._sample(prompt, room, self._chat_model.stop_ids)
         with self._platform():
-            parsed = self._parse(sampled.completion)
-        turn = self._record(prompt, sampled, parsed.text)
+            reasoning = self._chat_model.chat.reasons(self._messages, self._offered.toolset)
+            parsed = self._parse(sampled.completion, reasoning=reasoning)
+        turn = self._record(prompt, sampled, parsed.text, reasoning=reasoning)
         self._ids = [*prompt, *sampled.completion.token_ids]
         self._last_reply = len(self._messages)
         self._messages.append(parsed.message)
@@ -189,13 +190,15 @@ class EpisodeConversation:
         room = room if max_tokens is None else min(room, max_tokens)
         stops = tuple(dict.fromkeys((*self._chat_model.stop_ids, *stop_token_ids)))
         sampled = await self._sample(prompt_ids, room, stops)
-        self._record(prompt_ids, sampled, self._text_of(sampled.completion, stops))
+        reasoning = self._reader.opens_reasoning(prompt_ids)
+        text = self._text_of(sampled.completion, stops, reasoning=reasoning)
+        self._record(prompt_ids, sampled, text, reasoning=reasoning)
         return sampled.completion
 
-    def _text_of(self, completion: Completion, stops: Sequence[int]) -> str:
+    def _text_of(self, completion: Completion, stops: Sequence[int], *, reasoning: bool) -> str:
         """The text of a turn, without the token that ended it."""
         ids = completion.token_ids
-        return self._reader.text(ids[:-1] if ids and ids[-1] in stops else ids)
+        return self._reader.text(ids[:-1] if ids and ids[-1] in stops else ids, reasoning=reasoning)
 
     def keep(self, token_ids: Sequence[int], mask: Sequence[int]) -> None:
         self._recorder.set_training_mask(token_ids, mask)
@@ -254,14 +257,13 @@ class EpisodeConversation:
                     prompt, turn=len(self.turns), max_tokens=max_tokens, stop_token_ids=stops
                 )
 
-    def _parse(self, completion: Completion) -> Parsed:
+    def _parse(self, completion: Completion, *, reasoning: bool) -> Parsed:
         ids, finish = completion.token_ids, completion.finish_reason
         if finish == "stop" and ids[-1] in self._chat_model.stop_ids:
             ids = ids[:-1]
-        reasons = self._chat_model.chat.reasons(self._messages, self._offered.toolset)
-        return self._reader.parse(ids, self._offered.schemas, reasoning=reasons, cut=finish == "length")
+        return self._reader.parse(ids, self._offered.schemas, reasoning=reasoning, cut=finish == "length")
 
-    def _record(self, prompt: Sequence[int], sampled: Sampled, text: str) -> Turn:
+    def _record(self, prompt: Sequence[int], sampled: Sampled, text: str, *, reasoning: bool) -> Turn:
         completion = sampled.completion
         position = self._recorder.record(prompt, completion)
         turn = Turn(
@@ -274,6 +276,7 @@ class EpisodeConversation:
             engine=sampled.engine,
             policy=completion.policy,
             seconds=sampled.seconds,
+            reasoning_opened=reasoning,
         )
         self.turns.append(turn)
         self._sampled += len(completion.token_ids)

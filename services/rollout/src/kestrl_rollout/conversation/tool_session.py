@@ -10,14 +10,14 @@ from typing import Any, cast
 
 from kestrl._shared import rpc
 from kestrl._shared.rpc.codec import sandboxes_from_proto
+from kestrl._shared.text.chat import Chat
+from kestrl._shared.text.toolset import NO_TOOLS, ToolSet
 from kestrl.api.tools.v1 import tools_pb2 as pb
 from kestrl.episode import CallOutcome, Scenario
 from kestrl.episode.codec import dump_json
 from kestrl.errors import ToolFailure, UserInputError
 from kestrl.formats import Schemas
 from kestrl.tools import SandboxInUse, ToolSchema
-from kestrl_rollout.template.chat import Chat
-from kestrl_rollout.template.toolset import NO_TOOLS, ToolSet
 
 SERVICE = "kestrl.api.tools.v1.ToolService"
 LIFETIME_SLACK = 30.0

@@ -12,6 +12,8 @@ from typing import Any
 
 from kestrl._shared.telemetry import current_trace_id, span
 from kestrl._shared.telemetry.names import Attr, SpanName
+from kestrl._shared.text.chat import Message
+from kestrl._shared.text.chat_model import ChatModel
 from kestrl._shared.user_tasks import enter_user_code
 from kestrl.agents import LimitReached
 from kestrl.episode import Episode, Json, Scenario, StopReason
@@ -26,8 +28,6 @@ from kestrl_rollout.engine.engine_session import EngineSession
 from kestrl_rollout.engine.sessions import Sessions
 from kestrl_rollout.groups.loop_metrics import REWARD, check_metrics, returned_reward, usable_metrics
 from kestrl_rollout.requests import GroupRequest
-from kestrl_rollout.template.chat import Message
-from kestrl_rollout.template.chat_model import ChatModel
 
 log = logging.getLogger(__name__)
 _Contained = tuple[object, BaseException | None]

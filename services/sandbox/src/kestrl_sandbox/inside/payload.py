@@ -17,6 +17,8 @@ import types
 from dataclasses import dataclass
 from typing import Any
 
+from kestrl_sandbox.inside.output import Output
+
 BASH = "/bin/bash"
 LONGEST_ARGUMENT = 100_000
 """Bytes of a script that are passed as an argument; a longer one is written to a file."""
@@ -40,6 +42,8 @@ def fresh_main() -> types.ModuleType:
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         numpy.random.seed()
+    for name in ("exit", "quit"):
+        setattr(builtins, name, sys.exit)  # `site` has them, and is not loaded
     module = types.ModuleType("__main__")
     module.__dict__["__builtins__"] = builtins
     sys.modules["__main__"] = module
@@ -76,13 +80,16 @@ def run_python(code: str, module: types.ModuleType, echo: str) -> Ended:
 
 
 def _run_echoing(code: str, namespace: dict[str, Any], echo: str) -> str | None:
-    tree = ast.parse(code, FILE_NAME)
+    tree = compile(code, FILE_NAME, "exec", ast.PyCF_ONLY_AST, dont_inherit=True)  # no frame of `ast` in a traceback
+    assert isinstance(tree, ast.Module)
     last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
     exec(compile(tree, FILE_NAME, "exec", dont_inherit=True), namespace)  # noqa: S102
     if not isinstance(last, ast.Expr):
         return None
     value = eval(compile(ast.Expression(last.value), FILE_NAME, "eval", dont_inherit=True), namespace)  # noqa: S307
     if echo == "print":
+        if value is not None and getattr(sys.stdout, "line_begun", False):
+            sys.stdout.write("\n")  # the value stands on a line of its own
         sys.displayhook(value)
         return None
     return None if value is None else repr(value)[:LONGEST_VALUE]
@@ -192,7 +199,8 @@ def open_streams() -> None:
         os.dup2(end, number)
     options: dict[str, Any] = {"encoding": "utf-8", "closefd": False}
     sys.stdin = sys.__stdin__ = open(0, errors="surrogateescape", **options)  # type: ignore[misc]  # noqa: SIM115
-    sys.stdout = sys.__stdout__ = open(1, "w", errors="surrogateescape", **options)  # type: ignore[misc]  # noqa: SIM115
+    buffer = open(1, "wb", closefd=False)  # noqa: SIM115
+    sys.stdout = sys.__stdout__ = Output(buffer, encoding="utf-8", errors="surrogateescape")  # type: ignore[misc]
     sys.stderr = sys.__stderr__ = open(2, "w", 1, errors="backslashreplace", **options)  # type: ignore[misc]  # noqa: SIM115
     for number, before in enumerate(kept):
         os.dup2(before, number)

@@ -14,6 +14,8 @@ class RolloutSettings(ServiceSettings):
     """Folder or Hugging Face id with tokenizer.json and a chat template."""
     template: str | None = None
     """File of a chat template that replaces the model's own."""
+    template_arguments: dict[str, Any] = {}
+    """Variables of the template."""
     agent: str
     """`tool_agent`, `single_turn`, or an import path."""
     agent_config: dict[str, Any] = {}

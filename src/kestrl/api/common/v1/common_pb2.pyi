@@ -292,6 +292,7 @@ class Turn(_message.Message):
     ENGINE_FIELD_NUMBER: _builtins.int
     POLICY_FIELD_NUMBER: _builtins.int
     SECONDS_FIELD_NUMBER: _builtins.int
+    REASONING_OPENED_FIELD_NUMBER: _builtins.int
     index: _builtins.int
     """Position in the episode."""
     row: _builtins.int
@@ -310,6 +311,8 @@ class Turn(_message.Message):
     """Name of the policy, as reported by the engine."""
     seconds: _builtins.float
     """Wall-clock seconds of the call."""
+    reasoning_opened: _builtins.bool
+    """Whether the prompt had opened the model's reasoning; the text has the tag that the prompt holds."""
     def __init__(
         self,
         *,
@@ -322,10 +325,11 @@ class Turn(_message.Message):
         engine: _builtins.str = ...,
         policy: _builtins.str = ...,
         seconds: _builtins.float = ...,
+        reasoning_opened: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["end", b"end", "engine", b"engine", "finish_reason", b"finish_reason", "index", b"index", "policy", b"policy", "row", b"row", "seconds", b"seconds", "start", b"start", "text", b"text"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["end", b"end", "engine", b"engine", "finish_reason", b"finish_reason", "index", b"index", "policy", b"policy", "reasoning_opened", b"reasoning_opened", "row", b"row", "seconds", b"seconds", "start", b"start", "text", b"text"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from kestrl._shared.text.parser import Parsed, TurnReader
 from kestrl.agents import Call
 from kestrl.episode import CallOutcome
 from kestrl.formats.registry import BUILT_IN
-from kestrl_rollout.template.parser import Parsed, TurnReader
 
 TOOLS: dict[str, Any] = {"search": {}, "answer": {}}
 HERMES = BUILT_IN["hermes"]
@@ -82,7 +82,11 @@ def test_stray_markers_are_ignored(read: Callable[..., Parsed]) -> None:
 
 def test_characters_are_no_call_where_the_marker_is_a_token(load: Callable[..., Any]) -> None:
     vocabulary = load().vocabulary
-    assert TurnReader(vocabulary, HERMES).parse(list(vocabulary.content(CALL)), TOOLS).calls == []
+    reader = TurnReader(vocabulary, HERMES)
+    (call,) = reader.parse(list(vocabulary.content(CALL)), TOOLS).calls
+    assert (call.arguments, call.problem) == (None, CallOutcome.INVALID_JSON)
+    assert "does not stand between" in call.message
+    assert reader.parse(list(vocabulary.content(CALL)), {}).calls == []  # no tool is offered: an answer
 
 
 def test_reasoning_keeps_its_sampled_tokens(load: Callable[..., Any]) -> None:

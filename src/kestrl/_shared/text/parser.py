@@ -10,15 +10,18 @@ from __future__ import annotations
 import re
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from kestrl._shared.text.chat import Message
+from kestrl._shared.text.vocabulary import Vocabulary
 from kestrl.agents import Call
 from kestrl.episode import CallOutcome
-from kestrl.errors import UserCodeError
-from kestrl.formats import Marker, Schemas, ToolCallFormat, WrittenCall
-from kestrl_rollout.template.chat import Message
-from kestrl_rollout.template.vocabulary import Vocabulary
+from kestrl.errors import UserCodeError, encodable
+from kestrl.formats import Marker, Schemas, ToolCallFormat, Turn, WrittenCall
+from kestrl.tools.shapes import DEEPEST, json_problem
 
+PROMPT_END = 16
+"""Tokens at the end of a prompt that may open the reasoning."""
 THINK_TAGS = ("<think>", "</think>")
 """The only reasoning markers that templates look for in a message's text, where they may delete it later."""
 
@@ -79,26 +82,53 @@ class TurnReader:
         text = self._vocabulary.decode(ids)
         pieces = list(self._pieces(ids, text))
         outside = list(self._without_reasoning(pieces, thinking=reasoning))
-        with self._user_code("read"):
-            turn = self.format.read(outside, schemas, cut=cut)
-        calls = [self._call(call, schemas, cut=cut) for call in turn.calls]
+        turn = self._read(outside, schemas, cut=cut)
+        calls = [self._call(_sendable(call), schemas, cut=cut) for call in turn.calls]
         message = self._message(ids, text)
-        return Parsed(text=self._readable(pieces, text), content=turn.content, calls=calls, message=message)
+        readable = self._readable(pieces, text, reasoning=reasoning)
+        return Parsed(text=readable, content=encodable(turn.content), calls=calls, message=message)
 
-    def text(self, ids: Sequence[int]) -> str:
-        """The text of a turn for people and rewards."""
+    def _read(self, pieces: Sequence[str], schemas: Schemas, *, cut: bool) -> Turn:
+        try:
+            with self._user_code("read"):
+                return self.format.read(pieces, schemas, cut=cut)
+        except RecursionError:  # of a JSON parser: the depth of a text is the model's, and no failure of the format
+            raw = "".join(pieces)
+            return Turn(
+                content="", calls=[WrittenCall(raw=raw, problem=f"it is nested more than {DEEPEST} levels deep")]
+            )
+
+    def text(self, ids: Sequence[int], *, reasoning: bool = False) -> str:
+        """The text of a turn for people and rewards, which has the tag that opens its reasoning also where the prompt
+        opened it.
+
+        Args:
+            ids: As of `parse`.
+            reasoning: As of `parse`.
+        """
         text = self._vocabulary.decode(ids)
-        return self._readable(list(self._pieces(ids, text)), text)
+        return self._readable(list(self._pieces(ids, text)), text, reasoning=reasoning)
 
-    def _readable(self, pieces: Sequence[str], text: str) -> str:
-        with self._user_code("readable"):
-            readable = self.format.readable(pieces)
-        return text if readable is None else readable
+    def opens_reasoning(self, prompt: Sequence[int]) -> bool:
+        """Whether a prompt ends with the tag that opens the reasoning."""
+        return bool(self._opening) and self._vocabulary.decode(prompt[-PROMPT_END:]).rstrip().endswith(self._opening)
+
+    def _readable(self, pieces: Sequence[str], text: str, *, reasoning: bool) -> str:
+        if reasoning and self._opening:
+            pieces, text = [Marker(self._opening), "\n", *pieces], f"{self._opening}\n{text}"
+        try:
+            with self._user_code("readable"):
+                readable = self.format.readable(pieces)
+        except RecursionError:  # as in _read
+            readable = None
+        return text if readable is None else encodable(readable)
 
     @contextmanager
     def _user_code(self, method: str) -> Generator[None]:
         try:
             yield
+        except RecursionError:
+            raise
         except Exception as error:
             raise UserCodeError(
                 f"agent.toolCallFormat: {self.format.name}: {method} raised {type(error).__name__}: {error}",
@@ -172,10 +202,10 @@ class TurnReader:
             return Message(role="assistant", text=text, ids=ids)
         token = self._vocabulary.control(self._closing)
         if token is None:
-            head, found, answer = text.partition(self._closing)
-            if not found:
+            head, closed, rest = text.partition(self._closing)
+            if not closed:
                 return Message(role="assistant", text=text, ids=ids)
-            return Message(role="assistant", text=answer, reasoning=head.rpartition(self._opening)[2].strip("\n"))
+            return Message(role="assistant", text=rest, reasoning=head.rpartition(self._opening)[2].strip("\n"))
         if token not in ids:
             return Message(role="assistant", text=text, ids=ids)
         end = list(ids).index(token)
@@ -195,3 +225,18 @@ class TurnReader:
         while start < end and not self._vocabulary.decode(ids[end - 1 : end]).strip():
             end -= 1
         return ids[start:end]
+
+
+def _sendable(call: WrittenCall) -> WrittenCall:
+    """A call that can be sent: with arguments that cannot, it is one that cannot be read. The result of any format is
+    checked here, so that no text of a model can fail its episode.
+    """
+    problem = "" if call.arguments is None else json_problem(call.arguments)
+    return replace(
+        call,
+        raw=encodable(call.raw),
+        name=encodable(call.name),
+        id=encodable(call.id),
+        arguments=None if problem else call.arguments,
+        problem=encodable(call.problem or problem),
+    )

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from kestrl._shared.text import renderer
+from kestrl._shared.text.chat_template import Template
 from kestrl.errors import UserInputError
-from kestrl_rollout.template import renderer
-from kestrl_rollout.template.chat_template import Template
 
 NOW = datetime(2026, 1, 2, tzinfo=UTC)
 LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
@@ -59,7 +59,7 @@ def test_one_shape_without_end_leaves_the_others_usable() -> None:
 
 
 def test_a_template_that_outgrows_its_output_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    render = renderer.compiled({"source": "{{ 'a' * 100 }}", "special": {}, "started": NOW.isoformat()})
+    render = renderer.compiled({"source": "{{ 'a' * 100 }}", "variables": {}, "started": NOW.isoformat()})
     conversation = {"messages": [], "tools": [], "generate": True}
     assert len(render(conversation)) == 100
     monkeypatch.setattr(renderer, "LONGEST", 99)

@@ -1,4 +1,4 @@
-"""`python -m kestrl_rollout.template.renderer`: renders one chat template within bounds of time and memory.
+"""`python -m kestrl._shared.text.renderer`: renders one chat template within bounds of time and memory.
 
 A template is a program that comes with a model: it may loop or allocate without end, and no sandbox inside a process
 can stop that. So it runs in a child process with kernel limits. Requests and answers are JSON, one per line; the first
@@ -68,7 +68,7 @@ def compiled(request: dict[str, Any]) -> Render:
             tools=conversation["tools"] or None,
             documents=None,
             add_generation_prompt=conversation["generate"],
-            **request["special"],
+            **request["variables"],
         )
         if len(text) > LONGEST:
             raise MemoryError

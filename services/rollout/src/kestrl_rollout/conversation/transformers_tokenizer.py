@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from kestrl._shared.text.chat import Message
+from kestrl._shared.text.chat_model import ChatModel
 from kestrl.agents import Call
 from kestrl.errors import UserCodeError, UserInputError
 from kestrl.formats import Schemas
-from kestrl_rollout.template.chat import Message
-from kestrl_rollout.template.chat_model import ChatModel
 
 BEFORE = ({"role": "user", "content": "."}, {"role": "assistant", "content": "."})
 """A conversation that any messages can follow."""

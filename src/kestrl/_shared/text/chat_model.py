@@ -4,28 +4,35 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
+from kestrl._shared.text.chat import Chat, Message
+from kestrl._shared.text.chat_template import Template, TemplateRefused
+from kestrl._shared.text.formats import choose
+from kestrl._shared.text.parser import THINK_TAGS, Parsed, TurnReader
+from kestrl._shared.text.toolset import NO_TOOLS, ToolSet
+from kestrl._shared.text.vocabulary import Vocabulary
 from kestrl.errors import UserInputError
 from kestrl.formats import Schemas, ToolCallFormat
-from kestrl_rollout.template.chat import Chat, Message
-from kestrl_rollout.template.chat_template import Template, TemplateRefused
-from kestrl_rollout.template.formats import choose
-from kestrl_rollout.template.parser import Parsed, TurnReader
-from kestrl_rollout.template.toolset import NO_TOOLS, ToolSet
-from kestrl_rollout.template.vocabulary import Vocabulary
 
-FILES = (
+TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
-    "generation_config.json",
+    "added_tokens.json",
+    "tokenizer.model",
+    "vocab.json",
+    "merges.txt",
     "chat_template.jinja",
+    "chat_template.json",
 )
+"""Files that make up a tokenizer, with its chat template."""
+FILES = (*TOKENIZER_FILES, "generation_config.json")
+"""Files of a model that text needs."""
 SYNTHETIC_TOOL: Mapping[str, Any] = {
     "type": "function",
     "function": {
@@ -47,6 +54,8 @@ class ChatModel:
     pad_id: int | None
     format: ToolCallFormat
     """The model's tool-call format."""
+    detected: bool = True
+    """Whether the template writes or names the format; otherwise it is a guess."""
 
     @property
     def vocabulary(self) -> Vocabulary:
@@ -75,6 +84,8 @@ def load_model(
     started: datetime,
     tool_calls: str | None = None,
     offered: bool = False,
+    arguments: Mapping[str, Any] | None = None,
+    vocabulary: Vocabulary | None = None,
 ) -> ChatModel:
     """Loads tokenizer and template and verifies that conversations can be extended with them.
 
@@ -85,12 +96,14 @@ def load_model(
         started: The time that `strftime_now` in a template reports.
         tool_calls: The tool-call format, a name or an import path; None detects it from the template.
         offered: Whether tools are offered to a loop for which the worker parses calls, which requires a format.
+        arguments: Variables of the template, such as `enable_thinking`.
+        vocabulary: That of the tokenizer, where it has been loaded.
 
     Raises:
         UserInputError: A file is missing or unreadable, the template cannot be verified, or its tool calls cannot be
             parsed.
     """
-    folder = _folder(tokenizer)
+    folder = model_folder(tokenizer)
     data = _json(folder / "tokenizer.json")
     if not data:
         raise UserInputError(
@@ -98,11 +111,11 @@ def load_model(
         )
     config = _json(folder / "tokenizer_config.json")
     source = _template(folder, template, config)
-    vocabulary = Vocabulary(data)
+    vocabulary = vocabulary or Vocabulary(data)
     special = {**_special(_json(folder / "special_tokens_map.json")), **_special(config)}
-    rendering = Template(source, special, started=started)
+    rendering = Template(source, special, started=started, arguments=arguments or {})
     with_calls, closing = _verified(rendering, vocabulary, tools=tools)
-    chosen = choose(rendering, source, vocabulary, tool_calls, required=offered)
+    chosen, detected = choose(rendering, source, vocabulary, tool_calls, required=offered)
     eos = vocabulary.control(special.get("eos_token", ""))
     stops = [
         *_eos_ids(_json(folder / "generation_config.json")),
@@ -122,6 +135,7 @@ def load_model(
         eos_id=eos if eos is not None else next(iter(closing), None),
         pad_id=vocabulary.control(special.get("pad_token", "")),
         format=chosen,
+        detected=detected,
     )
 
 
@@ -138,7 +152,7 @@ def load_vocabulary(tokenizer: str) -> Vocabulary:
     Raises:
         UserInputError: It is missing or cannot be used.
     """
-    return Vocabulary(_json(_folder(tokenizer) / "tokenizer.json"))
+    return Vocabulary(_json(model_folder(tokenizer) / "tokenizer.json"))
 
 
 class NoPlaceForResults(UserInputError):
@@ -150,19 +164,27 @@ class NoPlaceForResults(UserInputError):
 def _verified(template: Template, vocabulary: Vocabulary, *, tools: bool) -> tuple[bool, Sequence[int]]:
     """Whether the template takes results only behind `tool_calls`, and the control tokens that close a turn."""
     try:
-        return False, verify_template(Chat(template, vocabulary), tools=tools)
+        return False, verify_template(Chat(template, vocabulary), tools=tools).closing
     except NoPlaceForResults:
-        return True, verify_template(Chat(template, vocabulary, with_calls=True), tools=tools)
+        return True, verify_template(Chat(template, vocabulary, with_calls=True), tools=tools).closing
 
 
-def verify_template(chat: Chat, *, tools: bool) -> Sequence[int]:
-    """Verifies with sample conversations that a turn's prompt extends the previous one, token for token.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verified:
+    """What a verified template does with turns."""
 
-    Returns:
-        The control tokens with which the template closes a turn, the one of an answer first.
+    closing: Sequence[int]
+    """The control tokens with which it closes a turn, the one of an answer first."""
+    forks: bool
+    """Whether it writes a turn anew once a tool's result follows, so that every turn begins a row of its own."""
+
+
+def verify_template(chat: Chat, *, tools: bool) -> Verified:
+    """Verifies a template with sample conversations: whether the next turn's prompt extends a turn's, token for token.
 
     Raises:
-        UserInputError: It does not, or text without control tokens is encoded differently from the whole text.
+        UserInputError: It has no place for results, or text without control tokens is encoded differently from the
+            whole text.
     """
     toolset = chat.toolset([SYNTHETIC_TOOL]) if tools else NO_TOOLS
     for start in STARTS:
@@ -174,37 +196,40 @@ def verify_template(chat: Chat, *, tools: bool) -> Sequence[int]:
     raise AssertionError("STARTS is not empty")
 
 
-def verify_start(chat: Chat, start: Sequence[Message], toolset: ToolSet) -> Sequence[int]:
+def verify_start(chat: Chat, start: Sequence[Message], toolset: ToolSet) -> Verified:
     """As `verify_template`, for the first messages of a row of data.
 
     Raises:
         UserInputError: As `verify_template`.
     """
     _same_as_whole(chat, start, toolset)
-    answered = [*start, Message(role="assistant", text="One moment.")]
-    extensions: list[Sequence[int] | None] = [chat.extension(answered, since=len(start), last=None, tools=toolset)]
+    answer, since = Message(role="assistant", text="One moment."), len(start)
+    closing, forks = [_closing(chat, [*start, answer], since, toolset)], False
     result = Message(role="tool", text="A small falcon.", name="look_up")
     if toolset is not NO_TOOLS:
+        answers = [answer]
+        if THINK_TAGS[1] in chat.source and THINK_TAGS[1] not in str(chat.rendered(start, toolset)[-1]):
+            answers.append(replace(answer, reasoning="Perhaps a bird."))
         for what, new in {"a tool's result": [result], "two tools' results": [result, result]}.items():
-            extensions.append(_extension(chat, [*answered, *new], len(start), what, toolset))
-    first = [new[0] for new in extensions if new]
-    return tuple(dict.fromkeys(token for token in first if token in chat.vocabulary.control_ids))
+            try:
+                closing.append(_closing(chat, [*start, answer, *new], since, toolset))
+                forks = forks or any(
+                    chat.extension([*start, said, *new], since=since, last=None, tools=toolset) is None
+                    for said in answers
+                )
+            except TemplateRefused as error:
+                raise NoPlaceForResults(
+                    f"the chat template has no place for {what} ({error}), so tools cannot be used with it; name "
+                    "another with agent.template, or leave out spec.tools"
+                ) from error
+    tokens = dict.fromkeys(token for token in closing if token in chat.vocabulary.control_ids)
+    return Verified(closing=tuple(tokens), forks=forks)
 
 
-def _extension(chat: Chat, messages: Sequence[Message], since: int, what: str, toolset: ToolSet) -> Sequence[int]:
-    try:
-        new = chat.extension(messages, since=since, last=None, tools=toolset)
-    except TemplateRefused as error:
-        raise NoPlaceForResults(
-            f"the chat template has no place for {what} ({error}), so tools cannot be used with it; name another with "
-            "agent.template, or leave out spec.tools"
-        ) from error
-    if new is None:
-        raise UserInputError(
-            f"the chat template cannot be used: with {what} after a turn it writes the conversation before that turn "
-            "differently; name another with agent.template"
-        )
-    return new
+def _closing(chat: Chat, messages: Sequence[Message], since: int, toolset: ToolSet) -> int | None:
+    """The token behind a turn, where the conversation goes on or is written anew."""
+    new = chat.extension(messages, since=since, last=None, tools=toolset)
+    return chat.closing(messages, since=since, tools=toolset) if new is None else next(iter(new), None)
 
 
 def _same_as_whole(chat: Chat, messages: Sequence[Message], toolset: ToolSet) -> None:
@@ -215,7 +240,12 @@ def _same_as_whole(chat: Chat, messages: Sequence[Message], toolset: ToolSet) ->
         )
 
 
-def _folder(tokenizer: str) -> Path:
+def model_folder(tokenizer: str) -> Path:
+    """The folder of a model's files, those of a Hugging Face id after their download.
+
+    Raises:
+        UserInputError: There is no such folder, or it cannot be downloaded.
+    """
     path = Path(tokenizer)
     if path.is_dir():
         return path
@@ -258,7 +288,7 @@ def _eos_ids(generation: Mapping[str, Any]) -> list[int]:
     value = generation.get("eos_token_id")
     if value is None:
         return []
-    return [int(each) for each in cast(list[Any], value)] if isinstance(value, list) else [int(value)]
+    return [int(str(each)) for each in cast("list[object]", value)] if isinstance(value, list) else [int(value)]
 
 
 def _template(folder: Path, override: str | None, config: Mapping[str, Any]) -> str:
@@ -272,7 +302,8 @@ def _template(folder: Path, override: str | None, config: Mapping[str, Any]) -> 
             raise UserInputError(f"{path}: not readable: {error}") from error
     found = config.get("chat_template")
     if isinstance(found, list):
-        named = {str(each["name"]): str(each["template"]) for each in cast(list[Any], found)}
+        entries = cast("list[dict[str, object]]", found)
+        named = {str(each["name"]): str(each["template"]) for each in entries}
         found = named.get("tool_use", named.get("default"))
     if not isinstance(found, str):
         raise UserInputError(

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
+from kestrl._shared.text.chat import Message
+from kestrl._shared.text.chat_model import load_model, verify_start, verify_template
+from kestrl._shared.text.toolset import NO_TOOLS
+from kestrl._shared.text.vocabulary import Vocabulary
 from kestrl.errors import UserInputError
-from kestrl_rollout.template.chat import Message
-from kestrl_rollout.template.chat_model import load_model, verify_start
-from kestrl_rollout.template.toolset import NO_TOOLS
-from kestrl_rollout.template.vocabulary import Vocabulary
 
 NOW = datetime(2026, 1, 2).astimezone()
 WriteModel = Callable[..., Path]
@@ -117,9 +117,8 @@ def test_a_template_that_rewrites_history_after_a_tool_result(write_model: Write
     folder = write_model(
         template="{{ messages | length }}{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}"
     )
-    with pytest.raises(UserInputError, match="with a tool's result"):
-        load(folder)
-    load(folder, tools=False)
+    assert verify_template(load(folder).chat, tools=True).forks
+    assert not verify_template(load(folder, tools=False).chat, tools=False).forks
 
 
 GEMMA = """\

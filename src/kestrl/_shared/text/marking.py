@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from itertools import takewhile
 from typing import Any
 
-from kestrl_rollout.template.chat_template import Slot, id_mark, mark
+from kestrl._shared.text.chat_template import Slot, id_mark, mark
 
 Shape = tuple[tuple[str, bool], ...]
 """What a template sees of a marked conversation: each message's role, and whether it is empty (for an assistant:

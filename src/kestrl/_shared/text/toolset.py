@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
-from kestrl_rollout.template.chat_template import mark
+from kestrl._shared.text.chat_template import mark
 
 JSON_TYPES = frozenset({"array", "boolean", "integer", "null", "number", "object", "string"})
 NAMED = frozenset({"properties", "$defs", "definitions", "patternProperties"})
@@ -65,7 +65,7 @@ class _Marker:
     def schema(self, schema: Any) -> Any:
         """Marks a schema or a list of schemas."""
         if isinstance(schema, list):
-            return [self.schema(each) for each in cast(list[Any], schema)]
+            return [self.schema(each) for each in cast("list[object]", schema)]
         if not isinstance(schema, dict):
             return self.value(schema)
         entries = cast(dict[str, Any], schema)
@@ -84,7 +84,7 @@ class _Marker:
 
     def types(self, value: Any) -> Any:
         if isinstance(value, list):
-            return [self.types(each) for each in cast(list[Any], value)]
+            return [self.types(each) for each in cast("list[object]", value)]
         return value if value in JSON_TYPES else self.value(value)
 
     def value(self, value: Any) -> Any:
@@ -95,5 +95,5 @@ class _Marker:
             entries = cast(dict[str, Any], value)
             return {self.word(key): self.value(each) for key, each in entries.items()}
         if isinstance(value, list):
-            return [self.value(each) for each in cast(list[Any], value)]
+            return [self.value(each) for each in cast("list[object]", value)]
         return value

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from kestrl._shared.text.chat_template import Template, TemplateRefused
+from kestrl._shared.text.parser import TurnReader
+from kestrl._shared.text.vocabulary import Vocabulary
 from kestrl.errors import UserInputError
 from kestrl.formats import ToolCallFormat
 from kestrl.formats.registry import BUILT_IN, FIELD, resolve
-from kestrl_rollout.template.chat_template import Template, TemplateRefused
-from kestrl_rollout.template.parser import TurnReader
-from kestrl_rollout.template.vocabulary import Vocabulary
 
 TOOL: Mapping[str, Any] = {
     "type": "function",
@@ -28,8 +28,8 @@ ANSWER = "It is a bird of prey."
 
 def choose(
     template: Template, source: str, vocabulary: Vocabulary, override: str | None, *, required: bool
-) -> ToolCallFormat:
-    """The tool-call format of the worker.
+) -> tuple[ToolCallFormat, bool]:
+    """The tool-call format of a model, and whether it was named or detected: otherwise it is a guess.
 
     Args:
         template: The chat template.
@@ -42,7 +42,7 @@ def choose(
         UserInputError: The named format does not exist, or one is required and none is detected.
     """
     if override is not None:
-        return resolve(override)
+        return resolve(override), True
     found = detect(template, source, vocabulary)
     if found is None and required:
         raise UserInputError(
@@ -50,7 +50,7 @@ def choose(
             f"({', '.join(BUILT_IN)}). Name the format that the model was trained on, or your own as "
             "package.module:Format; or give a template that renders tools with agent.template; or remove `tools`"
         )
-    return found or BUILT_IN["hermes"]
+    return found or BUILT_IN["hermes"], found is not None
 
 
 def detect(template: Template, source: str, vocabulary: Vocabulary) -> ToolCallFormat | None:

@@ -23,8 +23,8 @@ from enum import Enum
 from string import ascii_letters
 from typing import Any
 
+from kestrl._shared.text import renderer
 from kestrl.errors import UserInputError
-from kestrl_rollout.template import renderer
 
 EDGE = "\u2003"
 """White space that no template writes. Around a mark it shows whether the template strips white space."""
@@ -145,6 +145,7 @@ class Template:
         special: Mapping[str, str],
         *,
         started: datetime,
+        arguments: Mapping[str, Any] | None = None,
         cpu_seconds: float = renderer.CPU_SECONDS,
     ) -> None:
         """Starts the process and compiles the template.
@@ -153,15 +154,17 @@ class Template:
             source: The template.
             special: Special tokens by their names in templates, such as `bos_token`.
             started: What `strftime_now` in the template reports.
+            arguments: Variables of the template beside these.
             cpu_seconds: Bound on the CPU time of a rendering.
 
         Raises:
             UserInputError: It cannot be compiled, or not within the bounds of time and memory.
         """
+        self.source = source
         self._cpu_seconds = cpu_seconds
         self._first = {
             "source": source,
-            "special": dict(special),
+            "variables": {**(arguments or {}), **special},
             "started": started.isoformat(),
             "cpu_seconds": cpu_seconds,
         }

@@ -14,16 +14,16 @@ from jinja2 import nodes
 from jinja2.ext import Extension
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from kestrl._shared.text.chat import Chat, Message
+from kestrl._shared.text.chat_model import verify_template
+from kestrl._shared.text.chat_template import Template
+from kestrl._shared.text.parser import TurnReader
+from kestrl._shared.text.toolset import NO_TOOLS
 from kestrl.agents import Completion
 from kestrl.errors import UserInputError
 from kestrl.formats.registry import BUILT_IN
 from kestrl.tools import ToolSchema
 from kestrl_rollout.conversation.recorder import Recorder
-from kestrl_rollout.template.chat import Chat, Message
-from kestrl_rollout.template.chat_model import verify_template
-from kestrl_rollout.template.chat_template import Template
-from kestrl_rollout.template.parser import TurnReader
-from kestrl_rollout.template.toolset import NO_TOOLS
 
 FAST = settings(
     max_examples=4,
@@ -89,7 +89,7 @@ harmless = st.text(st.characters(exclude_categories=("Cs",), exclude_characters=
 
 
 def test_the_template_is_proven(chat: Chat) -> None:
-    assert [chat.vocabulary.decode([end]) for end in verify_template(chat, tools=True)] == ["<|im_end|>"]
+    assert [chat.vocabulary.decode([end]) for end in verify_template(chat, tools=True).closing] == ["<|im_end|>"]
 
 
 @FAST

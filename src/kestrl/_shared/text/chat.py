@@ -12,9 +12,10 @@ import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any
 
-from kestrl_rollout.template.chat_template import (
+from kestrl._shared.text.chat_template import (
     MARK,
     Skeleton,
     Slot,
@@ -24,9 +25,9 @@ from kestrl_rollout.template.chat_template import (
     mark,
     skeleton,
 )
-from kestrl_rollout.template.marking import Shape, call_id, call_message, call_turns, marked
-from kestrl_rollout.template.toolset import ToolSet
-from kestrl_rollout.template.vocabulary import Part, Vocabulary
+from kestrl._shared.text.marking import Shape, call_id, call_message, call_turns, marked
+from kestrl._shared.text.toolset import ToolSet
+from kestrl._shared.text.vocabulary import Part, Vocabulary
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,6 +95,24 @@ class Chat:
         """The tool set of plain definitions; the same object for equal ones."""
         return self._toolset(json.dumps(tools, ensure_ascii=False))
 
+    @property
+    def source(self) -> str:
+        """The text of the template."""
+        return self._template.source
+
+    def render(self, messages: Sequence[Mapping[str, Any]], tools: ToolSet, *, generate: bool) -> str:
+        """What the template writes for marked messages, with the marks.
+
+        Args:
+            messages: As `marked` gives them.
+            tools: The tool set.
+            generate: Whether the model's turn begins behind them.
+
+        Raises:
+            TemplateRefused: The template refuses them.
+        """
+        return self._template.render(messages, tools.marked, generate=generate).text
+
     def prompt(self, messages: Sequence[Message], tools: ToolSet) -> list[int]:
         """Ids of a whole conversation, up to where the model's turn begins.
 
@@ -142,6 +161,18 @@ class Chat:
             parts = parts[1:]
         return self._fill(parts, messages, tools)
 
+    def closing(self, messages: Sequence[Message], *, since: int, tools: ToolSet) -> int | None:
+        """The control token that follows a turn in the conversation; None if text does.
+
+        Args:
+            messages: The whole conversation.
+            since: Index of the assistant's message in it.
+            tools: The tool set of the prompt.
+        """
+        parts = self._prompt(shape(messages), tools).parts
+        behind = [part for slot, part in pairwise(parts) if isinstance(slot, Slot) and slot.name == f"a{since}"]
+        return behind[0] if behind and isinstance(behind[0], int) else None
+
     def _render(self, conversation: Shape, tools: ToolSet) -> Prompt:
         rendered = self._rendered(conversation, tools)
         names = [part.name for part in rendered.parts if isinstance(part, Slot)]
@@ -150,7 +181,7 @@ class Chat:
             if names.count(f"m{index}" if role != "assistant" else f"a{index}") != expected:
                 raise _left_out(index, role)
         tail = rendered.parts[-1] if rendered.parts and isinstance(rendered.parts[-1], str) else ""
-        return Prompt(rendered.text, self._cut(rendered), tail.rfind("<think>") > tail.rfind("</think>"))
+        return Prompt(rendered.text, self.cut(rendered), tail.rfind("<think>") > tail.rfind("</think>"))
 
     def _rendered(self, conversation: Shape, tools: ToolSet) -> Skeleton:
         messages = marked(conversation, with_calls=self.with_calls)
@@ -170,6 +201,8 @@ class Chat:
         start = marked((("user", False),), with_calls=True)
         before = self._template.render(start, (), generate=True).text
         whole = self._template.render([*start, call_message(index, results)], (), generate=False).text
+        if not whole.startswith(before):  # in the history it has no reasoning where the prompt opens it
+            before = before.rstrip().removesuffix("<think>")
         if not whole.startswith(before):
             raise TemplateRefused("the chat template writes a message differently once a tool call follows it")
         written = whole[len(before) :]
@@ -193,9 +226,10 @@ class Chat:
                 return None  # the template drops the reasoning that the model's history holds
             start = thought[1]
         said = find_mark(after, f"a{since}", start)
-        return None if said is None else self._cut(skeleton(after[said[1] :]))
+        return None if said is None else self.cut(skeleton(after[said[1] :]))
 
-    def _cut(self, rendered: Skeleton) -> tuple[Part | Slot, ...]:
+    def cut(self, rendered: Skeleton) -> tuple[Part | Slot, ...]:
+        """A rendering as control tokens, text and slots."""
         parts: list[Part | Slot] = []
         for part in rendered.parts:
             if isinstance(part, Slot):

@@ -12,7 +12,6 @@ import logging
 import os
 import sys
 import time
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -28,22 +27,18 @@ if __name__ == "__main__":
     end_at_sigterm()  # before slow imports
 
 from kestrl._shared import rpc
-from kestrl._shared.at_k import at_k
 from kestrl._shared.credentials import Secret
 from kestrl._shared.plan.settings.bench import BenchSettings
 from kestrl._shared.plan.settings.common import ServiceSettings
 from kestrl._shared.redaction import Redactor
 from kestrl._shared.service import run_service
 from kestrl.data import load_scenarios
-from kestrl.episode import CallOutcome, Episode, Group, Purpose, Scenario, StopReason, ToolCall, Turn
+from kestrl.episode import CallOutcome, Episode, Group, Scenario, StopReason, ToolCall, Turn
 from kestrl.episode.codec import group_from_proto, group_to_proto
 from kestrl.errors import EngineFailure, Failure, KestrlError, UserInputError
-from kestrl.runstate.states import RunPhase
-from kestrl.storage import open_store
-from kestrl.storage.episodes import EpisodeBatch, ObjectEpisodeStore
-from kestrl.storage.summary import RunSummary, write_summary
 from kestrl.tools import ToolSchema
 from kestrl.tools.shapes import is_mapping
+from kestrl_rollout.bench_result import write_result
 from kestrl_rollout.conversation.tool_session import SERVICE as TOOL_SERVICE
 from kestrl_rollout.conversation.tool_session import ToolAnswer, ToolList, ToolSession
 from kestrl_rollout.deadlines import now
@@ -315,34 +310,6 @@ def _refused(outcome: CallOutcome, text: str) -> ToolAnswer:
     return ToolAnswer(outcome=outcome, text=text, final=False, data={})
 
 
-def summarise(groups: Sequence[Group], samples: int) -> dict[str, float]:
-    """Means over the scored episodes, estimates over several samples, and failures by boundary.
-
-    Raises:
-        EngineFailure: No episode was scored.
-    """
-    episodes = [episode for group in groups for episode in group.episodes]
-    failures = [episode.failure for episode in episodes if episode.failure is not None]
-    sums: dict[str, float] = {}
-    counts: Counter[str] = Counter()
-    for episode in episodes:
-        if episode.failure is None and episode.reward is not None:
-            facts = {"reward": episode.reward, "num_turns": episode.num_turns, "duration": episode.seconds}
-            for name, value in {**episode.metrics, **facts}.items():
-                sums[name] = sums.get(name, 0.0) + value
-                counts[name] += 1
-    if not counts:
-        raise EngineFailure(f"none of {len(episodes)} episodes was scored; the first failure: {failures[0]}")
-    boundaries = Counter(str(failure.boundary) for failure in failures)
-    return {
-        **{name: sums[name] / counts[name] for name in counts},
-        "episodes": float(len(episodes)),
-        "exceptions": float(len(failures)),
-        **{f"exceptions_{boundary}": float(count) for boundary, count in boundaries.items()},
-        **at_k(groups, samples),
-    }
-
-
 async def work(settings: ServiceSettings) -> None:
     """Runs all scenarios and writes the result.
 
@@ -370,24 +337,7 @@ async def work(settings: ServiceSettings) -> None:
         rpc.Bundle(to_judge, JUDGE_SERVICE, peer="judge", token=Secret.ROLLOUT_TO_JUDGE.here()) as judge,
     ):
         groups = await Bench(settings, client, tools, judge).run_all(scenarios)
-    store = open_store(settings.storage)
-    batch = EpisodeBatch(purpose=Purpose.EVALUATION, step=0, groups=groups)
-    await asyncio.to_thread(ObjectEpisodeStore(store).append, batch)
-    after = summarise(groups, settings.sampling.samples)
-    failures = Counter(
-        f"{episode.failure.boundary}/{episode.failure.code}"
-        for group in groups
-        for episode in group.episodes
-        if episode.failure is not None
-    )
-    summary = RunSummary(
-        status=RunPhase.SUCCEEDED,
-        after=after,
-        sampling=settings.sampling,
-        failures=dict(failures),
-        seconds=time.monotonic() - began,
-    )
-    await asyncio.to_thread(write_summary, store, summary)
+    await asyncio.to_thread(write_result, settings, groups, time.monotonic() - began)
 
 
 if __name__ == "__main__":

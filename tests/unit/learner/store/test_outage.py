@@ -153,9 +153,12 @@ def test_a_learner_that_ends_stops_waiting(tmp_path: Path, reported: Reported, f
 
 
 SERVERS = pytest.mark.servers
+RESTARTS = pytest.mark.timeout(240)
+"""The four servers start once more, with up to a minute for their programs beside other tests."""
 
 
 @SERVERS
+@RESTARTS
 @pytest.mark.parametrize(("place", "secret"), [("s3://nowhere/run", "testing"), ("s3://runs/run", "wrong")])
 def test_a_missing_bucket_and_wrong_credentials_are_not_waited_for(
     s3_environment: S3Server, monkeypatch: pytest.MonkeyPatch, reported: Reported, place: str, secret: str
@@ -183,6 +186,7 @@ def away(s3_environment: S3Server) -> Any:
 
 
 @SERVERS
+@RESTARTS
 async def test_a_run_outlives_an_outage_of_its_storage(staged: Any, away: Any) -> None:
     async with staged(storage=f"s3://runs/{uuid.uuid4().hex}") as stage, running(stage.settings) as (learner, _):
         stage.workers[0].gate = asyncio.Event()
@@ -200,6 +204,7 @@ async def test_a_run_outlives_an_outage_of_its_storage(staged: Any, away: Any) -
 
 
 @SERVERS
+@RESTARTS
 async def test_a_drain_in_an_outage_ends_in_time_and_the_run_resumes(
     staged: Any, away: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -226,6 +231,7 @@ async def test_a_drain_in_an_outage_ends_in_time_and_the_run_resumes(
 
 
 @SERVERS
+@RESTARTS
 async def test_a_learner_that_waits_at_its_start_ends_at_sigterm(staged: Any, away: Any, tmp_path: Path) -> None:
     address = f"127.0.0.1:{free_port()}"
     async with staged(storage=f"s3://runs/{uuid.uuid4().hex}", listen=address) as stage:

@@ -57,7 +57,7 @@ class Paired:
     difference: float
     """Mean of the second's value minus the first's."""
     standard_error: float | None
-    """Of the difference; None for one question."""
+    """Standard error of the difference; None for one question."""
     p: float
     """Probability of a difference at least as large, in either direction, if each question's sign were a coin's."""
     only_first: int

@@ -68,7 +68,7 @@ def test_json_that_is_no_call_is_an_answer(text: str) -> None:
         ),
     ],
 )
-def test_an_attempt_that_cannot_be_read_is_told_to_the_model(name: str, text: str) -> None:
+def test_an_attempt_that_cannot_be_read_is_reported_to_the_model(name: str, text: str) -> None:
     (call,) = read(name, text).calls
     assert call.arguments is None
     assert call.problem
@@ -163,7 +163,7 @@ def test_a_text_that_no_parser_reads_is_an_attempt_of_the_model(value: str, load
 
 
 @pytest.mark.parametrize("format", BUILT_IN.values(), ids=list(BUILT_IN))
-def test_calls_with_such_values_are_told_to_the_model(format: ToolCallFormat, load: Callable[..., Any]) -> None:  # noqa: A002
+def test_calls_with_such_values_are_reported_to_the_model(format: ToolCallFormat, load: Callable[..., Any]) -> None:  # noqa: A002
     vocabulary = load().vocabulary
     written = format.write([("search", {"word": PLACE})])
     quoted = next(form for form in (f'"{PLACE}"', f"'{PLACE}'", PLACE) if form in written)

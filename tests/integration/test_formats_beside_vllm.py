@@ -9,6 +9,7 @@ import pytest
 
 from kestrl._shared.text.parser import TurnReader
 from kestrl._shared.text.vocabulary import Vocabulary
+from kestrl.episode import CallOutcome
 from kestrl.formats.registry import BUILT_IN
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(180), pytest.mark.xdist_group("formats")]
@@ -38,7 +39,6 @@ TEXTS: dict[str, list[str]] = {
         'I look.\n<tool_call>{"name": "search", "arguments": {"word": "é"}}</tool_call>\n'
         '<tool_call>{"name": "answer", "arguments": {"text": "{}"}}</tool_call>',
         "A small falcon.",
-        '{"name": "search", "arguments": {}}',
     ],
     "llama3_json": [
         '{"name": "search", "parameters": {"word": "a", "where": {"x": [1, {}]}}}',
@@ -160,3 +160,12 @@ def test_formats_read_the_same_calls_as_vllm(kind: str, text: str) -> None:
             # vLLM leaves out all text beside calls; we keep it, as every other format does.
             expected = (read[0], expected[1])
     assert read == expected
+
+
+def test_a_call_without_its_tags_is_an_attempt_where_vllm_reads_an_answer() -> None:
+    text = '{"name": "search", "arguments": {}}'
+    tokenizer = tokenizer_of(MARKERS["hermes"])
+    vocabulary = Vocabulary(json.loads(tokenizer.to_str()))
+    (call,) = TurnReader(vocabulary, BUILT_IN["hermes"]).parse(vocabulary.whole(text), SCHEMAS).calls
+    assert call.problem is CallOutcome.INVALID_JSON
+    assert vllm_reads("hermes", tokenizer, text) == (text, [])

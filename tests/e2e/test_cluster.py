@@ -137,12 +137,12 @@ def test_the_node_is_ready_and_of_the_version_that_was_built(cluster: Cluster) -
 
 
 def test_a_confined_pod_finds_the_checkout_in_place(host_paths: Cluster, namespace: str) -> None:
-    code = "import os, sys, kestrl; print(os.getuid(), sys.executable, kestrl.__file__)"
+    code = "import os, sys, kestrl; print(os.getuid(), sys.executable, kestrl.__file__, sep=chr(10))"
     made = pod(host_paths, "imports", "python", "-c", code)
     made["spec"]["initContainers"] = [{**made["spec"]["containers"][0], "name": "before"}]
     lines = output(host_paths, namespace, made), host_paths.logs("imports", namespace, container="before")
     assert lines[0] == lines[1]
-    user, python, module = lines[0].split()
+    user, python, module = lines[0].splitlines()  # a path may hold a space
     assert int(user) == USER
     assert Path(python) == Path(sys.prefix) / "bin" / "python"
     assert Path(module).is_relative_to(layouts.CHECKOUT)

@@ -10,7 +10,7 @@ STAMP := .venv/.synced
 # Threads of libgomp busy-wait by default, so that tests of torch exceed their time limits beside other programs.
 export GOMP_SPINCOUNT ?= 2000
 
-.PHONY: help setup demo demo-real test test-all distributions engine-run unit inspect-check servers engine kit images chart e2e cluster soak lint types layers check gen bench bring-your-own crd-check object-check contracts clean
+.PHONY: help setup demo demo-real test test-all test-long distributions engine-run unit inspect-check servers engine kit images chart e2e cluster soak lint types layers check gen bench bring-your-own crd-check object-check contracts clean
 
 help:
 	@sed -n 's/^## //p' $(MAKEFILE_LIST)
@@ -43,9 +43,13 @@ bring-your-own: $(STAMP)
 test: $(STAMP)
 	$(BIN)/python scripts/run_stages.py unit servers chart engine-run
 
-## make test-all         all checks of CI: each distribution alone, all tests on real engines, a real Kubernetes
+## make test-all         all checks of CI: each distribution alone, tests on real engines, a real Kubernetes
 test-all: $(STAMP)
-	$(BIN)/python scripts/run_stages.py unit servers distributions inspect-check engine cluster
+	KESTRL_SHARE=$$(git rev-parse HEAD 2>/dev/null) $(BIN)/python scripts/run_stages.py unit servers distributions inspect-check engine cluster
+
+## make test-long        the same with what test-all leaves out: the other half of some runs on engines, all of e2e
+test-long: $(STAMP)
+	$(BIN)/python scripts/run_stages.py unit servers distributions inspect-check engine e2e
 
 ## make unit             run the tests without an engine
 unit: $(STAMP)

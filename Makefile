@@ -45,7 +45,7 @@ test: $(STAMP)
 
 ## make test-all         all checks of CI: each distribution alone, tests on real engines, a real Kubernetes
 test-all: $(STAMP)
-	KESTRL_SHARE=$$(git rev-parse HEAD 2>/dev/null) $(BIN)/python scripts/run_stages.py unit servers distributions inspect-check engine cluster
+	TEST_SHARE=$$(git rev-parse HEAD 2>/dev/null) $(BIN)/python scripts/run_stages.py unit servers distributions inspect-check engine cluster
 
 ## make test-long        the same with what test-all leaves out: the other half of some runs on engines, all of e2e
 test-long: $(STAMP)

@@ -11,7 +11,7 @@ import pytest
 from kestrl._shared.credentials import CALLS
 
 SHARES = 2
-COMMIT = "KESTRL_SHARE"
+COMMIT = "TEST_SHARE"
 """Environment variable with a commit that chooses one of the shares of the tests marked `share`; without it all run."""
 
 

@@ -39,7 +39,7 @@ demo-real: $(STAMP)
 bring-your-own: $(STAMP)
 	$(BIN)/kestrl run examples/bring-your-own/job.yaml
 
-## make test             unit tests, a real S3 server and PostgreSQL, the chart where there is a helm, one run on real engines: ten minutes
+## make test             unit tests, a real S3 server and PostgreSQL, the chart where there is a helm, one run on real engines: 10 to 25 minutes
 test: $(STAMP)
 	$(BIN)/python scripts/run_stages.py unit servers chart engine-run
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import re
 import resource
+import select
+import signal
 import traceback
 from collections.abc import Sequence
 from functools import lru_cache
@@ -15,8 +18,14 @@ from typing import Any, NamedTuple
 
 from kestrl.rewards.boxed import canonical
 
-CPU_SECONDS = 2
-"""CPU time of one comparison. An answer that takes longer, such as a tower of powers, is not equal."""
+_log = logging.getLogger(__name__)
+
+CPU_SECONDS = 4
+"""CPU time of one comparison. An answer that is no trap takes 0.2 s at most; one that takes longer than this, such as a
+tower of powers, is not equal.
+"""
+WALL_SECONDS = 120
+"""Time of one comparison on a machine that has nothing else left for it."""
 MEMORY_BYTES = 2 * 1024**3
 """Memory that one comparison may allocate beyond that of its process."""
 MAX_ANSWER = 1000
@@ -36,6 +45,8 @@ class Reading(NamedTuple):
     """Whether it is equal to an accepted one."""
     answer: str
     """Its form that is the same for equal answers; empty if there is none, or if it was too costly to read."""
+    costly: bool = False
+    """Whether it was given up: it took more than the time or memory of a comparison."""
 
 
 def read(text: str, accepted: Sequence[str]) -> Reading:
@@ -43,7 +54,8 @@ def read(text: str, accepted: Sequence[str]) -> Reading:
     sets, intervals, and what stands in `\boxed{...}`, `$...$` or `\[...\]`.
 
     What a model wrote may take unbounded time to evaluate, in code that no signal handler interrupts. So it is read and
-    compared in a forked process with limits of CPU time and memory.
+    compared in a forked process with limits of CPU time and memory. What kills that process twice, or once by the limit
+    of CPU time, is a property of the answer: it is not equal, and the log says so.
 
     Args:
         text: The answer, LaTeX or plain.
@@ -52,13 +64,28 @@ def read(text: str, accepted: Sequence[str]) -> Reading:
     Raises:
         ImportError: math-verify is not installed.
         RuntimeError: The comparison failed; its traceback is in the log.
+        TimeoutError: The comparison did not end, without taking CPU time.
     """
     expected = [_parsed(expression) for expression in accepted]
+    status, answer = _forked(expected, text)
+    if status < 0 and -status != signal.SIGXCPU:
+        status, answer = _forked(expected, text)
+    if status == 0:
+        return Reading(answer[:1] == "1", answer[1:])
+    if status > 0:
+        raise RuntimeError("math-verify failed to compare an answer; its traceback is in the log")
+    _log.warning("an answer is not equal as %s ended its comparison: %.200r", signal.Signals(-status).name, text)
+    return Reading(correct=False, answer="", costly=True)
+
+
+def _forked(expected: Sequence[Any], text: str) -> tuple[int, str]:
+    """Exit code of a forked process that reads and compares, negative for a signal, and what it wrote."""
     receive, send = os.pipe()
     child = os.fork()
     if child == 0:
         code = 1
         try:
+            gc.disable()  # what it would free may belong to threads, such as gRPC's, that a forked process has not
             os.close(receive)
             reading = _reading(expected, text)
             os.write(send, f"{int(reading.correct)}{reading.answer}".encode("utf-8", "replace"))
@@ -69,14 +96,25 @@ def read(text: str, accepted: Sequence[str]) -> Reading:
             os._exit(code)
     os.close(send)
     with os.fdopen(receive, "rb") as pipe:
+        ready = _readable(receive, WALL_SECONDS)
+        if not ready:
+            os.kill(child, signal.SIGKILL)
         answer = pipe.read().decode("utf-8")
-    if os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1:
-        raise RuntimeError("math-verify failed to compare an answer; its traceback is in the log")
-    return Reading(answer[:1] == "1", answer[1:])
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if not ready:
+        raise TimeoutError(f"math-verify did not end within {WALL_SECONDS} s for an answer")
+    return status, answer
+
+
+def _readable(descriptor: int, seconds: float) -> bool:
+    """Whether something, or an end, is to be read within a time."""
+    poll = select.poll()  # not select(), which takes no descriptor above 1023
+    poll.register(descriptor, select.POLLIN)
+    return bool(poll.poll(seconds * 1000))
 
 
 def _reading(expected: Sequence[Any], text: str) -> Reading:
-    resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS, CPU_SECONDS))
+    resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS, CPU_SECONDS + 1))
     in_use = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (in_use + MEMORY_BYTES, in_use + MEMORY_BYTES))
     parsed = _parse(text)

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import time
+from pathlib import Path
+
 import pytest
 
+from kestrl.rewards import mathematics
 from kestrl.rewards.builtin import math_answer
-from kestrl.rewards.mathematics import CPU_SECONDS, read
+from kestrl.rewards.mathematics import Reading, read
 from kestrl.testing.attempts import make_attempt
 
 
@@ -38,4 +44,38 @@ def test_equal_answers_vote_together(one: str, other: str) -> None:
 def test_an_answer_that_takes_too_long_is_wrong() -> None:
     reading = read("$" + "(" * 30 + "9" + "^{9})" * 30 + "!$", ["3"])
     assert not reading.correct
-    assert CPU_SECONDS == 2
+
+
+def test_an_answer_that_takes_all_the_time_of_a_comparison_is_given_up_and_logged(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def endless(*_: object) -> Reading:
+        while True:
+            pass
+
+    monkeypatch.setattr(mathematics, "_form", endless)
+    monkeypatch.setattr(mathematics, "CPU_SECONDS", 1)
+    assert read("$3$", ["3"]) == Reading(correct=False, answer="", costly=True)
+    assert "SIGXCPU ended its comparison: '$3$'" in caplog.text
+
+
+def test_a_comparison_that_a_signal_ends_once_is_done_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def killed_once(_: object) -> str:
+        mark = tmp_path / "killed"
+        if not mark.exists():
+            mark.touch()
+            os.kill(os.getpid(), signal.SIGTERM)
+        return "3"
+
+    monkeypatch.setattr(mathematics, "_form", killed_once)
+    assert read("$3$", ["3"]) == Reading(correct=True, answer="3")
+
+
+def test_a_comparison_that_waits_for_nothing_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    def waiting(*_: object) -> None:
+        time.sleep(60)
+
+    monkeypatch.setattr(mathematics, "_reading", waiting)
+    monkeypatch.setattr(mathematics, "WALL_SECONDS", 0.2)
+    with pytest.raises(TimeoutError, match="did not end within"):
+        read("$3$", ["3"])

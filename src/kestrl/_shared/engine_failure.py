@@ -31,8 +31,14 @@ PASSING = (MemoryError, ConnectionError, TimeoutError, OSError, RuntimeError)
 """Types of transient errors: memory used by other programs, ports, networks, devices."""
 LASTING = (FileNotFoundError, IsADirectoryError, NotADirectoryError, NotImplementedError, RecursionError)
 """Types of permanent errors: missing files, or features that the engine does not have."""
-BUSY = ("free memory on device", "address already in use", "out of memory")
-"""Texts of transient errors of any type."""
+BUSY = (
+    "free memory on device",
+    "address already in use",
+    "out of memory",
+    "error in memory profiling",
+    "no available memory for the cache blocks",
+)
+"""Texts of transient errors of any type: other programs of the device take and free memory meanwhile."""
 MISFIT = (
     "cannot find any model weights",
     "exceeds dimension size",

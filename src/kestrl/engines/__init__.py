@@ -38,6 +38,15 @@ class Request(NamedTuple):
     """JSON; empty for none."""
 
 
+class EngineMemory(NamedTuple):
+    """Memory of an engine that shares a device with the learner."""
+
+    utilization: float
+    """Share of the device's memory."""
+    cache_bytes: int
+    """Bytes of the KV cache on each device, so that the engine does not measure what is free."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
     """What an engine is started with."""
@@ -68,6 +77,8 @@ class Launch:
     """OTLP endpoint of traces."""
     options: Mapping[str, Option]
     """The user's options, which come before all others."""
+    memory: EngineMemory | None = None
+    """None: the engine takes what its own default is."""
     judges: bool = False
     """Whether the base model also answers a judge, with replies that are held to a schema."""
 

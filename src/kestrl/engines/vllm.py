@@ -36,6 +36,10 @@ CPU_KV_CACHE_BYTES = 256 * 1024 * 1024
 """Size of the KV cache on a CPU: tens of thousands of tokens of a tiny model. Override it with
 `inference.args.kv-cache-memory-bytes`."""
 CPU_BATCHED_TOKENS = 8192
+TOKEN_PREFIX = "token_id"  # noqa: S105 - a word of vLLM's answers
+MEMORY_OPTIONS = ("gpu-memory-utilization", "kv-cache-memory-bytes")
+"""Options of the memory on a device. The second one replaces a measurement that fails when another program of the
+device frees memory meanwhile; the first one is still compared with what is free at the start."""
 CPU_ENVIRONMENT = {
     "TORCHDYNAMO_DISABLE": "1",  # no compiler needed, and no stall at the first request
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # with `uni`: the worker lives in the engine-core process
@@ -53,8 +57,11 @@ Options = dict[str, Option]
 
 
 class _Scored(msgspec.Struct):
-    token_id: int
+    """A sampled token; before 0.32 its id stands in `token` only."""
+
     logprob: float
+    token_id: int | None = None
+    token: str = ""
 
 
 class _Logprobs(msgspec.Struct):
@@ -154,7 +161,7 @@ class Vllm:
             read = msgspec.convert(json.loads(answer), _Answer)
         (choice,) = read.choices
         scored = choice.logprobs.content
-        if [entry.token_id for entry in scored] != choice.token_ids:
+        if [_token_id(entry) for entry in scored] != choice.token_ids:
             raise ValueError(
                 f"{len(choice.token_ids)} tokens came with {len(scored)} log-probs, or with those of other tokens"
             )
@@ -212,6 +219,15 @@ class Vllm:
         return Metrics(values.get(START_METRIC, 0.0), load)
 
 
+def _token_id(entry: _Scored) -> int:
+    if entry.token_id is not None:
+        return entry.token_id
+    prefix, _, number = entry.token.partition(":")
+    if prefix != TOKEN_PREFIX or not number.isdecimal():
+        raise ValueError(f"a log-prob names its token neither by token_id nor as {TOKEN_PREFIX}:N: {entry.token!r}")
+    return int(number)
+
+
 def _object(answer: bytes) -> Mapping[str, Any]:
     try:
         value: Any = json.loads(answer)
@@ -239,8 +255,11 @@ def _model_options(launch: Launch) -> Options:
 
 
 def _device_options(launch: Launch) -> Options:
-    """Tensor parallelism over all devices of a replica."""
-    return {"tensor-parallel-size": launch.devices} if launch.devices > 1 else {}
+    """Tensor parallelism over all devices of a replica, and the memory where the user does not set it."""
+    options: Options = {"tensor-parallel-size": launch.devices} if launch.devices > 1 else {}
+    if launch.memory is not None and not set(MEMORY_OPTIONS) & {name.replace("_", "-") for name in launch.options}:
+        options |= dict(zip(MEMORY_OPTIONS, launch.memory, strict=True))
+    return options
 
 
 def _cpu_options(launch: Launch) -> Options:

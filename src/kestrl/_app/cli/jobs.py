@@ -97,7 +97,7 @@ def plan(
 
     from kestrl._app.cli.memory import print_memory
     from kestrl._app.local.rundir import RunDir
-    from kestrl._app.local.site import relocated, reserved_ports, site_of
+    from kestrl._app.local.site import local_devices, relocated, reserved_ports, site_of
     from kestrl._shared.plan.planning import plan as make_plan
 
     if memory:
@@ -110,9 +110,14 @@ def plan(
     job = read_job(manifest, set_ or ())
     folder = RunDir(runs.resolve() / f"{job.metadata.name}-plan")
     base = manifest.resolve().parent
+    try:
+        devices = local_devices(job)
+    except UserInputError as error:  # a manifest for other machines is planned, too
+        devices = None
+        errors.print(f"warning: no devices are assigned: {safe_line(str(error))}", **PLAIN)
     with TemporaryDirectory() as scratch, reserved_ports(job, None) as reserved:  # generated data is discarded
         generated = Path(scratch).resolve()
-        site = site_of(job, folder, base, ports=reserved, cache_dir=generated)
+        site = site_of(job, folder, base, ports=reserved, cache_dir=generated, devices=devices)
     site = relocated(site, generated, runs.resolve() / ".data")
     components = make_plan(job, site)
     if as_json:
@@ -125,7 +130,11 @@ def plan(
                 "env": dict(item.env),
                 "secrets": item.secrets,
                 "ports": dict(item.ports),
-                "device": {"profile": item.device.profile, "count": item.device.count},
+                "device": {
+                    "profile": item.device.profile,
+                    "count": item.device.count,
+                    "indices": item.device.indices,
+                },
                 "settings": None if item.settings is None else item.settings.model_dump(mode="json"),
             }
             for item in components
@@ -136,8 +145,11 @@ def plan(
     for item in components:
         ports = ", ".join(f"{name} {port}" for name, port in item.ports.items())
         device = f"{item.device.profile} x{item.device.count}" if item.device.count else "-"
+        device += f": {', '.join(item.device.indices)}" if item.device.indices else ""
         table.add_row(item.name, item.module, device, ports, ", ".join(secret.value for secret in item.secrets))
     console.print(table)
+    for note in () if site.devices is None else site.devices.notes:
+        console.print(note, **PLAIN)
 
 
 def doctor(

@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from kestrl._shared.checking import ask
+from kestrl._app.local.memory import estimated
 from kestrl._shared.plan.memory import GIB, GIVE_BACK, MARGIN, MemoryEstimate, MemorySettings, changes, memory_settings
 from kestrl._shared.service import EXIT_INPUT
 from kestrl._shared.spec import AgentRLJob
@@ -19,9 +19,6 @@ from kestrl._shared.spec.load import parse_job, read_document, with_overrides
 from kestrl._shared.spec.sft import SFTJob, parse_sft_job
 from kestrl.data.locate import locate_model
 from kestrl.errors import UserInputError
-
-SECONDS = 1800.0
-"""Time limit of the estimate, which takes from seconds to a few minutes."""
 
 CPU_NOTE = (
     "On a CPU the process takes up to twice as much, as glibc keeps freed memory; with "
@@ -83,20 +80,6 @@ def _row(text: str) -> tuple[int, int]:
     if found is None:
         raise UserInputError(f"--row: {text!r} is not PROMPT+COMPLETION, both in tokens, such as 1024+3072")
     return int(found[1]), int(found[2])
-
-
-def estimated(asked: MemorySettings) -> MemoryEstimate:
-    """The learner's answer.
-
-    Raises:
-        UserInputError: It is not installed, or the model cannot be read.
-    """
-    report = ask("kestrl_learner.memory.estimate", asked, subject="spec.model.base", seconds=SECONDS)
-    if report.missing:
-        raise UserInputError(f"--memory: {report.missing} is not installed, whose program estimates it; install it")
-    if report.problems:
-        raise UserInputError("\n".join(report.problems))
-    return MemoryEstimate.model_validate(report.facts)
 
 
 def _table(asked: MemorySettings, found: MemoryEstimate) -> Table:

@@ -148,12 +148,15 @@ def _print_progress(progress: ProgressRecord, *, alive: bool) -> None:
 def _print_components(record: RunnerRecord, *, alive: bool) -> None:
     if not record.components:
         return
-    table = Table("component", "state", "pid", "metrics", "restarts", "last exit", "last error")
+    on_devices = any(seen.devices for seen in record.components.values())
+    columns = ("state", "pid", *(("devices",) if on_devices else ()), "metrics", "restarts", "last exit", "last error")
+    table = Table("component", *columns)
     for name, seen in record.components.items():
         table.add_row(
             name,
             seen.state if alive else ComponentState.GONE,
             str(seen.pid or "") if alive else "",
+            *((", ".join(seen.devices),) if on_devices else ()),
             _metrics_port(seen) if alive else "",
             str(seen.restarts),
             "" if seen.last_exit is None else str(seen.last_exit),

@@ -12,9 +12,12 @@ from typing import Annotated
 import typer
 
 from kestrl._app.cli.options import DEFAULT_RUNS, Overrides, Runs
+from kestrl._app.local.devices import usable_devices
 from kestrl._app.local.files import write_atomic
 from kestrl._shared.plan.components import TORCH_DEFAULTS
+from kestrl._shared.plan.devices import LEARNER, VISIBLE, Need, assigned_devices, device_variables
 from kestrl._shared.plan.sft import SFTSettings, sft_settings
+from kestrl._shared.plan.site import BUILDS
 from kestrl._shared.spec.sft import Conversations, SFTJob, read_sft_job
 from kestrl.data.locate import locate_data, locate_model
 from kestrl.errors import UserInputError
@@ -87,6 +90,21 @@ def fine_tuned(manifest: Path, overrides: tuple[str, ...], runs: Path) -> str:
     return f"{field}={json.dumps(summary['policy']['uri'])}"
 
 
+def device_environment(job: SFTJob) -> dict[str, str]:
+    """Variables that restrict the ranks to a device each; none on a CPU, or where the manifest names one device.
+
+    Raises:
+        UserInputError: There are not enough devices, or they cannot be listed.
+    """
+    kind, _, number = job.spec.learner.device.partition(":")
+    profile = next((profile for profile, build in BUILDS.items() if build.device == kind), "cpu")
+    if number or profile not in VISIBLE:
+        return {}
+    need = Need(component=LEARNER, profile=profile, count=job.spec.learner.ranks)
+    available = {profile: [device.index for device in usable_devices(profile)]}
+    return device_variables(profile, assigned_devices([need], available)[LEARNER])
+
+
 def _train(manifest: Path, overrides: tuple[str, ...], runs: Path) -> tuple[int, SFTSettings]:
     """Exit code and settings of a training program that has ended."""
     job = read_sft_job(manifest, overrides)
@@ -101,7 +119,8 @@ def _train(manifest: Path, overrides: tuple[str, ...], runs: Path) -> tuple[int,
         ) from error
     # Training needs torch, which only the learner depends on; it runs as a separate program.
     command = [sys.executable, "-m", "kestrl_learner.sft", "--settings", str(folder / SETTINGS)]
-    process = subprocess.Popen(command, env={**TORCH_DEFAULTS, **os.environ})  # noqa: S603 - our own module
+    environment = {**TORCH_DEFAULTS, **os.environ, **device_environment(job)}
+    process = subprocess.Popen(command, env=environment)  # noqa: S603 - our own module
     while True:
         try:
             return process.wait(), settings

@@ -28,6 +28,7 @@ from kestrl._shared.plan.site import Endpoint, Site
 from kestrl._shared.spec import AgentRLJob
 from kestrl._shared.spec.problems import Problem
 from kestrl._shared.spec.rules.adapter_rules import expert_problems
+from kestrl._shared.spec.rules.model_rules import model_problems
 from kestrl.data import locate_data
 from kestrl.data.locate import locate_model
 from kestrl.data.rows import DataRow, read_rows
@@ -141,7 +142,7 @@ class _Check:
         if self._away(uri, "spec.model.base"):
             return None
         model = locate_model(uri, base=self._base)
-        self._found.problems += [str(problem) for problem in _experts(model)]
+        self._found.problems += [str(problem) for problem in _model_problems(self._job, model)]
         return model
 
     def _template(self) -> str | None:
@@ -271,14 +272,15 @@ class _Check:
             )
 
 
-def _experts(model: str) -> Iterator[Problem]:
-    """Problems of a mixture of experts in a folder; those of a Hugging Face id are found when it is loaded."""
+def _model_problems(job: AgentRLJob, model: str) -> Iterator[Problem]:
+    """Problems of the job with a model in a folder; those of a Hugging Face id are found when it is loaded."""
     try:
         config: Any = json.loads((Path(model) / "config.json").read_bytes())
     except (OSError, ValueError):  # not a folder, or reported by what loads the model
         return
     if isinstance(config, dict):
         yield from expert_problems(cast("dict[str, Any]", config), model)
+        yield from model_problems(job.spec, cast("dict[str, Any]", config))
 
 
 def _read(file: DataSettings) -> Sequence[DataRow]:

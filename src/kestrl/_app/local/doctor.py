@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
@@ -20,12 +20,14 @@ from pathlib import Path
 from urllib.parse import urlparse
 
 from kestrl._app.local.check import check_job
+from kestrl._app.local.devices import BFLOAT16, LocalDevice
 from kestrl._app.local.secrets import open_storage
-from kestrl._app.local.site import storage_root
+from kestrl._app.local.site import local_devices, storage_root
+from kestrl._shared.plan.devices import assigned_devices, device_needs
 from kestrl._shared.plan.tools import sandbox_claim
 from kestrl._shared.spec import AgentRLJob
 from kestrl.data.locate import locate_model
-from kestrl.errors import KestrlError, place_error
+from kestrl.errors import KestrlError, UserInputError, place_error
 from kestrl.storage import ObjectStore
 from kestrl.storage.uris import file_uri, is_local, local_path
 
@@ -63,7 +65,7 @@ def examine(job: AgentRLJob | None, *, base: Path, runs: Path) -> Iterator[Findi
     yield Finding(name="ledger", status=f"SQLite {sqlite3.sqlite_version}")
     if job is None:
         return
-    yield accelerator(job)
+    yield from accelerator(job)
     yield from code_sandbox(job)
     yield _tried("model", lambda: locate_model(job.spec.model.base, base=base))
     opened = partial(open_storage, job, base)
@@ -172,31 +174,39 @@ def engine(profile: str) -> Finding:
     )
 
 
-def accelerator(job: AgentRLJob) -> Finding:
-    """Whether the devices that the engines request exist."""
-    wanted = job.spec.inference.accelerator
-    if wanted.profile == "cpu":
-        return Finding(name="accelerator", status="none requested")
-    if wanted.profile != "nvidia":
-        return Finding(name="accelerator", status=f"{wanted.profile}: not checked on one machine")
+def accelerator(job: AgentRLJob) -> Iterator[Finding]:
+    """The devices of this machine, which components use them, and whether they can compute in the job's dtype."""
+    needs = tuple(device_needs(job.spec))
+    if not needs:
+        yield Finding(name="accelerator", status="none requested")
+        return
     try:
-        listed = subprocess.run(
-            ["nvidia-smi", "-L"],  # noqa: S607 - whichever this shell finds
-            capture_output=True,
-            text=True,
-            check=True,
-            timeout=PROGRAM_SECONDS,
-        ).stdout.splitlines()
-    except (OSError, subprocess.SubprocessError) as error:
-        return Finding(
-            name="accelerator", status=f"nvidia-smi: {error}", fix="install the NVIDIA driver, or use profile cpu"
+        devices = local_devices(job)
+        assigned = assigned_devices(needs, {name: [item.index for item in found] for name, found in devices.items()})
+    except UserInputError as error:
+        yield Finding(name="accelerator", status="unusable", fix=str(error))
+        return
+    for profile, usable in devices.items():
+        drivers = ", ".join(dict.fromkeys(device.driver for device in usable if device.driver))
+        users = [f"{name} on {', '.join(assigned[name])}" for name in assigned]
+        yield Finding(
+            name="accelerator",
+            status=f"{profile}{drivers and f', driver {drivers}'}: {'; '.join(map(str, usable))}; {'; '.join(users)}",
+            fix=dtype_problem(job, usable),
         )
-    need = wanted.count * job.spec.inference.replicas
-    return Finding(
-        name="accelerator",
-        status=f"{len(listed)} GPUs, {need} requested by the engines",
-        fix="" if len(listed) >= need else "lower spec.inference.replicas or accelerator.count",
-    )
+
+
+def dtype_problem(job: AgentRLJob, devices: Sequence[LocalDevice]) -> str:
+    """What to change where a device cannot compute in the job's dtype; empty if all can."""
+    if job.spec.model.dtype != "bfloat16":
+        return ""
+    for device in devices:
+        if device.capability is not None and device.capability < BFLOAT16:
+            return (
+                f"spec.model.dtype: bfloat16 needs compute capability {BFLOAT16:g}, and device {device} has "
+                f"{device.capability:g}; use float32"
+            )
+    return ""
 
 
 def storage(uri: str, opened: Callable[[str], ObjectStore]) -> str:

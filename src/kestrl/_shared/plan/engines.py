@@ -70,6 +70,7 @@ def _launch(job: AgentRLJob, site: Site, index: int) -> Launch:
         work_dir=site.work_dir,
         otlp=spec.telemetry.otlp,
         options=spec.inference.args,
+        memory=None if site.devices is None else site.devices.memory.get(f"engine-{index}"),
         judges=uses_own_engines(spec),
     )
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from kestrl._shared.plan.algorithm import AlgorithmSettings, CorrectionSettings
 from kestrl._shared.plan.components import Component, Device, Ready, Role
+from kestrl._shared.plan.devices import with_devices
 from kestrl._shared.plan.engines import engine_component, failure_file
 from kestrl._shared.plan.evaluation import evaluation_sampling
 from kestrl._shared.plan.judges import (
@@ -46,7 +47,7 @@ def plan(job: AgentRLJob, site: Site) -> tuple[Component, ...]:
     """
     spec = job.spec
     engines, workers = (1, 1) if site.templates else (spec.inference.replicas, spec.rollout.replicas)
-    return (
+    components = (
         *(engine_component(job, site, index) for index in range(engines)),
         *(_agent(job, site, index) for index in range(engines)),
         _tools(job, site),
@@ -55,6 +56,7 @@ def plan(job: AgentRLJob, site: Site) -> tuple[Component, ...]:
         *([_ranks(job, site)] if has_rank_pods(job.spec) and site.ranks_port is not None else ()),
         _learner(job, site),
     )
+    return components if site.devices is None else tuple(with_devices(item, site.devices) for item in components)
 
 
 def has_rank_pods(spec: JobSpec) -> bool:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from kestrl._shared.plan.components import Role
+from kestrl._shared.plan.devices import MachineDevices
 from kestrl._shared.spec.job import Accelerator
 from kestrl.errors import UserInputError
 
@@ -47,7 +48,7 @@ class Build(NamedTuple):
 
 
 BUILDS: Mapping[str, Build] = {"cpu": Build("cpu"), "nvidia": Build("cuda"), "ascend": Build("npu", 1, scale_out=False)}
-"""Builds by accelerator profile, on one machine."""
+"""Builds by accelerator profile, on one machine, with the newest engines that are published for them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,6 +86,8 @@ class Site:
     """Port of the learner's pod where ranks of other pods join; None where all ranks are on one machine."""
     keep_alive: bool = False
     """Whether the learner stays alive after the run to report the result, for platforms that restart ended programs."""
+    devices: MachineDevices | None = None
+    """Assigned devices of one machine; None where a device plugin assigns them."""
     traceparent: str | None = None
     """W3C trace context of the run."""
 

@@ -1,0 +1,119 @@
+"""The learner's memory, as its own program estimates it, and the division of a device that it shares with an engine."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from importlib.metadata import version
+from pathlib import Path
+
+from kestrl._app.local.devices import LocalDevice
+from kestrl._app.local.files import write_atomic
+from kestrl._shared.checking import ask
+from kestrl._shared.plan.devices import LEARNER, MachineDevices, Need, assigned_devices, shared_devices
+from kestrl._shared.plan.engines import engine_rank
+from kestrl._shared.plan.memory import GIB, MemoryEstimate, MemorySettings, changes, memory_settings
+from kestrl._shared.plan.sharing import SharedMemory
+from kestrl._shared.plan.site import Build
+from kestrl._shared.spec import AgentRLJob
+from kestrl.engines import EngineMemory
+from kestrl.errors import UserInputError
+
+SECONDS = 1800.0
+"""Time limit of the estimate, which takes from seconds to a few minutes."""
+
+
+def estimated(settings: MemorySettings) -> MemoryEstimate:
+    """The learner's answer.
+
+    Raises:
+        UserInputError: It is not installed, or the model cannot be read.
+    """
+    report = ask("kestrl_learner.memory.estimate", settings, subject="spec.model.base", seconds=SECONDS)
+    if report.missing:
+        raise UserInputError(f"memory: {report.missing} is not installed, whose program estimates it; install it")
+    if report.problems:
+        raise UserInputError("\n".join(report.problems))
+    return MemoryEstimate.model_validate(report.facts)
+
+
+def cached_estimate(settings: MemorySettings, cache_dir: Path) -> MemoryEstimate:
+    """`estimated`, kept in a file by settings, version and the model's config: an 8B model takes 40 s.
+
+    Raises:
+        UserInputError: As `estimated`.
+    """
+    config = Path(settings.policy.model) / "config.json"
+    parts = (settings.model_dump_json(), version("kestrl"), config.read_text() if config.is_file() else "")
+    path = cache_dir / f"memory-{hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]}.json"
+    if path.is_file():
+        return MemoryEstimate.model_validate_json(path.read_bytes())
+    estimate = estimated(settings)
+    cache_dir.mkdir(parents=True, exist_ok=True)
+    write_atomic(path, estimate.model_dump_json())
+    return estimate
+
+
+def machine_devices(
+    job: AgentRLJob,
+    needs: Sequence[Need],
+    available: Mapping[str, Sequence[LocalDevice]],
+    *,
+    builds: Mapping[str, Build],
+    model: str,
+    cache_dir: Path,
+) -> MachineDevices:
+    """Assigned devices of a job, and the memory of engines that share one with the learner.
+
+    Args:
+        job: The job.
+        needs: Its devices.
+        available: Devices of this machine by profile.
+        builds: The site's builds by profile.
+        model: Folder or Hugging Face id of the base model.
+        cache_dir: Folder for estimates of the learner's memory.
+
+    Raises:
+        UserInputError: There are not enough devices, or one is too small.
+    """
+    indices = {profile: [device.index for device in devices] for profile, devices in available.items()}
+    assigned = assigned_devices(needs, indices)
+    common = shared_devices(assigned, needs)
+    if not common:
+        return MachineDevices(assigned=assigned)
+    profile = next(need.profile for need in needs if need.component == LEARNER)
+    by_index = {device.index: device for device in available[profile]}
+    unknown = [name for shared in common.values() for name in shared if by_index[name].total is None]
+    if unknown:
+        note = (
+            f"the learner shares {profile} device {', '.join(unknown)} with an engine, and its memory is not known: "
+            "limit the engine's part with inference.args, such as gpu-memory-utilization"
+        )
+        return MachineDevices(assigned=assigned, notes=(note,))
+    settings = memory_settings(job, model=model, row=None)
+    estimate = cached_estimate(settings, cache_dir)
+    spec = job.spec
+    division = SharedMemory(
+        spec,
+        estimate,
+        ranks=settings.ranks,
+        engine_rank=engine_rank(spec.model.adapter.rank),
+        slots=spec.inference.adapter_slots + builds[profile].spare_slots,
+    )
+    memory: dict[str, EngineMemory] = {}
+    notes: list[str] = []
+    for engine, shared in common.items():
+        smallest = min((by_index[name] for name in shared), key=lambda device: device.free or 0.0)
+        free, total = (smallest.free or 0.0) * GIB, (smallest.total or 0.0) * GIB
+        part = division.engine(free=free, total=total)
+        if part is None:
+            advice = "; ".join(changes(settings, estimate)) or "Use a smaller model"
+            raise division.shortage(smallest.index, free, advice)
+        memory[engine] = part
+        notes.append(
+            f"{engine} and the learner share {profile} device {', '.join(shared)} of {total / GIB:.1f} GiB: "
+            f"{part.utilization * total / GIB:.1f} for the engine, {part.cache_bytes / GIB:.1f} of them KV cache, and "
+            f"{division.learner / GIB:.1f} for the learner"
+        )
+    return MachineDevices(assigned=assigned, memory=memory, notes=tuple(notes))

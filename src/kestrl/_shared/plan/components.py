@@ -51,7 +51,7 @@ class Device:
     profile: str
     count: int
     indices: tuple[str, ...] = ()
-    """Which ones, on one machine; empty where a device plugin assigns them."""
+    """Their indices on one machine; empty where a device plugin assigns them."""
 
 
 class SecretKey(NamedTuple):

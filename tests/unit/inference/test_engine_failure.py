@@ -27,13 +27,14 @@ FREE = (
         # As vLLM 0.32 ended on broken model folders and arguments.
         (RuntimeError("Cannot find any model weights with `noweights`"), True),
         (RuntimeError("start (0) + length (1152) exceeds dimension size (576)."), True),
-        (ValueError(KV), True),
         (KeyError("model.layers.0.mlp.gate_proj.weight"), True),
         (OSError("/m does not appear to have a file named config.json."), True),
         (FileNotFoundError(2, "No such file or directory"), True),
         (ImportError("No module named 'flash_attn'"), True),
         # What another start may not meet.
         (ValueError(FREE), False),
+        (ValueError(KV), False),
+        (AssertionError("Error in memory profiling. Initial free memory 122.57 GiB, current 138.27 GiB."), False),
         (RuntimeError("CUDA error: out of memory"), False),
         (RuntimeError("CUDA error: unspecified launch failure"), False),
         (OSError(98, "Address already in use"), False),

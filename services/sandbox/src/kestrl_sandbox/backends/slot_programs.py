@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import socket
 import subprocess
 import time
@@ -10,13 +11,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any, Self
 
 from kestrl_sandbox.backends.zygote import START_SECONDS
 from kestrl_sandbox.config import PoolConfig
 from kestrl_sandbox.contract import Capabilities, SandboxFailure
 from kestrl_sandbox.pool.cgroups import Cgroups, SlotCgroup
-from kestrl_sandbox.pool.slots import Slot, handshake, slot_sockets
+from kestrl_sandbox.pool.slots import EVIDENCE_SECONDS, Slot, handshake, slot_sockets
 
 CLOSE_SECONDS = 5.0
 
@@ -111,6 +113,7 @@ class SlotPrograms(ABC):
             text = reason.decode(errors="replace").strip()[-500:]
             raise SandboxFailure(f"{error}: {text}", code="sandbox_unavailable") from error
         self._greeted(greeting)
+        slot.ended_from_outside = partial(ended_from_outside, process)
         return slot
 
     def kill_slot(self, slot: Slot) -> None:
@@ -142,3 +145,15 @@ class SlotPrograms(ABC):
             await asyncio.sleep(0.01 if self._processes else 0)
         if self._cgroups is not None and not self._processes:
             self._cgroups.close()
+
+
+async def ended_from_outside(process: subprocess.Popen[bytes]) -> bool:
+    """Whether a signal has ended the program of a slot, or process 1 in it, which no process of the code can send one.
+
+    What runs in gVisor may end its kernel, which is part of the sandbox: that is not from outside.
+    """
+    try:
+        status = await asyncio.to_thread(process.wait, EVIDENCE_SECONDS)
+    except subprocess.TimeoutExpired:
+        return False
+    return status < 0 or status == 128 + signal.SIGKILL

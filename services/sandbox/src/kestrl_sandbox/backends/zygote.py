@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import logging
 import os
@@ -10,18 +11,21 @@ import socket
 import subprocess
 import sys
 import time
+from functools import partial
 
 from kestrl_sandbox.config import ENVIRONMENT, SOURCE, PoolConfig, prefixes
 from kestrl_sandbox.contract import Capabilities, Isolation, SandboxFailure
 from kestrl_sandbox.inside import syscall_table
-from kestrl_sandbox.inside.landlock import SCOPES
+from kestrl_sandbox.inside.frames import LEADER_ENDED, SANDBOX_BROKE
 from kestrl_sandbox.pool.cgroups import Cgroups, SlotCgroup
-from kestrl_sandbox.pool.slots import Slot, first_frame, handshake, make_cgroups, slot_sockets
+from kestrl_sandbox.pool.slots import EVIDENCE_SECONDS, Slot, first_frame, handshake, make_cgroups, slot_sockets
 
 log = logging.getLogger(__name__)
 NOBODY = 65534
 START_SECONDS = 30.0
 CLOSE_SECONDS = 5.0
+_numbers = itertools.count(1)
+"""Numbers of slots: a slot of a zygote that has ended has none of its successor's."""
 
 
 class Zygote:
@@ -31,8 +35,11 @@ class Zygote:
         self, config: PoolConfig, process: subprocess.Popen[bytes], control: socket.socket, cgroups: Cgroups | None
     ) -> None:
         self._config, self._process, self._control, self._cgroups = config, process, control, cgroups
-        self._number = 0
         self._slots: dict[int, SlotCgroup] = {}
+        self._leaders: dict[int, asyncio.Future[int | None]] = {}
+        """Exit status of each slot's leader once it has ended; None when the zygote itself has."""
+        self._said = b""
+        self._gone = False
         self.capabilities = Capabilities(backend="zygote", isolation=Isolation.NAMESPACES, mechanisms={})
 
     @classmethod
@@ -90,13 +97,14 @@ class Zygote:
             raise SandboxFailure(
                 f"this node does not allow it: {answer['error']}", code="sandbox_unavailable", retryable=False
             )
+        asyncio.get_running_loop().add_reader(self._control, self._notified)
         memory = f"cgroup v{self._cgroups.version}" if self._cgroups else f"watched every 0.1 s ({no_cgroup})"
         self.capabilities = Capabilities(
             backend="zygote",
             isolation=Isolation.NAMESPACES,
             start_seconds=time.monotonic() - began,
             mechanisms={
-                "namespaces": "user, pid and mount for each; network, ipc and uts for "
+                "namespaces": "user, pid and mount for each; network for each place of the pool; ipc and uts for "
                 "all, in which nothing can be made",
                 "user": "1000 inside, no capability, no_new_privs",
                 "root": "read-only; private /work, /tmp, /dev/shm with a quota",
@@ -106,14 +114,44 @@ class Zygote:
                 "seccomp": f"allow-list of {len(syscall_table.allowed(os.uname().machine))} calls",
                 "landlock": f"ABI {answer['landlock']}" if answer["landlock"] else "no: not in this kernel",
                 "memory": memory if self._cgroups or answer["proc"] else f"address space only ({no_cgroup})",
-                "network": "none: "
-                + ("one empty namespace" if answer["landlock"] >= SCOPES else "an empty namespace each"),
+                "network": "none: an empty namespace for each place of the pool",
             },
         )
 
     @property
     def running(self) -> bool:
-        return self._process.poll() is None
+        return not self._gone and self._process.poll() is None
+
+    def _notified(self) -> None:
+        """Takes what the zygote says of ended leaders; the end of the socket is its own."""
+        try:
+            said = self._control.recv(4096)
+        except BlockingIOError:
+            return
+        except OSError:
+            said = b""
+        self._said += said
+        whole = len(self._said) // LEADER_ENDED.size * LEADER_ENDED.size
+        records, self._said = self._said[:whole], self._said[whole:]
+        for number, status in LEADER_ENDED.iter_unpack(records):
+            leader = self._leaders.get(number)
+            if leader is not None and not leader.done():
+                leader.set_result(status)
+        if not said:
+            self._gone = True
+            self._forget()
+
+    def _forget(self) -> None:
+        asyncio.get_running_loop().remove_reader(self._control)
+        for leader in self._leaders.values():
+            if not leader.done():
+                leader.set_result(None)
+        self._leaders.clear()
+
+    async def _from_outside(self, leader: asyncio.Future[int | None]) -> bool:
+        """Whether somebody outside of a sandbox has ended it, which the zygote knows from its leader."""
+        ended, _ = await asyncio.wait({leader}, timeout=EVIDENCE_SECONDS)
+        return bool(ended) and leader.result() != SANDBOX_BROKE
 
     async def new_slot(self) -> Slot:
         """Starts the leader of a slot.
@@ -121,8 +159,7 @@ class Zygote:
         Raises:
             SandboxFailure: It did not start.
         """
-        self._number += 1
-        number = self._number
+        number = next(_numbers)
         ours, theirs = slot_sockets()
         try:
             with theirs:
@@ -130,7 +167,15 @@ class Zygote:
         except OSError as error:
             ours.close()
             raise SandboxFailure(f"the zygote takes no command: {error}", code="sandbox_unavailable") from error
-        slot, _ = await handshake(number, ours, lambda pid: self._new_cgroup(number, pid), seconds=START_SECONDS)
+        leader = self._leaders[number] = asyncio.get_running_loop().create_future()
+        try:
+            slot, _ = await handshake(number, ours, lambda pid: self._new_cgroup(number, pid), seconds=START_SECONDS)
+        except BaseException as error:
+            if isinstance(error, SandboxFailure):
+                await asyncio.wait({leader}, timeout=EVIDENCE_SECONDS)  # whether the zygote has ended, too
+            self._leaders.pop(number, None)
+            raise
+        slot.ended_from_outside = partial(self._from_outside, leader)
         return slot
 
     def _new_cgroup(self, number: int, pid: int) -> SlotCgroup | None:
@@ -144,6 +189,7 @@ class Zygote:
 
     def kill_slot(self, slot: Slot) -> None:
         """Kills what is left of a slot."""
+        self._leaders.pop(slot.number, None)
         if self.running:
             try:
                 self._control.send(b"K" + slot.number.to_bytes(4, "big"))
@@ -160,6 +206,7 @@ class Zygote:
 
     async def close(self) -> None:
         """Ends the zygote and all sandboxes."""
+        self._forget()
         self._control.close()
         try:
             await asyncio.to_thread(self._process.wait, CLOSE_SECONDS)

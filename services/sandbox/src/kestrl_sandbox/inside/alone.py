@@ -11,7 +11,7 @@ import socket
 import sys
 from typing import Any
 
-from kestrl_sandbox.inside import frames, landlock, payload, supervisor
+from kestrl_sandbox.inside import frames, landlock, payload, supervisor, watched
 from kestrl_sandbox.inside import syscalls as linux
 from kestrl_sandbox.inside.confinement import address_space, stand_apart
 
@@ -22,7 +22,7 @@ def main() -> None:
     connection.set_inheritable(False)
     limits: dict[str, Any] = json.loads(sys.argv[2])
     limits["base_bytes"] = address_space()
-    limits["base_anonymous"] = supervisor.anonymous_memory("self")
+    limits["base_anonymous"] = watched.anonymous_memory("self")
     limits["landlock"] = landlock.abi()
     linux.prctl(linux.PR_SET_DUMPABLE, 0)
     if limits["own_user"]:

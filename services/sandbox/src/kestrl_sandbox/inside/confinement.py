@@ -11,6 +11,8 @@ from kestrl_sandbox.inside import landlock, root, seccomp
 from kestrl_sandbox.inside import syscalls as linux
 
 SIGKILL = 9
+PENDING_SIGNALS = 256
+"""Queued signals and timers of all processes of a sandbox together."""
 
 
 def enter_user_namespace(proc: int) -> None:
@@ -36,11 +38,8 @@ def _write(folder: int, path: str, text: str) -> None:
 
 def enter_sandbox(proc: int, limits: Mapping[str, Any], *, fresh_proc: bool) -> None:
     """Namespaces of one sandbox; this process is 1 of its PID namespace already."""
-    # Network, IPC and UTS namespaces are the zygote's: an IP socket or an IPC object can be made in none, so that there
-    # is nothing to share but abstract sockets, which Landlock scopes. A network namespace for each would cost more than
-    # all else here: the kernel removes them one by one, with some milliseconds for each.
-    alone = 0 if limits["landlock"] >= landlock.SCOPES else linux.CLONE_NEWNET
-    linux.unshare(linux.CLONE_NEWNS | alone)
+    # IPC and UTS namespaces are the zygote's: an IPC object can be made in none. The network namespace is the place's.
+    linux.unshare(linux.CLONE_NEWNS)
     root.add_private_folders(limits["disk_mb"], limits["inodes"])
     if fresh_proc and not root.mount_proc(processes_only=True):
         raise OSError("/proc of the sandbox cannot be mounted")
@@ -68,9 +67,22 @@ def become_user() -> None:
     os.setresuid(root.USER, root.USER, root.USER)
 
 
+def enter_place() -> None:
+    """Gives the sandboxes of a place, which are there one after the other, a network namespace without interfaces.
+
+    IP sockets can be made in none; what it holds apart are abstract sockets, their names, and what /proc/net shows. One
+    for each sandbox would cost more than all else: the kernel removes them one by one, with some milliseconds for each.
+    """
+    linux.unshare(linux.CLONE_NEWNET)
+
+
 def confine(limits: Mapping[str, Any]) -> None:
     """Rights of the process that runs the code, and of all that it starts."""
     memory = limits["memory_mb"] << 20
+    if not limits["own_user"]:
+        # Sandboxes have one user on the node, whose queued signals they share. In gVisor no process can set it, and
+        # each sandbox has a kernel of its own.
+        resource.setrlimit(resource.RLIMIT_SIGPENDING, (PENDING_SIGNALS, PENDING_SIGNALS))
     for kind, value in (
         (resource.RLIMIT_AS, memory + limits["base_bytes"]),
         (resource.RLIMIT_NPROC, limits["processes"]),

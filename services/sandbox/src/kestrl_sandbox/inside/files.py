@@ -16,6 +16,7 @@ from kestrl_sandbox.inside.syscalls import open_beneath
 HOME = "/work"
 MAX_TOTAL = 1 << 26
 """Bytes of all files of an answer."""
+LONGEST_REASON = 200
 
 
 def split(path: str) -> tuple[str, str]:
@@ -39,7 +40,7 @@ def write_all(entries: Sequence[tuple[str, int]], content: bytes) -> str:
         try:
             _write(path, content[offset : offset + size])
         except (OSError, ValueError) as error:
-            return f"{path!r} cannot be written: {_reason(error)}"
+            return f"{path[:80]!r} cannot be written: {_reason(error)}"
         offset += size
     return ""
 
@@ -49,10 +50,14 @@ def _write(path: str, content: bytes) -> None:
     base = os.open(folder, os.O_PATH | os.O_CLOEXEC)
     try:
         _make_folders(base, os.path.dirname(below))
-        file = open_beneath(base, below, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+        # Without O_NONBLOCK the open of a named pipe of a session would wait for a reader.
+        file = open_beneath(base, below, os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK, 0o644)
     finally:
         os.close(base)
     with os.fdopen(file, "wb") as opened:
+        if not stat.S_ISREG(os.fstat(file).st_mode):
+            raise OSError(errno.EINVAL, "not a regular file")
+        opened.truncate(0)
         opened.write(content)
 
 
@@ -76,16 +81,16 @@ def _make_folders(base: int, path: str) -> None:
 
 
 def read_all(paths: Sequence[str], limit: int) -> tuple[list[dict[str, object]], bytes]:
-    """Reads files: one entry each, with its size or the reason why it cannot be read, and their content."""
+    """Reads files: an entry for each, with its size or the reason why it cannot be read, and their content."""
     entries: list[dict[str, object]] = []
     content = bytearray()
     for path in paths:
         try:
             data = b"".join(_read(path, min(limit, MAX_TOTAL - len(content))))
         except (OSError, ValueError) as error:
-            entries.append({"path": path, "size": 0, "error": _reason(error)})
+            entries.append({"size": 0, "error": _reason(error)})
             continue
-        entries.append({"path": path, "size": len(data), "error": ""})
+        entries.append({"size": len(data), "error": ""})
         content += data
     return entries, bytes(content)
 
@@ -110,4 +115,11 @@ def _read(path: str, limit: int) -> Iterator[bytes]:
 def _reason(error: BaseException) -> str:
     if isinstance(error, OSError) and error.errno in {errno.ELOOP, errno.EXDEV}:
         return "it leads through a symbolic link or out of the folder"
-    return (error.strerror if isinstance(error, OSError) else None) or str(error)
+    return _described(error)[:LONGEST_REASON]
+
+
+def _described(error: BaseException) -> str:
+    if isinstance(error, OSError) and error.errno:
+        # What `open_beneath` raises has the path before it, which the caller knows.
+        return (error.strerror or "").rpartition(": ")[2] or os.strerror(error.errno)
+    return str(error)

@@ -8,8 +8,15 @@ import struct
 from typing import Any
 
 PREFIX = struct.Struct("!II")
-MAX_HEADER = 1 << 20
+MAX_HEADER = 1 << 22
+"""Bytes of the largest header: twice 256 paths of 1,024 bytes, each of which JSON may write in six."""
 MAX_BODY = 1 << 28
+
+LEADER_ENDED = struct.Struct("!Ii")
+"""Number of a slot and exit status of its leader, negative for a signal."""
+SANDBOX_BROKE, SANDBOX_KILLED = 1, 2
+"""Exit status of a leader whose sandbox ended by itself, and of one whose process 1 a signal has ended: no process of
+the sandbox can send it one."""
 
 
 def encode(header: dict[str, Any], body: bytes = b"") -> bytes:

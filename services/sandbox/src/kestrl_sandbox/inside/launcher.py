@@ -1,7 +1,8 @@
 """The zygote: imports what code usually needs, makes the root, and forks a leader per slot and a sandbox per run.
 
 The service holds one end of a socket: a message with a descriptor starts a slot, `K` and its number kill one, and the
-end of the socket ends everything: the zygote is process 1 of a PID namespace.
+end of the socket ends everything: the zygote is process 1 of a PID namespace. It says on the socket which leader has
+ended, and how: what a supervisor cannot say of itself.
 """
 
 from __future__ import annotations
@@ -18,12 +19,11 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from kestrl_sandbox.inside import frames, landlock, payload, root, supervisor
+from kestrl_sandbox.inside import frames, landlock, payload, root, supervisor, watched
 from kestrl_sandbox.inside import syscalls as linux
-from kestrl_sandbox.inside.confinement import SIGKILL, address_space, enter_sandbox, enter_user_namespace
+from kestrl_sandbox.inside.confinement import SIGKILL, address_space, enter_place, enter_sandbox, enter_user_namespace
 
 NOBODY = 65534
-STACK = 8 << 20
 
 
 def main() -> None:
@@ -60,6 +60,7 @@ def _start(control: socket.socket, config: dict[str, Any]) -> int:
     enter_user_namespace(proc)
     linux.unshare(linux.CLONE_NEWNS | linux.CLONE_NEWPID | linux.CLONE_NEWNET | linux.CLONE_NEWIPC | linux.CLONE_NEWUTS)
     linux.set_hostname("sandbox")
+    payload.forget_node()
     ready, report = os.pipe()
     parent = os.getpid()
     pid = os.fork()
@@ -70,7 +71,7 @@ def _start(control: socket.socket, config: dict[str, Any]) -> int:
         if message:
             os.waitpid(pid, 0)
             raise OSError(message.decode())
-        control.detach()
+        control.close()  # its end says that the zygote has ended
         return pid
     os.close(ready)
     try:
@@ -108,7 +109,7 @@ def _lead_slots(control: socket.socket, config: dict[str, Any]) -> None:
     """Starts and kills leaders until the service closes the control socket."""
     limits = dict(config["limits"])
     limits["base_bytes"] = address_space() if config["fresh_proc"] else limits["memory_mb"] << 20
-    limits["base_anonymous"] = supervisor.anonymous_memory("self") if config["fresh_proc"] else 0
+    limits["base_anonymous"] = watched.anonymous_memory("self") if config["fresh_proc"] else 0
     limits["landlock"] = landlock.abi()
     limits["watch_memory"] = bool(config["fresh_proc"]) and not config["cgroup"]
     limits["watch_processes"] = limits["own_user"] = False
@@ -130,7 +131,7 @@ def _lead_slots(control: socket.socket, config: dict[str, Any]) -> None:
         for descriptor, _event in poll.poll():
             if descriptor == woken:
                 os.read(woken, 4096)
-                _reap(leaders)
+                _reap(control, leaders)
             elif not _command(control, leaders, config):
                 os._exit(0)
 
@@ -161,21 +162,23 @@ def _command(control: socket.socket, leaders: dict[int, int], config: Mapping[st
             control.close()
             _lead(connection, config)
         finally:
-            os._exit(1)
+            os._exit(frames.SANDBOX_BROKE)
     connection.close()
     leaders[pid] = number
     return True
 
 
-def _reap(leaders: dict[int, int]) -> None:
+def _reap(control: socket.socket, leaders: dict[int, int]) -> None:
     while True:
         try:
-            pid, _ = os.waitpid(-1, os.WNOHANG)
+            pid, status = os.waitpid(-1, os.WNOHANG)
         except ChildProcessError:
             return
         if pid == 0:
             return
-        leaders.pop(pid, None)
+        number = leaders.pop(pid, None)
+        if number is not None:
+            control.sendall(frames.LEADER_ENDED.pack(number, os.waitstatus_to_exitcode(status)))
 
 
 def _lead(connection: socket.socket, config: Mapping[str, Any]) -> None:
@@ -184,6 +187,7 @@ def _lead(connection: socket.socket, config: Mapping[str, Any]) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     linux.prctl(linux.PR_SET_PDEATHSIG, SIGKILL)
     here = os.pidfd_open(os.getpid())
+    enter_place()
     connection.sendall(frames.encode({"ready": True}))
     connection.recv(1)  # by now the service has put this process into the slot's cgroup
     while True:
@@ -200,4 +204,4 @@ def _lead(connection: socket.socket, config: Mapping[str, Any]) -> None:
         linux.setns(here, linux.CLONE_NEWPID)
         _, ended = os.waitpid(pid, 0)
         if ended != 0:
-            os._exit(1)
+            os._exit(frames.SANDBOX_KILLED if os.WIFSIGNALED(ended) else frames.SANDBOX_BROKE)

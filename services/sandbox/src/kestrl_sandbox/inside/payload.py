@@ -9,21 +9,18 @@ import gc
 import linecache
 import os
 import random
-import socket
 import sys
 import threading
 import traceback
 import types
-from dataclasses import dataclass
 from typing import Any
 
 from kestrl_sandbox.inside.output import Output
+from kestrl_sandbox.inside.reports import LONGEST_TEXT, Ended
 
 BASH = "/bin/bash"
 LONGEST_ARGUMENT = 100_000
 """Bytes of a script that are passed as an argument; a longer one is written to a file."""
-LONGEST_VALUE = 1 << 16
-"""Characters of a value or a traceback that are reported beside the output."""
 FILE_NAME = "/work/main.py"
 
 _OWN = "kestrl_sandbox"
@@ -33,6 +30,13 @@ def forget_own_modules() -> None:
     """Removes this package from the modules that code finds."""
     for name in [name for name in sys.modules if name.partition(".")[0] == _OWN]:
         del sys.modules[name]
+
+
+def forget_node() -> None:
+    """Removes what modules have remembered of the node since they were imported: its name and its network address."""
+    for module, attribute in (("platform", "_uname_cache"), ("uuid", "_node")):
+        if module in sys.modules:
+            setattr(sys.modules[module], attribute, None)
 
 
 def fresh_main() -> types.ModuleType:
@@ -50,18 +54,6 @@ def fresh_main() -> types.ModuleType:
     return module
 
 
-@dataclass(slots=True)
-class Ended:
-    """How code in this process ended."""
-
-    status: int = 0
-    """Exit status, as the interpreter would have it."""
-    memory: bool = False
-    """Whether memory ran out."""
-    display: str | None = None
-    error: dict[str, str] | None = None
-
-
 def run_python(code: str, module: types.ModuleType, echo: str) -> Ended:
     """Runs code in a module; `echo` says what becomes of the value of a last expression."""
     linecache.cache[FILE_NAME] = (len(code), None, code.splitlines(keepends=True), FILE_NAME)
@@ -74,9 +66,7 @@ def run_python(code: str, module: types.ModuleType, echo: str) -> Ended:
         return Ended(_exit_status(error))
     except BaseException as error:  # noqa: BLE001 - reported as the interpreter would
         shown = {"type": type(error).__name__, "text": _text(error), "traceback": _print_traceback(error)}
-        return Ended(
-            1, isinstance(error, MemoryError), error={name: text[:LONGEST_VALUE] for name, text in shown.items()}
-        )
+        return Ended(1, isinstance(error, MemoryError), error=shown)
 
 
 def _run_echoing(code: str, namespace: dict[str, Any], echo: str) -> str | None:
@@ -92,7 +82,7 @@ def _run_echoing(code: str, namespace: dict[str, Any], echo: str) -> str | None:
             sys.stdout.write("\n")  # the value stands on a line of its own
         sys.displayhook(value)
         return None
-    return None if value is None else repr(value)[:LONGEST_VALUE]
+    return None if value is None else repr(value)[:LONGEST_TEXT]
 
 
 def _text(error: BaseException) -> str:
@@ -179,15 +169,6 @@ def run_bash(code: str) -> int:
     return code_or_signal if code_or_signal >= 0 else 128 - code_or_signal
 
 
-def take_stdin(control: socket.socket) -> None:
-    """Receives the standard input of a session's next cell."""
-    _, descriptors, _, _ = socket.recv_fds(control, 1, 1)
-    for descriptor in descriptors[:1]:
-        os.dup2(descriptor, 0)
-        os.close(descriptor)
-    sys.stdin = open(0, encoding="utf-8", errors="surrogateescape", closefd=False)  # noqa: SIM115
-
-
 def open_streams() -> None:
     """Python's standard streams on descriptors 0, 1 and 2, as a new interpreter would have them on pipes.
 
@@ -197,12 +178,36 @@ def open_streams() -> None:
     reading, writing = os.pipe()
     for number, end in enumerate((reading, writing, writing)):
         os.dup2(end, number)
-    options: dict[str, Any] = {"encoding": "utf-8", "closefd": False}
-    sys.stdin = sys.__stdin__ = open(0, errors="surrogateescape", **options)  # type: ignore[misc]  # noqa: SIM115
-    buffer = open(1, "wb", closefd=False)  # noqa: SIM115
-    sys.stdout = sys.__stdout__ = Output(buffer, encoding="utf-8", errors="surrogateescape")  # type: ignore[misc]
-    sys.stderr = sys.__stderr__ = open(2, "w", 1, errors="backslashreplace", **options)  # type: ignore[misc]  # noqa: SIM115
+    new_streams()
     for number, before in enumerate(kept):
         os.dup2(before, number)
     for descriptor in (*kept, reading, writing):
         os.close(descriptor)
+
+
+def new_streams() -> tuple[Any, Any]:
+    """New streams on descriptors 0, 1 and 2 in the place of Python's own: those for output."""
+    buffer = open(1, "wb", closefd=False)  # noqa: SIM115
+    output = Output(buffer, encoding="utf-8", errors="surrogateescape")
+    errors = open(2, "w", 1, encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
+    restore_streams((output, errors))
+    return output, errors
+
+
+def restore_streams(streams: tuple[Any, Any]) -> None:
+    """Makes streams Python's own for output, whichever the code has put there, and reads input anew."""
+    sys.stdin = sys.__stdin__ = open(0, encoding="utf-8", errors="surrogateescape", closefd=False)  # type: ignore[misc]  # noqa: SIM115
+    sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__ = streams  # type: ignore[misc]
+
+
+def settle_streams(streams: tuple[Any, Any]) -> bool:
+    """Flushes the streams of a session at the end of a cell; False, and no later cell shows it, if that failed."""
+    flush()
+    settled = True
+    for stream in streams:
+        try:
+            stream.flush()
+        except (OSError, ValueError):
+            settled = False
+            stream.buffer.raw.close()  # else what is left in it would be written when it is freed
+    return settled

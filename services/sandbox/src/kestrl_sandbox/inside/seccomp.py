@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import platform
+import fcntl
+import os
 import socket
 import struct
 from collections.abc import Sequence
@@ -29,6 +30,9 @@ _X32 = 0x40000000
 _NAMESPACES = 0x7E020080
 """All CLONE_NEW* flags of `clone`."""
 _TIOCSTI, _TIOCLINUX = 0x5412, 0x541C
+_SHARED = (fcntl.F_SETPIPE_SZ, fcntl.F_SETLEASE, fcntl.F_NOTIFY)
+SUPERVISOR = 1
+"""Number of the supervisor in each sandbox."""
 
 Instruction = tuple[int, int, int, int]
 
@@ -39,6 +43,8 @@ def failing(number: int) -> int:
 
 
 DENY = failing(errno.EPERM)
+SUCCEED = failing(0)
+"""Action that makes the call return 0 without being made."""
 
 
 def _return(action: int) -> Instruction:
@@ -47,6 +53,11 @@ def _return(action: int) -> Instruction:
 
 def _argument(index: int) -> Instruction:
     return (_LOAD, 0, 0, _FIRST_ARGUMENT + 8 * index)
+
+
+def _not_of_supervisor() -> list[Instruction]:
+    """Refuses a call whose first argument is the supervisor's number."""
+    return [_argument(0), (_JUMP_EQUAL, 0, 1, SUPERVISOR), _return(DENY), _return(ALLOW)]
 
 
 def _conditions() -> dict[str, list[Instruction]]:
@@ -78,6 +89,28 @@ def _conditions() -> dict[str, list[Instruction]]:
             _return(DENY),
         ],
         "seccomp": [_return(DENY)],
+        # Buffers of pipes are counted for the node's user; leases and notices stay with files of the node.
+        "fcntl": [
+            _argument(1),
+            *((_JUMP_EQUAL, len(_SHARED) - index, 0, command) for index, command in enumerate(_SHARED)),
+            _return(ALLOW),
+            _return(DENY),
+        ],
+        # Process 1 is the supervisor, and of the code's own user.
+        "prlimit64": _not_of_supervisor(),
+        "sched_setparam": _not_of_supervisor(),
+        "sched_setscheduler": _not_of_supervisor(),
+        "sched_setaffinity": _not_of_supervisor(),
+        "sched_setattr": _not_of_supervisor(),
+        # Of one process alone: that of a group or a user would be the supervisor's, too.
+        "setpriority": [
+            _argument(0),
+            (_JUMP_EQUAL, 0, 2, 0),
+            _argument(1),
+            (_JUMP_EQUAL, 0, 1, SUPERVISOR),
+            _return(DENY),
+            _return(ALLOW),
+        ],
     }
 
 
@@ -106,6 +139,7 @@ def _search(ranges: Sequence[tuple[int, list[Instruction]]]) -> list[Instruction
 def program(machine: str) -> bytes:
     """The filter as an array of `struct sock_filter`."""
     actions: dict[int, list[Instruction]] = {number: [_return(ALLOW)] for number in table.allowed(machine).values()}
+    actions |= {number: [_return(SUCCEED)] for number in table.idle(machine).values()}
     actions |= {number: [_return(KILL)] for number in table.forbidden(machine).values()}
     conditions = _conditions()
     actions |= {number: conditions[name] for name, number in table.conditional(machine).items()}
@@ -121,7 +155,8 @@ def program(machine: str) -> bytes:
     return b"".join(struct.pack("=HBBI", *instruction) for instruction in instructions)
 
 
-_compiled = program(platform.machine()) if platform.machine() in AUDIT_ARCH else b""
+_machine = os.uname().machine  # not platform's, which would remember the name of the node
+_compiled = program(_machine) if _machine in AUDIT_ARCH else b""
 _code = ctypes.create_string_buffer(_compiled)
 _header = ctypes.create_string_buffer(struct.pack("@HP", len(_compiled) // 8, ctypes.addressof(_code)))
 

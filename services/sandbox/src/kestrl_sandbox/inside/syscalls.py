@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
-import platform
 import stat
 import struct
 
@@ -45,7 +44,7 @@ RESOLVE_NO_MAGICLINKS = 0x02
 RESOLVE_NO_SYMLINKS = 0x04
 RESOLVE_BENEATH = 0x08
 
-_MACHINE = platform.machine()
+_MACHINE = os.uname().machine
 _NUMBERS = {
     "x86_64": {"pivot_root": 155, "capset": 126},
     "aarch64": {"pivot_root": 41, "capset": 91},

@@ -5,6 +5,7 @@ A slot's leader is moved into it once; what it forks is born there. Both hierarc
 
 from __future__ import annotations
 
+import errno
 import os
 from contextlib import suppress
 from dataclasses import dataclass
@@ -97,9 +98,15 @@ class SlotCgroup:
             (folder / "cgroup.procs").write_text(str(pid))
 
     def kills(self) -> int:
-        """Processes killed for memory so far."""
+        """Processes killed for memory so far; 0 when the cgroup was removed, as with an ended back-end."""
         name = "memory.events" if self.version == 2 else "memory.oom_control"
-        for line in (self.memory / name).read_text().splitlines():
+        try:
+            lines = (self.memory / name).read_text().splitlines()
+        except OSError as error:
+            if error.errno in {errno.ENOENT, errno.ENODEV}:
+                return 0
+            raise
+        for line in lines:
             key, _, value = line.partition(" ")
             if key == "oom_kill":
                 return int(value)

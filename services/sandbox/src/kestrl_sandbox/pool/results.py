@@ -6,28 +6,25 @@ import signal
 from collections.abc import Mapping
 from typing import Any
 
-from kestrl_sandbox.contract import Outcome, Result, Run, SandboxFailure
+from kestrl_sandbox.contract import Outcome, Result, Run
 
 DENIED = "Denied: the code made a system call that the sandbox forbids."
+BROKEN = "Denied: the code ended the supervisor of its sandbox."
+GONE = "The code did not run: what an earlier call left had ended the session."
 _SHELL_SIGNAL = 128
 """What a shell adds to the number of the signal that ended its program."""
 
 
 def result_of(run: Run, header: Mapping[str, Any], body: bytes, *, memory_killed: bool = False) -> Result:
-    """Result of a run.
-
-    Raises:
-        SandboxFailure: The sandbox could not run the code.
-    """
+    """Result of a run."""
     kind = header["kind"]
     if kind == "refused":
         return Result(outcome=Outcome.POLICY_DENIED, message=f"Denied: the file {header['reason']}.")
+    if kind == "gone":
+        return Result(outcome=Outcome.NONZERO_EXIT, message=GONE)
     stdout, stderr = header["stdout"], header["stderr"]
-    if kind == "unprepared":
-        reason = body[stdout : stdout + stderr].decode(errors="replace") or f"exit status {header['code']}"
-        raise SandboxFailure(f"the sandbox's process did not start: {reason}", code="sandbox_unprepared")
     outcome, message = outcome_of(run, kind, header["code"], memory_killed=memory_killed)
-    files, missing = _files(header["files"], body[stdout + stderr :])
+    files, missing = _files(run, header["files"], body[stdout + stderr :])
     return Result(
         outcome=outcome,
         message=message,
@@ -77,14 +74,31 @@ def signal_name(number: int) -> str:
         return "unknown"
 
 
-def _files(entries: list[Mapping[str, Any]], content: bytes) -> tuple[dict[str, bytes], dict[str, str]]:
+def broken() -> Result:
+    """Result of code whose sandbox ended without an answer, and not from outside."""
+    return Result(outcome=Outcome.POLICY_DENIED, message=BROKEN)
+
+
+def late(run: Run, seconds: float) -> Result:
+    """Result of code whose sandbox did not answer at its limit."""
+    outcome, message = outcome_of(run, "timeout", 0, memory_killed=False)
+    return Result(outcome=outcome, message=message, seconds=seconds)
+
+
+def out_of_memory(run: Run) -> Result:
+    """Result of code whose sandbox the kernel ended for its memory."""
+    outcome, message = outcome_of(run, "memory", 0, memory_killed=True)
+    return Result(outcome=outcome, message=message, exit_code=_SHELL_SIGNAL + signal.SIGKILL)
+
+
+def _files(run: Run, entries: list[Mapping[str, Any]], content: bytes) -> tuple[dict[str, bytes], dict[str, str]]:
     files: dict[str, bytes] = {}
     missing: dict[str, str] = {}
     offset = 0
-    for entry in entries:
+    for path, entry in zip(run.fetch, entries, strict=True):
         if entry["error"]:
-            missing[entry["path"]] = entry["error"]
+            missing[path] = entry["error"]
             continue
-        files[entry["path"]] = content[offset : offset + entry["size"]]
+        files[path] = content[offset : offset + entry["size"]]
         offset += entry["size"]
     return files, missing

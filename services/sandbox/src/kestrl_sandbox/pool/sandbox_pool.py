@@ -138,11 +138,22 @@ class SandboxPool:
             await holder.__aexit__(None, None, None)
             raise
 
-        async def release() -> None:
+        async def release(slot: AnySlot) -> None:
             self._discard(slot)
             await holder.__aexit__(None, None, None)
 
         return PooledSession(self, slot, release)
+
+    async def successor(self, slot: AnySlot) -> AnySlot:
+        """Another slot for a session whose state was lost, in the place of its own where that serves no further one.
+
+        Raises:
+            SandboxFailure: None could be started.
+        """
+        if slot.usable and not slot.single_use:
+            return slot
+        self._discard(slot)
+        return await self._slot()
 
     async def close(self) -> None:
         backend, self._backend = self._backend, None
@@ -205,12 +216,23 @@ class SandboxPool:
         self._breaker.check()
         try:
             async with self._starting:
-                made: AnySlot = await (await self._running_backend()).new_slot()
+                made = await self._new_slot()
+        except SlotLost:
+            raise  # the back-end died meanwhile, and is started again at the next attempt
         except SandboxFailure:
             self._breaker.failed()
             raise
         self._breaker.succeeded()
         return made
+
+    async def _new_slot(self) -> AnySlot:
+        backend = await self._running_backend()
+        try:
+            return await backend.new_slot()
+        except SandboxFailure as error:
+            if backend.running:
+                raise
+            raise SlotLost(f"the back-end of the sandboxes ended: {error}") from error
 
     async def _running_backend(self) -> Backend[Any]:
         async with self._restart:
@@ -232,10 +254,10 @@ class SandboxPool:
 class PooledSession:
     """A session of a pool."""
 
-    def __init__(self, pool: SandboxPool, slot: AnySlot, release: Callable[[], Awaitable[None]]) -> None:
+    def __init__(self, pool: SandboxPool, slot: AnySlot, release: Callable[[AnySlot], Awaitable[None]]) -> None:
         self._pool, self._slot, self._release = pool, slot, release
         self._turn = asyncio.Lock()
-        self._closed = False
+        self._closed = self._lost = False
         self.restarts = 0
         """How often the state was lost, by a timeout or an end of its process."""
 
@@ -245,15 +267,17 @@ class PooledSession:
             if self._closed:
                 raise SandboxFailure("the session is closed", code="sandbox_closed", retryable=False)
             try:
+                if self._lost:
+                    self._slot = await self._pool.successor(self._slot)
                 result = await self._slot.run(run, session=True)
             except BaseException:
                 await self.close()
                 raise
-            if not self._slot.alive:
-                self.restarts += 1
+            self._lost = not self._slot.alive
+            self.restarts += self._lost
             return result
 
     async def close(self) -> None:
         if not self._closed:
             self._closed = True
-            await self._release()
+            await self._release(self._slot)

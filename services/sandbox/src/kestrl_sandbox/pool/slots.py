@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import socket
 import struct
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from kestrl_sandbox.contract import Result, Run, SandboxFailure
 from kestrl_sandbox.inside import frames
 from kestrl_sandbox.pool.cgroups import Cgroups, NoCgroup, SlotCgroup
-from kestrl_sandbox.pool.results import result_of
+from kestrl_sandbox.pool.results import broken, late, out_of_memory, result_of
 
+log = logging.getLogger(__name__)
 GRACE_SECONDS = 10.0
 """Seconds beyond a run's own limit after which its supervisor counts as stuck."""
+EVIDENCE_SECONDS = 5.0
+"""Time for a back-end to say how a sandbox ended that closed its connection."""
 _CREDENTIALS = struct.Struct("iii")
 
 
@@ -44,8 +49,17 @@ def request(run: Run, *, session: bool) -> bytes:
     return frames.encode(header, b"".join([code, run.stdin, *run.files.values()]))
 
 
+async def never_from_outside() -> bool:
+    """Evidence of a back-end that has none."""
+    return False
+
+
 class Slot:
-    """One connection; runs one request at a time."""
+    """One connection; runs one request at a time.
+
+    Whether an end without an answer is the sandbox's own failure or the code's doing, evidence from outside of the
+    sandbox decides: what runs in it is not asked.
+    """
 
     def __init__(
         self,
@@ -62,7 +76,11 @@ class Slot:
         self.cgroup = cgroup
         self.alive = True
         """Whether the state of a session is still there."""
+        self.ended_from_outside: Callable[[], Awaitable[bool]] = never_from_outside
+        """Evidence of the back-end: whether it, or somebody else on the node, has ended the sandbox."""
         self._reader, self._writer = reader, writer
+        self._handed_over = False
+        """Whether code has run in the sandbox that is there now."""
 
     @property
     def usable(self) -> bool:
@@ -72,47 +90,49 @@ class Slot:
         """Runs code.
 
         Raises:
-            SandboxFailure: The sandbox failed, or did not keep the run's limit of time.
+            SandboxFailure: The sandbox failed before any code ran in it; `SlotLost` if it was ended from outside.
         """
         kills = self.cgroup.kills() if self.cgroup else 0
+        began = time.monotonic()
+        self.alive = False  # until the sandbox says otherwise
         try:
             async with asyncio.timeout(run.limits.seconds + GRACE_SECONDS):
                 header, body = await self._exchange(request(run, session=session))
         except TimeoutError as error:
+            self.close()
+            if self._handed_over:
+                log.error("a sandbox did not answer %g s after the limit of its code", GRACE_SECONDS)
+                return late(run, time.monotonic() - began)
             raise SandboxFailure(
-                f"the sandbox did not answer {GRACE_SECONDS:g} s after the limit of {run.limits.seconds:g} s",
-                code="sandbox_stuck",
+                f"the sandbox did not start within {run.limits.seconds + GRACE_SECONDS:g} s", code="sandbox_stuck"
             ) from error
         except (OSError, EOFError, ValueError) as error:
+            self.close()
             if self.cgroup is not None and self.cgroup.kills() > kills:
-                return result_of(run, _killed_for_memory(), b"")
-            raise SlotLost(f"the processes of the sandbox ended without an answer: {error}") from error
-        self.alive = bool(header["alive"])
+                return out_of_memory(run)
+            if not self._handed_over or await self.ended_from_outside():
+                raise SlotLost(f"the processes of the sandbox ended without an answer: {error}") from error
+            log.error("a sandbox ended without an answer, by the code in it: %s", error)
+            return broken()
+        if header["kind"] == "unprepared":
+            self.close()
+            raise SandboxFailure(f"the sandbox's process did not start: {header['reason']}", code="sandbox_unprepared")
+        self.alive = self._handed_over = bool(header["alive"])
         killed = self.cgroup is not None and self.cgroup.kills() > kills
         return result_of(run, header, body, memory_killed=killed)
 
     async def _exchange(self, message: bytes) -> tuple[Mapping[str, Any], bytes]:
         self._writer.write(message)
         await self._writer.drain()
+        header, body = await read_frame(self._reader)
+        if header["kind"] != "started":
+            return header, body
+        self._handed_over = True
         return await read_frame(self._reader)
 
     def close(self) -> None:
         """Closes the connection: leader and sandbox end by themselves."""
         self._writer.close()
-
-
-def _killed_for_memory() -> dict[str, Any]:
-    empty = {"stdout": 0, "stderr": 0, "stdout_total": 0, "stderr_total": 0}
-    return {
-        "kind": "memory",
-        "code": 137,
-        "seconds": 0.0,
-        "files": [],
-        "alive": False,
-        "display": None,
-        "error": None,
-        **empty,
-    }
 
 
 async def read_frame(reader: asyncio.StreamReader) -> tuple[dict[str, Any], bytes]:

@@ -68,6 +68,11 @@ class Machine:
         child = subprocess.Popen(["sleep", "600"])
         return [os.getpid(), child.pid]
 
+    def detach(self) -> int:
+        """Starts a daemon, in a session and a group of its own: its process id."""
+        command = ["sh", "-c", "setsid sleep 600 >/dev/null 2>&1 & echo $!"]
+        return int(subprocess.run(command, check=True, capture_output=True, start_new_session=True).stdout)
+
     def environment(self) -> dict[str, str]:
         """The variables of the process."""
         return dict(os.environ)

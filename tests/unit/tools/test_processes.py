@@ -24,7 +24,20 @@ from kestrl_tools.tool_threads import ToolThreads
 
 FOLDER = str(Path(__file__).parent)
 SAMPLES = Path(__file__).with_name("process_samples.py").read_text()
-METHODS = ("add", "day_of", "finish", "refuse", "fail", "leave", "crash", "hang", "eat", "pids", "environment")
+METHODS = (
+    "add",
+    "day_of",
+    "finish",
+    "refuse",
+    "fail",
+    "leave",
+    "crash",
+    "hang",
+    "eat",
+    "pids",
+    "detach",
+    "environment",
+)
 
 
 def entry(use: str = "process_samples:Machine", memory_mb: int | None = None, **options: Any) -> ToolEntry:
@@ -73,6 +86,10 @@ async def served(connect: Any, *tools: ToolEntry, call_seconds: float = 10.0) ->
 
 def parent_of(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def exists(pid: int) -> bool:
+    return Path(f"/proc/{pid}").exists()
 
 
 async def gone(pid: int) -> None:
@@ -160,6 +177,23 @@ async def test_a_closed_or_cancelled_session_leaves_no_process() -> None:
             await gone(pid)
 
 
+@pytest.mark.parametrize("end", ["close", "crash", "leave", "hang"])
+async def test_what_a_tool_has_detached_ends_with_its_episode(end: str) -> None:
+    async with running(entry(methods=METHODS)) as provider:
+        ended, other = await provider.open(NO_KWARGS), await provider.open(NO_KWARGS)
+        left, kept = [int((await session.call("detach", {}, {})).text) for session in (ended, other)]
+        if end != "close":
+            work = asyncio.ensure_future(ended.call(end, {}, {}))
+            await asyncio.wait({work}, timeout=0.2)
+            work.cancel()
+            await asyncio.wait({work})
+        await ended.close()
+        assert not exists(left)
+        assert exists(kept)  # another episode's daemon goes on
+        await other.close()
+        assert not exists(kept)
+
+
 async def test_a_process_has_no_credentials(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KESTRL_ROLLOUT_TO_TOOLS_TOKEN", "s3cret")
     monkeypatch.setenv("SERVICE_OF_MINE", "http://x")
@@ -181,7 +215,7 @@ async def test_a_killed_host_is_started_again_with_its_hooks() -> None:
     async with running(entry(methods=METHODS)) as provider:
         session = await provider.open(NO_KWARGS)
         (pid, _) = json.loads((await session.call("pids", {}, {})).text)
-        host = parent_of(pid)
+        host = parent_of(parent_of(pid))
         os.kill(host, signal.SIGKILL)
         with pytest.raises(KestrlError) as caught:
             await calls_until_it_ends(session)

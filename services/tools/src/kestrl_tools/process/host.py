@@ -1,6 +1,7 @@
 """`python -m kestrl_tools.process.host`: imports a tool once, and forks a process of it for every episode.
 
-It has one thread, so that forking is safe; a module that starts threads when it is imported is warned about. On the
+It has one thread, so that forking is safe; a module that starts threads when it is imported is warned about. Each
+episode's process has a keeper, which ends all that it has started. On the
 socket `--requests` it answers one request after another: the definitions, the hooks, checks of rows. On `--control` it
 receives the connections of new episodes and the ids of those to kill, and reports which have ended.
 """
@@ -27,6 +28,7 @@ from kestrl.tools import ToolError
 from kestrl.tools.provider import ToolDefinition, ToolProvider
 from kestrl_tools.execution import guarded
 from kestrl_tools.process.frames import Message, encoded, receive
+from kestrl_tools.process.keeper import keep, stop
 from kestrl_tools.process.session import run
 from kestrl_tools.python_provider import python_provider
 from kestrl_tools.tool_threads import ToolThreads
@@ -113,7 +115,7 @@ class Host:
         if command["op"] == "open":
             self._fork(session, fds[0])
         elif session in self._episodes:
-            self._kill(self._episodes[session])
+            stop(self._episodes[session])
         return True
 
     def _fork(self, session: int, fd: int) -> None:
@@ -124,24 +126,22 @@ class Host:
             os.close(fd)
             self._episodes[session] = pid
             return
-        status = 1
         try:
             signal.set_wakeup_fd(-1)
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             self._requests.close()
             self._control.close()
+            keep(lambda: self._serve_episode(fd), fd)
+        finally:
+            os._exit(1)
+
+    def _serve_episode(self, fd: int) -> int:
+        """Serves an episode in this process; its exit status."""
+        try:
             run(socket.socket(fileno=fd), self._provider, self._tools, self._memory)
-            status = 0
         except BaseException:
             log.exception("tool %s: its process ends", self._provider.name)
-        finally:
-            os._exit(status)
-
-    def _kill(self, pid: int) -> None:
-        """Kills a process that was not reaped, with those of its session."""
-        for kill in (os.kill, os.killpg):
-            with suppress(ProcessLookupError, PermissionError):
-                kill(pid, signal.SIGKILL)
+            return 1
+        return 0
 
     def _reap(self, woken: socket.socket) -> bool:
         with suppress(BlockingIOError):
@@ -149,13 +149,12 @@ class Host:
                 pass
         sessions = {pid: session for session, pid in self._episodes.items()}
         for pid, session in sessions.items():
-            if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
-                continue
-            self._kill(pid)  # what it left in its session, while its id cannot be another's
-            _, status = os.waitpid(pid, 0)
-            del self._episodes[session]
-            ended = {"session": session, "status": os.waitstatus_to_exitcode(status)}
-            self._control.send(json.dumps(ended).encode())
+            # Of these alone: other children are those of the tool's hooks.
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                del self._episodes[session]
+                report = {"session": session, "status": os.waitstatus_to_exitcode(status)}
+                self._control.send(json.dumps(report).encode())
         return True
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import json
 import os
 import signal
 import subprocess
@@ -14,6 +15,7 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
+from aiohttp import WSMsgType, WSServerHandshakeError
 from aiohttp.test_utils import TestClient, TestServer
 from sandbox_fusion import (
     RunCodeRequest,
@@ -25,9 +27,10 @@ from sandbox_fusion import (
 
 from kestrl_sandbox.backends.zygote import Zygote
 from kestrl_sandbox.config import PoolConfig
-from kestrl_sandbox.contract import Outcome, Run, SandboxFailure
+from kestrl_sandbox.contract import Limits, Outcome, Run, SandboxFailure
 from kestrl_sandbox.pool.sandbox_pool import SandboxPool
 from kestrl_sandbox.remote.server import application
+from kestrl_sandbox.remote.wire import SlotRequest
 
 TOKEN = "a-long-token"
 Client = Any
@@ -121,6 +124,132 @@ async def test_an_invalid_request_names_its_field(client: Client, body: dict[str
     async with client.post("/run_code", json={"code": "1", "language": "python"} | body) as response:
         assert response.status == 422
         assert part in await response.text()
+
+
+@pytest.mark.parametrize("path", ["/run_code", "/run_jupyter"])
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"{",
+        b"\xff\xfe",
+        b"print(1)",
+        b"null",
+        b"[]",
+        b'{"code": "\\ud800", "language": "python"}',
+        b"[" * 100_000,
+        b'{"code": "1", "language": "python", "run_timeout": NaN}',
+        b'{"code": "1", "language": "python", "memory_limit_MB": ' + b"9" * 5000 + b"}",
+        b'{"code": "1", "language": "python", "fetch_files": ["\\u0000"], "cells": ["1"]}',
+    ],
+)
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_body_that_is_no_request_is_the_clients_error(client: Client, path: str, content: bytes) -> None:
+    async with client.post(path, data=content, headers={"Content-Type": "application/json"}) as response:
+        assert response.status == 422
+        assert (await response.json())["detail"]
+
+
+@pytest.mark.parametrize("shown", ["Bearer \udcff\udcfe", "Basic \udcff", "Basic w7/Dvw==", "Bearer é"])
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_token_that_is_no_text_is_refused(client: Client, shown: str) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", client.server.port)
+    head = f"POST /run_code HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\nAuthorization: {shown}\r\n\r\n"
+    writer.write(head.encode("utf-8", "surrogateescape"))
+    assert b" 401 " in await reader.readline()
+    writer.close()
+
+
+FOREIGN = [
+    {"Origin": "https://elsewhere.example"},
+    {"Origin": "null"},
+    {"Origin": ""},
+    {"Origin": "http://127.0.0.1:1"},
+    {"Origin": "http://[", "Host": "127.0.0.1"},
+    {"Host": "elsewhere.example"},
+    {"Host": "127.0.0.1.elsewhere.example"},
+    {"Host": "elsewhere.example", "Origin": "http://elsewhere.example"},
+    {"Host": "["},
+]
+
+
+@pytest.mark.parametrize("headers", FOREIGN, ids=str)
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_page_of_a_browser_runs_no_code(pool: SandboxPool, headers: dict[str, str]) -> None:
+    body = '{"code": "print(42)", "language": "python"}'
+    async with TestClient(TestServer(application(pool, None))) as open_to_all:
+        plain = {"Content-Type": "text/plain", **headers}
+        async with open_to_all.post("/run_code", data=body, headers=plain) as response:
+            assert response.status == 403
+        async with open_to_all.get("/v1/slot", headers=headers) as response:
+            assert response.status == 403
+        with pytest.raises(WSServerHandshakeError) as refused:
+            await open_to_all.ws_connect("/v1/slot", headers=headers)
+        assert refused.value.status == 403
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_page_of_the_server_itself_and_a_program_are_answered(pool: SandboxPool) -> None:
+    body = {"code": "print(42)", "language": "python"}
+    async with TestClient(TestServer(application(pool, None))) as open_to_all:
+        place = f"127.0.0.1:{open_to_all.server.port}"
+        for headers in ({}, {"Origin": f"http://{place}"}, {"Host": "localhost"}, {"Host": "[::1]:80"}):
+            async with open_to_all.post("/run_code", json=body, headers=headers) as response:
+                assert response.status == 200
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_with_a_token_a_server_has_any_name_and_no_foreign_page(client: Client) -> None:
+    body = {"code": "print(42)", "language": "python"}
+    async with client.post("/run_code", json=body, headers={"Host": "sandbox.svc"}) as response:
+        assert response.status == 200
+    async with client.post("/run_code", json=body, headers={"Origin": "https://elsewhere.example"}) as response:
+        assert response.status == 403
+
+
+def slot_request(**fields: Any) -> str:
+    run = Run(code="x = 1", limits=Limits(seconds=5))
+    return json.dumps(SlotRequest.of(run, session=True).model_dump(mode="json") | fields)
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_an_idle_session_gives_its_place_back() -> None:
+    small = await SandboxPool.start(Zygote.start, PoolConfig(max_sandboxes=2))
+    try:
+        async with TestClient(TestServer(application(small, None, idle_seconds=0.3))) as client:
+            idle = [await client.ws_connect("/v1/slot") for _ in range(2)]
+            for socket in idle:
+                await socket.receive()
+                await socket.send_str(slot_request())
+                assert json.loads((await socket.receive()).data)["result"]["outcome"] == "ok"
+            assert small.running == 2
+            answer = await client.post("/run_code", json={"code": "print(1)", "language": "python"})
+            assert (await answer.json())["run_result"]["stdout"] == "1\n"
+            for socket in idle:
+                assert (await socket.receive()).type is WSMsgType.CLOSE
+    finally:
+        await small.close()
+
+
+@pytest.mark.parametrize(
+    ("fields", "part"),
+    [
+        ({"output_bytes": -5}, "output_bytes: must be from 0"),
+        ({"file_bytes": -1}, "file_bytes: must be from 0"),
+        ({"output_bytes": 10**12}, "output_bytes: must be from 0"),
+        ({"code": "/w=="}, "code: is no UTF-8"),
+        ({"seconds": "nan"}, "seconds: must be above 0"),
+        ({"fetch": ["x\0"]}, "has a NUL character"),
+    ],
+)
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_slot_request_that_cannot_be_used_is_refused_by_its_field(
+    client: Client, fields: dict[str, Any], part: str
+) -> None:
+    async with client.ws_connect("/v1/slot") as socket:
+        await socket.receive()
+        await socket.send_str(slot_request(**fields))
+        assert part in json.loads((await socket.receive()).data)["refused"]
 
 
 @pytest.mark.asyncio(loop_scope="module")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import ipaddress
 import os
 import signal
 import sys
@@ -17,7 +16,9 @@ from kestrl.errors import UserInputError
 from kestrl_sandbox.backends import open_sandbox
 from kestrl_sandbox.config import PoolConfig, default_size
 from kestrl_sandbox.contract import Isolation
+from kestrl_sandbox.remote.origin import is_loopback
 from kestrl_sandbox.remote.server import application
+from kestrl_sandbox.remote.slot_server import IDLE_SECONDS
 
 TOKEN_VARIABLE = "KESTRL_SANDBOX_TOKEN"  # noqa: S105 - the name of a variable
 LARGEST_PORT = 65_535
@@ -31,12 +32,12 @@ def main(arguments: Sequence[str] | None = None, *, program: str = "python -m ke
     """
     options = _parser(program).parse_args(arguments)
     token = os.environ.get(TOKEN_VARIABLE) or None
-    if token is None and not _is_loopback(options.host):
+    if token is None and not is_loopback(options.host):
         raise UserInputError(f"--host: {options.host} can be reached from elsewhere; set {TOKEN_VARIABLE}")
     config = PoolConfig(
         max_sandboxes=options.max_sandboxes, max_waiting=options.max_waiting, memory_mb=options.memory_mb
     )
-    asyncio.run(_serve(options.host, options.port, token, options.backend, Isolation(options.isolation), config))
+    asyncio.run(_serve(options, token, config))
 
 
 def _parser(program: str) -> argparse.ArgumentParser:
@@ -58,6 +59,12 @@ def _parser(program: str) -> argparse.ArgumentParser:
     parser.add_argument(
         "--memory-mb", type=_between(16), default=512, help="largest memory limit of a request, and the default"
     )
+    parser.add_argument(
+        "--idle-seconds",
+        type=_between(1),
+        default=int(IDLE_SECONDS),
+        help="time without a request after which a session of a connection ends",
+    )
     return parser
 
 
@@ -75,18 +82,11 @@ class _between:  # noqa: N801 - argparse prints the name of a type
         return number
 
 
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
-async def _serve(
-    host: str, port: int, token: str | None, backend: str, isolation: Isolation, config: PoolConfig
-) -> None:
-    pool = await open_sandbox(config, least=isolation, backend=backend)
-    runner = web.AppRunner(application(pool, token), handler_cancellation=True, access_log=None)
+async def _serve(options: argparse.Namespace, token: str | None, config: PoolConfig) -> None:
+    host, port = options.host, options.port
+    pool = await open_sandbox(config, least=Isolation(options.isolation), backend=options.backend)
+    app = application(pool, token, idle_seconds=options.idle_seconds)
+    runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)

@@ -14,6 +14,8 @@ MAX_INPUT = 64 << 20
 """Bytes of standard input and files of one run."""
 MAX_PATH = 1024
 MAX_FILES = 256
+MAX_OUTPUT = 64 << 20
+"""Largest `Limits.output_bytes` and `Limits.file_bytes`."""
 
 
 class SandboxFailure(KestrlError):
@@ -140,6 +142,9 @@ class Run:
             raise UserInputError(f"seconds: must be above 0 and at most 3600, is {limits.seconds}")
         if limits.memory_mb is not None and limits.memory_mb < 16:
             raise UserInputError(f"memory_mb: must be at least 16, is {limits.memory_mb}")
+        for name, size in (("output_bytes", limits.output_bytes), ("file_bytes", limits.file_bytes)):
+            if not 0 <= size <= MAX_OUTPUT:
+                raise UserInputError(f"{name}: must be from 0 to {MAX_OUTPUT}, is {size}")
 
 
 def path_problem(path: str) -> str:
@@ -148,7 +153,11 @@ def path_problem(path: str) -> str:
         return "names no file"
     if "\0" in path:
         return "has a NUL character"
-    if len(path.encode("utf-8", "surrogateescape")) > MAX_PATH:
+    try:
+        size = len(path.encode("utf-8", "surrogateescape"))
+    except UnicodeEncodeError:
+        return "has a character that no file name has"
+    if size > MAX_PATH:
         return f"is longer than {MAX_PATH} bytes"
     if ".." in path.split("/"):
         return "has a part `..`"

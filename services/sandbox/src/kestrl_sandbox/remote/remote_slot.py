@@ -1,4 +1,4 @@
-"""A slot of another `kestrl sandbox serve`, over a WebSocket: the client's side and the server's."""
+"""A slot of another `kestrl sandbox serve`, over a WebSocket: the client's side."""
 
 from __future__ import annotations
 
@@ -7,21 +7,14 @@ import time
 from contextlib import suppress
 
 import aiohttp
-from aiohttp import web
 from pydantic import ValidationError
 
 from kestrl.errors import UserInputError
 from kestrl_sandbox.contract import Result, Run, SandboxFailure
-from kestrl_sandbox.pool.sandbox_pool import PooledSession, SandboxPool
 from kestrl_sandbox.pool.slots import GRACE_SECONDS, SlotLost
 from kestrl_sandbox.remote.wire import (
-    MAX_MESSAGE,
-    FailureMessage,
-    Greeting,
-    ResultMessage,
     SlotAnswer,
     SlotRequest,
-    request_of,
 )
 
 HEARTBEAT_SECONDS = 20.0
@@ -114,87 +107,3 @@ class RemoteSlot:
         with suppress(aiohttp.ClientError, OSError):
             await self._closing
         await asyncio.wait({self._reading})
-
-
-class SlotServer:
-    """Serves slots of a pool."""
-
-    def __init__(self, pool: SandboxPool) -> None:
-        self._pool = pool
-        self._open: set[web.WebSocketResponse] = set()
-
-    async def serve(self, request: web.Request) -> web.StreamResponse:
-        """Serves one connection until it is closed."""
-        socket = web.WebSocketResponse(heartbeat=HEARTBEAT_SECONDS, max_msg_size=MAX_MESSAGE)
-        await socket.prepare(request)
-        found = self._pool.capabilities
-        greeting = Greeting(
-            backend=found.backend,
-            isolation=found.isolation,
-            mechanisms=dict(found.mechanisms),
-            memory_mb=self._pool.memory_mb,
-        )
-        self._open.add(socket)
-        connection = _Connection(self._pool)
-        try:
-            await socket.send_str(greeting.model_dump_json())
-            await _exchange(socket, connection)
-        finally:
-            self._open.discard(socket)
-            await connection.close()
-        return socket
-
-    async def close(self, _app: web.Application) -> None:
-        """Closes all connections, so that the server can end."""
-        for socket in [*self._open]:
-            await socket.close(code=aiohttp.WSCloseCode.GOING_AWAY)
-
-
-async def _exchange(socket: web.WebSocketResponse, connection: _Connection) -> None:
-    """Answers requests until the connection closes. Reads while code runs, so that a closed connection ends it."""
-    receiving = asyncio.create_task(socket.receive())
-    try:
-        while (message := await receiving).type is aiohttp.WSMsgType.TEXT:
-            receiving = asyncio.create_task(socket.receive())
-            answering = asyncio.create_task(connection.answer(message.data))
-            try:
-                await asyncio.wait({receiving, answering}, return_when=asyncio.FIRST_COMPLETED)
-                if not answering.done():
-                    return
-                await socket.send_str(answering.result().model_dump_json())
-            finally:
-                answering.cancel()
-                await asyncio.wait({answering})
-    except ConnectionError:  # it closed while the answer was sent
-        return
-    finally:
-        receiving.cancel()
-
-
-class _Connection:
-    """The runs of one connection, and its session."""
-
-    def __init__(self, pool: SandboxPool) -> None:
-        self._pool = pool
-        self._session: PooledSession | None = None
-
-    async def answer(self, text: str) -> SlotAnswer:
-        asked = request_of(text)
-        if isinstance(asked, SlotAnswer):
-            return asked
-        try:
-            if not asked.session:
-                return SlotAnswer(result=ResultMessage.of(await self._pool.run(asked.run())))
-            if self._session is None:
-                self._session = await self._pool.session()
-            restarts = self._session.restarts
-            result = await self._session.run(asked.run())
-            return SlotAnswer(result=ResultMessage.of(result), alive=self._session.restarts == restarts)
-        except SandboxFailure as error:
-            return SlotAnswer(failure=FailureMessage.of(error))
-        except UserInputError as error:
-            return SlotAnswer(refused=str(error))
-
-    async def close(self) -> None:
-        if self._session is not None:
-            await self._session.close()

@@ -33,12 +33,14 @@ from kestrl_sandbox.contract import (
     SandboxSession,
 )
 from kestrl_sandbox.pool.sandbox_pool import SandboxPool
-from kestrl_sandbox.remote.remote_slot import SlotServer
+from kestrl_sandbox.remote.origin import foreign_page
+from kestrl_sandbox.remote.slot_server import IDLE_SECONDS, SlotServer
 from kestrl_sandbox.remote.wire import SLOT_PATH
 
 log = logging.getLogger(__name__)
 MAX_BODY = 96 << 20
 MAX_CELLS = 1000
+MAX_ERRORS = 20
 TRUNCATED = "[output truncated]"
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -69,16 +71,19 @@ class JupyterRequest(BaseModel):
     fetch_files: list[str] = []
 
 
-def application(pool: SandboxPool, token: str | None) -> web.Application:
+def application(pool: SandboxPool, token: str | None, *, idle_seconds: float = IDLE_SECONDS) -> web.Application:
     """The HTTP application.
 
     Args:
         pool: Where code runs.
         token: Bearer token that every request but a ping has to show; None for none.
+        idle_seconds: Time without a request after which a connection of `GET /v1/slot` is closed, with its session.
     """
 
     @web.middleware
     async def guarded(request: web.Request, handler: Handler) -> web.StreamResponse:
+        if foreign := foreign_page(request.headers, by_name=token is not None):
+            return web.json_response({"detail": foreign}, status=403)
         if token is not None and request.path != "/v1/ping" and not _shows(request, token):
             return web.json_response({"detail": "the bearer token is missing or wrong"}, status=401)
         try:
@@ -91,7 +96,9 @@ def application(pool: SandboxPool, token: str | None) -> web.Application:
             return web.json_response({"status": "SandboxError", "message": str(error.failure()), "files": {}})
         except ValidationError as error:
             # As FastAPI reports it, which clients of SandboxFusion know.
-            return web.json_response({"detail": error.errors(include_url=False, include_context=False)}, status=422)
+            # Without the input, which may be megabytes, and bytes that JSON does not hold.
+            found = error.errors(include_url=False, include_context=False, include_input=False)
+            return web.json_response({"detail": found[:MAX_ERRORS]}, status=422)
         except UserInputError as error:
             return web.json_response({"detail": str(error)}, status=422)
 
@@ -121,7 +128,7 @@ def application(pool: SandboxPool, token: str | None) -> web.Application:
             await session.close()
 
     app = web.Application(middlewares=[guarded], client_max_size=MAX_BODY)
-    slots = SlotServer(pool)
+    slots = SlotServer(pool, idle_seconds)
     app.on_shutdown.append(slots.close)
     app.router.add_get("/v1/ping", ping)
     app.router.add_get(SLOT_PATH, slots.serve)
@@ -136,11 +143,12 @@ def _shows(request: web.Request, token: str) -> bool:
     if scheme.lower() == "basic":
         try:
             value = base64.b64decode(value, validate=True).decode().partition(":")[2]
-        except (binascii.Error, UnicodeDecodeError):
+        except ValueError:
             return False
     elif scheme.lower() != "bearer":
         return False
-    return hmac.compare_digest(value.encode(), token.encode())
+    # Headers and variables may have bytes that are no UTF-8.
+    return hmac.compare_digest(value.encode("utf-8", "surrogateescape"), token.encode("utf-8", "surrogateescape"))
 
 
 def _memory(megabytes: int) -> int | None:

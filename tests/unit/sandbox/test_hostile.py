@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from kestrl_sandbox.checks.hostile import CHECKS
-from kestrl_sandbox.checks.verdicts import Check, examine_one, neighbours
+from kestrl_sandbox.checks.neighbours import neighbours, sessions, shortage
+from kestrl_sandbox.checks.verdicts import Check, examine_one
 from kestrl_sandbox.contract import Language, Outcome, Run
 from kestrl_sandbox.pool.sandbox_pool import SandboxPool
 
@@ -21,6 +22,16 @@ async def test_a_hostile_program_is_held(pool: SandboxPool, check: Check) -> Non
 
 async def test_neighbours_do_not_see_each_other(pool: SandboxPool) -> None:
     assert (await neighbours(pool)).problem == ""
+
+
+async def test_a_neighbour_gets_what_another_takes_of_the_node(pool: SandboxPool) -> None:
+    assert (await shortage(pool)).problem == ""
+
+
+async def test_a_call_of_a_session_that_follows_a_hostile_one_is_right_or_says_that_it_is_gone(
+    pool: SandboxPool,
+) -> None:
+    assert [verdict.problem async for verdict in sessions(pool) if not verdict.held] == []
 
 
 @pytest.mark.parametrize("folder", ["/tmp", "/var/tmp", "/dev/shm", "/work"])

@@ -164,10 +164,14 @@ async def test_modes_of_files_are_kept_to(pool: SandboxPool) -> None:
         Run(code="x" * 5_000_000),
         Run(code="", limits=Limits(seconds=0)),
         Run(code="", limits=Limits(memory_mb=100_000)),
+        Run(code="", fetch=["a\ud800"]),
+        Run(code="", limits=Limits(output_bytes=-5)),
+        Run(code="", limits=Limits(output_bytes=1 << 40)),
+        Run(code="", limits=Limits(file_bytes=-1)),
     ],
 )
 async def test_an_unusable_request_names_its_field(pool: SandboxPool, run: Run) -> None:
-    with pytest.raises(UserInputError, match=r"^(code|files|fetch|seconds|memory_mb): "):
+    with pytest.raises(UserInputError, match=r"^(code|files|fetch|seconds|memory_mb|output_bytes|file_bytes): "):
         await pool.run(run)
 
 

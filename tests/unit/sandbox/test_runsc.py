@@ -18,7 +18,8 @@ import pytest_asyncio
 from kestrl_sandbox.backends import open_sandbox
 from kestrl_sandbox.backends.runsc import OUTER_LIMITS, Runsc, family, make_bundle, runsc_program
 from kestrl_sandbox.checks.hostile import CHECKS
-from kestrl_sandbox.checks.verdicts import examine, neighbours
+from kestrl_sandbox.checks.neighbours import neighbours
+from kestrl_sandbox.checks.verdicts import examine
 from kestrl_sandbox.config import PoolConfig
 from kestrl_sandbox.contract import Echo, Isolation, Language, Limits, Outcome, Run, SandboxFailure
 from kestrl_sandbox.inside import syscalls

@@ -12,7 +12,7 @@ from rich.table import Table
 from kestrl.errors import UserInputError
 
 app = typer.Typer(no_args_is_help=True, help="Run code that a model wrote, isolated.")
-AREAS = "resources, processes, files, kernel, network, identity, tenancy"
+AREAS = "resources, node, processes, files, kernel, network, identity, sessions, tenancy"
 
 
 @app.callback()
@@ -47,11 +47,12 @@ def serve(context: typer.Context) -> None:
 async def _check(backend: str, area: str, *, verbose: bool) -> int:
     from kestrl_sandbox.backends import open_sandbox
     from kestrl_sandbox.checks.hostile import CHECKS
-    from kestrl_sandbox.checks.verdicts import Report, examine, neighbours
+    from kestrl_sandbox.checks.neighbours import neighbours, sessions, shortage
+    from kestrl_sandbox.checks.verdicts import Report, examine
     from kestrl_sandbox.config import PoolConfig
 
     chosen = [item for item in CHECKS if not area or item.area == area]
-    if not chosen and area != "tenancy":
+    if not chosen and area not in {"sessions", "tenancy"}:
         raise UserInputError(f"--area: there is no area {area!r}; there are {AREAS}")
     console = Console()
     opened = await open_sandbox(PoolConfig(max_sandboxes=4, memory_mb=256, disk_mb=16, inodes=512), backend=backend)
@@ -63,6 +64,10 @@ async def _check(backend: str, area: str, *, verbose: bool) -> int:
         report = Report()
         async for verdict in examine(opened, chosen):
             report.verdicts.append(verdict)
+        if area in {"", "node"}:
+            report.verdicts.append(await shortage(opened))
+        if area in {"", "sessions"}:
+            report.verdicts += [verdict async for verdict in sessions(opened)]
         if area in {"", "tenancy"}:
             report.verdicts.append(await neighbours(opened))
     finally:

@@ -6,13 +6,12 @@ there is no breach, the run ended as expected, and an honest program runs afterw
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
-from kestrl_sandbox.contract import Language, Limits, Outcome, Result, Run, Sandbox
-from kestrl_sandbox.pool.slots import SlotLost
+from kestrl_sandbox.contract import Language, Limits, Outcome, Result, Run, Sandbox, SandboxFailure
 
 SECONDS = 5.0
 """Limit of a check's run; one that spins or sleeps takes it whole."""
@@ -52,6 +51,11 @@ class Check:
     seconds: float = SECONDS
     truncated: bool = False
     """Whether the output must be cut."""
+
+
+def checks(area: str, programs: Mapping[str, str], **options: Any) -> list[Check]:
+    """A check for each program by its name, all with the same options."""
+    return [Check(area=area, name=name, code=code, **options) for name, code in programs.items()]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,16 +102,17 @@ async def examine_one(sandbox: Sandbox, check: Check) -> Verdict:
     )
     try:
         result = await sandbox.run(run)
-    except SlotLost as error:
+    except SandboxFailure as error:  # whatever code does, it is no failure of the sandbox
         return Verdict(check=check, problem=str(error), seconds=time.monotonic() - started)
-    problem = _problem(check, result)
+    problem = problem_of(check, result)
     after = await sandbox.run(Run(code="print(6 * 7)"))
     if not problem and after.stdout != b"42\n":
         problem = f"an honest program afterwards: {after.outcome}, {after.stderr[-200:]!r}"
-    return Verdict(check=check, problem=problem, detail=_detail(result), seconds=time.monotonic() - started)
+    return Verdict(check=check, problem=problem, detail=detail_of(result), seconds=time.monotonic() - started)
 
 
-def _problem(check: Check, result: Result) -> str:
+def problem_of(check: Check, result: Result) -> str:
+    """What was wrong with the run of a check; empty if it held."""
     if b"BREACH" in result.stdout + result.stderr:
         return result.stdout.decode(errors="replace").strip()[:300]
     if result.outcome not in check.outcomes:
@@ -120,45 +125,7 @@ def _problem(check: Check, result: Result) -> str:
     return ""
 
 
-def _detail(result: Result) -> str:
+def detail_of(result: Result) -> str:
+    """How a run ended, and what it wrote of it."""
     line = next(iter(result.stdout.decode(errors="replace").splitlines()), "")
     return f"{result.outcome}{f': {line[:60]}' if line.startswith('held') else ''}"
-
-
-async def neighbours(sandbox: Sandbox) -> Verdict:
-    """Two sandboxes at once: neither finds the other's files, processes, sockets or shared memory."""
-    check = Check(area="tenancy", name="two sandboxes at once", code=_LOOK)
-    started = time.monotonic()
-    leaving = asyncio.create_task(sandbox.run(Run(code=PRELUDE + _LEAVE, limits=Limits(seconds=10))))
-    looking = await sandbox.run(Run(code=PRELUDE + _LOOK, limits=Limits(seconds=10)))
-    left = await leaving
-    problem = _problem(check, looking)
-    if not problem and left.stdout != b"left\n":
-        problem = f"the neighbour did not run: {left.stderr[-200:].decode(errors='replace')}"
-    return Verdict(check=check, problem=problem, detail=_detail(looking), seconds=time.monotonic() - started)
-
-
-_LEAVE = """
-import time, subprocess
-for folder in ('/tmp', '/dev/shm', '/work', '/var/tmp'):
-    open(folder + '/canary', 'w').write('secret')
-server = socket.socket(socket.AF_UNIX); server.bind(chr(0) + 'canary'); server.listen()
-child = subprocess.Popen(['sleep', '0.4'])
-child.wait()
-print('left')
-"""
-_LOOK = """
-import time
-for _ in range(10):
-    for folder in ('/tmp', '/dev/shm', '/work', '/var/tmp'):
-        if os.path.exists(folder + '/canary'): print('BREACH', folder)
-    others = [n for n in os.listdir('/proc') if n.isdigit() and int(n) not in (1, os.getpid())]
-    if others: print('BREACH', [open(f'/proc/{n}/cmdline').read() for n in others])
-    try:
-        socket.socket(socket.AF_UNIX).connect(chr(0) + 'canary')
-        print('BREACH', 'abstract socket')
-    except OSError:
-        pass
-    time.sleep(.03)
-print('held')
-"""

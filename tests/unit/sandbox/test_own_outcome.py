@@ -85,7 +85,7 @@ TRICKS = {
     "breaks the streams": "sys.stdout = sys.stderr = sys.__stdout__ = None",
     "breaks the interpreter": "for name in ('open', 'len', 'isinstance', 'min'): quietly(delattr, builtins, name)",
     "breaks the modules": "json.loads = json.dumps = struct.Struct = os.write = os.getpid = socket.recv_fds = None",
-    "ends for ever at its end": "atexit.register(lambda: [0 for _ in iter(int, 1)])",
+    "never ends at its end": "atexit.register(lambda: [0 for _ in iter(int, 1)])",
     "puts pipes in the way": "for name in ('in', 'out', '/tmp/out'): quietly(os.mkfifo, name)",
     "puts links in the way": "for name in ('in', 'out'): quietly(os.symlink, '/proc/self/environ', name)",
     "fills the disk": "quietly(lambda: open('/tmp/full', 'wb').write(bytes(64 << 20)))",

@@ -227,7 +227,7 @@ class Execution:
             time.sleep(KILL_SECONDS)
 
     def drain(self) -> None:
-        """Reads what is in the pipes now: processes that a session keeps may write for ever."""
+        """Reads what is in the pipes now: processes that a session keeps may write without end."""
         for descriptor in list(self._open):
             waiting = int.from_bytes(fcntl.ioctl(descriptor, termios.FIONREAD, bytes(4)), "little")
             while waiting > 0 and (count := self._read(descriptor)):

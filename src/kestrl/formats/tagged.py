@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from kestrl.formats import Marker, Schemas, ToolCallFormat, Turn, WrittenCall
 from kestrl.formats.objects import ARGUMENTS, read_json, read_object, stray_calls, write_json, write_object
-from kestrl.tools.references import properties_of, resolved
+from kestrl.tools.references import alternatives, properties_of
 
 BEGIN, END = "<tool_call>", "</tool_call>"
 OUTSIDE = f"it does not stand between {BEGIN} and {END}"
@@ -162,7 +162,7 @@ def _value(text: str, schema: Any, root: Mapping[str, Any]) -> Any:
     """Converts a text to a type of the schema; unchanged if that fails, so that the tool's argument check reports
     why.
     """
-    kinds = set(_kinds(schema, root, depth=8))
+    kinds = set(_kinds(schema, root))
     if not kinds or kinds == {"string"}:
         return text
     bare = text.strip()
@@ -198,20 +198,14 @@ def _literal(text: str) -> Any:
         raise ValueError("not a JSON value") from error
 
 
-def _kinds(schema: Any, root: Mapping[str, Any], *, depth: int) -> Iterator[str]:
+def _kinds(schema: Any, root: Mapping[str, Any]) -> Iterator[str]:
     """JSON types that a schema allows, if declared; for an enumeration, the types of its values."""
-    entries = resolved(schema, root)
-    if not entries or depth == 0:
-        return
-    declared: Any = entries.get("type")
-    yield from [declared] if isinstance(declared, str) else cast(list[str], declared or [])
-    if declared is None:
-        yield from (
-            _kind(value) for value in [*entries.get("enum", ()), *([entries["const"]] if "const" in entries else [])]
-        )
-    for key in ("anyOf", "oneOf", "allOf"):
-        for each in entries.get(key, ()):
-            yield from _kinds(each, root, depth=depth - 1)
+    for entries in alternatives(schema, root):
+        declared: Any = entries.get("type")
+        yield from [declared] if isinstance(declared, str) else cast(list[str], declared or [])
+        if declared is None:
+            constants = [entries["const"]] if "const" in entries else []
+            yield from (_kind(value) for value in [*entries.get("enum", ()), *constants])
 
 
 def _kind(value: Any) -> str:

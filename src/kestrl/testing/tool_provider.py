@@ -11,15 +11,13 @@ import asyncio
 import json
 import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from importlib import import_module
 from typing import Any
 
 from kestrl.errors import KestrlError, ToolFailure
 from kestrl.tools import ToolError, ToolResult
+from kestrl.tools.json_schema import JsonSchema, SchemaInvalid
 from kestrl.tools.provider import NO_KWARGS, Kwargs, ProviderSession, ToolDefinition, ToolProvider
 
-# The stubs leave most types of the library unknown.
-jsonschema: Any = import_module("jsonschema")
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]{0,63}")
 SECONDS = 60.0
 """Time limit of each step."""
@@ -97,9 +95,9 @@ def _check_definitions(provider: ToolProvider, tools: Sequence[ToolDefinition]) 
         parameters = tool.schema.parameters
         assert parameters.get("type") == "object", f"{tool.name}: its parameters are not a JSON Schema of type object"
         try:
-            jsonschema.Draft202012Validator.check_schema(parameters)
-        except jsonschema.SchemaError as error:
-            raise AssertionError(f"{tool.name}: its parameters are not a JSON Schema: {error.message}") from error
+            JsonSchema(parameters)
+        except SchemaInvalid as error:
+            raise AssertionError(f"{tool.name}: its parameters are not a JSON Schema: {error}") from error
 
 
 async def _check_invalid(provider: ToolProvider, create_kwargs: Kwargs) -> None:

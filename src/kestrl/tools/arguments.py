@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib import import_module
 from typing import Any
 
-from kestrl.tools.shapes import is_list, is_mapping
+from jsonschema_rs import ValidationError, ValidationErrorKind
 
-# The stubs leave most types of the library unknown.
-jsonschema: Any = import_module("jsonschema")
+from kestrl.tools import json_schema
+from kestrl.tools.json_schema import JsonSchema, TooCostly
+from kestrl.tools.references import ReferenceInvalid, pointed
+from kestrl.tools.shapes import DEEPEST, is_list, is_mapping, json_problem
+
 MAX_COMPLAINTS = 3
 """Maximum number of reported problems; a small model corrects three better than thirty."""
 LARGEST_NUMBER = sys.float_info.max
@@ -41,17 +43,6 @@ _NAMES: tuple[tuple[str, tuple[type, ...]], ...] = (
 )
 
 
-def _is_integer(_checker: object, value: object) -> bool:
-    # 1.0 is an integer in JSON Schema, but not for a Python parameter of type int.
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-_Validator: Any = jsonschema.validators.extend(
-    jsonschema.Draft202012Validator,
-    type_checker=jsonschema.Draft202012Validator.TYPE_CHECKER.redefine("integer", _is_integer),
-)
-
-
 class ArgumentsInvalid(ValueError):
     """The arguments do not fit the schema; the message is for the model."""
 
@@ -68,6 +59,18 @@ class Arguments:
     """JSON Schema of type object."""
     converters: Mapping[str, Convert] = field(default_factory=dict[str, Convert])
     """Converters by argument; other arguments are passed unchanged."""
+    dialect: object = None
+    """Dialect of the schema (`$schema`), if it is not said there; None means 2020-12."""
+    check: JsonSchema = field(init=False, repr=False, compare=False)
+    """The compiled schema."""
+
+    def __post_init__(self) -> None:
+        """Compiles the schema.
+
+        Raises:
+            SchemaInvalid: It cannot be used.
+        """
+        object.__setattr__(self, "check", JsonSchema(self.schema, self.dialect))
 
     def parse(self, arguments: object, *, filled: frozenset[str] = frozenset()) -> dict[str, Any]:
         """Keyword arguments of the tool.
@@ -77,21 +80,32 @@ class Arguments:
             filled: Parameters set by the scenario; the model's values for them are dropped.
 
         Raises:
-            ArgumentsInvalid: They do not match the schema.
+            ArgumentsInvalid: They do not match the schema, or cannot be checked within bounds.
         """
+        if problem := _out_of_range(arguments):
+            raise ArgumentsInvalid(problem)
+        if problem := json_problem(arguments):
+            raise ArgumentsInvalid(f"the arguments cannot be used: {problem}")
         if not is_mapping(arguments):
             raise ArgumentsInvalid(f"the arguments must be an object, but are {_shown(arguments)}")
         given = {str(name): value for name, value in arguments.items() if name not in filled}
-        problems = _out_of_range(given) or complaints(self._without(filled), given)
-        if problems:
+        if problems := self._complaints(given, filled):
             raise ArgumentsInvalid("; ".join(problems))
         return {name: self._convert(name, value) for name, value in given.items()}
 
-    def _without(self, filled: frozenset[str]) -> Mapping[str, Any]:
-        required: list[str] = self.schema.get("required", [])
-        if filled.isdisjoint(required):
-            return self.schema
-        return {**self.schema, "required": [name for name in required if name not in filled]}
+    def _complaints(self, given: dict[str, Any], filled: frozenset[str]) -> list[str]:
+        """Messages about invalid arguments; empty if they are valid."""
+        try:
+            problems = self.check.problems(given)
+        except TooCostly:
+            return ["the arguments are too large, or nested too deeply, for the schema of the tool"]
+        if problems is None:
+            return ["the arguments do not match the schema of the tool, and are too large to say where"]
+        messages: dict[str, None] = {}
+        for error in sorted(problems, key=lambda error: _path(error.instance_path)):
+            if not _is_filled(error, filled):
+                messages.update(dict.fromkeys(_complaint(error, self.schema)))
+        return list(messages)[:MAX_COMPLAINTS]
 
     def _convert(self, name: str, value: Any) -> Any:
         converter = self.converters.get(name)
@@ -103,82 +117,108 @@ class Arguments:
             raise ArgumentsInvalid(f"argument {name!r} {_reason(error)}, but is {_shown(value)}") from error
 
 
-def _out_of_range(value: object, path: str = "") -> list[str]:
-    """Refuses numbers beyond the range of float at any depth, on which checks and tools would overflow."""
-    if is_mapping(value):
-        parts = [(f"{path}.{name}" if path else str(name), inner) for name, inner in value.items()]
-    elif is_list(value):
-        parts = [(f"{path}[{index}]", inner) for index, inner in enumerate(value)]
-    elif isinstance(value, int | float) and not -LARGEST_NUMBER <= value <= LARGEST_NUMBER:
-        return [f"argument {path!r} is a number out of range: its magnitude must be below 1.8e308"]
-    else:
-        return []
-    return [problem for place, inner in parts for problem in _out_of_range(inner, place)][:MAX_COMPLAINTS]
+def _out_of_range(value: object) -> str:
+    """Names a number beyond the range of float at any depth, on which checks and tools would overflow."""
+    level: list[tuple[tuple[str | int, ...], object]] = [((), value)]
+    for _ in range(DEEPEST + 1):
+        inner: list[tuple[tuple[str | int, ...], object]] = []
+        for path, item in level:
+            if is_mapping(item):
+                inner += [((*path, str(name)), each) for name, each in item.items()]
+            elif is_list(item):
+                inner += [((*path, index), each) for index, each in enumerate(item)]
+            elif isinstance(item, int | float) and not -LARGEST_NUMBER <= item <= LARGEST_NUMBER:
+                return f"argument {_path(path)!r} is a number out of range: its magnitude must be below 1.8e308"
+        level = inner
+    return ""
 
 
-def complaints(schema: Mapping[str, Any], instance: object) -> list[str]:
-    """Messages about an invalid value; empty if it is valid."""
-    errors: list[Any] = list(_Validator(schema).iter_errors(instance))
-    messages: dict[str, None] = {}
-    for error in sorted(errors, key=_path):
-        messages.update(dict.fromkeys(_complaint(error)))
-    return list(messages)[:MAX_COMPLAINTS]
+def _is_filled(error: ValidationError, filled: frozenset[str]) -> bool:
+    """Whether it says that an argument is missing which the scenario sets."""
+    kind = error.kind
+    return isinstance(kind, ValidationErrorKind.Required) and not error.instance_path and kind.property in filled
 
 
-def _complaint(error: Any) -> list[str]:
+def _complaint(error: ValidationError, schema: Mapping[str, Any]) -> list[str]:
     place = _place(error)
     value: Any = error.instance
-    wanted: Any = error.validator_value
-    match error.validator:
-        case "required":
-            return [f"{_member(error, name)} is missing" for name in wanted if name not in value]
-        case "additionalProperties" if wanted is False:
-            known: Mapping[str, Any] = error.schema.get("properties", {})
-            allowed = ", ".join(known) or "none"
-            return [f"{_member(error, name)} is unknown (known: {allowed})" for name in value if name not in known]
-        case "type":
-            return [f"{place} must be {_kind(wanted)}, but is {_shown(value)}"]
-        case "enum":
-            return [f"{place} must be one of {', '.join(_json(item) for item in wanted)}, but is {_shown(value)}"]
-        case "const":
-            return [f"{place} must be {_json(wanted)}, but is {_shown(value)}"]
-        case "anyOf" | "oneOf":
-            return _alternatives(error, place)
+    match error.kind:
+        case ValidationErrorKind.Required(property=name):
+            return [f"{_member(error, name)} is missing"]
+        case ValidationErrorKind.AdditionalProperties(unexpected=names):
+            allowed = ", ".join(_properties(error, schema)) or "none"
+            return [f"{_member(error, name)} is unknown (known: {allowed})" for name in names]
+        case ValidationErrorKind.Type() | ValidationErrorKind.Custom(keyword=json_schema.INTEGER):
+            return [f"{place} must be {_kind(_types(error))}, but is {_shown(value)}"]
+        case ValidationErrorKind.Enum(options=options):
+            return [f"{place} must be one of {', '.join(_json(item) for item in options)}, but is {_shown(value)}"]
+        case ValidationErrorKind.Constant(expected_value=constant):
+            return [f"{place} must be {_json(constant)}, but is {_shown(value)}"]
+        case ValidationErrorKind.AnyOf(context=context) | ValidationErrorKind.OneOfNotValid(context=context):
+            return _alternatives(error, context, schema)
         case _:
             return [f"{place}: {error.message[: 3 * MAX_SHOWN]}"]
 
 
-def _alternatives(error: Any, place: str) -> list[str]:
+def _alternatives(error: ValidationError, context: list[list[ValidationError]], schema: Mapping[str, Any]) -> list[str]:
     """Message for a union: the allowed types if none matches, else the problem with the closest alternative."""
-    inner: list[Any] = list(error.context or ())
-    wrong_types = [each for each in inner if each.validator == "type" and not each.relative_path]
-    schemas: list[Any] = list(error.validator_value)
-    if len(wrong_types) == len(schemas):
-        kinds = dict.fromkeys(_kind(each.validator_value) for each in wrong_types)
-        return [f"{place} must be {' or '.join(kinds)}, but is {_shown(error.instance)}"]
-    nearest = jsonschema.exceptions.best_match([each for each in inner if each not in wrong_types])
-    return [f"{place}: {error.message[: 3 * MAX_SHOWN]}"] if nearest is None else _complaint(nearest)
+    place = _place(error)
+    kinds = [_wrong_types(problems, error) for problems in context]
+    if all(kinds):
+        names = dict.fromkeys(_kind(each) for each in kinds)
+        return [f"{place} must be {' or '.join(names)}, but is {_shown(error.instance)}"]
+    nearest = [problems for problems, kind in zip(context, kinds, strict=True) if problems and not kind]
+    if not nearest:
+        return [f"{place}: {error.message[: 3 * MAX_SHOWN]}"]
+    # The closest fails deepest within the value.
+    best = max(nearest, key=lambda problems: max(len(each.instance_path) for each in problems))
+    return _complaint(max(best, key=lambda each: len(each.instance_path)), schema)
 
 
-def _kind(wanted: str | list[str]) -> str:
-    names = [wanted] if isinstance(wanted, str) else wanted
+def _wrong_types(problems: list[ValidationError], error: ValidationError) -> list[str]:
+    """The types that an alternative allows, if the value has none of them."""
+    here = [each for each in problems if len(each.instance_path) == len(error.instance_path)]
+    return next((kinds for each in here if (kinds := _types(each))), list[str]())
+
+
+def _types(error: ValidationError) -> list[str]:
+    match error.kind:
+        case ValidationErrorKind.Type(types=kinds):
+            return kinds
+        case ValidationErrorKind.Custom(keyword=json_schema.INTEGER, message=kinds):
+            return kinds.split()
+        case _:
+            return []
+
+
+def _properties(error: ValidationError, schema: Mapping[str, Any]) -> list[str]:
+    """Names of the properties beside the keyword of an error."""
+    part: Any = schema
+    try:
+        for step in error.evaluation_path[:-1]:
+            part = pointed(part["$ref"], schema) if step == "$ref" else part[step]
+        return list(part.get("properties", {}))
+    except (LookupError, ReferenceInvalid):
+        return []
+
+
+def _kind(names: Sequence[str]) -> str:
     return " or ".join(_KINDS.get(name, name) for name in names)
 
 
-def _place(error: Any) -> str:
-    path = _path(error)
+def _place(error: ValidationError) -> str:
+    path = _path(error.instance_path)
     return f"argument {path!r}" if path else "the arguments"
 
 
-def _member(error: Any, name: str) -> str:
-    path = _path(error)
-    return f"argument {(f'{path}.{name}' if path else name)!r}"
+def _member(error: ValidationError, name: str) -> str:
+    return f"argument {_path([*error.instance_path, name])!r}"
 
 
-def _path(error: Any) -> str:
+def _path(parts: Sequence[str | int]) -> str:
     path = ""
-    for part in error.absolute_path:
-        path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else str(part)
+    for part in parts:
+        path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else part
     return path
 
 

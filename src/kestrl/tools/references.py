@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 from urllib.parse import unquote
 
@@ -10,6 +10,32 @@ from kestrl.tools.shapes import is_list, is_mapping
 
 DEEPEST = 8
 """Maximum references, and levels of `allOf`, `anyOf` and `oneOf`, that are followed."""
+MAX_ALTERNATIVES = 1000
+"""Maximum schemas that are looked at for one value."""
+
+
+class ReferenceInvalid(ValueError):
+    """A reference leads out of the document, or names nothing; the message says which."""
+
+
+def pointed(reference: object, root: Any) -> Any:
+    """The part of a document that a JSON pointer such as `#/$defs/Place` names.
+
+    Raises:
+        ReferenceInvalid: The reference leads out of the document, or names nothing.
+    """
+    if not isinstance(reference, str) or not (reference == "#" or reference.startswith("#/")):
+        raise ReferenceInvalid(f"the reference {str(reference)[:200]!r} is not into the document itself")
+    part: Any = root
+    for step in reference.split("/")[1:]:
+        name = unquote(step).replace("~1", "/").replace("~0", "~")
+        if is_mapping(part) and name in part:
+            part = part[name]
+        elif is_list(part) and name.isascii() and name.isdigit() and len(name) < 10 and int(name) < len(part):
+            part = part[int(name)]
+        else:
+            raise ReferenceInvalid(f"the reference {reference[:200]} names nothing")
+    return part
 
 
 def resolved(schema: Any, root: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -17,50 +43,48 @@ def resolved(schema: Any, root: Mapping[str, Any]) -> Mapping[str, Any]:
 
     Args:
         schema: A part of `root`.
-        root: The schema in which references are looked up, by JSON pointers such as `#/$defs/Place`.
+        root: The schema in which references are looked up.
     """
     members: dict[str, Any] = {}
     for _ in range(DEEPEST):
         if not is_mapping(schema):
             break
         members = {**schema, **members}
-        reference = schema.get("$ref")
-        if not isinstance(reference, str):
+        if not isinstance(schema.get("$ref"), str):
             break
-        schema = _pointed(reference, root)
+        try:
+            schema = pointed(schema["$ref"], root)
+        except ReferenceInvalid:
+            break
     members.pop("$ref", None)
     return members
 
 
+def alternatives(schema: Any, root: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """The schemas that may say something of the same value: the schema with its references resolved, and what its
+    `allOf`, `anyOf` and `oneOf` have. Each part of the document once, so that parts that name each other end.
+    """
+    level, seen = [schema], set[int]()
+    for _ in range(DEEPEST + 1):
+        inner: list[Any] = []
+        for each in level:
+            if id(each) in seen or len(seen) >= MAX_ALTERNATIVES:
+                continue
+            seen.add(id(each))
+            members = resolved(each, root)
+            if not members:
+                continue
+            yield members
+            for key in ("allOf", "anyOf", "oneOf"):
+                parts = members.get(key)
+                inner += parts if is_list(parts) else []
+        level = inner
+
+
 def properties_of(schema: Mapping[str, Any]) -> Mapping[str, Any]:
     """The properties that a schema declares, also by reference and in `allOf`, `anyOf` and `oneOf`."""
-    return _properties(schema, schema, DEEPEST)
-
-
-def _properties(schema: Any, root: Mapping[str, Any], depth: int) -> dict[str, Any]:
-    members = resolved(schema, root)
-    if not members or depth == 0:
-        return {}
     found: dict[str, Any] = {}
-    for key in ("allOf", "anyOf", "oneOf"):
-        parts = members.get(key)
-        for part in parts if is_list(parts) else ():
-            found |= _properties(part, root, depth - 1)
-    own = members.get("properties")
-    return found | (dict(own) if is_mapping(own) else {})
-
-
-def _pointed(reference: str, root: Mapping[str, Any]) -> Any:
-    """The part of a schema that a JSON pointer names; None if there is none."""
-    if not reference.startswith("#"):
-        return None
-    part: Any = root
-    for step in unquote(reference[1:]).split("/")[1:]:
-        name = step.replace("~1", "/").replace("~0", "~")
-        if is_mapping(part):
-            part = part.get(name)
-        elif is_list(part) and name.isdigit() and int(name) < len(part):
-            part = part[int(name)]
-        else:
-            return None
-    return part
+    for members in alternatives(schema, schema):
+        declared = members.get("properties")
+        found = {**(declared if is_mapping(declared) else {}), **found}
+    return found

@@ -22,6 +22,7 @@ from pydantic.json_schema import GenerateJsonSchema
 from kestrl.errors import UserInputError
 from kestrl.tools import Hidden, ToolSchema
 from kestrl.tools.arguments import Arguments, Convert
+from kestrl.tools.json_schema import SchemaInvalid
 from kestrl.tools.shapes import is_list, is_mapping
 
 
@@ -99,9 +100,13 @@ def read(obj: Any, name: str, *, fixed: Collection[str] = (), method: str | None
         shown.append(_shown(parameter, hint, documentation, name))
     schema = ToolSchema(name=name, description=documentation.description, parameters=_object(shown))
     converters: dict[str, Convert] = {parameter.name: _converter(parameter.adapter) for parameter in shown}
+    try:
+        arguments = Arguments(schema.parameters, converters)
+    except SchemaInvalid as error:
+        raise UserInputError(f"{name}: the schema of its parameters cannot be used: {error}") from error
     return Described(
         schema=schema,
-        arguments=Arguments(schema.parameters, converters),
+        arguments=arguments,
         fillable=frozenset(fillable),
         required=frozenset(required),
     )

@@ -21,14 +21,18 @@ LARGEST_INTEGER = 10**4300
 """Bound on integers: Python converts no more digits to text."""
 
 
-def json_problem(value: object) -> str:
+def json_problem(value: object, deepest: int = DEEPEST) -> str:
     """Why a value cannot be sent as JSON; empty if it can. Without recursion, so that no value is too deep for it.
 
     A value of a model's is nested at most `DEEPEST` levels, and has neither lone surrogates nor numbers without a JSON
     form.
+
+    Args:
+        value: The value.
+        deepest: Maximum levels of nesting.
     """
     level: list[object] = [value]
-    for _ in range(DEEPEST + 1):
+    for _ in range(deepest + 1):
         inner: list[object] = []
         for item in level:
             if isinstance(item, str):
@@ -51,7 +55,7 @@ def json_problem(value: object) -> str:
         if not inner:
             return ""
         level = inner
-    return f"it is nested more than {DEEPEST} levels deep"
+    return f"it is nested more than {deepest} levels deep"
 
 
 def _is_text(value: str) -> bool:

@@ -242,7 +242,6 @@ async def test_a_changed_list_is_one_clear_failure(sample: Sample, announce: boo
 @pytest.mark.parametrize(
     ("tools", "selected", "message"),
     [
-        (sample_tools(name="two words"), (), r"spec.tools\[0\].mcp: the tool 'two words' has a name"),
         (
             sample_tools(inputSchema={"type": "object", "properties": 3}),
             (),
@@ -251,12 +250,12 @@ async def test_a_changed_list_is_one_clear_failure(sample: Sample, announce: boo
         (
             sample_tools(inputSchema={"type": "object", "minProperties": "a"}),
             (),
-            "the schema of echo is not a JSON Schema",
+            "echo cannot be offered: its schema is not a JSON Schema",
         ),
         (
             sample_tools(inputSchema={"type": "object", "title": ["a"] * 40_000}),
             (),
-            "of echo is not one of type object",
+            "echo cannot be offered: its schema is not one of type object",
         ),
         (sample_tools(), ("ecko",), r"spec.tools\[0\].tools: sample has no tool ecko \(it has: cancelled, die, echo"),
         ([], (), "sample lists no tools"),

@@ -15,6 +15,7 @@ from kestrl.compat.verl.tools import VerlTool, adapt_function, is_function_tool,
 from kestrl.errors import KestrlError, ToolFailure, UserInputError
 from kestrl.tools import SandboxInUse, ToolError, WarmPool
 from kestrl.tools.arguments import Arguments
+from kestrl.tools.json_schema import SchemaInvalid
 from kestrl.tools.provider import NO_KWARGS, Kwargs, ProviderSession, ToolDefinition, kwargs_failure, refuse_fixed
 from kestrl.tools.schema import Described, read
 from kestrl_tools.execution import guarded
@@ -338,7 +339,10 @@ def _verl(cls: type, entry: ToolEntry) -> PythonProvider:
     async def make(create_kwargs: Kwargs) -> ProviderSession:
         return VerlInstance(tool, await tool.create(create_kwargs))
 
-    definition = ToolDefinition(schema=schema, arguments=Arguments(schema.parameters))
+    try:
+        definition = ToolDefinition(schema=schema, arguments=Arguments(schema.parameters))
+    except SchemaInvalid as error:
+        raise UserInputError(f"the schema of its parameters cannot be used: {error}") from error
     # verl's classes take any create_kwargs.
     return PythonProvider(entry.name, [definition], make=make, check=lambda _: None)
 

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from importlib import import_module
 from typing import Any
 
-from kestrl._shared.plan.settings.tools import SecretText
+from kestrl._shared.plan.settings.tools import SecretText, ToolEntry
 from kestrl.errors import KestrlError, UserInputError
 from kestrl.tools import ToolSchema
 from kestrl.tools.arguments import Arguments
+from kestrl.tools.json_schema import SchemaInvalid
 from kestrl.tools.provider import ToolDefinition, digest
+from kestrl.tools.schema_graph import MAX_NESTING
+from kestrl.tools.shapes import is_list, is_mapping, json_problem
 
-# The stubs leave most types of the library unknown.
-jsonschema: Any = import_module("jsonschema")
+log = logging.getLogger(__name__)
 MAX_TOOLS = 256
+MAX_NAME = 64
+MAX_REASONS = 5
+"""Maximum tools whose reasons are in one message."""
 MAX_DESCRIPTION = 4096
 """Maximum characters of a description; longer ones are cut, with a marker."""
 MAX_SCHEMA = 65_536
@@ -36,13 +41,45 @@ class ServerUnavailable(KestrlError):
     retryable = True
 
 
+class ToolUnsupported(ValueError):
+    """A tool cannot be offered; the message says why."""
+
+
 @dataclass(frozen=True, slots=True)
 class Listed:
     """A tool as the server lists it."""
 
     name: str
+    """Name for the model, as `callable_name` makes it."""
     description: str
     parameters: Mapping[str, Any]
+    call_name: str = ""
+    """Name by which the server knows it."""
+
+
+@dataclass(frozen=True, slots=True)
+class LeftOut:
+    """What the manifest leaves out of a server's tools."""
+
+    excluded: frozenset[str] = frozenset()
+    """Names of tools that are not offered."""
+    unsupported: bool = False
+    """Whether tools that cannot be offered are left out; else they are refused."""
+
+
+NOTHING_LEFT_OUT = LeftOut()
+
+
+def left_out_by(entry: ToolEntry) -> LeftOut:
+    """What an entry of the manifest leaves out."""
+    return LeftOut(frozenset(entry.exclude), entry.unsupported == "skip")
+
+
+def callable_name(text: str) -> str:
+    """A name that models can call: `_` for what it cannot have."""
+    name = re.sub(r"[^A-Za-z0-9_-]+", "_", text).strip("_")
+    name = name if NAME.match(name) else f"_{name}"
+    return name[:MAX_NAME]
 
 
 def secret_text(kind: str, text: SecretText) -> str:
@@ -62,7 +99,13 @@ def visible(text: str) -> str:
     return CONTROL.sub("", text.encode("utf-8", "replace").decode("utf-8"))
 
 
-def chosen(kind: str, server: str, names: Collection[str], wanted: Sequence[str] | None) -> list[str]:
+def chosen(
+    kind: str,
+    server: str,
+    names: Collection[str],
+    wanted: Sequence[str] | None,
+    left_out: LeftOut = NOTHING_LEFT_OUT,
+) -> list[str]:
     """Names of the offered tools, sorted, so that the order of the server's list has no effect.
 
     Args:
@@ -70,55 +113,85 @@ def chosen(kind: str, server: str, names: Collection[str], wanted: Sequence[str]
         server: Name of the server, for messages.
         names: Names that it lists.
         wanted: The manifest's selection; None for all.
+        left_out: What the manifest leaves out.
 
     Raises:
         UserInputError: A tool is missing, or there are too many; the message begins with the rest of the field.
     """
-    missing = sorted(set(wanted or ()) - set(names))
-    if missing:
-        known = ", ".join(sorted(names)) or "none"
-        raise UserInputError(f"tools: {server} has no tool {', '.join(missing)} (it has: {known})")
-    found = sorted(names if wanted is None else wanted)
+    for field, mentioned in (("tools", wanted or ()), ("exclude", left_out.excluded)):
+        if missing := sorted(set(mentioned) - set(names)):
+            known = ", ".join(sorted(names)) or "none"
+            raise UserInputError(f"{field}: {server} has no tool {', '.join(missing)} (it has: {known})")
+    found = sorted(set(names if wanted is None else wanted) - left_out.excluded)
     if len(found) > MAX_TOOLS:
         raise UserInputError(f"{kind}: {server} has {len(found)} tools; select at most {MAX_TOOLS} by `tools`")
     return found
 
 
-def definitions(kind: str, server: str, listed: Sequence[Listed], wanted: Sequence[str] | None) -> list[ToolDefinition]:
+def definitions(
+    kind: str,
+    server: str,
+    listed: Sequence[Listed],
+    wanted: Sequence[str] | None,
+    left_out: LeftOut = NOTHING_LEFT_OUT,
+) -> list[ToolDefinition]:
     """The offered tools, in the order of their names; arguments as for `chosen`.
 
     Raises:
         UserInputError: A tool is missing or cannot be offered; the message begins with the rest of the field.
     """
-    by_name = {tool.name: tool for tool in listed}
-    return [_definition(kind, by_name[name]) for name in chosen(kind, server, by_name, wanted)]
+    named: dict[str, list[Listed]] = {}
+    for tool in listed:
+        named.setdefault(tool.name, []).append(tool)
+    found: list[ToolDefinition] = []
+    reasons: list[str] = []
+    for name in chosen(kind, server, named, wanted, left_out):
+        try:
+            found.append(_definition(named[name]))
+        except ToolUnsupported as error:
+            reasons.append(f"the tool {name} cannot be offered: {error}")
+    refuse(kind, server, reasons, left_out)
+    return found
 
 
-def _definition(kind: str, tool: Listed) -> ToolDefinition:
-    if not NAME.fullmatch(tool.name):
+def refuse(field: str, server: str, reasons: Sequence[str], left_out: LeftOut) -> None:
+    """Refuses tools that cannot be offered, or logs them where the manifest leaves them out.
+
+    Raises:
+        UserInputError: There are some; the message begins with the rest of the field.
+    """
+    if not reasons:
+        return
+    more = f"; and {len(reasons) - MAX_REASONS} more" if len(reasons) > MAX_REASONS else ""
+    text = f"{'; '.join(reasons[:MAX_REASONS])}{more}"
+    if not left_out.unsupported:
         raise UserInputError(
-            f"{kind}: the tool {tool.name[:80]!r} has a name that models cannot call ({NAME.pattern}); select others "
-            "by `tools`"
+            f"{field}: {text}; select others by `tools`, or leave them out by `exclude` or `unsupported: skip`"
         )
+    log.warning("%s: left out (unsupported: skip): %s", server, text)
+
+
+def _definition(named: Sequence[Listed]) -> ToolDefinition:
+    tool, *others = named
+    if others:
+        raise ToolUnsupported(f"the server lists {len(named)} tools that would be called so")
+    if problem := json_problem(tool.parameters, MAX_NESTING):
+        raise ToolUnsupported(f"its schema is not JSON: {problem}")
     parameters: dict[str, Any] = {"type": "object", "properties": {}, **_cleaned(tool.parameters)}
-    parameters.pop("$schema", None)
-    if parameters["type"] != "object" or len(json.dumps(parameters)) > MAX_SCHEMA:
-        raise UserInputError(
-            f"{kind}: the schema of {tool.name} is not one of type object with at most {MAX_SCHEMA} characters; select "
-            "others by `tools`"
-        )
+    dialect = parameters.pop("$schema", None)
+    size = len(json.dumps(parameters))
+    if parameters["type"] != "object" or size > MAX_SCHEMA:
+        raise ToolUnsupported(f"its schema is not one of type object with at most {MAX_SCHEMA} characters")
     try:
-        jsonschema.Draft202012Validator.check_schema(parameters)
-    except jsonschema.SchemaError as error:
-        raise UserInputError(
-            f"{kind}: the schema of {tool.name} is not a JSON Schema ({error.message[:200]}); select others by `tools`"
-        ) from error
+        arguments = Arguments(parameters, dialect=dialect)
+    except SchemaInvalid as error:
+        raise ToolUnsupported(f"its schema is not a JSON Schema that can be checked: {error}") from error
     text = visible(tool.description)
     if len(text) > MAX_DESCRIPTION:
         text = f"{text[:MAX_DESCRIPTION]} [cut]"
     return ToolDefinition(
         schema=ToolSchema(name=tool.name, description=text, parameters=parameters),
-        arguments=Arguments(parameters),
+        arguments=arguments,
         fillable=frozenset(parameters["properties"]) if parameters.get("additionalProperties") is False else None,
     )
 
@@ -127,10 +200,10 @@ def _cleaned(value: Any) -> Any:
     """A JSON value with visible text only; keys stay as they are, since they name arguments."""
     if isinstance(value, str):
         return visible(value)[:MAX_DESCRIPTION]
-    if isinstance(value, list):
-        return [_cleaned(item) for item in value]  # pyright: ignore[reportUnknownVariableType]
-    if isinstance(value, Mapping):
-        return {key: _cleaned(inner) for key, inner in value.items()}  # pyright: ignore[reportUnknownVariableType]
+    if is_list(value):
+        return [_cleaned(item) for item in value]
+    if is_mapping(value):
+        return {key: _cleaned(inner) for key, inner in value.items()}
     return value
 
 

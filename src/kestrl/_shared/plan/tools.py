@@ -110,6 +110,8 @@ def _entry(tool: Tool, texts: Iterator[SecretText], deadlines: Deadlines) -> Too
         http=None if tool.http is None else _http(tool.http, texts, deadlines.tool),
         claim=None if claim is None else _claim(claim, texts, deadlines),
         tools=None if tool.tools is None else tuple(tool.tools),
+        exclude=tuple(tool.exclude),
+        unsupported=tool.unsupported,
     )
 
 

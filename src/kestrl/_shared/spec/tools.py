@@ -175,6 +175,11 @@ class Tool(Model):
     """An HTTP server whose endpoints are offered as tools."""
     tools: Annotated[list[ToolName], Field(min_length=1, max_length=256)] | None = None
     """Tools of the server that are offered, those of an OpenAPI document by their operationId. Default: all."""
+    exclude: Annotated[list[ToolName], Field(max_length=256)] = []
+    """Tools of the server that are not offered, by the same names."""
+    unsupported: Literal["refuse", "skip"] = "refuse"
+    """What becomes of tools of the server that cannot be offered, such as one with a schema that leads out of itself:
+    `refuse` ends the start with their names and the reasons, `skip` leaves them out, with a warning in the log."""
 
     @model_validator(mode="after")
     def _one_kind(self) -> Self:

@@ -6,10 +6,10 @@ import json
 import re
 from collections.abc import Mapping
 from typing import Any
-from urllib.parse import unquote
 
 import yaml
 
+from kestrl.tools.references import ReferenceInvalid, pointed
 from kestrl.tools.shapes import is_list, is_mapping
 
 MAX_BYTES = 8 * 1024 * 1024
@@ -63,16 +63,10 @@ class Document:
         Raises:
             Unsupported: The reference leaves the document, or names nothing.
         """
-        if not isinstance(reference, str) or not (reference == "#" or reference.startswith("#/")):
-            raise Unsupported(f"the reference {reference!r} is not into the document itself; include what it names")
-        value: Any = self.root
-        for part in reference.split("/")[1:]:
-            key = unquote(part).replace("~1", "/").replace("~0", "~")
-            try:
-                value = value[int(key)] if is_list(value) else value[key]
-            except (KeyError, IndexError, ValueError, TypeError):
-                raise Unsupported(f"the reference {reference} names nothing") from None
-        return value
+        try:
+            return pointed(reference, self.root)
+        except ReferenceInvalid as error:
+            raise Unsupported(f"{error}; include what it names") from error
 
     def at(self, value: Any) -> Mapping[str, Any]:
         """An object of the document, or the one that its references lead to.

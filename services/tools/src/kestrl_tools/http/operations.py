@@ -13,14 +13,11 @@ from kestrl.errors import UserInputError
 from kestrl.tools.shapes import is_list, is_mapping
 from kestrl_tools.http.document import Document, Unsupported
 from kestrl_tools.http.schemas import Schemas
-from kestrl_tools.servers import NAME, Listed, chosen
+from kestrl_tools.servers import NOTHING_LEFT_OUT, LeftOut, Listed, callable_name, chosen, refuse
 
 METHODS = ("get", "put", "post", "delete", "patch")
 """Methods of operations that are tools; head, options and trace return nothing to read."""
 WITH_BODY = frozenset({"PUT", "POST", "PATCH"})
-MAX_NAME = 64
-MAX_REASONS = 5
-"""Maximum operations whose reasons are in one message."""
 IGNORED_HEADERS = frozenset({"accept", "content-type", "authorization"})
 """Header parameters without effect, by OpenAPI's own rule."""
 REFUSED_HEADERS = frozenset({"host", "content-length", "transfer-encoding", "connection", "cookie", "te", "upgrade"})
@@ -98,7 +95,11 @@ class _Found:
 
 
 def of_document(
-    server: str, document: Document, wanted: Sequence[str] | None, fixed_headers: Collection[str]
+    server: str,
+    document: Document,
+    wanted: Sequence[str] | None,
+    fixed_headers: Collection[str],
+    left_out: LeftOut = NOTHING_LEFT_OUT,
 ) -> list[Operation]:
     """Operations of a document that are offered, in the order of their names.
 
@@ -107,6 +108,7 @@ def of_document(
         document: The document.
         wanted: Names that the manifest selects; None for all.
         fixed_headers: Names of headers that the manifest sets; their parameters are hidden.
+        left_out: What the manifest leaves out.
 
     Raises:
         UserInputError: An operation is missing or not supported; the message has its id and the reason, and begins with
@@ -120,7 +122,7 @@ def of_document(
         raise UserInputError(f"http.openapi: {error}") from error
     operations: list[Operation] = []
     reasons: list[str] = []
-    for name in chosen("http", server, named, wanted):
+    for name in chosen("http", server, named, wanted, left_out):
         first, *others = named[name]
         try:
             if others:
@@ -128,18 +130,13 @@ def of_document(
             operations.append(_Reader(document, fixed_headers).read(name, first))
         except Unsupported as error:
             reasons.append(f"the operation {first} is not supported: {error}")
-    if reasons:
-        more = f"; and {len(reasons) - MAX_REASONS} more operations" if len(reasons) > MAX_REASONS else ""
-        raise UserInputError(f"http.openapi: {'; '.join(reasons[:MAX_REASONS])}{more}; select others by `tools`")
+    refuse("http.openapi", server, reasons, left_out)
     return operations
 
 
 def name_of(operation_id: object, method: str, path: str) -> str:
     """Name of an operation for the model: its id, or its method and path, with `_` for what a name cannot have."""
-    text = operation_id if isinstance(operation_id, str) and operation_id else f"{method}{path}"
-    name = re.sub(r"[^A-Za-z0-9_-]+", "_", text).strip("_")
-    name = name if NAME.match(name) else f"_{name}"
-    return name[:MAX_NAME]
+    return callable_name(operation_id if isinstance(operation_id, str) and operation_id else f"{method}{path}")
 
 
 def _all(document: Document) -> Iterator[_Found]:

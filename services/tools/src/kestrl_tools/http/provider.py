@@ -20,7 +20,7 @@ from kestrl_tools.http.egress import Egress, host_and_port, of_url
 from kestrl_tools.http.operations import Operation, of_document, of_endpoint
 from kestrl_tools.http.requests import Request, request_of
 from kestrl_tools.http.results import result_of
-from kestrl_tools.servers import ServerUnavailable, definitions, secret_text
+from kestrl_tools.servers import LeftOut, ServerUnavailable, definitions, left_out_by, secret_text
 
 DOCUMENT_SECONDS = 30.0
 """Time limit of reading a document by its URL."""
@@ -43,7 +43,8 @@ class HttpProvider:
             names: Resolver of host names; None for that of the system.
         """
         self.name = entry.name
-        self._wanted, self._server, self._folder, self._names = entry.tools, server, folder, names
+        self._wanted, self._left_out = entry.tools, left_out_by(entry)
+        self._server, self._folder, self._names = server, folder, names
         self._problem = ""
         self._base_url = ""
         self._headers: Mapping[str, str] = {}
@@ -54,6 +55,7 @@ class HttpProvider:
         server = self._server
         texts = {name: secret_text("http", text) for name, text in server.secret_headers.items()}
         self._headers = {**server.headers, **texts}
+        wanted, left_out = self._wanted, self._left_out
         if server.openapi is None:
             found = [of_endpoint(endpoint) for endpoint in server.endpoints]
             self._base_url = _normal(server.base_url or "")
@@ -61,8 +63,10 @@ class HttpProvider:
             document, first = await self._document(server.openapi)
             self._base_url = _normal(first)
             fixed = [*self._headers, *([server.session_header] if server.session_header else [])]
-            found = await asyncio.to_thread(of_document, self.name, document, self._wanted, fixed)
-        listed = definitions("http", self.name, [operation.listed() for operation in found], self._wanted)
+            found = await asyncio.to_thread(of_document, self.name, document, wanted, fixed, left_out)
+            wanted, left_out = None, LeftOut(unsupported=left_out.unsupported)  # both are applied to the document
+        tools = [operation.listed() for operation in found]
+        listed = await asyncio.to_thread(definitions, "http", self.name, tools, wanted, left_out)
         self._operations = {operation.name: operation for operation in found}
         return listed
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Any
 
+from kestrl.tools.json_schema import SchemaInvalid, pattern_size
 from kestrl.tools.shapes import is_list, is_mapping
 from kestrl_tools.http.document import Document, Unsupported
 
@@ -118,9 +118,9 @@ class Schemas:
 
 def _check_pattern(pattern: object) -> None:
     try:
-        re.compile(str(pattern))
-    except re.error as error:
-        raise Unsupported(f"its pattern {str(pattern)[:80]!r} is not a regular expression of Python: {error}") from None
+        pattern_size(str(pattern))
+    except SchemaInvalid as error:
+        raise Unsupported(str(error)) from error
 
 
 def _from_3_0(made: dict[str, Any], schema: Mapping[str, Any]) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from kestrl.errors import KestrlError, ToolFailure, described, text_of
 from kestrl.tools import ToolError
 from kestrl_tools.mcp.sdk import TransportStreams, create_mcp_http_client
 from kestrl_tools.mcp.stdio import Program, stdio_transport
-from kestrl_tools.servers import MAX_TOOLS, Listed, ServerUnavailable, secret_text
+from kestrl_tools.servers import MAX_TOOLS, Listed, ServerUnavailable, callable_name, secret_text
 
 log = logging.getLogger(__name__)
 CONNECT_SECONDS = 30.0
@@ -113,7 +113,7 @@ class Connection:
         while True:
             params = types.PaginatedRequestParams(cursor=cursor) if cursor else None
             page = await self._asked(self._session.result().list_tools(params=params))
-            found += [Listed(tool.name, tool.description or "", tool.input_schema) for tool in page.tools]
+            found += [_listed(tool) for tool in page.tools]
             cursor = page.next_cursor
             if cursor is None:
                 return found
@@ -191,6 +191,10 @@ class Connection:
         code, line = self._program.exit_code, self._program.last_line
         ended = "" if code is None else f"; it exited with {code}"
         return f"{ended}; its last output: {line}" if line else ended
+
+
+def _listed(tool: types.Tool) -> Listed:
+    return Listed(callable_name(tool.name), tool.description or "", tool.input_schema, tool.name)
 
 
 def _retrieved(work: asyncio.Task[Any]) -> None:

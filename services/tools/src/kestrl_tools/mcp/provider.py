@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from kestrl._shared.plan.settings.tools import McpEntry, ToolEntry
 from kestrl._shared.redaction import NO_SECRETS, Redactor
@@ -11,7 +11,7 @@ from kestrl.errors import ToolFailure, UserInputError
 from kestrl.tools.provider import Kwargs, ProviderSession, ToolDefinition, kwargs_failure
 from kestrl_tools.mcp.connection import Connection, Reconnecting
 from kestrl_tools.mcp.results import result_of
-from kestrl_tools.servers import ServerUnavailable, definitions, differences
+from kestrl_tools.servers import ServerUnavailable, definitions, differences, left_out_by
 
 
 class McpProvider:
@@ -29,12 +29,14 @@ class McpProvider:
             redactor: Knows the server's credentials, which are kept out of its logged output.
         """
         self.name = entry.name
-        self._wanted = entry.tools
+        self._wanted, self._left_out = entry.tools, left_out_by(entry)
         self._server = server
         self._folder, self._redactor = folder, redactor
         self._slots = asyncio.Semaphore(server.concurrency)
         self._tools: Sequence[ToolDefinition] = ()
         """The pinned tools: what the server listed first."""
+        self._call_names: Mapping[str, str] = {}
+        """The server's names of tools, by those for the model."""
         self._shared = Reconnecting(entry.name, self._connection, self._verify)
 
     async def list_tools(self) -> Sequence[ToolDefinition]:
@@ -56,7 +58,7 @@ class McpProvider:
     async def open(self, create_kwargs: Kwargs) -> ProviderSession:
         self.check(create_kwargs)
         if not self._server.per_episode:
-            return _SharedSession(self._shared, self._slots)
+            return _SharedSession(self._shared, self._slots, self._call_names)
         async with self._slots:
             connection = self._connection()
             await connection.open()
@@ -65,7 +67,7 @@ class McpProvider:
             except BaseException:
                 await asyncio.shield(connection.close())
                 raise
-            return _OwnSession(connection)
+            return _OwnSession(connection, self._call_names)
 
     def health(self) -> str:
         return self._shared.problem
@@ -80,13 +82,13 @@ class McpProvider:
         """Pins the tools of the first connection, and compares those of a later one."""
         listed = await connection.list_tools()
         try:
-            found = definitions("mcp", self.name, listed, self._wanted)
+            found = await asyncio.to_thread(definitions, "mcp", self.name, listed, self._wanted, self._left_out)
         except UserInputError:
             if not self._tools:
                 raise
             found = []
         if not self._tools:
-            self._tools = found
+            self._tools, self._call_names = found, {tool.name: tool.call_name for tool in listed}
         elif changed := differences(self._tools, found):
             raise ToolFailure(
                 f"{self.name}: the MCP server offers other tools than at the start of the service: {changed}; the "
@@ -98,13 +100,13 @@ class McpProvider:
 class _SharedSession:
     """An episode's use of the shared server, which keeps nothing of the episode."""
 
-    def __init__(self, shared: Reconnecting, slots: asyncio.Semaphore) -> None:
-        self._shared, self._slots = shared, slots
+    def __init__(self, shared: Reconnecting, slots: asyncio.Semaphore, call_names: Mapping[str, str]) -> None:
+        self._shared, self._slots, self._call_names = shared, slots, call_names
 
     async def call(self, tool: str, arguments: Kwargs, filled: Kwargs) -> object:
         async with self._slots:
             connection = await self._shared.connection()
-            return result_of(tool, await connection.call(tool, {**arguments, **filled}))
+            return result_of(tool, await connection.call(self._call_names[tool], {**arguments, **filled}))
 
     async def state(self) -> object:
         return None
@@ -116,13 +118,13 @@ class _SharedSession:
 class _OwnSession:
     """A server of one episode."""
 
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
+    def __init__(self, connection: Connection, call_names: Mapping[str, str]) -> None:
+        self._connection, self._call_names = connection, call_names
         self._turn = asyncio.Lock()
 
     async def call(self, tool: str, arguments: Kwargs, filled: Kwargs) -> object:
         async with self._turn:
-            return result_of(tool, await self._connection.call(tool, {**arguments, **filled}))
+            return result_of(tool, await self._connection.call(self._call_names[tool], {**arguments, **filled}))
 
     async def state(self) -> object:
         return None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from kestrl._shared.plan.settings.common import Model, ServiceSettings
 
@@ -99,6 +99,10 @@ class ToolEntry(Model):
     http: HttpEntry | None = None
     tools: tuple[str, ...] | None = None
     """Tools of a server that are offered; None means all."""
+    exclude: tuple[str, ...] = ()
+    """Tools of a server that are not offered."""
+    unsupported: Literal["refuse", "skip"] = "refuse"
+    """What becomes of a server's tools that cannot be offered."""
 
 
 class ToolsSettings(ServiceSettings):

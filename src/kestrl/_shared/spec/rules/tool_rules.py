@@ -29,8 +29,21 @@ def tool_problems(spec: JobSpec) -> Iterator[Problem]:
         elif tool.http is not None:
             yield from _server(tool, path)
             yield from _http(tool.http, f"{path}.http", spec.rollout.deadlines.tool)
-        elif tool.tools is not None:
-            yield Problem(f"{path}.tools", "selects tools of a server; use `methods` for those of a class")
+        else:
+            yield from _of_servers_only(tool, path)
+        if both := sorted(set(tool.tools or ()) & set(tool.exclude)):
+            yield Problem(
+                f"{path}.exclude", f"leaves out {', '.join(both)}, which `tools` selects; remove one of the two"
+            )
+
+
+def _of_servers_only(tool: Tool, path: str) -> Iterator[Problem]:
+    if tool.tools is not None:
+        yield Problem(f"{path}.tools", "selects tools of a server; use `methods` for those of a class")
+    if tool.exclude:
+        yield Problem(f"{path}.exclude", "leaves out tools of a server; use `methods` for those of a class")
+    if tool.unsupported != "refuse":
+        yield Problem(f"{path}.unsupported", "is for the tools of a server; remove it")
 
 
 def _runtime_classes(spec: JobSpec) -> Iterator[Problem]:

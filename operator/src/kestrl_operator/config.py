@@ -10,6 +10,7 @@ from pydantic import ConfigDict, ValidationError
 from pydantic.alias_generators import to_camel
 
 from kestrl._shared.plan.settings.common import Model
+from kestrl._shared.safe_yaml import read as read_yaml
 from kestrl.errors import UserInputError
 from kestrl_operator.state.cluster import Cluster, read_cluster
 
@@ -72,7 +73,7 @@ def read_config(path: Path) -> Config:
         UserInputError: It is invalid; the message names the field.
     """
     try:
-        given: Any = yaml.safe_load(path.read_text())
+        given: Any = read_yaml(path.read_text())
     except (OSError, yaml.YAMLError) as error:
         raise UserInputError(f"{path}: {error}") from error
     if not isinstance(given, dict):

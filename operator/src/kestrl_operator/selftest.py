@@ -11,8 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from kestrl._shared.safe_yaml import read as read_yaml
 from kestrl._shared.service import exit_code
 from kestrl._shared.spec import read_job
 from kestrl.errors import KestrlError, UserInputError
@@ -39,7 +38,7 @@ def main() -> int:
 
     def run() -> None:
         read_job(given.manifest)  # validated here, before the cluster is called
-        job: dict[str, Any] = yaml.safe_load(given.manifest.read_text())
+        job: dict[str, Any] = read_yaml(given.manifest.read_text())
         asyncio.run(_run(given.namespace, job, given.timeout, keep=given.keep))
 
     return exit_code(run)

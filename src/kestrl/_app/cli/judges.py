@@ -30,6 +30,7 @@ from kestrl._shared.plan.judges import (
     ruler_of,
 )
 from kestrl._shared.plan.settings.judge import JudgeEntry, RulerEntry
+from kestrl._shared.safe_yaml import read as read_yaml
 from kestrl._shared.service import EXIT_FAILED
 from kestrl._shared.spec import AgentRLJob, ProblemsError, parse_job, read_job
 from kestrl.episode import Purpose
@@ -247,7 +248,7 @@ def _with_ruler(job: AgentRLJob, given: str, base: Path) -> tuple[AgentRLJob, Pa
     file = Path(given)
     is_file = not given.lstrip().startswith("{") and file.is_file()
     try:
-        document: Any = yaml.safe_load(file.read_text(encoding="utf-8") if is_file else given)
+        document: Any = read_yaml(file.read_text(encoding="utf-8") if is_file else given)
     except (yaml.YAMLError, OSError, UnicodeDecodeError) as error:
         raise UserInputError(f"--ruler: is neither a YAML file nor YAML: {error}") from error
     manifest = job.model_dump(by_alias=True, exclude_none=True, mode="json")

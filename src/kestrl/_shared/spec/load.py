@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import difflib
 import typing
 from collections.abc import Mapping, Sequence
@@ -12,6 +13,8 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
+from kestrl._shared.safe_yaml import read as read_yaml
+from kestrl._shared.safe_yaml import read_all as read_all_yaml
 from kestrl._shared.spec.job import AgentRLJob
 from kestrl._shared.spec.problems import Problem
 from kestrl._shared.spec.rules.job_rules import check
@@ -131,7 +134,7 @@ def with_overrides(document: Any, overrides: Sequence[str]) -> Any:
     """
     if not overrides:
         return document
-    changed = yaml.safe_load(yaml.safe_dump(document))
+    changed = copy.deepcopy(document)
     for override in overrides:
         path, separator, value = override.partition("=")
         if not separator or not path:
@@ -142,7 +145,7 @@ def with_overrides(document: Any, overrides: Sequence[str]) -> Any:
 
 def _yaml_value(override: str, text: str) -> Any:
     try:
-        return yaml.safe_load(text)
+        return read_yaml(text)
     except UNREADABLE as error:
         shown = override if len(override) <= LONGEST_SHOWN else f"{override[:LONGEST_SHOWN]}..."
         raise ProblemsError([Problem("--set", f"the value of {shown!r} is not YAML: {_reason(error)}")]) from error
@@ -222,7 +225,7 @@ def read_document(path: Path, kind: str) -> Any:
     except (OSError, UnicodeDecodeError) as error:
         raise UserInputError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
     try:
-        documents = [item for item in yaml.safe_load_all(text) if item is not None]
+        documents = [item for item in read_all_yaml(text) if item is not None]
     except UNREADABLE as error:
         raise UserInputError(f"{path}: not YAML: {_reason(error)}") from error
     if len(documents) != 1:

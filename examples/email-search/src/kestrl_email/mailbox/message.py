@@ -20,6 +20,7 @@ from email.message import Message
 from html.parser import HTMLParser
 from typing import Any
 
+from kestrl.data.charsets import charset_of
 from kestrl.tools.shapes import is_list
 
 MAX_BYTES = 64 * 1024 * 1024
@@ -166,7 +167,7 @@ def storable(text: str) -> str:
 
 def decoded(raw: bytes, charset: str | None = None) -> str:
     """Bytes as text: by their declared character set, else as UTF-8, else as Windows-1252 with replacements."""
-    for name in (charset, "utf-8"):
+    for name in (charset_of(charset), "utf-8"):
         if name:
             try:
                 return raw.decode(name)

@@ -11,6 +11,7 @@ import aiohttp
 from aiohttp.abc import AbstractResolver
 from yarl import URL
 
+from kestrl.data.charsets import charset_of
 from kestrl.errors import ToolFailure
 from kestrl_tools.http.egress import CheckedResolver, Egress
 from kestrl_tools.http.requests import Request
@@ -47,10 +48,7 @@ class Response:
     @property
     def text(self) -> str:
         """The body as text; bytes that are none are replaced."""
-        try:
-            decoder = codecs.getincrementaldecoder(self.charset)("replace")
-        except LookupError:
-            decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        decoder = codecs.getincrementaldecoder(charset_of(self.charset) or "utf-8")("replace")
         return decoder.decode(self.body, final=not self.truncated)
 
 

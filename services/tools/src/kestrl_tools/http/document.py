@@ -9,13 +9,12 @@ from typing import Any
 
 import yaml
 
+from kestrl._shared import safe_yaml
 from kestrl.tools.references import ReferenceInvalid, pointed
 from kestrl.tools.shapes import is_list, is_mapping
 
 MAX_BYTES = 8 * 1024 * 1024
 """Maximum size of a document."""
-MAX_NESTING = 200
-"""Maximum levels of a YAML document: libyaml composes them recursively, and more end the process."""
 VERSION = re.compile(r"3\.[01]\.\d+")
 
 
@@ -106,7 +105,7 @@ def parsed(content: bytes) -> Document:
         raise DocumentInvalid(f"it is longer than {MAX_BYTES} bytes")
     try:
         text = content.decode("utf-8-sig")
-        root = json.loads(text) if text.lstrip().startswith("{") else _yaml(text)
+        root = json.loads(text) if text.lstrip().startswith("{") else safe_yaml.read(text, _Loader)
     except (ValueError, RecursionError, yaml.YAMLError) as error:
         reason = " ".join(str(error).split())[:300]
         raise DocumentInvalid(f"it is neither JSON nor YAML: {type(error).__name__}: {reason}") from error
@@ -118,13 +117,3 @@ def parsed(content: bytes) -> Document:
     if not is_mapping(root.get("paths")):
         raise DocumentInvalid("it has no `paths`")
     return Document(root)
-
-
-def _yaml(text: str) -> Any:
-    """The value of a YAML document; raises ValueError if it has more than `MAX_NESTING` levels."""
-    depth = 0
-    for event in yaml.parse(text, _Loader):
-        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-        if depth > MAX_NESTING:
-            raise ValueError(f"it has more than {MAX_NESTING} levels")
-    return yaml.load(text, _Loader)  # noqa: S506 - a loader of plain values

@@ -18,10 +18,8 @@ QUICK_SECONDS = 5.0
 
 
 def laughs(levels: int, form: str = "[{}]") -> str:
-    lines = ["x0: &x0 {a: 1}"]
-    for level in range(1, levels):
-        lines.append(f"x{level}: &x{level} " + form.format(", ".join([f"*x{level - 1}"] * 10)))
-    return "\n".join(lines) + "\n"
+    named = (f"x{level}: &x{level} " + form.format(", ".join([f"*x{level - 1}"] * 10)) for level in range(1, levels))
+    return "\n".join(["x0: &x0 {a: 1}", *named]) + "\n"
 
 
 BOMBS = {

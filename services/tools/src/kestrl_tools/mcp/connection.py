@@ -19,6 +19,7 @@ from kestrl._shared.plan.settings.tools import McpEntry
 from kestrl._shared.redaction import NO_SECRETS, Redactor
 from kestrl.errors import KestrlError, ToolFailure, described, text_of
 from kestrl.tools import ToolError
+from kestrl_tools.mcp.bounds import MAX_MESSAGE, Flood, bound
 from kestrl_tools.mcp.sdk import TransportStreams, create_mcp_http_client
 from kestrl_tools.mcp.stdio import Program, stdio_transport
 from kestrl_tools.servers import MAX_TOOLS, Listed, ServerUnavailable, callable_name, secret_text
@@ -27,6 +28,8 @@ log = logging.getLogger(__name__)
 CONNECT_SECONDS = 30.0
 """Time limit of starting a server and of its handshake."""
 CLOSE_SECONDS = 10.0
+MAX_PAGES = 100
+"""Maximum pages of a list of tools."""
 FIRST_WAIT, LONGEST_WAIT = 0.25, 10.0
 """Seconds between attempts to connect: doubled after each one that failed."""
 Answer = TypeVar("Answer")
@@ -62,6 +65,7 @@ class Connection:
         self._session: asyncio.Future[ClientSession] = asyncio.get_running_loop().create_future()
         self._task: asyncio.Task[None] | None = None
         self._program: Program | None = None
+        self._flood, self._flooded = Flood(), False
         self.lost = False
         """Whether a call found the connection lost."""
         self.list_changed = False
@@ -110,15 +114,18 @@ class Connection:
         self.list_changed = False
         found: list[Listed] = []
         cursor: str | None = None
-        while True:
+        size = 0
+        for _ in range(MAX_PAGES):
             params = types.PaginatedRequestParams(cursor=cursor) if cursor else None
             page = await self._asked(self._session.result().list_tools(params=params))
             found += [_listed(tool) for tool in page.tools]
+            size += len(page.model_dump_json())
             cursor = page.next_cursor
+            if len(found) > 10 * MAX_TOOLS or size > MAX_MESSAGE:
+                break
             if cursor is None:
                 return found
-            if len(found) > 10 * MAX_TOOLS:
-                raise ToolFailure(f"{self._name}: its list of tools does not end", code="tool_result_invalid")
+        raise ToolFailure(f"{self._name}: its list of tools does not end, or is too long", code="tool_result_invalid")
 
     async def call(self, tool: str, arguments: Mapping[str, Any]) -> types.CallToolResult:
         """Calls a tool; a cancelled call is cancelled on the server, too.
@@ -137,6 +144,8 @@ class Connection:
             if error.code in LOST or error.message == SESSION_GONE:
                 self.lost = True
                 raise ServerUnavailable(f"{self._name}: the MCP server was lost{self._ending()}") from error
+            if error.code == types.PARSE_ERROR:
+                raise self._invalid(tool, error.message[:500]) from error
             if error.code == types.INVALID_PARAMS and tool:
                 raise ToolError(error.message) from error
             raise ToolFailure(f"{self._name}: {tool}: the MCP server reports {error.code}: {error.message}") from error
@@ -175,17 +184,24 @@ class Connection:
                 **{name: secret_text("mcp", text) for name, text in entry.secret_headers.items()},
             }
             async with (
-                create_mcp_http_client(headers=headers) as client,
-                streamable_http_client(entry.url, http_client=client) as streams,
+                create_mcp_http_client(headers={"Accept-Encoding": "identity", **headers}) as client,
+                streamable_http_client(entry.url, http_client=client, max_sse_event_size=MAX_MESSAGE) as streams,
             ):
+                client.event_hooks = {"request": [], "response": [bound]}  # nothing is sent before there is a session
                 yield streams
 
     async def _notified(self, message: object) -> None:
         if isinstance(message, types.ToolListChangedNotification):
             self.list_changed = True
+        if self._flood.rises() and not self._closing.is_set():
+            self.lost = self._flooded = True
+            log.error("MCP server %s: sends more notifications than are read; the connection is closed", self._name)
+            self._closing.set()
 
     def _ending(self) -> str:
         """How the program ended, and the last that it wrote."""
+        if self._flooded:
+            return ": it sends more notifications than are read"
         if self._program is None:
             return f" ({self._entry.url})"
         code, line = self._program.exit_code, self._program.last_line

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import re
 import subprocess
 import sys
 from collections.abc import AsyncGenerator, Mapping, Sequence
@@ -14,15 +15,16 @@ from typing import Any
 
 import anyio
 from mcp.shared.message import SessionMessage
-from mcp_types import jsonrpc_message_adapter
+from mcp_types import PARSE_ERROR, ErrorData, JSONRPCError, jsonrpc_message_adapter
+from pydantic import ValidationError
 
 from kestrl._shared import process_guard
 from kestrl._shared.redaction import Redactor
+from kestrl_tools.mcp.bounds import MAX_MESSAGE
 from kestrl_tools.mcp.sdk import TransportStreams
 
 log = logging.getLogger(__name__)
-MAX_MESSAGE = 16 * 1024 * 1024
-"""Maximum bytes of a message of the server; a longer one ends the connection."""
+ANSWERED = re.compile(rb'"id"\s*:\s*([0-9]{1,18})\b')
 MAX_LOGGED = 1000
 """Maximum characters of a logged line of stderr."""
 CLOSE_SECONDS = 2.0
@@ -100,9 +102,9 @@ class Program:
         try:
             return SessionMessage(jsonrpc_message_adapter.validate_json(line, by_name=False))
         except ValueError as error:
-            text = self._redactor.text(line.decode("utf-8", "replace"))
+            text = self._redactor.text(line[:4096].decode("utf-8", "replace"))
             log.warning("MCP server %s: wrote to stdout what is not a message: %.200r", self._name, text)
-            return error
+            return _invalid_answer(line, error) or error
 
     async def write(self, messages: Any) -> None:
         """Writes messages to stdin until there are no more."""
@@ -147,6 +149,16 @@ class Program:
     @property
     def exit_code(self) -> int | None:
         return self._process.poll()
+
+
+def _invalid_answer(line: bytes, error: ValueError) -> SessionMessage | None:
+    """An error in place of an answer that cannot be read, so that its request does not wait until its deadline."""
+    number = ANSWERED.search(line)
+    if number is None or b'"method"' in line:
+        return None
+    reason = str(error.errors(include_url=False)[0]["msg"]) if isinstance(error, ValidationError) else str(error)
+    problem = ErrorData(code=PARSE_ERROR, message=reason[:200])
+    return SessionMessage(JSONRPCError(jsonrpc="2.0", id=int(number[1]), error=problem))
 
 
 async def _line(reader: asyncio.StreamReader) -> bytes:

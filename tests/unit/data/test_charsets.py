@@ -1,4 +1,4 @@
-"""Which character sets a stranger's text may declare."""
+"""Character sets that a stranger's text may declare."""
 
 from __future__ import annotations
 

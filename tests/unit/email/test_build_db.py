@@ -35,6 +35,7 @@ from kestrl_email.mailbox.build import BuildResult, build_database
 from kestrl_email.mailbox.corpus import corpus, write_archive, write_maildir
 from kestrl_email.mailbox.database import Filters, check_integrity, open_database, rows_digest
 from kestrl_email.mailbox.message import Malformed, ParsedMail, from_fields, parse
+from kestrl_email.mailbox.sources import Kind, records
 
 ENRON = b"""Message-ID: <18782981.1075855378110.JavaMail.evans@thyme>
 Date: Mon, 14 May 2001 16:39:00 -0700 (PDT)
@@ -342,6 +343,18 @@ def test_a_malformed_record_is_reported_with_its_path_and_skipped(
         assert ("read 0 new records" in printed.out) == again
         assert f"malformed: {folder}: new/bad: no mail headers" in printed.err
         assert "new/gone: not a regular file" in printed.err
+
+
+def test_a_link_is_no_mail_of_the_folder(tmp_path: Path):
+    """It may lead to somebody else's mail, which the model would then search."""
+    other = as_maildir(tmp_path / "other", [SECOND])
+    folder = as_maildir(tmp_path / "m", [ENRON])
+    (folder / "new" / "link").symlink_to(next(path for path in other.rglob("*") if path.is_file()))
+    (folder / "new" / "loop").symlink_to(folder)
+    found = {record.place: record for record in records(folder, Kind.MAILDIR, lambda _: False)}
+    assert found["new/link"].content is None
+    assert found["new/link"].problem == "not a regular file"
+    assert sum(record.content is not None for record in found.values()) == 1
 
 
 def test_a_damaged_archive_keeps_what_was_read(tmp_path: Path):

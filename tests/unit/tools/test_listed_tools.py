@@ -1,4 +1,4 @@
-"""Which of the tools that a server lists are offered, and under which names."""
+"""The tools of a server that are offered, and their names."""
 
 from __future__ import annotations
 

@@ -427,3 +427,21 @@ async def test_a_class_written_for_verl_keeps_its_state_for_the_session(
     assert answer.text == "at 16"
     assert json.loads(answer.data_json) == {"tool_reward": 0.5, "tool_metrics": {"calls": 1}}
     assert samples.events.closed == ["instance-0"]
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        '{"name": ' + "[" * 500 + "]" * 500 + "}",
+        '{"name": ' + "[" * 100_000,
+        '{"name": "\\ud800"}',
+        '{"name": ' + "9" * 1_000_000 + "}",
+        '{"name": "' + "x" * 2_000_000 + '"}',
+    ],
+    ids=["deep", "deeper", "surrogate", "digits", "2 MB"],
+)
+async def test_arguments_that_no_model_may_send_are_a_violation_and_no_failure(serve: Any, raw: str) -> None:
+    async with serve(ToolEntry(name="greet", use="tool_samples:greet")) as client:
+        session = await client.open("greet")
+        assert (await client.call(session, "greet", raw=raw)).outcome == "schema_violation"
+        assert (await client.call(session, "greet", {"name": "a"})).outcome == "ok"

@@ -14,6 +14,9 @@ from kestrl.errors import ToolFailure
 from kestrl_tools.catalogue import Tool, sandboxes_of, server_digests
 from kestrl_tools.sessions import Opening, Sessions
 
+MAX_ARGUMENTS = 1_000_000
+"""Maximum characters of the arguments of a call as JSON, as of an observation."""
+
 
 class ToolServicer(stubs.ToolServiceServicer):
     """ListTools, Call, GetState, Close. The tools have been started."""
@@ -60,7 +63,9 @@ class ToolServicer(stubs.ToolServiceServicer):
 
 
 def _arguments(text: str) -> object:
-    """Parses arguments as JSON; invalid JSON is passed on as text, which no schema accepts."""
+    """Parses arguments as JSON; invalid JSON, or too much of it, is passed on as text, which no schema accepts."""
+    if len(text) > MAX_ARGUMENTS:
+        return text
     try:
         return json.loads(text or "{}", parse_constant=_refuse)
     except (ValueError, RecursionError):
@@ -84,7 +89,7 @@ def _opening(opening: pb.Opening) -> Opening:
 def _kwargs(opening: pb.Opening) -> Mapping[str, Any]:
     try:
         kwargs: Any = json.loads(opening.tools_kwargs_json or "{}")
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ToolFailure(
             f"{opening.episode_id}: tools_kwargs: not JSON: {error}", code="tool_kwargs_invalid"
         ) from error

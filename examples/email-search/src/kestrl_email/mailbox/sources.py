@@ -13,6 +13,7 @@ import json
 import lzma
 import os
 import re
+import stat
 import tarfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping
@@ -144,10 +145,11 @@ def maildir(folder: Path, known: Known) -> Iterator[Record]:
 
 
 def _of_file(file: Path, place: str, position: int) -> Record:
-    if not file.is_file():
-        return Record(place, None, position, "not a regular file")
     try:
-        if file.stat().st_size > MAX_BYTES:
+        found = file.lstat()  # a link may lead out of the folder, to a mail that is not to be searched
+        if not stat.S_ISREG(found.st_mode):
+            return Record(place, None, position, "not a regular file")
+        if found.st_size > MAX_BYTES:
             return Record(place, None, position, f"larger than {MAX_BYTES >> 20} MiB")
         return Record(place, file.read_bytes(), position)
     except OSError as error:

@@ -106,7 +106,7 @@ class _SharedSession:
     async def call(self, tool: str, arguments: Kwargs, filled: Kwargs) -> object:
         async with self._slots:
             connection = await self._shared.connection()
-            return result_of(tool, await connection.call(self._call_names[tool], {**arguments, **filled}))
+            return result_of(tool, await connection.call(self._call_names.get(tool, tool), {**arguments, **filled}))
 
     async def state(self) -> object:
         return None
@@ -124,7 +124,7 @@ class _OwnSession:
 
     async def call(self, tool: str, arguments: Kwargs, filled: Kwargs) -> object:
         async with self._turn:
-            return result_of(tool, await self._connection.call(self._call_names[tool], {**arguments, **filled}))
+            return result_of(tool, await self._connection.call(self._call_names.get(tool, tool), {**arguments, **filled}))
 
     async def state(self) -> object:
         return None

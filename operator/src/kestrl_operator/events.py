@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from kestrl_operator.apiserver.client import Api, ApiProblem, Conflict, Gone
 from kestrl_operator.apiserver.kinds import EVENT, JOB, Kind
 from kestrl_operator.state.store import Key
-from kestrl_operator.status.conditions import Type
+from kestrl_operator.status.conditions import LOST, Type
 
 log = logging.getLogger(__name__)
 REMEMBERED = 2000
@@ -20,10 +20,12 @@ LONGEST_NOTE = 1000
 PUBLISHED: Mapping[Type, Mapping[str, str]] = {
     Type.ACCEPTED: {"Invalid": "Warning", "Unresolvable": "Warning"},
     Type.SCHEDULED: {"PodsScheduled": "Normal", "Unsatisfiable": "Warning"},
-    Type.ENGINES_READY: {"AllReady": "Normal", "Unavailable": "Warning"},
+    Type.ENGINES_READY: {"AllReady": "Normal", "Unavailable": "Warning", **dict.fromkeys(LOST, "Warning")},
     Type.POLICY_CONVERGED: {"Quarantined": "Warning"},
-    Type.ROLLOUTS_FLOWING: {"NoWorker": "Warning", "Failing": "Warning"},
-    Type.LEARNER_PROGRESSING: dict.fromkeys(("StorageUnavailable", "Stalled", "Unavailable", "Failed"), "Warning"),
+    Type.ROLLOUTS_FLOWING: dict.fromkeys(("NoWorker", "Failing", *LOST), "Warning"),
+    Type.LEARNER_PROGRESSING: dict.fromkeys(
+        ("StorageUnavailable", "Stalled", "Unavailable", "Failed", *LOST), "Warning"
+    ),
     Type.CHECKPOINT_DURABLE: {"StorageFailed": "Warning"},
     Type.REWARD_HEALTHY: {"JudgeFailing": "Warning", "Degenerate": "Warning"},
     Type.TOOLS_HEALTHY: {"NoToolCall": "Warning", "CallsFailing": "Warning"},

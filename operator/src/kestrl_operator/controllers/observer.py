@@ -29,6 +29,7 @@ class Observer:
             raw: The job object.
         """
         metadata, now, key = raw["metadata"], time(), state.key
+        pods, lost = self._store.pods(key, state.uid), self._store.lost_nodes()
         parsed, workloads, nodes = self._parsed(state, raw), self._store.workloads(key), self._store.nodes
         job = parsed.job
         problem = parsed.problem or state.refused_now(parsed.generation, now)
@@ -44,11 +45,12 @@ class Observer:
             problem=problem,
             labels=metadata.get("labels", {}),
             status=raw.get("status", {}),
-            pods=self._store.pods(key, state.uid),
+            pods=pods,
             workloads=workloads,
             last_report=None if state.stream is None else state.stream.report,
             unreachable="" if state.stream is None else state.stream.unreachable,
             unsatisfiable="" if job is None or nodes is None or problem else self._manifests.unsatisfiable(job, nodes),
+            lost_nodes={pod.node: lost[pod.node] for pod in pods if pod.node in lost},
             memory=state.memory,
         )
 

@@ -184,7 +184,8 @@ class Reconciler:
         """Applies all objects; False if the job no longer exists: after a missed deletion its objects vanish, and must
         not be created again.
         """
-        if not due.whole and snapshot.status and not await self._statuses.job_exists(state.key, snapshot):
+        known = bool(snapshot.status.get("conditions"))
+        if known and not due.whole and not await self._statuses.job_exists(state.key, snapshot):
             self._store.drop(state.key, snapshot.uid)
             self._states.drop(state.key)
             return False

@@ -144,6 +144,8 @@ class Node:
     taints: Sequence[Mapping[str, str]]
     allocatable: Mapping[str, str]
     schedulable: bool = True
+    lost: str = ""
+    """Why it is not ready, as Kubernetes says; empty if it is."""
 
 
 def unsatisfiable(profile: Profile, count: int, nodes: Sequence[Node]) -> str:

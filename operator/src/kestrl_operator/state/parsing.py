@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from kestrl._shared.plan.components import Role
 from kestrl_operator.state.accelerators import Node
-from kestrl_operator.state.snapshot import ATTEMPTS, RESTARTS, UID_LABEL, Ended, Pod, Workload, count_of, seconds_of
+from kestrl_operator.state.snapshot import (
+    ATTEMPTS,
+    OUT_OF_MEMORY,
+    RESTARTS,
+    UID_LABEL,
+    Ended,
+    Pod,
+    Workload,
+    count_of,
+    seconds_of,
+)
 
 Object = Mapping[str, Any]
 UNSTARTABLE = frozenset(
@@ -17,6 +28,13 @@ UNSTARTABLE = frozenset(
 )  # fmt: skip
 """Waiting reasons of a container that waiting alone does not resolve."""
 GATES = "schedulingGates"
+MANAGED_LABEL = "kueue.x-k8s.io/managed"
+"""Label that Kueue puts on the pods that it admits."""
+FIRST_SIGNAL = 128
+"""Exit codes above this one are of processes that a signal ended."""
+CAUSE = re.compile(r"^(?:\([^)]*\) )?(?:error: |[\w.]*(?:Error|Exception|Exit|Interrupt)(?::|$))")
+"""A line that says why a program ended: that of a kestrl program, or the last one of a traceback, before which vLLM
+names its process."""
 PASSING_TAINTS = ("node.kubernetes.io/", "node.cloudprovider.kubernetes.io/")
 """Prefixes of the taints that Kubernetes sets on a node that is not ready now; they do not affect what can ever be
 scheduled."""
@@ -53,6 +71,9 @@ def pod_of(given: Object) -> Pod | None:
             (_kind_and_uid(item) for item in metadata.get("ownerReferences", ()) if item.get("controller")), ("", "")
         ),
         job=metadata["labels"].get(UID_LABEL, ""),
+        node=spec.get("nodeName", ""),
+        ready_since=seconds_of(conditions.get("Ready", {}).get("lastTransitionTime")) or 0.0,
+        admitted=metadata["labels"].get(MANAGED_LABEL) == "true",
     )
 
 
@@ -83,20 +104,24 @@ def ended(statuses: Iterable[Object]) -> Iterator[Ended]:
         )
         again = state.get("waiting", {}).get("reason") == "CrashLoopBackOff"
         if last and (last.get("exitCode") or last.get("signal") or again):
-            message = termination_message(last.get("message", ""))
+            code, killed = last.get("exitCode", 0), last.get("signal") or last.get("reason") == OUT_OF_MEMORY
+            # What is killed says nothing of it: its last line is about something else.
+            message = "" if killed or code > FIRST_SIGNAL else termination_message(last.get("message", ""))
             yield Ended(
                 container=item["name"],
                 reason=last.get("reason", "Error"),
-                code=last.get("exitCode", 0),
+                code=code,
                 message=message,
             )
 
 
 def termination_message(text: str) -> str:
-    """The last message of a kestrl program: its last line `error: ...`, else its last line."""
-    lines = [line for line in text.strip().splitlines() if line.strip()]
-    errors = [line for line in lines if line.startswith("error: ")]
-    return (errors or lines or [""])[-1].removeprefix("error: ")[:500]
+    """Why a program ended, as its last lines say: the last line `error: ...` of a kestrl program, else the last one of
+    a traceback. Empty if no line says why: the last line of a log is the cause of nothing.
+    """
+    causes = [line for line in text.splitlines() if CAUSE.match(line)]
+    errors = [line for line in causes if line.startswith("error: ")]
+    return (errors or causes or [""])[-1].removeprefix("error: ")[:500]
 
 
 def workload_of(given: Object) -> Workload | None:
@@ -123,4 +148,13 @@ def node_of(given: Object) -> Node:
         taints=[item for item in spec.get("taints", ()) if not item.get("key", "").startswith(PASSING_TAINTS)],
         allocatable=given.get("status", {}).get("allocatable", {}),
         schedulable=not spec.get("unschedulable", False),
+        lost=_loss(given.get("status", {}).get("conditions", ())),
     )
+
+
+def _loss(conditions: Iterable[Object]) -> str:
+    """What Kubernetes says of a node that is not ready; empty if it is, or does not say."""
+    ready = next((item for item in conditions if item["type"] == "Ready"), None)
+    if ready is None or ready["status"] == "True":
+        return ""
+    return ready.get("message", "") or ready.get("reason", "") or "not ready"

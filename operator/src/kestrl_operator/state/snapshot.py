@@ -25,6 +25,8 @@ ATTEMPTS, RESTARTS, FORGIVEN, RENDERED, ACCEPTED, STORAGE, STATE = (
 """Annotations of the learner's StatefulSet: restarts of the learner and of the whole job, restarts that no longer
 count, the digest of the applied objects, the newest applied spec, the storage of the run, and the volume of its
 learner. They are the only state of the operator: the next leader reads them."""
+OUT_OF_MEMORY = "OOMKilled"
+"""Kubernetes' reason for a container that the kernel killed for its memory."""
 UID_LABEL = "kestrl.dev/job-uid"
 """Pod label with the job's uid. Labels with the job's name alone also match pods of a deleted job of that name."""
 QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
@@ -77,6 +79,12 @@ class Pod:
     """Kind and uid of the workload that created it."""
     job: str = ""
     """Uid of its job, from the pod template."""
+    node: str = ""
+    """Name of its node; empty while it has none."""
+    ready_since: float = 0.0
+    """When it last became ready, or ceased to be, in seconds since 1970; 0 if that is not known."""
+    admitted: bool = False
+    """Whether a queue controller has marked it as its own."""
 
     @property
     def over(self) -> bool:
@@ -198,6 +206,9 @@ class Snapshot:
     None while enough are created."""
     unsatisfiable: str = ""
     """Why no node could ever run the job's pods; empty when one could, or when this operator may not list nodes."""
+    lost_nodes: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Nodes of the job's pods that are not ready, with what Kubernetes says of them; empty where this operator may not
+    list nodes."""
     memory: Memory = NOTHING
 
     @property

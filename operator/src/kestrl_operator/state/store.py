@@ -105,6 +105,16 @@ class Store:
         children = self._of(key).children.items()
         return frozenset(child for name, child in children if self._owners[name] not in {"", uid})
 
+    def lost_nodes(self) -> dict[str, str]:
+        """Nodes that are not ready, with what Kubernetes says of them."""
+        return {node.name: node.lost for node in self.nodes or () if node.lost}
+
+    def on_nodes(self, nodes: Collection[str]) -> Iterator[Key]:
+        """The jobs with pods on any of these nodes."""
+        for key, found in self._dependents.items():
+            if any(pod.node in nodes for pod in found.pods.values()):
+                yield key
+
     def version(self, uid: str) -> int:
         """The known resourceVersion of an object; 0 for none."""
         return self._versions.of(uid)

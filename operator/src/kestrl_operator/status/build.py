@@ -21,11 +21,21 @@ from kestrl._shared.spec.status import (
 from kestrl.api.common.v1.common_pb2 import PolicyVersion as PolicyMessage
 from kestrl.api.learner.v1 import learner_pb2 as pb
 from kestrl.episode.codec import policy_from_proto
+from kestrl.runstate.states import RunPhase
 from kestrl_operator.render.network import selector
 from kestrl_operator.state.snapshot import LearnerReport, Snapshot, number
-from kestrl_operator.status.conditions import ConditionStatus, Observation, Type, joined, phase, shortened
+from kestrl_operator.status.conditions import (
+    QUARANTINED,
+    ConditionStatus,
+    Observation,
+    Type,
+    joined,
+    phase,
+    shortened,
+)
 from kestrl_operator.status.lifecycle import Decision, Stage, has_ended, running_since, waits_for_admission
 from kestrl_operator.status.observations import observed, verified_by_all
+from kestrl_operator.status.summary import left_alone
 
 HISTORY = 10
 ENGINES_SHOWN = 100
@@ -86,10 +96,17 @@ def with_failure(
         reason: Reason of condition Ready.
     """
     before = JobStatus.model_validate(dict(status))
-    failed = Observation(type=Type.READY, status=ConditionStatus.FALSE, reason=reason, message=why)
-    conditions = joined(before.conditions, [failed], generation=generation, now=written(now))
+    quarantined = reason == QUARANTINED
+    failed = [Observation(type=Type.READY, status=ConditionStatus.FALSE, reason=reason, message=why)]
+    observations = left_alone(why) if quarantined else failed
+    conditions = joined(before.conditions, observations, generation=generation, now=written(now))
     after = before.model_copy(
-        update={"conditions": conditions, "shown": before.shown.model_copy(update={"phase": phase(conditions)})}
+        update={
+            "conditions": conditions,
+            "shown": before.shown.model_copy(update={"phase": phase(conditions)}),
+            # A quarantine is the operator's whole answer to this spec; after another failure, one follows.
+            "observed_generation": generation if quarantined else before.observed_generation,
+        }
     )
     return after.model_dump(by_alias=True, exclude_none=True)
 
@@ -147,15 +164,20 @@ def _result(before: JobStatus, snapshot: Snapshot, decision: Decision) -> Result
 
 
 def _lineage(before: JobStatus, snapshot: Snapshot, now: str) -> tuple[PolicyStatus | None, list[PolicyStatus]]:
-    """The newest version that every engine has verified, and the previous ones; a version is dated when it was first
-    seen so.
+    """The newest version that every engine has verified, or the result of the run, and the previous ones; a version is
+    dated when it was first seen verified.
     """
     live = snapshot.live_report
     newest = None if live is None else live.policy
-    if live is None or newest is None or snapshot.job is None or not verified_by_all(snapshot, snapshot.job.spec):
+    if live is None or newest is None or snapshot.job is None:
         return before.policy, before.history
     if before.policy is not None and before.policy.version == newest.name:
         return before.policy, before.history
+    verified = verified_by_all(snapshot, snapshot.job.spec)
+    if not verified and live.phase is not RunPhase.SUCCEEDED:
+        # A run that began again from an earlier step has not the version that the engines verified before.
+        current = before.policy is None or before.policy.step <= newest.step
+        return before.policy if current else None, before.history
     report = live.report
     policy = PolicyStatus(
         version=newest.name,
@@ -163,7 +185,7 @@ def _lineage(before: JobStatus, snapshot: Snapshot, now: str) -> tuple[PolicySta
         step=newest.step,
         sha256=newest.sha256,
         uri=report.policy_uri or None,
-        converged_at=now,
+        converged_at=now if verified else None,
     )
     return policy, [policy, *before.history][:HISTORY]
 
@@ -177,7 +199,7 @@ def _engines(snapshot: Snapshot, before: JobStatus) -> list[EngineStatus]:
         EngineStatus(
             name=engine.name,
             version=_name(engine.policy),
-            lag=engine.lag,
+            lag=engine.lag if engine.HasField("policy") else None,
             state=serving_state_from_proto(engine.state) or UNKNOWN,
             message=shortened(engine.message, LONGEST_MESSAGE),
         )
@@ -203,6 +225,6 @@ def _shown(status: JobStatus, conditions: list[Condition], live: LearnerReport |
         step=f"{progress.step}/{progress.total_steps}" if progress.total_steps else "",
         policy="" if policy is None else f"v{policy.step}",
         converged="" if live is None or not live.report.engines else f"{live.verified}/{live.report.engines_total}",
-        lag=max((engine.lag for engine in status.engines), default=0),
+        lag=max((engine.lag for engine in status.engines if engine.lag is not None), default=None),
         reward="" if progress.reward is None else f"{progress.reward:.2f}",
     )

@@ -6,7 +6,7 @@ is Unknown.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -30,6 +30,8 @@ class Type(StrEnum):
     SUSPENDED = "Suspended"
     READY = "Ready"
     SUCCEEDED = "Succeeded"
+    RECONCILING = "Reconciling"
+    STALLED = "Stalled"
 
 
 class ConditionStatus(StrEnum):
@@ -45,6 +47,11 @@ QUARANTINED = "Quarantined"
 LONGEST_MESSAGE = 4096
 """Maximum characters of a message, an eighth of what the CRD allows: a status of twelve such messages is still a small
 object."""
+LOST: Mapping[str, str] = {
+    "OOMKilled": "A container used more memory than it may, and was killed; the message names it.",
+    "NodeNotReady": "The node of a pod does not answer Kubernetes; the message names both.",
+}
+"""Reasons of a component whose pod was lost through no failure of its program."""
 REASONS: Mapping[Type, Mapping[str, str]] = {
     Type.ACCEPTED: {
         "Valid": "The manifest is valid.",
@@ -55,8 +62,7 @@ REASONS: Mapping[Type, Mapping[str, str]] = {
         "Unresolvable": "A model, data set, secret or RuntimeClass that the manifest names does not exist.",
     },
     Type.QUOTA_RESERVED: {
-        "NotQueued": "The job names no queue.",
-        "Admitted": "Its queue has admitted it.",
+        "Admitted": "Its queue has admitted every pod.",
         "Waiting": "It waits in its queue.",
     },
     Type.SCHEDULED: {
@@ -69,6 +75,7 @@ REASONS: Mapping[Type, Mapping[str, str]] = {
         "AllReady": "Every engine answers.",
         "Starting": "Engines load the model.",
         "Unavailable": "An engine stopped answering, or cannot start; the message says why.",
+        **LOST,
         "Released": "No engine is to run: the job is suspended or has ended.",
     },
     Type.POLICY_CONVERGED: {
@@ -81,6 +88,7 @@ REASONS: Mapping[Type, Mapping[str, str]] = {
         "Starting": "No group has been requested yet.",
         "NoWorker": "No rollout worker answers; the message reports the state of their pods.",
         "Failing": "Workers, tools or judge keep failing; the message says how.",
+        **LOST,
         "Drained": "No group is started: the job is suspended, draining or at its end.",
     },
     Type.LEARNER_PROGRESSING: {
@@ -91,7 +99,8 @@ REASONS: Mapping[Type, Mapping[str, str]] = {
             "Object storage does not answer; the learner waits and retries. The message says since and until when."
         ),
         "Stalled": "No step has ended for five times as long as the longest of the last ones took.",
-        "Unavailable": "The learner does not answer, or cannot start; the message says why.",
+        "Unavailable": "The learner does not answer any more, or cannot start; the message says why.",
+        **LOST,
         "Failed": "The learner reported a failure; the message says which, and what follows.",
         "Released": "No learner is to run: the job is suspended or has ended.",
     },
@@ -127,8 +136,12 @@ REASONS: Mapping[Type, Mapping[str, str]] = {
     },
     Type.READY: {
         "Training": "Engines, rollouts and learner are working.",
-        "NotReady": "One of them is not; its own condition says why.",
-        "Finished": "The job has ended.",
+        "Degraded": "The learner trains, and one of the others is not ready; its own condition says why.",
+        "Restarting": "The learner has run before and starts again; LearnerProgressing says why.",
+        "NotReady": "The job starts; the condition of what is missing says why.",
+        "Suspended": "The job is suspended, as its spec says: everything is checkpointed and no pod runs.",
+        "Completed": "The job has succeeded.",
+        "Finished": "The job has failed.",
         "Quarantined": (
             "The operator was killed while it worked on this spec; it leaves the job "
             "alone until the spec changes. The other conditions are as last observed."
@@ -144,6 +157,17 @@ REASONS: Mapping[Type, Mapping[str, str]] = {
         "BackoffExceeded": "Components failed more often than the job allows.",
         "DeadlineExceeded": "activeDeadline passed.",
         "PendingTooLong": "Pods could not start for longer than pendingDeadline.",
+    },
+    Type.RECONCILING: {
+        "Progressing": "The job is on its way to what its spec says; Ready's message has what is missing.",
+        "Reconciled": "It is as its spec says: it trains, is suspended or has succeeded.",
+        "Stalled": "It cannot get there; Stalled says why.",
+    },
+    Type.STALLED: {
+        "NotStalled": "Nothing keeps the job from what its spec says, or what does may end by itself.",
+        "Rejected": "The newest spec is not in force; Accepted says why.",
+        "Failed": "The job has failed; Succeeded says why.",
+        "Quarantined": "The operator was killed while it worked on this spec, and leaves it alone.",
     },
 }
 """The closed list of reasons; no other reason is ever written. docs/conditions.md is generated from it."""
@@ -165,7 +189,8 @@ SFT_REASONS: Mapping[Type, Mapping[str, str]] = {
     Type.READY: {
         "Training": "The program runs.",
         "NotReady": "It does not; the message says why.",
-        "Finished": "The job has ended.",
+        "Completed": "The job has succeeded.",
+        "Finished": "The job has failed.",
         "Quarantined": REASONS[Type.READY]["Quarantined"],
         "OperatorFailed": REASONS[Type.READY]["OperatorFailed"],
     },
@@ -175,6 +200,8 @@ SFT_REASONS: Mapping[Type, Mapping[str, str]] = {
         "LearnerFailed": "The program refused its input; the message is its own.",
         "BackoffExceeded": "Too many pods failed; the message is that of the last one.",
     },
+    Type.RECONCILING: REASONS[Type.RECONCILING],
+    Type.STALLED: REASONS[Type.STALLED],
 }
 """The conditions and reasons of an SFTJob, a part of those of an AgentRLJob."""
 
@@ -262,12 +289,26 @@ def phase(conditions: Sequence[Condition]) -> str:
         return "Suspended"
     if how == "Draining":
         return "Suspending"
-    if current(Type.READY)[1] == QUARANTINED:
+    ready, condition = current(Type.READY)
+    if condition == QUARANTINED:
         return "Quarantined"
-    if current(Type.READY)[0] == ConditionStatus.TRUE:
+    if ready == ConditionStatus.TRUE:
         return "Running"  # possibly with the last spec that was accepted
-    if current(Type.ACCEPTED)[0] == ConditionStatus.FALSE:
+    if condition == "Degraded" or current(Type.LEARNER_PROGRESSING)[0] == ConditionStatus.TRUE:
+        return "Degraded"
+    return _idle(current)
+
+
+def _idle(current: Callable[[Type], tuple[str, str]]) -> str:
+    """The word for a job that does not train."""
+    accepted, problem = current(Type.ACCEPTED)
+    learner = current(Type.LEARNER_PROGRESSING)[1]
+    if accepted == ConditionStatus.FALSE and problem == "Invalid":
         return "Rejected"
+    if learner == "StorageUnavailable" or (problem == "Unresolvable" and learner != "Failed"):
+        return "WaitingFor"
     if current(Type.QUOTA_RESERVED)[1] == "Waiting":
         return "Queued"
-    return "Pending" if current(Type.SCHEDULED)[0] != ConditionStatus.TRUE else "Starting"
+    if current(Type.SCHEDULED)[0] != ConditionStatus.TRUE:
+        return "Pending"
+    return "Restarting" if current(Type.READY)[1] == "Restarting" else "Starting"

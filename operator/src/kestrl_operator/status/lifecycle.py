@@ -26,6 +26,9 @@ STABLE_STEPS = 10
 DRAIN_SECONDS = 180.0
 """Seconds that a drain may take, beside the deadline of a group; after that, pods are deleted with the last
 checkpoint."""
+CONTACT_SECONDS = 60.0
+"""Seconds in which a learner that has become ready answers for the first time; before, a refused connection is part of
+its start."""
 CAUSED_BY_KUBERNETES = frozenset({"ContainerStatusUnknown", "Unknown"})
 """Reasons of container ends that the container did not cause: the kubelet lost it, or its node restarted."""
 BUILT_IN = (
@@ -347,6 +350,20 @@ def _reporting_pod(snapshot: Snapshot) -> tuple[tuple[str, str], ...]:
     return tuple((pod.name, pod.uid) for pod in snapshot.of(Role.LEARNER) if live is not None and pod.uid == live.pod)
 
 
+def contact_ends(snapshot: Snapshot) -> float | None:
+    """Until when a learner that is ready and has never answered is considered to start; None if there is none."""
+    last = snapshot.last_report
+    fresh = [pod for pod in snapshot.of(Role.LEARNER) if pod.ready and (last is None or last.pod != pod.uid)]
+    return max((pod.ready_since + CONTACT_SECONDS for pod in fresh), default=None)
+
+
+def is_silent(snapshot: Snapshot) -> bool:
+    """Whether a learner that should answer does not."""
+    until = contact_ends(snapshot)
+    ready = any(pod.ready for pod in snapshot.of(Role.LEARNER))
+    return ready and (until is None or snapshot.now >= until)
+
+
 def _until_a_deadline(snapshot: Snapshot, spec: JobSpec) -> float | None:
     since, waiting = running_since(snapshot), pending(snapshot)
     active = (
@@ -357,7 +374,9 @@ def _until_a_deadline(snapshot: Snapshot, spec: JobSpec) -> float | None:
         if spec.pending_deadline is None or waiting is None
         else max(0.0, waiting[0] + spec.pending_deadline - snapshot.now)
     )
-    return _earliest(active, stands)
+    contact = contact_ends(snapshot)
+    answers = contact - snapshot.now if contact is not None and contact > snapshot.now else None
+    return _earliest(active, stands, answers)
 
 
 def _earliest(*times: float | None) -> float | None:

@@ -13,9 +13,11 @@ from kestrl._shared.spec.job import JobSpec
 from kestrl.api.learner.v1 import learner_pb2 as pb
 from kestrl.runstate.states import RunPhase
 from kestrl_operator.state.cluster import replicas
-from kestrl_operator.state.snapshot import Ended, LearnerReport, Pod, Snapshot, is_input
+from kestrl_operator.state.snapshot import Ended, LearnerReport, Snapshot, is_input
 from kestrl_operator.status.conditions import NOT_OBSERVED, QUARANTINED, ConditionStatus, Observation, Type
-from kestrl_operator.status.lifecycle import Decision, Stage, has_ended, reported_failure, stuck
+from kestrl_operator.status.lifecycle import Decision, Stage, has_ended, is_silent, reported_failure, stuck
+from kestrl_operator.status.pods import pod_problem
+from kestrl_operator.status.summary import distance, summed_up
 
 STALL_FLOOR, STALL_FACTOR = 300.0, 5.0
 """A training run is stalled after this many seconds without a step, and this many times the duration of the longest
@@ -26,10 +28,7 @@ def observed(snapshot: Snapshot, decision: Decision) -> Iterator[Observation]:
     """Everything observed in this pass."""
     if snapshot.job is None:
         yield _false(Type.ACCEPTED, "Invalid", snapshot.problem)
-        if snapshot.condition(Type.READY)[1] in {"OperatorFailed", QUARANTINED}:
-            yield _false(
-                Type.READY, "NotReady", "not Accepted"
-            )  # the operator works again: this pass has just found that out
+        yield from _without_job(snapshot)
         return
     spec = snapshot.job.spec
     made = [
@@ -43,7 +42,21 @@ def observed(snapshot: Snapshot, decision: Decision) -> Iterator[Observation]:
         _success(snapshot, decision),
     ]
     yield from made
-    yield _ready(made, decision)
+    yield from summed_up(made, snapshot, decision)
+
+
+def _without_job(snapshot: Snapshot) -> Iterator[Observation]:
+    """What follows from the absence of any spec that could be in force."""
+    if has_ended(snapshot):
+        succeeded = snapshot.condition(Type.SUCCEEDED)[0] == ConditionStatus.TRUE
+        ready = _true(Type.READY, "Completed") if succeeded else _false(Type.READY, "Finished")
+        yield ready
+        yield from distance(ready, "" if succeeded else "Failed", condition_message(snapshot, Type.SUCCEEDED))
+        return
+    if snapshot.condition(Type.READY)[1] in {"OperatorFailed", QUARANTINED}:
+        # The operator works again: this pass has just found that out.
+        yield _false(Type.READY, "NotReady", "not Accepted")
+    yield from distance(None, "Rejected", snapshot.problem)
 
 
 def _true(kind: Type, reason: str, message: str = "") -> Observation:
@@ -104,12 +117,17 @@ def is_missing(item: Ended) -> bool:
 
 def _quota(snapshot: Snapshot) -> Observation:
     if snapshot.queue is None:
-        return _true(Type.QUOTA_RESERVED, "NotQueued")
+        return _unknown(Type.QUOTA_RESERVED, "the job names no queue")
     gated = [pod.name for pod in snapshot.staying if pod.gated]
     if gated:
         return _false(Type.QUOTA_RESERVED, "Waiting", f"{len(gated)} pods wait for queue {snapshot.queue}")
     if not snapshot.present:
         return _unknown(Type.QUOTA_RESERVED, f"there is no pod that queue {snapshot.queue} could admit")
+    if not all(pod.admitted for pod in snapshot.present):
+        return _unknown(
+            Type.QUOTA_RESERVED,
+            f"no queue controller has marked the job's pods: does any serve queue {snapshot.queue}?",
+        )
     return _true(Type.QUOTA_RESERVED, "Admitted")
 
 
@@ -164,25 +182,16 @@ def _scheduled(snapshot: Snapshot, spec: JobSpec) -> Observation:
     )
 
 
-def pod_problem(pods: list[Pod]) -> str:
-    """What is wrong with the pods of a role; empty if nothing is."""
-    for pod in pods:
-        if pod.unstartable:
-            return f"{pod.name}: {pod.unstartable}"
-        for item in pod.ended:
-            again = f" (restarted {pod.restarts} times)" if pod.restarts else ""
-            return f"{pod.name}: {item}{again}"
-    return ""
-
-
 def _engines_ready(snapshot: Snapshot, spec: JobSpec) -> Observation:
     pods, wanted = snapshot.of(Role.INFERENCE), spec.inference.replicas
     ready = len([pod for pod in pods if pod.ready])
     if ready >= wanted:
         return _true(Type.ENGINES_READY, "AllReady", f"{ready}/{wanted}")
-    wrong = pod_problem(pods) or _unresponsive_engine(snapshot.live_report)
-    if wrong:
-        return _false(Type.ENGINES_READY, "Unavailable", f"{ready}/{wanted}; {wrong}")
+    problem = pod_problem(pods, snapshot.lost_nodes)
+    if problem is not None:
+        return _false(Type.ENGINES_READY, problem.reason_or("Unavailable"), f"{ready}/{wanted}; {problem.message}")
+    if away := _unresponsive_engine(snapshot.live_report):
+        return _false(Type.ENGINES_READY, "Unavailable", f"{ready}/{wanted}; {away}")
     return _false(Type.ENGINES_READY, "Starting", f"{ready}/{wanted}")
 
 
@@ -221,11 +230,12 @@ def _converged(snapshot: Snapshot, spec: JobSpec) -> Observation:
 
 def _flowing(snapshot: Snapshot, decision: Decision, spec: JobSpec) -> Observation:
     live = snapshot.live_report
-    wrong = next(filter(None, (pod_problem(snapshot.of(role)) for role in (Role.ROLLOUT, Role.TOOLS, Role.JUDGE))), "")
+    problems = (pod_problem(snapshot.of(role), snapshot.lost_nodes) for role in (Role.ROLLOUT, Role.TOOLS, Role.JUDGE))
+    problem = next(filter(None, problems), None)
     if decision.stage is Stage.DRAINING:
         return _false(Type.ROLLOUTS_FLOWING, "Drained")
-    if wrong:
-        return _false(Type.ROLLOUTS_FLOWING, "Failing", wrong)
+    if problem is not None:
+        return _false(Type.ROLLOUTS_FLOWING, problem.reason_or("Failing"), problem.message)
     if live is None and any(pod.ready for pod in snapshot.of(Role.LEARNER)):
         return _unknown(Type.ROLLOUTS_FLOWING, "the learner, which requests them, does not answer")
     if live is None or live.phase is RunPhase.STARTING:
@@ -242,12 +252,13 @@ def _flowing(snapshot: Snapshot, decision: Decision, spec: JobSpec) -> Observati
 def _progressing(snapshot: Snapshot, decision: Decision) -> Observation:
     kind, live = Type.LEARNER_PROGRESSING, snapshot.live_report
     if live is None:
-        wrong = pod_problem(snapshot.of(Role.LEARNER))
-        if wrong:
-            return _false(kind, "Unavailable", wrong)
-        ready = any(pod.ready for pod in snapshot.of(Role.LEARNER))
+        problem = pod_problem(snapshot.of(Role.LEARNER), snapshot.lost_nodes)
+        if problem is not None:
+            return _false(kind, problem.reason_or("Unavailable"), problem.message)
         why = f": {snapshot.unreachable}" if snapshot.unreachable else ""
-        return _false(kind, "Unavailable", f"it does not answer{why}") if ready else _false(kind, "Starting")
+        if is_silent(snapshot):
+            return _false(kind, "Unavailable", f"it does not answer{why}")
+        return _false(kind, "Starting", f"it does not answer yet{why}" if why else "")
     report = live.report
     if live.phase is RunPhase.FAILED:
         what = live.failure or report.message
@@ -270,8 +281,9 @@ def _waiting_for_ranks(snapshot: Snapshot) -> Observation | None:
     ready = len([pod for pod in pods if pod.ready])
     if ready >= wanted:
         return None
-    wrong = pod_problem(pods)
-    message = f"{ready} of {wanted} pods of ranks are ready{'; ' if wrong else ''}{wrong}"
+    problem = pod_problem(pods, snapshot.lost_nodes)
+    wrong = "" if problem is None else f"; {problem.message}"
+    message = f"{ready} of {wanted} pods of ranks are ready{wrong}"
     return _false(Type.LEARNER_PROGRESSING, "WaitingForRanks", message)
 
 
@@ -345,18 +357,12 @@ def _success(snapshot: Snapshot, decision: Decision) -> Observation:
         return (_true if reason == "Completed" else _false)(Type.SUCCEEDED, reason, message)
     if has_ended(snapshot):
         status, reason = snapshot.condition(Type.SUCCEEDED)
-        message = next(
-            (item.get("message", "") for item in snapshot.status["conditions"] if item["type"] == Type.SUCCEEDED), ""
-        )
+        message = condition_message(snapshot, Type.SUCCEEDED)
         return Observation(type=Type.SUCCEEDED, status=ConditionStatus(status), reason=reason, message=message)
     return _false(Type.SUCCEEDED, "Running")
 
 
-def _ready(made: list[Observation], decision: Decision) -> Observation:
-    if decision.stage is Stage.ENDED:
-        return _false(Type.READY, "Finished")
-    needed = (Type.SCHEDULED, Type.ENGINES_READY, Type.ROLLOUTS_FLOWING, Type.LEARNER_PROGRESSING)
-    missing = [item.type for item in made if item.type in needed and item.status is not ConditionStatus.TRUE]
-    if missing:
-        return _false(Type.READY, "NotReady", f"not {', '.join(missing)}")
-    return _true(Type.READY, "Training")
+def condition_message(snapshot: Snapshot, kind: Type) -> str:
+    """Message of a condition of the current status."""
+    conditions = snapshot.status.get("conditions", ())
+    return next((item.get("message", "") for item in conditions if item["type"] == kind), "")

@@ -9,8 +9,17 @@ from typing import Any
 from kestrl._shared.service import EXIT_INPUT
 from kestrl._shared.spec.status import Condition, SFTJobStatus, SFTShown
 from kestrl_operator.state.sft import CONTAINER, Batch, SFTPod
-from kestrl_operator.status.conditions import SFT_REASONS, ConditionStatus, Observation, Type, joined, phase
+from kestrl_operator.status.conditions import (
+    QUARANTINED,
+    SFT_REASONS,
+    ConditionStatus,
+    Observation,
+    Type,
+    joined,
+    phase,
+)
 from kestrl_operator.status.observations import is_missing
+from kestrl_operator.status.summary import distance, left_alone
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,9 +75,19 @@ def with_sft_failure(before: Mapping[str, Any], seen: SFTSnapshot, reason: str) 
         reason: Reason of condition Ready.
     """
     old = SFTJobStatus.model_validate(dict(before))
-    failed = Observation(type=Type.READY, status=ConditionStatus.FALSE, reason=reason, message=seen.problem)
-    conditions = joined(old.conditions, [failed], generation=seen.generation, now=seen.now, kinds=tuple(SFT_REASONS))
-    after = old.model_copy(update={"conditions": conditions, "shown": SFTShown(phase=phase(conditions))})
+    quarantined = reason == QUARANTINED
+    failed = [Observation(type=Type.READY, status=ConditionStatus.FALSE, reason=reason, message=seen.problem)]
+    observations = left_alone(seen.problem) if quarantined else failed
+    conditions = joined(
+        old.conditions, observations, generation=seen.generation, now=seen.now, kinds=tuple(SFT_REASONS)
+    )
+    after = old.model_copy(
+        update={
+            "conditions": conditions,
+            "shown": SFTShown(phase=phase(conditions)),
+            "observed_generation": seen.generation if quarantined else old.observed_generation,
+        }
+    )
     return after.model_dump(by_alias=True, exclude_none=True)
 
 
@@ -85,7 +104,12 @@ def observed(seen: SFTSnapshot) -> Iterator[Observation]:
     if seen.batch is not None or not seen.problem:
         yield _scheduled(seen, ended=ended)
         yield _succeeded(seen)
-    yield _ready(seen, ended=ended)
+    ready = _ready(seen, ended=ended)
+    yield ready
+    if ended:
+        yield from distance(ready, "Failed" if ready.reason == "Finished" else "", _succeeded(seen).message)
+    else:
+        yield from distance(ready, "Rejected" if seen.problem else "", seen.problem)
 
 
 def _accepted(seen: SFTSnapshot) -> Observation:
@@ -130,7 +154,8 @@ def _succeeded(seen: SFTSnapshot) -> Observation:
 def _ready(seen: SFTSnapshot, *, ended: bool) -> Observation:
     pod = seen.newest
     if ended:
-        return _false(Type.READY, "Finished")
+        succeeded = seen.batch is not None and seen.batch.outcome == "Complete"
+        return _true(Type.READY, "Completed") if succeeded else _false(Type.READY, "Finished")
     if pod is not None and pod.running:
         return _true(Type.READY, "Training", pod.name)
     if seen.problem:

@@ -75,10 +75,16 @@ class Audit:
             await self._pods()
             await self._children()
         if self._may_list_nodes:
-            self._store.nodes = [node_of(item) async for item in self._api.list(NODE, None)]
+            await self._nodes()
         self._rounds += 1
         self.ended = asyncio.get_running_loop().time()
         self.done.set()
+
+    async def _nodes(self) -> None:
+        before = self._store.lost_nodes().keys()
+        self._store.nodes = [node_of(item) async for item in self._api.list(NODE, None)]
+        for key in list(self._store.on_nodes(before ^ self._store.lost_nodes().keys())):
+            self._changed(key)
 
     async def _jobs(self) -> None:
         # Jobs that the stream delivers while the list is read may be too new to be in it; their absence is no deletion.

@@ -20,6 +20,8 @@ from kestrl._shared.spec.status import JobStatus, SFTJobStatus
 GROUP, VERSION = "kestrl.dev", "v1alpha1"
 PLURAL, SINGULAR, SHORT = "agentrljobs", "agentrljob", "arlj"
 SFT_PLURAL, SFT_SINGULAR = "sftjobs", "sftjob"
+NEVER_OBSERVED = -1
+"""The `status.observedGeneration` of a job that no operator has seen, by default."""
 LONGEST_STRING, LONGEST_LIST, LARGEST_MAP = 2048, 64, 64
 """Bounds for fields without one in the models; Kubernetes estimates the cost of CEL rules from them."""
 KEPT = (
@@ -113,7 +115,8 @@ def _definition(
                                 **{key: {"type": "string"} for key in ("apiVersion", "kind")},
                                 "metadata": {"type": "object"},
                                 "spec": spec,
-                                "status": status,
+                                # kstatus takes an object without a status for one that is as its spec says.
+                                "status": {**status, "default": {"observedGeneration": NEVER_OBSERVED}},
                             },
                             "x-kubernetes-validations": [
                                 rule(

@@ -64,8 +64,8 @@ class EngineStatus(Model):
     name: str
     version: str | None = None
     """Newest version that the engine has verified."""
-    lag: int = 0
-    """Steps behind the newest published version."""
+    lag: int | None = None
+    """Steps behind the newest published version; absent if the engine has verified none."""
     state: str = ""
     message: str = ""
     """Why the engine is behind, if it is."""
@@ -107,8 +107,8 @@ class Shown(Model):
     """Policy version, such as v14."""
     converged: str = ""
     """Engines that have verified the newest version, such as 2/2."""
-    lag: int = 0
-    """Lag of the slowest engine in steps."""
+    lag: int | None = None
+    """Lag of the slowest engine in steps, of those that have verified a version; absent if none has."""
     reward: str = ""
 
 
@@ -120,10 +120,9 @@ class JobStatus(Model):
     shown: Shown = Shown()
     progress: ProgressStatus = ProgressStatus()
     policy: PolicyStatus | None = None
-    """Newest version that every engine has verified."""
+    """Newest version that every engine has verified; that of the result, once the job has succeeded."""
     result: ResultStatus | None = None
-    """Adapter of a succeeded job. It may be newer than `policy`, since a job does not wait for every engine to verify
-    the last version."""
+    """Adapter of a succeeded job."""
     history: Annotated[list[PolicyStatus], Field(max_length=10)] = Field(default_factory=list[PolicyStatus])
     """Last versions, newest first."""
     engines: Annotated[

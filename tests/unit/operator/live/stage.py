@@ -39,6 +39,8 @@ ROOT = Path(__file__).parents[4]
 QUICKSTART = ROOT / "examples" / "email-search" / "quickstart.yaml"
 KEY = b"0123456789abcdef0123456789abcdef"
 NAMESPACE, JOB = "team-a", "email-search"
+UNSEEN = {"observedGeneration": -1}
+"""Status of a job that no operator has seen."""
 VALUES: Object = {
     "images": {
         "engine": {"cpu": "r/engine-cpu:1", "cuda": "r/engine-cuda:1", "npu": "r/engine-npu:1"},

@@ -10,7 +10,7 @@ from tests.fakes.kubernetes import Controllers
 
 from kestrl_operator.controllers import reconcile
 
-from .stage import CHILDREN, JOB, NAMESPACE, WORKLOADS, Object, Stage, ready
+from .stage import CHILDREN, JOB, NAMESPACE, UNSEEN, WORKLOADS, Object, Stage, ready
 
 ROLES = ("inference", "tools", "judge", "rollout", "learner")
 
@@ -234,7 +234,7 @@ async def test_an_operator_of_some_namespaces_leaves_the_others_alone(stage: Sta
     stage.job("here", namespace="team-c")
     await stage.until(lambda: stage.cluster.find("statefulsets", "team-c", "here-learner"), "team-c's job is applied")
     assert stage.children("elsewhere") == []
-    assert stage.status("elsewhere") == {}
+    assert stage.status("elsewhere") == UNSEEN
     asked = {
         item.namespace for item in stage.cluster.log if item.verb in {"list", "watch"} and item.resource != "nodes"
     }

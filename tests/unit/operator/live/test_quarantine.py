@@ -16,7 +16,7 @@ import pytest
 import yaml
 from tests.fakes.ports import free_port
 
-from .stage import JOB, NAMESPACE, VALUES, Stage
+from .stage import JOB, NAMESPACE, UNSEEN, VALUES, Stage
 
 KILLED = """
 import os, signal, sys
@@ -67,7 +67,7 @@ async def test_a_spec_that_killed_the_operator_is_quarantined(stage: Stage) -> N
     async with process(stage, work_file) as first:
         async with asyncio.timeout(20):
             assert await first.wait() == -signal.SIGKILL
-    assert stage.status("killer") == {}
+    assert stage.status("killer") == UNSEEN
     stage.job()
     async with process(stage, work_file) as second:
         await stage.until(lambda: stage.condition("Ready", "killer")[1] == "Quarantined", "it is quarantined")

@@ -71,7 +71,7 @@ async def test_a_finished_job_ends_whatever_its_newest_spec_is(stage: Stage, pat
         await stage.until(lambda: stage.phase() == "Succeeded", "it ends")
         await stage.until(lambda: running.replicas() == {0}, "its pods are let go")
         assert stage.condition("EnginesReady")[:2] == ("False", "Released")
-        assert stage.condition("Ready")[:2] == ("False", "Finished")
+        assert stage.condition("Ready")[:2] == ("True", "Completed")
 
 
 @pytest.mark.parametrize("patches", [TYPO, NOT_OURS], ids=["refused by Kubernetes", "refused by the operator"])

@@ -209,6 +209,13 @@ STATES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
         {"ended": (Ended(container="engine", reason="OOMKilled", code=137, message=""),), "restarts": 1},
     ),
     (
+        "it was killed after a line about something else",
+        written(
+            container(state=terminated(137, "OOMKilled", message="error: resumed at step 7")), conditions=NOT_READY
+        ),
+        {"ended": (Ended(container="engine", reason="OOMKilled", code=137, message=""),)},
+    ),
+    (
         "it runs again after a restart",
         written(
             container(ready=True, restarts=1, state=RUNS, lastState=terminated(137, "OOMKilled")), conditions=READY
@@ -330,7 +337,9 @@ def test_a_pod_of_no_job_is_ignored(labels: dict[str, str]) -> None:
         ("error: no space is left", "no space is left"),
         ("error: the first\nINFO going on\nerror: the last\nwarning: of no use\n", "the last"),
         ("Traceback (most recent call last):\n  File\nValueError: seven\n\n", "ValueError: seven"),
-        ("an error: in the middle", "an error: in the middle"),
+        ("(EngineCore pid=7) RuntimeError: no device\nINFO going down", "(EngineCore pid=7) RuntimeError: no device"),
+        ("an error: in the middle", ""),
+        ("INFO resumed at step 7; 4 scenarios are pending again", ""),
         (f"error: {'x' * 4000}", "x" * 500),
     ],
 )

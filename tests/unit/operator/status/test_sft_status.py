@@ -60,7 +60,7 @@ CASES: list[tuple[str, SFTSnapshot, str, dict[str, tuple[str, str, str]]]] = [
     (
         "no such model",
         seen(sft_pod(container_state("prepare", ended_with(2, "error: spec.model.base: no model"))), batch=batch_job()),
-        "Rejected",
+        "WaitingFor",
         {"Accepted": ("False", "Unresolvable", "spec.model.base: no model")},
     ),
     (
@@ -73,7 +73,7 @@ CASES: list[tuple[str, SFTSnapshot, str, dict[str, tuple[str, str, str]]]] = [
             ),
             batch=batch_job(),
         ),
-        "Rejected",
+        "WaitingFor",
         {
             "Accepted": (
                 "False", "Unresolvable", 'warm-up-sft-00: prepare: CreateContainerConfigError: secret "s" not found',
@@ -106,7 +106,7 @@ CASES: list[tuple[str, SFTSnapshot, str, dict[str, tuple[str, str, str]]]] = [
         "Succeeded",
         {
             "Succeeded": ("True", "Completed", "s3://bucket/warm-up-5f000000/adapters/000040-3f0c"),
-            "Ready": ("False", "Finished", ""),
+            "Ready": ("True", "Completed", ""),
             "Scheduled": ("False", "Released", ""),
         },
     ),
@@ -165,7 +165,7 @@ def test_each_state_is_observed(snapshot: SFTSnapshot, phase: str, expected: dic
     status = sft_status({}, snapshot)
     assert shown(snapshot).items() >= expected.items()
     assert status["shown"]["phase"] == phase
-    assert [item["type"] for item in status["conditions"]] == ["Accepted", "Scheduled", "Ready", "Succeeded"]
+    assert [item["type"] for item in status["conditions"]] == [str(kind) for kind in SFT_REASONS]
     assert {item["observedGeneration"] for item in status["conditions"]} == {1}
     assert has_ended(status) == (phase in {"Succeeded", "Failed"})
 
@@ -190,7 +190,8 @@ def test_transition_times_change_with_the_status_only() -> None:
     before = sft_status({}, seen(sft_pod(DONE, RUNS), batch=RUNNING))
     later = SFTSnapshot(generation=1, now="2026-01-01T03:00:00Z", batch=batch_of(batch_job()), pods=[])
     times = {item["type"]: item["lastTransitionTime"] for item in sft_status(before, later)["conditions"]}
-    assert times == {"Accepted": NOW, "Scheduled": later.now, "Ready": later.now, "Succeeded": NOW}
+    changed = {"Scheduled", "Ready", "Reconciling"}
+    assert times == {str(kind): later.now if kind in changed else NOW for kind in SFT_REASONS}
 
 
 def test_a_failed_pass_is_in_condition_ready_beside_the_others() -> None:

@@ -47,6 +47,7 @@ SCHEMA = crd()["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]
 QUEUED = {QUEUE_LABEL: "gpus"}
 SUSPENDED = condition("Suspended", "True", "Released")
 OOM = ended("engine", "OOMKilled", 137)
+LOST_NODE = {"gpu-7": "Kubelet stopped posting node status."}
 UNSCHEDULED = "0/3 nodes are available: 3 Insufficient nvidia.com/gpu."
 NO_RUNTIME_CLASS = (
     'email-search-tools-7d4b9: Error creating: pods "email-search-tools-7d4b9-" is forbidden: pod rejected: '
@@ -86,7 +87,7 @@ TABLE: list[tuple[str, dict[str, Any], str, Expected]] = [
         "Pending",
         {
             "Accepted": ("True", "Valid"),
-            "QuotaReserved": ("True", "NotQueued"),
+            "QuotaReserved": ("Unknown", NOT_OBSERVED, "the job names no queue"),
             "Scheduled": ("False", "Pending", "0 of 6 pods have a node"),
             "EnginesReady": ("False", "Starting", "0/2"),
             "PolicyConverged": (
@@ -118,9 +119,21 @@ TABLE: list[tuple[str, dict[str, Any], str, Expected]] = [
     ),
     (
         "its queue has admitted it",
-        {"labels": QUEUED},
+        {"labels": QUEUED, "pods": [replace(item, admitted=True) for item in all_pods()]},
         "Running",
         {"QuotaReserved": ("True", "Admitted")},
+    ),
+    (
+        "it names a queue, and nothing serves queues",
+        {"labels": QUEUED},
+        "Running",
+        {
+            "QuotaReserved": (
+                "Unknown",
+                NOT_OBSERVED,
+                "no queue controller has marked the job's pods: does any serve queue gpus?",
+            )
+        },
     ),
     (
         "it has no pod yet that its queue could admit",
@@ -131,11 +144,11 @@ TABLE: list[tuple[str, dict[str, Any], str, Expected]] = [
     (
         "no node takes an engine now",
         {"pods": all_pods(waiting(Role.INFERENCE, 1, unscheduled=UNSCHEDULED))},
-        "Pending",
+        "Degraded",
         {
             "Scheduled": ("False", "Pending", f"email-search-inference-1: {UNSCHEDULED}"),
             "EnginesReady": ("False", "Starting", "1/2"),
-            "Ready": (*NOT_READY, "not Scheduled, EnginesReady"),
+            "Ready": ("False", "Degraded", "not Scheduled, EnginesReady"),
         },
     ),
     (
@@ -152,7 +165,7 @@ TABLE: list[tuple[str, dict[str, Any], str, Expected]] = [
             "last_report": None,
             "not_created": (NOW - 60, NO_RUNTIME_CLASS),
         },
-        "Rejected",
+        "WaitingFor",
         {
             "Accepted": (
                 "False",
@@ -166,7 +179,7 @@ TABLE: list[tuple[str, dict[str, Any], str, Expected]] = [
     (
         "there is no RuntimeClass of the chart",
         {"pods": [], "last_report": None, "not_created": (NOW - 60, NO_RUNTIME_CLASS)},
-        "Rejected",
+        "WaitingFor",
         {
             "Accepted": (
                 "False",
@@ -179,7 +192,7 @@ TABLE: list[tuple[str, dict[str, Any], str, Expected]] = [
     (
         "a surplus worker does not replace an engine without a node",
         {"pods": [*all_pods(waiting(Role.INFERENCE, 1)), pod(Role.ROLLOUT, 1)]},
-        "Pending",
+        "Degraded",
         {"Scheduled": ("False", "Pending", "5 of 6 pods have a node")},
     ),
     (
@@ -188,7 +201,7 @@ TABLE: list[tuple[str, dict[str, Any], str, Expected]] = [
             "pods": all_pods(waiting(Role.INFERENCE, 1)),
             "unsatisfiable": "spec.inference.accelerator (profile nvidia): no node has 16 of nvidia.com/gpu",
         },
-        "Pending",
+        "Degraded",
         {
             "Scheduled": (
                 "False",
@@ -206,7 +219,7 @@ TABLE: list[tuple[str, dict[str, Any], str, Expected]] = [
     (
         "the model is not where the manifest says",
         {"pods": all_pods(waiting(Role.LEARNER, scheduled=True, ended=(NO_MODEL,))), "last_report": None},
-        "Rejected",
+        "WaitingFor",
         {
             "Accepted": ("False", "Unresolvable", f"email-search-learner-0: {NO_MODEL.message}"),
             "LearnerProgressing": (
@@ -219,13 +232,13 @@ TABLE: list[tuple[str, dict[str, Any], str, Expected]] = [
     (
         "the model is not in storage",
         {"pods": all_pods(waiting(Role.INFERENCE, scheduled=True, ended=(NO_OBJECT,)))},
-        "Rejected",
+        "Degraded",
         {"Accepted": ("False", "Unresolvable", f"email-search-inference-0: {NO_OBJECT.message}")},
     ),
     (
         "storage does not answer the preparation, which is no error of the manifest",
         {"pods": all_pods(waiting(Role.INFERENCE, scheduled=True, ended=(NO_STORE,), restarts=2))},
-        "Starting",
+        "Degraded",
         {
             "Accepted": ("True", "Valid"),
             "EnginesReady": (
@@ -253,7 +266,7 @@ TABLE: list[tuple[str, dict[str, Any], str, Expected]] = [
             ),
             "last_report": None,
         },
-        "Rejected",
+        "WaitingFor",
         {
             "Accepted": (
                 "False",
@@ -265,7 +278,7 @@ TABLE: list[tuple[str, dict[str, Any], str, Expected]] = [
     (
         "an image is missing",
         {"pods": all_pods(waiting(Role.INFERENCE, scheduled=True, unstartable="engine: ErrImagePull: not found"))},
-        "Starting",
+        "Degraded",
         {
             "Accepted": ("True", "Valid"),
             "EnginesReady": (
@@ -278,7 +291,7 @@ TABLE: list[tuple[str, dict[str, Any], str, Expected]] = [
     (
         "the learner failed because of user code",
         {"last_report": learner_report(failed(Boundary.USER_CODE, "user_code_raised"))},
-        "Rejected",
+        "Restarting",
         {
             "Accepted": ("False", "Unresolvable", "the learner: it went wrong"),
             "LearnerProgressing": (
@@ -367,11 +380,11 @@ TABLE: list[tuple[str, dict[str, Any], str, Expected]] = [
                 report(engines=[engine(0), engine(1, 13, state="away", lag=1)], engines_converged=1)
             ),
         },
-        "Starting",
+        "Degraded",
         {
             "EnginesReady": (
                 "False",
-                "Unavailable",
+                "OOMKilled",
                 "1/2; email-search-inference-1: engine ended with OOMKilled (137) (restarted 4 times)",
             ),
             "PolicyConverged": ("False", "Loading", f"1/2 engines have verified {version(14).name}"),
@@ -385,7 +398,7 @@ TABLE: list[tuple[str, dict[str, Any], str, Expected]] = [
                 report(engines=[engine(0), engine(1, 13, state="away", lag=1, message="(no reply)")])
             ),
         },
-        "Starting",
+        "Degraded",
         {"EnginesReady": ("False", "Unavailable", "1/2; engine-1 does not answer (no reply)")},
     ),
     (
@@ -432,7 +445,7 @@ TABLE: list[tuple[str, dict[str, Any], str, Expected]] = [
     (
         "no worker answers",
         {"pods": all_pods(unready(Role.ROLLOUT)), "last_report": learner_report(report(workers=0))},
-        "Starting",
+        "Degraded",
         {"RolloutsFlowing": ("False", "NoWorker", "0 of 1 workers' pods are ready")},
     ),
     (
@@ -441,7 +454,7 @@ TABLE: list[tuple[str, dict[str, Any], str, Expected]] = [
             "pods": all_pods(unready(Role.ROLLOUT, ended=(ended("rollout", message="ImportError: x"),), restarts=3)),
             "last_report": learner_report(report(workers=0)),
         },
-        "Starting",
+        "Degraded",
         {
             "RolloutsFlowing": (
                 "False",
@@ -453,13 +466,13 @@ TABLE: list[tuple[str, dict[str, Any], str, Expected]] = [
     (
         "the judge cannot start",
         {"pods": all_pods(waiting(Role.JUDGE, scheduled=True, unstartable="judge: ErrImageNeverPull: not here"))},
-        "Starting",
+        "Degraded",
         {"RolloutsFlowing": ("False", "Failing", "email-search-judge-0: judge: ErrImageNeverPull: not here")},
     ),
     (
         "no step has ended for long",
         {"last_report": learner_report(report(failures={"tool/tool_raised": 7, "judge/late": 2}), stepped=NOW - 301)},
-        "Starting",
+        "Degraded",
         {
             "LearnerProgressing": (
                 "False",
@@ -475,7 +488,7 @@ TABLE: list[tuple[str, dict[str, Any], str, Expected]] = [
                 report(storage_wait="writing step 7: no answer since 21:03:10Z"), stepped=NOW - 3000
             )
         },
-        "Starting",
+        "Degraded",
         {"LearnerProgressing": ("False", "StorageUnavailable", "writing step 7: no answer since 21:03:10Z")},
     ),
     (
@@ -496,7 +509,7 @@ TABLE: list[tuple[str, dict[str, Any], str, Expected]] = [
             "last_report": learner_report(report(), connected=False),
             "status": status(condition("CheckpointDurable", "True", "Confirmed")),
         },
-        "Starting",
+        "Degraded",
         {
             "PolicyConverged": ("Unknown", NOT_OBSERVED),
             "LearnerProgressing": ("False", "Unavailable", "it does not answer"),
@@ -507,19 +520,76 @@ TABLE: list[tuple[str, dict[str, Any], str, Expected]] = [
     (
         "the learner was killed for memory",
         {"pods": all_pods(unready(Role.LEARNER, ended=(ended("learner", "OOMKilled", 137),))), "last_report": None},
-        "Starting",
+        "Restarting",
         {
             "LearnerProgressing": (
                 "False",
-                "Unavailable",
+                "OOMKilled",
                 "email-search-learner-0: learner ended with OOMKilled (137)",
             )
         },
     ),
     (
+        "a worker was killed for memory",
+        {"pods": all_pods(unready(Role.ROLLOUT, ended=(ended("rollout", "OOMKilled", 137),)))},
+        "Degraded",
+        {
+            "RolloutsFlowing": (
+                "False",
+                "OOMKilled",
+                "email-search-rollout-0: rollout ended with OOMKilled (137)",
+            )
+        },
+    ),
+    *(
+        (
+            f"the node of a pod of {role} does not answer",
+            {"pods": all_pods(unready(role, node="gpu-7")), "lost_nodes": LOST_NODE, **given},
+            word,
+            {kind: ("False", "NodeNotReady", f"{prefix}email-search-{role}-0: node gpu-7: {LOST_NODE['gpu-7']}")},
+        )
+        for role, kind, prefix, word, given in (
+            (Role.INFERENCE, "EnginesReady", "1/2; ", "Degraded", dict[str, Any]()),
+            (Role.ROLLOUT, "RolloutsFlowing", "", "Degraded", {}),
+            (Role.LEARNER, "LearnerProgressing", "", "Restarting", {"last_report": None, "workloads": workloads(1)}),
+        )
+    ),
+    (
+        "the node of a pod that is ready does not answer yet",
+        {"pods": all_pods(pod(Role.INFERENCE, node="gpu-7")), "lost_nodes": LOST_NODE},
+        "Running",
+        {"EnginesReady": ("True", "AllReady", "2/2")},
+    ),
+    (
+        "the learner is ready and has not answered yet",
+        {
+            "pods": all_pods(pod(Role.LEARNER, ready_since=NOW - 59)),
+            "last_report": None,
+            "unreachable": "Connection refused",
+        },
+        "Starting",
+        {"LearnerProgressing": ("False", "Starting", "it does not answer yet: Connection refused")},
+    ),
+    (
+        "the learner is ready for long and has never answered",
+        {
+            "pods": all_pods(pod(Role.LEARNER, ready_since=NOW - 60)),
+            "last_report": None,
+            "unreachable": "Connection refused",
+        },
+        "Starting",
+        {"LearnerProgressing": ("False", "Unavailable", "it does not answer: Connection refused")},
+    ),
+    (
+        "storage does not answer before the first step",
+        {"last_report": learner_report(report("starting", step=0, storage_wait="no answer since 21:03:10Z"))},
+        "WaitingFor",
+        {"LearnerProgressing": ("False", "StorageUnavailable", "no answer since 21:03:10Z")},
+    ),
+    (
         "the learner failed and is restarted",
         {"last_report": learner_report(failed()), "memory": Memory(failed=NOW - 4)},
-        "Starting",
+        "Restarting",
         {
             "LearnerProgressing": (
                 "False",
@@ -534,13 +604,13 @@ TABLE: list[tuple[str, dict[str, Any], str, Expected]] = [
     (
         "the learner of an earlier attempt reports its failure for the last time",
         {"last_report": learner_report(failed()), "workloads": workloads(1)},
-        "Starting",
+        "Restarting",
         {"LearnerProgressing": ("False", "Failed", "[engine/no_engine_proved] it went wrong")},
     ),
     (
         "it drained, was resumed, and is restarted",
         {"last_report": learner_report(over("suspended", message="at step 14"))},
-        "Starting",
+        "Restarting",
         {
             "LearnerProgressing": ("False", "Starting", "at step 14"),
             "PolicyConverged": ("Unknown", NOT_OBSERVED),
@@ -697,7 +767,7 @@ TABLE: list[tuple[str, dict[str, Any], str, Expected]] = [
             "Suspended": ("True", "Released", "at step 14; suspend: false resumes from there"),
             "QuotaReserved": ("Unknown", NOT_OBSERVED),
             "Scheduled": ("False", "Released", ""),
-            "Ready": NOT_READY,
+            "Ready": ("True", "Suspended"),
         },
     ),
     (
@@ -712,7 +782,7 @@ TABLE: list[tuple[str, dict[str, Any], str, Expected]] = [
         "Succeeded",
         {
             "Succeeded": ("True", "Completed", "26 steps; the adapter is s3://bucket/email-search/adapters/14"),
-            "Ready": ("False", "Finished"),
+            "Ready": ("True", "Completed"),
             "Accepted": ("True", "Valid"),
             "Suspended": ("False", "Running"),
             "PolicyConverged": ("Unknown", NOT_OBSERVED, "no engine is to run"),
@@ -728,7 +798,7 @@ TABLE: list[tuple[str, dict[str, Any], str, Expected]] = [
         "Succeeded",
         {
             "Succeeded": ("True", "Completed", "26 steps"),
-            "Ready": ("False", "Finished"),
+            "Ready": ("True", "Completed"),
             "Accepted": ("Unknown", NOT_OBSERVED),
         },
     ),
@@ -758,7 +828,7 @@ TABLE: list[tuple[str, dict[str, Any], str, Expected]] = [
         {
             "Succeeded": ("True", "Completed"),
             "Accepted": ("False", "Invalid", "spec.bogus: unknown field"),
-            "Ready": ("False", "Finished"),
+            "Ready": ("True", "Completed"),
         },
     ),
     (
@@ -805,7 +875,8 @@ def test_every_reason_of_the_closed_list_is_used() -> None:
         for item in status_for(snapshot(**changes))["conditions"]:
             used[item["type"]].add(item["reason"])
     for reason in ("OperatorFailed", QUARANTINED):
-        used["Ready"].add(condition_of(with_failure({}, "no", generation=1, now=NOW, reason=reason), "Ready")[1])
+        for item in with_failure({}, "no", generation=1, now=NOW, reason=reason)["conditions"]:
+            used[item["type"]].add(item["reason"])
     assert {kind: reasons - {NOT_OBSERVED} for kind, reasons in used.items()} == {
         str(kind): set(reasons) for kind, reasons in REASONS.items()
     }
@@ -822,7 +893,7 @@ def test_a_failed_pass_is_reported_beside_the_earlier_conditions() -> None:
     assert {name: value for name, value in after.items() if name not in {"conditions", "shown"}} == {
         name: value for name, value in before.items() if name not in {"conditions", "shown"}
     }
-    assert (before["shown"]["phase"], after["shown"]["phase"]) == ("Running", "Starting")
+    assert (before["shown"]["phase"], after["shown"]["phase"]) == ("Running", "Degraded")
     assert with_failure(after, "no answer", generation=7, now=NOW + 99) == after, "written again and again"
     for changes in ({}, {"job": None, "problem": "spec.model: no such model"}):
         assert condition_of(status_for(snapshot(status=after, **changes)), "Ready")[1] != "OperatorFailed", (
@@ -986,8 +1057,8 @@ def test_engines_are_listed_as_the_learner_reports_them() -> None:
     assert written["engines"][0] == {
         "name": "engine-0", "version": version(14).name, "lag": 0, "state": "serving", "message": "",
     }  # fmt: skip
-    assert written["engines"][1]["lag"] == written["shown"]["lag"] == 15
-    assert "version" not in written["engines"][1]
+    assert written["shown"]["lag"] == 0
+    assert written["engines"][1].keys().isdisjoint({"lag", "version"}), "it has verified nothing that could be late"
     assert len(written["engines"][1]["message"]) == LONGEST_OF_ENGINE
     assert written["engines"][1]["message"].endswith("...")
 
@@ -1089,7 +1160,7 @@ def test_of_too_many_kinds_of_failures_the_frequent_ones_are_listed() -> None:
         ),
         (
             {"last_report": None, "pods": []},
-            {"phase": "Pending", "step": "", "policy": "", "converged": "", "lag": 0, "reward": ""},
+            {"phase": "Pending", "step": "", "policy": "", "converged": "", "reward": ""},
         ),
         (
             {"last_report": learner_report(report(means={"reward": float("inf")}))},
@@ -1136,7 +1207,8 @@ def test_the_result_of_a_job_that_succeeded_is_the_newest_version_and_stays() ->
         last_report=learner_report(over("succeeded", policy=policy_to_proto(version(26)), policy_uri="s3://b/26")),
     )
     after = status_for(last)
-    assert after["policy"]["version"] == version(14).name  # not all engines have verified the last one
+    assert (after["policy"]["version"], after["shown"]["policy"]) == (version(26).name, "v26")
+    assert "convergedAt" not in after["policy"], "not all engines have verified the last one"
     expected = {"version": version(26).name, "sha256": version(26).sha256, "uri": "s3://b/26"}
     assert after["result"] == expected
     assert status_for(snapshot(status=after, last_report=None, pods=[]))["result"] == expected

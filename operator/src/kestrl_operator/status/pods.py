@@ -1,0 +1,40 @@
+"""What is wrong with the pods of a role. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from kestrl_operator.state.snapshot import OUT_OF_MEMORY, Pod
+
+
+class PodProblem(NamedTuple):
+    """Why a pod does not do its work."""
+
+    reason: str
+    """The reason of `status.conditions.LOST`; empty if it is none of them."""
+    message: str
+
+    def reason_or(self, other: str) -> str:
+        return self.reason or other
+
+
+def pod_problem(pods: Sequence[Pod], lost_nodes: Mapping[str, str]) -> PodProblem | None:
+    """What is wrong with the pods; None if nothing is.
+
+    Args:
+        pods: The pods of a role.
+        lost_nodes: Nodes that are not ready, with what Kubernetes says of them.
+    """
+    for pod in pods:
+        if not pod.ready and pod.node in lost_nodes:
+            # What its containers last said is older than the loss of the node.
+            return PodProblem("NodeNotReady", f"{pod.name}: node {pod.node}: {lost_nodes[pod.node]}")
+    for pod in pods:
+        if pod.unstartable:
+            return PodProblem("", f"{pod.name}: {pod.unstartable}")
+        for item in pod.ended:
+            again = f" (restarted {pod.restarts} times)" if pod.restarts else ""
+            reason = OUT_OF_MEMORY if item.reason == OUT_OF_MEMORY else ""
+            return PodProblem(reason, f"{pod.name}: {item}{again}")
+    return None

@@ -1,0 +1,102 @@
+"""The conditions that sum up the others: Ready, and those by which kstatus judges an object. Pure.
+
+Ready=True says that an object is as its spec says, Reconciling=True that it is on its way there, and Stalled=True that
+it is stuck; no two are true at a time. kstatus looks at them in this order: Reconciling, Stalled, Ready.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from kestrl._shared.plan.components import Role
+from kestrl.runstate.states import RunPhase
+from kestrl_operator.state.snapshot import LearnerReport, Snapshot
+from kestrl_operator.status.conditions import QUARANTINED, ConditionStatus, Observation, Type
+from kestrl_operator.status.lifecycle import Decision, Stage
+
+NEEDED = (Type.SCHEDULED, Type.ENGINES_READY, Type.ROLLOUTS_FLOWING, Type.LEARNER_PROGRESSING)
+TRAINS = frozenset({RunPhase.TRAINING, RunPhase.EVALUATING, RunPhase.DRAINING})
+LEARNER = "learner"
+"""Name of the learner's container."""
+
+
+def summed_up(observations: Sequence[Observation], snapshot: Snapshot, decision: Decision) -> Iterator[Observation]:
+    """The conditions that follow from the others.
+
+    Args:
+        observations: The other conditions, as observed in this pass.
+        snapshot: The snapshot of the job.
+        decision: The decision about it.
+    """
+    status = {item.type: item.status for item in observations}
+    succeeded = status.get(Type.SUCCEEDED) is ConditionStatus.TRUE
+    ready = _ready(observations, snapshot, decision, succeeded=succeeded)
+    yield ready
+    if decision.stage is Stage.ENDED:
+        yield from distance(ready, "" if succeeded else "Failed", _message(observations, Type.SUCCEEDED))
+    else:
+        yield from distance(ready, "Rejected" if snapshot.problem else "", _message(observations, Type.ACCEPTED))
+
+
+def distance(ready: Observation | None, stalled: str, message: str) -> Iterator[Observation]:
+    """Conditions Reconciling and Stalled.
+
+    Args:
+        ready: Condition Ready.
+        stalled: Reason of condition Stalled; empty if the job is not stalled.
+        message: Why it is.
+    """
+    kind = Type.RECONCILING
+    if stalled:
+        yield Observation(type=kind, status=ConditionStatus.FALSE, reason="Stalled")
+        yield Observation(type=Type.STALLED, status=ConditionStatus.TRUE, reason=stalled, message=message)
+        return
+    if ready is not None and ready.status is ConditionStatus.TRUE:
+        yield Observation(type=kind, status=ConditionStatus.FALSE, reason="Reconciled")
+    else:
+        missing = "" if ready is None else ready.message
+        yield Observation(type=kind, status=ConditionStatus.TRUE, reason="Progressing", message=missing)
+    yield Observation(type=Type.STALLED, status=ConditionStatus.FALSE, reason="NotStalled")
+
+
+def left_alone(why: str) -> Iterator[Observation]:
+    """The conditions of a job whose spec killed an operator."""
+    yield Observation(type=Type.READY, status=ConditionStatus.FALSE, reason=QUARANTINED, message=why)
+    yield from distance(None, QUARANTINED, why)
+
+
+def _message(observations: Sequence[Observation], kind: Type) -> str:
+    return next((item.message for item in observations if item.type is kind), "")
+
+
+def _ready(
+    observations: Sequence[Observation], snapshot: Snapshot, decision: Decision, *, succeeded: bool
+) -> Observation:
+    if decision.stage is Stage.ENDED:
+        ended = (ConditionStatus.TRUE, "Completed") if succeeded else (ConditionStatus.FALSE, "Finished")
+        return Observation(type=Type.READY, status=ended[0], reason=ended[1])
+    if decision.stage is Stage.RELEASED:
+        return Observation(type=Type.READY, status=ConditionStatus.TRUE, reason="Suspended")
+    missing = [item.type for item in observations if item.type in NEEDED and item.status is not ConditionStatus.TRUE]
+    if not missing:
+        return Observation(type=Type.READY, status=ConditionStatus.TRUE, reason="Training")
+    reason = _shortfall(snapshot) if decision.stage is Stage.RUNNING else "NotReady"
+    return Observation(
+        type=Type.READY, status=ConditionStatus.FALSE, reason=reason, message=f"not {', '.join(missing)}"
+    )
+
+
+def _shortfall(snapshot: Snapshot) -> str:
+    """The reason of Ready for a job of which something is missing."""
+    last, learners = snapshot.last_report, snapshot.of(Role.LEARNER)
+    present = last is not None and any(pod.uid == last.pod and pod.ready for pod in learners)
+    if last is not None and present and last.phase in TRAINS:
+        return "Degraded"
+    return "Restarting" if _has_run(snapshot, last) else "NotReady"
+
+
+def _has_run(snapshot: Snapshot, last: LearnerReport | None) -> bool:
+    ended = any(item.container == LEARNER for pod in snapshot.of(Role.LEARNER) for item in pod.ended)
+    reported = last is not None and last.phase is not RunPhase.STARTING and last.phase is not None
+    steps = snapshot.status.get("progress", {}).get("step", 0)
+    return ended or reported or snapshot.attempts > 0 or steps > 0

@@ -49,6 +49,29 @@ def test_a_job_whose_newest_spec_is_refused_is_suspended_resumed_and_ends(instal
         eventually("its pods are gone", lambda: cluster.list("pods", namespace) == [], 240)
 
 
+def test_objects_of_a_user_with_a_jobs_names_are_left_alone(installation: Installation) -> None:
+    """The API server's own answers to the create, to the JSON patch of tests and to the apply with a uid."""
+    cluster = installation.cluster
+    with installation.place() as namespace:
+        name = "taken-agentrljob"
+        theirs = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": name}, "stringData": {"password": "x"}}
+        cluster.apply(theirs, namespace)
+        cluster.apply(small("taken", suspend=True), namespace)
+        refused = installation.wait("taken", namespace, lambda job: condition(job, "Accepted")[1] == "Invalid", 60)
+        assert f"Secret {namespace}/{name} is there and is not this job's" in condition(refused, "Accepted")[2]
+        assert condition(refused, "Stalled")[:2] == ("True", "Rejected")
+        assert "ownerReferences" not in cluster.get("secret", name, namespace)["metadata"]
+
+        cluster.kubectl("delete", "secret", name, f"--namespace={namespace}")
+        installation.wait("taken", namespace, is_true("Suspended"), 240)
+        owners = cluster.get("secret", name, namespace)["metadata"]["ownerReferences"]
+        assert [owner["name"] for owner in owners] == ["taken"]
+        cluster.patch(JOB, "taken", {"spec": {"rollout": {"replicas": 2}}}, namespace)
+        cluster.wait_for(JOB, "taken", lambda job: job["status"]["observedGeneration"] == 2, namespace, seconds=60)
+        accepted = cluster.get(JOB, "taken", namespace)
+        assert condition(accepted, "Accepted")[0] == "True", "its own objects are known by their owner"
+
+
 def trains(job: dict[str, Any]) -> bool:
     return condition(job, "Ready")[:2] == ("True", "Training")
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import base64
 import copy
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal, cast
 from uuid import uuid4
 
@@ -72,6 +73,14 @@ class Objects:
         self.compacted = self.version
         self.history.clear()
 
+    @contextmanager
+    def rehearsed(self, dry_run: bool) -> Iterator[None]:
+        self._dry = dry_run
+        try:
+            yield
+        finally:
+            self._dry = False
+
     def create(
         self, resource: Resource, namespace: str, given: Object, manager: str, *, own_status: bool = False
     ) -> Object:
@@ -128,11 +137,8 @@ class Objects:
         """Applies an object server-side; returns the object, and whether it was created. A dry run is validated in the
         same way and changes nothing.
         """
-        self._dry = dry_run
-        try:
+        with self.rehearsed(dry_run):
             return self._applied(resource, namespace, name, given, manager, force=force, subresource=subresource)
-        finally:
-            self._dry = False
 
     def _applied(
         self,

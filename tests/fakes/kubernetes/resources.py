@@ -19,7 +19,7 @@ OWN_METADATA = frozenset(
     {"name", "namespace", "uid", "resourceVersion", "generation", "creationTimestamp", "managedFields"}
 )
 """Metadata that the server writes and no manager owns."""
-APPLY, MERGE = "application/apply-patch+yaml", "application/merge-patch+json"
+APPLY, MERGE, TESTS = (f"application/{name}" for name in ("apply-patch+yaml", "merge-patch+json", "json-patch+json"))
 WRITING = frozenset({"create", "update", "patch", "delete"})
 
 

@@ -14,7 +14,7 @@ from aiohttp import web
 from tests.fakes.kubernetes.fields import field_selector, selector
 from tests.fakes.kubernetes.objects import Objects
 from tests.fakes.kubernetes.requests import Fault, Request
-from tests.fakes.kubernetes.resources import APPLY, BUILT_IN, MERGE, Change, Object, Refused, Resource
+from tests.fakes.kubernetes.resources import APPLY, BUILT_IN, MERGE, TESTS, Change, Object, Refused, Resource
 
 NAMES_ONLY = "application/json;as=PartialObjectMetadataList;"
 """Media type of a list of metadata only."""
@@ -171,8 +171,8 @@ class ApiServer:
                 f'{resource.full} "{asked.name}" is forbidden: User "{asked.user}" cannot {asked.verb} resource '
                 f'"{asked.resource}" in API group "{resource.group}"{place}',
             )
-        if asked.dry_run and request.content_type != APPLY:
-            raise Refused(400, "the fake knows dry runs of server-side apply alone")
+        if asked.dry_run and request.content_type not in {APPLY, TESTS} and asked.verb != "create":
+            raise Refused(400, "the fake knows no dry run of this request")
         if asked.verb == "watch":
             return await self._watched(request, asked, resource)
         if asked.verb == "list":
@@ -193,7 +193,8 @@ class ApiServer:
         if asked.verb == "create":
             if resource.plural == "selfsubjectaccessreviews":
                 return 201, self._reviewed(body)
-            made = objects.create(resource, asked.namespace, body, manager)
+            with objects.rehearsed(asked.dry_run):
+                made = objects.create(resource, asked.namespace, body, manager)
             self._collect_soon()
             return 201, made
         if asked.verb == "update":
@@ -213,6 +214,8 @@ class ApiServer:
         if request.content_type == MERGE:
             made = self.objects.merge(resource, asked.namespace, asked.name, asked.body, manager, subresource)
             return 200, made
+        if request.content_type == TESTS:
+            return 200, _tested(self.objects.get(resource, asked.namespace, asked.name), asked.body)
         if request.content_type != APPLY:
             raise Refused(415, f"the fake takes {APPLY} and {MERGE}, not {request.content_type}")
         if not request.query.get("fieldManager"):
@@ -373,3 +376,20 @@ async def _send_change(
 
 def _bookmark(resource: Resource, version: int) -> Object:
     return {"apiVersion": resource.api_version, "kind": resource.kind, "metadata": {"resourceVersion": str(version)}}
+
+
+def _tested(live: Object, operations: Sequence[Object]) -> Object:
+    """Carries out a JSON patch of tests alone."""
+    for item in operations:
+        if item["op"] != "test":
+            raise Refused(400, "the fake knows JSON patches of tests alone")
+        here: Any = live
+        for part in item["path"].split("/")[1:]:
+            name = part.replace("~1", "/").replace("~0", "~")
+            try:
+                here = here[int(name)] if isinstance(here, list) else here[name]
+            except (KeyError, IndexError):
+                raise Refused(422, f"the server rejected our request: {item['path']}: missing value") from None
+        if here != item["value"]:
+            raise Refused(422, f"the server rejected our request: testing path {item['path']}: test failed")
+    return live

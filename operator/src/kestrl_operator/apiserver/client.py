@@ -21,6 +21,7 @@ REQUEST_SECONDS = 30.0
 PAGE = 500
 SHOWN_CHARACTERS = 300
 MERGE = "application/merge-patch+json"
+TESTS = "application/json-patch+json"
 NAMES_ONLY = "application/json;as=PartialObjectMetadataList;v=v1;g=meta.k8s.io,application/json"
 UNREAD: Mapping[str, Any] = {"serialize": False, "_request_timeout": aiohttp.ClientTimeout(total=REQUEST_SECONDS)}
 """Arguments of every call of the client. It does not decode the answer: a list of 500 objects would cost it ten times
@@ -173,9 +174,9 @@ class Api:
         client = await self._connected()
         return await self._object(f"get {kind.name} {name}", client.get(resource(kind), name, namespace, **UNREAD))
 
-    async def create(self, kind: Kind, wanted: Mapping[str, Any]) -> Object:
-        client = await self._connected()
-        call = client.create(resource(kind), wanted, field_manager=MANAGER, **UNREAD)
+    async def create(self, kind: Kind, wanted: Mapping[str, Any], *, dry_run: bool = False) -> Object:
+        client, only = await self._connected(), "All" if dry_run else None
+        call = client.create(resource(kind), wanted, field_manager=MANAGER, dry_run=only, **UNREAD)
         return await self._object(f"create {kind.name}", call)
 
     async def replace(self, kind: Kind, wanted: Mapping[str, Any]) -> Object:
@@ -187,6 +188,30 @@ class Api:
         client = await self._connected()
         call = client.replace(resource(kind), wanted, field_manager=MANAGER, **UNREAD)
         return await self._object(f"update {kind.name}", call)
+
+    async def passes(self, kind: Kind, namespace: str, name: str, facts: Mapping[str, str]) -> Object | None:
+        """The object, if all of its fields have these values; None otherwise. This needs no right to read it.
+
+        Args:
+            kind: The kind.
+            namespace: Namespace of the object.
+            name: Its name.
+            facts: Values by JSON pointer.
+
+        Raises:
+            Gone: There is no such object.
+        """
+        client, what = await self._connected(), f"test {kind.name} {namespace}/{name}"
+        tests = [{"op": "test", "path": path, "value": value} for path, value in facts.items()]
+        call = client.patch(
+            resource(kind), tests, name, namespace, content_type=TESTS, field_manager=MANAGER, dry_run="All", **UNREAD
+        )
+        try:
+            return await self._object(what, call)
+        except ApiProblem as error:
+            if error.status == 422:
+                return None
+            raise
 
     async def merge(self, kind: Kind, namespace: str, name: str, changes: Mapping[str, Any]) -> None:
         """Applies a merge patch."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from time import time
 from typing import Any
 
 from kestrl._shared.telemetry import beginning, span, within
 from kestrl._shared.telemetry.names import Attr, SpanName
 from kestrl_operator.apiserver.client import Api, ApiProblem, Gone
+from kestrl_operator.controllers.claims import CLAIMED, Foreign, claim
 from kestrl_operator.controllers.due_objects import WATCHED_KINDS, Due
 from kestrl_operator.controllers.job_state import JobState, Refusal
 from kestrl_operator.controllers.manifests import traceparent
@@ -46,7 +47,8 @@ class Applier:
         """
         if snapshot.problem or due.digest == due.standing:
             return False
-        refused = await self._try_all([item for item in due.objects if item["kind"] in FROM_SPEC], due, dry_run=True)
+        tried = [item for item in due.objects if item["kind"] in FROM_SPEC | CLAIMED]
+        refused = await self._try_all(tried, due, dry_run=True)
         if refused:
             _note_refusal(state, snapshot, refused)
         return bool(refused)
@@ -89,9 +91,11 @@ class Applier:
             ApiProblem: The call failed for another reason.
         """
         try:
-            made = await self._api.apply(item, force=self._is_ours(item, due.there, begun=due.begun), dry_run=dry_run)
+            made = await self._applied(item, due, dry_run=dry_run)
         except Gone:
             raise
+        except Foreign as error:
+            return error
         except ApiProblem as error:
             if error.status in REFUSED or APPLY_CONFLICT in str(error):
                 return error
@@ -100,12 +104,15 @@ class Applier:
             self._store.child(item["kind"], made)
         return None
 
-    def _is_ours(self, item: Object, there: Collection[Child], *, begun: bool) -> bool:
-        """Whether an object of this name must be the job's: it was seen to be, or, for kinds that are not watched, the
-        job has begun.
-        """
-        child = Child(item["kind"], item["metadata"]["name"])
-        return child in there if item["kind"] in WATCHED_KINDS else begun
+    async def _applied(self, item: Object, due: Due, *, dry_run: bool) -> Object:
+        """Applies an object; fields of other managers are taken over only in what is known to be the job's."""
+        if item["kind"] not in CLAIMED:
+            there = Child(item["kind"], item["metadata"]["name"]) in due.there
+            return await self._api.apply(item, force=there, dry_run=dry_run)
+        mine = await claim(self._api, item, begun=due.begun, dry_run=dry_run)
+        if dry_run and item["kind"] not in FROM_SPEC:
+            return mine
+        return await self._api.apply(mine, dry_run=dry_run)
 
 
 def _note_refusal(state: JobState, snapshot: Snapshot, refused: Sequence[ApiProblem], digest: str = "") -> None:

@@ -17,6 +17,7 @@ from kestrl.errors import UserInputError
 from kestrl_operator.apiserver.client import Api, ApiProblem, Conflict, Gone
 from kestrl_operator.apiserver.kinds import BATCH_JOB, OLD_EVENT, POD, SFT_JOB
 from kestrl_operator.controllers.applier import APPLY_CONFLICT, REFUSED
+from kestrl_operator.controllers.claims import CLAIMED, Foreign, claim
 from kestrl_operator.controllers.sft_manifests import SFTManifests
 from kestrl_operator.events import Events
 from kestrl_operator.render.sft import batch_name
@@ -119,9 +120,14 @@ class SFTReconciler:
         refused: list[str] = []
         for item in needed:
             try:
-                await self._api.apply(item, force=False)
+                if item["kind"] in CLAIMED:
+                    await self._api.apply(await claim(self._api, item, begun=found is not None))
+                else:
+                    await self._api.apply(item, force=False)
             except Gone:
                 raise
+            except Foreign as error:
+                refused.append(str(error))
             except ApiProblem as error:
                 if error.status not in REFUSED and APPLY_CONFLICT not in str(error):
                     raise

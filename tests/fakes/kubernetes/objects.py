@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import copy
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, cast
 from uuid import uuid4
@@ -74,7 +74,7 @@ class Objects:
         self.history.clear()
 
     @contextmanager
-    def rehearsed(self, dry_run: bool) -> Iterator[None]:
+    def rehearsed(self, dry_run: bool) -> Generator[None]:
         self._dry = dry_run
         try:
             yield

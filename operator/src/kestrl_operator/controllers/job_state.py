@@ -88,6 +88,8 @@ class JobState:
     reapplied_at: float | None = None
     """When all objects were last applied again because pods did not start."""
     shortage: Shortage | None = None
+    numbers_due: float = 0.0
+    """From when on a status is written of which only numbers have changed, by the loop's clock."""
     memory: Memory = NOTHING
     stream: LearnerStream | None = None
     """The progress stream of its learner, while there is one."""

@@ -23,6 +23,8 @@ from kestrl_operator.state.store import Key
 log = logging.getLogger(__name__)
 INTERVAL = 2.0
 """Minimum seconds between two reports."""
+NUMBERS_SECONDS = 30.0
+"""Minimum seconds between two reports, and two writes of a status, of which only numbers have changed."""
 FIRST_RETRY, LONGEST_RETRY = 0.5, 15.0
 FIRST_REPORT_SECONDS = 3.0
 """Seconds in which a learner that can be reached sends its first report; before that, it is not considered
@@ -62,7 +64,7 @@ class LearnerStream:
         wait = FIRST_RETRY
         async with channel(self.address, largest_answer=LARGEST_REPORT) as connection:
             stub = stubs.LearnerServiceStub(connection)
-            request = pb.WatchProgressRequest(min_interval_seconds=INTERVAL)
+            request = pb.WatchProgressRequest(min_interval_seconds=INTERVAL, numbers_interval_seconds=NUMBERS_SECONDS)
             while True:
                 try:
                     async for report in stream(

@@ -39,8 +39,6 @@ from kestrl_operator.work.work_record import WorkRecord
 log = logging.getLogger(__name__)
 RECHECK_SECONDS = 60.0
 """Seconds between two passes over a job whose learner reports: a stall is detected by time alone."""
-CONFLICT_RECHECK_SECONDS = 5.0
-"""Seconds until the next pass over a job that changed while its status was computed, if no watch event causes one."""
 LEFTOVER_RECHECK_SECONDS, LEFTOVER_SECONDS = 1.0, 20.0
 """Interval of the search for objects of a deleted job of the same name, and seconds until they are reported."""
 
@@ -176,9 +174,9 @@ class Reconciler:
         self._follow(state, snapshot, decision)
         with self._work_record.on(raw):
             status = status_of(snapshot, decision)
-        if not await self._statuses.write(state.key, snapshot, status):
-            return CONFLICT_RECHECK_SECONDS
-        return requeue_after(state, snapshot, decision)
+        again = await self._statuses.write_due(state, snapshot, status)
+        due = requeue_after(state, snapshot, decision)
+        return min((seconds for seconds in (again, due) if seconds is not None), default=None)
 
     async def _apply(self, state: JobState, snapshot: Snapshot, decision: Decision, due: Due) -> bool:
         """Applies all objects; False if the job no longer exists: after a missed deletion its objects vanish, and must

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 from time import time
 from typing import Any
 
 from kestrl_operator.apiserver.client import Api, Conflict, Gone
+from kestrl_operator.controllers.job_state import JobState
+from kestrl_operator.controllers.learner_stream import NUMBERS_SECONDS
 from kestrl_operator.events import Events
 from kestrl_operator.state.snapshot import Snapshot
 from kestrl_operator.state.store import Key, Store
-from kestrl_operator.status.build import with_failure, without_empties
+from kestrl_operator.status.build import states_in, with_failure, without_empties
+
+CONFLICT_RECHECK_SECONDS = 5.0
+"""Seconds until the next pass over a job that changed while its status was computed, if no watch event causes one."""
 
 
 class StatusWriter:
@@ -26,6 +32,21 @@ class StatusWriter:
         except Conflict:
             return False
         return True
+
+    async def write_due(self, state: JobState, snapshot: Snapshot, status: Mapping[str, Any]) -> float | None:
+        """Writes the status if a state in it differs, or a number and the last ones are old enough; returns the seconds
+        after which it is to be computed again, None if that is not necessary.
+        """
+        after, now = without_empties(status), asyncio.get_running_loop().time()
+        if after == snapshot.status:
+            return None
+        left = state.numbers_due - now
+        if left > 0 and states_in(after) == states_in(snapshot.status):
+            return left
+        if not await self.write(state.key, snapshot, status):
+            return CONFLICT_RECHECK_SECONDS
+        state.numbers_due = now + NUMBERS_SECONDS
+        return None
 
     async def write_failure(self, key: Key, raw: Mapping[str, Any], why: str, reason: str = "OperatorFailed") -> None:
         """Writes a failure into condition Ready, beside what was observed before.

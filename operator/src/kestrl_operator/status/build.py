@@ -47,6 +47,8 @@ FAILURES_SHOWN = 64
 SANDBOXES_SHOWN = 64
 """Tools whose sandbox is listed: as many as the CRD allows."""
 LONGEST_ETA = 1e9
+NUMBERS = frozenset({"conditions", "engines", "shown", "progress", "policy", "history"})
+"""Fields of a status that change while a job trains as it should, or contain such fields."""
 UNKNOWN = "unknown"
 """State of an engine that is not reported."""
 
@@ -109,6 +111,18 @@ def with_failure(
         }
     )
     return after.model_dump(by_alias=True, exclude_none=True)
+
+
+def states_in(status: Mapping[str, Any]) -> object:
+    """What of a status is written at once. The rest are numbers, and the messages of conditions, which contain some."""
+    conditions = [
+        (item["type"], item["status"], item["reason"], item.get("observedGeneration"))
+        for item in status.get("conditions", ())
+    ]
+    engines = [(item["name"], item.get("state"), item.get("message")) for item in status.get("engines", ())]
+    shown = status.get("shown", {})
+    others = {name: value for name, value in status.items() if name not in NUMBERS}
+    return conditions, engines, shown.get("phase"), others
 
 
 def without_empties(given: Mapping[str, Any]) -> dict[str, Any]:

@@ -245,8 +245,7 @@ def _flowing(snapshot: Snapshot, decision: Decision, spec: JobSpec) -> Observati
     if live.report.workers == 0:
         ready = len([pod for pod in snapshot.of(Role.ROLLOUT) if pod.ready])
         return _false(Type.ROLLOUTS_FLOWING, "NoWorker", f"{ready} of {spec.rollout.replicas} workers' pods are ready")
-    running, ready = live.report.groups_running, live.report.groups_ready
-    return _true(Type.ROLLOUTS_FLOWING, "Flowing", f"{live.report.workers} workers, {running} groups run, {ready} wait")
+    return _true(Type.ROLLOUTS_FLOWING, "Flowing", f"{live.report.workers} workers")
 
 
 def _progressing(snapshot: Snapshot, decision: Decision) -> Observation:

@@ -11,6 +11,10 @@ from typing import Any
 from kestrl.api.learner.v1 import learner_pb2 as pb
 from kestrl.api.learner.v1 import learner_pb2_grpc as stubs
 from kestrl_learner.progress.progress import Progress
+from kestrl_learner.progress.watched import state_of
+
+SHORTEST_INTERVAL = 0.1
+"""Seconds between two looks at a progress of which only numbers have changed."""
 
 
 class LearnerServicer(stubs.LearnerServiceServicer):
@@ -24,7 +28,8 @@ class LearnerServicer(stubs.LearnerServiceServicer):
         request: pb.WatchProgressRequest,
         context: Any,
     ) -> AsyncIterator[pb.WatchProgressResponse]:
-        progress, sent = self._progress, None
+        progress, sent, state, clock = self._progress, None, b"", asyncio.get_running_loop().time
+        numbers_at = clock()
         while True:
             # There is no await between reading the progress and waiting for its next change, so that no change is
             # missed. Messages are compared as bytes, in which NaN equals itself.
@@ -32,10 +37,16 @@ class LearnerServicer(stubs.LearnerServiceServicer):
                 if progress.ended:
                     return
                 await progress.changed()
-            sent, next_at = seen, asyncio.get_running_loop().time() + request.min_interval_seconds
+            now, before = clock(), state
+            state = state_of(message)
+            if state == before and now < numbers_at and not (progress.final or progress.ended):
+                # A state that changes within the shorter interval is seen at its end.
+                await self._hold(min(numbers_at, now + max(request.min_interval_seconds, SHORTEST_INTERVAL)))
+                continue
+            sent, numbers_at = seen, now + request.numbers_interval_seconds
             yield message
             if request.min_interval_seconds > 0:
-                await self._hold(next_at)
+                await self._hold(now + request.min_interval_seconds)
 
     async def _hold(self, until: float) -> None:
         """Waits until a time of the loop's clock or the end of the run."""

@@ -16,12 +16,14 @@ from tests.unit.learner.fakes import FakeAgent, Watcher, served, watched
 from kestrl.api.inference.v1 import inference_pb2 as ipb
 from kestrl.api.learner.v1 import learner_pb2 as lpb
 from kestrl.api.learner.v1 import learner_pb2_grpc as lstubs
-from kestrl.episode.codec import policy_from_proto
+from kestrl.episode import PolicyVersion
+from kestrl.episode.codec import policy_from_proto, policy_to_proto
 from kestrl.errors import Boundary, EngineFailure, Failure, PlaceError
 from kestrl.runstate.states import RunPhase
 from kestrl.storage import ObjectStore, open_store, read_manifest
 from kestrl_learner.__main__ import work
 from kestrl_learner.progress.progress import Progress
+from kestrl_learner.progress.watched import state_of
 from kestrl_learner.run import Run
 from kestrl_learner.servicer import LearnerServicer
 from kestrl_learner.store import checkpoint
@@ -340,3 +342,45 @@ async def test_a_change_during_a_send_is_not_lost_and_equal_states_are_not_sent(
     progress.end()
     async with asyncio.timeout(20):
         assert [report.phase async for report in reports] == [lpb.RUN_PHASE_SUCCEEDED]
+
+
+async def test_numbers_are_sent_at_their_own_interval_and_states_at_once() -> None:
+    progress = Progress(100, 1, 1)
+    servicer = LearnerServicer(progress, lambda: None)
+    request = lpb.WatchProgressRequest(min_interval_seconds=0.05, numbers_interval_seconds=600.0)
+    reports = servicer.WatchProgress(request, None)
+    assert (await anext(reports)).step == 0
+    progress.update(phase=RunPhase.TRAINING, step=1)
+    assert (await anext(reports)).step == 1
+    waits = asyncio.ensure_future(anext(reports))
+    for step in range(2, 50):
+        progress.update(step=step, tokens_per_second=float(step), groups_running=step, message=f"step {step}")
+        await asyncio.sleep(0.005)
+    assert not waits.done()
+    progress.update(storage_wait="no answer since 21:03:10Z")
+    async with asyncio.timeout(5):
+        report = await waits
+    assert (report.step, report.storage_wait) == (49, "no answer since 21:03:10Z")
+    waits = asyncio.ensure_future(anext(reports))
+    progress.update(step=50)
+    progress.update(phase=RunPhase.SUCCEEDED)
+    async with asyncio.timeout(5):
+        assert (await waits).step == 50
+
+
+def test_what_goes_on_as_it_should_is_no_other_state() -> None:
+    def report(step: int, **more: Any) -> lpb.WatchProgressResponse:
+        policy = PolicyVersion(job="j", step=step, sha256="0" * 64)
+        engine = lpb.EngineProgress(name="engine-0", policy=policy_to_proto(policy), lag=step % 2)
+        facts = {"step": step, "means": {"reward": 0.1 * step}, "failures": {"tool/x": step}, "workers": 1 + step}
+        return lpb.WatchProgressResponse(
+            **{**facts, "policy": policy_to_proto(policy), "engines": [engine], "checkpoint_step": step, **more}
+        )
+
+    assert state_of(report(1)) == state_of(report(2))
+    away = lpb.EngineProgress(name="engine-0", state=lpb.SERVING_STATE_AWAY)
+    for change in (
+        {"workers": 0}, {"failures": {"judge/late": 1}}, {"means": {}}, {"checkpoint_step": None}, {"degenerate": True},
+        {"engines": [away]}, {"engines_total": 2}, {"tool_warning_reason": "no_tool_call"}, {"storage_wait": "since"},
+    ):  # fmt: skip
+        assert state_of(report(1, **change)) != state_of(report(1)), change

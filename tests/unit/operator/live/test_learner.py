@@ -14,7 +14,7 @@ from kestrl.api.common.v1 import common_pb2
 from kestrl.api.learner.v1 import learner_pb2 as pb
 from kestrl.episode.codec import failure_to_proto
 from kestrl.errors import Boundary, Failure
-from kestrl_operator.controllers import learner_stream
+from kestrl_operator.controllers import learner_stream, status_writer
 from kestrl_operator.status import lifecycle
 
 from .stage import JOB, NAMESPACE, FakeLearner, Object, Running, Stage, learner_token, learning, ready, report, version
@@ -57,6 +57,33 @@ async def scene(
         running = await stage.operator()
         await stage.applied()
         yield Scene(stage, learner, controllers, running)
+
+
+async def test_states_are_written_at_once_and_numbers_wait(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(status_writer, "NUMBERS_SECONDS", 600.0)
+    async with scene(stage, report("training", 9)) as running:
+        await stage.until(lambda: stage.phase() == "Running", "it runs")
+        await stage.settled()
+        before = len(stage.cluster.requests("patch", "agentrljobs/status"))
+        for step in range(10, 14):
+            running.learner.report(report("training", step))
+            await stage.settled()
+        assert stage.status()["progress"]["step"] == 9
+        assert len(stage.cluster.requests("patch", "agentrljobs/status")) == before
+        running.learner.report(report("training", 14, storage_wait="no answer since 21:03:10Z"))
+        await stage.until(lambda: stage.condition("LearnerProgressing")[1] == "StorageUnavailable", "at once")
+        assert stage.status()["progress"]["step"] == 14, "numbers go along"
+        assert len(stage.cluster.requests("patch", "agentrljobs/status")) == before + 1
+
+
+async def test_the_last_numbers_are_written_without_another_report(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(status_writer, "NUMBERS_SECONDS", 3.0)
+    async with scene(stage, report("training", 9)) as running:
+        await stage.until(lambda: stage.phase() == "Running", "it runs")
+        running.learner.report(report("training", 10))
+        await stage.until(lambda: stage.status()["progress"]["step"] == 10, "they are written when they are due")
 
 
 async def test_progress_reaches_the_status(stage: Stage) -> None:

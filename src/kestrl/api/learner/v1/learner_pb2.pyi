@@ -111,18 +111,25 @@ class WatchProgressRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     MIN_INTERVAL_SECONDS_FIELD_NUMBER: _builtins.int
+    NUMBERS_INTERVAL_SECONDS_FIELD_NUMBER: _builtins.int
     min_interval_seconds: _builtins.float
     """Minimum seconds between two answers; 0 reports every change. The first answer and the end of the run are sent immediately, and
     the last state is always sent.
+    """
+    numbers_interval_seconds: _builtins.float
+    """Minimum seconds between two answers that differ in numbers alone: steps, means, rates, counts, names of versions. What
+    changes a state, such as the phase, an engine that stops answering or a wait for storage, is still reported after
+    min_interval_seconds. 0 makes no difference between them.
     """
     def __init__(
         self,
         *,
         min_interval_seconds: _builtins.float = ...,
+        numbers_interval_seconds: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["min_interval_seconds", b"min_interval_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["min_interval_seconds", b"min_interval_seconds", "numbers_interval_seconds", b"numbers_interval_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

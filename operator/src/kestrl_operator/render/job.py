@@ -27,6 +27,7 @@ from kestrl_operator.render.pods import (
     settings_map,
     template,
 )
+from kestrl_operator.render.resources import within_limits
 from kestrl_operator.state.accelerators import Profile
 from kestrl_operator.state.cluster import DATA, MODEL, Cluster, prepared, replicas, tools_runtime_class_of, workload
 from kestrl_operator.state.snapshot import (
@@ -250,7 +251,7 @@ def _workload_spec(given: Given, role: Role, settings: Mapping[str, str]) -> Obj
     spec: Object = {
         "replicas": 0 if given.parked else replicas(given.job.spec)[role],
         "selector": {"matchLabels": selector},
-        "template": patched(pods, _patches(given.job, role)),
+        "template": within_limits(patched(pods, _patches(given.job, role))),
     }
     if role in STATEFUL:
         spec |= {"serviceName": workload(given.name, role), "podManagementPolicy": "Parallel"}

@@ -11,8 +11,9 @@ from kestrl._shared.plan.components import Component, Role
 from kestrl._shared.plan.settings.common import INDEX_VARIABLE, POD_UID_VARIABLE, REPLICA_VARIABLE
 from kestrl._shared.plan.settings.tools import ToolsSettings
 from kestrl._shared.prepare import PrepareSettings
+from kestrl_operator.render.resources import resources_of
 from kestrl_operator.state.accelerators import Profile
-from kestrl_operator.state.cluster import HOME, SETTINGS, STATE, WORK, Cluster
+from kestrl_operator.state.cluster import HOME, PREPARE, SETTINGS, STATE, WORK, Cluster
 
 Object = dict[str, Any]
 USER = 10001
@@ -83,19 +84,8 @@ def container(
     }
     if component.role in STORAGE_ROLES:
         made |= from_secret(store)
-    by_container: Mapping[str, Mapping[str, Any]] = {**cluster.resources}
-    asked = by_container.get(program(component.role).value, {})
-    resources = with_devices(asked, profile.requests(component.device.count))
-    if resources:
-        made["resources"] = resources
-    return made
-
-
-def with_devices(asked: Mapping[str, Any], devices: Mapping[str, str]) -> Object:
-    """Requests and limits with the devices added to both."""
-    if not devices:
-        return dict(asked)
-    return {**asked, **{kind: {**asked.get(kind, {}), **devices} for kind in ("limits", "requests")}}
+    devices = profile.requests(component.device.count)
+    return {**made, "resources": resources_of(program(component.role).value, cluster, devices)}
 
 
 def _settings_flag(component: Component) -> list[str]:
@@ -231,7 +221,7 @@ def settings_map(job: str) -> str:
 def preparing(image: str, role: str, cluster: Cluster, store: str | None, claims: Sequence[str]) -> Object:
     """The init container that downloads model, data and template. It runs the image of the pod's own program."""
     return {
-        "name": "prepare",
+        "name": PREPARE,
         "image": image,
         "imagePullPolicy": cluster.images.pull_policy,
         "command": ["python", "-m", "kestrl._shared.prepare", "--settings", f"{SETTINGS}/prepare-{role}.json"],
@@ -243,6 +233,7 @@ def preparing(image: str, role: str, cluster: Cluster, store: str | None, claims
             {"name": "tmp", "mountPath": "/tmp"},  # noqa: S108
             *claimed(claims),
         ],
+        "resources": resources_of(PREPARE, cluster),
         "terminationMessagePolicy": "FallbackToLogsOnError",
         **from_secret(store),
     }

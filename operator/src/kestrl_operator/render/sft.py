@@ -27,8 +27,8 @@ from kestrl_operator.render.pods import (
     from_secret,
     placement,
     preparing,
-    with_devices,
 )
+from kestrl_operator.render.resources import resources_of
 from kestrl_operator.state.accelerators import Profile
 from kestrl_operator.state.cluster import DATA, HOME, MODEL, SETTINGS, Cluster, prepared
 from kestrl_operator.state.sft import CONTAINER, SFT_LABEL
@@ -239,10 +239,8 @@ def _container(given: SFTGiven, image: str, profile: Profile, claims: list[str])
         "terminationMessagePolicy": "FallbackToLogsOnError",
         **from_secret(given.secret),
     }
-    resources = with_devices(
-        given.cluster.resources.get("learner", {}), profile.requests(accelerator_of(given.job).count)
-    )
-    return {**made, "resources": resources} if resources else made
+    devices = profile.requests(accelerator_of(given.job).count)
+    return {**made, "resources": resources_of("learner", given.cluster, devices)}
 
 
 def _labels(job: str) -> dict[str, str]:

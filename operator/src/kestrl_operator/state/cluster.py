@@ -29,6 +29,10 @@ because data rows name files by path."""
 MODEL, DATA, WORK, STATE, SETTINGS = (f"{HOME}/{name}" for name in ("model", "data", "work", "state", "settings"))
 
 
+PREPARE = "prepare"
+"""Name of the init container that downloads model and data."""
+
+
 class _Values(Model):
     model_config = ConfigDict(frozen=True, extra="forbid", alias_generator=to_camel, validate_by_name=True)
 
@@ -76,8 +80,11 @@ class Cluster(_Values):
 
     images: Images
     storage: DefaultStorage = DefaultStorage()
-    resources: Mapping[Literal["engine", "inference", "rollout", "tools", "judge", "learner"], Mapping[str, Any]] = {}
-    """Requests and limits of each container, without devices; a job's `patches` override them."""
+    resources: Mapping[
+        Literal["engine", "inference", "rollout", "tools", "judge", "learner", "prepare"], Mapping[str, Any]
+    ] = {}
+    """Requests and limits of each container, without devices, in place of the defaults; a job's `patches` override
+    them."""
     accelerators: Mapping[str, Any] = {}
     learner_state: LearnerState = LearnerState()
     tools_runtime_class: str | None = None

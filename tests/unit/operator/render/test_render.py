@@ -14,6 +14,7 @@ from kestrl._shared.plan.components import Role
 from kestrl._shared.prepare import PrepareSettings
 from kestrl.errors import UserInputError
 from kestrl_operator.render.job import preparation
+from kestrl_operator.render.resources import DEFAULTS
 from kestrl_operator.state.parsing import workload_of
 
 
@@ -150,12 +151,35 @@ def test_every_container_requests_its_configured_resources_and_devices() -> None
         "requests": {"cpu": "4", "memory": "16Gi", "nvidia.com/gpu": "2"},
         "limits": {"memory": "16Gi", "nvidia.com/gpu": "2"},
     }
-    assert "resources" not in parts["inference"]
-    assert containers(pod(objects, "judge"))["judge"]["resources"] == {"limits": {"memory": "1Gi"}}
+    assert parts["inference"]["resources"] == {"requests": DEFAULTS["inference"]}
+    judge = containers(pod(objects, "judge"))["judge"]["resources"]
+    assert judge == {"requests": {"cpu": DEFAULTS["judge"]["cpu"]}, "limits": {"memory": "1Gi"}}
     assert containers(pod(objects, "learner"))["learner"]["resources"] == {
-        "requests": {"nvidia.com/gpu": "1"},
+        "requests": {**DEFAULTS["learner"], "nvidia.com/gpu": "1"},
         "limits": {"nvidia.com/gpu": "1"},
     }
+
+
+LIMITS = {"cpu": "2", "memory": "1Gi"}
+
+
+@pytest.mark.parametrize("values", [{}, {"resources": {name: {"limits": LIMITS} for name in DEFAULTS}}])
+def test_a_namespace_with_a_compute_quota_takes_every_container(values: dict[str, Any]) -> None:
+    """A quota on requests refuses a pod of which a container has none, and one on limits likewise; Kubernetes takes a
+    limit for a request that is missing."""
+    for workload in workloads(rendered("learner.replicas=2", values=values)).values():
+        spec = workload["spec"]["template"]["spec"]
+        for item in [*spec["containers"], *spec.get("initContainers", ())]:
+            resources = item["resources"]
+            assert {**resources.get("limits", {}), **resources.get("requests", {})}.keys() >= {"cpu", "memory"}
+            if values:
+                assert resources["limits"] == LIMITS, item["name"]
+
+
+def test_a_patch_with_a_low_limit_lowers_a_default_request() -> None:
+    patch = "{role: judge, template: {spec: {containers: [{name: judge, resources: {limits: {memory: 64Mi}}}]}}}"
+    judge = containers(pod(rendered(f"patches=[{patch}]"), "judge"))["judge"]["resources"]
+    assert judge == {"requests": {**DEFAULTS["judge"], "memory": "64Mi"}, "limits": {"memory": "64Mi"}}
 
 
 def test_patches_are_merged_onto_the_pods_of_their_role_alone() -> None:
@@ -267,7 +291,7 @@ def test_an_engine_and_its_agent_share_a_pod_and_only_the_engine_has_devices() -
     assert list(parts) == ["prepare", "engine", "inference"]
     assert parts["engine"]["image"] == "vllm/vllm-openai:v0.32.0"
     assert parts["engine"]["resources"]["limits"] == {"nvidia.com/gpu": "2"}
-    assert "resources" not in parts["inference"]
+    assert "limits" not in parts["inference"]["resources"]
     visible = {name: {item["name"]: item.get("value") for item in held["env"]} for name, held in parts.items()}
     assert visible["inference"]["NVIDIA_VISIBLE_DEVICES"] == "void"
     assert "NVIDIA_VISIBLE_DEVICES" not in visible["engine"]

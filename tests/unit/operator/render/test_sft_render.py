@@ -98,7 +98,10 @@ def test_devices_are_requested_by_profile(learner: dict[str, Any], image: str, r
     objects = sft_rendered({"resources": {"learner": {"requests": {"cpu": "2"}}}}, learner=learner)
     (container,) = pod_of(objects)["containers"]
     assert container["image"] == image
-    assert container["resources"] == {"limits": {resource: "1"}, "requests": {"cpu": "2", resource: "1"}}
+    assert container["resources"] == {
+        "limits": {resource: "1"},
+        "requests": {"cpu": "2", "memory": "512Mi", resource: "1"},
+    }
     assert settings(objects).device == learner["device"].partition(":")[0], "the pod sees one device"
 
 

@@ -330,6 +330,7 @@ TABLE: list[tuple[str, dict[str, Any], str, Expected]] = [
             "last_report": learner_report(
                 report(
                     "starting",
+                    step=0,
                     message="loading the model; engines start",
                     policy=None,
                     engines=[],

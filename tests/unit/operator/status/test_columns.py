@@ -53,7 +53,11 @@ LINES = [
     Line("it starts", {"last_report": None, "pods": []}, "Pending", "", "", None, "InProgress"),
     Line(
         "engines load for the first time",
-        {"last_report": learner_report(report("starting", step=0, engines=[engine(0, None, lag=15), engine(1, None, lag=15)]))},
+        {
+            "last_report": learner_report(
+                report("starting", step=0, engines=[engine(0, None, lag=15), engine(1, None, lag=15)])
+            )
+        },
         "Starting", "", "0/2", None, "InProgress",
     ),
     Line("it trains", {}, "Running", "v14", "2/2", 0, "Current"),

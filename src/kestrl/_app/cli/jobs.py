@@ -96,6 +96,7 @@ def plan(
     from tempfile import TemporaryDirectory
 
     from kestrl._app.cli.memory import print_memory
+    from kestrl._app.local.check import fitted_job
     from kestrl._app.local.rundir import RunDir
     from kestrl._app.local.site import local_devices, relocated, reserved_ports, site_of
     from kestrl._shared.plan.planning import plan as make_plan
@@ -107,9 +108,9 @@ def plan(
         return
     if device_memory is not None or row is not None:
         raise UserInputError("--device-memory and --row belong to --memory; give it too")
-    job = read_job(manifest, set_ or ())
-    folder = RunDir(runs.resolve() / f"{job.metadata.name}-plan")
     base = manifest.resolve().parent
+    job = fitted_job(read_job(manifest, set_ or ()), base)
+    folder = RunDir(runs.resolve() / f"{job.metadata.name}-plan")
     try:
         devices = local_devices(job)
     except UserInputError as error:  # a manifest for other machines is planned, too

@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from kestrl._app.local.check import fitted_job
 from kestrl._app.local.memory import estimated
 from kestrl._shared.plan.memory import GIB, GIVE_BACK, MARGIN, MemoryEstimate, MemorySettings, changes, memory_settings
 from kestrl._shared.service import EXIT_INPUT
@@ -42,8 +43,11 @@ def print_memory(
         UserInputError: The manifest or the row is invalid, the model cannot be read, or the learner is not installed.
         typer.Exit: The device does not hold it.
     """
+    base = manifest.resolve().parent
     job = _read(manifest, overrides)
-    model = locate_model(job.spec.model.base, base=manifest.resolve().parent)
+    if isinstance(job, AgentRLJob):
+        job = fitted_job(job, base)
+    model = locate_model(job.spec.model.base, base=base)
     asked = memory_settings(job, model=model, row=None if row is None else _row(row))
     found = estimated(asked)
     fits = None if device_memory is None else found.fits(device_memory * GIB)

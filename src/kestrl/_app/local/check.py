@@ -25,10 +25,11 @@ from kestrl._shared.plan.settings.judge import JudgeSettings
 from kestrl._shared.plan.settings.rollout import RolloutSettings
 from kestrl._shared.plan.settings.tools import ToolsSettings
 from kestrl._shared.plan.site import Endpoint, Site
-from kestrl._shared.spec import AgentRLJob
+from kestrl._shared.spec import AgentRLJob, ProblemsError
 from kestrl._shared.spec.problems import Problem
 from kestrl._shared.spec.rules.adapter_rules import expert_problems
-from kestrl._shared.spec.rules.model_rules import model_problems
+from kestrl._shared.spec.rules.job_rules import check
+from kestrl._shared.spec.rules.model_rules import fitted, model_problems
 from kestrl.data import locate_data
 from kestrl.data.locate import locate_model
 from kestrl.data.rows import DataRow, read_rows
@@ -75,6 +76,20 @@ class Findings:
             raise UserInputError("\n".join(self.problems))
 
 
+def fitted_job(job: AgentRLJob, base: Path) -> AgentRLJob:
+    """The job with the context length that its model allows, where the manifest sets none and the model is a folder.
+
+    Raises:
+        UserInputError: The model does not exist, or other fields do not fit that length.
+    """
+    if scheme_of(job.spec.model.base) not in HERE:
+        return job
+    fit = fitted(job, _config(locate_model(job.spec.model.base, base=base)))
+    if fit is not job and (problems := check(fit.spec)):
+        raise ProblemsError(problems)
+    return fit
+
+
 def check_job(job: AgentRLJob, *, base: Path, cache_dir: Path, data: bool = True, model: bool = True) -> Findings:
     """Checks everything that a job references.
 
@@ -94,8 +109,9 @@ class _Check:
         self._found = Findings()
 
     def run(self, *, data: bool, model: bool) -> Findings:
-        spec, found = self._job.spec, self._found
+        found = self._found
         folder = self._try(self._model) if model else None
+        spec = self._job.spec
         template = self._try(self._template)
         files = self._files() if data else {}
         rows = {name: read for name, file in files.items() if (read := self._try(partial(_read, file)))}
@@ -141,6 +157,7 @@ class _Check:
         uri = self._job.spec.model.base
         if self._away(uri, "spec.model.base"):
             return None
+        self._job = fitted_job(self._job, self._base)
         model = locate_model(uri, base=self._base)
         self._found.problems += [str(problem) for problem in _model_problems(self._job, model)]
         return model
@@ -274,13 +291,18 @@ class _Check:
 
 def _model_problems(job: AgentRLJob, model: str) -> Iterator[Problem]:
     """Problems of the job with a model in a folder; those of a Hugging Face id are found when it is loaded."""
+    config = _config(model)
+    yield from expert_problems(config, model)
+    yield from model_problems(job.spec, config)
+
+
+def _config(model: str) -> dict[str, Any]:
+    """Fields of a model's config.json; empty for what is not a folder, or what fails where the model is loaded."""
     try:
         config: Any = json.loads((Path(model) / "config.json").read_bytes())
-    except (OSError, ValueError):  # not a folder, or reported by what loads the model
-        return
-    if isinstance(config, dict):
-        yield from expert_problems(cast("dict[str, Any]", config), model)
-        yield from model_problems(job.spec, cast("dict[str, Any]", config))
+    except (OSError, ValueError):
+        return {}
+    return cast("dict[str, Any]", config) if isinstance(config, dict) else {}
 
 
 def _read(file: DataSettings) -> Sequence[DataRow]:

@@ -32,7 +32,9 @@ def estimated(settings: MemorySettings) -> MemoryEstimate:
     """
     report = ask("kestrl_learner.memory.estimate", settings, subject="spec.model.base", seconds=SECONDS)
     if report.missing:
-        raise UserInputError(f"memory: {report.missing} is not installed, whose program estimates it; install it")
+        raise UserInputError(
+            f"spec.learner: {report.missing} is not installed, whose program estimates its memory; install it"
+        )
     if report.problems:
         raise UserInputError("\n".join(report.problems))
     return MemoryEstimate.model_validate(report.facts)

@@ -16,7 +16,7 @@ from typing import Any
 
 from rich.console import Console
 
-from kestrl._app.local.check import check_job
+from kestrl._app.local.check import check_job, fitted_job
 from kestrl._app.local.files import write_atomic
 from kestrl._app.local.processes import Launcher
 from kestrl._app.local.progress import Progress
@@ -199,6 +199,7 @@ def run_job(
     """
     if run.lock() is None:
         raise UserInputError(f"run {run.id} is already running (pid {run.runner_pid()}); see `kestrl status {run.id}`")
+    job = fitted_job(job, options.manifest_dir)
     make_folders(run, job, options.manifest_dir)
     refuse_cluster_isolation(job)
     with reserved_ports(job, options.base_port) as ports:

@@ -111,7 +111,7 @@ class Agent(Model):
     max_turns: Annotated[int, Field(ge=1, le=10_000)] = 10
     """Maximum completions of one episode."""
     max_tokens: Annotated[int, Field(ge=1, le=LARGEST_CONTEXT)] = 2048
-    """Maximum sampled tokens of one episode."""
+    """Maximum sampled tokens of one episode. On one machine the default is at most half of the model's positions."""
     max_tokens_per_turn: Annotated[int, Field(ge=1, le=LARGEST_CONTEXT)] | None = None
     """Maximum sampled tokens of one turn. Default: limited by maxTokens only."""
     max_tool_tokens: Annotated[int, Field(ge=1, le=LARGEST_CONTEXT)] = 1024
@@ -212,7 +212,7 @@ class Inference(Model):
     """Number of engines, each with the whole model."""
     accelerator: Accelerator = Accelerator()
     context_length: Annotated[int, Field(ge=1, le=LARGEST_CONTEXT)] = 4096
-    """Maximum tokens of one sequence."""
+    """Maximum tokens of one sequence. On one machine the default is at most the number of the model's positions."""
     adapter_slots: Annotated[int, Field(ge=1, le=128)] = 4
     """Maximum adapter versions in an engine; at least maxStaleness + 2."""
     threads: Annotated[int, Field(ge=1, le=1024)] = 1

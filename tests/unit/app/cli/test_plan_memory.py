@@ -109,7 +109,9 @@ def test_a_model_whose_config_cannot_be_read_is_one_error(tmp_path: Path) -> Non
 def test_a_machine_without_the_learner_is_one_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checking, "find_spec", no_module)
     done = run(written(tmp_path, job()), "--memory")
-    assert str(done.exception) == "--memory: kestrl-learner is not installed, whose program estimates it; install it"
+    assert str(done.exception) == (
+        "spec.learner: kestrl-learner is not installed, whose program estimates its memory; install it"
+    )
 
 
 @pytest.mark.parametrize("row", ["160", "0+4", "a+b", "1+2+3"])

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kestrl._shared.spec.load import parse_job, with_overrides
-from kestrl._shared.spec.rules.model_rules import model_problems, positions
+from kestrl._shared.spec.rules.model_rules import fitted, model_problems, positions
 
 MANIFEST = {
     "apiVersion": "kestrl.dev/v1alpha1",
@@ -32,6 +32,23 @@ def test_a_context_beyond_the_positions_names_field_and_limit() -> None:
     )
     assert problems({"max_position_embeddings": 4096}) == []
     assert problems({"text_config": {"max_position_embeddings": 4095}})
+
+
+@pytest.mark.parametrize(
+    ("limit", "overrides", "length"),
+    [(2048, (), 2048), (8192, (), 4096), (2048, ("inference.contextLength=4096",), 4096), (None, (), 4096)],
+)
+def test_a_length_that_the_manifest_does_not_set_fits_the_model(
+    limit: int | None, overrides: tuple[str, ...], length: int
+) -> None:
+    job = parse_job(with_overrides(MANIFEST, overrides))
+    assert fitted(job, {"max_position_embeddings": limit}).spec.inference.context_length == length
+
+
+def test_half_of_a_short_context_is_sampled_unless_the_manifest_says_more() -> None:
+    short = {"max_position_embeddings": 1000}
+    assert fitted(parse_job(MANIFEST), short).spec.agent.max_tokens == 500
+    assert fitted(parse_job(with_overrides(MANIFEST, ("agent.maxTokens=900",))), short).spec.agent.max_tokens == 900
 
 
 @pytest.mark.parametrize(

@@ -124,7 +124,8 @@ class _OwnSession:
 
     async def call(self, tool: str, arguments: Kwargs, filled: Kwargs) -> object:
         async with self._turn:
-            return result_of(tool, await self._connection.call(self._call_names.get(tool, tool), {**arguments, **filled}))
+            name = self._call_names.get(tool, tool)
+            return result_of(tool, await self._connection.call(name, {**arguments, **filled}))
 
     async def state(self) -> object:
         return None

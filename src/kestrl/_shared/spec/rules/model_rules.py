@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
-from kestrl._shared.spec.job import JobSpec
+from kestrl._shared.spec.job import AgentRLJob, JobSpec
 from kestrl._shared.spec.problems import Problem
 
 UNSCALED = frozenset({"default", "llama3", "longrope", "su", "mrope"})
@@ -20,8 +20,7 @@ def model_problems(spec: JobSpec, config: Mapping[str, Any]) -> Iterator[Problem
         spec: The job.
         config: The fields of its config.json; those of the text model may be within `text_config`.
     """
-    inner: Any = config.get("text_config")
-    text = cast("Mapping[str, Any]", inner) if isinstance(inner, Mapping) else config
+    text = _text_fields(config)
     limit = positions(text)
     length = spec.inference.context_length
     if limit is not None and length > limit:
@@ -30,6 +29,19 @@ def model_problems(spec: JobSpec, config: Mapping[str, Any]) -> Iterator[Problem
             f"{length} tokens are more than the {limit} positions of the model; use at most {limit}",
         )
     yield from _heads(spec.inference.accelerator.count, text)
+
+
+def fitted(job: AgentRLJob, config: Mapping[str, Any]) -> AgentRLJob:
+    """The job with all positions of the model as its contextLength, where these are fewer than the default and the
+    manifest sets none; then at most half of them are maxTokens, unless the manifest sets these.
+    """
+    inference, agent, limit = job.spec.inference, job.spec.agent, positions(_text_fields(config))
+    if limit is None or limit >= inference.context_length or "context_length" in inference.model_fields_set:
+        return job
+    inference = inference.model_copy(update={"context_length": limit})
+    if "max_tokens" not in agent.model_fields_set:
+        agent = agent.model_copy(update={"max_tokens": min(agent.max_tokens, max(1, limit // 2))})
+    return job.model_copy(update={"spec": job.spec.model_copy(update={"inference": inference, "agent": agent})})
 
 
 def positions(config: Mapping[str, Any]) -> int | None:
@@ -48,6 +60,11 @@ def positions(config: Mapping[str, Any]) -> int | None:
     if isinstance(factor, bool) or not isinstance(factor, int | float):
         return None
     return int((_count(fields, "original_max_position_embeddings") or limit) * factor)
+
+
+def _text_fields(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    inner: Any = config.get("text_config")
+    return cast("Mapping[str, Any]", inner) if isinstance(inner, Mapping) else config
 
 
 def _heads(devices: int, config: Mapping[str, Any]) -> Iterator[Problem]:

@@ -14,7 +14,7 @@ from tests.unit.operator.status.test_columns import LINES, TRAINED, written
 from kestrl_operator.status.build import with_failure
 from kestrl_operator.status.conditions import QUARANTINED
 
-KSTATUS = Path(__file__).parents[2] / "scripts" / "kstatus"
+KSTATUS = Path(__file__).parents[4] / "scripts" / "kstatus"
 pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.timeout(900)]  # its module takes minutes to compile
 
 

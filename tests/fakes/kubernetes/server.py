@@ -387,7 +387,7 @@ def _tested(live: Object, operations: Sequence[Object]) -> Object:
         for part in item["path"].split("/")[1:]:
             name = part.replace("~1", "/").replace("~0", "~")
             try:
-                here = cast("Any", here)[int(name) if isinstance(here, list) else name]
+                here = here[int(name) if isinstance(here, list) else name]
             except (KeyError, IndexError):
                 raise Refused(422, f"the server rejected our request: {item['path']}: missing value") from None
         if here != item["value"]:

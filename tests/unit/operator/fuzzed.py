@@ -61,7 +61,7 @@ class Taking(Api):
     async def apply_status(self, namespace: str, name: str, version: int, status: Mapping[str, Any]) -> Object:
         return self._made({**self.jobs[name], "status": status})
 
-    async def create(self, kind: Kind, wanted: Mapping[str, Any]) -> Object:
+    async def create(self, kind: Kind, wanted: Mapping[str, Any], *, dry_run: bool = False) -> Object:
         return self._made(wanted)
 
     async def list(

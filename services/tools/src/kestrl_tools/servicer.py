@@ -65,7 +65,7 @@ class ToolServicer(stubs.ToolServiceServicer):
 def _arguments(text: str) -> object:
     """Parses arguments as JSON; invalid JSON, or too much of it, is passed on as text, which no schema accepts."""
     if len(text) > MAX_ARGUMENTS:
-        return text
+        return f"{len(text):,} characters, above the limit of {MAX_ARGUMENTS:,}"
     try:
         return json.loads(text or "{}", parse_constant=_refuse)
     except (ValueError, RecursionError):

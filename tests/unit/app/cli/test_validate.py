@@ -258,7 +258,7 @@ def test_overlong_rows_are_counted_and_a_set_of_nothing_else_refused(project: Pr
     project.spec["algorithm"] = {"groupsPerStep": 4}
     printed = project.valid()
     assert (
-        "warning: spec.data.train: 1 of 8 train rows do not fit inference.contextLength (4096), the first at" in printed
+        "warning: spec.data.train: 1 of 8 train rows do not fit inference.contextLength (2048), the first at" in printed
     )
     assert "train.jsonl:3 with" in printed
     assert "valid, 7 train scenarios" in printed

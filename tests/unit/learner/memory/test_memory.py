@@ -26,6 +26,8 @@ from kestrl.errors import UserInputError
 from kestrl_learner.memory.estimate import estimate, longest_group
 from kestrl_learner.memory.live_bytes import LiveBytes
 
+pytestmark = pytest.mark.timeout(400)
+
 SHAPE: dict[str, Any] = {
     "vocab_size": 8192,
     "hidden_size": 256,
@@ -119,7 +121,6 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Memory
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.timeout(180)
 def test_the_estimate_is_within_its_margin_of_the_measured_peak(
     name: str, measured: dict[str, tuple[MemorySettings, int]]
 ) -> None:
@@ -129,7 +130,6 @@ def test_the_estimate_is_within_its_margin_of_the_measured_peak(
     assert tensors == pytest.approx(peak, rel=MARGIN)
 
 
-@pytest.mark.timeout(180)
 def test_the_estimate_of_a_rank_is_within_its_margin(tmp_path: Path) -> None:
     """On two ranks over gloo, each with a pass of its own."""
     case = sharded_steps(tmp_path, "llama", dtype="float32", checkpointing=False)

@@ -30,6 +30,7 @@ from kestrl_learner.ranks.group import Group, OneRank, RankLost, Ranks, lost_ran
 from kestrl_learner.train.passes import Pass, PassKind, deal, schedule
 from kestrl_learner.train.trainer import NotFinite, StepResult, Trainer
 
+pytestmark = pytest.mark.timeout(300)
 Weights = dict[str, Any]
 UPDATE = 1e-5
 """Largest accepted difference of an updated weight; an update of the tests is about 1e-2."""
@@ -318,7 +319,6 @@ def test_a_rank_that_is_killed_or_silent_is_an_error(how: str, seconds: float, m
 
 
 @pytest.mark.gpu
-@pytest.mark.timeout(300)
 def test_two_ranks_on_gpus_take_the_step_of_one(models: dict[str, Path]) -> None:
     """Over NCCL, against one GPU; it needs two."""
     if torch.cuda.device_count() < 2:

@@ -57,7 +57,10 @@ def _ended(child: int) -> int:
             if pid == child:
                 return status
         if signal.sigwait(_AWAITED) == signal.SIGTERM:
-            return signal.SIGKILL
+            # A process that is ending by itself closes its connection, upon which the service stops it, before it can
+            # be reaped. A signal changes its status no more.
+            os.kill(child, signal.SIGKILL)
+            return os.waitpid(child, 0)[1]
 
 
 def _end_as(status: int) -> NoReturn:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import Counter, deque
 from collections.abc import Iterator
@@ -17,12 +18,16 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn
 
 from kestrl.errors import KestrlError
 from kestrl.terminal import safe_line
+from kestrl.tools.shapes import is_list, is_mapping
 from kestrl_email.mailbox.database import HEAD_BYTES, Filters, MailWriter, Outcome
 from kestrl_email.mailbox.message import Malformed, ParsedMail, from_fields, parse
 from kestrl_email.mailbox.sources import Kind, Record, kind_of, opened, records, total_of
+from kestrl_email.mailbox.time_limit import TimeLimitExceeded, within
 
 BATCH_RECORDS, BATCH_BYTES = 256, 4 * 1024 * 1024
 """Records and bytes that are parsed together."""
+MAIL_SECONDS = 10.0
+"""Maximum CPU seconds for parsing one mail; ordinary ones take milliseconds, 64 MiB of attachments two seconds."""
 IN_FLIGHT = 2
 """Batches per worker that are being parsed or wait for being written."""
 COMMIT_SECONDS = 5.0
@@ -47,30 +52,41 @@ class BuildResult:
 
 
 def parse_batch(batch: list[Record]) -> list[Parsed]:
-    """Parses records; runs in a worker process."""
+    """Parses records, in the main thread of a process."""
     return [(record.place, record.position, _parsed(record)) for record in batch]
 
 
 def _parsed(record: Record) -> ParsedMail | str:
-    if record.content is None:
+    content = record.content
+    if content is None:
         return record.problem
     try:
-        return parse(record.content) if isinstance(record.content, bytes) else from_fields(record.content)
+        return within(MAIL_SECONDS, lambda: parse(content) if isinstance(content, bytes) else from_fields(content))
     except Malformed as error:
         return str(error)
+    except TimeLimitExceeded:
+        return f"takes more than {MAIL_SECONDS:.0f} s to parse"
 
 
-def _batches(stream: Iterator[Record]) -> Iterator[list[Record]]:
+def record_batches(stream: Iterator[Record]) -> Iterator[list[Record]]:
     batch: list[Record] = []
     size = 0
     for record in stream:
         batch.append(record)
-        size += len(record.content) if isinstance(record.content, bytes) else 0
+        size += _size(record.content)
         if len(batch) >= BATCH_RECORDS or size >= BATCH_BYTES:
             yield batch
             batch, size = [], 0
     if batch:
         yield batch
+
+
+def _size(value: object) -> int:
+    if isinstance(value, str | bytes):
+        return len(value)
+    if is_mapping(value):
+        return sum(map(_size, value.values()))
+    return sum(len(item) for item in value if isinstance(item, str)) if is_list(value) else 0
 
 
 def _in_order(batches: Iterator[list[Record]], pool: Executor | None, limit: int) -> Iterator[list[Parsed]]:
@@ -159,11 +175,12 @@ def _read(
     stream = records(path, kind, lambda place: writer.knows(source, place))
     bar = _Bar(console, total)
     # spawn: the parent has threads (the progress bar), which must not be forked.
-    pool = ProcessPoolExecutor(workers, mp_context=get_context("spawn")) if workers > 1 else None
+    here = workers == 1 and threading.current_thread() is threading.main_thread()  # for the limit on a mail's time
+    pool = None if here else ProcessPoolExecutor(workers, mp_context=get_context("spawn"))
     committed = time.monotonic()
     seen = reached = 0
     with bar.shown(), pool or nullcontext():
-        for batch in _in_order(_batches(stream), pool, IN_FLIGHT * workers):
+        for batch in _in_order(record_batches(stream), pool, IN_FLIGHT * workers):
             for place, position, mail in batch:
                 if isinstance(mail, str):
                     console.print(safe_line(f"malformed: {path}: {place}: {mail}"), markup=False, soft_wrap=True)

@@ -17,16 +17,16 @@ from datetime import UTC, datetime, timedelta
 from email.errors import MessageError
 from email.header import decode_header
 from email.message import Message
-from html.parser import HTMLParser
 from typing import Any
 
 from kestrl.data.charsets import charset_of
 from kestrl.tools.shapes import is_list
+from kestrl_email.mailbox.html_text import html_text
 
 MAX_BYTES = 64 * 1024 * 1024
 """Maximum size of one mail with its attachments; larger ones are reported as malformed."""
-MAX_HTML = 1024 * 1024
-"""Maximum characters of an HTML part that are converted to text."""
+MAX_HEADERS = 256 * 1024
+"""Maximum characters of the headers of a mail together; parsers of addresses and encoded words are quadratic."""
 EARLIEST, LATEST = 1970, 2100
 """Years outside of these are a damaged Date header."""
 KINDS = ("to", "cc", "bcc")
@@ -38,9 +38,11 @@ UNPARSABLE = (MessageError, ValueError, LookupError, TypeError, AttributeError, 
 _FOLD = re.compile(r"\r?\n[ \t]*|\r")
 _SPACE = re.compile(r"\s+")
 _PLAIN_ADDRESSES = re.compile(r"[^\s,;:<>\"'()@]+@[^\s,;:<>\"'()@]+(?:\s*,\s*[^\s,;:<>\"'()@]+@[^\s,;:<>\"'()@]+)*")
-_ADDRESS = re.compile(r"[^\s,;:<>\"'()@]+@[^\s,;:<>\"'()@]+")
+_ADDRESS = re.compile(r"(?<![^\s,;:<>\"'()@])[^\s,;:<>\"'()@]++@[^\s,;:<>\"'()@]+")
 _ZERO_YEAR = re.compile(r"\b0\d{3}\b")
 _UNSTORABLE = re.compile("[\x00\ud800-\udfff]")
+_NO_BYTE = re.compile("[\ud800-\udc7f\udd00-\udfff]")
+"""Lone surrogates that do not stand for a byte, as `\\ud83d` of a cut emoji in JSON."""
 _MESSAGE_ID = re.compile(r"<[^<>\s]+>")
 
 
@@ -98,6 +100,7 @@ def _parsed(message: Message) -> ParsedMail:
     headers: dict[str, list[str]] = {}
     for name, value in message.raw_items():
         headers.setdefault(name.lower(), []).append(str(value))
+    _check_size(value for values in headers.values() for value in values)
     if not any(name in headers for name in KNOWN_HEADERS):
         raise Malformed("no mail headers")
     (sender, *_) = [*_addresses(headers.get("from", ())), ("", "")]
@@ -122,9 +125,20 @@ def from_fields(fields: Mapping[str, Any]) -> ParsedMail:
     """
     whole = fields.get("message")
     if isinstance(whole, str | bytes):
-        return parse(whole if isinstance(whole, bytes) else whole.encode("utf-8", "surrogateescape"))
+        return parse(whole if isinstance(whole, bytes) else _bytes_of(whole))
+    try:
+        return _of_columns(fields)
+    except Malformed:
+        raise
+    except UNPARSABLE as error:
+        raise Malformed(f"cannot be parsed: {type(error).__name__}: {error}"[:200]) from error
+
+
+def _of_columns(fields: Mapping[str, Any]) -> ParsedMail:
     if not any(fields.get(name) for name in ("from", "subject", "body")):
         raise Malformed("none of the columns from, subject and body has a value")
+    single = [_string(fields, name) for name in ("message_id", "from", "subject")]
+    _check_size((*single, *(value for kind in KINDS for value in _strings(fields, kind))))
     (sender, *_) = [*_addresses([_string(fields, "from")]), ("", "")]
     return ParsedMail(
         message_id=_message_id(_string(fields, "message_id")),
@@ -156,6 +170,16 @@ def _strings(fields: Mapping[str, Any], name: str) -> list[str]:
     return [str(item) for item in values]
 
 
+def _check_size(headers: Iterable[str]) -> None:
+    if sum(map(len, headers)) > MAX_HEADERS:
+        raise Malformed(f"headers larger than {MAX_HEADERS >> 10} KiB")
+
+
+def _bytes_of(text: str) -> bytes:
+    """The bytes of a text that was read with `surrogateescape`."""
+    return _NO_BYTE.sub("?", text).encode("utf-8", "surrogateescape")
+
+
 def _first(headers: Mapping[str, Sequence[str]], name: str) -> str:
     return headers[name][0] if name in headers else ""
 
@@ -180,7 +204,7 @@ def header_text(value: str) -> str:
     """A header as one line of text: unfolded, RFC 2047 words decoded, raw 8-bit bytes decoded."""
     value = _FOLD.sub(" ", value)
     if not value.isascii():
-        value = decoded(value.encode("utf-8", "surrogateescape"))
+        value = decoded(_bytes_of(value))
     if "=?" in value:
         try:
             pieces = decode_header(value)
@@ -281,38 +305,3 @@ def _leaves(message: Message) -> Iterator[Message]:
 
 def _clean_body(text: str) -> str:
     return storable(text.replace("\r\n", "\n").replace("\r", "\n")).strip()
-
-
-class _Text(HTMLParser):
-    """Collects the text of an HTML document, with a line for each block."""
-
-    BLOCKS = frozenset({"p", "div", "br", "tr", "li", "h1", "h2", "h3", "h4", "table", "blockquote", "hr"})
-    HIDDEN = frozenset({"script", "style", "head", "title"})
-
-    def __init__(self) -> None:
-        super().__init__(convert_charrefs=True)
-        self.pieces: list[str] = []
-        self._hidden = 0
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:  # noqa: ARG002 - HTMLParser's
-        if tag in self.HIDDEN:
-            self._hidden += 1
-        elif tag in self.BLOCKS:
-            self.pieces.append("\n")
-
-    def handle_endtag(self, tag: str) -> None:
-        if tag in self.HIDDEN:
-            self._hidden = max(0, self._hidden - 1)
-
-    def handle_data(self, data: str) -> None:
-        if not self._hidden:
-            self.pieces.append(_SPACE.sub(" ", data))
-
-
-def html_text(html: str) -> str:
-    """Text of an HTML document."""
-    parser = _Text()
-    parser.feed(html[:MAX_HTML])
-    parser.close()
-    lines = (line.strip() for line in "".join(parser.pieces).splitlines())
-    return "\n".join(line for line in lines if line)

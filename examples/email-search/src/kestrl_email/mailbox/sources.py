@@ -7,16 +7,12 @@ runs, by which a build knows what it has read before.
 from __future__ import annotations
 
 import csv
-import gzip
-import io
+import hashlib
 import json
-import lzma
 import os
 import re
 import stat
-import tarfile
-import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -25,6 +21,7 @@ from typing import Any, BinaryIO
 from kestrl.errors import UserInputError, place_error
 from kestrl.tools.shapes import is_mapping
 from kestrl_email.mailbox.message import MAX_BYTES
+from kestrl_email.mailbox.tar_stream import DAMAGED, MAX_EXTENSION, members
 
 Known = Callable[[str], bool]
 """Whether a place has been read by an earlier run."""
@@ -32,7 +29,8 @@ ROWS_AT_ONCE = 512
 MBOX_START = b"From "
 _QUOTED_FROM = re.compile(rb"^>(>*From )", re.MULTILINE)
 _NOT_MAIL = re.compile(r"^(\..*|dovecot.*|maildirfolder|maildirsize|subscriptions|courier.*)$")
-DAMAGED = (tarfile.ReadError, EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile)
+TOO_LARGE = f"larger than {MAX_BYTES >> 20} MiB"
+LONGEST_PLACE = 4096
 
 
 class Kind(StrEnum):
@@ -113,17 +111,15 @@ def records(path: Path, kind: Kind, known: Known) -> Iterator[Record]:
         Kind.PARQUET: parquet,
         Kind.JSONL: jsonl,
     }[kind]
-    try:
-        yield from read(path, known)
-    except DAMAGED as error:
-        raise UserInputError(
-            f"--source: {path} is damaged: {error}; what was read before is kept, replace the file and run again"
-        ) from error
+    return read(path, known)
 
 
 def _printable(name: str) -> str:
-    """A file name as text that can be stored: bytes that are not UTF-8 are escaped."""
-    return name.encode("utf-8", "backslashreplace").decode()
+    """A file name as text that can be stored: bytes that are not UTF-8 are escaped, and a long one is cut."""
+    text = name.encode("utf-8", "backslashreplace").decode()
+    if len(text) <= LONGEST_PLACE:
+        return text
+    return f"{text[:100]}... ({hashlib.blake2b(text.encode(), digest_size=16).hexdigest()})"
 
 
 def maildir(folder: Path, known: Known) -> Iterator[Record]:
@@ -150,84 +146,153 @@ def _of_file(file: Path, place: str, position: int) -> Record:
         if not stat.S_ISREG(found.st_mode):
             return Record(place, None, position, "not a regular file")
         if found.st_size > MAX_BYTES:
-            return Record(place, None, position, f"larger than {MAX_BYTES >> 20} MiB")
+            return Record(place, None, position, TOO_LARGE)
         return Record(place, file.read_bytes(), position)
     except OSError as error:
         return Record(place, None, position, f"cannot be read: {error.strerror}")
 
 
 def tar(path: Path, known: Known) -> Iterator[Record]:
-    """Every file in a tar archive, compressed or not, read as a stream."""
-    with opened(path) as file, tarfile.open(fileobj=file, mode="r|*") as archive:
-        for member in archive:
-            archive.members = []  # type: ignore[attr-defined] - tarfile keeps every header, which would not be bounded
-            if not member.isfile() or _NOT_MAIL.match(member.name.rpartition("/")[2]):
+    """Every file in a tar archive, compressed or not, read as a stream.
+
+    Raises:
+        UserInputError: The archive cannot be read further.
+    """
+    try:
+        yield from _of_archive(path, known)
+    except DAMAGED as error:
+        raise UserInputError(
+            f"--source: {path} is damaged: {error}; what was read before is kept, replace the file and run again"
+        ) from error
+
+
+def _of_archive(path: Path, known: Known) -> Iterator[Record]:
+    with opened(path) as file:
+        for number, (member, archive) in enumerate(members(file), 1):
+            place = _printable(f"member {number}" if member.oversized else member.name)
+            if not (member.isfile() or member.oversized) or _NOT_MAIL.match(member.name.rpartition("/")[2]):
                 continue
-            place = _printable(member.name)
             if known(place):
                 continue
-            if member.size > MAX_BYTES:
-                yield Record(place, None, file.tell(), f"larger than {MAX_BYTES >> 20} MiB")
-                continue
-            content = archive.extractfile(member)
-            yield Record(place, content.read() if content else b"", file.tell())
+            if member.oversized:
+                yield Record(place, None, file.tell(), f"a header larger than {MAX_EXTENSION >> 10} KiB")
+            elif member.size > MAX_BYTES:
+                yield Record(place, None, file.tell(), TOO_LARGE)
+            else:
+                content = archive.extractfile(member)
+                yield Record(place, content.read() if content else b"", file.tell())
+
+
+def _pieces(file: BinaryIO) -> Iterator[bytes]:
+    """Lines of a file; one that is larger than a mail may be comes in pieces."""
+    return iter(lambda: file.readline(MAX_BYTES + 1), b"")
 
 
 def _lines(file: BinaryIO) -> Iterator[bytes]:
-    """Lines of a file; one that is larger than a mail may be comes in pieces."""
-    return iter(lambda: file.readline(MAX_BYTES + 1), b"")
+    """Lines of a file; of one that is larger than a mail may be, the beginning."""
+    within_line = False
+    for piece in _pieces(file):
+        if not within_line:
+            yield piece
+        within_line = not piece.endswith(b"\n")
 
 
 def mbox(path: Path, known: Known) -> Iterator[Record]:
     """Mails of an mbox file, by the offset of their From_ line; quoted `>From ` lines are restored."""
     with opened(path) as file:
-        start, lines, size, blank = 0, list[bytes](), 0, True
+        start, content, size, blank = 0, bytearray(), 0, True
         offset = 0
-        for line in _lines(file):
+        for line in _pieces(file):
             if line.startswith(MBOX_START) and blank:
-                if lines:
-                    yield from _of_mbox(start, lines, size, known)
-                start, lines, size = offset, [], 0
+                if size:
+                    yield from _of_mbox(start, content, size, known)
+                start, content, size = offset, bytearray(), 0
             elif size <= MAX_BYTES:
-                lines.append(line)
+                content += line
                 size += len(line)
             blank = line in (b"\n", b"\r\n")
             offset += len(line)
-        if lines:
-            yield from _of_mbox(start, lines, size, known)
+        if size:
+            yield from _of_mbox(start, content, size, known)
 
 
-def _of_mbox(start: int, lines: list[bytes], size: int, known: Known) -> Iterator[Record]:
+def _of_mbox(start: int, content: bytearray, size: int, known: Known) -> Iterator[Record]:
     place = f"offset {start}"
     if known(place):
         return
     if size > MAX_BYTES:
-        yield Record(place, None, start, f"larger than {MAX_BYTES >> 20} MiB")
+        yield Record(place, None, start, TOO_LARGE)
     else:
-        yield Record(place, _QUOTED_FROM.sub(rb"\1", b"".join(lines)), start + size)
+        yield Record(place, _QUOTED_FROM.sub(rb"\1", bytes(content)), start + size)
+
+
+class _Rows:
+    """Lines of a CSV file for `csv.reader`, which keeps a row until its last quote is closed, whatever its size."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._pieces = _pieces(file)
+        self._size = self._quotes = 0
+        self._ended = True
+
+    def __iter__(self) -> _Rows:
+        return self
+
+    def __next__(self) -> str:
+        piece = next(self._pieces)
+        self._count(piece)
+        if self._size > MAX_BYTES:
+            raise csv.Error(TOO_LARGE)
+        return piece.decode("utf-8", "surrogateescape")
+
+    def _count(self, piece: bytes) -> None:
+        self._size += len(piece)
+        self._quotes += piece.count(b'"')
+        self._ended = piece.endswith(b"\n")
+
+    def begin(self) -> None:
+        """What comes is a new row."""
+        self._size = self._quotes = 0
+
+    def skip(self) -> None:
+        """Passes over the rest of a row that is not read."""
+        while not self._ended or self._quotes % 2:
+            piece = next(self._pieces, None)
+            if piece is None:
+                return
+            self._count(piece)
 
 
 def kaggle(path: Path, known: Known) -> Iterator[Record]:
     """Rows of Kaggle's Enron CSV: `file`, `message`. Other tables have the columns of JSONL."""
     csv.field_size_limit(MAX_BYTES)
-    with opened(path) as raw, io.TextIOWrapper(raw, "utf-8", "surrogateescape", newline="") as text:
-        rows = csv.DictReader(iter(text.readline, ""))
-        names = rows.fieldnames or []
+    with opened(path) as file:
+        lines = _Rows(file)
+        rows = csv.DictReader(lines)
+        try:
+            names = rows.fieldnames or []
+        except csv.Error as error:
+            raise UserInputError(f"--source: {path} has no readable line of columns: {error}") from error
         if "message" not in names and "body" not in names:
-            raise UserInputError(f"--source: {path} has neither a column message nor body (it has: {', '.join(names)})")
+            raise UserInputError(f"--source: {path} has neither a column message nor body (it has: {_shown(names)})")
         number = 1
         while True:
             number += 1
+            lines.begin()
             try:
                 row = next(rows)
             except StopIteration:
                 return
             except csv.Error as error:
-                yield Record(f"row {number}", None, raw.tell(), f"not valid CSV: {error}")
+                lines.skip()
+                yield Record(f"row {number}", None, file.tell(), f"not valid CSV: {error}")
                 continue
-            place = row.get("file") or f"row {number}"
+            place = _printable(row.get("file") or f"row {number}")
             if not known(place):
-                yield Record(place, row, raw.tell())
+                yield Record(place, row, file.tell())
+
+
+def _shown(names: Sequence[str]) -> str:
+    return _printable(", ".join(names))
 
 
 def parquet(path: Path, known: Known) -> Iterator[Record]:
@@ -261,7 +326,7 @@ def jsonl(path: Path, known: Known) -> Iterator[Record]:
             if not line.strip() or known(place):
                 continue
             if len(line) > MAX_BYTES:
-                yield Record(place, None, file.tell(), f"larger than {MAX_BYTES >> 20} MiB")
+                yield Record(place, None, file.tell(), TOO_LARGE)
                 continue
             try:
                 row = json.loads(line)

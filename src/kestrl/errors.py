@@ -72,6 +72,25 @@ def described(error: BaseException) -> str:
     return (f"{kind}: {text}" if text else kind)[:MAX_DESCRIBED]
 
 
+def shown(value: object) -> str:
+    """A value of user code in a message: the beginning of its form, or its type if its `__repr__` raises."""
+    try:
+        return repr(value)[:100]
+    except BaseException:  # noqa: BLE001 - nested too deeply, too long, or a user's `__repr__`
+        return f"a {type(value).__name__}"
+
+
+MAX_MESSAGE = 6_000
+"""Maximum bytes of a failure's message. Failures are sent as metadata, of which gRPC takes 8 KiB."""
+
+
+def _fitting(text: str) -> str:
+    encoded = text.encode("utf-8", "replace")
+    if len(encoded) <= MAX_MESSAGE:
+        return text
+    return f"{encoded[:MAX_MESSAGE].decode('utf-8', 'ignore')} [cut: {len(encoded) - MAX_MESSAGE} more bytes]"
+
+
 class KestrlError(Exception):
     """Base class of KestRL's errors. Subclasses set the boundary; code and message describe what happened."""
 
@@ -94,8 +113,8 @@ class KestrlError(Exception):
         """This error as data."""
         return Failure(
             boundary=self.boundary,
-            code=encodable(self.code),
-            message=text_of(self),
+            code=encodable(self.code)[:100],
+            message=_fitting(text_of(self)),
             retryable=self.retryable,
             component=component,
         )

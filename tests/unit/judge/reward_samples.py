@@ -100,6 +100,10 @@ def scripted(attempt: Attempt) -> Any:
             return None
         case "metric":
             return Score(value=1.0, metrics={"m": float("nan")})
+        case "name":
+            return Score(value=1.0, metrics={"a\ud800": 1.0})
+        case "names":
+            return Score(value=1.0, metrics={f"m{number}": 1.0 for number in range(10_000)})
         case "huge":
             return 10**400
         case "fraction":

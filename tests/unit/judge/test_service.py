@@ -69,6 +69,8 @@ BROKEN: list[tuple[str, tuple[Boundary, str], str]] = [
     ("infinite", (Boundary.JUDGE, "reward_not_finite"), "scripted: its value is inf"),
     ("huge", (Boundary.JUDGE, "reward_not_finite"), "scripted: its value is inf"),
     ("metric", (Boundary.JUDGE, "reward_not_finite"), "scripted: its metric 'm' is nan"),
+    ("name", (Boundary.USER_CODE, "metric_invalid"), "scripted: the metric 'a\\ud800' has a name that is not"),
+    ("names", (Boundary.USER_CODE, "metric_invalid"), "scripted: 10000 metrics; at most 1000 are taken"),
     ("text", (Boundary.JUDGE, "reward_not_a_number"), "scripted: its value is '1.0' (str)"),
     ("bool", (Boundary.JUDGE, "reward_not_a_number"), "scripted: its value is True (bool)"),
     ("none", (Boundary.JUDGE, "reward_not_a_number"), "scripted: its value is None"),

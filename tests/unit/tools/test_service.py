@@ -141,6 +141,9 @@ async def test_a_very_long_observation_is_cut(serve: Any) -> None:
         ("stop", "tool_raised", "moody: RuntimeError: coroutine raised StopIteration"),
         ("set", "tool_result_invalid", "moody: its result has no JSON form"),
         ("nan", "tool_result_invalid", "moody: its result has no JSON form"),
+        ("deep data", "tool_result_invalid", "moody: its data cannot be passed on: it is nested more than 64 levels"),
+        ("no mapping", "tool_result_invalid", "moody: its data are a list, not a mapping"),
+        ("wordy", "wordy", "word word"),
     ],
 )
 @pytest.mark.parametrize("use", ["moody", "MoodyClass"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import sqlite3
 import sys
 import threading
@@ -12,7 +13,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
-from kestrl.errors import UserInputError
+from kestrl.errors import ToolFailure, UserInputError
 from kestrl.tools import Hidden, ToolError, ToolResult
 
 
@@ -209,6 +210,12 @@ def moody(mood: str) -> Any:
             return {1, 2}
         case "nan":
             return float("nan")
+        case "deep data":
+            return ToolResult(text="", data={"value": json.loads("[" * 500 + "]" * 500)})
+        case "no mapping":
+            return ToolResult(text="", data=[1])  # type: ignore[arg-type]
+        case "wordy":
+            raise ToolFailure("word " * 100_000, code="wordy")
         case "surrogate":
             return "a\ud800b"
         case "long":

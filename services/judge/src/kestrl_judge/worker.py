@@ -19,7 +19,7 @@ from typing import Any
 
 from kestrl.api.judge.v1 import judge_pb2 as pb
 from kestrl.episode.codec import episode_from_proto, failure_to_proto, scenario_from_proto
-from kestrl.errors import Boundary, Failure, JudgeFailure, UserCodeError, UserInputError, described
+from kestrl.errors import JudgeFailure, UserCodeError, UserInputError, described
 from kestrl.rewards import Attempt, Claim, Score, VerdictNeeded
 from kestrl.rewards.checking import as_score
 from kestrl.rewards.resolving import Reward, is_built_in, resolve
@@ -41,8 +41,8 @@ class Rule:
 
         Raises:
             JudgeFailure: A built-in reward raised, or the value is not a finite number.
-            UserCodeError: The user's function, or its returned object, raised.
-        VerdictNeeded: It asks the correctness judge.
+            UserCodeError: The user's function, or its returned object, raised, or a metric has no usable name.
+            VerdictNeeded: It asks the correctness judge.
         """
         try:
             returned: Any = self.function(attempt)
@@ -53,7 +53,7 @@ class Rule:
             raise self._raised(error) from error
         try:
             return as_score(self.name, returned, turns=attempt.episode.num_turns)
-        except JudgeFailure:
+        except (JudgeFailure, UserCodeError):
             raise
         except BaseException as error:  # a number or mapping of a user's class
             raise self._raised(error) from error
@@ -110,7 +110,7 @@ def main() -> None:
         try:
             function = resolve(options.rule, field=options.field, config=json.loads(read_frame(stream) or b"{}"))
         except UserInputError as error:
-            failure = Failure(boundary=Boundary.USER_CODE, code="reward_not_loaded", message=str(error))
+            failure = UserCodeError(str(error), code="reward_not_loaded").failure()
             write_frame(stream, pb.EpisodeScore(failure=failure_to_proto(failure)).SerializeToString())
             return
         write_frame(stream, pb.EpisodeScore().SerializeToString())

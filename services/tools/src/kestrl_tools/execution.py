@@ -13,6 +13,7 @@ from kestrl._shared.user_tasks import enter_user_code
 from kestrl.episode import CallOutcome
 from kestrl.errors import KestrlError, ToolFailure, described, encodable
 from kestrl.tools import ToolError, ToolResult
+from kestrl.tools.shapes import is_mapping, json_problem
 
 log = logging.getLogger(__name__)
 MAX_TEXT = 1_000_000
@@ -56,12 +57,14 @@ def answer_of(tool: str, result: object) -> Answer:
     """Converts the return value of a tool to an answer.
 
     Raises:
-        ToolFailure: The value is neither text, nor JSON, nor a `ToolResult`.
+        ToolFailure: The value is neither text, nor JSON, nor a `ToolResult` with a mapping of facts.
     """
     if isinstance(result, ToolResult):
-        data = _json(tool, result.data, "data")
+        data, facts = _json(tool, result.data, "data")
         if len(data) > MAX_DATA:
             raise _invalid(tool, f"its data are {len(data)} characters of JSON; at most {MAX_DATA} are kept")
+        if not is_mapping(facts):
+            raise _invalid(tool, f"its data are a {type(result.data).__name__}, not a mapping")
         text = _text(tool, result.text)
         return Answer(outcome=CallOutcome.OK, text=text, final=bool(result.final), data_json=data)
     return Answer(outcome=CallOutcome.OK, text=_text(tool, result))
@@ -73,12 +76,12 @@ def state_of(environment: str, state: object) -> object:
     Raises:
         ToolFailure: The state has no JSON form, or is too large.
     """
-    text = _json(environment, state, "state")
+    text, value = _json(environment, state, "state")
     if len(text) > MAX_STATE:
         raise _invalid(
             environment, f"its state is {len(text)} characters of JSON; at most {MAX_STATE} go to the reward"
         )
-    return json.loads(text)
+    return value
 
 
 def for_model(tool: str, error: ToolError) -> Answer:
@@ -95,7 +98,7 @@ def for_model(tool: str, error: ToolError) -> Answer:
 
 
 def _text(tool: str, value: object) -> str:
-    return _clean(value if isinstance(value, str) else _json(tool, value, "result"))
+    return _clean(value if isinstance(value, str) else _json(tool, value, "result")[0])
 
 
 def _clean(text: str) -> str:
@@ -105,13 +108,18 @@ def _clean(text: str) -> str:
     return encodable(text)
 
 
-def _json(tool: str, value: Any, what: str) -> str:
+def _json(tool: str, value: Any, what: str) -> tuple[str, object]:
+    """A value as JSON, and what a reader gets from it."""
     try:
-        return encodable(json.dumps(value, ensure_ascii=False, allow_nan=False))
+        text = encodable(json.dumps(value, ensure_ascii=False, allow_nan=False))
+        read: object = json.loads(text)
     except Exception as error:  # objects of user code may raise anything here
         raise _invalid(
             tool, f"its {what} has no JSON form ({described(error)}); return text, a JSON value or a ToolResult"
         ) from error
+    if problem := json_problem(read):
+        raise _invalid(tool, f"its {what} cannot be passed on: {problem}")
+    return text, read
 
 
 def _invalid(tool: str, reason: str) -> ToolFailure:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol, cast
 
-from kestrl.errors import encodable
+from kestrl.errors import encodable, shown
 
 LONGEST_REPLY = 1_000_000
 """Characters of a reply that are read."""
@@ -116,7 +116,7 @@ def parse(text: str, ids: Sequence[str]) -> dict[str, Grade]:
         where = f"scores[{position}]"
         name = field_of(entry, "trajectory_id", where)
         if not isinstance(name, str) or name not in ids:
-            raise Malformed(f"{where}: trajectory_id {str(name)[:60]!r} is not one of the ids")
+            raise Malformed(f"{where}: trajectory_id {shown(name)} is not one of the ids")
         if name in grades:
             raise Malformed(f"{where}: {name} is scored twice")
         grades[name] = Grade(_score(entry, where), explanation_of(entry, where))

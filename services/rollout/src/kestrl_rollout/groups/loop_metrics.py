@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from itertools import islice
 from typing import Any
 
 from kestrl.episode import LARGEST_REWARD, RESERVED_METRICS
-from kestrl.errors import JudgeFailure, UserCodeError
+from kestrl.errors import JudgeFailure, UserCodeError, described, shown
 from kestrl.rewards import Score
-from kestrl.rewards.checking import as_score
+from kestrl.rewards.checking import MAX_METRICS, METRIC_INVALID, as_score, name_problem
 
 REWARD = "loop_reward"
 """Name of the metric of a returned reward."""
@@ -17,19 +18,23 @@ REWARD = "loop_reward"
 
 def usable_metrics(metrics: Mapping[Any, Any]) -> dict[str, float]:
     """The valid metrics. Invalid ones are left out: the episode fails because of them."""
-    return {name: float(value) for name, value in metrics.items() if _problem(name, value) is None}
+    usable = ((name, float(value)) for name, value in metrics.items() if _problem(name, value) is None)
+    return dict(islice(usable, MAX_METRICS))
 
 
 def check_metrics(metrics: Mapping[Any, Any]) -> None:
     """Checks a loop's metrics.
 
     Raises:
-        UserCodeError: A metric is not a finite number, or its name is reserved (code `metric_invalid`).
+        UserCodeError: A metric is not a finite number, its name is reserved or none, or there are too many (code
+            `metric_invalid`).
     """
+    if len(metrics) > MAX_METRICS:
+        raise UserCodeError(f"agent loop: {len(metrics)} metrics; at most {MAX_METRICS} are taken", code=METRIC_INVALID)
     for name, value in metrics.items():
         problem = _problem(name, value)
         if problem is not None:
-            raise UserCodeError(f"agent loop: the metric {name!r:.100} {problem}", code="metric_invalid")
+            raise UserCodeError(f"agent loop: the metric {shown(name)} {problem}", code=METRIC_INVALID)
 
 
 def returned_reward(loop: str, returned: object) -> Score | None:
@@ -46,6 +51,10 @@ def returned_reward(loop: str, returned: object) -> Score | None:
         raise UserCodeError(
             f"{error}; a loop returns its reward as a number or a Score, or nothing", code="loop_reward_invalid"
         ) from error
+    except UserCodeError:
+        raise
+    except BaseException as error:  # a number or mapping of a user's class
+        raise UserCodeError(f"agent.loop {loop}: {described(error)}", code="loop_reward_invalid") from error
     if abs(score.value) > LARGEST_REWARD:
         raise UserCodeError(
             f"agent.loop {loop}: returned the reward {score.value:g}; at most {LARGEST_REWARD:g} is taken",
@@ -55,8 +64,8 @@ def returned_reward(loop: str, returned: object) -> Score | None:
 
 
 def _problem(name: Any, value: Any) -> str | None:
-    if not isinstance(name, str) or not name.isprintable():
-        return "has a name that is not a printable string"
+    if problem := name_problem(name):
+        return problem
     if name in RESERVED_METRICS:
         return "is reserved by the learner; use another name"
     if not isinstance(value, int | float):

@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 
 from kestrl.errors import ToolFailure
 from kestrl.tools import ToolError, ToolResult
+from kestrl.tools.shapes import json_problem
 from kestrl_tools.http.client import Response
 
 JSON = re.compile(r"application/([\w.+-]+\+)?json")
@@ -29,11 +30,17 @@ def result_of(tool: str, response: Response) -> ToolResult:
         raise ToolFailure(f"{tool}: the server answers with {response.status}", code="tool_result_invalid")
     data: dict[str, Any] = {"status": response.status, "truncated": response.truncated}
     if JSON.fullmatch(response.kind) and not response.truncated:
-        try:
-            data["structured"] = json.loads(response.text, parse_constant=_refused)
-        except (ValueError, RecursionError):  # the model sees it as it is
-            data["structured"] = None
+        data["structured"] = _structured(response.text)
     return ToolResult(text=_text(response), data=data)
+
+
+def _structured(text: str) -> object:
+    """The JSON of a response; None for what cannot be passed on as JSON, which the model sees as it is."""
+    try:
+        value: object = json.loads(text, parse_constant=_refused)
+    except (ValueError, RecursionError):
+        return None
+    return None if json_problem(value) else value
 
 
 def _text(response: Response) -> str:

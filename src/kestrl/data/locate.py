@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -15,6 +16,8 @@ DATA_GROUP = "kestrl.data"
 as `demo://name/path`."""
 MODEL_GROUP = "kestrl.models"
 """Entry points `name -> () -> Path`: model folders that an installed application provides as `demo://name`."""
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+"""A Hugging Face id as other frameworks write it, without hf://; also the form of a relative path."""
 
 
 def _provider(group: str, name: str, field: str) -> Callable[..., Path]:
@@ -70,6 +73,8 @@ def locate_model(uri: str, *, base: Path, field: str = "spec.model.base") -> str
         return f"{parsed.netloc}{parsed.path}"
     if scheme == "demo":
         folder = _provider(MODEL_GROUP, parsed.netloc, field)()
+    elif HUB_ID.fullmatch(uri) and not (base / uri).exists():
+        raise UserInputError(f"{field}: {base / uri} does not exist; for the model on Hugging Face write hf://{uri}")
     elif scheme in LOCAL_SCHEMES | {"pvc"}:
         folder = _local(uri, base, field)
     else:

@@ -3,107 +3,25 @@
 from __future__ import annotations
 
 import copy
-import difflib
-import typing
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
 import yaml
-from pydantic import BaseModel, ValidationError
-from pydantic_core import ErrorDetails
 
 from kestrl._shared.safe_yaml import read as read_yaml
 from kestrl._shared.safe_yaml import read_all as read_all_yaml
 from kestrl._shared.spec.job import AgentRLJob
-from kestrl._shared.spec.problems import Problem
+from kestrl._shared.spec.problems import LONGEST_SHOWN, Problem, ProblemsError
 from kestrl._shared.spec.rules.job_rules import check
+from kestrl._shared.spec.validation import validated
 from kestrl.errors import UserInputError
 
 UNREADABLE = (yaml.YAMLError, ValueError, RecursionError)
 """Errors of PyYAML for invalid YAML; invalid dates and numbers are ValueErrors, deep nesting is a RecursionError."""
-LONGEST_SHOWN = 200
-
-
-ELSEWHERE: Mapping[str, str] = {
-    f"spec.sampling.{name}": "training samples from all tokens, since the learner computes log-probs over all of them; "
-    f"for evaluations set spec.evaluation.{name}"
-    for name in ("topP", "topK")
-}
-"""Fields that there are not, with what to do instead."""
-
 
 COMMANDS: Mapping[str, str] = {"AgentRLJob": "run", "SFTJob": "sft", "Threshold": "verify"}
 """Command of each kind of file."""
-
-
-class ProblemsError(UserInputError):
-    """An invalid manifest, with all problems."""
-
-    def __init__(self, problems: Sequence[Problem]) -> None:
-        super().__init__("\n".join(str(problem) for problem in problems))
-        self.problems = tuple(problems)
-
-
-def _path(location: Sequence[int | str]) -> str:
-    path = ""
-    for part in location:
-        if isinstance(part, int):
-            path += f"[{part}]"
-        elif (
-            "[" not in part
-        ):  # pydantic adds names of union members and validators, which are not fields of the manifest
-            path += f".{part}" if path else part
-    return path
-
-
-def _fields_at(location: Sequence[int | str], root: type[BaseModel]) -> list[str]:
-    """Fields of the manifest at a location, for suggestions."""
-    model: type[BaseModel] | None = root
-    for part in location:
-        if isinstance(part, int):
-            continue
-        fields = {} if model is None else model.model_fields
-        found = next((field for field in fields.values() if field.alias == part), None)
-        if found is None:
-            return []
-        model = _inner_model(found.annotation)
-    if model is None:
-        return []
-    return [field.alias or name for name, field in model.model_fields.items()]
-
-
-def _inner_model(annotation: Any) -> type[BaseModel] | None:
-    """Model inside `Model | None` or `list[Model]`."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return annotation
-    for inner in typing.get_args(annotation):
-        model = _inner_model(inner)
-        if model is not None:
-            return model
-    return None
-
-
-def explain(error: ErrorDetails, root: type[BaseModel]) -> Problem:
-    """The problem behind an error of pydantic, in a manifest of the kind `root`."""
-    location = error["loc"]
-    path = _path(location)
-    if error["type"] == "extra_forbidden":
-        if path in ELSEWHERE:
-            return Problem(path, ELSEWHERE[path])
-        near = difflib.get_close_matches(str(location[-1]), known := _fields_at(location[:-1], root), n=1)
-        fix = f"did you mean {near[0]}?" if near else f"known here: {', '.join(known)}" if known else "remove it"
-        return Problem(path, f"unknown field; {fix}")
-    if error["type"] == "missing":
-        return Problem(path, "is required; add it")
-    message = error["msg"].removeprefix("Value error, ")
-    given = error.get("input")
-    if len(repr(given)) > LONGEST_SHOWN:
-        return Problem(path, message)
-    shown = (
-        f" (is {given!r})" if isinstance(given, str | int | float | bool | None) and repr(given) not in message else ""
-    )
-    return Problem(path, f"{message}{shown}")
 
 
 def parse_job(document: Any) -> AgentRLJob:
@@ -112,12 +30,7 @@ def parse_job(document: Any) -> AgentRLJob:
     Raises:
         ProblemsError: With every problem at once.
     """
-    if not isinstance(document, Mapping):
-        raise ProblemsError([Problem("manifest", f"must be an object, is {type(document).__name__}")])
-    try:
-        job = AgentRLJob.model_validate(document)
-    except ValidationError as error:
-        raise ProblemsError(list(dict.fromkeys(explain(item, AgentRLJob) for item in error.errors()))) from error
+    job = validated(AgentRLJob, document)
     problems = check(job.spec)
     if problems:
         raise ProblemsError(problems)

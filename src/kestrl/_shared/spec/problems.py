@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
+
+from kestrl.errors import UserInputError
+
+LONGEST_SHOWN = 200
+"""Characters of a value that a message shows."""
 
 
 class Problem(NamedTuple):
@@ -15,3 +21,11 @@ class Problem(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.path}: {self.message}"
+
+
+class ProblemsError(UserInputError):
+    """An invalid manifest, with all problems."""
+
+    def __init__(self, problems: Sequence[Problem]) -> None:
+        super().__init__("\n".join(str(problem) for problem in problems))
+        self.problems = tuple(problems)

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
 from kestrl._shared.spec.algorithms import LearningRateScheduleName
 from kestrl._shared.spec.job import Accelerator, Adapter, Metadata, ModelSpec, Storage
-from kestrl._shared.spec.load import ProblemsError, explain, read_kind, with_overrides
+from kestrl._shared.spec.load import read_kind, with_overrides
 from kestrl._shared.spec.model import (
     LARGEST_CONTEXT,
     LARGEST_SEED,
@@ -20,10 +20,11 @@ from kestrl._shared.spec.model import (
     Positive,
     PositiveInt,
 )
-from kestrl._shared.spec.problems import Problem
+from kestrl._shared.spec.problems import Problem, ProblemsError
 from kestrl._shared.spec.rules.adapter_rules import target_problems
 from kestrl._shared.spec.rules.learner_rules import offload_problems
 from kestrl._shared.spec.scalars import Address, TemplateArguments
+from kestrl._shared.spec.validation import validated
 
 SFT_KIND = "SFTJob"
 DEFAULT_LEARNING_RATES = {"adapter": 2e-4, "all": 2e-5}
@@ -156,12 +157,7 @@ def parse_sft_job(document: Any) -> SFTJob:
     Raises:
         ProblemsError: With every problem at once.
     """
-    if not isinstance(document, dict):
-        raise ProblemsError([Problem("manifest", f"must be an object, is {type(document).__name__}")])
-    try:
-        job = SFTJob.model_validate(document)
-    except ValidationError as error:
-        raise ProblemsError(list(dict.fromkeys(explain(item, SFTJob) for item in error.errors()))) from error
+    job = validated(SFTJob, document)
     learner = job.spec.learner
     offloading = offload_problems(
         offload=learner.activation_offload,

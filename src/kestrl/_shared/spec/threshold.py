@@ -7,12 +7,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 from kestrl._shared.spec.job import Metadata
-from kestrl._shared.spec.load import ProblemsError, explain, read_kind
+from kestrl._shared.spec.load import read_kind
 from kestrl._shared.spec.model import LARGEST_SEED, Model, NonNegative, PositiveInt
-from kestrl._shared.spec.problems import Problem
+from kestrl._shared.spec.problems import Problem, ProblemsError
+from kestrl._shared.spec.validation import validated
 
 Number = Annotated[float, Field(strict=False)]
 Text = Annotated[str, Field(min_length=1)]
@@ -77,12 +78,7 @@ def parse_threshold(document: Any) -> Threshold:
     Raises:
         ProblemsError: With every problem at once.
     """
-    if not isinstance(document, dict):
-        raise ProblemsError([Problem("threshold", f"must be an object, is {type(document).__name__}")])
-    try:
-        threshold = Threshold.model_validate(document)
-    except ValidationError as error:
-        raise ProblemsError(list(dict.fromkeys(explain(item, Threshold) for item in error.errors()))) from error
+    threshold = validated(Threshold, document)
     if len(set(threshold.spec.seeds)) < len(threshold.spec.seeds):
         raise ProblemsError([Problem("spec.seeds", "holds a seed twice, whose run would count twice; name it once")])
     return threshold

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from kestrl._shared.plan.settings.common import DataSettings, Model, read_settings
-from kestrl._shared.plan.settings.judge import JudgeEntry, RewardEntry, RulerEntry
+from kestrl._shared.plan.settings.judge import JudgeEntry, JudgeSettings, RewardEntry, RulerEntry
 from kestrl._shared.plan.settings.rollout import RolloutSettings
 from kestrl._shared.plan.settings.tools import ToolsSettings
 from kestrl.errors import UserInputError
@@ -36,6 +36,15 @@ class ToolsCheck(Model):
     tools: ToolsSettings
     data: dict[str, DataSettings]
     """Files of the data sets, by name."""
+
+
+class RewardsCheck(Model):
+    """Input of the check of the rewards."""
+
+    judge: JudgeSettings
+    data: dict[str, DataSettings]
+    """Files of the data sets, by name."""
+    max_turns: int
 
 
 class RolloutCheck(Model):

@@ -13,6 +13,8 @@ from kestrl.importing import load
 from kestrl.rewards import Attempt, Score
 from kestrl.rewards.builtin import BUILT_IN
 
+FOREIGN = {"completions": "TRL", "prompts": "TRL", "data_source": "verl", "solution_str": "verl"}
+"""First parameters of rewards that were written for other frameworks."""
 Returned = float | Sequence[float] | Score
 Reward = Callable[[Attempt], Returned | Awaitable[Returned]]
 
@@ -58,7 +60,9 @@ def _named(rule: str, field: str) -> Reward:
     if not callable(function):
         raise UserInputError(f"{field}: {rule} is a {type(function).__name__}; a reward is a function of an attempt")
     try:
-        inspect.signature(function).bind_partial(object())
+        signature = inspect.signature(function)
+        _refuse_foreign(rule, signature, field)
+        signature.bind_partial(object())
     except TypeError as error:
         raise UserInputError(
             f"{field}: {rule} must take the attempt as its first argument: def reward(attempt) -> float ({error})"
@@ -66,3 +70,12 @@ def _named(rule: str, field: str) -> Reward:
     except ValueError:  # a callable without a readable signature (of an extension module): checked by its first call
         pass
     return cast(Reward, function)
+
+
+def _refuse_foreign(rule: str, signature: inspect.Signature, field: str) -> None:
+    source = FOREIGN.get(next(iter(signature.parameters), ""))
+    if source is not None:
+        raise UserInputError(
+            f"{field}: {rule}{signature} has the signature of {source}; a reward here is called with one attempt: "
+            f"def reward(attempt) -> float (docs/coming-from.md has both)"
+        )

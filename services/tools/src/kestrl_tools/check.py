@@ -22,6 +22,7 @@ from kestrl.data.rows import read_rows
 from kestrl.errors import ToolFailure
 from kestrl_tools.catalogue import Tool
 from kestrl_tools.lifecycle import loaded
+from kestrl_tools.python_provider import PythonProvider
 from kestrl_tools.rows import check_row
 from kestrl_tools.tool_threads import ToolThreads
 
@@ -50,11 +51,24 @@ async def _check(settings: ToolsCheck) -> dict[str, Any]:
             **_found(settings, tools),
             "away": [settings.tools.tools[index].name for index in away],
             "warnings": [
-                f"spec.tools[{index}].{field}: {host} is a name of a cluster, which does not resolve here: its tools, "
-                "and what rows say of them, are not checked"
-                for index, (field, host) in away.items()
+                *_undescribed(tools),
+                *(
+                    f"spec.tools[{index}].{field}: {host} is a name of a cluster, which does not resolve here: its "
+                    "tools, and what rows say of them, are not checked"
+                    for index, (field, host) in away.items()
+                ),
             ],
         }
+
+
+def _undescribed(tools: Mapping[str, Tool]) -> Iterator[str]:
+    """Warnings for Python tools of which the model sees a name and nothing else; texts of servers are not ours."""
+    for tool in tools.values():
+        if isinstance(tool.provider, PythonProvider) and not tool.schema.description.strip():
+            yield (
+                f"spec.tools: {tool.schema.name} has no description, so that the model learns only its name; add a "
+                "docstring that says what it does"
+            )
 
 
 def unresolved(entry: ToolEntry) -> tuple[str, str] | None:

@@ -17,7 +17,7 @@ from typing import Any, TypeVar, cast
 
 from kestrl._app.local.secrets import Secrets
 from kestrl._app.local.site import local_path
-from kestrl._shared.checking import Report, RolloutCheck, ToolsCheck, ask
+from kestrl._shared.checking import Report, RewardsCheck, RolloutCheck, ToolsCheck, ask
 from kestrl._shared.plan.components import Role
 from kestrl._shared.plan.planning import plan
 from kestrl._shared.plan.settings.common import DataSettings, Model
@@ -112,6 +112,7 @@ class _Check:
         found = self._found
         folder = self._try(self._model) if model else None
         spec = self._job.spec
+        found.problems += Secrets(self._job, self._base).problems()
         template = self._try(self._template)
         files = self._files() if data else {}
         rows = {name: read for name, file in files.items() if (read := self._try(partial(_read, file)))}
@@ -119,10 +120,11 @@ class _Check:
         settings = self._settings(folder or "", template)
         with ThreadPoolExecutor(max_workers=2) as threads:
             asked = threads.submit(self._tools, settings[Role.TOOLS], {name: files[name] for name in rows}, rows)
-            judged = threads.submit(self._ask, "kestrl_judge.check", settings[Role.JUDGE], "spec.rewards")
+            judged = threads.submit(self._rewards, settings[Role.JUDGE], {name: files[name] for name in rows})
             tools, judge = asked.result(), judged.result()
         self._take(judge)
         self._take(tools)
+        found.problems = list(dict.fromkeys(found.problems))  # a missing secret of a tool is found twice
         self._misfits(tools.facts.get("rows", ()))
         offered = tools.facts.get("tools", ())
         servers = {tool.label for tool in spec.tools if tool.use is None}
@@ -215,7 +217,7 @@ class _Check:
         seconds: float = LOAD_SECONDS,
         variables: Mapping[str, str] | None = None,
     ) -> Report:
-        assert isinstance(settings, ToolsCheck | JudgeSettings | RolloutCheck)
+        assert isinstance(settings, ToolsCheck | RewardsCheck | RolloutCheck)
         return ask(module, settings, subject=subject, seconds=seconds, variables=variables)
 
     def _take(self, report: Report) -> None:
@@ -233,6 +235,11 @@ class _Check:
             return Report({}, tuple(str(error).splitlines()))
         check = ToolsCheck(tools=settings, data=files)
         return self._ask("kestrl_tools.check", check, "spec.tools", seconds, secrets)
+
+    def _rewards(self, settings: Model, files: dict[str, DataSettings]) -> Report:
+        assert isinstance(settings, JudgeSettings)
+        check = RewardsCheck(judge=settings, data=files, max_turns=self._job.spec.agent.max_turns)
+        return self._ask("kestrl_judge.check", check, "spec.rewards")
 
     def _misfits(self, rows: Sequence[tuple[str, str]]) -> None:
         """Reports what rows set for tools and no tool takes. Sessions open at a first call: whether a user's loop makes

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -125,6 +125,14 @@ class Secrets:
         """
         return {name: self._entry(*reference) for name, reference in tool_secrets(self._job.spec).items()}
 
+    def problems(self) -> Iterator[str]:
+        """What is wrong with the files of all secrets, one problem for each of a role."""
+        for read in (self.storage, self.judge, self.tools, self._patched):
+            try:
+                read()
+            except UserInputError as error:
+                yield from str(error).splitlines()
+
     def _entry(self, secret: str, key: str, field: str) -> str:
         found = self._secret(secret, field)
         if key not in found:
@@ -140,6 +148,13 @@ class Secrets:
         granted: dict[Role, dict[str, str]] = {role: dict(self.storage()) for role in STORAGE_ROLES}
         granted[Role.JUDGE] = self.judge()
         granted[Role.TOOLS] = self.tools()
+        for role, variables in self._patched().items():
+            granted.setdefault(role, {}).update(variables)
+        return granted
+
+    def _patched(self) -> dict[Role, dict[str, str]]:
+        """Variables of the containers of `patches`."""
+        granted: dict[Role, dict[str, str]] = {}
         for number, patch in enumerate(self._job.spec.patches):
             field = f"spec.patches[{number}].template.spec.containers"
             for container in _objects(_object(patch.template.get("spec")).get("containers")):

@@ -160,6 +160,66 @@ def test_everything_that_a_job_names_and_does_not_exist(project: Project) -> Non
     assert "spec.rewards[0].rule: cannot import 'nosuch'" in printed
 
 
+@pytest.mark.parametrize(
+    ("code", "problem"),
+    [
+        ("def reward(attempt): pass", "mine:reward: its value is None (NoneType); return a float or a Score"),
+        ("def reward(attempt): return {'reward': 1.0}", "its value is {'reward': 1.0} (dict); return a float"),
+        ("def reward(attempt): return True", "its value is True (bool); return a float"),
+        ("async def reward(attempt): return '1'", "its value is '1' (str); return a float"),
+        ("def reward(attempt): return [1.0, 2.0]", "it returned 2 turn rewards for an episode of 1 turns"),
+        ("def reward(completions, **kwargs): ...", "mine:reward(completions, **kwargs) has the signature of TRL"),
+        (
+            "def reward(prompts, completions, **kwargs): ...",
+            "has the signature of TRL; a reward here is called with one",
+        ),
+        ("def reward(data_source, solution_str, ground_truth): ...", "has the signature of verl"),
+    ],
+)
+def test_a_reward_that_is_none_is_refused(project: Project, code: str, problem: str) -> None:
+    (project.folder / "mine.py").write_text(CODE.replace("def reward", "def other") + code + "\n")
+    project.spec["rewards"] = [{"rule": "exact_answer"}, {"rule": "mine:reward"}]
+    printed = project.refused()
+    assert "spec.rewards[1].rule: " in printed
+    assert problem in printed
+
+
+def test_a_reward_is_tried_at_the_first_row(project: Project) -> None:
+    code = "def reward(attempt):\n    return float(attempt.scenario.ground_truth) + attempt.max_turns\n"
+    (project.folder / "mine.py").write_text(CODE.replace("def reward", "def other") + code)
+    project.spec["rewards"] = [{"rule": "mine:reward"}]
+    assert project.valid() == "job.yaml: valid, 8 train scenarios\n"
+    project.rows[0]["ground_truth"] = "none"
+    assert "warning: spec.rewards[0].rule: mine:reward: ValueError: could not convert" in project.valid()
+    assert "train.jsonl:1 that calls no tool); an episode for which it raises has no reward" in project.valid()
+
+
+def test_a_tool_without_a_docstring_is_a_warning(project: Project) -> None:
+    (project.folder / "mine.py").write_text(CODE + "\ndef bare(a: int) -> int:\n    return a\n")
+    project.spec["tools"].append({"name": "bare", "use": "mine:bare"})
+    printed = project.valid()
+    assert "warning: spec.tools: bare has no description, so that the model learns only its name; add a" in printed
+    assert "add has no" not in printed
+
+
+def test_every_secret_without_its_file_is_named(project: Project) -> None:
+    ruler = {"baseUrl": "https://judge.example/v1", "model": "m", "secretRef": {"name": "judge"}, "secretKey": "KEY"}
+    project.spec["rewards"].append({"ruler": ruler})
+    project.spec["storage"] = {"uri": "file:///tmp/none", "secretRef": {"name": "store"}}
+    container = {"name": "tools", "envFrom": [{"secretRef": {"name": "patched"}}]}
+    project.spec["patches"] = [{"role": "tools", "template": {"spec": {"containers": [container]}}}]
+    printed = project.refused()
+    for field, name in (
+        ("spec.storage.secretRef", "store"),
+        ("spec.rewards[1].ruler.secretRef", "judge"),
+        ("spec.patches[0].template.spec.containers", "patched"),
+    ):
+        assert f"{field}: {project.folder}/{name}.env does not exist; create it with the secret's entries" in printed
+    for name in ("store", "judge", "patched"):
+        (project.folder / f"{name}.env").write_text("KEY=abc\n")
+    assert "abc" not in project.valid()
+
+
 def test_loops_that_cannot_be_loaded(project: Project) -> None:
     project.spec["agent"] = {"loop": "nosuch:L", "loops": {"mine": "mine:nosuch"}}
     printed = project.refused()
@@ -179,7 +239,7 @@ def test_rows_that_do_not_fit_the_job(project: Project) -> None:
 
 def test_a_row_may_name_an_environment(project: Project) -> None:
     """`tools` by the environment's name offers its tools, which the template renders."""
-    code = "class Shop:\n    def reset(self, stock): ...\n    def search(self, word: str) -> str: ...\n"
+    code = "class Shop:\n    def reset(self, stock): ...\n    def search(self, word: str) -> str: 'Searches.'\n"
     (project.folder / "shop.py").write_text(code)
     project.spec["tools"] = [{"use": "shop:Shop"}]
     for row in project.rows:

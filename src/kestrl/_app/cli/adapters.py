@@ -26,27 +26,37 @@ from kestrl.storage import ObjectStore, adapter_folders, fetch_adapter, open_sto
 from kestrl.storage.models import fetch_model, model_folders
 
 console = Console()
+errors = Console(stderr=True)
 BASE = "base"
 
 
-def choose_adapter(store: ObjectStore, step: int | None) -> str:
+def choose_adapter(store: ObjectStore, step: int | None, run: str) -> str:
     """The folder of a step's adapter, or of the newest.
+
+    Args:
+        store: Of the run.
+        step: Of the adapter; None for the newest.
+        run: Id of the run, for messages.
 
     Raises:
         UserInputError: There is none.
     """
-    folders = adapter_folders(store)
-    chosen = [folder for folder in folders if step is None or read_manifest(store, folder).step == step]
-    if not chosen:
-        steps = ", ".join(str(read_manifest(store, folder).step) for folder in folders) or "none"
-        raise UserInputError(f"the run has no published adapter of step {step} (there are: {steps})")
-    return max(chosen, key=lambda folder: read_manifest(store, folder).step)
+    steps = {read_manifest(store, folder).step: folder for folder in adapter_folders(store)}
+    if not steps:
+        raise UserInputError(
+            f"{run} has learned nothing: there is no published adapter; start it again, or name another run"
+        )
+    if step is not None and step not in steps:
+        known = ", ".join(map(str, sorted(steps)))
+        raise UserInputError(f"{run} has no published adapter of step {step} (there are: {known})")
+    return steps[max(steps) if step is None else step]
 
 
 @dataclass(frozen=True, slots=True)
 class _Trained:
     """A run whose adapters are exported."""
 
+    id: str
     store: ObjectStore
     base_model: Callable[[], str]
     """Folder or Hugging Face id of the model below the adapters; raises UserInputError if there is none."""
@@ -60,9 +70,9 @@ def _trained(runs: Path, run_id: str | None) -> _Trained:
     """
     if run_id is not None and (settings := runs / run_id / SETTINGS).is_file():
         made = read_settings(SFTSettings, settings)
-        return _Trained(open_store(made.storage), lambda: made.model)
+        return _Trained(run_id, open_store(made.storage), lambda: made.model)
     run = find_run(runs, run_id)
-    return _Trained(run_store(run), lambda: locate_model(run.job().spec.model.base, base=run.manifest_dir))
+    return _Trained(run.id, run_store(run), lambda: locate_model(run.job().spec.model.base, base=run.manifest_dir))
 
 
 def export(
@@ -87,7 +97,13 @@ def export(
         out.parent.mkdir(parents=True, exist_ok=True)
         console.print(f"{fetch_model(store, out, folders[-1]).policy.name} -> {out}", soft_wrap=True, markup=False)
         return
-    folder = choose_adapter(store, step)
+    folder = choose_adapter(store, step, trained.id)
+    if read_manifest(store, folder).step == 0:
+        errors.print(
+            f"warning: {trained.id} has learned nothing by step 0: this is the adapter that it began with",
+            markup=False,
+            soft_wrap=True,
+        )
     if not merge:
         out.parent.mkdir(parents=True, exist_ok=True)
         manifest = fetch_adapter(store, out, folder)

@@ -241,7 +241,7 @@ def adapter_address(run: RunDir, candidate: Candidate) -> str | None:
     if candidate.base or candidate.model:
         return None
     store = run_store(run)
-    return store.address(choose_adapter(store, candidate.step))
+    return store.address(choose_adapter(store, candidate.step, run.id))
 
 
 def _file_name(candidate: Candidate) -> str:

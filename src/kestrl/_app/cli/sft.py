@@ -110,6 +110,7 @@ def _train(manifest: Path, overrides: tuple[str, ...], runs: Path) -> tuple[int,
     job = read_sft_job(manifest, overrides)
     folder = runs / f"{job.metadata.name}-sft"
     settings = located(job, base=manifest.resolve().parent, folder=folder)
+    environment = {**TORCH_DEFAULTS, **os.environ, **device_environment(job)}
     try:
         folder.mkdir(parents=True, exist_ok=True)
         write_atomic(folder / SETTINGS, settings.model_dump_json(indent=2))
@@ -119,7 +120,6 @@ def _train(manifest: Path, overrides: tuple[str, ...], runs: Path) -> tuple[int,
         ) from error
     # Training needs torch, which only the learner depends on; it runs as a separate program.
     command = [sys.executable, "-m", "kestrl_learner.sft", "--settings", str(folder / SETTINGS)]
-    environment = {**TORCH_DEFAULTS, **os.environ, **device_environment(job)}
     process = subprocess.Popen(command, env=environment)  # noqa: S603 - our own module
     while True:
         try:

@@ -15,8 +15,9 @@ import fcntl
 import json
 import os
 import re
-from collections.abc import Generator, Mapping
-from contextlib import contextmanager
+import shutil
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -218,6 +219,26 @@ def _making(path: Path) -> Generator[None]:
         yield
     except OSError as error:
         raise UserInputError(f"{path}: cannot be made: {error.strerror}; choose another folder with --runs") from error
+
+
+@contextmanager
+def removed_if_refused(run: RunDir) -> Generator[ExitStack]:
+    """Removes what a run that is refused before its start has made: its folder, and empty folders above it. Nothing is
+    removed of a run that was there before, nor once the yielded stack is emptied by `pop_all`.
+    """
+    missing = [path for path in (run.path, *run.path.parents) if not path.exists()]
+    with ExitStack() as cleaning:
+        if missing:
+            cleaning.callback(_remove, missing)
+        yield cleaning
+
+
+def _remove(paths: Sequence[Path]) -> None:
+    run, *parents = paths
+    shutil.rmtree(run, ignore_errors=True)
+    with suppress(OSError):  # another run is there, or generated data
+        for path in parents:
+            path.rmdir()
 
 
 def make_folders(run: RunDir, job: AgentRLJob, manifest_dir: Path) -> None:

@@ -21,7 +21,7 @@ from kestrl._app.local.files import write_atomic
 from kestrl._app.local.processes import Launcher
 from kestrl._app.local.progress import Progress
 from kestrl._app.local.report import print_report
-from kestrl._app.local.rundir import RECORD, RunDir, make_folders
+from kestrl._app.local.rundir import RECORD, RunDir, make_folders, removed_if_refused
 from kestrl._app.local.runner_record import INTERVAL, RunnerRecord, RunnerRecordFile
 from kestrl._app.local.secrets import Secrets, open_storage
 from kestrl._app.local.site import local_devices, refuse_cluster_isolation, reserved_ports, site_of
@@ -197,33 +197,39 @@ def run_job(
     Raises:
         UserInputError: Another runner holds the lock of the run, or something that the job references does not exist.
     """
-    if run.lock() is None:
-        raise UserInputError(f"run {run.id} is already running (pid {run.runner_pid()}); see `kestrl status {run.id}`")
-    job = fitted_job(job, options.manifest_dir)
-    make_folders(run, job, options.manifest_dir)
-    refuse_cluster_isolation(job)
-    with reserved_ports(job, options.base_port) as ports:
-        site = site_of(
-            job, run, options.manifest_dir, ports=ports, cache_dir=options.cache_dir, devices=local_devices(job)
-        )
-        findings = check_job(job, base=options.manifest_dir, cache_dir=options.cache_dir)
-        findings.raise_problems()
-        store = open_storage(job, options.manifest_dir, site.storage)
-        store.check()
-        components: Sequence[Component] = plan(job, site)
-        if replan is not None:
-            components = replan(components, site)
-        with make_view(console, f"{job.metadata.name} ({run.id})") as view:
-            view.say(f"{'resuming' if resumed else 'starting'} run {run.id} in {run.path}")
-            for note in () if site.devices is None else site.devices.notes:
-                view.say(note)
-            for warning in findings.warnings:
-                view.say(f"warning: {warning}")
-            outcome = asyncio.run(Runner(job, run, site, components, view, options).run())
-        summary = copy_summary(run, store)
-        if outcome.code == 0 and replan is None:
-            return _finished(console, run, summary, store, site)
-        return _unfinished(console, run, outcome, summary) if outcome.code else 0
+    with removed_if_refused(run) as refusal:
+        if run.lock() is None:
+            refusal.pop_all()
+            raise UserInputError(
+                f"run {run.id} is already running (pid {run.runner_pid()}); see `kestrl status {run.id}`"
+            )
+        job = fitted_job(job, options.manifest_dir)
+        make_folders(run, job, options.manifest_dir)
+        refuse_cluster_isolation(job)
+        with reserved_ports(job, options.base_port) as ports:
+            site = site_of(
+                job, run, options.manifest_dir, ports=ports, cache_dir=options.cache_dir, devices=local_devices(job)
+            )
+            findings = check_job(job, base=options.manifest_dir, cache_dir=options.cache_dir)
+            findings.raise_problems()
+            store = open_storage(job, options.manifest_dir, site.storage)
+            store.check()
+            components: Sequence[Component] = plan(job, site)
+            if replan is not None:
+                components = replan(components, site)
+            with make_view(console, f"{job.metadata.name} ({run.id})") as view:
+                view.say(f"{'resuming' if resumed else 'starting'} run {run.id} in {run.path}")
+                for note in () if site.devices is None else site.devices.notes:
+                    view.say(note)
+                for warning in findings.warnings:
+                    view.say(f"warning: {warning}")
+                runner = Runner(job, run, site, components, view, options)
+                refusal.pop_all()
+                outcome = asyncio.run(runner.run())
+            summary = copy_summary(run, store)
+            if outcome.code == 0 and replan is None:
+                return _finished(console, run, summary, store, site)
+            return _unfinished(console, run, outcome, summary) if outcome.code else 0
 
 
 def _finished(console: Console, run: RunDir, summary: RunSummary | None, store: ObjectStore, site: Site) -> int:

@@ -38,6 +38,21 @@
 {{- .Values.operator.existingKeySecret | default (printf "%s-key" (include "kestrl.operator" .)) -}}
 {{- end }}
 
+{{- /* The key of a release without one: that of an earlier release in this namespace, by which its jobs go on under
+their credentials; empty if none is there. Takes a list of Secrets. */}}
+{{- define "kestrl.leftKey" -}}
+{{- $keys := dict -}}
+{{- range . -}}
+{{- if and (eq (dig "metadata" "labels" "app.kubernetes.io/name" "" .) "kestrl-operator") (dig "data" "key" "" .) -}}
+{{- $_ := set $keys .data.key .metadata.name -}}
+{{- end -}}
+{{- end -}}
+{{- if gt (len $keys) 1 -}}
+{{- fail (printf "operator.existingKeySecret: earlier releases in this namespace left different keys, in the Secrets %s; name the one whose jobs are to go on, or delete the others" (values $keys | sortAlpha | join ", ")) -}}
+{{- end -}}
+{{- with keys $keys }}{{ first . }}{{ end -}}
+{{- end }}
+
 {{- /* The selector of the operator's pods. Jobs' NetworkPolicies allow this name, so no value changes it. */}}
 {{- define "kestrl.selector" -}}
 app.kubernetes.io/name: kestrl-operator

@@ -1,4 +1,4 @@
-"""Kubernetes events: one for each condition that changes to a listed reason, with that reason."""
+"""Kubernetes events: one for each condition that changes to a listed reason, with that reason, and single ones."""
 
 from __future__ import annotations
 
@@ -68,15 +68,17 @@ class Events:
     async def publish(
         self, key: Key, uid: str, before: Mapping[str, Any], after: Mapping[str, Any], *, kind: Kind = JOB
     ) -> None:
-        """Publishes the events for the difference between two statuses of a job. An event that cannot be written is
-        logged and fails no pass.
-        """
+        """Publishes the events for the difference between two statuses of a job."""
         for notice in notices(before, after):
-            log.info("%s: %s: %s", key, notice.reason, notice.note)
-            try:
-                await self._publish(kind, key, uid, notice)
-            except ApiProblem as error:
-                log.warning("%s: event %s was not written: %s", key, notice.reason, error)
+            await self.announce(key, uid, notice, kind=kind)
+
+    async def announce(self, key: Key, uid: str, notice: Notice, *, kind: Kind = JOB) -> None:
+        """Publishes an event regarding a job. An event that cannot be written is logged and fails no pass."""
+        log.info("%s: %s: %s", key, notice.reason, notice.note)
+        try:
+            await self._publish(kind, key, uid, notice)
+        except ApiProblem as error:
+            log.warning("%s: event %s was not written: %s", key, notice.reason, error)
 
     async def _publish(self, kind: Kind, key: Key, uid: str, notice: Notice) -> None:
         # Kubernetes does not allow changes to an event's note: another note is another event.

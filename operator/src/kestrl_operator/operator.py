@@ -11,14 +11,13 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from kestrl._shared.telemetry.metrics import observe
-from kestrl._shared.telemetry.names import Metric
 from kestrl.errors import KestrlError
-from kestrl_operator import health
+from kestrl_operator import health, metrics
 from kestrl_operator.apiserver.client import Api, ApiProblem
 from kestrl_operator.apiserver.kinds import BATCH_JOB, JOB, POD, SFT_JOB, Kind
 from kestrl_operator.apiserver.leader_election import LeaderElection
 from kestrl_operator.config import Config
+from kestrl_operator.controllers.installations import ClaimedJobs, Installations
 from kestrl_operator.controllers.job_state import JobStates
 from kestrl_operator.controllers.reconcile import Reconciler
 from kestrl_operator.controllers.sft_reconcile import SFTReconciler, list_sft
@@ -53,23 +52,24 @@ class Operator:
         self._store, self._queue = Store(), Queue[Key]()
         self._states = JobStates(self._queue.add)
         self._work_record = WorkRecord(config.work_file)
-        events = Events(api, self._identity)
-        self._reconciler = Reconciler(
-            api, self._store, self._states, events, config.jobs, config.key(), self._work_record
+        events, lease = Events(api, self._identity), config.lease
+        self._installations = Installations(
+            api, events, namespace=lease.namespace, name=lease.name, seconds=lease.seconds
         )
+        reconciler = Reconciler(api, self._store, self._states, events, config.jobs, config.key(), self._work_record)
+        self._reconciler = ClaimedJobs(self._installations, JOB, self._store, reconciler)
         self._sft_store, self._sft_queue = SFTStore(), Queue[Key]()
-        self._sft = SFTReconciler(
-            api, self._sft_store, events, config.jobs, self._work_record, lambda: self._store.nodes
-        )
+        sft = SFTReconciler(api, self._sft_store, events, config.jobs, self._work_record, lambda: self._store.nodes)
+        self._sft = ClaimedJobs(self._installations, SFT_JOB, self._sft_store, sft)
         self._drift = Drift()
         self._passes: Counter[str] = Counter()
         self._watch = watch.Watch(self._take, config.namespaces)
         self._election = LeaderElection(
             api,
-            namespace=config.lease.namespace,
-            name=config.lease.name,
+            namespace=lease.namespace,
+            name=lease.name,
             identity=self._identity,
-            seconds=config.lease.seconds,
+            seconds=lease.seconds,
         )
 
     async def run(self) -> None:
@@ -182,7 +182,7 @@ class Operator:
             for number in range(SFT_WORKERS):
                 tasks.create_task(self._work(self._sft_queue, self._sft), name=f"sft-worker-{number}")
 
-    async def _work(self, queue: Queue[Key], reconciler: Reconciler | SFTReconciler) -> None:
+    async def _work(self, queue: Queue[Key], reconciler: ClaimedJobs) -> None:
         while True:
             key = await queue.take()
             try:
@@ -210,7 +210,7 @@ class Operator:
                 self._passes["ok"] += 1
                 queue.done(key, requeue_after)
 
-    async def _report_failure(self, reconciler: Reconciler | SFTReconciler, key: Key, why: str) -> None:
+    async def _report_failure(self, reconciler: ClaimedJobs, key: Key, why: str) -> None:
         """Reports a failed pass in the job's status; if that fails too, it is logged."""
         try:
             async with asyncio.timeout(REPORT_SECONDS):
@@ -233,18 +233,7 @@ class Operator:
         return "" if self._watch.begun.is_set() else "the watch has not started"
 
     def _register_metrics(self) -> None:
-        loop = asyncio.get_running_loop()
-        observe(Metric.RECONCILES, lambda: self._passes)
-        observe(Metric.OPERATOR_QUEUE, lambda: len(self._queue))
-        observe(Metric.OPERATOR_LEADER, lambda: int(self._election.leading))
-        observe(Metric.OPERATOR_REQUESTS, lambda: self._api.requests)
-        observe(Metric.OPERATOR_FOLLOWED, lambda: self._states.followed)
-        observe(Metric.WATCH_AGE, lambda: loop.time() - self._audit.ended)
-        observe(Metric.OPERATOR_STALE_WATCH, lambda: len(self._audit.stale))
-        observe(Metric.OPERATOR_JOBS, self._phases)
-
-    def _phases(self) -> dict[str, int]:
-        phases = Counter(
-            job.get("status", {}).get("shown", {}).get("phase") or "New" for job in list(self._store.jobs.values())
+        stores = self._store, self._sft_store
+        metrics.register(
+            self._api, self._election, self._audit, self._queue, self._passes, self._states, stores, self._installations
         )
-        return dict(phases)

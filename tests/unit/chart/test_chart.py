@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -59,7 +60,7 @@ def test_an_install_makes_these_objects(helm: Helm) -> None:
             *(
                 (kind, f"{NAME}{part}")
                 for kind in ("ClusterRole", "ClusterRoleBinding")
-                for part in ("", "-nodes", "-definition")
+                for part in ("", "-nodes", "-definition", "-leases")
             ),
             ("ClusterRole", f"{NAME}-jobs-view"),
             ("ClusterRole", f"{NAME}-jobs-edit"),
@@ -167,6 +168,42 @@ def test_a_key_of_ones_own_is_used_and_none_is_made(helm: Helm) -> None:
     assert volume["secret"]["secretName"] == "mine"
 
 
+OPERATORS = {"app.kubernetes.io/name": "kestrl-operator"}
+
+
+def secret(name: str, key: str | None, labels: dict[str, str] | None = None) -> dict[str, Any]:
+    labelled = {"metadata": {"name": name, "labels": labels}} if labels else {"metadata": {"name": name}}
+    return labelled if key is None else {**labelled, "data": {"key": key}}
+
+
+@pytest.mark.parametrize(
+    ("there", "left"),
+    [
+        ([], ""),
+        ([secret("sh.helm.release.v1.kestrl.v1", None, {"owner": "helm"}), secret("theirs", "bm8=")], ""),
+        ([secret("theirs", "bm8="), secret("kestrl-operator-key", "b2xk", OPERATORS)], "b2xk"),
+        ([secret("a-key", "b2xk", OPERATORS), secret("b-key", "b2xk", OPERATORS)], "b2xk"),
+        ([secret("a-key", "b25l", OPERATORS), secret("b-key", "dHdv", OPERATORS)], None),
+    ],
+    ids=["none", "others'", "an earlier release's", "copied before", "two"],
+)
+def test_the_key_of_an_earlier_release_is_found_by_its_label(
+    helm: Helm, tmp_path: Path, there: list[dict[str, Any]], left: str | None
+) -> None:
+    # Rendering asks no cluster for Secrets, so a chart around the chart's own template names them.
+    (tmp_path / "templates").mkdir()
+    shutil.copy(CHART / "templates" / "_helpers.tpl", tmp_path / "templates")
+    (tmp_path / "Chart.yaml").write_text("apiVersion: v2\nname: around\nversion: 0.1.0\n")
+    (tmp_path / "templates" / "key.yaml").write_text('key: {{ include "kestrl.leftKey" .Values.there | quote }}\n')
+    ended = helm.run("template", "around", str(tmp_path), values={"there": there})
+    if left is None:
+        assert "operator.existingKeySecret" in ended.stderr
+        assert "a-key, b-key" in ended.stderr
+        return
+    assert ended.returncode == 0, ended.stderr
+    assert yaml.safe_load(ended.stdout) == {"key": left}
+
+
 # The definitions of AgentRLJob and SFTJob
 
 
@@ -230,7 +267,7 @@ def test_the_operators_rights_are_these(helm: Helm) -> None:
         | each("policy", "poddisruptionbudgets", "get list watch create patch")
         | each("events.k8s.io", "events", "create patch")
         | each("", "events", "list")
-        | each("coordination.k8s.io", "leases", "create get update patch")
+        | each("coordination.k8s.io", "leases", "create get update patch")  # get: of other installations, too
         | each("", "nodes", "get list")
         | each("apiextensions.k8s.io", "customresourcedefinitions", "get")
     )
@@ -256,7 +293,9 @@ def test_no_right_is_a_wildcard_and_no_secret_can_be_read(helm: Helm, values: di
             assert (resource, verb) not in {("secrets", verb) for verb in ("get", "list", "watch", "update", "delete")}
         for rule in role["rules"]:
             assert "nonResourceURLs" not in rule
-            if rule["resources"] in (["leases"], ["customresourcedefinitions"]) and rule["verbs"] != ["create"]:
+            # Leases of other installations, whose names are not known, are read only.
+            own = rule["resources"] == ["leases"] and rule["verbs"] not in (["create"], ["get"])
+            if own or rule["resources"] == ["customresourcedefinitions"]:
                 assert rule["resourceNames"] in ([NAME], DEFINITIONS)
 
 
@@ -282,7 +321,7 @@ def test_an_install_for_namespaces_has_rights_on_jobs_in_these_alone(helm: Helm)
 
 
 def test_without_clusterwide_rights_nothing_clusterwide_is_left(helm: Helm) -> None:
-    rbac = {"nodes": False, "definition": False, "aggregate": False}
+    rbac = {"nodes": False, "definition": False, "leases": False, "aggregate": False}
     objects = helm.render({"namespaces": ["a"], "rbac": rbac, "crds": {"install": False}})
     assert {item["kind"] for item in objects if item["kind"].startswith(("ClusterRole", "Custom"))} == set()
 

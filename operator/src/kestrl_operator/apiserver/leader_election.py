@@ -14,6 +14,7 @@ from typing import Any
 
 from kestrl_operator.apiserver.client import Api, ApiProblem, Conflict, Gone
 from kestrl_operator.apiserver.kinds import LEASE
+from kestrl_operator.apiserver.lease_age import LeaseAge
 
 log = logging.getLogger(__name__)
 RENEW_SHARE, GIVE_UP_SHARE = 0.2, 0.66
@@ -28,8 +29,7 @@ class LeaderElection:
     def __init__(self, api: Api, *, namespace: str, name: str, identity: str, seconds: float) -> None:
         self._api, self._namespace, self._name = api, namespace, name
         self._identity, self._seconds = identity, seconds
-        self._seen: tuple[str, str] = ("", "")
-        self._seen_at = 0.0
+        self._age = LeaseAge(seconds)
         self.leading = False
         self.renewed = 0.0
         """When the lease was last renewed or looked at, by the loop's clock."""
@@ -121,13 +121,8 @@ class LeaderElection:
 
     def _look(self, record: dict[str, Any]) -> bool:
         """Whether another process holds it: its record changed less than a lease's duration ago, by the local clock."""
-        spec = record.get("spec", {})
-        holder, mark = spec.get("holderIdentity") or "", str(record["metadata"].get("resourceVersion", ""))
-        now = asyncio.get_running_loop().time()
-        if (holder, mark) != self._seen:
-            self._seen, self._seen_at = (holder, mark), now
-        duration = float(spec.get("leaseDurationSeconds") or self._seconds)
-        return bool(holder) and holder != self._identity and now < self._seen_at + duration
+        holder, fresh = record.get("spec", {}).get("holderIdentity") or "", self._age.is_fresh(record)
+        return bool(holder) and holder != self._identity and fresh
 
     def _empty(self) -> dict[str, Any]:
         return {

@@ -95,6 +95,10 @@ class Reconciler:
         planned = await self._accepted_plan(state, raw, snapshot)
         return await self._carry_out(state, raw, planned)
 
+    def leave(self, key: Key) -> None:
+        """Stops following a job that another installation reconciles."""
+        self._states.drop(key)
+
     async def report_failure(self, key: Key, why: str) -> None:
         """Writes into a job's status that a pass over it failed.
 

@@ -91,6 +91,9 @@ class SFTReconciler:
         again = REFUSED_SECONDS if refused else WAITING_SECONDS
         return await self._write(key, raw, replace(seen, problem=refused, unsatisfiable=why), again)
 
+    def leave(self, key: Key) -> None:
+        """Leaves a job to another installation; nothing is remembered of it."""
+
     async def report_failure(self, key: Key, why: str) -> None:
         """Writes into a job's status that a pass over it failed.
 

@@ -80,6 +80,7 @@ def status_of(snapshot: Snapshot, decision: Decision) -> dict[str, Any]:
         started_at=_started(snapshot, before, running=running, now=now),
         finished_at=before.finished_at if has_ended(snapshot) else now if decision.ended else None,
         restarts=decision.attempts,
+        installation=before.installation,
     )
     status = status.model_copy(update={"shown": _shown(status, conditions, live)})
     return status.model_dump(by_alias=True, exclude_none=True)

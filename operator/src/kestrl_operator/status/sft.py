@@ -62,6 +62,7 @@ def sft_status(before: Mapping[str, Any], seen: SFTSnapshot) -> dict[str, Any]:
         started_at=old.started_at or (None if batch is None else batch.started),
         finished_at=None if batch is None or not batch.outcome else batch.finished,
         restarts=0 if batch is None else batch.failed,
+        installation=old.installation,
     )
     return status.model_dump(by_alias=True, exclude_none=True)
 

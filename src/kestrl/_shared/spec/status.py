@@ -145,6 +145,8 @@ class JobStatus(Model):
     finished_at: Time | None = None
     restarts: int = 0
     """Restarts of the job that count towards `backoffLimit`."""
+    installation: str | None = None
+    """Installation of the operator that reconciles this job: namespace and name of its Lease."""
 
 
 class SFTShown(Model):
@@ -166,3 +168,5 @@ class SFTJobStatus(Model):
     finished_at: Time | None = None
     restarts: int = 0
     """Pods that failed and were replaced."""
+    installation: str | None = None
+    """Installation of the operator that reconciles this job: namespace and name of its Lease."""

@@ -88,6 +88,9 @@ class Metric:
     )
     OPERATOR_FOLLOWED = Instrument("kestrl.operator.followed", "Learners whose progress is streamed")
     OPERATOR_JOBS = Instrument("kestrl.operator.jobs", "Jobs", labels=("phase",))
+    OPERATOR_FOREIGN_JOBS = Instrument(
+        "kestrl.operator.foreign.jobs", "Jobs that another installation of the operator reconciles"
+    )
     OPERATOR_STALE_WATCH = Instrument("kestrl.operator.deaf", "Jobs whose changes the watch missed between two audits")
     WATCH_AGE = Instrument("kestrl.operator.watch.age", "Time since lists and watches were last compared", "s")
 

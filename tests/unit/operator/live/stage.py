@@ -152,11 +152,11 @@ class Stage:
         (folder / "key").write_bytes(KEY)
 
     def config(self, values: Mapping[str, Any] | None = None, **changes: Any) -> Config:
-        lease = LeaseSettings(namespace="kestrl-system", seconds=changes.pop("lease_seconds", self.lease_seconds))
+        plain = LeaseSettings(namespace="kestrl-system", seconds=changes.pop("lease_seconds", self.lease_seconds))
         return Config(
             jobs=read_cluster({**VALUES, **(values or {})}),
             key_file=self.folder / "key",
-            lease=lease,
+            lease=changes.pop("lease", plain),
             health_listen=f"127.0.0.1:{free_port()}",
             **changes,
         )

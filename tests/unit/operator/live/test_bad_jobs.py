@@ -35,7 +35,8 @@ async def test_errors_found_by_the_operator_name_the_field_and_the_fix(
     await stage.settled()
     assert stage.condition("Accepted")[:2] == ("True", "Valid")
     assert stage.children("bad") == []
-    assert len([item for item in stage.writes() if item.endswith("agentrljobs/status/bad")]) == 1
+    written = [item for item in stage.writes() if item.endswith("agentrljobs/status/bad")]
+    assert len(written) == 2, "the installation, and the error once"
 
 
 async def test_a_job_without_storage_or_a_default_is_rejected_with_the_fix(stage: Stage) -> None:

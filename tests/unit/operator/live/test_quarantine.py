@@ -67,7 +67,7 @@ async def test_a_spec_that_killed_the_operator_is_quarantined(stage: Stage) -> N
     async with process(stage, work_file) as first:
         async with asyncio.timeout(20):
             assert await first.wait() == -signal.SIGKILL
-    assert stage.status("killer") == UNSEEN
+    assert stage.status("killer") == {**UNSEEN, "installation": "kestrl-system/kestrl-operator"}
     stage.job()
     async with process(stage, work_file) as second:
         await stage.until(lambda: stage.condition("Ready", "killer")[1] == "Quarantined", "it is quarantined")

@@ -1,0 +1,52 @@
+"""The operator's metrics, read from its parts whenever they are exported."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+
+from kestrl._shared.telemetry.metrics import observe
+from kestrl._shared.telemetry.names import Metric
+from kestrl_operator.apiserver.client import Api
+from kestrl_operator.apiserver.leader_election import LeaderElection
+from kestrl_operator.controllers.installations import Installations
+from kestrl_operator.controllers.job_state import JobStates
+from kestrl_operator.state.sft import SFTStore
+from kestrl_operator.state.store import Key, Store
+from kestrl_operator.watch.audit import Audit
+from kestrl_operator.work.workqueue import Queue
+
+
+def register(
+    api: Api,
+    election: LeaderElection,
+    audit: Audit,
+    queue: Queue[Key],
+    passes: Counter[str],
+    states: JobStates,
+    stores: tuple[Store, SFTStore],
+    installations: Installations,
+) -> None:
+    """Registers what is exported of each part."""
+    loop = asyncio.get_running_loop()
+    observe(Metric.RECONCILES, lambda: passes)
+    observe(Metric.OPERATOR_QUEUE, lambda: len(queue))
+    observe(Metric.OPERATOR_LEADER, lambda: int(election.leading))
+    observe(Metric.OPERATOR_REQUESTS, lambda: api.requests)
+    observe(Metric.OPERATOR_FOLLOWED, lambda: states.followed)
+    observe(Metric.WATCH_AGE, lambda: loop.time() - audit.ended)
+    observe(Metric.OPERATOR_STALE_WATCH, lambda: len(audit.stale))
+    observe(Metric.OPERATOR_JOBS, lambda: phases(stores[0]))
+    observe(Metric.OPERATOR_FOREIGN_JOBS, lambda: foreign(stores, installations))
+
+
+def phases(store: Store) -> dict[str, int]:
+    """The number of AgentRLJobs by phase."""
+    jobs = list(store.jobs.values())
+    return dict(Counter(job.get("status", {}).get("shown", {}).get("phase") or "New" for job in jobs))
+
+
+def foreign(stores: tuple[Store, SFTStore], installations: Installations) -> int:
+    """The number of jobs that another installation reconciles."""
+    jobs = [job for store in stores for job in list(store.jobs.values())]
+    return sum(installations.is_foreign(job) for job in jobs)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,11 @@ from kestrl.episode import UNSCORED, Group, StopReason
 from kestrl.errors import Boundary, EngineFailure, Failure, KestrlError
 from kestrl.storage import open_store
 from kestrl.storage.files import digest
+from kestrl_learner.dispatch.dispatcher import Dispatcher
 from kestrl_learner.model import adapters
 from kestrl_learner.run import Run
+from kestrl_learner.store import checkpoint
+from kestrl_learner.training import Training
 
 
 async def train(settings: Any) -> Run:
@@ -355,6 +358,56 @@ async def test_a_drain_writes_a_checkpoint_and_a_resume_finishes_the_run(staged:
         assert stage.summary["status"] == "succeeded"
         assert stage.summary["steps"] == 6
         assert stage.states == {"trained": 12}
+
+
+@dataclass
+class Stop:
+    """A step whose update is about to begin, and what a kill within it would leave."""
+
+    steps: list[int]
+    saved: list[list[int]]
+
+
+def stops(monkeypatch: pytest.MonkeyPatch, run: Run, *, drain_at: int | None = None) -> Stop:
+    """Records the confirmed checkpoints at the beginning of each update; drains when a step's groups are complete."""
+    made, update, take = Stop([], []), Training._update, Dispatcher.take
+
+    async def updating(self: Training, *arguments: Any) -> Any:
+        made.steps.append(self._done)
+        made.saved.append(checkpoint.steps(self._resources.store))
+        return await update(self, *arguments)
+
+    async def taking(self: Dispatcher, step: int) -> Any:
+        ready = await take(self, step)
+        if step == drain_at:
+            run.drain()
+        return ready
+
+    monkeypatch.setattr(Training, "_update", updating)
+    monkeypatch.setattr(Dispatcher, "take", taking)
+    return made
+
+
+async def test_a_drain_writes_a_checkpoint_before_an_update_that_may_be_cut(
+    staged: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with staged() as stage:
+        run = Run(stage.but(checkpoint_every=100, validation=None))
+        made = stops(monkeypatch, run, drain_at=2)
+        await run.main()
+        assert stage.summary["status"] == "suspended"
+        assert made.steps == [0, 1, 2]
+        assert made.saved == [[], [], [2]]
+
+
+async def test_updates_that_take_longer_than_a_stop_waits_lose_one_step_at_most(
+    staged: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with staged() as stage:
+        run = Run(stage.but(checkpoint_every=100, validation=None, grace_seconds=1e-9, max_steps=4))
+        made = stops(monkeypatch, run)
+        await run.main()
+        assert [max(saved, default=0) for saved in made.saved] == [0, 1, 2, 3]
 
 
 async def test_a_drain_does_not_wait_for_rollouts(staged: Any) -> None:

@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import ceil
 from typing import Any
 from urllib.parse import urlparse
 
@@ -247,6 +248,7 @@ def _workload_spec(given: Given, role: Role, settings: Mapping[str, str]) -> Obj
         claims=claims,
         runtime_class=tools_runtime_class_of(given.job, given.cluster) if role is Role.TOOLS else profile.runtime_class,
         claims_sandboxes=role is Role.TOOLS and sandbox_claim(given.job.spec) is not None,
+        learner_grace=ceil(given.job.spec.learner.termination_grace),
     )
     spec: Object = {
         "replicas": 0 if given.parked else replicas(given.job.spec)[role],

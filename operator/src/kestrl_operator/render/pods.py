@@ -31,8 +31,9 @@ CONTAINER_SECURITY: Object = {
     "capabilities": {"drop": ["ALL"]},
 }
 """With `POD_SECURITY`, what Pod Security "restricted" requires, and a read-only root file system."""
-GRACE_SECONDS = {Role.ROLLOUT: 90, Role.LEARNER: 180}
-"""Seconds between SIGTERM and SIGKILL, longer than a drain takes; 30 for the others, Kubernetes' default."""
+GRACE_SECONDS = {Role.ROLLOUT: 90}
+"""Seconds between SIGTERM and SIGKILL, longer than a drain takes; 30 for the others, Kubernetes' default. A job says
+how long its learner has."""
 START_SECONDS = 1200
 """Seconds in which an engine loads a large model before its start counts as failed."""
 CLAIMS = PrepareSettings().volumes
@@ -252,6 +253,7 @@ def template(
     claims: Sequence[str],
     runtime_class: str | None,
     claims_sandboxes: bool = False,
+    learner_grace: int,
 ) -> Object:
     """The pod template of a role. It changes only with what its pods read, so that nothing else rolls them."""
     prepares = role is not Role.JUDGE
@@ -260,7 +262,7 @@ def template(
         "automountServiceAccountToken": claims_sandboxes,
         "enableServiceLinks": False,
         "securityContext": POD_SECURITY,
-        "terminationGracePeriodSeconds": GRACE_SECONDS.get(role, 30),
+        "terminationGracePeriodSeconds": learner_grace if role is Role.LEARNER else GRACE_SECONDS.get(role, 30),
         "containers": list(containers),
         "volumes": volumes(job, role, profile, claims),
     }

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from kestrl._shared.plan.components import TORCH_DEFAULTS, Role
+from kestrl._shared.plan.components import TORCH_DEFAULTS
 from kestrl._shared.plan.sft import SFTSettings, sft_settings
 from kestrl._shared.prepare import DataSource, PrepareSettings
 from kestrl._shared.service import EXIT_INPUT
@@ -17,7 +17,6 @@ from kestrl_operator.render.job import claims_in, owner
 from kestrl_operator.render.network import outside
 from kestrl_operator.render.pods import (
     CONTAINER_SECURITY,
-    GRACE_SECONDS,
     POD_SECURITY,
     Object,
     claim_volumes,
@@ -36,6 +35,8 @@ from kestrl_operator.state.snapshot import STORAGE, UID_LABEL
 
 PROFILES = {"cpu": "cpu", "cuda": "nvidia", "npu": "ascend"}
 """Accelerator profiles by torch device, where the manifest names none."""
+GRACE_SECONDS = 180
+"""Seconds between SIGTERM and SIGKILL of the pod."""
 PODS = 4
 """Pods that may fail before the job does."""
 STOPPED = (128 + 2, 128 + 15)
@@ -203,7 +204,7 @@ def _pod(given: SFTGiven, profile: Profile) -> Object:
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
         "securityContext": POD_SECURITY,
-        "terminationGracePeriodSeconds": GRACE_SECONDS[Role.LEARNER],
+        "terminationGracePeriodSeconds": GRACE_SECONDS,
         "initContainers": [preparing(image, "sft", cluster, given.secret, claims)],
         "containers": [_container(given, image, profile, claims)],
         "volumes": [

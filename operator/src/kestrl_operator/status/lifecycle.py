@@ -23,9 +23,6 @@ FIRST_WAIT, LONGEST_WAIT = 10.0, 300.0
 time."""
 STABLE_STEPS = 10
 """Steps since a start of the learner after which the earlier restarts no longer count against `backoffLimit`."""
-DRAIN_SECONDS = 180.0
-"""Seconds that a drain may take, beside the deadline of a group; after that, pods are deleted with the last
-checkpoint."""
 CONTACT_SECONDS = 60.0
 """Seconds in which a learner that has become ready answers for the first time; before, a refused connection is part of
 its start."""
@@ -269,14 +266,16 @@ def stuck(snapshot: Snapshot) -> list[Pod]:
 
 
 def _suspended(snapshot: Snapshot, spec: JobSpec) -> Decision:
-    """The decision for a suspended job: drain, checkpoint, confirm, and only then delete the pods."""
+    """The decision for a suspended job: drain, checkpoint, confirm, and only then delete the pods. After the learner's
+    grace and the deadline of a group, pods are deleted with the last checkpoint.
+    """
     standing = _unchanged(snapshot, Stage.RELEASING, parked=True)
     if not snapshot.present:
         return replace(standing, stage=Stage.RELEASED)
     if not _must_drain(snapshot):
         return standing
     since = snapshot.now if snapshot.memory.draining is None else snapshot.memory.draining
-    left = since + DRAIN_SECONDS + group_seconds(spec) - snapshot.now
+    left = since + spec.learner.termination_grace + group_seconds(spec) - snapshot.now
     if left <= 0:
         return standing
     memory = Memory(draining=since, failed=snapshot.memory.failed)

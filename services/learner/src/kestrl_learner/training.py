@@ -84,6 +84,7 @@ class Training:
         """Steps applied to the weights."""
         self._saved: int | None = None
         """Step of the newest confirmed checkpoint."""
+        self._longest_update = 0.0
 
     def drain(self) -> None:
         """Starts no further group."""
@@ -219,9 +220,11 @@ class Training:
                     raise Interrupted
                 if not ready:
                     break
+                await self._save_before_update()
                 collected = time.monotonic()
                 result = await self._update(ready, policy)
                 trained = time.monotonic()
+                self._longest_update = max(self._longest_update, trained - collected)
                 # The ledger first: from here on weights and ledger agree, and a checkpoint can be written at any time.
                 self._ledger.train([item.lease for item in ready], self._done + 1)
                 self._done += 1
@@ -320,6 +323,14 @@ class Training:
         except checkpoint.Unconfirmed as error:
             log.error("%s", error)
         self._resources.progress.update()
+
+    async def _save_before_update(self) -> None:
+        """Writes a checkpoint if the next update may be cut short: the run drains, or another update took longer than a
+        stop waits. An update cannot be interrupted.
+        """
+        may_be_cut = self._resources.drain.is_set() or self._longest_update > self._settings.grace_seconds
+        if may_be_cut and self._done and self._saved != self._done:
+            await self._save()
 
     def _checkpoint(self) -> None:
         resources = self._resources

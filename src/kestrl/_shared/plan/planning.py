@@ -300,6 +300,7 @@ def _learner(job: AgentRLJob, site: Site) -> Component:
             "max_steps": spec.schedule.max_steps,
             "eval_every": spec.schedule.eval_every,
             "checkpoint_every": spec.schedule.checkpoint_every,
+            "grace_seconds": spec.learner.termination_grace,
             "keep_checkpoints": spec.schedule.keep_checkpoints,
             "keep_adapters": spec.schedule.keep_adapters,
             "keep_episodes": spec.schedule.keep_episodes,

@@ -270,6 +270,8 @@ class Learner(Model):
     tokens_per_pass: Annotated[int, Field(ge=1, le=LARGEST_CONTEXT)] = 16_384
     """Maximum tokens of one forward and backward pass, padding included; activations are in proportion to it. A single
     longer episode is a pass of its own."""
+    termination_grace: Duration = 180.0
+    """Time between SIGTERM and SIGKILL of the learner's pod. A checkpoint precedes an update that may take longer."""
 
 
 class Storage(Model):

@@ -11,8 +11,10 @@ from tests.unit.operator.samples import job
 
 from kestrl._shared.credentials import held_by
 from kestrl._shared.plan.components import Role
+from kestrl._shared.plan.settings.learner import LearnerSettings
 from kestrl._shared.prepare import PrepareSettings
 from kestrl.errors import UserInputError
+from kestrl_operator.render import render
 from kestrl_operator.render.job import preparation
 from kestrl_operator.render.resources import DEFAULTS
 from kestrl_operator.state.parsing import workload_of
@@ -401,6 +403,17 @@ def test_the_storage_of_a_run_is_recorded_beside_its_state() -> None:
         item["metadata"]["annotations"] for item in rendered(storage="s3://b/x") if "annotations" in item["metadata"]
     ]
     assert [item["kestrl.dev/storage"] for item in kept] == ["s3://b/x"]
+
+
+@pytest.mark.parametrize(("overrides", "seconds"), [((), 180), (("learner.terminationGrace=10m",), 600)])
+def test_a_job_says_how_long_its_learner_may_take_to_end(overrides: tuple[str, ...], seconds: int) -> None:
+    made = given(*overrides)
+    assert pod(render(made), "learner")["terminationGracePeriodSeconds"] == seconds
+    (learner,) = made.of(Role.LEARNER)
+    assert isinstance(learner.settings, LearnerSettings)
+    assert learner.settings.grace_seconds <= seconds
+    others = {role: pod(render(made), role)["terminationGracePeriodSeconds"] for role in ROLES[:-1]}
+    assert others == {"inference": 30, "tools": 30, "judge": 30, "rollout": 90}
 
 
 def test_a_parked_job_keeps_its_objects_and_runs_nothing() -> None:

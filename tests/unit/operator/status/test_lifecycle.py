@@ -34,7 +34,6 @@ from kestrl_operator.state.snapshot import QUEUE_LABEL, Memory, Pod, Snapshot
 from kestrl_operator.status.build import status_of
 from kestrl_operator.status.conditions import REASONS, Type
 from kestrl_operator.status.lifecycle import (
-    DRAIN_SECONDS,
     LONGEST_WAIT,
     STABLE_STEPS,
     Decision,
@@ -47,7 +46,7 @@ from kestrl_operator.status.lifecycle import (
 )
 
 SUSPEND = "suspend=true"
-LONGEST_DRAIN = DRAIN_SECONDS + group_seconds(job().spec)
+LONGEST_DRAIN = 180.0 + group_seconds(job().spec)
 SUCCEEDED = condition("Succeeded", "True", "Completed")
 FAILED = condition("Succeeded", "False", "LearnerFailed")
 
@@ -97,6 +96,13 @@ LIFE: list[tuple[str, dict[str, Any], Stage, bool, dict[str, Any]]] = [
         Stage.DRAINING,
         False,
         {"drain": True, "memory": Memory(draining=NOW), "requeue_after": LONGEST_DRAIN},
+    ),
+    (
+        "its update takes long",
+        {"job": job(SUSPEND, "learner.terminationGrace=1h")},
+        Stage.DRAINING,
+        False,
+        {"drain": True, "memory": Memory(draining=NOW), "requeue_after": LONGEST_DRAIN + 3600 - 180},
     ),
     (
         "it drains for a minute",

@@ -99,6 +99,8 @@ class LearnerSettings(ServiceSettings, PolicySettings, RanksOfPods):
     max_steps: int | None
     eval_every: int | None
     checkpoint_every: int
+    grace_seconds: float = 180.0
+    """Seconds in which the program must end once it is asked to."""
     keep_checkpoints: int
     keep_adapters: int | None = None
     keep_episodes: int | None = None

@@ -1,8 +1,8 @@
 """Installations of the operator: each job is reconciled by one of them, which its status names.
 
 An installation is named by its Lease. It takes a job that names none, and one whose installation has not renewed its
-Lease for the Lease's duration. The name is written for the job's resourceVersion, so one of several takes it. Whoever
-meets another's name writes nothing into the job but events: both would write the same condition in turn.
+Lease for the Lease's duration. The name is written for the job's resourceVersion, so one of several takes it. An
+operator that meets another's name publishes events and writes nothing else: both would write one condition in turn.
 """
 
 from __future__ import annotations

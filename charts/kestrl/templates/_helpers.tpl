@@ -132,10 +132,3 @@ capabilities:
 app.kubernetes.io/name: kestrl-test
 {{ include "kestrl.common" . }}
 {{- end }}
-
-{{- /* Annotations of the helm test's objects: created before its pod, and deleted with it. */}}
-{{- define "kestrl.testHook" -}}
-helm.sh/hook: test
-helm.sh/hook-weight: "-1"
-helm.sh/hook-delete-policy: before-hook-creation,hook-succeeded
-{{- end }}

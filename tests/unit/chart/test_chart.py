@@ -332,6 +332,12 @@ def test_the_test_may_run_its_job_and_nothing_else(helm: Helm) -> None:
     }
 
 
+def test_the_log_of_the_test_is_printed_once(helm: Helm) -> None:
+    # Helm prints the log of the pod that is named like a test's hook, for each hook of any kind.
+    hooks = [item["kind"] for item in helm.render() if "helm.sh/hook" in item["metadata"].get("annotations", {})]
+    assert hooks == ["Pod"]
+
+
 def test_people_get_rights_on_jobs_with_the_clusters_own_roles(helm: Helm) -> None:
     roles = helm.render().of("ClusterRole")
     view, edit = roles[f"{NAME}-jobs-view"], roles[f"{NAME}-jobs-edit"]

@@ -83,6 +83,8 @@ RESERVED_METRICS = frozenset(
 
 PROMPT_TOO_LONG = "prompt_too_long"
 """Failure code of an episode whose prompt does not fit the context; the row is skipped and counted."""
+ENVIRONMENT_REWARD = "get_reward"
+"""Method that returns an environment's own reward, named so by TRL, and the reward's key in the environment's state."""
 
 
 UNSCORED = "unscored"
@@ -219,7 +221,7 @@ class Episode:
     """The answer that a reward read out of the episode, in a form that is equal for equal answers; empty if there is
     none. None if no reward reads answers."""
     environments: Mapping[str, Json] = field(default_factory=dict[str, Any])
-    """Final state of each environment with a `state()` method, by name."""
+    """Final state of each environment with a `state()` or a `get_reward()` method, by name."""
     scoring: Mapping[str, Json] = field(default_factory=dict[str, Any])
     """Component of the reward to what it reports for people, such as an explanation."""
 

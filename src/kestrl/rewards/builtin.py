@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Sequence
 
-from kestrl.episode import CallOutcome
+from kestrl.episode import ENVIRONMENT_REWARD, CallOutcome
 from kestrl.rewards import Attempt, Score, mathematics
 from kestrl.rewards.answers import (
     MAX_READ,
@@ -18,6 +19,7 @@ from kestrl.rewards.answers import (
 )
 from kestrl.rewards.boxed import Comparison, Shaping, canonical, last_boxed, shaped
 from kestrl.rewards.mathematics import Reading
+from kestrl.tools.shapes import is_mapping
 
 MALFORMED = frozenset(
     {CallOutcome.INVALID_JSON, CallOutcome.UNKNOWN_TOOL, CallOutcome.SCHEMA_VIOLATION, CallOutcome.TRUNCATED}
@@ -153,6 +155,22 @@ def loop_reward(attempt: Attempt) -> Score:
     return Score(value=attempt.episode.loop_reward)
 
 
+def environment_reward(attempt: Attempt) -> Score:
+    """Sum of what `get_reward()` of the episode's environments returned.
+
+    Raises:
+        ValueError: None of them has a reward.
+    """
+    states = attempt.episode.environments.values()
+    rewards = [state[ENVIRONMENT_REWARD] for state in states if is_mapping(state) and ENVIRONMENT_REWARD in state]
+    if not rewards:
+        raise ValueError(
+            "no environment of this episode has a reward; give one of the row's environments a method "
+            f"{ENVIRONMENT_REWARD}() that returns a number"
+        )
+    return Score(value=math.fsum(rewards))
+
+
 def overlong(attempt: Attempt, *, max_tokens: int, buffer: int) -> Score:
     """0 for an episode of at most `max_tokens - buffer` sampled tokens, then falling linearly to -1 at `max_tokens`.
 
@@ -179,6 +197,7 @@ BUILT_IN: dict[str, Callable[..., Score]] = {
     "boxed_answer": boxed_answer,
     "format": tool_format,
     "loop_reward": loop_reward,
+    "environment_reward": environment_reward,
     "overlong": overlong,
 }
 """Built-in rewards by name."""

@@ -78,6 +78,11 @@ class ProviderSession(Protocol):
         """
         ...
 
+    @property
+    def prompt(self) -> str:
+        """Text that ends the row's prompt; empty if there is none."""
+        ...
+
     async def state(self) -> object:
         """Final state for rewards as a JSON value, if the provider has one."""
         ...
@@ -103,6 +108,11 @@ class ToolProvider(Protocol):
     @property
     def has_state(self) -> bool:
         """Whether sessions have a state for the reward."""
+        ...
+
+    @property
+    def has_prompt(self) -> bool:
+        """Whether sessions may have text for the prompt, so that they are opened before the first turn."""
         ...
 
     async def list_tools(self) -> Sequence[ToolDefinition]:

@@ -15,7 +15,14 @@ from kestrl.episode import CallOutcome, Episode, Scenario, StopReason, ToolCall
 from kestrl.errors import Boundary, JudgeFailure, UserInputError
 from kestrl.rewards import Attempt, Score, mathematics
 from kestrl.rewards.answers import last_number, marked, normalised, number
-from kestrl.rewards.builtin import BUILT_IN, exact_answer, flexible_answer, math_answer, tool_format
+from kestrl.rewards.builtin import (
+    BUILT_IN,
+    environment_reward,
+    exact_answer,
+    flexible_answer,
+    math_answer,
+    tool_format,
+)
 from kestrl.rewards.checking import as_score
 from kestrl.rewards.resolving import resolve
 from kestrl.testing.attempts import make_attempt
@@ -233,8 +240,15 @@ def test_names_and_import_paths_are_resolved(monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(
         UserInputError,
         match="f: 'exact' is not one of exact_answer, flexible_answer, "
-        "math_answer, boxed_answer, format, loop_reward, overlong, nor",
+        "math_answer, boxed_answer, format, loop_reward, environment_reward, overlong, nor",
     ):
         resolve("exact", field="f")
     with pytest.raises(UserInputError, match="is a dict; a reward is a function"):
         resolve("kestrl.rewards.builtin:BUILT_IN", field="f")
+
+
+def test_the_reward_of_environments_is_their_sum() -> None:
+    environments = {"A": {"get_reward": 0.5, "basket": {}}, "B": {"get_reward": 1.0}, "C": [1], "D": {}}
+    assert environment_reward(make_attempt("", environments=environments)).value == 1.5
+    with pytest.raises(ValueError, match="no environment of this episode has a reward"):
+        environment_reward(make_attempt("", environments={"D": {}}))

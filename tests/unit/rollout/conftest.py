@@ -71,6 +71,8 @@ class FakeTools(tools_pb2_grpc.ToolServiceServicer):
         self.open_error: Exception | None = None
         self.states: dict[str, Any] | Exception = {}
         """What GetState answers."""
+        self.prompt: str | Exception = ""
+        """What Open answers."""
         self.close_error: Exception | None = None
         self.close_gate: asyncio.Event | None = None
         self.all_closed = asyncio.Event()
@@ -92,6 +94,12 @@ class FakeTools(tools_pb2_grpc.ToolServiceServicer):
         for name, used in (self.sandboxes if request.HasField("opening") else {}).items():
             made.sandboxes[name].CopyFrom(used)
         return made
+
+    async def Open(self, request: tools_pb2.OpenRequest, context: Any) -> tools_pb2.OpenResponse:
+        self.opened[request.session_id] = request.opening
+        if isinstance(self.prompt, Exception):
+            raise self.prompt
+        return tools_pb2.OpenResponse(prompt=self.prompt)
 
     async def GetState(self, request: tools_pb2.GetStateRequest, context: Any) -> tools_pb2.GetStateResponse:
         if request.session_id not in self.opened:

@@ -78,3 +78,31 @@ async def test_a_number_of_many_digits_is_not_the_workers_failure(stage: Any) ->
     assert episode.failure is None
     assert [call.outcome for call in episode.tool_calls] == [CallOutcome.OK]
     assert stage.tools.calls[0].arguments_json == '{"word":' + "9" * 400 + "}"
+
+
+async def test_what_an_environment_says_at_its_beginning_ends_the_prompt(stage: Any, call_text: Any) -> None:
+    for schema in with_state(stage).tools.schemas:
+        schema.has_prompt = True
+    stage.tools.prompt = "\nThere are three lamps."
+    stage.says(call_text("search", word="lamp"), "Done.")
+    episode = await stage.episode()
+    assert episode.failure is None
+    assert str(episode.messages[-4]["content"]).endswith("\nThere are three lamps.")
+    prompts = [stage.chat_model.vocabulary.decode(list(prompt.token_ids)) for prompt in stage.engine.prompts]
+    assert all("There are three lamps.<|im_end|>" in prompt for prompt in prompts)
+    assert episode.environments == STATE
+    assert len(stage.tools.opened) == 1
+    assert not stage.tools.calls[0].HasField("opening")
+    assert await stage.closed() == ["g-1/0"]
+
+
+async def test_an_environment_that_cannot_begin_fails_the_episode(stage: Any) -> None:
+    for schema in stage.tools.schemas:
+        schema.has_prompt = True
+    stage.tools.prompt = ToolFailure("Shop: reset() returned a list", code="tool_result_invalid")
+    stage.says("Done.")
+    episode = await stage.episode()
+    assert episode.failure is not None
+    assert (episode.failure.boundary, episode.failure.code) == (Boundary.TOOL, "tool_result_invalid")
+    assert (episode.reward, stage.judge.requests) == (None, [])
+    assert await stage.closed() == ["g-1/0"]

@@ -86,6 +86,18 @@ class Client:
             wait=opening is not None,
         )
 
+    async def prompt(self, session: str, opening: pb.Opening) -> str:
+        answer = await call(
+            self._stub.Open,
+            pb.OpenRequest(session_id=session, opening=opening),
+            pb.OpenResponse,
+            timeout=30,
+            peer="tools",
+            token=Secret.ROLLOUT_TO_TOOLS.here(),
+            wait=True,
+        )
+        return answer.prompt
+
     async def state(self, session: str, opening: pb.Opening | None = None) -> Any:
         request = pb.GetStateRequest(session_id=session, opening=opening)
         answer = await call(
@@ -111,7 +123,9 @@ class Client:
 
 
 @asynccontextmanager
-async def served(*tools: ToolEntry, call_seconds: float = 20.0, max_sessions: int = 100) -> AsyncIterator[Client]:
+async def served(
+    *tools: ToolEntry, call_seconds: float = 20.0, max_sessions: int = 100, folder: str | None = None
+) -> AsyncIterator[Client]:
     settings = ToolsSettings(
         component="tools-0",
         job="job",
@@ -120,6 +134,7 @@ async def served(*tools: ToolEntry, call_seconds: float = 20.0, max_sessions: in
         tools=tools,
         call_seconds=call_seconds,
         max_sessions=max_sessions,
+        python_path=() if folder is None else (folder,),
     )
     stop = asyncio.Event()
     service = asyncio.create_task(run_tools(settings, until=stop.wait()))

@@ -6,15 +6,17 @@ from __future__ import annotations
 import asyncio
 import json
 import secrets
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kestrl._shared.plan.settings.tools import ToolEntry
+from kestrl._shared.plan.settings.tools import ProcessEntry, ToolEntry
 from kestrl.errors import Boundary, FailureError, UserInputError
 from kestrl_tools.catalogue import load_tools
 from kestrl_tools.tool_threads import ToolThreads
 
+FOLDER = str(Path(__file__).parent)
 STOCK = {"lamp": 2, "lampshade": 1, "chair": 0}
 ROW = {"Shop": {"create_kwargs": {"stock": STOCK}}}
 
@@ -100,7 +102,11 @@ async def test_only_the_listed_methods_are_tools_of_a_class_that_is_called(serve
             "execute_kwargs belong under the name of",
         ),
         ({"Shop": {"create_kwargs": {"stock": {}, "broken": True}}}, "tool_raised", "Shop: KeyError: 'no stock'"),
-        ({"Shop": {"create_kwargs": {"stock": {}, "greeting": True}}}, "tool_result_invalid", "reset() returned a str"),
+        (
+            {"Shop": {"create_kwargs": {"stock": {}, "greeting": 3}}},
+            "tool_result_invalid",
+            "Shop: reset() returned a int: return text",
+        ),
         ({"shop": {"create_kwargs": {"stock": {}}}}, "unknown_tool", "the job does not have: shop"),
     ],
 )
@@ -192,3 +198,63 @@ async def test_rows_cannot_override_config(serve: Any) -> None:
             with pytest.raises(FailureError, match=r"the manifest's config sets \w+ for every episode") as caught:
                 await client.open(kwargs={name: rows[name]})
             assert (caught.value.boundary, caught.value.code) == (Boundary.TOOL, "tool_kwargs_invalid")
+
+
+@pytest.mark.parametrize("process", [None, ProcessEntry()])
+async def test_an_environment_as_trl_has_it_gives_its_prompt_and_its_reward(
+    serve: Any, process: ProcessEntry | None
+) -> None:
+    async with serve(environment("Guess", process=process), folder=FOLDER) as client:
+        (guess,) = await client.list()
+        assert (guess.name, guess.has_prompt, guess.has_state) == ("guess", True, True)
+        first, second = secrets.token_urlsafe(24), secrets.token_urlsafe(24)
+        kwargs = {"Guess": {"create_kwargs": {"secret": "desk"}}}
+        assert await client.prompt(first, client.opening(kwargs=kwargs)) == "\nGuess the word of four letters."
+        assert await client.prompt(second, client.opening()) == "\nGuess the word of four letters."
+        assert (await client.call(first, "get_reward")).outcome == "unknown_tool"
+        for session in (first, second):
+            await client.call(session, "guess", {"word": "desk"})
+        assert await client.state(first) == {"Guess": {"get_reward": 1.0}}
+        assert await client.state(second) == {"Guess": {"get_reward": 0.0}}
+
+
+async def test_a_reset_that_returns_none_adds_nothing(serve: Any) -> None:
+    async with serve(environment("QuietGuess")) as client:
+        (guess,) = await client.list()
+        assert not guess.has_prompt
+    async with serve(environment("Guess")) as client:
+        kwargs = {"Guess": {"create_kwargs": {"secret": None}}}
+        assert await client.prompt(secrets.token_urlsafe(24), client.opening(kwargs=kwargs)) == ""
+
+
+async def ended(client: Any, session: str, opening: Any, word: str | None) -> None:
+    """An episode of one call."""
+    await client.prompt(session, opening)
+    await client.call(session, "guess", {"word": word})
+    await client.state(session)
+
+
+@pytest.mark.parametrize(
+    ("use", "secret", "word", "message"),
+    [
+        ("ShownGuess", "desk", None, r"ShownGuess: reset\(\) returned a list: return text"),
+        ("Guess", "desk", "odd", r"Guess: get_reward\(\) returned a NoneType: return a finite number"),
+        ("StatefulGuess", "list", "list", r"StatefulGuess: state\(\) must return a dict without the key 'get_reward'"),
+    ],
+)
+async def test_a_prompt_or_reward_that_is_none_fails_the_episode(
+    serve: Any, use: str, secret: str, word: str | None, message: str
+) -> None:
+    session = secrets.token_urlsafe(24)
+    async with serve(environment(use)) as client:
+        opening = client.opening(kwargs={use: {"create_kwargs": {"secret": secret}}})
+        with pytest.raises(FailureError, match=message) as caught:
+            await ended(client, session, opening, word)
+    assert (caught.value.boundary, caught.value.code) == (Boundary.TOOL, "tool_result_invalid")
+
+
+async def test_an_environments_state_and_reward_stand_side_by_side(serve: Any) -> None:
+    async with serve(environment("StatefulGuess")) as client:
+        session = await client.open()
+        await client.call(session, "guess", {"word": "lamp"})
+        assert await client.state(session) == {"StatefulGuess": {"secret": "lamp", "get_reward": 1.0}}

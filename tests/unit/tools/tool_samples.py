@@ -93,11 +93,11 @@ class Shop:
         self.currency, self.stock = currency, stock
         self.thread = threading.get_ident()
 
-    def reset(self, stock: dict[str, int], broken: bool = False, greeting: bool = False) -> Any:
+    def reset(self, stock: dict[str, int], broken: bool = False, greeting: Any = None) -> Any:
         if broken:
             raise KeyError("no stock")
         self.stock, self.basket = dict(stock), dict[str, int]()
-        return "Welcome." if greeting else None
+        return greeting
 
     def search(self, word: str) -> list[str]:
         """Finds items by a part of their name.
@@ -364,3 +364,53 @@ class Unstartable:
 
     def __call__(self, word: str) -> bool:
         return bool(word)
+
+
+class Guess:
+    """An environment as TRL documents it: `reset` returns the prompt, `get_reward` the reward."""
+
+    def reset(self, secret: Any = "lamp", **_: Any) -> str | None:
+        self.secret, self.reward = secret, 0.0
+        return "\nGuess the word of four letters." if secret else None
+
+    def guess(self, word: str) -> str:
+        """Guesses a word."""
+        self.reward = float(word == self.secret) if word != "odd" else None  # type: ignore[assignment]
+        return "right" if self.reward else "wrong"
+
+    async def get_reward(self) -> float:
+        return self.reward
+
+
+class StatefulGuess(Guess):
+    """The same with a state of its own."""
+
+    def guess(self, word: str) -> str:
+        """Guesses a word."""
+        return super().guess(word)
+
+    def state(self) -> Any:
+        return {"secret": self.secret} if self.secret != "list" else []
+
+
+class QuietGuess(Guess):
+    """The same, begun without text."""
+
+    def reset(self, secret: Any = "lamp", **_: Any) -> None:
+        super().reset(secret)
+
+    def guess(self, word: str) -> str:
+        """Guesses a word."""
+        return super().guess(word)
+
+
+class ShownGuess(Guess):
+    """The same with a prompt that is no text."""
+
+    def reset(self, secret: Any = "lamp", **_: Any) -> Any:
+        super().reset(secret)
+        return [secret]
+
+    def guess(self, word: str) -> str:
+        """Guesses a word."""
+        return super().guess(word)

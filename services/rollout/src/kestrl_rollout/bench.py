@@ -172,6 +172,9 @@ class Bench:
         seconds = self._settings.episode_seconds
         session = self._tools.session(name, scenario, tuple(offered), seconds=seconds)
         try:
+            if self._tools.has_prompt(offered):
+                last = attempt.messages[-1]
+                last["content"] += await session.prompt(seconds=self._settings.tool_seconds)
             stop = await self._turns(offered, session, attempt)
             if self._tools.has_state(offered):
                 attempt.environments = await session.state(seconds=self._settings.tool_seconds)

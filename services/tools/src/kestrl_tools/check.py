@@ -9,25 +9,29 @@ from __future__ import annotations
 import asyncio
 import socket
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from kestrl._shared.checking import ToolsCheck, run_check
 from kestrl._shared.plan.servers import is_cluster_name, server_at
 from kestrl._shared.plan.settings.common import DataSettings
 from kestrl._shared.plan.settings.tools import ToolEntry
-from kestrl.data.rows import read_rows
-from kestrl.errors import ToolFailure
+from kestrl.data.rows import DataRow, read_rows
+from kestrl.errors import KestrlError, ToolFailure
 from kestrl_tools.catalogue import Tool
 from kestrl_tools.lifecycle import loaded
+from kestrl_tools.process.provider import ProcessProvider
 from kestrl_tools.python_provider import PythonProvider
 from kestrl_tools.rows import check_row
+from kestrl_tools.sessions import Opening, Sessions
 from kestrl_tools.tool_threads import ToolThreads
 
 MOST_PROBLEMS = 1000
 """Maximum number of reported rows."""
+TRIAL_SECONDS = 600.0
+"""Lifetime of the session of a trial; the time limit of a call bounds each of its steps."""
 
 
 def check(settings: ToolsCheck) -> dict[str, Any]:
@@ -46,12 +50,18 @@ async def _check(settings: ToolsCheck) -> dict[str, Any]:
     away = {index: place for index, entry in entries if (place := await asyncio.to_thread(unresolved, entry))}
     fields = [f"spec.tools[{index}]" for index, _ in entries if index not in away]
     present = [entry for index, entry in entries if index not in away]
-    async with loaded(present, ToolThreads(), folder=folder, fields=fields) as tools:
+    threads = ToolThreads()
+    async with loaded(present, threads, folder=folder, fields=fields) as tools:
+        sessions = Sessions(tools, threads, call_seconds=settings.tools.call_seconds, max_sessions=1)
+        trials = [trial async for trial in _trials(tools, sessions, settings.data)]
         return {
             **_found(settings, tools),
+            "problems": [trial.text for trial in trials if trial.certain],
+            "rewarded": sorted(_rewarded(tools)),
             "away": [settings.tools.tools[index].name for index in away],
             "warnings": [
                 *_undescribed(tools),
+                *(trial.text for trial in trials if not trial.certain),
                 *(
                     f"spec.tools[{index}].{field}: {host} is a name of a cluster, which does not resolve here: its "
                     "tools, and what rows say of them, are not checked"
@@ -59,6 +69,66 @@ async def _check(settings: ToolsCheck) -> dict[str, Any]:
                 ),
             ],
         }
+
+
+class Trial(NamedTuple):
+    """What the beginning and the end of an episode without a call have shown of an environment."""
+
+    text: str
+    certain: bool
+    """Whether every episode has this problem; what an environment raises may be due to this machine."""
+
+
+async def _trials(
+    tools: Mapping[str, Tool], sessions: Sessions, data: Mapping[str, DataSettings]
+) -> AsyncGenerator[Trial]:
+    """Opens and ends one session of each environment with a prompt or a reward of its own, for the first row that
+    offers it. What `start_service` prepares is not made here: environments that need it are left out.
+    """
+    for name, names in _tried(tools).items():
+        row = next(_offering(name, names, data), None)
+        if row is None:
+            continue
+        kwargs = {key: value for key, value in row.scenario.tools_kwargs.items() if key in (name, *names)}
+        opening = Opening(episode_id=row.place, tools=names, kwargs=kwargs, lifetime=TRIAL_SECONDS)
+        try:
+            await sessions.prompt(name, opening)
+            await sessions.state(name)
+        except ToolFailure as error:
+            if error.code != "tool_kwargs_invalid":  # reported with the row
+                yield Trial(f"spec.tools: {error}", certain=error.code == "tool_result_invalid")
+        except KestrlError as error:
+            yield Trial(f"spec.tools: {name}: {error} (at {row.place})", certain=False)
+        finally:
+            await sessions.close(name)
+
+
+def _tried(tools: Mapping[str, Tool]) -> dict[str, list[str]]:
+    """Names of the tools of each environment that is tried."""
+    environments: dict[str, list[str]] = {}
+    for tool in tools.values():
+        provider = tool.provider
+        prepared = isinstance(provider, PythonProvider) and provider.prepared_by_service
+        if (provider.has_prompt or provider.name in _rewarded(tools)) and not prepared:
+            environments.setdefault(provider.name, []).append(tool.schema.name)
+    return environments
+
+
+def _rewarded(tools: Mapping[str, Tool]) -> set[str]:
+    """Environments with a `get_reward()`."""
+    providers = (tool.provider for tool in tools.values())
+    return {
+        provider.name
+        for provider in providers
+        if isinstance(provider, PythonProvider | ProcessProvider) and provider.has_reward
+    }
+
+
+def _offering(environment: str, names: Sequence[str], data: Mapping[str, DataSettings]) -> Iterator[DataRow]:
+    for file in data.values():
+        for row in read_rows(Path(file.path), size=file.size):
+            if row.scenario.tools is None or not {environment, *names}.isdisjoint(row.scenario.tools):
+                yield row
 
 
 def _undescribed(tools: Mapping[str, Tool]) -> Iterator[str]:

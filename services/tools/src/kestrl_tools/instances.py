@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import math
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
 from kestrl.compat.verl.tools import VerlTool
-from kestrl.errors import KestrlError
+from kestrl.episode import ENVIRONMENT_REWARD
+from kestrl.errors import KestrlError, ToolFailure
 from kestrl.tools import ToolError
+from kestrl.tools.shapes import is_mapping
 from kestrl_tools.execution import guarded
 from kestrl_tools.tool_threads import ToolThread, ToolThreads
 
@@ -23,6 +26,8 @@ def is_async(obj: Any) -> bool:
 
 class PlainInstance:
     """A function, or an instance of a class."""
+
+    prompt = ""
 
     def __init__(self, name: str, threads: ToolThreads, *, sync: bool, methods: bool = False) -> None:
         """Prepares an instance without creating the object.
@@ -102,8 +107,52 @@ async def _all_of(work: Awaitable[Any]) -> Any:
     return await result if inspect.isawaitable(result) else result
 
 
+class EnvironmentInstance(PlainInstance):
+    """An instance of a class whose methods are tools, with its state, its own reward, or both."""
+
+    def __init__(self, name: str, threads: ToolThreads, *, sync: bool, reads_state: bool, reads_reward: bool) -> None:
+        super().__init__(name, threads, sync=sync, methods=True)
+        self._reads_state, self._reads_reward = reads_state, reads_reward
+        self.prompt = ""
+
+    async def state(self) -> object:
+        """What `state()` returns; the number of `get_reward()` is added to it under that name.
+
+        Raises:
+            ToolFailure: The reward is not a finite number, or the state has no room for it.
+        """
+        state: object = await self.invoke("state", {}) if self._reads_state else {}
+        if not self._reads_reward:
+            return state
+        if not is_mapping(state) or ENVIRONMENT_REWARD in state:
+            raise ToolFailure(
+                f"{self._name}: state() must return a dict without the key {ENVIRONMENT_REWARD!r}, the reward's own",
+                code="tool_result_invalid",
+            )
+        return {**state, ENVIRONMENT_REWARD: _finite(self._name, await self.invoke(ENVIRONMENT_REWARD, {}))}
+
+
+def _finite(environment: str, reward: Any) -> float:
+    """The reward as a float. Raises ToolFailure where it is no finite number."""
+    try:
+        value = float(reward)
+    except Exception as error:  # objects of user code may raise anything here
+        raise _no_reward(environment, f"a {type(reward).__name__}") from error
+    if isinstance(reward, str | bytes) or not math.isfinite(value):
+        raise _no_reward(environment, repr(reward)[:40])
+    return value
+
+
+def _no_reward(environment: str, returned: str) -> ToolFailure:
+    return ToolFailure(
+        f"{environment}: {ENVIRONMENT_REWARD}() returned {returned}: return a finite number", code="tool_result_invalid"
+    )
+
+
 class VerlInstance:
     """An instance of a class written for verl."""
+
+    prompt = ""
 
     def __init__(self, tool: VerlTool, instance_id: str) -> None:
         self._tool = tool

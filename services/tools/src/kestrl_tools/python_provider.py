@@ -12,21 +12,24 @@ from typing import Any
 from kestrl._shared.plan.settings.tools import ClaimEntry, ToolEntry
 from kestrl.compat.verl.imports import load
 from kestrl.compat.verl.tools import VerlTool, adapt_function, is_function_tool, is_verl_tool
-from kestrl.errors import KestrlError, ToolFailure, UserInputError
+from kestrl.episode import ENVIRONMENT_REWARD
+from kestrl.errors import KestrlError, ToolFailure, UserInputError, encodable
 from kestrl.tools import SandboxInUse, ToolError, WarmPool
 from kestrl.tools.arguments import Arguments
 from kestrl.tools.json_schema import SchemaInvalid
 from kestrl.tools.provider import NO_KWARGS, Kwargs, ProviderSession, ToolDefinition, kwargs_failure, refuse_fixed
 from kestrl.tools.schema import Described, read
 from kestrl_tools.execution import guarded
-from kestrl_tools.instances import PlainInstance, VerlInstance, is_async
+from kestrl_tools.instances import EnvironmentInstance, PlainInstance, VerlInstance, is_async
 from kestrl_tools.servers import secret_text
 from kestrl_tools.tool_threads import ToolThreads
 
-HOOKS = ("reset", "state", "close")
+HOOKS = ("reset", "state", ENVIRONMENT_REWARD, "close")
 """Methods of an environment that are called by the session, not by the model."""
 SERVICE_HOOKS = ("start_service", "stop_service")
 """Class methods that are called once, when the service starts and when it ends."""
+MAX_PROMPT = 1_000_000
+"""Maximum characters that `reset` adds to a prompt, as of an observation."""
 METHOD_KINDS = (FunctionType, staticmethod, classmethod)
 Hook = Callable[[], Any]
 
@@ -43,6 +46,8 @@ class PythonProvider:
         check: Callable[[Kwargs], object],
         environment: bool = False,
         has_state: bool = False,
+        has_prompt: bool = False,
+        has_reward: bool = False,
         start: Hook | None = None,
         stop: Hook | None = None,
     ) -> None:
@@ -54,16 +59,24 @@ class PythonProvider:
             make: Creates an episode's instance from `create_kwargs`; raises ToolFailure for invalid ones.
             check: Checks `create_kwargs` against the signature; raises ToolFailure for invalid ones.
             environment: Whether the tools are methods of one instance.
-            has_state: Whether the instance has a `state()` method.
+            has_state: Whether the instance has a `state()` or a `get_reward()` method.
+            has_prompt: Whether its `reset()` may return text for the prompt.
+            has_reward: Whether the instance has a `get_reward()` method.
             start: Called once when the service starts, with the manifest's `config`.
             stop: Called once when the service ends.
         """
-        self.name, self.environment, self.has_state = name, environment, has_state
+        self.name, self.environment = name, environment
+        self.has_state, self.has_prompt, self.has_reward = has_state, has_prompt, has_reward
         self._tools, self._make, self._check = tools, make, check
         self._start, self._stop = start, stop
         self._started = False
         self.sandbox: SandboxInUse | None = None
         """The sandbox in which the tool runs code, as `start_service` has returned it."""
+
+    @property
+    def prepared_by_service(self) -> bool:
+        """Whether sessions need what `start_service` makes."""
+        return self._start is not None
 
     async def list_tools(self) -> Sequence[ToolDefinition]:
         return self._tools
@@ -213,6 +226,8 @@ def _warm_pool(claim: ClaimEntry) -> WarmPool:
 def _environment(cls: type, entry: ToolEntry, threads: ToolThreads) -> PythonProvider:
     names = _methods(cls, entry)
     resets = _has(cls, "reset")
+    silent = not resets or _returns_nothing(cls)
+    has_reward = _has(cls, ENVIRONMENT_REWARD)
     if resets:
         _bind(cls, entry, whole=True)
     else:
@@ -228,9 +243,12 @@ def _environment(cls: type, entry: ToolEntry, threads: ToolThreads) -> PythonPro
 
     async def make(create_kwargs: Kwargs) -> ProviderSession:
         factory = partial(cls, **check(create_kwargs))
-        instance = await _made(PlainInstance(entry.name, threads, sync=sync, methods=True), factory)
+        instance = EnvironmentInstance(
+            entry.name, threads, sync=sync, reads_state=_has(cls, "state"), reads_reward=has_reward
+        )
+        await _made(instance, factory)
         if resets:
-            await _begun(instance, entry, create_kwargs)
+            await _begun(instance, entry, create_kwargs, silent=silent)
         return instance
 
     start, stop = _service_hooks(cls, entry)
@@ -240,7 +258,9 @@ def _environment(cls: type, entry: ToolEntry, threads: ToolThreads) -> PythonPro
         make=make,
         check=check,
         environment=True,
-        has_state=_has(cls, "state"),
+        has_state=_has(cls, "state") or has_reward,
+        has_prompt=not silent,
+        has_reward=has_reward,
         start=start,
         stop=stop,
     )
@@ -317,19 +337,37 @@ def _check_reset(cls: Any, entry: ToolEntry, create_kwargs: Kwargs) -> None:
         raise kwargs_failure(entry.name, "create_kwargs", f"{cls.__name__}.reset: {error}") from error
 
 
-async def _begun(instance: PlainInstance, entry: ToolEntry, create_kwargs: Kwargs) -> None:
+def _returns_nothing(cls: Any) -> bool:
+    """Whether `reset` is annotated to return None, so that an episode may begin without it."""
+    return inspect.signature(cls.reset).return_annotation in (None, type(None), "None")
+
+
+async def _begun(instance: EnvironmentInstance, entry: ToolEntry, create_kwargs: Kwargs, *, silent: bool) -> None:
     try:
-        returned = await instance.invoke("reset", create_kwargs)
-        if returned is not None:
-            raise ToolFailure(
-                f"{entry.name}: reset() returned a {type(returned).__name__}; the first "
-                "prompt comes from the row, so the value would be ignored: return None",
-                code="tool_result_invalid",
-            )
+        instance.prompt = _prompt(entry.name, await instance.invoke("reset", create_kwargs), silent=silent)
     except BaseException:
         with suppress(KestrlError, ToolError):  # logged by `guarded`; the exception of reset() is the one to raise
             await guarded(entry.name, instance.close())
         raise
+
+
+def _prompt(environment: str, returned: object, *, silent: bool) -> str:
+    """The text of `reset` for the prompt.
+
+    Raises:
+        ToolFailure: It is not text, or `reset` is annotated to return None.
+    """
+    if returned is None:
+        return ""
+    if not isinstance(returned, str):
+        problem = f"returned a {type(returned).__name__}: return text, which is appended to the prompt, or None"
+    elif silent:
+        problem = "returned text, but is annotated `-> None`: annotate it `-> str`, and the text ends the prompt"
+    elif len(returned) > MAX_PROMPT:
+        problem = f"returned {len(returned):,} characters; at most {MAX_PROMPT:,} are appended to the prompt"
+    else:
+        return encodable(returned)
+    raise ToolFailure(f"{environment}: reset() {problem}", code="tool_result_invalid")
 
 
 def _verl(cls: type, entry: ToolEntry) -> PythonProvider:

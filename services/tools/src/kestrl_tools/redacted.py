@@ -32,7 +32,8 @@ class RedactedProvider:
     def __init__(self, provider: ToolProvider, redactor: Redactor) -> None:
         self._provider, self._redactor = provider, redactor
         self.name = provider.name
-        self.environment, self.has_state = provider.environment, provider.has_state
+        self.environment = provider.environment
+        self.has_state, self.has_prompt = provider.has_state, provider.has_prompt
 
     async def list_tools(self) -> Sequence[ToolDefinition]:
         with redacted_errors(self._redactor):
@@ -67,6 +68,10 @@ class RedactedProvider:
 class _Session:
     def __init__(self, session: ProviderSession, redactor: Redactor) -> None:
         self._session, self._redactor = session, redactor
+
+    @property
+    def prompt(self) -> str:
+        return self._redactor.text(self._session.prompt)
 
     async def call(self, tool: str, arguments: Kwargs, filled: Kwargs) -> object:
         with redacted_errors(self._redactor):

@@ -19,7 +19,7 @@ MAX_ARGUMENTS = 1_000_000
 
 
 class ToolServicer(stubs.ToolServiceServicer):
-    """ListTools, Call, GetState, Close. The tools have been started."""
+    """ListTools, Open, Call, GetState, Close. The tools have been started."""
 
     def __init__(self, tools: Mapping[str, Tool], sessions: Sessions) -> None:
         self._schemas = [
@@ -29,6 +29,7 @@ class ToolServicer(stubs.ToolServiceServicer):
                 parameters_json=json.dumps(tool.schema.parameters, ensure_ascii=False),
                 environment=tool.provider.name if tool.provider.environment else "",
                 has_state=tool.provider.has_state,
+                has_prompt=tool.provider.has_prompt,
             )
             for tool in tools.values()
         ]
@@ -38,6 +39,10 @@ class ToolServicer(stubs.ToolServiceServicer):
 
     async def ListTools(self, request: pb.ListToolsRequest, context: Any) -> pb.ListToolsResponse:
         return pb.ListToolsResponse(tools=self._schemas, digests=self._digests, sandboxes=self._sandboxes)
+
+    async def Open(self, request: pb.OpenRequest, context: Any) -> pb.OpenResponse:
+        prompt = await self._sessions.prompt(request.session_id, _opening(request.opening))
+        return pb.OpenResponse(prompt=prompt, sandboxes=self._sandboxes)
 
     async def Call(self, request: pb.CallRequest, context: Any) -> pb.CallResponse:
         opening = _opening(request.opening) if request.HasField("opening") else None

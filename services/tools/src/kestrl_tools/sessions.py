@@ -100,11 +100,7 @@ class Sessions:
             KestrlError: The session does not exist, there are too many, or `opening` names unknown tools; or a tool
                 could not be created or failed (boundary `tool`).
         """
-        session = self._open.get(session_id)
-        if session is None and opening is not None:
-            session = self._begin(session_id, opening)
-        if session is None:
-            raise KestrlError("the session is closed, expired or unknown", code="unknown_session", retryable=True)
+        session = self._opened(session_id, opening)
         bound_tools = await self._made(session)
         bound = bound_tools.get(name)
         if bound is None:
@@ -121,6 +117,16 @@ class Sessions:
             current.set_attribute(Attr.OUTCOME, answer.outcome)
             return answer
 
+    async def prompt(self, session_id: str, opening: Opening) -> str:
+        """Opens a session; what its environments add to the prompt, in the order of the tools.
+
+        Raises:
+            KestrlError: As `call` does.
+        """
+        bound_tools = await self._made(self._opened(session_id, opening))
+        instances = {bound.tool.provider.name: bound.session for bound in bound_tools.values()}
+        return "".join(instance.prompt for instance in instances.values())
+
     async def state(self, session_id: str, opening: Opening | None = None) -> dict[str, object]:
         """State of each environment of a session with a `state()` method; `opening` as in `call`, if there was no call
         before.
@@ -128,14 +134,19 @@ class Sessions:
         Raises:
             KestrlError: As `call` does.
         """
+        session = self._opened(session_id, opening)
+        bound_tools = await self._made(session)
+        stateful = {bound.tool.provider.name: bound for bound in bound_tools.values() if bound.tool.provider.has_state}
+        return {name: await self._state(session, name, bound) for name, bound in stateful.items()}
+
+    def _opened(self, session_id: str, opening: Opening | None) -> Session:
+        """The session, begun now if `opening` is there. Raises KestrlError if there is none."""
         session = self._open.get(session_id)
         if session is None and opening is not None:
             session = self._begin(session_id, opening)
         if session is None:
             raise KestrlError("the session is closed, expired or unknown", code="unknown_session", retryable=True)
-        bound_tools = await self._made(session)
-        stateful = {bound.tool.provider.name: bound for bound in bound_tools.values() if bound.tool.provider.has_state}
-        return {name: await self._state(session, name, bound) for name, bound in stateful.items()}
+        return session
 
     async def _state(self, session: Session, name: str, bound: BoundTool) -> object:
         work = self._started(session, name, bound.session.state())

@@ -125,6 +125,8 @@ class _Check:
         self._take(judge)
         self._take(tools)
         found.problems = list(dict.fromkeys(found.problems))  # a missing secret of a tool is found twice
+        found.problems += tools.facts.get("problems", ())
+        self._environment_rewards(tools)
         self._misfits(tools.facts.get("rows", ()))
         offered = tools.facts.get("tools", ())
         servers = {tool.label for tool in spec.tools if tool.use is None}
@@ -240,6 +242,22 @@ class _Check:
         assert isinstance(settings, JudgeSettings)
         check = RewardsCheck(judge=settings, data=files, max_turns=self._job.spec.agent.max_turns)
         return self._ask("kestrl_judge.check", check, "spec.rewards")
+
+    def _environment_rewards(self, tools: Report) -> None:
+        """Compares the rule `environment_reward` with the environments that have a reward."""
+        if tools.problems or tools.missing or tools.facts.get("away"):
+            return
+        rewarded: Sequence[str] = tools.facts.get("rewarded", ())
+        rules = [reward.rule for reward in self._job.spec.rewards]
+        if "environment_reward" in rules and not rewarded:
+            self._found.problems.append(
+                f"spec.rewards[{rules.index('environment_reward')}].rule: no environment of spec.tools has a method "
+                "get_reward(): add one that returns a number, or take another rule"
+            )
+        elif rewarded and "environment_reward" not in rules:
+            self._found.warnings.append(
+                f"spec.rewards: nothing takes the reward of {', '.join(rewarded)}; add `rule: environment_reward`"
+            )
 
     def _misfits(self, rows: Sequence[tuple[str, str]]) -> None:
         """Reports what rows set for tools and no tool takes. Sessions open at a first call: whether a user's loop makes

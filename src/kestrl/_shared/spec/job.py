@@ -128,8 +128,8 @@ class Reward(Model):
     """One component of the reward: a rule, or a judge model."""
 
     rule: str | None = None
-    """`exact_answer`, `flexible_answer`, `math_answer`, `boxed_answer`, `format`, `loop_reward` (the reward returned by
-    the agent loop), `overlong`, or the import path of a function."""
+    """`exact_answer`, `flexible_answer`, `math_answer`, `boxed_answer`, `format`, `loop_reward` (what the agent loop
+    returns), `environment_reward` (its `get_reward()`), `overlong`, or the import path of a function."""
     config: JsonObject = {}
     """Additional keyword arguments of the function."""
     ruler: RulerSpec | None = None

@@ -261,6 +261,42 @@ class Shop:
 """
 
 
+GUESS = """
+
+class Guess:
+    def reset(self, secret="lamp") -> str:
+        self.reward = 0.0
+        return "Guess."
+
+    def guess(self, word: str) -> str:
+        'Guesses.'
+        self.reward = 1.0
+        return word
+
+    def get_reward(self):
+        return self.reward
+"""
+
+
+def test_an_environment_as_trl_has_it_is_begun_and_rewarded_once(project: Project) -> None:
+    project.spec["tools"] = [{"use": "mine:Guess"}]
+    project.spec["rewards"] = [{"rule": "environment_reward"}]
+    (project.folder / "mine.py").write_text(CODE + GUESS)
+    assert "warning" not in project.valid()
+    project.spec["rewards"] = [{"rule": "exact_answer"}]
+    assert "nothing takes the reward of Guess; add `rule: environment_reward`" in project.valid()
+    project.spec["tools"] = []
+    project.spec["rewards"] = [{"rule": "environment_reward"}]
+    assert "spec.rewards[0].rule: no environment of spec.tools has a method get_reward()" in project.refused()
+    project.spec["tools"] = [{"use": "mine:Guess"}]
+    (project.folder / "mine.py").write_text(CODE + GUESS.replace('return "Guess."', "return [1]"))
+    assert "train.jsonl:1: Guess: reset() returned a list: return text" in project.refused()
+    (project.folder / "mine.py").write_text(CODE + GUESS.replace("return self.reward", "return None"))
+    assert "Guess: get_reward() returned a NoneType: return a finite number" in project.refused()
+    (project.folder / "mine.py").write_text(CODE + GUESS.replace("self.reward = 0.0", "self.reward = self.no"))
+    assert "warning: spec.tools: " in project.valid()
+
+
 def test_what_rows_set_for_tools_is_tried_against_their_signatures(project: Project) -> None:
     (project.folder / "notes.py").write_text(NOTES)
     project.spec["tools"] = [

@@ -37,6 +37,8 @@ class OfferedTools:
     names: tuple[str, ...] = ()
     has_state: bool = False
     """Whether an environment among them has a state for the reward."""
+    has_prompt: bool = False
+    """Whether an environment among them may add to the prompt."""
 
     @property
     def schemas(self) -> Schemas:
@@ -82,6 +84,8 @@ class ToolList:
         self._listed: dict[str, ToolSchema] | None = None
         self._with_state: frozenset[str] = frozenset()
         """Tools whose environment has a state for the reward."""
+        self._with_prompt: frozenset[str] = frozenset()
+        """Tools whose environment may add to the prompt."""
         self.digests: dict[str, str] = {}
         """SHA-256 of what each tool server lists, by its name; empty until the tools were listed."""
         self.sandboxes: dict[str, SandboxInUse] = {}
@@ -113,6 +117,10 @@ class ToolList:
         """Whether an environment among these tools has a state for the reward."""
         return not self._with_state.isdisjoint(names)
 
+    def has_prompt(self, names: Iterable[str]) -> bool:
+        """Whether an environment among these tools may add to the prompt."""
+        return not self._with_prompt.isdisjoint(names)
+
     async def _list(self) -> dict[str, ToolSchema]:
         answer = await self._service.call(
             "ListTools", pb.ListToolsRequest(), pb.ListToolsResponse, timeout=self._seconds, wait=True
@@ -123,6 +131,7 @@ class ToolList:
             if tool.environment:
                 self._environments.setdefault(tool.environment, []).append(tool.name)
         self._with_state = frozenset(tool.name for tool in answer.tools if tool.has_state)
+        self._with_prompt = frozenset(tool.name for tool in answer.tools if tool.has_prompt)
         return {
             tool.name: ToolSchema(
                 name=tool.name, description=tool.description, parameters=json.loads(tool.parameters_json or "{}")
@@ -180,6 +189,7 @@ class Toolbox:
             toolset=self._chat.toolset([tool.to_openai() for tool in tools.values()]),
             names=tuple(tools),
             has_state=self._list.has_state(tools),
+            has_prompt=self._list.has_prompt(tools),
         )
         if len(self._by_names) < 256:  # bounds the cache; data sets have few combinations
             self._by_names[wanted] = offered
@@ -225,6 +235,19 @@ class ToolSession:
     async def reachable(self) -> None:
         """Waits until the service can be reached; the caller bounds the wait."""
         await self._service.ready()
+
+    async def prompt(self, *, seconds: float) -> str:
+        """Opens the session; what its environments add to the row's prompt.
+
+        Raises:
+            FailureError: An environment cannot be created or failed, or the service cannot be reached.
+        """
+        self._id = self._id or secrets.token_urlsafe(ID_BYTES)
+        request = pb.OpenRequest(session_id=self._id, opening=self._opening)
+        answer = await self._service.call("Open", request, pb.OpenResponse, timeout=seconds + RPC_SLACK)
+        self._opened(sandboxes_from_proto(answer.sandboxes))
+        self._opening = None
+        return answer.prompt
 
     async def call(self, name: str, arguments: Mapping[str, Any], *, seconds: float) -> ToolAnswer:
         """Calls a tool; the first call creates the tools.

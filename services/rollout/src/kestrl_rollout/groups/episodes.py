@@ -7,7 +7,7 @@ import logging
 import time
 import traceback
 from collections.abc import Awaitable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kestrl._shared.telemetry import current_trace_id, span
@@ -27,7 +27,7 @@ from kestrl_rollout.engine.client import EngineClient
 from kestrl_rollout.engine.engine_session import EngineSession
 from kestrl_rollout.engine.sessions import Sessions
 from kestrl_rollout.groups.loop_metrics import REWARD, check_metrics, returned_reward, usable_metrics
-from kestrl_rollout.requests import GroupRequest
+from kestrl_rollout.requests import Deadlines, GroupRequest
 
 log = logging.getLogger(__name__)
 _Contained = tuple[object, BaseException | None]
@@ -170,6 +170,10 @@ class EpisodeRunner:
         loop = attempt.loop = self._loops.of(scenario.agent)
         with attempt.waiting.on(Boundary.TOOL):
             offered = await self._toolbox.offered_tools(scenario) if loop.uses_tools else OfferedTools()
+        attempt.has_state = offered.has_state
+        attempt.tools = self._toolbox.session(attempt.id, scenario, offered.names, seconds=request.deadlines.episode)
+        if offered.has_prompt:
+            scenario = await self._prompted(scenario, attempt, attempt.tools, request.deadlines)
         if loop.built_in:  # a user's loop may write its prompts itself
             self._check_rendered(scenario, offered)
         attempt.engine = EngineSession(
@@ -181,8 +185,6 @@ class EpisodeRunner:
             client=self._client,
             sessions=self.sessions,
         )
-        attempt.has_state = offered.has_state
-        attempt.tools = self._toolbox.session(attempt.id, scenario, offered.names, seconds=request.deadlines.episode)
         attempt.conversation = EpisodeConversation(
             scenario=scenario,
             seed=attempt.seed,
@@ -195,6 +197,18 @@ class EpisodeRunner:
             tool_limits=self._tool_limits,
             waiting=attempt.waiting,
         )
+
+    async def _prompted(
+        self, scenario: Scenario, attempt: _Attempt, tools: ToolSession, deadlines: Deadlines
+    ) -> Scenario:
+        """The scenario with what its environments add to the last message."""
+        with attempt.waiting.on(Boundary.TOOL):
+            async with deadline(Scope.TURN, now() + deadlines.turn, attempt.waiting):
+                await tools.reachable()  # a restarting service is not a failure of the environment
+            async with deadline(Scope.TOOL, now() + deadlines.tool, attempt.waiting):
+                text = await tools.prompt(seconds=deadlines.tool)
+        *before, last = scenario.messages
+        return replace(scenario, messages=(*before, {**last, "content": f"{last['content']}{text}"}))
 
     async def _take_state(self, attempt: _Attempt, seconds: float) -> None:
         """Reads the environments' state for the reward."""

@@ -29,7 +29,7 @@ DOCUMENT_SECONDS = 30.0
 class HttpProvider:
     """A server whose endpoints are tools. An episode has cookies, and if wanted a session header, of its own."""
 
-    environment, has_state = True, False
+    environment, has_state, has_prompt = True, False, False
 
     def __init__(
         self, entry: ToolEntry, server: HttpEntry, folder: str | None, *, names: AbstractResolver | None = None
@@ -142,6 +142,8 @@ class HttpProvider:
 
 class _Session:
     """An episode's use of the server."""
+
+    prompt = ""
 
     def __init__(self, provider: HttpProvider, session: aiohttp.ClientSession, headers: Mapping[str, str]) -> None:
         self._provider, self._session, self._headers = provider, session, headers

@@ -17,7 +17,7 @@ from kestrl_tools.servers import ServerUnavailable, definitions, differences, le
 class McpProvider:
     """A server, shared by all episodes or one per episode."""
 
-    environment, has_state = True, False
+    environment, has_state, has_prompt = True, False, False
 
     def __init__(self, entry: ToolEntry, server: McpEntry, folder: str | None, redactor: Redactor = NO_SECRETS) -> None:
         """Describes it.
@@ -100,6 +100,8 @@ class McpProvider:
 class _SharedSession:
     """An episode's use of the shared server, which keeps nothing of the episode."""
 
+    prompt = ""
+
     def __init__(self, shared: Reconnecting, slots: asyncio.Semaphore, call_names: Mapping[str, str]) -> None:
         self._shared, self._slots, self._call_names = shared, slots, call_names
 
@@ -117,6 +119,8 @@ class _SharedSession:
 
 class _OwnSession:
     """A server of one episode."""
+
+    prompt = ""
 
     def __init__(self, connection: Connection, call_names: Mapping[str, str]) -> None:
         self._connection, self._call_names = connection, call_names

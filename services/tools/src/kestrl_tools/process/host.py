@@ -30,7 +30,7 @@ from kestrl_tools.execution import guarded
 from kestrl_tools.process.frames import Message, encoded, receive
 from kestrl_tools.process.keeper import keep, stop
 from kestrl_tools.process.session import run
-from kestrl_tools.python_provider import python_provider
+from kestrl_tools.python_provider import PythonProvider, python_provider
 from kestrl_tools.tool_threads import ToolThreads
 
 log = logging.getLogger(__name__)
@@ -166,10 +166,12 @@ async def _all(work: object) -> None:
     await work  # type: ignore[misc]  # pyright: ignore[reportGeneralTypeIssues, reportUnknownVariableType]
 
 
-def _greeting(provider: ToolProvider, tools: dict[str, ToolDefinition]) -> Message:
+def _greeting(provider: PythonProvider, tools: dict[str, ToolDefinition]) -> Message:
     return {
         "environment": provider.environment,
         "has_state": provider.has_state,
+        "has_prompt": provider.has_prompt,
+        "has_reward": provider.has_reward,
         "tools": [
             {
                 "name": tool.name,

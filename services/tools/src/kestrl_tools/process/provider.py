@@ -161,7 +161,7 @@ class ProcessProvider:
             folder: Folder of the manifest, which is importable; None for none.
         """
         self.name = entry.name
-        self.environment = self.has_state = False
+        self.environment = self.has_state = self.has_prompt = self.has_reward = False
         self._field = field
         self._settings = HostSettings(entry=entry, field=field, python_path=(folder,) if folder else ())
         self._host: _Host | None = None
@@ -171,7 +171,9 @@ class ProcessProvider:
 
     async def list_tools(self) -> Sequence[ToolDefinition]:
         greeting = await self._spawned()
-        self.environment, self.has_state = greeting["environment"], greeting["has_state"]
+        self.environment = greeting["environment"]
+        self.has_state, self.has_prompt = greeting["has_state"], greeting["has_prompt"]
+        self.has_reward = greeting["has_reward"]
         return [_definition(tool) for tool in greeting["tools"]]
 
     def check(self, create_kwargs: Kwargs) -> None:
@@ -198,7 +200,7 @@ class ProcessProvider:
         reader, writer = await asyncio.open_unix_connection(sock=connection)
         session = _ProcessSession(self.name, host, number, reader, writer, ended)
         try:
-            await session.ask({"op": "open", "create_kwargs": dict(create_kwargs)})
+            session.prompt = (await session.ask({"op": "open", "create_kwargs": dict(create_kwargs)}))["prompt"]
         except BaseException:
             await asyncio.shield(session.abandon())
             raise
@@ -288,6 +290,7 @@ class _ProcessSession:
         self._reader, self._writer, self._ended = reader, writer, ended
         self._turn = asyncio.Lock()
         self._lost = False
+        self.prompt = ""
         """Whether the process has ended or was killed."""
 
     async def call(self, tool: str, arguments: Kwargs, filled: Kwargs) -> object:

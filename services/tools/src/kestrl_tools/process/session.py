@@ -73,7 +73,7 @@ class _Session:
         name = self._provider.name
         if self._session is None:
             self._session = await self._provider.open(request["create_kwargs"])
-            return {}
+            return {"prompt": self._session.prompt}
         match request["op"]:
             case "call":
                 return await self._called(self._session, request)

@@ -19,7 +19,8 @@ ENGINE_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Values accepted by vLLM's --max-lora-rank."""
 BUILT_IN_LOOPS = ("tool_agent", "single_turn")
 BUILT_IN_RULES = (
-    "exact_answer", "flexible_answer", "math_answer", "boxed_answer", "format", "loop_reward", "overlong",
+    "exact_answer", "flexible_answer", "math_answer", "boxed_answer", "format", "loop_reward", "environment_reward",
+    "overlong",
 )  # fmt: skip
 CONFIGURED_RULES = ("boxed_answer", "overlong")
 """Built-in rules that take `config`, which `reward_config_problems` checks."""

@@ -47,6 +47,7 @@ class ToolSchema(_message.Message):
     PARAMETERS_JSON_FIELD_NUMBER: _builtins.int
     ENVIRONMENT_FIELD_NUMBER: _builtins.int
     HAS_STATE_FIELD_NUMBER: _builtins.int
+    HAS_PROMPT_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Unique in the job."""
     description: _builtins.str
@@ -57,6 +58,8 @@ class ToolSchema(_message.Message):
     """Environment of the method; empty for other tools."""
     has_state: _builtins.bool
     """Whether that environment has a state for rewards."""
+    has_prompt: _builtins.bool
+    """Whether that environment may add to the prompt, so that its sessions are opened before the first turn."""
     def __init__(
         self,
         *,
@@ -65,10 +68,11 @@ class ToolSchema(_message.Message):
         parameters_json: _builtins.str = ...,
         environment: _builtins.str = ...,
         has_state: _builtins.bool = ...,
+        has_prompt: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["description", b"description", "environment", b"environment", "has_state", b"has_state", "name", b"name", "parameters_json", b"parameters_json"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["description", b"description", "environment", b"environment", "has_prompt", b"has_prompt", "has_state", b"has_state", "name", b"name", "parameters_json", b"parameters_json"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -212,6 +216,83 @@ class Opening(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Opening: _TypeAlias = Opening  # noqa: Y015
+
+@_typing.final
+class OpenRequest(_message.Message):
+    """A session to open."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SESSION_ID_FIELD_NUMBER: _builtins.int
+    OPENING_FIELD_NUMBER: _builtins.int
+    session_id: _builtins.str
+    """Session id, as in calls."""
+    @_builtins.property
+    def opening(self) -> Global___Opening:
+        """Parameters of the session."""
+
+    def __init__(
+        self,
+        *,
+        session_id: _builtins.str = ...,
+        opening: Global___Opening | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["opening", b"opening"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["opening", b"opening", "session_id", b"session_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___OpenRequest: _TypeAlias = OpenRequest  # noqa: Y015
+
+@_typing.final
+class OpenResponse(_message.Message):
+    """The session is open."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class SandboxesEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        @_builtins.property
+        def value(self) -> _common_pb2.SandboxInUse: ...
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _common_pb2.SandboxInUse | None = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _typing.Literal["value", b"value"]  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    PROMPT_FIELD_NUMBER: _builtins.int
+    SANDBOXES_FIELD_NUMBER: _builtins.int
+    prompt: _builtins.str
+    """Text that ends the row's prompt; empty if there is none."""
+    @_builtins.property
+    def sandboxes(self) -> _containers.MessageMap[_builtins.str, _common_pb2.SandboxInUse]:
+        """As in ListToolsResponse."""
+
+    def __init__(
+        self,
+        *,
+        prompt: _builtins.str = ...,
+        sandboxes: _abc.Mapping[_builtins.str, _common_pb2.SandboxInUse] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["prompt", b"prompt", "sandboxes", b"sandboxes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___OpenResponse: _TypeAlias = OpenResponse  # noqa: Y015
 
 @_typing.final
 class CallRequest(_message.Message):

@@ -40,6 +40,11 @@ class ToolServiceStub(object):
                 request_serializer=kestrl_dot_api_dot_tools_dot_v1_dot_tools__pb2.ListToolsRequest.SerializeToString,
                 response_deserializer=kestrl_dot_api_dot_tools_dot_v1_dot_tools__pb2.ListToolsResponse.FromString,
                 _registered_method=True)
+        self.Open = channel.unary_unary(
+                '/kestrl.api.tools.v1.ToolService/Open',
+                request_serializer=kestrl_dot_api_dot_tools_dot_v1_dot_tools__pb2.OpenRequest.SerializeToString,
+                response_deserializer=kestrl_dot_api_dot_tools_dot_v1_dot_tools__pb2.OpenResponse.FromString,
+                _registered_method=True)
         self.Call = channel.unary_unary(
                 '/kestrl.api.tools.v1.ToolService/Call',
                 request_serializer=kestrl_dot_api_dot_tools_dot_v1_dot_tools__pb2.CallRequest.SerializeToString,
@@ -63,6 +68,13 @@ class ToolServiceServicer(object):
 
     def ListTools(self, request, context):
         """Definitions of all tools of the job.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Open(self, request, context):
+        """Creates the instances of a new session, of which one may add to the prompt. Other sessions are opened by their first call.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -96,6 +108,11 @@ def add_ToolServiceServicer_to_server(servicer, server):
                     servicer.ListTools,
                     request_deserializer=kestrl_dot_api_dot_tools_dot_v1_dot_tools__pb2.ListToolsRequest.FromString,
                     response_serializer=kestrl_dot_api_dot_tools_dot_v1_dot_tools__pb2.ListToolsResponse.SerializeToString,
+            ),
+            'Open': grpc.unary_unary_rpc_method_handler(
+                    servicer.Open,
+                    request_deserializer=kestrl_dot_api_dot_tools_dot_v1_dot_tools__pb2.OpenRequest.FromString,
+                    response_serializer=kestrl_dot_api_dot_tools_dot_v1_dot_tools__pb2.OpenResponse.SerializeToString,
             ),
             'Call': grpc.unary_unary_rpc_method_handler(
                     servicer.Call,
@@ -141,6 +158,33 @@ class ToolService(object):
             '/kestrl.api.tools.v1.ToolService/ListTools',
             kestrl_dot_api_dot_tools_dot_v1_dot_tools__pb2.ListToolsRequest.SerializeToString,
             kestrl_dot_api_dot_tools_dot_v1_dot_tools__pb2.ListToolsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Open(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kestrl.api.tools.v1.ToolService/Open',
+            kestrl_dot_api_dot_tools_dot_v1_dot_tools__pb2.OpenRequest.SerializeToString,
+            kestrl_dot_api_dot_tools_dot_v1_dot_tools__pb2.OpenResponse.FromString,
             options,
             channel_credentials,
             insecure,

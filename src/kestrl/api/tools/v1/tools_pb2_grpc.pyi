@@ -35,6 +35,8 @@ class ToolServiceStub:
     def __new__(cls, channel: _aio.Channel) -> ToolServiceAsyncStub: ...
     ListTools: _grpc.UnaryUnaryMultiCallable[_tools_pb2.ListToolsRequest, _tools_pb2.ListToolsResponse]
     """Definitions of all tools of the job."""
+    Open: _grpc.UnaryUnaryMultiCallable[_tools_pb2.OpenRequest, _tools_pb2.OpenResponse]
+    """Creates the instances of a new session, of which one may add to the prompt. Other sessions are opened by their first call."""
     Call: _grpc.UnaryUnaryMultiCallable[_tools_pb2.CallRequest, _tools_pb2.CallResponse]
     """Creates the instances of a new session, validates the arguments, then calls a tool."""
     GetState: _grpc.UnaryUnaryMultiCallable[_tools_pb2.GetStateRequest, _tools_pb2.GetStateResponse]
@@ -49,6 +51,8 @@ class ToolServiceAsyncStub(ToolServiceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     ListTools: _aio.UnaryUnaryMultiCallable[_tools_pb2.ListToolsRequest, _tools_pb2.ListToolsResponse]  # type: ignore[assignment]
     """Definitions of all tools of the job."""
+    Open: _aio.UnaryUnaryMultiCallable[_tools_pb2.OpenRequest, _tools_pb2.OpenResponse]  # type: ignore[assignment]
+    """Creates the instances of a new session, of which one may add to the prompt. Other sessions are opened by their first call."""
     Call: _aio.UnaryUnaryMultiCallable[_tools_pb2.CallRequest, _tools_pb2.CallResponse]  # type: ignore[assignment]
     """Creates the instances of a new session, validates the arguments, then calls a tool."""
     GetState: _aio.UnaryUnaryMultiCallable[_tools_pb2.GetStateRequest, _tools_pb2.GetStateResponse]  # type: ignore[assignment]
@@ -66,6 +70,14 @@ class ToolServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_tools_pb2.ListToolsResponse, _abc.Awaitable[_tools_pb2.ListToolsResponse]]:
         """Definitions of all tools of the job."""
+
+    @_abc_1.abstractmethod
+    def Open(
+        self,
+        request: _tools_pb2.OpenRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_tools_pb2.OpenResponse, _abc.Awaitable[_tools_pb2.OpenResponse]]:
+        """Creates the instances of a new session, of which one may add to the prompt. Other sessions are opened by their first call."""
 
     @_abc_1.abstractmethod
     def Call(

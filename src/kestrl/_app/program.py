@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import sys
 
+from kestrl._shared.exit_codes import EXIT_INPUT
+
 PACKAGES = frozenset({"rich", "typer"})
 """Packages of the extra `cli`."""
-EXIT_INPUT = 2
 
 
 def main() -> None:

@@ -13,15 +13,13 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from kestrl._shared.credentials import require
+from kestrl._shared.exit_codes import EXIT_FAILED, EXIT_INPUT
 from kestrl._shared.plan.settings.common import Settings
 from kestrl._shared.stopping import leave
 from kestrl._shared.telemetry import set_up
 from kestrl.errors import KestrlError, UserInputError, place_error
 
 log = logging.getLogger(__name__)
-EXIT_INPUT = 2
-"""Exit code for invalid input."""
-EXIT_FAILED = 1
 LEVEL_VARIABLE = "KESTRL_LOG_LEVEL"
 """Environment variable with the level of a service's log, such as DEBUG."""
 END_SECONDS = 5.0

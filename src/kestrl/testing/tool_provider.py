@@ -127,17 +127,18 @@ async def _check_sessions(
     sessions: list[ProviderSession] = await asyncio.gather(
         *(_within(provider.open(create_kwargs), "open()") for _ in range(SESSIONS))
     )
-    await asyncio.gather(*(_check_session(session, tools, calls, provider.has_state) for session in sessions))
+    await asyncio.gather(*(_check_session(provider, session, tools, calls) for session in sessions))
 
 
 async def _check_session(
-    session: ProviderSession, tools: Mapping[str, ToolDefinition], calls: Mapping[str, Kwargs], has_state: bool
+    provider: ToolProvider, session: ProviderSession, tools: Mapping[str, ToolDefinition], calls: Mapping[str, Kwargs]
 ) -> None:
     try:
+        assert not session.prompt or provider.has_prompt, "a session has a prompt, and the provider says that none has"
         for name, arguments in calls.items():
             parsed = tools[name].arguments.parse(dict(arguments))
             _check_result(name, await _within(session.call(name, parsed, NO_KWARGS), f"{name}()"))
-        if has_state:
+        if provider.has_state:
             _check_json("the state", await _within(session.state(), "state()"))
     finally:
         await _within(session.close(), "close()")

@@ -34,8 +34,9 @@ from kestrl_email.commands import email
 from kestrl_email.mailbox.build import BuildResult, build_database
 from kestrl_email.mailbox.corpus import corpus, write_archive, write_maildir
 from kestrl_email.mailbox.database import Filters, check_integrity, open_database, rows_digest
+from kestrl_email.mailbox.kind import Kind
 from kestrl_email.mailbox.message import Malformed, ParsedMail, from_fields, parse
-from kestrl_email.mailbox.sources import Kind, records
+from kestrl_email.mailbox.sources import records
 
 ENRON = b"""Message-ID: <18782981.1075855378110.JavaMail.evans@thyme>
 Date: Mon, 14 May 2001 16:39:00 -0700 (PDT)

@@ -23,8 +23,9 @@ from kestrl_email.mailbox import sources, tar_stream
 from kestrl_email.mailbox.build import BuildResult, build_database
 from kestrl_email.mailbox.database import Filters
 from kestrl_email.mailbox.html_text import html_text
+from kestrl_email.mailbox.kind import Kind
 from kestrl_email.mailbox.message import Malformed, from_fields, parse
-from kestrl_email.mailbox.sources import Kind, Record, records
+from kestrl_email.mailbox.sources import Record, records
 from kestrl_email.mailbox.time_limit import TimeLimitExceeded, within
 
 MAIL = b"From: a@b.example\nSubject: s\n\nhello\n"

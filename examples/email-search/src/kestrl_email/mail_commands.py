@@ -16,7 +16,7 @@ from rich.console import Console
 
 from kestrl.errors import UserInputError
 from kestrl_email.guide_settings import Command, options
-from kestrl_email.mailbox.sources import Kind
+from kestrl_email.mailbox.kind import Kind
 
 if TYPE_CHECKING:
     from kestrl_email.mailbox.questions import Question

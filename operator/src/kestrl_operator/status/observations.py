@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
+from kestrl._shared.exit_codes import EXIT_INPUT
 from kestrl._shared.plan.components import Role
 from kestrl._shared.plan.tools import runtime_class
 from kestrl._shared.rpc.codec import sandboxes_from_proto
-from kestrl._shared.service import EXIT_INPUT
 from kestrl._shared.spec.job import JobSpec
 from kestrl.api.learner.v1 import learner_pb2 as pb
 from kestrl.runstate.states import RunPhase

@@ -13,7 +13,8 @@ from rich.console import Console
 from rich.table import Table
 
 from kestrl._app.cli.options import DEFAULT_RUNS, Manifest, Overrides, Runs, Verbose
-from kestrl._shared.service import EXIT_INPUT, LEVEL_VARIABLE
+from kestrl._shared.exit_codes import EXIT_INPUT
+from kestrl._shared.service import LEVEL_VARIABLE
 from kestrl._shared.spec import job_schema, read_job
 from kestrl.errors import UserInputError
 from kestrl.terminal import safe_line

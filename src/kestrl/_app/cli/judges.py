@@ -20,6 +20,7 @@ from kestrl._app.cli.runs import run_store
 from kestrl._app.local.rundir import find_run
 from kestrl._app.local.secrets import Secrets, variables_set
 from kestrl._shared.checking import JudgeCheck, Rejudge, ask
+from kestrl._shared.exit_codes import EXIT_FAILED
 from kestrl._shared.plan.judges import (
     CORRECTNESS_KEY_VARIABLES,
     KEY_VARIABLES,
@@ -31,7 +32,6 @@ from kestrl._shared.plan.judges import (
 )
 from kestrl._shared.plan.settings.judge import JudgeEntry, RulerEntry
 from kestrl._shared.safe_yaml import read as read_yaml
-from kestrl._shared.service import EXIT_FAILED
 from kestrl._shared.spec import AgentRLJob, ProblemsError, parse_job, read_job
 from kestrl.episode import Purpose
 from kestrl.errors import StorageError, UserInputError

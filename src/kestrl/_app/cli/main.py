@@ -4,46 +4,46 @@ from __future__ import annotations
 
 import os
 import sys
-from importlib.metadata import entry_points
-from typing import NoReturn
+from importlib.metadata import version
+from typing import Annotated, NoReturn
 
 import typer
 from rich.console import Console
 
-from kestrl._app.cli import adapters, data, evaluations, jobs, judges, runs, sft, verify
-from kestrl._shared.service import EXIT_FAILED, EXIT_INPUT
+from kestrl._app.cli.commands import Commands
+from kestrl._shared.exit_codes import EXIT_FAILED, EXIT_INPUT
 from kestrl.errors import KestrlError, UserInputError, place_error
 from kestrl.terminal import safe
-
-COMMANDS_GROUP = "kestrl.commands"
-"""Entry points `name -> typer.Typer`: commands that an installed application adds."""
 
 EXIT_BROKEN_PIPE = 128 + 13
 """What a shell shows for a program that SIGPIPE ended."""
 
 app = typer.Typer(
+    cls=Commands,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
     help="Train tool-using language-model agents with reinforcement learning.",
 )
-jobs.register(app)
-runs.register(app)
-evaluations.register(app)
-adapters.register(app)
-judges.register(app)
-sft.register(app)
-data.register(app)
-verify.register(app)
 
 
-def _add_applications() -> None:
-    for entry in entry_points(group=COMMANDS_GROUP):
-        app.add_typer(entry.load(), name=entry.name)
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"kestrl {version('kestrl')}")
+        raise typer.Exit
+
+
+@app.callback()
+def kestrl(
+    _version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    pass
 
 
 def main() -> None:
     """Runs a command. Exit code 2 means that the input has to be fixed, 1 that the command failed."""
-    _add_applications()
     console = Console(stderr=True)
     try:
         app()

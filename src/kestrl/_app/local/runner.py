@@ -28,11 +28,11 @@ from kestrl._app.local.site import local_devices, refuse_cluster_isolation, rese
 from kestrl._app.local.supervisor import Supervisor
 from kestrl._app.local.view import View, make_view
 from kestrl._shared.credentials import Secret
+from kestrl._shared.exit_codes import EXIT_FAILED, EXIT_INPUT
 from kestrl._shared.plan.components import Component, Role
 from kestrl._shared.plan.planning import plan
 from kestrl._shared.plan.site import Site
 from kestrl._shared.rpc import channel, stream
-from kestrl._shared.service import EXIT_FAILED, EXIT_INPUT
 from kestrl._shared.spec import AgentRLJob
 from kestrl.api.learner.v1 import learner_pb2, learner_pb2_grpc
 from kestrl.errors import KestrlError, StorageError, UserInputError

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import subprocess
 import sys
 from array import array
+from importlib import import_module
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 import yaml
 
+from kestrl._app.cli.commands import COMMANDS
 from kestrl.api.common.v1 import common_pb2
 from kestrl.episode import (
     CallOutcome,
@@ -339,3 +344,28 @@ def test_stop_of_a_run_that_is_not_running(finished: Path) -> None:
 
 def test_no_run_at_all(tmp_path: Path) -> None:
     assert "there is no run in" in kestrl("status", "--runs", tmp_path / "empty", code=2)
+
+
+def test_the_listed_commands_are_those_that_their_modules_add() -> None:
+    added: dict[str, tuple[str, str]] = {}
+    for module in sorted({listed.module for listed in COMMANDS.values()}):
+        app = typer.Typer()
+        import_module(f"kestrl._app.cli.{module}").register(app)
+        for name, command in typer.main.get_group(app).commands.items():
+            added[name] = (module, " ".join((command.help or "").split("\n\n")[0].split()))
+    assert added == COMMANDS
+
+
+def test_help_and_version_import_no_command() -> None:
+    script = "import sys; from kestrl._app.cli.main import main\ntry: main()\nfinally: print(sorted(sys.modules))"
+    for option in ("-h", "--help", "--version"):
+        done = subprocess.run([sys.executable, "-c", script, option], capture_output=True, text=True, check=True)
+        loaded = set(ast.literal_eval(done.stdout.splitlines()[-1]))
+        assert loaded.isdisjoint({"pydantic", "grpc", "obstore", "yaml", "kestrl._shared.spec"}), option
+    assert done.stdout.startswith(f"kestrl {version('kestrl')}\n")
+
+
+def test_a_misspelled_command_names_the_one_that_is_meant() -> None:
+    done = subprocess.run([sys.executable, "-m", "kestrl._app.cli.main", "exprot"], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "Did you mean 'export'?" in done.stderr

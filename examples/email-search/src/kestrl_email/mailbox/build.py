@@ -20,8 +20,9 @@ from kestrl.errors import KestrlError
 from kestrl.terminal import safe_line
 from kestrl.tools.shapes import is_list, is_mapping
 from kestrl_email.mailbox.database import HEAD_BYTES, Filters, MailWriter, Outcome
+from kestrl_email.mailbox.kind import Kind
 from kestrl_email.mailbox.message import Malformed, ParsedMail, from_fields, parse
-from kestrl_email.mailbox.sources import Kind, Record, kind_of, opened, records, total_of
+from kestrl_email.mailbox.sources import Record, kind_of, opened, records, total_of
 from kestrl_email.mailbox.time_limit import TimeLimitExceeded, within
 
 BATCH_RECORDS, BATCH_BYTES = 256, 4 * 1024 * 1024

@@ -14,12 +14,12 @@ import re
 import stat
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from kestrl.errors import UserInputError, place_error
 from kestrl.tools.shapes import is_mapping
+from kestrl_email.mailbox.kind import Kind
 from kestrl_email.mailbox.message import MAX_BYTES
 from kestrl_email.mailbox.tar_stream import DAMAGED, MAX_EXTENSION, members
 
@@ -31,17 +31,6 @@ _QUOTED_FROM = re.compile(rb"^>(>*From )", re.MULTILINE)
 _NOT_MAIL = re.compile(r"^(\..*|dovecot.*|maildirfolder|maildirsize|subscriptions|courier.*)$")
 TOO_LARGE = f"larger than {MAX_BYTES >> 20} MiB"
 LONGEST_PLACE = 4096
-
-
-class Kind(StrEnum):
-    """Formats of sources."""
-
-    MAILDIR = "maildir"
-    TAR = "tar"
-    MBOX = "mbox"
-    CSV = "csv"
-    PARQUET = "parquet"
-    JSONL = "jsonl"
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,9 +11,9 @@ from pathlib import Path
 import torch
 from transformers.utils.logging import disable_progress_bar
 
+from kestrl._shared.exit_codes import EXIT_FAILED, EXIT_INPUT
 from kestrl._shared.plan.settings.common import read_settings
 from kestrl._shared.plan.sft import SFTSettings
-from kestrl._shared.service import EXIT_FAILED, EXIT_INPUT
 from kestrl.errors import KestrlError, UserInputError
 from kestrl_learner.sft.training import SFTRun
 

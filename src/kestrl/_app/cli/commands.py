@@ -1,0 +1,109 @@
+"""The commands of `kestrl`: their names and summaries, and their modules, which are imported when a command is used."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from importlib.metadata import EntryPoint, entry_points
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+if TYPE_CHECKING:  # typer has click within itself and offers these types nowhere else
+    from typer._click.core import Command, Context
+
+COMMANDS_GROUP = "kestrl.commands"
+"""Entry points `name -> typer.Typer`: commands that an installed application adds."""
+
+
+class Listed(NamedTuple):
+    """A command as `kestrl --help` lists it."""
+
+    module: str
+    """Module below `kestrl._app.cli` whose `register` adds it."""
+    summary: str
+
+
+COMMANDS = {
+    "run": Listed(
+        "jobs",
+        "Train on this machine: start every component of the job and wait for the result. Resumes an unfinished run.",
+    ),
+    "validate": Listed(
+        "jobs",
+        "Check a manifest, the code and files that it references, and its data. Exit code 2 if there is a problem.",
+    ),
+    "plan": Listed("jobs", "Print the components that a job consists of. Starts nothing and writes nothing."),
+    "doctor": Listed(
+        "jobs",
+        "Check whether this machine can run a job and report what is missing. Exit code 2 if anything is.",
+    ),
+    "schema": Listed("jobs", "Print the JSON Schema of a manifest."),
+    "version": Listed("jobs", "Print the version."),
+    "status": Listed("runs", "Show the state of a run: progress, components, failures, and the next command."),
+    "logs": Listed("runs", "Print the logs of a run's components."),
+    "stop": Listed("runs", "Stop a run after its current step and a checkpoint. It can be resumed."),
+    "eval": Listed(
+        "evaluations",
+        "Evaluate policies of a run on the validation data, greedily or by several samples, side by side.",
+    ),
+    "bench": Listed(
+        "evaluations",
+        "Compare policies of a run with models behind an OpenAI-compatible endpoint, on a manifest's validation data.",
+    ),
+    "export": Listed(
+        "adapters",
+        "Export an adapter of a run with every digest verified, or the merged model with --merge. Of a "
+        "run of `kestrl sft` that trained all parameters, export the model.",
+    ),
+    "rejudge": Listed(
+        "judges",
+        "Score a stored step again with a judge model, without rollouts, and show the differences.",
+    ),
+    "sft": Listed(
+        "sft",
+        "Fine-tune an adapter or a model on conversations, and print its address at the end. Resumes a "
+        "run that was stopped.",
+    ),
+    "verify": Listed(
+        "verify",
+        "Run a job for every seed, and judge it by a published number. Exit code 0 if it is reached, 1 if it is not.",
+    ),
+    "episodes": Listed("runs", "Inspect the episodes of a run."),
+    "judge": Listed("judges", "Check judge models."),
+    "data": Listed("data", "Write data sets as JSONL or Parquet."),
+}
+
+
+class Commands(TyperGroup):
+    """The commands, each imported when it is used."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        listed = {name: command.summary for name, command in COMMANDS.items()}
+        listed |= dict.fromkeys(sorted(_applications()), "")
+        self.commands = {name: TyperCommand(name, help=summary) for name, summary in listed.items()}
+
+    def get_command(self, ctx: Context, cmd_name: str) -> Command | None:
+        """What help lists: the command without its options, but for those of applications."""
+        return super().get_command(ctx, cmd_name) if cmd_name in COMMANDS else loaded(cmd_name)
+
+    def resolve_command(self, ctx: Context, args: list[str]) -> tuple[str | None, Command | None, list[str]]:
+        name, command, rest = super().resolve_command(ctx, args)
+        return name, command if name is None else loaded(name), rest
+
+
+def loaded(name: str) -> Command | None:
+    """A command with its options; None if there is none of this name."""
+    app = typer.Typer()
+    if name in COMMANDS:
+        import_module(f"kestrl._app.cli.{COMMANDS[name].module}").register(app)
+    elif (application := _applications().get(name)) is not None:
+        app.add_typer(application.load(), name=name)
+    else:
+        return None
+    return typer.main.get_group(app).commands[name]
+
+
+def _applications() -> dict[str, EntryPoint]:
+    return {entry.name: entry for entry in entry_points(group=COMMANDS_GROUP)}

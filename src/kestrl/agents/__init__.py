@@ -221,8 +221,10 @@ class Conversation(Protocol):
     ) -> Completion:
         """Samples a completion of the given prompt, for loops that handle tokens themselves.
 
-        A prompt that begins with the current row extends it; any other prompt begins a new row. Must not be mixed with
-        `generate`.
+        A prompt that begins with a row extends it, the longest if there are several; any other prompt begins a new row.
+        Several calls may run at once: each holds its tokens of the budget, `max_tokens` or the limit of a turn, and one
+        for which too few are left waits until others have ended. The seed of a call depends on the episode's, its
+        prompt, and how many calls of the same prompt came before. Must not be mixed with `generate`.
 
         Raises:
             LimitReached: A limit of the episode leaves no token.
@@ -231,10 +233,20 @@ class Conversation(Protocol):
         ...
 
     def keep(self, token_ids: Sequence[int], mask: Sequence[int]) -> None:
-        """Restricts training to this sequence, for loops that handle tokens themselves.
+        """Restricts training to this sequence, for loops that handle tokens themselves. Its row is the main row.
 
         Raises:
             UserCodeError: The mask is 1 on a token that was not sampled there.
+        """
+        ...
+
+    def set_main(self, token_ids: Sequence[int]) -> None:
+        """Names the main row, which rules, judges and `final_text` read: the one that begins with this sequence, or
+        that it begins with. Default: of the first conversation with more than one call, or else of the last one, the
+        row that was called last.
+
+        Raises:
+            UserCodeError: No row is of this sequence.
         """
         ...
 

@@ -162,6 +162,8 @@ class Turn:
     seconds: float
     reasoning_opened: bool = False
     """Whether the prompt had opened the model's reasoning. `text` then begins with the tag that the prompt holds."""
+    seed: int = 0
+    """Sampling seed of the call, unique in its episode; 0 if it is not known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -198,7 +200,7 @@ class Episode:
     turns: Sequence[Turn]
     tool_calls: Sequence[ToolCall]
     messages: Sequence[Mapping[str, Json]]
-    """The conversation as text, for people and judges; training only uses `rows`."""
+    """The conversation of the main row as text, for people and judges; training only uses `rows`."""
     stop_reason: StopReason
     failure: Failure | None
     policy: PolicyVersion | None
@@ -224,11 +226,15 @@ class Episode:
     """Final state of each environment with a `state()` or a `get_reward()` method, by name."""
     scoring: Mapping[str, Json] = field(default_factory=dict[str, Any])
     """Component of the reward to what it reports for people, such as an explanation."""
+    main_row: int | None = None
+    """The row that carries the task; others, such as those of sub-agents, are trained with it as one episode. None if
+    there is no row, or it is not known."""
 
     @property
     def final_text(self) -> str:
-        """Text of the model's last turn."""
-        return self.turns[-1].text if self.turns else ""
+        """Text of the model's last turn in the main row."""
+        turns = [turn for turn in self.turns if self.main_row is None or turn.row == self.main_row]
+        return turns[-1].text if turns else ""
 
     @property
     def num_turns(self) -> int:

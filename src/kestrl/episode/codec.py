@@ -151,6 +151,7 @@ def _turn_to_proto(turn: Turn) -> pb.Turn:
         policy=turn.policy,
         seconds=turn.seconds,
         reasoning_opened=turn.reasoning_opened,
+        seed=turn.seed,
     )
 
 
@@ -166,6 +167,7 @@ def _turn_from_proto(message: pb.Turn) -> Turn:
         policy=message.policy,
         seconds=message.seconds,
         reasoning_opened=message.reasoning_opened,
+        seed=message.seed,
     )
 
 
@@ -195,6 +197,7 @@ def episode_to_proto(episode: Episode) -> pb.Episode:
         environments_json=dump_json(episode.environments) if episode.environments else "",
         scoring_json=dump_json(episode.scoring) if episode.scoring else "",
         answer=episode.answer,
+        main_row=episode.main_row,
     )
 
 
@@ -224,6 +227,7 @@ def episode_from_proto(message: pb.Episode) -> Episode:
         environments=_load(message.environments_json, {}),
         scoring=_load(message.scoring_json, {}),
         answer=message.answer if message.HasField("answer") else None,
+        main_row=message.main_row if message.HasField("main_row") else None,
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kestrl_rollout.engine.engine_session import turn_seed
+from kestrl_rollout.engine.seeds import turn_seed
 from kestrl_rollout.engine.sessions import AVOID_SECONDS, Sessions
 
 ENGINES = ("a", "b", "c")

@@ -23,7 +23,7 @@ from kestrl.data.conversations import Conversation, conversation
 from kestrl.episode import Row
 from kestrl.errors import UserInputError
 from kestrl_learner.sft.data import make_encoder
-from kestrl_rollout.conversation.recorder import Recorder
+from kestrl_rollout.conversation.row_store import RowStore
 
 STARTED = datetime(2026, 1, 2).astimezone()
 SCHEMA = {
@@ -62,7 +62,7 @@ def replayed(model: ChatModel, given_: Conversation, learned: list[list[int]]) -
     """The rows of a worker whose engine samples these turns: it reads each from its tokens alone, and renders what
     follows from what it has read.
     """
-    chat, recorder, turns = model.chat, Recorder(), iter(learned)
+    chat, store, turns = model.chat, RowStore(), iter(learned)
     tools = chat.toolset(list(given_.tools)) if given_.tools else NO_TOOLS
     messages: list[Message] = []
     row: list[int] = []
@@ -76,9 +76,8 @@ def replayed(model: ChatModel, given_: Conversation, learned: list[list[int]]) -
         new = None if since is None else chat.extension(messages, since=since, last=row[-1], tools=tools)
         prompt = chat.prompt(messages, tools) if new is None else row + new
         turn = next(turns)
-        recorder.record(
-            prompt, Completion(token_ids=turn, logprobs=[-0.5] * len(turn), policy="p", finish_reason="stop")
-        )
+        sampled = Completion(token_ids=turn, logprobs=[-0.5] * len(turn), policy="p", finish_reason="stop")
+        store.record(store.place(0, prompt), sampled)
         row = [*prompt, *turn]
         ids = list(takewhile(lambda token: token not in model.stop_ids, turn))
         assert len(ids) == len(turn) - 1, "a turn has one end"
@@ -91,7 +90,7 @@ def replayed(model: ChatModel, given_: Conversation, learned: list[list[int]]) -
         names = [(call.name, call.id) for call in parsed.calls]
         since = len(messages)
         messages.append(parsed.message)
-    return recorder.close()
+    return store.close()
 
 
 def turns_of(ids: list[int], mask: list[int], stops: tuple[int, ...]) -> list[list[int]]:

@@ -24,16 +24,60 @@ class Scope(StrEnum):
 
 
 class Waiting:
-    """What an episode waits for now: the boundary of a deadline that passes meanwhile."""
+    """What an episode waits for now: the boundary of a deadline that passes meanwhile.
+
+    Calls that are made at once have a wait of their own each, of which the newest that still waits counts.
+    """
 
     def __init__(self) -> None:
-        self.boundary = Boundary.INFRASTRUCTURE
+        self._boundary = Boundary.INFRASTRUCTURE
+        self._calls: list[Waiting] = []
+        self._cancelled: Waiting | None = None
+        """The call that a cancellation left last, so that the deadline behind it can read what it waited for."""
+
+    @property
+    def boundary(self) -> Boundary:
+        inner = self._calls[-1] if self._calls else self._cancelled
+        return self._boundary if inner is None else inner.boundary
+
+    @boundary.setter
+    def boundary(self, boundary: Boundary) -> None:
+        self._boundary, self._cancelled = boundary, None
 
     def on(self, boundary: Boundary) -> _On:
         """Marks a wait for `boundary`. A cancellation leaves the mark in place, so that the deadline behind it can read
         it.
         """
         return _On(self, boundary)
+
+    def call(self, boundary: Boundary) -> _Call:
+        """The wait of a call for `boundary`, beside those of others."""
+        return _Call(self, boundary)
+
+    def begin(self, call: Waiting) -> None:
+        self._calls.append(call)
+        self._cancelled = None
+
+    def end(self, call: Waiting, *, cancelled: bool) -> None:
+        self._calls.remove(call)
+        self._cancelled = call if cancelled else self._cancelled
+
+
+class _Call:
+    __slots__ = ("_call", "_waiting")
+
+    def __init__(self, waiting: Waiting, boundary: Boundary) -> None:
+        self._waiting, self._call = waiting, Waiting()
+        self._call.boundary = boundary
+
+    def __enter__(self) -> Waiting:
+        self._waiting.begin(self._call)
+        return self._call
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._waiting.end(self._call, cancelled=kind is not None and issubclass(kind, asyncio.CancelledError))
 
 
 class _On:

@@ -14,7 +14,7 @@ from kestrl._shared.service import collect_rarely
 from kestrl._shared.user_tasks import contain_user_tasks
 from kestrl.api.rollout.v1 import rollout_pb2_grpc as stubs
 from kestrl.engines.registry import DIALECTS
-from kestrl_rollout.conversation.episode_conversation import ToolLimits
+from kestrl_rollout.conversation.tool_calls import ToolLimits
 from kestrl_rollout.conversation.tool_session import SERVICE as TOOL_SERVICE
 from kestrl_rollout.conversation.tool_session import Toolbox
 from kestrl_rollout.engine.client import EngineClient

@@ -227,3 +227,72 @@ def test_a_group_that_no_judge_scored_is_masked(on_failed: Literal["drop", "shri
     assert (decision.action, decision.reason) == (GroupAction.MASK, "ruler: not scored (timeout)")
     assert decision.failures == [unscored]
     assert judged(failed(0, PASSING), episode(1), failed(2, unscored)).action is GroupAction.MASK
+
+
+TURN = episode(0).turns[0]
+
+
+def rows_of(*rows: tuple[list[int], list[int]]) -> list[Row]:
+    return [
+        Row(token_ids=array("i", ids), mask=bytes(mask), logprobs=array("f", [-0.5] * len(ids)), policies=[POLICY.name])
+        for ids, mask in rows
+    ]
+
+
+def turns_of(*places: tuple[int, int, int, int]) -> list[Turn]:
+    return [
+        replace(TURN, index=index, row=row, start=start, end=end, seed=seed)
+        for index, (row, start, end, seed) in enumerate(places)
+    ]
+
+
+FIRST, LONGER = ([1, 2, 3, 4], [0, 0, 1, 1]), ([1, 2, 3, 4, 5, 6], [0, 0, 1, 1, 0, 1])
+REPEATED: dict[str, tuple[list[Row], list[Turn], str]] = {
+    "turns overlap": (rows_of(FIRST), turns_of((0, 2, 4, 7), (0, 3, 4, 8)), "turns that overlap in row 0: 2-4 and 3-4"),
+    "a turn twice": (rows_of(FIRST), turns_of((0, 2, 4, 7), (0, 2, 4, 8)), "turns that overlap in row 0"),
+    "one call in two rows": (
+        rows_of(FIRST, LONGER),
+        turns_of((0, 2, 4, 7), (1, 2, 4, 7), (1, 5, 6, 8)),
+        "two turns of one seed",
+    ),
+    "a copy without a seed": (
+        rows_of(FIRST, LONGER),
+        turns_of((0, 2, 4, 7), (1, 2, 4, 0), (1, 5, 6, 8)),
+        "token 2 of row 0 again in row 1",
+    ),
+    "a part of a copy": (
+        rows_of(FIRST, ([1, 2, 3, 9], [0, 0, 1, 1])),
+        turns_of((0, 2, 4, 0), (1, 2, 4, 0)),
+        "token 2 of row 0 again in row 1",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REPEATED)
+def test_no_sampled_token_is_trained_twice(name: str) -> None:
+    rows, turns, reason = REPEATED[name]
+    decision = judged(episode(0, rows=rows, turns=turns), episode(1), episode(2))
+    assert decision.action is GroupAction.RETRY
+    assert reason in decision.reason
+
+
+@pytest.mark.parametrize(
+    ("rows", "turns"),
+    [
+        # Two samples of one prompt that came out alike, and one of them went on.
+        (rows_of(FIRST, LONGER), turns_of((0, 2, 4, 7), (1, 2, 4, 9), (1, 5, 6, 8))),
+        # The copy is context.
+        (rows_of(FIRST, ([1, 2, 3, 4, 5, 6], [0, 0, 0, 0, 0, 1])), turns_of((0, 2, 4, 7), (1, 5, 6, 8))),
+        # A worker that names no seeds, and rows that only begin alike.
+        (rows_of(FIRST, ([1, 2, 9], [0, 0, 1])), turns_of((0, 2, 4, 0), (1, 2, 3, 0))),
+        # A masked copy: the loop keeps one of the rows.
+        (rows_of(FIRST, ([1, 2, 3, 4], [0, 0, 0, 0])), turns_of((0, 2, 4, 0), (1, 2, 4, 0))),
+    ],
+)
+def test_samples_that_came_out_alike_are_trained(rows: list[Row], turns: list[Turn]) -> None:
+    assert judged(episode(0, rows=rows, turns=turns), episode(1), episode(2)).action is GroupAction.TRAIN
+
+
+def test_a_main_row_that_is_not_there_is_malformed() -> None:
+    decision = judged(episode(0, main_row=1), episode(1), episode(2))
+    assert "the main row 1 of 1" in decision.reason

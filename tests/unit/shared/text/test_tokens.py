@@ -23,7 +23,7 @@ from kestrl.agents import Completion
 from kestrl.errors import UserInputError
 from kestrl.formats.registry import BUILT_IN
 from kestrl.tools import ToolSchema
-from kestrl_rollout.conversation.recorder import Recorder
+from kestrl_rollout.conversation.row_store import RowStore
 
 FAST = settings(
     max_examples=4,
@@ -131,7 +131,7 @@ samples = st.lists(st.integers(0, 151_668), min_size=1, max_size=12)
 @FAST
 @given(kinds=turns, data=st.data())
 def test_a_prompt_extends_the_last_row_or_begins_another(chat: Chat, kinds: list[str], data: st.DataObject) -> None:
-    parser, recorder = TurnReader(chat.vocabulary, BUILT_IN["hermes"]), Recorder()
+    parser, store = TurnReader(chat.vocabulary, BUILT_IN["hermes"]), RowStore()
     stop = chat.vocabulary.control("<|im_end|>")
     messages = [Message(role="user", text="Go.")]
     prompt, sampled = chat.prompt(messages, NO_TOOLS), list[int]()
@@ -146,7 +146,7 @@ def test_a_prompt_extends_the_last_row_or_begins_another(chat: Chat, kinds: list
             finish_reason="stop" if ended else "length",
             policy="base",
         )
-        span = recorder.record(prompt, completion)
+        span = store.record(store.place(len(seen), prompt), completion)
         seen.append((span.row, span.start, span.end))
         expected.append(list(completion.token_ids))
         since = len(messages)
@@ -160,7 +160,7 @@ def test_a_prompt_extends_the_last_row_or_begins_another(chat: Chat, kinds: list
         prompt = chat.prompt(messages, NO_TOOLS) if new is None else history + new
         if new is not None:
             assert prompt[: len(history)] == history
-    rows = recorder.close()
+    rows = store.close()
     on = {(index, position) for index, row in enumerate(rows) for position, bit in enumerate(row.mask) if bit}
     assert on == {(row, position) for row, start, end in seen for position in range(start, end)}
     assert [list(rows[row].token_ids[start:end]) for row, start, end in seen] == expected

@@ -10,6 +10,7 @@ from enum import StrEnum
 from kestrl._shared.plan.algorithm import AlgorithmSettings
 from kestrl.episode import LARGEST_REWARD, PROMPT_TOO_LONG, UNSCORED, Episode, Group, PolicyVersion, Scenario
 from kestrl.errors import Boundary, Failure
+from kestrl_learner.dispatch.repetition import repeated
 
 MAX_ATTEMPTS = 5
 """Failed attempts after which a scenario is dropped."""
@@ -75,10 +76,14 @@ def malformed(group: Group, *, scenario: Scenario, size: int, vocabulary: int) -
 def _impossible(episode: Episode, vocabulary: int) -> str:
     if episode.reward is not None and not abs(episode.reward) <= LARGEST_REWARD:
         return f"{episode.id} has reward {episode.reward}"
+    if episode.main_row is not None and not 0 <= episode.main_row < len(episode.rows):
+        return f"{episode.id} has the main row {episode.main_row} of {len(episode.rows)}"
     if episode.turn_rewards and len(episode.turn_rewards) != len(episode.turns):
         return f"{episode.id} has {len(episode.turn_rewards)} turn rewards for {len(episode.turns)} turns"
     if not all(abs(reward) <= LARGEST_REWARD for reward in episode.turn_rewards):
         return f"{episode.id} has turn rewards {list(episode.turn_rewards)[:8]}"
+    if why := repeated(episode):
+        return why
     for number, row in enumerate(episode.rows):
         if max(row.mask, default=0) > 1:
             return f"{episode.id} has a mask byte of {max(row.mask)}; it is 0 or 1"

@@ -1,67 +1,38 @@
 """An episode in progress: the `Conversation` that an agent loop uses, and the record of the episode.
 
-The conversation owns the tokens. Each prompt is the last one, the sampled tokens and the ids of new messages; a loop
-cannot change it. It also keeps the first platform failure, so that a loop that swallows one cannot continue.
+The conversation owns the tokens. Each prompt of a linear loop is the last one, the sampled tokens and the ids of new
+messages; a loop cannot change it. Calls with prompts of their own may be made several at once: each has its number,
+seed, row, share of the budget and deadline from its arrival on. The conversation also keeps the first platform failure,
+so that a loop that swallows one cannot continue.
 """
 
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
-from types import TracebackType
+from collections.abc import Generator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager
 
-from kestrl._shared.telemetry import span
-from kestrl._shared.telemetry.names import Attr, SpanName
 from kestrl._shared.text.chat import Message
 from kestrl._shared.text.chat_model import ChatModel
 from kestrl._shared.text.parser import Parsed
 from kestrl.agents import Call, Completion, LimitReached, Limits, Reply, Tokenizer
 from kestrl.episode import PROMPT_TOO_LONG, CallOutcome, Json, Row, Scenario, StopReason, ToolCall, Turn
-from kestrl.errors import Boundary, KestrlError, UserCodeError, UserInputError, described, encodable
+from kestrl.errors import Boundary, KestrlError, UserCodeError, UserInputError, encodable
 from kestrl.tools import ToolSchema
-from kestrl_rollout.conversation.recorder import Recorder
-from kestrl_rollout.conversation.tool_session import OfferedTools, ToolAnswer, ToolSession
+from kestrl_rollout.conversation.budget import Budget, Full, Grant
+from kestrl_rollout.conversation.main_row import MainRow, main_row
+from kestrl_rollout.conversation.platform_code import PlatformCode
+from kestrl_rollout.conversation.row_store import Place, RowStore
+from kestrl_rollout.conversation.tool_calls import ToolCalls, ToolLimits
+from kestrl_rollout.conversation.tool_session import OfferedTools, ToolSession
 from kestrl_rollout.conversation.transformers_tokenizer import TransformersTokenizer
 from kestrl_rollout.deadlines import Scope, Waiting, deadline, now
-from kestrl_rollout.engine.engine_session import EngineSession, Sampled
+from kestrl_rollout.engine.engine_session import EngineSession, ModelCall, Sampled
+from kestrl_rollout.engine.seeds import PromptSeeds, turn_seed
 from kestrl_rollout.requests import Deadlines
 
-CUT_RESERVE = 24
-"""Tokens reserved for the marker of a shortened result."""
 TOOL_ERRORS = tuple((f"tool_errors.{outcome}", outcome) for outcome in CallOutcome if outcome is not CallOutcome.OK)
 """Metric names of failed tool calls by outcome."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ToolLimits:
-    """Bounds on tool calls from the worker's settings."""
-
-    max_parallel_calls: int
-    max_tool_tokens: int
-
-
-class _Platform:
-    """Context around platform code: records failures, and keeps internal errors apart from the loop's."""
-
-    __slots__ = ("_note",)
-
-    def __init__(self, note: Callable[[KestrlError], None]) -> None:
-        self._note = note
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if isinstance(error, KestrlError):
-            self._note(error)
-        elif isinstance(error, Exception):
-            bug = KestrlError(described(error), code="internal")
-            self._note(bug)
-            raise bug from error
 
 
 class EpisodeConversation:
@@ -89,22 +60,38 @@ class EpisodeConversation:
         self._reader = chat_model.reader
         self._engine = engine
         self._offered = offered
-        self._tools = tools
-        self._tool_limits = tool_limits
         self._waiting = waiting
+        self._calls = ToolCalls(
+            tools,
+            limits=tool_limits,
+            vocabulary=chat_model.vocabulary,
+            seconds=deadlines.tool,
+            waiting=waiting,
+        )
         self._messages = [Message(role=said["role"], text=said["content"]) for said in scenario.messages]
-        self._transcript: list[dict[str, Json]] = [dict(said) for said in scenario.messages]
-        self._recorder = Recorder()
+        self._transcript: list[tuple[int | None, dict[str, Json]]] = [(None, dict(said)) for said in scenario.messages]
+        """Messages, each with the row of the model's turn; None for those of others."""
+        self._store = RowStore()
+        self._seeds = PromptSeeds(seed)
+        self._budget = Budget(limits)
+        self._admission = asyncio.Lock()
+        """Held by the call that is admitted next: others wait in the order of their arrival."""
+        self._ended_call = asyncio.Event()
+        """Set when a call ends, so that one that waits for its share of the budget looks again."""
+        self._arrived = 0
+        """Number of calls so far."""
         self._ids: list[int] = []
-        """The row so far: the last prompt and the tokens sampled after it."""
+        """The row of a linear loop so far: the last prompt and the tokens sampled after it."""
         self._last_reply = 0
         """Index of the model's last message."""
+        self._generating = False
         self._by_tokens = False
+        self._named_row: int | None = None
         self._metrics: dict[str, float] = {}
         self._turn_ends = now() + deadlines.turn
-        self._sampled = 0
         self._stop: StopReason | None = None
         self._broken: KestrlError | None = None
+        self._over = False
         self.turns: list[Turn] = []
         self.tool_calls: list[ToolCall] = []
 
@@ -126,7 +113,7 @@ class EpisodeConversation:
 
     @property
     def messages(self) -> Sequence[Mapping[str, Json]]:
-        return tuple(self._transcript)
+        return tuple(said for _, said in self._transcript)
 
     @property
     def metrics(self) -> MutableMapping[str, float]:
@@ -139,8 +126,9 @@ class EpisodeConversation:
     def append_user(self, text: str) -> None:
         if not isinstance(text, str) or encodable(text) != text:  # pyright: ignore[reportUnnecessaryIsInstance] - a user's loop
             raise UserCodeError("append_user() takes text without lone surrogates", code="bad_message")
+        self._check_order("append_user()")
         self._messages.append(Message(role="user", text=text))
-        self._transcript.append({"role": "user", "content": text})
+        self._transcript.append((None, {"role": "user", "content": text}))
 
     def stop(self, reason: StopReason) -> None:
         if reason not in set(StopReason) - {StopReason.FAILED}:
@@ -154,18 +142,24 @@ class EpisodeConversation:
         self._check()
         if self._by_tokens:
             raise UserCodeError("generate() cannot follow generate_tokens() in one episode", code="mixed_loop")
+        self._check_order("generate()")
         if self._stop is not None:
             return None
         with self._platform():
             prompt = self._prompt()
-            room = self._room(len(prompt))
-        if room == 0:
-            return None
-        sampled = await self._sample(prompt, room, self._chat_model.stop_ids)
-        with self._platform():
-            reasoning = self._chat_model.chat.reasons(self._messages, self._offered.toolset)
-            parsed = self._parse(sampled.completion, reasoning=reasoning)
-        turn = self._record(prompt, sampled, parsed.text, reasoning=reasoning)
+            if not self._has_room(len(prompt)):
+                return None
+        seed = turn_seed(self._seed, len(self.turns))
+        with self._placed(prompt) as place:
+            self._generating = True
+            try:
+                sampled = await self._sample(place, seed, None, self._chat_model.stop_ids)
+            finally:
+                self._generating = False
+            with self._platform():
+                reasoning = self._chat_model.chat.reasons(self._messages, self._offered.toolset)
+                parsed = self._parse(sampled.completion, reasoning=reasoning)
+            turn = self._record(place, seed, sampled, parsed.text, reasoning=reasoning)
         self._ids = [*prompt, *sampled.completion.token_ids]
         self._last_reply = len(self._messages)
         self._messages.append(parsed.message)
@@ -181,18 +175,21 @@ class EpisodeConversation:
         self, prompt_ids: Sequence[int], *, max_tokens: int | None = None, stop_token_ids: Sequence[int] = ()
     ) -> Completion:
         self._check()
-        if self._ids:
+        if self._ids or self._generating:
             raise UserCodeError("generate_tokens() cannot follow generate() in one episode", code="mixed_loop")
+        if max_tokens is not None and max_tokens < 1:
+            raise UserCodeError(f"generate_tokens(max_tokens={max_tokens}): at least 1", code="bad_max_tokens")
         self._by_tokens = True
-        room = self._room(len(prompt_ids))
-        if room == 0:
+        prompt = list(prompt_ids)
+        if not self._has_room(len(prompt)):
             raise LimitReached(f"the episode's limit is reached: {self._stop}")
-        room = room if max_tokens is None else min(room, max_tokens)
+        seed = self._seeds.next(prompt)
         stops = tuple(dict.fromkeys((*self._chat_model.stop_ids, *stop_token_ids)))
-        sampled = await self._sample(prompt_ids, room, stops)
-        reasoning = self._reader.opens_reasoning(prompt_ids)
-        text = self._text_of(sampled.completion, stops, reasoning=reasoning)
-        self._record(prompt_ids, sampled, text, reasoning=reasoning)
+        with self._placed(prompt) as place:
+            sampled = await self._sample(place, seed, max_tokens, stops)
+            reasoning = self._reader.opens_reasoning(prompt)
+            text = self._text_of(sampled.completion, stops, reasoning=reasoning)
+            self._record(place, seed, sampled, text, reasoning=reasoning)
         return sampled.completion
 
     def _text_of(self, completion: Completion, stops: Sequence[int], *, reasoning: bool) -> str:
@@ -201,24 +198,40 @@ class EpisodeConversation:
         return self._reader.text(ids[:-1] if ids and ids[-1] in stops else ids, reasoning=reasoning)
 
     def keep(self, token_ids: Sequence[int], mask: Sequence[int]) -> None:
-        self._recorder.set_training_mask(token_ids, mask)
+        row = self._store.set_training_mask(token_ids, mask)
+        self._named_row = row if self._named_row is None else self._named_row
+
+    def set_main(self, token_ids: Sequence[int]) -> None:
+        self._named_row = self._store.locate(token_ids)
 
     async def call_tools(self, calls: Sequence[Call]) -> Sequence[ToolCall]:
         self._check()
+        self._check_order("call_tools()")
         with self._platform():
-            results = await self._run_calls(calls)
+            results = await self._calls.run(calls, turn=len(self.turns) - 1, ends=self._turn_ends)
+        self._check_order("call_tools()")
+        if self._calls.final:
+            self._stop = self._stop or StopReason.FINAL_TOOL
+        if self._calls.cut:
+            self._metrics["tool_results_cut"] = self._calls.cut
         for call, result in zip(calls, results, strict=True):
             self.tool_calls.append(result)
             self._messages.append(Message(role="tool", text=result.text, name=call.name, call_id=call.id))
-            self._transcript.append({"role": "tool", "name": result.name, "content": result.text})
+            self._transcript.append((None, {"role": "tool", "name": result.name, "content": result.text}))
         return results
+
+    def _check_order(self, what: str) -> None:
+        """Refuses what would change the conversation while the model's turn is being sampled."""
+        if self._generating:
+            raise UserCodeError(f"{what} while generate() runs; await it first", code="concurrent_turns")
 
     def _check(self) -> None:
         if self._broken is not None:
             raise self._broken
+        self._check_over()
 
-    def _platform(self) -> _Platform:
-        return _Platform(self._record_failure)
+    def _platform(self) -> PlatformCode:
+        return PlatformCode(self._record_failure)
 
     def _record_failure(self, error: KestrlError) -> None:
         self._broken = self._broken or error
@@ -231,31 +244,64 @@ class EpisodeConversation:
                 return self._ids + new
         return chat.prompt(self._messages, toolset)
 
-    def _room(self, prompt_tokens: int) -> int:
-        """Largest number of tokens of the next turn; 0 ends the episode and sets the stop reason."""
-        limits = self._limits
-        if len(self.turns) >= limits.max_turns:
-            self._stop = self._stop or StopReason.MAX_TURNS
-            return 0
-        if not self.turns and prompt_tokens >= limits.context_length:
+    def _has_room(self, prompt_tokens: int) -> bool:
+        """Whether a call may sample, now or when others have ended; if not, sets the stop reason."""
+        if not self._arrived and prompt_tokens >= self._limits.context_length:
             raise UserInputError(
                 f"scenario {self._scenario.id}: its prompt has {prompt_tokens} tokens, the engine holds "
-                f"{limits.context_length}; shorten it or raise inference.contextLength",
+                f"{self._limits.context_length}; shorten it or raise inference.contextLength",
                 code=PROMPT_TOO_LONG,
             )
-        room = min(limits.max_tokens - self._sampled, limits.context_length - prompt_tokens)
-        if room <= 0:
-            self._stop = self._stop or StopReason.MAX_TOKENS
-            return 0
-        return min(room, limits.max_tokens_per_turn or room)
+        decision = self._budget.decide(prompt_tokens)
+        if isinstance(decision, Full):
+            self._stop = self._stop or decision.reason
+        return not isinstance(decision, Full)
 
-    async def _sample(self, prompt: Sequence[int], max_tokens: int, stops: Sequence[int]) -> Sampled:
-        self._turn_ends = now() + self._deadlines.turn
-        with self._platform(), self._waiting.on(Boundary.ENGINE):
-            async with deadline(Scope.TURN, self._turn_ends, self._waiting):
-                return await self._engine.sample(
-                    prompt, turn=len(self.turns), max_tokens=max_tokens, stop_token_ids=stops
-                )
+    @contextmanager
+    def _placed(self, prompt: Sequence[int]) -> Generator[Place]:
+        """The place of a call that arrives now, under its number. A call that becomes no turn leaves nothing."""
+        number, self._arrived = self._arrived, self._arrived + 1
+        place = self._store.place(number, prompt)
+        try:
+            yield place
+        finally:
+            self._store.release(place)
+            self._budget.release(number)
+            self._ended_call.set()
+
+    async def _sample(self, place: Place, seed: int, wanted: int | None, stops: Sequence[int]) -> Sampled:
+        with self._waiting.call(Boundary.ENGINE) as waiting:
+            call = ModelCall(
+                number=place.call,
+                seed=seed,
+                lane=place.lane,
+                prompt_ids=place.prompt,
+                max_tokens=await self._admitted(place, wanted),
+                stop_token_ids=stops,
+            )
+            ends = self._turn_ends = now() + self._deadlines.turn
+            with self._platform():
+                async with deadline(Scope.TURN, ends, waiting):
+                    sampled = await self._engine.sample(call)
+        self._check_over()
+        return sampled
+
+    async def _admitted(self, place: Place, wanted: int | None) -> int:
+        """Waits for a call's share of the budget, and holds it.
+
+        Raises:
+            LimitReached: The calls before it have left none.
+        """
+        async with self._admission:
+            while not isinstance(decision := self._budget.decide(len(place.prompt), wanted), Grant):
+                if isinstance(decision, Full):
+                    self._stop = self._stop or decision.reason
+                    raise LimitReached(f"the episode's limit is reached: {self._stop}")
+                self._ended_call.clear()
+                await self._ended_call.wait()
+                self._check()
+            self._budget.hold(place.call, decision.tokens)
+            return decision.tokens
 
     def _parse(self, completion: Completion, *, reasoning: bool) -> Parsed:
         ids, finish = completion.token_ids, completion.finish_reason
@@ -263,9 +309,10 @@ class EpisodeConversation:
             ids = ids[:-1]
         return self._reader.parse(ids, self._offered.schemas, reasoning=reasoning, cut=finish == "length")
 
-    def _record(self, prompt: Sequence[int], sampled: Sampled, text: str, *, reasoning: bool) -> Turn:
+    def _record(self, place: Place, seed: int, sampled: Sampled, text: str, *, reasoning: bool) -> Turn:
         completion = sampled.completion
-        position = self._recorder.record(prompt, completion)
+        position = self._store.record(place, completion)
+        self._budget.spend(place.call, len(completion.token_ids))
         turn = Turn(
             index=len(self.turns),
             row=position.row,
@@ -277,78 +324,15 @@ class EpisodeConversation:
             policy=completion.policy,
             seconds=sampled.seconds,
             reasoning_opened=reasoning,
+            seed=seed,
         )
         self.turns.append(turn)
-        self._sampled += len(completion.token_ids)
-        self._transcript.append({"role": "assistant", "content": text})
+        self._transcript.append((position.row, {"role": "assistant", "content": text}))
         return turn
 
-    async def _run_calls(self, calls: Sequence[Call]) -> list[ToolCall]:
-        if len(calls) == 1:
-            return [await self._run_call(calls[0], 0)]
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                running = [
-                    tasks.create_task(self._run_call(call, index), name=f"tool-call-{index}")
-                    for index, call in enumerate(calls)
-                ]
-        except BaseExceptionGroup as group:
-            raise group.exceptions[0] from group
-        return [task.result() for task in running]
-
-    async def _run_call(self, call: Call, index: int) -> ToolCall:
-        started = time.monotonic()
-        answer = self._refusal(call, index)
-        attributes = {Attr.TOOL_NAME: call.name, Attr.TURN: len(self.turns) - 1}
-        with span(SpanName.TOOL_CALL, attributes) as current:
-            if answer is None:
-                assert call.arguments is not None
-                answer = await self._dispatch(call.name, call.arguments)
-            current.set_attribute(Attr.OUTCOME, answer.outcome)
-        if answer.final:
-            self._stop = self._stop or StopReason.FINAL_TOOL
-        return ToolCall(
-            turn=len(self.turns) - 1,
-            name=call.name,
-            raw=call.raw,
-            arguments=call.arguments,
-            outcome=answer.outcome,
-            text=self._shorten(answer.text),
-            data=answer.data,
-            seconds=time.monotonic() - started,
-        )
-
-    def _refusal(self, call: Call, index: int) -> ToolAnswer | None:
-        """The result of a call that is not passed to a tool; None if it is."""
-        if index >= self._tool_limits.max_parallel_calls:
-            limit = self._tool_limits.max_parallel_calls
-            text = f"Error: at most {limit} tool calls in one turn; this one was not made. Make it in the next turn."
-            return ToolAnswer(outcome=CallOutcome.TOOL_ERROR, text=text, final=False, data={})
-        if call.problem is None:
-            return None
-        return ToolAnswer(outcome=call.problem, text=call.message, final=False, data={})
-
-    async def _dispatch(self, name: str, arguments: Mapping[str, Json]) -> ToolAnswer:
-        with self._waiting.on(Boundary.TOOL):
-            seconds = self._deadlines.tool
-            if not self._tools.opened:
-                # Within the turn's deadline, not the tool's: a restarting service is not a failure of the tool.
-                async with deadline(Scope.TURN, self._turn_ends, self._waiting):
-                    await self._tools.reachable()
-                seconds *= 2  # the first call also creates the tools
-            began = now()
-            scope = Scope.TOOL if began + seconds < self._turn_ends else Scope.TURN  # one timer: the earlier deadline
-            async with deadline(scope, min(began + seconds, self._turn_ends), self._waiting):
-                return await self._tools.call(name, arguments, seconds=seconds)
-
-    def _shorten(self, text: str) -> str:
-        limit = self._tool_limits.max_tool_tokens
-        cut = self._chat_model.vocabulary.cut(text, limit, reserve=CUT_RESERVE)
-        if cut is None:
-            return text
-        self._metrics["tool_results_cut"] = self._metrics.get("tool_results_cut", 0.0) + 1
-        kept, tokens = cut
-        return f"{kept}\n[cut here: {tokens} tokens or more, limit {limit}]"
+    def _check_over(self) -> None:
+        if self._over:
+            raise UserCodeError("the episode is over; what was still being sampled is not used", code="episode_over")
 
     def abandon(self, error: KestrlError) -> None:
         """Makes every further use by a loop that runs on after its end fail."""
@@ -359,21 +343,36 @@ class EpisodeConversation:
         """The first platform failure, whether or not the loop let it propagate."""
         return self._broken
 
+    @property
+    def main(self) -> MainRow | None:
+        """The main row, with its conversation."""
+        return main_row(self._store.facts, linear=not self._by_tokens, named=self._named_row)
+
+    @property
+    def main_messages(self) -> Sequence[Mapping[str, Json]]:
+        """The conversation of the main row as text."""
+        main = self.main
+        rows = set[int | None](() if main is None else main.conversation) | {None}
+        return tuple(said for row, said in self._transcript if row in rows)
+
     def rows(self) -> tuple[Row, ...]:
-        return self._recorder.close()
+        return self._store.close()
 
     def finish(self) -> StopReason:
-        """Completes the metrics; returns the stop reason."""
+        """Ends the conversation and completes the metrics; returns the stop reason."""
+        self._over = True
         outcomes = [call.outcome for call in self.tool_calls]
         self._metrics |= {
             "num_turns": len(self.turns),
-            "sampled_tokens": self._sampled,
+            "sampled_tokens": self._budget.sampled,
             "tool_calls": len(outcomes),
-            "forks": self._recorder.forks,
+            "forks": self._store.forks,
             "engine_retries": self._engine.retries,
             **{name: outcomes.count(outcome) for name, outcome in TOOL_ERRORS},
         }
         if self._stop is not None:
             return self._stop
-        cut = bool(self.turns) and self.turns[-1].finish_reason == "length"
+        main = self.main
+        last = [turn for turn in self.turns if main is not None and turn.row == main.row][-1:]
+        cut = any(turn.finish_reason == "length" for turn in last)
         return StopReason.MAX_TOKENS if cut else StopReason.ANSWERED

@@ -1,8 +1,7 @@
-"""One episode's requests to engines: placement, one retry, and seeds that depend only on episode and turn."""
+"""One episode's requests to engines: placement of each call, and one retry."""
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,10 +15,18 @@ from kestrl_rollout.engine.client import EngineAddress, EngineClient
 from kestrl_rollout.engine.sessions import Sessions
 
 
-def turn_seed(episode_seed: int, turn: int) -> int:
-    """The sampling seed of a turn: 63 bits, the same in every process and run."""
-    digest = hashlib.blake2b(f"{episode_seed}:{turn}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelCall:
+    """One call of the model, as it was admitted."""
+
+    number: int
+    """Reserved when the call arrived; the request's id has it."""
+    seed: int
+    lane: int
+    """Calls of a lane are placed as one session: on the engine that has their prefix in its cache."""
+    prompt_ids: Sequence[int]
+    max_tokens: int
+    stop_token_ids: Sequence[int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +48,6 @@ class EngineSession:
         engines: Sequence[EngineAddress],
         policy: str,
         limits: Limits,
-        seed: int,
         client: EngineClient,
         sessions: Sessions,
     ) -> None:
@@ -49,64 +55,70 @@ class EngineSession:
         self._engines = {engine.name: engine for engine in engines}
         self._policy = policy
         self._limits = limits
-        self._seed = seed
         self._client = client
         self._sessions = sessions
+        self._opened = set[str]()
+        self._ended = False
         self.engine = ""
-        """The engine of the last turn."""
+        """The engine of the call that was placed last."""
         self.retries = 0
 
-    async def sample(
-        self, prompt_ids: Sequence[int], *, turn: int, max_tokens: int, stop_token_ids: Sequence[int]
-    ) -> Sampled:
+    async def sample(self, call: ModelCall) -> Sampled:
         """Samples a turn; when its engine fails, once more on another.
 
         Raises:
             EngineFailure: It failed, and a retry cannot help or failed too.
         """
+        first = self._place(call)
         try:
-            return await self._attempt(prompt_ids, turn, 0, max_tokens, stop_token_ids)
+            return await self._attempt(call, 0, first)
         except EngineFailure as error:
             # A lost connection may be an idle one that the engine was closing: even the same engine may answer a retry.
             if not error.retryable or (len(self._engines) == 1 and error.code != "connection_lost"):
                 raise
         self.retries += 1
-        return await self._attempt(prompt_ids, turn, 1, max_tokens, stop_token_ids)
+        return await self._attempt(call, 1, self._place(call, exclude=(first,)))
 
-    async def _attempt(
-        self, prompt_ids: Sequence[int], turn: int, attempt: int, max_tokens: int, stop_token_ids: Sequence[int]
-    ) -> Sampled:
-        exclude = (self.engine,) if attempt else ()
+    def _place(self, call: ModelCall, exclude: Sequence[str] = ()) -> str:
+        if self._ended:
+            raise EngineFailure("the episode is over", code="episode_over", retryable=False)
+        session = f"{self._id}#{call.lane}" if call.lane else self._id
+        self._opened.add(session)
+        self.engine = self._sessions.place(session, tuple(self._engines), now=time.monotonic(), exclude=exclude)
+        return self.engine
+
+    async def _attempt(self, call: ModelCall, attempt: int, engine: str) -> Sampled:
         started = time.monotonic()
-        self.engine = self._sessions.place(self._id, tuple(self._engines), now=started, exclude=exclude)
         request = Generate(
-            id=f"{self._id}/{turn}/{attempt}",
+            id=f"{self._id}/{call.number}/{attempt}",
             policy=self._policy,
-            prompt_ids=prompt_ids,
+            prompt_ids=call.prompt_ids,
             temperature=self._limits.temperature,
             top_p=self._limits.top_p,
             top_k=self._limits.top_k,
-            max_tokens=max_tokens,
-            seed=turn_seed(self._seed, turn),
-            stop_token_ids=stop_token_ids,
+            max_tokens=call.max_tokens,
+            seed=call.seed,
+            stop_token_ids=call.stop_token_ids,
         )
         attributes = {
-            Attr.ENGINE: self.engine,
+            Attr.ENGINE: engine,
             Attr.MODEL: self._policy,
-            Attr.INPUT_TOKENS: len(prompt_ids),
-            Attr.TURN: turn,
+            Attr.INPUT_TOKENS: len(call.prompt_ids),
+            Attr.TURN: call.number,
         }
         with span(SpanName.MODEL_CALL, attributes) as current:
             try:
-                completion = await self._client.generate(self._engines[self.engine], request)
+                completion = await self._client.generate(self._engines[engine], request)
             except EngineFailure:
-                self._sessions.failed(self.engine, now=time.monotonic())
+                self._sessions.failed(engine, now=time.monotonic())
                 raise
-            self._sessions.answered(self.engine)
+            self._sessions.answered(engine)
             current.set_attribute(Attr.OUTPUT_TOKENS, len(completion.token_ids))
             current.set_attribute(Attr.FINISH_REASON, (completion.finish_reason,))
-        return Sampled(completion=completion, engine=self.engine, seconds=time.monotonic() - started)
+        return Sampled(completion=completion, engine=engine, seconds=time.monotonic() - started)
 
     def finish(self) -> None:
-        """Ends the session; a second call has no effect."""
-        self._sessions.finish(self._id)
+        """Ends the sessions; a second call has no effect."""
+        self._ended = True
+        for session in self._opened:
+            self._sessions.finish(session)

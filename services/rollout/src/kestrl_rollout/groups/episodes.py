@@ -20,7 +20,8 @@ from kestrl.episode import Episode, Json, Scenario, StopReason
 from kestrl.errors import Boundary, Failure, KestrlError, UserCodeError, UserInputError, described
 from kestrl.tools import SandboxInUse
 from kestrl_rollout.agents.loading import LoadedLoop, Loops
-from kestrl_rollout.conversation.episode_conversation import EpisodeConversation, ToolLimits
+from kestrl_rollout.conversation.episode_conversation import EpisodeConversation
+from kestrl_rollout.conversation.tool_calls import ToolLimits
 from kestrl_rollout.conversation.tool_session import OfferedTools, Toolbox, ToolSession, unrendered
 from kestrl_rollout.deadlines import GroupClock, Scope, Waiting, deadline, now
 from kestrl_rollout.engine.client import EngineClient
@@ -128,7 +129,8 @@ class EpisodeRunner:
                 rows=() if conversation is None else conversation.rows(),
                 turns=() if conversation is None else tuple(conversation.turns),
                 tool_calls=() if conversation is None else tuple(conversation.tool_calls),
-                messages=request.scenario.messages if conversation is None else conversation.messages,
+                messages=request.scenario.messages if conversation is None else conversation.main_messages,
+                main_row=None if conversation is None or conversation.main is None else conversation.main.row,
                 stop_reason=stop_reason,
                 failure=failure,
                 policy=request.policy,
@@ -181,7 +183,6 @@ class EpisodeRunner:
             engines=request.engines,
             policy=request.policy_name,
             limits=request.limits,
-            seed=attempt.seed,
             client=self._client,
             sessions=self.sessions,
         )

@@ -293,6 +293,7 @@ class Turn(_message.Message):
     POLICY_FIELD_NUMBER: _builtins.int
     SECONDS_FIELD_NUMBER: _builtins.int
     REASONING_OPENED_FIELD_NUMBER: _builtins.int
+    SEED_FIELD_NUMBER: _builtins.int
     index: _builtins.int
     """Position in the episode."""
     row: _builtins.int
@@ -313,6 +314,8 @@ class Turn(_message.Message):
     """Wall-clock seconds of the call."""
     reasoning_opened: _builtins.bool
     """Whether the prompt had opened the model's reasoning; the text has the tag that the prompt holds."""
+    seed: _builtins.int
+    """Sampling seed of the call, unique in its episode; 0 if it is not known."""
     def __init__(
         self,
         *,
@@ -326,10 +329,11 @@ class Turn(_message.Message):
         policy: _builtins.str = ...,
         seconds: _builtins.float = ...,
         reasoning_opened: _builtins.bool = ...,
+        seed: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["end", b"end", "engine", b"engine", "finish_reason", b"finish_reason", "index", b"index", "policy", b"policy", "reasoning_opened", b"reasoning_opened", "row", b"row", "seconds", b"seconds", "start", b"start", "text", b"text"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["end", b"end", "engine", b"engine", "finish_reason", b"finish_reason", "index", b"index", "policy", b"policy", "reasoning_opened", b"reasoning_opened", "row", b"row", "seconds", b"seconds", "seed", b"seed", "start", b"start", "text", b"text"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -455,6 +459,7 @@ class Episode(_message.Message):
     TURN_REWARDS_FIELD_NUMBER: _builtins.int
     SCORING_JSON_FIELD_NUMBER: _builtins.int
     ANSWER_FIELD_NUMBER: _builtins.int
+    MAIN_ROW_FIELD_NUMBER: _builtins.int
     id: _builtins.str
     """Unique."""
     group_id: _builtins.str
@@ -466,7 +471,7 @@ class Episode(_message.Message):
     seed: _builtins.int
     """Sampling seed."""
     messages_json: _builtins.str
-    """JSON array: the conversation as text."""
+    """JSON array: the conversation of the main row as text."""
     stop_reason: _builtins.str
     """A kestrl.episode.StopReason."""
     engine: _builtins.str
@@ -487,6 +492,8 @@ class Episode(_message.Message):
     """JSON object: component of the reward to what it reports for people, such as an explanation."""
     answer: _builtins.str
     """The answer that a reward read, empty if it found none; unset if no reward reads answers."""
+    main_row: _builtins.int
+    """The row that carries the task, which rules and judges read; unset if there is none or it is not known."""
     @_builtins.property
     def rows(self) -> _containers.RepeatedCompositeFieldContainer[Global___Row]:
         """Token sequences to train on."""
@@ -546,21 +553,26 @@ class Episode(_message.Message):
         turn_rewards: _abc.Iterable[_builtins.float] | None = ...,
         scoring_json: _builtins.str = ...,
         answer: _builtins.str | None = ...,
+        main_row: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_answer", b"_answer", "_loop_reward", b"_loop_reward", "_reward", b"_reward", "answer", b"answer", "failure", b"failure", "loop_reward", b"loop_reward", "policy", b"policy", "reward", b"reward"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_answer", b"_answer", "_loop_reward", b"_loop_reward", "_main_row", b"_main_row", "_reward", b"_reward", "answer", b"answer", "failure", b"failure", "loop_reward", b"loop_reward", "main_row", b"main_row", "policy", b"policy", "reward", b"reward"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_answer", b"_answer", "_loop_reward", b"_loop_reward", "_reward", b"_reward", "answer", b"answer", "engine", b"engine", "environments_json", b"environments_json", "failure", b"failure", "group_id", b"group_id", "id", b"id", "index", b"index", "loop_reward", b"loop_reward", "messages_json", b"messages_json", "metrics", b"metrics", "policy", b"policy", "reward", b"reward", "rewards", b"rewards", "rows", b"rows", "scenario_id", b"scenario_id", "scoring_json", b"scoring_json", "seconds", b"seconds", "seed", b"seed", "started_at", b"started_at", "stop_reason", b"stop_reason", "tool_calls", b"tool_calls", "trace_id", b"trace_id", "turn_rewards", b"turn_rewards", "turns", b"turns"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_answer", b"_answer", "_loop_reward", b"_loop_reward", "_main_row", b"_main_row", "_reward", b"_reward", "answer", b"answer", "engine", b"engine", "environments_json", b"environments_json", "failure", b"failure", "group_id", b"group_id", "id", b"id", "index", b"index", "loop_reward", b"loop_reward", "main_row", b"main_row", "messages_json", b"messages_json", "metrics", b"metrics", "policy", b"policy", "reward", b"reward", "rewards", b"rewards", "rows", b"rows", "scenario_id", b"scenario_id", "scoring_json", b"scoring_json", "seconds", b"seconds", "seed", b"seed", "started_at", b"started_at", "stop_reason", b"stop_reason", "tool_calls", b"tool_calls", "trace_id", b"trace_id", "turn_rewards", b"turn_rewards", "turns", b"turns"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__answer: _TypeAlias = _typing.Literal["answer"]  # noqa: Y015
     _WhichOneofArgType__answer: _TypeAlias = _typing.Literal["_answer", b"_answer"]  # noqa: Y015
     _WhichOneofReturnType__loop_reward: _TypeAlias = _typing.Literal["loop_reward"]  # noqa: Y015
     _WhichOneofArgType__loop_reward: _TypeAlias = _typing.Literal["_loop_reward", b"_loop_reward"]  # noqa: Y015
+    _WhichOneofReturnType__main_row: _TypeAlias = _typing.Literal["main_row"]  # noqa: Y015
+    _WhichOneofArgType__main_row: _TypeAlias = _typing.Literal["_main_row", b"_main_row"]  # noqa: Y015
     _WhichOneofReturnType__reward: _TypeAlias = _typing.Literal["reward"]  # noqa: Y015
     _WhichOneofArgType__reward: _TypeAlias = _typing.Literal["_reward", b"_reward"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__answer) -> _WhichOneofReturnType__answer | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__loop_reward) -> _WhichOneofReturnType__loop_reward | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__main_row) -> _WhichOneofReturnType__main_row | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__reward) -> _WhichOneofReturnType__reward | None: ...
 

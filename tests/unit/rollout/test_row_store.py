@@ -6,18 +6,22 @@ import pytest
 
 from kestrl.agents import Completion
 from kestrl.errors import UserCodeError
-from kestrl_rollout.conversation.recorder import Recorder, Span
+from kestrl_rollout.conversation.row_store import RowStore, Span
 
 
 def completion(*ids: int, policy: str = "p") -> Completion:
     return Completion(token_ids=ids, logprobs=[-float(each) for each in ids], finish_reason="stop", policy=policy)
 
 
-def recorded() -> Recorder:
-    recorder = Recorder()
-    assert recorder.record([1, 2], completion(3, 4)) == Span(row=0, start=2, end=4)
-    assert recorder.record([1, 2, 3, 4, 5], completion(6, policy="q")) == Span(row=0, start=5, end=6)
-    return recorder
+def record(store: RowStore, prompt: list[int], sampled: Completion) -> Span:
+    return store.record(store.place(0, prompt), sampled)
+
+
+def recorded() -> RowStore:
+    store = RowStore()
+    assert record(store, [1, 2], completion(3, 4)) == Span(row=0, start=2, end=4)
+    assert record(store, [1, 2, 3, 4, 5], completion(6, policy="q")) == Span(row=0, start=5, end=6)
+    return store
 
 
 def test_a_prompt_that_begins_with_the_row_extends_it() -> None:
@@ -30,32 +34,32 @@ def test_a_prompt_that_begins_with_the_row_extends_it() -> None:
 
 @pytest.mark.parametrize("prompt", [[1, 2, 3], [1, 2, 9, 4, 5, 6, 7], [9]])
 def test_any_other_begins_a_new_row(prompt: list[int]) -> None:
-    recorder = recorded()
-    assert recorder.record(prompt, completion(8)).row == 1
-    assert recorder.forks == 1
-    assert list(recorder.close()[1].mask) == [0] * len(prompt) + [1]
+    store = recorded()
+    assert record(store, prompt, completion(8)).row == 1
+    assert store.forks == 1
+    assert list(store.close()[1].mask) == [0] * len(prompt) + [1]
 
 
 def test_keep_narrows_the_mask() -> None:
-    recorder = recorded()
-    recorder.set_training_mask([1, 2, 3, 4, 5], [0, 0, 0, 1, 0])
-    (row,) = recorder.close()
+    store = recorded()
+    store.set_training_mask([1, 2, 3, 4, 5], [0, 0, 0, 1, 0])
+    (row,) = store.close()
     assert list(row.mask) == [0, 0, 0, 1, 0, 0]
     assert list(row.logprobs) == [0, 0, 0, -4, 0, 0]
     assert list(row.token_ids) == [1, 2, 3, 4, 5, 6]
 
 
 def test_keep_allows_context_that_no_engine_saw() -> None:
-    recorder = recorded()
-    recorder.set_training_mask([1, 2, 3, 4, 5, 6, 7, 8], [0, 0, 1, 1, 0, 1, 0, 0])
-    assert list(recorder.close()[0].mask) == [0, 0, 1, 1, 0, 1]
+    store = recorded()
+    store.set_training_mask([1, 2, 3, 4, 5, 6, 7, 8], [0, 0, 1, 1, 0, 1, 0, 0])
+    assert list(store.close()[0].mask) == [0, 0, 1, 1, 0, 1]
 
 
 def test_keep_chooses_one_row() -> None:
-    recorder = recorded()
-    recorder.record([9], completion(8))
-    recorder.set_training_mask([1, 2, 3, 4], [0, 0, 1, 1])
-    first, second = recorder.close()
+    store = recorded()
+    record(store, [9], completion(8))
+    store.set_training_mask([1, 2, 3, 4], [0, 0, 1, 1])
+    first, second = store.close()
     assert (sum(first.mask), sum(second.mask)) == (2, 0)
 
 

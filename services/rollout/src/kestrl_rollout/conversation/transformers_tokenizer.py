@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kestrl._shared.text.chat import Message
 from kestrl._shared.text.chat_model import ChatModel
 from kestrl.agents import Call
 from kestrl.errors import UserCodeError, UserInputError
 from kestrl.formats import Schemas
+from kestrl_rollout.conversation.history import HistoryReader
 
 BEFORE = ({"role": "user", "content": "."}, {"role": "assistant", "content": "."})
 """A conversation that any messages can follow."""
@@ -23,6 +23,7 @@ class TransformersTokenizer:
 
     def __init__(self, chat_model: ChatModel) -> None:
         self._chat_model = chat_model
+        self._history = HistoryReader(chat_model)
 
     @property
     def eos_token_id(self) -> int | None:
@@ -60,7 +61,9 @@ class TransformersTokenizer:
                 f"here (got add_generation_prompt={add_generation_prompt}, tokenize={tokenize}, {options})",
                 code="unsupported_template_option",
             )
-        ids = self._chat_model.chat.prompt(read_messages(messages), self._chat_model.chat.toolset(list(tools or ())))
+        ids = self._chat_model.chat.prompt(
+            self._history.messages(messages), self._chat_model.chat.toolset(list(tools or ()))
+        )
         return {"input_ids": ids, "attention_mask": [1] * len(ids)} if return_dict else ids
 
     @property
@@ -84,7 +87,7 @@ class TransformersTokenizer:
         history: Sequence[int],
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> list[int]:
-        messages = read_messages(after)
+        messages = self._history.messages(after, seen=len(before))
         since = len(before) - 1
         if since < 0 or messages[since].role != "assistant":
             raise UserCodeError(
@@ -100,19 +103,3 @@ class TransformersTokenizer:
                 code="template_rewrites_history",
             )
         return new
-
-
-def read_messages(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
-    """Reads OpenAI-style messages whose content is text or a list of text parts."""
-    read: list[Message] = []
-    for index, said in enumerate(messages):
-        content = said.get("content") or ""
-        if not isinstance(content, str):
-            try:
-                content = "".join(part["text"] for part in content)
-            except (TypeError, KeyError) as error:
-                raise UserCodeError(
-                    f"message {index}: only text can be rendered", code="unsupported_content"
-                ) from error
-        read.append(Message(role=str(said["role"]), text=content))
-    return read

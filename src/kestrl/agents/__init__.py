@@ -21,7 +21,8 @@ exception of the loop itself is a failure with boundary `user_code`. Neither aff
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from kestrl.episode import CallOutcome, Json, Scenario, StopReason, ToolCall
@@ -29,7 +30,18 @@ from kestrl.errors import Boundary, KestrlError
 from kestrl.rewards import Score
 from kestrl.tools import ToolSchema
 
-__all__ = ["AgentLoop", "Call", "Completion", "Conversation", "LimitReached", "Limits", "Loop", "Reply", "Tokenizer"]
+__all__ = [
+    "AgentLoop",
+    "Call",
+    "Completion",
+    "Conversation",
+    "Endpoint",
+    "LimitReached",
+    "Limits",
+    "Loop",
+    "Reply",
+    "Tokenizer",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +84,16 @@ class Completion:
     finish_reason: str
     policy: str
     """Version name reported by the engine."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Endpoint:
+    """An episode by URL, for a program that the loop starts."""
+
+    base_url: str
+    """Ends with `/v1`, as clients of OpenAI's API have it."""
+    api_key: str = field(repr=False)
+    """The episode's own: it samples for this episode until its end, and can do nothing else."""
 
 
 class LimitReached(KestrlError):
@@ -230,6 +252,10 @@ class Conversation(Protocol):
             LimitReached: A limit of the episode leaves no token.
             KestrlError: As `generate`.
         """
+        ...
+
+    def serve(self) -> AbstractAsyncContextManager[Endpoint]:
+        """Serves the episode by URL while the context is open: calls of a client are those of `generate_tokens`."""
         ...
 
     def keep(self, token_ids: Sequence[int], mask: Sequence[int]) -> None:

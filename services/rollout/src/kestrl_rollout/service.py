@@ -18,6 +18,7 @@ from kestrl_rollout.conversation.tool_calls import ToolLimits
 from kestrl_rollout.conversation.tool_session import SERVICE as TOOL_SERVICE
 from kestrl_rollout.conversation.tool_session import Toolbox
 from kestrl_rollout.engine.client import EngineClient
+from kestrl_rollout.gateway.server import Gateway
 from kestrl_rollout.groups.episodes import EpisodeRunner
 from kestrl_rollout.groups.group_runner import GroupRunner
 from kestrl_rollout.groups.scoring import SERVICE as JUDGE_SERVICE
@@ -42,6 +43,7 @@ async def group_runner(settings: RolloutSettings) -> AsyncGenerator[GroupRunner]
         rpc.Bundle(to_tools, TOOL_SERVICE, peer="tools", token=Secret.ROLLOUT_TO_TOOLS.here()) as tools,
         rpc.channel(settings.judge_address) as to_judge,
         rpc.Bundle(to_judge, JUDGE_SERVICE, peer="judge", token=Secret.ROLLOUT_TO_JUDGE.here()) as judge,
+        Gateway(vocabulary=chat_model.vocabulary.size) as gateway,
     ):
         episodes = EpisodeRunner(
             component=settings.component,
@@ -52,6 +54,7 @@ async def group_runner(settings: RolloutSettings) -> AsyncGenerator[GroupRunner]
             tool_limits=ToolLimits(
                 max_parallel_calls=settings.max_parallel_calls, max_tool_tokens=settings.max_tool_tokens
             ),
+            gateway=gateway,
             concurrency=settings.concurrency,
             describes_tools=settings.describes_tools,
         )

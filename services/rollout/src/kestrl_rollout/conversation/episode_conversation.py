@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Generator, Mapping, MutableMapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractAsyncContextManager, contextmanager
 
 from kestrl._shared.text.chat import Message
 from kestrl._shared.text.chat_model import ChatModel
 from kestrl._shared.text.parser import Parsed
-from kestrl.agents import Call, Completion, LimitReached, Limits, Reply, Tokenizer
+from kestrl.agents import Call, Completion, Endpoint, LimitReached, Limits, Reply, Tokenizer
 from kestrl.episode import PROMPT_TOO_LONG, CallOutcome, Json, Row, Scenario, StopReason, ToolCall, Turn
 from kestrl.errors import Boundary, KestrlError, UserCodeError, UserInputError, encodable
 from kestrl.tools import ToolSchema
@@ -29,6 +29,7 @@ from kestrl_rollout.conversation.transformers_tokenizer import TransformersToken
 from kestrl_rollout.deadlines import Scope, Waiting, deadline, now
 from kestrl_rollout.engine.engine_session import EngineSession, ModelCall, Sampled
 from kestrl_rollout.engine.seeds import PromptSeeds, turn_seed
+from kestrl_rollout.gateway.server import Gateway
 from kestrl_rollout.requests import Deadlines
 
 TOOL_ERRORS = tuple((f"tool_errors.{outcome}", outcome) for outcome in CallOutcome if outcome is not CallOutcome.OK)
@@ -51,7 +52,9 @@ class EpisodeConversation:
         tools: ToolSession,
         tool_limits: ToolLimits,
         waiting: Waiting,
+        gateway: Gateway,
     ) -> None:
+        self._gateway = gateway
         self._scenario = scenario
         self._seed = seed
         self._limits = limits
@@ -196,6 +199,9 @@ class EpisodeConversation:
         """The text of a turn, without the token that ended it."""
         ids = completion.token_ids
         return self._reader.text(ids[:-1] if ids and ids[-1] in stops else ids, reasoning=reasoning)
+
+    def serve(self) -> AbstractAsyncContextManager[Endpoint]:
+        return self._gateway.serve(self)
 
     def keep(self, token_ids: Sequence[int], mask: Sequence[int]) -> None:
         row = self._store.set_training_mask(token_ids, mask)

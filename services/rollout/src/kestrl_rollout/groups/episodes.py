@@ -27,6 +27,7 @@ from kestrl_rollout.deadlines import GroupClock, Scope, Waiting, deadline, now
 from kestrl_rollout.engine.client import EngineClient
 from kestrl_rollout.engine.engine_session import EngineSession
 from kestrl_rollout.engine.sessions import Sessions
+from kestrl_rollout.gateway.server import Gateway
 from kestrl_rollout.groups.loop_metrics import REWARD, check_metrics, returned_reward, usable_metrics
 from kestrl_rollout.requests import Deadlines, GroupRequest
 
@@ -72,6 +73,7 @@ class EpisodeRunner:
         client: EngineClient,
         toolbox: Toolbox,
         tool_limits: ToolLimits,
+        gateway: Gateway,
         concurrency: int,
         describes_tools: bool = False,
     ) -> None:
@@ -81,6 +83,7 @@ class EpisodeRunner:
         self._client = client
         self._toolbox = toolbox
         self._tool_limits = tool_limits
+        self._gateway = gateway
         self._describes_tools = describes_tools
         self._slots = asyncio.Semaphore(concurrency)
         self._closing: set[asyncio.Task[None]] = set()
@@ -197,6 +200,7 @@ class EpisodeRunner:
             tools=attempt.tools,
             tool_limits=self._tool_limits,
             waiting=attempt.waiting,
+            gateway=self._gateway,
         )
 
     async def _prompted(

@@ -18,7 +18,7 @@ from tests.unit.rollout.test_forks import BEHIND_CALLS, OPENED
 
 from kestrl.episode import Episode
 
-RECORDED = Path(__file__).parents[2] / "data" / "golden_episodes.json"
+RECORDED = Path(__file__).parents[3] / "data" / "golden_episodes.json"
 REVISING = """
 from kestrl.agents import LimitReached
 

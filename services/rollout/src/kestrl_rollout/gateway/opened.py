@@ -1,0 +1,118 @@
+"""An episode that is served: its key, its calls in flight, and the answers that a retry gets again."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+from collections import OrderedDict
+from collections.abc import Callable, Coroutine, Mapping, MutableMapping, Sequence
+from contextvars import Context
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from kestrl.agents import Completion, Limits
+
+MAX_ANSWERS = 64
+"""Answers of an episode that are kept for retries."""
+MAX_CALLS = 64
+"""Calls of an episode in flight; a client that makes more is asked to wait."""
+KEY_HEADERS = ("x-api-key", "x-goog-api-key")
+
+
+class Sampler(Protocol):
+    """What samples for an episode: its conversation."""
+
+    @property
+    def metrics(self) -> MutableMapping[str, float]: ...
+    @property
+    def limits(self) -> Limits: ...
+    async def generate_tokens(
+        self, prompt_ids: Sequence[int], *, max_tokens: int | None = None, stop_token_ids: Sequence[int] = ()
+    ) -> Completion: ...
+
+
+def digest(secret: str) -> bytes:
+    return hashlib.sha256(secret.encode("utf-8", "surrogateescape")).digest()
+
+
+def sent_keys(headers: Mapping[str, str]) -> list[str]:
+    """The keys that a request holds, in any of the forms that clients use."""
+    bearer = headers.get("authorization", "")
+    keys = [bearer[7:]] if bearer[:7].lower() == "bearer " else []
+    return [*keys, *(headers[name] for name in KEY_HEADERS if name in headers)]
+
+
+def is_key(key: bytes, headers: Mapping[str, str]) -> bool:
+    """Whether every key of a request is the one with this digest, and there is one."""
+    keys = sent_keys(headers)
+    return bool(keys) and all(hmac.compare_digest(digest(each), key) for each in keys)
+
+
+@dataclass(eq=False, slots=True)
+class Opened:
+    """An episode while it is served."""
+
+    sampler: Sampler
+    key: bytes
+    """Digest of its key."""
+    context: Context
+    """The loop's, so that spans of calls belong to the episode."""
+    running: dict[bytes, _Running] = field(default_factory=dict[bytes, "_Running"])
+    """The newest call in flight by the digest of its body."""
+    tasks: set[asyncio.Task[bytes]] = field(default_factory=set["asyncio.Task[bytes]"])
+    _answers: OrderedDict[bytes, bytes] = field(default_factory=OrderedDict[bytes, bytes])
+
+    async def answer(self, body: bytes, *, retry: bool, work: Callable[[], Coroutine[Any, Any, bytes]]) -> bytes:
+        """The answer to a call: for a retry that of the call before, or else a new one.
+
+        A retry of a call in flight waits for it. A call that no client waits for any more is cancelled.
+
+        Args:
+            body: The request's body.
+            retry: Whether the client has sent it before.
+            work: Samples the answer.
+        """
+        key = hashlib.sha256(body).digest()
+        if retry and key in self._answers:
+            return self._answers[key]
+        running = self.running.get(key) if retry else None
+        if running is None:
+            task = asyncio.get_running_loop().create_task(work(), context=self.context.copy())
+            running = self.running[key] = _Running(task)
+            self.tasks.add(task)
+            task.add_done_callback(lambda task: self._done(key, task))
+        running.clients += 1
+        try:
+            return await asyncio.shield(running.task)
+        finally:
+            running.clients -= 1
+            if not running.clients:
+                running.task.cancel()  # no effect on one that is done
+
+    def _done(self, key: bytes, task: asyncio.Task[bytes]) -> None:
+        self.tasks.discard(task)
+        running = self.running.get(key)
+        if running is not None and running.task is task:
+            del self.running[key]
+        if not task.cancelled() and task.exception() is None:
+            self._answers[key] = task.result()
+            self._answers.move_to_end(key)
+            while len(self._answers) > MAX_ANSWERS:
+                self._answers.popitem(last=False)
+
+    async def close(self) -> None:
+        """Ends the calls in flight."""
+        tasks = list(self.tasks)
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+
+
+@dataclass(eq=False, slots=True)
+class _Running:
+    """A call in flight."""
+
+    task: asyncio.Task[bytes]
+    clients: int = 0

@@ -222,6 +222,18 @@ async def test_a_retry_gets_the_answer_again(serve: Any) -> None:
         assert len({turn.seed for turn in episode.turns}) == 3
 
 
+async def test_answers_for_retries_are_bounded(serve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kestrl_rollout.gateway.opened.ANSWER_BYTES", 1000)
+    async with serve() as (stage, client, end):
+        for number in range(4):
+            await client.send([number], sampling={"max_tokens": 4})
+        (opened,) = stage.groups._episodes._gateway._episodes.values()
+        assert sum(map(len, opened._answers.values())) == opened._answer_bytes <= 1000
+        for number in (3, 0):  # the newest is there, the oldest is sampled anew
+            await client.send([number], sampling={"max_tokens": 4}, headers=client.retrying(1))
+        assert (await end()).num_turns == len(stage.engine.prompts) == 5
+
+
 async def test_a_retry_of_a_call_in_flight_waits_for_it(serve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     joined, left = asyncio.Event(), asyncio.Event()
 

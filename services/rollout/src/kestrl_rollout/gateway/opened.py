@@ -13,8 +13,8 @@ from typing import Any, Protocol
 
 from kestrl.agents import Completion, Limits
 
-MAX_ANSWERS = 64
-"""Answers of an episode that are kept for retries."""
+ANSWER_BYTES = 2 * 1024 * 1024
+"""Bytes of an episode's answers that are kept for retries, beside the newest."""
 MAX_CALLS = 64
 """Calls of an episode in flight; a client that makes more is asked to wait."""
 KEY_HEADERS = ("x-api-key", "x-goog-api-key")
@@ -62,6 +62,7 @@ class Opened:
     """The newest call in flight by the digest of its body."""
     tasks: set[asyncio.Task[bytes]] = field(default_factory=set["asyncio.Task[bytes]"])
     _answers: OrderedDict[bytes, bytes] = field(default_factory=OrderedDict[bytes, bytes])
+    _answer_bytes: int = 0
 
     async def answer(self, body: bytes, *, retry: bool, work: Callable[[], Coroutine[Any, Any, bytes]]) -> bytes:
         """The answer to a call: for a retry that of the call before, or else a new one.
@@ -96,10 +97,13 @@ class Opened:
         if running is not None and running.task is task:
             del self.running[key]
         if not task.cancelled() and task.exception() is None:
-            self._answers[key] = task.result()
-            self._answers.move_to_end(key)
-            while len(self._answers) > MAX_ANSWERS:
-                self._answers.popitem(last=False)
+            self._keep(key, task.result())
+
+    def _keep(self, key: bytes, answer: bytes) -> None:
+        self._answer_bytes += len(answer) - len(self._answers.pop(key, b""))
+        self._answers[key] = answer
+        while len(self._answers) > 1 and self._answer_bytes > ANSWER_BYTES:
+            self._answer_bytes -= len(self._answers.popitem(last=False)[1])
 
     async def close(self) -> None:
         """Ends the calls in flight."""

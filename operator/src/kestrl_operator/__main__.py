@@ -10,6 +10,7 @@ from pathlib import Path
 
 import uvloop
 
+from kestrl._shared.log_lines import start_log
 from kestrl._shared.stopping import end_at_sigterm
 
 if __name__ == "__main__":
@@ -25,7 +26,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--config", type=Path, required=True, help="YAML file rendered from the chart's values")
     path = parser.parse_args().config
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    start_log()
     logging.getLogger("kopf.objects").setLevel(logging.WARNING)
 
     def run() -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from kestrl._shared.credentials import require
 from kestrl._shared.exit_codes import EXIT_FAILED, EXIT_INPUT
+from kestrl._shared.log_lines import environment_redactor, start_log
 from kestrl._shared.plan.settings.common import Settings
 from kestrl._shared.stopping import leave
 from kestrl._shared.telemetry import set_up
@@ -34,7 +35,7 @@ def run_service(
 ) -> int:
     """Runs a service to its end and returns the process's exit code, as `exit_code` does."""
     path = settings_path()
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    start_log()
 
     def run() -> None:
         settings = settings_type.read(path)
@@ -111,7 +112,7 @@ def exit_code(run: Callable[[], None]) -> int:
 
 
 def _end(message: str, code: int) -> int:
-    print(f"error: {message}", file=sys.stderr)  # noqa: T201 - the last line a person reads
+    print(f"error: {environment_redactor().text(message)}", file=sys.stderr)  # noqa: T201 - the last line a person reads
     return code
 
 

@@ -13,6 +13,7 @@ from obstore.exceptions import AlreadyExistsError, BaseError, GenericError, Perm
 from obstore.store import LocalStore, from_url
 
 from kestrl.errors import PlaceError, StorageError, StorageUnavailable, UserInputError, place_error
+from kestrl.redaction import Redactor, credentials_of
 from kestrl.storage.layout import CHECKPOINTS
 from kestrl.storage.uris import file_uri, is_local, local_path
 
@@ -60,6 +61,8 @@ class ObjectStore:
 
     def __init__(self, uri: str, *, create: bool = True) -> None:
         self.uri = uri.rstrip("/")
+        # A store repeats credentials in errors, and a URL with a signature is in the error of a lost connection.
+        self._redactor = Redactor(credentials_of(os.environ))
         try:
             if is_local(uri):
                 folder = local_path(uri)
@@ -72,7 +75,8 @@ class ObjectStore:
             else:
                 self._store = from_url(uri, client_options=_client(), retry_config=RETRIES)
         except (BaseError, ValueError, OSError) as error:
-            raise UserInputError(f"storage.uri: {uri!r} cannot be opened: {error}") from error
+            why = self._redactor.text(str(error))
+            raise UserInputError(f"storage.uri: {uri!r} cannot be opened: {why}") from error
 
     def address(self, path: str) -> str:
         """The full address of an object or folder."""
@@ -109,7 +113,7 @@ class ObjectStore:
 
     def _refused(self, verb: str, path: str, error: Exception) -> PlaceError | StorageError:
         where = self.address(path)
-        answer = _short(error)
+        answer = self._redactor.text(_short(error))
         if isinstance(error, PermissionDeniedError | UnauthenticatedError) or REFUSED.search(str(error)):
             return PlaceError(
                 f"{where}: access is denied; check the credentials (AWS_ACCESS_KEY_ID and the like): {answer}"

@@ -16,6 +16,7 @@ import aiohttp
 from kestrl._shared.telemetry import trace_headers
 from kestrl.engines import EngineDialect, Load, Metrics, Request
 from kestrl.errors import EngineFailure
+from kestrl.redaction import Redactor
 
 Read = TypeVar("Read")
 JSON = {"content-type": "application/json"}
@@ -57,6 +58,7 @@ class Engine:
         self.dialect = dialect
         key = os.environ.get(CONTROL_KEY, "")
         self._headers = {"authorization": f"Bearer {key}"} if key else {}
+        self._redactor = Redactor([key])
         self._session: aiohttp.ClientSession | None = None
 
     def _client(self) -> aiohttp.ClientSession:
@@ -88,7 +90,8 @@ class Engine:
             ) as response:
                 content = await response.read()
                 if response.status >= 300:
-                    message = f"{what}: {response.status}: {content[:500].decode(errors='replace')}"
+                    shown = self._redactor.text(content[:2000].decode(errors="replace"))[:500]
+                    message = f"{what}: {response.status}: {shown}"
                     raise EngineRefused(response.status, message, content)
                 return content
         except TimeoutError as error:

@@ -8,6 +8,7 @@ import signal
 import sys
 from typing import TYPE_CHECKING
 
+from kestrl._shared.log_lines import start_log
 from kestrl._shared.stopping import end_at_sigterm
 
 if __name__ == "__main__":
@@ -36,11 +37,7 @@ def main() -> None:
     from kestrl_learner.ranks.group import EXIT_LOST, RankLost, meet
 
     given = arguments()
-    logging.basicConfig(
-        level=logging.INFO,
-        format=f"%(asctime)s %(levelname)s %(name)s: rank {given.rank}: %(message)s",
-        stream=sys.stderr,
-    )
+    start_log(f"%(asctime)s %(levelname)s %(name)s: rank {given.rank}: %(message)s")
     try:
         store = meet(given.store, given.count)
         if given.rank < given.per_machine:

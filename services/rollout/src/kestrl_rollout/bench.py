@@ -30,12 +30,12 @@ from kestrl._shared import rpc
 from kestrl._shared.credentials import Secret
 from kestrl._shared.plan.settings.bench import BenchSettings
 from kestrl._shared.plan.settings.common import ServiceSettings
-from kestrl._shared.redaction import Redactor
 from kestrl._shared.service import run_service
 from kestrl.data import load_scenarios
 from kestrl.episode import CallOutcome, Episode, Group, Scenario, StopReason, ToolCall, Turn
 from kestrl.episode.codec import group_from_proto, group_to_proto
 from kestrl.errors import EngineFailure, Failure, KestrlError, UserInputError
+from kestrl.redaction import Redactor
 from kestrl.tools import ToolSchema
 from kestrl.tools.shapes import is_mapping
 from kestrl_rollout.bench_result import write_result

@@ -4,18 +4,21 @@ into stored episodes and into logs, and a server may repeat what it was sent.
 
 from __future__ import annotations
 
+import logging
 import os
+import traceback
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 from kestrl._shared.plan.settings.tools import ToolEntry
-from kestrl._shared.redaction import Redactor
-from kestrl.errors import KestrlError
+from kestrl.errors import KestrlError, ToolFailure, described
+from kestrl.redaction import Redactor
 from kestrl.tools import ToolError, ToolResult
 from kestrl.tools.provider import Kwargs, ProviderSession, ToolDefinition, ToolProvider
-from kestrl.tools.shapes import is_list, is_mapping
+
+log = logging.getLogger(__name__)
 
 
 def redactor_of(entry: ToolEntry) -> Redactor:
@@ -42,7 +45,7 @@ class RedactedProvider:
 
     def _definition(self, tool: ToolDefinition) -> ToolDefinition:
         schema = tool.schema
-        parameters: Mapping[str, Any] = _redacted(self._redactor, schema.parameters)
+        parameters: Mapping[str, Any] = self._redactor.value(schema.parameters)
         shown = replace(schema, description=self._redactor.text(schema.description), parameters=parameters)
         return replace(tool, schema=shown)
 
@@ -77,13 +80,13 @@ class _Session:
         with redacted_errors(self._redactor):
             result = await self._session.call(tool, arguments, filled)
         if isinstance(result, ToolResult):
-            data: Mapping[str, Any] = _redacted(self._redactor, result.data)
+            data: Mapping[str, Any] = self._redactor.value(result.data)
             return replace(result, text=self._redactor.text(result.text), data=data)
-        return _redacted(self._redactor, result)
+        return self._redactor.value(result)
 
     async def state(self) -> object:
         with redacted_errors(self._redactor):
-            return _redacted(self._redactor, await self._session.state())
+            return self._redactor.value(await self._session.state())
 
     async def close(self) -> None:
         with redacted_errors(self._redactor):
@@ -92,23 +95,17 @@ class _Session:
 
 @contextmanager
 def redacted_errors(redactor: Redactor) -> Generator[None]:
-    """Takes the credentials out of the messages of typed errors."""
+    """Takes the credentials out of the messages of errors.
+
+    Raises:
+        ToolFailure: Something untyped was raised, whose text and causes may have them.
+    """
     try:
         yield
     except (KestrlError, ToolError) as error:
         error.args = tuple(redactor.text(each) if isinstance(each, str) else each for each in error.args)
         raise
-
-
-def _redacted(redactor: Redactor, value: Any) -> Any:
-    """A JSON value without credentials; what is nested too deeply for a result is refused later, by its check."""
-    if isinstance(value, str):
-        return redactor.text(value)
-    try:
-        if is_list(value):
-            return [_redacted(redactor, item) for item in value]
-        if is_mapping(value):
-            return {_redacted(redactor, key): _redacted(redactor, item) for key, item in value.items()}
-    except RecursionError:
-        return value
-    return value
+    except Exception as error:  # noqa: BLE001 - converted: any of them may quote what the server sent
+        text = redactor.text("".join(traceback.format_exception(error)))
+        log.error("a provider raised: %s", text)
+        raise ToolFailure(redactor.text(described(error))) from None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import grpc
@@ -12,6 +13,7 @@ from opentelemetry.propagate import inject
 
 from kestrl._shared.rpc.status import TOKEN_KEY, failure_of, went_away
 from kestrl.errors import FailureError
+from kestrl.redaction import Redactor
 
 Channel = grpc.aio.Channel
 Reply = TypeVar("Reply")
@@ -93,9 +95,15 @@ async def call(
         except grpc.aio.AioRpcError as error:
             if wait and left > 0 and went_away(error):
                 continue
-            raise FailureError(failure_of(error, peer=peer)) from error
+            raise _failed(error, peer, token) from error
         assert isinstance(answer, reply)
         return answer
+
+
+def _failed(error: grpc.aio.AioRpcError, peer: str, token: str | None) -> FailureError:
+    """The failure of a call, without the credential that the server was sent."""
+    failure = failure_of(error, peer=peer)
+    return FailureError(replace(failure, message=Redactor([token or ""]).text(failure.message)))
 
 
 async def stream(
@@ -116,6 +124,6 @@ async def stream(
             assert isinstance(answer, reply)
             yield answer
     except grpc.aio.AioRpcError as error:
-        raise FailureError(failure_of(error, peer=peer)) from error
+        raise _failed(error, peer, token) from error
     finally:
         pending.cancel()

@@ -13,10 +13,10 @@ from enum import Enum, StrEnum
 from typing import TYPE_CHECKING, Any, Protocol
 
 from kestrl._shared.plan.settings.judge import JudgeModel
-from kestrl._shared.redaction import Redactor
 from kestrl._shared.telemetry import span
 from kestrl._shared.telemetry.names import Attr, SpanName
 from kestrl.errors import described, encodable
+from kestrl.redaction import Redactor
 from kestrl_judge.ruler.pacing import Pacer, pause_before, retry_after
 
 if TYPE_CHECKING:
@@ -197,7 +197,7 @@ class JudgeClient:
         refusal = getattr(message, "refusal", None)
         return Reply(
             content=self._redactor.text(encodable((message.content or "") if not refusal else f"(refused) {refusal}")),
-            finish_reason=choices[0].finish_reason or "",
+            finish_reason=self._redactor.text(encodable(str(choices[0].finish_reason or "")))[:100],
             input_tokens=usage.prompt_tokens if usage else 0,
             output_tokens=usage.completion_tokens if usage else 0,
         )

@@ -12,6 +12,7 @@ import torch
 from transformers.utils.logging import disable_progress_bar
 
 from kestrl._shared.exit_codes import EXIT_FAILED, EXIT_INPUT
+from kestrl._shared.log_lines import start_log
 from kestrl._shared.plan.settings.common import read_settings
 from kestrl._shared.plan.sft import SFTSettings
 from kestrl.errors import KestrlError, UserInputError
@@ -25,7 +26,7 @@ def main() -> int:
     parser.add_argument("--settings", type=Path, required=True)
     parser.add_argument("--result", type=Path, help="file for version, sha256 and uri of the adapter or model, as JSON")
     arguments = parser.parse_args()
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    start_log("%(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
     disable_progress_bar()  # of transformers, which is drawn into the lines of the steps
     asked: list[int] = []

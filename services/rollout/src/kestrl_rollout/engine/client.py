@@ -14,7 +14,8 @@ from typing import Self
 from kestrl._shared.telemetry import trace_headers
 from kestrl.agents import Completion
 from kestrl.engines import EngineDialect, Generate
-from kestrl.errors import EngineFailure
+from kestrl.errors import EngineFailure, described
+from kestrl.redaction import Redactor
 from kestrl_rollout.engine.http import HttpClient, Lost, Unreachable
 
 MESSAGE_CHARACTERS = 300
@@ -40,6 +41,7 @@ class EngineClient:
 
     def __init__(self, key: str | None, dialect: EngineDialect) -> None:
         self._dialect = dialect
+        self._redactor = Redactor([key or ""])
         authorization = {"authorization": f"Bearer {key}"} if key else {}
         self._http = HttpClient({"content-type": "application/json", **authorization})
 
@@ -75,11 +77,15 @@ class EngineClient:
 
     def _refusal(self, engine: str, status: int, payload: bytes) -> EngineFailure:
         """The failure for an HTTP status."""
-        text = payload[:MESSAGE_CHARACTERS].decode(errors="replace")
+        text = self._shown(payload)
         code, retryable = REFUSALS.get(status, ("engine_error", status >= 500 or status == 429))
         if self._dialect.is_unknown_adapter(status, payload):
             code, retryable = "unknown_policy", True  # another engine may still have it
         return EngineFailure(f"{engine}: HTTP {status}: {text}", code=code, retryable=retryable)
+
+    def _shown(self, payload: bytes) -> str:
+        """The beginning of an answer, for a message."""
+        return self._redactor.text(payload[: 4 * MESSAGE_CHARACTERS].decode(errors="replace"))[:MESSAGE_CHARACTERS]
 
     def _completion(self, engine: str, policy: str, payload: bytes) -> Completion:
         """Checks an answer.
@@ -90,10 +96,9 @@ class EngineClient:
         try:
             answer = self._dialect.read_generated(payload)
         except ValueError as error:
-            text = payload[:MESSAGE_CHARACTERS].decode(errors="replace")
+            why = self._redactor.text(described(error))
             raise EngineFailure(
-                f"{engine}: not an answer to a generate request ({type(error).__name__}: {error}): {text}",
-                code="bad_answer",
+                f"{engine}: not an answer to a generate request ({why}): {self._shown(payload)}", code="bad_answer"
             ) from error
         if answer.policy != policy:
             raise EngineFailure(

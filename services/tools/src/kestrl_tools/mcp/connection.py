@@ -16,8 +16,8 @@ from mcp.shared.exceptions import MCPError
 from pydantic import ValidationError
 
 from kestrl._shared.plan.settings.tools import McpEntry
-from kestrl._shared.redaction import NO_SECRETS, Redactor
 from kestrl.errors import KestrlError, ToolFailure, described, text_of
+from kestrl.redaction import NO_SECRETS, Redactor
 from kestrl.tools import ToolError
 from kestrl_tools.mcp.bounds import MAX_MESSAGE, Flood, bound
 from kestrl_tools.mcp.sdk import TransportStreams, create_mcp_http_client

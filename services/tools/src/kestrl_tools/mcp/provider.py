@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Mapping, Sequence
 
 from kestrl._shared.plan.settings.tools import McpEntry, ToolEntry
-from kestrl._shared.redaction import NO_SECRETS, Redactor
 from kestrl.errors import ToolFailure, UserInputError
+from kestrl.redaction import NO_SECRETS, Redactor
 from kestrl.tools.provider import Kwargs, ProviderSession, ToolDefinition, kwargs_failure
 from kestrl_tools.mcp.connection import Connection, Reconnecting
 from kestrl_tools.mcp.results import result_of

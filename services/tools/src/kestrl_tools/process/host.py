@@ -21,6 +21,7 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 
+from kestrl._shared.log_lines import start_log
 from kestrl._shared.plan.settings.common import Model
 from kestrl._shared.plan.settings.tools import ToolEntry
 from kestrl.errors import KestrlError, ToolFailure, UserInputError, described, text_of
@@ -191,7 +192,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, required=True)
     parser.add_argument("--control", type=int, required=True)
     arguments = parser.parse_args()
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    start_log()
     requests, control = socket.socket(fileno=arguments.requests), socket.socket(fileno=arguments.control)
     settings = HostSettings.model_validate_json(sys.stdin.buffer.read())
     sys.path[:0] = settings.python_path

@@ -10,11 +10,12 @@ from pathlib import Path
 import httpx2
 import pytest
 
+from kestrl._shared.bounded_answers import MAX_MESSAGE, AnswerTooLong, bound
 from kestrl._shared.plan.settings.tools import McpEntry, ToolEntry
 from kestrl.errors import KestrlError, UserInputError
 from kestrl.tools.provider import NO_KWARGS
 from kestrl_tools.catalogue import load_tools, providers_of, stop_all
-from kestrl_tools.mcp.bounds import BURST, MAX_MESSAGE, AnswerTooLong, Flood, bound
+from kestrl_tools.mcp.bounds import BURST, Flood
 from kestrl_tools.tool_threads import ToolThreads
 
 SERVER = """

@@ -27,6 +27,7 @@ if __name__ == "__main__":
     end_at_sigterm()  # before slow imports
 
 from kestrl._shared import rpc
+from kestrl._shared.bounded_answers import AnswerTooLong, bound
 from kestrl._shared.credentials import Secret
 from kestrl._shared.plan.settings.bench import BenchSettings
 from kestrl._shared.plan.settings.common import ServiceSettings
@@ -222,6 +223,8 @@ class Bench:
         except APIStatusError as error:
             text = self._redactor.text(f"{endpoint.model}: HTTP {error.status_code}: {error.message}")[:500]
             raise EngineFailure(text, code=_status_code(error.status_code)) from error
+        except AnswerTooLong as error:
+            raise EngineFailure(f"{endpoint.model}: {error}", code="bad_answer") from error
         except APITimeoutError as error:
             text = f"{endpoint.model}: no answer in {self._settings.turn_seconds:g} s"
             raise EngineFailure(text, code="turn_timeout") from error
@@ -332,7 +335,7 @@ async def work(settings: ServiceSettings) -> None:
             api_key=key,
             timeout=settings.turn_seconds,
             max_retries=endpoint.retries,
-            http_client=DefaultAsyncHttpxClient(event_hooks={"request": [count_request]}),
+            http_client=DefaultAsyncHttpxClient(event_hooks={"request": [count_request], "response": [bound]}),
         ) as client,
         rpc.channel(settings.tools_address) as to_tools,
         rpc.Bundle(to_tools, TOOL_SERVICE, peer="tools", token=Secret.ROLLOUT_TO_TOOLS.here()) as tools,

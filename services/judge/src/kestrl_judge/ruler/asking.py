@@ -14,7 +14,8 @@ from typing import Any
 
 from kestrl._shared.plan.settings.judge import JudgeEntry
 from kestrl_judge.ruler.budget import Budget, MeteredRequest, Usage
-from kestrl_judge.ruler.client import JudgeClient, NoScores, Reason, Reply
+from kestrl_judge.ruler.client import JudgeClient, NoScores, Reason
+from kestrl_judge.ruler.completion import Reply
 from kestrl_judge.ruler.journal import Graded, Journal
 from kestrl_judge.ruler.prompt import Prompt, digest
 from kestrl_judge.ruler.reply import Grade, Malformed

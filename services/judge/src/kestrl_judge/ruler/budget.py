@@ -8,10 +8,13 @@ from types import TracebackType
 from typing import Self
 
 from kestrl._shared.plan.settings.judge import JudgeEntry, JudgeModel
-from kestrl_judge.ruler.client import NoScores, Reason, Reply
+from kestrl_judge.ruler.client import NoScores, Reason
+from kestrl_judge.ruler.completion import Reply
 from kestrl_judge.ruler.escaping import estimated_tokens
 
 MILLION = 1_000_000
+LARGEST_TOKEN = 4
+"""How many times fewer tokens than estimated a text may have: an estimated token is three letters."""
 
 
 @dataclass(slots=True)
@@ -116,11 +119,13 @@ class MeteredRequest:
         self._spend(self._used)
 
     def answered(self, reply: Reply) -> None:
-        """Counts what the server reports; where that is nothing or not possible, the estimate."""
-        tokens = reply.input_tokens if 0 < reply.input_tokens <= self._longest else self._prompt
+        """Counts what the server reports; where that is nothing, or more or less than can be, the estimate."""
+        least = max(1, self._prompt // LARGEST_TOKEN)
+        tokens = reply.input_tokens if least <= reply.input_tokens <= self._longest else self._prompt
+        content = min(self._reply, estimated_tokens(reply.content))
         sampled = reply.output_tokens
-        if not 0 < sampled <= self._reply:
-            sampled = min(self._reply, estimated_tokens(reply.content))
+        if not max(1, content // LARGEST_TOKEN) <= sampled <= self._reply:
+            sampled = content
         self._used = usage_of(self._judge, tokens, sampled)
 
     def refused(self) -> None:

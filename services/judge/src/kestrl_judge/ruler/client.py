@@ -8,15 +8,16 @@ import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import replace
 from enum import Enum, StrEnum
 from typing import TYPE_CHECKING, Any, Protocol
 
 from kestrl._shared.plan.settings.judge import JudgeModel
 from kestrl._shared.telemetry import span
 from kestrl._shared.telemetry.names import Attr, SpanName
-from kestrl.errors import described, encodable
+from kestrl.errors import described
 from kestrl.redaction import Redactor
+from kestrl_judge.ruler.completion import Reply, read_reply
 from kestrl_judge.ruler.pacing import Pacer, pause_before, retry_after
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ TOO_MANY_REQUESTS = 429
 RETRIED = frozenset({408, 409, 425, TOO_MANY_REQUESTS, 500, 502, 503, 504, 529})
 NOT_CONNECTED = frozenset({"ConnectError", "ConnectTimeout", "PoolTimeout", "UnsupportedProtocol"})
 """Exceptions of the HTTP client before anything was sent."""
+NOT_COMPRESSED = {"Accept-Encoding": "identity"}
 NO_KEY = "none"
 """API key sent to servers that need none; the client requires one."""
 
@@ -56,16 +58,6 @@ class NoScores(Exception):
         self.reason = reason
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reply:
-    """An answer of a judge model."""
-
-    content: str
-    finish_reason: str
-    input_tokens: int
-    output_tokens: int
-
-
 class Meter(Protocol):
     """What a request's use is reported to; see `budget.MeteredRequest`."""
 
@@ -81,7 +73,9 @@ class JudgeClient:
 
     def __init__(self, judge: JudgeModel, *, concurrency: int, request_seconds: float) -> None:
         # Imported here: the client takes half a second and 40 MB, which jobs without a judge model save.
-        from openai import AsyncOpenAI
+        from openai import AsyncOpenAI, DefaultAsyncHttpxClient
+
+        from kestrl._shared.bounded_answers import bound
 
         logging.getLogger("httpx2").setLevel(logging.WARNING)  # it logs every request
         key = os.environ.get(judge.key_variable, "") if judge.key_variable else ""
@@ -89,7 +83,14 @@ class JudgeClient:
         self._redactor = Redactor([key])
         self.pacer = Pacer(concurrency)
         self._clients: Sequence[AsyncOpenAI] = [
-            AsyncOpenAI(base_url=url, api_key=key or NO_KEY, max_retries=0, timeout=request_seconds)
+            AsyncOpenAI(
+                base_url=url,
+                api_key=key or NO_KEY,
+                max_retries=0,
+                timeout=request_seconds,
+                default_headers=NOT_COMPRESSED,
+                http_client=DefaultAsyncHttpxClient(event_hooks={"response": [bound]}),
+            )
             for url in judge.base_urls
         ]
         self._turn = itertools.cycle(self._clients)
@@ -154,10 +155,13 @@ class JudgeClient:
     ) -> Reply:
         import openai
 
+        from kestrl._shared.bounded_answers import AnswerTooLong
+
         with span(SpanName.JUDGE_CALL, {Attr.MODEL: self.judge.model}) as current:
             try:
-                create: Any = client.chat.completions.create
-                completion: Any = await create(model=self.judge.model, messages=list(messages), **options)
+                create: Any = client.chat.completions.with_raw_response.create
+                answer: Any = await create(model=self.judge.model, messages=list(messages), **options)
+                reply = read_reply(answer.http_response.content)
             except openai.APITimeoutError as error:
                 raise _Retried(Reason.TIMEOUT, f"no answer from {client.base_url} within its time limit") from error
             except openai.APIConnectionError as error:
@@ -168,10 +172,14 @@ class JudgeClient:
                 raise _Retried(Reason.UNAVAILABLE, why, sent=sent) from error
             except openai.APIStatusError as error:
                 raise self._of_status(error) from error
-            except (openai.APIError, ValueError) as error:  # an answer that is not a completion
+            except (openai.APIError, AnswerTooLong, ValueError) as error:  # an answer that is not a completion
                 why = self._redactor.text(f"unusable answer of {client.base_url}: {described(error)}")
                 raise _Retried(Reason.UNAVAILABLE, why) from error
-            reply = self._reply(completion)
+            reply = replace(
+                reply,
+                content=self._redactor.text(reply.content),
+                finish_reason=self._redactor.text(reply.finish_reason),
+            )
             current.set_attributes({Attr.INPUT_TOKENS: reply.input_tokens, Attr.OUTPUT_TOKENS: reply.output_tokens})
             return reply
 
@@ -188,19 +196,6 @@ class JudgeClient:
             "context" in text and any(word in text for word in ("length", "token", "window"))
         )
         return NoScores(Reason.TOO_LARGE if too_large else Reason.REFUSED, message)
-
-    def _reply(self, completion: Any) -> Reply:
-        choices: Any = getattr(completion, "choices", None)
-        if not choices:
-            raise _Retried(Reason.UNAVAILABLE, "the answer has no choices")
-        message, usage = choices[0].message, completion.usage
-        refusal = getattr(message, "refusal", None)
-        return Reply(
-            content=self._redactor.text(encodable((message.content or "") if not refusal else f"(refused) {refusal}")),
-            finish_reason=self._redactor.text(encodable(str(choices[0].finish_reason or "")))[:100],
-            input_tokens=usage.prompt_tokens if usage else 0,
-            output_tokens=usage.completion_tokens if usage else 0,
-        )
 
 
 class Sent(Enum):

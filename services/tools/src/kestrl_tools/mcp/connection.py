@@ -15,11 +15,12 @@ from mcp.client.streamable_http import streamable_http_client
 from mcp.shared.exceptions import MCPError
 from pydantic import ValidationError
 
+from kestrl._shared.bounded_answers import MAX_MESSAGE, bound
 from kestrl._shared.plan.settings.tools import McpEntry
 from kestrl.errors import KestrlError, ToolFailure, described, text_of
 from kestrl.redaction import NO_SECRETS, Redactor
 from kestrl.tools import ToolError
-from kestrl_tools.mcp.bounds import MAX_MESSAGE, Flood, bound
+from kestrl_tools.mcp.bounds import Flood
 from kestrl_tools.mcp.sdk import TransportStreams, create_mcp_http_client
 from kestrl_tools.mcp.stdio import Program, stdio_transport
 from kestrl_tools.servers import MAX_TOOLS, Listed, ServerUnavailable, callable_name, secret_text

@@ -19,8 +19,8 @@ from mcp_types import PARSE_ERROR, ErrorData, JSONRPCError, jsonrpc_message_adap
 from pydantic import ValidationError
 
 from kestrl._shared import process_guard
+from kestrl._shared.bounded_answers import MAX_MESSAGE
 from kestrl.redaction import Redactor
-from kestrl_tools.mcp.bounds import MAX_MESSAGE
 from kestrl_tools.mcp.sdk import TransportStreams
 
 log = logging.getLogger(__name__)

@@ -14,6 +14,7 @@ from kestrl._app.local.logs import Log, tail
 from kestrl._shared import process_guard
 from kestrl._shared.credentials import Secret
 from kestrl._shared.plan.components import Component, Role
+from kestrl._shared.spec.rules.engine_rules import RESERVED_VARIABLES
 
 LAST_LINES_SECONDS = 5.0
 """Time limit in seconds for the remaining output of a program that has ended with all its children."""
@@ -76,6 +77,11 @@ class Launcher:
         inherited = {key: value for key, value in self.environment.items() if key not in KEPT_OUT}
         granted = {secret.value: self.secrets[secret.value] for secret in component.secrets}
         own = self.granted.get(component.role, {})
+        if component.role is Role.ENGINE:  # as a patch of its pod cannot set them
+            inherited, own = (
+                {name: value for name, value in variables.items() if not RESERVED_VARIABLES.fullmatch(name)}
+                for variables in (inherited, own)
+            )
         return {**component.env_defaults, **inherited, **own, "PYTHONUNBUFFERED": "1", **component.env, **granted}
 
     def command(self, component: Component) -> list[str]:

@@ -430,27 +430,6 @@ def test_a_finished_object_may_be_deleted_at_once() -> None:
     assert parse_job(with_overrides(MANIFEST, ["ttlAfterFinished=0s"])).spec.ttl_after_finished == 0.0
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("port", "host", "middleware", "--middleware", "no-enable-lora", "served_model_name", "api-key", "middl"),
-        *("Config", "worker-cls", "worker_extension_cls", "logits-processors", "hf-overrides", "speculative-config"),
-        *("override-generation-config", "data-parallel-size", "headless", "api-server-count", "revision"),
-    ],
-)
-def test_engine_arguments_for_guarantees_are_reserved(name: str) -> None:
-    (problem,) = refused(f"inference.args={{'{name}': x}}")
-    assert problem.startswith(f"spec.inference.args.{name}: --")
-    assert "is reserved; " in problem
-
-
-def test_other_engine_arguments_are_allowed() -> None:
-    args = (
-        "inference.args={max-num-seqs: 7, gpu-memory-utilization: 0.4, enable-scale-out: false, tokenizer-mode: slow}"
-    )
-    assert len(parse_job(with_overrides(MANIFEST, [args])).spec.inference.args) == 4
-
-
 def test_built_in_rewards_with_settings_take_a_config() -> None:
     rewards = [{"rule": "overlong", "config": {"max_tokens": 512, "buffer": 64}}]
     document = {**MANIFEST, "spec": {**MANIFEST["spec"], "rewards": rewards}}

@@ -8,6 +8,7 @@ from itertools import pairwise
 from kestrl._shared.spec.job import Evaluation, FailureRule, JobSpec
 from kestrl._shared.spec.problems import Problem
 from kestrl._shared.spec.rules.adapter_rules import target_problems
+from kestrl._shared.spec.rules.engine_rules import engine_problems
 from kestrl._shared.spec.rules.judge_rules import judge_problems
 from kestrl._shared.spec.rules.learner_rules import offload_problems
 from kestrl._shared.spec.rules.reward_rules import reward_config_problems
@@ -186,50 +187,6 @@ def evaluation_has_data(spec: JobSpec) -> Iterator[Problem]:
         yield Problem("spec.schedule.evalEvery", "there is nothing to evaluate on: add data.validation")
 
 
-RESERVED_ARGS = {
-    "model": "set spec.model.base",
-    "tokenizer": "set spec.model.base",
-    "dtype": "set spec.model.dtype",
-    "max-model-len": "set spec.inference.contextLength",
-    "tensor-parallel-size": "set spec.inference.accelerator.count",
-    "max-lora-rank": "set spec.model.adapter.rank",
-    "max-loras": "set spec.inference.adapterSlots",
-    "max-cpu-loras": "set spec.inference.adapterSlots",
-} | dict.fromkeys(
-    (
-        "served-model-name", "host", "port", "uds", "middleware", "root-path", "api-key", "config", "ssl-keyfile",
-        "ssl-certfile", "ssl-ca-certs", "enable-lora", "lora-modules", "logprobs-mode",
-        "generation-config",
-    ),
-    "remove it; KestRL sets it",
-) | dict.fromkeys(
-    (
-        "override-generation-config", "logits-processors", "hf-overrides", "hf-config-path", "revision",
-        "code-revision", "speculative-config", "runner", "convert", "model-impl",
-    ),
-    "remove it; the engine would sample from another distribution than the learner computes",
-) | dict.fromkeys(
-    (
-        "worker-cls", "worker-extension-cls", "scheduler-cls", "headless", "api-server-count", "data-parallel-size",
-        "data-parallel-size-local", "data-parallel-rank", "data-parallel-start-rank", "data-parallel-address",
-        "data-parallel-rpc-port", "data-parallel-backend", "data-parallel-hybrid-lb", "data-parallel-external-lb",
-        "pipeline-parallel-size", "nnodes", "node-rank", "master-addr", "master-port", "enable-prompt-embeds",
-    ),
-    "remove it; adapters are verified in each engine's one process, which it would replace or multiply",
-)  # fmt: skip
-"""Reserved arguments of the engine's server, with the fix: access control, adapter verification and exact log-probs
-depend on them."""
-
-
-def engine_args_are_free(spec: JobSpec) -> Iterator[Problem]:
-    for name in spec.inference.args:
-        flag = name.lstrip("-").replace("_", "-").lower().partition("=")[0].partition(".")[0].removeprefix("no-")
-        # argparse accepts prefixes of flags.
-        reserved = next((known for known in RESERVED_ARGS if known.startswith(flag)), None)
-        if reserved is not None:
-            yield Problem(f"spec.inference.args.{name}", f"--{reserved} is reserved; {RESERVED_ARGS[reserved]}")
-
-
 def a_wait_for_pods_can_end(spec: JobSpec) -> Iterator[Problem]:
     limit, active = spec.pending_deadline, spec.active_deadline
     if limit == 0:
@@ -312,7 +269,7 @@ RULES: tuple[Rule, ...] = (
     a_group_fits_a_worker,
     data_fills_a_step,
     evaluation_has_data,
-    engine_args_are_free,
+    engine_problems,
     a_wait_for_pods_can_end,
     failure_rules_can_fit,
     patches_are_of_templates,

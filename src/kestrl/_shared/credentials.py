@@ -62,11 +62,29 @@ def checked_by(role: str) -> tuple[Secret, ...]:
     return tuple(secret for secret, (_, callee) in CALLS.items() if callee == role)
 
 
+def header_value(text: str, what: str) -> str:
+    """A credential that can be sent as a header.
+
+    Args:
+        text: The credential.
+        what: Where it is from, for the message, which never has the value.
+
+    Raises:
+        UserInputError: It has a line end or another character that a header cannot have.
+    """
+    if not (text.isascii() and text.isprintable()) or text != text.strip():
+        raise UserInputError(
+            f"{what} has a line end, a space at its end, or a character that is not printable ASCII, which no header "
+            "can hold; write the entry without them (`printf` adds no line end, `echo` does)"
+        )
+    return text
+
+
 def require(role: str) -> None:
     """Checks that this process has the credentials of its callers: without them every call would be accepted.
 
     Raises:
-        UserInputError: A variable is not set.
+        UserInputError: A variable is not set, or cannot be sent.
     """
     missing = [secret.value for secret in checked_by(role) if secret.here() is None]
     if missing:
@@ -75,3 +93,5 @@ def require(role: str) -> None:
             "set it "
             "(with an operator of another version: upgrade it and the images together)"
         )
+    for secret in held_by(role):
+        header_value(secret.here() or "", secret.value)

@@ -6,8 +6,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 from kestrl.episode import PolicyVersion
 from kestrl.errors import StorageError
@@ -28,7 +29,7 @@ class Probe(BaseModel):
     the version.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     """Natural log-prob of token i+1 given the tokens up to i, at temperature 1, under this version: len(token_ids) -
@@ -48,15 +49,15 @@ class Probe(BaseModel):
 class AdapterManifest(BaseModel):
     """Manifest of an adapter, written after all of its files."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
     job: str
-    step: int
+    step: Annotated[int, Field(ge=0)]
     sha256: str
     """Digest of `adapter_model.safetensors`."""
     files: dict[str, str]
     """SHA-256 of every file, by name."""
     base_model: str
-    rank: int
+    rank: Annotated[int, Field(ge=1)]
     alpha: float
     targets: tuple[str, ...]
     parent: str | None

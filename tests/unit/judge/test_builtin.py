@@ -23,7 +23,7 @@ from kestrl.rewards.builtin import (
     math_answer,
     tool_format,
 )
-from kestrl.rewards.checking import as_score
+from kestrl.rewards.checking import UnusableMetric, as_score
 from kestrl.rewards.resolving import resolve
 from kestrl.testing.attempts import make_attempt
 
@@ -214,13 +214,9 @@ def test_numbers_of_any_kind_are_scores() -> None:
         ("1", "reward_not_a_number"),
         (1j, "reward_not_a_number"),
         (Score(value=None), "reward_not_a_number"),  # type: ignore[arg-type]
-        (Score(value=1, metrics={"a": "b"}), "reward_not_a_number"),  # type: ignore[dict-item]
         (Score(value=1, metrics=[1]), "reward_not_a_number"),  # type: ignore[arg-type]
         (float("nan"), "reward_not_finite"),
         (10**400, "reward_not_finite"),
-        (Score(value=1, metrics={"a": float("inf")}), "reward_not_finite"),
-        (Score(value=1, metrics={"reward": 5.0}), "reserved_metric"),
-        (Score(value=1, metrics={"step": 5.0}), "reserved_metric"),
         ([0.5], "reward_turns"),
         ([], "reward_turns"),
         (Score(turns=[1.0, 2.0, 3.0]), "reward_turns"),
@@ -232,6 +228,25 @@ def test_a_value_that_is_not_a_number_is_a_judge_failure(returned: Any, code: st
     with pytest.raises(JudgeFailure) as caught:
         as_score("r", returned, turns=2)
     assert (caught.value.boundary, caught.value.code) == (Boundary.JUDGE, code)
+
+
+@pytest.mark.parametrize(
+    "unusable",
+    [
+        *({name: 1.0} for name in ("reward", "step", "a\ud800", "a\0b", "a\nb", "m" * 201)),
+        *({"a": value} for value in (float("inf"), float("nan"), 10**400, "b", None, [1], 1j)),
+        {5: 1.0},
+    ],
+    ids=repr,
+)
+def test_a_metric_that_cannot_be_averaged_is_left_out_and_reported(unusable: dict[Any, Any]) -> None:
+    reported: list[UnusableMetric] = []
+    score = as_score("r", Score(value=0.5, metrics={"good": 1, **unusable}), report=reported.append)
+    assert score.value == 0.5
+    assert score.metrics == {"good": 1.0, "metrics_left_out": 1.0}
+    (problem,) = reported
+    assert "the metric " in problem.text
+    assert len(problem.text) < 300
 
 
 def test_names_and_import_paths_are_resolved(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -68,9 +68,6 @@ BROKEN: list[tuple[str, tuple[Boundary, str], str]] = [
     ("nan", (Boundary.JUDGE, "reward_not_finite"), "scripted: its value is nan"),
     ("infinite", (Boundary.JUDGE, "reward_not_finite"), "scripted: its value is inf"),
     ("huge", (Boundary.JUDGE, "reward_not_finite"), "scripted: its value is inf"),
-    ("metric", (Boundary.JUDGE, "reward_not_finite"), "scripted: its metric 'm' is nan"),
-    ("name", (Boundary.USER_CODE, "metric_invalid"), "scripted: the metric 'a\\ud800' has a name that is not"),
-    ("names", (Boundary.USER_CODE, "metric_invalid"), "scripted: 10000 metrics; at most 1000 are taken"),
     ("text", (Boundary.JUDGE, "reward_not_a_number"), "scripted: its value is '1.0' (str)"),
     ("bool", (Boundary.JUDGE, "reward_not_a_number"), "scripted: its value is True (bool)"),
     ("none", (Boundary.JUDGE, "reward_not_a_number"), "scripted: its value is None"),
@@ -88,6 +85,16 @@ async def test_a_failure_is_typed_and_only_its_episodes(judge: Any) -> None:
         assert score.failure.message.startswith(message)
         assert score.failure.component == "judge-0"
         assert dict(score.rewards) == {"length": float(len(text))}
+
+
+async def test_no_metric_decides_whether_an_episode_counts(judge: Any, capfd: pytest.CaptureFixture[str]) -> None:
+    async with judge(rule("scripted")) as client:
+        scores = await client.scripted("metric", "name", "names", "name", "ok")
+    assert [score.HasField("reward") for score in scores] == [True] * 5
+    assert [score.metrics.get("metrics_left_out", 0.0) for score in scores] == [1.0, 1.0, 9_000.0, 1.0, 0.0]
+    logged = capfd.readouterr().err
+    assert 1 <= logged.count("warning: scripted: the metric ") <= 4  # one for each process
+    assert "it is left out, and counted in metrics_left_out" in logged
 
 
 async def test_output_of_a_reward_is_not_part_of_the_answer(judge: Any) -> None:

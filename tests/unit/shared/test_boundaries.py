@@ -32,7 +32,7 @@ from kestrl.tools import ToolError, ToolResult
 from kestrl.tools.arguments import Arguments, ArgumentsInvalid
 from kestrl_judge.correctness import VerdictForm
 from kestrl_judge.ruler.reply import Malformed, parse
-from kestrl_rollout.groups.loop_metrics import check_metrics, returned_reward, usable_metrics
+from kestrl_rollout.groups.loop_metrics import LoopMetrics, returned_reward
 from kestrl_tools.execution import answer_of, for_model, state_of
 from kestrl_tools.http.client import Response
 from kestrl_tools.http.results import result_of
@@ -113,8 +113,8 @@ def loop_reward(value: Any) -> None:
 
 
 def loop_metric(value: Any) -> None:
-    check_metrics({"m": value})
-    assert usable_metrics({"m": value})
+    usable = LoopMetrics().usable("l", {"m": value})
+    assert ("m" in usable) != ("metrics_left_out" in usable)
 
 
 ENTRANCES: Mapping[Callable[[Any], None], tuple[type[KestrlError], ...]] = {
@@ -123,12 +123,12 @@ ENTRANCES: Mapping[Callable[[Any], None], tuple[type[KestrlError], ...]] = {
     tool_facts: (ToolFailure,),
     environment_state: (ToolFailure,),
     reward: (JudgeFailure,),
-    reward_metric: (JudgeFailure,),
-    reward_metrics: (JudgeFailure, UserCodeError),
+    reward_metric: (),
+    reward_metrics: (JudgeFailure,),
     reward_turns: (JudgeFailure,),
     reward_answer: (JudgeFailure,),
     loop_reward: (UserCodeError,),
-    loop_metric: (UserCodeError,),
+    loop_metric: (),
 }
 
 
@@ -142,30 +142,21 @@ def test_a_value_of_user_code_is_taken_or_refused_with_its_type(entrance: Callab
 
 
 @pytest.mark.parametrize("text", TEXTS)
-def test_a_name_of_a_metric_is_taken_or_refused_with_its_type(text: str):
+def test_a_name_of_a_metric_is_taken_or_left_out(text: str):
     for entrance in (reward_metrics, loop_metrics):
-        try:
-            entrance({TEXTS[text]: 1.0})
-        except (JudgeFailure, UserCodeError) as error:
-            check_failure(error)
+        entrance({TEXTS[text]: 1.0})
 
 
 def loop_metrics(value: Any) -> None:
-    check_metrics(value)
-    judge_pb2.EpisodeScore(metrics=usable_metrics(value)).SerializeToString()
+    judge_pb2.EpisodeScore(metrics=LoopMetrics().usable("l", value)).SerializeToString()
 
 
 def test_metrics_are_bounded_in_number_and_length():
-    with pytest.raises(UserCodeError, match="metrics"):
-        as_score("r", Score(metrics={f"m{number}": 1.0 for number in range(10_000)}))
-    with pytest.raises(UserCodeError, match="metrics"):
-        check_metrics({f"m{number}": 1.0 for number in range(10_000)})
-    with pytest.raises(UserCodeError, match="name"):
-        as_score("r", Score(metrics={"m\ud800": 1.0}))
-    with pytest.raises(UserCodeError, match="name"):
-        as_score("r", Score(metrics={"m" * 1_000: 1.0}))
-    with pytest.raises(UserCodeError, match="name"):
-        check_metrics({"m" * 1_000: 1.0})
+    many = {f"m{number}": 1.0 for number in range(10_000)}
+    for metrics in (many, {"m\ud800": 1.0}, {"m" * 1_000: 1.0}, {"reward": 1.0}):
+        for usable in (as_score("r", Score(metrics=metrics)).metrics, LoopMetrics().usable("l", metrics)):
+            assert len(usable) <= 1_001
+            assert usable["metrics_left_out"] == max(1, len(metrics) - 1_000)
 
 
 @pytest.mark.parametrize("text", TEXTS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -143,3 +144,27 @@ def test_what_an_interrupted_download_left_is_not_in_the_folder(store: ObjectSto
     fetch_adapter(store, target, adapter_folder(manifest().policy))
     assert sorted(path.name for path in target.iterdir()) == sorted(FILES)
     assert not left.exists()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"step": -5},
+        {"rank": -1},
+        {"alpha": float("nan")},
+        {"probe": {"token_ids": [1, 2], "logprobs": [float("nan")], "base_logprobs": [-1.0]}},
+        {"files": {"a\0b": "0"}},
+        {"files": {"\ud800": "0"}},
+        {"files": {"a" * 1_000: "0"}},
+        {"files": {"..": "0"}},
+    ],
+)
+def test_a_manifest_of_impossible_values_is_malformed(
+    store: ObjectStore, tmp_path: Path, change: dict[str, object]
+) -> None:
+    content = {**manifest().model_dump(mode="json"), **change}
+    store.put("v/manifest.json", json.dumps(content).encode())
+    with pytest.raises(StorageError) as caught:
+        fetch_adapter(store, tmp_path / "fetched", "v")
+    assert caught.value.code == "manifest_malformed"
+    assert list(tmp_path.glob("fetched*")) == []

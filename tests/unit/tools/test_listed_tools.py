@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 
-from kestrl._shared.plan.settings.tools import McpEntry, ToolEntry
+from kestrl._shared.plan.settings.tools import EndpointEntry, HttpEntry, McpEntry, SecretText, ToolEntry
 from kestrl.errors import UserInputError
 from kestrl.tools import ToolSchema
+from kestrl_tools.catalogue import load_tools
 from kestrl_tools.servers import LeftOut, Listed, callable_name, definitions
+from kestrl_tools.tool_threads import ToolThreads
 
 SAMPLE = Path(__file__).with_name("mcp_sample.py")
 GOOD: dict[str, Any] = {"type": "object", "properties": {"text": {"type": "string"}}}
@@ -78,3 +80,21 @@ async def test_a_tool_is_called_by_the_servers_own_name(serve: Any, tmp_path: Pa
         session = await client.open("files_read")
         assert (await client.call(session, "files_read", {"text": "a"})).text == "a"
         assert (await client.call(session, "files_read", {"text": 5})).outcome == "schema_violation"
+
+
+@pytest.mark.parametrize("value", ["canary-0123\n", "canary\r\nX-Other: 1", "canary-é", "canary-\udcff"])
+@pytest.mark.parametrize("kind", ["http", "mcp"])
+async def test_a_secret_that_no_header_holds_is_an_error_of_the_manifest(
+    kind: str, value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KESTRL_TOOL_SECRET_0", value)
+    secret = {"Authorization": SecretText(variable="KESTRL_TOOL_SECRET_0", prefix="Bearer ")}
+    endpoint = EndpointEntry(name="t", description="d", method="GET", path="/a")
+    entry = (
+        ToolEntry(name="h", http=HttpEntry(base_url="http://127.0.0.1:9", endpoints=(endpoint,), secret_headers=secret))
+        if kind == "http"
+        else ToolEntry(name="m", mcp=McpEntry(url="http://127.0.0.1:9/mcp", secret_headers=secret))
+    )
+    with pytest.raises(UserInputError, match="KESTRL_TOOL_SECRET_0 has a line end") as caught:
+        await load_tools([entry], ToolThreads())
+    assert "canary" not in str(caught.value)

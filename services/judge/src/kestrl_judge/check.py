@@ -16,7 +16,7 @@ from kestrl._shared.plan.settings.judge import RewardEntry
 from kestrl.data.rows import DataRow, read_rows
 from kestrl.errors import JudgeFailure, UserCodeError, UserInputError
 from kestrl.rewards import Attempt, VerdictNeeded
-from kestrl.rewards.checking import NOT_FINITE
+from kestrl.rewards.checking import LEFT_OUT, NOT_FINITE, UnusableMetric
 from kestrl.rewards.resolving import Reward, is_built_in, resolve
 from kestrl.testing.attempts import make_attempt
 from kestrl_judge.rules import rule_scorers
@@ -69,7 +69,8 @@ def _tried(entry: RewardEntry, function: Reward, row: DataRow | None, max_turns:
     called no tool.
     """
     attempt = replace(made_attempt(row, max_turns), verdicts={} if entry.asks_judge else None)
-    rule = Rule(entry.rule, function, built_in=False, runner=runner)
+    unusable: list[UnusableMetric] = []
+    rule = Rule(entry.rule, function, built_in=False, runner=runner, report=unusable.append)
     where = "" if row is None else f" at {row.place}"
     try:
         rule.score(attempt)
@@ -83,6 +84,9 @@ def _tried(entry: RewardEntry, function: Reward, row: DataRow | None, max_turns:
             warning=f"{entry.field}: {error} (for a made attempt{where} that calls no tool); an episode for which it "
             "raises has no reward"
         )
+    for metric in unusable:
+        said = f"{entry.field}: {entry.rule}: {metric.text}; in a run it is left out, and counted in {LEFT_OUT}"
+        return Trial(warning=f"{said} (for a made attempt{where})") if metric.by_value else Trial(said)
     return Trial()
 
 

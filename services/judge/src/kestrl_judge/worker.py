@@ -14,14 +14,15 @@ import json
 import socket
 import sys
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from kestrl.api.judge.v1 import judge_pb2 as pb
 from kestrl.episode.codec import episode_from_proto, failure_to_proto, scenario_from_proto
-from kestrl.errors import JudgeFailure, UserCodeError, UserInputError, described
+from kestrl.errors import JudgeFailure, UserCodeError, UserInputError, described, encodable
 from kestrl.rewards import Attempt, Claim, Score, VerdictNeeded
-from kestrl.rewards.checking import as_score
+from kestrl.rewards.checking import LEFT_OUT, UnusableMetric, as_score
 from kestrl.rewards.resolving import Reward, is_built_in, resolve
 from kestrl_judge.framing import read_frame, write_frame
 
@@ -35,13 +36,15 @@ class Rule:
     built_in: bool
     runner: asyncio.Runner
     """One event loop for the lifetime of the process, so that async rewards can keep connections."""
+    report: Callable[[UnusableMetric], None]
+    """Called for metrics that are left out."""
 
     def score(self, attempt: Attempt) -> Score:
         """Scores one episode.
 
         Raises:
             JudgeFailure: A built-in reward raised, or the value is not a finite number.
-            UserCodeError: The user's function, or its returned object, raised, or a metric has no usable name.
+            UserCodeError: The user's function, or its returned object, raised.
             VerdictNeeded: It asks the correctness judge.
         """
         try:
@@ -52,7 +55,7 @@ class Rule:
         except BaseException as error:
             raise self._raised(error) from error
         try:
-            return as_score(self.name, returned, turns=attempt.episode.num_turns)
+            return as_score(self.name, returned, turns=attempt.episode.num_turns, report=self.report)
         except (JudgeFailure, UserCodeError):
             raise
         except BaseException as error:  # a number or mapping of a user's class
@@ -62,6 +65,19 @@ class Rule:
         traceback.print_exception(error)
         kind = JudgeFailure if self.built_in else UserCodeError
         return kind(f"{self.name}: {described(error)}", code="reward_raised")
+
+
+class FirstWarning:
+    """Writes the first unusable metric to the log, in which each episode's would be too many."""
+
+    def __init__(self, name: str) -> None:
+        self._name, self._warned = name, False
+
+    def __call__(self, metric: UnusableMetric) -> None:
+        if not self._warned:
+            self._warned = True
+            text = encodable(f"warning: {self._name}: {metric.text}; it is left out, and counted in {LEFT_OUT}")
+            print(text, file=sys.stderr, flush=True)  # noqa: T201 - the log of this process
 
 
 async def _awaited(returned: Any) -> object:
@@ -114,7 +130,7 @@ def main() -> None:
             write_frame(stream, pb.EpisodeScore(failure=failure_to_proto(failure)).SerializeToString())
             return
         write_frame(stream, pb.EpisodeScore().SerializeToString())
-        rule = Rule(options.name, function, is_built_in(options.rule), runner)
+        rule = Rule(options.name, function, is_built_in(options.rule), runner, FirstWarning(options.name))
         while (frame := read_frame(stream)) is not None:
             score = answer(rule, pb.ScoreGroupRequest.FromString(frame))
             write_frame(stream, score.SerializeToString())

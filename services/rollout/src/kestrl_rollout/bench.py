@@ -28,7 +28,7 @@ if __name__ == "__main__":
 
 from kestrl._shared import rpc
 from kestrl._shared.bounded_answers import AnswerTooLong, bound
-from kestrl._shared.credentials import Secret
+from kestrl._shared.credentials import Secret, header_value
 from kestrl._shared.plan.settings.bench import BenchSettings
 from kestrl._shared.plan.settings.common import ServiceSettings
 from kestrl._shared.service import run_service
@@ -326,6 +326,7 @@ async def work(settings: ServiceSettings) -> None:
     key = os.environ.get(settings.endpoint.key_variable)
     if not key:
         raise UserInputError(f"{settings.endpoint.key_variable} is not set")
+    header_value(key, settings.endpoint.key_variable)
     scenarios = load_scenarios(Path(settings.data.path), size=settings.data.size)
     endpoint = settings.endpoint
     began = time.monotonic()

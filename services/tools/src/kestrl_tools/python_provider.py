@@ -21,7 +21,7 @@ from kestrl.tools.provider import NO_KWARGS, Kwargs, ProviderSession, ToolDefini
 from kestrl.tools.schema import Described, read
 from kestrl_tools.execution import guarded
 from kestrl_tools.instances import EnvironmentInstance, PlainInstance, VerlInstance, is_async
-from kestrl_tools.servers import secret_text
+from kestrl_tools.servers import secret_header
 from kestrl_tools.tool_threads import ToolThreads
 
 HOOKS = ("reset", "state", ENVIRONMENT_REWARD, "close")
@@ -215,7 +215,7 @@ def _check_claim(obj: Any) -> None:
 def _warm_pool(claim: ClaimEntry) -> WarmPool:
     return WarmPool(
         name=claim.warm_pool,
-        token=secret_text("sandbox.claim", claim.token),
+        token=secret_header("sandbox.claim", claim.token),
         port=claim.port,
         bind_seconds=claim.bind_seconds,
         use_seconds=claim.use_seconds,

@@ -10,6 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from kestrl._shared.credentials import header_value
 from kestrl._shared.plan.settings.tools import SecretText, ToolEntry
 from kestrl.errors import KestrlError, UserInputError
 from kestrl.tools import ToolSchema
@@ -92,6 +93,15 @@ def secret_text(kind: str, text: SecretText) -> str:
     if value is None:
         raise UserInputError(f"{kind}: {text.variable} is not set, which holds an entry of a secret of the manifest")
     return text.prefix + value
+
+
+def secret_header(kind: str, text: SecretText) -> str:
+    """As `secret_text`, of a value that can be sent as a header.
+
+    Raises:
+        UserInputError: As `secret_text`, and for a value that a header cannot hold.
+    """
+    return header_value(secret_text(kind, text), f"{kind}: {text.variable}")
 
 
 def visible(text: str) -> str:

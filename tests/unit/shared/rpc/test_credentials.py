@@ -13,7 +13,7 @@ import grpc
 import pytest
 from tests.fakes.ports import free_port
 
-from kestrl._shared.credentials import CALLS, HOLDERS, Secret, checked_by, held_by, require
+from kestrl._shared.credentials import CALLS, HOLDERS, Secret, checked_by, header_value, held_by, require
 from kestrl._shared.plan.components import Role
 from kestrl._shared.rpc import Bundle, channel, serve
 from kestrl._shared.rpc.client import shown
@@ -156,3 +156,20 @@ def test_a_service_without_its_credentials_does_not_start(monkeypatch: pytest.Mo
     with pytest.raises(UserInputError, match="KESTRL_ROLLOUT_TO_TOOLS_TOKEN is not set"):
         require(Role.TOOLS)
     require(Role.ENGINE)
+
+
+@pytest.mark.parametrize("value", ["a\nb", "token\n", " token", "\udcff\udcfe", "é", "a\0b", "a\rb"])
+def test_a_credential_that_no_header_holds_is_one_error_without_its_value(
+    value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for secret in Secret:
+        monkeypatch.setenv(secret.value, "t")
+    with pytest.raises(UserInputError) as caught:
+        header_value(value, "KESTRL_X")
+    assert str(caught.value).startswith("KESTRL_X has a line end")
+    assert value not in str(caught.value)
+    if "\0" in value:
+        return
+    monkeypatch.setenv(Secret.ROLLOUT_TO_TOOLS.value, value)
+    with pytest.raises(UserInputError, match=Secret.ROLLOUT_TO_TOOLS.value):
+        require(Role.TOOLS)

@@ -12,6 +12,7 @@ from dataclasses import replace
 from enum import Enum, StrEnum
 from typing import TYPE_CHECKING, Any, Protocol
 
+from kestrl._shared.credentials import header_value
 from kestrl._shared.plan.settings.judge import JudgeModel
 from kestrl._shared.telemetry import span
 from kestrl._shared.telemetry.names import Attr, SpanName
@@ -79,6 +80,7 @@ class JudgeClient:
 
         logging.getLogger("httpx2").setLevel(logging.WARNING)  # it logs every request
         key = os.environ.get(judge.key_variable, "") if judge.key_variable else ""
+        header_value(key, judge.key_variable or "")
         self.judge = judge
         self._redactor = Redactor([key])
         self.pacer = Pacer(concurrency)

@@ -28,7 +28,7 @@ from kestrl_rollout.engine.client import EngineClient
 from kestrl_rollout.engine.engine_session import EngineSession
 from kestrl_rollout.engine.sessions import Sessions
 from kestrl_rollout.gateway.server import Gateway
-from kestrl_rollout.groups.loop_metrics import REWARD, check_metrics, returned_reward, usable_metrics
+from kestrl_rollout.groups.loop_metrics import REWARD, LoopMetrics, returned_reward
 from kestrl_rollout.requests import Deadlines, GroupRequest
 
 log = logging.getLogger(__name__)
@@ -86,6 +86,7 @@ class EpisodeRunner:
         self._gateway = gateway
         self._describes_tools = describes_tools
         self._slots = asyncio.Semaphore(concurrency)
+        self._metrics = LoopMetrics()
         self._closing: set[asyncio.Task[None]] = set()
         self._abandoned: set[asyncio.Task[_Contained]] = set()
         """Tasks of loops that were cancelled and still run."""
@@ -141,10 +142,15 @@ class EpisodeRunner:
                 started_at=attempt.started_at,
                 seconds=time.monotonic() - attempt.started,
                 trace_id=current_trace_id(),
-                metrics={} if conversation is None else usable_metrics(conversation.metrics),
+                metrics=self._metrics_of(attempt),
                 loop_reward=attempt.reward,
                 environments=attempt.environments,
             )
+
+    def _metrics_of(self, attempt: _Attempt) -> dict[str, float]:
+        if attempt.conversation is None or attempt.loop is None:
+            return {}
+        return self._metrics.usable(attempt.loop.name, attempt.conversation.metrics)
 
     async def _settle(self, request: GroupRequest, attempt: _Attempt, clock: GroupClock) -> Failure | None:
         """Runs to the end; returns the failure, or None."""
@@ -158,8 +164,6 @@ class EpisodeRunner:
                     await self._open(request, attempt)
                     await self._drive(attempt)
                     await self._take_state(attempt, request.deadlines.tool)
-                assert attempt.conversation is not None
-                check_metrics(attempt.conversation.metrics)
             finally:
                 self._leave(attempt)
         except KestrlError as error:

@@ -2,39 +2,33 @@
 
 from __future__ import annotations
 
-import math
+import logging
 from collections.abc import Mapping
-from itertools import islice
 from typing import Any
 
-from kestrl.episode import LARGEST_REWARD, RESERVED_METRICS
-from kestrl.errors import JudgeFailure, UserCodeError, described, shown
+from kestrl.episode import LARGEST_REWARD
+from kestrl.errors import JudgeFailure, UserCodeError, described
 from kestrl.rewards import Score
-from kestrl.rewards.checking import MAX_METRICS, METRIC_INVALID, as_score, name_problem
+from kestrl.rewards.checking import LEFT_OUT, as_score, usable_metrics
 
 REWARD = "loop_reward"
 """Name of the metric of a returned reward."""
+log = logging.getLogger(__name__)
 
 
-def usable_metrics(metrics: Mapping[Any, Any]) -> dict[str, float]:
-    """The valid metrics. Invalid ones are left out: the episode fails because of them."""
-    usable = ((name, float(value)) for name, value in metrics.items() if _problem(name, value) is None)
-    return dict(islice(usable, MAX_METRICS))
+class LoopMetrics:
+    """Metrics of agent loops: those that can be used, and a warning for others, once for each loop."""
 
+    def __init__(self) -> None:
+        self._warned: set[str] = set()
 
-def check_metrics(metrics: Mapping[Any, Any]) -> None:
-    """Checks a loop's metrics.
-
-    Raises:
-        UserCodeError: A metric is not a finite number, its name is reserved or none, or there are too many (code
-            `metric_invalid`).
-    """
-    if len(metrics) > MAX_METRICS:
-        raise UserCodeError(f"agent loop: {len(metrics)} metrics; at most {MAX_METRICS} are taken", code=METRIC_INVALID)
-    for name, value in metrics.items():
-        problem = _problem(name, value)
-        if problem is not None:
-            raise UserCodeError(f"agent loop: the metric {shown(name)} {problem}", code=METRIC_INVALID)
+    def usable(self, loop: str, metrics: Mapping[Any, Any]) -> dict[str, float]:
+        """The metrics of an episode that can be averaged; see `kestrl.rewards.checking.usable_metrics`."""
+        usable, problems = usable_metrics(metrics)
+        if problems and loop not in self._warned:
+            self._warned.add(loop)
+            log.warning("agent.loop %s: %s; it is left out, and counted in %s", loop, problems[0].text, LEFT_OUT)
+        return usable
 
 
 def returned_reward(loop: str, returned: object) -> Score | None:
@@ -61,17 +55,3 @@ def returned_reward(loop: str, returned: object) -> Score | None:
             code="loop_reward_invalid",
         )
     return score
-
-
-def _problem(name: Any, value: Any) -> str | None:
-    if problem := name_problem(name):
-        return problem
-    if name in RESERVED_METRICS:
-        return "is reserved by the learner; use another name"
-    if not isinstance(value, int | float):
-        return f"is a {type(value).__name__}; report a number"
-    try:
-        finite = math.isfinite(value)
-    except OverflowError:
-        finite = False
-    return None if finite else "is not finite; omit it if there is nothing to report"

@@ -20,7 +20,7 @@ from kestrl_tools.http.egress import Egress, host_and_port, of_url
 from kestrl_tools.http.operations import Operation, of_document, of_endpoint
 from kestrl_tools.http.requests import Request, request_of
 from kestrl_tools.http.results import result_of
-from kestrl_tools.servers import LeftOut, ServerUnavailable, definitions, left_out_by, secret_text
+from kestrl_tools.servers import LeftOut, ServerUnavailable, definitions, left_out_by, secret_header
 
 DOCUMENT_SECONDS = 30.0
 """Time limit of reading a document by its URL."""
@@ -53,7 +53,7 @@ class HttpProvider:
 
     async def list_tools(self) -> Sequence[ToolDefinition]:
         server = self._server
-        texts = {name: secret_text("http", text) for name, text in server.secret_headers.items()}
+        texts = {name: secret_header("http", text) for name, text in server.secret_headers.items()}
         self._headers = {**server.headers, **texts}
         wanted, left_out = self._wanted, self._left_out
         if server.openapi is None:

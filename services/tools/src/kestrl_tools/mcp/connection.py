@@ -23,7 +23,7 @@ from kestrl.tools import ToolError
 from kestrl_tools.mcp.bounds import Flood
 from kestrl_tools.mcp.sdk import TransportStreams, create_mcp_http_client
 from kestrl_tools.mcp.stdio import Program, stdio_transport
-from kestrl_tools.servers import MAX_TOOLS, Listed, ServerUnavailable, callable_name, secret_text
+from kestrl_tools.servers import MAX_TOOLS, Listed, ServerUnavailable, callable_name, secret_header, secret_text
 
 log = logging.getLogger(__name__)
 CONNECT_SECONDS = 30.0
@@ -182,7 +182,7 @@ class Connection:
         else:
             headers = {
                 **entry.headers,
-                **{name: secret_text("mcp", text) for name, text in entry.secret_headers.items()},
+                **{name: secret_header("mcp", text) for name, text in entry.secret_headers.items()},
             }
             async with (
                 create_mcp_http_client(headers={"Accept-Encoding": "identity", **headers}) as client,

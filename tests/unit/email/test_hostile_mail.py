@@ -282,6 +282,8 @@ DAMAGES = {
     "negative size of pax": pax(size="-4096") + MEMBER,
     "a size that is no number": pax(size="x") + MEMBER,
     "no header": b"\1" * 512 + MEMBER,
+    "name of 3 GiB": header("././@LongLink", 3 << 30, b"L") + b"a" * 4096,
+    "attributes of 3 GiB": header("pax", 3 << 30, b"x") + b"a" * 4096,
 }
 
 
@@ -294,6 +296,37 @@ def test_an_archive_that_cannot_be_read_further_keeps_what_was_read(tmp_path: Pa
         build(source, out)
     source.write_bytes(MEMBER + END)
     assert build(source, out).added.total() <= 1
+
+
+def test_a_dictionary_of_gigabytes_is_damage(tmp_path: Path):
+    packed = bytearray(lzma.compress(MEMBER + END, format=lzma.FORMAT_ALONE))
+    source = tmp_path / "m.tar.xz"
+    source.write_bytes(packed)
+    assert [record.place for record in read(source, Kind.TAR)] == ["x"]
+    packed[1:5] = (3 << 30).to_bytes(4, "little")
+    source.write_bytes(packed)
+    with pytest.raises(UserInputError, match=r"m\.tar\.xz is damaged: Memory usage limit"):
+        build(source, tmp_path / "mail.db")
+
+
+@pytest.mark.parametrize("preset", [0, 6, 9])
+def test_streams_of_xz_behind_one_another_are_one_archive(tmp_path: Path, preset: int):
+    source = tmp_path / "m.tar.xz"
+    halves = MEMBER * 3000 + END
+    first, second = (lzma.compress(half, preset=preset) for half in (halves[:700_000], halves[700_000:]))
+    source.write_bytes(first + b"\0" * 8 + second)
+    assert len(read(source, Kind.TAR)) == 3000
+    source.write_bytes(first + second[:-20])
+    with pytest.raises(UserInputError, match="is damaged"):
+        build(source, tmp_path / "mail.db")
+
+
+def test_a_line_of_millions_of_values_is_one_problem(tmp_path: Path):
+    source = tmp_path / "m.jsonl"
+    source.write_bytes(
+        b'{"body": [' + b"0," * 5_000_001 + b"0]}\n" + b'{"body": [' + b"[" * 6_000_000 + b"\n" + b"{}\n"
+    )
+    assert [record.problem for record in read(source, Kind.JSONL)] == ["more than 5000000 values"] * 2 + [""]
 
 
 def test_global_headers_of_an_archive_do_not_add_up(tmp_path: Path):

@@ -29,6 +29,8 @@ ROWS_AT_ONCE = 512
 MBOX_START = b"From "
 _QUOTED_FROM = re.compile(rb"^>(>*From )", re.MULTILINE)
 _NOT_MAIL = re.compile(r"^(\..*|dovecot.*|maildirfolder|maildirsize|subscriptions|courier.*)$")
+MAX_VALUES = 5_000_000
+"""Maximum commas and lists of a line of JSON: megabytes of small values take gigabytes of memory."""
 TOO_LARGE = f"larger than {MAX_BYTES >> 20} MiB"
 LONGEST_PLACE = 4096
 
@@ -316,6 +318,9 @@ def jsonl(path: Path, known: Known) -> Iterator[Record]:
                 continue
             if len(line) > MAX_BYTES:
                 yield Record(place, None, file.tell(), TOO_LARGE)
+                continue
+            if line.count(b",") + line.count(b"[") > MAX_VALUES:
+                yield Record(place, None, file.tell(), f"more than {MAX_VALUES} values")
                 continue
             try:
                 row = json.loads(line)

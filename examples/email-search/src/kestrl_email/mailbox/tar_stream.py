@@ -17,6 +17,12 @@ from typing import Any, BinaryIO
 
 MAX_EXTENSION = 1024 * 1024
 """Maximum bytes of one extension header (a long name, attributes), and of all that belong to one member."""
+MAX_SKIPPED = 64 * 1024 * 1024
+"""Maximum bytes of an extension header that is passed over; a larger one ends the archive."""
+XZ_MEMORY = 128 * 1024 * 1024
+"""Maximum bytes of memory that xz may take; `xz -9` takes 65 MiB, and a header may ask for 4 GiB."""
+PIECE = 1024 * 1024
+"""Bytes that are decompressed at once."""
 DAMAGED = (
     tarfile.TarError,
     EOFError,
@@ -49,6 +55,8 @@ class Member(tarfile.TarInfo):
             raise
         if member.size < 0:
             raise tarfile.ReadError("a header with a negative size")
+        if member.type in _EXTENSIONS and member.size > MAX_SKIPPED:
+            raise tarfile.ReadError(f"a header of {member.size} bytes")
         if member.type in _EXTENSIONS and member.size > MAX_EXTENSION:
             member.type = _SKIPPED
         return member
@@ -76,6 +84,33 @@ class _Metered(io.RawIOBase):
         return data
 
 
+class _Xz(io.RawIOBase):
+    """The content of .xz and .lzma, of several streams behind one another too, in bounded memory."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file, self._decoder = file, lzma.LZMADecompressor(memlimit=XZ_MEMORY)
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while True:
+            rest = b""
+            if self._decoder.eof:
+                rest = self._decoder.unused_data.lstrip(b"\0") or self._file.read(PIECE).lstrip(b"\0")
+                if not rest:
+                    return 0
+                self._decoder = lzma.LZMADecompressor(memlimit=XZ_MEMORY)
+            elif self._decoder.needs_input:
+                rest = self._file.read(PIECE)
+                if not rest:
+                    raise EOFError("the compressed data ends before its end marker")
+            data = self._decoder.decompress(rest, len(buffer))
+            if data:
+                buffer[: len(data)] = data
+                return len(data)
+
+
 def members(file: BinaryIO) -> Iterator[tuple[Member, tarfile.TarFile]]:
     """Members of an archive, compressed or not; the data of one can be read from the archive until the next is asked
     for.
@@ -98,5 +133,5 @@ def _decompressed(file: BinaryIO) -> Any:
     if start.startswith(b"BZh"):
         return bz2.open(file)
     if start.startswith((b"\xfd7zXZ", b"\x5d\x00\x00")):
-        return lzma.open(file)
+        return io.BufferedReader(_Xz(file))
     return file

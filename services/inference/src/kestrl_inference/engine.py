@@ -158,7 +158,7 @@ def _read(reading: Callable[[], Read]) -> Read:
     """
     try:
         return reading()
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise EngineFailure(str(error), code="engine_nonsense") from error
 
 

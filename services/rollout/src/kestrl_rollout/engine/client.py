@@ -95,7 +95,7 @@ class EngineClient:
         """
         try:
             answer = self._dialect.read_generated(payload)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             why = self._redactor.text(described(error))
             raise EngineFailure(
                 f"{engine}: not an answer to a generate request ({why}): {self._shown(payload)}", code="bad_answer"

@@ -168,6 +168,14 @@ def test_everything_that_a_job_names_and_does_not_exist(project: Project) -> Non
         ("def reward(attempt): return True", "its value is True (bool); return a float"),
         ("async def reward(attempt): return '1'", "its value is '1' (str); return a float"),
         ("def reward(attempt): return [1.0, 2.0]", "it returned 2 turn rewards for an episode of 1 turns"),
+        (
+            "from kestrl.rewards import Score\ndef reward(attempt): return Score(value=1.0, metrics={'step': 1.0})",
+            "mine:reward: the metric 'step' is reserved by the learner; use another name; in a run it is left out",
+        ),
+        (
+            "from kestrl.rewards import Score\ndef reward(attempt): return Score(value=1.0, metrics={'a\\nb': 1.0})",
+            "mine:reward: the metric 'a\\nb' has a name that is not a printable string; in a run it is left out",
+        ),
         ("def reward(completions, **kwargs): ...", "mine:reward(completions, **kwargs) has the signature of TRL"),
         (
             "def reward(prompts, completions, **kwargs): ...",

@@ -45,15 +45,15 @@ test: $(STAMP)
 
 ## make test-all         all checks of CI: each distribution alone, tests on real engines, a real Kubernetes
 test-all: $(STAMP)
-	TEST_SHARE=$$(git rev-parse HEAD 2>/dev/null) $(BIN)/python scripts/run_stages.py unit servers distributions inspect-check engine cluster
+	TEST_SHARE=$$(git rev-parse HEAD 2>/dev/null) KESTRL_KILL_ROUNDS=1 $(BIN)/python scripts/run_stages.py unit servers distributions inspect-check engine cluster
 
-## make test-long        the same with what test-all leaves out: the other half of some runs on engines, all of e2e
+## make test-long        the same with what test-all leaves out: the other shares of what takes long, more kills, all of e2e
 test-long: $(STAMP)
 	$(BIN)/python scripts/run_stages.py unit servers distributions inspect-check engine e2e
 
 ## make unit             run the tests without an engine
 unit: $(STAMP)
-	$(BIN)/python -m pytest -q -n 2 -m "not engine and not servers and not gpu and not helm and not e2e and not distributions" tests
+	$(BIN)/python -m pytest -q -n 2 --durations=20 -m "not engine and not servers and not gpu and not helm and not e2e and not distributions" tests
 
 ## make distributions    build the wheel of each distribution, install it alone and start it
 distributions: $(STAMP)
@@ -74,7 +74,7 @@ servers: $(STAMP)
 ## make engine           run the tests with real vLLM servers
 engine: $(STAMP)
 	$(BIN)/python -m pytest -q tests/integration/test_killed.py
-	$(BIN)/python -m pytest -q -n 2 --dist loadgroup -m engine --ignore=tests/integration/test_killed.py tests
+	$(BIN)/python -m pytest -q -n 2 --durations=20 --dist loadgroup -m engine --ignore=tests/integration/test_killed.py tests
 
 engine-run: $(STAMP)
 	$(BIN)/python -m pytest -q tests/integration/test_run.py
@@ -140,7 +140,7 @@ images: $(STAMP)
 
 # Tests on Kubernetes are skipped with one line if a cluster cannot be started.
 ON_KUBERNETES = tests/e2e/kit/packages || exit 0; $(MAKE) --no-print-directory kit chart && \
-  export KESTRL_E2E_IMAGES && KESTRL_E2E_IMAGES=$${KESTRL_E2E_IMAGES-$$(tests/e2e/kit/images)} && $(BIN)/python -m pytest -q -rs -m
+  export KESTRL_E2E_IMAGES && KESTRL_E2E_IMAGES=$${KESTRL_E2E_IMAGES-$$(tests/e2e/kit/images)} && $(BIN)/python -m pytest -q -rs --durations=20 -m
 
 ## make e2e              run the end-to-end tests on a real Kubernetes (local, or E2E_KUBECONFIG): chart, jobs, faults, isolation, scale
 e2e: $(STAMP)

@@ -10,7 +10,6 @@ import pytest
 
 from kestrl._shared.credentials import CALLS
 
-SHARES = 2
 COMMIT = "TEST_SHARE"
 """Environment variable with a commit that chooses one of the shares of the tests marked `share`; without it all run."""
 
@@ -19,14 +18,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     commit = os.environ.get(COMMIT, "")
     if not commit:
         return
-    chosen = int(commit, 16) % SHARES
-    left_out = [
-        item
-        for item in items
-        if item.get_closest_marker("share") and zlib.crc32(item.nodeid.encode()) % SHARES != chosen
-    ]
+    left_out = [item for item in items if not _chosen(item, int(commit, 16))]
     items[:] = [item for item in items if item not in left_out]
     config.hook.pytest_deselected(items=left_out)
+
+
+def _chosen(item: pytest.Item, commit: int) -> bool:
+    """Whether a commit's share has a test: `share(n)` is in one of n, `share` in one of two."""
+    marker = item.get_closest_marker("share")
+    if marker is None:
+        return True
+    shares = marker.args[0] if marker.args else 2
+    return zlib.crc32(item.nodeid.encode()) % shares == commit % shares
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -8,7 +8,7 @@ import pytest
 
 from .installation import JOB, Installation, condition, small
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300), pytest.mark.share]
 
 
 def autoscaler(least: int, most: int) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import pytest
 from .cluster.client import Cluster
 from .installation import Installation, condition, small
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240), pytest.mark.share]
 IDLE = ["python", "-c", "import signal; signal.pause()"]
 
 

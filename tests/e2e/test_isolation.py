@@ -10,7 +10,7 @@ import pytest
 from .cluster.client import Cluster
 from .installation import Installation, small
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300), pytest.mark.share]
 STEPS = 100
 """Steps of a job whose pods are examined: more than it can do meanwhile, since the pods go when it ends."""
 REACH = """

@@ -11,7 +11,7 @@ import pytest
 
 from .runs import ROOT, belonging_to, kestrl
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(600), pytest.mark.xdist_group("email-agent")]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600), pytest.mark.xdist_group("email-agent"), pytest.mark.share]
 SHORT = ("--set", "schedule.maxSteps=2", "--set", "data.validation.size=3")
 
 

@@ -12,7 +12,13 @@ from kestrl._shared.text.vocabulary import Vocabulary
 from kestrl.episode import CallOutcome
 from kestrl.formats.registry import BUILT_IN
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(180), pytest.mark.xdist_group("formats")]
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.slow,
+    pytest.mark.timeout(180),
+    pytest.mark.xdist_group("formats"),
+    pytest.mark.share,
+]
 SCHEMAS: dict[str, Any] = {
     "search": {
         "type": "object",

@@ -16,7 +16,7 @@ from kestrl._app.local.rundir import RunDir
 
 from .runs import QUICKSTART, ROOT, SMALL, belonging_to, command, eventually, summary_of, wait_for_step
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600), pytest.mark.share]
 STEPS = 6
 
 

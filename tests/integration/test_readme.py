@@ -16,7 +16,7 @@ import pytest
 
 from .runs import ROOT, belonging_to, eventually
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(1800), pytest.mark.xdist_group("readme")]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(1800), pytest.mark.xdist_group("readme"), pytest.mark.share]
 JOB = "examples/bring-your-own/job.yaml"
 STEPS = ("--set", "schedule.maxSteps=8", "--set", "schedule.epochs=2")
 """Enough for a run to be stopped in the middle."""

@@ -14,7 +14,7 @@ from kestrl._app.local.rundir import RunDir
 
 from .runs import ROOT, belonging_to, command, summary_of
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(900), pytest.mark.xdist_group("retool")]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900), pytest.mark.xdist_group("retool"), pytest.mark.share(3)]
 BLOCK = re.compile(r"## On two cores\n\n```console\n(.*?)```", re.DOTALL)
 STEPS = ("--set", "schedule.maxSteps=8", "--set", "schedule.evalEvery=8")
 RISE = 0.1

@@ -30,7 +30,7 @@ from kestrl.storage import open_store
 
 from .runs import QUICKSTART, ROOT, SMALL, belonging_to, command, eventually, kestrl, summary_of, wait_for_step
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(900), pytest.mark.share]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900), pytest.mark.share(3)]
 
 
 def test_with_staleness_rollouts_overlap_training(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from kestrl.data.rows import load_scenarios
 from kestrl_email.guide_settings import VARIABLES, Command, options
 from kestrl_email.rewards import Evidence
 
+pytestmark = pytest.mark.share
 ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs/email-agent.md").read_text()
 NEED_AN_ENGINE = ("kestrl run", "kestrl eval", "kestrl export")

@@ -16,6 +16,7 @@ from kestrl._app.tasks.writing import write_rows
 from kestrl.data import load_scenarios
 from kestrl.data.conversations import read_conversations
 
+pytestmark = pytest.mark.share
 ROOT = Path(__file__).parents[3]
 TYPED = re.compile(r"^\$ kestrl (.+)$", re.MULTILINE)
 WITH_AN_ENGINE = "verify"

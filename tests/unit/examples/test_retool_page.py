@@ -19,6 +19,7 @@ from kestrl._shared.spec.sft import read_sft_job
 from kestrl.data.conversations import read_conversations
 from kestrl.runstate.sampling import EvaluationSampling
 
+pytestmark = pytest.mark.share
 ROOT = Path(__file__).parents[3]
 FOLDER = ROOT / "examples" / "retool"
 TYPED = re.compile(r"^\$ kestrl (.+)$", re.MULTILINE)

@@ -26,7 +26,7 @@ from kestrl.errors import UserInputError
 from kestrl_learner.memory.estimate import estimate, longest_group
 from kestrl_learner.memory.live_bytes import LiveBytes
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = [pytest.mark.timeout(400), pytest.mark.share]
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 8192,

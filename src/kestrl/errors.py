@@ -148,6 +148,15 @@ class PlaceError(UserInputError):
     code = "place_unusable"
 
 
+class StorageInaccessible(PlaceError):
+    """Object storage denies access, or has no such bucket: a credential was rotated, revoked or is wrong. What heals it
+    is outside of the run, and a retry may succeed.
+    """
+
+    code = "storage_inaccessible"
+    retryable = True
+
+
 WRITE_FIXES = {
     errno.ENOSPC: "no space left; free some, or use another location",
     errno.EDQUOT: "quota exceeded; free some space, or use another location",

@@ -5,17 +5,27 @@ from __future__ import annotations
 import errno
 import os
 import re
+from collections.abc import Mapping
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
 
 import obstore
 from obstore.exceptions import AlreadyExistsError, BaseError, GenericError, PermissionDeniedError, UnauthenticatedError
 from obstore.store import LocalStore, from_url
 
-from kestrl.errors import PlaceError, StorageError, StorageUnavailable, UserInputError, place_error
+from kestrl.errors import (
+    PlaceError,
+    StorageError,
+    StorageInaccessible,
+    StorageUnavailable,
+    UserInputError,
+    place_error,
+)
 from kestrl.redaction import Redactor, credentials_of
+from kestrl.storage.credentials import client_options, mounted_configuration, opened_with
 from kestrl.storage.layout import CHECKPOINTS
-from kestrl.storage.uris import file_uri, is_local, local_path
+from kestrl.storage.uris import file_uri, is_local, local_path, scheme_of
 
 if TYPE_CHECKING:
     from obstore.store import ClientConfig, RetryConfig
@@ -42,14 +52,19 @@ AWAY = frozenset(
 S3_ERROR = re.compile(r"<Error>\s*<Code>(?P<code>[^<]*)</Code>\s*<Message>(?P<message>[^<]*)</Message>")
 
 
-def _client() -> ClientConfig:
+def _client(mounted: Mapping[str, str]) -> ClientConfig:
     # An endpoint without TLS is intended: a store on loopback or inside a cluster.
-    plain = os.environ.get("AWS_ENDPOINT_URL", os.environ.get("AWS_ENDPOINT", "")).startswith("http://")
-    return {"connect_timeout": "5s", "timeout": f"{REQUEST_SECONDS}s", "allow_http": plain}
+    variables = {**os.environ, **mounted}
+    plain = variables.get("AWS_ENDPOINT_URL", variables.get("AWS_ENDPOINT", "")).startswith("http://")
+    bounds: ClientConfig = {"connect_timeout": "5s", "timeout": f"{REQUEST_SECONDS}s", "allow_http": plain}
+    return cast("ClientConfig", {**client_options(mounted), **bounds})
 
 
 class ObjectStore:
     """Objects under one address. Paths are relative, with `/`.
+
+    Credentials in a folder (`kestrl.storage.credentials`) are read for every request, so that a changed one counts at
+    once.
 
     Args:
         uri: Address, or a plain path.
@@ -61,8 +76,8 @@ class ObjectStore:
 
     def __init__(self, uri: str, *, create: bool = True) -> None:
         self.uri = uri.rstrip("/")
-        # A store repeats credentials in errors, and a URL with a signature is in the error of a lost connection.
-        self._redactor = Redactor(credentials_of(os.environ))
+        self._address, self._mounted = uri, mounted_configuration(scheme_of(uri))
+        self._redactor = _redactor(self._mounted)
         try:
             if is_local(uri):
                 folder = local_path(uri)
@@ -71,12 +86,32 @@ class ObjectStore:
                 elif not folder.is_dir():
                     raise UserInputError(f"storage.uri: the folder {folder} does not exist")
                 self.uri = file_uri(folder)
-                self._store: obstore.store.ObjectStore = LocalStore(folder.resolve())
+                self._opened: obstore.store.ObjectStore = LocalStore(folder.resolve())
             else:
-                self._store = from_url(uri, client_options=_client(), retry_config=RETRIES)
+                self._opened = _remote(uri, self._mounted)
         except (BaseError, ValueError, OSError) as error:
             why = self._redactor.text(str(error))
             raise UserInputError(f"storage.uri: {uri!r} cannot be opened: {why}") from error
+
+    @property
+    def _store(self) -> obstore.store.ObjectStore:
+        """The store with the present credentials.
+
+        Raises:
+            StorageInaccessible: They are malformed.
+        """
+        mounted = mounted_configuration(scheme_of(self._address))
+        if mounted != self._mounted:
+            try:
+                # Two threads may both open it; each uses what it has opened.
+                opened = _remote(self._address, mounted)
+            except (BaseError, ValueError) as error:
+                why = _redactor(mounted).text(_short(error))
+                raise StorageInaccessible(
+                    f"{self.uri}: cannot be opened with its changed credentials; check them: {why}"
+                ) from error
+            self._opened, self._mounted, self._redactor = opened, mounted, _redactor(mounted)
+        return self._opened
 
     def address(self, path: str) -> str:
         """The full address of an object or folder."""
@@ -86,7 +121,7 @@ class ObjectStore:
         """Sends one request, so that configuration errors are reported before anything starts.
 
         Raises:
-            PlaceError: The bucket does not exist or is not accessible.
+            StorageInaccessible: The bucket does not exist or is not accessible.
             StorageUnavailable: The store does not answer.
         """
         self.list(CHECKPOINTS)
@@ -100,7 +135,8 @@ class ObjectStore:
             create: Only if the object does not exist; decided by the store, so one of two writers succeeds.
 
         Raises:
-            PlaceError: The store is full, read-only, not accessible or does not exist.
+            StorageInaccessible: The store denies access, or the bucket does not exist.
+            PlaceError: The store is full or read-only.
             StorageUnavailable: The store is temporarily unavailable.
             StorageError: The object exists (code `exists`), or the store refused for another reason.
         """
@@ -115,11 +151,10 @@ class ObjectStore:
         where = self.address(path)
         answer = self._redactor.text(_short(error))
         if isinstance(error, PermissionDeniedError | UnauthenticatedError) or REFUSED.search(str(error)):
-            return PlaceError(
-                f"{where}: access is denied; check the credentials (AWS_ACCESS_KEY_ID and the like): {answer}"
-            )
+            kind = PlaceError if is_local(self.uri) else StorageInaccessible
+            return kind(f"{where}: access is denied; check the credentials (AWS_ACCESS_KEY_ID and the like): {answer}")
         if "NoSuchBucket" in answer:
-            return PlaceError(f"{where}: there is no such bucket; create it, or name another in storage.uri")
+            return StorageInaccessible(f"{where}: there is no such bucket; create it, or name another in storage.uri")
         kind = StorageUnavailable if self._may_pass(error) else StorageError
         return place_error(error, where) or kind(f"cannot {verb} {where}: {answer}")
 
@@ -141,7 +176,7 @@ class ObjectStore:
         """Reads an object.
 
         Raises:
-            PlaceError: The store is not accessible, or the bucket does not exist.
+            StorageInaccessible: The store denies access, or the bucket does not exist.
             StorageUnavailable: The store is temporarily unavailable.
             StorageError: The object is missing (code `not_found`), or the store refused.
         """
@@ -187,6 +222,16 @@ class ObjectStore:
             return
         except (BaseError, OSError) as error:
             raise self._refused("delete", path, error) from error
+
+
+def _redactor(mounted: Mapping[str, str]) -> Redactor:
+    """Knows the credentials: a store repeats them in errors, as does a lost connection to a URL with a signature."""
+    return Redactor(credentials_of({**os.environ, **mounted}))
+
+
+def _remote(uri: str, mounted: Mapping[str, str]) -> obstore.store.ObjectStore:
+    opening: Any = partial(from_url, uri, client_options=_client(mounted), retry_config=RETRIES)
+    return opened_with(lambda configuration: opening(config=configuration) if configuration else opening(), mounted)
 
 
 def _short(error: Exception) -> str:

@@ -148,7 +148,7 @@ async def test_storage_that_refuses_from_the_start_is_reported(staged: Any, monk
         before = looks(stage)
         async with kept_alive(stage.settings) as watcher:
             report = await watcher.reported(lambda report: report.phase == pb.RUN_PHASE_FAILED)
-            assert report.failure.code == "place_unusable"
+            assert report.failure.code == "place_unusable", "of a folder"
             assert "access is denied" in report.storage_failure
             assert not report.HasField("checkpoint_step")
         assert looks(stage) == before

@@ -11,6 +11,7 @@ from kestrl._shared.plan.components import Component, Role
 from kestrl._shared.plan.settings.common import INDEX_VARIABLE, POD_UID_VARIABLE, REPLICA_VARIABLE
 from kestrl._shared.plan.settings.tools import ToolsSettings
 from kestrl._shared.prepare import PrepareSettings
+from kestrl.storage.credentials import FOLDER_VARIABLE
 from kestrl_operator.render.resources import resources_of
 from kestrl_operator.state.accelerators import Profile
 from kestrl_operator.state.cluster import HOME, PREPARE, SETTINGS, STATE, WORK, Cluster
@@ -40,6 +41,8 @@ CLAIMS = PrepareSettings().volumes
 CLAIMS_ACCOUNT = "kestrl-sandbox-claims"
 """ServiceAccount of the tool pods of jobs that claim sandboxes. The owner of the warm pool makes it, with its Role, so
 that the operator needs no right to grant rights, and a job cannot choose another account."""
+STORAGE_SECRET = "/kestrl-secrets/storage"  # noqa: S105 - a folder
+"""Folder of the storage's Secret in containers that use storage."""
 STORAGE_ROLES = frozenset({Role.LEARNER, Role.RANKS, Role.INFERENCE})
 """Roles whose programs read and write object storage. A tool never gets its credentials."""
 
@@ -84,7 +87,7 @@ def container(
         **probes(component),
     }
     if component.role in STORAGE_ROLES:
-        made |= from_secret(store)
+        made = with_storage(made, store)
     devices = profile.requests(component.device.count)
     return {**made, "resources": resources_of(program(component.role).value, cluster, devices)}
 
@@ -131,8 +134,30 @@ def account(job: str) -> str:
 
 
 def from_secret(name: str | None) -> Object:
-    """All keys of a Secret as environment variables."""
+    """All keys of a Secret as environment variables, as of the start of the container."""
     return {} if name is None else {"envFrom": [{"secretRef": {"name": name}}]}
+
+
+def with_storage(container: Object, store: str | None) -> Object:
+    """A container that reads the storage's Secret from files, in which the kubelet follows every change of it."""
+    if store is None:
+        return container
+    folder = {"name": FOLDER_VARIABLE, "value": STORAGE_SECRET}
+    mounted = {"name": "storage-secret", "mountPath": STORAGE_SECRET, "readOnly": True}
+    return {
+        **container,
+        "env": [*container["env"], folder],
+        "volumeMounts": [*container["volumeMounts"], mounted],
+    }
+
+
+def storage_volumes(store: str | None) -> list[Object]:
+    """The volume of `with_storage`. A Secret that does not exist is reported of the container `prepare`, which has it
+    as variables: of a volume it would be in events alone.
+    """
+    if store is None:
+        return []
+    return [{"name": "storage-secret", "secret": {"secretName": store, "optional": True, "defaultMode": 0o440}}]
 
 
 def _from_field(name: str, path: str) -> Object:
@@ -264,7 +289,10 @@ def template(
         "securityContext": POD_SECURITY,
         "terminationGracePeriodSeconds": learner_grace if role is Role.LEARNER else GRACE_SECONDS.get(role, 30),
         "containers": list(containers),
-        "volumes": volumes(job, role, profile, claims),
+        "volumes": [
+            *volumes(job, role, profile, claims),
+            *storage_volumes(store if role in STORAGE_ROLES else None),
+        ],
     }
     if prepares:
         spec["initContainers"] = [preparing(containers[-1]["image"], role, cluster, store, claims)]

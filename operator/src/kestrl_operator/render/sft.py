@@ -23,9 +23,10 @@ from kestrl_operator.render.pods import (
     claimed,
     device_mounts,
     device_volumes,
-    from_secret,
     placement,
     preparing,
+    storage_volumes,
+    with_storage,
 )
 from kestrl_operator.render.resources import resources_of
 from kestrl_operator.state.accelerators import Profile
@@ -213,6 +214,7 @@ def _pod(given: SFTGiven, profile: Profile) -> Object:
             {"name": "tmp", "emptyDir": {}},
             *device_volumes(profile),
             *claim_volumes(claims),
+            *storage_volumes(given.secret),
         ],
         **placement(cluster, profile),
     }
@@ -238,10 +240,9 @@ def _container(given: SFTGiven, image: str, profile: Profile, claims: list[str])
         ],
         "terminationMessagePath": RESULT,
         "terminationMessagePolicy": "FallbackToLogsOnError",
-        **from_secret(given.secret),
     }
     devices = profile.requests(accelerator_of(given.job).count)
-    return {**made, "resources": resources_of("learner", given.cluster, devices)}
+    return {**with_storage(made, given.secret), "resources": resources_of("learner", given.cluster, devices)}
 
 
 def _labels(job: str) -> dict[str, str]:

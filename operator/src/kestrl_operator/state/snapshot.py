@@ -14,7 +14,7 @@ from kestrl._shared.spec import AgentRLJob
 from kestrl.api.learner.v1 import learner_pb2 as pb
 from kestrl.episode import PolicyVersion
 from kestrl.episode.codec import failure_from_proto, policy_from_proto
-from kestrl.errors import Boundary, Failure
+from kestrl.errors import Boundary, Failure, PlaceError, StorageInaccessible, StorageUnavailable, UserInputError
 from kestrl.runstate.states import RunPhase
 
 Object = Mapping[str, Any]
@@ -27,6 +27,8 @@ count, the digest of the applied objects, the newest applied spec, the storage o
 learner. They are the only state of the operator: the next leader reads them."""
 OUT_OF_MEMORY = "OOMKilled"
 """Kubernetes' reason for a container that the kernel killed for its memory."""
+STORAGE_AWAY = frozenset({StorageInaccessible.code, StorageUnavailable.code})
+"""Codes of a learner's failures whose cause is storage, outside of the job."""
 UID_LABEL = "kestrl.dev/job-uid"
 """Pod label with the job's uid. Labels with the job's name alone also match pods of a deleted job of that name."""
 QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
@@ -282,6 +284,9 @@ def count_of(text: str) -> int:
     return int(text) if text.isdecimal() and len(text) < 10 else 0
 
 
+INPUT = frozenset({UserInputError.code, PlaceError.code, StorageInaccessible.code})
+
+
 def is_input(failure: Failure) -> bool:
     """Whether the user has to fix the manifest or something that it names."""
-    return failure.boundary is Boundary.USER_CODE or failure.code in {"invalid_input", "place_unusable"}
+    return failure.boundary is Boundary.USER_CODE or failure.code in INPUT

@@ -96,7 +96,8 @@ REASONS: Mapping[Type, Mapping[str, str]] = {
         "Starting": "The learner loads its model or its last checkpoint.",
         "WaitingForRanks": "The learner starts and waits for its pods of ranks; the message has how many are ready.",
         "StorageUnavailable": (
-            "Object storage does not answer; the learner waits and retries. The message says since and until when."
+            "Object storage does not answer, or denies access; the learner waits and retries, or is restarted to. The "
+            "message says since and until when."
         ),
         "Stalled": "No step has ended for five times as long as the longest of the last ones took.",
         "Unavailable": "The learner does not answer any more, or cannot start; the message says why.",

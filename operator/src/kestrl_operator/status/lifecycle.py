@@ -15,7 +15,7 @@ from kestrl._shared.plan.planning import group_seconds
 from kestrl._shared.spec.job import FailureRule, JobSpec
 from kestrl.errors import Failure
 from kestrl.runstate.states import RunPhase
-from kestrl_operator.state.snapshot import NOTHING, Ended, Memory, Pod, Snapshot, seconds_of
+from kestrl_operator.state.snapshot import NOTHING, STORAGE_AWAY, Ended, Memory, Pod, Snapshot, seconds_of
 from kestrl_operator.status.conditions import ConditionStatus, Type
 
 FIRST_WAIT, LONGEST_WAIT = 10.0, 300.0
@@ -32,7 +32,7 @@ BUILT_IN = (
     # Training on rollouts of another policy than the recorded one is a defect that a retry does not fix.
     FailureRule(role="learner", reason="engine/logprob_gap", action="Fail"),
     # The learner has retried for minutes, and the job is not at fault: it is restarted without a limit.
-    FailureRule(role="learner", reason="infrastructure/storage_unavailable", action="Ignore"),
+    *(FailureRule(role="learner", reason=f"infrastructure/{code}", action="Ignore") for code in sorted(STORAGE_AWAY)),
 )
 """Rules that apply after the user's own."""
 

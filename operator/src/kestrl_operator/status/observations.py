@@ -13,7 +13,7 @@ from kestrl._shared.spec.job import JobSpec
 from kestrl.api.learner.v1 import learner_pb2 as pb
 from kestrl.runstate.states import RunPhase
 from kestrl_operator.state.cluster import replicas
-from kestrl_operator.state.snapshot import Ended, LearnerReport, Snapshot, is_input
+from kestrl_operator.state.snapshot import STORAGE_AWAY, Ended, LearnerReport, Snapshot, is_input
 from kestrl_operator.status.conditions import NOT_OBSERVED, QUARANTINED, ConditionStatus, Observation, Type
 from kestrl_operator.status.lifecycle import Decision, Stage, has_ended, is_silent, reported_failure, stuck
 from kestrl_operator.status.pods import pod_problem
@@ -261,7 +261,9 @@ def _progressing(snapshot: Snapshot, decision: Decision) -> Observation:
     report = live.report
     if live.phase is RunPhase.FAILED:
         what = live.failure or report.message
-        return _false(kind, "Failed", f"{what}; {decision.retry}" if decision.retry else str(what))
+        away = live.failure is not None and live.failure.code in STORAGE_AWAY and decision.ended is None
+        message = f"{what}; {decision.retry}" if decision.retry else str(what)
+        return _false(kind, "StorageUnavailable" if away else "Failed", message)
     if report.storage_wait and not live.over:
         return _false(kind, "StorageUnavailable", report.storage_wait)
     if live.phase in {RunPhase.STARTING, RunPhase.SUSPENDED}:

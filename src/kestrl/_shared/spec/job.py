@@ -281,10 +281,10 @@ class Storage(Model):
     """file://..., s3://bucket/prefix, gs://..., az://...; each run uses a folder in it. Default: the folder of the
     run."""
     secret_ref: SecretRef | None = None
-    """Secret in the job's namespace whose entries become environment variables, such as AWS_ACCESS_KEY_ID."""
+    """Secret in the job's namespace whose entries have names of environment variables, such as AWS_ACCESS_KEY_ID."""
     retry_timeout: DurationOrZero = 600.0
-    """Maximum time that the learner waits for unavailable storage (refused connections, 5xx) before the run stops.
-    Refusals are not retried."""
+    """Maximum time that the learner waits for storage that does not answer (refused connections, 5xx), or denies access
+    that it has allowed before. Other refusals are not retried."""
 
 
 class MetricSinkSpec(Model):

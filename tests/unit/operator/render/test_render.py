@@ -14,8 +14,10 @@ from kestrl._shared.plan.components import Role
 from kestrl._shared.plan.settings.learner import LearnerSettings
 from kestrl._shared.prepare import PrepareSettings
 from kestrl.errors import UserInputError
+from kestrl.storage.credentials import FOLDER_VARIABLE
 from kestrl_operator.render import render
 from kestrl_operator.render.job import preparation
+from kestrl_operator.render.pods import STORAGE_SECRET
 from kestrl_operator.render.resources import DEFAULTS
 from kestrl_operator.state.parsing import workload_of
 
@@ -347,9 +349,21 @@ def test_storage_credentials_are_only_in_pods_that_use_storage() -> None:
         for name, held in containers(pod(objects, role)).items()
         if held.get("envFrom") == [{"secretRef": {"name": "s3"}}]
     }
-    programs = {("learner", "learner"), ("inference", "inference")}
-    assert held_by == programs | {(role, "prepare") for role in ("inference", "rollout", "learner")}
+    assert held_by == {(role, "prepare") for role in ("inference", "rollout", "learner")}, "variables stay as they are"
+    mounted = {"name": "storage-secret", "mountPath": STORAGE_SECRET, "readOnly": True}
+    readers = {
+        (role, name)
+        for role in ROLES
+        for name, held in containers(pod(objects, role)).items()
+        if mounted in held["volumeMounts"]
+    }
+    assert readers == {("learner", "learner"), ("inference", "inference")}, "a changed Secret reaches them"
+    for role in ("learner", "inference"):
+        assert {"name": FOLDER_VARIABLE, "value": STORAGE_SECRET} in containers(pod(objects, role))[role]["env"]
+        (volume,) = [item for item in pod(objects, role)["volumes"] if item["name"] == "storage-secret"]
+        assert volume["secret"] == {"secretName": "s3", "optional": True, "defaultMode": 0o440}
     assert "envFrom" not in json.dumps(rendered())
+    assert "storage-secret" not in json.dumps(rendered())
 
 
 def test_tools_prepare_nothing_that_they_cannot_reach() -> None:

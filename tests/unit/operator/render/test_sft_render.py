@@ -12,7 +12,9 @@ from kestrl._shared.plan.sft import SFTSettings
 from kestrl._shared.prepare import PrepareSettings
 from kestrl._shared.spec.load import ProblemsError
 from kestrl.errors import UserInputError
+from kestrl.storage.credentials import FOLDER_VARIABLE
 from kestrl_operator.render.network import METADATA
+from kestrl_operator.render.pods import STORAGE_SECRET
 
 
 def pod_of(objects: list[dict[str, Any]]) -> dict[str, Any]:
@@ -32,7 +34,9 @@ def test_a_job_becomes_one_pod_that_trains_and_reports() -> None:
     assert container["image"] == prepare["image"] == "r/learner-cpu:1"
     assert container["command"] == ["python", "-m", "kestrl_learner.sft"]
     assert container["args"][-1] == container["terminationMessagePath"], "the result is the pod's last message"
-    assert container["envFrom"] == prepare["envFrom"] == [{"secretRef": {"name": "bucket-key"}}]
+    assert prepare["envFrom"] == [{"secretRef": {"name": "bucket-key"}}]
+    assert "envFrom" not in container
+    assert {"name": FOLDER_VARIABLE, "value": STORAGE_SECRET} in container["env"], "it follows a rotation"
     assert (pod["restartPolicy"], pod["automountServiceAccountToken"]) == ("Never", False)
     assert pod["terminationGracePeriodSeconds"] == 180, "a step and a checkpoint fit in"
     assert {item["name"] for item in container["volumeMounts"]} <= {item["name"] for item in pod["volumes"]}

@@ -491,6 +491,7 @@ def test_a_failure_of_a_running_learner_does_not_end_the_run() -> None:
         (Boundary.USER_CODE, "user_code_raised", True),
         (Boundary.INFRASTRUCTURE, "invalid_input", True),
         (Boundary.INFRASTRUCTURE, "place_unusable", True),
+        (Boundary.INFRASTRUCTURE, "storage_inaccessible", True),
         (Boundary.INFRASTRUCTURE, "internal", False),
         (Boundary.ENGINE, "logprob_gap", False),
         (Boundary.TOOL, "tool_raised", False),

@@ -351,15 +351,14 @@ def test_the_backoff_doubles_up_to_its_maximum() -> None:
     assert backoff(10**8) == LONGEST_WAIT
 
 
-AWAY = {"boundary": Boundary.INFRASTRUCTURE, "code": "storage_unavailable"}
-
-
-def test_unavailable_storage_counts_against_no_limit() -> None:
-    decision = decide(failing(attempts=3, since=80.0, **AWAY))
+@pytest.mark.parametrize("code", ["storage_unavailable", "storage_inaccessible"])
+def test_storage_that_cannot_be_used_counts_against_no_limit(code: str) -> None:
+    away = {"boundary": Boundary.INFRASTRUCTURE, "code": code}
+    decision = decide(failing(attempts=3, since=80.0, **away))
     assert decision.stage is Stage.RUNNING
     assert (decision.attempts, decision.remove) == (3, (("email-search-learner-0", "learner-0"),))
-    counted = rules("{reason: infrastructure/storage_unavailable, action: RestartComponent}")
-    assert decide(failing(*counted, attempts=3, since=80.0, **AWAY)).ended is not None
+    counted = rules(f"{{reason: infrastructure/{code}, action: RestartComponent}}")
+    assert decide(failing(*counted, attempts=3, since=80.0, **away)).ended is not None
 
 
 @pytest.mark.parametrize(

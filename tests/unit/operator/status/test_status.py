@@ -588,6 +588,24 @@ TABLE: list[tuple[str, dict[str, Any], str, Expected]] = [
         {"LearnerProgressing": ("False", "StorageUnavailable", "no answer since 21:03:10Z")},
     ),
     (
+        "storage denies the learner from its start",
+        {
+            "last_report": learner_report(failed(Boundary.INFRASTRUCTURE, "storage_inaccessible")),
+            "memory": Memory(failed=NOW - 4),
+        },
+        "WaitingFor",
+        {
+            "Accepted": ("False", "Unresolvable", "the learner: it went wrong"),
+            "LearnerProgressing": (
+                "False",
+                "StorageUnavailable",
+                "[infrastructure/storage_inaccessible] it went wrong; the learner is restarted in 6 s; this failure "
+                "does not count",
+            ),
+            "Succeeded": ("False", "Running"),
+        },
+    ),
+    (
         "the learner failed and is restarted",
         {"last_report": learner_report(failed()), "memory": Memory(failed=NOW - 4)},
         "Restarting",

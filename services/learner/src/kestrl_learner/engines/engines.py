@@ -13,13 +13,11 @@ import logging
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from contextvars import Context, copy_context
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
 
-from kestrl._shared import engine_failure
 from kestrl._shared.credentials import Secret
 from kestrl._shared.plan.settings.learner import EngineEntry
-from kestrl._shared.rpc import Channel, call, channel
+from kestrl._shared.rpc import call, channel
 from kestrl._shared.rpc.codec import engine_state_from_proto
 from kestrl._shared.telemetry.metrics import observe
 from kestrl._shared.telemetry.names import Metric
@@ -27,10 +25,11 @@ from kestrl.api.inference.v1 import inference_pb2 as pb
 from kestrl.api.inference.v1 import inference_pb2_grpc as stubs
 from kestrl.episode import PolicyVersion
 from kestrl.episode.codec import failure_from_proto, policy_from_proto, policy_to_proto
-from kestrl.errors import Boundary, Failure, KestrlError, PlaceError
-from kestrl.runstate.states import EngineState, ServingState
+from kestrl.errors import Boundary, Failure, FailureError, KestrlError, PlaceError
+from kestrl.runstate.states import EngineState
 from kestrl_learner.concurrency import Signal
 from kestrl_learner.engines.admission import EngineLoad
+from kestrl_learner.engines.known_engine import KnownEngine, LoadFailure
 from kestrl_learner.progress.progress import EngineReport, Progress
 
 log = logging.getLogger(__name__)
@@ -40,7 +39,6 @@ LOAD_SECONDS = 120.0
 STRAGGLER_SECONDS = 15.0
 """How long a publication waits for further engines once one has verified it; the others join later."""
 FIRST_RETRY, LONGEST_RETRY = 2.0, 60.0
-LONGEST_REASON = 500
 
 
 def _no_listener() -> None:
@@ -62,108 +60,6 @@ class Published:
     uri: str
     context: Context = field(default_factory=copy_context)
     """Context of the publication, so that loading is traced as a part of it."""
-
-
-@dataclass(frozen=True, slots=True)
-class LoadFailure:
-    """The failure of an engine to load a version."""
-
-    failure: Failure
-    times: int
-    not_before: float
-    """Earliest time of the next attempt by the loop's clock."""
-
-
-@dataclass(slots=True)
-class KnownEngine:
-    """Last observed state of one engine."""
-
-    entry: EngineEntry
-    stub: Any
-    connection: Channel
-    state: EngineState | None = None
-    """State reported by the agent; None while the agent does not answer."""
-    lost: bool = False
-    """Whether the agent answered before and does not now."""
-    suspected: bool = False
-    """Whether a request to the engine failed since the last poll."""
-    proved: set[str] = field(default_factory=set[str])
-    newest: PolicyVersion | None = None
-    """The newest version verified since the engine started, retired or not."""
-    failure: Failure | None = None
-    """The failure reported by the agent, or that of reaching the agent."""
-    unproved: dict[str, Failure] = field(default_factory=dict[str, Failure])
-    """By version, why the agent could not verify it anew."""
-    load_failures: dict[str, LoadFailure] = field(default_factory=dict[str, LoadFailure])
-    wake: asyncio.Event = field(default_factory=asyncio.Event)
-    load: EngineLoad = field(default_factory=EngineLoad)
-
-    def settled(self, name: str) -> bool:
-        """Whether the engine's state for a version will not change soon."""
-        return name in self.proved or name in self.load_failures or self.lost or self.state is EngineState.DOWN
-
-    def storage_refused(self, name: str) -> bool:
-        """Whether a version could not be stored beside the engine: its disk is full or not writable, and a person has
-        to act.
-        """
-        return name in self.load_failures and self.load_failures[name].failure.code == PlaceError.code
-
-    def hopeless(self, name: str) -> bool:
-        """Whether the engine will never serve a version: it cannot load it or cannot start at all."""
-        if self.failure is not None and self.failure.code == engine_failure.CODE and not self.failure.retryable:
-            return True
-        return name in self.load_failures and not self.load_failures[name].failure.retryable
-
-    def snapshot(self) -> tuple[Any, ...]:
-        """The part of the state whose changes are published."""
-        return self.state, set(self.proved), self.failure, dict(self.unproved)
-
-    @property
-    def up(self) -> bool:
-        """Whether its agent reports that the engine answers."""
-        return self.state is not None and self.state.up
-
-    def serving_state(self, newest: PolicyVersion | None) -> ServingState:
-        """The engine's state with respect to the newest published version."""
-        if not self.up:
-            return ServingState.AWAY if self.lost or self.state is EngineState.DOWN else ServingState.STARTING
-        if newest is None or newest.name in self.proved:
-            return ServingState.SERVING
-        if newest.name in self.load_failures:
-            return ServingState.QUARANTINED
-        return ServingState.RECOVERING if self.state is EngineState.RECOVERING else ServingState.LOADING
-
-    def reason(self, newest: PolicyVersion | None) -> str:
-        """Why the engine does not serve the newest version; empty if that is not known."""
-        failed = None if newest is None else self.load_failures.get(newest.name)
-        if self.up and failed is not None:
-            return f"{failed.failure} (tried {failed.times}x)"
-        failure = self.failure or (None if newest is None else self.unproved.get(newest.name))
-        return "" if failure is None else str(failure)
-
-    def update_newest(self, wanted: Iterable[PolicyVersion]) -> None:
-        """Updates `newest`; while the engine is not ready, only versions that were verified again count."""
-        known = [policy for policy in wanted if policy.name in self.proved]
-        if self.state is EngineState.READY and self.newest is not None:
-            known.append(self.newest)
-        self.newest = max(known, key=lambda policy: policy.step, default=None)
-
-    def report(self, newest: PolicyVersion | None) -> EngineReport:
-        """The engine's entry in the run's progress."""
-        state = self.serving_state(newest)
-        return EngineReport(
-            name=self.entry.name,
-            policy=self.newest,
-            lag=0 if newest is None else newest.step - (-1 if self.newest is None else self.newest.step),
-            state=state,
-            message="" if state is ServingState.SERVING else self.reason(newest)[:LONGEST_REASON],
-        )
-
-    def __str__(self) -> str:
-        why = "; ".join(str(failed.failure) for failed in self.load_failures.values()) or (
-            self.failure and str(self.failure)
-        )
-        return f"{self.entry.name}: {why or self.state or 'its agent has not answered'}"
 
 
 class Engines:
@@ -242,6 +138,7 @@ class Engines:
         Raises:
             NoEngineProved: No engine can, or none did within `start_seconds`.
             PlaceError: No engine can store it: disks are full or not writable.
+            FailureError: No engine could fetch it within `start_seconds`, since storage cannot be used.
         """
         how = "and retrying cannot help"
         try:
@@ -253,6 +150,10 @@ class Engines:
             states = "; ".join(str(known) for known in self._known)
             if all(known.storage_refused(policy.name) for known in self._known):
                 raise PlaceError(f"no engine can keep {policy.name} ({states})")
+            away = [failure for known in self._known if (failure := known.storage_failure(policy.name)) is not None]
+            if len(away) == len(self._known):
+                message = f"no engine could fetch {policy.name} {how} ({states})"
+                raise FailureError(replace(away[0], message=message, component=""))
             raise NoEngineProved(f"no engine has proved {policy.name} {how} ({states})")
         return proved
 

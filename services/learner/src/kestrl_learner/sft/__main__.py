@@ -15,7 +15,7 @@ from kestrl._shared.exit_codes import EXIT_FAILED, EXIT_INPUT
 from kestrl._shared.log_lines import start_log
 from kestrl._shared.plan.settings.common import read_settings
 from kestrl._shared.plan.sft import SFTSettings
-from kestrl.errors import KestrlError, UserInputError
+from kestrl.errors import KestrlError, StorageInaccessible, UserInputError
 from kestrl_learner.sft.training import SFTRun
 
 EXIT_STOPPED = 128 + signal.SIGINT
@@ -39,6 +39,8 @@ def main() -> int:
         published = SFTRun(settings, stopping=lambda: bool(asked)).run()
         if published is not None and arguments.result is not None:
             arguments.result.write_text(published.model_dump_json(), encoding="utf-8")
+    except StorageInaccessible as error:  # another pod may find it healed
+        return _end(f"error: {error}", EXIT_FAILED)
     except UserInputError as error:
         return _end(f"error: {error}", EXIT_INPUT)
     except KestrlError as error:

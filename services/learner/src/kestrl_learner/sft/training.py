@@ -14,7 +14,6 @@ from kestrl.episode import PolicyVersion
 from kestrl.errors import UserInputError
 from kestrl.metric_sinks import RunStart
 from kestrl.runstate.states import RunPhase
-from kestrl.storage import ObjectStore, open_store
 from kestrl.storage.summary import SFTSummary, SummaryPolicy, write_summary
 from kestrl_learner.batch.rows import TrainGroup
 from kestrl_learner.ledger.schedule import epoch_order
@@ -27,6 +26,7 @@ from kestrl_learner.store import checkpoint
 from kestrl_learner.store.metric_sinks import MetricSinks
 from kestrl_learner.store.records import evaluations_of, summary_policy
 from kestrl_learner.store.run_record import RunRecord
+from kestrl_learner.store.runstore import Patience, RunStore
 from kestrl_learner.store.storage_sink import StorageSink
 from kestrl_learner.train.compute import Steps
 from kestrl_learner.train.launcher import load_compute
@@ -74,6 +74,14 @@ def load_model(settings: SFTSettings) -> PolicyModel | FullModel:
     return full_model.load(settings)
 
 
+STORAGE_SECONDS = 600.0
+"""Time for which storage that does not answer, or denies what it allowed before, is asked again."""
+
+
+def _unreported(_: str) -> None:
+    """The store's own log line is the report of a wait, and the error that of a refusal."""
+
+
 class SFTRun:
     """One run, of which rank 0 has everything but a share of the computation.
 
@@ -84,7 +92,9 @@ class SFTRun:
 
     def __init__(self, settings: SFTSettings, stopping: Callable[[], bool] = lambda: False) -> None:
         self._settings, self._stopping = settings, stopping
-        self._store: ObjectStore = open_store(settings.storage)
+        self._store = RunStore(
+            settings.storage, patience=Patience(STORAGE_SECONDS), refused=_unreported, waiting=_unreported
+        )
         self._train = load_items(settings, settings.train, "spec.data.train")
         self._validation = (
             [] if settings.validation is None else load_items(settings, settings.validation, "spec.data.validation")

@@ -1,4 +1,6 @@
-"""The run's storage: retries for minutes while the store does not answer, and reports what it refuses."""
+"""The run's storage: retries for minutes while the store does not answer or, having worked, denies access, and reports
+what it refuses.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from typing import TypeVar
 
-from kestrl.errors import PlaceError, StorageError, StorageUnavailable
+from kestrl.errors import PlaceError, StorageError, StorageInaccessible, StorageUnavailable
 from kestrl.storage import ObjectStore
 
 log = logging.getLogger(__name__)
@@ -22,7 +24,7 @@ Result = TypeVar("Result")
 
 
 class Patience:
-    """Bound on waiting for storage that does not answer: `seconds` per outage, less once the program ends.
+    """Bound on waiting for storage that cannot be used: `seconds` per outage, less once the program ends.
 
     Shared by all threads of the learner.
     """
@@ -50,7 +52,8 @@ class Patience:
 
 
 class RunStore(ObjectStore):
-    """The run's storage. Retries while the store does not answer; a replaced learner cannot write.
+    """The run's storage. Retries while the store does not answer, and while it denies what it has allowed before: its
+    credentials are being rotated. A replaced learner cannot write.
 
     Args:
         uri: Address of the storage.
@@ -67,6 +70,8 @@ class RunStore(ObjectStore):
         self._lock = threading.Lock()
         self._began: float | None = None
         """Beginning of the present outage by the monotonic clock."""
+        self._has_worked = False
+        """Whether the store has ever done what was asked. Before, a denial is an error of the user's."""
         self.fence: Callable[[], None] = lambda: None
         """Called before each write and deletion; raises `Superseded` once another learner owns the run."""
 
@@ -94,41 +99,48 @@ class RunStore(ObjectStore):
         return self._retried(lambda: super(RunStore, self).list(prefix))
 
     def _retried(self, ask: Callable[[], Result]) -> Result:
-        """Retries an operation while the store does not answer.
+        """Retries an operation while the store cannot be used, for a reason outside of the run.
 
         Raises:
             StorageUnavailable: It did not answer within the bound.
+            StorageInaccessible: It denied access for as long, or has never allowed it.
             StorageError, PlaceError: The store refused.
         """
         pause = FIRST_PAUSE
         while True:
             try:
                 result = ask()
-            except StorageUnavailable as error:
+            except (StorageError, PlaceError) as error:
+                if not self._may_heal(error):
+                    self._answered()
+                    raise
                 if not self._patience.wait(pause, self._away(error)):
                     self._given_up(error)
                     raise
                 pause = min(2 * pause, LONGEST_PAUSE)
-            except (StorageError, PlaceError):
-                self._answered()
-                raise
             else:
+                self._has_worked = True
                 self._answered()
                 return result
 
-    def _away(self, error: StorageUnavailable) -> float:
-        """Records that the store does not answer; returns the beginning of the outage."""
+    def _may_heal(self, error: PlaceError | StorageError) -> bool:
+        """Whether a failure passes without a change of the job."""
+        return isinstance(error, StorageUnavailable) or (self._has_worked and isinstance(error, StorageInaccessible))
+
+    def _away(self, error: PlaceError | StorageError) -> float:
+        """Records that the store cannot be used; returns the beginning of the outage."""
         with self._lock:
             if self._began is None:
                 self._began = time.monotonic()
                 now = datetime.now(UTC)
                 since, until = (f"{at:%H:%M:%S}" for at in (now, now + timedelta(seconds=self._patience.seconds)))
-                waiting = f"storage does not answer since {since} and is asked again until {until} UTC: {error}"
+                what = "denies access" if isinstance(error, StorageInaccessible) else "does not answer"
+                waiting = f"storage {what} since {since} and is asked again until {until} UTC: {error}"
                 log.warning("%s", waiting)
                 self._on_waiting(waiting)
             return self._began
 
-    def _given_up(self, error: StorageUnavailable) -> None:
+    def _given_up(self, error: PlaceError | StorageError) -> None:
         self._on_waiting("")
         self._on_refused(str(error))
 
@@ -136,12 +148,12 @@ class RunStore(ObjectStore):
         with self._lock:
             if self._began is None:
                 return
-            log.info("storage answers again after %.0f s", time.monotonic() - self._began)
+            log.info("storage can be used again after %.0f s", time.monotonic() - self._began)
             self._began = None
             self._on_waiting("")
 
     def _refused(self, verb: str, path: str, error: Exception) -> PlaceError | StorageError:
         refusal = super()._refused(verb, path, error)
-        if not isinstance(refusal, StorageUnavailable):
+        if not self._may_heal(refusal):
             self._on_refused(str(refusal))
         return refusal

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from tests.fakes.judge_model import Asked, Refusal, Said, ScriptedJudge, graded
+from tests.fakes.mounted_secret import MountedSecret
 from tests.unit.judge.rulers import QUESTION, episode, group, honest, ruled, ruler_entry, tool_call, value_of
 
 from kestrl.errors import Boundary
@@ -384,6 +385,22 @@ async def test_the_key_is_sent_and_never_logged(monkeypatch: pytest.MonkeyPatch,
     assert "raw content: " in logged
     assert "scores 1: as scripted" in logged
     assert "sk-secret" not in logged + json.dumps(found.details)
+
+
+async def test_a_rotated_key_is_sent_from_the_next_request_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    mounted = MountedSecret(tmp_path / "mounted")
+    monkeypatch.setenv("KESTRL_USER_SECRETS", str(mounted.folder))
+    monkeypatch.setenv("KESTRL_JUDGE_KEY_0", "sk-of-the-start")
+    async with ScriptedJudge(fair) as server:
+        entry = ruler_entry(server.url)
+        keyed = entry.judges[0].model_copy(update={"key_variable": "KESTRL_JUDGE_KEY_0"})
+        scorer = RulerScorer(entry.model_copy(update={"judges": (keyed,)}), salt="run")
+        await scorer.open()
+        for key in ("sk-old-key", "sk-new-key"):
+            mounted.write({"KESTRL_JUDGE_KEY_0": key})
+            await scorer.score(group(f"{key}: 4", "5"), max_turns=5)
+            assert server.asked[-1].headers["Authorization"] == f"Bearer {key}"
+        await scorer.close()
 
 
 async def test_every_request_counts_in_the_budget() -> None:

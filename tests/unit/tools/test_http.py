@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from aiohttp.abc import AbstractResolver, ResolveResult
+from tests.fakes.mounted_secret import MountedSecret
 from tests.fakes.ports import free_port
 from tests.unit.tools.http_sample import DOCUMENT, Shop, shop_server
 from yarl import URL
@@ -223,6 +224,22 @@ async def test_secrets_go_to_their_server_only(shop: Shop, monkeypatch: pytest.M
             assert back.data["structured"]["path"] == "/api/items/9"
     assert {request["headers"].get("Authorization") for request in shop.requests} == {"Bearer s3cret"}
     assert not {"Authorization", "X-Key"} & set(other.requests[0]["headers"])
+
+
+async def test_a_rotated_secret_is_sent_from_the_next_call_on(
+    shop: Shop, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    mounted = MountedSecret(tmp_path / "mounted")
+    monkeypatch.setenv("KESTRL_USER_SECRETS", str(mounted.folder))
+    monkeypatch.setenv("KESTRL_TOOL_SECRET_0", "canary-of-the-start")
+    mounted.write({"KESTRL_TOOL_SECRET_0": "canary-old\n"})
+    secret = {"X-Session": SecretText(variable="KESTRL_TOOL_SECRET_0", prefix="Token ")}
+    async with opened(entry(shop, "visits", secret_headers=secret)) as session:
+        for present in ("canary-old", "canary-new"):
+            mounted.write({"KESTRL_TOOL_SECRET_0": present})
+            result: Any = await session.call("visits", {}, {})
+            assert result.data["structured"]["session"] == "Token [redacted]"
+            assert shop.requests[-1]["headers"]["X-Session"] == f"Token {present}"
 
 
 async def test_a_secret_that_a_server_repeats_reaches_nobody(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -246,6 +246,7 @@ def _workload_spec(given: Given, role: Role, settings: Mapping[str, str]) -> Obj
         annotations=_annotations(given, role, read),
         store=given.store if role in network.EGRESS_ROLES else None,
         claims=claims,
+        entries={name: entry for part in parts for name, entry in part.user_secrets.items()},
         runtime_class=tools_runtime_class_of(given.job, given.cluster) if role is Role.TOOLS else profile.runtime_class,
         claims_sandboxes=role is Role.TOOLS and sandbox_claim(given.job.spec) is not None,
         learner_grace=ceil(given.job.spec.learner.termination_grace),

@@ -7,10 +7,11 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kestrl._shared.plan.components import Component, Role
+from kestrl._shared.plan.components import Component, Role, SecretKey
 from kestrl._shared.plan.settings.common import INDEX_VARIABLE, POD_UID_VARIABLE, REPLICA_VARIABLE
 from kestrl._shared.plan.settings.tools import ToolsSettings
 from kestrl._shared.prepare import PrepareSettings
+from kestrl._shared.user_secrets import FOLDER_VARIABLE as USER_SECRETS_VARIABLE
 from kestrl.storage.credentials import FOLDER_VARIABLE
 from kestrl_operator.render.resources import resources_of
 from kestrl_operator.state.accelerators import Profile
@@ -43,6 +44,8 @@ CLAIMS_ACCOUNT = "kestrl-sandbox-claims"
 that the operator needs no right to grant rights, and a job cannot choose another account."""
 STORAGE_SECRET = "/kestrl-secrets/storage"  # noqa: S105 - a folder
 """Folder of the storage's Secret in containers that use storage."""
+USER_SECRETS = "/kestrl-secrets/user"
+"""Folder of the entries of the user's Secrets that a container needs."""
 STORAGE_ROLES = frozenset({Role.LEARNER, Role.RANKS, Role.INFERENCE})
 """Roles whose programs read and write object storage. A tool never gets its credentials."""
 
@@ -88,6 +91,8 @@ def container(
     }
     if component.role in STORAGE_ROLES:
         made = with_storage(made, store)
+    if component.user_secrets:
+        made = with_user_secrets(made)
     devices = profile.requests(component.device.count)
     return {**made, "resources": resources_of(program(component.role).value, cluster, devices)}
 
@@ -149,6 +154,30 @@ def with_storage(container: Object, store: str | None) -> Object:
         "env": [*container["env"], folder],
         "volumeMounts": [*container["volumeMounts"], mounted],
     }
+
+
+def with_user_secrets(container: Object) -> Object:
+    """A container that reads its entries of the user's Secrets from files, too, in which the kubelet follows changes. A
+    missing Secret is reported by the variables.
+    """
+    folder = {"name": USER_SECRETS_VARIABLE, "value": USER_SECRETS}
+    mounted = {"name": "user-secrets", "mountPath": USER_SECRETS, "readOnly": True}
+    return {
+        **container,
+        "env": [*container["env"], folder],
+        "volumeMounts": [*container["volumeMounts"], mounted],
+    }
+
+
+def user_secret_volumes(entries: Mapping[str, SecretKey]) -> list[Object]:
+    """The volume of `with_user_secrets`: each entry as a file with the name of its variable."""
+    if not entries:
+        return []
+    sources = [
+        {"secret": {"name": entry.secret, "items": [{"key": entry.key, "path": variable}], "optional": True}}
+        for variable, entry in entries.items()
+    ]
+    return [{"name": "user-secrets", "projected": {"sources": sources, "defaultMode": 0o440}}]
 
 
 def storage_volumes(store: str | None) -> list[Object]:
@@ -276,6 +305,7 @@ def template(
     annotations: Mapping[str, str],
     store: str | None,
     claims: Sequence[str],
+    entries: Mapping[str, SecretKey],
     runtime_class: str | None,
     claims_sandboxes: bool = False,
     learner_grace: int,
@@ -292,6 +322,7 @@ def template(
         "volumes": [
             *volumes(job, role, profile, claims),
             *storage_volumes(store if role in STORAGE_ROLES else None),
+            *user_secret_volumes(entries),
         ],
     }
     if prepares:

@@ -5,7 +5,6 @@ into stored episodes and into logs, and a server may repeat what it was sent.
 from __future__ import annotations
 
 import logging
-import os
 import traceback
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from kestrl._shared.plan.settings.tools import ToolEntry
+from kestrl._shared.user_secrets import PresentRedactor, user_secret
 from kestrl.errors import KestrlError, ToolFailure, described
 from kestrl.redaction import Redactor
 from kestrl.tools import ToolError, ToolResult
@@ -26,7 +26,7 @@ def redactor_of(entry: ToolEntry) -> Redactor:
     texts = [] if entry.http is None else [*entry.http.secret_headers.values()]
     if entry.mcp is not None:
         texts += [*entry.mcp.secret_headers.values(), *entry.mcp.secret_env.values()]
-    return Redactor(os.environ.get(text.variable, "") for text in texts)
+    return PresentRedactor(lambda: [user_secret(text.variable) or "" for text in texts])
 
 
 class RedactedProvider:

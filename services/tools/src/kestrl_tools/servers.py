@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from typing import Any
 
 from kestrl._shared.credentials import header_value
 from kestrl._shared.plan.settings.tools import SecretText, ToolEntry
+from kestrl._shared.user_secrets import user_secret
 from kestrl.errors import KestrlError, UserInputError
 from kestrl.tools import ToolSchema
 from kestrl.tools.arguments import Arguments
@@ -84,12 +84,12 @@ def callable_name(text: str) -> str:
 
 
 def secret_text(kind: str, text: SecretText) -> str:
-    """A text with the entry of a secret; `kind` is as for `chosen`.
+    """A text with the present entry of a secret; `kind` is as for `chosen`.
 
     Raises:
         UserInputError: The variable of the entry is not set.
     """
-    value = os.environ.get(text.variable)
+    value = user_secret(text.variable)
     if value is None:
         raise UserInputError(f"{kind}: {text.variable} is not set, which holds an entry of a secret of the manifest")
     return text.prefix + value

@@ -9,8 +9,10 @@ import pytest
 from tests.unit.operator.rendering import of_kind, rendered
 
 from kestrl._shared.plan.servers import METADATA
+from kestrl._shared.user_secrets import FOLDER_VARIABLE
 from kestrl.errors import UserInputError
 from kestrl_operator.render.network import selector
+from kestrl_operator.render.pods import USER_SECRETS
 from kestrl_operator.state.cluster import HTTP_PORT
 
 DNS = {"ports": [{"port": 53, "protocol": "UDP"}, {"port": 53, "protocol": "TCP"}]}
@@ -52,6 +54,18 @@ def test_a_hosted_judge_is_reached_at_its_port_with_its_key() -> None:
     assert policy(objects, ENGINES)["ingress"] == policy(rendered(), ENGINES)["ingress"]
     held = [item for item in objects if item["kind"] in {"Deployment", "StatefulSet"} and "judge-key" in str(item)]
     assert [item["metadata"]["name"] for item in held] == [JUDGE]
+
+
+def test_the_key_is_also_a_file_that_follows_a_rotation() -> None:
+    objects = ruler("{baseUrl: 'https://api.example.com/v1', model: m, secretRef: {name: judge-key}}")
+    held = container(objects)
+    assert {"name": FOLDER_VARIABLE, "value": USER_SECRETS} in held["env"]
+    assert {"name": "user-secrets", "mountPath": USER_SECRETS, "readOnly": True} in held["volumeMounts"]
+    volumes = of_kind(objects, "Deployment")[JUDGE]["spec"]["template"]["spec"]["volumes"]
+    (volume,) = [item["projected"] for item in volumes if item["name"] == "user-secrets"]
+    items = [{"key": "OPENAI_API_KEY", "path": "KESTRL_JUDGE_KEY_0"}]
+    assert volume["sources"] == [{"secret": {"name": "judge-key", "items": items, "optional": True}}]
+    assert "user-secrets" not in str(rendered())
 
 
 def test_a_service_of_the_cluster_is_reached_in_its_namespace() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -16,8 +15,8 @@ from kestrl._shared.credentials import header_value
 from kestrl._shared.plan.settings.judge import JudgeModel
 from kestrl._shared.telemetry import span
 from kestrl._shared.telemetry.names import Attr, SpanName
+from kestrl._shared.user_secrets import PresentRedactor, user_secret
 from kestrl.errors import described
-from kestrl.redaction import Redactor
 from kestrl_judge.ruler.completion import Reply, read_reply
 from kestrl_judge.ruler.pacing import Pacer, pause_before, retry_after
 
@@ -79,15 +78,14 @@ class JudgeClient:
         from kestrl._shared.bounded_answers import bound
 
         logging.getLogger("httpx2").setLevel(logging.WARNING)  # it logs every request
-        key = os.environ.get(judge.key_variable, "") if judge.key_variable else ""
-        header_value(key, judge.key_variable or "")
         self.judge = judge
-        self._redactor = Redactor([key])
+        header_value(self._key(), judge.key_variable or "")
+        self._redactor = PresentRedactor(lambda: [self._key()])
         self.pacer = Pacer(concurrency)
         self._clients: Sequence[AsyncOpenAI] = [
             AsyncOpenAI(
                 base_url=url,
-                api_key=key or NO_KEY,
+                api_key=self._present_key,
                 max_retries=0,
                 timeout=request_seconds,
                 default_headers=NOT_COMPRESSED,
@@ -96,6 +94,13 @@ class JudgeClient:
             for url in judge.base_urls
         ]
         self._turn = itertools.cycle(self._clients)
+
+    def _key(self) -> str:
+        return (user_secret(self.judge.key_variable) or "") if self.judge.key_variable else ""
+
+    async def _present_key(self) -> str:
+        """The key of a request: it may have been rotated since the last."""
+        return self._key() or NO_KEY
 
     async def close(self) -> None:
         for client in self._clients:

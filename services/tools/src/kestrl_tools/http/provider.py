@@ -47,14 +47,12 @@ class HttpProvider:
         self._server, self._folder, self._names = server, folder, names
         self._problem = ""
         self._base_url = ""
-        self._headers: Mapping[str, str] = {}
         self._operations: Mapping[str, Operation] = {}
         self._client = self._made_client(server.max_response_bytes)
 
     async def list_tools(self) -> Sequence[ToolDefinition]:
         server = self._server
-        texts = {name: secret_header("http", text) for name, text in server.secret_headers.items()}
-        self._headers = {**server.headers, **texts}
+        headers = self.headers()
         wanted, left_out = self._wanted, self._left_out
         if server.openapi is None:
             found = [of_endpoint(endpoint) for endpoint in server.endpoints]
@@ -62,13 +60,23 @@ class HttpProvider:
         else:
             document, first = await self._document(server.openapi)
             self._base_url = _normal(first)
-            fixed = [*self._headers, *([server.session_header] if server.session_header else [])]
+            fixed = [*headers, *([server.session_header] if server.session_header else [])]
             found = await asyncio.to_thread(of_document, self.name, document, wanted, fixed, left_out)
             wanted, left_out = None, LeftOut(unsupported=left_out.unsupported)  # both are applied to the document
         tools = [operation.listed() for operation in found]
         listed = await asyncio.to_thread(definitions, "http", self.name, tools, wanted, left_out)
         self._operations = {operation.name: operation for operation in found}
         return listed
+
+    def headers(self) -> Mapping[str, str]:
+        """The headers of the manifest, with the present entries of secrets.
+
+        Raises:
+            UserInputError: There is no such entry.
+        """
+        server = self._server
+        texts = {name: secret_header("http", text) for name, text in server.secret_headers.items()}
+        return {**server.headers, **texts}
 
     def check(self, create_kwargs: Kwargs) -> None:
         if create_kwargs:
@@ -81,7 +89,7 @@ class HttpProvider:
         self.check(create_kwargs)
         header = self._server.session_header
         own = {header: secrets.token_urlsafe(16)} if header else {}
-        return _Session(self, self._client.session(), {**self._headers, **own})
+        return _Session(self, self._client.session(), own)
 
     def health(self) -> str:
         return self._problem
@@ -126,7 +134,7 @@ class HttpProvider:
         client = self._made_client(MAX_BYTES)
         base = self._server.base_url
         own = base is None or URL(base).origin() == url.origin()
-        headers = self._headers if own else dict[str, str]()
+        headers = self.headers() if own else dict[str, str]()
         request = Request(method="GET", url=url, headers={})
         try:
             async with client.session() as session:
@@ -145,11 +153,12 @@ class _Session:
 
     prompt = ""
 
-    def __init__(self, provider: HttpProvider, session: aiohttp.ClientSession, headers: Mapping[str, str]) -> None:
-        self._provider, self._session, self._headers = provider, session, headers
+    def __init__(self, provider: HttpProvider, session: aiohttp.ClientSession, own: Mapping[str, str]) -> None:
+        self._provider, self._session, self._own = provider, session, own
 
     async def call(self, tool: str, arguments: Kwargs, filled: Kwargs) -> object:
-        return await self._provider.call(self._session, tool, {**arguments, **filled}, self._headers)
+        headers = {**self._provider.headers(), **self._own}
+        return await self._provider.call(self._session, tool, {**arguments, **filled}, headers)
 
     async def state(self) -> object:
         return None

@@ -14,6 +14,7 @@ from mcp.client.session import ClientSession
 from mcp.client.streamable_http import streamable_http_client
 from mcp.shared.exceptions import MCPError
 from pydantic import ValidationError
+from yarl import URL
 
 from kestrl._shared.bounded_answers import MAX_MESSAGE, bound
 from kestrl._shared.plan.settings.tools import McpEntry
@@ -180,16 +181,22 @@ class Connection:
             async with stdio_transport(self._program) as streams:
                 yield streams
         else:
-            headers = {
-                **entry.headers,
-                **{name: secret_header("mcp", text) for name, text in entry.secret_headers.items()},
-            }
+            headers = {"Accept-Encoding": "identity", **entry.headers, **self._secret_headers()}
             async with (
-                create_mcp_http_client(headers={"Accept-Encoding": "identity", **headers}) as client,
+                create_mcp_http_client(headers=headers) as client,
                 streamable_http_client(entry.url, http_client=client, max_sse_event_size=MAX_MESSAGE) as streams,
             ):
-                client.event_hooks = {"request": [], "response": [bound]}  # nothing is sent before there is a session
+                # Nothing is sent before there is a session.
+                client.event_hooks = {"request": [self._authenticate], "response": [bound]}
                 yield streams
+
+    def _secret_headers(self) -> dict[str, str]:
+        return {name: secret_header("mcp", text) for name, text in self._entry.secret_headers.items()}
+
+    async def _authenticate(self, request: Any) -> None:
+        """Gives a request the present entries of secrets, unless it was redirected to another server."""
+        if URL(str(request.url)).origin() == URL(self._entry.url or "").origin():
+            request.headers.update(self._secret_headers())
 
     async def _notified(self, message: object) -> None:
         if isinstance(message, types.ToolListChangedNotification):

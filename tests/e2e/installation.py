@@ -14,7 +14,7 @@ from uuid import uuid4
 import obstore
 import yaml
 from obstore.store import S3Store
-from tests.fakes.s3 import S3Server
+from tests.fakes.s3 import SECRET_KEY, S3Server
 
 from . import judge_model
 from .cluster import objects
@@ -127,12 +127,13 @@ class Installation:
         return self.cluster.wait_for(JOB, name, seen, namespace, seconds=seconds)
 
 
-def credentials(store: S3Server, namespace: str) -> Object:
+def credentials(store: S3Server, namespace: str, *, secret: str = SECRET_KEY) -> Object:
+    """The Secret with the storage's credentials."""
     return {
         "apiVersion": "v1",
         "kind": "Secret",
         "metadata": {"name": STORE_SECRET, "namespace": namespace},
-        "stringData": store.environment(),
+        "stringData": store.environment(secret=secret),
     }
 
 

@@ -174,7 +174,7 @@ def test_errors_found_by_the_operator_become_conditions(installation: Installati
         ("model__base", "demo://huge", "Accepted", "demo://huge"),
         ("model__base", "s3://runs/no-such-model", "Accepted", "no-such-model"),
         ("data__train__uri", "demo://email/no-such-set", "Accepted", "no-such-set"),
-        ("data__train__uri", "data.jsonl", "Accepted", "on a cluster name s3://"),
+        ("data__train__uri", "data.jsonl", "Accepted", "is a local path"),
         ("storage", {"uri": "s3://runs/e2e", "secretRef": {"name": "no-such-secret"}}, "Accepted", "no-such-secret"),
         (
             "patches",

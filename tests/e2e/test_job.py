@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 import pytest
+from tests.fakes.s3 import SECRET_KEY
 
 from .cluster.commands import CommandFailed, eventually
 from .installation import (
@@ -15,6 +16,7 @@ from .installation import (
     Installation,
     at_step,
     condition,
+    credentials,
     is_true,
     quickstart,
     small,
@@ -47,6 +49,31 @@ def test_a_job_whose_newest_spec_is_refused_is_suspended_resumed_and_ends(instal
         assert condition(ended, "Accepted")[0] == "False"
         assert condition(ended, "EnginesReady")[1] == "Released"
         eventually("its pods are gone", lambda: cluster.list("pods", namespace) == [], 240)
+
+
+@pytest.mark.timeout(900)
+def test_a_rotated_key_of_the_storage_costs_a_running_job_nothing_but_time(installation: Installation) -> None:
+    """The old key is denied at once, and the kubelet brings the new one later: nobody is restarted."""
+    cluster, store = installation.cluster, installation.store
+    with installation.place() as namespace:
+        cluster.apply(small("rotated", schedule__maxSteps=5), namespace)
+        installation.wait("rotated", namespace, at_step(2), 300)
+        pods = {pod["metadata"]["uid"] for pod in cluster.list("pods", namespace)}
+        try:
+            store.rotate("rotated")
+            waits = installation.wait(
+                "rotated", namespace, lambda job: "access is denied" in json.dumps(job["status"]["conditions"]), 180
+            )
+            assert condition(waits, "Succeeded")[1] == "Running"
+            cluster.apply(credentials(store, namespace, secret="rotated"), namespace)
+            done = installation.wait("rotated", namespace, is_true("Succeeded"), 420)
+        finally:
+            store.rotate(SECRET_KEY)
+        assert done["status"]["shown"]["step"] == "5/5"
+        assert done["status"].get("restarts", 0) == 0
+        report = summary(installation, done)
+        assert (report["status"], report["steps"]) == ("succeeded", 5)
+        assert {pod["metadata"]["uid"] for pod in cluster.list("pods", namespace)} <= pods, "no pod was replaced"
 
 
 def test_objects_of_a_user_with_a_jobs_names_are_left_alone(installation: Installation) -> None:

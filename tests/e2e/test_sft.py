@@ -98,5 +98,5 @@ def test_inputs_that_do_not_exist_become_conditions_with_the_field(installation:
             SFT_JOB, NAME, lambda job: condition(job, "Accepted")[0] == "False", namespace, seconds=120
         )
         status, reason, message = condition(found, "Accepted")
-        assert (status, reason) == ("False", "Unresolvable")
+        assert (status, reason) == ("False", "Invalid")
         assert "spec.data.train.uri: 'data.jsonl' is a local path" in message

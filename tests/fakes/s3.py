@@ -7,6 +7,7 @@ simultaneous PUTs with `If-None-Match: *` may both succeed.
 
 from __future__ import annotations
 
+import re
 import socket
 import subprocess
 import sys
@@ -98,6 +99,17 @@ class S3Server:
             "AWS_REGION": "us-east-1",
             "AWS_ALLOW_HTTP": "true",
         }
+
+    def rotate(self, secret: str) -> None:
+        """Takes another secret key from now on; the former is denied. The account stays the same."""
+        path = self.folder / "proxy.conf"
+        key = re.compile(r"(?<=user_test_tester = )\S+")
+        path.write_text(key.sub(secret, path.read_text()))
+        proxy = self._processes.pop("proxy", None)
+        if proxy is not None:
+            proxy.terminate()
+            proxy.wait(10)
+        self.start()
 
     def create_bucket(self, name: str) -> S3Store:
         """Creates a bucket, and returns a client for it that is independent of KestRL."""

@@ -23,6 +23,8 @@ from kestrl.storage.models import fetch_model, is_published
 from kestrl.storage.uris import local_path, scheme_of
 
 OBJECT_SCHEMES = frozenset({"s3", "gs", "az"})
+REACHED = OBJECT_SCHEMES | {"pvc", "demo", "file"}
+"""Schemes of files that pods can reach; `file` is of the image."""
 
 
 class DataSource(Model):
@@ -101,18 +103,39 @@ def put_data(source: DataSource, settings: PrepareSettings) -> None:
     _link(made, target)
 
 
+def check_reach(uri: str, field: str) -> None:
+    """Checks by the address alone that pods can reach a file.
+
+    Raises:
+        UserInputError: It is a path of the machine that the manifest was written on.
+    """
+    if scheme_of(uri) not in REACHED:
+        raise UserInputError(
+            f"{field}: {uri!r} is a local path, which does not exist on a cluster; use s3://..., pvc://CLAIM/PATH or "
+            "demo://..."
+        )
+
+
+def check_addresses(settings: PrepareSettings) -> None:
+    """Checks by their addresses alone that pods can reach data and template.
+
+    Raises:
+        UserInputError: A path of the machine that the manifest was written on; the message names the field.
+    """
+    for source in settings.data:
+        check_reach(source.uri, source.field)
+    if settings.template is not None:
+        check_reach(settings.template, settings.template_field)
+
+
 def put_file(uri: str, target: Path, volumes: Path, field: str) -> None:
     """Puts a single file in place."""
     scheme = scheme_of(uri)
     if scheme in OBJECT_SCHEMES:
         _download_file(uri, target)
         return
+    check_reach(uri, field)
     found = _in_volume(uri, volumes, field)
-    if found is None and scheme != "file":
-        raise UserInputError(
-            f"{field}: {uri!r} is a local path, which does not exist on a cluster; use s3://..., pvc://CLAIM/PATH or "
-            "demo://..."
-        )
     source = local_path(uri) if found is None else found
     if not source.is_file():
         raise UserInputError(f"{field}: {source} does not exist in the pod")

@@ -7,12 +7,15 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
+from kestrl._shared.plan.components import Role
 from kestrl._shared.plan.planning import has_rank_pods, plan
+from kestrl._shared.prepare import check_addresses
 from kestrl._shared.spec import AgentRLJob
 from kestrl._shared.spec.load import parse_job
 from kestrl.errors import UserInputError
 from kestrl_operator.credentials import derive
 from kestrl_operator.render import Given, render
+from kestrl_operator.render.job import preparation
 from kestrl_operator.state.accelerators import Node, unsatisfiable
 from kestrl_operator.state.cluster import Cluster, LearnerState, site_of, storage_of
 from kestrl_operator.state.snapshot import ACCEPTED, STATE, STORAGE
@@ -50,6 +53,8 @@ class Manifests:
         job = _parsed(key, raw, raw.get("spec"))
         self._check_builds(job)
         self._check_ranks(job)
+        for role in (Role.LEARNER, Role.ROLLOUT):
+            check_addresses(preparation(job, role))
         self.objects(key, raw["metadata"]["uid"], job, Decision(stage=Stage.RUNNING, parked=False))
         return job
 

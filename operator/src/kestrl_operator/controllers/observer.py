@@ -12,7 +12,9 @@ from kestrl.errors import UserInputError
 from kestrl_operator.controllers.job_state import Fallback, JobState, Parsed
 from kestrl_operator.controllers.manifests import Manifests, rendered_from
 from kestrl_operator.state.snapshot import ACCEPTED, Snapshot, Workload
-from kestrl_operator.state.store import Store
+from kestrl_operator.state.store import Key, Store
+from kestrl_operator.status.conditions import Type
+from kestrl_operator.status.waiting import PARTLY_SECONDS, is_partly_scheduled
 
 
 class Observer:
@@ -20,6 +22,8 @@ class Observer:
 
     def __init__(self, store: Store, manifests: Manifests) -> None:
         self._store, self._manifests = store, manifests
+        self.yielded_at = -PARTLY_SECONDS
+        """When a job last gave its pods back to older ones: they get some time before another does."""
 
     def snapshot(self, state: JobState, raw: Mapping[str, Any]) -> Snapshot:
         """The current snapshot of a job.
@@ -51,8 +55,20 @@ class Observer:
             unreachable="" if state.stream is None else state.stream.unreachable,
             unsatisfiable="" if job is None or nodes is None or problem else self._manifests.unsatisfiable(job, nodes),
             lost_nodes={pod.node: lost[pod.node] for pod in pods if pod.node in lost},
+            yields=is_partly_scheduled(pods) and self._yields(key, now),
             memory=state.memory,
         )
+
+    def _yields(self, key: Key, now: float) -> bool:
+        """Whether this job is the youngest of several that have nodes for some of their pods and wait for others."""
+        waiting = {
+            other: (raw["metadata"].get("creationTimestamp", ""), raw["metadata"]["uid"])
+            for other, raw in self._store.jobs.items()
+            if other == key
+            or (not _trains(raw) and is_partly_scheduled(self._store.pods(other, raw["metadata"]["uid"])))
+        }
+        youngest = max(waiting, key=lambda other: waiting[other], default=None)
+        return len(waiting) > 1 and youngest == key and now >= self.yielded_at + PARTLY_SECONDS
 
     def _parsed(self, state: JobState, raw: Mapping[str, Any]) -> Parsed:
         """The parsed manifest, cached by generation."""
@@ -76,3 +92,8 @@ class Observer:
             job = self._manifests.last_accepted(state.key, raw, kept)
             known = state.fallback = Fallback(generation, accepted, job)
         return known.job
+
+
+def _trains(raw: Mapping[str, Any]) -> bool:
+    conditions = raw.get("status", {}).get("conditions", ())
+    return any(item["type"] == Type.LEARNER_PROGRESSING and item["status"] == "True" for item in conditions)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from kestrl._shared.prepare import check_addresses
 from kestrl._shared.spec.sft import SFTJob, parse_sft_job
-from kestrl_operator.render.sft import SFTGiven, accelerator_of, profile_of, render_sft
+from kestrl_operator.render.sft import SFTGiven, accelerator_of, preparation, profile_of, render_sft
 from kestrl_operator.state.accelerators import Node, unsatisfiable
 from kestrl_operator.state.cluster import Cluster, storage_of
 from kestrl_operator.state.store import Key
@@ -27,9 +28,11 @@ class SFTManifests:
             UserInputError: The manifest does not describe a job; the message names the field and the fix.
         """
         metadata = {"name": key.name, "namespace": key.namespace}
-        return parse_sft_job(
+        job = parse_sft_job(
             {"apiVersion": raw["apiVersion"], "kind": raw["kind"], "metadata": metadata, "spec": raw.get("spec")}
         )
+        check_addresses(preparation(job))
+        return job
 
     def objects(self, key: Key, uid: str, job: SFTJob, *, storage: str = "") -> list[Object]:
         """All objects of a job, as returned by `render_sft`.

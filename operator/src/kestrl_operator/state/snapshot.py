@@ -168,6 +168,20 @@ class LearnerReport:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Rest:
+    """A time without pods of a job that held some and could not start."""
+
+    generation: int
+    """Generation of the spec, of which another ends it."""
+    since: float
+    """When the first such time began, in seconds since 1970."""
+    until: float
+    times: int
+    """Number of such times since the job last trained."""
+    why: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
     """When something was first seen by this process. It is lost when another process becomes the leader, which costs a
     longer wait at most.
@@ -176,6 +190,8 @@ class Memory:
     draining: float | None = None
     failed: float | None = None
     """When the learner of this attempt reported its failure."""
+    rest: Rest | None = None
+    """The present or last time without pods; None once the job has trained since."""
 
 
 NOTHING = Memory()
@@ -211,6 +227,8 @@ class Snapshot:
     lost_nodes: Mapping[str, str] = field(default_factory=dict[str, str])
     """Nodes of the job's pods that are not ready, with what Kubernetes says of them; empty where this operator may not
     list nodes."""
+    yields: bool = False
+    """Whether it is the youngest of the jobs of which some pods have nodes and others find none."""
     memory: Memory = NOTHING
 
     @property

@@ -69,6 +69,10 @@ REASONS: Mapping[Type, Mapping[str, str]] = {
         "PodsScheduled": "Every pod has a node.",
         "Pending": "A pod waits for a node; the message is the scheduler's.",
         "Unsatisfiable": "No node could ever take a pod of this accelerator profile.",
+        "Parked": (
+            "It held pods and could not start: a part of them found no nodes beside older jobs, or something that it "
+            "needs is missing. It has given them back; the message says why, and when it tries again."
+        ),
         "Released": "No pod is to run: the job is suspended or has ended.",
     },
     Type.ENGINES_READY: {
@@ -76,7 +80,7 @@ REASONS: Mapping[Type, Mapping[str, str]] = {
         "Starting": "Engines load the model.",
         "Unavailable": "An engine stopped answering, or cannot start; the message says why.",
         **LOST,
-        "Released": "No engine is to run: the job is suspended or has ended.",
+        "Released": "No engine is to run: the job is suspended or parked, or has ended.",
     },
     Type.POLICY_CONVERGED: {
         "AllProved": "Every engine has reproduced the newest version's log-probs.",
@@ -89,7 +93,7 @@ REASONS: Mapping[Type, Mapping[str, str]] = {
         "NoWorker": "No rollout worker answers; the message reports the state of their pods.",
         "Failing": "Workers, tools or judge keep failing; the message says how.",
         **LOST,
-        "Drained": "No group is started: the job is suspended, draining or at its end.",
+        "Drained": "No group is started: the job is suspended, parked, draining or at its end.",
     },
     Type.LEARNER_PROGRESSING: {
         "Stepping": "Steps are completed.",
@@ -103,7 +107,7 @@ REASONS: Mapping[Type, Mapping[str, str]] = {
         "Unavailable": "The learner does not answer any more, or cannot start; the message says why.",
         **LOST,
         "Failed": "The learner reported a failure; the message says which, and what follows.",
-        "Released": "No learner is to run: the job is suspended or has ended.",
+        "Released": "No learner is to run: the job is suspended or parked, or has ended.",
     },
     Type.CHECKPOINT_DURABLE: {
         "Confirmed": "The newest checkpoint was read back from storage.",

@@ -15,8 +15,9 @@ from kestrl._shared.plan.planning import group_seconds
 from kestrl._shared.spec.job import FailureRule, JobSpec
 from kestrl.errors import Failure
 from kestrl.runstate.states import RunPhase
-from kestrl_operator.state.snapshot import NOTHING, STORAGE_AWAY, Ended, Memory, Pod, Snapshot, seconds_of
+from kestrl_operator.state.snapshot import NOTHING, STORAGE_AWAY, Ended, Memory, Snapshot, seconds_of
 from kestrl_operator.status.conditions import ConditionStatus, Type
+from kestrl_operator.status.waiting import rest_of, seconds_to_rest, stuck, waits_for
 
 FIRST_WAIT, LONGEST_WAIT = 10.0, 300.0
 """First and longest wait in seconds before the learner is restarted after a failure that it reported; doubled each
@@ -47,6 +48,8 @@ class Stage(StrEnum):
     RELEASING = "releasing"
     """Suspended with all state saved, while pods terminate."""
     RELEASED = "released"
+    PARKED = "parked"
+    """Without pods for a while, since it held some and could not start."""
     ENDED = "ended"
 
 
@@ -87,7 +90,16 @@ def decide(snapshot: Snapshot) -> Decision:
         return replace(_unchanged(snapshot, Stage.ENDED, parked=True), ended=end)
     if snapshot.job.spec.suspend:
         return _suspended(snapshot, snapshot.job.spec)
-    return _running(snapshot, snapshot.job.spec)
+    return _parked(snapshot, snapshot.job.spec) or _running(snapshot, snapshot.job.spec)
+
+
+def _parked(snapshot: Snapshot, spec: JobSpec) -> Decision | None:
+    """The decision for a job that rests; None if it does not."""
+    rest = rest_of(snapshot)
+    if rest is None or rest.until <= snapshot.now:
+        return None
+    left = _earliest(rest.until - snapshot.now, _until_a_deadline(snapshot, spec))
+    return replace(_unchanged(snapshot, Stage.PARKED, parked=True), memory=Memory(rest=rest), requeue_after=left)
 
 
 def _unchanged(snapshot: Snapshot, stage: Stage, *, parked: bool = False) -> Decision:
@@ -157,22 +169,18 @@ def _past_a_deadline(snapshot: Snapshot, spec: JobSpec) -> tuple[str, str] | Non
 
 def pending(snapshot: Snapshot) -> tuple[float, str] | None:
     """Since when the job waits for a pod that cannot start or has not been created, and why; None if it waits for
-    none.
+    none. A time without pods counts, and what was before it.
     """
     if waits_for_admission(snapshot):
         return None
     admitted = 0.0 if snapshot.queue is None else running_since(snapshot) or snapshot.now
-    waiting = [(max(pod.made, admitted), f"{pod.name}: {_waits_for(pod)}") for pod in stuck(snapshot)[:1]]
+    waiting = [(max(pod.made, admitted), f"{pod.name}: {waits_for(pod)}") for pod in stuck(snapshot)[:1]]
     if snapshot.not_created is not None:
         waiting.append(snapshot.not_created)
+    rest = snapshot.memory.rest
+    if rest is not None and (waiting or snapshot.now < rest.until):
+        waiting.append((rest.since, rest.why))
     return min(waiting, default=None)
-
-
-def _waits_for(pod: Pod) -> str:
-    """The reason why a pod has not started."""
-    if pod.unstartable or pod.unscheduled or pod.ended:
-        return pod.unstartable or pod.unscheduled or str(pod.ended[0])
-    return "its containers are not created; see its events" if pod.scheduled else "it is not scheduled"
 
 
 def waits_for_admission(snapshot: Snapshot) -> bool:
@@ -251,20 +259,6 @@ def _job_restart_causes(snapshot: Snapshot, spec: JobSpec) -> Iterator[str]:
             yield f"{role}: {item}"
 
 
-def stuck(snapshot: Snapshot) -> list[Pod]:
-    """Pods that have not started and wait for a node, an image, a volume or a secret, or whose preparation fails; the
-    longest waiting first.
-
-    A pod that a queue holds back waits for none of these.
-    """
-    waiting = [
-        pod
-        for pod in snapshot.staying
-        if pod.phase == "Pending" and not pod.gated and (pod.unstartable or pod.ended or not pod.begun)
-    ]
-    return sorted(waiting, key=lambda pod: (pod.made, pod.name))
-
-
 def _suspended(snapshot: Snapshot, spec: JobSpec) -> Decision:
     """The decision for a suspended job: drain, checkpoint, confirm, and only then delete the pods. After the learner's
     grace and the deadline of a group, pods are deleted with the last checkpoint.
@@ -304,8 +298,10 @@ def _running(snapshot: Snapshot, spec: JobSpec) -> Decision:
     left = since + backoff(snapshot.counted) - snapshot.now
     if left > 0:
         retry = f"{what} is restarted in {left:.0f} s{nth}"
-        return replace(standing, retry=retry, memory=Memory(failed=since), requeue_after=_earliest(left, deadline))
+        memory = Memory(failed=since, rest=rest_of(snapshot))
+        return replace(standing, retry=retry, memory=memory, requeue_after=_earliest(left, deadline))
     again = replace(standing, retry=f"{what} is restarted{nth}", requeue_after=deadline)
+    again = replace(again, memory=Memory(rest=rest_of(snapshot)))
     if action == "Ignore":
         return replace(again, remove=_reporting_pod(snapshot))
     return replace(again, attempts=snapshot.attempts + 1, restarts=snapshot.restarts + int(action == "RestartJob"))
@@ -327,6 +323,7 @@ def _restarted_pods(snapshot: Snapshot, spec: JobSpec, deadline: float | None) -
         restarts=snapshot.restarts + again,
         forgiven=snapshot.attempts if _is_stable(snapshot) else snapshot.forgiven,
         remove=_resumed(snapshot),
+        memory=Memory(rest=rest_of(snapshot)),
         requeue_after=deadline,
     )
 
@@ -375,7 +372,7 @@ def _until_a_deadline(snapshot: Snapshot, spec: JobSpec) -> float | None:
     )
     contact = contact_ends(snapshot)
     answers = contact - snapshot.now if contact is not None and contact > snapshot.now else None
-    return _earliest(active, stands, answers)
+    return _earliest(active, stands, answers, seconds_to_rest(snapshot))
 
 
 def _earliest(*times: float | None) -> float | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from datetime import UTC, datetime
 
 from kestrl._shared.exit_codes import EXIT_INPUT
 from kestrl._shared.plan.components import Role
@@ -15,9 +16,10 @@ from kestrl.runstate.states import RunPhase
 from kestrl_operator.state.cluster import replicas
 from kestrl_operator.state.snapshot import STORAGE_AWAY, Ended, LearnerReport, Snapshot, is_input
 from kestrl_operator.status.conditions import NOT_OBSERVED, QUARANTINED, ConditionStatus, Observation, Type
-from kestrl_operator.status.lifecycle import Decision, Stage, has_ended, is_silent, reported_failure, stuck
+from kestrl_operator.status.lifecycle import Decision, Stage, has_ended, is_silent, reported_failure
 from kestrl_operator.status.pods import pod_problem
 from kestrl_operator.status.summary import distance, summed_up
+from kestrl_operator.status.waiting import stuck
 
 STALL_FLOOR, STALL_FACTOR = 300.0, 5.0
 """A training run is stalled after this many seconds without a step, and this many times the duration of the longest
@@ -32,10 +34,11 @@ def observed(snapshot: Snapshot, decision: Decision) -> Iterator[Observation]:
         return
     spec = snapshot.job.spec
     made = [
-        *([] if has_ended(snapshot) else [_accepted(snapshot)]),  # a job that has ended resolves nothing any more
+        # A job that has ended or rests resolves nothing now.
+        *([] if has_ended(snapshot) or _rests(snapshot, decision) else [_accepted(snapshot)]),
         _quota(snapshot),
         _suspension(snapshot, decision),
-        *(_released(snapshot) if decision.parked else _components(snapshot, decision, spec)),
+        *(_released(snapshot, decision) if decision.parked else _components(snapshot, decision, spec)),
         *_checkpoint(snapshot.live_report),
         *_reward(snapshot.live_report),
         *_learned(snapshot.live_report),
@@ -43,6 +46,10 @@ def observed(snapshot: Snapshot, decision: Decision) -> Iterator[Observation]:
     ]
     yield from made
     yield from summed_up(made, snapshot, decision)
+
+
+def _rests(snapshot: Snapshot, decision: Decision) -> bool:
+    return decision.stage is Stage.PARKED and not snapshot.problem
 
 
 def _without_job(snapshot: Snapshot) -> Iterator[Observation]:
@@ -142,10 +149,16 @@ def _suspension(snapshot: Snapshot, decision: Decision) -> Observation:
     return _false(Type.SUSPENDED, "Running")
 
 
-def _released(snapshot: Snapshot) -> Iterator[Observation]:
+def _released(snapshot: Snapshot, decision: Decision) -> Iterator[Observation]:
     """Observations for a job whose pods are not to run. No engine serves a policy then, so none has converged."""
     left = f"{len(snapshot.present)} pods are terminating" if snapshot.present else ""
-    yield _false(Type.SCHEDULED, "Released", left)
+    rest = decision.memory.rest
+    if decision.stage is Stage.PARKED and rest is not None:
+        again = datetime.fromtimestamp(rest.until, UTC)
+        message = f"it has given its pods back, and tries again at {again:%H:%M:%S} UTC: {rest.why}"
+        yield _false(Type.SCHEDULED, "Parked", message)
+    else:
+        yield _false(Type.SCHEDULED, "Released", left)
     yield _false(Type.ENGINES_READY, "Released", left)
     yield _unknown(Type.POLICY_CONVERGED, "no engine is to run")
     yield _false(Type.ROLLOUTS_FLOWING, "Drained")

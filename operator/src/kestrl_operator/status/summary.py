@@ -13,9 +13,9 @@ from kestrl.runstate.states import RunPhase
 from kestrl_operator.state.snapshot import LearnerReport, Snapshot
 from kestrl_operator.status.conditions import QUARANTINED, ConditionStatus, Observation, Type
 from kestrl_operator.status.lifecycle import Decision, Stage
+from kestrl_operator.status.waiting import TRAINS
 
 NEEDED = (Type.SCHEDULED, Type.ENGINES_READY, Type.ROLLOUTS_FLOWING, Type.LEARNER_PROGRESSING)
-TRAINS = frozenset({RunPhase.TRAINING, RunPhase.EVALUATING, RunPhase.DRAINING})
 LEARNER = "learner"
 """Name of the learner's container."""
 

@@ -17,8 +17,12 @@ PATCHED = [{"role": "tools", "template": {"spec": {"serviceAccountName": "admin"
         ({"learner": {"accelerator": {"profile": "abacus"}}}, ["abacus", "cpu", "nvidia"]),
         ({"patches": PATCHED}, ["spec.patches[0].template.spec.serviceAccountName", "remove it"]),
         ({"storage": {"uri": "file:///tmp/here"}}, ["spec.storage.uri", "s3://"]),
+        (
+            {"data": {"train": {"uri": "train.jsonl"}}},
+            ["spec.data.train.uri", "'train.jsonl' is a local path", "s3://"],
+        ),
     ],
-    ids=["unknown profile", "a patch of a reserved field", "storage of one machine"],
+    ids=["unknown profile", "a patch of a reserved field", "storage of one machine", "data of one machine"],
 )
 async def test_errors_found_by_the_operator_name_the_field_and_the_fix(
     stage: Stage, spec: dict[str, Any], words: list[str]

@@ -37,7 +37,7 @@ from kestrl._shared.spec.status import JobStatus
 from kestrl.api.common.v1.common_pb2 import SandboxInUse
 from kestrl.episode.codec import policy_to_proto
 from kestrl.errors import Boundary
-from kestrl_operator.state.snapshot import QUEUE_LABEL, Memory, Pod, Snapshot
+from kestrl_operator.state.snapshot import QUEUE_LABEL, Memory, Pod, Rest, Snapshot
 from kestrl_operator.status.build import ENGINES_SHOWN, FAILURES_SHOWN, status_of, with_failure
 from kestrl_operator.status.build import LONGEST_MESSAGE as LONGEST_OF_ENGINE
 from kestrl_operator.status.conditions import LONGEST_MESSAGE, NOT_OBSERVED, QUARANTINED, REASONS, Type
@@ -586,6 +586,16 @@ TABLE: list[tuple[str, dict[str, Any], str, Expected]] = [
         {"last_report": learner_report(report("starting", step=0, storage_wait="no answer since 21:03:10Z"))},
         "WaitingFor",
         {"LearnerProgressing": ("False", "StorageUnavailable", "no answer since 21:03:10Z")},
+    ),
+    (
+        "it gave its pods back, since it cannot start",
+        {
+            "pods": [],
+            "last_report": None,
+            "memory": Memory(rest=Rest(generation=3, since=NOW, until=NOW + 60, times=1, why="no secret s3")),
+        },
+        "Pending",
+        {"Scheduled": ("False", "Parked"), "EnginesReady": ("False", "Released"), "Ready": ("False", "NotReady")},
     ),
     (
         "storage denies the learner from its start",

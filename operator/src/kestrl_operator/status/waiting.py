@@ -1,0 +1,115 @@
+"""Pods that cannot start, and jobs that hold others while they cannot use them. Pure.
+
+Without a queue nobody admits a job as a whole: two jobs can each hold the devices that the other waits for. A job gives
+its pods back then, and tries again later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from kestrl.runstate.states import RunPhase
+from kestrl_operator.state.snapshot import STORAGE_AWAY, Pod, Rest, Snapshot
+
+PARTLY_SECONDS = 300.0
+"""Seconds for which a job that has nodes for a part of its pods waits for the others beside other such jobs."""
+BLOCKED_SECONDS = 900.0
+"""Seconds for which a job that cannot start holds its pods."""
+FIRST_REST, LONGEST_REST = 60.0, 600.0
+"""First and longest time without pods before the next attempt; doubled each time until the job trains."""
+TRAINS = frozenset({RunPhase.TRAINING, RunPhase.EVALUATING, RunPhase.DRAINING})
+
+
+def stuck(snapshot: Snapshot) -> list[Pod]:
+    """Pods that have not started and wait for a node, an image, a volume or a secret, or whose preparation fails; the
+    longest waiting first.
+
+    A pod that a queue holds back waits for none of these.
+    """
+    waiting = [
+        pod
+        for pod in snapshot.staying
+        if pod.phase == "Pending" and not pod.gated and (pod.unstartable or pod.ended or not pod.begun)
+    ]
+    return sorted(waiting, key=lambda pod: (pod.made, pod.name))
+
+
+def waits_for(pod: Pod) -> str:
+    """The reason why a pod has not started."""
+    if pod.unstartable or pod.unscheduled or pod.ended:
+        return pod.unstartable or pod.unscheduled or str(pod.ended[0])
+    return "its containers are not created; see its events" if pod.scheduled else "it is not scheduled"
+
+
+def is_partly_scheduled(pods: Iterable[Pod]) -> bool:
+    """Whether some pods of a job have nodes, and others find none."""
+    staying = [pod for pod in pods if not pod.over and not pod.deleting]
+    return any(pod.scheduled for pod in staying) and any(pod.unscheduled for pod in staying)
+
+
+def rest_of(snapshot: Snapshot) -> Rest | None:
+    """The present rest of a job without pods, the one that begins now, or the last one, which is remembered until the
+    job trains; None if there is none.
+
+    A job in a queue never rests: the queue decides. Another spec ends a rest.
+    """
+    if snapshot.queue is not None:
+        return None
+    last = snapshot.memory.rest
+    if last is not None and last.generation != snapshot.generation:
+        last = None
+    if last is not None and snapshot.now < last.until:
+        return last
+    if _trains(snapshot):
+        return None
+    why = next((why for since, longest, why in _held_up(snapshot) if snapshot.now >= since + longest), "")
+    if not why:
+        return last
+    times = 0 if last is None else last.times
+    return Rest(
+        generation=snapshot.generation,
+        since=snapshot.now if last is None else last.since,
+        until=snapshot.now + min(LONGEST_REST, FIRST_REST * 2.0 ** min(times, 16)),
+        times=times + 1,
+        why=why,
+    )
+
+
+def seconds_to_rest(snapshot: Snapshot) -> float | None:
+    """Seconds after which the job may have to rest; None if nothing holds it up."""
+    if snapshot.queue is not None or _trains(snapshot):
+        return None
+    left = [since + longest - snapshot.now for since, longest, _ in _held_up(snapshot)]
+    if is_partly_scheduled(snapshot.pods):
+        left.append(PARTLY_SECONDS)  # a younger job may have given its pods back by then
+    return min((seconds for seconds in left if seconds > 0), default=None)
+
+
+def _trains(snapshot: Snapshot) -> bool:
+    live = snapshot.live_report
+    return live is not None and live.phase in TRAINS
+
+
+def _held_up(snapshot: Snapshot) -> Iterator[tuple[float, float, str]]:
+    """What keeps the job from its start: since when, for how long it may hold pods meanwhile, and why."""
+    waiting = stuck(snapshot)
+    broken = [pod for pod in waiting if pod.scheduled and (pod.unstartable or pod.ended)]
+    if broken:
+        yield broken[0].made, BLOCKED_SECONDS, f"{broken[0].name} cannot start: {waits_for(broken[0])}"
+    if away := _storage_away(snapshot):
+        held = min((pod.made for pod in snapshot.staying if pod.scheduled), default=snapshot.now)
+        yield held, BLOCKED_SECONDS, f"storage cannot be used: {away}"
+    short = [pod for pod in waiting if pod.unscheduled]
+    if snapshot.yields and short and is_partly_scheduled(snapshot.pods):
+        why = f"older jobs wait for nodes, too; {short[0].name}: {short[0].unscheduled}"
+        yield short[0].made, PARTLY_SECONDS, why
+
+
+def _storage_away(snapshot: Snapshot) -> str:
+    """What the learner says of storage that cannot be used, before the job's first step."""
+    live = snapshot.live_report
+    if live is None or live.report.step or snapshot.status.get("progress", {}).get("step", 0):
+        return ""
+    if live.failure is not None and live.failure.code in STORAGE_AWAY:
+        return live.failure.message
+    return live.report.storage_wait if live.phase is RunPhase.STARTING else ""

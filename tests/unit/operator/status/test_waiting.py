@@ -1,0 +1,141 @@
+"""Jobs that hold pods and cannot start: when they give them back, for how long, and who never does."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from tests.unit.operator.samples import (
+    NOW,
+    all_pods,
+    at,
+    condition,
+    failed,
+    job,
+    learner_report,
+    pod,
+    report,
+    snapshot,
+    status,
+)
+
+from kestrl._shared.plan.components import Role
+from kestrl.errors import Boundary
+from kestrl_operator.state.snapshot import QUEUE_LABEL, Memory, Rest, Snapshot
+from kestrl_operator.status.build import status_of
+from kestrl_operator.status.lifecycle import Decision, Stage, decide
+from kestrl_operator.status.waiting import BLOCKED_SECONDS, FIRST_REST, LONGEST_REST, PARTLY_SECONDS
+
+UNSCHEDULED = {"scheduled": False, "phase": "Pending", "ready": False, "begun": False, "address": ""}
+NO_NODE = "0/3 nodes are available: 3 Insufficient nvidia.com/gpu."
+MISSING = 'prepare: CreateContainerConfigError: secret "s3" not found'
+DENIED = failed(Boundary.INFRASTRUCTURE, "storage_inaccessible", step=0)
+
+
+def partly(seconds: float, **changes: Any) -> Snapshot:
+    """A job whose learner has a node, and one of whose engines has waited for one for so long."""
+    engine = pod(Role.INFERENCE, unscheduled=NO_NODE, made=NOW - seconds, **UNSCHEDULED)
+    return snapshot(**({"pods": all_pods(engine), "last_report": None, "yields": True} | changes))
+
+
+def blocked(seconds: float, **changes: Any) -> Snapshot:
+    """A job one of whose pods has been without its Secret for so long."""
+    broken = {**UNSCHEDULED, "scheduled": True}
+    engine = pod(Role.INFERENCE, unstartable=MISSING, made=NOW - seconds, **broken)
+    return snapshot(**({"pods": all_pods(engine), "last_report": None} | changes))
+
+
+def denied(seconds: float, **changes: Any) -> Snapshot:
+    """A job to which storage has been denied for so long."""
+    pods = [replace(item, made=NOW - seconds) for item in all_pods()]
+    given = {"pods": pods, "last_report": learner_report(DENIED), "status": {}} | changes
+    return snapshot(**given)
+
+
+def rest_of(decision: Decision) -> Rest:
+    assert (decision.stage, decision.parked) == (Stage.PARKED, True)
+    assert decision.memory.rest is not None
+    return decision.memory.rest
+
+
+@pytest.mark.parametrize(
+    "held",
+    [partly(PARTLY_SECONDS), blocked(BLOCKED_SECONDS), denied(BLOCKED_SECONDS)],
+    ids=["partly scheduled", "a missing secret", "denied storage"],
+)
+def test_a_job_that_cannot_start_gives_its_pods_back(held: Snapshot) -> None:
+    decision = decide(held)
+    rest = rest_of(decision)
+    assert (rest.since, rest.until, rest.times) == (NOW, NOW + FIRST_REST, 1)
+    assert decision.requeue_after == FIRST_REST
+    assert (decision.attempts, decision.ended) == (0, None)
+
+
+@pytest.mark.parametrize(
+    "held",
+    [
+        partly(PARTLY_SECONDS - 1),
+        partly(PARTLY_SECONDS, yields=False),
+        partly(PARTLY_SECONDS, labels={QUEUE_LABEL: "gpus"}),
+        partly(PARTLY_SECONDS, last_report=learner_report(report())),
+        blocked(BLOCKED_SECONDS - 1),
+        blocked(BLOCKED_SECONDS, last_report=learner_report(report())),
+        denied(BLOCKED_SECONDS - 1),
+        denied(BLOCKED_SECONDS, status={"progress": {"step": 3, "totalSteps": 9}}),
+    ],
+    ids=["soon", "the oldest", "in a queue", "it trains", "soon blocked", "blocked and trains", "soon denied",
+         "denied after a step"],
+)  # fmt: skip
+def test_others_keep_their_pods(held: Snapshot) -> None:
+    assert not decide(held).parked
+
+
+def test_it_rests_until_its_time_and_longer_each_time() -> None:
+    times = []
+    memory, now = Memory(), NOW
+    for _ in range(6):
+        held = replace(blocked(BLOCKED_SECONDS + NOW - now), now=now, memory=memory)
+        held = replace(held, pods=[replace(item, made=now - BLOCKED_SECONDS) for item in held.pods])
+        memory = decide(held).memory
+        assert memory.rest is not None
+        times.append(memory.rest.until - now)
+        resting = replace(held, pods=[], memory=memory, now=memory.rest.until - 1)
+        assert decide(resting).parked
+        again = replace(resting, now=memory.rest.until)
+        decision = decide(again)
+        assert (decision.stage, decision.parked) == (Stage.RUNNING, False)
+        memory, now = decision.memory, again.now
+    assert times == [60, 120, 240, 480, LONGEST_REST, LONGEST_REST]
+    trained = replace(snapshot(), memory=memory, now=now)
+    assert decide(trained).memory.rest is None, "the next time begins anew"
+
+
+def test_another_spec_ends_the_rest() -> None:
+    rest = rest_of(decide(blocked(BLOCKED_SECONDS)))
+    resting = replace(snapshot(pods=[], last_report=None), memory=Memory(rest=rest))
+    assert decide(resting).parked
+    assert not decide(replace(resting, generation=resting.generation + 1)).parked
+
+
+def test_a_deadline_of_the_job_counts_its_rests() -> None:
+    rest = rest_of(decide(blocked(BLOCKED_SECONDS)))
+    resting = replace(snapshot(pods=[], last_report=None, job=job("pendingDeadline=30s")), memory=Memory(rest=rest))
+    assert decide(resting).requeue_after == 30
+    late = decide(replace(resting, now=NOW + 30))
+    assert late.ended is not None
+    assert late.ended[0] == "PendingTooLong"
+    assert "secret" in late.ended[1]
+
+
+def test_a_resting_job_says_why_and_when_it_tries_again() -> None:
+    held = blocked(BLOCKED_SECONDS, status=status(condition("Accepted", "False", "Unresolvable", message="no secret")))
+    written = status_of(held, decide(held))
+    conditions = {item["type"]: item for item in written["conditions"]}
+    assert conditions["Scheduled"]["reason"] == "Parked"
+    until = at(FIRST_REST)[11:19]
+    assert f"tries again at {until} UTC" in conditions["Scheduled"]["message"]
+    assert "s3" in conditions["Scheduled"]["message"]
+    assert conditions["Accepted"]["message"] == "no secret", "as it was found"
+    assert (conditions["Ready"]["status"], conditions["Stalled"]["status"]) == ("False", "False")
+    assert written["shown"]["phase"] == "WaitingFor"
